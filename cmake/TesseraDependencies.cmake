@@ -1,0 +1,77 @@
+# Finds what the library stands on, or says what to do.
+find_package(Python3 COMPONENTS Interpreter QUIET)
+if(NOT Torch_DIR AND NOT DEFINED ENV{Torch_DIR} AND Python3_EXECUTABLE)
+  # The package is located, not imported: an import takes seconds.
+  execute_process(COMMAND ${Python3_EXECUTABLE} -c
+                  "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+                  OUTPUT_VARIABLE torch_package OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  if(torch_package)
+    list(APPEND CMAKE_PREFIX_PATH "${torch_package}/share/cmake")
+  endif()
+endif()
+set(CMAKE_MESSAGE_LOG_LEVEL ERROR)  # Torch warns of parts that the wheel is made without
+find_package(Torch QUIET)
+unset(CMAKE_MESSAGE_LOG_LEVEL)
+if(NOT Torch_FOUND)
+  message(FATAL_ERROR "LibTorch was not found. Set Torch_DIR to the folder with TorchConfig.cmake, or let "
+                      "Python3_EXECUTABLE be a Python that has torch (./dev build sets both up).")
+endif()
+if(Torch_VERSION VERSION_LESS 2.11)
+  message(FATAL_ERROR "LibTorch ${Torch_VERSION} was found; Tessera needs 2.11 or newer.")
+endif()
+message(STATUS "LibTorch ${Torch_VERSION}: ${TORCH_INSTALL_PREFIX}")
+
+# One target in place of Torch's variables. Its headers are system headers: their warnings are not ours.
+add_library(tessera_torch INTERFACE)
+target_include_directories(tessera_torch SYSTEM INTERFACE
+  "$<BUILD_INTERFACE:${TORCH_INCLUDE_DIRS}>")
+target_compile_options(tessera_torch INTERFACE "$<BUILD_INTERFACE:${TORCH_CXX_FLAGS}>")
+target_compile_definitions(tessera_torch INTERFACE USE_DISTRIBUTED)
+target_link_libraries(tessera_torch INTERFACE "$<BUILD_INTERFACE:${TORCH_LIBRARIES}>")
+
+include(FetchContent)
+FetchContent_Declare(fmt URL https://github.com/fmtlib/fmt/archive/refs/tags/9.1.0.tar.gz FIND_PACKAGE_ARGS)
+FetchContent_Declare(nlohmann_json URL https://github.com/nlohmann/json/archive/refs/tags/v3.11.2.tar.gz
+                     FIND_PACKAGE_ARGS)
+FetchContent_MakeAvailable(fmt nlohmann_json)
+if(TESSERA_BUILD_TOOLS OR TESSERA_BUILD_EXAMPLES)
+  FetchContent_Declare(CLI11 URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.1.2.tar.gz FIND_PACKAGE_ARGS)
+  FetchContent_MakeAvailable(CLI11)
+endif()
+if(TESSERA_BUILD_TESTS)
+  FetchContent_Declare(googletest URL https://github.com/google/googletest/archive/refs/tags/release-1.12.1.tar.gz
+                       FIND_PACKAGE_ARGS NAMES GTest)
+  FetchContent_MakeAvailable(googletest)
+endif()
+
+# NCCL is compiled in where LibTorch itself has it.
+set(TESSERA_HAVE_NCCL OFF)
+if(TORCH_CUDA_LIBRARIES)
+  find_path(TESSERA_NCCL_INCLUDE nccl.h)
+  if(TESSERA_NCCL_INCLUDE)
+    set(TESSERA_HAVE_NCCL ON)
+  endif()
+endif()
+
+# ProcessGroupGloo.hpp is included with declarations of gloo's types of our own: compile and run a program that
+# shows that they fit this LibTorch. The answer is kept until another LibTorch is taken.
+if(NOT TESSERA_GLOO_PROBED STREQUAL "${Torch_DIR} ${Torch_VERSION}")
+  message(STATUS "Checking LibTorch's ProcessGroupGloo")
+  unset(TESSERA_GLOO_COMPILES CACHE)
+  unset(TESSERA_GLOO_RUNS CACHE)
+  # Files, not targets: LibTorch's targets name others that only its own build has.
+  try_run(TESSERA_GLOO_RUNS TESSERA_GLOO_COMPILES "${CMAKE_CURRENT_BINARY_DIR}/gloo_probe"
+    "${CMAKE_CURRENT_SOURCE_DIR}/cmake/gloo_probe.cpp"
+    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}/src/comm/gloo_declarations;${TORCH_INCLUDE_DIRS}"
+                "-DCMAKE_BUILD_RPATH=${TORCH_INSTALL_PREFIX}/lib"
+    COMPILE_DEFINITIONS -DUSE_C10D_GLOO -DUSE_DISTRIBUTED -DGLOO_STORE_HAS_STORE_V2
+    LINK_LIBRARIES "${TORCH_INSTALL_PREFIX}/lib/libtorch.so" "${TORCH_INSTALL_PREFIX}/lib/libtorch_cpu.so"
+                   "${TORCH_INSTALL_PREFIX}/lib/libc10.so"
+    CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON
+    COMPILE_OUTPUT_VARIABLE compile_output RUN_OUTPUT_VARIABLE run_output)
+  if(NOT TESSERA_GLOO_COMPILES OR NOT TESSERA_GLOO_RUNS STREQUAL "0")
+    message(FATAL_ERROR "LibTorch ${Torch_VERSION} has another ProcessGroupGloo than Tessera knows (the program "
+                        "cmake/gloo_probe.cpp ended with ${TESSERA_GLOO_RUNS}):\n${compile_output}\n${run_output}")
+  endif()
+  set(TESSERA_GLOO_PROBED "${Torch_DIR} ${Torch_VERSION}" CACHE INTERNAL "the LibTorch that gloo_probe.cpp ran with")
+endif()

@@ -1,0 +1,31 @@
+# Flags that only our own files are compiled with: warnings and sanitizers.
+add_library(tessera_flags INTERFACE)
+target_compile_options(tessera_flags INTERFACE -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)
+# LibTorch brings fmt's headers, but not its library, and of another version than the system's. As headers alone
+# either works; all of our files do the same, because they share a precompiled header.
+target_link_libraries(tessera_flags INTERFACE fmt::fmt-header-only)
+if(TESSERA_SANITIZE)
+  list(JOIN TESSERA_SANITIZE "," sanitizers)
+  target_compile_options(tessera_flags INTERFACE -fsanitize=${sanitizers} -fno-omit-frame-pointer)
+  target_link_options(tessera_flags INTERFACE -fsanitize=${sanitizers})
+endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  if(CMAKE_CXX_COMPILER_VERSION VERSION_LESS 12)
+    message(FATAL_ERROR "g++ ${CMAKE_CXX_COMPILER_VERSION} was found; Tessera needs g++ 12 or newer (C++20).")
+  endif()
+  if(CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    # g++ 12 warns of std::string's own assignments at -O3: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105651
+    target_compile_options(tessera_flags INTERFACE -Wno-restrict)
+  endif()
+  # ccache can only keep what was compiled with a precompiled header if the compiler names the header.
+  target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
+endif()
+
+# Compile through ccache where there is one. The settings let it work with precompiled headers, and let
+# builds in several folders share what it keeps.
+find_program(TESSERA_CCACHE ccache)
+mark_as_advanced(TESSERA_CCACHE)
+if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" CCACHE_NOHASHDIR=1
+      CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime "${TESSERA_CCACHE}")
+endif()

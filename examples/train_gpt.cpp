@@ -1,0 +1,250 @@
+// Trains a byte-level GPT on a text, sharded over the ranks that it is started on:
+//   python scripts/make_corpus.py data/corpus.txt
+//   tessera run -n 2 build/dev/examples/train_gpt --data data/corpus.txt --save runs/demo
+//
+// Model, data and loop are plain torch::nn code; the lines that shard are marked with (*). A batch
+// is a pure function of (seed, step, row): any number of ranks at any level has the same losses.
+#include <fmt/format.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <fstream>
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+struct Options {
+  std::string data = "data/corpus.txt", save, losses, level = "p_g_os";
+  bool resume = false;
+  int64_t steps = 400, batch = 16, seq = 128, layers = 4, width = 256, heads = 4, seed = 1;
+  int64_t warmup = 20, save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
+  double lr = 1e-3, clip = 1.0;
+};
+
+// --- the model -----------------------------------------------------------------------------------
+struct BlockImpl : nn::Module {
+  BlockImpl(int64_t width, int64_t heads) : width(width), heads(heads) {}
+
+  Tensor forward(Tensor x) {
+    const auto rows = x.size(0), length = x.size(1);
+    const auto split = qkv(ln1(x)).view({rows, length, 3, heads, width / heads});
+    const auto part = split.permute({2, 0, 3, 1, 4});  // queries, keys, values
+    const auto mixed = torch::scaled_dot_product_attention(part[0], part[1], part[2], {}, 0, true);
+    x = x + proj(mixed.transpose(1, 2).reshape({rows, length, width}));
+    return x + out(torch::gelu(fc(ln2(x))));
+  }
+
+  int64_t width, heads;
+  nn::LayerNorm ln1 = register_module("ln1", nn::LayerNorm(nn::LayerNormOptions({width})));
+  nn::Linear qkv = register_module("qkv", nn::Linear(width, 3 * width));
+  nn::Linear proj = register_module("proj", nn::Linear(width, width));
+  nn::LayerNorm ln2 = register_module("ln2", nn::LayerNorm(nn::LayerNormOptions({width})));
+  nn::Linear fc = register_module("fc", nn::Linear(width, 4 * width));
+  nn::Linear out = register_module("out", nn::Linear(4 * width, width));
+};
+TORCH_MODULE(Block);
+
+struct GptImpl : nn::Module {
+  explicit GptImpl(const Options& o) : o(o) {
+    for (int64_t i = 0; i < o.layers; ++i) blocks->push_back(Block(o.width, o.heads));
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : named_parameters()) {
+      if (parameter.value().dim() == 2) parameter.value().normal_(0, 0.02);
+    }
+  }
+
+  Tensor forward(const Tensor& bytes) {
+    auto x = tok(bytes) + pos(torch::arange(bytes.size(1)));
+    for (auto& block : *blocks) x = block->as<Block>()->forward(x);
+    return head(ln_f(x));
+  }
+
+  /// Mean cross entropy, in nats per byte, of the bytes of each window given those before them.
+  Tensor loss(const Tensor& windows) {
+    const auto logits = forward(windows.narrow(1, 0, o.seq));
+    return torch::cross_entropy_loss(logits.flatten(0, 1), windows.narrow(1, 1, o.seq).flatten());
+  }
+
+  Options o;
+  nn::Embedding tok = register_module("tok", nn::Embedding(256, o.width));
+  nn::Embedding pos = register_module("pos", nn::Embedding(o.seq, o.width));
+  nn::ModuleList blocks = register_module("blocks", nn::ModuleList());
+  nn::LayerNorm ln_f = register_module("ln_f", nn::LayerNorm(nn::LayerNormOptions({o.width})));
+  nn::Linear head = register_module("head", nn::Linear(o.width, 256));
+};
+TORCH_MODULE(Gpt);
+
+// --- the text ------------------------------------------------------------------------------------
+struct Text {
+  explicit Text(const Options& o) : o(o) {
+    std::ifstream file(o.data, std::ios::binary);
+    std::string all((std::istreambuf_iterator<char>(file)), {});
+    const auto size = std::ssize(all), held = size / 10;
+    TORCH_CHECK_VALUE(held > o.seq * o.batch, "[train_gpt] a tenth of --data must hold a batch; ",
+                      "expected over ", 10 * o.seq * o.batch, " bytes, got ", size);
+    const auto bytes = torch::from_blob(all.data(), {size}, torch::kByte).to(torch::kLong);
+    train = bytes.narrow(0, 0, size - held);
+    held_out = bytes.narrow(0, size - held, held);
+  }
+
+  Tensor windows(const Tensor& bytes, const Tensor& starts) const {  // of one byte more than --seq
+    return bytes.index({starts.unsqueeze(1) + torch::arange(o.seq + 1)});
+  }
+
+  /// Rows `first` to `first + rows` of the batch of `step`.
+  Tensor batch(int64_t step, int64_t first, int64_t rows) const {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(o.seed * 1'000'003 + step);
+    const auto starts = torch::randint(train.size(0) - o.seq, {o.batch}, generator, torch::kLong);
+    return windows(train, starts.narrow(0, first, rows));
+  }
+
+  /// Mean nats per held-out byte if only the frequency of each byte in `train` is known.
+  double unigram_loss() const {
+    const auto frequency = (torch::bincount(train, {}, 256) + 1.0) / (train.size(0) + 256.0);
+    return -frequency.log().index({held_out}).mean().item<double>();
+  }
+
+  const Options& o;
+  Tensor train, held_out;
+};
+
+// --- the job -------------------------------------------------------------------------------------
+double learning_rate(const Options& o, int64_t step) {  // linear warm-up, then a cosine to a tenth
+  if (step < o.warmup) return o.lr * (step + 1) / o.warmup;
+  const double done = double(step - o.warmup) / std::max<int64_t>(1, o.steps - o.warmup);
+  return o.lr * (0.55 + 0.45 * std::cos(M_PI * done));
+}
+
+struct Job {
+  double mean_over_ranks(double value) const {
+    const auto sum = torch::full({1}, value, torch::kDouble);
+    world.process_group()->all_reduce(sum, tessera::ReduceOp::kSum, {.subject = "loss"})->wait();
+    return sum.item<double>() / world.size();
+  }
+
+  /// Mean loss of up to `batches` batches that lie evenly in the held-out text.
+  double held_out_loss(int64_t batches) {
+    torch::NoGradGuard no_grad;
+    const auto all = (text.held_out.size(0) - 1) / (o.batch * o.seq), n = std::min(batches, all);
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const auto first = i * all / n * o.batch + world.rank() * rows;
+      const auto starts = torch::arange(first, first + rows) * o.seq;
+      sum += gpt->loss(text.windows(text.held_out, starts)).item<double>();
+    }
+    return mean_over_ranks(sum / n);
+  }
+
+  /// Continues `written` byte by byte. All ranks do the same, with the same random numbers.
+  std::string sample(std::string written) {
+    torch::NoGradGuard no_grad;
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(o.seed);
+    for (int64_t i = 0; i < o.sample; ++i) {
+      const auto seen = written.substr(std::max<int64_t>(0, std::ssize(written) - o.seq));
+      const auto bytes = torch::tensor(std::vector<int64_t>(seen.begin(), seen.end()));
+      const auto chances = (gpt->forward(bytes.unsqueeze(0))[0][-1] / 0.7).softmax(0);
+      const auto next = torch::multinomial(chances, 1, false, generator).item<int64_t>();
+      written += next == '\n' || (next >= 32 && next < 127) ? char(next) : '?';
+    }
+    return written;
+  }
+
+  void show_memory(const tessera::ShardMemory& kept) const {
+    int64_t numel = 0;
+    for (const auto& parameter : gpt->parameters()) numel += parameter.numel();
+    fmt::print("parameters, gradients, optimizer state: {:.1f} MB per rank; unsharded: {:.1f} MB\n",
+               (kept.parameters + kept.gradients + kept.optimizer_state) / 1e6, 16 * numel / 1e6);
+  }
+
+  void run(tessera::ShardLevel level) {
+    auto sharded = tessera::fully_shard(gpt, {.level = level});  // (*)
+    torch::optim::AdamW adamw(gpt->parameters(), torch::optim::AdamWOptions(o.lr));
+    tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
+    int64_t step = 0;
+    if (o.resume && mean_over_ranks(std::filesystem::exists(o.save)) > 0)
+      step = tessera::load_checkpoint(o.save, sharded, &optimizer).at("step");  // (*)
+    const auto first = step;
+    const auto start = std::chrono::steady_clock::now();
+    const double unigram = text.unigram_loss(), bit = M_LN2;
+    double held_out = held_out_loss(o.eval_batches);
+    fmt::print("{} ranks, {}, after step {}: held-out {:.4f} nats per byte; unigram model {:.4f}\n",
+               world.size(), o.level, first, held_out, unigram);
+    std::ofstream losses(world.rank() == 0 ? o.losses : "");
+    while (step < o.steps) {
+      adamw.param_groups()[0].options().set_lr(learning_rate(o, step));
+      optimizer.zero_grad();
+      const auto loss = gpt->loss(text.batch(step, world.rank() * rows, rows));
+      loss.backward();
+      if (o.clip > 0) optimizer.clip_grad_norm_(o.clip);
+      optimizer.step();
+      const double mean = mean_over_ranks(loss.item<double>());
+      losses << fmt::format("{:.9g}\n", mean) << std::flush;
+      if (step++ == first) show_memory(optimizer.memory());
+      if (step % o.eval_every == 0) held_out = held_out_loss(o.eval_batches);
+      if (step % 10 == 0 || step == o.steps) {
+        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+        const double pace = taken.count() / (step - first);
+        fmt::print(
+            "step {}/{}  loss {:.4f}  held-out {:.4f} = {:.3f} bits  {:.0f} B/s  {:.0f} s left\n",
+            step, o.steps, mean, held_out, held_out / bit, o.batch * o.seq / pace,
+            pace * (o.steps - step));
+      }
+      if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
+        tessera::save_checkpoint(o.save, sharded, &optimizer, {{"step", double(step)}});  // (*)
+    }
+    held_out = held_out_loss(std::numeric_limits<int64_t>::max());
+    fmt::print(
+        "all held-out bytes: {:.4f} nats = {:.3f} bits; unigram model: {:.4f} = {:.3f} bits\n",
+        held_out, held_out / bit, unigram, unigram / bit);
+    const auto unsharded = sharded.keep_unsharded();  // (*)
+    if (o.sample > 0) fmt::print("--- it writes:\n{}\n---\n", sample("namespace torch {\n"));
+    if (!o.save.empty()) fmt::print("checkpoint: {} (go on with --resume)\n", o.save);
+  }
+
+  const Options& o;
+  const tessera::World& world;
+  const Text text{o};
+  const int64_t rows = o.batch / world.size();
+  Gpt gpt{o};
+};
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> levels = {"none", "os", "os_g", "p_g_os"};  // as in ShardLevel
+  Options o;
+  CLI::App app{"Trains a byte-level GPT on a text, sharded over the ranks that it is started on"};
+  const CLI::Validator positive = CLI::PositiveNumber, natural = CLI::NonNegativeNumber;
+  app.option_defaults()->always_capture_default();
+  app.add_option("--data", o.data, "text to learn from")->check(CLI::ExistingFile);
+  app.add_option("--level", o.level, "what is sharded")->check(CLI::IsMember(levels));
+  app.add_option("--save", o.save, "directory of the checkpoint");
+  app.add_flag("--resume", o.resume, "go on from --save, if it exists")->needs("--save");
+  app.add_option("--losses", o.losses, "file for the loss of each step, one per line");
+  app.add_option("--lr", o.lr, "highest learning rate");
+  app.add_option("--clip", o.clip, "largest norm of the gradients; 0: any");
+  app.add_option("--steps", o.steps, "steps, those before --resume included")->check(positive);
+  app.add_option("--batch", o.batch, "windows per step, over all ranks")->check(positive);
+  app.add_option("--seq", o.seq, "bytes per window")->check(positive);
+  app.add_option("--layers", o.layers, "transformer blocks")->check(positive);
+  app.add_option("--width", o.width, "numbers per byte inside the model")->check(positive);
+  app.add_option("--heads", o.heads, "attention heads")->check(positive);
+  app.add_option("--save-every", o.save_every, "steps between checkpoints")->check(positive);
+  app.add_option("--eval-every", o.eval_every, "steps between held-out losses")->check(positive);
+  app.add_option("--seed", o.seed, "of initial values, batches and sample")->check(natural);
+  app.add_option("--sample", o.sample, "bytes to write at the end")->check(natural);
+  CLI11_PARSE(app, argc, argv);
+  try {
+    const auto world = tessera::init();                                      // (*)
+    if (world.rank() != 0) stdout = std::freopen("/dev/null", "w", stdout);  // one rank reports
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
+    TORCH_CHECK_VALUE(o.batch % world.size() == 0, "[train_gpt] --batch is that of all ranks; ",
+                      "expected a multiple of ", world.size(), ", got ", o.batch);
+    TORCH_CHECK_VALUE(o.width % o.heads == 0, "[train_gpt] --width must be a multiple of --heads");
+    torch::manual_seed(o.seed);
+    Job{o, world}.run(tessera::ShardLevel(std::ranges::find(levels, o.level) - levels.begin()));
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "train_gpt: {}\n", error.what_without_backtrace());
+    return EXIT_FAILURE;
+  }
+}

@@ -1,0 +1,173 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/export.h>
+#include <tessera/shard_plan.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace torch {
+namespace nn {
+class Module;
+}
+namespace jit {
+struct Module;
+}
+}  // namespace torch
+
+namespace tessera {
+
+class ShardedState;
+
+/// A tensor of a model with its fully qualified name.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+/// Bytes that this rank keeps for a sharded model between steps, by kind.
+struct ShardMemory {
+  int64_t parameters = 0;       ///< shards, and units that stay unsharded
+  int64_t gradients = 0;        ///< reduced gradients
+  int64_t optimizer_state = 0;  ///< filled in by `ShardedOptimizer::memory()`
+  int64_t peak_unsharded = 0;   ///< most bytes of gathered parameters at any time
+  int64_t peak_in_flight = 0;   ///< most bytes of whole gradients waiting for their reduction
+};
+
+/// A model whose parameters are managed by Tessera.
+///
+/// The module itself was changed in place: its parameters are gathered when an operator uses them and
+/// their gradients are reduced as backward makes them. So the module can be called directly, and this
+/// handle only adds what has no place in it. Copies share one state.
+class TESSERA_API ShardedModule {
+ public:
+  explicit ShardedModule(std::shared_ptr<ShardedState> state);
+  ~ShardedModule();
+  ShardedModule(const ShardedModule&);
+  ShardedModule& operator=(const ShardedModule&);
+
+  /// While the returned guard lives, backward keeps whole local gradients and sends nothing; the next
+  /// backward after it reduces their sum. Guards nest; exceptions end them as they should.
+  class TESSERA_API NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<ShardedState> state);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    std::shared_ptr<ShardedState> state_;
+  };
+  [[nodiscard]] NoSync no_sync();
+
+  /// While the returned guard lives, all parameters are and stay unsharded, for example to sample from
+  /// a model or to evaluate it often. Collective: all ranks make and drop it at the same point.
+  class TESSERA_API KeepUnsharded {
+   public:
+    explicit KeepUnsharded(std::shared_ptr<ShardedState> state);
+    ~KeepUnsharded();
+    KeepUnsharded(const KeepUnsharded&) = delete;
+    KeepUnsharded& operator=(const KeepUnsharded&) = delete;
+
+   private:
+    std::shared_ptr<ShardedState> state_;
+  };
+  [[nodiscard]] KeepUnsharded keep_unsharded();
+
+  /// Called by the wrapper before each forward: synchronizes buffers if the plan says so.
+  void begin_forward();
+
+  /// The reduced gradient of a parameter, gathered whole; undefined if it has none. Collective.
+  at::Tensor full_grad(const at::Tensor& parameter);
+  at::Tensor full_grad(const std::string& name);
+
+  /// Forgets all gradients.
+  void zero_grad();
+
+  /// Scales the reduced gradients so that the norm of all of them is at most `max_norm`, and returns
+  /// the norm before. Collective. `norm_type`: 1, 2 or infinity. The formula is that of
+  /// `torch::nn::utils::clip_grad_norm_`: gradients times `min(1, max_norm / (norm + 1e-6))`.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+
+  /// Copies of all parameters and buffers under their names, on every rank. Collective. Takes the
+  /// memory of the whole model.
+  std::vector<NamedTensor> full_state();
+
+  ShardMemory memory() const;
+
+  /// A table of the units: names, elements, shard of this rank, level.
+  std::string describe() const;
+
+  const std::shared_ptr<ShardedState>& state() const { return state_; }
+
+ protected:
+  std::shared_ptr<ShardedState> state_;
+};
+
+/// A sharded model that still offers its own methods: `sharded->layer`, `sharded.forward(x)`.
+template <class M>
+class Sharded : public ShardedModule {
+ public:
+  Sharded(std::shared_ptr<M> module, std::shared_ptr<ShardedState> state)
+      : ShardedModule(std::move(state)), module_(std::move(module)) {}
+
+  M* operator->() const { return module_.get(); }
+  M& operator*() const { return *module_; }
+  const std::shared_ptr<M>& ptr() const { return module_; }
+
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    begin_forward();
+    return module_->forward(std::forward<Args>(args)...);
+  }
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+ private:
+  std::shared_ptr<M> module_;
+};
+
+namespace detail {
+TESSERA_API std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& plan);
+TESSERA_API std::shared_ptr<ShardedState> shard(torch::jit::Module& module, const ShardPlan& plan);
+
+// A `torch::nn::ModuleHolder` (what TORCH_MODULE makes) is taken as the module it holds.
+template <class T>
+concept ModuleHolder = requires(const T& holder) {
+  typename T::ContainedType;
+  holder.ptr();
+};
+}  // namespace detail
+
+/// Shards the parameters of `module` over the ranks of `plan.process_group`, in place.
+///
+/// Collective: all ranks call it with models of the same structure. The module's code, its members and
+/// the optimizer classes stay as they are; give the optimizer to `ShardedOptimizer` afterwards.
+///
+/// **Memory**: at `kParameters` each rank keeps 1/N of the parameters, and gathers units of
+/// `plan.unit_bytes` while they are in use.
+/// **Throws** `c10::ValueError` on every rank, and changes nothing, for a model without parameters, a
+/// module that is sharded already, or models that differ between ranks (the message names the first
+/// differing parameter and the ranks).
+///
+/// A parameter shared by several modules is found by itself and handled once.
+template <class M>
+Sharded<M> fully_shard(std::shared_ptr<M> module, const ShardPlan& plan = {}) {
+  auto state = detail::shard(*module, plan);
+  return Sharded<M>(std::move(module), std::move(state));
+}
+template <detail::ModuleHolder Holder>
+auto fully_shard(const Holder& holder, const ShardPlan& plan = {}) {
+  return fully_shard(holder.ptr(), plan);
+}
+/// The same for a scripted module, which is a handle itself.
+TESSERA_API ShardedModule fully_shard(torch::jit::Module& module, const ShardPlan& plan = {});
+
+}  // namespace tessera

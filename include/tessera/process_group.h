@@ -1,0 +1,178 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/export.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace tessera {
+
+/// Handle of a collective that was started and may still run.
+class TESSERA_API Work {
+ public:
+  virtual ~Work() = default;
+
+  /// Waits until the outputs are written.
+  ///
+  /// Throws `c10::DistBackendError` when the process group's timeout passes or a peer fails; the
+  /// message names the collective, the unit, this rank and the seconds waited. May be called again.
+  virtual void wait() = 0;
+
+  /// Waits until the inputs may be overwritten, too: peers may still be reading them after `wait()`.
+  virtual void wait_inputs() { wait(); }
+
+  /// True if `wait()` would return at once. Never blocks.
+  virtual bool is_completed() = 0;
+};
+
+using WorkPtr = std::shared_ptr<Work>;
+
+/// The streams of collectives that must not block each other. Collectives of one channel are issued
+/// in the same order by all ranks; nothing is assumed between channels.
+enum class Channel : uint8_t { kParams, kGrads, kControl };
+
+/// What a collective is for: shown in errors and traces, and on Gloo part of the message tag, so
+/// that ranks that disagree on the order time out instead of mixing up tensors.
+struct CollectiveTag {
+  std::string_view subject;  ///< for example the name of the unit; must outlive the `Work`
+  Channel channel = Channel::kControl;
+};
+
+/// A contiguous range of a flat buffer and the tensor that holds it.
+struct Piece {
+  int64_t begin = 0;  ///< offset of the first element in the flat buffer
+  at::Tensor data;    ///< 1-D and contiguous; an undefined tensor stands for `numel` zeros
+  int64_t numel = 0;
+};
+
+struct ReduceScatterOptions {
+  double scale = 1.0;       ///< the sum over ranks is multiplied by this before it is stored
+  bool accumulate = false;  ///< add to what `out` holds instead of overwriting it
+};
+
+enum class ReduceOp : uint8_t { kSum, kMax, kMin };
+
+/// An ordered set of ranks that communicate.
+///
+/// All members are collective: every rank of the group calls them in the same order per channel, with
+/// tensors of equal dtype. A flat buffer of `bounds.back()` elements is split over the ranks by
+/// `bounds` (`size() + 1` elements, ascending, from 0): rank `r` has `[bounds[r], bounds[r + 1])`,
+/// which may be empty.
+class TESSERA_API ProcessGroup {
+ public:
+  virtual ~ProcessGroup() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::chrono::milliseconds timeout() const = 0;
+  virtual std::string backend_name() const = 0;
+
+  /// Writes the shards of all ranks into `flat`, `shard` being this rank's. `flat` may alias `shard`
+  /// in place. `shard` must not change before `wait_inputs()`.
+  virtual WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                             std::span<const int64_t> bounds, const CollectiveTag& tag) = 0;
+
+  /// Sums the ranks' flat buffers, in rank order, and stores this rank's part times `scale` in `out`.
+  ///
+  /// The flat buffer is given as `pieces`, ascending and disjoint; all ranks must cut it alike. Gaps
+  /// between pieces leave `out` as it is (zero it before). The tensors of the pieces are kept until
+  /// nobody reads them any more.
+  virtual WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                                 std::span<const int64_t> bounds, const ReduceScatterOptions& options,
+                                 const CollectiveTag& tag) = 0;
+
+  /// Reduces `tensor` (contiguous) over all ranks, in place.
+  virtual WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) = 0;
+
+  /// Copies `tensor` (contiguous) of rank `root` to all ranks, in place.
+  virtual WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) = 0;
+
+  /// Returns when all ranks have called it.
+  virtual void barrier(const CollectiveTag& tag) = 0;
+};
+
+using ProcessGroupPtr = std::shared_ptr<ProcessGroup>;
+
+/// Returns each rank's `bytes`, in rank order. Collective; blocks. For small host data.
+TESSERA_API std::vector<std::string> all_gather_bytes(ProcessGroup& process_group,
+                                                      const std::string& bytes,
+                                                      const CollectiveTag& tag);
+
+/// Makes a process group over Gloo. Collective: all `size` ranks call it with stores that see the same
+/// keys. `hostname` is the address that the other ranks can reach this one at; empty asks c10d.
+TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                               int size, std::chrono::milliseconds timeout,
+                                               const std::string& hostname = "");
+
+/// Makes a process group over any c10d backend (NCCL, or the user's own). A backend matches
+/// collectives by their order, so all channels share one order: ranks must then use units alike.
+TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backend> backend,
+                                                  std::chrono::milliseconds timeout);
+
+/// Makes a process group over NCCL. Throws `c10::NotImplementedError` where LibTorch has no CUDA.
+TESSERA_API ProcessGroupPtr nccl_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                               int size, std::chrono::milliseconds timeout);
+
+/// The process group of one rank: nothing is sent.
+TESSERA_API ProcessGroupPtr single_process_group();
+
+/// What went through a counting process group, per kind of collective.
+struct CollectiveCounts {
+  struct Entry {
+    int64_t calls = 0;
+    int64_t bytes_sent = 0;  ///< by this rank, payload only
+  };
+  Entry all_gather, reduce_scatter, all_reduce, broadcast, barrier;
+  int64_t calls() const;
+  int64_t bytes_sent() const;
+};
+
+/// A process group that counts what goes through it and passes it on to `inner`.
+class TESSERA_API CountingProcessGroup : public ProcessGroup {
+ public:
+  virtual CollectiveCounts counts() const = 0;
+  virtual void reset_counts() = 0;
+};
+TESSERA_API std::shared_ptr<CountingProcessGroup> counting_process_group(ProcessGroupPtr inner);
+
+/// One collective as seen by this rank; times in microseconds since the process started.
+struct CollectiveRecord {
+  int64_t sequence = 0;
+  std::string name;     ///< all_gather, reduce_scatter, ...
+  std::string subject;  ///< from the tag
+  Channel channel = Channel::kControl;
+  int64_t bytes = 0;  ///< size of the whole buffer
+  int64_t issued_us = 0;
+  int64_t completed_us = -1;  ///< -1 while it runs
+};
+
+/// A process group that keeps the last `capacity` collectives (the flight record). When a wait on it
+/// throws, the message ends with the last few records of this rank.
+class TESSERA_API TracingProcessGroup : public ProcessGroup {
+ public:
+  virtual std::vector<CollectiveRecord> records() const = 0;
+};
+TESSERA_API std::shared_ptr<TracingProcessGroup> tracing_process_group(ProcessGroupPtr inner,
+                                                                       size_t capacity = 256);
+
+/// A fault for tests: the `nth` (from 0) collective named `name` (empty: any) fails or is late.
+struct Fault {
+  std::string name;
+  int64_t nth = 0;
+  bool fail = true;                          ///< throw `c10::DistBackendError` when it is issued
+  std::chrono::milliseconds delay{0};  ///< sleep this long before it is issued
+};
+TESSERA_API ProcessGroupPtr fault_process_group(ProcessGroupPtr inner, std::vector<Fault> faults);
+
+}  // namespace tessera

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <tessera/process_group.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+/// What is split over the ranks. Each level includes those before it.
+enum class ShardLevel : uint8_t {
+  kNone,            ///< nothing: plain data parallel, gradients are averaged
+  kOptimizerState,  ///< ZeRO 1. Whole gradients are freed as they are reduced, as at `kGradients`
+  kGradients,       ///< ZeRO 2
+  kParameters,      ///< ZeRO 3: parameters are gathered unit by unit, on first use
+};
+
+/// How a unit is split over the ranks.
+enum class Partition : uint8_t {
+  kFlatEven,    ///< parameters lie in one flat buffer, cut into equal shards
+  kWholeParam,  ///< each parameter belongs to one rank, the least loaded one so far
+};
+
+/// What happens at wrap time to parameters that may differ between ranks.
+enum class StartValues : uint8_t {
+  kBroadcast,  ///< rank 0's values are taken
+  kKeep,       ///< the caller guarantees that they agree; nothing is sent
+};
+
+/// Says how a model is sharded. Every dialect translates its arguments into one of these.
+struct ShardPlan {
+  ShardLevel level = ShardLevel::kParameters;
+  Partition partition = Partition::kFlatEven;
+
+  /// Parameters are packed into units of about this many bytes, in registration order. A larger
+  /// parameter makes a unit of its own. 0: one unit per parameter.
+  int64_t unit_bytes = int64_t{16} << 20;
+
+  /// The user's own units, each a list of parameter names; parameters in none are packed by size.
+  std::vector<std::vector<std::string>> units;
+
+  /// At `kParameters`: parameters of at most this many elements stay whole on all ranks (their
+  /// gradients and optimizer state are sharded all the same). 0: all are sharded.
+  int64_t whole_numel = 0;
+
+  /// At `kParameters`: the parameters of these names stay whole, too.
+  std::vector<std::string> whole;
+
+  /// At `kParameters`: bytes of unsharded parameters that may stay in memory between two uses,
+  /// counted over all units; the one in use and those being prefetched are always kept. The unit
+  /// whose next use is farthest goes first. -1: never free any before the step.
+  int64_t resident_bytes = 0;
+
+  /// How many units ahead of use are gathered in the background. 0: gather when used.
+  int prefetch = 1;
+
+  /// Reduced gradients are the mean over ranks; false: the sum.
+  bool average = true;
+
+  StartValues start_values = StartValues::kBroadcast;
+
+  /// Broadcast the buffers (running statistics) from rank 0 at the start of every forward that goes
+  /// through the wrapper.
+  bool sync_buffers = false;
+
+  /// The ranks to shard over; null: `default_process_group()`.
+  ProcessGroupPtr process_group;
+};
+
+}  // namespace tessera

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/fully_shard.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace tessera {
+
+struct ShardedOptimizerOptions {
+  /// Step with LibTorch's fused kernels where the optimizer is exactly `AdamW`, `Adam`, `SGD` or
+  /// `Adagrad`. The results agree with the plain step to rounding.
+  bool fused = true;
+};
+
+class ShardedOptimizer;
+struct Segment;
+const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);  // internal
+
+/// Steps the user's own optimizer on this rank's shards.
+///
+/// The optimizer's param groups are changed in place: each parameter is replaced by the 1-D part of it
+/// that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of the
+/// optimizer keep working; `optimizer` must outlive this object. Optimizers must be elementwise;
+/// `LBFGS` is refused.
+class TESSERA_API ShardedOptimizer {
+ public:
+  /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two param
+  /// groups, and `c10::NotImplementedError` for LBFGS on flat shards.
+  ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
+                   const ShardedOptimizerOptions& options = {});
+  ~ShardedOptimizer();
+  ShardedOptimizer(ShardedOptimizer&&) noexcept;
+  ShardedOptimizer& operator=(ShardedOptimizer&&) noexcept;
+
+  /// Waits for the reductions, updates this rank's shards, and starts gathering what stays whole.
+  ///
+  /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one process.
+  /// Throws if there was no backward since the last `zero_grad()`.
+  void step();
+
+  /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first and returns its loss.
+  at::Tensor step(const std::function<at::Tensor()>& closure);
+
+  /// Forgets all gradients. (The optimizer's and the module's own `zero_grad()` do the same.)
+  void zero_grad();
+
+  /// See `ShardedModule::clip_grad_norm_`.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+
+  torch::optim::Optimizer& inner() const;
+  ShardedModule module() const;
+
+  /// `ShardedModule::memory()` plus this rank's optimizer state.
+  ShardMemory memory() const;
+
+ private:
+  friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

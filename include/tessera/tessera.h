@@ -1,0 +1,11 @@
+#pragma once
+
+// Everything that a training program needs.
+#include <tessera/checkpoint.h>
+#include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/fully_shard.h>
+#include <tessera/process_group.h>
+#include <tessera/shard_plan.h>
+#include <tessera/sharded_optimizer.h>
+#include <tessera/version.h>
+#include <tessera/world.h>

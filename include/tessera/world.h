@@ -1,0 +1,82 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <tessera/process_group.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+namespace tessera {
+
+/// How this process takes part in a job.
+struct WorldOptions {
+  /// Longest time that any wait may take, and that the rendezvous may take. The environment
+  /// variable `TESSERA_TIMEOUT` (seconds) wins over the default.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+
+  /// `gloo` or `nccl`; empty: `gloo`.
+  std::string backend;
+};
+
+/// Where a rank stands, as told by the launcher.
+struct RankInfo {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  int local_size = 1;
+  std::string master_addr;  ///< empty in a world of one
+  int master_port = 0;
+  /// "torchrun", "mpirun", "srun", "tessera run", "environment", "store" or "single".
+  std::string source;
+};
+
+/// Reads the environment of torchrun, `tessera run` or a plain RANK/WORLD_SIZE (first choice),
+/// mpirun (OMPI_COMM_WORLD_*) or srun (SLURM_*). With none of them: a world of one.
+///
+/// Throws `c10::ValueError` for settings that contradict each other (a rank not below the world
+/// size, a missing MASTER_ADDR, text where a number is due).
+TESSERA_API RankInfo rank_info_from_environment();
+
+/// The ranks of one job: owns the rendezvous store and the process group of all ranks.
+///
+/// A `World` made by `init()` is the default of the thread that made it until it is destroyed.
+/// Several threads may each have one: then several ranks live in one process.
+class TESSERA_API World {
+ public:
+  World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group);
+  ~World();
+  World(World&&) noexcept;
+  World& operator=(World&&) noexcept;
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;
+  const RankInfo& info() const;
+  const ProcessGroupPtr& process_group() const;
+  const c10::intrusive_ptr<c10d::Store>& store() const;
+
+  /// Puts a decorator (counting, tracing, faults) in place of the process group.
+  void set_process_group(ProcessGroupPtr process_group);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Joins the job that the environment describes, and makes it the default world of this thread.
+///
+/// Collective: returns when all ranks have called it. Keep the returned object until training ends;
+/// its destructor closes the connections.
+/// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError` naming the
+/// address when the rendezvous is not reached within the timeout.
+[[nodiscard]] TESSERA_API World init(const WorldOptions& options = {});
+
+/// Joins a world whose ranks share `store` (for example threads with one `c10d::HashStore`).
+[[nodiscard]] TESSERA_API World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                     const WorldOptions& options = {});
+
+/// The default process group of this thread: that of its `World`, else one rank alone.
+TESSERA_API ProcessGroupPtr default_process_group();
+
+}  // namespace tessera

@@ -1,0 +1,80 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "unit/unit.h"
+
+namespace tessera {
+
+// [Note: Access through the dispatcher]
+//
+// C++ modules have no hooks, so parameters are watched one level below. All parameters of a unit carry
+// one more dispatch key, which nothing else uses and which comes before autograd and autocast. The
+// fallback registered here for that key therefore sees every operator that touches a parameter, a view
+// of one, or what autograd saved of one (all share the unit's storage), and has the unit gathered before
+// the operator runs. The key is excluded while it runs, so the operators inside it are not seen again.
+//
+// Operators that make a view read no data and gather nothing; the view is seen when it is used. Some of
+// them copy after all (`reshape`, `contiguous`, `to`): the key is not excluded for them, so that the
+// operator that copies is seen.
+// After an operator that writes to a parameter, this rank's part is copied to its shard.
+namespace {
+
+bool is_view(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  if (returns.empty()) return false;
+  return std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  });
+}
+
+void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
+  Unit* unit = unit_of(tensor);
+  if (unit && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
+}
+
+void add_units(std::vector<Unit*>& units, const c10::IValue& value) {
+  if (value.isTensor()) {
+    add_unit(units, value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) add_unit(units, tensor);
+  } else if (value.isOptionalTensorList() || value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor()) add_unit(units, element.toTensor());
+    }
+  }
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, kUnitKey);
+  if (is_view(schema)) {
+    op.redispatchBoxed(keys & below, stack);
+    return;
+  }
+  std::vector<Unit*> used, written;
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    add_units(used, arguments[i]);
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias && alias->isWrite()) add_units(written, arguments[i]);
+  }
+  if (!used.empty()) used.front()->listener().on_use(used);
+  {
+    c10::impl::ExcludeDispatchKeyGuard exclude(kUnitKey);
+    op.redispatchBoxed(keys & below, stack);
+  }
+  if (!written.empty()) written.front()->listener().on_write(written);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+}  // namespace tessera

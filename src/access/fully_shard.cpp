@@ -1,0 +1,46 @@
+#include <tessera/fully_shard.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+
+#include <utility>
+
+#include "access/sharded_state.h"
+
+namespace tessera {
+namespace {
+
+template <class Items>
+std::vector<NamedTensor> named_tensors(const Items& items) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : items) result.push_back({item.key(), item.value()});
+  return result;
+}
+
+template <class Items>
+std::vector<NamedTensor> scripted_tensors(const Items& items) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : items) result.push_back({item.name, item.value});
+  return result;
+}
+
+}  // namespace
+
+namespace detail {
+
+std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& plan) {
+  return ShardedState::create(named_tensors(module.named_parameters()),
+                              named_tensors(module.named_buffers()), plan);
+}
+
+std::shared_ptr<ShardedState> shard(torch::jit::Module& module, const ShardPlan& plan) {
+  return ShardedState::create(scripted_tensors(module.named_parameters()),
+                              scripted_tensors(module.named_buffers()), plan);
+}
+
+}  // namespace detail
+
+ShardedModule fully_shard(torch::jit::Module& module, const ShardPlan& plan) {
+  return ShardedModule(detail::shard(module, plan));
+}
+
+}  // namespace tessera

@@ -1,0 +1,222 @@
+#include "access/residency.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/node.h>
+
+#include <algorithm>
+
+namespace tessera {
+
+// [Note: One order of gathers]
+//
+// A gather needs all ranks. Ranks may differ in which units they use (a branch taken by some, a batch
+// without images), and then on-demand gathers would wait for each other forever. So there is one order of
+// use, equal on all ranks: first the order of registration and back, and after the first pass the merge
+// of what the ranks really did. From the order follows a plan (plan_residency): what to free and what
+// to gather when use reaches each position. A rank that uses a unit executes the plan up to the next
+// position of that unit, and at the end of backward what remains: the sequence of gathers is that of
+// the plan on every rank, whatever each of them used.
+//
+// A use that the order does not expect is served on demand. That is right if all ranks do it; the order
+// is then learned anew at the end of the pass. If one rank does it alone, its wait times out and the
+// error names the unit.
+//
+// Without gradients (evaluation, sampling) there is no backward to end a pass: uses follow the
+// forward part of the order, again and again.
+namespace {
+
+// Evaluation in grad mode, without a backward, must not grow the record without end.
+constexpr size_t kLongestRecord = 100'000;
+
+bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
+
+bool in_training() { return at::GradMode::is_enabled() || in_backward(); }
+
+bool contains(const std::vector<Unit*>& units, const Unit* unit) {
+  return std::find(units.begin(), units.end(), unit) != units.end();
+}
+
+}  // namespace
+
+Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch)
+    : units_(std::move(units)),
+      resident_bytes_(resident_bytes),
+      prefetch_(prefetch),
+      ahead_(units_.size(), false) {
+  for (const Unit* unit : units_) any_frees_ |= unit->frees();
+  order_ = registration_order(static_cast<int>(units_.size()));
+  training_ = make_cursor(order_.joined());
+  evaluation_ = make_cursor(order_.forward);
+}
+
+Residency::Cursor Residency::make_cursor(UseOrder order) const {
+  std::vector<int64_t> nbytes;
+  for (const Unit* unit : units_) nbytes.push_back(unit->frees() ? unit->layout().nbytes() : 0);
+  Cursor cursor;
+  cursor.steps = plan_residency(order, nbytes, resident_bytes_, prefetch_);
+  cursor.order = std::move(order);
+  return cursor;
+}
+
+void Residency::on_use(const std::vector<Unit*>& units) {
+  // Nearly always the unit of the last operator again.
+  if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded) return;
+  in_use_ = units;
+  for (Unit* unit : std::exchange(postponed_, {})) free(*unit);
+  for (Unit* unit : units) use_one(*unit);
+  for (Unit* unit : units) unit->wait();
+  in_use_.clear();
+}
+
+void Residency::use_one(Unit& unit) {
+  const bool training = in_training();
+  if (training) {
+    append_use(in_backward() ? used_.backward : used_.forward, unit.index());
+    if (used_.forward.size() > kLongestRecord) forget_pass(), deviated_ = true;
+  }
+  last_ = &unit;
+  if (held_ == 0 && any_frees_) {
+    const bool expected = advance(training ? training_ : evaluation_, unit.index());
+    if (!expected && training) deviated_ = true;
+    if (!expected && unit.frees()) postponed_.push_back(&unit);
+  }
+  if (unit.state() == Unit::State::kSharded) unit.unshard();
+}
+
+// Moves to the next use of `unit` in the order, doing what the plan says on the way.
+bool Residency::advance(Cursor& cursor, int unit) {
+  const UseOrder& order = cursor.order;
+  if (cursor.position >= 0 && order[cursor.position] == unit) return true;
+  auto next = std::find(order.begin() + cursor.position + 1, order.end(), unit);
+  if (next == order.end() && &cursor == &evaluation_) {
+    // The next evaluation begins: end this one as all ranks do, then look again.
+    execute(cursor, cursor.position + 1, static_cast<int>(order.size()));
+    free_all();
+    cursor.position = -1;
+    next = std::find(order.begin(), order.end(), unit);
+  }
+  if (next == order.end()) return false;
+  const int target = static_cast<int>(next - order.begin());
+  execute(cursor, cursor.position + 1, target + 1);
+  cursor.position = target;
+  return true;
+}
+
+void Residency::execute(const Cursor& cursor, int from, int to) {
+  for (int p = from; p < to; ++p) {
+    for (const int unit : cursor.steps[p].free) free(*units_[unit]);
+    for (const int unit : cursor.steps[p].gather) gather(*units_[unit]);
+  }
+}
+
+// A planned gather always runs, even if the unit happens to be here: other ranks count on it.
+void Residency::gather(Unit& unit) {
+  std::erase(postponed_, &unit);
+  if (ahead_[unit.index()]) {
+    ahead_[unit.index()] = false;
+  } else {
+    unit.unshard();
+  }
+}
+
+void Residency::free(Unit& unit) {
+  if (contains(in_use_, &unit)) {
+    postponed_.push_back(&unit);
+  } else {
+    unit.reshard();
+  }
+}
+
+void Residency::free_all() {
+  for (Unit* unit : units_) {
+    if (unit->frees() && unit->state() != Unit::State::kSharded) free(*unit);
+  }
+}
+
+void Residency::restart() {
+  training_.position = evaluation_.position = -1;
+  last_ = nullptr;
+  std::fill(ahead_.begin(), ahead_.end(), false);
+}
+
+void Residency::end_pass() {
+  if (held_ > 0 || !any_frees_) return;
+  execute(training_, training_.position + 1, static_cast<int>(training_.order.size()));
+  restart();
+  if (resident_bytes_ >= 0) {
+    free_all();
+  } else {
+    // Everything stays until the step; the next pass need not gather it again.
+    for (const int unit : training_.order) ahead_[unit] = true;
+  }
+}
+
+bool Residency::wants_to_learn() const {
+  // Far fewer uses than expected: the order was learned in an unusual pass.
+  const size_t uses = used_.forward.size() + used_.backward.size();
+  return !learned_ || deviated_ || 2 * uses < training_.order.size();
+}
+
+void Residency::forget_pass() { used_ = {}; }
+
+void Residency::learn(const PassOrder& pass) {
+  order_ = pass;
+  std::vector<int> trainable;
+  for (const Unit* unit : units_) {
+    const auto& slots = unit->layout().slots;
+    if (slots.front().requires_grad) trainable.push_back(unit->index());
+  }
+  insert_missing(order_, trainable);
+  training_ = make_cursor(order_.joined());
+  evaluation_ = make_cursor(order_.forward);
+  learned_ = true;
+  deviated_ = false;
+}
+
+void Residency::on_step(const std::vector<bool>& changed) {
+  free_all();
+  restart();
+  // Units that always exist whole are gathered now, in order of use, while the next forward begins; of
+  // the others, the first ones.
+  std::vector<bool> done(units_.size(), false);
+  for (const int index : training_.order) {
+    Unit& unit = *units_[index];
+    const bool is_stale = changed[index] && unit.layout().level != ShardLevel::kNone;
+    if (done[index] || (unit.frees() ? held_ == 0 : !is_stale)) continue;
+    done[index] = true;
+    unit.reshard();
+    unit.unshard();
+  }
+  for (Unit* unit : units_) {
+    // Not in the order, so nobody is known to use it: gathered when it is used after all.
+    const bool is_stale = changed[unit->index()] && unit->layout().level != ShardLevel::kNone;
+    if (!unit->frees() && is_stale && !done[unit->index()]) unit->reshard();
+  }
+  if (held_ > 0 || training_.steps.empty()) return;
+  for (const int index : training_.steps.front().gather) {
+    units_[index]->unshard();
+    ahead_[index] = true;
+  }
+}
+
+void Residency::free_everything() {
+  if (held_ > 0) return;
+  free_all();
+  restart();
+}
+
+void Residency::hold_all() {
+  free_everything();
+  if (held_++ > 0) return;
+  for (Unit* unit : units_) {
+    if (unit->state() == Unit::State::kSharded) unit->unshard();
+  }
+  for (Unit* unit : units_) unit->wait();
+}
+
+void Residency::release_all() {
+  --held_;
+  free_everything();
+}
+
+}  // namespace tessera

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "access/use_order.h"
+#include "unit/unit.h"
+
+namespace tessera {
+
+/// Gathers units before they are used and frees them afterwards.
+///
+/// Follows an order of use that all ranks share, so that all ranks start the same gathers in the same
+/// order even if one of them skips a unit. See [Note: One order of gathers] in residency.cpp.
+class Residency {
+ public:
+  Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch);
+
+  /// Makes `units`, which one operator uses together, unsharded.
+  void on_use(const std::vector<Unit*>& units);
+
+  /// All ranks, at the end of backward: does the gathers that this rank did not come to in this pass, so
+  /// that all have done the same ones, and frees what is not to stay.
+  void end_pass();
+
+  /// True until an order is learned, and if this pass did not fit the order.
+  bool wants_to_learn() const;
+  /// What this rank used since the last `forget_pass()`.
+  const PassOrder& used() const { return used_; }
+  void forget_pass();
+  /// All ranks, with equal arguments: follow `pass` from the next pass on.
+  void learn(const PassOrder& pass);
+  /// The order that training passes follow.
+  const PassOrder& order() const { return order_; }
+
+  /// All ranks: the shards of the units with `changed[unit]` have new values. Frees or re-gathers full
+  /// parameters and starts the next pass.
+  void on_step(const std::vector<bool>& changed);
+
+  /// All ranks: frees all units that can be freed, unless they are held.
+  void free_everything();
+
+  /// All ranks: gathers everything and leaves it so until the matching call.
+  void hold_all();
+  void release_all();
+
+ private:
+  // A position in an order of use, and what to do on the way.
+  struct Cursor {
+    UseOrder order;
+    std::vector<ResidencyStep> steps;
+    int position = -1;
+  };
+
+  void use_one(Unit& unit);
+  bool advance(Cursor& cursor, int unit);
+  void execute(const Cursor& cursor, int from, int to);
+  void gather(Unit& unit);
+  void free(Unit& unit);
+  void free_all();
+  void restart();
+  Cursor make_cursor(UseOrder order) const;
+
+  std::vector<Unit*> units_;
+  int64_t resident_bytes_;
+  int prefetch_;
+  bool any_frees_ = false;
+  bool learned_ = false;
+  bool deviated_ = false;
+  int held_ = 0;
+  PassOrder order_;
+  Cursor training_;
+  Cursor evaluation_;  // the forward part of the order, again and again
+  PassOrder used_;
+  Unit* last_ = nullptr;
+  std::vector<Unit*> in_use_;     // by the current operator
+  std::vector<Unit*> postponed_;  // to be freed when the current operator is over
+  std::vector<bool> ahead_;       // gathered before the plan came to it
+};
+
+}  // namespace tessera

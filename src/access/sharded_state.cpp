@@ -1,0 +1,207 @@
+#include "access/sharded_state.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <tessera/world.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "unit/agreement.h"
+
+namespace tessera {
+namespace {
+
+void check_plan(const ShardPlan& plan) {
+  TORCH_CHECK_VALUE(plan.unit_bytes >= 0, "[fully_shard] plan.unit_bytes must not be negative; got ",
+                    plan.unit_bytes);
+  TORCH_CHECK_VALUE(plan.whole_numel >= 0, "[fully_shard] plan.whole_numel must not be negative; got ",
+                    plan.whole_numel);
+  TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
+                    "[fully_shard] plan.resident_bytes must be -1 (no limit) or more; got ",
+                    plan.resident_bytes);
+  TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
+                    plan.prefetch);
+}
+
+std::string to_bytes(const UseOrder& order) {
+  return {reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int)};
+}
+
+UseOrder to_order(const std::string& bytes) {
+  UseOrder order(bytes.size() / sizeof(int));
+  if (!order.empty()) std::memcpy(order.data(), bytes.data(), bytes.size());
+  return order;
+}
+
+UseOrder merge_over_ranks(ProcessGroup& process_group, const UseOrder& order) {
+  std::vector<UseOrder> orders;
+  for (const std::string& bytes :
+       all_gather_bytes(process_group, to_bytes(order), {"order of use", Channel::kControl})) {
+    orders.push_back(to_order(bytes));
+  }
+  return merge_orders(orders);
+}
+
+// Units by their last use in backward; those that it does not use come last, in reverse registration.
+std::vector<int> reduction_order(const UseOrder& backward, int units) {
+  std::vector<int> order(units);
+  for (int unit = 0; unit < units; ++unit) order[unit] = units - 1 - unit;
+  auto last_use = [&](int unit) {
+    const auto it = std::find(backward.rbegin(), backward.rend(), unit);
+    return it == backward.rend() ? backward.size() : backward.rend() - it;
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return last_use(a) < last_use(b); });
+  return order;
+}
+
+}  // namespace
+
+std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor>& parameters,
+                                                   std::vector<NamedTensor> buffers,
+                                                   const ShardPlan& plan) {
+  ProcessGroupPtr process_group =
+      plan.process_group ? plan.process_group : default_process_group();
+  std::vector<ParamSlot> params;
+  std::vector<UnitLayout> layouts;
+  check_on_all_ranks(*process_group, [&] {
+    check_plan(plan);
+    params = collect_parameters(parameters);
+    layouts = lay_out(params, plan, process_group->size());
+  });
+  check_same_model(*process_group, params, plan);
+  std::shared_ptr<ShardedState> state(
+      new ShardedState(std::move(buffers), plan, std::move(process_group), std::move(layouts)));
+  state->adopt();
+  return state;
+}
+
+ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
+                           ProcessGroupPtr process_group, std::vector<UnitLayout> layouts)
+    : plan_(plan), buffers_(std::move(buffers)) {
+  context_.process_group = std::move(process_group);
+  std::vector<Unit*> units;
+  for (UnitLayout& layout : layouts) {
+    const int index = static_cast<int>(units_.size());
+    units_.push_back(std::make_unique<Unit>(std::move(layout), index, context_, *this));
+    units.push_back(units_.back().get());
+  }
+  residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
+  const double scale = plan_.average ? 1.0 / context_.process_group->size() : 1.0;
+  reducer_ = std::make_unique<Reducer>(
+      units, context_.process_group, scale,
+      Reducer::Callbacks{[this] { return residency_->wants_to_learn(); },
+                         [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
+}
+
+ShardedState::~ShardedState() = default;
+
+void ShardedState::adopt() {
+  const bool broadcast = plan_.start_values == StartValues::kBroadcast;
+  for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
+  reducer_->install();
+  if (plan_.sync_buffers) sync_buffers();
+}
+
+void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(units); }
+
+void ShardedState::on_write(const std::vector<Unit*>& units) {
+  for (Unit* unit : units) unit->write_back();
+}
+
+void ShardedState::on_backward_end(bool synced, bool learn) {
+  residency_->end_pass();
+  if (synced && learn) learn_order();
+  if (synced) residency_->forget_pass();
+}
+
+void ShardedState::learn_order() {
+  PassOrder pass = residency_->used();
+  if (process_group().size() > 1) {
+    pass.forward = merge_over_ranks(process_group(), pass.forward);
+    pass.backward = merge_over_ranks(process_group(), pass.backward);
+  }
+  residency_->learn(pass);
+  reducer_->set_order(reduction_order(pass.backward, static_cast<int>(units_.size())));
+}
+
+void ShardedState::sync_buffers() {
+  if (process_group().size() == 1) return;
+  at::NoGradGuard no_grad;
+  std::vector<WorkPtr> works;
+  std::vector<at::Tensor> packed;
+  for (const NamedTensor& buffer : buffers_) {
+    packed.push_back(buffer.tensor.contiguous());
+    works.push_back(process_group().broadcast(packed.back(), 0, {buffer.name, Channel::kControl}));
+  }
+  for (size_t i = 0; i < works.size(); ++i) {
+    works[i]->wait();
+    if (!packed[i].is_same(buffers_[i].tensor)) buffers_[i].tensor.copy_(packed[i]);
+  }
+}
+
+at::Tensor ShardedState::full_grad(const ParamPlace& place) {
+  at::NoGradGuard no_grad;
+  reducer_->settle();
+  const UnitGradients& gradients = *reducer_->gradients()[place.unit];
+  if (!gradients.is_live(place.slot)) return {};
+  Unit& unit = *units_[place.unit];
+  const ParamSlot& param = slot(place);
+  at::Tensor full = gradients.reduced();
+  if (unit.layout().level != ShardLevel::kNone) {
+    full = context_.pool.take(unit.layout().numel(), unit.layout().dtype, unit.layout().device);
+    const auto work = process_group().all_gather(full, gradients.reduced(), unit.layout().bounds,
+                                                 {unit.layout().name, Channel::kControl});
+    work->wait();
+    work->wait_inputs();
+  }
+  return at::as_strided(full, param.sizes, param.strides, full.storage_offset() + param.offset).clone();
+}
+
+std::vector<NamedTensor> ShardedState::full_state() {
+  at::NoGradGuard no_grad;
+  std::vector<NamedTensor> state;
+  residency_->free_everything();  // so that all ranks gather the same units
+  for (const auto& unit : units_) {
+    const bool was_sharded = unit->state() == Unit::State::kSharded;
+    if (was_sharded) unit->unshard();
+    unit->wait();
+    for (const ParamSlot& slot : unit->layout().slots) {
+      const at::Tensor value = at::as_strided(unit->full(), slot.sizes, slot.strides,
+                                              unit->full().storage_offset() + slot.offset).clone();
+      for (const std::string& name : slot.names) state.push_back({name, value});
+    }
+    if (was_sharded && unit->frees()) unit->reshard();
+  }
+  for (const NamedTensor& buffer : buffers_) state.push_back({buffer.name, buffer.tensor.clone()});
+  return state;
+}
+
+std::optional<ParamPlace> ShardedState::find(const std::string& name) const {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    const auto& slots = units_[unit]->layout().slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const auto& names = slots[slot].names;
+      if (std::find(names.begin(), names.end(), name) != names.end()) return ParamPlace{unit, slot};
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<ParamPlace> ShardedState::find(const at::Tensor& tensor) const {
+  const Unit* unit = unit_of(tensor);
+  if (!unit || &unit->listener() != this) return std::nullopt;
+  const auto& slots = unit->layout().slots;
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    for (size_t i = 0; i < slots[slot].handles.size(); ++i) {
+      if (slots[slot].tensor(i).is_same(tensor)) {
+        return ParamPlace{static_cast<size_t>(unit->index()), slot};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace tessera

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <tessera/fully_shard.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "access/residency.h"
+#include "grad/reducer.h"
+#include "unit/unit.h"
+
+namespace tessera {
+
+/// Where a parameter lies.
+struct ParamPlace {
+  size_t unit = 0;
+  size_t slot = 0;
+};
+
+/// All that belongs to one sharded model. Owned by the storages of its parameters and by handles.
+class ShardedState : public UseListener, public std::enable_shared_from_this<ShardedState> {
+ public:
+  /// Collective; see `fully_shard`.
+  static std::shared_ptr<ShardedState> create(const std::vector<NamedTensor>& parameters,
+                                              std::vector<NamedTensor> buffers, const ShardPlan& plan);
+  ~ShardedState() override;
+
+  void on_use(const std::vector<Unit*>& units) override;
+  void on_write(const std::vector<Unit*>& units) override;
+
+  void sync_buffers();
+  at::Tensor full_grad(const ParamPlace& place);
+  std::vector<NamedTensor> full_state();
+
+  /// The place of a parameter by name (any of its names) or tensor; empty if it is not the model's.
+  std::optional<ParamPlace> find(const std::string& name) const;
+  std::optional<ParamPlace> find(const at::Tensor& tensor) const;
+
+  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  const std::vector<NamedTensor>& buffers() const { return buffers_; }
+  const ShardPlan& plan() const { return plan_; }
+  ProcessGroup& process_group() const { return *context_.process_group; }
+  UnitContext& context() { return context_; }
+  Residency& residency() { return *residency_; }
+  Reducer& reducer() { return *reducer_; }
+  std::weak_ptr<GradSink> grad_sink(size_t unit) const { return reducer_->gradients()[unit]; }
+  const ParamSlot& slot(const ParamPlace& place) const {
+    return units_[place.unit]->layout().slots[place.slot];
+  }
+
+ private:
+  ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan, ProcessGroupPtr process_group,
+               std::vector<UnitLayout> layouts);
+  void adopt();
+  void on_backward_end(bool synced, bool learn);
+  void learn_order();
+
+  ShardPlan plan_;
+  std::vector<NamedTensor> buffers_;
+  UnitContext context_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::unique_ptr<Residency> residency_;
+  std::unique_ptr<Reducer> reducer_;
+};
+
+}  // namespace tessera

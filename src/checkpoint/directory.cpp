@@ -1,0 +1,117 @@
+#include "checkpoint/directory.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <stdio.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <system_error>
+
+#include "checkpoint/file.h"
+#include "checkpoint/index.h"
+
+namespace tessera {
+namespace fs = std::filesystem;
+
+// [Note: Replacing a checkpoint]
+//
+// A new checkpoint is written to `<path>.tmp`, the index last, and everything is brought to the disk.
+// Then the two directories exchange their names in one step of the file system, and the old one, which now
+// has the draft's name, is removed. Where the file system can't exchange, the old one is renamed to
+// `<path>.old` before the draft gets its name; if that is cut off in between, `<path>.old` is taken for the
+// checkpoint by the next load or save. A save that is cut off earlier leaves a draft, which the next one
+// removes.
+//
+// Only files with a checkpoint's names are ever removed.
+namespace {
+
+fs::path with_suffix(const fs::path& path, const char* suffix) { return path.string() + suffix; }
+
+bool is_checkpoint_file(const fs::path& file) {
+  const std::string name = file.filename().string();
+  return name == kIndexFile || (name.starts_with("rank-") && name.ends_with(".safetensors"));
+}
+
+// Throws unless `path` may be removed.
+void check_removable(const fs::path& path) {
+  if (!fs::exists(fs::symlink_status(path))) return;
+  TORCH_CHECK_VALUE(fs::is_directory(path), "[save_checkpoint] '", path.string(),
+                    "' must be a new path or a checkpoint's directory; got a file");
+  for (const auto& entry : fs::directory_iterator(path)) {
+    TORCH_CHECK_VALUE(is_checkpoint_file(entry.path()), "[save_checkpoint] '", path.string(),
+                      "' must be a new path or hold nothing but a checkpoint, because it will be replaced; it has '",
+                      entry.path().filename().string(), "'");
+  }
+}
+
+void remove_checkpoint(const fs::path& path) noexcept {
+  std::error_code ignored;
+  for (auto entry = fs::directory_iterator(path, ignored); !ignored && entry != fs::directory_iterator();
+       entry.increment(ignored)) {
+    if (is_checkpoint_file(entry->path())) fs::remove(entry->path(), ignored);
+  }
+  fs::remove(path, ignored);  // only if it is empty
+}
+
+bool cannot_exchange(int error) {
+  return error == EINVAL || error == ENOSYS || error == ENOTSUP || error == EPERM;
+}
+
+}  // namespace
+
+CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(fs::absolute(path).lexically_normal()) {
+  if (path_.filename().empty()) path_ = path_.parent_path();
+  TORCH_CHECK_VALUE(!path.empty() && path_.has_filename(), "[save_checkpoint] path must name a directory; got '",
+                    path.string(), "'");
+  if (fs::is_symlink(path_)) path_ = fs::canonical(path_);
+  draft_ = with_suffix(path_, ".tmp");
+}
+
+void CheckpointDirectory::prepare() const {
+  const fs::path old = with_suffix(path_, ".old");
+  if (!fs::exists(path_) && fs::exists(old / kIndexFile)) fs::rename(old, path_);
+  check_removable(path_);
+  check_removable(draft_);
+  remove_checkpoint(draft_);
+  fs::create_directories(draft_);
+}
+
+void CheckpointDirectory::publish() const {
+  File::open_directory(draft_).sync();
+  fs::path parent = path_.parent_path();
+  if (::rename(draft_.c_str(), path_.c_str()) != 0) {  // works if there was none
+    const int exchanged = ::renameat2(AT_FDCWD, draft_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE);
+    if (exchanged != 0 && cannot_exchange(errno)) {
+      replace_by_renames();
+    } else {
+      TORCH_CHECK(exchanged == 0, "[save_checkpoint] could not replace '", path_.string(), "': ",
+                  std::strerror(errno));
+    }
+  }
+  File::open_directory(parent).sync();
+  remove_checkpoint(draft_);
+  remove_checkpoint(with_suffix(path_, ".old"));
+}
+
+void CheckpointDirectory::replace_by_renames() const {
+  const fs::path old = with_suffix(path_, ".old");
+  check_removable(old);
+  remove_checkpoint(old);
+  fs::rename(path_, old);
+  std::error_code error;
+  fs::rename(draft_, path_, error);
+  if (!error) return;
+  fs::rename(old, path_);
+  TORCH_CHECK(false, "[save_checkpoint] could not replace '", path_.string(), "': ", error.message());
+}
+
+void CheckpointDirectory::discard() const noexcept { remove_checkpoint(draft_); }
+
+fs::path readable_checkpoint(const fs::path& path) {
+  const fs::path old = with_suffix(path, ".old");
+  return !fs::exists(path) && fs::exists(old / kIndexFile) ? old : path;
+}
+
+}  // namespace tessera

@@ -1,0 +1,24 @@
+#include "checkpoint/fail_together.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+
+#include "unit/agreement.h"
+
+namespace tessera {
+
+void fail_together(ProcessGroup& process_group, const std::function<void()>& work) {
+  check_on_all_ranks(process_group, [&] {
+    try {
+      work();
+    } catch (const c10::Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      // Of the file system, of memory: the other ranks must hear of these, too.
+      TORCH_CHECK(false, "[checkpoint] ", error.what());
+    }
+  });
+}
+
+}  // namespace tessera

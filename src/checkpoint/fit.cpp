@@ -1,0 +1,201 @@
+#include "checkpoint/fit.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/optim/optimizer.h>
+
+#include <set>
+
+#include "checkpoint/optimizer_options.h"
+#include "checkpoint/safetensors.h"
+#include "optim/sharded_optimizer_access.h"
+
+namespace tessera {
+namespace {
+
+constexpr size_t kMostListed = 10;
+
+// Collects what does not fit, so that one error tells all of it.
+class Misfits {
+ public:
+  enum Kind : uint8_t { kMissing, kExtra, kShape, kDtype, kTie, kOptimizer, kKinds };
+
+  void add(Kind kind, std::string text) { found_[kind].push_back(std::move(text)); }
+
+  void check(const std::string& path) const {
+    static constexpr const char* kTitles[kKinds] = {
+        "missing in the checkpoint", "not in the model",  "other shapes",
+        "other dtypes",              "tied only in the model", "optimizer"};
+    std::string text;
+    for (size_t kind = 0; kind < kKinds; ++kind) {
+      if (found_[kind].empty()) continue;
+      text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", kTitles[kind], list(found_[kind]));
+    }
+    TORCH_CHECK_VALUE(text.empty(), "[load_checkpoint] the checkpoint '", path, "' must fit the model; ", text);
+  }
+
+ private:
+  static std::string list(const std::vector<std::string>& items) {
+    const size_t shown = std::min(items.size(), kMostListed);
+    std::string text = fmt::format("{}", fmt::join(items.begin(), items.begin() + shown, ", "));
+    if (shown < items.size()) text += fmt::format(" and {} more", items.size() - shown);
+    return text;
+  }
+
+  std::vector<std::string> found_[kKinds];
+};
+
+void compare(const TensorRecord& record, const std::string& name, at::IntArrayRef sizes, at::ScalarType dtype,
+             Misfits& misfits) {
+  if (at::IntArrayRef(record.shape) != sizes) {
+    misfits.add(Misfits::kShape, fmt::format("'{}' [{}] (the model's: [{}])", name, fmt::join(record.shape, ", "),
+                                             fmt::join(sizes.vec(), ", ")));
+  }
+  if (record.dtype != safetensors_dtype(dtype)) {
+    misfits.add(Misfits::kDtype,
+                fmt::format("'{}' {} (the model's: {})", name, record.dtype, safetensors_dtype(dtype)));
+  }
+}
+
+void compare_param(const TensorTable& table, const ParamSlot& slot, Misfits& misfits) {
+  const TensorRecord* first = nullptr;
+  for (const std::string& name : slot.names) {
+    const TensorRecord* record = table.find("param", name);
+    if (!record) {
+      misfits.add(Misfits::kMissing, fmt::format("'{}'", name));
+    } else if (!first) {
+      first = record;
+    } else if (record != first) {
+      misfits.add(Misfits::kTie, fmt::format("'{}' = '{}'", slot.name(), name));
+    }
+  }
+  if (first) compare(*first, slot.name(), slot.sizes, slot.dtype, misfits);
+}
+
+void compare_model(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
+                   Misfits& misfits) {
+  std::set<std::string> in_model;  // "KIND/NAME"
+  for (const auto& unit : state.units()) {
+    for (const ParamSlot& slot : unit->layout().slots) {
+      for (const std::string& name : slot.names) in_model.insert("param/" + name);
+      compare_param(table, slot, misfits);
+    }
+  }
+  for (const NamedTensor& buffer : state.buffers()) {
+    if (!buffer.tensor.defined()) continue;
+    in_model.insert("buffer/" + buffer.name);
+    const TensorRecord* record = table.find("buffer", buffer.name);
+    if (record) compare(*record, buffer.name, buffer.tensor.sizes(), buffer.tensor.scalar_type(), misfits);
+    if (!record) misfits.add(Misfits::kMissing, fmt::format("buffer '{}'", buffer.name));
+  }
+  for (const TensorRecord& record : index.tensors) {
+    if (record.kind == "state") continue;
+    for (size_t i = 0; i < record.names.size(); ++i) {
+      if (in_model.contains(record.id(i))) continue;
+      misfits.add(Misfits::kExtra,
+                  fmt::format("{}'{}'", record.kind == "buffer" ? "buffer " : "", record.names[i]));
+    }
+  }
+}
+
+// The param group of each parameter, by the parameter's first name in the checkpoint.
+using Groups = std::map<std::string, size_t>;
+
+void compare_groups(const Groups& saved, const Groups& present, Misfits& misfits) {
+  for (const auto& [name, group] : present) {
+    const auto it = saved.find(name);
+    if (it == saved.end()) {
+      misfits.add(Misfits::kOptimizer, fmt::format("'{}' is in none of the checkpoint's param groups", name));
+    } else if (it->second != group) {
+      misfits.add(Misfits::kOptimizer, fmt::format("'{}' is in param group {} (the checkpoint's: {})", name, group,
+                                                   it->second));
+    }
+  }
+  for (const auto& [name, group] : saved) {
+    if (present.contains(name)) continue;
+    misfits.add(Misfits::kOptimizer,
+                fmt::format("'{}' of the checkpoint's param group {} is in none of the optimizer's", name, group));
+  }
+}
+
+Groups saved_groups(const OptimizerRecord& record, const TensorTable& table) {
+  Groups groups;
+  for (size_t group = 0; group < record.param_groups.size(); ++group) {
+    for (const std::string& name : record.param_groups[group].params) {
+      if (const auto* param = table.find("param", name)) groups[param->names.front()] = group;
+    }
+  }
+  return groups;
+}
+
+Groups present_groups(const ShardedState& state, const ShardedOptimizer& optimizer, const TensorTable& table) {
+  Groups groups;
+  for (const Segment& segment : segments_of(optimizer)) {
+    const std::string& name = state.slot(segment.place).name();
+    if (const auto* param = table.find("param", name)) groups[param->names.front()] = segment.param_group;
+  }
+  return groups;
+}
+
+void compare_optimizer(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
+                       const ShardedOptimizer& optimizer, Misfits& misfits) {
+  if (!index.optimizer) {
+    misfits.add(Misfits::kOptimizer, "it was saved without one");
+    return;
+  }
+  const OptimizerRecord& record = *index.optimizer;
+  const std::string kind = optimizer_kind(optimizer.inner());
+  if (record.kind != kind) {
+    misfits.add(Misfits::kOptimizer, fmt::format("{} (the checkpoint's: {})", kind, record.kind));
+  }
+  const size_t groups = optimizer.inner().param_groups().size();
+  if (record.param_groups.size() != groups) {
+    misfits.add(Misfits::kOptimizer,
+                fmt::format("{} param groups (the checkpoint's: {})", groups, record.param_groups.size()));
+    return;
+  }
+  compare_groups(saved_groups(record, table), present_groups(state, optimizer, table), misfits);
+  for (const TensorRecord& tensor : index.tensors) {
+    if (tensor.kind != "state") continue;
+    const TensorRecord* param = table.find("param", tensor.names.front());
+    if (param && param->shape == tensor.shape) continue;
+    misfits.add(Misfits::kOptimizer, fmt::format("'{}' has another shape than its parameter", tensor.id()));
+  }
+}
+
+}  // namespace
+
+TensorTable::TensorTable(const CheckpointIndex& index) : index_(index) {
+  for (const TensorRecord& record : index.tensors) {
+    if (record.kind == "state") states_[record.names.front()].push_back(&record);
+    for (size_t i = 0; i < record.names.size(); ++i) by_id_[record.id(i)] = &record;
+  }
+}
+
+const TensorRecord* TensorTable::find(const std::string& kind, const std::string& name) const {
+  const auto it = by_id_.find(kind + "/" + name);
+  return it == by_id_.end() ? nullptr : it->second;
+}
+
+const std::vector<const TensorRecord*>& TensorTable::states_of(const TensorRecord& param) const {
+  static const std::vector<const TensorRecord*> kNone;
+  const auto it = states_.find(param.names.front());
+  return it == states_.end() ? kNone : it->second;
+}
+
+const std::map<std::string, int64_t>& TensorTable::counts_of(const TensorRecord& param) const {
+  static const std::map<std::string, int64_t> kNone;
+  const auto it = index_.optimizer->counts.find(param.names.front());
+  return it == index_.optimizer->counts.end() ? kNone : it->second;
+}
+
+void check_fit(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
+               const ShardedOptimizer* optimizer, const std::string& path) {
+  Misfits misfits;
+  compare_model(index, table, state, misfits);
+  if (optimizer) compare_optimizer(index, table, state, *optimizer, misfits);
+  misfits.check(path);
+}
+
+}  // namespace tessera

@@ -1,0 +1,141 @@
+#include "checkpoint/safetensors.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the format is little endian");
+
+constexpr std::array<std::pair<at::ScalarType, const char*>, 16> kDtypes = {{
+    {at::kDouble, "F64"},
+    {at::kFloat, "F32"},
+    {at::kHalf, "F16"},
+    {at::kBFloat16, "BF16"},
+    {at::kFloat8_e5m2, "F8_E5M2"},
+    {at::kFloat8_e4m3fn, "F8_E4M3"},
+    {at::kComplexFloat, "C64"},
+    {at::kLong, "I64"},
+    {at::kInt, "I32"},
+    {at::kShort, "I16"},
+    {at::kChar, "I8"},
+    {at::kByte, "U8"},
+    {at::kUInt16, "U16"},
+    {at::kUInt32, "U32"},
+    {at::kUInt64, "U64"},
+    {at::kBool, "BOOL"},
+}};
+
+int64_t nbytes_of(const at::Tensor& tensor) {
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+std::string header_of(const std::vector<NamedTensor>& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+  nlohmann::json header;
+  header["__metadata__"] = metadata;
+  int64_t offset = 0;
+  for (const NamedTensor& named : tensors) {
+    const int64_t end = offset + nbytes_of(named.tensor);
+    header[named.name] = {{"dtype", safetensors_dtype(named.tensor.scalar_type())},
+                          {"shape", {named.tensor.numel()}},
+                          {"data_offsets", {offset, end}}};
+    offset = end;
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
+  return text;
+}
+
+}  // namespace
+
+std::string safetensors_dtype(at::ScalarType dtype) {
+  const auto it = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.first == dtype; });
+  TORCH_CHECK_NOT_IMPLEMENTED(it != kDtypes.end(), "[save_checkpoint] tensors of dtype ", dtype,
+                              " can't be stored: the safetensors format has no such dtype");
+  return it->second;
+}
+
+at::ScalarType scalar_type_of(const std::string& name) {
+  const auto it = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.second == name; });
+  TORCH_CHECK_VALUE(it != kDtypes.end(), "[load_checkpoint] a tensor has the dtype '", name,
+                    "', which is not known here");
+  return it->first;
+}
+
+void write_safetensors(File& file, std::vector<NamedTensor> tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  // Wide elements first: then all of them are aligned, as some readers expect.
+  std::stable_sort(tensors.begin(), tensors.end(), [](const NamedTensor& a, const NamedTensor& b) {
+    return a.tensor.element_size() > b.tensor.element_size();
+  });
+  const std::string header = header_of(tensors, metadata);
+  const uint64_t length = header.size();
+  file.write(&length, sizeof(length));
+  file.write(header.data(), header.size());
+  for (const NamedTensor& named : tensors) {
+    const at::Tensor on_cpu = named.tensor.cpu();
+    file.write(on_cpu.const_data_ptr(), static_cast<size_t>(nbytes_of(on_cpu)));
+  }
+}
+
+SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
+  uint64_t length = 0;
+  const int64_t nbytes = file_.nbytes();
+  if (nbytes >= 8) file_.read(&length, sizeof(length), 0);
+  TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8), "[load_checkpoint] '",
+                    file_.path(), "' must be a safetensors file; its ", nbytes, " bytes are too few for a header of ",
+                    length);
+  std::string header(length, '\0');
+  file_.read(header.data(), length, 8);
+  try {
+    parse(header, 8 + static_cast<int64_t>(length));
+  } catch (const nlohmann::json::exception& error) {
+    TORCH_CHECK_VALUE(false, "[load_checkpoint] '", file_.path(), "' must have a safetensors header: ", error.what());
+  }
+}
+
+void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
+  const nlohmann::json json = nlohmann::json::parse(header);
+  for (const auto& [key, value] : json.items()) {
+    if (key == "__metadata__") {
+      metadata_ = value.get<std::map<std::string, std::string>>();
+      continue;
+    }
+    Entry entry{.dtype = value.at("dtype"), .numel = 1};
+    for (const int64_t size : value.at("shape").get<std::vector<int64_t>>()) entry.numel *= size;
+    const int64_t begin = value.at("data_offsets").at(0), end = value.at("data_offsets").at(1);
+    entry.offset = data_offset + begin;
+    entry.nbytes = end - begin;
+    TORCH_CHECK_VALUE(0 <= begin && begin <= end && data_offset + end <= file_.nbytes(), "[load_checkpoint] '",
+                      file_.path(), "' is cut off: '", key, "' ends at byte ", data_offset + end, " of ",
+                      file_.nbytes());
+    entries_[key] = std::move(entry);
+  }
+}
+
+void SafetensorsFile::check(const std::string& key, const std::string& dtype, int64_t numel) const {
+  const auto it = entries_.find(key);
+  TORCH_CHECK_VALUE(it != entries_.end(), "[load_checkpoint] '", file_.path(), "' lacks '", key,
+                    "', which the index names");
+  const Entry& entry = it->second;
+  const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
+  TORCH_CHECK_VALUE(entry.dtype == dtype && entry.numel == numel && entry.nbytes == numel * item,
+                    "[load_checkpoint] '", key, "' of '", file_.path(), "' must be ", numel, " elements of ", dtype,
+                    "; got ", entry.numel, " of ", entry.dtype, " in ", entry.nbytes, " bytes");
+}
+
+void SafetensorsFile::read(const std::string& key, int64_t begin, int64_t end, void* out) const {
+  const Entry& entry = entries_.at(key);
+  const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(entry.dtype)));
+  file_.read(out, static_cast<size_t>((end - begin) * item), entry.offset + begin * item);
+}
+
+}  // namespace tessera

@@ -1,0 +1,124 @@
+#include "comm/check_arguments.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <string>
+
+namespace tessera {
+namespace {
+
+// Ends every message: which unit, which rank.
+std::string where(const ProcessGroup& process_group, const CollectiveTag& tag) {
+  return fmt::format(" (unit '{}', rank {} of {})", tag.subject, process_group.rank(),
+                     process_group.size());
+}
+
+void check_tensor(const char* function, const char* name, const at::Tensor& tensor,
+                  const std::string& where) {
+  TORCH_CHECK_VALUE(tensor.defined(), "[", function, "] `", name, "` must be defined", where);
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[", function, "] `", name,
+                    "` must be dense; got layout ", tensor.layout(), where);
+  // A view with gaps would silently move what lies in the gaps.
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "[", function, "] `", name,
+                    "` must be contiguous; got sizes ", tensor.sizes(), " with strides ",
+                    tensor.strides(), where);
+}
+
+void check_bounds(const char* function, std::span<const int64_t> bounds, int size,
+                  const std::string& where) {
+  TORCH_CHECK_VALUE(bounds.size() == static_cast<size_t>(size) + 1, "[", function,
+                    "] `bounds` must have an element more than there are ranks; expected ", size + 1,
+                    ", got ", bounds.size(), where);
+  TORCH_CHECK_VALUE(bounds[0] == 0, "[", function, "] `bounds` must begin with 0; got ", bounds[0],
+                    where);
+  for (int r = 0; r < size; ++r) {
+    TORCH_CHECK_VALUE(bounds[r] <= bounds[r + 1], "[", function,
+                      "] `bounds` must ascend; got ", bounds[r], " before ", bounds[r + 1], where);
+  }
+}
+
+void check_shard(const char* function, const char* name, const at::Tensor& shard,
+                 std::span<const int64_t> bounds, int rank, const std::string& where) {
+  check_tensor(function, name, shard, where);
+  TORCH_CHECK_VALUE(shard.numel() == bounds[rank + 1] - bounds[rank], "[", function, "] `", name,
+                    "` must have the elements that `bounds` gives this rank; expected ",
+                    bounds[rank + 1] - bounds[rank], ", got ", shard.numel(), where);
+}
+
+void check_piece(const Piece& piece, int64_t begin, int64_t end, at::ScalarType dtype,
+                 const std::string& where) {
+  TORCH_CHECK_VALUE(piece.numel >= 0 && piece.begin >= begin && piece.begin + piece.numel <= end,
+                    "[reduce_scatter] `pieces` must ascend, be disjoint and lie inside `bounds`; got [",
+                    piece.begin, ", ", piece.begin + piece.numel, ") where [", begin, ", ", end,
+                    ") is left", where);
+  if (piece.data.defined()) {
+    check_tensor("reduce_scatter", "data", piece.data, where);
+    TORCH_CHECK_VALUE(piece.data.numel() == piece.numel,
+                      "[reduce_scatter] a piece's tensor must have `numel` elements; expected ",
+                      piece.numel, ", got ", piece.data.numel(), where);
+    TORCH_CHECK_VALUE(piece.data.scalar_type() == dtype,
+                      "[reduce_scatter] pieces must have the dtype of `out`; expected ", dtype,
+                      ", got ", piece.data.scalar_type(), where);
+  }
+}
+
+}  // namespace
+
+void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
+                      const at::Tensor& shard, std::span<const int64_t> bounds,
+                      const CollectiveTag& tag) {
+  const std::string place = where(process_group, tag);
+  check_bounds("all_gather", bounds, process_group.size(), place);
+  check_shard("all_gather", "shard", shard, bounds, process_group.rank(), place);
+  check_tensor("all_gather", "flat", flat, place);
+  TORCH_CHECK_VALUE(flat.numel() == bounds.back(),
+                    "[all_gather] `flat` must have `bounds.back()` elements; expected ",
+                    bounds.back(), ", got ", flat.numel(), place);
+  TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(),
+                    "[all_gather] `flat` and `shard` must have one dtype; got ", flat.scalar_type(),
+                    " and ", shard.scalar_type(), place);
+}
+
+void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
+                          std::span<const Piece> pieces, std::span<const int64_t> bounds,
+                          const CollectiveTag& tag) {
+  const std::string place = where(process_group, tag);
+  check_bounds("reduce_scatter", bounds, process_group.size(), place);
+  check_shard("reduce_scatter", "out", out, bounds, process_group.rank(), place);
+  int64_t begin = 0;
+  for (const Piece& piece : pieces) {
+    check_piece(piece, begin, bounds.back(), out.scalar_type(), place);
+    begin = piece.begin + piece.numel;
+  }
+}
+
+void check_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor,
+                      const CollectiveTag& tag) {
+  check_tensor("all_reduce", "tensor", tensor, where(process_group, tag));
+}
+
+void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
+                     const CollectiveTag& tag) {
+  const std::string place = where(process_group, tag);
+  check_tensor("broadcast", "tensor", tensor, place);
+  TORCH_CHECK_VALUE(root >= 0 && root < process_group.size(),
+                    "[broadcast] `root` must be a rank; expected 0 to ", process_group.size() - 1,
+                    ", got ", root, place);
+}
+
+void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "[", function,
+                    "] Gloo's tensors must lie in host memory; got device ", tensor.device(),
+                    " (unit '", tag.subject, "')");
+}
+
+std::vector<int64_t> even_bounds(int64_t numel, int size) {
+  std::vector<int64_t> bounds(size + 1);
+  for (int r = 0; r <= size; ++r) {
+    bounds[r] = numel * r / size;
+  }
+  return bounds;
+}
+
+}  // namespace tessera

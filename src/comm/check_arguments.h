@@ -1,0 +1,29 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <span>
+#include <vector>
+
+namespace tessera {
+
+/// What every process group demands of its arguments; throw `c10::ValueError`. Each check depends
+/// on this rank's arguments alone: ranks that disagree with each other are found by the wait.
+void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
+                      const at::Tensor& shard, std::span<const int64_t> bounds,
+                      const CollectiveTag& tag);
+void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
+                          std::span<const Piece> pieces, std::span<const int64_t> bounds,
+                          const CollectiveTag& tag);
+void check_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor,
+                      const CollectiveTag& tag);
+void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
+                     const CollectiveTag& tag);
+
+/// Throws unless `tensor` lies in host memory.
+void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag);
+
+/// Bounds that split `numel` elements as evenly as possible over `size` ranks.
+std::vector<int64_t> even_bounds(int64_t numel, int size);
+
+}  // namespace tessera

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <chrono>
+
+// Only pointers to these types are used: LibTorch, which has gloo inside, makes and destroys them.
+namespace gloo {
+
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+
+namespace transport {
+
+class UnboundBuffer {
+ public:
+  virtual ~UnboundBuffer();
+};
+
+}  // namespace transport
+}  // namespace gloo

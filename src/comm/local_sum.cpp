@@ -1,0 +1,188 @@
+#include "comm/local_sum.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+// Compiles a loop twice, and takes the AVX2 one where the processor has it. Not target_clones: its
+// resolvers run before the sanitizers are ready. Not FMA: it would round differently.
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TESSERA_TARGET_AVX2 __attribute__((target("avx2")))
+#define TESSERA_HAS_AVX2 (__builtin_cpu_supports("avx2") != 0)
+#else
+#define TESSERA_TARGET_AVX2
+#define TESSERA_HAS_AVX2 false
+#endif
+#define TESSERA_INLINE inline __attribute__((always_inline))
+
+namespace tessera {
+namespace {
+
+// Elements per block: the accumulators stay in the first-level cache. Loops over whole blocks have
+// a constant length, which GCC vectorizes at -O2 already.
+constexpr int64_t kBlock = 512;
+
+template <class T>
+using Accumulator =
+    std::conditional_t<std::is_same_v<T, c10::BFloat16> || std::is_same_v<T, c10::Half>, float, T>;
+
+struct Sum {
+  template <class A>
+  static TESSERA_INLINE A combine(A a, A b) {
+    if constexpr (std::is_same_v<A, bool>) {
+      return a || b;
+    } else if constexpr (std::is_integral_v<A>) {
+      // Wraps around, as the sums of LibTorch do.
+      return static_cast<A>(static_cast<std::make_unsigned_t<A>>(a) +
+                            static_cast<std::make_unsigned_t<A>>(b));
+    } else {
+      return a + b;
+    }
+  }
+};
+struct Max {
+  template <class A>
+  static TESSERA_INLINE A combine(A a, A b) {
+    return a > b || a != a ? a : b;  // NaN wins
+  }
+};
+struct Min {
+  template <class A>
+  static TESSERA_INLINE A combine(A a, A b) {
+    return a < b || a != a ? a : b;
+  }
+};
+
+template <class T, class A>
+TESSERA_INLINE void store(T* out, const A* values, int64_t numel, double scale, bool accumulate) {
+  const auto factor = static_cast<std::conditional_t<std::is_integral_v<A>, double, A>>(scale);
+  if (scale == 1.0 && !accumulate) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<T>(values[i]);
+  } else if (scale == 1.0) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < numel; ++i)
+      out[i] = static_cast<T>(Sum::combine(static_cast<A>(out[i]), values[i]));
+  } else if (!accumulate) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<T>(static_cast<A>(values[i] * factor));
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < numel; ++i)
+      out[i] =
+          static_cast<T>(Sum::combine(static_cast<A>(out[i]), static_cast<A>(values[i] * factor)));
+  }
+}
+
+template <class T, class Op>
+TESSERA_INLINE void reduce_block(const LocalReduction& reduction, void* out,
+                                 std::span<const void* const> inputs, int64_t begin,
+                                 int64_t numel) {
+  using A = Accumulator<T>;
+  A values[kBlock];
+  const T* first = static_cast<const T*>(inputs[0]) + begin;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<A>(first[i]);
+  for (size_t k = 1; k < inputs.size(); ++k) {
+    const T* input = static_cast<const T*>(inputs[k]) + begin;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < numel; ++i)
+      values[i] = Op::template combine<A>(values[i], static_cast<A>(input[i]));
+  }
+  store(static_cast<T*>(out) + begin, values, numel, reduction.scale, reduction.accumulate);
+}
+
+template <class T, class Op>
+TESSERA_INLINE void reduce_all(const LocalReduction& reduction, void* out,
+                               std::span<const void* const> inputs, int64_t numel) {
+  int64_t begin = 0;
+  for (; begin + kBlock <= numel; begin += kBlock) {
+    reduce_block<T, Op>(reduction, out, inputs, begin, kBlock);
+  }
+  if (begin < numel) {
+    reduce_block<T, Op>(reduction, out, inputs, begin, numel - begin);
+  }
+}
+
+template <class T, class Op>
+TESSERA_TARGET_AVX2 void reduce_avx2(const LocalReduction& reduction, void* out,
+                                     std::span<const void* const> inputs, int64_t numel) {
+  reduce_all<T, Op>(reduction, out, inputs, numel);
+}
+
+template <class T, class Op>
+void reduce_plain(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
+                  int64_t numel) {
+  reduce_all<T, Op>(reduction, out, inputs, numel);
+}
+
+template <class T, class Op>
+void reduce_typed(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
+                  int64_t numel) {
+  static const bool has_avx2 = TESSERA_HAS_AVX2;
+  (has_avx2 ? reduce_avx2<T, Op> : reduce_plain<T, Op>)(reduction, out, inputs, numel);
+}
+
+template <class Op>
+bool reduce_dtype(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
+                  int64_t numel) {
+  switch (reduction.dtype) {
+#define TESSERA_CASE(name, type)                           \
+  case at::ScalarType::name:                               \
+    reduce_typed<type, Op>(reduction, out, inputs, numel); \
+    return true;
+    TESSERA_CASE(Float, float)
+    TESSERA_CASE(Double, double)
+    TESSERA_CASE(BFloat16, c10::BFloat16)
+    TESSERA_CASE(Half, c10::Half)
+    TESSERA_CASE(Long, int64_t)
+    TESSERA_CASE(Int, int32_t)
+    TESSERA_CASE(Short, int16_t)
+    TESSERA_CASE(Char, int8_t)
+    TESSERA_CASE(Byte, uint8_t)
+    TESSERA_CASE(Bool, bool)
+#undef TESSERA_CASE
+    default:
+      return false;
+  }
+}
+
+bool reduce_op(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
+               int64_t numel) {
+  switch (reduction.op) {
+    case ReduceOp::kSum:
+      if (c10::isComplexType(reduction.dtype)) {  // two reals each
+        LocalReduction parts = reduction;
+        parts.dtype = c10::toRealValueType(reduction.dtype);
+        return reduce_dtype<Sum>(parts, out, inputs, 2 * numel);
+      }
+      return reduce_dtype<Sum>(reduction, out, inputs, numel);
+    case ReduceOp::kMax:
+      return reduce_dtype<Max>(reduction, out, inputs, numel);
+    case ReduceOp::kMin:
+      return reduce_dtype<Min>(reduction, out, inputs, numel);
+  }
+  return false;
+}
+
+}  // namespace
+
+void reduce_in_order(const LocalReduction& reduction, void* out,
+                     std::span<const void* const> inputs, int64_t numel) {
+  TORCH_INTERNAL_ASSERT(!inputs.empty() && reduce_op(reduction, out, inputs, numel));
+}
+
+void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op) {
+  char nothing = 0;
+  const void* inputs[] = {&nothing};
+  const bool known = reduce_op({.dtype = dtype, .op = op}, &nothing, inputs, 0);
+  TORCH_CHECK_NOT_IMPLEMENTED(known, "[", function, "] can't ",
+                              op == ReduceOp::kSum ? "sum" : "compare", " tensors of dtype ", dtype,
+                              "; supported are float, double, bfloat16, half, integers and bool");
+}
+
+}  // namespace tessera

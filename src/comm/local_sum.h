@@ -1,0 +1,30 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <tessera/process_group.h>
+
+#include <cstdint>
+#include <span>
+
+namespace tessera {
+
+/// What a local reduction does with `numel` elements of each input.
+struct LocalReduction {
+  at::ScalarType dtype = at::kFloat;
+  ReduceOp op = ReduceOp::kSum;
+  double scale = 1.0;       ///< the reduced value is multiplied by this
+  bool accumulate = false;  ///< add to what `out` holds
+};
+
+/// Reduces `inputs` element by element, in their order, into `out`. An input may be `out` itself.
+///
+/// Reads each input once and writes `out` once. bfloat16 and half are summed in float and rounded
+/// once. The scaled sum of integers is rounded towards zero. Runs on this thread alone and calls no
+/// operator of LibTorch, so that it may run beside autograd.
+void reduce_in_order(const LocalReduction& reduction, void* out,
+                     std::span<const void* const> inputs, int64_t numel);
+
+/// Throws `c10::NotImplementedError` if `dtype` can't be reduced by `op`.
+void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op);
+
+}  // namespace tessera

@@ -1,0 +1,151 @@
+#include <c10/util/Exception.h>
+#include <tessera/world.h>
+
+#include <exception>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "comm/collective_name.h"
+#include "comm/environment.h"
+#include "comm/rendezvous.h"
+
+namespace tessera {
+
+struct World::Impl {
+  RankInfo info;
+  c10::intrusive_ptr<c10d::Store> store;  // closed after the process group
+  // Shared with the thread whose default world this is, so that it sees when the world has gone.
+  std::shared_ptr<ProcessGroupPtr> process_group;
+};
+
+namespace {
+
+// Worlds that this thread made, the newest last; some may have gone.
+thread_local std::vector<std::weak_ptr<ProcessGroupPtr>> default_worlds;
+
+std::chrono::milliseconds timeout_of(const WorldOptions& options) {
+  TORCH_CHECK_VALUE(options.timeout.count() > 0, "[init] `timeout` must be positive; got ",
+                    options.timeout.count(), " ms");
+  if (options.timeout != WorldOptions().timeout) {
+    return options.timeout;
+  }
+  const auto seconds = environment_number("TESSERA_TIMEOUT");
+  TORCH_CHECK_VALUE(!seconds || *seconds > 0,
+                    "[init] TESSERA_TIMEOUT must be a positive number of seconds; got TESSERA_TIMEOUT=",
+                    *seconds);
+  return seconds ? std::chrono::seconds(*seconds) : options.timeout;
+}
+
+void check_backend(const std::string& backend) {
+  TORCH_CHECK_VALUE(backend.empty() || backend == "gloo" || backend == "nccl",
+                    "[init] `backend` must be \"gloo\" or \"nccl\"; got \"", backend, "\"");
+}
+
+ProcessGroupPtr make_process_group(const RankInfo& info,
+                                   const c10::intrusive_ptr<c10d::Store>& store,
+                                   const std::string& backend, std::chrono::milliseconds timeout) {
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
+  if (backend == "nccl") {
+    return nccl_process_group(keys, info.rank, info.size, timeout);
+  }
+  const bool one_host = info.local_size == info.size;
+  return gloo_process_group(keys, info.rank, info.size, timeout, one_host ? "127.0.0.1" : "");
+}
+
+// Connects the ranks. Those that find each other through `store` all return, or fail, together.
+World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const std::string& backend,
+           std::chrono::milliseconds timeout) {
+  ProcessGroupPtr process_group;
+  try {
+    process_group = make_process_group(info, store, backend, timeout);
+    // Nobody may leave, and take the store along, while others still connect.
+    process_group->barrier({.subject = "world", .channel = Channel::kControl});
+  } catch (const c10::NotImplementedError&) {
+    throw;
+  } catch (...) {
+    C10_THROW_ERROR(
+        DistNetworkError,
+        "[init] rank " + std::to_string(info.rank) + " of " + std::to_string(info.size) +
+            " could not connect to all other ranks; expected all of them to call init(): " +
+            exception_text(std::current_exception()));
+  }
+  return World(std::move(info), std::move(store), std::move(process_group));
+}
+
+World world_of_one(RankInfo info) {
+  return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
+}
+
+}  // namespace
+
+World::World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group)
+    : impl_(std::make_unique<Impl>(
+          Impl{std::move(info), std::move(store),
+               std::make_shared<ProcessGroupPtr>(std::move(process_group))})) {
+  std::erase_if(default_worlds, [](const auto& world) { return world.expired(); });
+  default_worlds.push_back(impl_->process_group);
+}
+
+World::~World() = default;
+World::World(World&&) noexcept = default;
+World& World::operator=(World&&) noexcept = default;
+
+int World::rank() const { return impl_->info.rank; }
+int World::size() const { return impl_->info.size; }
+int World::local_rank() const { return impl_->info.local_rank; }
+const RankInfo& World::info() const { return impl_->info; }
+const ProcessGroupPtr& World::process_group() const { return *impl_->process_group; }
+const c10::intrusive_ptr<c10d::Store>& World::store() const { return impl_->store; }
+
+void World::set_process_group(ProcessGroupPtr process_group) {
+  TORCH_CHECK_VALUE(process_group != nullptr, "[set_process_group] `process_group` must be given");
+  TORCH_CHECK_VALUE(process_group->rank() == rank() && process_group->size() == size(),
+                    "[set_process_group] `process_group` must have the ranks of the world; expected rank ",
+                    rank(), " of ", size(), ", got rank ", process_group->rank(), " of ",
+                    process_group->size());
+  *impl_->process_group = std::move(process_group);
+}
+
+World init(const WorldOptions& options) {
+  check_backend(options.backend);
+  const auto timeout = timeout_of(options);
+  RankInfo info = rank_info_from_environment();
+  if (info.size == 1) {
+    return world_of_one(std::move(info));
+  }
+  auto store = rendezvous_store(info, timeout);
+  return join(std::move(info), std::move(store), options.backend, timeout);
+}
+
+World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
+  check_backend(options.backend);
+  TORCH_CHECK_VALUE(store.defined(), "[init] `store` must be given");
+  TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,
+                    "[init] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ", size);
+  const auto timeout = timeout_of(options);
+  RankInfo info{.rank = rank, .size = size, .source = "store"};
+  if (size == 1) {
+    return World(std::move(info), std::move(store), single_process_group());
+  }
+  store = fresh_store(store, size);
+  const HostPlace place = compare_hosts(*store, rank, size, timeout);
+  info.local_rank = place.local_rank;
+  info.local_size = place.local_size;
+  return join(std::move(info), std::move(store), options.backend, timeout);
+}
+
+ProcessGroupPtr default_process_group() {
+  while (!default_worlds.empty()) {
+    if (const auto process_group = default_worlds.back().lock()) {
+      return *process_group;
+    }
+    default_worlds.pop_back();
+  }
+  return single_process_group();
+}
+
+}  // namespace tessera

@@ -1,0 +1,117 @@
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <tessera/dialects/paddle_group_sharded.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace tessera::paddle {
+namespace {
+
+std::string hint_at(const std::string& level) {
+  if (level.starts_with("p")) return "; did you mean p_g_os?";
+  return level.starts_with("os_") ? "; did you mean os_g?" : "";
+}
+
+ShardLevel parse_level(const std::string& level) {
+  if (level == "os_g") return ShardLevel::kGradients;
+  if (level == "p_g_os") return ShardLevel::kParameters;
+  TORCH_CHECK_VALUE(level == "os", "[group_sharded_parallel] The level must be os, os_g or p_g_os. Got '",
+                    level, "'", hint_at(level));
+  LOG(INFO) << "[group_sharded_parallel] level os frees whole gradients as they are reduced, as os_g does";
+  return ShardLevel::kOptimizerState;
+}
+
+void check_sizes(const GroupShardedOptions& options) {
+  TORCH_CHECK_VALUE(options.buffer_max_size >= 0,
+                    "[group_sharded_parallel] buffer_max_size must be GE than 0. Got ",
+                    options.buffer_max_size);
+  TORCH_CHECK_VALUE(options.segment_size >= 0,
+                    "[group_sharded_parallel] segment_size must be GE than 0. Got ", options.segment_size);
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.offload,
+                              "[group_sharded_parallel] offload = true must not be asked for yet: optimizer "
+                              "state stays in the memory of the device");
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.dp_group,
+                              "[group_sharded_parallel] dp_group must be null for now: shard over all ranks "
+                              "by `group`, which gives the same result");
+}
+
+// `Module::name()` is the C++ type, in which a layer that users call GroupNorm is torch::nn::GroupNormImpl.
+bool is_type(const std::string& type, const std::string& text) {
+  const size_t scope = type.substr(0, type.find('<')).rfind("::");
+  const std::string unqualified = scope == std::string::npos ? type : type.substr(scope + 2);
+  return type == text || unqualified == text || unqualified == text + "Impl";
+}
+
+bool is_excluded(const std::variant<std::string, const torch::nn::Module*>& which,
+                 const std::string& name, const torch::nn::Module& module) {
+  if (const auto* pointer = std::get_if<const torch::nn::Module*>(&which)) return *pointer == &module;
+  const std::string& text = std::get<std::string>(which);
+  return text == name || is_type(module.name(), text);
+}
+
+// The parameters of the excluded modules, with those of the modules in them.
+std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
+                                             const GroupShardedOptions& options) {
+  std::vector<std::string> names;
+  for (const auto& which : options.exclude_layer) {
+    bool found = false;
+    for (const auto& item : model.named_modules("", /*include_self=*/false)) {
+      if (!is_excluded(which, item.key(), *item.value())) continue;
+      found = true;
+      for (const auto& param : item.value()->named_parameters()) names.push_back(item.key() + "." + param.key());
+    }
+    const auto* text = std::get_if<std::string>(&which);
+    TORCH_CHECK_VALUE(found, "[group_sharded_parallel] exclude_layer must name layers of the model, by type, "
+                      "dotted name or address; it has none that is ", text ? "'" + *text + "'" : "at the address given");
+  }
+  return names;
+}
+
+}  // namespace
+
+ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
+                             const GroupShardedOptions& options) {
+  ShardPlan plan;
+  plan.level = parse_level(level);
+  check_sizes(options);
+  bool has_half = false;
+  int64_t item = 1;
+  for (const at::Tensor& param : model.parameters()) {
+    has_half |= param.scalar_type() == at::kHalf;
+    item = std::max(item, static_cast<int64_t>(param.element_size()));
+  }
+  if (has_half) {
+    TORCH_WARN("the input of scaler is None, please ensure the logic of your scaler outside is same as "
+               "GroupShardedScaler.");
+  }
+  plan.unit_bytes = std::min(options.buffer_max_size, std::numeric_limits<int64_t>::max() / item) * item;
+  if (plan.level == ShardLevel::kParameters) {
+    plan.whole_numel = options.segment_size;
+    plan.whole = excluded_parameters(model, options);
+    plan.prefetch = options.sync_comm ? 0 : 1;
+  } else {
+    // Paddle's stage 2: a parameter is never cut, the least loaded rank gets it.
+    plan.partition = Partition::kWholeParam;
+  }
+  plan.sync_buffers = options.sync_buffers;
+  plan.process_group = options.group;
+  return plan;
+}
+
+double GroupShardedOptimizer::get_lr() const {
+  return inner().param_groups().front().options().get_lr();
+}
+
+void GroupShardedOptimizer::set_lr(double lr) {
+  for (auto& param_group : inner().param_groups()) param_group.options().set_lr(lr);
+}
+
+void GroupShardedOptimizer::minimize(const at::Tensor&) {
+  throw std::runtime_error("optimizer.minimize() not support now, please use optimizer.step()");
+}
+
+}  // namespace tessera::paddle

@@ -1,0 +1,81 @@
+#include "grad/clip_grad.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace tessera {
+namespace {
+
+// The part of a live gradient that counts on this rank: its own shard, even where it has everything.
+template <class F>
+void for_each_own_part(const UnitGradients& gradients, int rank, F&& f) {
+  const UnitLayout& layout = gradients.unit().layout();
+  for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
+    if (!gradients.is_live(slot)) continue;
+    const ParamSlot& param = layout.slots[slot];
+    const int64_t begin = std::max(param.offset, layout.bounds[rank]);
+    const int64_t end = std::min(param.offset + param.numel, layout.bounds[rank + 1]);
+    if (begin < end) f(gradients.reduced(begin, end));
+  }
+}
+
+double local_norm(const at::Tensor& part, double norm_type) {
+  const bool is_low_precision = part.scalar_type() == at::kHalf || part.scalar_type() == at::kBFloat16;
+  const auto dtype = is_low_precision ? std::optional(at::kFloat) : std::nullopt;
+  return at::linalg_vector_norm(part, norm_type, at::OptionalIntArrayRef(), false, dtype).item<double>();
+}
+
+}  // namespace
+
+double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
+                 ProcessGroup& process_group, double norm_type) {
+  TORCH_CHECK_VALUE(norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ",
+                    norm_type);
+  at::NoGradGuard no_grad;
+  const bool is_max = std::isinf(norm_type);
+  // A NaN must win over any number, as it does in one process; std::max would drop it.
+  double total = 0;
+  for (const auto& unit : gradients) {
+    for_each_own_part(*unit, process_group.rank(), [&](const at::Tensor& part) {
+      const double norm = local_norm(part, norm_type);
+      if (is_max) {
+        total = std::isnan(norm) || std::isnan(total) ? NAN : std::max(total, norm);
+      } else {
+        total += std::pow(norm, norm_type);
+      }
+    });
+  }
+  // Infinity stands for itself; NaN is sent apart, because MAX over ranks may drop it.
+  const at::Tensor sums = at::empty({2}, at::kDouble);
+  auto* data = sums.mutable_data_ptr<double>();
+  data[0] = std::isnan(total) ? 0 : total;
+  data[1] = std::isnan(total) ? 1 : 0;
+  if (process_group.size() > 1) {
+    process_group.all_reduce(sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
+                             {"gradient norm", Channel::kControl})->wait();
+  }
+  if (data[1] > 0) return NAN;
+  return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);
+}
+
+void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor) {
+  at::NoGradGuard no_grad;
+  for (const auto& unit : gradients) {
+    if (!unit->reduced().defined()) continue;
+    const UnitLayout& layout = unit->unit().layout();
+    for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
+      if (!unit->is_live(slot)) continue;
+      const ParamSlot& param = layout.slots[slot];
+      const int64_t begin = std::max(param.offset, unit->unit().updated_begin());
+      const int64_t end = std::min(param.offset + param.numel, unit->unit().updated_end());
+      if (begin < end) unit->reduced(begin, end).mul_(factor);
+    }
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,54 @@
+#include "grad/grad_gate.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace tessera {
+namespace {
+
+thread_local int open_gates = 0;
+
+struct GradGate final : torch::autograd::AutogradMeta {
+  GradGate(std::weak_ptr<GradSink> sink, size_t slot, std::string error)
+      : sink(std::move(sink)), slot(slot), error(std::move(error)) {}
+
+  const at::Tensor& grad() const override {
+    TORCH_CHECK(open_gates > 0 || sink.expired(), error);
+    return grad_;
+  }
+
+  at::Tensor& mutable_grad() override {
+    const bool is_autograd = torch::autograd::get_current_node() != nullptr;
+    if (open_gates == 0 && !is_autograd) {
+      if (auto owner = sink.lock()) owner->clear(slot);
+    }
+    return grad_;
+  }
+
+  std::weak_ptr<GradSink> sink;
+  size_t slot;
+  std::string error;
+};
+
+}  // namespace
+
+OpenGates::OpenGates() { ++open_gates; }
+OpenGates::~OpenGates() { --open_gates; }
+
+void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
+                       std::string error) {
+  auto gate = std::make_unique<GradGate>(std::move(sink), slot, std::move(error));
+  auto* old = torch::autograd::impl::materialize_autograd_meta(tensor);
+  gate->name_ = std::move(old->name_);
+  gate->grad_accumulator_ = std::move(old->grad_accumulator_);
+  gate->hooks_ = std::move(old->hooks_);
+  gate->cpp_hooks_list_ = std::move(old->cpp_hooks_list_);
+  gate->post_acc_grad_hooks_ = std::move(old->post_acc_grad_hooks_);
+  gate->requires_grad_ = old->requires_grad_;
+  gate->output_nr_ = old->output_nr_;
+  tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(gate));
+}
+
+}  // namespace tessera

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace tessera {
+
+/// Is told that user code cleared, or is about to clear, the gradient of a parameter.
+class GradSink {
+ public:
+  virtual ~GradSink() = default;
+  virtual void clear(size_t slot) = 0;
+};
+
+/// While it lives, `grad()` of gated tensors can be read on this thread.
+class OpenGates {
+ public:
+  OpenGates();
+  ~OpenGates();
+  OpenGates(const OpenGates&) = delete;
+  OpenGates& operator=(const OpenGates&) = delete;
+};
+
+/// Watches `.grad` of `tensor`: reading it throws `error` (its gradient lives elsewhere, an undefined
+/// tensor would be a lie), and taking it to write, as every `zero_grad()` does, clears the gradient of
+/// `slot` in `sink`. Autograd itself is let through. Keeps what else autograd knows of the tensor.
+void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
+                       std::string error);
+
+}  // namespace tessera

@@ -1,0 +1,221 @@
+#include "grad/reducer.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <thread>
+
+namespace tessera {
+
+// [Note: One order of reductions]
+//
+// A unit can be reduced as soon as all its gradients have arrived, but ranks may finish units in different
+// orders, or never (a parameter that a rank does not use gets no gradient). So units are launched in one
+// order that all ranks share, a unit only after all before it. At the end of backward the ranks agree on
+// which parameters anybody used (one small all-reduce); each then launches the units that it still owes,
+// leaving out those that nobody used. The sequence of launches is thus the same everywhere.
+//
+// The first order is the reverse of registration; then the order of last use in backward.
+namespace {
+
+// How long to wait for the oldest reduction when many are under way. A rank that is behind may itself wait
+// for us, so this is no condition, only a pause that bounds memory in the usual case.
+constexpr auto kLongestPause = std::chrono::milliseconds(50);
+constexpr auto kPollInterval = std::chrono::microseconds(100);
+
+class GradHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradHook(Reducer* reducer, std::weak_ptr<UnitGradients> alive, size_t unit, size_t slot)
+      : reducer_(reducer), alive_(std::move(alive)), unit_(unit), slot_(slot) {}
+
+  void operator()(const at::Tensor& tensor) override {
+    // The reducer lives as long as its gradients do.
+    if (const auto alive = alive_.lock()) reducer_->on_grad(unit_, slot_, tensor);
+  }
+
+ private:
+  Reducer* reducer_;
+  std::weak_ptr<UnitGradients> alive_;
+  size_t unit_, slot_;
+};
+
+std::string read_error(const ParamSlot& slot) {
+  return "[tessera] the gradient of parameter '" + slot.name() +
+         "' is reduced and sharded, so .grad() does not hold it. Use "
+         "ShardedModule::full_grad(parameter) to see it whole, clip_grad_norm_() of the sharded module or "
+         "optimizer to clip, and ShardedOptimizer::step() to apply it";
+}
+
+}  // namespace
+
+Reducer::Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double scale,
+                 Callbacks callbacks)
+    : units_(std::move(units)),
+      process_group_(std::move(process_group)),
+      callbacks_(std::move(callbacks)),
+      order_(units_.size()) {
+  for (Unit* unit : units_) {
+    gradients_.push_back(std::make_shared<UnitGradients>(*unit, scale));
+    used_.emplace_back(unit->layout().slots.size(), false);
+    in_flight_limit_ = std::max(in_flight_limit_, 2 * unit->layout().nbytes());
+  }
+  std::iota(order_.rbegin(), order_.rend(), 0);
+}
+
+void Reducer::install() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    const auto& slots = units_[unit]->layout().slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      for (size_t i = 0; i < slots[slot].handles.size(); ++i) {
+        const at::Tensor tensor = slots[slot].tensor(i);
+        tensor.mutable_grad().reset();
+        install_grad_gate(tensor, gradients_[unit], slot, read_error(slots[slot]));
+        torch::autograd::impl::set_post_acc_grad_hooks(
+            tensor, std::make_unique<GradHook>(this, gradients_[unit], unit, slot));
+      }
+    }
+  }
+}
+
+void Reducer::set_order(std::vector<int> order) { order_ = std::move(order); }
+
+void Reducer::on_grad(size_t unit, size_t slot, const at::Tensor& tensor) {
+  const at::Tensor grad = std::move(tensor.mutable_grad());
+  tensor.mutable_grad().reset();
+  begin_backward();
+  gradients_[unit]->arrive(slot, grad);
+  if (no_sync_ == 0) launch_ready();
+}
+
+// The callback holds a token; if backward ends by an exception, the token goes without the callback having
+// run. A backward inside a backward (recomputation) counts as part of the outer one.
+void Reducer::begin_backward() {
+  if (!backward_.expired()) return;
+  if (in_backward_) abandon_backward();
+  settle();  // what the last backward left under way, so that this one adds to it
+  const auto token = std::make_shared<int>(0);
+  backward_ = token;
+  in_backward_ = true;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
+}
+
+void Reducer::abandon_backward() {
+  const bool any_live = std::any_of(gradients_.begin(), gradients_.end(),
+                                    [](const auto& gradients) { return gradients->any_live(); });
+  if (accumulating_ || any_live) {
+    TORCH_WARN("[tessera] the last backward failed; gradients accumulated before it were dropped, too");
+  }
+  clear_all();
+}
+
+void Reducer::launch_ready() {
+  for (; next_ < order_.size(); ++next_) {
+    const size_t unit = order_[next_];
+    if (!gradients_[unit]->is_complete()) return;
+    // A unit without trainable parameters is complete from the start, and nobody sends it.
+    if (gradients_[unit]->any_arrived()) launch(unit);
+  }
+}
+
+void Reducer::launch(size_t unit) {
+  for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
+    if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
+  }
+  gradients_[unit]->launch();
+  in_flight_.push_back(unit);
+  in_flight_bytes_ += units_[unit]->layout().nbytes();
+  peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
+  limit_in_flight();
+}
+
+void Reducer::limit_in_flight() {
+  const auto deadline = std::chrono::steady_clock::now() + kLongestPause;
+  while (!in_flight_.empty()) {
+    const size_t oldest = in_flight_.front();
+    if (gradients_[oldest]->is_reduced()) {
+      in_flight_bytes_ -= units_[oldest]->layout().nbytes();
+      in_flight_.erase(in_flight_.begin());
+    } else if (in_flight_bytes_ > in_flight_limit_ && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(kPollInterval);
+    } else {
+      return;
+    }
+  }
+}
+
+// Makes `used_` the same on all ranks; returns whether any rank wants attention.
+bool Reducer::agree_on_use() {
+  std::vector<uint8_t> bits;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
+      bits.push_back(used_[unit][slot] || gradients_[unit]->has_arrived(slot));
+    }
+  }
+  bits.push_back(callbacks_.wants_attention());
+  if (process_group_->size() > 1) {
+    const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
+    auto* data = tensor.mutable_data_ptr<uint8_t>();
+    std::copy(bits.begin(), bits.end(), data);
+    process_group_->all_reduce(tensor, ReduceOp::kMax, {"which parameters were used", Channel::kControl})
+        ->wait();
+    std::copy(data, data + bits.size(), bits.begin());
+  }
+  size_t i = 0;
+  for (auto& unit : used_) {
+    for (size_t slot = 0; slot < unit.size(); ++slot) unit[slot] = bits[i++] != 0;
+  }
+  return bits.back() != 0;
+}
+
+void Reducer::end_backward() {
+  in_backward_ = false;
+  backward_.reset();
+  if (no_sync_ > 0) {
+    accumulating_ = true;
+    callbacks_.backward_ended(false, false);
+    return;
+  }
+  const bool attention = agree_on_use();
+  for (; next_ < order_.size(); ++next_) {
+    const size_t unit = order_[next_];
+    const auto& used = used_[unit];
+    if (std::find(used.begin(), used.end(), true) != used.end()) launch(unit);
+  }
+  next_ = 0;
+  in_flight_.clear();
+  in_flight_bytes_ = 0;
+  accumulating_ = false;
+  callbacks_.backward_ended(true, attention);
+}
+
+void Reducer::settle() {
+  for (const int unit : order_) {
+    gradients_[unit]->settle(used_[unit]);
+    std::fill(used_[unit].begin(), used_[unit].end(), false);
+  }
+}
+
+bool Reducer::any_gradient() {
+  settle();
+  return std::any_of(gradients_.begin(), gradients_.end(),
+                     [](const auto& gradients) { return gradients->any_live(); });
+}
+
+void Reducer::clear_all() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    gradients_[unit]->clear_all();
+    std::fill(used_[unit].begin(), used_[unit].end(), false);
+  }
+  next_ = 0;
+  in_flight_.clear();
+  in_flight_bytes_ = 0;
+  accumulating_ = false;
+}
+
+}  // namespace tessera

@@ -1,0 +1,191 @@
+#include "grad/unit_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace tessera {
+
+// [Note: The way of a gradient]
+//
+// Autograd makes a whole local gradient and hands it over (`arrive`). A large one is kept as it is: its
+// memory is the message, nothing is copied. Small ones are copied side by side into one buffer, because
+// a message costs more than the copy. Layout cut the flat buffer into such chunks, equally on all ranks.
+// `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in `reduced_`, which is all
+// that stays (1/N of the unit; everything at ShardLevel::kNone). A further backward before the step is
+// added to it. A parameter without a gradient on this rank counts as zeros; one without a gradient on
+// any rank has none after all (`live_`), so the optimizer leaves it alone as in one process.
+namespace {
+
+// The elements of `grad` in memory order. Autograd lays gradients out like their parameter.
+at::Tensor flat_view(const at::Tensor& grad) {
+  return at::as_strided(grad, {grad.numel()}, {1}, grad.storage_offset());
+}
+
+}  // namespace
+
+UnitGradients::UnitGradients(Unit& unit, double scale)
+    : unit_(unit),
+      scale_(scale),
+      chunk_of_slot_(unit.layout().slots.size(), 0),
+      chunks_(unit.layout().chunks.size()),
+      arrived_(unit.layout().slots.size(), false),
+      live_(unit.layout().slots.size(), false),
+      cleared_(unit.layout().slots.size(), false) {
+  for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    const GradChunk& range = unit.layout().chunks[chunk];
+    for (size_t slot = range.first_slot; slot < range.end_slot; ++slot) chunk_of_slot_[slot] = chunk;
+  }
+}
+
+at::Tensor& UnitGradients::chunk_buffer(size_t chunk) {
+  const GradChunk& range = unit_.layout().chunks[chunk];
+  if (!chunks_[chunk].defined()) {
+    chunks_[chunk] =
+        unit_.context().pool.take(range.end - range.begin, unit_.layout().dtype, unit_.layout().device);
+    chunks_[chunk].zero_();
+  }
+  return chunks_[chunk];
+}
+
+at::Tensor UnitGradients::place_of(size_t slot) {
+  const ParamSlot& param = unit_.layout().slots[slot];
+  const size_t chunk = chunk_of_slot_[slot];
+  const at::Tensor& buffer = chunk_buffer(chunk);
+  return at::as_strided(buffer, param.sizes, param.strides,
+                        buffer.storage_offset() + param.offset - unit_.layout().chunks[chunk].begin);
+}
+
+void UnitGradients::arrive(size_t slot, const at::Tensor& grad) {
+  const ParamSlot& param = unit_.layout().slots[slot];
+  TORCH_CHECK_NOT_IMPLEMENTED(!grad.is_sparse(), "[tessera] the gradient of parameter '", param.name(),
+                              "' must be dense; got a sparse one (an embedding with sparse = true?)");
+  TORCH_CHECK_NOT_IMPLEMENTED(!grad.requires_grad(), "[tessera] the gradient of parameter '",
+                              param.name(), "' requires a gradient itself (create_graph = true); "
+                              "sharded gradients can't be differentiated again");
+  arrived_[slot] = true;
+  if (param.numel == 0) return;
+  at::NoGradGuard no_grad;
+  const size_t chunk = chunk_of_slot_[slot];
+  const bool is_message = unit_.layout().chunks[chunk].is_single() && !chunks_[chunk].defined() &&
+                          grad.scalar_type() == param.dtype && grad.strides() == param.strides;
+  if (is_message) {
+    chunks_[chunk] = flat_view(grad);
+    return;
+  }
+  place_of(slot).add_(grad);
+}
+
+bool UnitGradients::is_complete() const {
+  const auto& slots = unit_.layout().slots;
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    if (arrived_[slot]) continue;
+    const at::Tensor tensor = slots[slot].tensor();
+    if (tensor.defined() && tensor.requires_grad()) return false;
+  }
+  return true;
+}
+
+bool UnitGradients::any_arrived() const {
+  return std::find(arrived_.begin(), arrived_.end(), true) != arrived_.end();
+}
+
+void UnitGradients::drop_arrivals() {
+  std::fill(chunks_.begin(), chunks_.end(), at::Tensor());
+  std::fill(arrived_.begin(), arrived_.end(), false);
+}
+
+std::vector<Piece> UnitGradients::take_pieces() {
+  std::vector<Piece> pieces;
+  for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    const GradChunk& range = unit_.layout().chunks[chunk];
+    pieces.push_back({range.begin, std::move(chunks_[chunk]), range.end - range.begin});
+  }
+  drop_arrivals();
+  return pieces;
+}
+
+// Makes room for the result; true if it is to be added to what is there.
+bool UnitGradients::prepare_reduced() {
+  const auto& slots = unit_.layout().slots;
+  if (!any_live()) {
+    const int64_t numel = unit_.updated_end() - unit_.updated_begin();
+    if (!reduced_.defined()) {
+      reduced_ = unit_.context().pool.take(numel, unit_.layout().dtype, unit_.layout().device);
+    }
+    return false;
+  }
+  for (size_t slot = 0; slot < slots.size(); ++slot) {
+    if (live_[slot]) continue;
+    const int64_t begin = std::max(slots[slot].offset, unit_.updated_begin());
+    const int64_t end = std::min(slots[slot].offset + slots[slot].numel, unit_.updated_end());
+    if (begin < end) reduced(begin, end).zero_();
+  }
+  return true;
+}
+
+void UnitGradients::launch() {
+  at::NoGradGuard no_grad;
+  TORCH_INTERNAL_ASSERT(!is_reducing());
+  const bool accumulate = prepare_reduced();
+  const auto& bounds = unit_.layout().bounds;
+  const int rank = unit_.context().process_group->rank();
+  const at::Tensor own = reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
+                                         unit_.layout().shard_numel(rank));
+  reduction_ = unit_.context().process_group->reduce_scatter(
+      own, take_pieces(), bounds, {.scale = scale_, .accumulate = accumulate},
+      {unit_.layout().name, Channel::kGrads});
+}
+
+void UnitGradients::settle(const std::vector<bool>& used) {
+  if (!is_reducing()) return;
+  std::exchange(reduction_, nullptr)->wait();
+  if (unit_.layout().level == ShardLevel::kNone && unit_.context().process_group->size() > 1) {
+    const auto& bounds = unit_.layout().bounds;
+    const int rank = unit_.context().process_group->rank();
+    const auto work = unit_.context().process_group->all_gather(
+        reduced_, reduced_.narrow(0, bounds[rank], unit_.layout().shard_numel(rank)), bounds,
+        {unit_.layout().name, Channel::kGrads});
+    work->wait();
+    work->wait_inputs();
+  }
+  for (size_t slot = 0; slot < live_.size(); ++slot) {
+    if (used[slot] && !cleared_[slot]) live_[slot] = true;
+    cleared_[slot] = false;
+  }
+  if (!any_live()) reduced_.reset();
+}
+
+void UnitGradients::clear(size_t slot) {
+  if (arrived_[slot]) {
+    arrived_[slot] = false;
+    if (unit_.layout().slots[slot].numel > 0) place_of(slot).zero_();
+  }
+  live_[slot] = false;
+  cleared_[slot] = is_reducing();
+  if (!any_live() && !is_reducing()) reduced_.reset();
+}
+
+void UnitGradients::clear_all() {
+  drop_arrivals();
+  std::fill(live_.begin(), live_.end(), false);
+  std::fill(cleared_.begin(), cleared_.end(), false);
+  if (is_reducing()) std::exchange(reduction_, nullptr)->wait();
+  reduced_.reset();
+}
+
+bool UnitGradients::any_live() const {
+  return std::find(live_.begin(), live_.end(), true) != live_.end();
+}
+
+at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
+  return reduced_.narrow(0, begin - unit_.updated_begin(), end - begin);
+}
+
+int64_t UnitGradients::nbytes() const {
+  return reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
+}
+
+}  // namespace tessera

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "grad/grad_gate.h"
+#include "unit/unit.h"
+
+namespace tessera {
+
+/// The gradients of one unit: from what autograd makes to the reduced part that this rank keeps.
+///
+/// See [Note: The way of a gradient] in unit_gradients.cpp.
+class UnitGradients : public GradSink {
+ public:
+  UnitGradients(Unit& unit, double scale);
+
+  /// Takes what autograd made for the parameter in `slot`.
+  void arrive(size_t slot, const at::Tensor& grad);
+  /// True once all trainable parameters have arrived since the last launch.
+  bool is_complete() const;
+  bool has_arrived(size_t slot) const { return arrived_[slot]; }
+  bool any_arrived() const;
+  /// Forgets what has arrived and was not launched.
+  void drop_arrivals();
+
+  /// All ranks: starts reducing what has arrived; parameters without a gradient count as zeros.
+  void launch();
+  bool is_reducing() const { return reduction_ != nullptr; }
+  bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
+  /// All ranks: waits for the reduction. Parameters with `used[slot]` have a gradient from then on.
+  void settle(const std::vector<bool>& used);
+
+  /// Forgets the gradient of one parameter, or of all: what has arrived, is being reduced, or is reduced.
+  void clear(size_t slot) override;
+  void clear_all();
+
+  /// True if the parameter has a reduced gradient. All ranks agree.
+  bool is_live(size_t slot) const { return live_[slot]; }
+  bool any_live() const;
+  /// The reduced gradient of elements [begin, end) of the flat buffer, which must be this rank's.
+  at::Tensor reduced(int64_t begin, int64_t end) const;
+  /// All of this rank's part; undefined if there is none.
+  const at::Tensor& reduced() const { return reduced_; }
+  int64_t nbytes() const;
+
+  Unit& unit() const { return unit_; }
+
+ private:
+  at::Tensor& chunk_buffer(size_t chunk);
+  at::Tensor place_of(size_t slot);
+  std::vector<Piece> take_pieces();
+  bool prepare_reduced();
+
+  Unit& unit_;
+  double scale_;
+  std::vector<size_t> chunk_of_slot_;
+  std::vector<at::Tensor> chunks_;  // 1-D, local sums; undefined until something arrives
+  std::vector<bool> arrived_;
+  std::vector<bool> live_;
+  std::vector<bool> cleared_;  // while the reduction was under way: its result does not count
+  at::Tensor reduced_;
+  WorkPtr reduction_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,185 @@
+#include "optim/fused_step.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fused_adagrad.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <map>
+#include <typeinfo>
+#include <vector>
+
+namespace tessera {
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+using Tensors = std::vector<at::Tensor>;
+
+// The kernels take a tensor per step count; parameters of equal counts share one.
+class StepTensors {
+ public:
+  at::Tensor operator()(int64_t step) {
+    at::Tensor& tensor = tensors_[step];
+    if (!tensor.defined()) tensor = at::full({}, static_cast<double>(step), at::kFloat);
+    return tensor;
+  }
+
+ private:
+  std::map<int64_t, at::Tensor> tensors_;
+};
+
+template <class State>
+State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param, bool& is_new) {
+  auto& state = optimizer.state()[param.unsafeGetTensorImpl()];
+  is_new = state == nullptr;
+  if (is_new) state = std::make_unique<State>();
+  return static_cast<State&>(*state);
+}
+
+struct AdamLists {
+  Tensors params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
+};
+
+template <class Options, class State>
+AdamLists collect_adam(torch::optim::Optimizer& optimizer, OptimizerParamGroup& group,
+                       StepTensors& step_tensors) {
+  const auto& options = static_cast<const Options&>(group.options());
+  AdamLists lists;
+  for (const at::Tensor& param : group.params()) {
+    if (!param.grad().defined()) continue;
+    bool is_new = false;
+    State& state = state_of<State>(optimizer, param, is_new);
+    if (is_new) {
+      state.step(0);
+      state.exp_avg(at::zeros_like(param));
+      state.exp_avg_sq(at::zeros_like(param));
+      if (options.amsgrad()) state.max_exp_avg_sq(at::zeros_like(param));
+    }
+    state.step(state.step() + 1);
+    lists.params.push_back(param);
+    lists.grads.push_back(param.grad());
+    lists.exp_avgs.push_back(state.exp_avg());
+    lists.exp_avg_sqs.push_back(state.exp_avg_sq());
+    if (options.amsgrad()) lists.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
+    lists.steps.push_back(step_tensors(state.step()));
+  }
+  return lists;
+}
+
+template <class Options, class State, class Kernel>
+void step_adam(torch::optim::Optimizer& optimizer, Kernel&& kernel) {
+  StepTensors step_tensors;
+  for (OptimizerParamGroup& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const Options&>(group.options());
+    const auto lists = collect_adam<Options, State>(optimizer, group, step_tensors);
+    if (lists.params.empty()) continue;
+    kernel(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
+           lists.steps, options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()),
+           options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false, std::nullopt,
+           std::nullopt);
+  }
+}
+
+struct SgdLists {
+  Tensors params, grads, buffers;
+};
+
+void run_sgd(SgdLists& lists, const torch::optim::SGDOptions& options, bool first) {
+  if (lists.params.empty()) return;
+  at::_fused_sgd_(lists.params, lists.grads, lists.buffers, options.weight_decay(), options.momentum(),
+                  options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, first,
+                  std::nullopt, std::nullopt);
+}
+
+void step_sgd(torch::optim::Optimizer& optimizer) {
+  for (OptimizerParamGroup& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
+    SgdLists first, later;  // the kernel starts a momentum buffer with the gradient
+    for (const at::Tensor& param : group.params()) {
+      if (!param.grad().defined()) continue;
+      SgdLists* lists = &later;
+      if (options.momentum() != 0) {
+        bool is_new = false;
+        auto& state = state_of<torch::optim::SGDParamState>(optimizer, param, is_new);
+        if (!state.momentum_buffer().defined()) {
+          state.momentum_buffer(at::empty_like(param));
+          lists = &first;
+        }
+        lists->buffers.push_back(state.momentum_buffer());
+      }
+      lists->params.push_back(param);
+      lists->grads.push_back(param.grad());
+    }
+    run_sgd(first, options, true);
+    run_sgd(later, options, false);
+  }
+}
+
+void step_adagrad(torch::optim::Optimizer& optimizer) {
+  StepTensors step_tensors;
+  for (OptimizerParamGroup& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
+    Tensors params, grads, sums, steps;
+    for (const at::Tensor& param : group.params()) {
+      if (!param.grad().defined()) continue;
+      bool is_new = false;
+      auto& state = state_of<torch::optim::AdagradParamState>(optimizer, param, is_new);
+      if (is_new) {
+        state.step(0);
+        state.sum(at::full_like(param, options.initial_accumulator_value()));
+      }
+      state.step(state.step() + 1);
+      params.push_back(param);
+      grads.push_back(param.grad());
+      sums.push_back(state.sum());
+      steps.push_back(step_tensors(state.step()));
+    }
+    if (params.empty()) continue;
+    at::_fused_adagrad_(params, grads, sums, steps, options.lr(), options.lr_decay(),
+                        options.weight_decay(), options.eps(), /*maximize=*/false, std::nullopt,
+                        std::nullopt);
+  }
+}
+
+bool has_only_floating_params(torch::optim::Optimizer& optimizer) {
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      if (!param.is_floating_point()) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+bool fused_step(torch::optim::Optimizer& optimizer) {
+  using namespace torch::optim;
+  at::NoGradGuard no_grad;
+  if (!has_only_floating_params(optimizer)) return false;
+  const std::type_info& type = typeid(optimizer);
+  if (type == typeid(AdamW)) {
+    step_adam<AdamWOptions, AdamWParamState>(
+        optimizer, [](auto&&... args) { at::_fused_adamw_(std::forward<decltype(args)>(args)...); });
+  } else if (type == typeid(Adam)) {
+    step_adam<AdamOptions, AdamParamState>(
+        optimizer, [](auto&&... args) { at::_fused_adam_(std::forward<decltype(args)>(args)...); });
+  } else if (type == typeid(SGD)) {
+    step_sgd(optimizer);
+  } else if (type == typeid(Adagrad)) {
+    step_adagrad(optimizer);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace tessera

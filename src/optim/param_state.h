@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+namespace torch::optim {
+class OptimizerParamState;
+class Optimizer;
+}  // namespace torch::optim
+
+namespace tessera {
+
+/// What an optimizer keeps for one parameter, by name, in the words of LibTorch and PyTorch
+/// (`exp_avg`, `momentum_buffer`, ...).
+struct ParamState {
+  std::map<std::string, at::Tensor> tensors;  ///< of the parameter's shape
+  std::map<std::string, int64_t> counts;      ///< such as `step`
+};
+
+/// Reads the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
+/// optimizer other than LibTorch's Adagrad, Adam, AdamW, RMSprop and SGD.
+ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
+
+/// Sets the state of a parameter.
+void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
+                       const ParamState& state);
+
+/// Bytes of tensors that the optimizer keeps; 0 for kinds that `read_param_state` does not know.
+int64_t state_nbytes(const torch::optim::Optimizer& optimizer);
+
+}  // namespace tessera

@@ -1,0 +1,124 @@
+#include "optim/segments.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "grad/grad_gate.h"
+#include "optim/param_state.h"
+
+namespace tessera {
+namespace {
+
+std::string describe_unknown(const ShardedState& state, const at::Tensor& param, size_t group,
+                             size_t index) {
+  std::vector<std::string> alike;
+  for (const auto& unit : state.units()) {
+    for (const ParamSlot& slot : unit->layout().slots) {
+      if (at::IntArrayRef(slot.sizes) == param.sizes()) alike.push_back(slot.name());
+    }
+  }
+  std::string text = fmt::format("parameter {} of param group {}, of shape [{}], is not one", index, group,
+                                 fmt::join(param.sizes().vec(), ", "));
+  if (!alike.empty()) text += fmt::format("; the model's '{}' has that shape", alike.front());
+  return text;
+}
+
+// Values of a state tensor in the memory order of its parameter, so that they can be cut like it.
+at::Tensor in_memory_order(const at::Tensor& tensor, const ParamSlot& slot) {
+  at::Tensor ordered = tensor;
+  if (tensor.strides() != at::IntArrayRef(slot.strides)) {
+    ordered = at::empty_strided(slot.sizes, slot.strides, tensor.options());
+    ordered.copy_(tensor);
+  }
+  return at::as_strided(ordered, {slot.numel}, {1}, ordered.storage_offset());
+}
+
+void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, const ParamSlot& slot,
+                const Segment* segment) {
+  const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
+  if (it == optimizer.state().end()) return;
+  if (segment) {
+    ParamState state = read_param_state(optimizer, param);
+    for (auto& [name, tensor] : state.tensors) {
+      tensor = in_memory_order(tensor, slot)
+                   .narrow(0, segment->begin - slot.offset, segment->end - segment->begin)
+                   .clone()
+                   .as_strided(segment->tensor.sizes(), segment->tensor.strides());
+    }
+    write_param_state(optimizer, segment->tensor, state);
+  }
+  optimizer.state().erase(param.unsafeGetTensorImpl());
+}
+
+Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t param_group) {
+  const Unit& unit = *state.units()[place.unit];
+  const ParamSlot& slot = state.slot(place);
+  Segment segment{.place = place, .param_group = param_group};
+  segment.begin = std::max(slot.offset, unit.updated_begin());
+  segment.end = std::min(slot.offset + slot.numel, unit.updated_end());
+  if (segment.begin >= segment.end) return segment;
+  const bool is_whole = segment.end - segment.begin == slot.numel;
+  const int64_t offset = segment.begin - unit.updated_begin() + unit.updated().storage_offset();
+  segment.tensor = unit.layout().partition == Partition::kWholeParam && is_whole
+                       ? at::as_strided(unit.updated(), slot.sizes, slot.strides, offset)
+                       : at::as_strided(unit.updated(), {segment.end - segment.begin}, {1}, offset);
+  install_grad_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
+                    "[tessera] the optimizer of a sharded model must be stepped by "
+                    "ShardedOptimizer::step(), which waits for the gradients (parameter '" +
+                        slot.name() + "')");
+  return segment;
+}
+
+}  // namespace
+
+void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer) {
+  TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                              "[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step "
+                              "needs products over all parameters, which shards don't give");
+  std::map<std::pair<size_t, size_t>, size_t> group_of_place;
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    const auto& params = groups[group].params();
+    for (size_t i = 0; i < params.size(); ++i) {
+      const auto place = state.find(params[i]);
+      TORCH_CHECK_VALUE(place, "[ShardedOptimizer] the optimizer's parameters must be the model's; ",
+                        describe_unknown(state, params[i], group, i));
+      const auto [it, is_new] = group_of_place.emplace(std::pair(place->unit, place->slot), group);
+      TORCH_CHECK_VALUE(it->second == group, "[ShardedOptimizer] a parameter must be in one param group; '",
+                        state.slot(*place).name(), "' is in groups ", it->second, " and ", group);
+    }
+  }
+}
+
+std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  std::vector<Segment> segments;
+  std::set<std::pair<size_t, size_t>> seen;  // tied parameters may be listed more than once
+  auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    std::vector<at::Tensor> replaced;
+    for (const at::Tensor& param : groups[group].params()) {
+      const ParamPlace place = *state.find(param);
+      if (!seen.emplace(place.unit, place.slot).second) continue;
+      Segment segment = make_segment(state, place, group);
+      const bool is_mine = segment.tensor.defined();
+      move_state(optimizer, param, state.slot(place), is_mine ? &segment : nullptr);
+      if (is_mine) replaced.push_back(segment.tensor);
+      segments.push_back(std::move(segment));
+    }
+    groups[group].params() = std::move(replaced);
+  }
+  return segments;
+}
+
+}  // namespace tessera

@@ -1,0 +1,103 @@
+#include <fmt/format.h>
+#include <tessera/fully_shard.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "access/sharded_state.h"
+#include "grad/clip_grad.h"
+
+namespace tessera {
+namespace {
+
+const char* level_name(ShardLevel level) {
+  switch (level) {
+    case ShardLevel::kNone:
+      return "none";
+    case ShardLevel::kOptimizerState:
+      return "optimizer state";
+    case ShardLevel::kGradients:
+      return "gradients";
+    case ShardLevel::kParameters:
+      return "parameters";
+  }
+  return "?";
+}
+
+}  // namespace
+
+ShardedModule::ShardedModule(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
+ShardedModule::~ShardedModule() = default;
+ShardedModule::ShardedModule(const ShardedModule&) = default;
+ShardedModule& ShardedModule::operator=(const ShardedModule&) = default;
+
+ShardedModule::NoSync::NoSync(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {
+  state_->reducer().enter_no_sync();
+}
+ShardedModule::NoSync::~NoSync() { state_->reducer().leave_no_sync(); }
+ShardedModule::NoSync ShardedModule::no_sync() { return NoSync(state_); }
+
+ShardedModule::KeepUnsharded::KeepUnsharded(std::shared_ptr<ShardedState> state)
+    : state_(std::move(state)) {
+  state_->residency().hold_all();
+}
+ShardedModule::KeepUnsharded::~KeepUnsharded() { state_->residency().release_all(); }
+ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnsharded(state_); }
+
+void ShardedModule::begin_forward() {
+  if (state_->plan().sync_buffers) state_->sync_buffers();
+}
+
+at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
+  const auto place = state_->find(parameter);
+  TORCH_CHECK_VALUE(place, "[full_grad] the tensor must be a parameter of the sharded model; got one of shape ",
+                    parameter.sizes());
+  return state_->full_grad(*place);
+}
+
+at::Tensor ShardedModule::full_grad(const std::string& name) {
+  const auto place = state_->find(name);
+  TORCH_CHECK_VALUE(place, "[full_grad] the sharded model has no parameter '", name, "'");
+  return state_->full_grad(*place);
+}
+
+void ShardedModule::zero_grad() { state_->reducer().clear_all(); }
+
+double ShardedModule::clip_grad_norm_(double max_norm, double norm_type) {
+  TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ", max_norm);
+  state_->reducer().settle();
+  const auto& gradients = state_->reducer().gradients();
+  const double norm = grad_norm(gradients, state_->process_group(), norm_type);
+  const double factor = max_norm / (norm + 1e-6);
+  if (!(factor >= 1)) scale_gradients(gradients, factor);
+  return norm;
+}
+
+std::vector<NamedTensor> ShardedModule::full_state() { return state_->full_state(); }
+
+ShardMemory ShardedModule::memory() const {
+  ShardMemory memory;
+  for (const auto& unit : state_->units()) {
+    const auto item = static_cast<int64_t>(c10::elementSize(unit->layout().dtype));
+    memory.parameters +=
+        unit->frees() ? unit->shard().numel() * item : unit->layout().numel() * item;
+  }
+  for (const auto& gradients : state_->reducer().gradients()) memory.gradients += gradients->nbytes();
+  memory.peak_unsharded = state_->context().peak_unsharded_bytes;
+  memory.peak_in_flight = state_->reducer().peak_in_flight_bytes();
+  return memory;
+}
+
+std::string ShardedModule::describe() const {
+  std::string text = fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", "unit", "elements", "my shard",
+                                 "sharded", "parameters");
+  for (const auto& unit : state_->units()) {
+    const UnitLayout& layout = unit->layout();
+    text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
+                        layout.shard_numel(state_->process_group().rank()), level_name(layout.level),
+                        layout.name);
+  }
+  return text;
+}
+
+}  // namespace tessera

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <tessera/sharded_optimizer.h>
+
+#include <vector>
+
+#include "optim/segments.h"
+
+namespace tessera {
+
+/// The segments that a sharded optimizer steps on, for checkpoints: all of its parameters in order, those
+/// that do not lie in this rank's shard with an undefined tensor.
+const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
+
+}  // namespace tessera

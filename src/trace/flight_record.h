@@ -1,0 +1,44 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+/// Microseconds since the process started (more exactly: since the library was loaded).
+int64_t process_time_us();
+
+std::string_view channel_name(Channel channel);
+
+/// A ring of the last `capacity` collectives of this rank. Safe to use from several threads.
+class FlightRecord {
+ public:
+  explicit FlightRecord(size_t capacity);
+
+  /// Notes that a collective is issued now; returns its sequence number, from 0.
+  int64_t add(std::string name, std::string subject, Channel channel, int64_t bytes);
+
+  /// Notes that collective `sequence` is complete now. Does nothing if it left the ring, or was
+  /// complete before.
+  void complete(int64_t sequence);
+
+  /// The records still held, oldest first.
+  std::vector<CollectiveRecord> records() const;
+
+  /// The last `count` records as lines of text, oldest first.
+  std::string describe_last(size_t count) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<CollectiveRecord> ring_;
+  const size_t capacity_;
+  int64_t next_ = 0;
+};
+
+}  // namespace tessera

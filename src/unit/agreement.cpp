@@ -1,0 +1,95 @@
+#include "unit/agreement.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+namespace tessera {
+namespace {
+
+// One line per fact that must be equal on all ranks.
+std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
+  std::vector<std::string> lines;
+  lines.push_back(fmt::format(
+      "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole {}, resident_bytes {}, "
+      "prefetch {}, average {}, start_values {}, sync_buffers {}",
+      static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes, plan.units,
+      plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
+      static_cast<int>(plan.start_values), plan.sync_buffers));
+  for (const ParamSlot& param : params) {
+    lines.push_back(fmt::format("'{}' {} [{}]{}", fmt::join(param.names, "' = '"),
+                                c10::toString(param.dtype), fmt::join(param.sizes, ", "),
+                                param.requires_grad ? "" : " frozen"));
+  }
+  return lines;
+}
+
+std::vector<std::string> split_lines(const std::string& text) {
+  std::vector<std::string> lines;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    lines.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return lines;
+}
+
+std::string line_at(const std::vector<std::string>& lines, size_t i) {
+  return i < lines.size() ? lines[i] : "no such parameter";
+}
+
+// For the first line in which some rank differs from rank 0: what each group of ranks has.
+std::string first_difference(const std::vector<std::vector<std::string>>& ranks) {
+  size_t line = 0;
+  auto differs = [&](const auto& other) { return line_at(other, line) != line_at(ranks[0], line); };
+  while (std::none_of(ranks.begin(), ranks.end(), differs)) ++line;
+  std::vector<size_t> different;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (differs(ranks[rank])) different.push_back(rank);
+  }
+  return fmt::format("rank 0 has {}, but rank{} {} {} {}", line_at(ranks[0], line),
+                     different.size() > 1 ? "s" : "", fmt::join(different, ", "),
+                     different.size() > 1 ? "have" : "has", line_at(ranks[different[0]], line));
+}
+
+}  // namespace
+
+void check_on_all_ranks(ProcessGroup& process_group, const std::function<void()>& check) {
+  std::string error;
+  std::exception_ptr exception;
+  try {
+    check();
+  } catch (const c10::Error& e) {
+    error = e.what_without_backtrace();
+    exception = std::current_exception();
+  }
+  if (process_group.size() == 1) {
+    if (exception) std::rethrow_exception(exception);
+    return;
+  }
+  const auto errors = all_gather_bytes(process_group, error, {"check of the arguments", Channel::kControl});
+  if (exception) std::rethrow_exception(exception);
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    TORCH_CHECK_VALUE(errors[rank].empty(), errors[rank], " (on rank ", rank, " of ", errors.size(), ")");
+  }
+}
+
+void check_same_model(ProcessGroup& process_group, const std::vector<ParamSlot>& params,
+                      const ShardPlan& plan) {
+  if (process_group.size() == 1) return;
+  const std::string text = fmt::format("{}", fmt::join(describe(params, plan), "\n"));
+  const std::string hash = std::to_string(std::hash<std::string>()(text));
+  const auto hashes = all_gather_bytes(process_group, hash, {"check of the models", Channel::kControl});
+  if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
+  std::vector<std::vector<std::string>> ranks;
+  for (const std::string& other :
+       all_gather_bytes(process_group, text, {"check of the models", Channel::kControl})) {
+    ranks.push_back(split_lines(other));
+  }
+  TORCH_CHECK_VALUE(false, "[fully_shard] the models must be the same on all ranks; ",
+                    first_difference(ranks));
+}
+
+}  // namespace tessera

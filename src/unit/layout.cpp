@@ -1,0 +1,216 @@
+#include "unit/layout.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+
+namespace tessera {
+
+// [Note: Flat layout]
+//
+// A unit's parameters lie one after another in a flat buffer, each in its own memory order (strides are
+// kept, so channels_last stays so) and each starting at a multiple of 64 bytes, because matrix kernels
+// run faster on aligned weights.
+//
+// kFlatEven: the buffer is padded to N equal shards whose borders are multiples of 64 bytes, too. A
+// border usually falls inside a parameter; both ranks then own a segment of it.
+//
+// kWholeParam: parameters are ordered by owner, and a rank's shard is the range of the parameters it
+// owns. Shards differ in size and may be empty. All other code sees only `bounds`.
+namespace {
+
+constexpr int64_t kAlignBytes = 64;
+// Gradients below this are copied together: a message costs more than the copy.
+constexpr int64_t kSmallGradBytes = int64_t{128} << 10;
+
+int64_t align_up(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+int64_t alignment_of(at::ScalarType dtype) {
+  return std::max<int64_t>(1, kAlignBytes / static_cast<int64_t>(c10::elementSize(dtype)));
+}
+
+int64_t nbytes_of(const ParamSlot& slot) {
+  return slot.numel * static_cast<int64_t>(c10::elementSize(slot.dtype));
+}
+
+// Each parameter's owner: the rank with the fewest trainable elements so far, the lowest of equals.
+std::vector<int> choose_owners(const std::vector<ParamSlot>& params, int world_size) {
+  std::vector<int64_t> load(world_size, 0);
+  std::vector<int> owners;
+  for (const ParamSlot& param : params) {
+    const auto least = std::min_element(load.begin(), load.end());
+    owners.push_back(static_cast<int>(least - load.begin()));
+    if (param.requires_grad) *least += param.numel;
+  }
+  return owners;
+}
+
+void place_flat_even(UnitLayout& unit, int world_size) {
+  const int64_t alignment = alignment_of(unit.dtype);
+  int64_t end = 0;
+  for (ParamSlot& slot : unit.slots) {
+    slot.offset = align_up(end, alignment);
+    end = slot.offset + slot.numel;
+  }
+  const int64_t shard = align_up((end + world_size - 1) / world_size, alignment);
+  for (int rank = 0; rank <= world_size; ++rank) unit.bounds.push_back(shard * rank);
+}
+
+void place_whole_params(UnitLayout& unit, const std::vector<int>& owners, int world_size) {
+  std::vector<size_t> order(unit.slots.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return owners[a] < owners[b]; });
+  std::vector<ParamSlot> sorted;
+  const int64_t alignment = alignment_of(unit.dtype);
+  int64_t end = 0;
+  size_t next = 0;
+  unit.bounds.push_back(0);
+  for (int rank = 0; rank < world_size; ++rank) {
+    for (; next < order.size() && owners[order[next]] == rank; ++next) {
+      sorted.push_back(std::move(unit.slots[order[next]]));
+      sorted.back().offset = end;
+      end = align_up(end + sorted.back().numel, alignment);
+    }
+    unit.bounds.push_back(end);
+  }
+  unit.slots = std::move(sorted);
+}
+
+void cut_chunks(UnitLayout& unit) {
+  for (size_t i = 0; i < unit.slots.size(); ++i) {
+    const ParamSlot& slot = unit.slots[i];
+    if (slot.numel == 0) continue;
+    const bool small = nbytes_of(slot) < kSmallGradBytes;
+    GradChunk* last = unit.chunks.empty() ? nullptr : &unit.chunks.back();
+    const bool last_is_small =
+        last && nbytes_of(unit.slots[last->first_slot]) < kSmallGradBytes;
+    if (small && last_is_small) {
+      last->end = slot.offset + slot.numel;
+      last->end_slot = i + 1;
+    } else {
+      unit.chunks.push_back({slot.offset, slot.offset + slot.numel, i, i + 1});
+    }
+  }
+}
+
+std::string unit_name(const UnitLayout& unit) {
+  const auto [first, last] =
+      std::make_pair(unit.slots.front().name(), unit.slots.back().name());
+  return first == last ? first : fmt::format("{}..{}", first, last);
+}
+
+// Which parameters form a unit, before they are laid out.
+struct UnitMembers {
+  std::vector<size_t> params;
+  int64_t nbytes = 0;
+};
+
+bool stays_whole(const ParamSlot& param, const ShardPlan& plan, const std::set<std::string>& whole) {
+  if (plan.whole_numel > 0 && param.numel <= plan.whole_numel) return true;
+  return std::any_of(param.names.begin(), param.names.end(),
+                     [&](const std::string& name) { return whole.contains(name); });
+}
+
+// The user's units by name; -1 for parameters that are in none.
+std::vector<int> user_units(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
+  std::unordered_map<std::string, int> unit_of_name;
+  for (size_t i = 0; i < plan.units.size(); ++i) {
+    for (const std::string& name : plan.units[i]) {
+      TORCH_CHECK_VALUE(unit_of_name.emplace(name, static_cast<int>(i)).second,
+                        "[fully_shard] plan.units: '", name, "' is in more than one unit");
+    }
+  }
+  std::vector<int> result(params.size(), -1);
+  for (size_t i = 0; i < params.size(); ++i) {
+    for (const std::string& name : params[i].names) {
+      const auto it = unit_of_name.find(name);
+      if (it == unit_of_name.end()) continue;
+      result[i] = it->second;
+      unit_of_name.erase(it);
+    }
+  }
+  TORCH_CHECK_VALUE(unit_of_name.empty(), "[fully_shard] plan.units names '",
+                    unit_of_name.empty() ? "" : unit_of_name.begin()->first,
+                    "', which the model does not have");
+  return result;
+}
+
+// Packs parameters by size, in registration order. Parameters that differ in what the unit must have in
+// common (dtype, device, trainable, level, the user's unit) are packed separately.
+std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardPlan& plan,
+                              const std::vector<ShardLevel>& levels) {
+  const std::vector<int> user_unit = user_units(params, plan);
+  std::vector<UnitMembers> units;
+  std::map<std::tuple<at::ScalarType, int, int, bool, ShardLevel, int>, size_t> open;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const ParamSlot& param = params[i];
+    const auto key =
+        std::make_tuple(param.dtype, static_cast<int>(param.device.type()),
+                        static_cast<int>(param.device.index()), param.requires_grad, levels[i],
+                        user_unit[i]);
+    const auto it = open.find(key);
+    const bool fits = it != open.end() && (user_unit[i] >= 0 || units[it->second].nbytes + nbytes_of(param) <= plan.unit_bytes);
+    if (!fits) {
+      open[key] = units.size();
+      units.emplace_back();
+    }
+    UnitMembers& unit = units[open[key]];
+    unit.params.push_back(i);
+    unit.nbytes += nbytes_of(param);
+  }
+  return units;
+}
+
+}  // namespace
+
+at::Tensor ParamSlot::tensor(size_t i) const {
+  auto impl = handles[i].lock();
+  return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+}
+
+std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
+                                int world_size) {
+  const std::set<std::string> whole(plan.whole.begin(), plan.whole.end());
+  std::vector<ShardLevel> levels;
+  for (const ParamSlot& param : params) {
+    const bool keep = plan.level == ShardLevel::kParameters && stays_whole(param, plan, whole);
+    levels.push_back(keep ? ShardLevel::kGradients : plan.level);
+  }
+  const std::vector<UnitMembers> members = pack(params, plan, levels);
+  const std::vector<int> owners = choose_owners(params, world_size);
+
+  std::vector<UnitLayout> units;
+  for (const UnitMembers& member : members) {
+    UnitLayout unit;
+    const ParamSlot& first = params[member.params.front()];
+    unit.level = levels[member.params.front()];
+    unit.partition = plan.partition;
+    unit.dtype = first.dtype;
+    unit.device = first.device;
+    std::vector<int> unit_owners;
+    for (const size_t i : member.params) {
+      unit_owners.push_back(owners[i]);
+      unit.slots.push_back(std::move(params[i]));
+    }
+    unit.name = unit_name(unit);
+    if (plan.partition == Partition::kFlatEven) {
+      place_flat_even(unit, world_size);
+    } else {
+      place_whole_params(unit, unit_owners, world_size);
+    }
+    cut_chunks(unit);
+    units.push_back(std::move(unit));
+  }
+  return units;
+}
+
+}  // namespace tessera

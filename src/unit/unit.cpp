@@ -1,0 +1,153 @@
+#include "unit/unit.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace tessera {
+namespace {
+
+// A unit may be gathered again before slow peers have read our shard for the last gathers.
+constexpr size_t kMostUnread = 4;
+
+c10::intrusive_ptr<UnitStorage> no_storage() { return {}; }
+
+}  // namespace
+
+Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& listener)
+    : layout_(std::move(layout)),
+      index_(index),
+      context_(context),
+      listener_(listener),
+      rank_(context.process_group->rank()),
+      // Alone, a rank's shard is everything: there is nothing to free.
+      frees_(layout_.level == ShardLevel::kParameters && context.process_group->size() > 1),
+      label_(fmt::format("unit '{}'", layout_.name)),
+      storage_(no_storage()) {}
+
+Unit::~Unit() = default;
+
+void Unit::allocate_full() {
+  if (full_.defined()) return;
+  full_ = context_.pool.take(layout_.numel(), layout_.dtype, layout_.device);
+  if (!frees_) return;
+  context_.unsharded_bytes += layout_.nbytes();
+  context_.peak_unsharded_bytes = std::max(context_.peak_unsharded_bytes, context_.unsharded_bytes);
+}
+
+void Unit::show_full() {
+  auto storage = storage_.lock();
+  if (!storage) return;  // all parameters of the unit are gone
+  const std::string why_not =
+      full_.defined()
+          ? std::string()
+          : fmt::format(
+                "[tessera] the parameters of unit '{}' are sharded over {} ranks and not gathered now, "
+                "so their memory can't be read by data_ptr(). Use them through operators, which gather "
+                "them, or hold ShardedModule::keep_unsharded() while you read",
+                layout_.name, context_.process_group->size());
+  storage->show(full_, why_not);
+}
+
+void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
+  at::NoGradGuard no_grad;
+  full_ = context_.pool.take(layout_.numel(), layout_.dtype, layout_.device);
+  full_.zero_();  // the padding must have a value, too
+  for (const ParamSlot& slot : layout_.slots) {
+    at::as_strided(full_, slot.sizes, slot.strides, slot.offset).copy_(slot.tensor().detach());
+  }
+  const bool alone = context_.process_group->size() == 1;
+  if (broadcast && !alone) {
+    context_.process_group->broadcast(full_, 0, {layout_.name, Channel::kControl})->wait();
+  }
+  auto storage = c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
+  storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
+  c10::impl::ExcludeDispatchKeyGuard not_a_use(kUnitKey);
+  for (const ParamSlot& slot : layout_.slots) {
+    for (size_t i = 0; i < slot.handles.size(); ++i) {
+      slot.tensor(i).set_data(
+          make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset));
+    }
+  }
+  const int64_t begin = layout_.bounds[rank_];
+  shard_ = full_.narrow(0, begin, layout_.shard_numel(rank_));
+  if (frees_) {
+    shard_ = shard_.clone();
+    full_.reset();
+    state_ = State::kSharded;
+  }
+  show_full();
+}
+
+void Unit::unshard() {
+  if (context_.process_group->size() == 1) {
+    state_ = State::kUnsharded;
+    return;
+  }
+  wait();
+  allocate_full();
+  gather_ = context_.process_group->all_gather(full_, shard_, layout_.bounds, {layout_.name, Channel::kParams});
+  state_ = State::kUnsharding;
+  unread_.push_back(gather_);
+  if (unread_.size() > kMostUnread) {
+    unread_.front()->wait_inputs();
+    unread_.erase(unread_.begin());
+  }
+}
+
+void Unit::wait() {
+  if (state_ != State::kUnsharding) return;
+  gather_->wait();
+  state_ = State::kUnsharded;
+  show_full();
+}
+
+void Unit::reshard() {
+  wait();
+  state_ = State::kSharded;
+  if (!frees_ || !full_.defined()) return;
+  full_.reset();
+  context_.unsharded_bytes -= layout_.nbytes();
+  show_full();
+}
+
+void Unit::write_back() {
+  wait();
+  if (frees_) {
+    at::NoGradGuard no_grad;
+    wait_until_unread();
+    shard_.copy_(full_.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_)));
+  }
+  reshard();
+}
+
+void Unit::wait_until_unread() {
+  for (const WorkPtr& work : unread_) work->wait_inputs();
+  unread_.clear();
+}
+
+void Unit::check_views() const {
+  const auto storage = storage_.lock();
+  for (const ParamSlot& slot : layout_.slots) {
+    const at::Tensor tensor = slot.tensor();
+    TORCH_CHECK(!tensor.defined() || tensor.storage().unsafeGetStorageImpl() == storage.get(),
+                "[tessera] parameter '", slot.name(), "' no longer belongs to ", label_,
+                ": was it given other data by set_data() or Module::to() after it was sharded? Convert "
+                "the model before sharding it");
+  }
+}
+
+const at::Tensor& Unit::updated() const {
+  return layout_.level == ShardLevel::kNone ? full_ : shard_;
+}
+int64_t Unit::updated_begin() const {
+  return layout_.level == ShardLevel::kNone ? 0 : layout_.bounds[rank_];
+}
+int64_t Unit::updated_end() const {
+  return layout_.level == ShardLevel::kNone ? layout_.numel() : layout_.bounds[rank_ + 1];
+}
+
+}  // namespace tessera

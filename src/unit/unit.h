@@ -1,0 +1,105 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/process_group.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "unit/buffer_pool.h"
+#include "unit/layout.h"
+#include "unit/unit_storage.h"
+
+namespace tessera {
+
+/// What all units of a model share.
+struct UnitContext {
+  ProcessGroupPtr process_group;
+  BufferPool pool;
+  int64_t unsharded_bytes = 0;       ///< gathered parameters of units that free them, now
+  int64_t peak_unsharded_bytes = 0;  ///< and at most
+};
+
+/// Is told when an operator touches a unit's parameters.
+class UseListener {
+ public:
+  virtual ~UseListener() = default;
+  /// Before the operator: all `units` must be unsharded when this returns.
+  virtual void on_use(const std::vector<Unit*>& units) = 0;
+  /// After an operator that wrote to parameters of `units`.
+  virtual void on_write(const std::vector<Unit*>& units) = 0;
+};
+
+/// The parameters that are gathered together, and this rank's shard of them.
+///
+/// States: kSharded (only the shard exists) -> `unshard()` -> kUnsharding (gather under way) -> `wait()`
+/// -> kUnsharded -> `reshard()` -> kSharded. A unit below `ShardLevel::kParameters` has its full buffer
+/// always; then the shard is a view of it, and kSharded means that the rest of it is out of date.
+class Unit {
+ public:
+  enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
+
+  Unit(UnitLayout layout, int index, UnitContext& context, UseListener& listener);
+  ~Unit();
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  /// Takes over the parameters: copies their values (rank 0's, if `broadcast`) into the flat buffer and
+  /// makes them views of this unit. Collective if `broadcast`.
+  void adopt(const std::shared_ptr<void>& keep_alive, bool broadcast);
+
+  /// Starts gathering the full parameters, in place if they are there. Collective.
+  void unshard();
+  /// Waits for the gather, if one is under way.
+  void wait();
+  /// Frees the full parameters, or marks them as out of date if they always exist.
+  void reshard();
+
+  /// Copies this rank's part of parameters that an operator wrote to into the shard, and marks the rest
+  /// as out of date.
+  void write_back();
+
+  /// To be called before the shard is changed: peers may still be reading it.
+  void wait_until_unread();
+
+  /// Throws if a parameter was taken out of the unit (`set_data`, `Module::to`).
+  void check_views() const;
+
+  State state() const { return state_; }
+  /// True if the full parameters are freed between uses.
+  bool frees() const { return frees_; }
+  const UnitLayout& layout() const { return layout_; }
+  int index() const { return index_; }
+  const at::Tensor& shard() const { return shard_; }
+  UnitContext& context() const { return context_; }
+  UseListener& listener() const { return listener_; }
+  const std::string& label() const { return label_; }
+  /// The full flat buffer; undefined while sharded.
+  const at::Tensor& full() const { return full_; }
+
+  /// What the optimizer of this rank updates: the shard, or everything if nothing is sharded.
+  const at::Tensor& updated() const;
+  int64_t updated_begin() const;
+  int64_t updated_end() const;
+
+ private:
+  void allocate_full();
+  void show_full();
+
+  UnitLayout layout_;
+  int index_;
+  UnitContext& context_;
+  UseListener& listener_;
+  int rank_;
+  bool frees_;
+  std::string label_;  // "unit 'name'"
+  State state_ = State::kUnsharded;
+  at::Tensor full_;
+  at::Tensor shard_;
+  c10::weak_intrusive_ptr<UnitStorage> storage_;
+  WorkPtr gather_;               // the latest
+  std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard
+};
+
+}  // namespace tessera

@@ -1,0 +1,46 @@
+#include "unit/unit_storage.h"
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/TensorImpl.h>
+
+namespace tessera {
+
+UnitStorage::UnitStorage(Unit& unit, std::shared_ptr<void> keep_alive, size_t nbytes,
+                         at::Device device)
+    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(nbytes)),
+                       at::DataPtr(nullptr, device), /*allocator=*/nullptr, /*resizable=*/false),
+      unit_(unit),
+      keep_alive_(std::move(keep_alive)) {}
+
+void UnitStorage::show(const at::Tensor& full, const std::string& why_not) {
+  const at::Device device = this->_mutable_data_ptr_no_checks().device();
+  if (full.defined()) {
+    clear_data_ptr_access_error_msg_();
+    set_data_ptr_noswap(at::DataPtr(full.mutable_data_ptr(), device));
+  } else {
+    // The size stays: views of a unit that is not gathered must pass LibTorch's bounds checks.
+    set_data_ptr_noswap(at::DataPtr(nullptr, device));
+    release_data_and_set_meta_custom_data_ptr_error_msg_(why_not);
+  }
+}
+
+Unit* unit_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
+  auto* storage = dynamic_cast<UnitStorage*>(tensor.storage().unsafeGetStorageImpl());
+  return storage ? &storage->unit() : nullptr;
+}
+
+at::Tensor make_unit_view(const c10::intrusive_ptr<UnitStorage>& storage, at::ScalarType dtype,
+                          at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  const auto device = storage->_mutable_data_ptr_no_checks().device();
+  const auto backend = c10::computeDispatchKey(dtype, at::kStrided, device);
+  c10::DispatchKeySet keys(backend);
+  keys = keys.add(kUnitKey);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(storage)), keys,
+      c10::scalarTypeToTypeMeta(dtype));
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace tessera

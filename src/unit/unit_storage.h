@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/StorageImpl.h>
+
+#include <memory>
+#include <string>
+
+namespace tessera {
+
+class Unit;
+
+/// The dispatch key that parameters of units carry. LibTorch reserves it for code like ours and does
+/// not use it. See [Note: Access through the dispatcher] in access/fallback.cpp.
+constexpr c10::DispatchKey kUnitKey = c10::DispatchKey::DeferredInit;
+
+/// The storage that all parameters of a unit, their views and what autograd saved of them share.
+///
+/// It borrows the unit's memory while the unit is unsharded; otherwise a raw `data_ptr()` throws. It
+/// keeps the sharded model alive, so that the module works for as long as it exists.
+class UnitStorage final : public c10::StorageImpl {
+ public:
+  UnitStorage(Unit& unit, std::shared_ptr<void> keep_alive, size_t nbytes, at::Device device);
+
+  Unit& unit() const { return unit_; }
+
+  /// Lets the storage show the memory of `full`; an undefined tensor takes it away.
+  void show(const at::Tensor& full, const std::string& why_not);
+
+ private:
+  Unit& unit_;
+  std::shared_ptr<void> keep_alive_;
+};
+
+/// The unit whose memory `tensor` (a parameter or a view of one) shows, or null.
+Unit* unit_of(const at::Tensor& tensor);
+
+/// A tensor of the given geometry on `storage` that carries `kUnitKey`.
+at::Tensor make_unit_view(const c10::intrusive_ptr<UnitStorage>& storage, at::ScalarType dtype,
+                          at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
+
+}  // namespace tessera

@@ -1,0 +1,236 @@
+#include <cmath>
+#include <fmt/format.h>
+
+#include "checkpoint/saved_model.h"
+
+namespace tessera::testing {
+namespace {
+
+using torch::optim::AdamW;
+using torch::optim::AdamWOptions;
+
+ShardPlan plan_of(ShardLevel level, Partition partition, int64_t unit_bytes) {
+  ShardPlan plan;
+  plan.level = level;
+  plan.partition = partition;
+  plan.unit_bytes = unit_bytes;
+  return plan;
+}
+
+// A sharded model with its optimizer, in one rank.
+struct Job {
+  Job(uint64_t seed, const ShardPlan& plan, double lr = 0.01)
+      : module(make_picture(seed)),
+        sharded(fully_shard(module, plan)),
+        inner(module->parameters(), AdamWOptions(lr).weight_decay(0.02).amsgrad(true)),
+        optimizer(sharded, inner) {}
+
+  void train(int64_t first, int64_t last) {
+    for (int64_t step = first; step < last; ++step) train_step(*module, optimizer, step);
+  }
+
+  std::shared_ptr<Picture> module;
+  Sharded<Picture> sharded;
+  AdamW inner;
+  ShardedOptimizer optimizer;
+};
+
+const std::vector<ShardPlan>& plans() {
+  static const std::vector<ShardPlan> kPlans = {
+      plan_of(ShardLevel::kNone, Partition::kFlatEven, 1 << 20),
+      plan_of(ShardLevel::kGradients, Partition::kFlatEven, 900),
+      plan_of(ShardLevel::kGradients, Partition::kWholeParam, 2000),
+      plan_of(ShardLevel::kParameters, Partition::kFlatEven, 1000),
+      plan_of(ShardLevel::kParameters, Partition::kWholeParam, 1 << 20),
+  };
+  return kPlans;
+}
+
+std::string describe(int ranks, const ShardPlan& plan) {
+  return fmt::format("{} ranks, level {}, partition {}", ranks, static_cast<int>(plan.level),
+                     static_cast<int>(plan.partition));
+}
+
+// What an uninterrupted run has when it saves, and two steps later.
+struct Saved {
+  int ranks;
+  ShardPlan plan;
+  std::filesystem::path path;
+  std::vector<NamedTensor> state, later;
+};
+
+Saved save_in_middle(int ranks, const ShardPlan& plan, const std::filesystem::path& path) {
+  Saved saved{ranks, plan, path};
+  run_world(ranks, [&](World& world) {
+    Job job(1, plan);
+    job.train(0, 2);
+    job.inner.param_groups()[0].options().set_lr(0.005);
+    save_checkpoint(path, job.sharded, &job.optimizer, {{"step", 2}});
+    const auto state = job.sharded.full_state();
+    job.train(2, 4);
+    const auto later = job.sharded.full_state();
+    if (world.rank() == 0) saved.state = state, saved.later = later;
+  });
+  return saved;
+}
+
+// Loads into a job that has trained on something else, and goes on.
+void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan, const std::filesystem::path& again) {
+  const std::string what = describe(saved.ranks, saved.plan) + " -> " + describe(ranks, plan);
+  run_world(ranks, [&](World& world) {
+    Job job(2, plan);
+    job.train(7, 8);
+    const auto numbers = load_checkpoint(saved.path, job.sharded, &job.optimizer);
+    EXPECT_EQ(numbers.at("step"), 2) << what;
+    EXPECT_EQ(job.inner.param_groups()[0].options().get_lr(), 0.005) << what;
+    save_checkpoint(again, job.sharded, &job.optimizer, numbers);
+    const auto state = job.sharded.full_state();
+    job.train(2, 4);
+    const auto later = job.sharded.full_state();
+    if (world.rank() != 0) return;
+    expect_same_state(state, saved.state, 0, what);
+    expect_same_state(later, saved.later, ranks == saved.ranks ? 0 : 1e-5, what + ", two steps later");
+  });
+  expect_same_tensors(read_all(again), read_all(saved.path), what);
+}
+
+class CheckpointSlow : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(SavedBy, CheckpointSlow, ::testing::Values(1, 2, 3));
+
+TEST_P(CheckpointSlow, LoadsAtEveryWorldSizeLevelAndPartition) {
+  const ScratchDirectory scratch;
+  for (const ShardPlan& saved_plan : plans()) {
+    const Saved saved = save_in_middle(GetParam(), saved_plan, scratch / "first");
+    for (const int ranks : {1, 2, 3}) {
+      for (const ShardPlan& plan : plans()) {
+        expect_loads(saved, ranks, plan, scratch / "again");
+      }
+    }
+  }
+}
+
+TEST(Checkpoint, GoesOnBitForBit) {
+  const ScratchDirectory scratch;
+  const Saved saved = save_in_middle(2, plans()[3], scratch / "first");
+  expect_loads(saved, 2, plans()[3], scratch / "again");
+  expect_loads(saved, 3, plans()[2], scratch / "again");
+  expect_loads(saved, 1, plans()[0], scratch / "again");
+}
+
+TEST(Checkpoint, LoadsIntoAFreshProgramAndBeforeTheFirstStep) {
+  const ScratchDirectory scratch;
+  run_world(2, [&](World&) {
+    Job job(1, plans()[3]);
+    save_checkpoint(scratch / "start", job.sharded, &job.optimizer);
+    const auto start = job.sharded.full_state();
+    job.train(0, 2);
+    const auto expected = job.sharded.full_state();
+    load_checkpoint(scratch / "start", job.sharded, &job.optimizer);  // takes the optimizer's state away
+    expect_same_state(job.sharded.full_state(), start, 0, "after the load");
+    EXPECT_EQ(job.optimizer.memory().optimizer_state, 0);
+    job.train(0, 2);
+    expect_same_state(job.sharded.full_state(), expected, 0, "trained again");
+  });
+}
+
+TEST(Checkpoint, ParametersAreUsedAsTheyWereLoaded) {
+  const ScratchDirectory scratch;
+  run_world(2, [&](World&) {
+    const torch::Tensor x = torch::ones({2, 3, 4, 4});
+    Job job(1, plans()[3]);
+    job.module->eval();
+    torch::NoGradGuard no_grad;
+    const torch::Tensor expected = job.sharded(x);
+    save_checkpoint(scratch / "one", job.sharded, nullptr);
+    for (const ShardPlan& plan : plans()) {
+      Job other(2, plan);
+      other.module->eval();
+      EXPECT_FALSE(torch::equal(other.sharded(x), expected));  // leaves units gathered
+      load_checkpoint(scratch / "one", other.sharded, nullptr);
+      EXPECT_TRUE(torch::equal(other.sharded(x), expected)) << describe(2, plan);
+    }
+  });
+}
+
+TEST(Checkpoint, WeightsStoredInAnotherMemoryOrderAreConverted) {
+  const ScratchDirectory scratch;
+  for (const ShardPlan& plan : plans()) {
+    run_world(2, [&](World&) {
+      Job saved(1, plan);
+      saved.train(0, 1);
+      save_checkpoint(scratch / "channels_last", saved.sharded, &saved.optimizer);
+      auto module = make_picture(2);
+      module->conv->weight.set_data(module->conv->weight.detach().contiguous());
+      auto sharded = fully_shard(module, plan);
+      AdamW inner(module->parameters());
+      ShardedOptimizer optimizer(sharded, inner);
+      load_checkpoint(scratch / "channels_last", sharded, &optimizer);
+      expect_same_state(sharded.full_state(), saved.sharded.full_state(), 0, describe(2, plan));
+      EXPECT_TRUE(module->conv->weight.is_contiguous());
+      save_checkpoint(scratch / "contiguous", sharded, &optimizer);
+    });
+    const auto saved = read_all(scratch / "channels_last");
+    EXPECT_FALSE(saved.at("state/exp_avg/conv.weight").is_contiguous());
+    expect_same_tensors(read_all(scratch / "contiguous"), saved, describe(2, plan));
+  }
+}
+
+TEST(Checkpoint, NumbersComeBackToTheBit) {
+  const ScratchDirectory scratch;
+  const std::map<std::string, double> numbers = {
+      {"step", 123456789.0}, {"loss", 0.1 + 0.2}, {"best", -std::numeric_limits<double>::infinity()},
+      {"tiny", 5e-324},      {"odd", std::nan("")}};
+  run_world(2, [&](World&) {
+    auto sharded = fully_shard(make_picture(1));
+    save_checkpoint(scratch / "one", sharded, nullptr, numbers);
+    auto loaded = load_checkpoint(scratch / "one", sharded, nullptr);
+    EXPECT_TRUE(std::isnan(loaded.extract("odd").mapped()));
+    auto expected = numbers;
+    expected.erase("odd");
+    EXPECT_EQ(loaded, expected);
+  });
+}
+
+// Trains, saves, loads into another job of another size, and compares what both save.
+template <class Optimizer, class Options>
+void expect_optimizer_comes_back(const Options& options, const Options& others, bool fused) {
+  const ScratchDirectory scratch;
+  auto with_job = [&](int ranks, uint64_t seed, const Options& chosen, auto&& f) {
+    run_world(ranks, [&](World&) {
+      auto module = make_picture(seed);
+      auto sharded = fully_shard(module, plans()[3]);
+      const auto params = module->parameters();
+      const size_t half = params.size() / 2;
+      Optimizer inner({torch::optim::OptimizerParamGroup({params.begin(), params.begin() + half}, chosen.clone()),
+                       torch::optim::OptimizerParamGroup({params.begin() + half, params.end()}, chosen.clone())},
+                      chosen);
+      ShardedOptimizer optimizer(sharded, inner, {.fused = fused});
+      for (int step = 0; step < 2; ++step) train_step(*module, optimizer, step);
+      f(sharded, optimizer);
+    });
+  };
+  with_job(2, 1, options, [&](auto& sharded, auto& optimizer) {
+    save_checkpoint(scratch / "first", sharded, &optimizer);
+  });
+  with_job(3, 2, others, [&](auto& sharded, auto& optimizer) {
+    load_checkpoint(scratch / "first", sharded, &optimizer);
+    save_checkpoint(scratch / "again", sharded, &optimizer);
+  });
+  expect_same_tensors(read_all(scratch / "again"), read_all(scratch / "first"), "optimizer");
+  EXPECT_EQ(read_index(scratch / "again").at("optimizer").dump(), read_index(scratch / "first").at("optimizer").dump());
+}
+
+TEST(Checkpoint, KeepsTheStateAndOptionsOfEachKindOfOptimizer) {
+  using namespace torch::optim;
+  for (const bool fused : {true, false}) {
+    expect_optimizer_comes_back<AdamW>(AdamWOptions(0.01).betas({0.8, 0.9}).amsgrad(true), AdamWOptions(0.1), fused);
+    expect_optimizer_comes_back<Adam>(AdamOptions(0.01).weight_decay(0.5), AdamOptions(0.1).amsgrad(true), fused);
+    expect_optimizer_comes_back<SGD>(SGDOptions(0.01).momentum(0.9).nesterov(true), SGDOptions(0.1), fused);
+    expect_optimizer_comes_back<SGD>(SGDOptions(0.01), SGDOptions(0.1).momentum(0.5), fused);
+    expect_optimizer_comes_back<Adagrad>(AdagradOptions(0.01).lr_decay(0.1), AdagradOptions(0.1), fused);
+    expect_optimizer_comes_back<RMSprop>(RMSpropOptions(0.01).momentum(0.9).centered(true), RMSpropOptions(0.1), fused);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing

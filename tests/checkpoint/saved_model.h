@@ -1,0 +1,158 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera::testing {
+
+/// A model with all that a checkpoint has to care for: a weight in channels_last order, buffers, tied and
+/// frozen parameters, an empty one, and sizes that nothing divides.
+struct Picture : torch::nn::Module {
+  explicit Picture(int64_t width = 13) {
+    auto options = torch::nn::Conv2dOptions(3, width, 3).padding(1).bias(false);
+    conv = register_module("conv", torch::nn::Conv2d(options));
+    norm = register_module("norm", torch::nn::BatchNorm2d(width));
+    encode = register_module("encode", torch::nn::Linear(width, 17));
+    decode = register_parameter("decode", encode->weight);
+    scale = register_parameter("scale", torch::full({}, 1.5), /*requires_grad=*/false);
+    nothing = register_parameter("nothing", torch::zeros({0, 4}));
+    torch::NoGradGuard no_grad;
+    conv->weight.set_data(conv->weight.detach().contiguous(torch::MemoryFormat::ChannelsLast));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    const torch::Tensor y = torch::relu(norm(conv(x))).mean({2, 3});
+    return (encode(y) + torch::linear(torch::tanh(y), decode)) * scale;
+  }
+  torch::nn::Conv2d conv{nullptr};
+  torch::nn::BatchNorm2d norm{nullptr};
+  torch::nn::Linear encode{nullptr};
+  torch::Tensor decode, scale, nothing;
+};
+
+inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
+  static std::mutex mutex;  // the default generator is shared by the ranks, which are threads
+  std::lock_guard lock(mutex);
+  torch::manual_seed(seed);
+  return std::make_shared<Picture>();
+}
+
+/// One training step on the same rows on every rank, so that worlds of all sizes do the same.
+inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
+  auto generator = at::detail::createCPUGenerator(1000 + step);
+  const torch::Tensor x = torch::randn({5, 3, 6, 6}, generator), y = torch::randn({5, 17}, generator);
+  optimizer.zero_grad();
+  torch::mse_loss(picture.forward(x), y).backward();
+  optimizer.step();
+}
+
+/// A directory for one test.
+class ScratchDirectory {
+ public:
+  ScratchDirectory() {
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+    std::string name = std::string(test->test_suite_name()) + "." + test->name() + "." + std::to_string(getpid());
+    std::replace(name.begin(), name.end(), '/', '_');
+    path_ = std::filesystem::temp_directory_path() / ("tessera_" + name);
+    std::filesystem::remove_all(path_);
+    std::filesystem::create_directories(path_);
+  }
+  ~ScratchDirectory() { std::filesystem::remove_all(path_); }
+  std::filesystem::path operator/(const char* name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+inline std::string read_text(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+inline nlohmann::json read_index(const std::filesystem::path& checkpoint) {
+  return nlohmann::json::parse(read_text(checkpoint / "index.json"));
+}
+
+/// The header of a safetensors file, and the rest of it.
+struct ParsedFile {
+  nlohmann::json header;
+  std::string data;
+};
+inline ParsedFile parse_safetensors(const std::filesystem::path& path) {
+  const std::string text = read_text(path);
+  uint64_t length = 0;
+  std::memcpy(&length, text.data(), 8);
+  return {nlohmann::json::parse(text.substr(8, length)), text.substr(8 + length)};
+}
+
+/// All tensors of a checkpoint, put together from its files with nothing of the library's code. Optimizer
+/// state is under `state/NAME/PARAMETER`; counts are added as tensors.
+inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path& checkpoint) {
+  const std::map<std::string, torch::Dtype> dtypes = {{"F32", torch::kFloat}, {"F64", torch::kDouble},
+                                                      {"I64", torch::kLong}, {"BF16", torch::kBFloat16}};
+  const nlohmann::json index = read_index(checkpoint);
+  std::map<std::string, ParsedFile> files;
+  std::map<std::string, torch::Tensor> all;
+  for (const auto& tensor : index.at("tensors")) {
+    const auto shape = tensor.at("shape").get<std::vector<int64_t>>();
+    const auto strides = tensor.at("strides").get<std::vector<int64_t>>();
+    const torch::Tensor value = torch::empty_strided(shape, strides, dtypes.at(tensor.at("dtype")));
+    for (const auto& chunk : tensor.at("chunks")) {
+      const std::string name = chunk.at("file");
+      if (!files.contains(name)) files[name] = parse_safetensors(checkpoint / name);
+      const auto& place = files[name].header.at(chunk.at("key").get<std::string>()).at("data_offsets");
+      const int64_t from = place.at(0), to = place.at(1), begin = chunk.at("begin");
+      EXPECT_EQ(to - from, (chunk.at("end").get<int64_t>() - begin) * value.element_size());
+      std::memcpy(static_cast<char*>(value.data_ptr()) + begin * value.element_size(),
+                  files[name].data.data() + from, to - from);
+    }
+    std::string id = tensor.at("kind").get<std::string>() + "/";
+    if (tensor.contains("state")) id += tensor.at("state").get<std::string>() + "/";
+    for (const auto& name : tensor.at("names")) all[id + name.get<std::string>()] = value;
+  }
+  if (!index.contains("optimizer")) return all;
+  for (const auto& [name, counts] : index.at("optimizer").at("counts").items()) {
+    for (const auto& [count, value] : counts.items()) {
+      all["state/" + count + "/" + name] = torch::tensor(value.get<int64_t>());
+    }
+  }
+  return all;
+}
+
+inline void expect_same_tensors(const std::map<std::string, torch::Tensor>& actual,
+                                const std::map<std::string, torch::Tensor>& expected, const std::string& what) {
+  EXPECT_EQ(actual.size(), expected.size()) << what;
+  for (const auto& [name, value] : expected) {
+    const auto it = actual.find(name);
+    ASSERT_NE(it, actual.end()) << what << ": no " << name;
+    EXPECT_TRUE(torch::equal(it->second, value)) << what << ": " << name << " differs";
+  }
+}
+
+/// The message of the `c10::Error` that `f` throws; empty if it throws none.
+template <class F>
+std::string error_of(F&& f) {
+  try {
+    f();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+}  // namespace tessera::testing

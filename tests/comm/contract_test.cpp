@@ -1,0 +1,296 @@
+// What every process group must do, checked for each implementation and for 1 to 4 ranks.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "comm/gloo_backend.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+constexpr CollectiveTag kTag{.subject = "contract", .channel = Channel::kGrads};
+
+enum class Kind { kGloo, kBackend, kDecorated };
+
+ProcessGroupPtr make_process_group(Kind kind, World& world) {
+  if (kind == Kind::kGloo) {
+    return world.process_group();
+  }
+  if (kind == Kind::kBackend) {
+    const auto keys = c10::make_intrusive<c10d::PrefixStore>("backend", world.store());
+    return backend_process_group(gloo_backend(keys, world.rank(), world.size(),
+                                              world.process_group()->timeout(), "127.0.0.1"),
+                                 world.process_group()->timeout());
+  }
+  return tracing_process_group(
+      counting_process_group(fault_process_group(world.process_group(), {})), 8);
+}
+
+std::string kind_name(Kind kind) {
+  return kind == Kind::kGloo ? "Gloo" : kind == Kind::kBackend ? "Backend" : "Decorated";
+}
+
+class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, int>> {
+ protected:
+  int size() const { return std::get<1>(GetParam()); }
+
+  void run(const std::function<void(ProcessGroup&)>& fn) const {
+    run_world(size(), [&](World& world) {
+      const auto process_group = make_process_group(std::get<0>(GetParam()), world);
+      fn(*process_group);
+    });
+  }
+
+  // Even, uneven, with empty parts, small enough to be packed and long enough for several messages.
+  std::vector<std::vector<int64_t>> all_bounds() const {
+    std::vector<int64_t> even{0}, uneven{0}, first{0}, last{0}, large{0};
+    for (int r = 0; r < size(); ++r) {
+      even.push_back(even.back() + 16);
+      uneven.push_back(uneven.back() + 7 * r * r + 3);
+      first.push_back(5);
+      last.push_back(r + 1 == size() ? 9 : 0);
+      large.push_back(large.back() + 700'001 + 1000 * r);
+    }
+    const std::vector<int64_t> empty(size() + 1, 0);
+    return {even, uneven, first, last, empty, large};
+  }
+};
+
+const std::vector<torch::ScalarType> kDtypes{torch::kFloat, torch::kDouble, torch::kBFloat16,
+                                             torch::kInt64};
+
+// Small whole numbers: sums are exact in every dtype, whatever their order.
+torch::Tensor values(int64_t numel, torch::ScalarType dtype, int rank) {
+  return (torch::arange(numel, torch::kInt64) % 13 + rank).to(dtype);
+}
+
+torch::Tensor part(const torch::Tensor& flat, const std::vector<int64_t>& bounds, int rank) {
+  return flat.slice(0, bounds[rank], bounds[rank + 1]);
+}
+
+TEST_P(ProcessGroupContract, AllGatherConcatenatesTheShards) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      for (const auto dtype : kDtypes) {
+        const auto expected = values(bounds.back(), dtype, 0);
+        auto flat = torch::full({bounds.back()}, 77, dtype);
+        auto shard = part(expected, bounds, pg.rank()).clone();
+        pg.all_gather(flat, shard, bounds, kTag)->wait_inputs();
+        EXPECT_TRUE(torch::equal(flat, expected)) << "rank " << pg.rank() << ' ' << dtype << bounds;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, AllGatherWorksInPlace) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      const auto expected = values(bounds.back(), torch::kFloat, 0);
+      auto flat = torch::zeros({bounds.back()});
+      part(flat, bounds, pg.rank()).copy_(part(expected, bounds, pg.rank()));
+      pg.all_gather(flat, part(flat, bounds, pg.rank()), bounds, kTag)->wait();
+      EXPECT_TRUE(torch::equal(flat, expected)) << "rank " << pg.rank() << bounds;
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, ReduceScatterSumsAndScales) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      for (const auto dtype : kDtypes) {
+        auto sum = torch::zeros({bounds.back()}, dtype);
+        for (int r = 0; r < pg.size(); ++r) {
+          sum += values(bounds.back(), dtype, r);
+        }
+        const auto flat = values(bounds.back(), dtype, pg.rank());
+        auto out = torch::full_like(part(flat, bounds, pg.rank()), 5);
+        const double scale = dtype == torch::kInt64 ? 2.0 : 0.5;
+        pg.reduce_scatter(out, {{0, flat, flat.numel()}}, bounds, {.scale = scale}, kTag)->wait();
+        const auto expected = part(sum, bounds, pg.rank()) * torch::tensor(scale, dtype);
+        EXPECT_TRUE(torch::equal(out, expected)) << "rank " << pg.rank() << ' ' << dtype << bounds;
+      }
+    }
+  });
+}
+
+// Pieces of many sizes (packed, direct, longer than a message), some without data, with gaps
+// between.
+struct Cut {
+  std::vector<Piece> pieces;
+  torch::Tensor covered;  // whether an element lies in a piece
+};
+
+Cut cut(const torch::Tensor& flat, bool with_undefined) {
+  const int64_t lengths[] = {1, 3, 40, 10'000, 17, 300'000, 2, 20'000, 0, 5};
+  Cut result{{}, torch::zeros({flat.numel()}, torch::kBool)};
+  int64_t begin = 0;
+  for (int i = 0; begin < flat.numel(); ++i) {
+    const int64_t numel = std::min(lengths[i % 10], flat.numel() - begin);
+    const bool undefined = with_undefined && i % 4 == 1;
+    auto data = flat.slice(0, begin, begin + numel);
+    if (undefined) {
+      data.zero_();
+    }
+    result.pieces.push_back({begin, undefined ? torch::Tensor() : data.clone(), numel});
+    result.covered.slice(0, begin, begin + numel).fill_(true);
+    begin += numel + (i % 3 == 2 ? 4 : 0);
+  }
+  return result;
+}
+
+TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      for (const bool accumulate : {false, true}) {
+        auto sum = torch::zeros({bounds.back()});
+        std::vector<Piece> pieces;
+        torch::Tensor covered;
+        for (int r = 0; r < pg.size(); ++r) {
+          auto flat = values(bounds.back(), torch::kFloat, r);
+          Cut pieces_of_rank = cut(flat, /*with_undefined=*/r % 2 == 0);
+          sum += flat;
+          if (r == pg.rank()) {
+            pieces = pieces_of_rank.pieces;
+          }
+          covered = pieces_of_rank.covered;
+        }
+        auto out = torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0);
+        const auto base = accumulate ? out.clone() : torch::zeros_like(out);
+        const auto expected = torch::where(part(covered, bounds, pg.rank()),
+                                           base + 0.25 * part(sum, bounds, pg.rank()), out);
+        pg.reduce_scatter(out, std::move(pieces), bounds, {.scale = 0.25, .accumulate = accumulate},
+                          kTag)
+            ->wait();
+        EXPECT_TRUE(torch::equal(out, expected)) << "rank " << pg.rank() << bounds;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, AllReduceSumsAndCompares) {
+  run([&](ProcessGroup& pg) {
+    const int n = pg.size();
+    for (const int64_t numel : {0, 1, 5, 3000, 1'000'003}) {
+      for (const auto dtype : kDtypes) {
+        const auto own = values(numel, dtype, pg.rank());
+        auto sum = own.clone(), largest = own.clone(), smallest = own.clone();
+        std::vector<WorkPtr> works{pg.all_reduce(sum, ReduceOp::kSum, kTag),
+                                   pg.all_reduce(largest, ReduceOp::kMax, kTag),
+                                   pg.all_reduce(smallest, ReduceOp::kMin, kTag)};
+        for (const auto& work : works) {
+          work->wait();
+        }
+        auto expected = torch::zeros_like(own);
+        for (int r = 0; r < n; ++r) {
+          expected += values(numel, dtype, r);
+        }
+        EXPECT_TRUE(torch::equal(sum, expected)) << numel << ' ' << dtype;
+        EXPECT_TRUE(torch::equal(largest, values(numel, dtype, n - 1))) << numel << ' ' << dtype;
+        EXPECT_TRUE(torch::equal(smallest, values(numel, dtype, 0))) << numel << ' ' << dtype;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, BroadcastCopiesFromEachRoot) {
+  run([&](ProcessGroup& pg) {
+    for (int root = 0; root < pg.size(); ++root) {
+      for (const int64_t numel : {0, 1, 500'000}) {
+        auto tensor = values(numel, torch::kDouble, pg.rank());
+        pg.broadcast(tensor, root, kTag)->wait();
+        EXPECT_TRUE(torch::equal(tensor, values(numel, torch::kDouble, root)));
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, BarrierWaitsForTheLastRank) {
+  std::atomic<int> arrived{0};
+  run([&](ProcessGroup& pg) {
+    if (pg.rank() == pg.size() - 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    ++arrived;
+    pg.barrier(kTag);
+    EXPECT_EQ(arrived, pg.size());
+  });
+}
+
+TEST_P(ProcessGroupContract, AllGatherBytesReturnsEachRanksText) {
+  run([&](ProcessGroup& pg) {
+    const auto text = [](int rank) { return std::string(rank * 1000 % 1999, 'a' + rank); };
+    const auto all = all_gather_bytes(pg, text(pg.rank()), kTag);
+    ASSERT_EQ(all.size(), static_cast<size_t>(pg.size()));
+    for (int r = 0; r < pg.size(); ++r) {
+      EXPECT_EQ(all[r], text(r));
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, CompletionCanBePolled) {
+  run([&](ProcessGroup& pg) {
+    auto flat = torch::zeros({pg.size() * 1000});
+    auto shard = torch::ones({1000});
+    std::vector<int64_t> bounds(pg.size() + 1);
+    for (int r = 0; r <= pg.size(); ++r) {
+      bounds[r] = 1000 * r;
+    }
+    auto out = torch::zeros({1000});
+    const auto input = torch::ones_like(flat);
+    auto number = torch::ones({1}), other = torch::full({7}, pg.rank());
+    const std::vector<WorkPtr> works{
+        pg.all_gather(flat, shard, bounds, kTag),
+        pg.reduce_scatter(out, {{0, input, input.numel()}}, bounds, {}, kTag),
+        pg.all_reduce(number, ReduceOp::kSum, kTag), pg.broadcast(other, 0, kTag)};
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    for (const auto& work : works) {
+      while (!work->is_completed() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::yield();
+      }
+      EXPECT_TRUE(work->is_completed());
+      work->wait();
+    }
+    EXPECT_EQ(out.sum().item<double>(), 1000.0 * pg.size());
+    EXPECT_EQ(flat.sum().item<double>(), 1000.0 * pg.size());
+    EXPECT_EQ(number.item<double>(), pg.size());
+    EXPECT_EQ(other.sum().item<double>(), 0);
+  });
+}
+
+TEST_P(ProcessGroupContract, RefusesWrongArgumentsOnThisRank) {
+  run([&](ProcessGroup& pg) {
+    const int n = pg.size();
+    std::vector<int64_t> bounds(n + 1);
+    for (int r = 0; r <= n; ++r) {
+      bounds[r] = 4 * r;
+    }
+    auto flat = torch::zeros({4 * n});
+    auto shard = torch::zeros({4});
+    auto gaps = torch::zeros({8}).slice(0, 0, 8, 2);
+    const auto long_bounds = std::vector<int64_t>(n + 2, 0);
+    EXPECT_THROW(pg.all_gather(flat, shard, long_bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, gaps, bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, torch::zeros({5}), bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, shard.to(torch::kDouble), bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(torch::Tensor(), shard, bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.reduce_scatter(shard, {{4 * n, shard, 4}}, bounds, {}, kTag), c10::ValueError);
+    EXPECT_THROW(pg.reduce_scatter(shard, {{0, shard, 3}}, bounds, {}, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_reduce(gaps, ReduceOp::kSum, kTag), c10::ValueError);
+    EXPECT_THROW(pg.broadcast(shard, n, kTag), c10::ValueError);
+    pg.barrier(kTag);  // and everything still works
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ProcessGroupContract,
+                         ::testing::Combine(::testing::Values(Kind::kGloo, Kind::kBackend,
+                                                              Kind::kDecorated),
+                                            ::testing::Values(1, 2, 3, 4)),
+                         [](const auto& info) {
+                           return kind_name(std::get<0>(info.param)) +
+                                  std::to_string(std::get<1>(info.param)) + "Ranks";
+                         });
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,84 @@
+// Sharded training against one process that sees the whole batch: the main test of the library.
+#include <gtest/gtest.h>
+
+#include <fmt/format.h>
+
+#include <mutex>
+
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+
+constexpr int64_t kRows = 12, kWidth = 37, kOut = 5;
+constexpr int kSteps = 5;
+
+struct Case {
+  int ranks;
+  ShardLevel level;
+  Partition partition;
+  int64_t unit_bytes;
+};
+
+std::string describe(const Case& c) {
+  return fmt::format("{} ranks, level {}, partition {}, units of {} bytes", c.ranks,
+                     static_cast<int>(c.level), static_cast<int>(c.partition), c.unit_bytes);
+}
+
+std::shared_ptr<Mlp> make_model() {
+  // Ranks are threads, and LibTorch's default generator is one for all of them.
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  torch::manual_seed(7);
+  return std::make_shared<Mlp>(kWidth, 3, kOut);
+}
+
+std::vector<NamedTensor> train_alone() {
+  auto model = make_model();
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 0; step < kSteps; ++step) {
+    const Batch batch = global_batch(step, kRows, kWidth, kOut);
+    optimizer.zero_grad();
+    torch::mse_loss(model->forward(batch.x), batch.y).backward();
+    optimizer.step();
+  }
+  return plain_state(*model);
+}
+
+std::vector<NamedTensor> train_sharded(World& world, const Case& c) {
+  auto model = make_model();
+  torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  auto sharded = fully_shard(model, {.level = c.level, .partition = c.partition, .unit_bytes = c.unit_bytes});
+  ShardedOptimizer optimizer(sharded, inner, {.fused = false});
+  for (int step = 0; step < kSteps; ++step) {
+    const Batch batch = global_batch(step, kRows, kWidth, kOut);
+    optimizer.zero_grad();
+    const auto out = sharded.forward(rows_of(batch.x, world.rank(), world.size()));
+    torch::mse_loss(out, rows_of(batch.y, world.rank(), world.size())).backward();
+    optimizer.step();
+  }
+  return sharded.full_state();
+}
+
+TEST(Parity, EveryLevelPartitionAndUnitSizeGivesTheResultOfOneProcess) {
+  const auto expected = train_alone();
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients, ShardLevel::kParameters}) {
+      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+        for (const int64_t unit_bytes : {0, 6000, 1 << 24}) {
+          const Case c{ranks, level, partition, unit_bytes};
+          std::vector<std::vector<NamedTensor>> states(ranks);
+          run_world(ranks, [&](World& world) { states[world.rank()] = train_sharded(world, c); });
+          expect_same_state(states[0], expected, ranks == 1 ? 0 : 2e-6, describe(c));
+          for (const auto& state : states) expect_same_state(state, states[0], 0, describe(c) + ", replicas");
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera

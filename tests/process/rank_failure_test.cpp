@@ -1,0 +1,160 @@
+// What `tessera run` does when ranks fail.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include "launched.h"
+
+namespace tessera {
+namespace {
+
+TEST(RankFailure, EndsTheOthersAndNamesTheFirstLast) {
+  const auto end =
+      run_program(launched({"-n", "4"}, {"--pid", "--on-rank", "2", "--sleep", "0.2", "--exit", "3",
+                                         "--on-rank", "0", "--sleep", "60", "--on-rank", "1",
+                                         "--sleep", "60", "--on-rank", "3", "--sleep", "60"}));
+  EXPECT_EQ(end.status, 3);
+  EXPECT_EQ(last_line(end.err), "tessera run: rank 2 failed first: exit status 3");
+  EXPECT_LT(end.seconds, 5);
+  const auto pids = numbers_after(end.out, "pid");
+  EXPECT_EQ(pids.size(), 4U);
+  EXPECT_TRUE(all_end(pids));
+}
+
+TEST(RankFailure, NamesTheSignalThatKilledARank) {
+  for (int signal : {SIGKILL, SIGSEGV, SIGTERM}) {
+    const auto end =
+        run_program(launched({"-n", "2"}, {"--on-rank", "1", "--kill", std::to_string(signal),
+                                           "--on-rank", "0", "--sleep", "60"}));
+    EXPECT_EQ(end.status, 128 + signal);
+    const std::string line = last_line(end.err);
+    EXPECT_TRUE(contains(line, "tessera run: rank 1 failed first: killed by signal " +
+                                   std::to_string(signal) + " ("))
+        << line;
+  }
+}
+
+TEST(RankFailure, BlamesTheFirstAlthoughOthersFailAfterIt) {
+  const auto end = run_program(
+      launched({"-n", "3", "--grace", "5"},
+               {"--on-rank", "1", "--sleep", "0.1", "--exit", "7", "--on-rank", "0", "--sleep",
+                "0.6", "--exit", "1", "--on-rank", "2", "--sleep", "0.5", "--kill", "6"}));
+  EXPECT_EQ(end.status, 7);
+  EXPECT_EQ(last_line(end.err), "tessera run: rank 1 failed first: exit status 7");
+}
+
+TEST(RankFailure, RepeatsTheLastLinesOfItsStderr) {
+  const auto end = run_program(
+      launched({"-n", "2"}, {"--on-rank", "1", "--print-err", "the cause", "--exit", "4",
+                             "--on-rank", "0", "--sleep", "0.1", "--print-err", "other news"}));
+  EXPECT_EQ(end.status, 4);
+  EXPECT_TRUE(contains(end.err,
+                       "tessera run: the last lines that rank 1 wrote to stderr:\n"
+                       "    the cause\n"
+                       "tessera run: rank 1 failed first: exit status 4\n"))
+      << end.err;
+}
+
+TEST(RankFailure, LetsTheOthersSayWhatTheySaw) {
+  const auto end = run_program(launched(
+      {"-n", "2", "--grace", "5"}, {"--on-rank", "1", "--exit", "4", "--on-rank", "0", "--sleep",
+                                    "0.3", "--print", "peer lost", "--exit", "1"}));
+  EXPECT_EQ(end.status, 4);
+  EXPECT_TRUE(contains(end.out, "[0] peer lost\n"));
+}
+
+TEST(RankFailure, TerminatesFirstAndKillsThen) {
+  const auto end =
+      run_program(launched({"-n", "3"}, {"--pid", "--on-rank", "0", "--sleep", "0.1", "--exit", "5",
+                                         "--on-rank", "1", "--tell", "15", "--wait-signal", "60",
+                                         "--on-rank", "2", "--ignore", "15", "--sleep", "60"}));
+  EXPECT_EQ(end.status, 5);
+  EXPECT_TRUE(contains(end.out, "[1] got 15\n")) << end.out;
+  EXPECT_GT(end.seconds, 0.6) << "grace before SIGTERM and again before SIGKILL";
+  EXPECT_LT(end.seconds, 5);
+  EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
+}
+
+TEST(RankFailure, EndsWhatTheRanksStarted) {
+  const auto end = run_program(launched({"-n", "2"}, {"--child", "--on-rank", "1", "--exit", "2",
+                                                      "--on-rank", "0", "--sleep", "60"}));
+  EXPECT_EQ(end.status, 2);
+  const auto children = numbers_after(end.out, "pid");
+  EXPECT_EQ(children.size(), 2U);
+  EXPECT_TRUE(all_end(children));
+}
+
+TEST(RankFailure, EndsWhatSuccessfulRanksLeaveBehind) {
+  const auto end = run_program(launched({"-n", "2"}, {"--child"}));
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_LT(end.seconds, 5);
+  EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
+}
+
+TEST(RankFailure, LeavesNoRankWhenTheLauncherIsKilled) {
+  ProgramRun run(launched({"-n", "3"}, {"--pid", "--child", "--sleep", "60"}));
+  ASSERT_TRUE(run.wait_for_output("pid ", 6));
+  run.signal(SIGKILL);
+  const auto end = run.wait();
+  EXPECT_EQ(end.status, 137);
+  const auto pids = numbers_after(end.out, "pid");
+  EXPECT_EQ(pids.size(), 6U);
+  EXPECT_TRUE(all_end(pids));
+}
+
+TEST(RankFailure, NamesAProgramThatIsNotThere) {
+  const auto end = run_program({TESSERA_CLI, "run", "-n", "2", "./no_such_program"});
+  EXPECT_EQ(end.status, 127);
+  EXPECT_EQ(
+      end.err,
+      "tessera run: cannot execute './no_such_program': No such file or directory (errno 2)\n");
+}
+
+TEST(RankFailure, NamesAProgramThatMayNotBeExecuted) {
+  const auto end = run_program({TESSERA_CLI, "run", "-n", "2", "--max-restarts", "3", "/dev/null"});
+  EXPECT_EQ(end.status, 126);
+  EXPECT_EQ(end.err, "tessera run: cannot execute '/dev/null': Permission denied (errno 13)\n");
+}
+
+TEST(Restart, StartsAllRanksAgainUntilTheySucceed) {
+  const auto end = run_program(
+      launched({"-n", "2", "--max-restarts", "3"},
+               {"--env", "TESSERA_RESTART", "--env", "MASTER_PORT", "--on-restart", "0", "--sleep",
+                "0.1", "--on-restart", "1", "--exit", "6", "--on-restart", "0", "--exit", "6"}));
+  EXPECT_EQ(end.status, 0) << end.err;
+  for (const std::string rank : {"0", "1"}) {
+    EXPECT_TRUE(contains(end.out, "[" + rank + "] TESSERA_RESTART=2\n")) << end.out;
+  }
+  EXPECT_TRUE(contains(end.err, "tessera run: restart 1 of 3: starting all 2 ranks again, port "))
+      << end.err;
+  EXPECT_TRUE(contains(end.err, "tessera run: restart 2 of 3")) << end.err;
+  EXPECT_FALSE(contains(end.err, "restart 3 of 3"));
+}
+
+TEST(Restart, GivesUpAfterTheLastOne) {
+  const auto end =
+      run_program(launched({"-n", "2", "--max-restarts", "1"}, {"--on-rank", "1", "--exit", "8"}));
+  EXPECT_EQ(end.status, 8);
+  EXPECT_TRUE(contains(end.err, "restart 1 of 1"));
+  EXPECT_EQ(last_line(end.err), "tessera run: rank 1 failed first: exit status 8");
+}
+
+TEST(Restart, ContinuesTheLogs) {
+  const TemporaryDirectory directory;
+  run_program(launched({"-n", "1", "--max-restarts", "1", "--log-dir", directory.path()},
+                       {"--env", "TESSERA_RESTART", "--exit", "1"}));
+  EXPECT_EQ(read_file(directory.path("rank_0.out")),
+            "TESSERA_RESTART=0\n--- tessera run: restart 1 ---\nTESSERA_RESTART=1\n");
+}
+
+TEST(Restart, IsNotDoneAfterAnInterrupt) {
+  ProgramRun run(launched({"-n", "2", "--max-restarts", "5"}, {"--pid", "--sleep", "60"}));
+  ASSERT_TRUE(run.wait_for_output("pid ", 2));
+  run.signal(SIGTERM);
+  const auto end = run.wait();
+  EXPECT_EQ(end.status, 143);
+  EXPECT_FALSE(contains(end.err, "restart")) << end.err;
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,53 @@
+"""./dev without a build: help, unknown verbs, and what it says when it may not install."""
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def dev(*arguments, cwd=ROOT, **environment):
+    return subprocess.run([ROOT / "dev", *arguments], cwd=cwd, capture_output=True, text=True, timeout=30,
+                          env={**os.environ, **environment})
+
+
+def folder_of_commands(folder, *names):
+    """A PATH that holds only the named commands."""
+    for name in names:
+        os.symlink(shutil.which(name), pathlib.Path(folder) / name)
+    return folder
+
+
+class Dev(unittest.TestCase):
+    def test_prints_help_without_arguments_from_any_folder(self):
+        result = dev(cwd="/")
+        self.assertEqual(result.returncode, 0)
+        self.assertTrue(result.stdout.startswith("usage: ./dev VERB"))
+        self.assertEqual(result.stderr, "")
+
+    def test_refuses_an_unknown_verb(self):
+        result = dev("bild")
+        self.assertEqual(result.returncode, 2)
+        self.assertIn('there is no verb "bild"', result.stderr)
+        self.assertEqual(result.stdout, "")
+
+    def test_names_the_packages_that_another_user_has_to_install(self):
+        with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
+            shutil.copy(ROOT / "dev", tree)
+            path = folder_of_commands(commands, "bash", "dirname", "mkdir", "flock", "cat")
+            for name, text in {"id": "echo 1000", "apt-get": "exit 1"}.items():
+                script = pathlib.Path(commands) / name
+                script.write_text(f"#!/bin/sh\n{text}\n")
+                script.chmod(0o755)
+            result = subprocess.run([pathlib.Path(tree) / "dev", "build"], capture_output=True, text=True, timeout=30,
+                                    env={"PATH": path})
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("apt-get update && apt-get install -y --no-install-recommends g++ cmake ninja-build ccache",
+                      result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()

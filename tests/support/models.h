@@ -1,0 +1,90 @@
+#pragma once
+
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera::testing {
+
+/// A model from rows to rows. `rank` and `step` are set before each forward, for models that use them.
+struct Net : torch::nn::Module {
+  virtual torch::Tensor forward(torch::Tensor x) = 0;
+  int rank = 0, step = 0;
+};
+
+/// A multi-layer perceptron of odd sizes, with a LayerNorm.
+struct Mlp : Net {
+  explicit Mlp(int64_t width = 37, int64_t layers = 3, int64_t out = 5);
+  torch::Tensor forward(torch::Tensor x) override;
+  std::vector<torch::nn::Linear> fcs;
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+/// The rows of a global batch that one rank of `size` sees.
+torch::Tensor rows_of(const torch::Tensor& batch, int rank, int size);
+
+/// Inputs and targets of step `step`: the same on every rank and in every world.
+struct Batch {
+  torch::Tensor x, y;
+};
+Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out);
+
+/// Names and values of everything a model holds, for comparisons.
+std::vector<NamedTensor> plain_state(torch::nn::Module& module);
+
+/// Expects the same names in the same order with equal values; `tolerance` 0 means bit for bit.
+void expect_same_state(const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected,
+                       double tolerance, const std::string& what);
+
+/// A training run that can be done by one process or by a world: `steps` steps on `global_batch`es, with
+/// the mean squared error, from equal start values.
+struct Run {
+  std::function<std::shared_ptr<Net>()> make_net;
+  std::function<std::unique_ptr<torch::optim::Optimizer>(Net&)> make_optimizer;
+  int steps = 4;
+  int64_t rows = 12, in = 37, out = 5;
+};
+/// A run of `N` (made with the arguments) by SGD with momentum.
+template <class N, class... Args>
+Run sgd_run(Args... args) {
+  return {.make_net =
+              [=] {
+                torch::manual_seed(7);
+                return std::make_shared<N>(args...);
+              },
+          .make_optimizer =
+              [](Net& net) {
+                return std::make_unique<torch::optim::SGD>(
+                    net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+              }};
+}
+
+/// The loss of one rank's rows of a batch.
+torch::Tensor rank_loss(Net& net, const Batch& batch, int rank, int size, int step);
+
+/// What training gives in one process that sees the rows of `ranks` ranks one after another. Sums are in
+/// the order of the ranks, so that 1, 2 and 4 ranks give the same bits.
+std::vector<NamedTensor> train_alone(const Run& run, int ranks);
+
+/// What training gives on a world.
+std::vector<NamedTensor> train_sharded(const Run& run, World& world, const ShardPlan& plan,
+                                       const ShardedOptimizerOptions& options = {.fused = false});
+
+/// Expects that a world of `ranks` gives what one process gives, and the same on all ranks.
+void expect_parity(const Run& run, int ranks, const ShardPlan& plan, const std::string& what,
+                   const ShardedOptimizerOptions& options = {.fused = false},
+                   double tolerance = -1);
+
+/// 0 (bit for bit) where averaging over `ranks` is exact.
+double tolerance_of(int ranks);
+
+/// Expects that `f` throws a `c10::Error` whose message has all of `parts`.
+void expect_error(const std::function<void()>& f, const std::vector<std::string>& parts);
+
+}  // namespace tessera::testing

@@ -1,0 +1,136 @@
+#include "bench/step_bench.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "bench/step_report.h"
+#include "bench/worker_process.h"
+#include "bench/workload.h"
+#include "launch/cores.h"
+#include "launch/environment.h"
+#include "launch/reserved_port.h"
+
+namespace tessera::tools {
+namespace {
+
+using nlohmann::json;
+
+constexpr int kWarmupSteps = 3;
+constexpr int kMemorySteps = 2;
+constexpr std::chrono::seconds kLongestTurn(900);
+
+const std::map<std::string, ShardLevel> kLevels = {{"none", ShardLevel::kNone},
+                                                   {"os", ShardLevel::kOptimizerState},
+                                                   {"os_g", ShardLevel::kGradients},
+                                                   {"p_g_os", ShardLevel::kParameters}};
+
+void check_options(const StepBenchOptions& options) {
+  const auto& sizes = workload_names();
+  TORCH_CHECK_VALUE(std::ranges::find(sizes, options.size) != sizes.end(),
+                    "[bench step] --size must be a workload; expected small, medium or mlp, got '",
+                    options.size, "'");
+  TORCH_CHECK_VALUE(kLevels.contains(options.level), "[bench step] --level must be a level; ",
+                    "expected none, os, os_g or p_g_os, got '", options.level, "'");
+  TORCH_CHECK_NOT_IMPLEMENTED(options.transport != "arena",
+                              "[bench step] --transport arena is not built; expected gloo");
+  TORCH_CHECK_VALUE(options.transport == "gloo", "[bench step] --transport must be gloo, got '",
+                    options.transport, "'");
+  const auto at_least = [](const char* name, int64_t least, int64_t value) {
+    TORCH_CHECK_VALUE(value >= least, "[bench step] ", name, " must be at least ", least, ", got ",
+                      value);
+  };
+  at_least("--ranks", 1, options.ranks);
+  at_least("--rounds", 1, options.rounds);
+  at_least("--steps", 1, options.steps);
+  at_least("--unit-bytes", 0, options.unit_bytes);
+  at_least("--resident-bytes", -1, options.resident_bytes);
+  at_least("--prefetch", 0, options.prefetch);
+}
+
+std::vector<std::string> worker_arguments(const StepBenchOptions& options, bool sharded, int rank) {
+  const auto cores = available_cores().ids;
+  std::vector<std::string> arguments = {"bench",      "step-worker", "--size",
+                                        options.size, "--level",     options.level};
+  const auto number = [&](const char* name, int64_t value) {
+    arguments.push_back(fmt::format("{}={}", name, value));
+  };
+  number("--unit-bytes", options.unit_bytes);
+  number("--resident-bytes", options.resident_bytes);
+  number("--prefetch", options.prefetch);
+  number("--rank", rank);
+  number("--core", cores[rank % cores.size()]);
+  if (sharded) arguments.push_back("--sharded");
+  return arguments;
+}
+
+// Both kinds get the launcher's environment, and so the same heap settings.
+WorkerProcesses start_workers(const StepBenchOptions& options, bool sharded, int port) {
+  WorkerProcesses workers;
+  const LaunchOptions launch = {.environment = {{"OMP_NUM_THREADS", "1"}}};
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    const RankPlace place = {.rank = rank, .ranks = options.ranks, .port = port};
+    workers.push_back(std::make_unique<WorkerProcess>(
+        fmt::format("{} process {}", sharded ? "sharded" : "local", rank),
+        worker_arguments(options, sharded, rank), rank_environment(launch, place)));
+  }
+  return workers;
+}
+
+void progress(const std::string& text) { fmt::print(stderr, "bench step: {}\n", text); }
+
+void add_turn(RoleResult& role, WorkerProcesses& workers, int steps) {
+  // What the other role left to its background threads must not disturb this one.
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  role.turns.push_back(ask(workers, fmt::format("train {}", steps), kLongestTurn));
+}
+
+void measure_memory(RoleResult& role, WorkerProcesses& workers) {
+  role.memory = ask(workers, fmt::format("memory {}", kMemorySteps), kLongestTurn);
+}
+
+}  // namespace
+
+ShardPlan step_bench_plan(const StepBenchOptions& options) {
+  check_options(options);
+  ShardPlan plan;
+  plan.level = kLevels.at(options.level);
+  plan.unit_bytes = options.unit_bytes;
+  plan.resident_bytes = options.resident_bytes;
+  plan.prefetch = options.prefetch;
+  return plan;
+}
+
+int bench_step(const StepBenchOptions& options) {
+  check_options(options);
+  const ReservedPort port(0);
+  auto sharded_workers = start_workers(options, /*sharded=*/true, port.number());
+  auto local_workers = start_workers(options, /*sharded=*/false, port.number());
+  StepResult result = {.warmup_steps = kWarmupSteps};
+
+  progress(fmt::format("{} at {}, {} ranks: {} warm-up steps", options.size, options.level,
+                       options.ranks, kWarmupSteps));
+  const auto prepare = fmt::format("prepare {}", kWarmupSteps);
+  result.sharded.prepared = ask(sharded_workers, prepare, kLongestTurn);
+  result.local.prepared = ask(local_workers, prepare, kLongestTurn);
+  for (int round = 0; round < options.rounds; ++round) {
+    // Each is first in every other round.
+    if (round % 2 == 0) add_turn(result.sharded, sharded_workers, options.steps);
+    add_turn(result.local, local_workers, options.steps);
+    if (round % 2 == 1) add_turn(result.sharded, sharded_workers, options.steps);
+    progress(fmt::format("round {} of {}: sharded {:.4f} s, local {:.4f} s", round + 1,
+                         options.rounds, result.sharded.turn_median(round),
+                         result.local.turn_median(round)));
+  }
+  measure_memory(result.sharded, sharded_workers);
+  measure_memory(result.local, local_workers);
+
+  const auto report = step_report(options, result);
+  fmt::print("{}\n", options.json ? report.dump() : step_table(report));
+  return 0;
+}
+
+}  // namespace tessera::tools

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <tessera/shard_plan.h>
+
+#include <cstdint>
+#include <string>
+
+namespace CLI {
+class App;
+}
+
+namespace tessera::tools {
+
+/// What `tessera bench step` measures. `step_report()` says what each number is.
+struct StepBenchOptions {
+  std::string size = "small";      ///< see `workload_names()`
+  std::string level = "p_g_os";    ///< none, os, os_g or p_g_os
+  std::string transport = "gloo";  ///< how the ranks of the sharded job talk
+  int ranks = 2;
+  int rounds = 5;  ///< turns of each, the sharded job and the local reference
+  int steps = 10;  ///< timed steps in a turn
+  bool json = false;
+
+  // As in `ShardPlan`.
+  int64_t unit_bytes = ShardPlan{}.unit_bytes;
+  int64_t resident_bytes = ShardPlan{}.resident_bytes;
+  int prefetch = ShardPlan{}.prefetch;
+};
+
+/// Measures a training step of a sharded job against the *local reference*: as many processes, each
+/// of which trains alone, with the same fused optimizer and heap settings, and sends nothing.
+///
+/// The two take turns within one call, so that a machine that gets slower or faster meanwhile does
+/// so for both. Prints a table, or one line of JSON, to stdout and progress to stderr. Returns the
+/// exit status; throws `c10::ValueError` for options that do not exist.
+int bench_step(const StepBenchOptions& options);
+
+/// One process of such a measurement.
+struct StepWorkerOptions {
+  StepBenchOptions bench;
+  bool sharded = false;
+  int rank = 0;
+  int core = -1;  ///< the core to stay on; -1: any
+};
+
+/// Trains as told by lines on stdin (`prepare N`, `train N`, `memory N`; end of file ends it) and
+/// answers each with a line of JSON on stdout. Idle, it waits in `read()` and uses no processor
+/// time.
+int bench_step_worker(const StepWorkerOptions& options);
+
+/// The plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
+ShardPlan step_bench_plan(const StepBenchOptions& options);
+
+/// Adds the commands `step` and, hidden, `step-worker`.
+void add_step_bench(CLI::App& bench, int& exit_code);
+
+}  // namespace tessera::tools

@@ -1,0 +1,64 @@
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+
+#include "bench/step_bench.h"
+
+namespace tessera::tools {
+namespace {
+
+template <class Run>
+int exit_code_of(const std::string& who, Run run) {
+  try {
+    return run();
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "{}: {}\n", who, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}: {}\n", who, error.what());
+  }
+  return 1;
+}
+
+void add_workload(CLI::App& command, StepBenchOptions& options) {
+  command.option_defaults()->always_capture_default();
+  command.add_option("--size", options.size, "small, medium or mlp");
+  command.add_option("--level", options.level, "none, os, os_g or p_g_os");
+  command.add_option("--unit-bytes", options.unit_bytes, "bytes of a unit");
+  command.add_option("--resident-bytes", options.resident_bytes,
+                     "unsharded bytes that may stay between two uses (p_g_os)");
+  command.add_option("--prefetch", options.prefetch, "units gathered ahead of use (p_g_os)");
+}
+
+}  // namespace
+
+void add_step_bench(CLI::App& bench, int& exit_code) {
+  auto options = std::make_shared<StepBenchOptions>();
+  auto* step = bench.add_subcommand(
+      "step", "a training step of a sharded job against the same without any communication");
+  add_workload(*step, *options);
+  step->add_option("--ranks", options->ranks, "processes of each kind");
+  step->add_option("--transport", options->transport, "gloo");
+  step->add_option("--rounds", options->rounds, "turns of each kind");
+  step->add_option("--steps", options->steps, "timed steps in a turn");
+  step->add_flag("--json", options->json, "print one line of JSON");
+  step->callback([options, &exit_code] {
+    exit_code = exit_code_of("tessera bench step", [&] { return bench_step(*options); });
+  });
+
+  auto worker_options = std::make_shared<StepWorkerOptions>();
+  auto* worker = bench.add_subcommand("step-worker", "one process of `step`")->group("");
+  add_workload(*worker, worker_options->bench);
+  worker->add_option("--rank", worker_options->rank);
+  worker->add_option("--core", worker_options->core);
+  worker->add_flag("--sharded", worker_options->sharded);
+  worker->callback([worker_options, &exit_code] {
+    const auto who =
+        fmt::format("tessera bench step: {} process {}",
+                    worker_options->sharded ? "sharded" : "local", worker_options->rank);
+    exit_code = exit_code_of(who, [&] { return bench_step_worker(*worker_options); });
+  });
+}
+
+}  // namespace tessera::tools

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "bench/step_bench.h"
+
+namespace tessera::tools {
+
+/// What the processes of one kind answered: one entry per rank.
+struct RoleResult {
+  std::vector<nlohmann::json> prepared;
+  std::vector<std::vector<nlohmann::json>> turns;
+  std::vector<nlohmann::json> memory;
+
+  /// Median seconds of the steps of one turn, or of all, over all ranks.
+  double turn_median(int turn) const;
+  double median() const;
+};
+
+struct StepResult {
+  int warmup_steps = 0;
+  RoleResult sharded;
+  RoleResult local;
+};
+
+/// The numbers that `tessera bench step --json` prints. Of those given per process, the largest.
+///
+/// - `seconds`: median over the timed steps of all ranks. A step is zero_grad, forward, loss,
+/// backward
+///   and optimizer step. `ratio`: sharded by local; `ratio_of_rounds`: of the medians of each
+///   round.
+/// - `kept_bytes`: what a process keeps between steps, by our own accounting;
+/// `peak_unsharded_bytes` and
+///   `peak_in_flight_bytes` come on top while a step runs (`ShardMemory`).
+/// - `peak_pss`: most proportional memory of a process over what it had before the model was made,
+/// in
+///   bytes, sampled in untimed steps: building the model, the warm-up and two steps after the last
+///   round.
+/// - `bytes_sent_per_step`: payload; `page_faults_per_step`: minor ones. Means over the timed
+/// steps.
+/// - `final_loss`: of rank 0's last timed step, number `warmup_steps + rounds * steps`.
+nlohmann::ordered_json step_report(const StepBenchOptions& options, const StepResult& result);
+
+/// The same for people.
+std::string step_table(const nlohmann::ordered_json& report);
+
+}  // namespace tessera::tools

@@ -1,0 +1,128 @@
+#include <sched.h>
+#include <sys/prctl.h>
+#include <tessera/world.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+
+#include "bench/process_memory.h"
+#include "bench/step_bench.h"
+#include "bench/trainer.h"
+
+namespace tessera::tools {
+namespace {
+
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+class StepWorker {
+ public:
+  explicit StepWorker(const StepWorkerOptions& options)
+      : options_(options),
+        plan_(step_bench_plan(options.bench)),
+        batches_(options.bench.size, options.rank) {
+    if (options.sharded) world_.emplace(init());
+  }
+
+  json prepare(int steps) {
+    pss_before_ = pss_bytes();
+    PeakPss peak;
+    auto model = make_bench_model(options_.bench.size);
+    int64_t numel = 0;
+    for (const auto& parameter : model->parameters()) numel += parameter.numel();
+    if (options_.sharded) {
+      plan_.process_group = world_->process_group();
+      trainer_ = make_sharded_trainer(std::move(model), plan_);
+    } else {
+      trainer_ = make_local_trainer(std::move(model));
+    }
+    for (int i = 0; i < steps; ++i) trainer_->step(batches_.next());
+    return {{"parameters", numel}, {"peak_pss", peak.stop() - pss_before_}};
+  }
+
+  // The batches are made before the clock starts and the losses are read after it stops, and a step
+  // begins where the last one ended: whatever a step leaves to the background is paid for in the
+  // next.
+  json train(int steps) {
+    std::vector<Batch> batches;
+    for (int i = 0; i < steps; ++i) batches.push_back(batches_.next());
+    std::vector<double> seconds;
+    torch::Tensor loss;
+    const auto faults = minor_faults();
+    const auto sent = trainer_->bytes_sent();
+    auto start = Clock::now();
+    for (const auto& batch : batches) {
+      loss = trainer_->step(batch);
+      const auto end = Clock::now();
+      seconds.push_back(std::chrono::duration<double>(end - start).count());
+      start = end;
+    }
+    return {{"seconds", seconds},
+            {"page_faults", minor_faults() - faults},
+            {"bytes_sent", trainer_->bytes_sent() - sent},
+            {"loss", loss.item<double>()}};
+  }
+
+  json memory(int steps) {
+    PeakPss peak;
+    for (int i = 0; i < steps; ++i) trainer_->step(batches_.next());
+    const auto kept = trainer_->kept();
+    return {{"peak_pss", peak.stop() - pss_before_}, {"parameters", kept.parameters},
+            {"gradients", kept.gradients},           {"optimizer_state", kept.optimizer_state},
+            {"peak_unsharded", kept.peak_unsharded}, {"peak_in_flight", kept.peak_in_flight}};
+  }
+
+ private:
+  StepWorkerOptions options_;
+  ShardPlan plan_;
+  std::optional<World> world_;  // destroyed last: the trainer communicates
+  BatchStream batches_;
+  std::unique_ptr<Trainer> trainer_;
+  int64_t pss_before_ = 0;
+};
+
+json answer(StepWorker& worker, const std::string& line) {
+  std::istringstream words(line);
+  std::string verb;
+  int steps = 0;
+  words >> verb >> steps;
+  if (verb == "prepare") return worker.prepare(steps);
+  if (verb == "train") return worker.train(steps);
+  if (verb == "memory") return worker.memory(steps);
+  TORCH_CHECK_VALUE(false, "[bench_step_worker] a command must be prepare, train or memory, got '",
+                    line, "'");
+}
+
+void stay_on_core(int core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  TORCH_CHECK(::sched_setaffinity(0, sizeof(set), &set) == 0, "[bench_step_worker] core ", core,
+              " must be one that this process may use");
+}
+
+}  // namespace
+
+int bench_step_worker(const StepWorkerOptions& options) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlives the measurement
+  if (options.core >= 0) stay_on_core(options.core);
+  at::set_num_threads(1);
+  // What libraries print must not end up among the answers.
+  const int answers = ::dup(STDOUT_FILENO);
+  ::dup2(STDERR_FILENO, STDOUT_FILENO);
+  {
+    StepWorker worker(options);
+    for (std::string line; std::getline(std::cin, line);) {
+      const auto text = answer(worker, line).dump() + "\n";
+      if (::write(answers, text.data(), text.size()) != static_cast<ssize_t>(text.size())) return 1;
+    }
+  }
+  return 0;
+}
+
+}  // namespace tessera::tools

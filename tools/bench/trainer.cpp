@@ -1,0 +1,117 @@
+#include "bench/trainer.h"
+
+#include <tessera/fully_shard.h>
+#include <tessera/process_group.h>
+#include <tessera/sharded_optimizer.h>
+
+#include <utility>
+
+namespace tessera::tools {
+namespace {
+
+using torch::Tensor;
+
+constexpr double kLearningRate = 3e-4;
+constexpr double kWeightDecay = 0.1;
+constexpr double kBeta1 = 0.9;
+constexpr double kBeta2 = 0.999;
+constexpr double kEpsilon = 1e-8;
+
+class ShardedTrainer : public Trainer {
+ public:
+  ShardedTrainer(std::shared_ptr<BenchModel> model, const ShardPlan& plan,
+                 std::shared_ptr<CountingProcessGroup> counting)
+      : counting_(std::move(counting)),
+        sharded_(fully_shard(std::move(model), plan)),
+        adamw_(sharded_->parameters(), torch::optim::AdamWOptions(kLearningRate)
+                                           .betas({kBeta1, kBeta2})
+                                           .eps(kEpsilon)
+                                           .weight_decay(kWeightDecay)),
+        optimizer_(sharded_, adamw_) {}
+
+  Tensor step(const Batch& batch) override {
+    optimizer_.zero_grad();
+    auto loss = sharded_->loss(batch);
+    loss.backward();
+    optimizer_.step();
+    return loss.detach();
+  }
+
+  KeptBytes kept() const override {
+    const auto memory = optimizer_.memory();
+    return {.parameters = memory.parameters,
+            .gradients = memory.gradients,
+            .optimizer_state = memory.optimizer_state,
+            .peak_unsharded = memory.peak_unsharded,
+            .peak_in_flight = memory.peak_in_flight};
+  }
+
+  int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
+
+ private:
+  std::shared_ptr<CountingProcessGroup> counting_;
+  Sharded<BenchModel> sharded_;
+  torch::optim::AdamW adamw_;
+  ShardedOptimizer optimizer_;
+};
+
+int64_t bytes_of(const std::vector<Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += tensor.defined() ? tensor.nbytes() : 0;
+  return bytes;
+}
+
+class LocalTrainer : public Trainer {
+ public:
+  explicit LocalTrainer(std::shared_ptr<BenchModel> model)
+      : model_(std::move(model)), parameters_(model_->parameters()) {
+    for (const auto& parameter : parameters_) {
+      exp_avgs_.push_back(torch::zeros_like(parameter));
+      exp_avg_sqs_.push_back(torch::zeros_like(parameter));
+      state_steps_.push_back(torch::zeros({}, torch::kFloat));
+    }
+  }
+
+  Tensor step(const Batch& batch) override {
+    model_->zero_grad();
+    auto loss = model_->loss(batch);
+    loss.backward();
+    torch::NoGradGuard no_grad;
+    std::vector<Tensor> gradients;
+    gradients.reserve(parameters_.size());
+    for (const auto& parameter : parameters_) gradients.push_back(parameter.grad());
+    torch::_foreach_add_(state_steps_, 1);
+    at::_fused_adamw_(parameters_, gradients, exp_avgs_, exp_avg_sqs_, /*max_exp_avg_sqs=*/{},
+                      state_steps_, kLearningRate, kBeta1, kBeta2, kWeightDecay, kEpsilon,
+                      /*amsgrad=*/false, /*maximize=*/false);
+    return loss.detach();
+  }
+
+  KeptBytes kept() const override {
+    KeptBytes kept;
+    kept.parameters = bytes_of(parameters_);
+    for (const auto& parameter : parameters_) kept.gradients += bytes_of({parameter.grad()});
+    kept.optimizer_state = bytes_of(exp_avgs_) + bytes_of(exp_avg_sqs_) + bytes_of(state_steps_);
+    return kept;
+  }
+
+  int64_t bytes_sent() const override { return 0; }
+
+ private:
+  std::shared_ptr<BenchModel> model_;
+  std::vector<Tensor> parameters_, exp_avgs_, exp_avg_sqs_, state_steps_;
+};
+
+}  // namespace
+
+std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {
+  auto counting = counting_process_group(plan.process_group);
+  plan.process_group = counting;
+  return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting));
+}
+
+std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model) {
+  return std::make_unique<LocalTrainer>(std::move(model));
+}
+
+}  // namespace tessera::tools

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <tessera/shard_plan.h>
+
+#include <memory>
+
+#include "bench/workload.h"
+
+namespace tessera::tools {
+
+/// Bytes that one process keeps between steps, and the most that a sharded one had besides.
+struct KeptBytes {
+  int64_t parameters = 0;
+  int64_t gradients = 0;
+  int64_t optimizer_state = 0;
+  int64_t peak_unsharded = 0;
+  int64_t peak_in_flight = 0;
+};
+
+/// Trains a model of the step benchmark.
+class Trainer {
+ public:
+  virtual ~Trainer() = default;
+
+  /// One step: zero_grad, forward, loss, backward, optimizer step. Returns the loss.
+  virtual torch::Tensor step(const Batch& batch) = 0;
+
+  virtual KeptBytes kept() const = 0;
+
+  /// Bytes that this rank has sent so far.
+  virtual int64_t bytes_sent() const = 0;
+};
+
+/// Trains with the others of `plan.process_group`.
+std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
+
+/// Trains alone, unsharded, with LibTorch's fused AdamW: the reference.
+std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model);
+
+}  // namespace tessera::tools

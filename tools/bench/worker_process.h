@@ -1,0 +1,54 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "launch/unique_fd.h"
+
+namespace tessera::tools {
+
+/// A child process that reads commands from its stdin and answers on its stdout, one line each.
+class WorkerProcess {
+ public:
+  /// Runs this program again with other arguments. `name` says in errors who it is. Throws
+  /// `std::system_error`.
+  WorkerProcess(std::string name, std::vector<std::string> arguments,
+                std::vector<std::string> environment);
+
+  /// Closes the connection and waits for the end; kills what does not end within a few seconds.
+  ~WorkerProcess();
+  WorkerProcess(const WorkerProcess&) = delete;
+  WorkerProcess& operator=(const WorkerProcess&) = delete;
+
+  void send(const std::string& command);
+
+  const std::string& name() const { return name_; }
+  int fd() const { return socket_.get(); }
+
+  /// Reads what has come. Returns true when there is a whole line. Throws `c10::Error` if the
+  /// process has ended.
+  bool receive();
+  std::string take_line();
+
+ private:
+  std::string how_it_ended();
+
+  std::string name_;
+  UniqueFd socket_;
+  pid_t pid_ = -1;
+  bool ended_ = false;
+  std::string received_;
+};
+
+using WorkerProcesses = std::vector<std::unique_ptr<WorkerProcess>>;
+
+/// Gives `command` to all of `workers` and returns their answers. Throws `c10::Error` naming the
+/// worker if one ends, or if an answer is not there after `timeout`.
+std::vector<nlohmann::json> ask(WorkerProcesses& workers, const std::string& command,
+                                std::chrono::seconds timeout);
+
+}  // namespace tessera::tools

@@ -1,0 +1,15 @@
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+namespace tessera::tools {
+
+/// Adds `bench comm`: collectives against c10d's own and against memcpy.
+void add_comm_bench(CLI::App& bench, int& exit_code);
+
+/// Adds `bench step`: sharded training steps against the local reference.
+void add_step_bench(CLI::App& bench, int& exit_code);
+
+}  // namespace tessera::tools

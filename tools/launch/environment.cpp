@@ -1,0 +1,51 @@
+#include "launch/environment.h"
+
+#include <unistd.h>
+
+#include <map>
+#include <string_view>
+
+#include "launch/heap_settings.h"
+
+namespace tessera::tools {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+Variables inherited_variables() {
+  Variables variables;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const size_t equals = text.find('=');
+    if (equals == std::string_view::npos) continue;
+    // A launcher above us (torchrun) told its own rank where its store is; ours have another.
+    if (text.starts_with("TORCHELASTIC_")) continue;
+    variables.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return variables;
+}
+
+}  // namespace
+
+std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place) {
+  Variables variables = inherited_variables();
+  const auto rank = std::to_string(place.rank);
+  const auto ranks = std::to_string(place.ranks);
+  variables["RANK"] = variables["LOCAL_RANK"] = rank;
+  variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = ranks;
+  variables["MASTER_ADDR"] = "127.0.0.1";
+  variables["MASTER_PORT"] = std::to_string(place.port);
+  variables["TESSERA_RUN"] = "1";
+  variables["TESSERA_RESTART"] = std::to_string(place.attempt);
+  variables.emplace("OMP_NUM_THREADS", std::to_string(place.threads));  // unless it is set
+  if (!options.default_malloc) {
+    for (const auto& [name, value] : heap_settings()) variables.emplace(name, value);
+  }
+  for (const auto& [name, value] : options.environment) variables[name] = value;
+
+  std::vector<std::string> result;
+  for (const auto& [name, value] : variables) result.push_back(name + "=" + value);
+  return result;
+}
+
+}  // namespace tessera::tools

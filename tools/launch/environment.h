@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "launch/launch.h"
+
+namespace tessera::tools {
+
+/// One rank among those that are started together.
+struct RankPlace {
+  int rank = 0;
+  int ranks = 1;
+  int port = 0;     ///< where rank 0 listens
+  int attempt = 0;  ///< 0, then 1 after the first restart
+  int threads = 1;  ///< for OpenMP
+};
+
+/// The environment of a rank, as NAME=value: this process's own with the launcher's variables.
+std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place);
+
+}  // namespace tessera::tools

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include "launch/unique_fd.h"
+
+namespace tessera::tools {
+
+/// A small process that kills the ranks' process groups if this process dies without doing so.
+///
+/// PR_SET_PDEATHSIG alone reaches a rank but not what the rank has started.
+class Guardian {
+ public:
+  explicit Guardian(int ranks);
+  ~Guardian();
+  Guardian(const Guardian&) = delete;
+  Guardian& operator=(const Guardian&) = delete;
+
+  /// Tells that the process group of `rank` is `process_group`; 0: it has ended.
+  void set(int rank, pid_t process_group);
+
+ private:
+  UniqueFd to_guardian_;
+  pid_t pid_ = -1;
+};
+
+}  // namespace tessera::tools

@@ -1,0 +1,285 @@
+#include "launch/job.h"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+
+namespace tessera::tools {
+namespace {
+
+using std::chrono::milliseconds;
+
+/// How long the other ranks get to report what they saw before they are ended, too.
+constexpr milliseconds kLastWords{1000};
+/// After SIGKILL only the kernel can be in the way (a dead network file system, say).
+constexpr milliseconds kKillTime{5000};
+
+std::string prefix_of(int rank, bool is_err) {
+  const bool coloured =
+      ::isatty(is_err ? STDERR_FILENO : STDOUT_FILENO) == 1 && std::getenv("NO_COLOR") == nullptr;
+  constexpr int kColours[] = {36, 32, 33, 35, 34, 96, 92, 93};
+  return coloured ? fmt::format("\033[{}m[{}]\033[0m ", kColours[rank % 8], rank)
+                  : fmt::format("[{}] ", rank);
+}
+
+/// How `pid` ended, without reaping it: its process group must keep its number.
+std::optional<RankEnd> end_of(int rank, pid_t pid) {
+  siginfo_t info{};
+  if (::waitid(P_PID, pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) {
+    return std::nullopt;
+  }
+  return RankEnd{.rank = rank,
+                 .status = info.si_status,
+                 .killed = info.si_code != CLD_EXITED,
+                 .dumped_core = info.si_code == CLD_DUMPED};
+}
+
+/// Reaps what a rank started and left to us; not the rank itself.
+void reap_adopted(pid_t process_group) {
+  siginfo_t info{};
+  while (::waitid(P_PGID, process_group, &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+         info.si_pid != 0 && info.si_pid != process_group) {
+    ::waitpid(info.si_pid, nullptr, 0);
+    info = {};
+  }
+}
+
+/// Order of blame for ranks that were found dead together: a crash comes before an error exit or an
+/// abort, which is how ranks report that a peer has gone.
+int blame(const RankEnd& end) {
+  if (end.killed && end.status != SIGABRT) return 0;
+  return end.killed || end.status != 0 ? 1 : 2;
+}
+
+}  // namespace
+
+Job::Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPipe& signals)
+    : options_(options),
+      setup_(std::move(setup)),
+      terminal_(terminal),
+      signals_(signals),
+      guardian_(setup_.place.ranks) {}
+
+Job::~Job() {
+  for (Rank& rank : ranks_) {
+    if (rank.pid <= 0) continue;  // an exception cut the start short
+    ::kill(-rank.pid, SIGKILL);
+    ::waitpid(rank.pid, nullptr, 0);
+  }
+}
+
+JobEnd Job::run() {
+  start_ranks();
+  while (any_running() && phase_ != Phase::kGivenUp) {
+    wait_for_events(deadline_);
+    if (Clock::now() >= deadline_) on_deadline();
+  }
+  end_process_groups();
+  finish_output();
+  return std::move(end_);
+}
+
+void Job::start_ranks() {
+  for (int rank = 0; rank < setup_.place.ranks; ++rank) {
+    RankPlace place = setup_.place;
+    place.rank = rank;
+    ChildOptions child_options{.command = options_.command,
+                               .environment = rank_environment(options_, place)};
+    if (!setup_.cores.empty()) child_options.cores = setup_.cores[rank];
+    // Ranks are no foreground job: one that read the terminal would be stopped.
+    child_options.inherit_stdin = rank == 0 && ::isatty(STDIN_FILENO) == 0;
+    Child child = start_child(child_options);
+    guardian_.set(rank, child.pid);
+    Rank& started = ranks_.emplace_back();
+    started.pid = child.pid;
+    started.out =
+        std::make_unique<RankStream>(std::move(child.out), stream_options(rank, false), terminal_);
+    started.err =
+        std::make_unique<RankStream>(std::move(child.err), stream_options(rank, true), terminal_);
+  }
+}
+
+StreamOptions Job::stream_options(int rank, bool is_err) const {
+  StreamOptions result;
+  if (!options_.quiet || rank == 0) result.terminal_fd = is_err ? STDERR_FILENO : STDOUT_FILENO;
+  if (options_.prefix) result.prefix = prefix_of(rank, is_err);
+  if (!options_.log_dir.empty()) {
+    result.log_path = fmt::format("{}/rank_{}.{}", options_.log_dir, rank, is_err ? "err" : "out");
+    if (setup_.place.attempt > 0) {
+      result.log_header = fmt::format("--- tessera run: restart {} ---\n", setup_.place.attempt);
+    }
+  }
+  if (options_.on_stdout && !is_err) {
+    result.on_line = [this, rank](std::string_view line) { options_.on_stdout(rank, line); };
+  }
+  return result;
+}
+
+bool Job::any_running() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return !rank.ended; });
+}
+
+void Job::wait_for_events(Clock::time_point until) {
+  std::vector<pollfd> polled{{signals_.fd(), POLLIN, 0}};
+  std::vector<RankStream*> streams;
+  if (!terminal_.full()) {  // else the ranks wait, as they would for a slow terminal
+    for (Rank& rank : ranks_) {
+      for (RankStream* stream : {rank.out.get(), rank.err.get()}) {
+        if (!stream->is_open()) continue;
+        streams.push_back(stream);
+        polled.push_back({stream->fd(), POLLIN, 0});
+      }
+    }
+  }
+  const bool writes = terminal_.pending();
+  if (writes) polled.push_back({terminal_.next_fd(), POLLOUT, 0});
+
+  int timeout = -1;
+  if (until != Clock::time_point::max()) {
+    const auto left = std::chrono::ceil<milliseconds>(until - Clock::now()).count();
+    timeout = static_cast<int>(std::max<int64_t>(left, 0));
+  }
+  if (::poll(polled.data(), polled.size(), timeout) <= 0) return;
+
+  if (polled[0].revents != 0) {
+    for (int signal : signals_.take()) on_signal(signal);
+  }
+  for (size_t i = 0; i < streams.size(); ++i) {
+    if (polled[i + 1].revents != 0) streams[i]->read_some();
+  }
+  if (writes && polled.back().revents != 0) terminal_.write_some();
+  if (terminal_.broken() && options_.log_dir.empty() && end_.interrupted_by == 0) {
+    end_.interrupted_by = SIGPIPE;  // as for any program whose reader has gone
+    signal_ranks(SIGTERM);
+    enter(Phase::kTerminating, options_.grace);
+  }
+}
+
+void Job::on_signal(int signal) {
+  switch (signal) {
+    case SIGCHLD:
+      look_for_ended_ranks();
+      return;
+    case SIGTSTP:  // Ctrl-Z: the ranks stop with us and go on with us
+      signal_ranks(SIGTSTP);
+      ::raise(SIGSTOP);
+      signal_ranks(SIGCONT);
+      return;
+    case SIGUSR1:
+    case SIGUSR2:
+      signal_ranks(signal);
+      return;
+    default:
+      break;
+  }
+  if (end_.interrupted_by == 0) end_.interrupted_by = signal;
+  if (signal == SIGINT && ++interrupts_ > 1) {
+    signal_ranks(SIGKILL);
+    enter(Phase::kKilling, kKillTime);
+    return;
+  }
+  signal_ranks(signal);
+  if (phase_ == Phase::kRunning) enter(Phase::kInterrupted, options_.interrupt_grace);
+}
+
+void Job::look_for_ended_ranks() {
+  std::vector<RankEnd> ends;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i].ended || ranks_[i].pid <= 0) continue;
+    reap_adopted(ranks_[i].pid);
+    if (const auto end = end_of(static_cast<int>(i), ranks_[i].pid)) {
+      ranks_[i].ended = true;
+      ends.push_back(*end);
+    }
+  }
+  std::stable_sort(ends.begin(), ends.end(),
+                   [](const RankEnd& a, const RankEnd& b) { return blame(a) < blame(b); });
+  for (const RankEnd& end : ends) on_rank_end(end);
+}
+
+void Job::on_rank_end(const RankEnd& end) {
+  const bool failed = end.killed || end.status != 0;
+  if (!failed) return;
+  if (!end_.first_failure) {
+    end_.first_failure = end;
+    end_.first_failure->after_interrupt = end_.interrupted_by != 0;
+  }
+  if (phase_ == Phase::kRunning) enter(Phase::kFailing, std::min(kLastWords, options_.grace));
+}
+
+void Job::on_deadline() {
+  switch (phase_) {
+    case Phase::kInterrupted:
+    case Phase::kFailing:
+      signal_ranks(SIGTERM);
+      enter(Phase::kTerminating, options_.grace);
+      return;
+    case Phase::kTerminating:
+      signal_ranks(SIGKILL);
+      enter(Phase::kKilling, kKillTime);
+      return;
+    default:
+      phase_ = Phase::kGivenUp;
+  }
+}
+
+void Job::enter(Phase phase, milliseconds duration) {
+  phase_ = phase;
+  deadline_ = Clock::now() + duration;
+}
+
+void Job::signal_ranks(int signal) {
+  for (const Rank& rank : ranks_) {
+    if (rank.pid <= 0) continue;
+    ::kill(-rank.pid, signal);
+    // A stopped rank could not act on it.
+    if (signal != SIGTSTP) ::kill(-rank.pid, SIGCONT);
+  }
+}
+
+/// Reaps the ranks and ends what they started and left behind.
+void Job::end_process_groups() {
+  signal_ranks(SIGTERM);
+  std::vector<pid_t> left;
+  for (Rank& rank : ranks_) {
+    if (rank.ended) {
+      ::waitpid(rank.pid, nullptr, 0);
+      left.push_back(rank.pid);
+    } else {
+      end_.immortal.push_back(rank.pid);
+    }
+  }
+  const auto kill_at = Clock::now() + options_.grace;
+  const auto give_up_at = kill_at + kKillTime;
+  bool killed = false;
+  while (Clock::now() < give_up_at) {
+    std::erase_if(left, [](pid_t process_group) {
+      reap_adopted(process_group);
+      return ::kill(-process_group, 0) != 0;
+    });
+    if (left.empty()) break;
+    if (!killed && Clock::now() >= kill_at) {
+      for (pid_t process_group : left) ::kill(-process_group, SIGKILL);
+      killed = true;
+    }
+    wait_for_events(Clock::now() + milliseconds(20));
+  }
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    guardian_.set(static_cast<int>(i), 0);
+    ranks_[i].pid = -1;
+  }
+}
+
+void Job::finish_output() {
+  for (Rank& rank : ranks_) {
+    rank.out->finish();
+    rank.err->finish();
+  }
+  if (end_.first_failure) end_.last_lines = ranks_[end_.first_failure->rank].err->last_lines();
+}
+
+}  // namespace tessera::tools

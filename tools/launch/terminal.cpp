@@ -1,0 +1,58 @@
+#include "launch/terminal.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace tessera::tools {
+namespace {
+
+/// As much as a ready file descriptor takes without blocking.
+size_t atomic_bytes(int fd) {
+  struct stat status {};
+  const bool is_file = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
+  return is_file ? 1 << 20 : 4096;  // PIPE_BUF, which is what POLLOUT promises of a pipe
+}
+
+}  // namespace
+
+void Terminal::write(int fd, std::string_view text) {
+  if (broken_ || text.empty()) return;
+  queued_bytes_ += text.size();
+  if (!queue_.empty() && queue_.back().fd == fd && queue_.back().text.size() < 64 << 10) {
+    queue_.back().text.append(text);
+  } else {
+    queue_.push_back({fd, std::string(text)});
+  }
+}
+
+void Terminal::write_from(const void* source, int fd, std::string_view text) {
+  if (text.empty()) return;
+  if (open_line_ != nullptr && open_line_ != source) write(open_line_fd_, "\n");
+  write(fd, text);
+  open_line_ = text.back() == '\r' ? source : nullptr;
+  open_line_fd_ = fd;
+}
+
+void Terminal::write_some() {
+  Chunk& front = queue_.front();
+  const size_t size = std::min(front.text.size() - written_of_front_, atomic_bytes(front.fd));
+  const ssize_t count = ::write(front.fd, front.text.data() + written_of_front_, size);
+  if (count < 0) {
+    if (errno == EINTR || errno == EAGAIN) return;
+    broken_ = true;
+    queue_.clear();
+    queued_bytes_ = written_of_front_ = 0;
+    return;
+  }
+  queued_bytes_ -= count;
+  written_of_front_ += count;
+  if (written_of_front_ == front.text.size()) {
+    queue_.pop_front();
+    written_of_front_ = 0;
+  }
+}
+
+}  // namespace tessera::tools

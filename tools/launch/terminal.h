@@ -1,0 +1,44 @@
+#pragma once
+
+#include <deque>
+#include <string>
+#include <string_view>
+
+namespace tessera::tools {
+
+/// The launcher's own stdout and stderr: one queue, so that lines keep their order and stay whole
+/// where both lead to the same place, and never a blocking write, so that signals and deadlines are
+/// served while nobody reads.
+class Terminal {
+ public:
+  /// Queues `text` for the file descriptor.
+  void write(int fd, std::string_view text);
+
+  /// Queues text that no other source may continue: ends a line that `source` did not begin.
+  void write_from(const void* source, int fd, std::string_view text);
+
+  bool pending() const { return !queue_.empty(); }
+  /// So much is queued that the ranks should wait.
+  bool full() const { return queued_bytes_ >= 1 << 20; }
+  /// Nobody will ever read: the reader closed its end.
+  bool broken() const { return broken_; }
+  /// Where the next bytes go.
+  int next_fd() const { return queue_.front().fd; }
+
+  /// Writes what can be written without blocking; call when `next_fd()` is ready for output.
+  void write_some();
+
+ private:
+  struct Chunk {
+    int fd;
+    std::string text;
+  };
+  std::deque<Chunk> queue_;
+  size_t written_of_front_ = 0;
+  size_t queued_bytes_ = 0;
+  bool broken_ = false;
+  const void* open_line_ = nullptr;  ///< the source whose last text ended with a carriage return
+  int open_line_fd_ = -1;
+};
+
+}  // namespace tessera::tools
