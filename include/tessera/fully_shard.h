@@ -41,9 +41,9 @@ struct ShardMemory {
 
 /// A model whose parameters are managed by Tessera.
 ///
-/// The module itself was changed in place: its parameters are gathered when an operator uses them and
-/// their gradients are reduced as backward makes them. So the module can be called directly, and this
-/// handle only adds what has no place in it. Copies share one state.
+/// The module itself was changed in place: its parameters are gathered when an operator uses them
+/// and their gradients are reduced as backward makes them. So the module can be called directly,
+/// and this handle only adds what has no place in it. Copies share one state.
 class TESSERA_API ShardedModule {
  public:
   explicit ShardedModule(std::shared_ptr<ShardedState> state);
@@ -51,8 +51,8 @@ class TESSERA_API ShardedModule {
   ShardedModule(const ShardedModule&);
   ShardedModule& operator=(const ShardedModule&);
 
-  /// While the returned guard lives, backward keeps whole local gradients and sends nothing; the next
-  /// backward after it reduces their sum. Guards nest; exceptions end them as they should.
+  /// While the returned guard lives, backward keeps whole local gradients and sends nothing; the
+  /// next backward after it reduces their sum. Guards nest; exceptions end them as they should.
   class TESSERA_API NoSync {
    public:
     explicit NoSync(std::shared_ptr<ShardedState> state);
@@ -65,8 +65,9 @@ class TESSERA_API ShardedModule {
   };
   [[nodiscard]] NoSync no_sync();
 
-  /// While the returned guard lives, all parameters are and stay unsharded, for example to sample from
-  /// a model or to evaluate it often. Collective: all ranks make and drop it at the same point.
+  /// While the returned guard lives, all parameters are and stay unsharded, for example to sample
+  /// from a model or to evaluate it often. Collective: all ranks make and drop it at the same
+  /// point.
   class TESSERA_API KeepUnsharded {
    public:
     explicit KeepUnsharded(std::shared_ptr<ShardedState> state);
@@ -89,8 +90,8 @@ class TESSERA_API ShardedModule {
   /// Forgets all gradients.
   void zero_grad();
 
-  /// Scales the reduced gradients so that the norm of all of them is at most `max_norm`, and returns
-  /// the norm before. Collective. `norm_type`: 1, 2 or infinity. The formula is that of
+  /// Scales the reduced gradients so that the norm of all of them is at most `max_norm`, and
+  /// returns the norm before. Collective. `norm_type`: 1, 2 or infinity. The formula is that of
   /// `torch::nn::utils::clip_grad_norm_`: gradients times `min(1, max_norm / (norm + 1e-6))`.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
 
@@ -148,14 +149,14 @@ concept ModuleHolder = requires(const T& holder) {
 
 /// Shards the parameters of `module` over the ranks of `plan.process_group`, in place.
 ///
-/// Collective: all ranks call it with models of the same structure. The module's code, its members and
-/// the optimizer classes stay as they are; give the optimizer to `ShardedOptimizer` afterwards.
+/// Collective: all ranks call it with models of the same structure. The module's code, its members
+/// and the optimizer classes stay as they are; give the optimizer to `ShardedOptimizer` afterwards.
 ///
 /// **Memory**: at `kParameters` each rank keeps 1/N of the parameters, and gathers units of
 /// `plan.unit_bytes` while they are in use.
-/// **Throws** `c10::ValueError` on every rank, and changes nothing, for a model without parameters, a
-/// module that is sharded already, or models that differ between ranks (the message names the first
-/// differing parameter and the ranks).
+/// **Throws** `c10::ValueError` on every rank, and changes nothing, for a model without parameters,
+/// a module that is sharded already, or models that differ between ranks (the message names the
+/// first differing parameter and the ranks).
 ///
 /// A parameter shared by several modules is found by itself and handled once.
 template <class M>

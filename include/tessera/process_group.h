@@ -29,7 +29,8 @@ class TESSERA_API Work {
   /// message names the collective, the unit, this rank and the seconds waited. May be called again.
   virtual void wait() = 0;
 
-  /// Waits until the inputs may be overwritten, too: peers may still be reading them after `wait()`.
+  /// Waits until the inputs may be overwritten, too: peers may still be reading them after
+  /// `wait()`.
   virtual void wait_inputs() { wait(); }
 
   /// True if `wait()` would return at once. Never blocks.
@@ -65,10 +66,10 @@ enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 
 /// An ordered set of ranks that communicate.
 ///
-/// All members are collective: every rank of the group calls them in the same order per channel, with
-/// tensors of equal dtype. A flat buffer of `bounds.back()` elements is split over the ranks by
-/// `bounds` (`size() + 1` elements, ascending, from 0): rank `r` has `[bounds[r], bounds[r + 1])`,
-/// which may be empty.
+/// All members are collective: every rank of the group calls them in the same order per channel,
+/// with tensors of equal dtype. A flat buffer of `bounds.back()` elements is split over the ranks
+/// by `bounds` (`size() + 1` elements, ascending, from 0): rank `r` has `[bounds[r], bounds[r +
+/// 1])`, which may be empty.
 class TESSERA_API ProcessGroup {
  public:
   virtual ~ProcessGroup() = default;
@@ -78,19 +79,20 @@ class TESSERA_API ProcessGroup {
   virtual std::chrono::milliseconds timeout() const = 0;
   virtual std::string backend_name() const = 0;
 
-  /// Writes the shards of all ranks into `flat`, `shard` being this rank's. `flat` may alias `shard`
-  /// in place. `shard` must not change before `wait_inputs()`.
+  /// Writes the shards of all ranks into `flat`, `shard` being this rank's. `flat` may alias
+  /// `shard` in place. `shard` must not change before `wait_inputs()`.
   virtual WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                              std::span<const int64_t> bounds, const CollectiveTag& tag) = 0;
 
-  /// Sums the ranks' flat buffers, in rank order, and stores this rank's part times `scale` in `out`.
+  /// Sums the ranks' flat buffers, in rank order, and stores this rank's part times `scale` in
+  /// `out`.
   ///
-  /// The flat buffer is given as `pieces`, ascending and disjoint; all ranks must cut it alike. Gaps
-  /// between pieces leave `out` as it is (zero it before). The tensors of the pieces are kept until
-  /// nobody reads them any more.
+  /// The flat buffer is given as `pieces`, ascending and disjoint; all ranks must cut it alike.
+  /// Gaps between pieces leave `out` as it is (zero it before). The tensors of the pieces are kept
+  /// until nobody reads them any more.
   virtual WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                                 std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                                 const CollectiveTag& tag) = 0;
+                                 std::span<const int64_t> bounds,
+                                 const ReduceScatterOptions& options, const CollectiveTag& tag) = 0;
 
   /// Reduces `tensor` (contiguous) over all ranks, in place.
   virtual WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) = 0;
@@ -109,10 +111,12 @@ TESSERA_API std::vector<std::string> all_gather_bytes(ProcessGroup& process_grou
                                                       const std::string& bytes,
                                                       const CollectiveTag& tag);
 
-/// Makes a process group over Gloo. Collective: all `size` ranks call it with stores that see the same
-/// keys. `hostname` is the address that the other ranks can reach this one at; empty asks c10d.
-TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                               int size, std::chrono::milliseconds timeout,
+/// Makes a process group over Gloo. Collective: all `size` ranks call it with stores that see the
+/// same keys. `hostname` is the address that the other ranks can reach this one at; empty asks
+/// c10d.
+TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size,
+                                               std::chrono::milliseconds timeout,
                                                const std::string& hostname = "");
 
 /// Makes a process group over any c10d backend (NCCL, or the user's own). A backend matches
@@ -121,14 +125,15 @@ TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backe
                                                   std::chrono::milliseconds timeout);
 
 /// Makes a process group over NCCL. Throws `c10::NotImplementedError` where LibTorch has no CUDA.
-TESSERA_API ProcessGroupPtr nccl_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                               int size, std::chrono::milliseconds timeout);
+TESSERA_API ProcessGroupPtr nccl_process_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int size,
+                                               std::chrono::milliseconds timeout);
 
 /// The process group of one rank: nothing is sent.
 TESSERA_API ProcessGroupPtr single_process_group();
 
 /// What went through a counting process group, per kind of collective.
-struct CollectiveCounts {
+struct TESSERA_API CollectiveCounts {
   struct Entry {
     int64_t calls = 0;
     int64_t bytes_sent = 0;  ///< by this rank, payload only
@@ -157,8 +162,8 @@ struct CollectiveRecord {
   int64_t completed_us = -1;  ///< -1 while it runs
 };
 
-/// A process group that keeps the last `capacity` collectives (the flight record). When a wait on it
-/// throws, the message ends with the last few records of this rank.
+/// A process group that keeps the last `capacity` collectives (the flight record). When a wait on
+/// it throws, the message ends with the last few records of this rank.
 class TESSERA_API TracingProcessGroup : public ProcessGroup {
  public:
   virtual std::vector<CollectiveRecord> records() const = 0;
@@ -170,7 +175,7 @@ TESSERA_API std::shared_ptr<TracingProcessGroup> tracing_process_group(ProcessGr
 struct Fault {
   std::string name;
   int64_t nth = 0;
-  bool fail = true;                          ///< throw `c10::DistBackendError` when it is issued
+  bool fail = true;                    ///< throw `c10::DistBackendError` when it is issued
   std::chrono::milliseconds delay{0};  ///< sleep this long before it is issued
 };
 TESSERA_API ProcessGroupPtr fault_process_group(ProcessGroupPtr inner, std::vector<Fault> faults);

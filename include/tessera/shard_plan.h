@@ -36,7 +36,7 @@ struct ShardPlan {
 
   /// Parameters are packed into units of about this many bytes, in registration order. A larger
   /// parameter makes a unit of its own. 0: one unit per parameter.
-  int64_t unit_bytes = int64_t{16} << 20;
+  int64_t unit_bytes = int64_t{10} << 20;
 
   /// The user's own units, each a list of parameter names; parameters in none are packed by size.
   std::vector<std::vector<std::string>> units;

@@ -25,14 +25,14 @@ const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);  // 
 
 /// Steps the user's own optimizer on this rank's shards.
 ///
-/// The optimizer's param groups are changed in place: each parameter is replaced by the 1-D part of it
-/// that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of the
-/// optimizer keep working; `optimizer` must outlive this object. Optimizers must be elementwise;
-/// `LBFGS` is refused.
+/// The optimizer's param groups are changed in place: each parameter is replaced by the 1-D part of
+/// it that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of
+/// the optimizer keep working; `optimizer` must outlive this object. Optimizers must be
+/// elementwise; `LBFGS` is refused.
 class TESSERA_API ShardedOptimizer {
  public:
-  /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two param
-  /// groups, and `c10::NotImplementedError` for LBFGS on flat shards.
+  /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two
+  /// param groups, and `c10::NotImplementedError` for LBFGS on flat shards.
   ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                    const ShardedOptimizerOptions& options = {});
   ~ShardedOptimizer();
@@ -41,8 +41,8 @@ class TESSERA_API ShardedOptimizer {
 
   /// Waits for the reductions, updates this rank's shards, and starts gathering what stays whole.
   ///
-  /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one process.
-  /// Throws if there was no backward since the last `zero_grad()`.
+  /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one
+  /// process. Throws if there was no backward since the last `zero_grad()`.
   void step();
 
   /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first and returns its loss.

@@ -12,16 +12,17 @@ namespace tessera {
 
 // [Note: Access through the dispatcher]
 //
-// C++ modules have no hooks, so parameters are watched one level below. All parameters of a unit carry
-// one more dispatch key, which nothing else uses and which comes before autograd and autocast. The
-// fallback registered here for that key therefore sees every operator that touches a parameter, a view
-// of one, or what autograd saved of one (all share the unit's storage), and has the unit gathered before
-// the operator runs. The key is excluded while it runs, so the operators inside it are not seen again.
+// C++ modules have no hooks, so parameters are watched one level below. All parameters of a unit
+// carry one more dispatch key, which nothing else uses and which comes before autograd and
+// autocast. The fallback registered here for that key therefore sees every operator that touches a
+// parameter, a view of one, or what autograd saved of one (all share the unit's storage), and has
+// the unit gathered before the operator runs. The key is excluded while it runs, so the operators
+// inside it are not seen again.
 //
-// Operators that make a view read no data and gather nothing; the view is seen when it is used. Some of
-// them copy after all (`reshape`, `contiguous`, `to`): the key is not excluded for them, so that the
-// operator that copies is seen.
-// After an operator that writes to a parameter, this rank's part is copied to its shard.
+// Operators that make a view read no data and gather nothing; the view is seen when it is used.
+// Some of them copy after all (`reshape`, `contiguous`, `to`): the key is not excluded for them, so
+// that the operator that copies is seen. After an operator that writes to a parameter, this rank's
+// part is copied to its shard.
 namespace {
 
 bool is_view(const c10::FunctionSchema& schema) {

@@ -9,20 +9,22 @@ namespace tessera {
 
 // [Note: One order of gathers]
 //
-// A gather needs all ranks. Ranks may differ in which units they use (a branch taken by some, a batch
-// without images), and then on-demand gathers would wait for each other forever. So there is one order of
-// use, equal on all ranks: first the order of registration and back, and after the first pass the merge
-// of what the ranks really did. From the order follows a plan (plan_residency): what to free and what
-// to gather when use reaches each position. A rank that uses a unit executes the plan up to the next
-// position of that unit, and at the end of backward what remains: the sequence of gathers is that of
-// the plan on every rank, whatever each of them used.
+// A gather needs all ranks. Ranks may differ in which units they use (a branch taken by some, a
+// batch without images), and then on-demand gathers would wait for each other forever. So there is
+// one order of use, equal on all ranks: first the order of registration and back, and after the
+// first pass the merge of what the ranks really did. From the order follows a plan
+// (plan_residency): what to free and what to gather when use reaches each position. A rank that
+// uses a unit executes the plan up to the next position of that unit, and at the end of backward
+// what remains: the sequence of gathers is that of the plan on every rank, whatever each of them
+// used.
 //
-// A use that the order does not expect is served on demand. That is right if all ranks do it; the order
-// is then learned anew at the end of the pass. If one rank does it alone, its wait times out and the
-// error names the unit.
+// A use that the order does not expect is served on demand. That is right if all ranks do it; the
+// order is then learned anew at the end of the pass. If one rank does it alone, its wait times out
+// and the error names the unit.
 //
 // Without gradients (evaluation, sampling) there is no backward to end a pass: uses follow the
-// forward part of the order, again and again.
+// forward part of the order, again and again. What is left of it is done when training goes on. If
+// it came in the middle of a pass, it leaves the units of that pass where they are.
 namespace {
 
 // Evaluation in grad mode, without a backward, must not grow the record without end.
@@ -70,17 +72,47 @@ void Residency::on_use(const std::vector<Unit*>& units) {
 
 void Residency::use_one(Unit& unit) {
   const bool training = in_training();
-  if (training) {
-    append_use(in_backward() ? used_.backward : used_.forward, unit.index());
-    if (used_.forward.size() > kLongestRecord) forget_pass(), deviated_ = true;
-  }
+  if (training) record(unit);
   last_ = &unit;
   if (held_ == 0 && any_frees_) {
+    training ? resume_training() : interrupt_training();
     const bool expected = advance(training ? training_ : evaluation_, unit.index());
     if (!expected && training) deviated_ = true;
     if (!expected && unit.frees()) postponed_.push_back(&unit);
   }
   if (unit.state() == Unit::State::kSharded) unit.unshard();
+}
+
+void Residency::record(const Unit& unit) {
+  if (!in_backward()) {
+    append_use(used_.forward, unit.index());
+    if (used_.forward.size() > kLongestRecord) forget_pass(), deviated_ = true;
+    return;
+  }
+  // Backward begins with the unit that forward ended with; as that was the last one, its use was
+  // not seen.
+  if (used_.backward.empty() && !used_.forward.empty())
+    append_use(used_.backward, used_.forward.back());
+  append_use(used_.backward, unit.index());
+}
+
+void Residency::interrupt_training() {
+  if (training_.position < 0 || !pinned_.empty()) return;
+  for (const Unit* unit : units_) pinned_.push_back(unit->state() != Unit::State::kSharded);
+}
+
+void Residency::resume_training() {
+  const bool evaluated = evaluation_.position >= 0;
+  finish(evaluation_);
+  pinned_.clear();
+  if (evaluated && training_.position < 0 && resident_bytes_ >= 0) free_all();
+}
+
+// Does what the plan has after the last use, as all ranks do.
+void Residency::finish(Cursor& cursor) {
+  if (cursor.position < 0) return;
+  execute(cursor, cursor.position + 1, static_cast<int>(cursor.order.size()));
+  cursor.position = -1;
 }
 
 // Moves to the next use of `unit` in the order, doing what the plan says on the way.
@@ -89,10 +121,9 @@ bool Residency::advance(Cursor& cursor, int unit) {
   if (cursor.position >= 0 && order[cursor.position] == unit) return true;
   auto next = std::find(order.begin() + cursor.position + 1, order.end(), unit);
   if (next == order.end() && &cursor == &evaluation_) {
-    // The next evaluation begins: end this one as all ranks do, then look again.
-    execute(cursor, cursor.position + 1, static_cast<int>(order.size()));
+    // The next evaluation begins: end this one, then look again.
+    finish(cursor);
     free_all();
-    cursor.position = -1;
     next = std::find(order.begin(), order.end(), unit);
   }
   if (next == order.end()) return false;
@@ -120,6 +151,7 @@ void Residency::gather(Unit& unit) {
 }
 
 void Residency::free(Unit& unit) {
+  if (!pinned_.empty() && pinned_[unit.index()]) return;
   if (contains(in_use_, &unit)) {
     postponed_.push_back(&unit);
   } else {
@@ -136,11 +168,15 @@ void Residency::free_all() {
 void Residency::restart() {
   training_.position = evaluation_.position = -1;
   last_ = nullptr;
+  postponed_.clear();
+  pinned_.clear();
   std::fill(ahead_.begin(), ahead_.end(), false);
 }
 
 void Residency::end_pass() {
   if (held_ > 0 || !any_frees_) return;
+  finish(evaluation_);
+  pinned_.clear();
   execute(training_, training_.position + 1, static_cast<int>(training_.order.size()));
   restart();
   if (resident_bytes_ >= 0) {
@@ -152,15 +188,19 @@ void Residency::end_pass() {
 }
 
 bool Residency::wants_to_learn() const {
+  if (!learned_) return true;
+  // A second backward of the same forward tells nothing of the next pass.
+  if (used_.forward.empty()) return false;
   // Far fewer uses than expected: the order was learned in an unusual pass.
   const size_t uses = used_.forward.size() + used_.backward.size();
-  return !learned_ || deviated_ || 2 * uses < training_.order.size();
+  return deviated_ || (4 * uses < 3 * training_.order.size() && used_ != mine_);
 }
 
 void Residency::forget_pass() { used_ = {}; }
 
 void Residency::learn(const PassOrder& pass) {
   order_ = pass;
+  mine_ = used_;
   std::vector<int> trainable;
   for (const Unit* unit : units_) {
     const auto& slots = unit->layout().slots;
@@ -174,10 +214,11 @@ void Residency::learn(const PassOrder& pass) {
 }
 
 void Residency::on_step(const std::vector<bool>& changed) {
+  finish_both();
   free_all();
   restart();
-  // Units that always exist whole are gathered now, in order of use, while the next forward begins; of
-  // the others, the first ones.
+  // Units that always exist whole are gathered now, in order of use, while the next forward begins;
+  // of the others, the first ones.
   std::vector<bool> done(units_.size(), false);
   for (const int index : training_.order) {
     Unit& unit = *units_[index];
@@ -188,9 +229,11 @@ void Residency::on_step(const std::vector<bool>& changed) {
     unit.unshard();
   }
   for (Unit* unit : units_) {
+    if (done[unit->index()]) continue;
+    if (unit->frees() && held_ > 0) unit->unshard();
     // Not in the order, so nobody is known to use it: gathered when it is used after all.
     const bool is_stale = changed[unit->index()] && unit->layout().level != ShardLevel::kNone;
-    if (!unit->frees() && is_stale && !done[unit->index()]) unit->reshard();
+    if (!unit->frees() && is_stale) unit->reshard();
   }
   if (held_ > 0 || training_.steps.empty()) return;
   for (const int index : training_.steps.front().gather) {
@@ -199,8 +242,15 @@ void Residency::on_step(const std::vector<bool>& changed) {
   }
 }
 
+void Residency::finish_both() {
+  finish(evaluation_);
+  pinned_.clear();
+  finish(training_);
+}
+
 void Residency::free_everything() {
   if (held_ > 0) return;
+  finish_both();
   free_all();
   restart();
 }

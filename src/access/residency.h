@@ -11,8 +11,8 @@ namespace tessera {
 
 /// Gathers units before they are used and frees them afterwards.
 ///
-/// Follows an order of use that all ranks share, so that all ranks start the same gathers in the same
-/// order even if one of them skips a unit. See [Note: One order of gathers] in residency.cpp.
+/// Follows an order of use that all ranks share, so that all ranks start the same gathers in the
+/// same order even if one of them skips a unit. See [Note: One order of gathers] in residency.cpp.
 class Residency {
  public:
   Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch);
@@ -20,8 +20,8 @@ class Residency {
   /// Makes `units`, which one operator uses together, unsharded.
   void on_use(const std::vector<Unit*>& units);
 
-  /// All ranks, at the end of backward: does the gathers that this rank did not come to in this pass, so
-  /// that all have done the same ones, and frees what is not to stay.
+  /// All ranks, at the end of backward: does the gathers that this rank did not come to in this
+  /// pass, so that all have done the same ones, and frees what is not to stay.
   void end_pass();
 
   /// True until an order is learned, and if this pass did not fit the order.
@@ -34,8 +34,8 @@ class Residency {
   /// The order that training passes follow.
   const PassOrder& order() const { return order_; }
 
-  /// All ranks: the shards of the units with `changed[unit]` have new values. Frees or re-gathers full
-  /// parameters and starts the next pass.
+  /// All ranks: the shards of the units with `changed[unit]` have new values. Frees or re-gathers
+  /// full parameters and starts the next pass.
   void on_step(const std::vector<bool>& changed);
 
   /// All ranks: frees all units that can be freed, unless they are held.
@@ -54,6 +54,11 @@ class Residency {
   };
 
   void use_one(Unit& unit);
+  void record(const Unit& unit);
+  void interrupt_training();
+  void resume_training();
+  void finish(Cursor& cursor);
+  void finish_both();
   bool advance(Cursor& cursor, int unit);
   void execute(const Cursor& cursor, int from, int to);
   void gather(Unit& unit);
@@ -73,9 +78,11 @@ class Residency {
   Cursor training_;
   Cursor evaluation_;  // the forward part of the order, again and again
   PassOrder used_;
+  PassOrder mine_;  // what this rank used in the pass that the order was learned from
   Unit* last_ = nullptr;
   std::vector<Unit*> in_use_;     // by the current operator
   std::vector<Unit*> postponed_;  // to be freed when the current operator is over
+  std::vector<bool> pinned_;      // belong to the training pass that an evaluation interrupts
   std::vector<bool> ahead_;       // gathered before the plan came to it
 };
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <malloc.h>
 #include <tessera/world.h>
 
 #include <algorithm>
@@ -45,7 +46,8 @@ UseOrder merge_over_ranks(ProcessGroup& process_group, const UseOrder& order) {
   return merge_orders(orders);
 }
 
-// Units by their last use in backward; those that it does not use come last, in reverse registration.
+// Units by their last use in backward; those that it does not use come last, in reverse
+// registration.
 std::vector<int> reduction_order(const UseOrder& backward, int units) {
   std::vector<int> order(units);
   for (int unit = 0; unit < units; ++unit) order[unit] = units - 1 - unit;
@@ -53,7 +55,8 @@ std::vector<int> reduction_order(const UseOrder& backward, int units) {
     const auto it = std::find(backward.rbegin(), backward.rend(), unit);
     return it == backward.rend() ? backward.size() : backward.rend() - it;
   };
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return last_use(a) < last_use(b); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return last_use(a) < last_use(b); });
   return order;
 }
 
@@ -62,8 +65,7 @@ std::vector<int> reduction_order(const UseOrder& backward, int units) {
 std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor>& parameters,
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& plan) {
-  ProcessGroupPtr process_group =
-      plan.process_group ? plan.process_group : default_process_group();
+  ProcessGroupPtr process_group = plan.process_group ? plan.process_group : default_process_group();
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
   check_on_all_ranks(*process_group, [&] {
@@ -103,6 +105,9 @@ void ShardedState::adopt() {
   for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
   reducer_->install();
   if (plan_.sync_buffers) sync_buffers();
+  // The whole parameters are gone; where they lay, the heap would keep the pages.
+  context_.pool.trim();
+  malloc_trim(0);
 }
 
 void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(units); }
@@ -114,7 +119,9 @@ void ShardedState::on_write(const std::vector<Unit*>& units) {
 void ShardedState::on_backward_end(bool synced, bool learn) {
   residency_->end_pass();
   if (synced && learn) learn_order();
-  if (synced) residency_->forget_pass();
+  // Only a pass that ends in a reduction is learned from: of several, the record would be all
+  // forwards, then all backwards.
+  residency_->forget_pass();
 }
 
 void ShardedState::learn_order() {
@@ -157,7 +164,8 @@ at::Tensor ShardedState::full_grad(const ParamPlace& place) {
     work->wait();
     work->wait_inputs();
   }
-  return at::as_strided(full, param.sizes, param.strides, full.storage_offset() + param.offset).clone();
+  return at::as_strided(full, param.sizes, param.strides, full.storage_offset() + param.offset)
+      .clone();
 }
 
 std::vector<NamedTensor> ShardedState::full_state() {
@@ -170,7 +178,8 @@ std::vector<NamedTensor> ShardedState::full_state() {
     unit->wait();
     for (const ParamSlot& slot : unit->layout().slots) {
       const at::Tensor value = at::as_strided(unit->full(), slot.sizes, slot.strides,
-                                              unit->full().storage_offset() + slot.offset).clone();
+                                              unit->full().storage_offset() + slot.offset)
+                                   .clone();
       for (const std::string& name : slot.names) state.push_back({name, value});
     }
     if (was_sharded && unit->frees()) unit->reshard();

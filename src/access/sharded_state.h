@@ -25,7 +25,8 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
  public:
   /// Collective; see `fully_shard`.
   static std::shared_ptr<ShardedState> create(const std::vector<NamedTensor>& parameters,
-                                              std::vector<NamedTensor> buffers, const ShardPlan& plan);
+                                              std::vector<NamedTensor> buffers,
+                                              const ShardPlan& plan);
   ~ShardedState() override;
 
   void on_use(const std::vector<Unit*>& units) override;
@@ -52,8 +53,8 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   }
 
  private:
-  ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan, ProcessGroupPtr process_group,
-               std::vector<UnitLayout> layouts);
+  ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
+               ProcessGroupPtr process_group, std::vector<UnitLayout> layouts);
   void adopt();
   void on_backward_end(bool synced, bool learn);
   void learn_order();

@@ -7,8 +7,8 @@
 namespace tessera {
 namespace {
 
-// Shortest common supersequence by dynamic programming; among equally short ones, that which takes from
-// `a` first.
+// Shortest common supersequence by dynamic programming; among equally short ones, that which takes
+// from `a` first.
 UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
   const size_t rows = a.size(), columns = b.size();
   std::vector<std::vector<int>> length(rows + 1, std::vector<int>(columns + 1));
@@ -54,9 +54,8 @@ class ResidentSet {
       idle.push_back(unit);
       idle_bytes += nbytes_[unit];
     }
-    std::stable_sort(idle.begin(), idle.end(), [&](int a, int b) {
-      return next_use(a, position) > next_use(b, position);
-    });
+    std::stable_sort(idle.begin(), idle.end(),
+                     [&](int a, int b) { return next_use(a, position) > next_use(b, position); });
     std::vector<int> freed;
     for (const int unit : idle) {
       const bool never_used = next_use(unit, position) == order_.size();
@@ -119,7 +118,8 @@ void insert_missing(PassOrder& pass, const std::vector<int>& all) {
     pass.forward.insert(before < 0 ? pass.forward.begin() : after + 1, unit);
     // Backward comes to it before it comes to that neighbour for the last time.
     auto last = std::find(pass.backward.rbegin(), pass.backward.rend(), before);
-    pass.backward.insert(last == pass.backward.rend() ? pass.backward.end() : last.base() - 1, unit);
+    pass.backward.insert(last == pass.backward.rend() ? pass.backward.end() : last.base() - 1,
+                         unit);
   }
 }
 
@@ -129,7 +129,8 @@ std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vect
   ResidentSet resident(order, nbytes, resident_bytes);
   for (size_t position = 0; position < order.size(); ++position) {
     std::vector<int> wanted;
-    for (size_t p = position; p < order.size() && p <= position + static_cast<size_t>(prefetch); ++p) {
+    for (size_t p = position; p < order.size() && p <= position + static_cast<size_t>(prefetch);
+         ++p) {
       if (nbytes[order[p]] > 0) wanted.push_back(order[p]);
     }
     steps[position].free = resident.shrink(position, {wanted.begin(), wanted.end()});

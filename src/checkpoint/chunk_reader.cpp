@@ -47,8 +47,9 @@ SafetensorsFile& ChunkReader::file(const std::string& name) {
     it = open_.emplace(name, SafetensorsFile(directory_.open(name))).first;
     const auto& metadata = it->second.metadata();
     const auto id = metadata.find("id");
-    TORCH_CHECK_VALUE(id != metadata.end() && id->second == index_.id, "[load_checkpoint] '", directory_.path(), "/",
-                      name, "' is of another save than the index; expected id ", index_.id, ", got ",
+    TORCH_CHECK_VALUE(id != metadata.end() && id->second == index_.id, "[load_checkpoint] '",
+                      directory_.path(), "/", name,
+                      "' is of another save than the index; expected id ", index_.id, ", got ",
                       id == metadata.end() ? "none" : id->second);
   }
   return it->second;
@@ -63,8 +64,9 @@ void ChunkReader::check(const TensorRecord& tensor, int64_t begin, int64_t end) 
 void ChunkReader::read_stored(const TensorRecord& tensor, int64_t begin, int64_t end, void* out) {
   const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
   for_each_chunk(tensor, begin, end, [&](const ChunkRecord& chunk, int64_t from, int64_t to) {
-    file(chunk.file).read(chunk.key, from - chunk.begin, to - chunk.begin,
-                          static_cast<char*>(out) + (from - begin) * item);
+    file(chunk.file)
+        .read(chunk.key, from - chunk.begin, to - chunk.begin,
+              static_cast<char*>(out) + (from - begin) * item);
   });
 }
 
@@ -78,8 +80,8 @@ at::Tensor ChunkReader::read_reordered(const TensorRecord& tensor, at::IntArrayR
   return at::as_strided(ordered, {numel}, {1});
 }
 
-void ChunkReader::read(const TensorRecord& tensor, at::IntArrayRef strides, int64_t begin, int64_t end,
-                       const at::Tensor& out) {
+void ChunkReader::read(const TensorRecord& tensor, at::IntArrayRef strides, int64_t begin,
+                       int64_t end, const at::Tensor& out) {
   if (!is_same_order(tensor.shape, strides, tensor.strides)) {
     out.copy_(read_reordered(tensor, strides).narrow(0, begin, end - begin).view(out.sizes()));
   } else if (out.is_cpu() && out.is_contiguous()) {

@@ -20,13 +20,15 @@ namespace tessera {
 namespace {
 
 TensorRecord record_of(const ParamSlot& slot) {
-  TensorRecord record{.kind = "param", .names = slot.names, .shape = slot.sizes, .strides = slot.strides};
+  TensorRecord record{
+      .kind = "param", .names = slot.names, .shape = slot.sizes, .strides = slot.strides};
   record.dtype = safetensors_dtype(slot.dtype);
   return record;
 }
 
 TensorRecord record_of(const NamedTensor& buffer) {
-  TensorRecord record{.kind = "buffer", .names = {buffer.name}, .shape = buffer.tensor.sizes().vec()};
+  TensorRecord record{
+      .kind = "buffer", .names = {buffer.name}, .shape = buffer.tensor.sizes().vec()};
   const auto strides = c10::contiguous_strides(record.shape);
   record.strides.assign(strides.begin(), strides.end());
   record.dtype = safetensors_dtype(buffer.tensor.scalar_type());
@@ -36,7 +38,8 @@ TensorRecord record_of(const NamedTensor& buffer) {
 // The state of a segment in the segment's memory order, 1-D.
 at::Tensor flat_state(const at::Tensor& value, const Segment& segment) {
   const at::Tensor& like = segment.tensor;
-  TORCH_CHECK(value.sizes() == like.sizes(), "[save_checkpoint] the optimizer's state must have its parameter's shape ",
+  TORCH_CHECK(value.sizes() == like.sizes(),
+              "[save_checkpoint] the optimizer's state must have its parameter's shape ",
               like.sizes(), "; got ", value.sizes());
   at::Tensor ordered = value;
   if (value.strides() != like.strides()) {
@@ -65,11 +68,12 @@ class Collector {
   }
 
  private:
-  // This rank's elements of a parameter, in the unit's flat buffer. They are those of its shard even if
-  // every rank has and updates all.
+  // This rank's elements of a parameter, in the unit's flat buffer. They are those of its shard
+  // even if every rank has and updates all.
   std::pair<int64_t, int64_t> range_of(const Unit& unit, const ParamSlot& slot) const {
     const auto& bounds = unit.layout().bounds;
-    return {std::max(slot.offset, bounds[rank_]), std::min(slot.offset + slot.numel, bounds[rank_ + 1])};
+    return {std::max(slot.offset, bounds[rank_]),
+            std::min(slot.offset + slot.numel, bounds[rank_ + 1])};
   }
 
   // `data` holds elements [begin, end) of the tensor; records without data are rank 0's to list.
@@ -122,7 +126,8 @@ class Collector {
       record.kind = "state";
       record.state = state_name;
       record.dtype = safetensors_dtype(value.scalar_type());
-      const at::Tensor data = flat_state(value, segment).narrow(0, begin - segment.begin, end - begin);
+      const at::Tensor data =
+          flat_state(value, segment).narrow(0, begin - segment.begin, end - begin);
       add(std::move(record), begin - slot.offset, end - slot.offset, data);
     }
   }

@@ -13,12 +13,13 @@ namespace tessera {
 
 /// What one rank contributes to a checkpoint.
 struct RankContents {
-  CheckpointIndex index;            ///< of the chunks of this rank; rank 0 adds what all ranks know alike
+  CheckpointIndex index;  ///< of the chunks of this rank; rank 0 adds what all ranks know alike
   std::vector<NamedTensor> chunks;  ///< 1-D views of the memory of shards and optimizer state
 };
 
-/// Cuts out this rank's chunks: each element of the model and of the optimizer's state is in exactly one
-/// chunk of one rank. Changes and copies nothing (but what is not laid out like its parameter).
+/// Cuts out this rank's chunks: each element of the model and of the optimizer's state is in
+/// exactly one chunk of one rank. Changes and copies nothing (but what is not laid out like its
+/// parameter).
 RankContents contents_of_rank(const ShardedState& state, const ShardedOptimizer* optimizer);
 
 /// True if both strides put the elements of `sizes` into the same order.

@@ -17,12 +17,13 @@ namespace fs = std::filesystem;
 
 // [Note: Replacing a checkpoint]
 //
-// A new checkpoint is written to `<path>.tmp`, the index last, and everything is brought to the disk.
-// Then the two directories exchange their names in one step of the file system, and the old one, which now
-// has the draft's name, is removed. Where the file system can't exchange, the old one is renamed to
-// `<path>.old` before the draft gets its name; if that is cut off in between, `<path>.old` is taken for the
-// checkpoint by the next load or save. A save that is cut off earlier leaves a draft, which the next one
-// removes.
+// A new checkpoint is written to `<path>.tmp`, the index last, and everything is brought to the
+// disk. Then the two directories exchange their names in one step of the file system, and the old
+// one, which now has the draft's name, is removed. Where the file system can't exchange, the old
+// one is renamed to
+// `<path>.old` before the draft gets its name; if that is cut off in between, `<path>.old` is taken
+// for the checkpoint by the next load or save. A save that is cut off earlier leaves a draft, which
+// the next one removes.
 //
 // Only files with a checkpoint's names are ever removed.
 namespace {
@@ -41,15 +42,16 @@ void check_removable(const fs::path& path) {
                     "' must be a new path or a checkpoint's directory; got a file");
   for (const auto& entry : fs::directory_iterator(path)) {
     TORCH_CHECK_VALUE(is_checkpoint_file(entry.path()), "[save_checkpoint] '", path.string(),
-                      "' must be a new path or hold nothing but a checkpoint, because it will be replaced; it has '",
+                      "' must be a new path or hold nothing but a checkpoint, because it will be "
+                      "replaced; it has '",
                       entry.path().filename().string(), "'");
   }
 }
 
 void remove_checkpoint(const fs::path& path) noexcept {
   std::error_code ignored;
-  for (auto entry = fs::directory_iterator(path, ignored); !ignored && entry != fs::directory_iterator();
-       entry.increment(ignored)) {
+  for (auto entry = fs::directory_iterator(path, ignored);
+       !ignored && entry != fs::directory_iterator(); entry.increment(ignored)) {
     if (is_checkpoint_file(entry->path())) fs::remove(entry->path(), ignored);
   }
   fs::remove(path, ignored);  // only if it is empty
@@ -61,10 +63,11 @@ bool cannot_exchange(int error) {
 
 }  // namespace
 
-CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(fs::absolute(path).lexically_normal()) {
+CheckpointDirectory::CheckpointDirectory(const fs::path& path)
+    : path_(fs::absolute(path).lexically_normal()) {
   if (path_.filename().empty()) path_ = path_.parent_path();
-  TORCH_CHECK_VALUE(!path.empty() && path_.has_filename(), "[save_checkpoint] path must name a directory; got '",
-                    path.string(), "'");
+  TORCH_CHECK_VALUE(!path.empty() && path_.has_filename(),
+                    "[save_checkpoint] path must name a directory; got '", path.string(), "'");
   if (fs::is_symlink(path_)) path_ = fs::canonical(path_);
   draft_ = with_suffix(path_, ".tmp");
 }
@@ -80,14 +83,15 @@ void CheckpointDirectory::prepare() const {
 
 void CheckpointDirectory::publish() const {
   File::open_directory(draft_).sync();
-  fs::path parent = path_.parent_path();
+  const fs::path parent = path_.parent_path();
   if (::rename(draft_.c_str(), path_.c_str()) != 0) {  // works if there was none
-    const int exchanged = ::renameat2(AT_FDCWD, draft_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE);
+    const int exchanged =
+        ::renameat2(AT_FDCWD, draft_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE);
     if (exchanged != 0 && cannot_exchange(errno)) {
       replace_by_renames();
     } else {
-      TORCH_CHECK(exchanged == 0, "[save_checkpoint] could not replace '", path_.string(), "': ",
-                  std::strerror(errno));
+      TORCH_CHECK(exchanged == 0, "[save_checkpoint] could not replace '", path_.string(),
+                  "': ", std::strerror(errno));
     }
   }
   File::open_directory(parent).sync();
@@ -104,7 +108,8 @@ void CheckpointDirectory::replace_by_renames() const {
   fs::rename(draft_, path_, error);
   if (!error) return;
   fs::rename(old, path_);
-  TORCH_CHECK(false, "[save_checkpoint] could not replace '", path_.string(), "': ", error.message());
+  TORCH_CHECK(false, "[save_checkpoint] could not replace '", path_.string(),
+              "': ", error.message());
 }
 
 void CheckpointDirectory::discard() const noexcept { remove_checkpoint(draft_); }

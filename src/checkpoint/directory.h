@@ -4,7 +4,8 @@
 
 namespace tessera {
 
-/// The place of a checkpoint while a new one is written. See [Note: Replacing a checkpoint] in directory.cpp.
+/// The place of a checkpoint while a new one is written. See [Note: Replacing a checkpoint] in
+/// directory.cpp.
 class CheckpointDirectory {
  public:
   explicit CheckpointDirectory(const std::filesystem::path& path);

@@ -19,28 +19,31 @@ constexpr size_t kMostPerCall = size_t{1} << 30;
 }  // namespace
 
 File::File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
-File::File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+File::File(File&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
 File::~File() {
   if (fd_ >= 0) ::close(fd_);
 }
 
 File File::create(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  TORCH_CHECK(fd >= 0, "[save_checkpoint] could not create '", path.string(), "': ", std::strerror(errno));
+  TORCH_CHECK(fd >= 0, "[save_checkpoint] could not create '", path.string(),
+              "': ", std::strerror(errno));
   return File(fd, path.string());
 }
 
 File File::open_directory(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open the directory '", path.string(), "': ",
-                    std::strerror(errno));
+  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open the directory '", path.string(),
+                    "': ", std::strerror(errno));
   return File(fd, path.string());
 }
 
 File File::open(const std::string& name) const {
   const std::string path = path_ + "/" + name;
   const int fd = ::openat(fd_, name.c_str(), O_RDONLY | O_CLOEXEC);
-  TORCH_CHECK_VALUE(fd >= 0, "[load_checkpoint] could not open '", path, "': ", std::strerror(errno));
+  TORCH_CHECK_VALUE(fd >= 0, "[load_checkpoint] could not open '", path,
+                    "': ", std::strerror(errno));
   return File(fd, path);
 }
 
@@ -49,7 +52,8 @@ void File::write(const void* data, size_t nbytes) {
   while (nbytes > 0) {
     const ssize_t written = ::write(fd_, next, std::min(nbytes, kMostPerCall));
     if (written < 0 && errno == EINTR) continue;
-    TORCH_CHECK(written > 0, "[save_checkpoint] could not write '", path_, "': ", std::strerror(errno));
+    TORCH_CHECK(written > 0, "[save_checkpoint] could not write '", path_,
+                "': ", std::strerror(errno));
     next += written;
     nbytes -= static_cast<size_t>(written);
   }
@@ -60,8 +64,8 @@ void File::read(void* data, size_t nbytes, int64_t offset) const {
   while (nbytes > 0) {
     const ssize_t count = ::pread(fd_, next, std::min(nbytes, kMostPerCall), offset);
     if (count < 0 && errno == EINTR) continue;
-    TORCH_CHECK(count > 0, "[load_checkpoint] could not read ", nbytes, " bytes at ", offset, " of '", path_,
-                "': ", count < 0 ? std::strerror(errno) : "the file ends before");
+    TORCH_CHECK(count > 0, "[load_checkpoint] could not read ", nbytes, " bytes at ", offset,
+                " of '", path_, "': ", count < 0 ? std::strerror(errno) : "the file ends before");
     next += count;
     offset += count;
     nbytes -= static_cast<size_t>(count);
@@ -70,14 +74,14 @@ void File::read(void* data, size_t nbytes, int64_t offset) const {
 
 int64_t File::nbytes() const {
   struct stat status {};
-  TORCH_CHECK(::fstat(fd_, &status) == 0, "[checkpoint] could not look at '", path_, "': ",
-              std::strerror(errno));
+  TORCH_CHECK(::fstat(fd_, &status) == 0, "[checkpoint] could not look at '", path_,
+              "': ", std::strerror(errno));
   return status.st_size;
 }
 
 void File::sync() const {
-  TORCH_CHECK(::fsync(fd_) == 0, "[save_checkpoint] could not write '", path_, "' to the disk: ",
-              std::strerror(errno));
+  TORCH_CHECK(::fsync(fd_) == 0, "[save_checkpoint] could not write '", path_,
+              "' to the disk: ", std::strerror(errno));
 }
 
 }  // namespace tessera

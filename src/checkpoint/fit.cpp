@@ -25,14 +25,15 @@ class Misfits {
 
   void check(const std::string& path) const {
     static constexpr const char* kTitles[kKinds] = {
-        "missing in the checkpoint", "not in the model",  "other shapes",
-        "other dtypes",              "tied only in the model", "optimizer"};
+        "missing in the checkpoint", "not in the model", "other shapes", "other dtypes",
+        "tied only in the model",    "optimizer"};
     std::string text;
     for (size_t kind = 0; kind < kKinds; ++kind) {
       if (found_[kind].empty()) continue;
       text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", kTitles[kind], list(found_[kind]));
     }
-    TORCH_CHECK_VALUE(text.empty(), "[load_checkpoint] the checkpoint '", path, "' must fit the model; ", text);
+    TORCH_CHECK_VALUE(text.empty(), "[load_checkpoint] the checkpoint '", path,
+                      "' must fit the model; ", text);
   }
 
  private:
@@ -46,15 +47,16 @@ class Misfits {
   std::vector<std::string> found_[kKinds];
 };
 
-void compare(const TensorRecord& record, const std::string& name, at::IntArrayRef sizes, at::ScalarType dtype,
-             Misfits& misfits) {
+void compare(const TensorRecord& record, const std::string& name, at::IntArrayRef sizes,
+             at::ScalarType dtype, Misfits& misfits) {
   if (at::IntArrayRef(record.shape) != sizes) {
-    misfits.add(Misfits::kShape, fmt::format("'{}' [{}] (the model's: [{}])", name, fmt::join(record.shape, ", "),
-                                             fmt::join(sizes.vec(), ", ")));
+    misfits.add(Misfits::kShape,
+                fmt::format("'{}' [{}] (the model's: [{}])", name, fmt::join(record.shape, ", "),
+                            fmt::join(sizes.vec(), ", ")));
   }
   if (record.dtype != safetensors_dtype(dtype)) {
-    misfits.add(Misfits::kDtype,
-                fmt::format("'{}' {} (the model's: {})", name, record.dtype, safetensors_dtype(dtype)));
+    misfits.add(Misfits::kDtype, fmt::format("'{}' {} (the model's: {})", name, record.dtype,
+                                             safetensors_dtype(dtype)));
   }
 }
 
@@ -73,8 +75,8 @@ void compare_param(const TensorTable& table, const ParamSlot& slot, Misfits& mis
   if (first) compare(*first, slot.name(), slot.sizes, slot.dtype, misfits);
 }
 
-void compare_model(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
-                   Misfits& misfits) {
+void compare_model(const CheckpointIndex& index, const TensorTable& table,
+                   const ShardedState& state, Misfits& misfits) {
   std::set<std::string> in_model;  // "KIND/NAME"
   for (const auto& unit : state.units()) {
     for (const ParamSlot& slot : unit->layout().slots) {
@@ -86,7 +88,8 @@ void compare_model(const CheckpointIndex& index, const TensorTable& table, const
     if (!buffer.tensor.defined()) continue;
     in_model.insert("buffer/" + buffer.name);
     const TensorRecord* record = table.find("buffer", buffer.name);
-    if (record) compare(*record, buffer.name, buffer.tensor.sizes(), buffer.tensor.scalar_type(), misfits);
+    if (record)
+      compare(*record, buffer.name, buffer.tensor.sizes(), buffer.tensor.scalar_type(), misfits);
     if (!record) misfits.add(Misfits::kMissing, fmt::format("buffer '{}'", buffer.name));
   }
   for (const TensorRecord& record : index.tensors) {
@@ -106,16 +109,19 @@ void compare_groups(const Groups& saved, const Groups& present, Misfits& misfits
   for (const auto& [name, group] : present) {
     const auto it = saved.find(name);
     if (it == saved.end()) {
-      misfits.add(Misfits::kOptimizer, fmt::format("'{}' is in none of the checkpoint's param groups", name));
+      misfits.add(Misfits::kOptimizer,
+                  fmt::format("'{}' is in none of the checkpoint's param groups", name));
     } else if (it->second != group) {
-      misfits.add(Misfits::kOptimizer, fmt::format("'{}' is in param group {} (the checkpoint's: {})", name, group,
-                                                   it->second));
+      misfits.add(
+          Misfits::kOptimizer,
+          fmt::format("'{}' is in param group {} (the checkpoint's: {})", name, group, it->second));
     }
   }
   for (const auto& [name, group] : saved) {
     if (present.contains(name)) continue;
     misfits.add(Misfits::kOptimizer,
-                fmt::format("'{}' of the checkpoint's param group {} is in none of the optimizer's", name, group));
+                fmt::format("'{}' of the checkpoint's param group {} is in none of the optimizer's",
+                            name, group));
   }
 }
 
@@ -129,17 +135,20 @@ Groups saved_groups(const OptimizerRecord& record, const TensorTable& table) {
   return groups;
 }
 
-Groups present_groups(const ShardedState& state, const ShardedOptimizer& optimizer, const TensorTable& table) {
+Groups present_groups(const ShardedState& state, const ShardedOptimizer& optimizer,
+                      const TensorTable& table) {
   Groups groups;
   for (const Segment& segment : segments_of(optimizer)) {
     const std::string& name = state.slot(segment.place).name();
-    if (const auto* param = table.find("param", name)) groups[param->names.front()] = segment.param_group;
+    if (const auto* param = table.find("param", name))
+      groups[param->names.front()] = segment.param_group;
   }
   return groups;
 }
 
-void compare_optimizer(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
-                       const ShardedOptimizer& optimizer, Misfits& misfits) {
+void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
+                       const ShardedState& state, const ShardedOptimizer& optimizer,
+                       Misfits& misfits) {
   if (!index.optimizer) {
     misfits.add(Misfits::kOptimizer, "it was saved without one");
     return;
@@ -151,8 +160,8 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table, c
   }
   const size_t groups = optimizer.inner().param_groups().size();
   if (record.param_groups.size() != groups) {
-    misfits.add(Misfits::kOptimizer,
-                fmt::format("{} param groups (the checkpoint's: {})", groups, record.param_groups.size()));
+    misfits.add(Misfits::kOptimizer, fmt::format("{} param groups (the checkpoint's: {})", groups,
+                                                 record.param_groups.size()));
     return;
   }
   compare_groups(saved_groups(record, table), present_groups(state, optimizer, table), misfits);
@@ -160,7 +169,8 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table, c
     if (tensor.kind != "state") continue;
     const TensorRecord* param = table.find("param", tensor.names.front());
     if (param && param->shape == tensor.shape) continue;
-    misfits.add(Misfits::kOptimizer, fmt::format("'{}' has another shape than its parameter", tensor.id()));
+    misfits.add(Misfits::kOptimizer,
+                fmt::format("'{}' has another shape than its parameter", tensor.id()));
   }
 }
 

@@ -30,8 +30,8 @@ class TensorTable {
   std::map<std::string, std::vector<const TensorRecord*>> states_;  // by the parameter's first name
 };
 
-/// Throws one `c10::ValueError` that lists everything in which the checkpoint does not fit the model or the
-/// optimizer.
+/// Throws one `c10::ValueError` that lists everything in which the checkpoint does not fit the
+/// model or the optimizer.
 void check_fit(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
                const ShardedOptimizer* optimizer, const std::string& path);
 

@@ -24,7 +24,8 @@ json to_json_number(double value) {
 }
 
 double from_json_number(const json& value) {
-  return value.is_string() ? std::strtod(value.get<std::string>().c_str(), nullptr) : value.get<double>();
+  return value.is_string() ? std::strtod(value.get<std::string>().c_str(), nullptr)
+                           : value.get<double>();
 }
 
 json to_json_numbers(const std::map<std::string, double>& numbers) {
@@ -42,10 +43,12 @@ std::map<std::string, double> from_json_numbers(const json& values) {
 json to_json_tensor(const TensorRecord& tensor) {
   json chunks = json::array();
   for (const ChunkRecord& chunk : tensor.chunks) {
-    chunks.push_back({{"file", chunk.file}, {"key", chunk.key}, {"begin", chunk.begin}, {"end", chunk.end}});
+    chunks.push_back(
+        {{"file", chunk.file}, {"key", chunk.key}, {"begin", chunk.begin}, {"end", chunk.end}});
   }
-  json result = {{"kind", tensor.kind},   {"names", tensor.names},     {"dtype", tensor.dtype},
-                 {"shape", tensor.shape}, {"strides", tensor.strides}, {"chunks", std::move(chunks)}};
+  json result = {{"kind", tensor.kind},       {"names", tensor.names},
+                 {"dtype", tensor.dtype},     {"shape", tensor.shape},
+                 {"strides", tensor.strides}, {"chunks", std::move(chunks)}};
   if (!tensor.state.empty()) result["state"] = tensor.state;
   return result;
 }
@@ -69,7 +72,8 @@ json to_json_optimizer(const OptimizerRecord& optimizer) {
   for (const ParamGroupRecord& group : optimizer.param_groups) {
     groups.push_back({{"options", to_json_numbers(group.options)}, {"params", group.params}});
   }
-  return {{"kind", optimizer.kind}, {"param_groups", std::move(groups)}, {"counts", optimizer.counts}};
+  return {
+      {"kind", optimizer.kind}, {"param_groups", std::move(groups)}, {"counts", optimizer.counts}};
 }
 
 OptimizerRecord from_json_optimizer(const json& value) {
@@ -83,9 +87,10 @@ OptimizerRecord from_json_optimizer(const json& value) {
 }
 
 CheckpointIndex from_json_index(const json& value) {
-  TORCH_CHECK_VALUE(value.at("format") == json(kFormat) && value.at("format_version") == kFormatVersion,
-                    "[load_checkpoint] the index must have the format '", kFormat, "', version ", kFormatVersion, "; got ", value.at("format").dump(),
-                    ", version ", value.at("format_version").dump());
+  TORCH_CHECK_VALUE(
+      value.at("format") == json(kFormat) && value.at("format_version") == kFormatVersion,
+      "[load_checkpoint] the index must have the format '", kFormat, "', version ", kFormatVersion,
+      "; got ", value.at("format").dump(), ", version ", value.at("format_version").dump());
   CheckpointIndex index;
   value.at("id").get_to(index.id);
   value.at("world_size").get_to(index.world_size);
@@ -98,7 +103,8 @@ CheckpointIndex from_json_index(const json& value) {
 // The position of the last element; elements fill the memory without gaps if it is numel - 1.
 int64_t last_position(const TensorRecord& tensor) {
   int64_t last = 0;
-  for (size_t dim = 0; dim < tensor.shape.size(); ++dim) last += (tensor.shape[dim] - 1) * tensor.strides[dim];
+  for (size_t dim = 0; dim < tensor.shape.size(); ++dim)
+    last += (tensor.shape[dim] - 1) * tensor.strides[dim];
   return last;
 }
 
@@ -108,21 +114,23 @@ void check_geometry(const TensorRecord& tensor) {
                     std::none_of(tensor.shape.begin(), tensor.shape.end(), is_negative) &&
                     std::none_of(tensor.strides.begin(), tensor.strides.end(), is_negative);
   TORCH_CHECK_VALUE(fits && (tensor.numel() == 0 || last_position(tensor) == tensor.numel() - 1),
-                    "[load_checkpoint] the shape and strides of '", tensor.names.empty() ? "" : tensor.names.front(),
-                    "' don't describe a tensor");
+                    "[load_checkpoint] the shape and strides of '",
+                    tensor.names.empty() ? "" : tensor.names.front(), "' don't describe a tensor");
 }
 
 void check_chunks(const TensorRecord& tensor) {
   int64_t end = 0;
   for (const ChunkRecord& chunk : tensor.chunks) {
-    TORCH_CHECK_VALUE(chunk.begin == end && chunk.end > chunk.begin, "[load_checkpoint] the stored '", tensor.id(), "' has a gap or an overlap at element ",
-                      end);
-    TORCH_CHECK_VALUE(!chunk.file.empty() && chunk.file.find('/') == std::string::npos, "[load_checkpoint] '", chunk.file,
+    TORCH_CHECK_VALUE(chunk.begin == end && chunk.end > chunk.begin,
+                      "[load_checkpoint] the stored '", tensor.id(),
+                      "' has a gap or an overlap at element ", end);
+    TORCH_CHECK_VALUE(!chunk.file.empty() && chunk.file.find('/') == std::string::npos,
+                      "[load_checkpoint] '", chunk.file,
                       "' must be the name of a file beside the index");
     end = chunk.end;
   }
-  TORCH_CHECK_VALUE(end == tensor.numel(), "[load_checkpoint] '", tensor.id(), "' has ", tensor.numel(), " elements, but ", end,
-                    " are stored");
+  TORCH_CHECK_VALUE(end == tensor.numel(), "[load_checkpoint] '", tensor.id(), "' has ",
+                    tensor.numel(), " elements, but ", end, " are stored");
 }
 
 }  // namespace
@@ -134,7 +142,8 @@ int64_t TensorRecord::numel() const {
 }
 
 std::string TensorRecord::id(size_t name) const {
-  return state.empty() ? fmt::format("{}/{}", kind, names[name]) : fmt::format("{}/{}/{}", kind, state, names[name]);
+  return state.empty() ? fmt::format("{}/{}", kind, names[name])
+                       : fmt::format("{}/{}/{}", kind, state, names[name]);
 }
 
 std::string rank_file(int rank, int size) {
@@ -146,8 +155,8 @@ std::string to_json(const CheckpointIndex& index) {
   for (const TensorRecord& tensor : index.tensors) tensors.push_back(to_json_tensor(tensor));
   json result = {{"format", kFormat},
                  {"format_version", kFormatVersion},
-                 {"tessera_version", fmt::format("{}.{}.{}", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
-                                                 TESSERA_VERSION_PATCH)},
+                 {"tessera_version", fmt::format("{}.{}.{}", TESSERA_VERSION_MAJOR,
+                                                 TESSERA_VERSION_MINOR, TESSERA_VERSION_PATCH)},
                  {"id", index.id},
                  {"world_size", index.world_size},
                  {"numbers", to_json_numbers(index.numbers)},
@@ -160,7 +169,8 @@ CheckpointIndex index_from_json(const std::string& text) {
   try {
     return from_json_index(json::parse(text));
   } catch (const json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[load_checkpoint] the index must be that of a checkpoint: ", error.what());
+    TORCH_CHECK_VALUE(false,
+                      "[load_checkpoint] the index must be that of a checkpoint: ", error.what());
   }
 }
 
@@ -182,7 +192,8 @@ void merge_into(CheckpointIndex& index, const CheckpointIndex& part) {
     }
     std::vector<ChunkRecord>& chunks = index.tensors[place->second].chunks;
     chunks.insert(chunks.end(), tensor.chunks.begin(), tensor.chunks.end());
-    std::sort(chunks.begin(), chunks.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+    std::sort(chunks.begin(), chunks.end(),
+              [](const auto& a, const auto& b) { return a.begin < b.begin; });
   }
   if (index.optimizer && part.optimizer) {
     index.optimizer->counts.insert(part.optimizer->counts.begin(), part.optimizer->counts.end());

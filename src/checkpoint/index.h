@@ -15,8 +15,8 @@ struct ChunkRecord {
   int64_t begin = 0, end = 0;  ///< elements of the tensor in the order of its memory
 };
 
-/// A tensor of the model or of its optimizer's state. Its elements are stored in the order of its memory,
-/// which `shape` and `strides` describe, so that shards are written as they lie.
+/// A tensor of the model or of its optimizer's state. Its elements are stored in the order of its
+/// memory, which `shape` and `strides` describe, so that shards are written as they lie.
 struct TensorRecord {
   std::string kind;                ///< `param`, `buffer` or `state`
   std::string state;               ///< for a `state`: its name, such as `exp_avg`

@@ -40,15 +40,17 @@ class Loader {
   Loader(const std::filesystem::path& path, ShardedState& state, ShardedOptimizer* optimizer)
       : reader_(path), table_(reader_.index()), state_(state), optimizer_(optimizer) {
     for (const auto& unit : state.units()) unit->check_views();
-    TORCH_CHECK_VALUE(!optimizer || optimizer->module().state().get() == &state,
-                      "[load_checkpoint] the optimizer must be that of the module; it was made for another one");
+    TORCH_CHECK_VALUE(
+        !optimizer || optimizer->module().state().get() == &state,
+        "[load_checkpoint] the optimizer must be that of the module; it was made for another one");
     check_fit(reader_.index(), table_, state, optimizer, path.string());
     plan_params();
     plan_buffers();
     if (optimizer) plan_optimizer();
     for (const Target& target : targets_) {
       const bool reordered = target.strides != target.source->strides;
-      reader_.check(*target.source, reordered ? 0 : target.begin, reordered ? target.source->numel() : target.end);
+      reader_.check(*target.source, reordered ? 0 : target.begin,
+                    reordered ? target.source->numel() : target.end);
     }
   }
 
@@ -68,7 +70,8 @@ class Loader {
         const int64_t begin = std::max(slot.offset, unit->updated_begin());
         const int64_t end = std::min(slot.offset + slot.numel, unit->updated_end());
         if (begin >= end) continue;
-        targets_.push_back({table_.find("param", slot.name()), slot.strides, begin - slot.offset, end - slot.offset,
+        targets_.push_back({table_.find("param", slot.name()), slot.strides, begin - slot.offset,
+                            end - slot.offset,
                             unit->updated().narrow(0, begin - unit->updated_begin(), end - begin)});
       }
     }
@@ -90,7 +93,8 @@ class Loader {
       ParamState state{.tensors = {}, .counts = table_.counts_of(param)};
       for (const TensorRecord* source : table_.states_of(param)) {
         at::Tensor value = memory_for(segment, source->state, scalar_type_of(source->dtype));
-        targets_.push_back({source, slot.strides, segment.begin - slot.offset, segment.end - slot.offset,
+        targets_.push_back({source, slot.strides, segment.begin - slot.offset,
+                            segment.end - slot.offset,
                             at::as_strided(value, {value.numel()}, {1}, value.storage_offset())});
         state.tensors[source->state] = std::move(value);
       }
@@ -99,7 +103,8 @@ class Loader {
   }
 
   // The tensor that the optimizer has for this state, so that none is there twice, or a new one.
-  at::Tensor memory_for(const Segment& segment, const std::string& state, at::ScalarType dtype) const {
+  at::Tensor memory_for(const Segment& segment, const std::string& state,
+                        at::ScalarType dtype) const {
     const ParamState present = read_param_state(optimizer_->inner(), segment.tensor);
     const auto it = present.tensors.find(state);
     if (it != present.tensors.end() && it->second.sizes() == segment.tensor.sizes() &&
@@ -121,7 +126,8 @@ class Loader {
     }
     const OptimizerRecord& record = *index().optimizer;
     for (size_t group = 0; group < record.param_groups.size(); ++group) {
-      write_options(record.kind, optimizer.param_groups()[group], record.param_groups[group].options);
+      write_options(record.kind, optimizer.param_groups()[group],
+                    record.param_groups[group].options);
     }
   }
 
@@ -135,15 +141,16 @@ class Loader {
 
 void check_same_checkpoint(ProcessGroup& process_group, const std::string& id) {
   for (const std::string& other : all_gather_bytes(process_group, id, kTag)) {
-    TORCH_CHECK_VALUE(other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ", id,
-                      " and ", other, " (was it replaced, or is the path another one on some machine?)");
+    TORCH_CHECK_VALUE(
+        other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ",
+        id, " and ", other, " (was it replaced, or is the path another one on some machine?)");
   }
 }
 
 }  // namespace
 
-std::map<std::string, double> load_checkpoint(const std::filesystem::path& path, ShardedModule& module,
-                                              ShardedOptimizer* optimizer) {
+std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
+                                              ShardedModule& module, ShardedOptimizer* optimizer) {
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
   std::optional<Loader> loader;

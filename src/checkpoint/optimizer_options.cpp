@@ -76,14 +76,16 @@ std::string optimizer_kind(const Optimizer& optimizer) {
   if (dynamic_cast<const SGD*>(&optimizer)) return "SGD";
   if (dynamic_cast<const Adagrad*>(&optimizer)) return "Adagrad";
   if (dynamic_cast<const RMSprop*>(&optimizer)) return "RMSprop";
-  TORCH_CHECK_NOT_IMPLEMENTED(false,
-                              "[checkpoint] the state of an optimizer can be stored only for Adagrad, Adam, "
-                              "AdamW, RMSprop and SGD; got another class");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "[checkpoint] the state of an optimizer can be stored only for Adagrad, Adam, "
+      "AdamW, RMSprop and SGD; got another class");
 }
 
 std::map<std::string, double> read_options(const std::string& kind, OptimizerParamGroup& group) {
   std::map<std::string, double> values;
-  visit_options(kind, group, [&](const char* name, auto& value) { values[name] = static_cast<double>(value); });
+  visit_options(kind, group,
+                [&](const char* name, auto& value) { values[name] = static_cast<double>(value); });
   return values;
 }
 
@@ -91,7 +93,8 @@ void write_options(const std::string& kind, OptimizerParamGroup& group,
                    const std::map<std::string, double>& values) {
   visit_options(kind, group, [&](const char* name, auto& value) {
     const auto it = values.find(name);
-    if (it != values.end()) value = static_cast<std::remove_reference_t<decltype(value)>>(it->second);
+    if (it != values.end())
+      value = static_cast<std::remove_reference_t<decltype(value)>>(it->second);
   });
 }
 

@@ -57,14 +57,16 @@ std::string header_of(const std::vector<NamedTensor>& tensors,
 }  // namespace
 
 std::string safetensors_dtype(at::ScalarType dtype) {
-  const auto it = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.first == dtype; });
+  const auto it =
+      std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.first == dtype; });
   TORCH_CHECK_NOT_IMPLEMENTED(it != kDtypes.end(), "[save_checkpoint] tensors of dtype ", dtype,
                               " can't be stored: the safetensors format has no such dtype");
   return it->second;
 }
 
 at::ScalarType scalar_type_of(const std::string& name) {
-  const auto it = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.second == name; });
+  const auto it =
+      std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.second == name; });
   TORCH_CHECK_VALUE(it != kDtypes.end(), "[load_checkpoint] a tensor has the dtype '", name,
                     "', which is not known here");
   return it->first;
@@ -90,15 +92,16 @@ SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
   uint64_t length = 0;
   const int64_t nbytes = file_.nbytes();
   if (nbytes >= 8) file_.read(&length, sizeof(length), 0);
-  TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8), "[load_checkpoint] '",
-                    file_.path(), "' must be a safetensors file; its ", nbytes, " bytes are too few for a header of ",
-                    length);
+  TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8),
+                    "[load_checkpoint] '", file_.path(), "' must be a safetensors file; its ",
+                    nbytes, " bytes are too few for a header of ", length);
   std::string header(length, '\0');
   file_.read(header.data(), length, 8);
   try {
     parse(header, 8 + static_cast<int64_t>(length));
   } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[load_checkpoint] '", file_.path(), "' must have a safetensors header: ", error.what());
+    TORCH_CHECK_VALUE(false, "[load_checkpoint] '", file_.path(),
+                      "' must have a safetensors header: ", error.what());
   }
 }
 
@@ -114,9 +117,9 @@ void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
     const int64_t begin = value.at("data_offsets").at(0), end = value.at("data_offsets").at(1);
     entry.offset = data_offset + begin;
     entry.nbytes = end - begin;
-    TORCH_CHECK_VALUE(0 <= begin && begin <= end && data_offset + end <= file_.nbytes(), "[load_checkpoint] '",
-                      file_.path(), "' is cut off: '", key, "' ends at byte ", data_offset + end, " of ",
-                      file_.nbytes());
+    TORCH_CHECK_VALUE(0 <= begin && begin <= end && data_offset + end <= file_.nbytes(),
+                      "[load_checkpoint] '", file_.path(), "' is cut off: '", key,
+                      "' ends at byte ", data_offset + end, " of ", file_.nbytes());
     entries_[key] = std::move(entry);
   }
 }
@@ -128,8 +131,9 @@ void SafetensorsFile::check(const std::string& key, const std::string& dtype, in
   const Entry& entry = it->second;
   const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
   TORCH_CHECK_VALUE(entry.dtype == dtype && entry.numel == numel && entry.nbytes == numel * item,
-                    "[load_checkpoint] '", key, "' of '", file_.path(), "' must be ", numel, " elements of ", dtype,
-                    "; got ", entry.numel, " of ", entry.dtype, " in ", entry.nbytes, " bytes");
+                    "[load_checkpoint] '", key, "' of '", file_.path(), "' must be ", numel,
+                    " elements of ", dtype, "; got ", entry.numel, " of ", entry.dtype, " in ",
+                    entry.nbytes, " bytes");
 }
 
 void SafetensorsFile::read(const std::string& key, int64_t begin, int64_t end, void* out) const {

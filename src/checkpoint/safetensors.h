@@ -12,10 +12,11 @@
 
 namespace tessera {
 
-// The format: 8 bytes that hold the length of a JSON header (little endian), the header, and the tensors'
-// bytes. The header names each tensor with its dtype, shape and place after the header.
+// The format: 8 bytes that hold the length of a JSON header (little endian), the header, and the
+// tensors' bytes. The header names each tensor with its dtype, shape and place after the header.
 
-/// The format's name of a dtype, such as `BF16`. Throws `c10::NotImplementedError` for one it lacks.
+/// The format's name of a dtype, such as `BF16`. Throws `c10::NotImplementedError` for one it
+/// lacks.
 std::string safetensors_dtype(at::ScalarType dtype);
 /// The dtype of such a name. Throws `c10::ValueError`.
 at::ScalarType scalar_type_of(const std::string& safetensors_dtype);

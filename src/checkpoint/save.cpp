@@ -24,8 +24,9 @@ std::string new_id() {
 void check_arguments(const ShardedState& state, const ShardedOptimizer* optimizer) {
   for (const auto& unit : state.units()) unit->check_views();
   if (!optimizer) return;
-  TORCH_CHECK_VALUE(optimizer->module().state().get() == &state,
-                    "[save_checkpoint] the optimizer must be that of the module; it was made for another one");
+  TORCH_CHECK_VALUE(
+      optimizer->module().state().get() == &state,
+      "[save_checkpoint] the optimizer must be that of the module; it was made for another one");
   optimizer_kind(optimizer->inner());
 }
 
@@ -39,8 +40,9 @@ void write_file(const std::filesystem::path& path, const std::string& text) {
 std::string write_rank_file(const std::filesystem::path& draft, const ShardedState& state,
                             const ShardedOptimizer* optimizer, const std::string& id) {
   const ProcessGroup& process_group = state.process_group();
-  TORCH_CHECK(std::filesystem::is_directory(draft), "[save_checkpoint] all ranks must see the same files; rank ",
-              process_group.rank(), " does not see '", draft.string(), "', which rank 0 made");
+  TORCH_CHECK(std::filesystem::is_directory(draft),
+              "[save_checkpoint] all ranks must see the same files; rank ", process_group.rank(),
+              " does not see '", draft.string(), "', which rank 0 made");
   RankContents contents = contents_of_rank(state, optimizer);
   File file = File::create(draft / rank_file(process_group.rank(), process_group.size()));
   write_safetensors(file, std::move(contents.chunks), {{"format", "tessera"}, {"id", id}});
@@ -50,14 +52,16 @@ std::string write_rank_file(const std::filesystem::path& draft, const ShardedSta
 
 CheckpointIndex merge(const std::vector<std::string>& parts) {
   CheckpointIndex index = index_from_json(parts.front());
-  for (size_t rank = 1; rank < parts.size(); ++rank) merge_into(index, index_from_json(parts[rank]));
+  for (size_t rank = 1; rank < parts.size(); ++rank)
+    merge_into(index, index_from_json(parts[rank]));
   return index;
 }
 
 }  // namespace
 
 void save_checkpoint(const std::filesystem::path& path, const ShardedModule& module,
-                     const ShardedOptimizer* optimizer, const std::map<std::string, double>& numbers) {
+                     const ShardedOptimizer* optimizer,
+                     const std::map<std::string, double>& numbers) {
   at::NoGradGuard no_grad;
   const ShardedState& state = *module.state();
   ProcessGroup& process_group = state.process_group();
@@ -71,7 +75,8 @@ void save_checkpoint(const std::filesystem::path& path, const ShardedModule& mod
     });
     const std::string id = all_gather_bytes(process_group, leads ? new_id() : "", kTag).front();
     std::string part;
-    fail_together(process_group, [&] { part = write_rank_file(directory->draft(), state, optimizer, id); });
+    fail_together(process_group,
+                  [&] { part = write_rank_file(directory->draft(), state, optimizer, id); });
     const auto parts = all_gather_bytes(process_group, part, kTag);
     fail_together(process_group, [&] {
       if (!leads) return;

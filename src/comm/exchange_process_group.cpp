@@ -17,7 +17,7 @@ namespace {
 // Smaller tensors are all-reduced in one round: everyone sends everything to everyone.
 constexpr size_t kMaxOneRoundBytes = 4096;
 
-constexpr size_t kMaxFreeBlocks = 64;
+constexpr size_t kMaxFreeBlocks = 16;
 
 std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());

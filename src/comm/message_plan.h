@@ -9,8 +9,8 @@
 
 namespace tessera {
 
-/// Longest message of a reduction: the receiver sums one message while the next ones arrive, so a
-/// message should fit the cache.
+/// Longest message. One that fits the cache is read, and summed, before it leaves it, while the
+/// next ones arrive.
 inline constexpr int64_t kMaxMessageBytes = int64_t{1} << 20;
 
 /// Shorter parts of pieces travel together in one message, copied.

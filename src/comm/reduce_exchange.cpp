@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kWindow = 8;
 
 // With more blocks than this in use, a reduction that waits for its turn takes none yet.
-constexpr size_t kMaxEarlyBlocks = 48;
+constexpr size_t kMaxEarlyBlocks = 16;
 
 // What is sent for pieces without data.
 const std::byte* zeros() {

@@ -1,7 +1,11 @@
 #include "comm/transfer_exchange.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <utility>
+
+#include "comm/message_plan.h"
 
 namespace tessera {
 
@@ -14,6 +18,7 @@ void TransferExchange::complete_outputs() {
     wait(transfer);
   }
   receives_.clear();
+  outputs_.clear();
   if (wait_for_sends_) {
     complete_inputs();
   }
@@ -24,8 +29,39 @@ void TransferExchange::complete_inputs() {
     wait(transfer);
   }
   sends_.clear();
-  kept_.clear();
+  inputs_.clear();
 }
+
+namespace {
+
+// Calls `post(begin, bytes)` for each message that `bytes` are cut into. Many short messages flow
+// better through a socket than a long one: what was written is read before it leaves the cache.
+template <class Post>
+void cut_into_messages(int64_t bytes, const Post& post) {
+  for (int64_t begin = 0; begin < bytes; begin += kMaxMessageBytes) {
+    post(begin, std::min(kMaxMessageBytes, bytes - begin));
+  }
+}
+
+void receive(TransferExchange& exchange, const Mailbox& mailbox, int tag, std::byte* to,
+             int64_t bytes, int peer) {
+  cut_into_messages(bytes, [&](int64_t begin, int64_t length) {
+    exchange.add_receive(mailbox.receive(to + begin, length, peer, tag));
+  });
+}
+
+// Sends to the ranks after this one first, so that not all send to the same rank at once.
+void send_to_all(TransferExchange& exchange, const Mailbox& mailbox, int tag, const std::byte* from,
+                 int64_t bytes) {
+  cut_into_messages(bytes, [&](int64_t begin, int64_t length) {
+    for (int step = 1; step < mailbox.size(); ++step) {
+      const int peer = (mailbox.rank() + step) % mailbox.size();
+      exchange.add_send(mailbox.send(from + begin, length, peer, tag));
+    }
+  });
+}
+
+}  // namespace
 
 void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag,
                      const at::Tensor& flat, const at::Tensor& shard,
@@ -36,25 +72,16 @@ void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag
   auto* const to = static_cast<std::byte*>(flat.mutable_data_ptr());
   const auto bytes_of = [&](int r) { return (bounds[r + 1] - bounds[r]) * element_size; };
   const auto place_of = [&](int r) { return to + bounds[r] * element_size; };
-  exchange.keep(flat);
-  exchange.keep(shard);
-  // Each rank begins with its successor, so that not all send to the same rank at once. Receives
-  // come first: a message whose receive is known goes out without another round.
+  exchange.keep_output(flat);
+  exchange.keep_input(shard);
+  // Receives come first: a message whose receive is known goes out without another round.
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + size - step) % size;
-    if (bytes_of(peer) > 0) {
-      exchange.add_receive(mailbox.receive(place_of(peer), bytes_of(peer), peer, tag));
-    }
+    receive(exchange, mailbox, tag, place_of(peer), bytes_of(peer), peer);
   }
-  if (bytes_of(rank) == 0) {
-    return;
-  }
-  const void* const from = shard.const_data_ptr();
-  for (int step = 1; step < size; ++step) {
-    const int peer = (rank + step) % size;
-    exchange.add_send(mailbox.send(from, bytes_of(rank), peer, tag));
-  }
-  if (place_of(rank) != from) {
+  const auto* const from = static_cast<const std::byte*>(shard.const_data_ptr());
+  send_to_all(exchange, mailbox, tag, from, bytes_of(rank));
+  if (bytes_of(rank) > 0 && place_of(rank) != from) {
     std::memmove(place_of(rank), from, bytes_of(rank));
   }
 }
@@ -62,17 +89,14 @@ void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag
 void post_broadcast(TransferExchange& exchange, const Mailbox& mailbox, int tag,
                     const at::Tensor& tensor, int root) {
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  exchange.keep(tensor);
-  if (bytes == 0) {
-    return;
-  }
+  exchange.keep_output(tensor);
+  exchange.keep_input(tensor);
   if (mailbox.rank() != root) {
-    exchange.add_receive(mailbox.receive(tensor.mutable_data_ptr(), bytes, root, tag));
-    return;
-  }
-  for (int step = 1; step < mailbox.size(); ++step) {
-    const int peer = (root + step) % mailbox.size();
-    exchange.add_send(mailbox.send(tensor.const_data_ptr(), bytes, peer, tag));
+    receive(exchange, mailbox, tag, static_cast<std::byte*>(tensor.mutable_data_ptr()), bytes,
+            root);
+  } else {
+    send_to_all(exchange, mailbox, tag, static_cast<const std::byte*>(tensor.const_data_ptr()),
+                bytes);
   }
 }
 

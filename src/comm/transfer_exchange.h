@@ -12,7 +12,10 @@ class TransferExchange : public Exchange {
   /// With `wait_for_sends`, the outputs count as done when the inputs are.
   TransferExchange(CollectiveName name, std::chrono::milliseconds timeout, bool wait_for_sends);
 
-  void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }
+  /// Keeps a tensor that is sent from until it is sent, or one that is received into until it is
+  /// there: a unit's gathered parameters must not live until the slowest peer has read our shard.
+  void keep_input(const at::Tensor& tensor) { inputs_.push_back(tensor); }
+  void keep_output(const at::Tensor& tensor) { outputs_.push_back(tensor); }
   void add_receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
   void add_send(Transfer transfer) { sends_.push_back(std::move(transfer)); }
 
@@ -21,7 +24,8 @@ class TransferExchange : public Exchange {
   void complete_inputs() override;
 
   const bool wait_for_sends_;
-  std::vector<at::Tensor> kept_;  // destroyed after the transfers that use their memory
+  // Destroyed after the transfers that use their memory.
+  std::vector<at::Tensor> inputs_, outputs_;
   std::vector<Transfer> receives_;
   std::vector<Transfer> sends_;
 };

@@ -1,12 +1,18 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/world.h>
 #include <torch/nn/module.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <set>
 #include <stdexcept>
+
+#include "unit/agreement.h"
 
 namespace tessera::paddle {
 namespace {
@@ -21,7 +27,8 @@ ShardLevel parse_level(const std::string& level) {
   if (level == "p_g_os") return ShardLevel::kParameters;
   TORCH_CHECK_VALUE(level == "os", "[group_sharded_parallel] The level must be os, os_g or p_g_os. Got '",
                     level, "'", hint_at(level));
-  LOG(INFO) << "[group_sharded_parallel] level os frees whole gradients as they are reduced, as os_g does";
+  LOG(INFO) << "[group_sharded_parallel] level os frees whole gradients as they are reduced, as "
+               "os_g does";
   return ShardLevel::kOptimizerState;
 }
 
@@ -39,7 +46,8 @@ void check_sizes(const GroupShardedOptions& options) {
                               "by `group`, which gives the same result");
 }
 
-// `Module::name()` is the C++ type, in which a layer that users call GroupNorm is torch::nn::GroupNormImpl.
+// `Module::name()` is the C++ type, in which a layer that users call GroupNorm is
+// torch::nn::GroupNormImpl.
 bool is_type(const std::string& type, const std::string& text) {
   const size_t scope = type.substr(0, type.find('<')).rfind("::");
   const std::string unqualified = scope == std::string::npos ? type : type.substr(scope + 2);
@@ -48,7 +56,8 @@ bool is_type(const std::string& type, const std::string& text) {
 
 bool is_excluded(const std::variant<std::string, const torch::nn::Module*>& which,
                  const std::string& name, const torch::nn::Module& module) {
-  if (const auto* pointer = std::get_if<const torch::nn::Module*>(&which)) return *pointer == &module;
+  if (const auto* pointer = std::get_if<const torch::nn::Module*>(&which))
+    return *pointer == &module;
   const std::string& text = std::get<std::string>(which);
   return text == name || is_type(module.name(), text);
 }
@@ -62,7 +71,8 @@ std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
     for (const auto& item : model.named_modules("", /*include_self=*/false)) {
       if (!is_excluded(which, item.key(), *item.value())) continue;
       found = true;
-      for (const auto& param : item.value()->named_parameters()) names.push_back(item.key() + "." + param.key());
+      for (const auto& param : item.value()->named_parameters())
+        names.push_back(item.key() + "." + param.key());
     }
     const auto* text = std::get_if<std::string>(&which);
     TORCH_CHECK_VALUE(found, "[group_sharded_parallel] exclude_layer must name layers of the model, by type, "
@@ -71,7 +81,41 @@ std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
   return names;
 }
 
+void check_optimizer_of(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
+  TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                              "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
+  std::set<const void*> owned;
+  for (const at::Tensor& param : model.parameters()) owned.insert(param.unsafeGetTensorImpl());
+  std::map<const void*, size_t> group_of;
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (const at::Tensor& param : groups[group].params()) {
+      TORCH_CHECK_VALUE(owned.contains(param.unsafeGetTensorImpl()), "[group_sharded_parallel] the optimizer's "
+                        "parameters must be the model's; one of shape ", param.sizes(), " in param group ", group,
+                        " is not");
+      const size_t first = group_of.emplace(param.unsafeGetTensorImpl(), group).first->second;
+      TORCH_CHECK_VALUE(first == group, "[group_sharded_parallel] a parameter must be in one param group; one of "
+                        "shape ", param.sizes(), " is in groups ", first, " and ", group);
+    }
+  }
+}
+
 }  // namespace
+
+ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
+                                      const torch::optim::Optimizer& optimizer,
+                                      const std::string& level,
+                                      const GroupShardedOptions& options) {
+  ShardPlan plan;
+  const auto process_group = options.group ? options.group : default_process_group();
+  check_on_all_ranks(*process_group, [&] {
+    plan = group_sharded_plan(model, level, options);
+    TORCH_CHECK_VALUE(!model.parameters().empty(),
+                      "[group_sharded_parallel] the model must have parameters; it has none");
+    check_optimizer_of(model, optimizer);
+  });
+  return plan;
+}
 
 ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
                              const GroupShardedOptions& options) {
@@ -85,10 +129,12 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
     item = std::max(item, static_cast<int64_t>(param.element_size()));
   }
   if (has_half) {
-    TORCH_WARN("the input of scaler is None, please ensure the logic of your scaler outside is same as "
-               "GroupShardedScaler.");
+    TORCH_WARN(
+        "the input of scaler is None, please ensure the logic of your scaler outside is same as "
+        "GroupShardedScaler.");
   }
-  plan.unit_bytes = std::min(options.buffer_max_size, std::numeric_limits<int64_t>::max() / item) * item;
+  plan.unit_bytes =
+      std::min(options.buffer_max_size, std::numeric_limits<int64_t>::max() / item) * item;
   if (plan.level == ShardLevel::kParameters) {
     plan.whole_numel = options.segment_size;
     plan.whole = excluded_parameters(model, options);

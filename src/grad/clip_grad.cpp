@@ -11,7 +11,8 @@
 namespace tessera {
 namespace {
 
-// The part of a live gradient that counts on this rank: its own shard, even where it has everything.
+// The part of a live gradient that counts on this rank: its own shard, even where it has
+// everything.
 template <class F>
 void for_each_own_part(const UnitGradients& gradients, int rank, F&& f) {
   const UnitLayout& layout = gradients.unit().layout();
@@ -25,9 +26,11 @@ void for_each_own_part(const UnitGradients& gradients, int rank, F&& f) {
 }
 
 double local_norm(const at::Tensor& part, double norm_type) {
-  const bool is_low_precision = part.scalar_type() == at::kHalf || part.scalar_type() == at::kBFloat16;
+  const bool is_low_precision =
+      part.scalar_type() == at::kHalf || part.scalar_type() == at::kBFloat16;
   const auto dtype = is_low_precision ? std::optional(at::kFloat) : std::nullopt;
-  return at::linalg_vector_norm(part, norm_type, at::OptionalIntArrayRef(), false, dtype).item<double>();
+  return at::linalg_vector_norm(part, norm_type, at::OptionalIntArrayRef(), false, dtype)
+      .item<double>();
 }
 
 }  // namespace
@@ -56,8 +59,10 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   data[0] = std::isnan(total) ? 0 : total;
   data[1] = std::isnan(total) ? 1 : 0;
   if (process_group.size() > 1) {
-    process_group.all_reduce(sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
-                             {"gradient norm", Channel::kControl})->wait();
+    process_group
+        .all_reduce(sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
+                    {"gradient norm", Channel::kControl})
+        ->wait();
   }
   if (data[1] > 0) return NAN;
   return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);

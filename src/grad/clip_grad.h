@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-/// The norm of all reduced gradients together. Collective; they must be settled. Each element counts
-/// once: padding, ties and other ranks' copies do not.
+/// The norm of all reduced gradients together. Collective; they must be settled. Each element
+/// counts once: padding, ties and other ranks' copies do not.
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
                  ProcessGroup& process_group, double norm_type);
 

@@ -24,9 +24,10 @@ class OpenGates {
   OpenGates& operator=(const OpenGates&) = delete;
 };
 
-/// Watches `.grad` of `tensor`: reading it throws `error` (its gradient lives elsewhere, an undefined
-/// tensor would be a lie), and taking it to write, as every `zero_grad()` does, clears the gradient of
-/// `slot` in `sink`. Autograd itself is let through. Keeps what else autograd knows of the tensor.
+/// Watches `.grad` of `tensor`: reading it throws `error` (its gradient lives elsewhere, an
+/// undefined tensor would be a lie), and taking it to write, as every `zero_grad()` does, clears
+/// the gradient of `slot` in `sink`. Autograd itself is let through. Keeps what else autograd knows
+/// of the tensor.
 void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
                        std::string error);
 

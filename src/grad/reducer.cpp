@@ -15,40 +15,49 @@ namespace tessera {
 
 // [Note: One order of reductions]
 //
-// A unit can be reduced as soon as all its gradients have arrived, but ranks may finish units in different
-// orders, or never (a parameter that a rank does not use gets no gradient). So units are launched in one
-// order that all ranks share, a unit only after all before it. At the end of backward the ranks agree on
-// which parameters anybody used (one small all-reduce); each then launches the units that it still owes,
-// leaving out those that nobody used. The sequence of launches is thus the same everywhere.
+// A unit can be reduced as soon as all its gradients have arrived, but ranks may finish units in
+// different orders, or never (a parameter that a rank does not use gets no gradient). So units are
+// launched in one order that all ranks share, a unit only after all before it. At the end of
+// backward the ranks agree on which parameters anybody used (one small all-reduce); each then
+// launches the units that it still owes, leaving out those that nobody used. The sequence of
+// launches is thus the same everywhere.
+//
+// A parameter can get a gradient again after its unit was launched, if backward itself runs a
+// backward (recomputation). Such units are launched once more at the end.
 //
 // The first order is the reverse of registration; then the order of last use in backward.
 namespace {
 
-// How long to wait for the oldest reduction when many are under way. A rank that is behind may itself wait
-// for us, so this is no condition, only a pause that bounds memory in the usual case.
+// How long to wait for the oldest reduction when many are under way. A rank that is behind may
+// itself wait for us, so this is no condition, only a pause that bounds memory in the usual case.
 constexpr auto kLongestPause = std::chrono::milliseconds(50);
 constexpr auto kPollInterval = std::chrono::microseconds(100);
 
+// What ranks say of a parameter: not used (0), used (1), or this.
+constexpr uint8_t kLate = 2;
+
 class GradHook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  GradHook(Reducer* reducer, std::weak_ptr<UnitGradients> alive, size_t unit, size_t slot)
-      : reducer_(reducer), alive_(std::move(alive)), unit_(unit), slot_(slot) {}
+  GradHook(Reducer* reducer, std::weak_ptr<UnitGradients> alive, size_t unit, size_t slot,
+           size_t handle)
+      : reducer_(reducer), alive_(std::move(alive)), unit_(unit), slot_(slot), handle_(handle) {}
 
   void operator()(const at::Tensor& tensor) override {
     // The reducer lives as long as its gradients do.
-    if (const auto alive = alive_.lock()) reducer_->on_grad(unit_, slot_, tensor);
+    if (const auto alive = alive_.lock()) reducer_->on_grad(unit_, slot_, handle_, tensor);
   }
 
  private:
   Reducer* reducer_;
   std::weak_ptr<UnitGradients> alive_;
-  size_t unit_, slot_;
+  size_t unit_, slot_, handle_;
 };
 
 std::string read_error(const ParamSlot& slot) {
   return "[tessera] the gradient of parameter '" + slot.name() +
          "' is reduced and sharded, so .grad() does not hold it. Use "
-         "ShardedModule::full_grad(parameter) to see it whole, clip_grad_norm_() of the sharded module or "
+         "ShardedModule::full_grad(parameter) to see it whole, clip_grad_norm_() of the sharded "
+         "module or "
          "optimizer to clip, and ShardedOptimizer::step() to apply it";
 }
 
@@ -59,7 +68,9 @@ Reducer::Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double
     : units_(std::move(units)),
       process_group_(std::move(process_group)),
       callbacks_(std::move(callbacks)),
-      order_(units_.size()) {
+      order_(units_.size()),
+      launched_(units_.size(), false),
+      late_(units_.size(), false) {
   for (Unit* unit : units_) {
     gradients_.push_back(std::make_shared<UnitGradients>(*unit, scale));
     used_.emplace_back(unit->layout().slots.size(), false);
@@ -77,7 +88,7 @@ void Reducer::install() {
         tensor.mutable_grad().reset();
         install_grad_gate(tensor, gradients_[unit], slot, read_error(slots[slot]));
         torch::autograd::impl::set_post_acc_grad_hooks(
-            tensor, std::make_unique<GradHook>(this, gradients_[unit], unit, slot));
+            tensor, std::make_unique<GradHook>(this, gradients_[unit], unit, slot, i));
       }
     }
   }
@@ -85,20 +96,21 @@ void Reducer::install() {
 
 void Reducer::set_order(std::vector<int> order) { order_ = std::move(order); }
 
-void Reducer::on_grad(size_t unit, size_t slot, const at::Tensor& tensor) {
+void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) {
   const at::Tensor grad = std::move(tensor.mutable_grad());
   tensor.mutable_grad().reset();
   begin_backward();
-  gradients_[unit]->arrive(slot, grad);
+  gradients_[unit]->arrive(slot, handle, grad);
   if (no_sync_ == 0) launch_ready();
 }
 
-// The callback holds a token; if backward ends by an exception, the token goes without the callback having
-// run. A backward inside a backward (recomputation) counts as part of the outer one.
+// The callback holds a token; if backward ends by an exception, the token goes without the callback
+// having run. A backward inside a backward (recomputation) counts as part of the outer one.
 void Reducer::begin_backward() {
   if (!backward_.expired()) return;
   if (in_backward_) abandon_backward();
   settle();  // what the last backward left under way, so that this one adds to it
+  for (const auto& gradients : gradients_) gradients->begin_backward();
   const auto token = std::make_shared<int>(0);
   backward_ = token;
   in_backward_ = true;
@@ -109,7 +121,8 @@ void Reducer::abandon_backward() {
   const bool any_live = std::any_of(gradients_.begin(), gradients_.end(),
                                     [](const auto& gradients) { return gradients->any_live(); });
   if (accumulating_ || any_live) {
-    TORCH_WARN("[tessera] the last backward failed; gradients accumulated before it were dropped, too");
+    TORCH_WARN(
+        "[tessera] the last backward failed; gradients accumulated before it were dropped, too");
   }
   clear_all();
 }
@@ -127,6 +140,7 @@ void Reducer::launch(size_t unit) {
   for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
     if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
   }
+  launched_[unit] = true;
   gradients_[unit]->launch();
   in_flight_.push_back(unit);
   in_flight_bytes_ += units_[unit]->layout().nbytes();
@@ -154,7 +168,8 @@ bool Reducer::agree_on_use() {
   std::vector<uint8_t> bits;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
-      bits.push_back(used_[unit][slot] || gradients_[unit]->has_arrived(slot));
+      const bool arrived = gradients_[unit]->has_arrived(slot);
+      bits.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
     }
   }
   bits.push_back(callbacks_.wants_attention());
@@ -162,13 +177,18 @@ bool Reducer::agree_on_use() {
     const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
     auto* data = tensor.mutable_data_ptr<uint8_t>();
     std::copy(bits.begin(), bits.end(), data);
-    process_group_->all_reduce(tensor, ReduceOp::kMax, {"which parameters were used", Channel::kControl})
+    process_group_
+        ->all_reduce(tensor, ReduceOp::kMax, {"which parameters were used", Channel::kControl})
         ->wait();
     std::copy(data, data + bits.size(), bits.begin());
   }
   size_t i = 0;
-  for (auto& unit : used_) {
-    for (size_t slot = 0; slot < unit.size(); ++slot) unit[slot] = bits[i++] != 0;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    late_[unit] = false;
+    for (size_t slot = 0; slot < used_[unit].size(); ++slot, ++i) {
+      used_[unit][slot] = bits[i] != 0;
+      late_[unit] = late_[unit] || bits[i] == kLate;
+    }
   }
   return bits.back() != 0;
 }
@@ -187,11 +207,22 @@ void Reducer::end_backward() {
     const auto& used = used_[unit];
     if (std::find(used.begin(), used.end(), true) != used.end()) launch(unit);
   }
+  launch_late();
   next_ = 0;
+  std::fill(launched_.begin(), launched_.end(), false);
   in_flight_.clear();
   in_flight_bytes_ = 0;
   accumulating_ = false;
   callbacks_.backward_ended(true, attention);
+}
+
+void Reducer::launch_late() {
+  for (const int unit : order_) {
+    if (!late_[unit]) continue;
+    const std::vector<bool> used = used_[unit];
+    gradients_[unit]->settle(used);
+    launch(unit);
+  }
 }
 
 void Reducer::settle() {
@@ -213,6 +244,7 @@ void Reducer::clear_all() {
     std::fill(used_[unit].begin(), used_[unit].end(), false);
   }
   next_ = 0;
+  std::fill(launched_.begin(), launched_.end(), false);
   in_flight_.clear();
   in_flight_bytes_ = 0;
   accumulating_ = false;

@@ -14,20 +14,21 @@ namespace tessera {
 /// See [Note: One order of reductions] in reducer.cpp.
 class Reducer {
  public:
-  /// `scale` is what sums over ranks are multiplied by. `on_backward_end` runs on all ranks after each
-  /// backward, with the flag that it should agree on (see `end_backward`).
+  /// `scale` is what sums over ranks are multiplied by. `on_backward_end` runs on all ranks after
+  /// each backward, with the flag that it should agree on (see `end_backward`).
   struct Callbacks {
-    std::function<bool()> wants_attention;          ///< this rank's vote
+    std::function<bool()> wants_attention;                      ///< this rank's vote
     std::function<void(bool synced, bool any)> backward_ended;  ///< `any`: some rank voted
   };
 
-  Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double scale, Callbacks callbacks);
+  Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double scale,
+          Callbacks callbacks);
 
   /// Watches the gradients of all parameters.
   void install();
 
   /// Called by the parameters' hooks.
-  void on_grad(size_t unit, size_t slot, const at::Tensor& tensor);
+  void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor);
 
   void set_order(std::vector<int> order);
 
@@ -49,6 +50,7 @@ class Reducer {
   void abandon_backward();
   void launch_ready();
   void launch(size_t unit);
+  void launch_late();
   void limit_in_flight();
   bool agree_on_use();
 
@@ -56,17 +58,19 @@ class Reducer {
   ProcessGroupPtr process_group_;
   Callbacks callbacks_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
-  std::vector<int> order_;                 // of reductions: unit indices
-  size_t next_ = 0;                        // position in `order_` of the first unit not launched yet
-  std::vector<std::vector<bool>> used_;    // per unit and slot: on any rank, since the last settle
-  std::vector<size_t> in_flight_;          // launched in this backward, oldest first
+  std::vector<int> order_;               // of reductions: unit indices
+  size_t next_ = 0;                      // position in `order_` of the first unit not launched yet
+  std::vector<std::vector<bool>> used_;  // per unit and slot: on any rank, since the last settle
+  std::vector<bool> launched_;           // per unit: in this backward
+  std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
+  std::vector<size_t> in_flight_;        // launched in this backward, oldest first
   int64_t in_flight_bytes_ = 0;
   int64_t peak_in_flight_bytes_ = 0;
   int64_t in_flight_limit_ = 0;
   int no_sync_ = 0;
-  bool accumulating_ = false;              // gradients of a no_sync() backward are waiting
+  bool accumulating_ = false;  // gradients of a no_sync() backward are waiting
   bool in_backward_ = false;
-  std::weak_ptr<void> backward_;           // lives as long as the backward that is running
+  std::weak_ptr<void> backward_;  // lives as long as the backward that is running
 };
 
 }  // namespace tessera

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -10,13 +12,14 @@ namespace tessera {
 
 // [Note: The way of a gradient]
 //
-// Autograd makes a whole local gradient and hands it over (`arrive`). A large one is kept as it is: its
-// memory is the message, nothing is copied. Small ones are copied side by side into one buffer, because
-// a message costs more than the copy. Layout cut the flat buffer into such chunks, equally on all ranks.
-// `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in `reduced_`, which is all
-// that stays (1/N of the unit; everything at ShardLevel::kNone). A further backward before the step is
-// added to it. A parameter without a gradient on this rank counts as zeros; one without a gradient on
-// any rank has none after all (`live_`), so the optimizer leaves it alone as in one process.
+// Autograd makes a whole local gradient and hands it over (`arrive`). A large one is kept as it is:
+// its memory is the message, nothing is copied. Small ones are copied side by side into one buffer,
+// because a message costs more than the copy. Layout cut the flat buffer into such chunks, equally
+// on all ranks. `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in
+// `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). A further
+// backward before the step is added to it. A parameter without a gradient on this rank counts as
+// zeros; one without a gradient on any rank has none after all (`live_`), so the optimizer leaves
+// it alone as in one process.
 namespace {
 
 // The elements of `grad` in memory order. Autograd lays gradients out like their parameter.
@@ -32,20 +35,24 @@ UnitGradients::UnitGradients(Unit& unit, double scale)
       chunk_of_slot_(unit.layout().slots.size(), 0),
       chunks_(unit.layout().chunks.size()),
       arrived_(unit.layout().slots.size(), false),
+      seen_(unit.layout().slots.size()),
       live_(unit.layout().slots.size(), false),
       cleared_(unit.layout().slots.size(), false) {
   for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
     const GradChunk& range = unit.layout().chunks[chunk];
-    for (size_t slot = range.first_slot; slot < range.end_slot; ++slot) chunk_of_slot_[slot] = chunk;
+    for (size_t slot = range.first_slot; slot < range.end_slot; ++slot)
+      chunk_of_slot_[slot] = chunk;
   }
+}
+
+at::TensorOptions UnitGradients::options() const {
+  return at::TensorOptions().dtype(unit_.layout().dtype).device(unit_.layout().device);
 }
 
 at::Tensor& UnitGradients::chunk_buffer(size_t chunk) {
   const GradChunk& range = unit_.layout().chunks[chunk];
   if (!chunks_[chunk].defined()) {
-    chunks_[chunk] =
-        unit_.context().pool.take(range.end - range.begin, unit_.layout().dtype, unit_.layout().device);
-    chunks_[chunk].zero_();
+    chunks_[chunk] = at::zeros({range.end - range.begin}, options());
   }
   return chunks_[chunk];
 }
@@ -54,18 +61,25 @@ at::Tensor UnitGradients::place_of(size_t slot) {
   const ParamSlot& param = unit_.layout().slots[slot];
   const size_t chunk = chunk_of_slot_[slot];
   const at::Tensor& buffer = chunk_buffer(chunk);
-  return at::as_strided(buffer, param.sizes, param.strides,
-                        buffer.storage_offset() + param.offset - unit_.layout().chunks[chunk].begin);
+  return at::as_strided(
+      buffer, param.sizes, param.strides,
+      buffer.storage_offset() + param.offset - unit_.layout().chunks[chunk].begin);
 }
 
-void UnitGradients::arrive(size_t slot, const at::Tensor& grad) {
+void UnitGradients::begin_backward() {
+  const auto& slots = unit_.layout().slots;
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    seen_[slot].assign(slots[slot].handles.size(), false);
+}
+
+void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   const ParamSlot& param = unit_.layout().slots[slot];
   TORCH_CHECK_NOT_IMPLEMENTED(!grad.is_sparse(), "[tessera] the gradient of parameter '", param.name(),
                               "' must be dense; got a sparse one (an embedding with sparse = true?)");
   TORCH_CHECK_NOT_IMPLEMENTED(!grad.requires_grad(), "[tessera] the gradient of parameter '",
                               param.name(), "' requires a gradient itself (create_graph = true); "
                               "sharded gradients can't be differentiated again");
-  arrived_[slot] = true;
+  arrived_[slot] = seen_[slot][handle] = true;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;
   const size_t chunk = chunk_of_slot_[slot];
@@ -81,9 +95,11 @@ void UnitGradients::arrive(size_t slot, const at::Tensor& grad) {
 bool UnitGradients::is_complete() const {
   const auto& slots = unit_.layout().slots;
   for (size_t slot = 0; slot < slots.size(); ++slot) {
-    if (arrived_[slot]) continue;
-    const at::Tensor tensor = slots[slot].tensor();
-    if (tensor.defined() && tensor.requires_grad()) return false;
+    for (size_t handle = 0; handle < slots[slot].handles.size(); ++handle) {
+      if (seen_[slot][handle]) continue;
+      const at::Tensor tensor = slots[slot].tensor(handle);
+      if (tensor.defined() && tensor.requires_grad()) return false;
+    }
   }
   return true;
 }
@@ -112,9 +128,8 @@ bool UnitGradients::prepare_reduced() {
   const auto& slots = unit_.layout().slots;
   if (!any_live()) {
     const int64_t numel = unit_.updated_end() - unit_.updated_begin();
-    if (!reduced_.defined()) {
-      reduced_ = unit_.context().pool.take(numel, unit_.layout().dtype, unit_.layout().device);
-    }
+    // From the heap, which activations use again while there are no gradients.
+    if (!reduced_.defined()) reduced_ = at::empty({numel}, options());
     return false;
   }
   for (size_t slot = 0; slot < slots.size(); ++slot) {
@@ -132,8 +147,8 @@ void UnitGradients::launch() {
   const bool accumulate = prepare_reduced();
   const auto& bounds = unit_.layout().bounds;
   const int rank = unit_.context().process_group->rank();
-  const at::Tensor own = reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
-                                         unit_.layout().shard_numel(rank));
+  const at::Tensor own =
+      reduced_.narrow(0, bounds[rank] - unit_.updated_begin(), unit_.layout().shard_numel(rank));
   reduction_ = unit_.context().process_group->reduce_scatter(
       own, take_pieces(), bounds, {.scale = scale_, .accumulate = accumulate},
       {unit_.layout().name, Channel::kGrads});

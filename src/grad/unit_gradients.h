@@ -18,9 +18,11 @@ class UnitGradients : public GradSink {
  public:
   UnitGradients(Unit& unit, double scale);
 
-  /// Takes what autograd made for the parameter in `slot`.
-  void arrive(size_t slot, const at::Tensor& grad);
-  /// True once all trainable parameters have arrived since the last launch.
+  /// A backward begins: nothing has arrived in it yet.
+  void begin_backward();
+  /// Takes what autograd made for a tensor of the parameter in `slot`.
+  void arrive(size_t slot, size_t handle, const at::Tensor& grad);
+  /// True once the gradients of all trainable tensors have arrived in this backward.
   bool is_complete() const;
   bool has_arrived(size_t slot) const { return arrived_[slot]; }
   bool any_arrived() const;
@@ -34,7 +36,8 @@ class UnitGradients : public GradSink {
   /// All ranks: waits for the reduction. Parameters with `used[slot]` have a gradient from then on.
   void settle(const std::vector<bool>& used);
 
-  /// Forgets the gradient of one parameter, or of all: what has arrived, is being reduced, or is reduced.
+  /// Forgets the gradient of one parameter, or of all: what has arrived, is being reduced, or is
+  /// reduced.
   void clear(size_t slot) override;
   void clear_all();
 
@@ -50,6 +53,7 @@ class UnitGradients : public GradSink {
   Unit& unit() const { return unit_; }
 
  private:
+  at::TensorOptions options() const;
   at::Tensor& chunk_buffer(size_t chunk);
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();
@@ -58,8 +62,9 @@ class UnitGradients : public GradSink {
   Unit& unit_;
   double scale_;
   std::vector<size_t> chunk_of_slot_;
-  std::vector<at::Tensor> chunks_;  // 1-D, local sums; undefined until something arrives
-  std::vector<bool> arrived_;
+  std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until something arrives
+  std::vector<bool> arrived_;            // and not launched; maybe in an earlier backward
+  std::vector<std::vector<bool>> seen_;  // per slot and handle: in this backward
   std::vector<bool> live_;
   std::vector<bool> cleared_;  // while the reduction was under way: its result does not count
   at::Tensor reduced_;

@@ -84,8 +84,8 @@ void step_adam(torch::optim::Optimizer& optimizer, Kernel&& kernel) {
     if (lists.params.empty()) continue;
     kernel(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
            lists.steps, options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()),
-           options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false, std::nullopt,
-           std::nullopt);
+           options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
+           std::nullopt, std::nullopt);
   }
 }
 
@@ -95,9 +95,9 @@ struct SgdLists {
 
 void run_sgd(SgdLists& lists, const torch::optim::SGDOptions& options, bool first) {
   if (lists.params.empty()) return;
-  at::_fused_sgd_(lists.params, lists.grads, lists.buffers, options.weight_decay(), options.momentum(),
-                  options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, first,
-                  std::nullopt, std::nullopt);
+  at::_fused_sgd_(lists.params, lists.grads, lists.buffers, options.weight_decay(),
+                  options.momentum(), options.lr(), options.dampening(), options.nesterov(),
+                  /*maximize=*/false, first, std::nullopt, std::nullopt);
 }
 
 void step_sgd(torch::optim::Optimizer& optimizer) {
@@ -150,10 +150,10 @@ void step_adagrad(torch::optim::Optimizer& optimizer) {
   }
 }
 
-bool has_only_floating_params(torch::optim::Optimizer& optimizer) {
+bool has_only_floating_gradients(torch::optim::Optimizer& optimizer) {
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
     for (const at::Tensor& param : group.params()) {
-      if (!param.is_floating_point()) return false;
+      if (param.grad().defined() && !param.is_floating_point()) return false;
     }
   }
   return true;
@@ -164,11 +164,12 @@ bool has_only_floating_params(torch::optim::Optimizer& optimizer) {
 bool fused_step(torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   at::NoGradGuard no_grad;
-  if (!has_only_floating_params(optimizer)) return false;
+  if (!has_only_floating_gradients(optimizer)) return false;
   const std::type_info& type = typeid(optimizer);
   if (type == typeid(AdamW)) {
-    step_adam<AdamWOptions, AdamWParamState>(
-        optimizer, [](auto&&... args) { at::_fused_adamw_(std::forward<decltype(args)>(args)...); });
+    step_adam<AdamWOptions, AdamWParamState>(optimizer, [](auto&&... args) {
+      at::_fused_adamw_(std::forward<decltype(args)>(args)...);
+    });
   } else if (type == typeid(Adam)) {
     step_adam<AdamOptions, AdamParamState>(
         optimizer, [](auto&&... args) { at::_fused_adam_(std::forward<decltype(args)>(args)...); });

@@ -55,11 +55,14 @@ void visit(RMSpropParamState& state, Tensor&& tensor, Count&& count) {
 // Calls `f` with a null pointer of the state's type; false if the optimizer is of another kind.
 template <class F>
 bool with_state_type(const torch::optim::Optimizer& optimizer, F&& f) {
-  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer)) return f((AdamWParamState*)nullptr), true;
+  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer))
+    return f((AdamWParamState*)nullptr), true;
   if (dynamic_cast<const torch::optim::Adam*>(&optimizer)) return f((AdamParamState*)nullptr), true;
   if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return f((SGDParamState*)nullptr), true;
-  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer)) return f((AdagradParamState*)nullptr), true;
-  if (dynamic_cast<const torch::optim::RMSprop*>(&optimizer)) return f((RMSpropParamState*)nullptr), true;
+  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer))
+    return f((AdagradParamState*)nullptr), true;
+  if (dynamic_cast<const torch::optim::RMSprop*>(&optimizer))
+    return f((RMSpropParamState*)nullptr), true;
   return false;
 }
 

@@ -27,8 +27,8 @@ std::string describe_unknown(const ShardedState& state, const at::Tensor& param,
       if (at::IntArrayRef(slot.sizes) == param.sizes()) alike.push_back(slot.name());
     }
   }
-  std::string text = fmt::format("parameter {} of param group {}, of shape [{}], is not one", index, group,
-                                 fmt::join(param.sizes().vec(), ", "));
+  std::string text = fmt::format("parameter {} of param group {}, of shape [{}], is not one", index,
+                                 group, fmt::join(param.sizes().vec(), ", "));
   if (!alike.empty()) text += fmt::format("; the model's '{}' has that shape", alike.front());
   return text;
 }
@@ -41,6 +41,13 @@ at::Tensor in_memory_order(const at::Tensor& tensor, const ParamSlot& slot) {
     ordered.copy_(tensor);
   }
   return at::as_strided(ordered, {slot.numel}, {1}, ordered.storage_offset());
+}
+
+std::string foreign_step_error(const ParamSlot& slot) {
+  return "[tessera] the optimizer of a sharded model must be stepped by ShardedOptimizer::step(), "
+         "which waits "
+         "for the gradients (parameter '" +
+         slot.name() + "')";
 }
 
 void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, const ParamSlot& slot,
@@ -60,6 +67,15 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   optimizer.state().erase(param.unsafeGetTensorImpl());
 }
 
+// What the optimizer holds for a parameter that lies on other ranks: without elements or gradient,
+// it only carries the optimizer's zero_grad() to `slot`, which all ranks must clear alike.
+at::Tensor make_placeholder(const ShardedState& state, const ParamPlace& place) {
+  const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
+  install_grad_gate(empty, state.grad_sink(place.unit), place.slot,
+                    foreign_step_error(state.slot(place)));
+  return empty;
+}
+
 Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t param_group) {
   const Unit& unit = *state.units()[place.unit];
   const ParamSlot& slot = state.slot(place);
@@ -73,9 +89,7 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
                        ? at::as_strided(unit.updated(), slot.sizes, slot.strides, offset)
                        : at::as_strided(unit.updated(), {segment.end - segment.begin}, {1}, offset);
   install_grad_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
-                    "[tessera] the optimizer of a sharded model must be stepped by "
-                    "ShardedOptimizer::step(), which waits for the gradients (parameter '" +
-                        slot.name() + "')");
+                    foreign_step_error(slot));
   return segment;
 }
 
@@ -100,7 +114,8 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
   }
 }
 
-std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer) {
+std::vector<Segment> adopt_optimizer(const ShardedState& state,
+                                     torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   std::vector<Segment> segments;
   std::set<std::pair<size_t, size_t>> seen;  // tied parameters may be listed more than once
@@ -113,7 +128,7 @@ std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Op
       Segment segment = make_segment(state, place, group);
       const bool is_mine = segment.tensor.defined();
       move_state(optimizer, param, state.slot(place), is_mine ? &segment : nullptr);
-      if (is_mine) replaced.push_back(segment.tensor);
+      replaced.push_back(is_mine ? segment.tensor : make_placeholder(state, place));
       segments.push_back(std::move(segment));
     }
     groups[group].params() = std::move(replaced);

@@ -18,15 +18,15 @@ struct Segment {
   ParamPlace place;
   size_t param_group = 0;
   int64_t begin = 0, end = 0;  ///< elements of the unit's flat buffer
-  at::Tensor tensor;           ///< 1-D view of the shard; in the parameter's shape under kWholeParam
+  at::Tensor tensor;  ///< 1-D view of the shard; in the parameter's shape under kWholeParam
 };
 
-/// Checks that each parameter of the optimizer is the model's and is in one param group only, and that the
-/// optimizer can work on segments. Changes nothing.
+/// Checks that each parameter of the optimizer is the model's and is in one param group only, and
+/// that the optimizer can work on segments. Changes nothing.
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer);
 
-/// Replaces the parameters of the optimizer's param groups by this rank's segments, and cuts the state that
-/// it has for them likewise.
+/// Replaces the parameters of the optimizer's param groups by this rank's segments, and cuts the
+/// state that it has for them likewise.
 std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera

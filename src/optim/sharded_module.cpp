@@ -82,20 +82,21 @@ ShardMemory ShardedModule::memory() const {
     memory.parameters +=
         unit->frees() ? unit->shard().numel() * item : unit->layout().numel() * item;
   }
-  for (const auto& gradients : state_->reducer().gradients()) memory.gradients += gradients->nbytes();
+  for (const auto& gradients : state_->reducer().gradients())
+    memory.gradients += gradients->nbytes();
   memory.peak_unsharded = state_->context().peak_unsharded_bytes;
   memory.peak_in_flight = state_->reducer().peak_in_flight_bytes();
   return memory;
 }
 
 std::string ShardedModule::describe() const {
-  std::string text = fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", "unit", "elements", "my shard",
-                                 "sharded", "parameters");
+  std::string text = fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", "unit", "elements",
+                                 "my shard", "sharded", "parameters");
   for (const auto& unit : state_->units()) {
     const UnitLayout& layout = unit->layout();
     text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
-                        layout.shard_numel(state_->process_group().rank()), level_name(layout.level),
-                        layout.name);
+                        layout.shard_numel(state_->process_group().rank()),
+                        level_name(layout.level), layout.name);
   }
   return text;
 }

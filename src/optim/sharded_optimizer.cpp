@@ -1,6 +1,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
+#include <malloc.h>
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
@@ -20,6 +21,7 @@ struct ShardedOptimizer::Impl {
   torch::optim::Optimizer* optimizer;
   ShardedOptimizerOptions options;
   std::vector<Segment> segments;
+  int64_t steps = 0;
 
   ShardedState& state() { return *module.state(); }
   void set_gradients();
@@ -31,10 +33,11 @@ struct ShardedOptimizer::Impl {
 void ShardedOptimizer::Impl::set_gradients() {
   const auto& gradients = state().reducer().gradients();
   for (const Segment& segment : segments) {
-    if (!segment.tensor.defined() || !gradients[segment.place.unit]->is_live(segment.place.slot)) continue;
+    if (!segment.tensor.defined() || !gradients[segment.place.unit]->is_live(segment.place.slot))
+      continue;
     const at::Tensor grad = gradients[segment.place.unit]->reduced(segment.begin, segment.end);
-    segment.tensor.mutable_grad() = at::as_strided(grad, segment.tensor.sizes(), segment.tensor.strides(),
-                                                   grad.storage_offset());
+    segment.tensor.mutable_grad() = at::as_strided(grad, segment.tensor.sizes(),
+                                                   segment.tensor.strides(), grad.storage_offset());
   }
 }
 
@@ -48,7 +51,8 @@ std::vector<bool> ShardedOptimizer::Impl::changed_units() {
   std::vector<bool> changed(state().units().size(), false);
   const auto& gradients = state().reducer().gradients();
   for (const Segment& segment : segments) {
-    if (gradients[segment.place.unit]->is_live(segment.place.slot)) changed[segment.place.unit] = true;
+    if (gradients[segment.place.unit]->is_live(segment.place.slot))
+      changed[segment.place.unit] = true;
   }
   return changed;
 }
@@ -82,6 +86,9 @@ void ShardedOptimizer::step() {
     impl_->clear_gradients();
   }
   state.residency().on_step(impl_->changed_units());
+  // The first step is unlike the others: units came in the order of registration, and the optimizer
+  // made its state amid whole gradients. Pages that later steps don't touch need not stay.
+  if (++impl_->steps == 2) malloc_trim(0);
 }
 
 at::Tensor ShardedOptimizer::step(const std::function<at::Tensor()>& closure) {

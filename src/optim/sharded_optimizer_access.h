@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-/// The segments that a sharded optimizer steps on, for checkpoints: all of its parameters in order, those
-/// that do not lie in this rank's shard with an undefined tensor.
+/// The segments that a sharded optimizer steps on, for checkpoints: all of its parameters in order,
+/// those that do not lie in this rank's shard with an undefined tensor.
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
 
 }  // namespace tessera

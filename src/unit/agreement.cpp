@@ -12,16 +12,18 @@ namespace {
 // One line per fact that must be equal on all ranks.
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<std::string> lines;
-  lines.push_back(fmt::format(
-      "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole {}, resident_bytes {}, "
-      "prefetch {}, average {}, start_values {}, sync_buffers {}",
-      static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes, plan.units,
-      plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
-      static_cast<int>(plan.start_values), plan.sync_buffers));
+  lines.push_back(
+      fmt::format("plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
+                  "{}, resident_bytes {}, "
+                  "prefetch {}, average {}, start_values {}, sync_buffers {}",
+                  static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes,
+                  plan.units, plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch,
+                  plan.average, static_cast<int>(plan.start_values), plan.sync_buffers));
   for (const ParamSlot& param : params) {
-    lines.push_back(fmt::format("'{}' {} [{}]{}", fmt::join(param.names, "' = '"),
+    lines.push_back(fmt::format("'{}' {} [{}] with strides [{}]{}", fmt::join(param.names, "' = '"),
                                 c10::toString(param.dtype), fmt::join(param.sizes, ", "),
-                                param.requires_grad ? "" : " frozen"));
+                                fmt::join(param.strides, ", "),
+                                param.requires_grad ? "" : ", frozen"));
   }
   return lines;
 }
@@ -69,7 +71,8 @@ void check_on_all_ranks(ProcessGroup& process_group, const std::function<void()>
     if (exception) std::rethrow_exception(exception);
     return;
   }
-  const auto errors = all_gather_bytes(process_group, error, {"check of the arguments", Channel::kControl});
+  const auto errors =
+      all_gather_bytes(process_group, error, {"check of the arguments", Channel::kControl});
   if (exception) std::rethrow_exception(exception);
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     TORCH_CHECK_VALUE(errors[rank].empty(), errors[rank], " (on rank ", rank, " of ", errors.size(), ")");
@@ -81,7 +84,8 @@ void check_same_model(ProcessGroup& process_group, const std::vector<ParamSlot>&
   if (process_group.size() == 1) return;
   const std::string text = fmt::format("{}", fmt::join(describe(params, plan), "\n"));
   const std::string hash = std::to_string(std::hash<std::string>()(text));
-  const auto hashes = all_gather_bytes(process_group, hash, {"check of the models", Channel::kControl});
+  const auto hashes =
+      all_gather_bytes(process_group, hash, {"check of the models", Channel::kControl});
   if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
   std::vector<std::vector<std::string>> ranks;
   for (const std::string& other :

@@ -17,12 +17,15 @@ struct BufferPool::Blocks {
   };
   std::mutex mutex;
   std::vector<Block> free;
+  size_t idle = 0;     // bytes in `free`
+  size_t largest = 0;  // block so far
 
   ~Blocks() { release(); }
 
   void release() {
     for (const Block& block : free) c10::free_cpu(block.data);
     free.clear();
+    idle = 0;
   }
 
   // The smallest free block that fits and is not wastefully large.
@@ -37,15 +40,25 @@ struct BufferPool::Blocks {
       if (best != free.end()) {
         const Block block = *best;
         free.erase(best);
+        idle -= block.capacity;
         return block;
       }
     }
     return {c10::alloc_cpu(nbytes), nbytes};
   }
 
+  // The oldest blocks go first when too much lies idle: units are freed just before others are
+  // gathered, so one block of the largest kind is enough.
   void put(Block block) {
     std::lock_guard lock(mutex);
+    largest = std::max(largest, block.capacity);
     free.push_back(block);
+    idle += block.capacity;
+    while (idle > largest) {
+      idle -= free.front().capacity;
+      c10::free_cpu(free.front().data);
+      free.erase(free.begin());
+    }
   }
 };
 

@@ -10,8 +10,8 @@
 namespace tessera {
 namespace {
 
-// Strides of the parameter in the flat buffer: its own if it fills its memory without gaps (whatever the
-// order of dims, as channels_last does), else those of a contiguous tensor.
+// Strides of the parameter in the flat buffer: its own if it fills its memory without gaps
+// (whatever the order of dims, as channels_last does), else those of a contiguous tensor.
 std::vector<int64_t> flat_strides(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
   std::vector<int64_t> strides(tensor.dim());
@@ -72,7 +72,8 @@ class Collector {
     slot.device = tensor.device();
     slot.requires_grad = tensor.requires_grad();
     slot.numel = tensor.numel();
-    if (tensor.numel() > 0) by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(slots_.size());
+    if (tensor.numel() > 0)
+      by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(slots_.size());
     by_impl_[tensor.unsafeGetTensorImpl()] = slots_.size();
     slots_.push_back(std::move(slot));
   }

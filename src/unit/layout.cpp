@@ -14,15 +14,15 @@ namespace tessera {
 
 // [Note: Flat layout]
 //
-// A unit's parameters lie one after another in a flat buffer, each in its own memory order (strides are
-// kept, so channels_last stays so) and each starting at a multiple of 64 bytes, because matrix kernels
-// run faster on aligned weights.
+// A unit's parameters lie one after another in a flat buffer, each in its own memory order (strides
+// are kept, so channels_last stays so) and each starting at a multiple of 64 bytes, because matrix
+// kernels run faster on aligned weights.
 //
 // kFlatEven: the buffer is padded to N equal shards whose borders are multiples of 64 bytes, too. A
 // border usually falls inside a parameter; both ranks then own a segment of it.
 //
-// kWholeParam: parameters are ordered by owner, and a rank's shard is the range of the parameters it
-// owns. Shards differ in size and may be empty. All other code sees only `bounds`.
+// kWholeParam: parameters are ordered by owner, and a rank's shard is the range of the parameters
+// it owns. Shards differ in size and may be empty. All other code sees only `bounds`.
 namespace {
 
 constexpr int64_t kAlignBytes = 64;
@@ -91,8 +91,7 @@ void cut_chunks(UnitLayout& unit) {
     if (slot.numel == 0) continue;
     const bool small = nbytes_of(slot) < kSmallGradBytes;
     GradChunk* last = unit.chunks.empty() ? nullptr : &unit.chunks.back();
-    const bool last_is_small =
-        last && nbytes_of(unit.slots[last->first_slot]) < kSmallGradBytes;
+    const bool last_is_small = last && nbytes_of(unit.slots[last->first_slot]) < kSmallGradBytes;
     if (small && last_is_small) {
       last->end = slot.offset + slot.numel;
       last->end_slot = i + 1;
@@ -103,8 +102,7 @@ void cut_chunks(UnitLayout& unit) {
 }
 
 std::string unit_name(const UnitLayout& unit) {
-  const auto [first, last] =
-      std::make_pair(unit.slots.front().name(), unit.slots.back().name());
+  const auto [first, last] = std::make_pair(unit.slots.front().name(), unit.slots.back().name());
   return first == last ? first : fmt::format("{}..{}", first, last);
 }
 
@@ -114,10 +112,19 @@ struct UnitMembers {
   int64_t nbytes = 0;
 };
 
-bool stays_whole(const ParamSlot& param, const ShardPlan& plan, const std::set<std::string>& whole) {
+bool stays_whole(const ParamSlot& param, const ShardPlan& plan,
+                 const std::set<std::string>& whole) {
   if (plan.whole_numel > 0 && param.numel <= plan.whole_numel) return true;
   return std::any_of(param.names.begin(), param.names.end(),
                      [&](const std::string& name) { return whole.contains(name); });
+}
+
+void check_whole(const std::vector<ParamSlot>& params, std::set<std::string> names) {
+  for (const ParamSlot& param : params) {
+    for (const std::string& name : param.names) names.erase(name);
+  }
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.whole names '", names.empty() ? "" : *names.begin(),
+                    "', which the model does not have");
 }
 
 // The user's units by name; -1 for parameters that are in none.
@@ -144,8 +151,8 @@ std::vector<int> user_units(const std::vector<ParamSlot>& params, const ShardPla
   return result;
 }
 
-// Packs parameters by size, in registration order. Parameters that differ in what the unit must have in
-// common (dtype, device, trainable, level, the user's unit) are packed separately.
+// Packs parameters by size, in registration order. Parameters that differ in what the unit must
+// have in common (dtype, device, trainable, level, the user's unit) are packed separately.
 std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardPlan& plan,
                               const std::vector<ShardLevel>& levels) {
   const std::vector<int> user_unit = user_units(params, plan);
@@ -153,12 +160,13 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
   std::map<std::tuple<at::ScalarType, int, int, bool, ShardLevel, int>, size_t> open;
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSlot& param = params[i];
-    const auto key =
-        std::make_tuple(param.dtype, static_cast<int>(param.device.type()),
-                        static_cast<int>(param.device.index()), param.requires_grad, levels[i],
-                        user_unit[i]);
+    const auto key = std::make_tuple(param.dtype, static_cast<int>(param.device.type()),
+                                     static_cast<int>(param.device.index()), param.requires_grad,
+                                     levels[i], user_unit[i]);
     const auto it = open.find(key);
-    const bool fits = it != open.end() && (user_unit[i] >= 0 || units[it->second].nbytes + nbytes_of(param) <= plan.unit_bytes);
+    const bool fits =
+        it != open.end() &&
+        (user_unit[i] >= 0 || units[it->second].nbytes + nbytes_of(param) <= plan.unit_bytes);
     if (!fits) {
       open[key] = units.size();
       units.emplace_back();
@@ -180,6 +188,7 @@ at::Tensor ParamSlot::tensor(size_t i) const {
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
                                 int world_size) {
   const std::set<std::string> whole(plan.whole.begin(), plan.whole.end());
+  check_whole(params, whole);
   std::vector<ShardLevel> levels;
   for (const ParamSlot& param : params) {
     const bool keep = plan.level == ShardLevel::kParameters && stays_whole(param, plan, whole);

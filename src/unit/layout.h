@@ -14,8 +14,8 @@ namespace tessera {
 struct ParamSlot {
   /// Fully qualified names; more than one if the parameter is tied.
   std::vector<std::string> names;
-  /// The user's tensors: one, or several whose storage was the same. Weak: the module owns them, and
-  /// they own the unit through their storage.
+  /// The user's tensors: one, or several whose storage was the same. Weak: the module owns them,
+  /// and they own the unit through their storage.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> handles;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
@@ -30,8 +30,8 @@ struct ParamSlot {
   at::Tensor tensor(size_t i = 0) const;
 };
 
-/// A range of a unit's flat buffer whose gradients travel together: one large parameter, or a run of
-/// small ones, which are copied into one buffer.
+/// A range of a unit's flat buffer whose gradients travel together: one large parameter, or a run
+/// of small ones, which are copied into one buffer.
 struct GradChunk {
   int64_t begin = 0, end = 0;           ///< elements
   size_t first_slot = 0, end_slot = 0;  ///< index range into the slots
@@ -45,9 +45,9 @@ struct UnitLayout {
   Partition partition = Partition::kFlatEven;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  std::vector<ParamSlot> slots;    ///< ascending offsets
-  std::vector<int64_t> bounds;     ///< rank r owns elements [bounds[r], bounds[r + 1])
-  std::vector<GradChunk> chunks;   ///< ascending
+  std::vector<ParamSlot> slots;   ///< ascending offsets
+  std::vector<int64_t> bounds;    ///< rank r owns elements [bounds[r], bounds[r + 1])
+  std::vector<GradChunk> chunks;  ///< ascending
 
   int64_t numel() const { return bounds.back(); }
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
@@ -56,11 +56,12 @@ struct UnitLayout {
 
 /// Lists the distinct parameters of a model in registration order, ties merged.
 ///
-/// Throws `c10::ValueError` for a model without parameters, one that is sharded already, and parameters
-/// that overlap in part.
+/// Throws `c10::ValueError` for a model without parameters, one that is sharded already, and
+/// parameters that overlap in part.
 std::vector<ParamSlot> collect_parameters(const std::vector<NamedTensor>& named_parameters);
 
 /// Cuts the parameters into units and lays each unit out for `world_size` ranks.
-std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan, int world_size);
+std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
+                                int world_size);
 
 }  // namespace tessera

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace tessera {
 namespace {
@@ -42,14 +43,16 @@ void Unit::show_full() {
   auto storage = storage_.lock();
   if (!storage) return;  // all parameters of the unit are gone
   const std::string why_not =
-      full_.defined()
+      state_ == State::kUnsharded
           ? std::string()
           : fmt::format(
-                "[tessera] the parameters of unit '{}' are sharded over {} ranks and not gathered now, "
-                "so their memory can't be read by data_ptr(). Use them through operators, which gather "
+                "[tessera] the parameters of unit '{}' are sharded over {} ranks and not gathered "
+                "now, "
+                "so their memory can't be read by data_ptr(). Use them through operators, which "
+                "gather "
                 "them, or hold ShardedModule::keep_unsharded() while you read",
                 layout_.name, context_.process_group->size());
-  storage->show(full_, why_not);
+  storage->show(state_ == State::kUnsharded ? full_ : at::Tensor(), why_not);
 }
 
 void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
@@ -63,7 +66,8 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   if (broadcast && !alone) {
     context_.process_group->broadcast(full_, 0, {layout_.name, Channel::kControl})->wait();
   }
-  auto storage = c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
+  auto storage =
+      c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
   storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
   c10::impl::ExcludeDispatchKeyGuard not_a_use(kUnitKey);
   for (const ParamSlot& slot : layout_.slots) {
@@ -89,7 +93,8 @@ void Unit::unshard() {
   }
   wait();
   allocate_full();
-  gather_ = context_.process_group->all_gather(full_, shard_, layout_.bounds, {layout_.name, Channel::kParams});
+  gather_ = context_.process_group->all_gather(full_, shard_, layout_.bounds,
+                                               {layout_.name, Channel::kParams});
   state_ = State::kUnsharding;
   unread_.push_back(gather_);
   if (unread_.size() > kMostUnread) {
@@ -100,7 +105,7 @@ void Unit::unshard() {
 
 void Unit::wait() {
   if (state_ != State::kUnsharding) return;
-  gather_->wait();
+  std::exchange(gather_, nullptr)->wait();
   state_ = State::kUnsharded;
   show_full();
 }
@@ -108,10 +113,12 @@ void Unit::wait() {
 void Unit::reshard() {
   wait();
   state_ = State::kSharded;
-  if (!frees_ || !full_.defined()) return;
-  full_.reset();
-  context_.unsharded_bytes -= layout_.nbytes();
-  show_full();
+  if (frees_ && full_.defined()) {
+    full_.reset();
+    context_.unsharded_bytes -= layout_.nbytes();
+  }
+  // A raw read of old values would be as wrong as one of freed memory.
+  if (context_.process_group->size() > 1) show_full();
 }
 
 void Unit::write_back() {

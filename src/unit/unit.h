@@ -33,9 +33,11 @@ class UseListener {
 
 /// The parameters that are gathered together, and this rank's shard of them.
 ///
-/// States: kSharded (only the shard exists) -> `unshard()` -> kUnsharding (gather under way) -> `wait()`
-/// -> kUnsharded -> `reshard()` -> kSharded. A unit below `ShardLevel::kParameters` has its full buffer
-/// always; then the shard is a view of it, and kSharded means that the rest of it is out of date.
+/// States: kSharded (only the shard exists) -> `unshard()` -> kUnsharding (gather under way) ->
+/// `wait()`
+/// -> kUnsharded -> `reshard()` -> kSharded. A unit below `ShardLevel::kParameters` has its full
+/// buffer always; then the shard is a view of it, and kSharded means that the rest of it is out of
+/// date.
 class Unit {
  public:
   enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
@@ -45,8 +47,8 @@ class Unit {
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
-  /// Takes over the parameters: copies their values (rank 0's, if `broadcast`) into the flat buffer and
-  /// makes them views of this unit. Collective if `broadcast`.
+  /// Takes over the parameters: copies their values (rank 0's, if `broadcast`) into the flat buffer
+  /// and makes them views of this unit. Collective if `broadcast`.
   void adopt(const std::shared_ptr<void>& keep_alive, bool broadcast);
 
   /// Starts gathering the full parameters, in place if they are there. Collective.
@@ -56,8 +58,8 @@ class Unit {
   /// Frees the full parameters, or marks them as out of date if they always exist.
   void reshard();
 
-  /// Copies this rank's part of parameters that an operator wrote to into the shard, and marks the rest
-  /// as out of date.
+  /// Copies this rank's part of parameters that an operator wrote to into the shard, and marks the
+  /// rest as out of date.
   void write_back();
 
   /// To be called before the shard is changed: peers may still be reading it.

@@ -11,14 +11,14 @@ namespace tessera {
 
 class Unit;
 
-/// The dispatch key that parameters of units carry. LibTorch reserves it for code like ours and does
-/// not use it. See [Note: Access through the dispatcher] in access/fallback.cpp.
+/// The dispatch key that parameters of units carry. LibTorch reserves it for code like ours and
+/// does not use it. See [Note: Access through the dispatcher] in access/fallback.cpp.
 constexpr c10::DispatchKey kUnitKey = c10::DispatchKey::DeferredInit;
 
 /// The storage that all parameters of a unit, their views and what autograd saved of them share.
 ///
-/// It borrows the unit's memory while the unit is unsharded; otherwise a raw `data_ptr()` throws. It
-/// keeps the sharded model alive, so that the module works for as long as it exists.
+/// It borrows the unit's memory while the unit is unsharded; otherwise a raw `data_ptr()` throws.
+/// It keeps the sharded model alive, so that the module works for as long as it exists.
 class UnitStorage final : public c10::StorageImpl {
  public:
   UnitStorage(Unit& unit, std::shared_ptr<void> keep_alive, size_t nbytes, at::Device device);

@@ -4,13 +4,18 @@ namespace tessera::testing {
 namespace {
 
 void expect_contains(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << "\nin: " << text;
+  for (const std::string& part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\nin: " << text;
 }
 
 // Has the parameters and buffers that the test gives it.
 struct Bag : torch::nn::Module {
-  void add(const std::string& name, torch::Tensor value) { register_parameter(name, std::move(value)); }
-  void add_buffer(const std::string& name, torch::Tensor value) { register_buffer(name, std::move(value)); }
+  void add(const std::string& name, torch::Tensor value) {
+    register_parameter(name, std::move(value));
+  }
+  void add_buffer(const std::string& name, torch::Tensor value) {
+    register_buffer(name, std::move(value));
+  }
 };
 
 std::shared_ptr<Bag> saved_bag() {
@@ -39,10 +44,11 @@ TEST(CheckpointMisfit, OneErrorOnEveryRankListsAllAndTheModelStays) {
     auto sharded = fully_shard(bag);
     const auto before = sharded.full_state();
     EXPECT_THROW(load_checkpoint(scratch / "one", sharded, nullptr), c10::ValueError);
-    expect_contains(error_of([&] { load_checkpoint(scratch / "one", sharded, nullptr); }),
-                    {"[load_checkpoint]", "missing in the checkpoint: 'fresh', buffer 'fresh_count'",
-                     "not in the model: 'old', buffer 'old_count'", "'shape' [3, 4] (the model's: [4, 3])",
-                     "'mean' [4] (the model's: [5])", "'dtype' F32 (the model's: F64)"});
+    expect_contains(
+        error_of([&] { load_checkpoint(scratch / "one", sharded, nullptr); }),
+        {"[load_checkpoint]", "missing in the checkpoint: 'fresh', buffer 'fresh_count'",
+         "not in the model: 'old', buffer 'old_count'", "'shape' [3, 4] (the model's: [4, 3])",
+         "'mean' [4] (the model's: [5])", "'dtype' F32 (the model's: F64)"});
     expect_same_state(sharded.full_state(), before, 0, "after the error");
   });
 }
@@ -64,7 +70,8 @@ TEST(CheckpointMisfit, TiesMayBeLoosenedButNotMade) {
     save_checkpoint(scratch / "tied", tied, nullptr);
     save_checkpoint(scratch / "loose", loose, nullptr);
     load_checkpoint(scratch / "tied", loose, nullptr);
-    for (const NamedTensor& named : loose.full_state()) EXPECT_TRUE((named.tensor == 1).all().item<bool>());
+    for (const NamedTensor& named : loose.full_state())
+      EXPECT_TRUE((named.tensor == 1).all().item<bool>());
     expect_contains(error_of([&] { load_checkpoint(scratch / "loose", tied, nullptr); }),
                     {"tied only in the model: 'a' = 'b'"});
   });
@@ -81,7 +88,8 @@ TEST(CheckpointMisfit, OptimizersMustFit) {
     train_step(*picture, adamw, 0);
     save_checkpoint(scratch / "one", sharded, &adamw);
     save_checkpoint(scratch / "model", sharded, nullptr);
-    const auto error_with = [&](Optimizer& other, const std::shared_ptr<Picture>& module, const char* path) {
+    const auto error_with = [&](Optimizer& other, const std::shared_ptr<Picture>& module,
+                                const char* path) {
       auto target = fully_shard(module);
       ShardedOptimizer optimizer(target, other);
       return error_of([&] { load_checkpoint(scratch / path, target, &optimizer); });
@@ -91,17 +99,21 @@ TEST(CheckpointMisfit, OptimizersMustFit) {
     expect_contains(error_with(sgd, module, "one"), {"optimizer: SGD (the checkpoint's: AdamW)"});
     module = make_picture(2);
     AdamW some(module->norm->parameters());
-    expect_contains(error_with(some, module, "one"),
-                    {"'conv.weight' of the checkpoint's param group 0 is in none of the optimizer's"});
+    expect_contains(
+        error_with(some, module, "one"),
+        {"'conv.weight' of the checkpoint's param group 0 is in none of the optimizer's"});
     module = make_picture(2);
-    AdamW two({OptimizerParamGroup(module->norm->parameters()), OptimizerParamGroup(module->encode->parameters())});
+    AdamW two({OptimizerParamGroup(module->norm->parameters()),
+               OptimizerParamGroup(module->encode->parameters())});
     expect_contains(error_with(two, module, "one"), {"2 param groups (the checkpoint's: 1)"});
     module = make_picture(2);
     AdamW whole(module->parameters());
     expect_contains(error_with(whole, module, "model"), {"optimizer: it was saved without one"});
     auto other = fully_shard(make_picture(3));
-    expect_contains(error_of([&] { load_checkpoint(scratch / "one", other, &adamw); }), {"made for another one"});
-    expect_contains(error_of([&] { save_checkpoint(scratch / "two", other, &adamw); }), {"made for another one"});
+    expect_contains(error_of([&] { load_checkpoint(scratch / "one", other, &adamw); }),
+                    {"made for another one"});
+    expect_contains(error_of([&] { save_checkpoint(scratch / "two", other, &adamw); }),
+                    {"made for another one"});
   });
 }
 

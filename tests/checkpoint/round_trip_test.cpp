@@ -1,5 +1,6 @@
-#include <cmath>
 #include <fmt/format.h>
+
+#include <cmath>
 
 #include "checkpoint/saved_model.h"
 
@@ -75,7 +76,8 @@ Saved save_in_middle(int ranks, const ShardPlan& plan, const std::filesystem::pa
 }
 
 // Loads into a job that has trained on something else, and goes on.
-void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan, const std::filesystem::path& again) {
+void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan,
+                  const std::filesystem::path& again) {
   const std::string what = describe(saved.ranks, saved.plan) + " -> " + describe(ranks, plan);
   run_world(ranks, [&](World& world) {
     Job job(2, plan);
@@ -89,7 +91,8 @@ void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan, const st
     const auto later = job.sharded.full_state();
     if (world.rank() != 0) return;
     expect_same_state(state, saved.state, 0, what);
-    expect_same_state(later, saved.later, ranks == saved.ranks ? 0 : 1e-5, what + ", two steps later");
+    expect_same_state(later, saved.later, ranks == saved.ranks ? 0 : 1e-5,
+                      what + ", two steps later");
   });
   expect_same_tensors(read_all(again), read_all(saved.path), what);
 }
@@ -125,7 +128,8 @@ TEST(Checkpoint, LoadsIntoAFreshProgramAndBeforeTheFirstStep) {
     const auto start = job.sharded.full_state();
     job.train(0, 2);
     const auto expected = job.sharded.full_state();
-    load_checkpoint(scratch / "start", job.sharded, &job.optimizer);  // takes the optimizer's state away
+    load_checkpoint(scratch / "start", job.sharded,
+                    &job.optimizer);  // takes the optimizer's state away
     expect_same_state(job.sharded.full_state(), start, 0, "after the load");
     EXPECT_EQ(job.optimizer.memory().optimizer_state, 0);
     job.train(0, 2);
@@ -177,9 +181,11 @@ TEST(Checkpoint, WeightsStoredInAnotherMemoryOrderAreConverted) {
 
 TEST(Checkpoint, NumbersComeBackToTheBit) {
   const ScratchDirectory scratch;
-  const std::map<std::string, double> numbers = {
-      {"step", 123456789.0}, {"loss", 0.1 + 0.2}, {"best", -std::numeric_limits<double>::infinity()},
-      {"tiny", 5e-324},      {"odd", std::nan("")}};
+  const std::map<std::string, double> numbers = {{"step", 123456789.0},
+                                                 {"loss", 0.1 + 0.2},
+                                                 {"best", -std::numeric_limits<double>::infinity()},
+                                                 {"tiny", 5e-324},
+                                                 {"odd", std::nan("")}};
   run_world(2, [&](World&) {
     auto sharded = fully_shard(make_picture(1));
     save_checkpoint(scratch / "one", sharded, nullptr, numbers);
@@ -201,8 +207,10 @@ void expect_optimizer_comes_back(const Options& options, const Options& others, 
       auto sharded = fully_shard(module, plans()[3]);
       const auto params = module->parameters();
       const size_t half = params.size() / 2;
-      Optimizer inner({torch::optim::OptimizerParamGroup({params.begin(), params.begin() + half}, chosen.clone()),
-                       torch::optim::OptimizerParamGroup({params.begin() + half, params.end()}, chosen.clone())},
+      Optimizer inner({torch::optim::OptimizerParamGroup({params.begin(), params.begin() + half},
+                                                         std::make_unique<Options>(chosen)),
+                       torch::optim::OptimizerParamGroup({params.begin() + half, params.end()},
+                                                         std::make_unique<Options>(chosen))},
                       chosen);
       ShardedOptimizer optimizer(sharded, inner, {.fused = fused});
       for (int step = 0; step < 2; ++step) train_step(*module, optimizer, step);
@@ -217,18 +225,24 @@ void expect_optimizer_comes_back(const Options& options, const Options& others, 
     save_checkpoint(scratch / "again", sharded, &optimizer);
   });
   expect_same_tensors(read_all(scratch / "again"), read_all(scratch / "first"), "optimizer");
-  EXPECT_EQ(read_index(scratch / "again").at("optimizer").dump(), read_index(scratch / "first").at("optimizer").dump());
+  EXPECT_EQ(read_index(scratch / "again").at("optimizer").dump(),
+            read_index(scratch / "first").at("optimizer").dump());
 }
 
 TEST(Checkpoint, KeepsTheStateAndOptionsOfEachKindOfOptimizer) {
   using namespace torch::optim;
   for (const bool fused : {true, false}) {
-    expect_optimizer_comes_back<AdamW>(AdamWOptions(0.01).betas({0.8, 0.9}).amsgrad(true), AdamWOptions(0.1), fused);
-    expect_optimizer_comes_back<Adam>(AdamOptions(0.01).weight_decay(0.5), AdamOptions(0.1).amsgrad(true), fused);
-    expect_optimizer_comes_back<SGD>(SGDOptions(0.01).momentum(0.9).nesterov(true), SGDOptions(0.1), fused);
+    expect_optimizer_comes_back<AdamW>(AdamWOptions(0.01).betas({0.8, 0.9}).amsgrad(true),
+                                       AdamWOptions(0.1), fused);
+    expect_optimizer_comes_back<Adam>(AdamOptions(0.01).weight_decay(0.5),
+                                      AdamOptions(0.1).amsgrad(true), fused);
+    expect_optimizer_comes_back<SGD>(SGDOptions(0.01).momentum(0.9).nesterov(true), SGDOptions(0.1),
+                                     fused);
     expect_optimizer_comes_back<SGD>(SGDOptions(0.01), SGDOptions(0.1).momentum(0.5), fused);
-    expect_optimizer_comes_back<Adagrad>(AdagradOptions(0.01).lr_decay(0.1), AdagradOptions(0.1), fused);
-    expect_optimizer_comes_back<RMSprop>(RMSpropOptions(0.01).momentum(0.9).centered(true), RMSpropOptions(0.1), fused);
+    expect_optimizer_comes_back<Adagrad>(AdagradOptions(0.01).lr_decay(0.1), AdagradOptions(0.1),
+                                         fused);
+    expect_optimizer_comes_back<RMSprop>(RMSpropOptions(0.01).momentum(0.9).centered(true),
+                                         RMSpropOptions(0.1), fused);
   }
 }
 

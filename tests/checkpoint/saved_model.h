@@ -21,8 +21,8 @@
 
 namespace tessera::testing {
 
-/// A model with all that a checkpoint has to care for: a weight in channels_last order, buffers, tied and
-/// frozen parameters, an empty one, and sizes that nothing divides.
+/// A model with all that a checkpoint has to care for: a weight in channels_last order, buffers,
+/// tied and frozen parameters, an empty one, and sizes that nothing divides.
 struct Picture : torch::nn::Module {
   explicit Picture(int64_t width = 13) {
     auto options = torch::nn::Conv2dOptions(3, width, 3).padding(1).bias(false);
@@ -55,7 +55,8 @@ inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
 /// One training step on the same rows on every rank, so that worlds of all sizes do the same.
 inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
   auto generator = at::detail::createCPUGenerator(1000 + step);
-  const torch::Tensor x = torch::randn({5, 3, 6, 6}, generator), y = torch::randn({5, 17}, generator);
+  const torch::Tensor x = torch::randn({5, 3, 6, 6}, generator),
+                      y = torch::randn({5, 17}, generator);
   optimizer.zero_grad();
   torch::mse_loss(picture.forward(x), y).backward();
   optimizer.step();
@@ -66,7 +67,8 @@ class ScratchDirectory {
  public:
   ScratchDirectory() {
     const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::string name = std::string(test->test_suite_name()) + "." + test->name() + "." + std::to_string(getpid());
+    std::string name =
+        std::string(test->test_suite_name()) + "." + test->name() + "." + std::to_string(getpid());
     std::replace(name.begin(), name.end(), '/', '_');
     path_ = std::filesystem::temp_directory_path() / ("tessera_" + name);
     std::filesystem::remove_all(path_);
@@ -100,11 +102,13 @@ inline ParsedFile parse_safetensors(const std::filesystem::path& path) {
   return {nlohmann::json::parse(text.substr(8, length)), text.substr(8 + length)};
 }
 
-/// All tensors of a checkpoint, put together from its files with nothing of the library's code. Optimizer
-/// state is under `state/NAME/PARAMETER`; counts are added as tensors.
+/// All tensors of a checkpoint, put together from its files with nothing of the library's code.
+/// Optimizer state is under `state/NAME/PARAMETER`; counts are added as tensors.
 inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path& checkpoint) {
-  const std::map<std::string, torch::Dtype> dtypes = {{"F32", torch::kFloat}, {"F64", torch::kDouble},
-                                                      {"I64", torch::kLong}, {"BF16", torch::kBFloat16}};
+  const std::map<std::string, torch::Dtype> dtypes = {{"F32", torch::kFloat},
+                                                      {"F64", torch::kDouble},
+                                                      {"I64", torch::kLong},
+                                                      {"BF16", torch::kBFloat16}};
   const nlohmann::json index = read_index(checkpoint);
   std::map<std::string, ParsedFile> files;
   std::map<std::string, torch::Tensor> all;
@@ -115,7 +119,8 @@ inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path
     for (const auto& chunk : tensor.at("chunks")) {
       const std::string name = chunk.at("file");
       if (!files.contains(name)) files[name] = parse_safetensors(checkpoint / name);
-      const auto& place = files[name].header.at(chunk.at("key").get<std::string>()).at("data_offsets");
+      const auto& place =
+          files[name].header.at(chunk.at("key").get<std::string>()).at("data_offsets");
       const int64_t from = place.at(0), to = place.at(1), begin = chunk.at("begin");
       EXPECT_EQ(to - from, (chunk.at("end").get<int64_t>() - begin) * value.element_size());
       std::memcpy(static_cast<char*>(value.data_ptr()) + begin * value.element_size(),
@@ -135,7 +140,8 @@ inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path
 }
 
 inline void expect_same_tensors(const std::map<std::string, torch::Tensor>& actual,
-                                const std::map<std::string, torch::Tensor>& expected, const std::string& what) {
+                                const std::map<std::string, torch::Tensor>& expected,
+                                const std::string& what) {
   EXPECT_EQ(actual.size(), expected.size()) << what;
   for (const auto& [name, value] : expected) {
     const auto it = actual.find(name);

@@ -41,7 +41,9 @@ struct Switched : Net {
 TEST(GroupSharded, GS_24_AChangedOrderOfLayersStaysRight) {
   Training training{.steps = 6};
   training.net = [] { return with_values(std::make_shared<Switched>()); };
-  training.before_step = [](Net& net, int step) { dynamic_cast<Switched&>(net).b_first = step % 3 == 1; };
+  training.before_step = [](Net& net, int step) {
+    dynamic_cast<Switched&>(net).b_first = step % 3 == 1;
+  };
   for (const bool sync_comm : {false, true}) {
     training.options = {.buffer_max_size = 0, .segment_size = 0, .sync_comm = sync_comm};
     expect_parity(training);
@@ -54,7 +56,8 @@ TEST(GroupSharded, GS_24_OnlyTheLayersInUseAreGathered) {
     const auto inner = make_sgd(*net);
     auto [model, optimizer] = group_sharded_parallel(
         net, *inner, "p_g_os", {.buffer_max_size = 0, .segment_size = 0, .sync_comm = true});
-    accumulate({}, 0, world.rank(), world.size(), [&model = model](const torch::Tensor& x) { return model(x); });
+    accumulate({}, 0, world.rank(), world.size(),
+               [&model = model](const torch::Tensor& x) { return model(x); });
     optimizer.step();
     int64_t whole = 0, largest = 0;
     for (const auto& unit : model.state()->units()) {
@@ -125,18 +128,22 @@ TEST(GroupSharded, GS_26_FrozenParametersAboveTheSegmentSizeAreSharded) {
     const auto model = group_sharded_parallel(net, *inner, "p_g_os", training.options).model;
     const auto levels = levels_of(model);
     EXPECT_EQ(levels.at("fc2.weight"), ShardLevel::kParameters);
-    EXPECT_EQ(levels.at("fc2.bias"), ShardLevel::kGradients);  // 40 elements: not more than the bound
+    EXPECT_EQ(levels.at("fc2.bias"),
+              ShardLevel::kGradients);  // 40 elements: not more than the bound
     EXPECT_EQ(levels.at("fc1.weight"), ShardLevel::kParameters);
     EXPECT_EQ(levels.at("fc3.bias"), ShardLevel::kGradients);
   });
 }
 
-// Paddle's SpecialModel: the root, an encoder and a decoder share a Linear; a GroupNorm stays whole.
+// Paddle's SpecialModel: the root, an encoder and a decoder share a Linear; a GroupNorm stays
+// whole.
 struct Coder : torch::nn::Module {
   explicit Coder(const torch::nn::Linear& shared)
       : own(register_module("own", torch::nn::Linear(kIn, kIn))),
         shared(register_module("shared", shared)) {}
-  torch::Tensor forward(const torch::Tensor& x) { return shared->forward(torch::tanh(own->forward(x))); }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return shared->forward(torch::tanh(own->forward(x)));
+  }
   torch::nn::Linear own, shared;
 };
 struct Special : Net {

@@ -43,8 +43,7 @@ struct Normed : torch::nn::Module {
 TEST(GroupSharded, GS_01_UnknownLevelIsRefusedAndHintsAtTheValidOnes) {
   const PaddleMlp model;
   for (const std::string level : {"p_g", "", "OS", "zero3", "g_os", "os_p"}) {
-    const auto message =
-        message_of<c10::ValueError>([&] { group_sharded_plan(model, level, {}); });
+    const auto message = message_of<c10::ValueError>([&] { group_sharded_plan(model, level, {}); });
     expect_contains(message, "The level must be os, os_g or p_g_os.");
     expect_contains(message, "'" + level + "'");
   }
@@ -136,9 +135,12 @@ TEST(GroupShardedPlan, DefaultsBecomeThePlanOfEachLevel) {
 TEST(GroupShardedPlan, EachArgumentBecomesItsField) {
   const PaddleMlp model;
   const auto group = single_process_group();
-  const auto plan = group_sharded_plan(
-      model, "p_g_os",
-      {.group = group, .sync_buffers = true, .buffer_max_size = 0, .segment_size = 5, .sync_comm = true});
+  const auto plan = group_sharded_plan(model, "p_g_os",
+                                       {.group = group,
+                                        .sync_buffers = true,
+                                        .buffer_max_size = 0,
+                                        .segment_size = 5,
+                                        .sync_comm = true});
   EXPECT_EQ(plan.process_group, group);
   EXPECT_TRUE(plan.sync_buffers);
   EXPECT_EQ(plan.unit_bytes, 0);

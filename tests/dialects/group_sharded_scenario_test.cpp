@@ -1,5 +1,5 @@
-// Paddle's own tests of `group_sharded_parallel` in fp32, with smaller models: AdamW, clipping, several
-// backwards a step, fused and single buffers.
+// Paddle's own tests of `group_sharded_parallel` in fp32, with smaller models: AdamW, clipping,
+// several backwards a step, fused and single buffers.
 #include <gtest/gtest.h>
 
 #include "dialects/training.h"
@@ -32,8 +32,8 @@ TEST(GroupShardedScenario, OneBackwardOrSeveralOfItsPartsAreTheSame) {
   Training parts = adamw_with_clipping();
   parts.backwards = 3;
   for (const std::string level : {"os_g", "p_g_os"}) {
-    expect_same_state(train_sharded(2, level, parts), train_sharded(2, level, adamw_with_clipping()),
-                      kTolerance, level);
+    expect_same_state(train_sharded(2, level, parts),
+                      train_sharded(2, level, adamw_with_clipping()), kTolerance, level);
   }
 }
 
@@ -46,8 +46,8 @@ TEST(GroupShardedScenario, OneParamGroupIsTheSameAsAList) {
     return std::make_unique<torch::optim::AdamW>(std::move(groups), options);
   };
   for (const std::string level : {"os_g", "p_g_os"}) {
-    expect_same_state(train_sharded(2, level, group), train_sharded(2, level, adamw_with_clipping()), 0,
-                      level);
+    expect_same_state(train_sharded(2, level, group),
+                      train_sharded(2, level, adamw_with_clipping()), 0, level);
   }
 }
 
@@ -56,7 +56,8 @@ TEST(GroupShardedScenario, SingleBuffersGiveTheBitsOfFusedOnes) {
     Training single = adamw_with_clipping(), fused = adamw_with_clipping();
     single.clip = fused.clip = 0;  // the norm is a sum over buffers
     single.options.buffer_max_size = 0;
-    expect_same_state(train_sharded(ranks, "os_g", single), train_sharded(ranks, "os_g", fused), 0, "os_g");
+    expect_same_state(train_sharded(ranks, "os_g", single), train_sharded(ranks, "os_g", fused), 0,
+                      "os_g");
   }
 }
 
@@ -65,7 +66,8 @@ TEST(GroupShardedScenario, SynchronousGathersGiveTheBitsOfPrefetchedOnes) {
     Training synchronous = adamw_with_clipping(), prefetched = adamw_with_clipping();
     synchronous.options.buffer_max_size = prefetched.options.buffer_max_size = buffer_max_size;
     synchronous.options.sync_comm = true;
-    expect_same_state(train_sharded(2, "p_g_os", synchronous), train_sharded(2, "p_g_os", prefetched), 0,
+    expect_same_state(train_sharded(2, "p_g_os", synchronous),
+                      train_sharded(2, "p_g_os", prefetched), 0,
                       "units of " + std::to_string(buffer_max_size));
   }
 }

@@ -27,14 +27,27 @@ void backward(Model& model, const World& world) {
 }
 
 TEST(GroupSharded, GS_02_OptimizerOfAnotherModelAndModelWithoutParametersAreRefused) {
-  run_world(2, [](World&) {
+  run_world(2, [](World& world) {
     const auto net = make_mlp(), other = make_mlp();
-    const auto wrong = make_sgd(*other);
-    expect_contains(message_of<c10::ValueError>([&] { group_sharded_parallel(net, *wrong, "os_g"); }),
-                    "the optimizer's parameters must be the model's");
-    const auto empty = std::make_shared<torch::nn::GELUImpl>();
-    expect_contains(message_of<c10::ValueError>([&] { group_sharded_parallel(empty, *wrong, "os_g"); }),
+    const auto refused = [&](const auto& model, torch::optim::Optimizer& optimizer) {
+      return message_of<c10::ValueError>(
+          [&] { group_sharded_parallel(model, optimizer, "p_g_os"); });
+    };
+    const auto wrong = make_sgd(*other), right = make_sgd(*net);
+    expect_contains(refused(net, *wrong), "the optimizer's parameters must be the model's");
+    expect_contains(refused(std::make_shared<torch::nn::GELUImpl>(), *wrong),
                     "the model must have parameters");
+    auto twice = make_sgd(*net);
+    twice->add_param_group(torch::optim::OptimizerParamGroup({net->parameters()[0]}));
+    expect_contains(refused(net, *twice), "a parameter must be in one param group");
+    torch::optim::LBFGS lbfgs(net->parameters());
+    EXPECT_THROW(group_sharded_parallel(net, lbfgs, "p_g_os"), c10::NotImplementedError);
+    // Wrong on one rank, refused on both.
+    refused(net, world.rank() == 0 ? *wrong : *right);
+    // Nothing was changed: the model is not sharded yet.
+    auto [model, optimizer] = group_sharded_parallel(net, *right, "p_g_os");
+    backward(model, world);
+    optimizer.step();
   });
 }
 
@@ -79,7 +92,8 @@ TEST(GroupSharded, GS_06_ParametersComeFromRankZeroAndBuffersOnlyIfAskedFor) {
         const auto net = with_values(std::make_shared<Counted>(world.rank()), 100 + world.rank());
         const auto first = plain_state(*with_values(std::make_shared<Counted>(0), 100));
         const auto inner = make_sgd(*net);
-        auto [model, optimizer] = group_sharded_parallel(net, *inner, "p_g_os", {.sync_buffers = sync});
+        auto [model, optimizer] =
+            group_sharded_parallel(net, *inner, "p_g_os", {.sync_buffers = sync});
         EXPECT_TRUE(net->fc->weight.equal(first[0].tensor));
         EXPECT_TRUE(net->fc->bias.equal(first[1].tensor));
         net->seen.fill_(10 + world.rank());
@@ -100,7 +114,8 @@ TEST(GroupSharded, GS_07_EachParameterGoesWholeToTheLeastLoadedRank) {
     for (const auto& item : net->named_parameters()) {
       const auto least = std::min_element(load.begin(), load.end());
       owner[item.key()] = static_cast<int>(least - load.begin());
-      if (item.value().requires_grad()) *least += item.value().numel();  // frozen ones count nothing
+      if (item.value().requires_grad())
+        *least += item.value().numel();  // frozen ones count nothing
     }
     const auto inner = make_sgd(*net);
     auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
@@ -165,7 +180,8 @@ TEST(GroupSharded, GS_10_GradientsAreTheMeanAndOnlyTheOwnersKeepThem) {
         auto [model, optimizer] = group_sharded_parallel(net, *inner, level);
         backward(model, world);
         for (const auto& item : alone->named_parameters()) {
-          EXPECT_TRUE(torch::allclose(model.full_grad(item.key()), item.value().grad(), 1e-5, 1e-7));
+          EXPECT_TRUE(
+              torch::allclose(model.full_grad(item.key()), item.value().grad(), 1e-5, 1e-7));
         }
         kept[world.rank()] = optimizer.memory().gradients;
         if (world.rank() > 0) return;
@@ -182,8 +198,9 @@ TEST(GroupSharded, GS_11_MinimizeIsRefused) {
   const auto net = make_mlp();
   const auto inner = make_sgd(*net);
   auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
-  expect_contains(message_of<std::runtime_error>([&optimizer = optimizer] { optimizer.minimize({}); }),
-                  "optimizer.minimize() not support now, please use optimizer.step()");
+  expect_contains(
+      message_of<std::runtime_error>([&optimizer = optimizer] { optimizer.minimize({}); }),
+      "optimizer.minimize() not support now, please use optimizer.step()");
 }
 
 TEST(GroupSharded, GS_12_ClippingUsesTheNormOfAllShards) {
@@ -195,7 +212,8 @@ TEST(GroupSharded, GS_12_ClippingUsesTheNormOfAllShards) {
     run_world(3, [&](World& world) {
       const auto net = make_mlp();
       const auto inner = make_sgd(*net);
-      auto [model, optimizer] = group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 100});
+      auto [model, optimizer] =
+          group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 100});
       backward(model, world);
       EXPECT_NEAR(optimizer.clip_grad_norm_(1e9, type), norm, 1e-5 * norm);
     });

@@ -1,4 +1,5 @@
-// Training under `group_sharded_parallel`: param groups, accumulation, frozen parameters, optimizers.
+// Training under `group_sharded_parallel`: param groups, accumulation, frozen parameters,
+// optimizers.
 #include <gtest/gtest.h>
 
 #include "dialects/training.h"
@@ -92,7 +93,9 @@ TEST(GroupSharded, GS_19_ConversionComesBeforeShardingAndIsFoundAfterIt) {
     net->to(torch::kDouble);
     const auto inner = make_sgd(*net);
     auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
-    const auto forward = [&model = model](const torch::Tensor& x) { return model(x.to(torch::kDouble)).to(torch::kFloat); };
+    const auto forward = [&model = model](const torch::Tensor& x) {
+      return model(x.to(torch::kDouble)).to(torch::kFloat);
+    };
     net->to(torch::kCPU);  // where it is already
     accumulate({}, 0, world.rank(), world.size(), forward);
     optimizer.step();
@@ -131,7 +134,8 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
       ShardedOptimizer other(model, adamw);
       for (int step = 0; step < 3; ++step) {
         optimizer.clear_grad();
-        accumulate({}, step, world.rank(), world.size(), [&model = model](const torch::Tensor& x) { return model(x); });
+        accumulate({}, step, world.rank(), world.size(),
+                   [&model = model](const torch::Tensor& x) { return model(x); });
         optimizer.step();
         other.step();
       }

@@ -17,10 +17,6 @@ namespace tessera::testing {
 
 constexpr int64_t kIn = 24, kOut = 6, kRows = 12;
 
-struct Net : torch::nn::Module {
-  virtual torch::Tensor forward(torch::Tensor x) = 0;
-};
-
 /// Paddle's test model, smaller: three Linear layers.
 struct PaddleMlp : Net {
   explicit PaddleMlp(int64_t width = 40)
@@ -62,8 +58,8 @@ struct Training {
   MakeOptimizer optimizer = make_sgd;
   paddle::GroupShardedOptions options = {.segment_size = 0};
   int steps = 4;
-  int backwards = 1;                            ///< per step, on equal parts of the batch
-  double clip = 0;                              ///< largest norm of the gradients; 0: not clipped
+  int backwards = 1;  ///< per step, on equal parts of the batch
+  double clip = 0;    ///< largest norm of the gradients; 0: not clipped
   std::function<void(Net&, int)> before_step = [](Net&, int) {};
 };
 
@@ -111,11 +107,11 @@ inline std::vector<NamedTensor> train_as_rank(const World& world, const std::str
 inline std::vector<NamedTensor> train_sharded(int ranks, const std::string& level,
                                               const Training& training) {
   std::vector<std::vector<NamedTensor>> states(ranks);
-  run_world(ranks, [&](World& world) {
-    states[world.rank()] = train_as_rank(world, level, training);
-  });
+  run_world(ranks,
+            [&](World& world) { states[world.rank()] = train_as_rank(world, level, training); });
   for (const auto& state : states) {
-    expect_same_state(state, states[0], 0, level + " on " + std::to_string(ranks) + " ranks: replicas");
+    expect_same_state(state, states[0], 0,
+                      level + " on " + std::to_string(ranks) + " ranks: replicas");
   }
   return states[0];
 }

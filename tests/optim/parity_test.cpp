@@ -1,7 +1,6 @@
 // Sharded training against one process that sees the whole batch: the main test of the library.
-#include <gtest/gtest.h>
-
 #include <fmt/format.h>
+#include <gtest/gtest.h>
 
 #include <mutex>
 
@@ -51,7 +50,8 @@ std::vector<NamedTensor> train_alone() {
 std::vector<NamedTensor> train_sharded(World& world, const Case& c) {
   auto model = make_model();
   torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  auto sharded = fully_shard(model, {.level = c.level, .partition = c.partition, .unit_bytes = c.unit_bytes});
+  auto sharded =
+      fully_shard(model, {.level = c.level, .partition = c.partition, .unit_bytes = c.unit_bytes});
   ShardedOptimizer optimizer(sharded, inner, {.fused = false});
   for (int step = 0; step < kSteps; ++step) {
     const Batch batch = global_batch(step, kRows, kWidth, kOut);
@@ -66,14 +66,16 @@ std::vector<NamedTensor> train_sharded(World& world, const Case& c) {
 TEST(Parity, EveryLevelPartitionAndUnitSizeGivesTheResultOfOneProcess) {
   const auto expected = train_alone();
   for (const int ranks : {1, 2, 3, 4}) {
-    for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients, ShardLevel::kParameters}) {
+    for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients,
+                             ShardLevel::kParameters}) {
       for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
         for (const int64_t unit_bytes : {0, 6000, 1 << 24}) {
           const Case c{ranks, level, partition, unit_bytes};
           std::vector<std::vector<NamedTensor>> states(ranks);
           run_world(ranks, [&](World& world) { states[world.rank()] = train_sharded(world, c); });
           expect_same_state(states[0], expected, ranks == 1 ? 0 : 2e-6, describe(c));
-          for (const auto& state : states) expect_same_state(state, states[0], 0, describe(c) + ", replicas");
+          for (const auto& state : states)
+            expect_same_state(state, states[0], 0, describe(c) + ", replicas");
         }
       }
     }

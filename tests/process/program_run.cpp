@@ -175,7 +175,7 @@ bool is_running(pid_t pid) {
 }
 
 bool all_end(const std::vector<pid_t>& pids) {
-  for (int i = 0; i < 200; ++i) {
+  for (int i = 0; i < 1000; ++i) {
     bool any = false;
     for (pid_t pid : pids) any = any || is_running(pid);
     if (!any) return true;

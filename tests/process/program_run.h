@@ -29,7 +29,7 @@ class ProgramRun {
     std::map<std::string, std::string> environment;  ///< set in addition; an empty value unsets
     std::string input;                               ///< for its stdin
     bool on_terminal = false;  ///< stdout and stderr are one terminal (in `out`)
-    std::chrono::seconds limit{30};
+    std::chrono::seconds limit{60};
   };
   explicit ProgramRun(Command command);
   ProgramRun(Command command, Options options);
@@ -68,7 +68,7 @@ char process_state(pid_t pid);
 /// Whether a process of that number runs (a zombie does not).
 bool is_running(pid_t pid);
 
-/// Waits up to two seconds until none of them runs.
+/// Waits up to ten seconds until none of them runs.
 bool all_end(const std::vector<pid_t>& pids);
 
 /// A directory that is removed with the object.

@@ -15,7 +15,7 @@ TEST(RankFailure, EndsTheOthersAndNamesTheFirstLast) {
                                          "--sleep", "60", "--on-rank", "3", "--sleep", "60"}));
   EXPECT_EQ(end.status, 3);
   EXPECT_EQ(last_line(end.err), "tessera run: rank 2 failed first: exit status 3");
-  EXPECT_LT(end.seconds, 5);
+  EXPECT_LT(end.seconds, 20);
   const auto pids = numbers_after(end.out, "pid");
   EXPECT_EQ(pids.size(), 4U);
   EXPECT_TRUE(all_end(pids));
@@ -71,7 +71,7 @@ TEST(RankFailure, TerminatesFirstAndKillsThen) {
   EXPECT_EQ(end.status, 5);
   EXPECT_TRUE(contains(end.out, "[1] got 15\n")) << end.out;
   EXPECT_GT(end.seconds, 0.6) << "grace before SIGTERM and again before SIGKILL";
-  EXPECT_LT(end.seconds, 5);
+  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
@@ -87,7 +87,7 @@ TEST(RankFailure, EndsWhatTheRanksStarted) {
 TEST(RankFailure, EndsWhatSuccessfulRanksLeaveBehind) {
   const auto end = run_program(launched({"-n", "2"}, {"--child"}));
   EXPECT_EQ(end.status, 0) << end.err;
-  EXPECT_LT(end.seconds, 5);
+  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 

@@ -36,7 +36,7 @@ TEST(Signal, GivesItsStatusToAJobThatItEnds) {
   const auto end = run.wait();
   EXPECT_EQ(end.status, 130);
   EXPECT_EQ(last_line(end.err), "tessera run: interrupted by signal 2 (Interrupt)");
-  EXPECT_LT(end.seconds, 5);
+  EXPECT_LT(end.seconds, 20);
 }
 
 TEST(Signal, KillsAtTheSecondInterrupt) {
@@ -48,7 +48,7 @@ TEST(Signal, KillsAtTheSecondInterrupt) {
   run.signal(SIGINT);
   const auto end = run.wait();
   EXPECT_EQ(end.status, 130);
-  EXPECT_LT(end.seconds, 5);
+  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
@@ -59,7 +59,7 @@ TEST(Signal, EndsRanksThatIgnoreItAfterAWhile) {
   run.signal(SIGHUP);
   const auto end = run.wait();
   EXPECT_EQ(end.status, 129);
-  EXPECT_LT(end.seconds, 5);
+  EXPECT_LT(end.seconds, 20);
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
@@ -80,7 +80,7 @@ TEST(Signal, StopsAndContinuesTheRanksWithTheLauncher) {
   auto pids = numbers_after(run.output(), "pid");
   pids.push_back(run.pid());
   const auto all_are = [&](const std::string& states) {
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < 1000; ++i) {
       bool all = true;
       for (pid_t pid : pids) all = all && contains(states, std::string(1, process_state(pid)));
       if (all) return true;

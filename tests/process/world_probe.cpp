@@ -16,6 +16,9 @@ int main() {
                 world.size(), world.local_rank(), world.info().source.c_str(),
                 sum[3].item<double>());
     world.process_group()->barrier({"probe"});
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "world_probe: %s\n", error.what_without_backtrace());
+    return 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "world_probe: %s\n", error.what());
     return 1;

@@ -33,20 +33,24 @@ Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out) {
 
 std::vector<NamedTensor> plain_state(torch::nn::Module& module) {
   std::vector<NamedTensor> state;
-  for (const auto& item : module.named_parameters()) state.push_back({item.key(), item.value().detach().clone()});
-  for (const auto& item : module.named_buffers()) state.push_back({item.key(), item.value().detach().clone()});
+  for (const auto& item : module.named_parameters())
+    state.push_back({item.key(), item.value().detach().clone()});
+  for (const auto& item : module.named_buffers())
+    state.push_back({item.key(), item.value().detach().clone()});
   return state;
 }
 
-void expect_same_state(const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected,
-                       double tolerance, const std::string& what) {
+void expect_same_state(const std::vector<NamedTensor>& actual,
+                       const std::vector<NamedTensor>& expected, double tolerance,
+                       const std::string& what) {
   ASSERT_EQ(actual.size(), expected.size()) << what;
   for (const NamedTensor& want : expected) {
     const auto got = std::find_if(actual.begin(), actual.end(),
                                   [&](const NamedTensor& item) { return item.name == want.name; });
     ASSERT_NE(got, actual.end()) << what << ": no " << want.name;
     if (tolerance == 0) {
-      EXPECT_TRUE(torch::equal(got->tensor, want.tensor)) << what << ": " << want.name << " differs by "
+      EXPECT_TRUE(torch::equal(got->tensor, want.tensor))
+          << what << ": " << want.name << " differs by "
           << (got->tensor - want.tensor).abs().max().item<double>();
     } else {
       EXPECT_TRUE(torch::allclose(got->tensor, want.tensor, tolerance, tolerance))
@@ -62,7 +66,7 @@ torch::Tensor rank_loss(Net& net, const Batch& batch, int rank, int size, int st
   return torch::mse_loss(net.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
 }
 
-std::vector<NamedTensor> train_alone(const Run& run, int ranks) {
+std::vector<NamedTensor> train_alone(const TrainingRun& run, int ranks) {
   const auto net = run.make_net();
   const auto optimizer = run.make_optimizer(*net);
   for (int step = 0; step < run.steps; ++step) {
@@ -76,7 +80,7 @@ std::vector<NamedTensor> train_alone(const Run& run, int ranks) {
   return plain_state(*net);
 }
 
-std::vector<NamedTensor> train_sharded(const Run& run, World& world, const ShardPlan& plan,
+std::vector<NamedTensor> train_sharded(const TrainingRun& run, World& world, const ShardPlan& plan,
                                        const ShardedOptimizerOptions& options) {
   const auto net = run.make_net();
   const auto inner = run.make_optimizer(*net);
@@ -93,11 +97,13 @@ std::vector<NamedTensor> train_sharded(const Run& run, World& world, const Shard
 
 double tolerance_of(int ranks) { return ranks == 3 ? 2e-6 : 0; }
 
-void expect_parity(const Run& run, int ranks, const ShardPlan& plan, const std::string& what,
-                   const ShardedOptimizerOptions& options, double tolerance) {
+void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
+                   const std::string& what, const ShardedOptimizerOptions& options,
+                   double tolerance) {
   const auto expected = train_alone(run, ranks);
   std::vector<std::vector<NamedTensor>> states(ranks);
-  run_world(ranks, [&](World& world) { states[world.rank()] = train_sharded(run, world, plan, options); });
+  run_world(ranks,
+            [&](World& world) { states[world.rank()] = train_sharded(run, world, plan, options); });
   expect_same_state(states[0], expected, tolerance < 0 ? tolerance_of(ranks) : tolerance, what);
   for (const auto& state : states) expect_same_state(state, states[0], 0, what + ", replicas");
 }

@@ -11,7 +11,8 @@
 
 namespace tessera::testing {
 
-/// A model from rows to rows. `rank` and `step` are set before each forward, for models that use them.
+/// A model from rows to rows. `rank` and `step` are set before each forward, for models that use
+/// them.
 struct Net : torch::nn::Module {
   virtual torch::Tensor forward(torch::Tensor x) = 0;
   int rank = 0, step = 0;
@@ -39,12 +40,13 @@ Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out);
 std::vector<NamedTensor> plain_state(torch::nn::Module& module);
 
 /// Expects the same names in the same order with equal values; `tolerance` 0 means bit for bit.
-void expect_same_state(const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected,
-                       double tolerance, const std::string& what);
+void expect_same_state(const std::vector<NamedTensor>& actual,
+                       const std::vector<NamedTensor>& expected, double tolerance,
+                       const std::string& what);
 
-/// A training run that can be done by one process or by a world: `steps` steps on `global_batch`es, with
-/// the mean squared error, from equal start values.
-struct Run {
+/// A training run that can be done by one process or by a world: `steps` steps on `global_batch`es,
+/// with the mean squared error, from equal start values.
+struct TrainingRun {
   std::function<std::shared_ptr<Net>()> make_net;
   std::function<std::unique_ptr<torch::optim::Optimizer>(Net&)> make_optimizer;
   int steps = 4;
@@ -52,7 +54,7 @@ struct Run {
 };
 /// A run of `N` (made with the arguments) by SGD with momentum.
 template <class N, class... Args>
-Run sgd_run(Args... args) {
+TrainingRun sgd_run(Args... args) {
   return {.make_net =
               [=] {
                 torch::manual_seed(7);
@@ -68,16 +70,17 @@ Run sgd_run(Args... args) {
 /// The loss of one rank's rows of a batch.
 torch::Tensor rank_loss(Net& net, const Batch& batch, int rank, int size, int step);
 
-/// What training gives in one process that sees the rows of `ranks` ranks one after another. Sums are in
-/// the order of the ranks, so that 1, 2 and 4 ranks give the same bits.
-std::vector<NamedTensor> train_alone(const Run& run, int ranks);
+/// What training gives in one process that sees the rows of `ranks` ranks one after another. Sums
+/// are in the order of the ranks, so that 1, 2 and 4 ranks give the same bits.
+std::vector<NamedTensor> train_alone(const TrainingRun& run, int ranks);
 
 /// What training gives on a world.
-std::vector<NamedTensor> train_sharded(const Run& run, World& world, const ShardPlan& plan,
+std::vector<NamedTensor> train_sharded(const TrainingRun& run, World& world, const ShardPlan& plan,
                                        const ShardedOptimizerOptions& options = {.fused = false});
 
 /// Expects that a world of `ranks` gives what one process gives, and the same on all ranks.
-void expect_parity(const Run& run, int ranks, const ShardPlan& plan, const std::string& what,
+void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
+                   const std::string& what,
                    const ShardedOptimizerOptions& options = {.fused = false},
                    double tolerance = -1);
 

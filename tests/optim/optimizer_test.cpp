@@ -1,0 +1,286 @@
+// Every elementwise optimizer on shards, plain and fused, against one process; and what is refused.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "access/sharded_state.h"
+#include "optim/param_state.h"
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+using namespace torch::optim;
+
+constexpr int kRanks[] = {1, 2, 3, 4};
+
+std::shared_ptr<Mlp> make_mlp() {
+  torch::manual_seed(7);
+  return std::make_shared<Mlp>(37, 2, 5);
+}
+
+struct NamedRun {
+  std::string name;
+  bool has_fused;
+  std::function<std::unique_ptr<Optimizer>(std::vector<torch::Tensor>)> make;
+};
+
+template <class O, class Options>
+NamedRun named(std::string name, bool has_fused, Options options) {
+  return {std::move(name), has_fused,
+          [=](std::vector<torch::Tensor> params) -> std::unique_ptr<Optimizer> {
+            return std::make_unique<O>(std::move(params), options);
+          }};
+}
+
+std::vector<NamedRun> all_optimizers() {
+  return {
+      named<SGD>("SGD", true, SGDOptions(0.1)),
+      named<SGD>("SGD with Nesterov", true,
+                 SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.1)),
+      named<SGD>("SGD with dampening", true, SGDOptions(0.1).momentum(0.9).dampening(0.2)),
+      named<Adam>("Adam", true, AdamOptions(1e-2).weight_decay(0.1)),
+      named<Adam>("Adam with AMSGrad", true, AdamOptions(1e-2).amsgrad(true)),
+      named<AdamW>("AdamW", true, AdamWOptions(1e-2).weight_decay(0.1)),
+      named<AdamW>("AdamW with AMSGrad", true, AdamWOptions(1e-2).amsgrad(true)),
+      named<Adagrad>("Adagrad", true,
+                     AdagradOptions(1e-2).lr_decay(0.1).initial_accumulator_value(0.3)),
+      named<RMSprop>("RMSprop", false,
+                     RMSpropOptions(1e-3).momentum(0.5).centered(true).weight_decay(0.1)),
+  };
+}
+
+TEST(Optimizers, PlainAndFusedStepsOnShardsGiveTheResultOfOneProcess) {
+  for (const NamedRun& optimizer : all_optimizers()) {
+    TrainingRun run = sgd_run<Mlp>(37, 2, 5);
+    run.make_optimizer = [&](Net& net) { return optimizer.make(net.parameters()); };
+    for (const int ranks : kRanks) {
+      for (const auto level :
+           {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
+        for (const bool fused : {false, true}) {
+          for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+            // Adam divides by the root of a mean: tiny gradients turn rounding into whole steps.
+            const double tolerance = !fused && ranks != 3 ? 0 : ranks == 3 ? 1e-4 : 2e-5;
+            expect_parity(
+                run, ranks, {.level = level, .partition = partition, .unit_bytes = 6000},
+                fmt::format("{}, {} ranks, level {}, partition {}, fused {}", optimizer.name, ranks,
+                            static_cast<int>(level), static_cast<int>(partition), fused),
+                {.fused = fused}, tolerance);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Optimizers, ParamGroupsKeepTheirOptionsAndSchedulersWork) {
+  const auto make_groups = [](Net& net) {
+    std::vector<torch::Tensor> decay, rest;
+    for (const auto& param : net.parameters()) (param.dim() > 1 ? decay : rest).push_back(param);
+    std::vector<OptimizerParamGroup> groups;
+    groups.emplace_back(decay,
+                        std::make_unique<AdamWOptions>(AdamWOptions(1e-2).weight_decay(0.3)));
+    groups.emplace_back(rest, std::make_unique<AdamWOptions>(AdamWOptions(3e-2).weight_decay(0)));
+    return std::make_unique<AdamW>(groups, AdamWOptions(1e-3));
+  };
+  const auto alone = make_mlp();
+  const auto plain = make_groups(*alone);
+  StepLR plain_scheduler(*plain, 2, 0.5);
+  for (int step = 0; step < 5; ++step) {
+    plain->zero_grad();
+    rank_loss(*alone, global_batch(step, 12, 37, 5), 0, 1, step).backward();
+    plain->step();
+    plain_scheduler.step();
+  }
+  for (const int ranks : kRanks) {
+    for (const bool fused : {false, true}) {
+      run_world(ranks, [&](World& world) {
+        const auto net = make_mlp();
+        const auto inner = make_groups(*net);
+        StepLR scheduler(*inner, 2, 0.5);
+        auto sharded = fully_shard(net);
+        ShardedOptimizer optimizer(sharded, *inner, {.fused = fused});
+        for (int step = 0; step < 5; ++step) {
+          optimizer.zero_grad();
+          rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step)
+              .backward();
+          optimizer.step();
+          scheduler.step();
+        }
+        EXPECT_DOUBLE_EQ(inner->param_groups()[1].options().get_lr(), 3e-2 * 0.25);
+        expect_same_state(sharded.full_state(), plain_state(*alone), 1e-4,
+                          fmt::format("{} ranks", ranks));
+      });
+    }
+  }
+}
+
+TEST(Optimizers, StateFromBeforeShardingIsCutAndUsed) {
+  for (const NamedRun& optimizer : all_optimizers()) {
+    const auto pretrain = [&](Net& net, Optimizer& plain) {
+      for (int step = 0; step < 2; ++step) {
+        plain.zero_grad();
+        rank_loss(net, global_batch(step, 12, 37, 5), 0, 1, step).backward();
+        plain.step();
+      }
+    };
+    const auto alone = make_mlp();
+    const auto plain = optimizer.make(alone->parameters());
+    pretrain(*alone, *plain);
+    plain->zero_grad();
+    rank_loss(*alone, global_batch(2, 12, 37, 5), 0, 1, 2).backward();
+    plain->step();
+    for (const int ranks : {1, 2, 3}) {
+      for (const bool fused : {false, true}) {
+        run_world(ranks, [&](World& world) {
+          const auto net = make_mlp();
+          const auto inner = optimizer.make(net->parameters());
+          pretrain(*net, *inner);
+          auto sharded = fully_shard(net, {.unit_bytes = 6000});
+          ShardedOptimizer step(sharded, *inner, {.fused = fused});
+          step.zero_grad();
+          rank_loss(*net, global_batch(2, 12, 37, 5), world.rank(), world.size(), 2).backward();
+          step.step();
+          expect_same_state(sharded.full_state(), plain_state(*alone), 1e-4,
+                            fmt::format("{}, {} ranks, fused {}", optimizer.name, ranks, fused));
+        });
+      }
+    }
+  }
+}
+
+TEST(Optimizers, AClosureIsEvaluatedOnceWithGradientsEnabled) {
+  run_world(2, [](World& world) {
+    auto sharded = fully_shard(make_mlp());
+    SGD inner(sharded->parameters(), 0.1);
+    ShardedOptimizer optimizer(sharded, inner);
+    torch::NoGradGuard no_grad;
+    int calls = 0;
+    const auto loss = optimizer.step([&] {
+      ++calls;
+      auto value = rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0);
+      value.backward();
+      return value;
+    });
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(loss.defined());
+  });
+}
+
+// Refusals: on every rank, with nothing changed.
+void on_ranks(const std::function<void(World&, Sharded<Mlp>&)>& f) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const auto level : {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
+      run_world(ranks, [&](World& world) {
+        auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
+        f(world, sharded);
+        expect_same_state(sharded.full_state(), plain_state(*make_mlp()), 0, "nothing changed");
+      });
+    }
+  }
+}
+
+TEST(RefusedOptimizers, AStepBeforeABackwardSaysSo) {
+  on_ranks([](World& world, Sharded<Mlp>& sharded) {
+    AdamW inner(sharded->parameters(), AdamWOptions(0.1));
+    ShardedOptimizer optimizer(sharded, inner);
+    expect_error([&] { optimizer.step(); }, {"[step]", "backward"});
+    rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
+    optimizer.zero_grad();
+    expect_error([&] { optimizer.step(); }, {"[step]", "zero_grad"});
+    {
+      const auto guard = sharded.no_sync();
+      rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
+    }
+    expect_error([&] { optimizer.step(); }, {"[step]", "no_sync"});
+    expect_error([&] { inner.step(); }, {"ShardedOptimizer::step()"});
+  });
+}
+
+TEST(RefusedOptimizers, LbfgsNeedsMoreThanShards) {
+  on_ranks([](World&, Sharded<Mlp>& sharded) {
+    LBFGS inner(sharded->parameters());
+    EXPECT_THROW(ShardedOptimizer(sharded, inner), c10::NotImplementedError);
+    expect_error([&] { ShardedOptimizer optimizer(sharded, inner); }, {"LBFGS", "elementwise"});
+  });
+}
+
+TEST(RefusedOptimizers, ForeignParametersAreNamedByPlaceAndShape) {
+  on_ranks([](World& world, Sharded<Mlp>& sharded) {
+    auto params = sharded->parameters();
+    params.insert(params.begin() + 2, torch::zeros({37, 37}, torch::requires_grad()));
+    SGD inner(params, 0.1);
+    expect_error([&] { ShardedOptimizer optimizer(sharded, inner); },
+                 {"parameter 2", "group 0", "[37, 37]", "fc0.weight"});
+    EXPECT_TRUE(inner.param_groups()[0].params()[0].is_same(sharded->fcs[0]->weight));
+    // On one rank only: the others hear of it.
+    SGD good(sharded->parameters(), 0.1);
+    SGD& mine = world.rank() == 0 ? inner : good;
+    expect_error([&] { ShardedOptimizer optimizer(sharded, mine); }, {"parameter 2", "group 0"});
+  });
+}
+
+TEST(RefusedOptimizers, AParameterInTwoParamGroupsIsNamed) {
+  on_ranks([](World&, Sharded<Mlp>& sharded) {
+    SGD inner({OptimizerParamGroup(sharded->parameters())}, SGDOptions(0.1));
+    // LibTorch itself refuses the same tensor in two groups only in add_param_group().
+    inner.param_groups().emplace_back(std::vector<torch::Tensor>{sharded->norm->bias},
+                                      std::make_unique<SGDOptions>(0.2));
+    expect_error([&] { ShardedOptimizer optimizer(sharded, inner); }, {"norm.bias", "0 and 1"});
+  });
+}
+
+TEST(RefusedOptimizers, ASecondWrapOfModuleOrOptimizerIsRefused) {
+  on_ranks([](World&, Sharded<Mlp>& sharded) {
+    expect_error([&] { fully_shard(sharded.ptr()); }, {"[fully_shard]", "fc0.weight", "already"});
+    expect_error([&] { fully_shard(sharded->head.ptr()); }, {"[fully_shard]", "already"});
+    SGD inner(sharded->parameters(), 0.1);
+    ShardedOptimizer optimizer(sharded, inner);
+    expect_error([&] { ShardedOptimizer second(sharded, inner); },
+                 {"[ShardedOptimizer]", "must be the model's"});
+  });
+}
+
+TEST(Optimizers, OneModelMayHaveSeveral) {
+  const auto train = [](Mlp& net, const std::function<void()>& step_a,
+                        const std::function<void()>& step_b, int rank, int size) {
+    for (int step = 0; step < 4; ++step) {
+      rank_loss(net, global_batch(step, 12, 37, 5), rank, size, step).backward();
+      step % 2 ? step_a() : step_b();
+    }
+  };
+  const auto head = [](Mlp& net) { return net.head->parameters(); };
+  const auto body = [](Mlp& net) { return net.fcs[0]->parameters(); };
+  const auto alone = make_mlp();
+  SGD a(head(*alone), 0.1), b(body(*alone), 0.2);
+  const auto step_alone = [&](SGD& optimizer) {
+    return [&] {
+      optimizer.step();
+      a.zero_grad();
+      b.zero_grad();
+      alone->zero_grad();
+    };
+  };
+  train(*alone, step_alone(a), step_alone(b), 0, 1);
+  for (const int ranks : kRanks) {
+    run_world(ranks, [&](World& world) {
+      const auto net = make_mlp();
+      SGD inner_a(head(*net), 0.1), inner_b(body(*net), 0.2);
+      auto sharded = fully_shard(net, {.unit_bytes = 6000});
+      ShardedOptimizer first(sharded, inner_a), second(sharded, inner_b);
+      const auto step = [&](ShardedOptimizer& optimizer) {
+        return [&] {
+          optimizer.step();
+          optimizer.zero_grad();
+        };
+      };
+      train(*net, step(first), step(second), world.rank(), world.size());
+      expect_same_state(sharded.full_state(), plain_state(*alone), 1e-5,
+                        fmt::format("{} ranks", ranks));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera

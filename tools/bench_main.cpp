@@ -1,0 +1,17 @@
+// The part of the command-line tool that measures: `tessera bench` runs it with its own arguments.
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "bench_commands.h"
+#include "command_line.h"
+
+int main(int argc, char** argv) {
+  int exit_code = 0;
+  CLI::App app("Tessera: sharded training for LibTorch", "tessera");
+  CLI::App* bench = app.add_subcommand("bench", "Measures collectives and training steps");
+  tessera::tools::add_comm_bench(*bench, exit_code);
+  tessera::tools::add_step_bench(*bench, exit_code);
+  return tessera::tools::run_command_line(app, {argv + 1, argv + argc}, exit_code);
+}
