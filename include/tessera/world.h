@@ -41,7 +41,9 @@ TESSERA_API RankInfo rank_info_from_environment();
 /// The ranks of one job: owns the rendezvous store and the process group of all ranks.
 ///
 /// A `World` made by `init()` is the default of the thread that made it until it is destroyed.
-/// Several threads may each have one: then several ranks live in one process.
+/// Several threads may each have one: then several ranks live in one process. The destructor closes
+/// the connections, even if a model still holds the process group, whose collectives throw from
+/// then on.
 class TESSERA_API World {
  public:
   World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group);

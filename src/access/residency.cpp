@@ -63,11 +63,26 @@ Residency::Cursor Residency::make_cursor(UseOrder order) const {
 void Residency::on_use(const std::vector<Unit*>& units) {
   // Nearly always the unit of the last operator again.
   if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded) return;
-  in_use_ = units;
+  in_use_ = in_order(units);
   for (Unit* unit : std::exchange(postponed_, {})) free(*unit);
-  for (Unit* unit : units) use_one(*unit);
-  for (Unit* unit : units) unit->wait();
+  for (Unit* unit : in_use_) use_one(*unit);
+  for (Unit* unit : in_use_) unit->wait();
   in_use_.clear();
+}
+
+// The units of one operator come as its arguments do, which need not be as the order has them
+// (`addmm` takes the bias first): taking them as they come would jump over the uses between them.
+std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
+  if (units.size() == 1) return units;
+  const Cursor& cursor = in_training() ? training_ : evaluation_;
+  const auto from = cursor.order.begin() + std::max(cursor.position, 0);
+  auto next_use = [&](const Unit* unit) {
+    return std::find(from, cursor.order.end(), unit->index());
+  };
+  std::sort(units.begin(), units.end(), [&](const Unit* a, const Unit* b) {
+    return std::pair(next_use(a), a->index()) < std::pair(next_use(b), b->index());
+  });
+  return units;
 }
 
 void Residency::use_one(Unit& unit) {

@@ -53,6 +53,7 @@ class Residency {
     int position = -1;
   };
 
+  std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
   void interrupt_training();

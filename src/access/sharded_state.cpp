@@ -94,7 +94,8 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
   const double scale = plan_.average ? 1.0 / context_.process_group->size() : 1.0;
   reducer_ = std::make_unique<Reducer>(
       units, context_.process_group, scale,
-      Reducer::Callbacks{[this] { return residency_->wants_to_learn(); },
+      Reducer::Callbacks{[this] { residency_->end_pass(); },
+                         [this] { return residency_->wants_to_learn(); },
                          [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
 }
 
@@ -117,7 +118,6 @@ void ShardedState::on_write(const std::vector<Unit*>& units) {
 }
 
 void ShardedState::on_backward_end(bool synced, bool learn) {
-  residency_->end_pass();
   if (synced && learn) learn_order();
   // Only a pass that ends in a reduction is learned from: of several, the record would be all
   // forwards, then all backwards.
@@ -128,7 +128,11 @@ void ShardedState::learn_order() {
   PassOrder pass = residency_->used();
   if (process_group().size() > 1) {
     pass.forward = merge_over_ranks(process_group(), pass.forward);
+    // Merged from its end, so that of two branches backward meets first the one that forward meets
+    // last.
+    std::reverse(pass.backward.begin(), pass.backward.end());
     pass.backward = merge_over_ranks(process_group(), pass.backward);
+    std::reverse(pass.backward.begin(), pass.backward.end());
   }
   residency_->learn(pass);
   reducer_->set_order(reduction_order(pass.backward, static_cast<int>(units_.size())));

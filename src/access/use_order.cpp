@@ -8,7 +8,7 @@ namespace tessera {
 namespace {
 
 // Shortest common supersequence by dynamic programming; among equally short ones, that which takes
-// from `a` first.
+// the lower unit first, which is where `insert_missing` would put it.
 UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
   const size_t rows = a.size(), columns = b.size();
   std::vector<std::vector<int>> length(rows + 1, std::vector<int>(columns + 1));
@@ -25,10 +25,14 @@ UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
   }
   UseOrder merged;
   size_t i = 0, j = 0;
+  auto takes_a = [&] {
+    const int with_a = length[i + 1][j], with_b = length[i][j + 1];
+    return with_a != with_b ? with_a < with_b : a[i] < b[j];
+  };
   while (i < rows || j < columns) {
     if (i < rows && j < columns && a[i] == b[j]) {
       append_use(merged, a[i]), ++i, ++j;
-    } else if (j == columns || (i < rows && length[i + 1][j] <= length[i][j + 1])) {
+    } else if (j == columns || (i < rows && takes_a())) {
       append_use(merged, a[i++]);
     } else {
       append_use(merged, b[j++]);

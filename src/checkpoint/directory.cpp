@@ -57,17 +57,22 @@ void remove_checkpoint(const fs::path& path) noexcept {
   fs::remove(path, ignored);  // only if it is empty
 }
 
+// Absolute and without a slash at the end; empty if `path` is.
+fs::path normal(const fs::path& path) {
+  if (path.empty()) return path;
+  const fs::path result = fs::absolute(path).lexically_normal();
+  return result.has_filename() ? result : result.parent_path();
+}
+
 bool cannot_exchange(int error) {
   return error == EINVAL || error == ENOSYS || error == ENOTSUP || error == EPERM;
 }
 
 }  // namespace
 
-CheckpointDirectory::CheckpointDirectory(const fs::path& path)
-    : path_(fs::absolute(path).lexically_normal()) {
-  if (path_.filename().empty()) path_ = path_.parent_path();
-  TORCH_CHECK_VALUE(!path.empty() && path_.has_filename(),
-                    "[save_checkpoint] path must name a directory; got '", path.string(), "'");
+CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(path)) {
+  TORCH_CHECK_VALUE(path_.has_filename(), "[save_checkpoint] path must name a directory; got '",
+                    path.string(), "'");
   if (fs::is_symlink(path_)) path_ = fs::canonical(path_);
   draft_ = with_suffix(path_, ".tmp");
 }

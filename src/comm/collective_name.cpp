@@ -8,9 +8,7 @@
 namespace tessera {
 
 std::string CollectiveName::describe() const {
-  // Only the channels of parameters and gradients carry units.
-  const char* what = channel == Channel::kControl ? "" : "unit ";
-  return fmt::format("[{}] {}'{}' (channel {}, #{}): rank {} of {}", collective, what, subject,
+  return fmt::format("[{}] unit '{}' (channel {}, #{}): rank {} of {}", collective, subject,
                      channel_name(channel), sequence, rank, size);
 }
 

@@ -33,13 +33,16 @@ ExchangeProcessGroup::ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> bac
       timeout_(timeout),
       pool_(std::make_shared<BlockPool>(kMaxMessageBytes, kMaxFreeBlocks)) {}
 
-ExchangeProcessGroup::~ExchangeProcessGroup() {
+ExchangeProcessGroup::~ExchangeProcessGroup() { close(); }
+
+void ExchangeProcessGroup::close() noexcept {
   const auto grace = std::uncaught_exceptions() > 0
                          ? std::chrono::milliseconds(0)
                          : std::min<std::chrono::milliseconds>(timeout_, std::chrono::seconds(2));
   for (auto& channel : channels_) {
     channel.thread->stop(grace);
   }
+  mailbox_.close();
 }
 
 ExchangeProcessGroup::ChannelState& ExchangeProcessGroup::channel(const CollectiveTag& tag) {

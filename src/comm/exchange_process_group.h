@@ -8,6 +8,7 @@
 #include <string>
 
 #include "comm/block_pool.h"
+#include "comm/closable.h"
 #include "comm/exchange.h"
 #include "comm/reduce_exchange.h"
 
@@ -22,14 +23,14 @@ namespace tessera {
 /// collectives in one order, so whatever such a thread waits for has been issued before by its
 /// peers, or will be without regard to what stands behind it in the queue: it can't deadlock.
 /// Between channels no order is known, hence a thread for each.
-class ExchangeProcessGroup : public ProcessGroup {
+class ExchangeProcessGroup : public ProcessGroup, public Closable {
  public:
   ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::string backend_name,
                        std::chrono::milliseconds timeout);
 
-  /// Gives messages that are still on their way to peers a moment, unless an exception is on its
-  /// way.
   ~ExchangeProcessGroup() override;
+
+  void close() noexcept override;
 
   int rank() const override { return mailbox_.rank(); }
   int size() const override { return mailbox_.size(); }
@@ -59,7 +60,7 @@ class ExchangeProcessGroup : public ProcessGroup {
   WorkPtr all_reduce_parts(const at::Tensor& tensor, ReduceOp op, CollectiveName name,
                            const CollectiveTag& tag);
 
-  const Mailbox mailbox_;
+  Mailbox mailbox_;
   const std::string backend_name_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<BlockPool> pool_;

@@ -58,9 +58,10 @@ class BatchScheduling {
 c10::intrusive_ptr<c10d::Backend> gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int size,
                                                std::chrono::milliseconds timeout,
-                                               const std::string& hostname) {
+                                               const std::string& hostname, int threads) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   options->devices = {make_device(hostname)};
+  options->threads = threads;
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
 }
 
@@ -73,8 +74,8 @@ ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store,
   TORCH_CHECK_VALUE(timeout.count() > 0, "[gloo_process_group] `timeout` must be positive; got ",
                     timeout.count(), " ms");
   const BatchScheduling batch_scheduling;
-  return std::make_shared<ExchangeProcessGroup>(gloo_backend(store, rank, size, timeout, hostname),
-                                                "gloo", timeout);
+  return std::make_shared<ExchangeProcessGroup>(
+      gloo_backend(store, rank, size, timeout, hostname, /*threads=*/1), "gloo", timeout);
 }
 
 }  // namespace tessera

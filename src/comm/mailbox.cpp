@@ -1,6 +1,7 @@
 #include "comm/mailbox.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
 
 #include <utility>
 #include <vector>
@@ -15,16 +16,25 @@ std::vector<at::Tensor> as_bytes(void* data, int64_t bytes) {
 
 }  // namespace
 
-Mailbox::Mailbox(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+Mailbox::Mailbox(c10::intrusive_ptr<c10d::Backend> backend)
+    : backend_(std::make_shared<c10::intrusive_ptr<c10d::Backend>>(std::move(backend))),
+      rank_((*backend_)->getRank()),
+      size_((*backend_)->getSize()) {}
+
+c10d::Backend& Mailbox::open_backend() const {
+  TORCH_CHECK_WITH(DistBackendError, backend_->defined(),
+                   "the process group was closed, as it is with its world");
+  return **backend_;
+}
 
 Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const {
   auto tensors = as_bytes(const_cast<void*>(data), bytes);
-  return {peer, backend_->send(tensors, peer, tag)};
+  return {peer, open_backend().send(tensors, peer, tag)};
 }
 
 Transfer Mailbox::receive(void* data, int64_t bytes, int peer, int tag) const {
   auto tensors = as_bytes(data, bytes);
-  return {peer, backend_->recv(tensors, peer, tag)};
+  return {peer, open_backend().recv(tensors, peer, tag)};
 }
 
 }  // namespace tessera

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/closable.h"
 #include "comm/collective_name.h"
 #include "comm/environment.h"
 #include "comm/rendezvous.h"
@@ -20,6 +21,14 @@ struct World::Impl {
   c10::intrusive_ptr<c10d::Store> store;  // closed after the process group
   // Shared with the thread whose default world this is, so that it sees when the world has gone.
   std::shared_ptr<ProcessGroupPtr> process_group;
+  // The process group that the world was made with; a decorator may have taken its place.
+  std::shared_ptr<Closable> closable = std::dynamic_pointer_cast<Closable>(*process_group);
+
+  ~Impl() {
+    if (closable) {
+      closable->close();
+    }
+  }
 };
 
 namespace {
@@ -83,9 +92,8 @@ World world_of_one(RankInfo info) {
 }  // namespace
 
 World::World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group)
-    : impl_(std::make_unique<Impl>(
-          Impl{std::move(info), std::move(store),
-               std::make_shared<ProcessGroupPtr>(std::move(process_group))})) {
+    : impl_(new Impl{std::move(info), std::move(store),
+                     std::make_shared<ProcessGroupPtr>(std::move(process_group))}) {
   std::erase_if(default_worlds, [](const auto& world) { return world.expired(); });
   default_worlds.push_back(impl_->process_group);
 }

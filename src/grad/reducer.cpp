@@ -196,6 +196,7 @@ bool Reducer::agree_on_use() {
 void Reducer::end_backward() {
   in_backward_ = false;
   backward_.reset();
+  callbacks_.backward_ends();
   if (no_sync_ > 0) {
     accumulating_ = true;
     callbacks_.backward_ended(false, false);

@@ -14,13 +14,15 @@ namespace tessera {
 /// See [Note: One order of reductions] in reducer.cpp.
 class Reducer {
  public:
-  /// `scale` is what sums over ranks are multiplied by. `on_backward_end` runs on all ranks after
-  /// each backward, with the flag that it should agree on (see `end_backward`).
+  /// What else the end of a backward means; called on all ranks, in this order.
   struct Callbacks {
+    /// Before this rank waits for any other: starts what the others may be waiting for.
+    std::function<void()> backward_ends;
     std::function<bool()> wants_attention;                      ///< this rank's vote
     std::function<void(bool synced, bool any)> backward_ended;  ///< `any`: some rank voted
   };
 
+  /// `scale` is what sums over ranks are multiplied by.
   Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double scale,
           Callbacks callbacks);
 

@@ -12,8 +12,7 @@ namespace {
 using namespace testing;
 
 std::shared_ptr<Mlp> make_mlp() {
-  torch::manual_seed(7);
-  return std::make_shared<Mlp>(37, 3, 5);
+  return seeded(7, [] { return std::make_shared<Mlp>(37, 3, 5); });
 }
 
 // Runs `f` with the sharded and the plain model, on worlds of several sizes and at every level.
@@ -131,8 +130,7 @@ TEST(Access, WritesByOperatorsReachAllRanks) {
   on_sharded([](World& world, Sharded<Mlp>& sharded, Mlp& plain) {
     for (Mlp* net : {&*sharded, &plain}) {
       torch::NoGradGuard no_grad;
-      torch::manual_seed(11);
-      torch::nn::init::normal_(net->fcs[0]->weight, 0, 0.3);
+      net->fcs[0]->weight.normal_(0, 0.3, at::detail::createCPUGenerator(11));
       torch::nn::init::zeros_(net->fcs[1]->bias);
       net->fcs[1]->weight.mul_(2);
       net->fcs[2]->weight.narrow(0, 2, 3).fill_(0.25);
@@ -153,6 +151,7 @@ TEST(Access, RanksThatWriteDifferentValuesEndWithOneReplica) {
       auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
       torch::NoGradGuard no_grad;
       sharded->fcs[0]->weight.fill_(static_cast<double>(world.rank()));
+      torch::nn::init::normal_(sharded->fcs[1]->weight);  // each rank draws other values
       states[world.rank()] = sharded.full_state();
       EXPECT_TRUE(torch::equal(sharded->fcs[0]->weight * 1, states[world.rank()][0].tensor));
     });

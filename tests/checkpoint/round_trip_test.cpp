@@ -205,13 +205,11 @@ void expect_optimizer_comes_back(const Options& options, const Options& others, 
     run_world(ranks, [&](World&) {
       auto module = make_picture(seed);
       auto sharded = fully_shard(module, plans()[3]);
-      const auto params = module->parameters();
-      const size_t half = params.size() / 2;
-      Optimizer inner({torch::optim::OptimizerParamGroup({params.begin(), params.begin() + half},
-                                                         std::make_unique<Options>(chosen)),
-                       torch::optim::OptimizerParamGroup({params.begin() + half, params.end()},
-                                                         std::make_unique<Options>(chosen))},
-                      chosen);
+      const torch::optim::OptimizerParamGroup groups[] = {
+          {module->norm->parameters(), std::make_unique<Options>(chosen)},
+          {{module->encode->weight, module->encode->bias, module->conv->weight},
+           std::make_unique<Options>(chosen)}};
+      Optimizer inner({groups[0], groups[1]}, chosen);
       ShardedOptimizer optimizer(sharded, inner, {.fused = fused});
       for (int step = 0; step < 2; ++step) train_step(*module, optimizer, step);
       f(sharded, optimizer);

@@ -310,6 +310,20 @@ TEST(World, CanBeJoinedAgainThroughTheSameStore) {
   other.join();
 }
 
+TEST(World, ClosesItsProcessGroupForAllWhoHoldIt) {
+  std::mutex mutex;
+  std::vector<ProcessGroupPtr> held;
+  run_world(2, [&](World& world) {
+    std::lock_guard lock(mutex);
+    held.push_back(world.process_group());
+    world.set_process_group(counting_process_group(world.process_group()));
+  });
+  for (const auto& process_group : held) {
+    EXPECT_EQ(process_group->size(), 2);
+    EXPECT_THROW(process_group->barrier({.subject = "late"}), c10::DistBackendError);
+  }
+}
+
 TEST(World, OfOneNeedsNobody) {
   Environment environment({});
   const World world = init();

@@ -128,10 +128,11 @@ TEST(GroupSharded, GS_07_EachParameterGoesWholeToTheLeastLoadedRank) {
         own += owner[slot.name()] == world.rank();
       }
     }
-    // The inner optimizer sees its parameters in their own shapes.
-    const auto& params = inner->param_groups()[0].params();
-    EXPECT_EQ(params.size(), own);
-    for (const auto& param : params) EXPECT_TRUE(param.dim() == 1 || param.dim() == 2);
+    // The inner optimizer has its own parameters in their shapes, and an empty place for the
+    // others.
+    size_t held = 0;
+    for (const auto& param : inner->param_groups()[0].params()) held += param.numel() > 0;
+    EXPECT_EQ(held, own);
   });
 }
 
@@ -235,7 +236,7 @@ TEST(GroupSharded, GS_13_LearningRatePassesThroughToTheInnerOptimizer) {
     // A scheduler made for the inner optimizer goes on working.
     optimizer.set_lr(0.5);
     torch::optim::StepLR scheduler(*inner, 1, 0.5);
-    scheduler.step();
+    for (int epoch = 0; epoch < 2; ++epoch) scheduler.step();  // the first one changes nothing
     EXPECT_EQ(optimizer.get_lr(), 0.25);
   });
 }

@@ -15,8 +15,7 @@ namespace {
 using namespace testing;
 
 std::shared_ptr<Mlp> make_mlp() {
-  torch::manual_seed(7);
-  return std::make_shared<Mlp>(37, 2, 5);
+  return seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
 }
 
 // The plain model with the gradients of all ranks' rows.
@@ -67,7 +66,6 @@ TEST(ClipGrad, NormAndClippedGradientsAreThoseOfOneProcess) {
 TEST(ClipGrad, RanksWithoutAShardTakePart) {
   run_world(4, [&](World& world) {
     for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-      torch::manual_seed(1);
       auto sharded =
           fully_shard(std::make_shared<torch::nn::LinearImpl>(3, 1), {.partition = partition});
       sharded.forward(torch::ones({1, 3})).sum().backward();

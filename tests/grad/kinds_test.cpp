@@ -34,8 +34,7 @@ struct Custom : Net {
 TrainingRun custom_run(const Custom::Build& build, const Custom::Forward& forward) {
   TrainingRun run;
   run.make_net = [=] {
-    torch::manual_seed(7);
-    return std::make_shared<Custom>(build, forward);
+    return seeded(7, [&] { return std::make_shared<Custom>(build, forward); });
   };
   run.make_optimizer = [](Net& net) {
     return std::make_unique<torch::optim::SGD>(
@@ -121,13 +120,11 @@ TEST(ParameterKinds, TiedWeightsAreOneParameter) {
     // tensor.
     auto reference = run;
     reference.make_net = [forward = static_cast<Custom&>(*run.make_net()).f] {
-      torch::manual_seed(7);
-      return std::make_shared<Custom>(
-          [](Custom& net) {
-            const auto embed = net.linear("embed", 37, 5);
-            net.parameter("head", embed->weight);
-          },
-          forward);
+      const auto build = [](Custom& net) {
+        const auto embed = net.linear("embed", 37, 5);
+        net.parameter("head", embed->weight);
+      };
+      return seeded(7, [&] { return std::make_shared<Custom>(build, forward); });
     };
     reference.make_optimizer = run.make_optimizer = plain_sgd;
     for (const int ranks : {1, 2, 3}) {

@@ -16,8 +16,7 @@ using namespace torch::optim;
 constexpr int kRanks[] = {1, 2, 3, 4};
 
 std::shared_ptr<Mlp> make_mlp() {
-  torch::manual_seed(7);
-  return std::make_shared<Mlp>(37, 2, 5);
+  return seeded(7, [] { return std::make_shared<Mlp>(37, 2, 5); });
 }
 
 struct NamedRun {

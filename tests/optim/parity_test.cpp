@@ -31,8 +31,7 @@ std::shared_ptr<Mlp> make_model() {
   // Ranks are threads, and LibTorch's default generator is one for all of them.
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  torch::manual_seed(7);
-  return std::make_shared<Mlp>(kWidth, 3, kOut);
+  return seeded(7, [] { return std::make_shared<Mlp>(kWidth, 3, kOut); });
 }
 
 std::vector<NamedTensor> train_alone() {

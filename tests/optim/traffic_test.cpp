@@ -18,8 +18,7 @@ struct Job {
   Job(World& world, ShardPlan plan)
       : world(world), counter(counting_process_group(world.process_group())) {
     plan.process_group = counter;
-    torch::manual_seed(3);
-    net = std::make_shared<Mlp>(kWidth, 4, kOut);
+    net = seeded(3, [] { return std::make_shared<Mlp>(kWidth, 4, kOut); });
     inner =
         std::make_unique<torch::optim::AdamW>(net->parameters(), torch::optim::AdamWOptions(1e-3));
     sharded = std::make_unique<Sharded<Mlp>>(fully_shard(net, plan));

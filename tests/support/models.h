@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,17 @@ void expect_same_state(const std::vector<NamedTensor>& actual,
                        const std::vector<NamedTensor>& expected, double tolerance,
                        const std::string& what);
 
+/// What keeps other ranks from drawing from LibTorch's default generator, which threads share.
+std::mutex& generator_mutex();
+
+/// Makes something from random values that depend on `seed` alone.
+template <class F>
+auto seeded(uint64_t seed, F&& make) {
+  const std::lock_guard lock(generator_mutex());
+  torch::manual_seed(seed);
+  return make();
+}
+
 /// A training run that can be done by one process or by a world: `steps` steps on `global_batch`es,
 /// with the mean squared error, from equal start values.
 struct TrainingRun {
@@ -55,11 +67,7 @@ struct TrainingRun {
 /// A run of `N` (made with the arguments) by SGD with momentum.
 template <class N, class... Args>
 TrainingRun sgd_run(Args... args) {
-  return {.make_net =
-              [=] {
-                torch::manual_seed(7);
-                return std::make_shared<N>(args...);
-              },
+  return {.make_net = [=] { return seeded(7, [&] { return std::make_shared<N>(args...); }); },
           .make_optimizer =
               [](Net& net) {
                 return std::make_unique<torch::optim::SGD>(

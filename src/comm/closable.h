@@ -1,0 +1,16 @@
+#pragma once
+
+namespace tessera {
+
+/// A process group whose connections its world closes, even if others still hold the process group:
+/// threads and sockets must not live on because a model does.
+class Closable {
+ public:
+  virtual ~Closable() = default;
+
+  /// Collectives issued later throw. Waits a moment for messages that are still on their way to
+  /// peers, unless an exception is on its way. May be called again.
+  virtual void close() noexcept = 0;
+};
+
+}  // namespace tessera
