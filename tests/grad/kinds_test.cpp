@@ -163,7 +163,7 @@ TEST(ParameterKinds, SeveralDtypesWithFrozenIntegersTrainTogether) {
         net.linear("a", 37, 37);
         net.parameter("half", torch::randn({37, 37}).mul(0.1).to(torch::kBFloat16));
         net.parameter("index", torch::arange(36, -1, -1), false);
-        net.parameter("twice", torch::randn({37, 5}, torch::kDouble));
+        net.parameter("twice", torch::randn({37, 5}, torch::kDouble).mul(0.1));
         net.parameter("frozen", torch::randn({37}), false);
       },
       [](Custom& net, torch::Tensor x) {
