@@ -11,6 +11,7 @@
 #include "comm/environment.h"
 #include "comm/exchange_process_group.h"
 #include "comm/gloo_backend.h"
+#include "comm/mailbox.h"
 
 namespace tessera {
 namespace {
@@ -58,9 +59,11 @@ class BatchScheduling {
 c10::intrusive_ptr<c10d::Backend> gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int size,
                                                std::chrono::milliseconds timeout,
-                                               const std::string& hostname, int threads) {
+                                               const std::string& hostname, int threads,
+                                               int connections) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  options->devices = {make_device(hostname)};
+  // c10d makes a context for each; one device serves them with one thread.
+  options->devices.assign(connections, make_device(hostname));
   options->threads = threads;
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
 }
@@ -75,7 +78,8 @@ ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                     timeout.count(), " ms");
   const BatchScheduling batch_scheduling;
   return std::make_shared<ExchangeProcessGroup>(
-      gloo_backend(store, rank, size, timeout, hostname, /*threads=*/1), "gloo", timeout);
+      gloo_backend(store, rank, size, timeout, hostname, /*threads=*/1, Mailbox::kConnections),
+      "gloo", timeout);
 }
 
 }  // namespace tessera

@@ -27,14 +27,18 @@ c10d::Backend& Mailbox::open_backend() const {
   return **backend_;
 }
 
+int Mailbox::tag_for(int tag, int from, int to) {
+  return tag / kConnections * kConnections + (from < to ? 1 : 0);
+}
+
 Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const {
   auto tensors = as_bytes(const_cast<void*>(data), bytes);
-  return {peer, open_backend().send(tensors, peer, tag)};
+  return {peer, open_backend().send(tensors, peer, tag_for(tag, rank_, peer))};
 }
 
 Transfer Mailbox::receive(void* data, int64_t bytes, int peer, int tag) const {
   auto tensors = as_bytes(data, bytes);
-  return {peer, open_backend().recv(tensors, peer, tag)};
+  return {peer, open_backend().recv(tensors, peer, tag_for(tag, peer, rank_))};
 }
 
 }  // namespace tessera

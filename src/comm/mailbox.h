@@ -20,8 +20,18 @@ struct Transfer {
 /// the buffers in the order in which those were given. The memory must live, and must not be
 /// reused, until the transfer's work was waited for. Gloo's pairs take their own locks: safe from
 /// several threads. Copies share the connections.
+///
+/// [Note: One connection for each direction]
+/// Gloo's thread and a thread that sends take the same lock of a connection, and Gloo's, finding it
+/// taken, asks the kernel again at once for what is to be read. If both share a core and the sender
+/// was put aside, that burns the rest of a time slice. So what rank a sends to b and what b sends to
+/// a go through connections of their own: while one is written to, nothing comes from it but short
+/// notices.
 class Mailbox {
  public:
+  /// Connections that the backend should have between two ranks; the message's tag chooses.
+  static constexpr int kConnections = 2;
+
   explicit Mailbox(c10::intrusive_ptr<c10d::Backend> backend);
 
   /// Closes the connections of all copies: later messages throw `c10::DistBackendError`. Nobody may
@@ -36,6 +46,7 @@ class Mailbox {
 
  private:
   c10d::Backend& open_backend() const;
+  static int tag_for(int tag, int from, int to);
 
   std::shared_ptr<c10::intrusive_ptr<c10d::Backend>> backend_;
   int rank_;

@@ -24,9 +24,11 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::mil
   options.port = static_cast<uint16_t>(info.master_port);
   options.isServer = info.rank == 0 && !agent_serves;
   options.numWorkers = static_cast<size_t>(info.size);
-  options.waitWorkers = !agent_serves;
-  options.timeout = timeout;
-  return c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
+  options.waitWorkers = false;  // compare_hosts() does, and can say whom it waited for
+  options.timeout = timeout / 2;  // to connect: it is tried twice
+  auto store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
+  store->setTimeout(timeout);
+  return store;
 }
 
 // Names this host and what separates it from others that may share its name.

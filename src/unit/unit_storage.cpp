@@ -3,6 +3,8 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/TensorImpl.h>
 
+#include <utility>
+
 namespace tessera {
 
 UnitStorage::UnitStorage(Unit& unit, std::shared_ptr<void> keep_alive, size_t nbytes,
@@ -11,6 +13,11 @@ UnitStorage::UnitStorage(Unit& unit, std::shared_ptr<void> keep_alive, size_t nb
                        at::DataPtr(nullptr, device), /*allocator=*/nullptr, /*resizable=*/false),
       unit_(unit),
       keep_alive_(std::move(keep_alive)) {}
+
+void UnitStorage::release_resources() {
+  const std::shared_ptr<void> last = std::move(keep_alive_);
+  c10::StorageImpl::release_resources();
+}
 
 void UnitStorage::show(const at::Tensor& full, const std::string& why_not) {
   const at::Device device = this->_mutable_data_ptr_no_checks().device();

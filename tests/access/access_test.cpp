@@ -216,6 +216,21 @@ TEST(Access, TheModuleWorksOnAfterItsHandleIsGone) {
   });
 }
 
+TEST(Access, NothingIsKeptOnceModuleAndHandleAreGone) {
+  on_sharded([](World& world, Sharded<Mlp>& sharded, Mlp&) {
+    std::weak_ptr<ShardedState> state;
+    {
+      const auto other = fully_shard(make_mlp(), sharded.state()->plan());
+      torch::optim::SGD inner(other->parameters(), 0.1);
+      ShardedOptimizer optimizer(other, inner);
+      rank_loss(*other, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
+      optimizer.step();
+      state = other.state();
+    }
+    EXPECT_TRUE(state.expired());
+  });
+}
+
 TEST(Access, GraphsOutliveTheModule) {
   on_sharded([](World&, Sharded<Mlp>& sharded, Mlp&) {
     auto x = torch::ones({2, 37}, torch::requires_grad());

@@ -51,22 +51,21 @@ std::vector<NamedRun> all_optimizers() {
 }
 
 TEST(Optimizers, PlainAndFusedStepsOnShardsGiveTheResultOfOneProcess) {
+  const std::vector<ShardPlan> plans = {
+      {.level = ShardLevel::kGradients, .partition = Partition::kWholeParam, .unit_bytes = 6000},
+      {.level = ShardLevel::kParameters, .partition = Partition::kFlatEven, .unit_bytes = 6000}};
   for (const NamedRun& optimizer : all_optimizers()) {
     TrainingRun run = sgd_run<Mlp>(37, 2, 5);
     run.make_optimizer = [&](Net& net) { return optimizer.make(net.parameters()); };
     for (const int ranks : kRanks) {
-      for (const auto level :
-           {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
+      for (const ShardPlan& plan : plans) {
         for (const bool fused : {false, true}) {
-          for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-            // Adam divides by the root of a mean: tiny gradients turn rounding into whole steps.
-            const double tolerance = !fused && ranks != 3 ? 0 : ranks == 3 ? 1e-4 : 2e-5;
-            expect_parity(
-                run, ranks, {.level = level, .partition = partition, .unit_bytes = 6000},
-                fmt::format("{}, {} ranks, level {}, partition {}, fused {}", optimizer.name, ranks,
-                            static_cast<int>(level), static_cast<int>(partition), fused),
-                {.fused = fused}, tolerance);
-          }
+          // Adam divides by the root of a mean: tiny gradients turn rounding into whole steps.
+          const double tolerance = !fused && ranks != 3 ? 0 : ranks == 3 ? 1e-4 : 2e-5;
+          expect_parity(run, ranks, plan,
+                        fmt::format("{}, {} ranks, level {}, fused {}", optimizer.name, ranks,
+                                    static_cast<int>(plan.level), fused),
+                        {.fused = fused}, tolerance);
         }
       }
     }

@@ -28,18 +28,14 @@ struct StepResult {
 /// The numbers that `tessera bench step --json` prints. Of those given per process, the largest.
 ///
 /// - `seconds`: median over the timed steps of all ranks. A step is zero_grad, forward, loss,
-/// backward
-///   and optimizer step. `ratio`: sharded by local; `ratio_of_rounds`: of the medians of each
-///   round.
-/// - `kept_bytes`: what a process keeps between steps, by our own accounting;
-/// `peak_unsharded_bytes` and
-///   `peak_in_flight_bytes` come on top while a step runs (`ShardMemory`).
+///   backward and optimizer step.
+/// - `ratio`: sharded by local; `ratio_of_rounds`: that of the medians of each round.
+/// - `kept_bytes`: what a process keeps between steps, by our own accounting.
+/// - `peak_unsharded_bytes`, `peak_in_flight_bytes`: what comes on top in a step (`ShardMemory`).
 /// - `peak_pss`: most proportional memory of a process over what it had before the model was made,
-/// in
-///   bytes, sampled in untimed steps: building the model, the warm-up and two steps after the last
-///   round.
-/// - `bytes_sent_per_step`: payload; `page_faults_per_step`: minor ones. Means over the timed
-/// steps.
+///   sampled in untimed steps: making the model, the warm-up and two steps after the last round.
+/// - `bytes_sent_per_step`: payload, mean over the timed steps.
+/// - `page_faults_per_step`: minor ones, mean over the timed steps.
 /// - `final_loss`: of rank 0's last timed step, number `warmup_steps + rounds * steps`.
 nlohmann::ordered_json step_report(const StepBenchOptions& options, const StepResult& result);
 
