@@ -12,7 +12,8 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["trace", "comm", "mesh", "offload", "unit", "grad", "access", "init", "optim", "checkpoint", "sim", "dialects"]
+LAYERS = ["trace", "memory", "comm", "mesh", "offload", "unit", "grad", "access", "init", "optim", "checkpoint", "sim",
+          "dialects"]
 DIALECT_NAMES = re.compile(r"paddle|fairscale|colossal|group_sharded", re.IGNORECASE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 SUFFIXES = {".h", ".cpp", ".hpp", ".cc"}

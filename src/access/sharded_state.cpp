@@ -2,14 +2,15 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
-#include <malloc.h>
+#include <tessera/page_heap.h>
 #include <tessera/world.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "memory/trim.h"
 #include "unit/agreement.h"
 
 namespace tessera {
@@ -65,6 +66,7 @@ std::vector<int> reduction_order(const UseOrder& backward, int units) {
 std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor>& parameters,
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& plan) {
+  use_page_heap();
   ProcessGroupPtr process_group = plan.process_group ? plan.process_group : default_process_group();
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
@@ -107,8 +109,7 @@ void ShardedState::adopt() {
   reducer_->install();
   if (plan_.sync_buffers) sync_buffers();
   // The whole parameters are gone; where they lay, the heap would keep the pages.
-  context_.pool.trim();
-  malloc_trim(0);
+  trim_heaps();
 }
 
 void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(units); }
@@ -162,7 +163,7 @@ at::Tensor ShardedState::full_grad(const ParamPlace& place) {
   const ParamSlot& param = slot(place);
   at::Tensor full = gradients.reduced();
   if (unit.layout().level != ShardLevel::kNone) {
-    full = context_.pool.take(unit.layout().numel(), unit.layout().dtype, unit.layout().device);
+    full = at::empty({unit.layout().numel()}, gradients.reduced().options());
     const auto work = process_group().all_gather(full, gradients.reduced(), unit.layout().bounds,
                                                  {unit.layout().name, Channel::kControl});
     work->wait();

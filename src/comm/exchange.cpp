@@ -94,10 +94,17 @@ void Exchange::advance(std::unique_lock<std::mutex>& lock) {
 
 void Exchange::perform(Step step) {
   started_ = Clock::now();
-  if (step == Step::kOutputsDone) {
-    complete_outputs();
-  } else {
-    complete_inputs();
+  try {
+    if (step == Step::kOutputsDone) {
+      complete_outputs();
+    } else {
+      complete_inputs();
+    }
+  } catch (const c10::Error&) {  // has a name
+    throw;
+  } catch (...) {  // Gloo refused a message that was posted on the way
+    throw_wait_failed(name_, "its peers", Clock::now() - started_, timeout_,
+                      std::current_exception());
   }
 }
 

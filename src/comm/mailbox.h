@@ -24,9 +24,9 @@ struct Transfer {
 /// [Note: One connection for each direction]
 /// Gloo's thread and a thread that sends take the same lock of a connection, and Gloo's, finding it
 /// taken, asks the kernel again at once for what is to be read. If both share a core and the sender
-/// was put aside, that burns the rest of a time slice. So what rank a sends to b and what b sends to
-/// a go through connections of their own: while one is written to, nothing comes from it but short
-/// notices.
+/// was put aside, that burns the rest of a time slice. So what rank a sends to b and what b sends
+/// to a go through connections of their own: while one is written to, nothing comes from it but
+/// short notices.
 class Mailbox {
  public:
   /// Connections that the backend should have between two ranks; the message's tag chooses.

@@ -24,10 +24,13 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::mil
   options.port = static_cast<uint16_t>(info.master_port);
   options.isServer = info.rank == 0 && !agent_serves;
   options.numWorkers = static_cast<size_t>(info.size);
-  options.waitWorkers = false;  // compare_hosts() does, and can say whom it waited for
+  options.waitWorkers = false;
   options.timeout = timeout / 2;  // to connect: it is tried twice
   auto store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
   store->setTimeout(timeout);
+  if (!agent_serves) {
+    store->waitForWorkers();
+  }
   return store;
 }
 

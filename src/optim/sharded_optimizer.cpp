@@ -1,7 +1,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
-#include <malloc.h>
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
@@ -21,7 +20,6 @@ struct ShardedOptimizer::Impl {
   torch::optim::Optimizer* optimizer;
   ShardedOptimizerOptions options;
   std::vector<Segment> segments;
-  int64_t steps = 0;
 
   ShardedState& state() { return *module.state(); }
   void set_gradients();
@@ -86,9 +84,6 @@ void ShardedOptimizer::step() {
     impl_->clear_gradients();
   }
   state.residency().on_step(impl_->changed_units());
-  // The first step is unlike the others: units came in the order of registration, and the optimizer
-  // made its state amid whole gradients. Pages that later steps don't touch need not stay.
-  if (++impl_->steps == 2) malloc_trim(0);
 }
 
 at::Tensor ShardedOptimizer::step(const std::function<at::Tensor()>& closure) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
@@ -31,9 +32,13 @@ Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& list
 
 Unit::~Unit() = default;
 
+at::TensorOptions Unit::options() const {
+  return at::TensorOptions().dtype(layout_.dtype).device(layout_.device);
+}
+
 void Unit::allocate_full() {
   if (full_.defined()) return;
-  full_ = context_.pool.take(layout_.numel(), layout_.dtype, layout_.device);
+  full_ = at::empty({layout_.numel()}, options());
   if (!frees_) return;
   context_.unsharded_bytes += layout_.nbytes();
   context_.peak_unsharded_bytes = std::max(context_.peak_unsharded_bytes, context_.unsharded_bytes);
@@ -57,7 +62,7 @@ void Unit::show_full() {
 
 void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   at::NoGradGuard no_grad;
-  full_ = context_.pool.take(layout_.numel(), layout_.dtype, layout_.device);
+  full_ = at::empty({layout_.numel()}, options());
   full_.zero_();  // the padding must have a value, too
   for (const ParamSlot& slot : layout_.slots) {
     at::as_strided(full_, slot.sizes, slot.strides, slot.offset).copy_(slot.tensor().detach());

@@ -7,7 +7,6 @@
 #include <memory>
 #include <string>
 
-#include "unit/buffer_pool.h"
 #include "unit/layout.h"
 #include "unit/unit_storage.h"
 
@@ -16,7 +15,6 @@ namespace tessera {
 /// What all units of a model share.
 struct UnitContext {
   ProcessGroupPtr process_group;
-  BufferPool pool;
   int64_t unsharded_bytes = 0;       ///< gathered parameters of units that free them, now
   int64_t peak_unsharded_bytes = 0;  ///< and at most
 };
@@ -86,6 +84,7 @@ class Unit {
   int64_t updated_end() const;
 
  private:
+  at::TensorOptions options() const;
   void allocate_full();
   void show_full();
 

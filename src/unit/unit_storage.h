@@ -28,8 +28,8 @@ class UnitStorage final : public c10::StorageImpl {
   /// Lets the storage show the memory of `full`; an undefined tensor takes it away.
   void show(const at::Tensor& full, const std::string& why_not);
 
-  /// Called when the last tensor on this storage is gone. Units still hold weak pointers to it, with
-  /// which it would keep them alive for ever.
+  /// Called when the last tensor on this storage is gone. Units still hold weak pointers to it,
+  /// with which it would keep them alive for ever.
   void release_resources() override;
 
  private:

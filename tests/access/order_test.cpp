@@ -205,7 +205,9 @@ TEST(Order, AnExceptionInForwardLeavesTheModelUsable) {
               c10::Error);
           const auto batch = global_batch(step, run.rows, run.in, run.out);
           rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-          if (step % 2) EXPECT_THROW(sharded.forward(torch::ones({2, 3})), c10::Error);
+          if (step % 2) {
+            EXPECT_THROW(sharded.forward(torch::ones({2, 3})), c10::Error);
+          }
           optimizer.step();
         }
         expect_same_state(sharded.full_state(), expected, tolerance_of(ranks), "after exceptions");

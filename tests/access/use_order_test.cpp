@@ -70,7 +70,9 @@ Followed follow(const UseOrder& order, const std::vector<int64_t>& nbytes, int64
     result.peak = std::max(result.peak, bytes);
     for (size_t ahead = p; ahead < order.size() && ahead <= p + static_cast<size_t>(prefetch);
          ++ahead) {
-      if (nbytes[order[ahead]] > 0) EXPECT_TRUE(here.contains(order[ahead])) << "position " << p;
+      if (nbytes[order[ahead]] > 0) {
+        EXPECT_TRUE(here.contains(order[ahead])) << "position " << p;
+      }
     }
   }
   return result;

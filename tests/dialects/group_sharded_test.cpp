@@ -12,14 +12,6 @@ namespace {
 using namespace testing;
 using paddle::group_sharded_parallel;
 
-std::vector<ParamSlot> slots_of(const ShardedModule& model) {
-  std::vector<ParamSlot> slots;
-  for (const auto& unit : model.state()->units()) {
-    slots.insert(slots.end(), unit->layout().slots.begin(), unit->layout().slots.end());
-  }
-  return slots;
-}
-
 // The gradient of step 0, on this rank's rows.
 template <class Model>
 void backward(Model& model, const World& world) {

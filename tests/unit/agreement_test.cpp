@@ -6,7 +6,6 @@
 
 #include "support/models.h"
 #include "support/run_world.h"
-#include "unit/buffer_pool.h"
 
 namespace tessera {
 namespace {
@@ -97,32 +96,6 @@ TEST(Agreement, StartValuesAreThoseOfRankZero) {
       expect_same_state(sharded.full_state(), expected, 0, "broadcast");
     });
   }
-}
-
-TEST(BufferPool, AFreedBufferIsUsedForTheNextOfAboutItsSize) {
-  BufferPool pool;
-  const auto take = [&](int64_t numel) { return pool.take(numel, at::kFloat, at::kCPU); };
-  auto a = take(1000);
-  const void* memory = a.data_ptr();
-  const auto view = a.narrow(0, 10, 5);
-  a.reset();
-  EXPECT_NE(take(1000).data_ptr(), memory) << "a view still holds it";
-  auto b = take(500);
-  const void* small = b.data_ptr();
-  b.reset();
-  EXPECT_EQ(take(400).data_ptr(), small);
-  EXPECT_NE(take(100).data_ptr(), small) << "too small a part of it";
-  EXPECT_EQ(take(0).numel(), 0);
-  pool.trim();
-}
-
-TEST(BufferPool, ItsBuffersMayOutliveIt) {
-  at::Tensor buffer;
-  {
-    BufferPool pool;
-    buffer = pool.take(100, at::kFloat, at::kCPU);
-  }
-  buffer.fill_(1);
 }
 
 }  // namespace

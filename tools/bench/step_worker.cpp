@@ -1,5 +1,6 @@
 #include <sched.h>
 #include <sys/prctl.h>
+#include <tessera/page_heap.h>
 #include <tessera/world.h>
 #include <unistd.h>
 
@@ -26,6 +27,7 @@ class StepWorker {
       : options_(options),
         plan_(step_bench_plan(options.bench)),
         batches_(options.bench.size, options.rank) {
+    use_page_heap();  // the local reference gets it, too
     if (options.sharded) world_.emplace(init());
   }
 

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+namespace tessera {
+
+/// Blocks of whole pages out of one range of addresses. What is freed joins its free neighbours and
+/// keeps its pages; a block is cut from the shortest free range that is long enough. Thread-safe.
+class PageHeap {
+ public:
+  /// Reserves addresses, not memory.
+  explicit PageHeap(size_t reserved_bytes);
+  ~PageHeap();
+  PageHeap(const PageHeap&) = delete;
+  PageHeap& operator=(const PageHeap&) = delete;
+
+  /// Null if the range is used up.
+  void* allocate(size_t nbytes);
+  /// False if `data` is not a block of this heap.
+  bool free(void* data);
+  bool owns(const void* data) const;
+
+  /// Gives the pages of all free ranges back to the system.
+  void trim();
+
+  /// Bytes in blocks, and in the part of the range that was ever used.
+  size_t used_bytes() const;
+  size_t extent_bytes() const;
+
+ private:
+  using Address = uintptr_t;
+
+  void insert_free(Address begin, size_t length);
+  void erase_free(std::map<Address, size_t>::iterator range);
+
+  const size_t reserved_;
+  Address begin_ = 0;
+  mutable std::mutex mutex_;
+  std::map<Address, size_t> free_by_address_;
+  std::set<std::pair<size_t, Address>> free_by_length_;
+  std::unordered_map<Address, size_t> used_;
+  size_t used_bytes_ = 0;
+  size_t extent_ = 0;
+};
+
+}  // namespace tessera

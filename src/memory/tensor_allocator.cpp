@@ -1,0 +1,89 @@
+#include <c10/core/CPUAllocator.h>
+#include <malloc.h>
+#include <tessera/page_heap.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+
+#include "memory/page_heap.h"
+#include "memory/trim.h"
+
+namespace tessera {
+namespace {
+
+// What glibc's malloc, by default, maps from the system and gives back when it is freed.
+constexpr size_t kMinBytes = size_t{128} << 10;
+
+// Addresses are free; memory is not there before it is touched.
+size_t addresses_to_reserve() {
+  return 4 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
+         static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+class TensorAllocator final : public c10::Allocator {
+ public:
+  // Never destroyed: tensors in static variables may be the last to go.
+  static TensorAllocator& instance() {
+    static auto* const allocator = new TensorAllocator();
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* const data = nbytes >= kMinBytes ? pages_.allocate(nbytes) : nullptr;
+    if (!data) return malloc_->allocate(nbytes);
+    c10::profiledCPUMemoryReporter().New(data, nbytes);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  // Both kinds have a context equal to their pointer, as this asks for.
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* to, const void* from, size_t nbytes) const override {
+    default_copy_data(to, from, nbytes);
+  }
+
+  void trim() { pages_.trim(); }
+
+ private:
+  TensorAllocator() : pages_(addresses_to_reserve()), malloc_(c10::GetDefaultCPUAllocator()) {}
+
+  static void release(void* data) {
+    TensorAllocator& self = instance();
+    if (!self.pages_.owns(data)) return self.malloc_->raw_deleter()(data);
+    c10::profiledCPUMemoryReporter().Delete(data);
+    self.pages_.free(data);
+  }
+
+  PageHeap pages_;
+  c10::Allocator* const malloc_;
+};
+
+bool is_allowed() {
+#if defined(__SANITIZE_ADDRESS__)
+  return false;
+#else
+  const char* const choice = std::getenv("TESSERA_PAGE_HEAP");
+  return choice == nullptr || std::string_view(choice) != "0";
+#endif
+}
+
+}  // namespace
+
+bool use_page_heap() {
+  if (!is_allowed()) return false;
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) {
+    c10::SetAllocator(c10::DeviceType::CPU, &TensorAllocator::instance());
+  }
+  return c10::GetCPUAllocator() == &TensorAllocator::instance();
+}
+
+void trim_heaps() {
+  if (c10::GetCPUAllocator() == &TensorAllocator::instance()) TensorAllocator::instance().trim();
+  malloc_trim(0);
+}
+
+}  // namespace tessera
