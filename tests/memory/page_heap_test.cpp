@@ -7,6 +7,7 @@
 #include <tessera/page_heap.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -141,6 +142,14 @@ TEST(UsePageHeap, ItsBlocksCanBeTakenAndGivenBackRaw) {
     std::memset(data, 1, nbytes);
     allocator->raw_deallocate(data);
   }
+}
+
+TEST(UsePageHeap, IsRefusedByTheEnvironment) {
+  ::setenv("TESSERA_PAGE_HEAP", "0", 1);
+  c10::Allocator* const previous = c10::GetCPUAllocator();
+  EXPECT_FALSE(use_page_heap());
+  EXPECT_EQ(c10::GetCPUAllocator(), previous);
+  ::unsetenv("TESSERA_PAGE_HEAP");
 }
 
 TEST(UsePageHeap, LeavesAnAllocatorOfTheUserAlone) {
