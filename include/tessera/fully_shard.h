@@ -35,8 +35,19 @@ struct ShardMemory {
   int64_t parameters = 0;       ///< shards, and units that stay unsharded
   int64_t gradients = 0;        ///< reduced gradients
   int64_t optimizer_state = 0;  ///< filled in by `ShardedOptimizer::memory()`
+  int64_t master_weights = 0;   ///< copies in a wider dtype that the optimizer updates
+  int64_t offloaded = 0;        ///< master weights and optimizer state that are offloaded
   int64_t peak_unsharded = 0;   ///< most bytes of gathered parameters at any time
   int64_t peak_in_flight = 0;   ///< most bytes of whole gradients waiting for their reduction
+};
+
+/// How gradients are clipped.
+struct ClipOptions {
+  double norm_type = 2.0;  ///< 1, 2, another positive number or infinity
+  /// Gradients are multiplied by `min(1, max_norm / (norm + epsilon))`.
+  double epsilon = 1e-6;
+  /// Names of parameters that are left alone: neither counted nor scaled.
+  std::vector<std::string> exclude = {};
 };
 
 /// A model whose parameters are managed by Tessera.
@@ -94,6 +105,8 @@ class TESSERA_API ShardedModule {
   /// returns the norm before. Collective. `norm_type`: 1, 2 or infinity. The formula is that of
   /// `torch::nn::utils::clip_grad_norm_`: gradients times `min(1, max_norm / (norm + 1e-6))`.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  /// Throws `c10::ValueError` if `options.exclude` names what the model does not have.
+  double clip_grad_norm_(double max_norm, const ClipOptions& options);
 
   /// Copies of all parameters and buffers under their names, on every rank. Collective. Takes the
   /// memory of the whole model.
@@ -105,6 +118,16 @@ class TESSERA_API ShardedModule {
   std::string describe() const;
 
   const std::shared_ptr<ShardedState>& state() const { return state_; }
+
+  /// `input` in the dtype that the plan wants inputs in.
+  at::Tensor cast_input(const at::Tensor& input) const;
+  template <class T>
+  static constexpr bool is_tensor = std::is_same_v<std::remove_cvref_t<T>, at::Tensor>;
+  template <class T>
+    requires(!is_tensor<T>)
+  T&& cast_input(T&& input) const {
+    return std::forward<T>(input);
+  }
 
  protected:
   std::shared_ptr<ShardedState> state_;
@@ -121,10 +144,12 @@ class Sharded : public ShardedModule {
   M& operator*() const { return *module_; }
   const std::shared_ptr<M>& ptr() const { return module_; }
 
+  /// The module's own `forward`, after what the plan has before it: synchronized buffers, and
+  /// floating tensors converted to `precision.param_dtype`.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     begin_forward();
-    return module_->forward(std::forward<Args>(args)...);
+    return module_->forward(cast_input(std::forward<Args>(args))...);
   }
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -60,6 +61,9 @@ struct Piece {
 struct ReduceScatterOptions {
   double scale = 1.0;       ///< the sum over ranks is multiplied by this before it is stored
   bool accumulate = false;  ///< add to what `out` holds instead of overwriting it
+  /// Of the pieces, and so of what is sent; none: that of `out`. Float may go with an `out` of
+  /// bfloat16 or half and the other way round: sums are taken in float and rounded once.
+  std::optional<at::ScalarType> dtype = std::nullopt;
 };
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };
@@ -67,7 +71,7 @@ enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 /// An ordered set of ranks that communicate.
 ///
 /// All members are collective: every rank of the group calls them in the same order per channel,
-/// with tensors of equal dtype. A flat buffer of `bounds.back()` elements is split over the ranks
+/// with tensors of equal dtype (see `ReduceScatterOptions::dtype` for the exception). A flat buffer of `bounds.back()` elements is split over the ranks
 /// by `bounds` (`size() + 1` elements, ascending, from 0): rank `r` has `[bounds[r], bounds[r +
 /// 1])`, which may be empty.
 class TESSERA_API ProcessGroup {
@@ -78,6 +82,8 @@ class TESSERA_API ProcessGroup {
   virtual int size() const = 0;
   virtual std::chrono::milliseconds timeout() const = 0;
   virtual std::string backend_name() const = 0;
+  /// False if all channels share one order, as on a backend that matches collectives by it.
+  virtual bool has_channels() const { return true; }
 
   /// Writes the shards of all ranks into `flat`, `shard` being this rank's. `flat` may alias
   /// `shard` in place. `shard` must not change before `wait_inputs()`.

@@ -4,6 +4,7 @@
 #include <tessera/process_group.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,37 @@ enum class Partition : uint8_t {
 enum class StartValues : uint8_t {
   kBroadcast,  ///< rank 0's values are taken
   kKeep,       ///< the caller guarantees that they agree; nothing is sent
+};
+
+/// In which dtypes a model is kept, computed with and reduced. Concerns floating dtypes only.
+struct Precision {
+  /// Parameters are gathered and used in this dtype; none: in the one they were made with. The
+  /// optimizer goes on with the values they were made with: those are the master weights.
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
+
+  /// Trainable parameters of a narrower dtype get master weights of this one: copies of this rank's
+  /// part, which the optimizer updates and from which the parameters are rounded after each step.
+  /// kFloat for bfloat16 or half models; none: the optimizer updates the dtype they were made with.
+  std::optional<at::ScalarType> master_dtype = std::nullopt;
+
+  /// Gradients are sent in this dtype; none: in the parameter's. Sums over ranks are taken in float
+  /// at least and stored in the dtype that the optimizer updates.
+  std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  /// Buffers are converted to this dtype at wrap; none: they stay as they are.
+  std::optional<at::ScalarType> buffer_dtype = std::nullopt;
+
+  /// With `param_dtype`: floating tensors given to a forward through the wrapper are converted to
+  /// it, too.
+  bool cast_inputs = true;
+};
+
+/// Where the optimizer's state lies, and what the optimizer updates (the shards, or the master
+/// weights).
+enum class Offload : uint8_t {
+  kNone,       ///< on the parameters' device
+  kHost,       ///< in host memory, where the optimizer then steps
+  kDirectory,  ///< in files that are mapped into memory; they have no names and go with the process
 };
 
 /// Says how a model is sharded. Every dialect translates its arguments into one of these.
@@ -67,6 +99,18 @@ struct ShardPlan {
 
   /// The ranks to shard over; null: `default_process_group()`.
   ProcessGroupPtr process_group;
+
+  /// The ranks that hold the same shard as this one (hybrid sharding): gradients are reduced over
+  /// `process_group`, then over these. Null: shards are not replicated. All ranks of it have one
+  /// rank in their `process_group`s.
+  ProcessGroupPtr replicate_group;
+
+  Precision precision;
+
+  Offload offload = Offload::kNone;
+
+  /// For `Offload::kDirectory`: where the files are made; it is created if need be.
+  std::string offload_directory;
 };
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <tessera/export.h>
 #include <tessera/fully_shard.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -17,18 +18,24 @@ struct ShardedOptimizerOptions {
   /// Step with LibTorch's fused kernels where the optimizer is exactly `AdamW`, `Adam`, `SGD` or
   /// `Adagrad`. The results agree with the plain step to rounding.
   bool fused = true;
+
+  /// Clip the gradients to this norm at the beginning of each step; 0: do not.
+  double max_grad_norm = 0;
+  ClipOptions clip = {};
 };
 
 class ShardedOptimizer;
 struct Segment;
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);  // internal
+void offload_state(ShardedOptimizer& optimizer);                             // internal
 
 /// Steps the user's own optimizer on this rank's shards.
 ///
 /// The optimizer's param groups are changed in place: each parameter is replaced by the 1-D part of
 /// it that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of
 /// the optimizer keep working; `optimizer` must outlive this object. Optimizers must be
-/// elementwise; `LBFGS` is refused.
+/// elementwise; `LBFGS` is refused. With `Offload` they must be of a class whose state can be read:
+/// Adagrad, Adam, AdamW, RMSprop, SGD, or one derived from them.
 class TESSERA_API ShardedOptimizer {
  public:
   /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two
@@ -42,7 +49,8 @@ class TESSERA_API ShardedOptimizer {
   /// Waits for the reductions, updates this rank's shards, and starts gathering what stays whole.
   ///
   /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one
-  /// process. Throws if there was no backward since the last `zero_grad()`.
+  /// process. Throws if there was no backward since the last `zero_grad()`. Where state is
+  /// offloaded, one unit is stepped after the other, so that little of it is in memory at a time.
   void step();
 
   /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first and returns its loss.
@@ -53,6 +61,11 @@ class TESSERA_API ShardedOptimizer {
 
   /// See `ShardedModule::clip_grad_norm_`.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  double clip_grad_norm_(double max_norm, const ClipOptions& options);
+
+  /// Steps taken so far, those before a checkpoint that was loaded included.
+  int64_t steps() const;
+  void set_steps(int64_t steps);
 
   torch::optim::Optimizer& inner() const;
   ShardedModule module() const;
@@ -62,6 +75,7 @@ class TESSERA_API ShardedOptimizer {
 
  private:
   friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
+  friend void offload_state(ShardedOptimizer& optimizer);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

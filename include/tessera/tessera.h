@@ -4,6 +4,7 @@
 #include <tessera/checkpoint.h>
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/fully_shard.h>
+#include <tessera/grad_scaler.h>
 #include <tessera/page_heap.h>
 #include <tessera/process_group.h>
 #include <tessera/shard_plan.h>

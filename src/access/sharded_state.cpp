@@ -16,6 +16,29 @@
 namespace tessera {
 namespace {
 
+// Bytes of this rank's master copies, if all units have one.
+int64_t master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
+  int64_t nbytes = 0;
+  for (const UnitLayout& layout : layouts) {
+    const bool is_whole = layout.level == ShardLevel::kNone;
+    const int64_t numel = is_whole ? layout.numel() : layout.shard_numel(rank);
+    nbytes += numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)) + 64;
+  }
+  return nbytes;
+}
+
+void check_floating(const char* name, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
+                    " must be a floating dtype; got ", *dtype);
+}
+
+void check_precision(const Precision& precision) {
+  check_floating("param_dtype", precision.param_dtype);
+  check_floating("master_dtype", precision.master_dtype);
+  check_floating("reduce_dtype", precision.reduce_dtype);
+  check_floating("buffer_dtype", precision.buffer_dtype);
+}
+
 void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(plan.unit_bytes >= 0, "[fully_shard] plan.unit_bytes must not be negative; got ",
                     plan.unit_bytes);
@@ -26,6 +49,7 @@ void check_plan(const ShardPlan& plan) {
                     plan.resident_bytes);
   TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
                     plan.prefetch);
+  check_precision(plan.precision);
 }
 
 std::string to_bytes(const UseOrder& order) {
@@ -38,10 +62,10 @@ UseOrder to_order(const std::string& bytes) {
   return order;
 }
 
-UseOrder merge_over_ranks(ProcessGroup& process_group, const UseOrder& order) {
+UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
   std::vector<UseOrder> orders;
   for (const std::string& bytes :
-       all_gather_bytes(process_group, to_bytes(order), {"order of use", Channel::kControl})) {
+       mesh.all_gather_bytes(to_bytes(order), {"order of use", Channel::kControl})) {
     orders.push_back(to_order(bytes));
   }
   return merge_orders(orders);
@@ -67,25 +91,29 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& plan) {
   use_page_heap();
-  ProcessGroupPtr process_group = plan.process_group ? plan.process_group : default_process_group();
+  const ShardMesh mesh(plan.process_group ? plan.process_group : default_process_group(),
+                       plan.replicate_group);
+  mesh.check();
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
-  check_on_all_ranks(*process_group, [&] {
+  std::shared_ptr<StateMemory> offload;
+  check_on_all_ranks(mesh, [&] {
     check_plan(plan);
     params = collect_parameters(parameters);
-    layouts = lay_out(params, plan, process_group->size());
+    layouts = lay_out(params, plan, mesh.shard().size());
+    offload = make_state_memory(plan);
+    if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
   });
-  check_same_model(*process_group, params, plan);
-  std::shared_ptr<ShardedState> state(
-      new ShardedState(std::move(buffers), plan, std::move(process_group), std::move(layouts)));
+  check_same_model(mesh, params, plan);
+  std::shared_ptr<ShardedState> state(new ShardedState(
+      std::move(buffers), plan, {.mesh = mesh, .offload = offload}, std::move(layouts)));
   state->adopt();
   return state;
 }
 
 ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
-                           ProcessGroupPtr process_group, std::vector<UnitLayout> layouts)
-    : plan_(plan), buffers_(std::move(buffers)) {
-  context_.process_group = std::move(process_group);
+                           UnitContext context, std::vector<UnitLayout> layouts)
+    : plan_(plan), buffers_(std::move(buffers)), context_(std::move(context)) {
   std::vector<Unit*> units;
   for (UnitLayout& layout : layouts) {
     const int index = static_cast<int>(units_.size());
@@ -93,9 +121,9 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
     units.push_back(units_.back().get());
   }
   residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
-  const double scale = plan_.average ? 1.0 / context_.process_group->size() : 1.0;
+  const double scale = plan_.average ? 1.0 / mesh().size() : 1.0;
   reducer_ = std::make_unique<Reducer>(
-      units, context_.process_group, scale,
+      units, mesh(), scale,
       Reducer::Callbacks{[this] { residency_->end_pass(); },
                          [this] { return residency_->wants_to_learn(); },
                          [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
@@ -106,6 +134,8 @@ ShardedState::~ShardedState() = default;
 void ShardedState::adopt() {
   const bool broadcast = plan_.start_values == StartValues::kBroadcast;
   for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
+  if (context_.offload) context_.offload->rest();
+  convert_buffers();
   reducer_->install();
   if (plan_.sync_buffers) sync_buffers();
   // The whole parameters are gone; where they lay, the heap would keep the pages.
@@ -127,29 +157,40 @@ void ShardedState::on_backward_end(bool synced, bool learn) {
 
 void ShardedState::learn_order() {
   PassOrder pass = residency_->used();
-  if (process_group().size() > 1) {
-    pass.forward = merge_over_ranks(process_group(), pass.forward);
+  if (mesh().size() > 1) {
+    pass.forward = merge_over_ranks(mesh(), pass.forward);
     // Merged from its end, so that of two branches backward meets first the one that forward meets
     // last.
     std::reverse(pass.backward.begin(), pass.backward.end());
-    pass.backward = merge_over_ranks(process_group(), pass.backward);
+    pass.backward = merge_over_ranks(mesh(), pass.backward);
     std::reverse(pass.backward.begin(), pass.backward.end());
   }
   residency_->learn(pass);
   reducer_->set_order(reduction_order(pass.backward, static_cast<int>(units_.size())));
 }
 
-void ShardedState::sync_buffers() {
-  if (process_group().size() == 1) return;
+void ShardedState::convert_buffers() {
+  if (!plan_.precision.buffer_dtype) return;
   at::NoGradGuard no_grad;
-  std::vector<WorkPtr> works;
-  std::vector<at::Tensor> packed;
   for (const NamedTensor& buffer : buffers_) {
-    packed.push_back(buffer.tensor.contiguous());
-    works.push_back(process_group().broadcast(packed.back(), 0, {buffer.name, Channel::kControl}));
+    if (buffer.tensor.defined() && buffer.tensor.is_floating_point())
+      buffer.tensor.set_data(buffer.tensor.to(*plan_.precision.buffer_dtype));
   }
-  for (size_t i = 0; i < works.size(); ++i) {
-    works[i]->wait();
+}
+
+void ShardedState::sync_buffers() {
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> packed;
+  for (const NamedTensor& buffer : buffers_) packed.push_back(buffer.tensor.contiguous());
+  for (ProcessGroup* process_group : {&mesh().shard(), &mesh().replicate()}) {
+    if (process_group->size() == 1) continue;
+    std::vector<WorkPtr> works;
+    for (size_t i = 0; i < packed.size(); ++i)
+      works.push_back(
+          process_group->broadcast(packed[i], 0, {buffers_[i].name, Channel::kControl}));
+    for (const WorkPtr& work : works) work->wait();
+  }
+  for (size_t i = 0; i < packed.size(); ++i) {
     if (!packed[i].is_same(buffers_[i].tensor)) buffers_[i].tensor.copy_(packed[i]);
   }
 }

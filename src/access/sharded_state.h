@@ -43,7 +43,9 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   const ShardPlan& plan() const { return plan_; }
-  ProcessGroup& process_group() const { return *context_.process_group; }
+  const ShardMesh& mesh() const { return context_.mesh; }
+  /// The ranks that the model is sharded over.
+  ProcessGroup& process_group() const { return context_.mesh.shard(); }
   UnitContext& context() { return context_; }
   Residency& residency() { return *residency_; }
   Reducer& reducer() { return *reducer_; }
@@ -53,9 +55,10 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   }
 
  private:
-  ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
-               ProcessGroupPtr process_group, std::vector<UnitLayout> layouts);
+  ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan, UnitContext context,
+               std::vector<UnitLayout> layouts);
   void adopt();
+  void convert_buffers();
   void on_backward_end(bool synced, bool learn);
   void learn_order();
 

@@ -4,12 +4,12 @@
 
 #include <exception>
 
-#include "unit/agreement.h"
+#include "mesh/shard_mesh.h"
 
 namespace tessera {
 
-void fail_together(ProcessGroup& process_group, const std::function<void()>& work) {
-  check_on_all_ranks(process_group, [&] {
+void fail_together(const ShardMesh& mesh, const std::function<void()>& work) {
+  check_on_all_ranks(mesh, [&] {
     try {
       work();
     } catch (const c10::Error&) {

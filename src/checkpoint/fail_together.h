@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/process_group.h>
+#include "mesh/shard_mesh.h"
 
 #include <functional>
 
@@ -8,6 +8,6 @@ namespace tessera {
 
 /// Runs `work` on every rank; if it throws on any, for whatever reason, all ranks throw.
 /// Collective: no rank returns before all are done.
-void fail_together(ProcessGroup& process_group, const std::function<void()>& work);
+void fail_together(const ShardMesh& mesh, const std::function<void()>& work);
 
 }  // namespace tessera

@@ -139,8 +139,8 @@ class Loader {
   std::vector<StateTarget> states_;
 };
 
-void check_same_checkpoint(ProcessGroup& process_group, const std::string& id) {
-  for (const std::string& other : all_gather_bytes(process_group, id, kTag)) {
+void check_same_checkpoint(const ShardMesh& mesh, const std::string& id) {
+  for (const std::string& other : mesh.all_gather_bytes(id, kTag)) {
     TORCH_CHECK_VALUE(
         other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ",
         id, " and ", other, " (was it replaced, or is the path another one on some machine?)");
@@ -154,13 +154,13 @@ std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
   std::optional<Loader> loader;
-  fail_together(state.process_group(), [&] { loader.emplace(path, state, optimizer); });
-  check_same_checkpoint(state.process_group(), loader->index().id);
+  fail_together(state.mesh(), [&] { loader.emplace(path, state, optimizer); });
+  check_same_checkpoint(state.mesh(), loader->index().id);
   for (const auto& unit : state.units()) {
     unit->wait();
     unit->wait_until_unread();
   }
-  fail_together(state.process_group(), [&] { loader->load(); });
+  fail_together(state.mesh(), [&] { loader->load(); });
   state.residency().on_step(std::vector<bool>(state.units().size(), true));
   return loader->index().numbers;
 }

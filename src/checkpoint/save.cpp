@@ -64,21 +64,20 @@ void save_checkpoint(const std::filesystem::path& path, const ShardedModule& mod
                      const std::map<std::string, double>& numbers) {
   at::NoGradGuard no_grad;
   const ShardedState& state = *module.state();
-  ProcessGroup& process_group = state.process_group();
-  const bool leads = process_group.rank() == 0;
+  const bool leads = state.mesh().rank() == 0;
   std::optional<CheckpointDirectory> directory;
   try {
-    fail_together(process_group, [&] {
+    fail_together(state.mesh(), [&] {
       check_arguments(state, optimizer);
       directory.emplace(path);
       if (leads) directory->prepare();
     });
-    const std::string id = all_gather_bytes(process_group, leads ? new_id() : "", kTag).front();
+    const std::string id = state.mesh().all_gather_bytes(leads ? new_id() : "", kTag).front();
     std::string part;
-    fail_together(process_group,
+    fail_together(state.mesh(),
                   [&] { part = write_rank_file(directory->draft(), state, optimizer, id); });
-    const auto parts = all_gather_bytes(process_group, part, kTag);
-    fail_together(process_group, [&] {
+    const auto parts = state.mesh().all_gather_bytes(part, kTag);
+    fail_together(state.mesh(), [&] {
       if (!leads) return;
       CheckpointIndex index = merge(parts);
       index.id = id;

@@ -109,6 +109,7 @@ class BackendProcessGroup : public ProcessGroup {
   int size() const override { return backend_->getSize(); }
   std::chrono::milliseconds timeout() const override { return timeout_; }
   std::string backend_name() const override { return backend_->getBackendName(); }
+  bool has_channels() const override { return false; }
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
@@ -138,8 +139,10 @@ class BackendProcessGroup : public ProcessGroup {
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
     at::NoGradGuard no_grad;
-    check_reduce_scatter(*this, out, pieces, bounds, tag);
-    const at::Tensor flat = at::zeros({bounds.back()}, out.options().requires_grad(false));
+    check_reduce_scatter(*this, out, pieces, bounds, options, tag);
+    const auto dtype = options.dtype.value_or(out.scalar_type());
+    const at::Tensor flat =
+        at::zeros({bounds.back()}, out.options().dtype(dtype).requires_grad(false));
     for (const Piece& piece : pieces) {
       if (piece.data.defined()) {
         flat.narrow(0, piece.begin, piece.numel).copy_(piece.data.view(-1));
@@ -216,7 +219,9 @@ class BackendProcessGroup : public ProcessGroup {
       if (from >= to) {
         continue;
       }
-      at::Tensor sum = own.narrow(0, from, to - from);
+      // In the wider dtype of both from here on; `add_` and `copy_` round to that of `out`.
+      const auto dtype = c10::promoteTypes(own.scalar_type(), out.scalar_type());
+      at::Tensor sum = own.narrow(0, from, to - from).to(dtype);
       const at::Tensor target = out.view(-1).narrow(0, from, to - from);
       if (options.scale != 1.0) {  // in double for integers, of which copy_() drops the fractions
         sum = at::isFloatingType(sum.scalar_type()) || at::isComplexType(sum.scalar_type())

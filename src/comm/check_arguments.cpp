@@ -58,7 +58,7 @@ void check_piece(const Piece& piece, int64_t begin, int64_t end, at::ScalarType 
                       "[reduce_scatter] a piece's tensor must have `numel` elements; expected ",
                       piece.numel, ", got ", piece.data.numel(), where);
     TORCH_CHECK_VALUE(piece.data.scalar_type() == dtype,
-                      "[reduce_scatter] pieces must have the dtype of `out`; expected ", dtype,
+                      "[reduce_scatter] pieces must have the dtype of `out`, or that of the options; expected ", dtype,
                       ", got ", piece.data.scalar_type(), where);
   }
 }
@@ -82,13 +82,13 @@ void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
 
 void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
                           std::span<const Piece> pieces, std::span<const int64_t> bounds,
-                          const CollectiveTag& tag) {
+                          const ReduceScatterOptions& options, const CollectiveTag& tag) {
   const std::string place = where(process_group, tag);
   check_bounds("reduce_scatter", bounds, process_group.size(), place);
   check_shard("reduce_scatter", "out", out, bounds, process_group.rank(), place);
   int64_t begin = 0;
   for (const Piece& piece : pieces) {
-    check_piece(piece, begin, bounds.back(), out.scalar_type(), place);
+    check_piece(piece, begin, bounds.back(), options.dtype.value_or(out.scalar_type()), place);
     begin = piece.begin + piece.numel;
   }
 }

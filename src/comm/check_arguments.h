@@ -14,7 +14,7 @@ void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
                       const CollectiveTag& tag);
 void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
                           std::span<const Piece> pieces, std::span<const int64_t> bounds,
-                          const CollectiveTag& tag);
+                          const ReduceScatterOptions& options, const CollectiveTag& tag);
 void check_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor,
                       const CollectiveTag& tag);
 void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
@@ -25,5 +25,10 @@ void check_on_cpu(const char* function, const at::Tensor& tensor, const Collecti
 
 /// Bounds that split `numel` elements as evenly as possible over `size` ranks.
 std::vector<int64_t> even_bounds(int64_t numel, int size);
+
+/// Bytes of an element that a reduce-scatter sends.
+inline int64_t message_item_size(const at::Tensor& out, const ReduceScatterOptions& options) {
+  return static_cast<int64_t>(c10::elementSize(options.dtype.value_or(out.scalar_type())));
+}
 
 }  // namespace tessera

@@ -4,6 +4,8 @@
 #include <mutex>
 #include <utility>
 
+#include "comm/check_arguments.h"
+
 namespace tessera {
 
 int64_t CollectiveCounts::calls() const {
@@ -28,6 +30,7 @@ class CountingDecorator : public CountingProcessGroup {
   int size() const override { return inner_->size(); }
   std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
   std::string backend_name() const override { return inner_->backend_name(); }
+  bool has_channels() const override { return inner_->has_channels(); }
 
   // Counted after the call: one that throws has sent nothing.
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
@@ -43,7 +46,7 @@ class CountingDecorator : public CountingProcessGroup {
     WorkPtr work = inner_->reduce_scatter(out, std::move(pieces), bounds, options, tag);
     const int64_t own = bounds[rank() + 1] - bounds[rank()];
     count(&CollectiveCounts::reduce_scatter,
-          (bounds.back() - own) * static_cast<int64_t>(out.element_size()));
+          (bounds.back() - own) * message_item_size(out, options));
     return work;
   }
 

@@ -91,12 +91,13 @@ WorkPtr ExchangeProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<
                                              std::span<const int64_t> bounds,
                                              const ReduceScatterOptions& options,
                                              const CollectiveTag& tag) {
-  check_reduce_scatter(*this, out, pieces, bounds, tag);
+  check_reduce_scatter(*this, out, pieces, bounds, options, tag);
   check_on_cpu("reduce_scatter", out, tag);
-  check_reducible("reduce_scatter", out.scalar_type(), ReduceOp::kSum);
+  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
+  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
   CollectiveName name = next_name("reduce_scatter", tag);
   MessageTag message_tag("reduce_scatter", tag, name.sequence);
-  message_tag.mix(bounds).mix(static_cast<int64_t>(out.scalar_type()));
+  message_tag.mix(bounds).mix(static_cast<int64_t>(dtype));
   for (const Piece& piece : pieces) {
     if (piece.data.defined()) {
       check_on_cpu("reduce_scatter", piece.data, tag);
@@ -106,7 +107,7 @@ WorkPtr ExchangeProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<
   ReduceTask task{
       .pieces = std::move(pieces),
       .out = bytes_of(out),
-      .reduction = {out.scalar_type(), ReduceOp::kSum, options.scale, options.accumulate},
+      .reduction = {dtype, ReduceOp::kSum, options.scale, options.accumulate, out.scalar_type()},
       .tag = message_tag.value()};
   for (int r = 0; r < size(); ++r) {
     task.ranges.push_back({bounds[r], bounds[r + 1]});

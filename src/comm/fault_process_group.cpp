@@ -19,6 +19,7 @@ class FaultProcessGroup : public ProcessGroup {
   int size() const override { return inner_->size(); }
   std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
   std::string backend_name() const override { return inner_->backend_name(); }
+  bool has_channels() const override { return inner_->has_channels(); }
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {

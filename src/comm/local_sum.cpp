@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <type_traits>
 
 // Compiles a loop twice, and takes the AVX2 one where the processor has it. Not target_clones: its
@@ -78,7 +79,7 @@ TESSERA_INLINE void store(T* out, const A* values, int64_t numel, double scale, 
   }
 }
 
-template <class T, class Op>
+template <class T, class Out, class Op>
 TESSERA_INLINE void reduce_block(const LocalReduction& reduction, void* out,
                                  std::span<const void* const> inputs, int64_t begin,
                                  int64_t numel) {
@@ -93,47 +94,71 @@ TESSERA_INLINE void reduce_block(const LocalReduction& reduction, void* out,
     for (int64_t i = 0; i < numel; ++i)
       values[i] = Op::template combine<A>(values[i], static_cast<A>(input[i]));
   }
-  store(static_cast<T*>(out) + begin, values, numel, reduction.scale, reduction.accumulate);
+  store(static_cast<Out*>(out) + begin, values, numel, reduction.scale, reduction.accumulate);
 }
 
-template <class T, class Op>
+template <class T, class Out, class Op>
 TESSERA_INLINE void reduce_all(const LocalReduction& reduction, void* out,
                                std::span<const void* const> inputs, int64_t numel) {
   int64_t begin = 0;
   for (; begin + kBlock <= numel; begin += kBlock) {
-    reduce_block<T, Op>(reduction, out, inputs, begin, kBlock);
+    reduce_block<T, Out, Op>(reduction, out, inputs, begin, kBlock);
   }
   if (begin < numel) {
-    reduce_block<T, Op>(reduction, out, inputs, begin, numel - begin);
+    reduce_block<T, Out, Op>(reduction, out, inputs, begin, numel - begin);
   }
 }
 
-template <class T, class Op>
+template <class T, class Out, class Op>
 TESSERA_TARGET_AVX2 void reduce_avx2(const LocalReduction& reduction, void* out,
                                      std::span<const void* const> inputs, int64_t numel) {
-  reduce_all<T, Op>(reduction, out, inputs, numel);
+  reduce_all<T, Out, Op>(reduction, out, inputs, numel);
 }
 
-template <class T, class Op>
+template <class T, class Out, class Op>
 void reduce_plain(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
                   int64_t numel) {
-  reduce_all<T, Op>(reduction, out, inputs, numel);
+  reduce_all<T, Out, Op>(reduction, out, inputs, numel);
 }
 
-template <class T, class Op>
+template <class T, class Out, class Op>
 void reduce_typed(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
                   int64_t numel) {
   static const bool has_avx2 = TESSERA_HAS_AVX2;
-  (has_avx2 ? reduce_avx2<T, Op> : reduce_plain<T, Op>)(reduction, out, inputs, numel);
+  (has_avx2 ? reduce_avx2<T, Out, Op> : reduce_plain<T, Out, Op>)(reduction, out, inputs, numel);
+}
+
+// `out` of another dtype than the inputs.
+template <class Op>
+bool reduce_mixed(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
+                  int64_t numel) {
+  using c10::BFloat16, c10::Half;
+  const auto is = [&](at::ScalarType dtype, at::ScalarType out_dtype) {
+    return reduction.dtype == dtype && reduction.dtype_of_out() == out_dtype;
+  };
+  if (is(at::kBFloat16, at::kFloat)) {
+    reduce_typed<BFloat16, float, Op>(reduction, out, inputs, numel);
+  } else if (is(at::kHalf, at::kFloat)) {
+    reduce_typed<Half, float, Op>(reduction, out, inputs, numel);
+  } else if (is(at::kFloat, at::kBFloat16)) {
+    reduce_typed<float, BFloat16, Op>(reduction, out, inputs, numel);
+  } else if (is(at::kFloat, at::kHalf)) {
+    reduce_typed<float, Half, Op>(reduction, out, inputs, numel);
+  } else {
+    return false;
+  }
+  return true;
 }
 
 template <class Op>
 bool reduce_dtype(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
                   int64_t numel) {
+  if (reduction.dtype_of_out() != reduction.dtype)
+    return reduce_mixed<Op>(reduction, out, inputs, numel);
   switch (reduction.dtype) {
-#define TESSERA_CASE(name, type)                           \
-  case at::ScalarType::name:                               \
-    reduce_typed<type, Op>(reduction, out, inputs, numel); \
+#define TESSERA_CASE(name, type)                                 \
+  case at::ScalarType::name:                                     \
+    reduce_typed<type, type, Op>(reduction, out, inputs, numel); \
     return true;
     TESSERA_CASE(Float, float)
     TESSERA_CASE(Double, double)
@@ -155,8 +180,9 @@ bool reduce_op(const LocalReduction& reduction, void* out, std::span<const void*
                int64_t numel) {
   switch (reduction.op) {
     case ReduceOp::kSum:
-      if (c10::isComplexType(reduction.dtype)) {  // two reals each
-        LocalReduction parts = reduction;
+      if (c10::isComplexType(reduction.dtype) && reduction.dtype_of_out() == reduction.dtype) {
+        LocalReduction parts = reduction;  // two reals each
+        parts.out_dtype.reset();
         parts.dtype = c10::toRealValueType(reduction.dtype);
         return reduce_dtype<Sum>(parts, out, inputs, 2 * numel);
       }
@@ -176,13 +202,18 @@ void reduce_in_order(const LocalReduction& reduction, void* out,
   TORCH_INTERNAL_ASSERT(!inputs.empty() && reduce_op(reduction, out, inputs, numel));
 }
 
-void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op) {
+void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op,
+                     std::optional<at::ScalarType> out_dtype) {
   char nothing = 0;
   const void* inputs[] = {&nothing};
-  const bool known = reduce_op({.dtype = dtype, .op = op}, &nothing, inputs, 0);
+  if (out_dtype == dtype) out_dtype.reset();
+  const bool known =
+      reduce_op({.dtype = dtype, .op = op, .out_dtype = out_dtype}, &nothing, inputs, 0);
   TORCH_CHECK_NOT_IMPLEMENTED(known, "[", function, "] can't ",
                               op == ReduceOp::kSum ? "sum" : "compare", " tensors of dtype ", dtype,
-                              "; supported are float, double, bfloat16, half, integers and bool");
+                              out_dtype ? std::string(" into ") + c10::toString(*out_dtype) : "",
+                              "; supported are float, double, bfloat16, half, integers and bool, each into "
+                              "its own dtype, and float into bfloat16 or half and back");
 }
 
 }  // namespace tessera

@@ -4,6 +4,7 @@
 #include <tessera/process_group.h>
 
 #include <cstdint>
+#include <optional>
 #include <span>
 
 namespace tessera {
@@ -14,6 +15,10 @@ struct LocalReduction {
   ReduceOp op = ReduceOp::kSum;
   double scale = 1.0;       ///< the reduced value is multiplied by this
   bool accumulate = false;  ///< add to what `out` holds
+  /// Of what `out` holds; none: `dtype`.
+  std::optional<at::ScalarType> out_dtype = std::nullopt;
+
+  at::ScalarType dtype_of_out() const { return out_dtype.value_or(dtype); }
 };
 
 /// Reduces `inputs` element by element, in their order, into `out`. An input may be `out` itself.
@@ -24,7 +29,8 @@ struct LocalReduction {
 void reduce_in_order(const LocalReduction& reduction, void* out,
                      std::span<const void* const> inputs, int64_t numel);
 
-/// Throws `c10::NotImplementedError` if `dtype` can't be reduced by `op`.
-void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op);
+/// Throws `c10::NotImplementedError` if `dtype` can't be reduced by `op` into `out_dtype`.
+void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op,
+                     std::optional<at::ScalarType> out_dtype = std::nullopt);
 
 }  // namespace tessera

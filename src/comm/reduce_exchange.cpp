@@ -28,6 +28,7 @@ ReduceExchange::ReduceExchange(CollectiveName name, std::chrono::milliseconds ti
       pool_(std::move(pool)),
       mailbox_(mailbox),
       element_size_(static_cast<int64_t>(c10::elementSize(task.reduction.dtype))),
+      out_element_size_(static_cast<int64_t>(c10::elementSize(task.reduction.dtype_of_out()))),
       task_(std::move(task)) {
   const FlatRange& own = task_.ranges[mailbox_.rank()];
   plan_ = plan_messages(task_.pieces, own.begin, own.end, element_size_);
@@ -118,7 +119,7 @@ void ReduceExchange::reduce_message(const Message& message, std::span<const Arri
       inputs[arrival.transfer.peer] = arrival.block.get() + offset * element_size_;
     }
     inputs[mailbox_.rank()] = own_data(segment);
-    reduce_in_order(task_.reduction, task_.out + (segment.begin - range_begin) * element_size_,
+    reduce_in_order(task_.reduction, task_.out + (segment.begin - range_begin) * out_element_size_,
                     inputs, segment.numel);
     offset += segment.numel;
   }

@@ -61,7 +61,8 @@ class ReduceExchange : public Exchange {
 
   const std::shared_ptr<BlockPool> pool_;
   const Mailbox mailbox_;
-  const int64_t element_size_;
+  const int64_t element_size_;      // of what is sent
+  const int64_t out_element_size_;  // of what is stored
   ReduceTask task_;
   MessagePlan plan_;  // of this rank's range
 

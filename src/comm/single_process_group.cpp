@@ -43,8 +43,9 @@ class SingleProcessGroup : public ProcessGroup {
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
-    check_reduce_scatter(*this, out, pieces, bounds, tag);
-    check_reducible("reduce_scatter", out.scalar_type(), ReduceOp::kSum);
+    check_reduce_scatter(*this, out, pieces, bounds, options, tag);
+    const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
+    check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
     for (const Piece& piece : pieces) {
       if (out.device().is_cpu()) {
         store_on_cpu(out, piece, options);
@@ -77,8 +78,9 @@ class SingleProcessGroup : public ProcessGroup {
     if (piece.data.defined()) {
       check_on_cpu("reduce_scatter", piece.data, {});
       const void* inputs[] = {piece.data.const_data_ptr()};
-      reduce_in_order({out.scalar_type(), ReduceOp::kSum, options.scale, options.accumulate}, to,
-                      inputs, piece.numel);
+      reduce_in_order({piece.data.scalar_type(), ReduceOp::kSum, options.scale, options.accumulate,
+                       out.scalar_type()},
+                      to, inputs, piece.numel);
     } else if (!options.accumulate) {
       std::memset(to, 0, piece.numel * element_size);
     }

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/check_arguments.h"
 #include "comm/collective_name.h"
 #include "trace/flight_record.h"
 
@@ -71,6 +72,7 @@ class TracingDecorator : public TracingProcessGroup {
   int size() const override { return inner_->size(); }
   std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
   std::string backend_name() const override { return inner_->backend_name(); }
+  bool has_channels() const override { return inner_->has_channels(); }
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
@@ -82,7 +84,7 @@ class TracingDecorator : public TracingProcessGroup {
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
     const bool valid = out.defined() && !bounds.empty();
-    const int64_t bytes = valid ? bounds.back() * static_cast<int64_t>(out.element_size()) : 0;
+    const int64_t bytes = valid ? bounds.back() * message_item_size(out, options) : 0;
     return trace("reduce_scatter", bytes, tag, [&] {
       return inner_->reduce_scatter(out, std::move(pieces), bounds, options, tag);
     });

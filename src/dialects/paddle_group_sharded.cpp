@@ -107,8 +107,9 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
                                       const std::string& level,
                                       const GroupShardedOptions& options) {
   ShardPlan plan;
-  const auto process_group = options.group ? options.group : default_process_group();
-  check_on_all_ranks(*process_group, [&] {
+  const ShardMesh mesh(options.group ? options.group : default_process_group(), options.dp_group);
+  mesh.check();
+  check_on_all_ranks(mesh, [&] {
     plan = group_sharded_plan(model, level, options);
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");

@@ -14,10 +14,11 @@ namespace {
 // The part of a live gradient that counts on this rank: its own shard, even where it has
 // everything.
 template <class F>
-void for_each_own_part(const UnitGradients& gradients, int rank, F&& f) {
+void for_each_own_part(const UnitGradients& gradients, int rank, const IsCounted& is_counted,
+                       F&& f) {
   const UnitLayout& layout = gradients.unit().layout();
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
-    if (!gradients.is_live(slot)) continue;
+    if (!gradients.is_live(slot) || !is_counted(gradients.unit().index(), slot)) continue;
     const ParamSlot& param = layout.slots[slot];
     const int64_t begin = std::max(param.offset, layout.bounds[rank]);
     const int64_t end = std::min(param.offset + param.numel, layout.bounds[rank + 1]);
@@ -36,7 +37,7 @@ double local_norm(const at::Tensor& part, double norm_type) {
 }  // namespace
 
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
-                 ProcessGroup& process_group, double norm_type) {
+                 ProcessGroup& process_group, double norm_type, const IsCounted& is_counted) {
   TORCH_CHECK_VALUE(norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ",
                     norm_type);
   at::NoGradGuard no_grad;
@@ -44,7 +45,7 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   // A NaN must win over any number, as it does in one process; std::max would drop it.
   double total = 0;
   for (const auto& unit : gradients) {
-    for_each_own_part(*unit, process_group.rank(), [&](const at::Tensor& part) {
+    for_each_own_part(*unit, process_group.rank(), is_counted, [&](const at::Tensor& part) {
       const double norm = local_norm(part, norm_type);
       if (is_max) {
         total = std::isnan(norm) || std::isnan(total) ? NAN : std::max(total, norm);
@@ -68,13 +69,14 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);
 }
 
-void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor) {
+void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor,
+                     const IsCounted& is_counted) {
   at::NoGradGuard no_grad;
   for (const auto& unit : gradients) {
     if (!unit->reduced().defined()) continue;
     const UnitLayout& layout = unit->unit().layout();
     for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
-      if (!unit->is_live(slot)) continue;
+      if (!unit->is_live(slot) || !is_counted(unit->unit().index(), slot)) continue;
       const ParamSlot& param = layout.slots[slot];
       const int64_t begin = std::max(param.offset, unit->unit().updated_begin());
       const int64_t end = std::min(param.offset + param.numel, unit->unit().updated_end());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -7,12 +8,17 @@
 
 namespace tessera {
 
-/// The norm of all reduced gradients together. Collective; they must be settled. Each element
-/// counts once: padding, ties and other ranks' copies do not.
-double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
-                 ProcessGroup& process_group, double norm_type);
+/// Whether the parameter in a unit's slot takes part.
+using IsCounted = std::function<bool(size_t unit, size_t slot)>;
 
-/// Multiplies all reduced gradients by `factor`.
-void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor);
+/// The norm of all reduced gradients together. Collective; they must be settled. Each element
+/// counts once: padding, ties and other ranks' copies do not. `process_group`: the ranks that the
+/// gradients are sharded over.
+double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
+                 ProcessGroup& process_group, double norm_type, const IsCounted& is_counted);
+
+/// Multiplies the reduced gradients by `factor`.
+void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor,
+                     const IsCounted& is_counted);
 
 }  // namespace tessera

@@ -25,6 +25,10 @@ namespace tessera {
 // A parameter can get a gradient again after its unit was launched, if backward itself runs a
 // backward (recomputation). Such units are launched once more at the end.
 //
+// With a replicate dim, a second reduction follows each first one, in the same order. It is started
+// as soon as a rank finds the first one done while it launches others, and at the latest when the
+// gradients are needed.
+//
 // The first order is the reverse of registration; then the order of last use in backward.
 namespace {
 
@@ -63,10 +67,10 @@ std::string read_error(const ParamSlot& slot) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double scale,
+Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale,
                  Callbacks callbacks)
     : units_(std::move(units)),
-      process_group_(std::move(process_group)),
+      mesh_(mesh),
       callbacks_(std::move(callbacks)),
       order_(units_.size()),
       launched_(units_.size(), false),
@@ -136,6 +140,20 @@ void Reducer::launch_ready() {
   }
 }
 
+// On a process group whose channels share one order, only waiting gives all ranks the same order.
+void Reducer::replicate_reduced() {
+  if (!mesh_.replicate().has_channels()) return;
+  while (!unreplicated_.empty() && gradients_[unreplicated_.front()]->is_reduced()) {
+    gradients_[unreplicated_.front()]->replicate();
+    unreplicated_.pop_front();
+  }
+}
+
+void Reducer::replicate_all() {
+  for (; !unreplicated_.empty(); unreplicated_.pop_front())
+    gradients_[unreplicated_.front()]->replicate();
+}
+
 void Reducer::launch(size_t unit) {
   for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
     if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
@@ -143,6 +161,8 @@ void Reducer::launch(size_t unit) {
   launched_[unit] = true;
   gradients_[unit]->launch();
   in_flight_.push_back(unit);
+  if (mesh_.replicates()) unreplicated_.push_back(unit);
+  replicate_reduced();
   in_flight_bytes_ += units_[unit]->layout().nbytes();
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
   limit_in_flight();
@@ -173,13 +193,11 @@ bool Reducer::agree_on_use() {
     }
   }
   bits.push_back(callbacks_.wants_attention());
-  if (process_group_->size() > 1) {
+  if (mesh_.size() > 1) {
     const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
     auto* data = tensor.mutable_data_ptr<uint8_t>();
     std::copy(bits.begin(), bits.end(), data);
-    process_group_
-        ->all_reduce(tensor, ReduceOp::kMax, {"which parameters were used", Channel::kControl})
-        ->wait();
+    mesh_.all_reduce(tensor, ReduceOp::kMax, {"which parameters were used", Channel::kControl});
     std::copy(data, data + bits.size(), bits.begin());
   }
   size_t i = 0;
@@ -220,6 +238,7 @@ void Reducer::end_backward() {
 void Reducer::launch_late() {
   for (const int unit : order_) {
     if (!late_[unit]) continue;
+    replicate_all();
     const std::vector<bool> used = used_[unit];
     gradients_[unit]->settle(used);
     launch(unit);
@@ -227,6 +246,7 @@ void Reducer::launch_late() {
 }
 
 void Reducer::settle() {
+  replicate_all();
   for (const int unit : order_) {
     gradients_[unit]->settle(used_[unit]);
     std::fill(used_[unit].begin(), used_[unit].end(), false);
@@ -240,6 +260,7 @@ bool Reducer::any_gradient() {
 }
 
 void Reducer::clear_all() {
+  replicate_all();
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     gradients_[unit]->clear_all();
     std::fill(used_[unit].begin(), used_[unit].end(), false);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -23,8 +24,7 @@ class Reducer {
   };
 
   /// `scale` is what sums over ranks are multiplied by.
-  Reducer(std::vector<Unit*> units, ProcessGroupPtr process_group, double scale,
-          Callbacks callbacks);
+  Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, Callbacks callbacks);
 
   /// Watches the gradients of all parameters.
   void install();
@@ -53,11 +53,13 @@ class Reducer {
   void launch_ready();
   void launch(size_t unit);
   void launch_late();
+  void replicate_reduced();
+  void replicate_all();
   void limit_in_flight();
   bool agree_on_use();
 
   std::vector<Unit*> units_;
-  ProcessGroupPtr process_group_;
+  ShardMesh mesh_;
   Callbacks callbacks_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
   std::vector<int> order_;               // of reductions: unit indices
@@ -66,6 +68,7 @@ class Reducer {
   std::vector<bool> launched_;           // per unit: in this backward
   std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
   std::vector<size_t> in_flight_;        // launched in this backward, oldest first
+  std::deque<size_t> unreplicated_;  // launched, with a replicate dim to follow, oldest first
   int64_t in_flight_bytes_ = 0;
   int64_t peak_in_flight_bytes_ = 0;
   int64_t in_flight_limit_ = 0;

@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -16,8 +17,8 @@ namespace tessera {
 // its memory is the message, nothing is copied. Small ones are copied side by side into one buffer,
 // because a message costs more than the copy. Layout cut the flat buffer into such chunks, equally
 // on all ranks. `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in
-// `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). A further
-// backward before the step is added to it. A parameter without a gradient on this rank counts as
+// `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). With a
+// replicate dim, `replicate` then adds up what the replicas have of it. A further backward before the step is added to it. A parameter without a gradient on this rank counts as
 // zeros; one without a gradient on any rank has none after all (`live_`), so the optimizer leaves
 // it alone as in one process.
 namespace {
@@ -45,14 +46,14 @@ UnitGradients::UnitGradients(Unit& unit, double scale)
   }
 }
 
-at::TensorOptions UnitGradients::options() const {
-  return at::TensorOptions().dtype(unit_.layout().dtype).device(unit_.layout().device);
+at::TensorOptions UnitGradients::options(at::ScalarType dtype) const {
+  return at::TensorOptions().dtype(dtype).device(unit_.layout().device);
 }
 
 at::Tensor& UnitGradients::chunk_buffer(size_t chunk) {
   const GradChunk& range = unit_.layout().chunks[chunk];
   if (!chunks_[chunk].defined()) {
-    chunks_[chunk] = at::zeros({range.end - range.begin}, options());
+    chunks_[chunk] = at::zeros({range.end - range.begin}, options(unit_.layout().reduce_dtype));
   }
   return chunks_[chunk];
 }
@@ -84,9 +85,9 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   at::NoGradGuard no_grad;
   const size_t chunk = chunk_of_slot_[slot];
   const bool is_message = unit_.layout().chunks[chunk].is_single() && !chunks_[chunk].defined() &&
-                          grad.scalar_type() == param.dtype && grad.strides() == param.strides;
+                          grad.strides() == param.strides;
   if (is_message) {
-    chunks_[chunk] = flat_view(grad);
+    chunks_[chunk] = flat_view(grad).to(unit_.layout().reduce_dtype);
     return;
   }
   place_of(slot).add_(grad);
@@ -129,7 +130,7 @@ bool UnitGradients::prepare_reduced() {
   if (!any_live()) {
     const int64_t numel = unit_.updated_end() - unit_.updated_begin();
     // From the heap, which activations use again while there are no gradients.
-    if (!reduced_.defined()) reduced_ = at::empty({numel}, options());
+    if (!reduced_.defined()) reduced_ = at::empty({numel}, options(unit_.layout().master_dtype));
     return false;
   }
   for (size_t slot = 0; slot < slots.size(); ++slot) {
@@ -144,28 +145,63 @@ bool UnitGradients::prepare_reduced() {
 void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
-  const bool accumulate = prepare_reduced();
+  bool accumulate = prepare_reduced();
+  const UnitLayout& layout = unit_.layout();
+  const int rank = unit_.context().mesh.shard().rank();
+  at::Tensor own = reduced_.narrow(0, layout.bounds[rank] - unit_.updated_begin(),
+                                   layout.shard_numel(rank));
+  if (unit_.context().mesh.replicates()) {
+    // What earlier backwards left is the sum of all replicas already.
+    if (accumulate) own = partial_ = at::zeros_like(own);
+    accumulate = false;
+  }
+  reduction_ = unit_.context().mesh.shard().reduce_scatter(
+      own, take_pieces(), layout.bounds,
+      {.scale = scale_, .accumulate = accumulate, .dtype = layout.reduce_dtype},
+      {layout.name, Channel::kGrads});
+}
+
+void UnitGradients::replicate() {
+  if (!is_reducing()) return;
+  reduction_->wait();
+  const ShardMesh& mesh = unit_.context().mesh;
   const auto& bounds = unit_.layout().bounds;
-  const int rank = unit_.context().process_group->rank();
+  const int rank = mesh.shard().rank();
   const at::Tensor own =
-      reduced_.narrow(0, bounds[rank] - unit_.updated_begin(), unit_.layout().shard_numel(rank));
-  reduction_ = unit_.context().process_group->reduce_scatter(
-      own, take_pieces(), bounds, {.scale = scale_, .accumulate = accumulate},
+      partial_.defined() ? partial_
+                         : reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
+                                           unit_.layout().shard_numel(rank));
+  reduction_ = mesh.replicate().all_reduce(own, ReduceOp::kSum,
+                                           {unit_.layout().name, Channel::kGrads});
+}
+
+// Waits for what is under way and adds a backward's own part to the rest.
+void UnitGradients::finish_reduction() {
+  std::exchange(reduction_, nullptr)->wait();
+  if (!partial_.defined()) return;
+  at::NoGradGuard no_grad;
+  const int64_t begin = unit_.layout().bounds[unit_.context().mesh.shard().rank()];
+  reduced_.narrow(0, begin - unit_.updated_begin(), partial_.numel()).add_(partial_);
+  partial_.reset();
+}
+
+// At ShardLevel::kNone every rank keeps everything.
+void UnitGradients::gather_whole() {
+  ProcessGroup& process_group = unit_.context().mesh.shard();
+  if (unit_.layout().level != ShardLevel::kNone || process_group.size() == 1) return;
+  const auto& bounds = unit_.layout().bounds;
+  const int rank = process_group.rank();
+  const auto work = process_group.all_gather(
+      reduced_, reduced_.narrow(0, bounds[rank], unit_.layout().shard_numel(rank)), bounds,
       {unit_.layout().name, Channel::kGrads});
+  work->wait();
+  work->wait_inputs();
 }
 
 void UnitGradients::settle(const std::vector<bool>& used) {
   if (!is_reducing()) return;
-  std::exchange(reduction_, nullptr)->wait();
-  if (unit_.layout().level == ShardLevel::kNone && unit_.context().process_group->size() > 1) {
-    const auto& bounds = unit_.layout().bounds;
-    const int rank = unit_.context().process_group->rank();
-    const auto work = unit_.context().process_group->all_gather(
-        reduced_, reduced_.narrow(0, bounds[rank], unit_.layout().shard_numel(rank)), bounds,
-        {unit_.layout().name, Channel::kGrads});
-    work->wait();
-    work->wait_inputs();
-  }
+  finish_reduction();
+  gather_whole();
   for (size_t slot = 0; slot < live_.size(); ++slot) {
     if (used[slot] && !cleared_[slot]) live_[slot] = true;
     cleared_[slot] = false;
@@ -187,7 +223,7 @@ void UnitGradients::clear_all() {
   drop_arrivals();
   std::fill(live_.begin(), live_.end(), false);
   std::fill(cleared_.begin(), cleared_.end(), false);
-  if (is_reducing()) std::exchange(reduction_, nullptr)->wait();
+  if (is_reducing()) finish_reduction();
   reduced_.reset();
 }
 

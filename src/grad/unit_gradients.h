@@ -31,7 +31,11 @@ class UnitGradients : public GradSink {
 
   /// All ranks: starts reducing what has arrived; parameters without a gradient count as zeros.
   void launch();
+  /// All ranks, with a replicate dim: waits for what `launch()` started, and starts adding up the
+  /// replicas.
+  void replicate();
   bool is_reducing() const { return reduction_ != nullptr; }
+  /// True if `replicate()` or, without a replicate dim, `settle()` would not wait.
   bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
   /// All ranks: waits for the reduction. Parameters with `used[slot]` have a gradient from then on.
   void settle(const std::vector<bool>& used);
@@ -53,7 +57,9 @@ class UnitGradients : public GradSink {
   Unit& unit() const { return unit_; }
 
  private:
-  at::TensorOptions options() const;
+  at::TensorOptions options(at::ScalarType dtype) const;
+  void finish_reduction();
+  void gather_whole();
   at::Tensor& chunk_buffer(size_t chunk);
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();
@@ -68,7 +74,8 @@ class UnitGradients : public GradSink {
   std::vector<bool> live_;
   std::vector<bool> cleared_;  // while the reduction was under way: its result does not count
   at::Tensor reduced_;
-  WorkPtr reduction_;
+  at::Tensor partial_;   // this backward's own part, while `reduced_` holds those of earlier ones
+  WorkPtr reduction_;    // over the shard dim, and then, in its place, over the replicate dim
 };
 
 }  // namespace tessera

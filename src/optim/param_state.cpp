@@ -112,6 +112,30 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
   if (!known) refuse_unknown_kind();
 }
 
+int64_t most_state_nbytes(const torch::optim::Optimizer& optimizer,
+                          torch::optim::OptimizerParamGroup& param_group, int64_t numel,
+                          int64_t element_size) {
+  using namespace torch::optim;
+  constexpr int64_t kAlignment = 64;
+  auto& options = param_group.options();
+  int tensors = 0;
+  if (dynamic_cast<const AdamW*>(&optimizer)) {
+    tensors = static_cast<AdamWOptions&>(options).amsgrad() ? 3 : 2;
+  } else if (dynamic_cast<const Adam*>(&optimizer)) {
+    tensors = static_cast<AdamOptions&>(options).amsgrad() ? 3 : 2;
+  } else if (dynamic_cast<const SGD*>(&optimizer)) {
+    tensors = static_cast<SGDOptions&>(options).momentum() != 0;
+  } else if (dynamic_cast<const Adagrad*>(&optimizer)) {
+    tensors = 1;
+  } else if (dynamic_cast<const RMSprop*>(&optimizer)) {
+    const auto& rms = static_cast<RMSpropOptions&>(options);
+    tensors = 1 + (rms.momentum() > 0) + (rms.centered() ? 1 : 0);
+  } else {
+    refuse_unknown_kind();
+  }
+  return tensors * (numel * element_size + kAlignment);
+}
+
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
   int64_t total = 0;
   with_state_type(optimizer, [&](auto* type) {

@@ -9,6 +9,7 @@
 #include <string>
 
 namespace torch::optim {
+class OptimizerParamGroup;
 class OptimizerParamState;
 class Optimizer;
 }  // namespace torch::optim
@@ -29,6 +30,12 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 /// Sets the state of a parameter.
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& state);
+
+/// The most bytes of state that the optimizer's options make it keep for a parameter of `numel`
+/// elements. Throws as `read_param_state` does.
+int64_t most_state_nbytes(const torch::optim::Optimizer& optimizer,
+                          torch::optim::OptimizerParamGroup& param_group, int64_t numel,
+                          int64_t element_size);
 
 /// Bytes of tensors that the optimizer keeps; 0 for kinds that `read_param_state` does not know.
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer);

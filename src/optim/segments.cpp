@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "grad/grad_gate.h"
 #include "optim/param_state.h"
@@ -80,8 +81,7 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
   const Unit& unit = *state.units()[place.unit];
   const ParamSlot& slot = state.slot(place);
   Segment segment{.place = place, .param_group = param_group};
-  segment.begin = std::max(slot.offset, unit.updated_begin());
-  segment.end = std::min(slot.offset + slot.numel, unit.updated_end());
+  std::tie(segment.begin, segment.end) = segment_range(state, place);
   if (segment.begin >= segment.end) return segment;
   const bool is_whole = segment.end - segment.begin == slot.numel;
   const int64_t offset = segment.begin - unit.updated_begin() + unit.updated().storage_offset();
@@ -94,6 +94,13 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
 }
 
 }  // namespace
+
+std::pair<int64_t, int64_t> segment_range(const ShardedState& state, const ParamPlace& place) {
+  const Unit& unit = *state.units()[place.unit];
+  const ParamSlot& slot = state.slot(place);
+  return {std::max(slot.offset, unit.updated_begin()),
+          std::min(slot.offset + slot.numel, unit.updated_end())};
+}
 
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer) {
   TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "access/sharded_state.h"
@@ -20,6 +21,10 @@ struct Segment {
   int64_t begin = 0, end = 0;  ///< elements of the unit's flat buffer
   at::Tensor tensor;  ///< 1-D view of the shard; in the parameter's shape under kWholeParam
 };
+
+/// The elements of a parameter that this rank updates, in its unit's flat buffer; none if the range
+/// is not ascending.
+std::pair<int64_t, int64_t> segment_range(const ShardedState& state, const ParamPlace& place);
 
 /// Checks that each parameter of the optimizer is the model's and is in one param group only, and
 /// that the optimizer can work on segments. Changes nothing.

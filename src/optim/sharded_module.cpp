@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 
 #include "access/sharded_state.h"
 #include "grad/clip_grad.h"
@@ -48,6 +49,13 @@ void ShardedModule::begin_forward() {
   if (state_->plan().sync_buffers) state_->sync_buffers();
 }
 
+at::Tensor ShardedModule::cast_input(const at::Tensor& input) const {
+  const Precision& precision = state_->plan().precision;
+  const bool wanted = precision.param_dtype && precision.cast_inputs;
+  return wanted && input.defined() && input.is_floating_point() ? input.to(*precision.param_dtype)
+                                                                : input;
+}
+
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
   const auto place = state_->find(parameter);
   TORCH_CHECK_VALUE(place, "[full_grad] the tensor must be a parameter of the sharded model; got one of shape ",
@@ -64,12 +72,26 @@ at::Tensor ShardedModule::full_grad(const std::string& name) {
 void ShardedModule::zero_grad() { state_->reducer().clear_all(); }
 
 double ShardedModule::clip_grad_norm_(double max_norm, double norm_type) {
+  return clip_grad_norm_(max_norm, ClipOptions{.norm_type = norm_type});
+}
+
+double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
   TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ", max_norm);
   state_->reducer().settle();
   const auto& gradients = state_->reducer().gradients();
-  const double norm = grad_norm(gradients, state_->process_group(), norm_type);
-  const double factor = max_norm / (norm + 1e-6);
-  if (!(factor >= 1)) scale_gradients(gradients, factor);
+  std::set<std::pair<size_t, size_t>> excluded;
+  for (const std::string& name : options.exclude) {
+    const auto place = state_->find(name);
+    TORCH_CHECK_VALUE(place, "[clip_grad_norm_] options.exclude names '", name,
+                      "', which the model does not have");
+    excluded.emplace(place->unit, place->slot);
+  }
+  const auto is_counted = [&](size_t unit, size_t slot) {
+    return !excluded.contains({unit, slot});
+  };
+  const double norm = grad_norm(gradients, state_->process_group(), options.norm_type, is_counted);
+  const double factor = max_norm / (norm + options.epsilon);
+  if (!(factor >= 1)) scale_gradients(gradients, factor, is_counted);
   return norm;
 }
 
@@ -77,10 +99,12 @@ std::vector<NamedTensor> ShardedModule::full_state() { return state_->full_state
 
 ShardMemory ShardedModule::memory() const {
   ShardMemory memory;
+  const bool is_offloaded = state_->context().offload != nullptr;
   for (const auto& unit : state_->units()) {
-    const auto item = static_cast<int64_t>(c10::elementSize(unit->layout().dtype));
-    memory.parameters +=
-        unit->frees() ? unit->shard().numel() * item : unit->layout().numel() * item;
+    memory.parameters += unit->resident_nbytes();
+    if (unit->master().defined())
+      (is_offloaded ? memory.offloaded : memory.master_weights) +=
+          static_cast<int64_t>(unit->master().nbytes());
   }
   for (const auto& gradients : state_->reducer().gradients())
     memory.gradients += gradients->nbytes();

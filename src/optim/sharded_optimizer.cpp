@@ -1,9 +1,11 @@
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "access/sharded_state.h"
@@ -11,7 +13,6 @@
 #include "optim/param_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
-#include "unit/agreement.h"
 
 namespace tessera {
 
@@ -21,36 +22,111 @@ struct ShardedOptimizer::Impl {
   ShardedOptimizerOptions options;
   std::vector<Segment> segments;
 
+  int64_t steps = 0;
+
   ShardedState& state() { return *module.state(); }
-  void set_gradients();
-  void clear_gradients();
-  std::vector<bool> changed_units();
+  void reserve_state();
+  void offload_state(const Segment& segment);
+  void offload_state();
+  void set_gradient(const Segment& segment);
+  bool is_live(const Segment& segment);
+  void run(const std::vector<const Segment*>& live);
+  std::vector<bool> step_all();
+  std::vector<bool> step_by_unit();
 };
 
-// Shows the reduced gradients to the optimizer as those of its segments.
-void ShardedOptimizer::Impl::set_gradients() {
-  const auto& gradients = state().reducer().gradients();
-  for (const Segment& segment : segments) {
-    if (!segment.tensor.defined() || !gradients[segment.place.unit]->is_live(segment.place.slot))
-      continue;
-    const at::Tensor grad = gradients[segment.place.unit]->reduced(segment.begin, segment.end);
-    segment.tensor.mutable_grad() = at::as_strided(grad, segment.tensor.sizes(),
-                                                   segment.tensor.strides(), grad.storage_offset());
+// Takes the room for the state that the optimizer will make at its first steps, while all ranks can
+// still hear of a failure.
+void ShardedOptimizer::Impl::reserve_state() {
+  const auto& memory = state().context().offload;
+  if (!memory) return;
+  int64_t nbytes = 0;
+  for (auto& param_group : optimizer->param_groups()) {
+    for (const at::Tensor& param : param_group.params()) {
+      const ParamPlace place = *state().find(param);
+      const auto [begin, end] = segment_range(state(), place);
+      const auto item = c10::elementSize(state().units()[place.unit]->layout().master_dtype);
+      nbytes += most_state_nbytes(*optimizer, param_group, std::max<int64_t>(0, end - begin),
+                                  static_cast<int64_t>(item));
+    }
   }
+  memory->reserve(nbytes);
 }
 
-void ShardedOptimizer::Impl::clear_gradients() {
-  for (const Segment& segment : segments) {
-    if (segment.tensor.defined()) segment.tensor.mutable_grad().reset();
+// Moves what the optimizer has made for a segment to where its state belongs.
+void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
+  const auto& memory = state().context().offload;
+  if (!memory || !segment.tensor.defined()) return;
+  ParamState param_state = read_param_state(*optimizer, segment.tensor);
+  bool moved = false;
+  for (auto& [name, tensor] : param_state.tensors) {
+    if (memory->holds(tensor)) continue;
+    const at::Tensor flat = memory->empty(tensor.numel(), tensor.scalar_type());
+    const at::Tensor place = at::as_strided(flat, tensor.sizes(), tensor.strides());
+    place.copy_(tensor);
+    tensor = place;
+    moved = true;
   }
+  if (moved) write_param_state(*optimizer, segment.tensor, param_state);
 }
 
-std::vector<bool> ShardedOptimizer::Impl::changed_units() {
+void ShardedOptimizer::Impl::offload_state() {
+  for (const Segment& segment : segments) offload_state(segment);
+  if (const auto& memory = state().context().offload) memory->rest();
+}
+
+bool ShardedOptimizer::Impl::is_live(const Segment& segment) {
+  return state().reducer().gradients()[segment.place.unit]->is_live(segment.place.slot);
+}
+
+// Shows the reduced gradient to the optimizer as that of a segment.
+void ShardedOptimizer::Impl::set_gradient(const Segment& segment) {
+  const at::Tensor grad = state()
+                              .reducer()
+                              .gradients()[segment.place.unit]
+                              ->reduced(segment.begin, segment.end)
+                              .to(segment.tensor.device());
+  segment.tensor.mutable_grad() = at::as_strided(grad, segment.tensor.sizes(),
+                                                 segment.tensor.strides(), grad.storage_offset());
+}
+
+// A step of the optimizer that concerns these segments only.
+void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
+  OpenGates gates;
+  for (const Segment* segment : live) set_gradient(*segment);
+  if (!options.fused || !fused_step(*optimizer)) optimizer->step();
+  for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
+}
+
+// Both return which units have changed, on this rank or another.
+std::vector<bool> ShardedOptimizer::Impl::step_all() {
   std::vector<bool> changed(state().units().size(), false);
-  const auto& gradients = state().reducer().gradients();
+  std::vector<const Segment*> live;
   for (const Segment& segment : segments) {
-    if (gradients[segment.place.unit]->is_live(segment.place.slot))
-      changed[segment.place.unit] = true;
+    if (!is_live(segment)) continue;
+    changed[segment.place.unit] = true;
+    if (segment.tensor.defined()) live.push_back(&segment);
+  }
+  run(live);
+  for (const auto& unit : state().units()) {
+    if (changed[unit->index()]) unit->publish();
+  }
+  return changed;
+}
+
+std::vector<bool> ShardedOptimizer::Impl::step_by_unit() {
+  std::vector<bool> changed(state().units().size(), false);
+  std::vector<std::vector<const Segment*>> live(state().units().size());
+  for (const Segment& segment : segments) {
+    if (!is_live(segment)) continue;
+    changed[segment.place.unit] = true;
+    if (segment.tensor.defined()) live[segment.place.unit].push_back(&segment);
+  }
+  for (const auto& unit : state().units()) {
+    if (!live[unit->index()].empty()) run(live[unit->index()]);
+    for (const Segment* segment : live[unit->index()]) offload_state(*segment);
+    if (changed[unit->index()]) unit->publish();
+    state().context().offload->rest();
   }
   return changed;
 }
@@ -59,8 +135,12 @@ ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Op
                                    const ShardedOptimizerOptions& options)
     : impl_(new Impl{module, &optimizer, options, {}}) {
   ShardedState& state = impl_->state();
-  check_on_all_ranks(state.process_group(), [&] { check_optimizer(state, optimizer); });
+  check_on_all_ranks(state.mesh(), [&] {
+    check_optimizer(state, optimizer);
+    impl_->reserve_state();
+  });
   impl_->segments = adopt_optimizer(state, optimizer);
+  impl_->offload_state();
 }
 
 ShardedOptimizer::~ShardedOptimizer() = default;
@@ -73,17 +153,18 @@ void ShardedOptimizer::step() {
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a gradient (a backward under no_sync() alone reduces nothing)");
+  if (impl_->options.max_grad_norm > 0)
+    impl_->module.clip_grad_norm_(impl_->options.max_grad_norm, impl_->options.clip);
   for (const auto& unit : state.units()) {
     unit->check_views();
     unit->wait_until_unread();
   }
-  {
-    OpenGates gates;
-    impl_->set_gradients();
-    if (!impl_->options.fused || !fused_step(*impl_->optimizer)) impl_->optimizer->step();
-    impl_->clear_gradients();
-  }
-  state.residency().on_step(impl_->changed_units());
+  const std::vector<bool> changed =
+      state.context().offload ? impl_->step_by_unit() : impl_->step_all();
+  ++impl_->steps;
+  // What autocast has converted and kept is out of date.
+  if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();
+  state.residency().on_step(changed);
 }
 
 at::Tensor ShardedOptimizer::step(const std::function<at::Tensor()>& closure) {
@@ -102,14 +183,24 @@ double ShardedOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return impl_->module.clip_grad_norm_(max_norm, norm_type);
 }
 
+double ShardedOptimizer::clip_grad_norm_(double max_norm, const ClipOptions& options) {
+  return impl_->module.clip_grad_norm_(max_norm, options);
+}
+
+int64_t ShardedOptimizer::steps() const { return impl_->steps; }
+void ShardedOptimizer::set_steps(int64_t steps) { impl_->steps = steps; }
+
 torch::optim::Optimizer& ShardedOptimizer::inner() const { return *impl_->optimizer; }
 ShardedModule ShardedOptimizer::module() const { return impl_->module; }
 
 ShardMemory ShardedOptimizer::memory() const {
   ShardMemory memory = impl_->module.memory();
-  memory.optimizer_state = state_nbytes(*impl_->optimizer);
+  (impl_->state().context().offload ? memory.offloaded : memory.optimizer_state) +=
+      state_nbytes(*impl_->optimizer);
   return memory;
 }
+
+void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state(); }
 
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer) {
   return optimizer.impl_->segments;

@@ -12,4 +12,7 @@ namespace tessera {
 /// those that do not lie in this rank's shard with an undefined tensor.
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
 
+/// Moves state that was made outside of the optimizer's steps to where state is offloaded to.
+void offload_state(ShardedOptimizer& optimizer);
+
 }  // namespace tessera

@@ -9,16 +9,25 @@
 namespace tessera {
 namespace {
 
+const char* dtype_name(std::optional<at::ScalarType> dtype) {
+  return dtype ? c10::toString(*dtype) : "none";
+}
+
 // One line per fact that must be equal on all ranks.
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<std::string> lines;
+  const Precision& precision = plan.precision;
   lines.push_back(
       fmt::format("plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
                   "{}, resident_bytes {}, "
-                  "prefetch {}, average {}, start_values {}, sync_buffers {}",
+                  "prefetch {}, average {}, start_values {}, sync_buffers {}, param_dtype {}, master_dtype {}, "
+                  "reduce_dtype {}, buffer_dtype {}, cast_inputs {}, offload {}",
                   static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes,
                   plan.units, plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch,
-                  plan.average, static_cast<int>(plan.start_values), plan.sync_buffers));
+                  plan.average, static_cast<int>(plan.start_values), plan.sync_buffers,
+                  dtype_name(precision.param_dtype), dtype_name(precision.master_dtype),
+                  dtype_name(precision.reduce_dtype), dtype_name(precision.buffer_dtype),
+                  precision.cast_inputs, static_cast<int>(plan.offload)));
   for (const ParamSlot& param : params) {
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}]{}", fmt::join(param.names, "' = '"),
                                 c10::toString(param.dtype), fmt::join(param.sizes, ", "),
@@ -58,38 +67,17 @@ std::string first_difference(const std::vector<std::vector<std::string>>& ranks)
 
 }  // namespace
 
-void check_on_all_ranks(ProcessGroup& process_group, const std::function<void()>& check) {
-  std::string error;
-  std::exception_ptr exception;
-  try {
-    check();
-  } catch (const c10::Error& e) {
-    error = e.what_without_backtrace();
-    exception = std::current_exception();
-  }
-  if (process_group.size() == 1) {
-    if (exception) std::rethrow_exception(exception);
-    return;
-  }
-  const auto errors =
-      all_gather_bytes(process_group, error, {"check of the arguments", Channel::kControl});
-  if (exception) std::rethrow_exception(exception);
-  for (size_t rank = 0; rank < errors.size(); ++rank) {
-    TORCH_CHECK_VALUE(errors[rank].empty(), errors[rank], " (on rank ", rank, " of ", errors.size(), ")");
-  }
-}
-
-void check_same_model(ProcessGroup& process_group, const std::vector<ParamSlot>& params,
+void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
                       const ShardPlan& plan) {
-  if (process_group.size() == 1) return;
+  if (mesh.size() == 1) return;
   const std::string text = fmt::format("{}", fmt::join(describe(params, plan), "\n"));
   const std::string hash = std::to_string(std::hash<std::string>()(text));
   const auto hashes =
-      all_gather_bytes(process_group, hash, {"check of the models", Channel::kControl});
+      mesh.all_gather_bytes(hash, {"check of the models", Channel::kControl});
   if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
   std::vector<std::vector<std::string>> ranks;
   for (const std::string& other :
-       all_gather_bytes(process_group, text, {"check of the models", Channel::kControl})) {
+       mesh.all_gather_bytes(text, {"check of the models", Channel::kControl})) {
     ranks.push_back(split_lines(other));
   }
   TORCH_CHECK_VALUE(false, "[fully_shard] the models must be the same on all ranks; ",

@@ -10,6 +10,8 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "comm/local_sum.h"
+
 namespace tessera {
 
 // [Note: Flat layout]
@@ -39,6 +41,20 @@ int64_t alignment_of(at::ScalarType dtype) {
 
 int64_t nbytes_of(const ParamSlot& slot) {
   return slot.numel * static_cast<int64_t>(c10::elementSize(slot.dtype));
+}
+
+// What a parameter is used in and what the optimizer updates. The values that it was made with are
+// kept even if it is frozen, so that none are lost.
+void choose_dtypes(ParamSlot& param, const Precision& precision) {
+  param.master_dtype = param.dtype;
+  if (!c10::isFloatingType(param.dtype)) return;
+  const auto size_of = [](at::ScalarType dtype) { return c10::elementSize(dtype); };
+  if (precision.master_dtype && param.requires_grad &&
+      size_of(*precision.master_dtype) > size_of(param.dtype)) {
+    param.master_dtype = *precision.master_dtype;
+  }
+  if (precision.param_dtype) param.dtype = *precision.param_dtype;
+  if (size_of(param.dtype) > size_of(param.master_dtype)) param.master_dtype = param.dtype;
 }
 
 // Each parameter's owner: the rank with the fewest trainable elements so far, the lowest of equals.
@@ -152,15 +168,17 @@ std::vector<int> user_units(const std::vector<ParamSlot>& params, const ShardPla
 }
 
 // Packs parameters by size, in registration order. Parameters that differ in what the unit must
-// have in common (dtype, device, trainable, level, the user's unit) are packed separately.
+// have in common (dtypes, device, trainable, level, the user's unit) are packed separately.
 std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardPlan& plan,
                               const std::vector<ShardLevel>& levels) {
   const std::vector<int> user_unit = user_units(params, plan);
   std::vector<UnitMembers> units;
-  std::map<std::tuple<at::ScalarType, int, int, bool, ShardLevel, int>, size_t> open;
+  std::map<std::tuple<at::ScalarType, at::ScalarType, int, int, bool, ShardLevel, int>, size_t>
+      open;
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSlot& param = params[i];
-    const auto key = std::make_tuple(param.dtype, static_cast<int>(param.device.type()),
+    const auto key = std::make_tuple(param.dtype, param.master_dtype,
+                                     static_cast<int>(param.device.type()),
                                      static_cast<int>(param.device.index()), param.requires_grad,
                                      levels[i], user_unit[i]);
     const auto it = open.find(key);
@@ -189,6 +207,7 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
                                 int world_size) {
   const std::set<std::string> whole(plan.whole.begin(), plan.whole.end());
   check_whole(params, whole);
+  for (ParamSlot& param : params) choose_dtypes(param, plan.precision);
   std::vector<ShardLevel> levels;
   for (const ParamSlot& param : params) {
     const bool keep = plan.level == ShardLevel::kParameters && stays_whole(param, plan, whole);
@@ -204,6 +223,12 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
     unit.level = levels[member.params.front()];
     unit.partition = plan.partition;
     unit.dtype = first.dtype;
+    unit.master_dtype = first.master_dtype;
+    unit.reduce_dtype = plan.precision.reduce_dtype && c10::isFloatingType(unit.dtype)
+                            ? *plan.precision.reduce_dtype
+                            : unit.dtype;
+    if (plan.precision.reduce_dtype)
+      check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
     unit.device = first.device;
     std::vector<int> unit_owners;
     for (const size_t i : member.params) {

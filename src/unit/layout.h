@@ -19,7 +19,8 @@ struct ParamSlot {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> handles;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
-  at::ScalarType dtype = at::kFloat;
+  at::ScalarType dtype = at::kFloat;         ///< in use, and gathered
+  at::ScalarType master_dtype = at::kFloat;  ///< of the values that the optimizer updates
   at::Device device = at::kCPU;
   bool requires_grad = true;
   int64_t offset = 0;  ///< elements from the start of the unit's flat buffer
@@ -43,7 +44,9 @@ struct UnitLayout {
   std::string name;
   ShardLevel level = ShardLevel::kParameters;
   Partition partition = Partition::kFlatEven;
-  at::ScalarType dtype = at::kFloat;
+  at::ScalarType dtype = at::kFloat;         ///< of the parameters
+  at::ScalarType master_dtype = at::kFloat;  ///< of what the optimizer updates, and its gradients
+  at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients that are sent
   at::Device device = at::kCPU;
   std::vector<ParamSlot> slots;   ///< ascending offsets
   std::vector<int64_t> bounds;    ///< rank r owns elements [bounds[r], bounds[r + 1])
@@ -51,6 +54,8 @@ struct UnitLayout {
 
   int64_t numel() const { return bounds.back(); }
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
+  bool has_master() const { return master_dtype != dtype; }
+  /// Bytes of the full parameters.
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 

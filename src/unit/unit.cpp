@@ -24,9 +24,9 @@ Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& list
       index_(index),
       context_(context),
       listener_(listener),
-      rank_(context.process_group->rank()),
+      rank_(context.mesh.shard().rank()),
       // Alone, a rank's shard is everything: there is nothing to free.
-      frees_(layout_.level == ShardLevel::kParameters && context.process_group->size() > 1),
+      frees_(layout_.level == ShardLevel::kParameters && context.mesh.shard().size() > 1),
       label_(fmt::format("unit '{}'", layout_.name)),
       storage_(no_storage()) {}
 
@@ -56,21 +56,37 @@ void Unit::show_full() {
                 "so their memory can't be read by data_ptr(). Use them through operators, which "
                 "gather "
                 "them, or hold ShardedModule::keep_unsharded() while you read",
-                layout_.name, context_.process_group->size());
+                layout_.name, context_.mesh.shard().size());
   storage->show(state_ == State::kUnsharded ? full_ : at::Tensor(), why_not);
+}
+
+// The values of all parameters as they were made, flat.
+at::Tensor Unit::collect_values() const {
+  const at::Tensor values = at::empty({layout_.numel()}, options().dtype(layout_.master_dtype));
+  values.zero_();  // the padding must have a value, too
+  for (const ParamSlot& slot : layout_.slots) {
+    at::as_strided(values, slot.sizes, slot.strides, slot.offset).copy_(slot.tensor().detach());
+  }
+  return values;
 }
 
 void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   at::NoGradGuard no_grad;
-  full_ = at::empty({layout_.numel()}, options());
-  full_.zero_();  // the padding must have a value, too
-  for (const ParamSlot& slot : layout_.slots) {
-    at::as_strided(full_, slot.sizes, slot.strides, slot.offset).copy_(slot.tensor().detach());
+  {
+    const at::Tensor values = collect_values();
+    if (broadcast) context_.mesh.broadcast(values, {layout_.name, Channel::kControl});
+    full_ = layout_.has_master() ? values.to(layout_.dtype) : values;
+    install_views(keep_alive);
+    keep_part_of(values);
   }
-  const bool alone = context_.process_group->size() == 1;
-  if (broadcast && !alone) {
-    context_.process_group->broadcast(full_, 0, {layout_.name, Channel::kControl})->wait();
+  if (frees_) {
+    full_.reset();
+    state_ = State::kSharded;
   }
+  show_full();
+}
+
+void Unit::install_views(const std::shared_ptr<void>& keep_alive) {
   auto storage =
       c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
   storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
@@ -81,24 +97,56 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
           make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset));
     }
   }
-  const int64_t begin = layout_.bounds[rank_];
-  shard_ = full_.narrow(0, begin, layout_.shard_numel(rank_));
-  if (frees_) {
-    shard_ = shard_.clone();
-    full_.reset();
-    state_ = State::kSharded;
+}
+
+// Makes the shard and the master copy, as far as this unit has them.
+void Unit::keep_part_of(const at::Tensor& values) {
+  const at::Tensor part = values.narrow(0, updated_begin(), updated_end() - updated_begin());
+  if (context_.offload) {
+    master_ = context_.offload->empty(part.numel(), part.scalar_type());
+    master_.copy_(part);
+  } else if (layout_.has_master()) {
+    master_ = part.clone();
   }
-  show_full();
+  const int64_t begin = layout_.bounds[rank_], numel = layout_.shard_numel(rank_);
+  if (!frees_) {
+    shard_ = full_.narrow(0, begin, numel);
+  } else if (!context_.offload) {
+    shard_ = full_.narrow(0, begin, numel).clone();
+  }
+}
+
+// What `updated()` is the new value of, in the full buffer.
+at::Tensor Unit::part_of_full() const {
+  return full_.narrow(0, updated_begin(), updated_end() - updated_begin());
+}
+
+// What this rank gives to a gather.
+at::Tensor Unit::gather_source() const { return shard_.defined() ? shard_ : master_.to(options()); }
+
+void Unit::publish() {
+  if (!master_.defined()) return;
+  at::NoGradGuard no_grad;
+  if (!frees_) {
+    part_of_full().copy_(master_);
+  } else if (shard_.defined()) {
+    shard_.copy_(master_);
+  }
+}
+
+int64_t Unit::resident_nbytes() const {
+  if (!frees_) return layout_.nbytes();
+  return shard_.defined() ? static_cast<int64_t>(shard_.nbytes()) : 0;
 }
 
 void Unit::unshard() {
-  if (context_.process_group->size() == 1) {
+  if (context_.mesh.shard().size() == 1) {
     state_ = State::kUnsharded;
     return;
   }
   wait();
   allocate_full();
-  gather_ = context_.process_group->all_gather(full_, shard_, layout_.bounds,
+  gather_ = context_.mesh.shard().all_gather(full_, gather_source(), layout_.bounds,
                                                {layout_.name, Channel::kParams});
   state_ = State::kUnsharding;
   unread_.push_back(gather_);
@@ -122,17 +170,19 @@ void Unit::reshard() {
     full_.reset();
     context_.unsharded_bytes -= layout_.nbytes();
   }
+  if (context_.offload && frees_) context_.offload->rest();
   // A raw read of old values would be as wrong as one of freed memory.
-  if (context_.process_group->size() > 1) show_full();
+  if (context_.mesh.shard().size() > 1) show_full();
 }
 
 void Unit::write_back() {
   wait();
-  if (frees_) {
-    at::NoGradGuard no_grad;
-    wait_until_unread();
+  at::NoGradGuard no_grad;
+  if (frees_) wait_until_unread();
+  if (frees_ && shard_.defined()) {
     shard_.copy_(full_.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_)));
   }
+  if (master_.defined()) master_.copy_(part_of_full());
   reshard();
 }
 
@@ -153,6 +203,7 @@ void Unit::check_views() const {
 }
 
 const at::Tensor& Unit::updated() const {
+  if (master_.defined()) return master_;
   return layout_.level == ShardLevel::kNone ? full_ : shard_;
 }
 int64_t Unit::updated_begin() const {

@@ -7,6 +7,8 @@
 #include <memory>
 #include <string>
 
+#include "mesh/shard_mesh.h"
+#include "offload/state_memory.h"
 #include "unit/layout.h"
 #include "unit/unit_storage.h"
 
@@ -14,7 +16,8 @@ namespace tessera {
 
 /// What all units of a model share.
 struct UnitContext {
-  ProcessGroupPtr process_group;
+  ShardMesh mesh;
+  std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
   int64_t unsharded_bytes = 0;       ///< gathered parameters of units that free them, now
   int64_t peak_unsharded_bytes = 0;  ///< and at most
 };
@@ -36,6 +39,10 @@ class UseListener {
 /// -> kUnsharded -> `reshard()` -> kSharded. A unit below `ShardLevel::kParameters` has its full
 /// buffer always; then the shard is a view of it, and kSharded means that the rest of it is out of
 /// date.
+///
+/// The optimizer updates the shard itself, or the master copy of it (`updated()`) if that has a
+/// wider dtype or is offloaded; `publish()` then brings the new values into the shard. A unit that
+/// is offloaded and freed between uses keeps no shard beside the master copy.
 class Unit {
  public:
   enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
@@ -56,9 +63,12 @@ class Unit {
   /// Frees the full parameters, or marks them as out of date if they always exist.
   void reshard();
 
-  /// Copies this rank's part of parameters that an operator wrote to into the shard, and marks the
-  /// rest as out of date.
+  /// Copies this rank's part of parameters that an operator wrote to into the shard and the master
+  /// copy, and marks the rest as out of date.
   void write_back();
+
+  /// Brings what the optimizer updated into the shard. All but the shard is out of date then.
+  void publish();
 
   /// To be called before the shard is changed: peers may still be reading it.
   void wait_until_unread();
@@ -71,20 +81,29 @@ class Unit {
   bool frees() const { return frees_; }
   const UnitLayout& layout() const { return layout_; }
   int index() const { return index_; }
-  const at::Tensor& shard() const { return shard_; }
   UnitContext& context() const { return context_; }
   UseListener& listener() const { return listener_; }
   const std::string& label() const { return label_; }
   /// The full flat buffer; undefined while sharded.
   const at::Tensor& full() const { return full_; }
 
-  /// What the optimizer of this rank updates: the shard, or everything if nothing is sharded.
+  /// What the optimizer of this rank updates: its part, which is everything if nothing is sharded.
+  /// Of `layout().master_dtype`; in host memory if it is offloaded.
   const at::Tensor& updated() const;
+  /// The master copy; undefined if the optimizer updates the shard itself.
+  const at::Tensor& master() const { return master_; }
+  /// Bytes of parameters on their device between uses, master copies not counted.
+  int64_t resident_nbytes() const;
   int64_t updated_begin() const;
   int64_t updated_end() const;
 
  private:
   at::TensorOptions options() const;
+  at::Tensor collect_values() const;
+  void install_views(const std::shared_ptr<void>& keep_alive);
+  void keep_part_of(const at::Tensor& values);
+  at::Tensor part_of_full() const;
+  at::Tensor gather_source() const;
   void allocate_full();
   void show_full();
 
@@ -97,7 +116,8 @@ class Unit {
   std::string label_;  // "unit 'name'"
   State state_ = State::kUnsharded;
   at::Tensor full_;
-  at::Tensor shard_;
+  at::Tensor shard_;   // undefined if the master copy serves as such
+  at::Tensor master_;  // undefined if the shard is what is updated
   c10::weak_intrusive_ptr<UnitStorage> storage_;
   WorkPtr gather_;               // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard

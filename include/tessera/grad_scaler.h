@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/export.h>
+#include <tessera/sharded_optimizer.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+/// The defaults are those of PyTorch's `GradScaler`.
+struct GradScalerOptions {
+  double init_scale = 65536.0;     ///< factor of the loss at the start
+  double growth_factor = 2.0;      ///< of the scale, after `growth_interval` steps without overflow
+  double backoff_factor = 0.5;     ///< of the scale, after an overflow
+  int64_t growth_interval = 2000;  ///< steps
+  bool enabled = true;             ///< false: every call does what it would do without a scaler
+};
+
+/// Keeps small gradients of half precision from becoming zero: the loss is multiplied by a scale
+/// that adapts itself, and a step whose gradients overflow is skipped, on all ranks or on none.
+///
+///     scaler.scale(loss).backward();
+///     scaler.step(optimizer);  // unscales, and skips the step if a gradient is not finite
+///     scaler.update();
+///
+/// Works on the CPU as on a GPU. All ranks must make the same calls. Call orders that PyTorch
+/// refuses are refused here with the same messages (`std::runtime_error`).
+class TESSERA_API GradScaler {
+ public:
+  explicit GradScaler(const GradScalerOptions& options = {});
+  ~GradScaler();
+  GradScaler(GradScaler&&) noexcept;
+  GradScaler& operator=(GradScaler&&) noexcept;
+
+  /// `outputs` times the scale, for backward. The scale is a float: the product of a half loss
+  /// without dimensions is a float, which does not overflow.
+  at::Tensor scale(const at::Tensor& outputs) const;
+  std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs) const;
+
+  /// Divides the optimizer's reduced gradients by the scale, for example to clip them before the
+  /// step, and notes whether one is not finite on any rank. Collective over all mesh dims of the
+  /// model. Once per optimizer and update.
+  void unscale_(ShardedOptimizer& optimizer);
+
+  /// Unscales, unless that was done, and steps if all gradients of all ranks are finite. Returns
+  /// whether it stepped, the same on all ranks. Collective.
+  bool step(ShardedOptimizer& optimizer);
+  /// Throws `std::runtime_error`: a closure would need gradients of different scales. (Disabled:
+  /// `optimizer.step(closure)`.)
+  bool step(ShardedOptimizer& optimizer, const std::function<at::Tensor()>& closure);
+
+  /// Adapts the scale to what the steps since the last update met, or sets it to `new_scale`.
+  void update(std::optional<double> new_scale = std::nullopt);
+  void update(const at::Tensor& new_scale);  ///< of one element
+
+  double get_scale() const;  ///< 1 if disabled
+  bool is_enabled() const;
+  const GradScalerOptions& options() const;
+  void set_growth_factor(double factor);
+  void set_backoff_factor(double factor);
+  void set_growth_interval(int64_t steps);
+
+  /// Everything that a resumed run needs, under the names of PyTorch's `state_dict()`; empty if
+  /// disabled.
+  std::map<std::string, double> state() const;
+  /// Throws `c10::ValueError` if `state` lacks something.
+  void load_state(const std::map<std::string, double>& state);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,101 @@
+#include "mesh/shard_mesh.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+// The parts, each after its length, as one text, and back.
+std::string pack(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += std::to_string(part.size()) + ":" + part;
+  return text;
+}
+
+void unpack(const std::string& text, std::vector<std::string>& parts) {
+  for (size_t next = 0; next < text.size();) {
+    const size_t colon = text.find(':', next);
+    const size_t length = std::stoull(text.substr(next, colon - next));
+    parts.push_back(text.substr(colon + 1, length));
+    next = colon + 1 + length;
+  }
+}
+
+// "" if all ranks of `dim` stand at the same place of the other dim.
+std::string compare_places(ProcessGroup& dim, const char* name, const ProcessGroup& other,
+                           const char* other_name) {
+  const std::string place = fmt::format("{} of {}", other.rank(), other.size());
+  const auto places = all_gather_bytes(dim, place, {"shard mesh", Channel::kControl});
+  const auto differs =
+      std::find_if(places.begin(), places.end(), [&](const auto& p) { return p != places[0]; });
+  if (differs == places.end()) return "";
+  return fmt::format(
+      "[fully_shard] the ranks of a {} process group must have one rank in their {} process groups, "
+      "which must be of one size; rank 0 of it is rank {}, rank {} is rank {}",
+      name, other_name, places[0], differs - places.begin(), *differs);
+}
+
+}  // namespace
+
+ShardMesh::ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate)
+    : shard_(std::move(shard)),
+      replicate_(replicate ? std::move(replicate) : single_process_group()) {}
+
+void ShardMesh::check() const {
+  if (size() == 1) return;
+  std::string error = compare_places(*shard_, "shard", *replicate_, "replicate");
+  // All ranks compare both dims, whatever they found: others wait for them.
+  if (replicates()) {
+    const std::string second = compare_places(*replicate_, "replicate", *shard_, "shard");
+    if (error.empty()) error = second;
+  }
+  check_on_all_ranks(*this, [&] { TORCH_CHECK_VALUE(error.empty(), error); });
+}
+
+std::vector<std::string> ShardMesh::all_gather_bytes(const std::string& bytes,
+                                                     const CollectiveTag& tag) const {
+  std::vector<std::string> all = tessera::all_gather_bytes(*shard_, bytes, tag);
+  if (!replicates()) return all;
+  const auto replicas = tessera::all_gather_bytes(*replicate_, pack(all), tag);
+  all.clear();
+  for (const std::string& replica : replicas) unpack(replica, all);
+  return all;
+}
+
+void ShardMesh::all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const {
+  if (shard_->size() > 1) shard_->all_reduce(tensor, op, tag)->wait();
+  if (replicates()) replicate_->all_reduce(tensor, op, tag)->wait();
+}
+
+void ShardMesh::broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const {
+  if (shard_->size() > 1) shard_->broadcast(tensor, 0, tag)->wait();
+  if (replicates()) replicate_->broadcast(tensor, 0, tag)->wait();
+}
+
+void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check) {
+  std::string error;
+  std::exception_ptr exception;
+  try {
+    check();
+  } catch (const c10::Error& e) {
+    error = e.what_without_backtrace();
+    exception = std::current_exception();
+  }
+  if (mesh.size() == 1) {
+    if (exception) std::rethrow_exception(exception);
+    return;
+  }
+  const auto errors = mesh.all_gather_bytes(error, {"check of the arguments", Channel::kControl});
+  if (exception) std::rethrow_exception(exception);
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    TORCH_CHECK_VALUE(errors[rank].empty(), errors[rank], " (on rank ", rank, " of ", errors.size(),
+                      ")");
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+/// The ranks that a model is trained on: a mesh of a shard dim, over which parameters are split,
+/// and a replicate dim, over which the shards are the same (one rank long unless asked for).
+///
+/// Rank `r` of the mesh is rank `r % shard().size()` of its shard dim and rank `r / shard().size()`
+/// of its replicate dim. What is agreed on here is agreed on by all ranks of both dims.
+class ShardMesh {
+ public:
+  /// `replicate` may be null: no replication.
+  ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate);
+
+  ProcessGroup& shard() const { return *shard_; }
+  ProcessGroup& replicate() const { return *replicate_; }
+  int size() const { return shard_->size() * replicate_->size(); }
+  int rank() const { return replicate_->rank() * shard_->size() + shard_->rank(); }
+  bool replicates() const { return replicate_->size() > 1; }
+
+  /// Throws `c10::ValueError` on every rank unless both dims fit together: the ranks of a replicate
+  /// dim have one rank in their shard dims, and the other way round. Collective.
+  void check() const;
+
+  /// Each rank's `bytes`, by rank of the mesh. Collective; blocks.
+  std::vector<std::string> all_gather_bytes(const std::string& bytes,
+                                            const CollectiveTag& tag) const;
+  /// Reduces `tensor` over all ranks. Collective; blocks.
+  void all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const;
+  /// Copies `tensor` of rank 0 to all. Collective; blocks.
+  void broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const;
+
+ private:
+  ProcessGroupPtr shard_;
+  ProcessGroupPtr replicate_;
+};
+
+/// Runs `check`, which may throw, on every rank; if it throws on any, all ranks throw, naming the
+/// ranks. Collective. For checks of local data: without this, the ranks that pass would wait for
+/// the others.
+void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check);
+
+}  // namespace tessera

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/shard_plan.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace tessera {
+
+/// The memory of what only the optimizer needs, away from the parameters' device. Belongs to one
+/// rank.
+class StateMemory {
+ public:
+  virtual ~StateMemory() = default;
+
+  /// A 1-D tensor of host memory; its values are undefined. Throws when there is no room.
+  virtual at::Tensor empty(int64_t numel, at::ScalarType dtype) = 0;
+
+  /// Makes sure that tensors of `nbytes` bytes together can be made later. Throws when there is no
+  /// room.
+  virtual void reserve(int64_t nbytes) = 0;
+
+  /// True if the memory of `tensor` is part of this one.
+  virtual bool holds(const at::Tensor& tensor) const = 0;
+
+  /// Says that nothing of it is used for a while: what can leave the process's memory does.
+  virtual void rest() {}
+};
+
+/// Null if the plan offloads nothing. Throws `c10::ValueError` for a directory that can't be used.
+std::shared_ptr<StateMemory> make_state_memory(const ShardPlan& plan);
+
+std::shared_ptr<StateMemory> host_memory();
+std::shared_ptr<StateMemory> mapped_directory(const std::string& directory);
+
+}  // namespace tessera

@@ -1,0 +1,239 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_amp_update_scale.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <tessera/grad_scaler.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "access/sharded_state.h"
+#include "optim/segments.h"
+#include "optim/sharded_optimizer_access.h"
+
+namespace tessera {
+namespace {
+
+enum class Stage : uint8_t { kReady, kUnscaled, kStepped };
+
+// What happened to one optimizer since the last update.
+struct OptimizerProgress {
+  Stage stage = Stage::kReady;
+  std::optional<bool> found_inf;
+};
+
+void check_factors(const GradScalerOptions& options) {
+  TORCH_CHECK_VALUE(options.init_scale > 0, "[GradScaler] init_scale must be positive; got ",
+                    options.init_scale);
+  TORCH_CHECK_VALUE(options.growth_factor > 1, "[GradScaler] growth_factor must be above 1; got ",
+                    options.growth_factor);
+  TORCH_CHECK_VALUE(options.backoff_factor > 0 && options.backoff_factor < 1,
+                    "[GradScaler] backoff_factor must be between 0 and 1; got ", options.backoff_factor);
+  TORCH_CHECK_VALUE(options.growth_interval > 0, "[GradScaler] growth_interval must be positive; got ",
+                    options.growth_interval);
+}
+
+// Gradients that one call of the operator takes.
+struct AlikeGradients {
+  c10::Device device;
+  at::ScalarType dtype;
+  std::vector<at::Tensor> gradients;
+};
+
+// This rank's parts of the gradients that the optimizer would step with.
+std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
+                                              ShardedState& state) {
+  std::vector<AlikeGradients> lists;
+  for (const Segment& segment : segments_of(optimizer)) {
+    const UnitGradients& unit = *state.reducer().gradients()[segment.place.unit];
+    if (!segment.tensor.defined() || !unit.is_live(segment.place.slot)) continue;
+    const at::Tensor part = unit.reduced(segment.begin, segment.end);
+    auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& candidate) {
+      return candidate.device == part.device() && candidate.dtype == part.scalar_type();
+    });
+    if (list == lists.end())
+      list = lists.insert(list, {part.device(), part.scalar_type(), {}});
+    list->gradients.push_back(part);
+  }
+  return lists;
+}
+
+}  // namespace
+
+struct GradScaler::Impl {
+  GradScalerOptions options;
+  at::Tensor scale;           // float, one element
+  at::Tensor growth_tracker;  // int, one element: steps without overflow
+  std::map<const void*, OptimizerProgress> progress;  // by the user's optimizer
+
+  OptimizerProgress& progress_of(ShardedOptimizer& optimizer) {
+    return progress[&optimizer.inner()];
+  }
+  void set_scale(double value) { scale = at::full({1}, value, at::kFloat); }
+  bool unscale(ShardedOptimizer& optimizer);
+};
+
+// Returns whether any rank found a gradient that is not finite.
+bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  ShardedState& state = *optimizer.module().state();
+  TORCH_CHECK(state.reducer().any_gradient(),
+              "[unscale_] there must be a backward since the last zero_grad(); no parameter of the sharded "
+              "model has a gradient");
+  const at::Tensor found_inf = at::zeros({1}, at::kFloat);
+  const at::Tensor inverse = scale.to(at::kDouble).reciprocal().to(at::kFloat);
+  for (AlikeGradients& list : collect_gradients(optimizer, state)) {
+    at::Tensor found_there = at::zeros({1}, found_inf.options().device(list.device));
+    at::_amp_foreach_non_finite_check_and_unscale_(list.gradients, found_there,
+                                                   inverse.to(list.device));
+    found_inf.add_(found_there.to(found_inf.device()));
+  }
+  // Each rank has seen its own parts only: skipping must be agreed.
+  state.mesh().all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl});
+  return found_inf.item<float>() > 0;
+}
+
+GradScaler::GradScaler(const GradScalerOptions& options) : impl_(new Impl{.options = options}) {
+  check_factors(options);
+  impl_->set_scale(options.init_scale);
+  impl_->growth_tracker = at::zeros({1}, at::kInt);
+}
+GradScaler::~GradScaler() = default;
+GradScaler::GradScaler(GradScaler&&) noexcept = default;
+GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
+
+at::Tensor GradScaler::scale(const at::Tensor& outputs) const {
+  if (!impl_->options.enabled) return outputs;
+  TORCH_CHECK_VALUE(outputs.defined(), "[GradScaler] outputs must be a tensor; got an undefined one");
+  return at::mul(outputs, impl_->scale.to(outputs.device()).view(at::IntArrayRef{}));
+}
+
+std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) const {
+  std::vector<at::Tensor> scaled;
+  for (const at::Tensor& output : outputs) scaled.push_back(scale(output));
+  return scaled;
+}
+
+void GradScaler::unscale_(ShardedOptimizer& optimizer) {
+  if (!impl_->options.enabled) return;
+  OptimizerProgress& progress = impl_->progress_of(optimizer);
+  if (progress.stage == Stage::kUnscaled) {
+    throw std::runtime_error(
+        "unscale_() has already been called on this optimizer since the last update().");
+  }
+  if (progress.stage == Stage::kStepped)
+    throw std::runtime_error("unscale_() is being called after step().");
+  progress.found_inf = impl_->unscale(optimizer);
+  progress.stage = Stage::kUnscaled;
+}
+
+bool GradScaler::step(ShardedOptimizer& optimizer) {
+  if (!impl_->options.enabled) {
+    optimizer.step();
+    return true;
+  }
+  OptimizerProgress& progress = impl_->progress_of(optimizer);
+  if (progress.stage == Stage::kStepped)
+    throw std::runtime_error("step() has already been called since the last update().");
+  if (progress.stage == Stage::kReady) unscale_(optimizer);
+  progress.stage = Stage::kStepped;
+  if (*progress.found_inf) return false;
+  optimizer.step();
+  return true;
+}
+
+bool GradScaler::step(ShardedOptimizer& optimizer, const std::function<at::Tensor()>& closure) {
+  if (impl_->options.enabled)
+    throw std::runtime_error("Closure use is not currently supported if GradScaler is enabled.");
+  optimizer.step(closure);
+  return true;
+}
+
+void GradScaler::update(std::optional<double> new_scale) {
+  if (!impl_->options.enabled) return;
+  if (new_scale) {
+    TORCH_CHECK_VALUE(*new_scale > 0, "[GradScaler] new_scale must be positive; got ", *new_scale);
+    impl_->set_scale(*new_scale);
+  } else {
+    bool any = false, found = false;
+    for (const auto& [optimizer, progress] : impl_->progress) {
+      any |= progress.found_inf.has_value();
+      found |= progress.found_inf.value_or(false);
+    }
+    if (!any) throw std::runtime_error("No inf checks were recorded prior to update.");
+    at::NoGradGuard no_grad;
+    at::_amp_update_scale_(impl_->scale, impl_->growth_tracker,
+                           at::full({1}, found ? 1.0 : 0.0, at::kFloat), impl_->options.growth_factor,
+                           impl_->options.backoff_factor, impl_->options.growth_interval);
+  }
+  impl_->progress.clear();
+}
+
+void GradScaler::update(const at::Tensor& new_scale) {
+  TORCH_CHECK_VALUE(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
+                    "[GradScaler] new_scale must be a float or a tensor of one element that requires no "
+                    "gradient");
+  update(new_scale.item<double>());
+}
+
+double GradScaler::get_scale() const {
+  return impl_->options.enabled ? impl_->scale.item<double>() : 1.0;
+}
+bool GradScaler::is_enabled() const { return impl_->options.enabled; }
+const GradScalerOptions& GradScaler::options() const { return impl_->options; }
+
+void GradScaler::set_growth_factor(double factor) {
+  GradScalerOptions changed = impl_->options;
+  changed.growth_factor = factor;
+  check_factors(changed);
+  impl_->options = changed;
+}
+void GradScaler::set_backoff_factor(double factor) {
+  GradScalerOptions changed = impl_->options;
+  changed.backoff_factor = factor;
+  check_factors(changed);
+  impl_->options = changed;
+}
+void GradScaler::set_growth_interval(int64_t steps) {
+  GradScalerOptions changed = impl_->options;
+  changed.growth_interval = steps;
+  check_factors(changed);
+  impl_->options = changed;
+}
+
+std::map<std::string, double> GradScaler::state() const {
+  if (!impl_->options.enabled) return {};
+  return {{"scale", get_scale()},
+          {"growth_factor", impl_->options.growth_factor},
+          {"backoff_factor", impl_->options.backoff_factor},
+          {"growth_interval", static_cast<double>(impl_->options.growth_interval)},
+          {"_growth_tracker", impl_->growth_tracker.item<double>()}};
+}
+
+void GradScaler::load_state(const std::map<std::string, double>& state) {
+  if (!impl_->options.enabled) return;
+  const auto get = [&](const char* name) {
+    const auto it = state.find(name);
+    TORCH_CHECK_VALUE(it != state.end(), "[GradScaler] the state must have '", name,
+                      "' (was it saved from a disabled scaler?)");
+    return it->second;
+  };
+  GradScalerOptions loaded = impl_->options;
+  loaded.growth_factor = get("growth_factor");
+  loaded.backoff_factor = get("backoff_factor");
+  loaded.growth_interval = static_cast<int64_t>(get("growth_interval"));
+  check_factors(loaded);
+  const double tracker = get("_growth_tracker");
+  impl_->set_scale(get("scale"));
+  impl_->growth_tracker = at::full({1}, tracker, at::kInt);
+  impl_->options = loaded;
+  impl_->progress.clear();
+}
+
+}  // namespace tessera
