@@ -4,12 +4,14 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <tessera/deferred_init.h>
 #include <tessera/page_heap.h>
 #include <tessera/world.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
 
@@ -72,6 +74,8 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
   std::vector<UnitLayout> layouts;
   check_on_all_ranks(*process_group, [&] {
     check_plan(plan);
+    TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
+                "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
     layouts = lay_out(params, plan, process_group->size());
   });
@@ -106,6 +110,7 @@ ShardedState::~ShardedState() = default;
 void ShardedState::adopt() {
   const bool broadcast = plan_.start_values == StartValues::kBroadcast;
   for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
+  for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
   reducer_->install();
   if (plan_.sync_buffers) sync_buffers();
   // The whole parameters are gone; where they lay, the heap would keep the pages.

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "init/deferred_storage.h"
+
 namespace tessera {
 namespace {
 
@@ -65,7 +67,7 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   full_ = at::empty({layout_.numel()}, options());
   full_.zero_();  // the padding must have a value, too
   for (const ParamSlot& slot : layout_.slots) {
-    at::as_strided(full_, slot.sizes, slot.strides, slot.offset).copy_(slot.tensor().detach());
+    read_into(slot.tensor(), at::as_strided(full_, slot.sizes, slot.strides, slot.offset));
   }
   const bool alone = context_.process_group->size() == 1;
   if (broadcast && !alone) {
