@@ -30,7 +30,8 @@ namespace tessera {
 /// Guards nest, and end on the thread that made them. `fully_shard()` must be called outside.
 ///
 /// **Memory**: in the scope that of the largest tensor; what stays are tensors below 16 KiB, and
-/// those whose values are not made by an operator each (`orthogonal_()`, `torch::tensor()`).
+/// those whose values are not made by an operator each (`orthogonal_()`, `torch::tensor()`). Calls
+/// `use_page_heap()`: malloc's heap keeps much of what is dropped.
 class TESSERA_API DeferredInit {
  public:
   DeferredInit();

@@ -1,4 +1,5 @@
 #include <tessera/deferred_init.h>
+#include <tessera/page_heap.h>
 #include <torch/nn/module.h>
 
 #include "init/deferred_storage.h"
@@ -6,7 +7,12 @@
 
 namespace tessera {
 
-DeferredInit::DeferredInit() { enter_deferred_init(); }
+DeferredInit::DeferredInit() {
+  // Malloc would put small tensors into the holes that dropped ones leave, and grow for the next.
+  use_page_heap();
+  enter_deferred_init();
+}
+
 DeferredInit::~DeferredInit() { leave_deferred_init(); }
 
 bool is_deferred(const at::Tensor& tensor) {

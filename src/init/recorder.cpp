@@ -33,7 +33,7 @@ namespace tessera {
 // - Memory that the operator wrote over or made anew gets the operator as its recipe.
 // - An operator that changes a deferred tensor in place becomes the next step of its recipe. It ran
 //   on memory without values; none was read.
-// - Anything else - large tensors that exist, lists, graphs, operators of other libraries - runs on
+// - Anything else - large tensors that exist, lists, out=, operators of other libraries - runs on
 //   the values themselves, and what it wrote to keeps its memory. That is always right.
 namespace {
 
