@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["trace", "memory", "comm", "mesh", "offload", "unit", "grad", "access", "init", "optim", "checkpoint", "sim",
+LAYERS = ["trace", "memory", "comm", "mesh", "offload", "init", "unit", "grad", "access", "optim", "checkpoint", "sim",
           "dialects"]
 DIALECT_NAMES = re.compile(r"paddle|fairscale|colossal|group_sharded", re.IGNORECASE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')

@@ -2,6 +2,7 @@
 
 // Everything that a training program needs.
 #include <tessera/checkpoint.h>
+#include <tessera/deferred_init.h>
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/fully_shard.h>
 #include <tessera/grad_scaler.h>

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace tessera {
 
@@ -38,6 +39,12 @@ struct RankInfo {
 /// size, a missing MASTER_ADDR, text where a number is due).
 TESSERA_API RankInfo rank_info_from_environment();
 
+/// The process groups that hybrid sharding needs; see `World::hybrid_process_groups`.
+struct HybridProcessGroups {
+  ProcessGroupPtr shard;      ///< `ShardPlan::process_group`
+  ProcessGroupPtr replicate;  ///< `ShardPlan::replicate_group`
+};
+
 /// The ranks of one job: owns the rendezvous store and the process group of all ranks.
 ///
 /// A `World` made by `init()` is the default of the thread that made it until it is destroyed.
@@ -57,6 +64,18 @@ class TESSERA_API World {
   const RankInfo& info() const;
   const ProcessGroupPtr& process_group() const;
   const c10::intrusive_ptr<c10d::Store>& store() const;
+
+  /// Connects some ranks of this world, in this order, as a process group of their own.
+  ///
+  /// Collective over `ranks` alone; a rank that is not one of them gets null at once. Process groups
+  /// that have ranks in common must be made in the same order by those ranks. Closed with the world.
+  /// Throws `c10::ValueError` for ranks that the world does not have or that come twice.
+  ProcessGroupPtr new_process_group(const std::vector<int>& ranks) const;
+
+  /// Splits the world into process groups of `shard_size` neighbouring ranks, which shard a model,
+  /// and connects the ranks that then hold the same shard. Collective over the world.
+  /// Throws `c10::ValueError` unless `shard_size` divides the number of ranks.
+  HybridProcessGroups hybrid_process_groups(int shard_size) const;
 
   /// Puts a decorator (counting, tracing, faults) in place of the process group.
   void set_process_group(ProcessGroupPtr process_group);

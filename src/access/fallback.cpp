@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "init/each_tensor.h"
+#include "init/recorder.h"
 #include "unit/unit.h"
 
 namespace tessera {
@@ -23,6 +25,9 @@ namespace tessera {
 // Some of them copy after all (`reshape`, `contiguous`, `to`): the key is not excluded for them, so
 // that the operator that copies is seen. After an operator that writes to a parameter, this rank's
 // part is copied to its shard.
+//
+// Deferred tensors carry the same key; operators without a parameter of a unit are theirs. See
+// [Note: Deferred init] in init/recorder.cpp.
 namespace {
 
 bool is_view(const c10::FunctionSchema& schema) {
@@ -38,18 +43,6 @@ void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
   if (unit && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
 }
 
-void add_units(std::vector<Unit*>& units, const c10::IValue& value) {
-  if (value.isTensor()) {
-    add_unit(units, value.toTensor());
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) add_unit(units, tensor);
-  } else if (value.isOptionalTensorList() || value.isList()) {
-    for (const c10::IValue& element : value.toListRef()) {
-      if (element.isTensor()) add_unit(units, element.toTensor());
-    }
-  }
-}
-
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, kUnitKey);
@@ -60,15 +53,16 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   std::vector<Unit*> used, written;
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   for (size_t i = 0; i < arguments.size(); ++i) {
-    add_units(used, arguments[i]);
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) { add_unit(used, tensor); });
     const auto* alias = schema.arguments()[i].alias_info();
-    if (alias && alias->isWrite()) add_units(written, arguments[i]);
+    if (!alias || !alias->isWrite()) continue;
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) { add_unit(written, tensor); });
   }
-  if (!used.empty()) used.front()->listener().on_use(used);
-  {
-    c10::impl::ExcludeDispatchKeyGuard exclude(kUnitKey);
-    op.redispatchBoxed(keys & below, stack);
-  }
+  if (used.empty()) return call_deferred(op, keys & below, stack);
+  c10::impl::ExcludeDispatchKeyGuard exclude(kUnitKey);
+  settle(arguments);
+  used.front()->listener().on_use(used);
+  op.redispatchBoxed(keys & below, stack);
   if (!written.empty()) written.front()->listener().on_write(written);
 }
 

@@ -4,12 +4,14 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <tessera/deferred_init.h>
 #include <tessera/page_heap.h>
 #include <tessera/world.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
 
@@ -99,6 +101,8 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
   std::shared_ptr<StateMemory> offload;
   check_on_all_ranks(mesh, [&] {
     check_plan(plan);
+    TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
+                "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
     layouts = lay_out(params, plan, mesh.shard().size());
     offload = make_state_memory(plan);
@@ -135,6 +139,7 @@ void ShardedState::adopt() {
   const bool broadcast = plan_.start_values == StartValues::kBroadcast;
   for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
   if (context_.offload) context_.offload->rest();
+  for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
   convert_buffers();
   reducer_->install();
   if (plan_.sync_buffers) sync_buffers();

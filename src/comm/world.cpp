@@ -1,8 +1,11 @@
 #include <c10/util/Exception.h>
 #include <tessera/world.h>
 
+#include <algorithm>
 #include <exception>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -23,8 +26,13 @@ struct World::Impl {
   std::shared_ptr<ProcessGroupPtr> process_group;
   // The process group that the world was made with; a decorator may have taken its place.
   std::shared_ptr<Closable> closable = std::dynamic_pointer_cast<Closable>(*process_group);
+  std::vector<std::shared_ptr<Closable>> parts;  // process groups of some ranks
+  std::map<std::string, int> made;               // how many by their ranks
 
   ~Impl() {
+    for (const auto& part : parts) {
+      part->close();
+    }
     if (closable) {
       closable->close();
     }
@@ -108,6 +116,41 @@ int World::local_rank() const { return impl_->info.local_rank; }
 const RankInfo& World::info() const { return impl_->info; }
 const ProcessGroupPtr& World::process_group() const { return *impl_->process_group; }
 const c10::intrusive_ptr<c10d::Store>& World::store() const { return impl_->store; }
+
+ProcessGroupPtr World::new_process_group(const std::vector<int>& ranks) const {
+  const std::set<int> distinct(ranks.begin(), ranks.end());
+  TORCH_CHECK_VALUE(!ranks.empty() && distinct.size() == ranks.size() && *distinct.begin() >= 0 &&
+                        *distinct.rbegin() < size(),
+                    "[new_process_group] `ranks` must be distinct ranks from 0 to ", size() - 1, "; got ",
+                    at::IntArrayRef(std::vector<int64_t>(ranks.begin(), ranks.end())));
+  const auto own = std::find(ranks.begin(), ranks.end(), rank());
+  if (own == ranks.end()) return nullptr;
+  if (ranks.size() == 1) return single_process_group();
+  RankInfo info = impl_->info;
+  info.rank = static_cast<int>(own - ranks.begin());
+  info.size = static_cast<int>(ranks.size());
+  info.local_size = impl_->info.local_size == size() ? info.size : 0;
+  std::string name;
+  for (const int rank : ranks) name += std::to_string(rank) + ",";
+  name += std::to_string(impl_->made[name]++);
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>(name, impl_->store);
+  const std::string backend = process_group()->backend_name() == "nccl" ? "nccl" : "gloo";
+  ProcessGroupPtr made = make_process_group(info, keys, backend, process_group()->timeout());
+  if (auto closable = std::dynamic_pointer_cast<Closable>(made)) impl_->parts.push_back(closable);
+  return made;
+}
+
+HybridProcessGroups World::hybrid_process_groups(int shard_size) const {
+  TORCH_CHECK_VALUE(shard_size >= 1 && size() % shard_size == 0,
+                    "[hybrid_process_groups] `shard_size` must divide the number of ranks; got ",
+                    shard_size, " for ", size(), " ranks");
+  std::vector<int> shard, replicate;
+  for (int r = 0; r < size(); ++r) {
+    if (r / shard_size == rank() / shard_size) shard.push_back(r);
+    if (r % shard_size == rank() % shard_size) replicate.push_back(r);
+  }
+  return {.shard = new_process_group(shard), .replicate = new_process_group(replicate)};
+}
 
 void World::set_process_group(ProcessGroupPtr process_group) {
   TORCH_CHECK_VALUE(process_group != nullptr, "[set_process_group] `process_group` must be given");

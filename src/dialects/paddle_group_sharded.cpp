@@ -38,12 +38,23 @@ void check_sizes(const GroupShardedOptions& options) {
                     options.buffer_max_size);
   TORCH_CHECK_VALUE(options.segment_size >= 0,
                     "[group_sharded_parallel] segment_size must be GE than 0. Got ", options.segment_size);
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.offload,
-                              "[group_sharded_parallel] offload = true must not be asked for yet: optimizer "
-                              "state stays in the memory of the device");
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.dp_group,
-                              "[group_sharded_parallel] dp_group must be null for now: shard over all ranks "
-                              "by `group`, which gives the same result");
+  TORCH_CHECK_VALUE(!options.grad_clip || options.grad_clip->clip_norm > 0,
+                    "[group_sharded_parallel] grad_clip.clip_norm must be positive. Got ",
+                    options.grad_clip ? options.grad_clip->clip_norm : 0);
+}
+
+void set_offload(ShardPlan& plan, const std::variant<bool, std::string>& offload) {
+  const auto* where = std::get_if<std::string>(&offload);
+  if (!where) {
+    plan.offload = std::get<bool>(offload) ? Offload::kHost : Offload::kNone;
+  } else if (*where == "none" || *where == "cpu") {
+    plan.offload = *where == "cpu" ? Offload::kHost : Offload::kNone;
+  } else {
+    TORCH_CHECK_VALUE(!where->empty(),
+                      "[group_sharded_parallel] offload must be none, cpu or a directory. Got ''");
+    plan.offload = Offload::kDirectory;
+    plan.offload_directory = *where;
+  }
 }
 
 // `Module::name()` is the C++ type, in which a layer that users call GroupNorm is
@@ -129,7 +140,7 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
     has_half |= param.scalar_type() == at::kHalf;
     item = std::max(item, static_cast<int64_t>(param.element_size()));
   }
-  if (has_half) {
+  if (has_half && !options.scaler) {
     TORCH_WARN(
         "the input of scaler is None, please ensure the logic of your scaler outside is same as "
         "GroupShardedScaler.");
@@ -146,7 +157,18 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
   }
   plan.sync_buffers = options.sync_buffers;
   plan.process_group = options.group;
+  plan.replicate_group = options.dp_group;
+  plan.precision = options.precision;
+  set_offload(plan, options.offload);
   return plan;
+}
+
+ShardedOptimizerOptions group_sharded_optimizer_options(const GroupShardedOptions& options) {
+  ShardedOptimizerOptions result;
+  if (!options.grad_clip) return result;
+  result.max_grad_norm = options.grad_clip->clip_norm;
+  result.clip = {.norm_type = 2, .epsilon = 0, .exclude = options.grad_clip->no_clip};
+  return result;
 }
 
 double GroupShardedOptimizer::get_lr() const {

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "init/deferred_storage.h"
+
 namespace tessera {
 namespace {
 
@@ -60,21 +62,23 @@ void Unit::show_full() {
   storage->show(state_ == State::kUnsharded ? full_ : at::Tensor(), why_not);
 }
 
-// The values of all parameters as they were made, flat.
-at::Tensor Unit::collect_values() const {
+// The values of all parameters as they were made, flat. Rank 0's are sent to the others if
+// `broadcast`: only it makes those of deferred parameters.
+at::Tensor Unit::collect_values(bool broadcast) const {
   const at::Tensor values = at::empty({layout_.numel()}, options().dtype(layout_.master_dtype));
   values.zero_();  // the padding must have a value, too
   for (const ParamSlot& slot : layout_.slots) {
-    at::as_strided(values, slot.sizes, slot.strides, slot.offset).copy_(slot.tensor().detach());
+    if (broadcast && context_.mesh.rank() != 0) break;
+    read_into(slot.tensor(), at::as_strided(values, slot.sizes, slot.strides, slot.offset));
   }
+  if (broadcast) context_.mesh.broadcast(values, {layout_.name, Channel::kControl});
   return values;
 }
 
 void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   at::NoGradGuard no_grad;
   {
-    const at::Tensor values = collect_values();
-    if (broadcast) context_.mesh.broadcast(values, {layout_.name, Channel::kControl});
+    const at::Tensor values = collect_values(broadcast);
     full_ = layout_.has_master() ? values.to(layout_.dtype) : values;
     install_views(keep_alive);
     keep_part_of(values);

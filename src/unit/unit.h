@@ -99,7 +99,7 @@ class Unit {
 
  private:
   at::TensorOptions options() const;
-  at::Tensor collect_values() const;
+  at::Tensor collect_values(bool broadcast) const;
   void install_views(const std::shared_ptr<void>& keep_alive);
   void keep_part_of(const at::Tensor& values);
   at::Tensor part_of_full() const;

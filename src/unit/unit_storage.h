@@ -1,19 +1,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKey.h>
 #include <c10/core/StorageImpl.h>
 
 #include <memory>
 #include <string>
 
+#include "init/unit_key.h"
+
 namespace tessera {
 
 class Unit;
-
-/// The dispatch key that parameters of units carry. LibTorch reserves it for code like ours and
-/// does not use it. See [Note: Access through the dispatcher] in access/fallback.cpp.
-constexpr c10::DispatchKey kUnitKey = c10::DispatchKey::DeferredInit;
 
 /// The storage that all parameters of a unit, their views and what autograd saved of them share.
 ///

@@ -1,47 +1,85 @@
 #pragma once
 
 #include <tessera/fully_shard.h>
+#include <tessera/grad_scaler.h>
 #include <tessera/sharded_optimizer.h>
 
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
 namespace tessera::paddle {
 
+/// Paddle's clipping: gradients are multiplied by `clip_norm / max(norm, clip_norm)` at each step.
+struct ClipGradByGlobalNorm {
+  double clip_norm = 1.0;
+  /// Names of parameters with `need_clip = false`: neither counted nor scaled.
+  std::vector<std::string> no_clip = {};
+};
+
 /// The optional arguments of `group_sharded_parallel`, with Paddle's names and defaults. What a
 /// value means is the same as in Paddle unless said here.
 struct GroupShardedOptions {
+  /// Skips steps whose gradients overflow; needed for fp16 parameters. It is given back by
+  /// `group_sharded_parallel`, and saved by `save_group_sharded_model`.
+  GradScaler* scaler = nullptr;
   /// Ranks to shard over; null: the default process group. One rank works, as plain training.
   ProcessGroupPtr group;
-  bool offload = false;       ///< refused until it is built
+  /// Where master weights and optimizer state lie: `false` or `"none"`: on the device; `true` or
+  /// `"cpu"`: in host memory; another text: in nameless files in the directory of that name. At
+  /// `p_g_os` the shards lie there, too.
+  std::variant<bool, std::string> offload = false;
   bool sync_buffers = false;  ///< broadcast buffers from rank 0 before every forward of the wrapper
   int64_t buffer_max_size = int64_t{1}
                             << 23;  ///< elements of a unit (not bytes); 0: one per parameter
   int64_t segment_size = int64_t{1}
                          << 20;  ///< `p_g_os`: parameters of at most this many elements stay whole
   bool sync_comm = false;        ///< `p_g_os`: gather when used instead of ahead of use
-  ProcessGroupPtr dp_group;      ///< refused until it is built
+  /// Ranks that hold the same shard as this one, which have one rank in their `group`s: gradients
+  /// are reduced over `group`, then over these. See `World::hybrid_process_groups`.
+  ProcessGroupPtr dp_group;
   /// `p_g_os`: modules whose parameters stay whole, by type name, dotted name or address.
   std::vector<std::variant<std::string, const torch::nn::Module*>> exclude_layer;
+
+  // What Paddle takes from elsewhere, or lacks:
+
+  /// In place of the `grad_clip` of Paddle's optimizers, which LibTorch's do not have.
+  std::optional<ClipGradByGlobalNorm> grad_clip;
+  /// The dtypes of masters, reductions and buffers. As in Paddle, fp16 and bf16 parameters have
+  /// fp32 masters.
+  Precision precision = {.master_dtype = at::kFloat};
 };
 
 /// The optimizer as `group_sharded_parallel` returns it.
 class GroupShardedOptimizer : public ShardedOptimizer {
  public:
-  using ShardedOptimizer::ShardedOptimizer;
+  GroupShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
+                        const ShardedOptimizerOptions& options, GradScaler* scaler)
+      : ShardedOptimizer(module, optimizer, options), scaler_(scaler) {}
+  /// The scaler given to `group_sharded_parallel`, or null.
+  GradScaler* scaler() const { return scaler_; }
   void clear_grad() { zero_grad(); }
   TESSERA_API double get_lr() const;
   TESSERA_API void set_lr(double lr);
   /// Throws `std::runtime_error`, as in Paddle: use `step()`.
   [[noreturn]] TESSERA_API void minimize(const at::Tensor& loss);
+
+ private:
+  GradScaler* scaler_;
 };
 
 template <class M>
 struct GroupSharded {
   Sharded<M> model;
   GroupShardedOptimizer optimizer;
+  GradScaler* scaler;  ///< the one that was given
 };
+
+/// Translates the arguments of the clipping.
+TESSERA_API ShardedOptimizerOptions group_sharded_optimizer_options(
+    const GroupShardedOptions& options);
 
 /// Translates Paddle's arguments. Throws `c10::ValueError` for what Paddle refuses, too.
 TESSERA_API ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
@@ -64,7 +102,41 @@ GroupSharded<M> group_sharded_parallel(std::shared_ptr<M> model, torch::optim::O
                                        const GroupShardedOptions& options = {}) {
   const ShardPlan plan = detail::check_group_sharded(*model, optimizer, level, options);
   auto sharded = fully_shard(std::move(model), plan);
-  return {sharded, GroupShardedOptimizer(sharded, optimizer)};
+  return {sharded,
+          GroupShardedOptimizer(sharded, optimizer, group_sharded_optimizer_options(options),
+                                options.scaler),
+          options.scaler};
 }
+template <tessera::detail::ModuleHolder Holder>
+auto group_sharded_parallel(const Holder& holder, torch::optim::Optimizer& optimizer,
+                            const std::string& level, const GroupShardedOptions& options = {}) {
+  return group_sharded_parallel(holder.ptr(), optimizer, level, options);
+}
+
+/// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is made if
+/// need be: the parameters, whole and by name, in files that Python's `safetensors` opens
+/// (`model-*.safetensors`), and, if the optimizer is given, all ranks' parts of its state, its
+/// scaler and its step. Collective.
+///
+/// Atomic: a job that is killed while it saves leaves the checkpoint that was there before. Gathers
+/// one unit of parameters at a time. `load_group_sharded_model` reads it at any number of ranks and
+/// level. Throws `c10::ValueError` if `output` is a file or the model is not sharded.
+TESSERA_API void save_group_sharded_model(const ShardedModule& model,
+                                          const std::filesystem::path& output,
+                                          const GroupShardedOptimizer* optimizer = nullptr);
+/// The same by the module that was sharded in place.
+TESSERA_API void save_group_sharded_model(const torch::nn::Module& model,
+                                          const std::filesystem::path& output,
+                                          const GroupShardedOptimizer* optimizer = nullptr);
+
+/// Reads what `save_group_sharded_model` wrote into a sharded model; collective. Pass the optimizer
+/// to get back its state, scaler and step as well.
+TESSERA_API void load_group_sharded_model(ShardedModule& model, const std::filesystem::path& input,
+                                          GroupShardedOptimizer* optimizer = nullptr);
+/// The same before the model is sharded; each rank on its own.
+TESSERA_API void load_group_sharded_model(torch::nn::Module& model,
+                                          const std::filesystem::path& input,
+                                          torch::optim::Optimizer* optimizer = nullptr,
+                                          GradScaler* scaler = nullptr);
 
 }  // namespace tessera::paddle

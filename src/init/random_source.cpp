@@ -1,0 +1,61 @@
+#include "init/random_source.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/jit_type.h>
+
+#include <mutex>
+
+#include "init/unit_key.h"
+
+namespace tessera {
+namespace {
+
+thread_local RandomSource* current_source = nullptr;
+
+bool is_generator(const c10::Argument& argument) {
+  c10::TypePtr type = argument.type();
+  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  return type->kind() == c10::TypeKind::GeneratorType;
+}
+
+at::Generator copy_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.clone();
+}
+
+c10::DispatchKeySet excluded_now() { return c10::impl::tls_local_dispatch_key_set().excluded_; }
+
+}  // namespace
+
+RandomSource::RandomSource(c10::DispatchKeySet excluded)
+    : outer_(std::exchange(current_source, this)),
+      seen_(c10::impl::tls_local_dispatch_key_set().included_.add(kUnitKey),
+            excluded.remove(kUnitKey)) {}
+
+RandomSource::RandomSource() : RandomSource(excluded_now()) {}
+
+// Values must not depend on whether the thread that asks for them runs under autocast.
+RandomSource::RandomSource(const at::Generator& start)
+    : RandomSource(excluded_now() | c10::autocast_dispatch_keyset) {
+  if (start.defined()) replay_ = copy_of(start);
+}
+
+RandomSource::~RandomSource() { current_source = outer_; }
+
+RandomSource* RandomSource::current() { return current_source; }
+
+void RandomSource::serve(const c10::FunctionSchema& schema, torch::jit::Stack& stack) {
+  const size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_generator(schema.arguments()[i])) continue;
+    c10::IValue& generator = stack[stack.size() - count + i];
+    if (replay_.defined()) {
+      generator = replay_;
+    } else if (!before_draws_.defined()) {
+      before_draws_ = copy_of(generator.isGenerator() ? generator.toGenerator()
+                                                      : at::detail::getDefaultCPUGenerator());
+    }
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+
+namespace tessera {
+
+/// Begins and ends recording on this thread; pairs nest.
+void enter_deferred_init();
+void leave_deferred_init();
+bool in_deferred_init();
+
+/// Runs an operator that is no view and has no parameter of a unit among its arguments: records it
+/// in a `DeferredInit` scope, elsewhere gives its deferred arguments their values first. `below`:
+/// the dispatch keys after `kUnitKey`.
+void call_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet below,
+                   torch::jit::Stack* stack);
+
+/// Gives all deferred tensors among `arguments` their values for good.
+void settle(c10::ArrayRef<c10::IValue> arguments);
+
+}  // namespace tessera
