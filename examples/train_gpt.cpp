@@ -17,7 +17,9 @@ using torch::Tensor;
 
 struct Options {
   std::string data = "data/corpus.txt", save, losses, level = "p_g_os";
-  bool resume = false;
+  std::string dtype = "float", offload;
+  bool resume = false, scaler = false;
+  int replicas = 1;
   int64_t steps = 400, batch = 16, seq = 128, layers = 4, width = 256, heads = 4, seed = 1;
   int64_t warmup = 20, save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
   double lr = 1e-3, clip = 1.0;
@@ -63,7 +65,7 @@ struct GptImpl : nn::Module {
 
   /// Mean cross entropy, in nats per byte, of the bytes of each window given those before them.
   Tensor loss(const Tensor& windows) {
-    const auto logits = forward(windows.narrow(1, 0, o.seq));
+    const auto logits = forward(windows.narrow(1, 0, o.seq)).to(torch::kFloat);
     return torch::cross_entropy_loss(logits.flatten(0, 1), windows.narrow(1, 1, o.seq).flatten());
   }
 
@@ -144,7 +146,7 @@ struct Job {
     for (int64_t i = 0; i < o.sample; ++i) {
       const auto seen = written.substr(std::max<int64_t>(0, std::ssize(written) - o.seq));
       const auto bytes = torch::tensor(std::vector<int64_t>(seen.begin(), seen.end()));
-      const auto chances = (gpt->forward(bytes.unsqueeze(0))[0][-1] / 0.7).softmax(0);
+      const auto chances = (gpt->forward(bytes.unsqueeze(0))[0][-1].to(torch::kFloat) / 0.7).softmax(0);
       const auto next = torch::multinomial(chances, 1, false, generator).item<int64_t>();
       written += next == '\n' || (next >= 32 && next < 127) ? char(next) : '?';
     }
@@ -154,14 +156,31 @@ struct Job {
   void show_memory(const tessera::ShardMemory& kept) const {
     int64_t numel = 0;
     for (const auto& parameter : gpt->parameters()) numel += parameter.numel();
+    const auto sum =
+        kept.parameters + kept.gradients + kept.optimizer_state + kept.master_weights;
     fmt::print("parameters, gradients, optimizer state: {:.1f} MB per rank; unsharded: {:.1f} MB\n",
-               (kept.parameters + kept.gradients + kept.optimizer_state) / 1e6, 16 * numel / 1e6);
+               sum / 1e6, 16 * numel / 1e6);
+    if (kept.offloaded > 0) fmt::print("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
+  }
+
+  /// Half precision has float master weights; state in a directory leaves memory.
+  tessera::ShardPlan plan(tessera::ShardLevel level) const {
+    tessera::ShardPlan plan{.level = level, .precision = {.master_dtype = torch::kFloat}};
+    if (o.replicas > 1) {
+      const auto groups = world.hybrid_process_groups(world.size() / o.replicas);
+      plan.process_group = groups.shard, plan.replicate_group = groups.replicate;
+    }
+    if (!o.offload.empty()) plan.offload = tessera::Offload::kDirectory;
+    plan.offload_directory = o.offload;
+    return plan;
   }
 
   void run(tessera::ShardLevel level) {
-    auto sharded = tessera::fully_shard(gpt, {.level = level});  // (*)
+    if (o.dtype != "float") gpt->to(o.dtype == "half" ? torch::kHalf : torch::kBFloat16);
+    auto sharded = tessera::fully_shard(gpt, plan(level));  // (*)
     torch::optim::AdamW adamw(gpt->parameters(), torch::optim::AdamWOptions(o.lr));
-    tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
+    tessera::ShardedOptimizer optimizer(sharded, adamw);      // (*)
+    tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
     int64_t step = 0;
     if (o.resume && mean_over_ranks(std::filesystem::exists(o.save)) > 0)
       step = tessera::load_checkpoint(o.save, sharded, &optimizer).at("step");  // (*)
@@ -176,9 +195,11 @@ struct Job {
       adamw.param_groups()[0].options().set_lr(learning_rate(o, step));
       optimizer.zero_grad();
       const auto loss = gpt->loss(text.batch(step, world.rank() * rows, rows));
-      loss.backward();
+      scaler.scale(loss).backward();
+      scaler.unscale_(optimizer);
       if (o.clip > 0) optimizer.clip_grad_norm_(o.clip);
-      optimizer.step();
+      scaler.step(optimizer);  // (*)
+      scaler.update();
       const double mean = mean_over_ranks(loss.item<double>());
       losses << fmt::format("{:.9g}\n", mean) << std::flush;
       if (step++ == first) show_memory(optimizer.memory());
@@ -218,6 +239,11 @@ int main(int argc, char** argv) {
   app.option_defaults()->always_capture_default();
   app.add_option("--data", o.data, "text to learn from")->check(CLI::ExistingFile);
   app.add_option("--level", o.level, "what is sharded")->check(CLI::IsMember(levels));
+  app.add_option("--dtype", o.dtype, "of the parameters")
+      ->check(CLI::IsMember({"float", "bfloat16", "half"}));
+  app.add_flag("--scaler", o.scaler, "scale the loss, for --dtype half");
+  app.add_option("--replicas", o.replicas, "shards are the same on so many ranks")->check(positive);
+  app.add_option("--offload", o.offload, "directory for optimizer state and master weights");
   app.add_option("--save", o.save, "directory of the checkpoint");
   app.add_flag("--resume", o.resume, "go on from --save, if it exists")->needs("--save");
   app.add_option("--losses", o.losses, "file for the loss of each step, one per line");
@@ -240,6 +266,8 @@ int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
     TORCH_CHECK_VALUE(o.batch % world.size() == 0, "[train_gpt] --batch is that of all ranks; ",
                       "expected a multiple of ", world.size(), ", got ", o.batch);
+    TORCH_CHECK_VALUE(world.size() % o.replicas == 0, "[train_gpt] --replicas must divide the ",
+                      world.size(), " ranks; got ", o.replicas);
     TORCH_CHECK_VALUE(o.width % o.heads == 0, "[train_gpt] --width must be a multiple of --heads");
     torch::manual_seed(o.seed);
     Job{o, world}.run(tessera::ShardLevel(std::ranges::find(levels, o.level) - levels.begin()));
