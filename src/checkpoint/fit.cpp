@@ -9,7 +9,6 @@
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
-#include "optim/sharded_optimizer_access.h"
 
 namespace tessera {
 namespace {
@@ -60,32 +59,29 @@ void compare(const TensorRecord& record, const std::string& name, at::IntArrayRe
   }
 }
 
-void compare_param(const TensorTable& table, const ParamSlot& slot, Misfits& misfits) {
+void compare_param(const TensorTable& table, const ParamView& param, Misfits& misfits) {
   const TensorRecord* first = nullptr;
-  for (const std::string& name : slot.names) {
+  for (const std::string& name : param.names) {
     const TensorRecord* record = table.find("param", name);
     if (!record) {
       misfits.add(Misfits::kMissing, fmt::format("'{}'", name));
     } else if (!first) {
       first = record;
     } else if (record != first) {
-      misfits.add(Misfits::kTie, fmt::format("'{}' = '{}'", slot.name(), name));
+      misfits.add(Misfits::kTie, fmt::format("'{}' = '{}'", param.name(), name));
     }
   }
-  if (first) compare(*first, slot.name(), slot.sizes, slot.dtype, misfits);
+  if (first) compare(*first, param.name(), param.sizes, param.dtype, misfits);
 }
 
-void compare_model(const CheckpointIndex& index, const TensorTable& table,
-                   const ShardedState& state, Misfits& misfits) {
+void compare_model(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
+                   Misfits& misfits) {
   std::set<std::string> in_model;  // "KIND/NAME"
-  for (const auto& unit : state.units()) {
-    for (const ParamSlot& slot : unit->layout().slots) {
-      for (const std::string& name : slot.names) in_model.insert("param/" + name);
-      compare_param(table, slot, misfits);
-    }
+  for (const ParamView& param : view.params) {
+    for (const std::string& name : param.names) in_model.insert("param/" + name);
+    compare_param(table, param, misfits);
   }
-  for (const NamedTensor& buffer : state.buffers()) {
-    if (!buffer.tensor.defined()) continue;
+  for (const NamedTensor& buffer : view.buffers) {
     in_model.insert("buffer/" + buffer.name);
     const TensorRecord* record = table.find("buffer", buffer.name);
     if (record)
@@ -135,36 +131,33 @@ Groups saved_groups(const OptimizerRecord& record, const TensorTable& table) {
   return groups;
 }
 
-Groups present_groups(const ShardedState& state, const ShardedOptimizer& optimizer,
-                      const TensorTable& table) {
+Groups present_groups(const ModelView& view, const TensorTable& table) {
   Groups groups;
-  for (const Segment& segment : segments_of(optimizer)) {
-    const std::string& name = state.slot(segment.place).name();
-    if (const auto* param = table.find("param", name))
-      groups[param->names.front()] = segment.param_group;
+  for (const OptimizedParam& optimized : view.optimized) {
+    const TensorRecord* param = table.find("param", view.params[optimized.param].name());
+    if (param) groups[param->names.front()] = optimized.param_group;
   }
   return groups;
 }
 
 void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
-                       const ShardedState& state, const ShardedOptimizer& optimizer,
-                       Misfits& misfits) {
+                       const ModelView& view, Misfits& misfits) {
   if (!index.optimizer) {
     misfits.add(Misfits::kOptimizer, "it was saved without one");
     return;
   }
   const OptimizerRecord& record = *index.optimizer;
-  const std::string kind = optimizer_kind(optimizer.inner());
+  const std::string kind = optimizer_kind(*view.optimizer);
   if (record.kind != kind) {
     misfits.add(Misfits::kOptimizer, fmt::format("{} (the checkpoint's: {})", kind, record.kind));
   }
-  const size_t groups = optimizer.inner().param_groups().size();
+  const size_t groups = view.optimizer->param_groups().size();
   if (record.param_groups.size() != groups) {
     misfits.add(Misfits::kOptimizer, fmt::format("{} param groups (the checkpoint's: {})", groups,
                                                  record.param_groups.size()));
     return;
   }
-  compare_groups(saved_groups(record, table), present_groups(state, optimizer, table), misfits);
+  compare_groups(saved_groups(record, table), present_groups(view, table), misfits);
   for (const TensorRecord& tensor : index.tensors) {
     if (tensor.kind != "state") continue;
     const TensorRecord* param = table.find("param", tensor.names.front());
@@ -200,11 +193,11 @@ const std::map<std::string, int64_t>& TensorTable::counts_of(const TensorRecord&
   return it == index_.optimizer->counts.end() ? kNone : it->second;
 }
 
-void check_fit(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
-               const ShardedOptimizer* optimizer, const std::string& path) {
+void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
+               const std::string& path) {
   Misfits misfits;
-  compare_model(index, table, state, misfits);
-  if (optimizer) compare_optimizer(index, table, state, *optimizer, misfits);
+  compare_model(index, table, view, misfits);
+  if (view.optimizer) compare_optimizer(index, table, view, misfits);
   misfits.check(path);
 }
 

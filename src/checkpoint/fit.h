@@ -1,13 +1,11 @@
 #pragma once
 
-#include <tessera/sharded_optimizer.h>
-
 #include <map>
 #include <string>
 #include <vector>
 
-#include "access/sharded_state.h"
 #include "checkpoint/index.h"
+#include "checkpoint/model_view.h"
 
 namespace tessera {
 
@@ -32,7 +30,7 @@ class TensorTable {
 
 /// Throws one `c10::ValueError` that lists everything in which the checkpoint does not fit the
 /// model or the optimizer.
-void check_fit(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
-               const ShardedOptimizer* optimizer, const std::string& path);
+void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
+               const std::string& path);
 
 }  // namespace tessera

@@ -150,6 +150,10 @@ std::string rank_file(int rank, int size) {
   return fmt::format("rank-{:05}-of-{:05}.safetensors", rank, size);
 }
 
+std::string model_file(int number, int count) {
+  return fmt::format("model-{:05}-of-{:05}.safetensors", number, count);
+}
+
 std::string to_json(const CheckpointIndex& index) {
   json tensors = json::array();
   for (const TensorRecord& tensor : index.tensors) tensors.push_back(to_json_tensor(tensor));

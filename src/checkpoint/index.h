@@ -15,8 +15,9 @@ struct ChunkRecord {
   int64_t begin = 0, end = 0;  ///< elements of the tensor in the order of its memory
 };
 
-/// A tensor of the model or of its optimizer's state. Its elements are stored in the order of its
-/// memory, which `shape` and `strides` describe, so that shards are written as they lie.
+/// A tensor of the model or of its optimizer's state. Its elements are stored in the order of
+/// memory that `shape` and `strides` describe: the model's own, so that shards are written as they
+/// lie, or a contiguous tensor's, if it is stored whole.
 struct TensorRecord {
   std::string kind;                ///< `param`, `buffer` or `state`
   std::string state;               ///< for a `state`: its name, such as `exp_avg`
@@ -55,6 +56,8 @@ constexpr const char* kIndexFile = "index.json";
 
 /// `rank-00000-of-00002.safetensors`
 std::string rank_file(int rank, int size);
+/// `model-00001-of-00002.safetensors`: numbered from 1, as other tools do
+std::string model_file(int number, int count);
 
 std::string to_json(const CheckpointIndex& index);
 /// Reads what `to_json` wrote. Throws `c10::ValueError` for anything else.
