@@ -45,6 +45,7 @@ inline const std::vector<ShardPlan>& plans() {
       plan_of(ShardLevel::kGradients, Partition::kWholeParam, 2000),
       plan_of(ShardLevel::kParameters, Partition::kFlatEven, 1000),
       plan_of(ShardLevel::kParameters, Partition::kWholeParam, 1 << 20),
+      plan_of(ShardLevel::kOptimizerState, Partition::kFlatEven, 1500),
   };
   return kPlans;
 }
@@ -68,13 +69,14 @@ struct Saved {
 };
 
 inline Saved save_in_middle(int ranks, const ShardPlan& plan, bool whole,
- const std::filesystem::path& path) {
+                            const std::filesystem::path& path) {
   Saved saved{ranks, plan, whole, path, {}, {}};
   run_world(ranks, [&](World& world) {
     Job job(1, plan);
     job.train(0, 2);
     job.inner.param_groups()[0].options().set_lr(0.005);
-    save_checkpoint(path, job.sharded, &job.optimizer, {.numbers = {{"step", 2}}, .whole_parameters = whole});
+    save_checkpoint(path, job.sharded, &job.optimizer,
+                    {.numbers = {{"step", 2}}, .whole_parameters = whole});
     const auto state = job.sharded.full_state();
     job.train(2, 4);
     const auto later = job.sharded.full_state();

@@ -13,7 +13,11 @@
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "support/models.h"
@@ -52,11 +56,15 @@ inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
   return std::make_shared<Picture>();
 }
 
-/// One training step on the same rows on every rank, so that worlds of all sizes do the same.
-inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
+/// The same rows on every rank, so that worlds of all sizes do the same.
+inline std::pair<torch::Tensor, torch::Tensor> picture_batch(int64_t step) {
   auto generator = at::detail::createCPUGenerator(1000 + step);
-  const torch::Tensor x = torch::randn({5, 3, 6, 6}, generator),
-                      y = torch::randn({5, 17}, generator);
+  torch::Tensor x = torch::randn({5, 3, 6, 6}, generator);
+  return {x, torch::randn({5, 17}, generator)};
+}
+
+inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
+  const auto [x, y] = picture_batch(step);
   optimizer.zero_grad();
   torch::mse_loss(picture.forward(x), y).backward();
   optimizer.step();
@@ -198,7 +206,8 @@ inline void expect_holds(const std::filesystem::path& path, double value) {
 
 inline std::vector<std::string> names_in(const std::filesystem::path& path) {
   std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(path)) names.push_back(entry.path().filename());
+  for (const auto& entry : std::filesystem::directory_iterator(path))
+    names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
   return names;
 }
