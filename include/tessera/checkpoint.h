@@ -4,7 +4,6 @@
 #include <tessera/fully_shard.h>
 #include <tessera/sharded_optimizer.h>
 
-#include <cstdint>
 #include <filesystem>
 #include <map>
 #include <string>

@@ -32,8 +32,8 @@ TensorRecord whole_record(const char* kind, std::vector<std::string> names,
   return record;
 }
 
-// The names that a tied parameter has besides the one it is stored under are listed as PyTorch's
-// `save_model` does.
+// The names that a tied parameter has besides the one it is stored under are listed as `save_model`
+// of Python's safetensors does.
 std::map<std::string, std::string> metadata_of(const std::vector<TensorRecord>& records,
                                                const std::string& id) {
   std::map<std::string, std::string> metadata;
