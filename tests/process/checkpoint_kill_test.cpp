@@ -15,8 +15,12 @@
 namespace tessera {
 namespace {
 
-/// A save of the probe takes some 10 ms: kills fall into the first few.
-constexpr int kLongestLife = 80;  // ms
+using Seconds = std::chrono::duration<double>;
+
+/// A time between 0 and `most`.
+Seconds some_of(Seconds most, std::mt19937& random) {
+  return std::uniform_real_distribution<double>(0, most.count())(random) * Seconds(1);
+}
 
 /// The number after the last "`key` " in the output of the probe; 0 if there is none.
 int last_number(const std::string& text, const std::string& key) {
@@ -37,11 +41,11 @@ std::map<std::string, std::string> environment_of(int rank, int ranks, int port)
   return environment;
 }
 
-/// Lets `ranks` probes save until they are killed, one shortly after the other. Returns the number
-/// of the checkpoint that they found, and sets `saved` to the last save that they finished.
-int save_until_killed(const std::string& directory, int ranks, std::mt19937& random, int& saved) {
+using Probes = std::vector<std::unique_ptr<ProgramRun>>;
+
+Probes start_probes(const std::string& directory, int ranks) {
   const tools::ReservedPort port(0);
-  std::vector<std::unique_ptr<ProgramRun>> probes;
+  Probes probes;
   for (int rank = 0; rank < ranks; ++rank) {
     probes.push_back(std::make_unique<ProgramRun>(
         Command{CHECKPOINT_PROBE, directory},
@@ -50,14 +54,21 @@ int save_until_killed(const std::string& directory, int ranks, std::mt19937& ran
   for (const auto& probe : probes) {
     if (!probe->wait_for_output("ready\n")) ADD_FAILURE() << probe->wait().err;
   }
+  return probes;
+}
+
+/// Lets `ranks` probes save until they are killed, one shortly after the other. Returns the number
+/// of the checkpoint that they found, and sets `saved` to the last save that they finished.
+int save_until_killed(const std::string& directory, int ranks, std::mt19937& random, int& saved) {
+  Probes probes = start_probes(directory, ranks);
+  const auto ready = std::chrono::steady_clock::now();
+  EXPECT_TRUE(probes[0]->wait_for_output("saved "));
+  const Seconds one_save = std::chrono::steady_clock::now() - ready;
+  std::this_thread::sleep_for(some_of(3 * one_save, random));
   std::shuffle(probes.begin(), probes.end(), random);
-  const auto wait = [&](int most) {
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % (1000 * most)));
-  };
-  wait(kLongestLife);
   for (const auto& probe : probes) {
     probe->signal(SIGKILL);
-    wait(3);
+    std::this_thread::sleep_for(some_of(one_save / 4, random));
   }
   int found = 0;
   for (const auto& probe : probes) {
@@ -82,7 +93,7 @@ void expect_whole_after_kills(int ranks, int kills) {
   const ProgramEnd end = run_program({CHECKPOINT_PROBE, directory, "--look"});
   EXPECT_EQ(end.status, 0) << end.err;
   EXPECT_GE(last_number(end.out, "found"), saved) << end.out;
-  EXPECT_GT(saved, kills / 4);
+  EXPECT_GE(saved, kills);
   int entries = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(scratch.path()))
     ++entries;
