@@ -213,7 +213,8 @@ struct Job {
             pace * (o.steps - step));
       }
       if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
-        tessera::save_checkpoint(o.save, sharded, &optimizer, {{"step", double(step)}});  // (*)
+        tessera::save_checkpoint(o.save, sharded, &optimizer,
+                                 {.numbers = {{"step", double(step)}}});  // (*)
     }
     held_out = held_out_loss(std::numeric_limits<int64_t>::max());
     fmt::print(

@@ -25,6 +25,15 @@ std::vector<NamedTensor> scripted_tensors(const Items& items) {
 
 }  // namespace
 
+std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module) {
+  for (const at::Tensor& param : module.parameters()) {
+    Unit* unit = unit_of(param);
+    auto* state = unit ? dynamic_cast<ShardedState*>(&unit->listener()) : nullptr;
+    if (state) return state->shared_from_this();
+  }
+  return nullptr;
+}
+
 namespace detail {
 
 std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& plan) {

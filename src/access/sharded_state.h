@@ -2,6 +2,7 @@
 
 #include <tessera/fully_shard.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +14,11 @@
 #include "unit/unit.h"
 
 namespace tessera {
+
+class ShardedState;
+
+/// The state of a module that was sharded in place; null for another.
+std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module);
 
 /// Where a parameter lies.
 struct ParamPlace {
@@ -35,6 +41,10 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void sync_buffers();
   at::Tensor full_grad(const ParamPlace& place);
   std::vector<NamedTensor> full_state();
+  /// Gathers the units one after another, and calls `visit` with each while it is whole. Never is
+  /// more than one whole that is freed between uses. Collective, and so `visit` must not throw
+  /// unless it does on all ranks.
+  void visit_whole_units(const std::function<void(const Unit&)>& visit);
 
   /// The place of a parameter by name (any of its names) or tensor; empty if it is not the model's.
   std::optional<ParamPlace> find(const std::string& name) const;

@@ -3,79 +3,72 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
-#include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
-#include <map>
 #include <utility>
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
 #include "optim/param_state.h"
-#include "optim/sharded_optimizer_access.h"
 
 namespace tessera {
 namespace {
 
-TensorRecord record_of(const ParamSlot& slot) {
-  TensorRecord record{
-      .kind = "param", .names = slot.names, .shape = slot.sizes, .strides = slot.strides};
-  record.dtype = safetensors_dtype(slot.dtype);
-  return record;
-}
-
-TensorRecord record_of(const NamedTensor& buffer) {
-  TensorRecord record{
-      .kind = "buffer", .names = {buffer.name}, .shape = buffer.tensor.sizes().vec()};
-  const auto strides = c10::contiguous_strides(record.shape);
-  record.strides.assign(strides.begin(), strides.end());
-  record.dtype = safetensors_dtype(buffer.tensor.scalar_type());
-  return record;
-}
-
-// The state of a segment in the segment's memory order, 1-D.
-at::Tensor flat_state(const at::Tensor& value, const Segment& segment) {
-  const at::Tensor& like = segment.tensor;
-  TORCH_CHECK(value.sizes() == like.sizes(),
+// The state of a parameter in the parameter's memory order, 1-D.
+at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
+  TORCH_CHECK(value.sizes() == param.sizes(),
               "[save_checkpoint] the optimizer's state must have its parameter's shape ",
-              like.sizes(), "; got ", value.sizes());
+              param.sizes(), "; got ", value.sizes());
   at::Tensor ordered = value;
-  if (value.strides() != like.strides()) {
-    ordered = at::empty_strided(like.sizes(), like.strides(), value.options());
+  if (value.strides() != param.strides()) {
+    ordered = at::empty_strided(param.sizes(), param.strides(), value.options());
     ordered.copy_(value);
   }
-  return at::as_strided(ordered, {like.numel()}, {1}, ordered.storage_offset());
+  return at::as_strided(ordered, {param.numel()}, {1}, ordered.storage_offset());
 }
 
 class Collector {
  public:
-  Collector(const ShardedState& state, const ShardedOptimizer* optimizer)
-      : state_(state), optimizer_(optimizer), rank_(state.process_group().rank()) {
-    contents_.index.world_size = state.process_group().size();
+  Collector(const ModelView& view, int rank, int size) : view_(view), rank_(rank) {
+    contents_.index.world_size = size;
   }
 
-  RankContents collect() && {
-    for (const auto& unit : state_.units()) {
-      for (const ParamSlot& slot : unit->layout().slots) add_param(*unit, slot);
+  void add_model() {
+    for (const ParamView& param : view_.params) add_part(record_of(param), param, param.values);
+    if (rank_ != 0) return;
+    for (const NamedTensor& buffer : view_.buffers) {
+      const int64_t numel = buffer.tensor.numel();
+      add(record_of(buffer), 0, numel, buffer.tensor.contiguous().view({numel}));
     }
-    if (rank_ == 0) {
-      for (const NamedTensor& buffer : state_.buffers()) add_buffer(buffer);
-    }
-    if (optimizer_) add_optimizer();
-    return std::move(contents_);
   }
+
+  // What parameters that are stored in the dtype of their use don't tell.
+  void add_masters() {
+    for (const ParamView& param : view_.params) {
+      if (param.dtype == param.master_dtype) continue;
+      TensorRecord record = record_of(param);
+      record.kind = "master";
+      add_part(std::move(record), param, param.values);
+    }
+  }
+
+  void add_optimizer() {
+    OptimizerRecord& record = contents_.index.optimizer.emplace();
+    record.kind = optimizer_kind(*view_.optimizer);
+    for (auto& group : view_.optimizer->param_groups()) {
+      record.param_groups.push_back({.options = read_options(record.kind, group)});
+    }
+    for (const OptimizedParam& optimized : view_.optimized) {
+      const ParamView& param = view_.params[optimized.param];
+      record.param_groups[optimized.param_group].params.push_back(param.name());
+      if (optimized.tensor.defined()) add_states(param, optimized.tensor);
+    }
+  }
+
+  RankContents take() && { return std::move(contents_); }
 
  private:
-  // This rank's elements of a parameter, in the unit's flat buffer. They are those of its shard
-  // even if every rank has and updates all.
-  std::pair<int64_t, int64_t> range_of(const Unit& unit, const ParamSlot& slot) const {
-    const auto& bounds = unit.layout().bounds;
-    return {std::max(slot.offset, bounds[rank_]),
-            std::min(slot.offset + slot.numel, bounds[rank_ + 1])};
-  }
-
   // `data` holds elements [begin, end) of the tensor; records without data are rank 0's to list.
   void add(TensorRecord record, int64_t begin, int64_t end, const at::Tensor& data) {
     const bool has_data = begin < end;
@@ -88,60 +81,38 @@ class Collector {
     contents_.index.tensors.push_back(std::move(record));
   }
 
-  void add_param(const Unit& unit, const ParamSlot& slot) {
-    const auto [begin, end] = range_of(unit, slot);
+  // Of `values`, which this rank has, those that it stores.
+  void add_part(TensorRecord record, const ParamView& param, const at::Tensor& values) {
+    const int64_t begin = param.stored_begin, end = param.stored_end;
     at::Tensor data;
-    if (begin < end) data = unit.updated().narrow(0, begin - unit.updated_begin(), end - begin);
-    add(record_of(slot), begin - slot.offset, end - slot.offset, data);
+    if (begin < end) data = values.narrow(0, begin - param.begin, end - begin);
+    add(std::move(record), begin, end, data);
   }
 
-  void add_buffer(const NamedTensor& buffer) {
-    if (!buffer.tensor.defined()) return;
-    const int64_t numel = buffer.tensor.numel();
-    add(record_of(buffer), 0, numel, buffer.tensor.contiguous().view({numel}));
-  }
-
-  void add_optimizer() {
-    torch::optim::Optimizer& optimizer = optimizer_->inner();
-    OptimizerRecord& record = contents_.index.optimizer.emplace();
-    record.kind = optimizer_kind(optimizer);
-    for (auto& group : optimizer.param_groups()) {
-      record.param_groups.push_back({.options = read_options(record.kind, group)});
-    }
-    for (const Segment& segment : segments_of(*optimizer_)) {
-      const std::string& name = state_.slot(segment.place).name();
-      record.param_groups[segment.param_group].params.push_back(name);
-      if (segment.tensor.defined()) add_state(segment, name);
-    }
-  }
-
-  void add_state(const Segment& segment, const std::string& name) {
-    const ParamSlot& slot = state_.slot(segment.place);
-    const auto [begin, end] = range_of(*state_.units()[segment.place.unit], slot);
-    const ParamState param_state = read_param_state(optimizer_->inner(), segment.tensor);
-    if (!param_state.counts.empty()) contents_.index.optimizer->counts[name] = param_state.counts;
-    for (const auto& [state_name, value] : param_state.tensors) {
-      if (begin >= end) continue;
-      TensorRecord record = record_of(slot);
+  void add_states(const ParamView& param, const at::Tensor& tensor) {
+    const ParamState states = read_param_state(*view_.optimizer, tensor);
+    if (!states.counts.empty()) contents_.index.optimizer->counts[param.name()] = states.counts;
+    for (const auto& [name, value] : states.tensors) {
+      TensorRecord record = record_of(param);
       record.kind = "state";
-      record.state = state_name;
+      record.state = name;
       record.dtype = safetensors_dtype(value.scalar_type());
-      const at::Tensor data =
-          flat_state(value, segment).narrow(0, begin - segment.begin, end - begin);
-      add(std::move(record), begin - slot.offset, end - slot.offset, data);
+      add_part(std::move(record), param, flat_state(value, tensor));
     }
   }
 
-  const ShardedState& state_;
-  const ShardedOptimizer* optimizer_;
+  const ModelView& view_;
   int rank_;
   RankContents contents_;
 };
 
 }  // namespace
 
-RankContents contents_of_rank(const ShardedState& state, const ShardedOptimizer* optimizer) {
-  return Collector(state, optimizer).collect();
+RankContents contents_of_rank(const ModelView& view, int rank, int size, bool with_model) {
+  Collector collector(view, rank, size);
+  with_model ? collector.add_model() : collector.add_masters();
+  if (view.optimizer) collector.add_optimizer();
+  return std::move(collector).take();
 }
 
 bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {

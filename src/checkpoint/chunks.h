@@ -1,13 +1,9 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <tessera/fully_shard.h>
-#include <tessera/sharded_optimizer.h>
-
 #include <vector>
 
-#include "access/sharded_state.h"
 #include "checkpoint/index.h"
+#include "checkpoint/model_view.h"
 
 namespace tessera {
 
@@ -17,10 +13,10 @@ struct RankContents {
   std::vector<NamedTensor> chunks;  ///< 1-D views of the memory of shards and optimizer state
 };
 
-/// Cuts out this rank's chunks: each element of the model and of the optimizer's state is in
-/// exactly one chunk of one rank. Changes and copies nothing (but what is not laid out like its
-/// parameter).
-RankContents contents_of_rank(const ShardedState& state, const ShardedOptimizer* optimizer);
+/// Cuts out this rank's chunks: each element of the optimizer's state and of the model (if not
+/// `with_model`: of its master weights only) is in exactly one chunk of one rank. Changes and copies nothing (but what is not laid out
+/// like its parameter).
+RankContents contents_of_rank(const ModelView& view, int rank, int size, bool with_model);
 
 /// True if both strides put the elements of `sizes` into the same order.
 bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b);

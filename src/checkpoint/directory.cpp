@@ -20,10 +20,9 @@ namespace fs = std::filesystem;
 // A new checkpoint is written to `<path>.tmp`, the index last, and everything is brought to the
 // disk. Then the two directories exchange their names in one step of the file system, and the old
 // one, which now has the draft's name, is removed. Where the file system can't exchange, the old
-// one is renamed to
-// `<path>.old` before the draft gets its name; if that is cut off in between, `<path>.old` is taken
-// for the checkpoint by the next load or save. A save that is cut off earlier leaves a draft, which
-// the next one removes.
+// one is renamed to `<path>.old` before the draft gets its name; if that is cut off in between,
+// `<path>.old` is taken for the checkpoint by the next load or save. A save that is cut off earlier
+// leaves a draft, which the next one removes.
 //
 // Only files with a checkpoint's names are ever removed.
 namespace {
@@ -32,7 +31,8 @@ fs::path with_suffix(const fs::path& path, const char* suffix) { return path.str
 
 bool is_checkpoint_file(const fs::path& file) {
   const std::string name = file.filename().string();
-  return name == kIndexFile || (name.starts_with("rank-") && name.ends_with(".safetensors"));
+  return name == kIndexFile || ((name.starts_with("rank-") || name.starts_with("model-")) &&
+                                name.ends_with(".safetensors"));
 }
 
 // Throws unless `path` may be removed.
@@ -81,6 +81,12 @@ void CheckpointDirectory::prepare() const {
   const fs::path old = with_suffix(path_, ".old");
   if (!fs::exists(path_) && fs::exists(old / kIndexFile)) fs::rename(old, path_);
   check_removable(path_);
+  // Other tools name the files of a model as we do, but not the index.
+  TORCH_CHECK_VALUE(!fs::exists(path_) || fs::is_empty(path_) || fs::exists(path_ / kIndexFile),
+                    "[save_checkpoint] '", path_.string(),
+                    "' must be a new path or a checkpoint's directory, because it will be "
+                    "replaced; it has files, but no ",
+                    kIndexFile);
   check_removable(draft_);
   remove_checkpoint(draft_);
   fs::create_directories(draft_);

@@ -47,15 +47,16 @@ File File::open(const std::string& name) const {
   return File(fd, path);
 }
 
-void File::write(const void* data, size_t nbytes) {
+void File::write(const void* data, size_t nbytes, int64_t offset) {
   const char* next = static_cast<const char*>(data);
   while (nbytes > 0) {
-    const ssize_t written = ::write(fd_, next, std::min(nbytes, kMostPerCall));
-    if (written < 0 && errno == EINTR) continue;
-    TORCH_CHECK(written > 0, "[save_checkpoint] could not write '", path_,
+    const ssize_t count = ::pwrite(fd_, next, std::min(nbytes, kMostPerCall), offset);
+    if (count < 0 && errno == EINTR) continue;
+    TORCH_CHECK(count > 0, "[save_checkpoint] could not write '", path_,
                 "': ", std::strerror(errno));
-    next += written;
-    nbytes -= static_cast<size_t>(written);
+    next += count;
+    offset += count;
+    nbytes -= static_cast<size_t>(count);
   }
 }
 

@@ -21,7 +21,7 @@ class File {
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
-  void write(const void* data, size_t nbytes);
+  void write(const void* data, size_t nbytes, int64_t offset);
   /// Reads exactly `nbytes` from `offset`.
   void read(void* data, size_t nbytes, int64_t offset) const;
   int64_t nbytes() const;

@@ -9,7 +9,6 @@
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
-#include "optim/sharded_optimizer_access.h"
 
 namespace tessera {
 namespace {
@@ -19,14 +18,14 @@ constexpr size_t kMostListed = 10;
 // Collects what does not fit, so that one error tells all of it.
 class Misfits {
  public:
-  enum Kind : uint8_t { kMissing, kExtra, kShape, kDtype, kTie, kOptimizer, kKinds };
+  enum Kind : uint8_t { kMissing, kExtra, kShape, kDtype, kTie, kOptimizer, kScaler, kKinds };
 
   void add(Kind kind, std::string text) { found_[kind].push_back(std::move(text)); }
 
   void check(const std::string& path) const {
     static constexpr const char* kTitles[kKinds] = {
         "missing in the checkpoint", "not in the model", "other shapes", "other dtypes",
-        "tied only in the model",    "optimizer"};
+        "tied only in the model",    "optimizer",        "scaler"};
     std::string text;
     for (size_t kind = 0; kind < kKinds; ++kind) {
       if (found_[kind].empty()) continue;
@@ -47,6 +46,12 @@ class Misfits {
   std::vector<std::string> found_[kKinds];
 };
 
+// Between float and the half precisions, what is read is widened or rounded.
+bool is_convertible(const std::string& from, const std::string& to) {
+  const auto is_half = [](const std::string& dtype) { return dtype == "F16" || dtype == "BF16"; };
+  return from == to || (from == "F32" && is_half(to)) || (is_half(from) && to == "F32");
+}
+
 void compare(const TensorRecord& record, const std::string& name, at::IntArrayRef sizes,
              at::ScalarType dtype, Misfits& misfits) {
   if (at::IntArrayRef(record.shape) != sizes) {
@@ -54,38 +59,37 @@ void compare(const TensorRecord& record, const std::string& name, at::IntArrayRe
                 fmt::format("'{}' [{}] (the model's: [{}])", name, fmt::join(record.shape, ", "),
                             fmt::join(sizes.vec(), ", ")));
   }
-  if (record.dtype != safetensors_dtype(dtype)) {
+  if (!is_convertible(record.dtype, safetensors_dtype(dtype))) {
     misfits.add(Misfits::kDtype, fmt::format("'{}' {} (the model's: {})", name, record.dtype,
                                              safetensors_dtype(dtype)));
   }
 }
 
-void compare_param(const TensorTable& table, const ParamSlot& slot, Misfits& misfits) {
+void compare_param(const TensorTable& table, const ParamView& param, Misfits& misfits) {
   const TensorRecord* first = nullptr;
-  for (const std::string& name : slot.names) {
+  for (const std::string& name : param.names) {
     const TensorRecord* record = table.find("param", name);
     if (!record) {
       misfits.add(Misfits::kMissing, fmt::format("'{}'", name));
     } else if (!first) {
       first = record;
     } else if (record != first) {
-      misfits.add(Misfits::kTie, fmt::format("'{}' = '{}'", slot.name(), name));
+      misfits.add(Misfits::kTie, fmt::format("'{}' = '{}'", param.name(), name));
     }
   }
-  if (first) compare(*first, slot.name(), slot.sizes, slot.dtype, misfits);
+  if (first) {
+    compare(table.source_of(param), param.name(), param.sizes, param.master_dtype, misfits);
+  }
 }
 
-void compare_model(const CheckpointIndex& index, const TensorTable& table,
-                   const ShardedState& state, Misfits& misfits) {
+void compare_model(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
+                   Misfits& misfits) {
   std::set<std::string> in_model;  // "KIND/NAME"
-  for (const auto& unit : state.units()) {
-    for (const ParamSlot& slot : unit->layout().slots) {
-      for (const std::string& name : slot.names) in_model.insert("param/" + name);
-      compare_param(table, slot, misfits);
-    }
+  for (const ParamView& param : view.params) {
+    for (const std::string& name : param.names) in_model.insert("param/" + name);
+    compare_param(table, param, misfits);
   }
-  for (const NamedTensor& buffer : state.buffers()) {
-    if (!buffer.tensor.defined()) continue;
+  for (const NamedTensor& buffer : view.buffers) {
     in_model.insert("buffer/" + buffer.name);
     const TensorRecord* record = table.find("buffer", buffer.name);
     if (record)
@@ -93,7 +97,7 @@ void compare_model(const CheckpointIndex& index, const TensorTable& table,
     if (!record) misfits.add(Misfits::kMissing, fmt::format("buffer '{}'", buffer.name));
   }
   for (const TensorRecord& record : index.tensors) {
-    if (record.kind == "state") continue;
+    if (record.kind == "state" || record.kind == "master") continue;
     for (size_t i = 0; i < record.names.size(); ++i) {
       if (in_model.contains(record.id(i))) continue;
       misfits.add(Misfits::kExtra,
@@ -135,36 +139,33 @@ Groups saved_groups(const OptimizerRecord& record, const TensorTable& table) {
   return groups;
 }
 
-Groups present_groups(const ShardedState& state, const ShardedOptimizer& optimizer,
-                      const TensorTable& table) {
+Groups present_groups(const ModelView& view, const TensorTable& table) {
   Groups groups;
-  for (const Segment& segment : segments_of(optimizer)) {
-    const std::string& name = state.slot(segment.place).name();
-    if (const auto* param = table.find("param", name))
-      groups[param->names.front()] = segment.param_group;
+  for (const OptimizedParam& optimized : view.optimized) {
+    const TensorRecord* param = table.find("param", view.params[optimized.param].name());
+    if (param) groups[param->names.front()] = optimized.param_group;
   }
   return groups;
 }
 
 void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
-                       const ShardedState& state, const ShardedOptimizer& optimizer,
-                       Misfits& misfits) {
+                       const ModelView& view, Misfits& misfits) {
   if (!index.optimizer) {
     misfits.add(Misfits::kOptimizer, "it was saved without one");
     return;
   }
   const OptimizerRecord& record = *index.optimizer;
-  const std::string kind = optimizer_kind(optimizer.inner());
+  const std::string kind = optimizer_kind(*view.optimizer);
   if (record.kind != kind) {
     misfits.add(Misfits::kOptimizer, fmt::format("{} (the checkpoint's: {})", kind, record.kind));
   }
-  const size_t groups = optimizer.inner().param_groups().size();
+  const size_t groups = view.optimizer->param_groups().size();
   if (record.param_groups.size() != groups) {
     misfits.add(Misfits::kOptimizer, fmt::format("{} param groups (the checkpoint's: {})", groups,
                                                  record.param_groups.size()));
     return;
   }
-  compare_groups(saved_groups(record, table), present_groups(state, optimizer, table), misfits);
+  compare_groups(saved_groups(record, table), present_groups(view, table), misfits);
   for (const TensorRecord& tensor : index.tensors) {
     if (tensor.kind != "state") continue;
     const TensorRecord* param = table.find("param", tensor.names.front());
@@ -188,6 +189,12 @@ const TensorRecord* TensorTable::find(const std::string& kind, const std::string
   return it == by_id_.end() ? nullptr : it->second;
 }
 
+const TensorRecord& TensorTable::source_of(const ParamView& param) const {
+  const TensorRecord* master = find("master", param.name());
+  const bool fits = master && master->dtype == safetensors_dtype(param.master_dtype);
+  return fits ? *master : *find("param", param.name());
+}
+
 const std::vector<const TensorRecord*>& TensorTable::states_of(const TensorRecord& param) const {
   static const std::vector<const TensorRecord*> kNone;
   const auto it = states_.find(param.names.front());
@@ -200,11 +207,13 @@ const std::map<std::string, int64_t>& TensorTable::counts_of(const TensorRecord&
   return it == index_.optimizer->counts.end() ? kNone : it->second;
 }
 
-void check_fit(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
-               const ShardedOptimizer* optimizer, const std::string& path) {
+void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
+               const GradScaler* scaler, const std::string& path) {
   Misfits misfits;
-  compare_model(index, table, state, misfits);
-  if (optimizer) compare_optimizer(index, table, state, *optimizer, misfits);
+  compare_model(index, table, view, misfits);
+  if (scaler && scaler->is_enabled() && index.scaler.empty())
+    misfits.add(Misfits::kScaler, "the checkpoint was saved without one");
+  if (view.optimizer) compare_optimizer(index, table, view, misfits);
   misfits.check(path);
 }
 

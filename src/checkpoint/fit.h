@@ -1,13 +1,13 @@
 #pragma once
 
-#include <tessera/sharded_optimizer.h>
+#include <tessera/grad_scaler.h>
 
 #include <map>
 #include <string>
 #include <vector>
 
-#include "access/sharded_state.h"
 #include "checkpoint/index.h"
+#include "checkpoint/model_view.h"
 
 namespace tessera {
 
@@ -19,6 +19,9 @@ class TensorTable {
 
   /// A parameter or buffer by any of its names; null if there is none.
   const TensorRecord* find(const std::string& kind, const std::string& name) const;
+  /// What a parameter is read from: its master weights if it has some itself, or is of their dtype.
+  /// It must be there.
+  const TensorRecord& source_of(const ParamView& param) const;
   /// The optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;
   /// The optimizer's counts for a parameter.
@@ -32,7 +35,7 @@ class TensorTable {
 
 /// Throws one `c10::ValueError` that lists everything in which the checkpoint does not fit the
 /// model or the optimizer.
-void check_fit(const CheckpointIndex& index, const TensorTable& table, const ShardedState& state,
-               const ShardedOptimizer* optimizer, const std::string& path);
+void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
+               const GradScaler* scaler, const std::string& path);
 
 }  // namespace tessera

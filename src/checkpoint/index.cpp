@@ -72,8 +72,10 @@ json to_json_optimizer(const OptimizerRecord& optimizer) {
   for (const ParamGroupRecord& group : optimizer.param_groups) {
     groups.push_back({{"options", to_json_numbers(group.options)}, {"params", group.params}});
   }
-  return {
-      {"kind", optimizer.kind}, {"param_groups", std::move(groups)}, {"counts", optimizer.counts}};
+  return {{"kind", optimizer.kind},
+          {"param_groups", std::move(groups)},
+          {"counts", optimizer.counts},
+          {"steps", optimizer.steps}};
 }
 
 OptimizerRecord from_json_optimizer(const json& value) {
@@ -83,6 +85,7 @@ OptimizerRecord from_json_optimizer(const json& value) {
     optimizer.param_groups.push_back({from_json_numbers(item.at("options")), item.at("params")});
   }
   value.at("counts").get_to(optimizer.counts);
+  optimizer.steps = value.value("steps", int64_t{0});
   return optimizer;
 }
 
@@ -97,6 +100,7 @@ CheckpointIndex from_json_index(const json& value) {
   index.numbers = from_json_numbers(value.at("numbers"));
   for (const json& item : value.at("tensors")) index.tensors.push_back(from_json_tensor(item));
   if (value.contains("optimizer")) index.optimizer = from_json_optimizer(value.at("optimizer"));
+  if (value.contains("scaler")) index.scaler = from_json_numbers(value.at("scaler"));
   return index;
 }
 
@@ -150,6 +154,10 @@ std::string rank_file(int rank, int size) {
   return fmt::format("rank-{:05}-of-{:05}.safetensors", rank, size);
 }
 
+std::string model_file(int number, int count) {
+  return fmt::format("model-{:05}-of-{:05}.safetensors", number, count);
+}
+
 std::string to_json(const CheckpointIndex& index) {
   json tensors = json::array();
   for (const TensorRecord& tensor : index.tensors) tensors.push_back(to_json_tensor(tensor));
@@ -162,6 +170,7 @@ std::string to_json(const CheckpointIndex& index) {
                  {"numbers", to_json_numbers(index.numbers)},
                  {"tensors", std::move(tensors)}};
   if (index.optimizer) result["optimizer"] = to_json_optimizer(*index.optimizer);
+  if (!index.scaler.empty()) result["scaler"] = to_json_numbers(index.scaler);
   return result.dump(1) + "\n";
 }
 

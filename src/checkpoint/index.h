@@ -15,10 +15,13 @@ struct ChunkRecord {
   int64_t begin = 0, end = 0;  ///< elements of the tensor in the order of its memory
 };
 
-/// A tensor of the model or of its optimizer's state. Its elements are stored in the order of its
-/// memory, which `shape` and `strides` describe, so that shards are written as they lie.
+/// A tensor of the model or of its optimizer's state. Its elements are stored in the order of
+/// memory that `shape` and `strides` describe: the model's own, so that shards are written as they
+/// lie, or a contiguous tensor's, if it is stored whole.
 struct TensorRecord {
-  std::string kind;                ///< `param`, `buffer` or `state`
+  /// `param`, `buffer`, `state`, or `master` for a parameter in the dtype that the optimizer updates
+  /// if `param` has another.
+  std::string kind;
   std::string state;               ///< for a `state`: its name, such as `exp_avg`
   std::vector<std::string> names;  ///< of the parameter or buffer; several if it is tied
   std::string dtype;               ///< as in safetensors
@@ -40,6 +43,7 @@ struct OptimizerRecord {
   std::string kind;  ///< `AdamW`, ...
   std::vector<ParamGroupRecord> param_groups;
   std::map<std::string, std::map<std::string, int64_t>> counts;  ///< by parameter
+  int64_t steps = 0;                                             ///< taken so far
 };
 
 /// What a checkpoint holds: the contents of its `index.json`.
@@ -49,12 +53,15 @@ struct CheckpointIndex {
   std::map<std::string, double> numbers;
   std::vector<TensorRecord> tensors;
   std::optional<OptimizerRecord> optimizer;
+  std::map<std::string, double> scaler;  ///< its state; empty if there is none
 };
 
 constexpr const char* kIndexFile = "index.json";
 
 /// `rank-00000-of-00002.safetensors`
 std::string rank_file(int rank, int size);
+/// `model-00001-of-00002.safetensors`: numbered from 1, as other tools do
+std::string model_file(int number, int count);
 
 std::string to_json(const CheckpointIndex& index);
 /// Reads what `to_json` wrote. Throws `c10::ValueError` for anything else.

@@ -1,18 +1,23 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 #include <tessera/checkpoint.h>
+#include <tessera/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/chunk_reader.h"
 #include "checkpoint/fail_together.h"
 #include "checkpoint/fit.h"
+#include "checkpoint/model_view.h"
 #include "checkpoint/optimizer_options.h"
+#include "checkpoint/safetensors.h"
 #include "optim/param_state.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -37,16 +42,11 @@ struct StateTarget {
 // Plans a load, which can fail, before it changes anything.
 class Loader {
  public:
-  Loader(const std::filesystem::path& path, ShardedState& state, ShardedOptimizer* optimizer)
-      : reader_(path), table_(reader_.index()), state_(state), optimizer_(optimizer) {
-    for (const auto& unit : state.units()) unit->check_views();
-    TORCH_CHECK_VALUE(
-        !optimizer || optimizer->module().state().get() == &state,
-        "[load_checkpoint] the optimizer must be that of the module; it was made for another one");
-    check_fit(reader_.index(), table_, state, optimizer, path.string());
-    plan_params();
-    plan_buffers();
-    if (optimizer) plan_optimizer();
+  Loader(const std::filesystem::path& path, ModelView view, GradScaler* scaler)
+      : reader_(path), table_(reader_.index()), view_(std::move(view)), scaler_(scaler) {
+    check_fit(reader_.index(), table_, view_, scaler, path.string());
+    plan_model();
+    if (view_.optimizer) plan_optimizer();
     for (const Target& target : targets_) {
       const bool reordered = target.strides != target.source->strides;
       reader_.check(*target.source, reordered ? 0 : target.begin,
@@ -57,66 +57,70 @@ class Loader {
   const CheckpointIndex& index() const { return reader_.index(); }
 
   void load() {
-    for (const Target& target : targets_) {
-      reader_.read(*target.source, target.strides, target.begin, target.end, target.out);
-    }
-    if (optimizer_) set_optimizer();
+    for (const Target& target : targets_) read(target);
+    if (view_.optimizer) set_optimizer();
+    if (scaler_) scaler_->load_state(index().scaler);
   }
 
  private:
-  void plan_params() {
-    for (const auto& unit : state_.units()) {
-      for (const ParamSlot& slot : unit->layout().slots) {
-        const int64_t begin = std::max(slot.offset, unit->updated_begin());
-        const int64_t end = std::min(slot.offset + slot.numel, unit->updated_end());
-        if (begin >= end) continue;
-        targets_.push_back({table_.find("param", slot.name()), slot.strides, begin - slot.offset,
-                            end - slot.offset,
-                            unit->updated().narrow(0, begin - unit->updated_begin(), end - begin)});
-      }
-    }
+  void read(const Target& target) {
+    const at::ScalarType dtype = scalar_type_of(target.source->dtype);
+    const bool converts = target.out.scalar_type() != dtype;
+    const at::Tensor out =
+        converts ? at::empty(target.out.sizes(), target.out.options().dtype(dtype)) : target.out;
+    reader_.read(*target.source, target.strides, target.begin, target.end, out);
+    if (converts) target.out.copy_(out);
   }
 
-  void plan_buffers() {
-    for (const NamedTensor& buffer : state_.buffers()) {
-      if (!buffer.tensor.defined() || buffer.tensor.numel() == 0) continue;
+  void plan_model() {
+    for (const ParamView& param : view_.params) {
+      if (param.begin == param.end) continue;
+      targets_.push_back(
+          {&table_.source_of(param), param.strides, param.begin, param.end, param.values});
+    }
+    for (const NamedTensor& buffer : view_.buffers) {
+      if (buffer.tensor.numel() == 0) continue;
       const TensorRecord* source = table_.find("buffer", buffer.name);
       targets_.push_back({source, source->strides, 0, source->numel(), buffer.tensor});
     }
   }
 
   void plan_optimizer() {
-    for (const Segment& segment : segments_of(*optimizer_)) {
-      if (!segment.tensor.defined()) continue;
-      const ParamSlot& slot = state_.slot(segment.place);
-      const TensorRecord& param = *table_.find("param", slot.name());
-      ParamState state{.tensors = {}, .counts = table_.counts_of(param)};
-      for (const TensorRecord* source : table_.states_of(param)) {
-        at::Tensor value = memory_for(segment, source->state, scalar_type_of(source->dtype));
-        targets_.push_back({source, slot.strides, segment.begin - slot.offset,
-                            segment.end - slot.offset,
+    for (const auto& [place, param_group, tensor] : view_.optimized) {
+      if (!tensor.defined()) continue;
+      const ParamView& param = view_.params[place];
+      const TensorRecord& record = *table_.find("param", param.name());
+      ParamState state{.tensors = {}, .counts = table_.counts_of(record)};
+      for (const TensorRecord* source : table_.states_of(record)) {
+        at::Tensor value = memory_for(tensor, source->state, scalar_type_of(source->dtype));
+        targets_.push_back({source, param.strides, param.begin, param.end,
                             at::as_strided(value, {value.numel()}, {1}, value.storage_offset())});
         state.tensors[source->state] = std::move(value);
       }
-      states_.push_back({segment.tensor, std::move(state)});
+      states_.push_back({tensor, std::move(state)});
     }
   }
 
   // The tensor that the optimizer has for this state, so that none is there twice, or a new one.
-  at::Tensor memory_for(const Segment& segment, const std::string& state,
+  at::Tensor memory_for(const at::Tensor& param, const std::string& state,
                         at::ScalarType dtype) const {
-    const ParamState present = read_param_state(optimizer_->inner(), segment.tensor);
+    std::vector<int64_t> strides = param.strides().vec();
+    if (!param.is_non_overlapping_and_dense()) {
+      const auto contiguous = c10::contiguous_strides(param.sizes());
+      strides.assign(contiguous.begin(), contiguous.end());
+    }
+    const ParamState present = read_param_state(*view_.optimizer, param);
     const auto it = present.tensors.find(state);
-    if (it != present.tensors.end() && it->second.sizes() == segment.tensor.sizes() &&
-        it->second.strides() == segment.tensor.strides() && it->second.scalar_type() == dtype) {
+    if (it != present.tensors.end() && it->second.sizes() == param.sizes() &&
+        it->second.strides() == at::IntArrayRef(strides) && it->second.scalar_type() == dtype) {
       return it->second;
     }
-    return at::empty_strided(segment.tensor.sizes(), segment.tensor.strides(),
-                             segment.tensor.options().dtype(dtype).requires_grad(false));
+    return at::empty_strided(param.sizes(), strides,
+                             param.options().dtype(dtype).requires_grad(false));
   }
 
   void set_optimizer() {
-    torch::optim::Optimizer& optimizer = optimizer_->inner();
+    torch::optim::Optimizer& optimizer = *view_.optimizer;
     for (const StateTarget& target : states_) {
       if (target.state.tensors.empty() && target.state.counts.empty()) {
         optimizer.state().erase(target.param.unsafeGetTensorImpl());
@@ -133,8 +137,8 @@ class Loader {
 
   ChunkReader reader_;
   TensorTable table_;
-  ShardedState& state_;
-  ShardedOptimizer* optimizer_;
+  ModelView view_;
+  GradScaler* scaler_;
   std::vector<Target> targets_;
   std::vector<StateTarget> states_;
 };
@@ -150,19 +154,35 @@ void check_same_checkpoint(const ShardMesh& mesh, const std::string& id) {
 }  // namespace
 
 std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
-                                              ShardedModule& module, ShardedOptimizer* optimizer) {
+                                              ShardedModule& module, ShardedOptimizer* optimizer,
+                                              GradScaler* scaler) {
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
   std::optional<Loader> loader;
-  fail_together(state.mesh(), [&] { loader.emplace(path, state, optimizer); });
+  fail_together(state.mesh(), [&] { loader.emplace(path, view_of(state, optimizer), scaler); });
   check_same_checkpoint(state.mesh(), loader->index().id);
   for (const auto& unit : state.units()) {
     unit->wait();
     unit->wait_until_unread();
   }
   fail_together(state.mesh(), [&] { loader->load(); });
+  for (const auto& unit : state.units()) unit->publish();
+  if (optimizer) {
+    offload_state(*optimizer);
+    optimizer->set_steps(loader->index().optimizer->steps);
+  }
   state.residency().on_step(std::vector<bool>(state.units().size(), true));
   return loader->index().numbers;
+}
+
+std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
+                                              torch::nn::Module& module,
+                                              torch::optim::Optimizer* optimizer,
+                                              GradScaler* scaler) {
+  at::NoGradGuard no_grad;
+  Loader loader(path, view_of(module, optimizer), scaler);
+  loader.load();
+  return loader.index().numbers;
 }
 
 }  // namespace tessera

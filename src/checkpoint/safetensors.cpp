@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstring>
+#include <functional>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 namespace tessera {
@@ -33,25 +34,12 @@ constexpr std::array<std::pair<at::ScalarType, const char*>, 16> kDtypes = {{
     {at::kBool, "BOOL"},
 }};
 
-int64_t nbytes_of(const at::Tensor& tensor) {
-  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+int64_t item_size(const std::string& dtype) {
+  return static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
 }
 
-std::string header_of(const std::vector<NamedTensor>& tensors,
-                      const std::map<std::string, std::string>& metadata) {
-  nlohmann::json header;
-  header["__metadata__"] = metadata;
-  int64_t offset = 0;
-  for (const NamedTensor& named : tensors) {
-    const int64_t end = offset + nbytes_of(named.tensor);
-    header[named.name] = {{"dtype", safetensors_dtype(named.tensor.scalar_type())},
-                          {"shape", {named.tensor.numel()}},
-                          {"data_offsets", {offset, end}}};
-    offset = end;
-  }
-  std::string text = header.dump();
-  text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
-  return text;
+int64_t numel_of(const std::vector<int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
 }  // namespace
@@ -72,20 +60,34 @@ at::ScalarType scalar_type_of(const std::string& name) {
   return it->first;
 }
 
-void write_safetensors(File& file, std::vector<NamedTensor> tensors,
-                       const std::map<std::string, std::string>& metadata) {
+SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
+                                     const std::map<std::string, std::string>& metadata)
+    : file_(std::move(file)) {
   // Wide elements first: then all of them are aligned, as some readers expect.
-  std::stable_sort(tensors.begin(), tensors.end(), [](const NamedTensor& a, const NamedTensor& b) {
-    return a.tensor.element_size() > b.tensor.element_size();
+  std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
+    return item_size(a.dtype) > item_size(b.dtype);
   });
-  const std::string header = header_of(tensors, metadata);
-  const uint64_t length = header.size();
-  file.write(&length, sizeof(length));
-  file.write(header.data(), header.size());
-  for (const NamedTensor& named : tensors) {
-    const at::Tensor on_cpu = named.tensor.cpu();
-    file.write(on_cpu.const_data_ptr(), static_cast<size_t>(nbytes_of(on_cpu)));
+  nlohmann::json header;
+  header["__metadata__"] = metadata;
+  int64_t end = 0;
+  for (const TensorHeader& tensor : tensors) {
+    const int64_t begin = end;
+    end += numel_of(tensor.shape) * item_size(tensor.dtype);
+    header[tensor.name] = {
+        {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
+    offsets_[tensor.name] = begin;
   }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
+  const uint64_t length = text.size();
+  file_.write(&length, sizeof(length), 0);
+  file_.write(text.data(), length, sizeof(length));
+  for (auto& [name, offset] : offsets_) offset += static_cast<int64_t>(sizeof(length) + length);
+}
+
+void SafetensorsWriter::write(const std::string& name, const at::Tensor& value) {
+  const at::Tensor on_cpu = value.cpu().contiguous();
+  file_.write(on_cpu.const_data_ptr(), on_cpu.nbytes(), offsets_.at(name));
 }
 
 SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
@@ -112,8 +114,7 @@ void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
       metadata_ = value.get<std::map<std::string, std::string>>();
       continue;
     }
-    Entry entry{.dtype = value.at("dtype"), .numel = 1};
-    for (const int64_t size : value.at("shape").get<std::vector<int64_t>>()) entry.numel *= size;
+    Entry entry{.dtype = value.at("dtype"), .numel = numel_of(value.at("shape"))};
     const int64_t begin = value.at("data_offsets").at(0), end = value.at("data_offsets").at(1);
     entry.offset = data_offset + begin;
     entry.nbytes = end - begin;
@@ -129,7 +130,7 @@ void SafetensorsFile::check(const std::string& key, const std::string& dtype, in
   TORCH_CHECK_VALUE(it != entries_.end(), "[load_checkpoint] '", file_.path(), "' lacks '", key,
                     "', which the index names");
   const Entry& entry = it->second;
-  const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
+  const int64_t item = item_size(dtype);
   TORCH_CHECK_VALUE(entry.dtype == dtype && entry.numel == numel && entry.nbytes == numel * item,
                     "[load_checkpoint] '", key, "' of '", file_.path(), "' must be ", numel,
                     " elements of ", dtype, "; got ", entry.numel, " of ", entry.dtype, " in ",
@@ -138,7 +139,7 @@ void SafetensorsFile::check(const std::string& key, const std::string& dtype, in
 
 void SafetensorsFile::read(const std::string& key, int64_t begin, int64_t end, void* out) const {
   const Entry& entry = entries_.at(key);
-  const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(entry.dtype)));
+  const int64_t item = item_size(entry.dtype);
   file_.read(out, static_cast<size_t>((end - begin) * item), entry.offset + begin * item);
 }
 

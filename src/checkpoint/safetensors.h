@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <tessera/fully_shard.h>
 
 #include <cstdint>
 #include <map>
@@ -21,11 +20,33 @@ std::string safetensors_dtype(at::ScalarType dtype);
 /// The dtype of such a name. Throws `c10::ValueError`.
 at::ScalarType scalar_type_of(const std::string& safetensors_dtype);
 
-/// Writes 1-D contiguous tensors, straight from their memory if it is the CPU's.
-void write_safetensors(File& file, std::vector<NamedTensor> tensors,
-                       const std::map<std::string, std::string>& metadata);
+/// What the header says of a tensor.
+struct TensorHeader {
+  std::string name;
+  std::string dtype;  ///< the format's name
+  std::vector<int64_t> shape;
+};
 
-/// A file of 1-D tensors that is open for reading.
+/// A file that is being written: first its header, then the tensors in any order.
+class SafetensorsWriter {
+ public:
+  /// Writes the header.
+  SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
+                    const std::map<std::string, std::string>& metadata);
+
+  /// Writes the elements of a tensor that the header names, straight from memory if they lie there
+  /// in their logical order and the memory is the CPU's.
+  void write(const std::string& name, const at::Tensor& value);
+
+  /// Returns when what was written is on the disk.
+  void sync() const { file_.sync(); }
+
+ private:
+  File file_;
+  std::map<std::string, int64_t> offsets_;  // bytes from the start of the file
+};
+
+/// A file that is open for reading.
 class SafetensorsFile {
  public:
   /// Reads the header. Throws `c10::ValueError` if the file is of another format.
@@ -33,7 +54,7 @@ class SafetensorsFile {
 
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
-  /// Throws `c10::ValueError` unless the file has this tensor.
+  /// Throws `c10::ValueError` unless the file has this tensor, of any shape.
   void check(const std::string& key, const std::string& dtype, int64_t numel) const;
 
   /// Reads elements [begin, end) of a tensor that was checked.

@@ -1,6 +1,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/checkpoint.h>
 #include <tessera/world.h>
 #include <torch/nn/module.h>
 #include <torch/optim/lbfgs.h>
@@ -12,7 +13,8 @@
 #include <set>
 #include <stdexcept>
 
-#include "unit/agreement.h"
+#include "access/sharded_state.h"
+#include "mesh/shard_mesh.h"
 
 namespace tessera::paddle {
 namespace {
@@ -181,6 +183,35 @@ void GroupShardedOptimizer::set_lr(double lr) {
 
 void GroupShardedOptimizer::minimize(const at::Tensor&) {
   throw std::runtime_error("optimizer.minimize() not support now, please use optimizer.step()");
+}
+
+void save_group_sharded_model(const ShardedModule& model, const std::filesystem::path& output,
+                              const GroupShardedOptimizer* optimizer) {
+  check_on_all_ranks(model.state()->mesh(), [&] {
+    TORCH_CHECK_VALUE(!std::filesystem::exists(output) || std::filesystem::is_directory(output),
+                      "[save_group_sharded_model] Saving directory (", output.string(),
+                      ") should be a directory, not a file");
+  });
+  save_checkpoint(output, model, optimizer,
+                  {.whole_parameters = true, .scaler = optimizer ? optimizer->scaler() : nullptr});
+}
+
+void save_group_sharded_model(const torch::nn::Module& model, const std::filesystem::path& output,
+                              const GroupShardedOptimizer* optimizer) {
+  const auto state = state_of(model);
+  TORCH_CHECK_VALUE(state != nullptr, "[save_group_sharded_model] Please use the layer which is wrapped with "
+                    "group_sharded_parallel.");
+  save_group_sharded_model(ShardedModule(state), output, optimizer);
+}
+
+void load_group_sharded_model(ShardedModule& model, const std::filesystem::path& input,
+                              GroupShardedOptimizer* optimizer) {
+  load_checkpoint(input, model, optimizer, optimizer ? optimizer->scaler() : nullptr);
+}
+
+void load_group_sharded_model(torch::nn::Module& model, const std::filesystem::path& input,
+                              torch::optim::Optimizer* optimizer, GradScaler* scaler) {
+  load_checkpoint(input, model, optimizer, scaler);
 }
 
 }  // namespace tessera::paddle

@@ -5,33 +5,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A sharded model whose parameters all have one value.
-struct Filled {
-  explicit Filled(double value) : module(std::make_shared<Mlp>(11, 2, 3)) {
-    torch::NoGradGuard no_grad;
-    for (auto& param : module->parameters()) param.fill_(value);
-    sharded.emplace(fully_shard(module, {.unit_bytes = 600}));
-  }
-  std::shared_ptr<Mlp> module;
-  std::optional<Sharded<Mlp>> sharded;
-};
-
-// Expects that the checkpoint loads, and that each of its parameters has this value.
-void expect_holds(const fs::path& path, double value) {
-  Filled other(-1);
-  load_checkpoint(path, *other.sharded, nullptr);
-  for (const NamedTensor& named : other.sharded->full_state()) {
-    EXPECT_TRUE((named.tensor == value).all().item<bool>()) << named.name << " of " << path;
-  }
-}
-
-std::vector<std::string> names_in(const fs::path& path) {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(path)) names.push_back(entry.path().filename());
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 TEST(CheckpointFiles, FollowTheSafetensorsFormat) {
   const ScratchDirectory scratch;
   run_world(2, [&](World&) {
@@ -77,7 +50,7 @@ TEST(CheckpointFiles, IndexTellsWhatIsStoredWhere) {
   const ScratchDirectory scratch;
   run_world(3, [&](World&) {
     auto sharded = fully_shard(make_picture(1), {.level = ShardLevel::kNone});
-    save_checkpoint(scratch / "one", sharded, nullptr, {{"step", 7}});
+    save_checkpoint(scratch / "one", sharded, nullptr, {.numbers = {{"step", 7}}});
   });
   const auto index = read_index(scratch / "one");
   EXPECT_EQ(index.at("format_version"), 1);

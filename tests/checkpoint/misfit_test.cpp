@@ -3,21 +3,6 @@
 namespace tessera::testing {
 namespace {
 
-void expect_contains(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts)
-    EXPECT_NE(text.find(part), std::string::npos) << part << "\nin: " << text;
-}
-
-// Has the parameters and buffers that the test gives it.
-struct Bag : torch::nn::Module {
-  void add(const std::string& name, torch::Tensor value) {
-    register_parameter(name, std::move(value));
-  }
-  void add_buffer(const std::string& name, torch::Tensor value) {
-    register_buffer(name, std::move(value));
-  }
-};
-
 std::shared_ptr<Bag> saved_bag() {
   auto bag = std::make_shared<Bag>();
   bag->add("same", torch::ones({7, 5}));

@@ -1,91 +1,24 @@
-#include <fmt/format.h>
-
 #include <cmath>
+#include <tuple>
 
-#include "checkpoint/saved_model.h"
+#include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
 namespace {
 
 using torch::optim::AdamW;
-using torch::optim::AdamWOptions;
-
-ShardPlan plan_of(ShardLevel level, Partition partition, int64_t unit_bytes) {
-  ShardPlan plan;
-  plan.level = level;
-  plan.partition = partition;
-  plan.unit_bytes = unit_bytes;
-  return plan;
-}
-
-// A sharded model with its optimizer, in one rank.
-struct Job {
-  Job(uint64_t seed, const ShardPlan& plan, double lr = 0.01)
-      : module(make_picture(seed)),
-        sharded(fully_shard(module, plan)),
-        inner(module->parameters(), AdamWOptions(lr).weight_decay(0.02).amsgrad(true)),
-        optimizer(sharded, inner) {}
-
-  void train(int64_t first, int64_t last) {
-    for (int64_t step = first; step < last; ++step) train_step(*module, optimizer, step);
-  }
-
-  std::shared_ptr<Picture> module;
-  Sharded<Picture> sharded;
-  AdamW inner;
-  ShardedOptimizer optimizer;
-};
-
-const std::vector<ShardPlan>& plans() {
-  static const std::vector<ShardPlan> kPlans = {
-      plan_of(ShardLevel::kNone, Partition::kFlatEven, 1 << 20),
-      plan_of(ShardLevel::kGradients, Partition::kFlatEven, 900),
-      plan_of(ShardLevel::kGradients, Partition::kWholeParam, 2000),
-      plan_of(ShardLevel::kParameters, Partition::kFlatEven, 1000),
-      plan_of(ShardLevel::kParameters, Partition::kWholeParam, 1 << 20),
-  };
-  return kPlans;
-}
-
-std::string describe(int ranks, const ShardPlan& plan) {
-  return fmt::format("{} ranks, level {}, partition {}", ranks, static_cast<int>(plan.level),
-                     static_cast<int>(plan.partition));
-}
-
-// What an uninterrupted run has when it saves, and two steps later.
-struct Saved {
-  int ranks;
-  ShardPlan plan;
-  std::filesystem::path path;
-  std::vector<NamedTensor> state, later;
-};
-
-Saved save_in_middle(int ranks, const ShardPlan& plan, const std::filesystem::path& path) {
-  Saved saved{ranks, plan, path};
-  run_world(ranks, [&](World& world) {
-    Job job(1, plan);
-    job.train(0, 2);
-    job.inner.param_groups()[0].options().set_lr(0.005);
-    save_checkpoint(path, job.sharded, &job.optimizer, {{"step", 2}});
-    const auto state = job.sharded.full_state();
-    job.train(2, 4);
-    const auto later = job.sharded.full_state();
-    if (world.rank() == 0) saved.state = state, saved.later = later;
-  });
-  return saved;
-}
 
 // Loads into a job that has trained on something else, and goes on.
 void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan,
                   const std::filesystem::path& again) {
-  const std::string what = describe(saved.ranks, saved.plan) + " -> " + describe(ranks, plan);
+  const std::string what = saved.describe() + " -> " + describe(ranks, plan);
   run_world(ranks, [&](World& world) {
     Job job(2, plan);
     job.train(7, 8);
     const auto numbers = load_checkpoint(saved.path, job.sharded, &job.optimizer);
     EXPECT_EQ(numbers.at("step"), 2) << what;
     EXPECT_EQ(job.inner.param_groups()[0].options().get_lr(), 0.005) << what;
-    save_checkpoint(again, job.sharded, &job.optimizer, numbers);
+    save_checkpoint(again, job.sharded, &job.optimizer, {.numbers = numbers});
     const auto state = job.sharded.full_state();
     job.train(2, 4);
     const auto later = job.sharded.full_state();
@@ -97,13 +30,15 @@ void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan,
   expect_same_tensors(read_all(again), read_all(saved.path), what);
 }
 
-class CheckpointSlow : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(SavedBy, CheckpointSlow, ::testing::Values(1, 2, 3));
+class CheckpointSlow : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+INSTANTIATE_TEST_SUITE_P(SavedBy, CheckpointSlow,
+                         ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Bool()));
 
 TEST_P(CheckpointSlow, LoadsAtEveryWorldSizeLevelAndPartition) {
   const ScratchDirectory scratch;
+  const auto [saved_ranks, whole] = GetParam();
   for (const ShardPlan& saved_plan : plans()) {
-    const Saved saved = save_in_middle(GetParam(), saved_plan, scratch / "first");
+    const Saved saved = save_in_middle(saved_ranks, saved_plan, whole, scratch / "first");
     for (const int ranks : {1, 2, 3}) {
       for (const ShardPlan& plan : plans()) {
         expect_loads(saved, ranks, plan, scratch / "again");
@@ -114,10 +49,12 @@ TEST_P(CheckpointSlow, LoadsAtEveryWorldSizeLevelAndPartition) {
 
 TEST(Checkpoint, GoesOnBitForBit) {
   const ScratchDirectory scratch;
-  const Saved saved = save_in_middle(2, plans()[3], scratch / "first");
-  expect_loads(saved, 2, plans()[3], scratch / "again");
-  expect_loads(saved, 3, plans()[2], scratch / "again");
-  expect_loads(saved, 1, plans()[0], scratch / "again");
+  for (const bool whole : {false, true}) {
+    const Saved saved = save_in_middle(2, plans()[3], whole, scratch / "first");
+    expect_loads(saved, 2, plans()[3], scratch / "again");
+    expect_loads(saved, 3, plans()[2], scratch / "again");
+    expect_loads(saved, 1, plans()[0], scratch / "again");
+  }
 }
 
 TEST(Checkpoint, LoadsIntoAFreshProgramAndBeforeTheFirstStep) {
@@ -188,7 +125,7 @@ TEST(Checkpoint, NumbersComeBackToTheBit) {
                                                  {"odd", std::nan("")}};
   run_world(2, [&](World&) {
     auto sharded = fully_shard(make_picture(1));
-    save_checkpoint(scratch / "one", sharded, nullptr, numbers);
+    save_checkpoint(scratch / "one", sharded, nullptr, {.numbers = numbers});
     auto loaded = load_checkpoint(scratch / "one", sharded, nullptr);
     EXPECT_TRUE(std::isnan(loaded.extract("odd").mapped()));
     auto expected = numbers;

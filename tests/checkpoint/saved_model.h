@@ -13,7 +13,11 @@
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "support/models.h"
@@ -52,11 +56,15 @@ inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
   return std::make_shared<Picture>();
 }
 
-/// One training step on the same rows on every rank, so that worlds of all sizes do the same.
-inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
+/// The same rows on every rank, so that worlds of all sizes do the same.
+inline std::pair<torch::Tensor, torch::Tensor> picture_batch(int64_t step) {
   auto generator = at::detail::createCPUGenerator(1000 + step);
-  const torch::Tensor x = torch::randn({5, 3, 6, 6}, generator),
-                      y = torch::randn({5, 17}, generator);
+  torch::Tensor x = torch::randn({5, 3, 6, 6}, generator);
+  return {x, torch::randn({5, 17}, generator)};
+}
+
+inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
+  const auto [x, y] = picture_batch(step);
   optimizer.zero_grad();
   torch::mse_loss(picture.forward(x), y).backward();
   optimizer.step();
@@ -159,6 +167,49 @@ std::string error_of(F&& f) {
     return error.what_without_backtrace();
   }
   return "";
+}
+
+inline void expect_contains(const std::string& text, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\nin: " << text;
+}
+
+/// Has the parameters and buffers that the test gives it.
+struct Bag : torch::nn::Module {
+  void add(const std::string& name, torch::Tensor value) {
+    register_parameter(name, std::move(value));
+  }
+  void add_buffer(const std::string& name, torch::Tensor value) {
+    register_buffer(name, std::move(value));
+  }
+};
+
+/// A sharded model whose parameters all have one value.
+struct Filled {
+  explicit Filled(double value) : module(std::make_shared<Mlp>(11, 2, 3)) {
+    torch::NoGradGuard no_grad;
+    for (auto& param : module->parameters()) param.fill_(value);
+    sharded.emplace(fully_shard(module, {.unit_bytes = 600}));
+  }
+  std::shared_ptr<Mlp> module;
+  std::optional<Sharded<Mlp>> sharded;
+};
+
+/// Expects that the checkpoint loads, and that each of its parameters has this value.
+inline void expect_holds(const std::filesystem::path& path, double value) {
+  Filled other(-1);
+  load_checkpoint(path, *other.sharded, nullptr);
+  for (const NamedTensor& named : other.sharded->full_state()) {
+    EXPECT_TRUE((named.tensor == value).all().item<bool>()) << named.name << " of " << path;
+  }
+}
+
+inline std::vector<std::string> names_in(const std::filesystem::path& path) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(path))
+    names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 }  // namespace tessera::testing

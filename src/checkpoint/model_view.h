@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <tessera/fully_shard.h>
+#include <tessera/sharded_optimizer.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "access/sharded_state.h"
+#include "checkpoint/index.h"
+
+namespace tessera {
+
+/// A distinct parameter, and what this process has of it. Elements are counted in the order of the
+/// parameter's memory, which `strides` describe.
+struct ParamView {
+  std::vector<std::string> names;  ///< several if it is tied
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype = at::kFloat;         ///< in use
+  at::ScalarType master_dtype = at::kFloat;  ///< of `values`
+  int64_t begin = 0, end = 0;                ///< elements that this process has
+  at::Tensor values;  ///< those elements, as the optimizer updates them; undefined if there are none
+  int64_t stored_begin = 0, stored_end = 0;  ///< those of them that it stores in a checkpoint
+
+  const std::string& name() const { return names.front(); }
+};
+
+/// A parameter of the optimizer.
+struct OptimizedParam {
+  size_t param = 0;  ///< index into `ModelView::params`
+  size_t param_group = 0;
+  at::Tensor tensor;  ///< the optimizer's, of the elements that this process has; undefined if none
+};
+
+/// A model and its optimizer as checkpoints see them, whether sharded or not.
+struct ModelView {
+  std::vector<ParamView> params;
+  std::vector<NamedTensor> buffers;
+  torch::optim::Optimizer* optimizer = nullptr;
+  std::vector<OptimizedParam> optimized;  ///< in the optimizer's order
+};
+
+/// Throws if `optimizer` (which may be null) is of another model, and for parameters that were
+/// taken out of their units.
+ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer);
+
+/// Throws `c10::ValueError` if `optimizer` (which may be null) has parameters that are not the
+/// module's, and for a module that is sharded. `module` must outlive the view.
+ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer);
+
+/// How the index describes them; without chunks. A parameter is stored as the optimizer updates it.
+TensorRecord record_of(const ParamView& param);
+TensorRecord record_of(const NamedTensor& buffer);
+
+}  // namespace tessera

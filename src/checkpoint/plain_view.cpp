@@ -1,0 +1,85 @@
+#include <ATen/ops/as_strided.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <map>
+#include <set>
+
+#include "checkpoint/model_view.h"
+#include "unit/unit_storage.h"
+
+namespace tessera {
+namespace {
+
+// The index of each parameter by its tensor; tied ones share it.
+using Places = std::map<const c10::TensorImpl*, size_t>;
+
+std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
+  std::vector<NamedTensor> params;
+  for (const auto& item : module.named_parameters()) {
+    TORCH_CHECK_VALUE(!item.value().is_meta(), "[load_checkpoint] parameter '", item.key(),
+                      "' has no data (device meta): give it memory before it is loaded");
+    TORCH_CHECK_VALUE(unit_of(item.value()) == nullptr, "[load_checkpoint] parameter '", item.key(),
+                      "' is sharded; expected a plain module, or what fully_shard() returned");
+    params.push_back({item.key(), item.value()});
+  }
+  return params;
+}
+
+ParamView view_of_param(const ParamSlot& slot) {
+  ParamView param{.names = slot.names,
+                  .sizes = slot.sizes,
+                  .strides = slot.strides,
+                  .dtype = slot.dtype,
+                  .master_dtype = slot.dtype};
+  param.end = slot.numel;
+  param.stored_end = slot.numel;
+  const at::Tensor value = slot.tensor().detach();
+  // One with gaps in its memory is seen in its logical order; then so are its elements.
+  param.values = value.is_non_overlapping_and_dense()
+                     ? at::as_strided(value, {slot.numel}, {1}, value.storage_offset())
+                     : value;
+  return param;
+}
+
+std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& optimizer,
+                                              const Places& places) {
+  std::vector<OptimizedParam> optimized;
+  std::set<size_t> seen;  // tied parameters may be listed more than once
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (const at::Tensor& tensor : groups[group].params()) {
+      const auto it = places.find(tensor.unsafeGetTensorImpl());
+      TORCH_CHECK_VALUE(it != places.end(),
+                        "[load_checkpoint] the optimizer's parameters must be the module's; one of "
+                        "param group ",
+                        group, ", of shape ", tensor.sizes(), ", is not");
+      if (seen.insert(it->second).second) optimized.push_back({it->second, group, tensor});
+    }
+  }
+  return optimized;
+}
+
+}  // namespace
+
+ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer) {
+  ModelView view{.optimizer = optimizer};
+  Places places;
+  const std::vector<NamedTensor> params = named_parameters(module);
+  if (!params.empty()) {
+    for (const ParamSlot& slot : collect_parameters(params)) {
+      for (size_t i = 0; i < slot.handles.size(); ++i) {
+        places[slot.tensor(i).unsafeGetTensorImpl()] = view.params.size();
+      }
+      view.params.push_back(view_of_param(slot));
+    }
+  }
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) view.buffers.push_back({item.key(), item.value()});
+  }
+  if (optimizer) view.optimized = view_of_optimizer(*optimizer, places);
+  return view;
+}
+
+}  // namespace tessera

@@ -1,0 +1,65 @@
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "checkpoint/model_view.h"
+#include "optim/sharded_optimizer_access.h"
+
+namespace tessera {
+namespace {
+
+// The elements of a parameter that lie in [from, to) of the unit's flat buffer.
+std::pair<int64_t, int64_t> part_of(const ParamSlot& slot, int64_t from, int64_t to) {
+  return {std::clamp<int64_t>(from - slot.offset, 0, slot.numel),
+          std::clamp<int64_t>(to - slot.offset, 0, slot.numel)};
+}
+
+ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
+  ParamView param{.names = slot.names,
+                  .sizes = slot.sizes,
+                  .strides = slot.strides,
+                  .dtype = slot.dtype,
+                  .master_dtype = slot.master_dtype};
+  std::tie(param.begin, param.end) = part_of(slot, unit.updated_begin(), unit.updated_end());
+  if (param.begin < param.end) {
+    param.values = unit.updated().narrow(0, slot.offset + param.begin - unit.updated_begin(),
+                                         param.end - param.begin);
+  }
+  // A rank stores its shard, even if every rank has and updates all. Replicas take turns.
+  const ShardMesh& mesh = unit.context().mesh;
+  if (unit.index() % mesh.replicate().size() != mesh.replicate().rank()) return param;
+  const auto* bounds = &unit.layout().bounds[mesh.shard().rank()];
+  std::tie(param.stored_begin, param.stored_end) = part_of(slot, bounds[0], bounds[1]);
+  return param;
+}
+
+}  // namespace
+
+ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
+  ModelView view;
+  std::vector<size_t> first_param;  // of each unit
+  for (const auto& unit : state.units()) {
+    unit->check_views();
+    first_param.push_back(view.params.size());
+    for (const ParamSlot& slot : unit->layout().slots) {
+      view.params.push_back(view_of_param(*unit, slot));
+    }
+  }
+  for (const NamedTensor& buffer : state.buffers()) {
+    if (buffer.tensor.defined()) view.buffers.push_back(buffer);
+  }
+  if (!optimizer) return view;
+  TORCH_CHECK_VALUE(
+      optimizer->module().state().get() == &state,
+      "[checkpoint] the optimizer must be that of the module; it was made for another one");
+  view.optimizer = &optimizer->inner();
+  for (const Segment& segment : segments_of(*optimizer)) {
+    view.optimized.push_back({first_param[segment.place.unit] + segment.place.slot,
+                              segment.param_group, segment.tensor});
+  }
+  return view;
+}
+
+}  // namespace tessera

@@ -1,0 +1,102 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cstdio>
+#include <sstream>
+
+#include "checkpoint/saved_job.h"
+
+namespace tessera::testing {
+namespace {
+
+// What read_safetensors.py prints of the files of a checkpoint whose names start with `prefix`.
+std::string read_by_python(const std::filesystem::path& checkpoint, const std::string& prefix) {
+  std::string command = fmt::format("'{}' -B '{}'", TESSERA_PYTHON, SAFETENSORS_SCRIPT);
+  for (const std::string& name : names_in(checkpoint)) {
+    if (name.starts_with(prefix)) command += fmt::format(" '{}'", (checkpoint / name).string());
+  }
+  std::FILE* pipe = ::popen((command + " 2>&1").c_str(), "r");
+  std::string text;
+  char buffer[4096];
+  while (const size_t count = std::fread(buffer, 1, sizeof(buffer), pipe))
+    text.append(buffer, count);
+  EXPECT_EQ(::pclose(pipe), 0) << text;
+  EXPECT_NE(text.find("\npackage "), std::string::npos) << text;
+  if (text.ends_with("package none\n")) {
+    std::printf("read by the script alone: its Python has no package 'safetensors'\n");
+  }
+  return text;
+}
+
+std::string hex_of(const torch::Tensor& value) {
+  const torch::Tensor ordered = value.contiguous();
+  const auto* bytes = static_cast<const unsigned char*>(ordered.data_ptr());
+  std::string text;
+  for (size_t i = 0; i < ordered.nbytes(); ++i) text += fmt::format("{:02x}", bytes[i]);
+  return text.empty() ? "-" : text;
+}
+
+std::string line_of(const std::string& name, const torch::Tensor& value) {
+  const std::map<torch::Dtype, std::string> dtypes = {
+      {torch::kFloat, "F32"}, {torch::kLong, "I64"}, {torch::kBFloat16, "BF16"}};
+  return fmt::format(
+      "{} {} {} {}\n", name, dtypes.at(value.scalar_type()),
+      value.dim() == 0 ? "-" : fmt::format("{}", fmt::join(value.sizes().vec(), ",")),
+      hex_of(value));
+}
+
+class CheckpointPython : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (std::string(TESSERA_PYTHON).empty()) GTEST_SKIP() << "CMake found no Python";
+  }
+};
+
+TEST_F(CheckpointPython, ReadsWholeParametersAsAStateDict) {
+  const ScratchDirectory scratch;
+  std::vector<NamedTensor> state;
+  run_world(3, [&](World& world) {
+    auto module = make_picture(1);
+    module->norm->weight.set_data(module->norm->weight.detach().to(torch::kBFloat16));
+    auto sharded = fully_shard(module, {.unit_bytes = 1000});
+    save_checkpoint(scratch / "one", sharded, nullptr, {.whole_parameters = true});
+    const auto full = sharded.full_state();
+    if (world.rank() == 0) state = full;
+  });
+  const std::string text = read_by_python(scratch / "one", "model-");
+  std::set<std::string> expected, found;
+  for (const auto& [name, value] : state) {
+    if (name != "encode.weight") expected.insert(line_of(name, value));  // stored as 'decode'
+  }
+  std::istringstream lines(text.substr(0, text.rfind("package ")));
+  for (std::string line; std::getline(lines, line);) found.insert(line + "\n");
+  EXPECT_EQ(found, expected);
+}
+
+TEST_F(CheckpointPython, ReadsTheRankFilesOfEitherKind) {
+  const ScratchDirectory scratch;
+  for (const bool whole : {false, true}) {
+    run_world(2, [&](World&) {
+      Job job(1, plans()[3]);
+      job.train(0, 2);
+      save_checkpoint(scratch / "one", job.sharded, &job.optimizer, {.whole_parameters = whole});
+    });
+    const std::string text = read_by_python(scratch / "one", "rank-");
+    int64_t lines = 0;
+    const auto index = read_index(scratch / "one");
+    for (const auto& tensor : index.at("tensors")) {
+      const bool in_rank_file = !whole || tensor.at("kind") == "state";
+      for (const auto& chunk : tensor.at("chunks")) {
+        if (!in_rank_file) continue;
+        ++lines;
+        const auto numel = chunk.at("end").get<int64_t>() - chunk.at("begin").get<int64_t>();
+        expect_contains(text, {fmt::format("{} {} {} ", chunk.at("key").get<std::string>(),
+                                           tensor.at("dtype").get<std::string>(), numel)});
+      }
+    }
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), lines + 1);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::testing
