@@ -62,7 +62,7 @@ void train(const tessera::World& world, const std::string& level) {
 
   // `segment_size`: parameters of at most this many elements stay whole at `p_g_os`. Paddle's
   // default of 2^20 is larger than anything in this small model.
-  auto [model, optimizer] = tessera::paddle::group_sharded_parallel(
+  auto [model, optimizer, scaler] = tessera::paddle::group_sharded_parallel(
       net.ptr(), adamw, level, {.sync_buffers = true, .segment_size = 4096});
 
   Points points(kFeatures, kClasses, world.rank());

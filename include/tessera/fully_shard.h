@@ -112,6 +112,11 @@ class TESSERA_API ShardedModule {
   /// memory of the whole model.
   std::vector<NamedTensor> full_state();
 
+  /// Sets all parameters and buffers, from the same values on all ranks (such as `full_state()`
+  /// returned, here or in another model). Collective. Throws `c10::ValueError` on every rank, and
+  /// changes nothing, if names or shapes are not those of the model.
+  void load_full_state(const std::vector<NamedTensor>& state);
+
   ShardMemory memory() const;
 
   /// A table of the units: names, elements, shard of this rank, level.

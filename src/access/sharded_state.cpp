@@ -219,32 +219,6 @@ at::Tensor ShardedState::full_grad(const ParamPlace& place) {
       .clone();
 }
 
-void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
-  residency_->free_everything();  // so that all ranks gather the same units
-  for (const auto& unit : units_) {
-    const bool was_sharded = unit->state() == Unit::State::kSharded;
-    if (was_sharded) unit->unshard();
-    unit->wait();
-    visit(*unit);
-    if (was_sharded && unit->frees()) unit->reshard();
-  }
-}
-
-std::vector<NamedTensor> ShardedState::full_state() {
-  at::NoGradGuard no_grad;
-  std::vector<NamedTensor> state;
-  visit_whole_units([&](const Unit& unit) {
-    for (const ParamSlot& slot : unit.layout().slots) {
-      const at::Tensor value = at::as_strided(unit.full(), slot.sizes, slot.strides,
-                                              unit.full().storage_offset() + slot.offset)
-                                   .clone();
-      for (const std::string& name : slot.names) state.push_back({name, value});
-    }
-  });
-  for (const NamedTensor& buffer : buffers_) state.push_back({buffer.name, buffer.tensor.clone()});
-  return state;
-}
-
 std::optional<ParamPlace> ShardedState::find(const std::string& name) const {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& slots = units_[unit]->layout().slots;

@@ -41,6 +41,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void sync_buffers();
   at::Tensor full_grad(const ParamPlace& place);
   std::vector<NamedTensor> full_state();
+  void load_full_state(const std::vector<NamedTensor>& state);
   /// Gathers the units one after another, and calls `visit` with each while it is whole. Never is
   /// more than one whole that is freed between uses. Collective, and so `visit` must not throw
   /// unless it does on all ranks.

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -34,16 +33,6 @@ std::string describe_unknown(const ShardedState& state, const at::Tensor& param,
   return text;
 }
 
-// Values of a state tensor in the memory order of its parameter, so that they can be cut like it.
-at::Tensor in_memory_order(const at::Tensor& tensor, const ParamSlot& slot) {
-  at::Tensor ordered = tensor;
-  if (tensor.strides() != at::IntArrayRef(slot.strides)) {
-    ordered = at::empty_strided(slot.sizes, slot.strides, tensor.options());
-    ordered.copy_(tensor);
-  }
-  return at::as_strided(ordered, {slot.numel}, {1}, ordered.storage_offset());
-}
-
 std::string foreign_step_error(const ParamSlot& slot) {
   return "[tessera] the optimizer of a sharded model must be stepped by ShardedOptimizer::step(), "
          "which waits "
@@ -58,7 +47,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
     for (auto& [name, tensor] : state.tensors) {
-      tensor = in_memory_order(tensor, slot)
+      tensor = flat_in_order_of(slot, tensor)
                    .narrow(0, segment->begin - slot.offset, segment->end - segment->begin)
                    .clone()
                    .as_strided(segment->tensor.sizes(), segment->tensor.strides());

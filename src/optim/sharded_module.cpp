@@ -97,6 +97,10 @@ double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& option
 
 std::vector<NamedTensor> ShardedModule::full_state() { return state_->full_state(); }
 
+void ShardedModule::load_full_state(const std::vector<NamedTensor>& state) {
+  state_->load_full_state(state);
+}
+
 ShardMemory ShardedModule::memory() const {
   ShardMemory memory;
   const bool is_offloaded = state_->context().offload != nullptr;

@@ -1,5 +1,7 @@
 #include "unit/layout.h"
 
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -201,6 +203,15 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
 at::Tensor ParamSlot::tensor(size_t i) const {
   auto impl = handles[i].lock();
   return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+}
+
+at::Tensor flat_in_order_of(const ParamSlot& slot, const at::Tensor& tensor) {
+  at::Tensor ordered = tensor;
+  if (tensor.strides() != at::IntArrayRef(slot.strides)) {
+    ordered = at::empty_strided(slot.sizes, slot.strides, tensor.options());
+    ordered.copy_(tensor);
+  }
+  return at::as_strided(ordered, {slot.numel}, {1}, ordered.storage_offset());
 }
 
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,

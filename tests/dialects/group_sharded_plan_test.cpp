@@ -67,6 +67,12 @@ TEST(GroupSharded, GS_04_HalfParametersWarnOnceThatTheScalerIsTheCallers) {
   const auto messages = warnings_of(at::kHalf);
   ASSERT_EQ(messages.size(), 1);
   expect_contains(messages[0], "the input of scaler is None");
+  GradScaler scaler;
+  Normed half;
+  half.to(at::kHalf);
+  Warnings warnings;
+  group_sharded_plan(half, "os_g", {.scaler = &scaler});
+  EXPECT_TRUE(warnings.messages.empty());
 }
 
 TEST(GroupSharded, GS_29_ExcludeLayerTakesTypesDottedNamesAndAddresses) {
@@ -165,15 +171,40 @@ TEST(GroupShardedPlan, BufferSizeCountsElementsOfTheModelsLargestDtype) {
   EXPECT_GT(unit_bytes(std::numeric_limits<int64_t>::max()), int64_t{1} << 60);
 }
 
-TEST(GroupShardedPlan, WhatIsNotBuiltIsRefused) {
+TEST(GroupShardedPlan, OffloadIsAFlagAPlaceOrADirectory) {
   const PaddleMlp model;
-  expect_contains(message_of<c10::NotImplementedError>(
-                      [&] { group_sharded_plan(model, "os_g", {.offload = true}); }),
-                  "offload");
-  expect_contains(message_of<c10::NotImplementedError>([&] {
-                    group_sharded_plan(model, "os_g", {.dp_group = single_process_group()});
+  const auto plan_of = [&](std::variant<bool, std::string> offload) {
+    GroupShardedOptions options;
+    options.offload = std::move(offload);
+    return group_sharded_plan(model, "os_g", options);
+  };
+  EXPECT_EQ(plan_of(false).offload, Offload::kNone);
+  EXPECT_EQ(plan_of("none").offload, Offload::kNone);
+  EXPECT_EQ(plan_of(true).offload, Offload::kHost);
+  EXPECT_EQ(plan_of("cpu").offload, Offload::kHost);
+  EXPECT_EQ(plan_of("/some/where").offload, Offload::kDirectory);
+  EXPECT_EQ(plan_of("/some/where").offload_directory, "/some/where");
+  expect_contains(message_of<c10::ValueError>([&] { plan_of(""); }), "none, cpu or a directory");
+}
+
+TEST(GroupShardedPlan, PrecisionClippingAndReplicasArePassedOn) {
+  const PaddleMlp model;
+  EXPECT_EQ(group_sharded_plan(model, "os_g", {}).precision.master_dtype, at::kFloat);
+  const auto dp_group = single_process_group();
+  const auto plan = group_sharded_plan(
+      model, "os_g", {.dp_group = dp_group, .precision = {.reduce_dtype = at::kBFloat16}});
+  EXPECT_EQ(plan.replicate_group, dp_group);
+  EXPECT_EQ(plan.precision.reduce_dtype, at::kBFloat16);
+  EXPECT_EQ(paddle::group_sharded_optimizer_options({}).max_grad_norm, 0);
+  const auto options = paddle::group_sharded_optimizer_options(
+      {.grad_clip = paddle::ClipGradByGlobalNorm{.clip_norm = 2, .no_clip = {"fc1.bias"}}});
+  EXPECT_EQ(options.max_grad_norm, 2);
+  EXPECT_EQ(options.clip.epsilon, 0) << "clip_norm / max(norm, clip_norm)";
+  EXPECT_EQ(options.clip.exclude, std::vector<std::string>({"fc1.bias"}));
+  expect_contains(message_of<c10::ValueError>([&] {
+                    group_sharded_plan(model, "os_g", {.grad_clip = paddle::ClipGradByGlobalNorm{0}});
                   }),
-                  "dp_group");
+                  "clip_norm must be positive");
 }
 
 }  // namespace

@@ -1,0 +1,97 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "access/sharded_state.h"
+
+namespace tessera {
+namespace {
+
+using Values = std::map<std::string, at::Tensor>;
+
+// Takes the value of a tensor of the model; all that is wrong goes to `errors`.
+void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes,
+          std::vector<std::string>& errors) {
+  const auto it = rest.find(name);
+  if (it == rest.end()) {
+    errors.push_back(fmt::format("'{}' is missing", name));
+    return;
+  }
+  if (!it->second.defined() || it->second.sizes() != sizes) {
+    errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+  }
+  taken.insert(rest.extract(it));
+}
+
+// Copies this rank's part of a parameter.
+void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) {
+  const int64_t begin = std::max(slot.offset, unit.updated_begin());
+  const int64_t end = std::min(slot.offset + slot.numel, unit.updated_end());
+  if (begin >= end) return;
+  unit.updated()
+      .narrow(0, begin - unit.updated_begin(), end - begin)
+      .copy_(flat_in_order_of(slot, value.detach()).narrow(0, begin - slot.offset, end - begin));
+}
+
+}  // namespace
+
+void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
+  residency_->free_everything();  // so that all ranks gather the same units
+  for (const auto& unit : units_) {
+    const bool was_sharded = unit->state() == Unit::State::kSharded;
+    if (was_sharded) unit->unshard();
+    unit->wait();
+    visit(*unit);
+    if (was_sharded && unit->frees()) unit->reshard();
+  }
+}
+
+std::vector<NamedTensor> ShardedState::full_state() {
+  at::NoGradGuard no_grad;
+  std::vector<NamedTensor> state;
+  visit_whole_units([&](const Unit& unit) {
+    for (const ParamSlot& slot : unit.layout().slots) {
+      const at::Tensor value = at::as_strided(unit.full(), slot.sizes, slot.strides,
+                                              unit.full().storage_offset() + slot.offset)
+                                   .clone();
+      for (const std::string& name : slot.names) state.push_back({name, value});
+    }
+  });
+  for (const NamedTensor& buffer : buffers_) state.push_back({buffer.name, buffer.tensor.clone()});
+  return state;
+}
+
+void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
+  at::NoGradGuard no_grad;
+  Values values, rest;
+  for (const NamedTensor& item : state) rest[item.name] = item.tensor;
+  check_on_all_ranks(mesh(), [&] {
+    std::vector<std::string> errors;
+    for (const auto& unit : units_) {
+      unit->check_views();
+      for (const ParamSlot& slot : unit->layout().slots)
+        for (const std::string& name : slot.names) take(rest, values, name, slot.sizes, errors);
+    }
+    for (const NamedTensor& buffer : buffers_)
+      take(rest, values, buffer.name, buffer.tensor.sizes(), errors);
+    for (const auto& [name, value] : rest) errors.push_back(fmt::format("'{}' is not in the model", name));
+    TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
+                      fmt::format("{}", fmt::join(errors, ", ")));
+  });
+  for (const auto& unit : units_) {
+    unit->wait();
+    unit->wait_until_unread();
+    for (const ParamSlot& slot : unit->layout().slots) set_part(*unit, slot, values[slot.name()]);
+    unit->publish();
+  }
+  for (const NamedTensor& buffer : buffers_) buffer.tensor.copy_(values[buffer.name]);
+  residency_->on_step(std::vector<bool>(units_.size(), true));
+}
+
+}  // namespace tessera
