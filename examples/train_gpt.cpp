@@ -146,7 +146,8 @@ struct Job {
     for (int64_t i = 0; i < o.sample; ++i) {
       const auto seen = written.substr(std::max<int64_t>(0, std::ssize(written) - o.seq));
       const auto bytes = torch::tensor(std::vector<int64_t>(seen.begin(), seen.end()));
-      const auto chances = (gpt->forward(bytes.unsqueeze(0))[0][-1].to(torch::kFloat) / 0.7).softmax(0);
+      const auto chances =
+          (gpt->forward(bytes.unsqueeze(0))[0][-1].to(torch::kFloat) / 0.7).softmax(0);
       const auto next = torch::multinomial(chances, 1, false, generator).item<int64_t>();
       written += next == '\n' || (next >= 32 && next < 127) ? char(next) : '?';
     }
@@ -156,11 +157,11 @@ struct Job {
   void show_memory(const tessera::ShardMemory& kept) const {
     int64_t numel = 0;
     for (const auto& parameter : gpt->parameters()) numel += parameter.numel();
-    const auto sum =
-        kept.parameters + kept.gradients + kept.optimizer_state + kept.master_weights;
+    const auto sum = kept.parameters + kept.gradients + kept.optimizer_state + kept.master_weights;
     fmt::print("parameters, gradients, optimizer state: {:.1f} MB per rank; unsharded: {:.1f} MB\n",
                sum / 1e6, 16 * numel / 1e6);
-    if (kept.offloaded > 0) fmt::print("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
+    if (kept.offloaded > 0)
+      fmt::print("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
   }
 
   /// Half precision has float master weights; state in a directory leaves memory.
@@ -179,7 +180,7 @@ struct Job {
     if (o.dtype != "float") gpt->to(o.dtype == "half" ? torch::kHalf : torch::kBFloat16);
     auto sharded = tessera::fully_shard(gpt, plan(level));  // (*)
     torch::optim::AdamW adamw(gpt->parameters(), torch::optim::AdamWOptions(o.lr));
-    tessera::ShardedOptimizer optimizer(sharded, adamw);      // (*)
+    tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
     tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
     int64_t step = 0;
     if (o.resume && mean_over_ranks(std::filesystem::exists(o.save)) > 0)

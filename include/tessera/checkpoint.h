@@ -57,7 +57,8 @@ TESSERA_API std::map<std::string, double> load_checkpoint(const std::filesystem:
 ///     load_checkpoint("runs/one", *net, &adamw);
 ///
 /// Of parameters in half precision, the master weights are lost: load after `fully_shard` to go on
-/// with the same bits. Returns and throws as above; also throws `c10::ValueError` if the module is sharded already.
+/// with the same bits. Returns and throws as above; also throws `c10::ValueError` if the module is
+/// sharded already.
 TESSERA_API std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
                                                           torch::nn::Module& module,
                                                           torch::optim::Optimizer* optimizer,

@@ -129,10 +129,8 @@ class TESSERA_API ShardedModule {
   template <class T>
   static constexpr bool is_tensor = std::is_same_v<std::remove_cvref_t<T>, at::Tensor>;
   template <class T>
-    requires(!is_tensor<T>)
-  T&& cast_input(T&& input) const {
-    return std::forward<T>(input);
-  }
+  requires(!is_tensor<T>) T && cast_input(T&& input)
+  const { return std::forward<T>(input); }
 
  protected:
   std::shared_ptr<ShardedState> state_;

@@ -71,9 +71,9 @@ enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 /// An ordered set of ranks that communicate.
 ///
 /// All members are collective: every rank of the group calls them in the same order per channel,
-/// with tensors of equal dtype (see `ReduceScatterOptions::dtype` for the exception). A flat buffer of `bounds.back()` elements is split over the ranks
-/// by `bounds` (`size() + 1` elements, ascending, from 0): rank `r` has `[bounds[r], bounds[r +
-/// 1])`, which may be empty.
+/// with tensors of equal dtype (see `ReduceScatterOptions::dtype` for the exception). A flat buffer
+/// of `bounds.back()` elements is split over the ranks by `bounds` (`size() + 1` elements,
+/// ascending, from 0): rank `r` has `[bounds[r], bounds[r + 1])`, which may be empty.
 class TESSERA_API ProcessGroup {
  public:
   virtual ~ProcessGroup() = default;

@@ -80,7 +80,8 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
     }
     for (const NamedTensor& buffer : buffers_)
       take(rest, values, buffer.name, buffer.tensor.sizes(), errors);
-    for (const auto& [name, value] : rest) errors.push_back(fmt::format("'{}' is not in the model", name));
+    for (const auto& [name, value] : rest)
+      errors.push_back(fmt::format("'{}' is not in the model", name));
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
   });

@@ -14,8 +14,8 @@ struct RankContents {
 };
 
 /// Cuts out this rank's chunks: each element of the optimizer's state and of the model (if not
-/// `with_model`: of its master weights only) is in exactly one chunk of one rank. Changes and copies nothing (but what is not laid out
-/// like its parameter).
+/// `with_model`: of its master weights only) is in exactly one chunk of one rank. Changes and
+/// copies nothing (but what is not laid out like its parameter).
 RankContents contents_of_rank(const ModelView& view, int rank, int size, bool with_model);
 
 /// True if both strides put the elements of `sizes` into the same order.

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "mesh/shard_mesh.h"
-
 #include <functional>
+
+#include "mesh/shard_mesh.h"
 
 namespace tessera {
 

@@ -19,8 +19,8 @@ struct ChunkRecord {
 /// memory that `shape` and `strides` describe: the model's own, so that shards are written as they
 /// lie, or a contiguous tensor's, if it is stored whole.
 struct TensorRecord {
-  /// `param`, `buffer`, `state`, or `master` for a parameter in the dtype that the optimizer updates
-  /// if `param` has another.
+  /// `param`, `buffer`, `state`, or `master` for a parameter in the dtype that the optimizer
+  /// updates if `param` has another.
   std::string kind;
   std::string state;               ///< for a `state`: its name, such as `exp_avg`
   std::vector<std::string> names;  ///< of the parameter or buffer; several if it is tied

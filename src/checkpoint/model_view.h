@@ -21,7 +21,8 @@ struct ParamView {
   at::ScalarType dtype = at::kFloat;         ///< in use
   at::ScalarType master_dtype = at::kFloat;  ///< of `values`
   int64_t begin = 0, end = 0;                ///< elements that this process has
-  at::Tensor values;  ///< those elements, as the optimizer updates them; undefined if there are none
+  at::Tensor
+      values;  ///< those elements, as the optimizer updates them; undefined if there are none
   int64_t stored_begin = 0, stored_end = 0;  ///< those of them that it stores in a checkpoint
 
   const std::string& name() const { return names.front(); }

@@ -12,6 +12,7 @@
 #include "comm/exchange_process_group.h"
 #include "comm/gloo_backend.h"
 #include "comm/mailbox.h"
+#include "comm/no_sigpipe.h"
 
 namespace tessera {
 namespace {
@@ -77,6 +78,7 @@ ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store,
   TORCH_CHECK_VALUE(timeout.count() > 0, "[gloo_process_group] `timeout` must be positive; got ",
                     timeout.count(), " ms");
   const BatchScheduling batch_scheduling;
+  const NoSigpipe no_sigpipe;
   return std::make_shared<ExchangeProcessGroup>(
       gloo_backend(store, rank, size, timeout, hostname, /*threads=*/1, Mailbox::kConnections),
       "gloo", timeout);

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "comm/no_sigpipe.h"
+
 namespace tessera {
 namespace {
 
@@ -32,11 +34,13 @@ int Mailbox::tag_for(int tag, int from, int to) {
 }
 
 Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const {
+  const NoSigpipe no_sigpipe;
   auto tensors = as_bytes(const_cast<void*>(data), bytes);
   return {peer, open_backend().send(tensors, peer, tag_for(tag, rank_, peer))};
 }
 
 Transfer Mailbox::receive(void* data, int64_t bytes, int peer, int tag) const {
+  const NoSigpipe no_sigpipe;  // it sends a notice
   auto tensors = as_bytes(data, bytes);
   return {peer, open_backend().recv(tensors, peer, tag_for(tag, peer, rank_))};
 }

@@ -1,7 +1,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
-#include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/checkpoint.h>
+#include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/world.h>
 #include <torch/nn/module.h>
 #include <torch/optim/lbfgs.h>

@@ -67,8 +67,7 @@ std::string read_error(const ParamSlot& slot) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale,
-                 Callbacks callbacks)
+Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, Callbacks callbacks)
     : units_(std::move(units)),
       mesh_(mesh),
       callbacks_(std::move(callbacks)),

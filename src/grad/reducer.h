@@ -68,7 +68,7 @@ class Reducer {
   std::vector<bool> launched_;           // per unit: in this backward
   std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
   std::vector<size_t> in_flight_;        // launched in this backward, oldest first
-  std::deque<size_t> unreplicated_;  // launched, with a replicate dim to follow, oldest first
+  std::deque<size_t> unreplicated_;      // launched, with a replicate dim to follow, oldest first
   int64_t in_flight_bytes_ = 0;
   int64_t peak_in_flight_bytes_ = 0;
   int64_t in_flight_limit_ = 0;

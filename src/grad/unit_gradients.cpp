@@ -18,9 +18,10 @@ namespace tessera {
 // because a message costs more than the copy. Layout cut the flat buffer into such chunks, equally
 // on all ranks. `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in
 // `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). With a
-// replicate dim, `replicate` then adds up what the replicas have of it. A further backward before the step is added to it. A parameter without a gradient on this rank counts as
-// zeros; one without a gradient on any rank has none after all (`live_`), so the optimizer leaves
-// it alone as in one process.
+// replicate dim, `replicate` then adds up what the replicas have of it. A further backward before
+// the step is added to it. A parameter without a gradient on this rank counts as zeros; one without
+// a gradient on any rank has none after all (`live_`), so the optimizer leaves it alone as in one
+// process.
 namespace {
 
 // The elements of `grad` in memory order. Autograd lays gradients out like their parameter.
@@ -148,8 +149,8 @@ void UnitGradients::launch() {
   bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();
   const int rank = unit_.context().mesh.shard().rank();
-  at::Tensor own = reduced_.narrow(0, layout.bounds[rank] - unit_.updated_begin(),
-                                   layout.shard_numel(rank));
+  at::Tensor own =
+      reduced_.narrow(0, layout.bounds[rank] - unit_.updated_begin(), layout.shard_numel(rank));
   if (unit_.context().mesh.replicates()) {
     // What earlier backwards left is the sum of all replicas already.
     if (accumulate) own = partial_ = at::zeros_like(own);
@@ -167,12 +168,12 @@ void UnitGradients::replicate() {
   const ShardMesh& mesh = unit_.context().mesh;
   const auto& bounds = unit_.layout().bounds;
   const int rank = mesh.shard().rank();
-  const at::Tensor own =
-      partial_.defined() ? partial_
-                         : reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
-                                           unit_.layout().shard_numel(rank));
-  reduction_ = mesh.replicate().all_reduce(own, ReduceOp::kSum,
-                                           {unit_.layout().name, Channel::kGrads});
+  const at::Tensor own = partial_.defined()
+                             ? partial_
+                             : reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
+                                               unit_.layout().shard_numel(rank));
+  reduction_ =
+      mesh.replicate().all_reduce(own, ReduceOp::kSum, {unit_.layout().name, Channel::kGrads});
 }
 
 // Waits for what is under way and adds a backward's own part to the rest.

@@ -74,8 +74,8 @@ class UnitGradients : public GradSink {
   std::vector<bool> live_;
   std::vector<bool> cleared_;  // while the reduction was under way: its result does not count
   at::Tensor reduced_;
-  at::Tensor partial_;   // this backward's own part, while `reduced_` holds those of earlier ones
-  WorkPtr reduction_;    // over the shard dim, and then, in its place, over the replicate dim
+  at::Tensor partial_;  // this backward's own part, while `reduced_` holds those of earlier ones
+  WorkPtr reduction_;   // over the shard dim, and then, in its place, over the replicate dim
 };
 
 }  // namespace tessera

@@ -115,8 +115,8 @@ class MappedDirectory : public StateMemory {
   void reserve(int64_t nbytes) override {
     if (nbytes == 0) return;
     const int64_t rounded = (nbytes + kAlignment + kPage - 1) / kPage * kPage;
-    extents_.push_back(
-        std::make_shared<Extent>(directory_, std::max(rounded, std::min(kExtentBytes, 4 * rounded))));
+    extents_.push_back(std::make_shared<Extent>(
+        directory_, std::max(rounded, std::min(kExtentBytes, 4 * rounded))));
   }
 
   bool holds(const at::Tensor& tensor) const override {

@@ -57,8 +57,7 @@ std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
     auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& candidate) {
       return candidate.device == part.device() && candidate.dtype == part.scalar_type();
     });
-    if (list == lists.end())
-      list = lists.insert(list, {part.device(), part.scalar_type(), {}});
+    if (list == lists.end()) list = lists.insert(list, {part.device(), part.scalar_type(), {}});
     list->gradients.push_back(part);
   }
   return lists;
@@ -68,8 +67,8 @@ std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
 
 struct GradScaler::Impl {
   GradScalerOptions options;
-  at::Tensor scale;           // float, one element
-  at::Tensor growth_tracker;  // int, one element: steps without overflow
+  at::Tensor scale;                                   // float, one element
+  at::Tensor growth_tracker;                          // int, one element: steps without overflow
   std::map<const void*, OptimizerProgress> progress;  // by the user's optimizer
 
   OptimizerProgress& progress_of(ShardedOptimizer& optimizer) {
@@ -169,8 +168,9 @@ void GradScaler::update(std::optional<double> new_scale) {
     if (!any) throw std::runtime_error("No inf checks were recorded prior to update.");
     at::NoGradGuard no_grad;
     at::_amp_update_scale_(impl_->scale, impl_->growth_tracker,
-                           at::full({1}, found ? 1.0 : 0.0, at::kFloat), impl_->options.growth_factor,
-                           impl_->options.backoff_factor, impl_->options.growth_interval);
+                           at::full({1}, found ? 1.0 : 0.0, at::kFloat),
+                           impl_->options.growth_factor, impl_->options.backoff_factor,
+                           impl_->options.growth_interval);
   }
   impl_->progress.clear();
 }

@@ -86,8 +86,8 @@ void ShardedOptimizer::Impl::set_gradient(const Segment& segment) {
                               .gradients()[segment.place.unit]
                               ->reduced(segment.begin, segment.end)
                               .to(segment.tensor.device());
-  segment.tensor.mutable_grad() = at::as_strided(grad, segment.tensor.sizes(),
-                                                 segment.tensor.strides(), grad.storage_offset());
+  segment.tensor.mutable_grad() =
+      at::as_strided(grad, segment.tensor.sizes(), segment.tensor.strides(), grad.storage_offset());
 }
 
 // A step of the optimizer that concerns these segments only.

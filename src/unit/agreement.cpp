@@ -17,17 +17,16 @@ const char* dtype_name(std::optional<at::ScalarType> dtype) {
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<std::string> lines;
   const Precision& precision = plan.precision;
-  lines.push_back(
-      fmt::format("plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
-                  "{}, resident_bytes {}, "
-                  "prefetch {}, average {}, start_values {}, sync_buffers {}, param_dtype {}, master_dtype {}, "
-                  "reduce_dtype {}, buffer_dtype {}, cast_inputs {}, offload {}",
-                  static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes,
-                  plan.units, plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch,
-                  plan.average, static_cast<int>(plan.start_values), plan.sync_buffers,
-                  dtype_name(precision.param_dtype), dtype_name(precision.master_dtype),
-                  dtype_name(precision.reduce_dtype), dtype_name(precision.buffer_dtype),
-                  precision.cast_inputs, static_cast<int>(plan.offload)));
+  lines.push_back(fmt::format(
+      "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
+      "{}, resident_bytes {}, "
+      "prefetch {}, average {}, start_values {}, sync_buffers {}, param_dtype {}, master_dtype {}, "
+      "reduce_dtype {}, buffer_dtype {}, cast_inputs {}, offload {}",
+      static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes, plan.units,
+      plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
+      static_cast<int>(plan.start_values), plan.sync_buffers, dtype_name(precision.param_dtype),
+      dtype_name(precision.master_dtype), dtype_name(precision.reduce_dtype),
+      dtype_name(precision.buffer_dtype), precision.cast_inputs, static_cast<int>(plan.offload)));
   for (const ParamSlot& param : params) {
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}]{}", fmt::join(param.names, "' = '"),
                                 c10::toString(param.dtype), fmt::join(param.sizes, ", "),
@@ -72,8 +71,7 @@ void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& param
   if (mesh.size() == 1) return;
   const std::string text = fmt::format("{}", fmt::join(describe(params, plan), "\n"));
   const std::string hash = std::to_string(std::hash<std::string>()(text));
-  const auto hashes =
-      mesh.all_gather_bytes(hash, {"check of the models", Channel::kControl});
+  const auto hashes = mesh.all_gather_bytes(hash, {"check of the models", Channel::kControl});
   if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
   std::vector<std::vector<std::string>> ranks;
   for (const std::string& other :

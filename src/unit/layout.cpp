@@ -179,10 +179,9 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
       open;
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSlot& param = params[i];
-    const auto key = std::make_tuple(param.dtype, param.master_dtype,
-                                     static_cast<int>(param.device.type()),
-                                     static_cast<int>(param.device.index()), param.requires_grad,
-                                     levels[i], user_unit[i]);
+    const auto key = std::make_tuple(
+        param.dtype, param.master_dtype, static_cast<int>(param.device.type()),
+        static_cast<int>(param.device.index()), param.requires_grad, levels[i], user_unit[i]);
     const auto it = open.find(key);
     const bool fits =
         it != open.end() &&

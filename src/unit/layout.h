@@ -59,8 +59,8 @@ struct UnitLayout {
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
-/// The elements of `tensor`, which has the parameter's shape, in the order of the parameter's memory,
-/// so that they can be cut like it.
+/// The elements of `tensor`, which has the parameter's shape, in the order of the parameter's
+/// memory, so that they can be cut like it.
 at::Tensor flat_in_order_of(const ParamSlot& slot, const at::Tensor& tensor);
 
 /// Lists the distinct parameters of a model in registration order, ties merged.

@@ -151,7 +151,7 @@ void Unit::unshard() {
   wait();
   allocate_full();
   gather_ = context_.mesh.shard().all_gather(full_, gather_source(), layout_.bounds,
-                                               {layout_.name, Channel::kParams});
+                                             {layout_.name, Channel::kParams});
   state_ = State::kUnsharding;
   unread_.push_back(gather_);
   if (unread_.size() > kMostUnread) {

@@ -18,8 +18,8 @@ namespace tessera {
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
-  int64_t unsharded_bytes = 0;       ///< gathered parameters of units that free them, now
-  int64_t peak_unsharded_bytes = 0;  ///< and at most
+  int64_t unsharded_bytes = 0;           ///< gathered parameters of units that free them, now
+  int64_t peak_unsharded_bytes = 0;      ///< and at most
 };
 
 /// Is told when an operator touches a unit's parameters.

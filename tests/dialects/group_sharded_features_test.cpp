@@ -110,8 +110,8 @@ std::pair<std::vector<NamedTensor>, ShardMemory> train_half(
     optimizer.clear_grad();
     const Batch batch = global_batch(step, kRows, kIn, kOut);
     const auto out = model(rows_of(batch.x, world.rank(), world.size()).to(dtype));
-    const auto loss = torch::mse_loss(out.to(torch::kFloat),
-                                      rows_of(batch.y, world.rank(), world.size()));
+    const auto loss =
+        torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, world.rank(), world.size()));
     scaler.scale(loss).backward();
     scaler.step(optimizer);
     scaler.update();
@@ -201,17 +201,19 @@ TEST(GroupSharded, GS_27_LayersMayReturnAnything) {
   const auto make = [] { return with_values(std::make_shared<Outputs>()); };
   const auto alone = make();
   torch::optim::SGD plain(alone->parameters(), torch::optim::SGDOptions(0.1));
-  train(*alone, plain, [&](const torch::Tensor& x) { return alone->forward(x); },
-        [&] { plain.zero_grad(); }, [&] { plain.step(); }, 0, 1);
+  train(
+      *alone, plain, [&](const torch::Tensor& x) { return alone->forward(x); },
+      [&] { plain.zero_grad(); }, [&] { plain.step(); }, 0, 1);
   for (const std::string level : kLevels) {
     run_world(2, [&](World& world) {
       const auto net = make();
       torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
       auto [model, optimizer, scaler] =
           group_sharded_parallel(net, inner, level, {.segment_size = 0});
-      train(*net, inner, [&model = model](const torch::Tensor& x) { return model(x); },
-            [&optimizer = optimizer] { optimizer.clear_grad(); },
-            [&optimizer = optimizer] { optimizer.step(); }, world.rank(), 2);
+      train(
+          *net, inner, [&model = model](const torch::Tensor& x) { return model(x); },
+          [&optimizer = optimizer] { optimizer.clear_grad(); },
+          [&optimizer = optimizer] { optimizer.step(); }, world.rank(), 2);
       expect_same_state(model.full_state(), plain_state(*alone), 2e-6, level);
     });
   }

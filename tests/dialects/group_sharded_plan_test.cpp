@@ -202,7 +202,8 @@ TEST(GroupShardedPlan, PrecisionClippingAndReplicasArePassedOn) {
   EXPECT_EQ(options.clip.epsilon, 0) << "clip_norm / max(norm, clip_norm)";
   EXPECT_EQ(options.clip.exclude, std::vector<std::string>({"fc1.bias"}));
   expect_contains(message_of<c10::ValueError>([&] {
-                    group_sharded_plan(model, "os_g", {.grad_clip = paddle::ClipGradByGlobalNorm{0}});
+                    group_sharded_plan(model, "os_g",
+                                       {.grad_clip = paddle::ClipGradByGlobalNorm{0}});
                   }),
                   "clip_norm must be positive");
 }

@@ -134,10 +134,9 @@ TEST(GroupSharded, GS_42_AModelThatIsNotWrappedIsRefused) {
     EXPECT_FALSE(fs::exists(directory.path / "other"));
   });
   // An optimizer that is not wrapped does not compile.
-  static_assert(
-      !std::is_invocable_v<decltype([](auto&&... args) -> decltype(save_group_sharded_model(args...)) {
-                           }),
-                           ShardedModule&, fs::path, torch::optim::Optimizer*>);
+  static_assert(!std::is_invocable_v<
+                decltype([](auto&&... args) -> decltype(save_group_sharded_model(args...)) {}),
+                ShardedModule&, fs::path, torch::optim::Optimizer*>);
 }
 
 TEST(GroupSharded, GS_43_StateIsLoadedBeforeOrAfterWrapping) {

@@ -135,8 +135,7 @@ TEST(GradScaler, HalfModelsSkipUntilTheScaleFits) {
       const Batch batch = global_batch(step, kRows, kWidth, kOut);
       optimizer.zero_grad();
       const auto out = net->forward(rows_of(batch.x, world.rank(), 2).to(torch::kHalf));
-      const auto loss =
-          torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, world.rank(), 2));
+      const auto loss = torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, world.rank(), 2));
       scaler.scale(loss).backward();
       skipped += !scaler.step(optimizer);
       scaler.update();
@@ -162,15 +161,17 @@ TEST(GradScaler, WrongOrdersOfCallsAreRefusedWithPyTorchsWords) {
               "unscale_() is being called after step().");
     EXPECT_EQ(runtime_error_of([&] { scaler.step(*job.optimizer); }),
               "step() has already been called since the last update().");
-    EXPECT_EQ(runtime_error_of([&] { scaler.step(*job.optimizer, [] { return torch::ones({}); }); }),
-              "Closure use is not currently supported if GradScaler is enabled.");
+    EXPECT_EQ(
+        runtime_error_of([&] { scaler.step(*job.optimizer, [] { return torch::ones({}); }); }),
+        "Closure use is not currently supported if GradScaler is enabled.");
     scaler.update();
     scaler.scale(job.loss(1)).backward();
     EXPECT_TRUE(scaler.step(*job.optimizer));
     job.optimizer->zero_grad();
     scaler.update();
-    EXPECT_NE(runtime_error_of([&] { scaler.unscale_(*job.optimizer); })
-                  .find("there must be a backward since the last zero_grad()"),
+    EXPECT_NE(runtime_error_of([&] {
+                scaler.unscale_(*job.optimizer);
+              }).find("there must be a backward since the last zero_grad()"),
               std::string::npos);
   });
 }

@@ -34,8 +34,8 @@ std::vector<NamedTensor> train_hybrid(const TrainingRun& run, int ranks, int sha
 
 TEST(Hybrid, EveryLevelAndPartitionGivesTheResultOfOneProcessAndOfShardingOverAllRanks) {
   const auto run = sgd_run<Mlp>(kWidth, 3, kOut);
-  for (const auto [ranks, shard_size] : {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2),
-                                         std::pair(3, 1), std::pair(4, 1)}) {
+  for (const auto [ranks, shard_size] :
+       {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(3, 1), std::pair(4, 1)}) {
     const auto expected = train_alone(run, ranks);
     for (const ShardLevel level : kLevels) {
       for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
@@ -115,8 +115,7 @@ TEST(Hybrid, SeveralBackwardsAddUpWithAndWithoutSynchronizingEach) {
       optimizer.zero_grad();
       for (int i = 0; i < 3; ++i) {
         const Batch batch = global_batch(10 * step + i, kRows, kWidth, kOut);
-        for (int rank = 0; rank < 4; ++rank)
-          (rank_loss(*net, batch, rank, 4, i) / 4).backward();
+        for (int rank = 0; rank < 4; ++rank) (rank_loss(*net, batch, rank, 4, i) / 4).backward();
       }
       optimizer.step();
     }
@@ -199,8 +198,7 @@ TEST(Hybrid, ClippingCountsEachElementOnceWithExclusionsAndMissingGradients) {
 
 TEST(Hybrid, StartValuesComeFromRankZeroOfTheMesh) {
   run_world(4, [](World& world) {
-    const auto net =
-        seeded(world.rank(), [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
+    const auto net = seeded(world.rank(), [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
     const auto first = seeded(0, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
     auto sharded = fully_shard(net, hybrid(world, 2, {}));
     expect_same_state(sharded.full_state(), plain_state(*first), 0, "rank 0's values");

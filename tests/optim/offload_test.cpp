@@ -185,9 +185,7 @@ TEST(Offload, ADirectoryThatCannotBeUsedIsAnErrorOnAllRanks) {
     const std::string path =
         world.rank() == 1 ? directory.path() / "file" : directory.path() / "good";
     expect_error(
-        [&] {
-          fully_shard(net, {.offload = Offload::kDirectory, .offload_directory = path});
-        },
+        [&] { fully_shard(net, {.offload = Offload::kDirectory, .offload_directory = path}); },
         {"offload_directory must be a directory", "file"});
     expect_same_state(plain_state(*net), before, 0, "unchanged");
   });
@@ -212,7 +210,8 @@ TEST(Offload, OptimizersWhoseStateCannotBeReadAreRefused) {
     const auto net = std::make_shared<Mlp>(8, 1, 3);
     auto sharded = fully_shard(net, {.offload = Offload::kHost});
     Own own(net->parameters());
-    expect_error([&] { ShardedOptimizer(sharded, own); }, {"Adagrad, Adam, AdamW, RMSprop and SGD"});
+    expect_error([&] { ShardedOptimizer(sharded, own); },
+                 {"Adagrad, Adam, AdamW, RMSprop and SGD"});
   });
 }
 

@@ -93,7 +93,8 @@ TEST(Precision, HalfModelsWithFloatMastersTrainAsOneProcessThatHasThem) {
           run_world(ranks, [&](World& world) {
             states[world.rank()] = train_sharded(world, make_net(dtype), plan, dtype);
           });
-          // With 3 ranks the mean is rounded differently (times 1/3), which half precision may show.
+          // With 3 ranks the mean is rounded differently (times 1/3), which half precision may
+          // show.
           expect_same_state(states[0], expected, ranks == 3 ? 2e-2 : 0, what);
           for (const auto& state : states) expect_same_state(state, states[0], 0, what);
         }
@@ -138,8 +139,7 @@ TEST(Precision, GradientsAreSentInTheReduceDtypeAndSummedInFloat) {
         expect_same_state(state, expected, 0, fmt::format("level {}", int(level)));
         int64_t numel = 0;
         const auto other = fully_shard(make_net(dtype), plan);
-        for (const auto& unit : other.state()->units())
-          numel += unit->layout().numel();
+        for (const auto& unit : other.state()->units()) numel += unit->layout().numel();
         EXPECT_EQ(counter->counts().reduce_scatter.bytes_sent,
                   kSteps * numel / 2 * static_cast<int64_t>(c10::elementSize(reduce)));
       });
@@ -208,8 +208,7 @@ TEST(Precision, WritesByOperatorsReachTheMasters) {
   for (const ShardLevel level : kLevels) {
     run_world(3, [&](World&) {
       const auto net = make_net(at::kBFloat16);
-      auto sharded =
-          fully_shard(net, {.level = level, .precision = {.master_dtype = at::kFloat}});
+      auto sharded = fully_shard(net, {.level = level, .precision = {.master_dtype = at::kFloat}});
       {
         torch::NoGradGuard no_grad;
         net->head->weight.fill_(0.75);
@@ -288,7 +287,8 @@ TEST(Precision, AutocastModelsTrainAsInOneProcess) {
   for (const int ranks : {1, 2}) {
     const auto alone = make_net({});
     torch::optim::SGD plain(alone->parameters(), torch::optim::SGDOptions(0.1));
-    train_autocast(*alone, [&] { plain.zero_grad(); }, [&] { plain.step(); }, 0, ranks, ranks);
+    train_autocast(
+        *alone, [&] { plain.zero_grad(); }, [&] { plain.step(); }, 0, ranks, ranks);
     const auto expected = plain_state(*alone);
     for (const ShardLevel level : kLevels) {
       run_world(ranks, [&](World& world) {
@@ -296,8 +296,9 @@ TEST(Precision, AutocastModelsTrainAsInOneProcess) {
         torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
         auto sharded = fully_shard(net, {.level = level, .unit_bytes = 3000});
         ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-        train_autocast(*net, [&] { optimizer.zero_grad(); }, [&] { optimizer.step(); },
-                       world.rank(), ranks, 1);
+        train_autocast(
+            *net, [&] { optimizer.zero_grad(); }, [&] { optimizer.step(); }, world.rank(), ranks,
+            1);
         expect_same_state(sharded.full_state(), expected, ranks == 1 ? 0 : 2e-6,
                           fmt::format("{} ranks, level {}", ranks, int(level)));
       });

@@ -78,8 +78,8 @@ struct GroupSharded {
 };
 
 /// Translates the arguments of the clipping.
-TESSERA_API ShardedOptimizerOptions group_sharded_optimizer_options(
-    const GroupShardedOptions& options);
+TESSERA_API ShardedOptimizerOptions
+group_sharded_optimizer_options(const GroupShardedOptions& options);
 
 /// Translates Paddle's arguments. Throws `c10::ValueError` for what Paddle refuses, too.
 TESSERA_API ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
@@ -113,8 +113,8 @@ auto group_sharded_parallel(const Holder& holder, torch::optim::Optimizer& optim
   return group_sharded_parallel(holder.ptr(), optimizer, level, options);
 }
 
-/// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is made if
-/// need be: the parameters, whole and by name, in files that Python's `safetensors` opens
+/// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is made
+/// if need be: the parameters, whole and by name, in files that Python's `safetensors` opens
 /// (`model-*.safetensors`), and, if the optimizer is given, all ranks' parts of its state, its
 /// scaler and its step. Collective.
 ///
