@@ -124,15 +124,20 @@ class TESSERA_API ShardedModule {
 
   const std::shared_ptr<ShardedState>& state() const { return state_; }
 
-  /// `input` in the dtype that the plan wants inputs in.
-  at::Tensor cast_input(const at::Tensor& input) const;
-  template <class T>
-  static constexpr bool is_tensor = std::is_same_v<std::remove_cvref_t<T>, at::Tensor>;
-  template <class T>
-  requires(!is_tensor<T>) T && cast_input(T&& input)
-  const { return std::forward<T>(input); }
-
  protected:
+  bool casts_inputs() const;
+  /// A floating tensor in the plan's `param_dtype`; other arguments as they are.
+  at::Tensor cast_tensor(const at::Tensor& input) const;
+  template <class T>
+  decltype(auto) cast_input(T&& input) const {
+    if constexpr (std::is_same_v<std::remove_cvref_t<T>, at::Tensor>) {
+      return cast_tensor(input);
+    } else {
+      return std::forward<T>(input);
+    }
+  }
+  [[noreturn]] static void refuse_to_cast();
+
   std::shared_ptr<ShardedState> state_;
 };
 
@@ -152,7 +157,12 @@ class Sharded : public ShardedModule {
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     begin_forward();
-    return module_->forward(cast_input(std::forward<Args>(args))...);
+    if (!casts_inputs()) return module_->forward(std::forward<Args>(args)...);
+    if constexpr (requires { module_->forward(cast_input(std::forward<Args>(args))...); }) {
+      return module_->forward(cast_input(std::forward<Args>(args))...);
+    } else {
+      refuse_to_cast();
+    }
   }
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {

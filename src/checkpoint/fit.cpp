@@ -190,9 +190,9 @@ const TensorRecord* TensorTable::find(const std::string& kind, const std::string
 }
 
 const TensorRecord& TensorTable::source_of(const ParamView& param) const {
+  const TensorRecord& in_use = *find("param", param.name());
   const TensorRecord* master = find("master", param.name());
-  const bool fits = master && master->dtype == safetensors_dtype(param.master_dtype);
-  return fits ? *master : *find("param", param.name());
+  return master && in_use.dtype != safetensors_dtype(param.master_dtype) ? *master : in_use;
 }
 
 const std::vector<const TensorRecord*>& TensorTable::states_of(const TensorRecord& param) const {

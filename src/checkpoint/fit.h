@@ -19,8 +19,8 @@ class TensorTable {
 
   /// A parameter or buffer by any of its names; null if there is none.
   const TensorRecord* find(const std::string& kind, const std::string& name) const;
-  /// What a parameter is read from: its master weights if it has some itself, or is of their dtype.
-  /// It must be there.
+  /// What a parameter, which must be there, is read from: its master weights, unless what was in
+  /// use has the dtype that is wanted.
   const TensorRecord& source_of(const ParamView& param) const;
   /// The optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;

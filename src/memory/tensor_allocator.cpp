@@ -3,6 +3,7 @@
 #include <tessera/page_heap.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <string_view>
@@ -69,6 +70,9 @@ bool is_allowed() {
 #endif
 }
 
+// The allocator if it was ever taken: making it reserves addresses.
+std::atomic<TensorAllocator*> installed = nullptr;
+
 }  // namespace
 
 bool use_page_heap() {
@@ -76,13 +80,14 @@ bool use_page_heap() {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) {
-    c10::SetAllocator(c10::DeviceType::CPU, &TensorAllocator::instance());
+    installed = &TensorAllocator::instance();
+    c10::SetAllocator(c10::DeviceType::CPU, installed);
   }
-  return c10::GetCPUAllocator() == &TensorAllocator::instance();
+  return installed != nullptr && c10::GetCPUAllocator() == installed;
 }
 
 void trim_heaps() {
-  if (c10::GetCPUAllocator() == &TensorAllocator::instance()) TensorAllocator::instance().trim();
+  if (TensorAllocator* const allocator = installed) allocator->trim();
   malloc_trim(0);
 }
 

@@ -49,11 +49,19 @@ void ShardedModule::begin_forward() {
   if (state_->plan().sync_buffers) state_->sync_buffers();
 }
 
-at::Tensor ShardedModule::cast_input(const at::Tensor& input) const {
-  const Precision& precision = state_->plan().precision;
-  const bool wanted = precision.param_dtype && precision.cast_inputs;
-  return wanted && input.defined() && input.is_floating_point() ? input.to(*precision.param_dtype)
-                                                                : input;
+bool ShardedModule::casts_inputs() const {
+  return state_->plan().precision.param_dtype && state_->plan().precision.cast_inputs;
+}
+
+at::Tensor ShardedModule::cast_tensor(const at::Tensor& input) const {
+  if (!input.defined() || !input.is_floating_point()) return input;
+  return input.to(*state_->plan().precision.param_dtype);
+}
+
+void ShardedModule::refuse_to_cast() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "[forward] inputs can't be converted to param_dtype, because the module's "
+                              "forward takes a tensor by reference to change it; set precision.cast_inputs to false "
+                              "and convert them yourself");
 }
 
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {

@@ -243,6 +243,31 @@ TEST(Precision, BuffersAndInputsAreConverted) {
   });
 }
 
+// Takes its input by reference, to change it.
+struct ByReference : torch::nn::Module {
+  torch::Tensor forward(torch::Tensor& x) {
+    x = x + 1;
+    return fc(x);
+  }
+  torch::nn::Linear fc = register_module("fc", torch::nn::Linear(4, 4));
+};
+
+TEST(Precision, InputsThatAModelTakesByReferenceAreLeftAloneOrRefused) {
+  run_world(1, [](World&) {
+    auto plain = fully_shard(std::make_shared<ByReference>());
+    torch::Tensor x = torch::zeros({2, 4});
+    plain.forward(x);
+    EXPECT_EQ(x.sum().item<float>(), 8);
+    auto half =
+        fully_shard(std::make_shared<ByReference>(), {.precision = {.param_dtype = at::kBFloat16}});
+    expect_error([&] { half.forward(x); }, {"takes a tensor by reference", "cast_inputs"});
+    auto own = fully_shard(std::make_shared<ByReference>(),
+                           {.precision = {.param_dtype = at::kBFloat16, .cast_inputs = false}});
+    torch::Tensor y = x.to(at::kBFloat16);
+    EXPECT_EQ(own.forward(y).scalar_type(), at::kBFloat16);
+  });
+}
+
 TEST(Precision, DtypesThatCannotWorkAreRefused) {
   run_world(2, [](World&) {
     const auto refuse = [](Precision precision, const std::string& part) {
