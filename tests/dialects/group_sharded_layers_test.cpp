@@ -54,7 +54,7 @@ TEST(GroupSharded, GS_24_OnlyTheLayersInUseAreGathered) {
   run_world(2, [](World& world) {
     const auto net = with_values(std::make_shared<Switched>());
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(
+    auto [model, optimizer, scaler] = group_sharded_parallel(
         net, *inner, "p_g_os", {.buffer_max_size = 0, .segment_size = 0, .sync_comm = true});
     accumulate({}, 0, world.rank(), world.size(),
                [&model = model](const torch::Tensor& x) { return model(x); });

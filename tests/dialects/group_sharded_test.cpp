@@ -37,7 +37,7 @@ TEST(GroupSharded, GS_02_OptimizerOfAnotherModelAndModelWithoutParametersAreRefu
     // Wrong on one rank, refused on both.
     refused(net, world.rank() == 0 ? *wrong : *right);
     // Nothing was changed: the model is not sharded yet.
-    auto [model, optimizer] = group_sharded_parallel(net, *right, "p_g_os");
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *right, "p_g_os");
     backward(model, world);
     optimizer.step();
   });
@@ -47,7 +47,7 @@ TEST(GroupSharded, GS_03_WorksOnTheCpu) {
   run_world(2, [](World& world) {
     const auto net = make_mlp();
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(net, *inner, "p_g_os");
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "p_g_os");
     backward(model, world);
     optimizer.step();
     EXPECT_EQ(world.process_group()->backend_name(), "gloo");
@@ -63,7 +63,7 @@ TEST(GroupSharded, GS_05_OneRankTrainsAsOneProcess) {
   // No world at all is a world of one.
   const auto net = make_mlp();
   const auto inner = make_sgd(*net);
-  auto [model, optimizer] = group_sharded_parallel(net, *inner, "p_g_os");
+  auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "p_g_os");
   EXPECT_EQ(model.state()->process_group().size(), 1);
 }
 
@@ -84,7 +84,7 @@ TEST(GroupSharded, GS_06_ParametersComeFromRankZeroAndBuffersOnlyIfAskedFor) {
         const auto net = with_values(std::make_shared<Counted>(world.rank()), 100 + world.rank());
         const auto first = plain_state(*with_values(std::make_shared<Counted>(0), 100));
         const auto inner = make_sgd(*net);
-        auto [model, optimizer] =
+        auto [model, optimizer, scaler] =
             group_sharded_parallel(net, *inner, "p_g_os", {.sync_buffers = sync});
         EXPECT_TRUE(net->fc->weight.equal(first[0].tensor));
         EXPECT_TRUE(net->fc->bias.equal(first[1].tensor));
@@ -110,7 +110,7 @@ TEST(GroupSharded, GS_07_EachParameterGoesWholeToTheLeastLoadedRank) {
         *least += item.value().numel();  // frozen ones count nothing
     }
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
     size_t own = 0;
     for (const auto& unit : model.state()->units()) {
       const auto& bounds = unit->layout().bounds;
@@ -133,7 +133,7 @@ TEST(GroupSharded, GS_08_ParametersOfOneDtypeAreAlignedViewsOfOneFlatBuffer) {
     const auto net = std::make_shared<PaddleMlp>(37);
     net->fc2->to(torch::kBFloat16);
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
     std::map<at::ScalarType, const void*> storage;
     for (const auto& param : net->parameters()) {
       const void* own = param.storage().unsafeGetStorageImpl();
@@ -152,7 +152,7 @@ TEST(GroupSharded, GS_09_ParametersAreTheSameBitsOnAllRanksAfterStep) {
     run_world(kRanks, [&](World& world) {
       const auto net = make_mlp();
       const auto inner = make_adamw(*net);
-      auto [model, optimizer] = group_sharded_parallel(net, *inner, level);
+      auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, level);
       backward(model, world);
       optimizer.step();
       states[world.rank()] = plain_state(*net);  // as a user would read them
@@ -170,7 +170,7 @@ TEST(GroupSharded, GS_10_GradientsAreTheMeanAndOnlyTheOwnersKeepThem) {
       run_world(ranks, [&](World& world) {
         const auto net = make_mlp();
         const auto inner = make_sgd(*net);
-        auto [model, optimizer] = group_sharded_parallel(net, *inner, level);
+        auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, level);
         backward(model, world);
         for (const auto& item : alone->named_parameters()) {
           EXPECT_TRUE(
@@ -190,7 +190,7 @@ TEST(GroupSharded, GS_10_GradientsAreTheMeanAndOnlyTheOwnersKeepThem) {
 TEST(GroupSharded, GS_11_MinimizeIsRefused) {
   const auto net = make_mlp();
   const auto inner = make_sgd(*net);
-  auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
+  auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
   expect_contains(
       message_of<std::runtime_error>([&optimizer = optimizer] { optimizer.minimize({}); }),
       "optimizer.minimize() not support now, please use optimizer.step()");
@@ -205,7 +205,7 @@ TEST(GroupSharded, GS_12_ClippingUsesTheNormOfAllShards) {
     run_world(3, [&](World& world) {
       const auto net = make_mlp();
       const auto inner = make_sgd(*net);
-      auto [model, optimizer] =
+      auto [model, optimizer, scaler] =
           group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 100});
       backward(model, world);
       EXPECT_NEAR(optimizer.clip_grad_norm_(1e9, type), norm, 1e-5 * norm);
@@ -217,7 +217,7 @@ TEST(GroupSharded, GS_13_LearningRatePassesThroughToTheInnerOptimizer) {
   run_world(2, [](World& world) {
     const auto net = make_mlp();
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 0});
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 0});
     EXPECT_EQ(optimizer.get_lr(), 0.1);
     optimizer.set_lr(0);
     EXPECT_EQ(optimizer.get_lr(), 0);

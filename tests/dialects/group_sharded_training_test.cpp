@@ -40,7 +40,7 @@ TEST(GroupSharded, GS_16_ClearGradForgetsWhatWasReduced) {
   run_world(2, [](World& world) {
     const auto net = make_mlp();
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
     const auto forward = [&model = model](const torch::Tensor& x) { return model(x); };
     const auto norm_of_step = [&, &optimizer = optimizer](int step) {
       accumulate({}, step, world.rank(), world.size(), forward);
@@ -92,7 +92,7 @@ TEST(GroupSharded, GS_19_ConversionComesBeforeShardingAndIsFoundAfterIt) {
     const auto net = make_mlp();
     net->to(torch::kDouble);
     const auto inner = make_sgd(*net);
-    auto [model, optimizer] = group_sharded_parallel(net, *inner, "os_g");
+    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
     const auto forward = [&model = model](const torch::Tensor& x) {
       return model(x.to(torch::kDouble)).to(torch::kFloat);
     };
@@ -130,7 +130,7 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
       const auto [body, head] = split(*net);
       torch::optim::SGD sgd(body, torch::optim::SGDOptions(0.1));
       torch::optim::AdamW adamw(head, torch::optim::AdamWOptions(1e-3));
-      auto [model, optimizer] = group_sharded_parallel(net, sgd, level, {.segment_size = 100});
+      auto [model, optimizer, scaler] = group_sharded_parallel(net, sgd, level, {.segment_size = 100});
       ShardedOptimizer other(model, adamw);
       for (int step = 0; step < 3; ++step) {
         optimizer.clear_grad();
