@@ -71,9 +71,9 @@ enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 /// An ordered set of ranks that communicate.
 ///
 /// All members are collective: every rank of the group calls them in the same order per channel,
-/// with tensors of equal dtype (see `ReduceScatterOptions::dtype` for the exception). A flat buffer of `bounds.back()` elements is split over the ranks
-/// by `bounds` (`size() + 1` elements, ascending, from 0): rank `r` has `[bounds[r], bounds[r +
-/// 1])`, which may be empty.
+/// with tensors of equal dtype (see `ReduceScatterOptions::dtype` for the exception). A flat buffer
+/// of `bounds.back()` elements is split over the ranks by `bounds` (`size() + 1` elements,
+/// ascending, from 0): rank `r` has `[bounds[r], bounds[r + 1])`, which may be empty.
 class TESSERA_API ProcessGroup {
  public:
   virtual ~ProcessGroup() = default;
@@ -126,7 +126,8 @@ TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::St
                                                const std::string& hostname = "");
 
 /// Makes a process group over any c10d backend (NCCL, or the user's own). A backend matches
-/// collectives by their order, so all channels share one order: ranks must then use units alike.
+/// collectives by their order, so all channels share one order: ranks must then use units alike. It
+/// also sums in its own order, and in the dtype of the messages.
 TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backend> backend,
                                                   std::chrono::milliseconds timeout);
 

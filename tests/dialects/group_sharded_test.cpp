@@ -217,7 +217,8 @@ TEST(GroupSharded, GS_13_LearningRatePassesThroughToTheInnerOptimizer) {
   run_world(2, [](World& world) {
     const auto net = make_mlp();
     const auto inner = make_sgd(*net);
-    auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 0});
+    auto [model, optimizer, scaler] =
+        group_sharded_parallel(net, *inner, "p_g_os", {.segment_size = 0});
     EXPECT_EQ(optimizer.get_lr(), 0.1);
     optimizer.set_lr(0);
     EXPECT_EQ(optimizer.get_lr(), 0);

@@ -130,7 +130,8 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
       const auto [body, head] = split(*net);
       torch::optim::SGD sgd(body, torch::optim::SGDOptions(0.1));
       torch::optim::AdamW adamw(head, torch::optim::AdamWOptions(1e-3));
-      auto [model, optimizer, scaler] = group_sharded_parallel(net, sgd, level, {.segment_size = 100});
+      auto [model, optimizer, scaler] =
+          group_sharded_parallel(net, sgd, level, {.segment_size = 100});
       ShardedOptimizer other(model, adamw);
       for (int step = 0; step < 3; ++step) {
         optimizer.clear_grad();

@@ -91,7 +91,8 @@ inline std::vector<NamedTensor> train_as_rank(const World& world, const std::str
                                               const Training& training) {
   const auto net = training.net();
   const auto inner = training.optimizer(*net);
-  auto [model, optimizer, scaler] = paddle::group_sharded_parallel(net, *inner, level, training.options);
+  auto [model, optimizer, scaler] =
+      paddle::group_sharded_parallel(net, *inner, level, training.options);
   for (int step = 0; step < training.steps; ++step) {
     training.before_step(*net, step);
     optimizer.clear_grad();
