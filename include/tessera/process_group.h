@@ -126,7 +126,8 @@ TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::St
                                                const std::string& hostname = "");
 
 /// Makes a process group over any c10d backend (NCCL, or the user's own). A backend matches
-/// collectives by their order, so all channels share one order: ranks must then use units alike.
+/// collectives by their order, so all channels share one order: ranks must then use units alike. It
+/// also sums in its own order, and in the dtype of the messages.
 TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backend> backend,
                                                   std::chrono::milliseconds timeout);
 

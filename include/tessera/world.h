@@ -69,7 +69,8 @@ class TESSERA_API World {
   ///
   /// Collective over `ranks` alone; a rank that is not one of them gets null at once. Process
   /// groups that have ranks in common must be made in the same order by those ranks. Closed with
-  /// the world. Throws `c10::ValueError` for ranks that the world does not have or that come twice.
+  /// the world. Throws `c10::ValueError` for ranks that the world does not have or that come twice,
+  /// and `c10::DistNetworkError` when one of them does not call it within the timeout.
   ProcessGroupPtr new_process_group(const std::vector<int>& ranks) const;
 
   /// Splits the world into process groups of `shard_size` neighbouring ranks, which shard a model,

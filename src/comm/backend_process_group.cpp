@@ -16,6 +16,7 @@
 
 #include "comm/check_arguments.h"
 #include "comm/collective_name.h"
+#include "comm/local_sum.h"
 
 namespace tessera {
 namespace {
@@ -141,6 +142,9 @@ class BackendProcessGroup : public ProcessGroup {
     at::NoGradGuard no_grad;
     check_reduce_scatter(*this, out, pieces, bounds, options, tag);
     const auto dtype = options.dtype.value_or(out.scalar_type());
+    // Of one dtype, the backend knows what it can sum.
+    if (dtype != out.scalar_type())
+      check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
     const at::Tensor flat =
         at::zeros({bounds.back()}, out.options().dtype(dtype).requires_grad(false));
     for (const Piece& piece : pieces) {

@@ -73,24 +73,35 @@ ProcessGroupPtr make_process_group(const RankInfo& info,
   return gloo_process_group(keys, info.rank, info.size, timeout, one_host ? "127.0.0.1" : "");
 }
 
-// Connects the ranks. Those that find each other through `store` all return, or fail, together.
-World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const std::string& backend,
-           std::chrono::milliseconds timeout) {
-  ProcessGroupPtr process_group;
+// Connects the ranks that find each other through `store`: all return, or fail, together. `call` is
+// what all of them must call.
+ProcessGroupPtr connect(const RankInfo& info, const c10::intrusive_ptr<c10d::Store>& store,
+                        const std::string& backend, std::chrono::milliseconds timeout,
+                        const std::string& function, const std::string& call) {
   try {
-    process_group = make_process_group(info, store, backend, timeout);
+    ProcessGroupPtr process_group = make_process_group(info, store, backend, timeout);
     // Nobody may leave, and take the store along, while others still connect.
     process_group->barrier({.subject = "world", .channel = Channel::kControl});
+    return process_group;
   } catch (const c10::NotImplementedError&) {
     throw;
   } catch (...) {
-    C10_THROW_ERROR(
-        DistNetworkError,
-        "[init] rank " + std::to_string(info.rank) + " of " + std::to_string(info.size) +
-            " could not connect to all other ranks; expected all of them to call init(): " +
-            exception_text(std::current_exception()));
+    C10_THROW_ERROR(DistNetworkError, "[" + function + "] rank " + std::to_string(info.rank) +
+                                          " of " + std::to_string(info.size) +
+                                          " could not connect to all other ranks; expected all of "
+                                          "them to call " +
+                                          call + ": " + exception_text(std::current_exception()));
   }
+}
+
+World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const std::string& backend,
+           std::chrono::milliseconds timeout) {
+  ProcessGroupPtr process_group = connect(info, store, backend, timeout, "init", "init()");
   return World(std::move(info), std::move(store), std::move(process_group));
+}
+
+std::string text_of(const std::vector<int>& ranks) {
+  return c10::str(at::IntArrayRef(std::vector<int64_t>(ranks.begin(), ranks.end())));
 }
 
 World world_of_one(RankInfo info) {
@@ -122,7 +133,7 @@ ProcessGroupPtr World::new_process_group(const std::vector<int>& ranks) const {
   TORCH_CHECK_VALUE(!ranks.empty() && distinct.size() == ranks.size() && *distinct.begin() >= 0 &&
                         *distinct.rbegin() < size(),
                     "[new_process_group] `ranks` must be distinct ranks from 0 to ", size() - 1, "; got ",
-                    at::IntArrayRef(std::vector<int64_t>(ranks.begin(), ranks.end())));
+                    text_of(ranks));
   const auto own = std::find(ranks.begin(), ranks.end(), rank());
   if (own == ranks.end()) return nullptr;
   if (ranks.size() == 1) return single_process_group();
@@ -135,7 +146,8 @@ ProcessGroupPtr World::new_process_group(const std::vector<int>& ranks) const {
   name += std::to_string(impl_->made[name]++);
   const auto keys = c10::make_intrusive<c10d::PrefixStore>(name, impl_->store);
   const std::string backend = process_group()->backend_name() == "nccl" ? "nccl" : "gloo";
-  ProcessGroupPtr made = make_process_group(info, keys, backend, process_group()->timeout());
+  ProcessGroupPtr made = connect(info, keys, backend, process_group()->timeout(),
+                                 "new_process_group", "new_process_group(" + text_of(ranks) + ")");
   if (auto closable = std::dynamic_pointer_cast<Closable>(made)) impl_->parts.push_back(closable);
   return made;
 }

@@ -1,74 +1,12 @@
 // What every process group must do, checked for each implementation and for 1 to 4 ranks.
+#include "comm/contract.h"
+
 #include <gtest/gtest.h>
-#include <torch/torch.h>
-
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
-#include "comm/gloo_backend.h"
-#include "support/run_world.h"
 
 namespace tessera {
 namespace {
 
-constexpr CollectiveTag kTag{.subject = "contract", .channel = Channel::kGrads};
-
-enum class Kind { kGloo, kBackend, kDecorated };
-
-ProcessGroupPtr make_process_group(Kind kind, World& world) {
-  if (kind == Kind::kGloo) {
-    return world.process_group();
-  }
-  if (kind == Kind::kBackend) {
-    const auto keys = c10::make_intrusive<c10d::PrefixStore>("backend", world.store());
-    return backend_process_group(gloo_backend(keys, world.rank(), world.size(),
-                                              world.process_group()->timeout(), "127.0.0.1"),
-                                 world.process_group()->timeout());
-  }
-  return tracing_process_group(
-      counting_process_group(fault_process_group(world.process_group(), {})), 8);
-}
-
-std::string kind_name(Kind kind) {
-  return kind == Kind::kGloo ? "Gloo" : kind == Kind::kBackend ? "Backend" : "Decorated";
-}
-
-class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, int>> {
- protected:
-  int size() const { return std::get<1>(GetParam()); }
-
-  void run(const std::function<void(ProcessGroup&)>& fn) const {
-    run_world(size(), [&](World& world) {
-      const auto process_group = make_process_group(std::get<0>(GetParam()), world);
-      fn(*process_group);
-    });
-  }
-
-  // Even, uneven, with empty parts, small enough to be packed and long enough for several messages.
-  std::vector<std::vector<int64_t>> all_bounds() const {
-    std::vector<int64_t> even{0}, uneven{0}, first{0}, last{0}, large{0};
-    for (int r = 0; r < size(); ++r) {
-      even.push_back(even.back() + 16);
-      uneven.push_back(uneven.back() + 7 * r * r + 3);
-      first.push_back(5);
-      last.push_back(r + 1 == size() ? 9 : 0);
-      large.push_back(large.back() + 700'001 + 1000 * r);
-    }
-    const std::vector<int64_t> empty(size() + 1, 0);
-    return {even, uneven, first, last, empty, large};
-  }
-};
-
-const std::vector<torch::ScalarType> kDtypes{torch::kFloat, torch::kDouble, torch::kBFloat16,
-                                             torch::kInt64};
-
-// Small whole numbers: sums are exact in every dtype, whatever their order.
-torch::Tensor values(int64_t numel, torch::ScalarType dtype, int rank) {
-  return (torch::arange(numel, torch::kInt64) % 13 + rank).to(dtype);
-}
-
-torch::Tensor part(const torch::Tensor& flat, const std::vector<int64_t>& bounds, int rank) {
-  return flat.slice(0, bounds[rank], bounds[rank + 1]);
-}
+using namespace testing;
 
 TEST_P(ProcessGroupContract, AllGatherConcatenatesTheShards) {
   run([&](ProcessGroup& pg) {
@@ -113,31 +51,6 @@ TEST_P(ProcessGroupContract, ReduceScatterSumsAndScales) {
       }
     }
   });
-}
-
-// Pieces of many sizes (packed, direct, longer than a message), some without data, with gaps
-// between.
-struct Cut {
-  std::vector<Piece> pieces;
-  torch::Tensor covered;  // whether an element lies in a piece
-};
-
-Cut cut(const torch::Tensor& flat, bool with_undefined) {
-  const int64_t lengths[] = {1, 3, 40, 10'000, 17, 300'000, 2, 20'000, 0, 5};
-  Cut result{{}, torch::zeros({flat.numel()}, torch::kBool)};
-  int64_t begin = 0;
-  for (int i = 0; begin < flat.numel(); ++i) {
-    const int64_t numel = std::min(lengths[i % 10], flat.numel() - begin);
-    const bool undefined = with_undefined && i % 4 == 1;
-    auto data = flat.slice(0, begin, begin + numel);
-    if (undefined) {
-      data.zero_();
-    }
-    result.pieces.push_back({begin, undefined ? torch::Tensor() : data.clone(), numel});
-    result.covered.slice(0, begin, begin + numel).fill_(true);
-    begin += numel + (i % 3 == 2 ? 4 : 0);
-  }
-  return result;
 }
 
 TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
@@ -283,14 +196,7 @@ TEST_P(ProcessGroupContract, RefusesWrongArgumentsOnThisRank) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ProcessGroupContract,
-                         ::testing::Combine(::testing::Values(Kind::kGloo, Kind::kBackend,
-                                                              Kind::kDecorated),
-                                            ::testing::Values(1, 2, 3, 4)),
-                         [](const auto& info) {
-                           return kind_name(std::get<0>(info.param)) +
-                                  std::to_string(std::get<1>(info.param)) + "Ranks";
-                         });
+TESSERA_CONTRACT(ProcessGroupContract, 1, 2, 3, 4);
 
 }  // namespace
 }  // namespace tessera
