@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "comm/no_sigpipe.h"
+
 namespace tessera {
 
 JobThread::~JobThread() { stop(std::chrono::milliseconds(0)); }
@@ -13,6 +15,7 @@ bool JobThread::push(std::shared_ptr<Job> job) {
   }
   jobs_.push_back(std::move(job));
   if (!thread_.joinable()) {
+    const NoSigpipe no_sigpipe;  // for all that it sends
     thread_ = std::thread([this] { run_jobs(); });
   }
   changed_.notify_all();

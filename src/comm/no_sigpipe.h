@@ -13,18 +13,14 @@ namespace tessera {
 class NoSigpipe {
  public:
   NoSigpipe() {
-    sigset_t pending;
     sigemptyset(&pipe_);
     sigaddset(&pipe_, SIGPIPE);
-    sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
     pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
   }
   ~NoSigpipe() {
+    if (sigismember(&before_, SIGPIPE) == 1) return;  // it was blocked: nothing has changed
     const timespec at_once{};
-    if (!was_pending_ && sigismember(&before_, SIGPIPE) == 0) {
-      while (sigtimedwait(&pipe_, nullptr, &at_once) == SIGPIPE) {
-      }
+    while (sigtimedwait(&pipe_, nullptr, &at_once) == SIGPIPE) {  // drops what came meanwhile
     }
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }
@@ -33,7 +29,6 @@ class NoSigpipe {
 
  private:
   sigset_t pipe_{}, before_{};
-  bool was_pending_ = false;
 };
 
 }  // namespace tessera

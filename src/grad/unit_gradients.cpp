@@ -172,12 +172,14 @@ void UnitGradients::replicate() {
                              ? partial_
                              : reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
                                                unit_.layout().shard_numel(rank));
+  replicating_ = true;
   reduction_ =
       mesh.replicate().all_reduce(own, ReduceOp::kSum, {unit_.layout().name, Channel::kGrads});
 }
 
 // Waits for what is under way and adds a backward's own part to the rest.
 void UnitGradients::finish_reduction() {
+  replicating_ = false;
   std::exchange(reduction_, nullptr)->wait();
   if (!partial_.defined()) return;
   at::NoGradGuard no_grad;
