@@ -1,7 +1,9 @@
 // The same training through Paddle's interface: `group_sharded_parallel` with the levels `os`,
 // `os_g` and `p_g_os`.
 //
-//   tessera run -n 2 build/dev/examples/group_sharded p_g_os
+//   tessera run -n 2 build/dev/examples/group_sharded p_g_os runs/points
+//
+// The second argument is a directory that the model is saved in; without it nothing is saved.
 //
 // What is Paddle's own about it: the level's names, `segment_size` and `buffer_max_size` in
 // elements, and the optimizer that comes back wrapped, with `clear_grad()`, `get_lr()` and
@@ -54,7 +56,7 @@ struct Points {
   at::Generator generator;
 };
 
-void train(const tessera::World& world, const std::string& level) {
+void train(const tessera::World& world, const std::string& level, const std::string& output) {
   constexpr int64_t kFeatures = 32, kClasses = 10, kSteps = 60;
   torch::manual_seed(0);
   Classifier net(kFeatures, 512, kClasses);
@@ -80,6 +82,9 @@ void train(const tessera::World& world, const std::string& level) {
                   loss.item<double>(), optimizer.get_lr());
     }
   }
+  if (!output.empty()) {
+    tessera::paddle::save_group_sharded_model(model, output, &optimizer);
+  }
   const auto kept = optimizer.memory();
   std::printf(
       "rank %d keeps %lld bytes of parameters, %lld of gradients, %lld of optimizer state\n",
@@ -90,7 +95,7 @@ void train(const tessera::World& world, const std::string& level) {
 int main(int argc, char** argv) {
   try {
     auto world = tessera::init();
-    train(world, argc > 1 ? argv[1] : "p_g_os");
+    train(world, argc > 1 ? argv[1] : "p_g_os", argc > 2 ? argv[2] : "");
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "group_sharded: %s\n", error.what_without_backtrace());
     return EXIT_FAILURE;

@@ -108,8 +108,8 @@ class TESSERA_API ShardedModule {
   /// Throws `c10::ValueError` if `options.exclude` names what the model does not have.
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
 
-  /// Copies of all parameters and buffers under their names, on every rank. Collective. Takes the
-  /// memory of the whole model.
+  /// Copies of all parameters and buffers under their names, in the order of registration, on every
+  /// rank. Collective. Takes the memory of the whole model.
   std::vector<NamedTensor> full_state();
 
   /// Sets all parameters and buffers, from the same values on all ranks (such as `full_state()`

@@ -54,15 +54,17 @@ void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& vis
 
 std::vector<NamedTensor> ShardedState::full_state() {
   at::NoGradGuard no_grad;
-  std::vector<NamedTensor> state;
+  Values values;
   visit_whole_units([&](const Unit& unit) {
     for (const ParamSlot& slot : unit.layout().slots) {
       const at::Tensor value = at::as_strided(unit.full(), slot.sizes, slot.strides,
                                               unit.full().storage_offset() + slot.offset)
                                    .clone();
-      for (const std::string& name : slot.names) state.push_back({name, value});
+      for (const std::string& name : slot.names) values[name] = value;
     }
   });
+  std::vector<NamedTensor> state;
+  for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
   for (const NamedTensor& buffer : buffers_) state.push_back({buffer.name, buffer.tensor.clone()});
   return state;
 }

@@ -111,6 +111,7 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
   check_same_model(mesh, params, plan);
   std::shared_ptr<ShardedState> state(new ShardedState(
       std::move(buffers), plan, {.mesh = mesh, .offload = offload}, std::move(layouts)));
+  for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->adopt();
   return state;
 }

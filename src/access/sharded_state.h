@@ -74,6 +74,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void learn_order();
 
   ShardPlan plan_;
+  std::vector<std::string> parameter_names_;  // in the order of registration
   std::vector<NamedTensor> buffers_;
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;

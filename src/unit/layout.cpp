@@ -197,6 +197,21 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
   return units;
 }
 
+// A unit of parameters like this one.
+UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan& plan) {
+  UnitLayout unit{.level = level,
+                  .partition = plan.partition,
+                  .dtype = param.dtype,
+                  .master_dtype = param.master_dtype,
+                  .reduce_dtype = param.dtype,
+                  .device = param.device};
+  if (plan.precision.reduce_dtype && c10::isFloatingType(unit.dtype)) {
+    unit.reduce_dtype = *plan.precision.reduce_dtype;
+    check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
+  }
+  return unit;
+}
+
 }  // namespace
 
 at::Tensor ParamSlot::tensor(size_t i) const {
@@ -228,18 +243,8 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
 
   std::vector<UnitLayout> units;
   for (const UnitMembers& member : members) {
-    UnitLayout unit;
-    const ParamSlot& first = params[member.params.front()];
-    unit.level = levels[member.params.front()];
-    unit.partition = plan.partition;
-    unit.dtype = first.dtype;
-    unit.master_dtype = first.master_dtype;
-    unit.reduce_dtype = plan.precision.reduce_dtype && c10::isFloatingType(unit.dtype)
-                            ? *plan.precision.reduce_dtype
-                            : unit.dtype;
-    if (plan.precision.reduce_dtype)
-      check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
-    unit.device = first.device;
+    const size_t first = member.params.front();
+    UnitLayout unit = start_unit(params[first], levels[first], plan);
     std::vector<int> unit_owners;
     for (const size_t i : member.params) {
       unit_owners.push_back(owners[i]);
