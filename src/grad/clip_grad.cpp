@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "comm/host_all_reduce.h"
+
 namespace tessera {
 namespace {
 
@@ -59,12 +61,8 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   auto* data = sums.mutable_data_ptr<double>();
   data[0] = std::isnan(total) ? 0 : total;
   data[1] = std::isnan(total) ? 1 : 0;
-  if (process_group.size() > 1) {
-    process_group
-        .all_reduce(sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
-                    {"gradient norm", Channel::kControl})
-        ->wait();
-  }
+  host_all_reduce(process_group, sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
+                  {"gradient norm", Channel::kControl});
   if (data[1] > 0) return NAN;
   return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);
 }

@@ -31,7 +31,7 @@ class ShardMesh {
   /// Each rank's `bytes`, by rank of the mesh. Collective; blocks.
   std::vector<std::string> all_gather_bytes(const std::string& bytes,
                                             const CollectiveTag& tag) const;
-  /// Reduces `tensor` over all ranks. Collective; blocks.
+  /// Reduces a small `tensor` of host memory over all ranks. Collective; blocks.
   void all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const;
   /// Copies `tensor` of rank 0 to all. Collective; blocks.
   void broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const;

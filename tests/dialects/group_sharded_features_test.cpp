@@ -80,7 +80,7 @@ TEST(GroupSharded, GS_21_OffloadNeedsNoHalfPrecisionAndGoesWithReplicas) {
   for (const auto& make_optimizer : {MakeOptimizer(make_sgd), MakeOptimizer(make_adamw)}) {
     for (const std::string level : {"os", "os_g"}) {
       std::vector<NamedTensor> expected;
-      for (const std::string where : {std::string("none"), std::string("cpu"), directory.path}) {
+      for (const std::string& where : {std::string("none"), std::string("cpu"), directory.path}) {
         run_world(4, [&](World& world) {
           const auto process_groups = world.hybrid_process_groups(2);
           Training training{.optimizer = make_optimizer};
@@ -125,7 +125,7 @@ TEST(GroupSharded, GS_22_OffloadOfShardedParametersGivesTheSameBitsInEveryDtype)
   for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
     run_world(2, [&](World& world) {
       const auto [expected, kept] = train_half(world, dtype, false);
-      for (const std::string where : {std::string("cpu"), directory.path}) {
+      for (const std::string& where : {std::string("cpu"), directory.path}) {
         const auto [state, memory] = train_half(world, dtype, where);
         expect_same_state(state, expected, 0, where);
         EXPECT_EQ(memory.optimizer_state + memory.master_weights, 0);

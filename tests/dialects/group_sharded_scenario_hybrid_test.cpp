@@ -70,7 +70,7 @@ TEST_P(GroupShardedHybrid, OffloadGivesTheSameBits) {
   const ScenarioDirectory directory;
   Scenario scenario = hybrid({.o2 = at::kHalf, .init_scale = 1024});
   const Trained expected = run(scenario);
-  for (const std::string offload : {std::string("cpu"), directory.path().string()}) {
+  for (const std::string& offload : {std::string("cpu"), directory.path().string()}) {
     scenario.options.offload = offload;
     expect_equal(run(scenario), expected, GetParam());
   }

@@ -34,7 +34,7 @@ std::vector<NamedTensor> train_hybrid(const TrainingRun& run, int ranks, int sha
 
 TEST(Hybrid, EveryLevelAndPartitionGivesTheResultOfOneProcessAndOfShardingOverAllRanks) {
   const auto run = sgd_run<Mlp>(kWidth, 3, kOut);
-  for (const auto [ranks, shard_size] :
+  for (const auto& [ranks, shard_size] :
        {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(3, 1), std::pair(4, 1)}) {
     const auto expected = train_alone(run, ranks);
     for (const ShardLevel level : kLevels) {

@@ -123,7 +123,7 @@ TEST(Precision, AFloatModelIsUsedInHalfPrecisionAndKeepsItsValuesAsMasters) {
 
 TEST(Precision, GradientsAreSentInTheReduceDtypeAndSummedInFloat) {
   // A float model whose gradients travel in bfloat16, and a bfloat16 one whose travel in float.
-  for (const auto [dtype, reduce] :
+  for (const auto& [dtype, reduce] :
        {std::pair(at::kFloat, at::kBFloat16), std::pair(at::kBFloat16, at::kFloat)}) {
     const auto alone = make_net(dtype);
     const auto expected = train_alone(*alone, float_values(*alone), 2, dtype, reduce);
