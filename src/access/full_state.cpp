@@ -1,12 +1,9 @@
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <algorithm>
 #include <map>
-#include <set>
 
 #include "access/sharded_state.h"
 
@@ -31,12 +28,12 @@ void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef 
 
 // Copies this rank's part of a parameter.
 void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) {
-  const int64_t begin = std::max(slot.offset, unit.updated_begin());
-  const int64_t end = std::min(slot.offset + slot.numel, unit.updated_end());
-  if (begin >= end) return;
+  const auto [begin, end] = unit.updated_range(slot);
+  if (begin == end) return;
   unit.updated()
       .narrow(0, begin - unit.updated_begin(), end - begin)
-      .copy_(flat_in_order_of(slot, value.detach()).narrow(0, begin - slot.offset, end - begin));
+      .copy_(
+          flat_in_order(value.detach(), slot.strides).narrow(0, begin - slot.offset, end - begin));
 }
 
 }  // namespace
@@ -57,9 +54,7 @@ std::vector<NamedTensor> ShardedState::full_state() {
   Values values;
   visit_whole_units([&](const Unit& unit) {
     for (const ParamSlot& slot : unit.layout().slots) {
-      const at::Tensor value = at::as_strided(unit.full(), slot.sizes, slot.strides,
-                                              unit.full().storage_offset() + slot.offset)
-                                   .clone();
+      const at::Tensor value = view_param(slot, unit.full()).clone();
       for (const std::string& name : slot.names) values[name] = value;
     }
   });
@@ -87,13 +82,21 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
   });
+  overwrite([&] {
+    for (const auto& unit : units_) {
+      for (const ParamSlot& slot : unit->layout().slots) set_part(*unit, slot, values[slot.name()]);
+    }
+    for (const NamedTensor& buffer : buffers_) buffer.tensor.copy_(values[buffer.name]);
+  });
+}
+
+void ShardedState::overwrite(const std::function<void()>& write) {
   for (const auto& unit : units_) {
     unit->wait();
     unit->wait_until_unread();
-    for (const ParamSlot& slot : unit->layout().slots) set_part(*unit, slot, values[slot.name()]);
-    unit->publish();
   }
-  for (const NamedTensor& buffer : buffers_) buffer.tensor.copy_(values[buffer.name]);
+  write();
+  for (const auto& unit : units_) unit->publish();
   residency_->on_step(std::vector<bool>(units_.size(), true));
 }
 

@@ -1,7 +1,6 @@
 #include "access/sharded_state.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <tessera/deferred_init.h>
@@ -18,13 +17,13 @@
 namespace tessera {
 namespace {
 
-// Bytes of this rank's master copies, if all units have one.
-int64_t master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
-  int64_t nbytes = 0;
+// Bytes of each unit's master copy on this rank, if all units have one.
+std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
+  std::vector<int64_t> nbytes;
   for (const UnitLayout& layout : layouts) {
     const bool is_whole = layout.level == ShardLevel::kNone;
     const int64_t numel = is_whole ? layout.numel() : layout.shard_numel(rank);
-    nbytes += numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)) + 64;
+    nbytes.push_back(numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)));
   }
   return nbytes;
 }
@@ -216,8 +215,7 @@ at::Tensor ShardedState::full_grad(const ParamPlace& place) {
     work->wait();
     work->wait_inputs();
   }
-  return at::as_strided(full, param.sizes, param.strides, full.storage_offset() + param.offset)
-      .clone();
+  return view_param(param, full).clone();
 }
 
 std::optional<ParamPlace> ShardedState::find(const std::string& name) const {

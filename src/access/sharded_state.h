@@ -42,6 +42,9 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   at::Tensor full_grad(const ParamPlace& place);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state);
+  /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old
+  /// ones.
+  void overwrite(const std::function<void()>& write);
   /// Gathers the units one after another, and calls `visit` with each while it is whole. Never is
   /// more than one whole that is freed between uses. Collective, and so `visit` must not throw
   /// unless it does on all ranks.

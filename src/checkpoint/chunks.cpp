@@ -1,7 +1,5 @@
 #include "checkpoint/chunks.h"
 
-#include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/optim/optimizer.h>
@@ -20,12 +18,7 @@ at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
   TORCH_CHECK(value.sizes() == param.sizes(),
               "[save_checkpoint] the optimizer's state must have its parameter's shape ",
               param.sizes(), "; got ", value.sizes());
-  at::Tensor ordered = value;
-  if (value.strides() != param.strides()) {
-    ordered = at::empty_strided(param.sizes(), param.strides(), value.options());
-    ordered.copy_(value);
-  }
-  return at::as_strided(ordered, {param.numel()}, {1}, ordered.storage_offset());
+  return flat_in_order(value, param.strides());
 }
 
 class Collector {

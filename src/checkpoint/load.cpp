@@ -161,17 +161,11 @@ std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
   std::optional<Loader> loader;
   fail_together(state.mesh(), [&] { loader.emplace(path, view_of(state, optimizer), scaler); });
   check_same_checkpoint(state.mesh(), loader->index().id);
-  for (const auto& unit : state.units()) {
-    unit->wait();
-    unit->wait_until_unread();
-  }
-  fail_together(state.mesh(), [&] { loader->load(); });
-  for (const auto& unit : state.units()) unit->publish();
+  state.overwrite([&] { fail_together(state.mesh(), [&] { loader->load(); }); });
   if (optimizer) {
     offload_state(*optimizer);
     optimizer->set_steps(loader->index().optimizer->steps);
   }
-  state.residency().on_step(std::vector<bool>(state.units().size(), true));
   return loader->index().numbers;
 }
 

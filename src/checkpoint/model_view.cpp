@@ -2,6 +2,8 @@
 
 #include <c10/util/strides.h>
 
+#include <utility>
+
 #include "checkpoint/safetensors.h"
 
 namespace tessera {
@@ -14,11 +16,17 @@ TensorRecord record_of(const ParamView& param) {
 }
 
 TensorRecord record_of(const NamedTensor& buffer) {
+  return contiguous_record("buffer", {buffer.name}, buffer.tensor.sizes().vec(),
+                           buffer.tensor.scalar_type());
+}
+
+TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
+                               std::vector<int64_t> shape, at::ScalarType dtype) {
   TensorRecord record{
-      .kind = "buffer", .names = {buffer.name}, .shape = buffer.tensor.sizes().vec()};
+      .kind = std::move(kind), .names = std::move(names), .shape = std::move(shape)};
   const auto strides = c10::contiguous_strides(record.shape);
   record.strides.assign(strides.begin(), strides.end());
-  record.dtype = safetensors_dtype(buffer.tensor.scalar_type());
+  record.dtype = safetensors_dtype(dtype);
   return record;
 }
 

@@ -54,5 +54,8 @@ ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer)
 /// How the index describes them; without chunks. A parameter is stored as the optimizer updates it.
 TensorRecord record_of(const ParamView& param);
 TensorRecord record_of(const NamedTensor& buffer);
+/// Of a tensor whose elements are stored in its logical order.
+TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
+                               std::vector<int64_t> shape, at::ScalarType dtype);
 
 }  // namespace tessera

@@ -1,6 +1,5 @@
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -12,8 +11,8 @@ namespace {
 
 // The elements of a parameter that lie in [from, to) of the unit's flat buffer.
 std::pair<int64_t, int64_t> part_of(const ParamSlot& slot, int64_t from, int64_t to) {
-  return {std::clamp<int64_t>(from - slot.offset, 0, slot.numel),
-          std::clamp<int64_t>(to - slot.offset, 0, slot.numel)};
+  const auto [begin, end] = overlap(slot, from, to);
+  return {begin - slot.offset, end - slot.offset};
 }
 
 ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {

@@ -1,8 +1,5 @@
 #include "checkpoint/whole_model.h"
 
-#include <ATen/ops/as_strided.h>
-#include <c10/util/strides.h>
-
 #include <algorithm>
 #include <exception>
 #include <map>
@@ -10,6 +7,7 @@
 #include <utility>
 
 #include "checkpoint/fail_together.h"
+#include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
 
 namespace tessera {
@@ -24,10 +22,7 @@ int writer_of(const Unit& unit, int writers) { return unit.index() % writers; }
 TensorRecord whole_record(const char* kind, std::vector<std::string> names,
                           std::vector<int64_t> shape, at::ScalarType dtype,
                           const std::string& file) {
-  TensorRecord record{.kind = kind, .names = std::move(names), .shape = std::move(shape)};
-  const auto strides = c10::contiguous_strides(record.shape);
-  record.strides.assign(strides.begin(), strides.end());
-  record.dtype = safetensors_dtype(dtype);
+  TensorRecord record = contiguous_record(kind, std::move(names), std::move(shape), dtype);
   if (record.numel() > 0) record.chunks.push_back({file, record.names.front(), 0, record.numel()});
   return record;
 }
@@ -55,11 +50,8 @@ SafetensorsWriter start_file(const std::filesystem::path& path,
 }
 
 void write_unit(SafetensorsWriter& file, const Unit& unit) {
-  const at::Tensor& full = unit.full();
-  for (const ParamSlot& slot : unit.layout().slots) {
-    file.write(slot.name(),
-               at::as_strided(full, slot.sizes, slot.strides, full.storage_offset() + slot.offset));
-  }
+  for (const ParamSlot& slot : unit.layout().slots)
+    file.write(slot.name(), view_param(slot, unit.full()));
 }
 
 void write_buffers(SafetensorsWriter& file, const ShardedState& state) {

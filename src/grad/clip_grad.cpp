@@ -22,8 +22,7 @@ void for_each_own_part(const UnitGradients& gradients, int rank, const IsCounted
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
     if (!gradients.is_live(slot) || !is_counted(gradients.unit().index(), slot)) continue;
     const ParamSlot& param = layout.slots[slot];
-    const int64_t begin = std::max(param.offset, layout.bounds[rank]);
-    const int64_t end = std::min(param.offset + param.numel, layout.bounds[rank + 1]);
+    const auto [begin, end] = overlap(param, layout.bounds[rank], layout.bounds[rank + 1]);
     if (begin < end) f(gradients.reduced(begin, end));
   }
 }
@@ -76,8 +75,7 @@ void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradient
     for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
       if (!unit->is_live(slot) || !is_counted(unit->unit().index(), slot)) continue;
       const ParamSlot& param = layout.slots[slot];
-      const int64_t begin = std::max(param.offset, unit->unit().updated_begin());
-      const int64_t end = std::min(param.offset + param.numel, unit->unit().updated_end());
+      const auto [begin, end] = unit->unit().updated_range(param);
       if (begin < end) unit->reduced(begin, end).mul_(factor);
     }
   }

@@ -136,45 +136,41 @@ bool UnitGradients::prepare_reduced() {
   }
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     if (live_[slot]) continue;
-    const int64_t begin = std::max(slots[slot].offset, unit_.updated_begin());
-    const int64_t end = std::min(slots[slot].offset + slots[slot].numel, unit_.updated_end());
+    const auto [begin, end] = unit_.updated_range(slots[slot]);
     if (begin < end) reduced(begin, end).zero_();
   }
   return true;
 }
 
+// This rank's part of the sum over the shard dim, also where every rank keeps everything.
+at::Tensor UnitGradients::shard_part() const {
+  const int rank = unit_.context().mesh.shard().rank();
+  const auto& bounds = unit_.layout().bounds;
+  return reduced(bounds[rank], bounds[rank + 1]);
+}
+
 void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
-  bool accumulate = prepare_reduced();
+  const bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();
-  const int rank = unit_.context().mesh.shard().rank();
-  at::Tensor own =
-      reduced_.narrow(0, layout.bounds[rank] - unit_.updated_begin(), layout.shard_numel(rank));
-  if (unit_.context().mesh.replicates()) {
-    // What earlier backwards left is the sum of all replicas already.
-    if (accumulate) own = partial_ = at::zeros_like(own);
-    accumulate = false;
-  }
-  reduction_ = unit_.context().mesh.shard().reduce_scatter(
-      own, take_pieces(), layout.bounds,
-      {.scale = scale_, .accumulate = accumulate, .dtype = layout.reduce_dtype},
+  const ShardMesh& mesh = unit_.context().mesh;
+  // With replicas, what earlier backwards left is the sum of all of them already.
+  const bool apart = accumulate && mesh.replicates();
+  if (apart) partial_ = at::zeros_like(shard_part());
+  reduction_ = mesh.shard().reduce_scatter(
+      apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
+      {.scale = scale_, .accumulate = accumulate && !apart, .dtype = layout.reduce_dtype},
       {layout.name, Channel::kGrads});
 }
 
 void UnitGradients::replicate() {
   if (!is_reducing()) return;
   reduction_->wait();
-  const ShardMesh& mesh = unit_.context().mesh;
-  const auto& bounds = unit_.layout().bounds;
-  const int rank = mesh.shard().rank();
-  const at::Tensor own = partial_.defined()
-                             ? partial_
-                             : reduced_.narrow(0, bounds[rank] - unit_.updated_begin(),
-                                               unit_.layout().shard_numel(rank));
   replicating_ = true;
-  reduction_ =
-      mesh.replicate().all_reduce(own, ReduceOp::kSum, {unit_.layout().name, Channel::kGrads});
+  reduction_ = unit_.context().mesh.replicate().all_reduce(
+      partial_.defined() ? partial_ : shard_part(), ReduceOp::kSum,
+      {unit_.layout().name, Channel::kGrads});
 }
 
 // Waits for what is under way and adds a backward's own part to the rest.
@@ -183,8 +179,7 @@ void UnitGradients::finish_reduction() {
   std::exchange(reduction_, nullptr)->wait();
   if (!partial_.defined()) return;
   at::NoGradGuard no_grad;
-  const int64_t begin = unit_.layout().bounds[unit_.context().mesh.shard().rank()];
-  reduced_.narrow(0, begin - unit_.updated_begin(), partial_.numel()).add_(partial_);
+  shard_part().add_(partial_);
   partial_.reset();
 }
 
@@ -192,11 +187,8 @@ void UnitGradients::finish_reduction() {
 void UnitGradients::gather_whole() {
   ProcessGroup& process_group = unit_.context().mesh.shard();
   if (unit_.layout().level != ShardLevel::kNone || process_group.size() == 1) return;
-  const auto& bounds = unit_.layout().bounds;
-  const int rank = process_group.rank();
-  const auto work = process_group.all_gather(
-      reduced_, reduced_.narrow(0, bounds[rank], unit_.layout().shard_numel(rank)), bounds,
-      {unit_.layout().name, Channel::kGrads});
+  const auto work = process_group.all_gather(reduced_, shard_part(), unit_.layout().bounds,
+                                             {unit_.layout().name, Channel::kGrads});
   work->wait();
   work->wait_inputs();
 }

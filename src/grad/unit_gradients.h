@@ -60,6 +60,7 @@ class UnitGradients : public GradSink {
   at::TensorOptions options(at::ScalarType dtype) const;
   void finish_reduction();
   void gather_whole();
+  at::Tensor shard_part() const;
   at::Tensor& chunk_buffer(size_t chunk);
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();

@@ -12,24 +12,12 @@ class HostMemory : public StateMemory {
   at::Tensor empty(int64_t numel, at::ScalarType dtype) override {
     return at::empty({numel}, at::TensorOptions().dtype(dtype).pinned_memory(at::hasCUDA()));
   }
-  void reserve(int64_t) override {}
+  void reserve(const std::vector<int64_t>&) override {}
   bool holds(const at::Tensor& tensor) const override { return tensor.device().is_cpu(); }
 };
 
 }  // namespace
 
 std::shared_ptr<StateMemory> host_memory() { return std::make_shared<HostMemory>(); }
-
-std::shared_ptr<StateMemory> make_state_memory(const ShardPlan& plan) {
-  switch (plan.offload) {
-    case Offload::kNone:
-      return nullptr;
-    case Offload::kHost:
-      return host_memory();
-    case Offload::kDirectory:
-      return mapped_directory(plan.offload_directory);
-  }
-  return nullptr;
-}
 
 }  // namespace tessera

@@ -31,6 +31,10 @@ constexpr int64_t kPage = 4096;
 constexpr int64_t kExtentBytes = int64_t{16} << 20;  // small tensors share a file
 constexpr int64_t kAlignment = 64;
 
+int64_t round_up(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
 // A nameless file and its mapping.
 class Extent {
  public:
@@ -58,7 +62,7 @@ class Extent {
 
   std::byte* take(int64_t nbytes) {
     std::byte* place = data_ + used_;
-    used_ += (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += round_up(nbytes, kAlignment);
     return place;
   }
   int64_t room() const { return nbytes_ - used_; }
@@ -103,18 +107,20 @@ class MappedDirectory : public StateMemory {
     const auto nbytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
     const auto options = at::TensorOptions().dtype(dtype);
     if (numel == 0) return at::empty({0}, options);
-    const auto fits = [&](const auto& extent) { return extent->room() >= nbytes + kAlignment; };
+    const auto fits = [&](const auto& extent) { return extent->room() >= nbytes; };
     auto found = std::find_if(extents_.begin(), extents_.end(), fits);
     if (found == extents_.end()) {
-      reserve(nbytes);
+      reserve({nbytes});
       found = extents_.end() - 1;
     }
     return at::from_blob((*found)->take(nbytes), {numel}, [extent = *found](void*) {}, options);
   }
 
-  void reserve(int64_t nbytes) override {
-    if (nbytes == 0) return;
-    const int64_t rounded = (nbytes + kAlignment + kPage - 1) / kPage * kPage;
+  void reserve(const std::vector<int64_t>& nbytes) override {
+    int64_t sum = 0;
+    for (const int64_t tensor : nbytes) sum += round_up(tensor, kAlignment);
+    if (sum == 0) return;
+    const int64_t rounded = round_up(sum, kPage);
     extents_.push_back(std::make_shared<Extent>(
         directory_, std::max(rounded, std::min(kExtentBytes, 4 * rounded))));
   }

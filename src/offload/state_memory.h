@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace tessera {
 
@@ -17,9 +18,8 @@ class StateMemory {
   /// A 1-D tensor of host memory; its values are undefined. Throws when there is no room.
   virtual at::Tensor empty(int64_t numel, at::ScalarType dtype) = 0;
 
-  /// Makes sure that tensors of `nbytes` bytes together can be made later. Throws when there is no
-  /// room.
-  virtual void reserve(int64_t nbytes) = 0;
+  /// Makes sure that tensors of so many bytes each can be made later. Throws when there is no room.
+  virtual void reserve(const std::vector<int64_t>& nbytes) = 0;
 
   /// True if the memory of `tensor` is part of this one.
   virtual bool holds(const at::Tensor& tensor) const = 0;

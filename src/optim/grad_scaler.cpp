@@ -51,9 +51,8 @@ std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
                                               ShardedState& state) {
   std::vector<AlikeGradients> lists;
   for (const Segment& segment : segments_of(optimizer)) {
-    const UnitGradients& unit = *state.reducer().gradients()[segment.place.unit];
-    if (!segment.tensor.defined() || !unit.is_live(segment.place.slot)) continue;
-    const at::Tensor part = unit.reduced(segment.begin, segment.end);
+    const at::Tensor part = reduced_gradient(state, segment);
+    if (!part.defined()) continue;
     auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& candidate) {
       return candidate.device == part.device() && candidate.dtype == part.scalar_type();
     });
@@ -75,6 +74,14 @@ struct GradScaler::Impl {
     return progress[&optimizer.inner()];
   }
   void set_scale(double value) { scale = at::full({1}, value, at::kFloat); }
+  // Throws, and changes nothing, for values that don't fit.
+  template <class F>
+  void change(F&& set) {
+    GradScalerOptions changed = options;
+    set(changed);
+    check_factors(changed);
+    options = changed;
+  }
   bool unscale(ShardedOptimizer& optimizer);
 };
 
@@ -189,22 +196,13 @@ bool GradScaler::is_enabled() const { return impl_->options.enabled; }
 const GradScalerOptions& GradScaler::options() const { return impl_->options; }
 
 void GradScaler::set_growth_factor(double factor) {
-  GradScalerOptions changed = impl_->options;
-  changed.growth_factor = factor;
-  check_factors(changed);
-  impl_->options = changed;
+  impl_->change([&](GradScalerOptions& options) { options.growth_factor = factor; });
 }
 void GradScaler::set_backoff_factor(double factor) {
-  GradScalerOptions changed = impl_->options;
-  changed.backoff_factor = factor;
-  check_factors(changed);
-  impl_->options = changed;
+  impl_->change([&](GradScalerOptions& options) { options.backoff_factor = factor; });
 }
 void GradScaler::set_growth_interval(int64_t steps) {
-  GradScalerOptions changed = impl_->options;
-  changed.growth_interval = steps;
-  check_factors(changed);
-  impl_->options = changed;
+  impl_->change([&](GradScalerOptions& options) { options.growth_interval = steps; });
 }
 
 std::map<std::string, double> GradScaler::state() const {
@@ -224,15 +222,16 @@ void GradScaler::load_state(const std::map<std::string, double>& state) {
                       "' (was it saved from a disabled scaler?)");
     return it->second;
   };
-  GradScalerOptions loaded = impl_->options;
-  loaded.growth_factor = get("growth_factor");
-  loaded.backoff_factor = get("backoff_factor");
-  loaded.growth_interval = static_cast<int64_t>(get("growth_interval"));
-  check_factors(loaded);
-  const double tracker = get("_growth_tracker");
-  impl_->set_scale(get("scale"));
+  double scale = 0, tracker = 0;
+  impl_->change([&](GradScalerOptions& options) {
+    scale = get("scale");
+    options.growth_factor = get("growth_factor");
+    options.backoff_factor = get("backoff_factor");
+    options.growth_interval = static_cast<int64_t>(get("growth_interval"));
+    tracker = get("_growth_tracker");
+  });
+  impl_->set_scale(scale);
   impl_->growth_tracker = at::full({1}, tracker, at::kInt);
-  impl_->options = loaded;
   impl_->progress.clear();
 }
 

@@ -112,28 +112,22 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
   if (!known) refuse_unknown_kind();
 }
 
-int64_t most_state_nbytes(const torch::optim::Optimizer& optimizer,
-                          torch::optim::OptimizerParamGroup& param_group, int64_t numel,
-                          int64_t element_size) {
+int most_state_tensors(const torch::optim::Optimizer& optimizer,
+                       torch::optim::OptimizerParamGroup& param_group) {
   using namespace torch::optim;
-  constexpr int64_t kAlignment = 64;
   auto& options = param_group.options();
-  int tensors = 0;
-  if (dynamic_cast<const AdamW*>(&optimizer)) {
-    tensors = static_cast<AdamWOptions&>(options).amsgrad() ? 3 : 2;
-  } else if (dynamic_cast<const Adam*>(&optimizer)) {
-    tensors = static_cast<AdamOptions&>(options).amsgrad() ? 3 : 2;
-  } else if (dynamic_cast<const SGD*>(&optimizer)) {
-    tensors = static_cast<SGDOptions&>(options).momentum() != 0;
-  } else if (dynamic_cast<const Adagrad*>(&optimizer)) {
-    tensors = 1;
-  } else if (dynamic_cast<const RMSprop*>(&optimizer)) {
-    const auto& rms = static_cast<RMSpropOptions&>(options);
-    tensors = 1 + (rms.momentum() > 0) + (rms.centered() ? 1 : 0);
-  } else {
-    refuse_unknown_kind();
+  if (dynamic_cast<const AdamW*>(&optimizer))
+    return static_cast<AdamWOptions&>(options).amsgrad() ? 3 : 2;
+  if (dynamic_cast<const Adam*>(&optimizer))
+    return static_cast<AdamOptions&>(options).amsgrad() ? 3 : 2;
+  if (dynamic_cast<const SGD*>(&optimizer))
+    return static_cast<SGDOptions&>(options).momentum() != 0 ? 1 : 0;
+  if (dynamic_cast<const Adagrad*>(&optimizer)) return 1;
+  if (dynamic_cast<const RMSprop*>(&optimizer)) {
+    auto& rms = static_cast<RMSpropOptions&>(options);
+    return 1 + (rms.momentum() > 0 ? 1 : 0) + (rms.centered() ? 1 : 0);
   }
-  return tensors * (numel * element_size + kAlignment);
+  refuse_unknown_kind();
 }
 
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {

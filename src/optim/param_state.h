@@ -31,11 +31,10 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& state);
 
-/// The most bytes of state that the optimizer's options make it keep for a parameter of `numel`
-/// elements. Throws as `read_param_state` does.
-int64_t most_state_nbytes(const torch::optim::Optimizer& optimizer,
-                          torch::optim::OptimizerParamGroup& param_group, int64_t numel,
-                          int64_t element_size);
+/// The most tensors that the options of a param group make the optimizer keep for a parameter.
+/// Throws as `read_param_state` does.
+int most_state_tensors(const torch::optim::Optimizer& optimizer,
+                       torch::optim::OptimizerParamGroup& param_group);
 
 /// Bytes of tensors that the optimizer keeps; 0 for kinds that `read_param_state` does not know.
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer);

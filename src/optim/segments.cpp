@@ -47,7 +47,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
     for (auto& [name, tensor] : state.tensors) {
-      tensor = flat_in_order_of(slot, tensor)
+      tensor = flat_in_order(tensor, slot.strides)
                    .narrow(0, segment->begin - slot.offset, segment->end - segment->begin)
                    .clone()
                    .as_strided(segment->tensor.sizes(), segment->tensor.strides());
@@ -70,8 +70,8 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
   const Unit& unit = *state.units()[place.unit];
   const ParamSlot& slot = state.slot(place);
   Segment segment{.place = place, .param_group = param_group};
-  std::tie(segment.begin, segment.end) = segment_range(state, place);
-  if (segment.begin >= segment.end) return segment;
+  std::tie(segment.begin, segment.end) = unit.updated_range(slot);
+  if (segment.begin == segment.end) return segment;
   const bool is_whole = segment.end - segment.begin == slot.numel;
   const int64_t offset = segment.begin - unit.updated_begin() + unit.updated().storage_offset();
   segment.tensor = unit.layout().partition == Partition::kWholeParam && is_whole
@@ -84,11 +84,10 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
 
 }  // namespace
 
-std::pair<int64_t, int64_t> segment_range(const ShardedState& state, const ParamPlace& place) {
-  const Unit& unit = *state.units()[place.unit];
-  const ParamSlot& slot = state.slot(place);
-  return {std::max(slot.offset, unit.updated_begin()),
-          std::min(slot.offset + slot.numel, unit.updated_end())};
+at::Tensor reduced_gradient(ShardedState& state, const Segment& segment) {
+  const UnitGradients& unit = *state.reducer().gradients()[segment.place.unit];
+  if (!segment.tensor.defined() || !unit.is_live(segment.place.slot)) return {};
+  return unit.reduced(segment.begin, segment.end);
 }
 
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer) {

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "access/sharded_state.h"
@@ -22,9 +21,8 @@ struct Segment {
   at::Tensor tensor;  ///< 1-D view of the shard; in the parameter's shape under kWholeParam
 };
 
-/// The elements of a parameter that this rank updates, in its unit's flat buffer; none if the range
-/// is not ascending.
-std::pair<int64_t, int64_t> segment_range(const ShardedState& state, const ParamPlace& place);
+/// The segment's reduced gradient; undefined if its parameter has none, or lies elsewhere.
+at::Tensor reduced_gradient(ShardedState& state, const Segment& segment);
 
 /// Checks that each parameter of the optimizer is the model's and is in one param group only, and
 /// that the optimizer can work on segments. Changes nothing.

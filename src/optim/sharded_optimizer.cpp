@@ -5,7 +5,6 @@
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "access/sharded_state.h"
@@ -21,18 +20,14 @@ struct ShardedOptimizer::Impl {
   torch::optim::Optimizer* optimizer;
   ShardedOptimizerOptions options;
   std::vector<Segment> segments;
-
   int64_t steps = 0;
 
   ShardedState& state() { return *module.state(); }
   void reserve_state();
   void offload_state(const Segment& segment);
   void offload_state();
-  void set_gradient(const Segment& segment);
-  bool is_live(const Segment& segment);
   void run(const std::vector<const Segment*>& live);
-  std::vector<bool> step_all();
-  std::vector<bool> step_by_unit();
+  std::vector<bool> step();
 };
 
 // Takes the room for the state that the optimizer will make at its first steps, while all ranks can
@@ -40,14 +35,15 @@ struct ShardedOptimizer::Impl {
 void ShardedOptimizer::Impl::reserve_state() {
   const auto& memory = state().context().offload;
   if (!memory) return;
-  int64_t nbytes = 0;
+  std::vector<int64_t> nbytes;
   for (auto& param_group : optimizer->param_groups()) {
     for (const at::Tensor& param : param_group.params()) {
       const ParamPlace place = *state().find(param);
-      const auto [begin, end] = segment_range(state(), place);
-      const auto item = c10::elementSize(state().units()[place.unit]->layout().master_dtype);
-      nbytes += most_state_nbytes(*optimizer, param_group, std::max<int64_t>(0, end - begin),
-                                  static_cast<int64_t>(item));
+      const Unit& unit = *state().units()[place.unit];
+      const auto [begin, end] = unit.updated_range(state().slot(place));
+      const auto item = static_cast<int64_t>(c10::elementSize(unit.layout().master_dtype));
+      nbytes.insert(nbytes.end(), most_state_tensors(*optimizer, param_group),
+                    (end - begin) * item);
     }
   }
   memory->reserve(nbytes);
@@ -75,58 +71,41 @@ void ShardedOptimizer::Impl::offload_state() {
   if (const auto& memory = state().context().offload) memory->rest();
 }
 
-bool ShardedOptimizer::Impl::is_live(const Segment& segment) {
-  return state().reducer().gradients()[segment.place.unit]->is_live(segment.place.slot);
-}
-
-// Shows the reduced gradient to the optimizer as that of a segment.
-void ShardedOptimizer::Impl::set_gradient(const Segment& segment) {
-  const at::Tensor grad = state()
-                              .reducer()
-                              .gradients()[segment.place.unit]
-                              ->reduced(segment.begin, segment.end)
-                              .to(segment.tensor.device());
-  segment.tensor.mutable_grad() =
-      at::as_strided(grad, segment.tensor.sizes(), segment.tensor.strides(), grad.storage_offset());
-}
-
-// A step of the optimizer that concerns these segments only.
+// A step of the optimizer that concerns these segments only: it is shown their reduced gradients.
 void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   OpenGates gates;
-  for (const Segment* segment : live) set_gradient(*segment);
+  for (const Segment* segment : live) {
+    const at::Tensor& tensor = segment->tensor;
+    const at::Tensor grad = reduced_gradient(state(), *segment).to(tensor.device());
+    tensor.mutable_grad() =
+        at::as_strided(grad, tensor.sizes(), tensor.strides(), grad.storage_offset());
+  }
   if (!options.fused || !fused_step(*optimizer)) optimizer->step();
   for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
 }
 
-// Both return which units have changed, on this rank or another.
-std::vector<bool> ShardedOptimizer::Impl::step_all() {
-  std::vector<bool> changed(state().units().size(), false);
-  std::vector<const Segment*> live;
+// Returns which units have changed, on this rank or another. Where state is offloaded, one unit is
+// stepped after the other.
+std::vector<bool> ShardedOptimizer::Impl::step() {
+  const auto& units = state().units();
+  const auto& memory = state().context().offload;
+  std::vector<bool> changed(units.size(), false);
+  std::vector<std::vector<const Segment*>> live(memory ? units.size() : 1);
   for (const Segment& segment : segments) {
-    if (!is_live(segment)) continue;
-    changed[segment.place.unit] = true;
-    if (segment.tensor.defined()) live.push_back(&segment);
+    const auto [unit, slot] = segment.place;
+    if (!state().reducer().gradients()[unit]->is_live(slot)) continue;
+    changed[unit] = true;
+    if (segment.tensor.defined()) live[memory ? unit : 0].push_back(&segment);
   }
-  run(live);
-  for (const auto& unit : state().units()) {
-    if (changed[unit->index()]) unit->publish();
-  }
-  return changed;
-}
-
-std::vector<bool> ShardedOptimizer::Impl::step_by_unit() {
-  std::vector<bool> changed(state().units().size(), false);
-  std::vector<std::vector<const Segment*>> live(state().units().size());
-  for (const Segment& segment : segments) {
-    if (!is_live(segment)) continue;
-    changed[segment.place.unit] = true;
-    if (segment.tensor.defined()) live[segment.place.unit].push_back(&segment);
-  }
-  for (const auto& unit : state().units()) {
-    if (!live[unit->index()].empty()) run(live[unit->index()]);
-    for (const Segment* segment : live[unit->index()]) offload_state(*segment);
-    if (changed[unit->index()]) unit->publish();
-    state().context().offload->rest();
+  if (!memory) run(live[0]);
+  for (const auto& unit : units) {
+    const int index = unit->index();
+    if (memory && !live[index].empty()) {
+      run(live[index]);
+      for (const Segment* segment : live[index]) offload_state(*segment);
+    }
+    if (changed[index]) unit->publish();
+    if (memory) memory->rest();
   }
   return changed;
 }
@@ -159,8 +138,7 @@ void ShardedOptimizer::step() {
     unit->check_views();
     unit->wait_until_unread();
   }
-  const std::vector<bool> changed =
-      state.context().offload ? impl_->step_by_unit() : impl_->step_all();
+  const std::vector<bool> changed = impl_->step();
   ++impl_->steps;
   // What autocast has converted and kept is out of date.
   if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();

@@ -219,13 +219,24 @@ at::Tensor ParamSlot::tensor(size_t i) const {
   return impl ? at::Tensor(std::move(impl)) : at::Tensor();
 }
 
-at::Tensor flat_in_order_of(const ParamSlot& slot, const at::Tensor& tensor) {
+std::pair<int64_t, int64_t> overlap(const ParamSlot& slot, int64_t begin, int64_t end) {
+  const auto clamp = [&](int64_t position) {
+    return std::clamp(position, slot.offset, slot.offset + slot.numel);
+  };
+  return {clamp(begin), clamp(end)};
+}
+
+at::Tensor view_param(const ParamSlot& slot, const at::Tensor& flat) {
+  return at::as_strided(flat, slot.sizes, slot.strides, flat.storage_offset() + slot.offset);
+}
+
+at::Tensor flat_in_order(const at::Tensor& tensor, at::IntArrayRef strides) {
   at::Tensor ordered = tensor;
-  if (tensor.strides() != at::IntArrayRef(slot.strides)) {
-    ordered = at::empty_strided(slot.sizes, slot.strides, tensor.options());
+  if (tensor.strides() != strides) {
+    ordered = at::empty_strided(tensor.sizes(), strides, tensor.options());
     ordered.copy_(tensor);
   }
-  return at::as_strided(ordered, {slot.numel}, {1}, ordered.storage_offset());
+  return at::as_strided(ordered, {tensor.numel()}, {1}, ordered.storage_offset());
 }
 
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,

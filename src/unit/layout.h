@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace tessera {
@@ -59,9 +60,16 @@ struct UnitLayout {
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
-/// The elements of `tensor`, which has the parameter's shape, in the order of the parameter's
-/// memory, so that they can be cut like it.
-at::Tensor flat_in_order_of(const ParamSlot& slot, const at::Tensor& tensor);
+/// The parameter's elements among [begin, end) of the flat buffer, counted there; an empty range if
+/// there are none.
+std::pair<int64_t, int64_t> overlap(const ParamSlot& slot, int64_t begin, int64_t end);
+
+/// The parameter as it lies in `flat`, its unit's flat buffer.
+at::Tensor view_param(const ParamSlot& slot, const at::Tensor& flat);
+
+/// The elements of `tensor` in the order of memory that `strides` describe, 1-D: seen, if that is
+/// its own, or else copied.
+at::Tensor flat_in_order(const at::Tensor& tensor, at::IntArrayRef strides);
 
 /// Lists the distinct parameters of a model in registration order, ties merged.
 ///

@@ -1,7 +1,6 @@
 #include "unit/unit.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
@@ -69,7 +68,7 @@ at::Tensor Unit::collect_values(bool broadcast) const {
   values.zero_();  // the padding must have a value, too
   for (const ParamSlot& slot : layout_.slots) {
     if (broadcast && context_.mesh.rank() != 0) break;
-    read_into(slot.tensor(), at::as_strided(values, slot.sizes, slot.strides, slot.offset));
+    read_into(slot.tensor(), view_param(slot, values));
   }
   if (broadcast) context_.mesh.broadcast(values, {layout_.name, Channel::kControl});
   return values;

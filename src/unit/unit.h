@@ -96,6 +96,10 @@ class Unit {
   int64_t resident_nbytes() const;
   int64_t updated_begin() const;
   int64_t updated_end() const;
+  /// What this rank updates of a parameter, in elements of the flat buffer.
+  std::pair<int64_t, int64_t> updated_range(const ParamSlot& slot) const {
+    return overlap(slot, updated_begin(), updated_end());
+  }
 
  private:
   at::TensorOptions options() const;

@@ -22,6 +22,7 @@
 
 #include "support/models.h"
 #include "support/run_world.h"
+#include "support/scratch_directory.h"
 
 namespace tessera::testing {
 
@@ -69,25 +70,6 @@ inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t st
   torch::mse_loss(picture.forward(x), y).backward();
   optimizer.step();
 }
-
-/// A directory for one test.
-class ScratchDirectory {
- public:
-  ScratchDirectory() {
-    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-    std::string name =
-        std::string(test->test_suite_name()) + "." + test->name() + "." + std::to_string(getpid());
-    std::replace(name.begin(), name.end(), '/', '_');
-    path_ = std::filesystem::temp_directory_path() / ("tessera_" + name);
-    std::filesystem::remove_all(path_);
-    std::filesystem::create_directories(path_);
-  }
-  ~ScratchDirectory() { std::filesystem::remove_all(path_); }
-  std::filesystem::path operator/(const char* name) const { return path_ / name; }
-
- private:
-  std::filesystem::path path_;
-};
 
 inline std::string read_text(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);

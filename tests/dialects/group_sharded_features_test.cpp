@@ -1,7 +1,6 @@
 // Clipping, offload, overlap, outputs, access to whole parameters and traffic of
 // `group_sharded_parallel`, by the ids of the project's list of behaviours.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -9,21 +8,13 @@
 
 #include "access/sharded_state.h"
 #include "dialects/training.h"
+#include "support/scratch_directory.h"
 
 namespace tessera {
 namespace {
 
 using namespace testing;
 using namespace paddle;
-
-struct Directory {
-  Directory() {
-    std::string name = std::filesystem::temp_directory_path() / "tessera_paddle.XXXXXX";
-    path = ::mkdtemp(name.data());
-  }
-  ~Directory() { std::filesystem::remove_all(path); }
-  std::string path;
-};
 
 const char* const kLevels[] = {"os", "os_g", "p_g_os"};
 
@@ -76,11 +67,12 @@ TEST(GroupSharded, GS_12_ClippingIsRightUnderHybridSharding) {
 }
 
 TEST(GroupSharded, GS_21_OffloadNeedsNoHalfPrecisionAndGoesWithReplicas) {
-  const Directory directory;
+  const ScratchDirectory directory;
   for (const auto& make_optimizer : {MakeOptimizer(make_sgd), MakeOptimizer(make_adamw)}) {
     for (const std::string level : {"os", "os_g"}) {
       std::vector<NamedTensor> expected;
-      for (const std::string& where : {std::string("none"), std::string("cpu"), directory.path}) {
+      for (const std::string& where :
+           {std::string("none"), std::string("cpu"), directory.path().string()}) {
         run_world(4, [&](World& world) {
           const auto process_groups = world.hybrid_process_groups(2);
           Training training{.optimizer = make_optimizer};
@@ -121,11 +113,11 @@ std::pair<std::vector<NamedTensor>, ShardMemory> train_half(
 }
 
 TEST(GroupSharded, GS_22_OffloadOfShardedParametersGivesTheSameBitsInEveryDtype) {
-  const Directory directory;
+  const ScratchDirectory directory;
   for (const auto dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
     run_world(2, [&](World& world) {
       const auto [expected, kept] = train_half(world, dtype, false);
-      for (const std::string& where : {std::string("cpu"), directory.path}) {
+      for (const std::string& where : {std::string("cpu"), directory.path().string()}) {
         const auto [state, memory] = train_half(world, dtype, where);
         expect_same_state(state, expected, 0, where);
         EXPECT_EQ(memory.optimizer_state + memory.master_weights, 0);
@@ -137,7 +129,7 @@ TEST(GroupSharded, GS_22_OffloadOfShardedParametersGivesTheSameBitsInEveryDtype)
 }
 
 TEST(GroupSharded, GS_23_OverlapIsTheDefaultAndReadingWaitsByItself) {
-  const Directory directory;
+  const ScratchDirectory directory;
   for (const std::string level : kLevels) {
     const Training training;
     const auto expected = train_alone(training);
@@ -156,10 +148,10 @@ TEST(GroupSharded, GS_23_OverlapIsTheDefaultAndReadingWaitsByItself) {
       torch::NoGradGuard no_grad;
       const auto x = global_batch(9, kRows, kIn, kOut).x;
       const auto out = net->forward(x);
-      save_group_sharded_model(model, directory.path + "/" + level, &optimizer);
+      save_group_sharded_model(model, directory / level, &optimizer);
       expect_same_state(model.full_state(), expected, 2e-6, level);
       const auto fresh = make_mlp();
-      load_group_sharded_model(*fresh, directory.path + "/" + level);
+      load_group_sharded_model(*fresh, directory / level);
       EXPECT_TRUE(fresh->forward(x).equal(out));
     });
   }

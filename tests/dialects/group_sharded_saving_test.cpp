@@ -1,6 +1,5 @@
 // `save_group_sharded_model` and what can be done with what it writes.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -8,6 +7,7 @@
 #include <type_traits>
 
 #include "dialects/training.h"
+#include "support/scratch_directory.h"
 
 namespace tessera {
 namespace {
@@ -15,15 +15,6 @@ namespace {
 using namespace testing;
 using namespace paddle;
 namespace fs = std::filesystem;
-
-struct Directory {
-  Directory() {
-    std::string name = fs::temp_directory_path() / "tessera_paddle.XXXXXX";
-    path = ::mkdtemp(name.data());
-  }
-  ~Directory() { fs::remove_all(path); }
-  fs::path path;
-};
 
 // A job as a user would write it; every rank does the whole batch, so that worlds of all sizes do
 // the same.
@@ -63,12 +54,12 @@ struct Job {
 };
 
 TEST(GroupSharded, GS_40_TheOutputIsADirectoryThatIsMade) {
-  const Directory directory;
+  const ScratchDirectory directory;
   run_world(2, [&](World& world) {
     Job job("os_g", at::kFloat);
-    job.save(directory.path / "made" / "too");
-    EXPECT_TRUE(fs::exists(directory.path / "made" / "too" / "index.json"));
-    const fs::path file = directory.path / "file";
+    job.save(directory / "made" / "too");
+    EXPECT_TRUE(fs::exists(directory / "made" / "too" / "index.json"));
+    const fs::path file = directory / "file";
     if (world.rank() == 0) std::ofstream(file) << "text";
     world.process_group()->barrier({});
     expect_contains(message_of<c10::ValueError>([&] { job.save(file); }),
@@ -87,9 +78,9 @@ nlohmann::json header_of(const fs::path& path) {
 }
 
 TEST(GroupSharded, GS_41_ModelFilesHoldWholeNamedParametersAndTheOptimizerIsOptional) {
-  const Directory directory;
+  const ScratchDirectory directory;
   for (const std::string level : {"os", "os_g", "p_g_os"}) {
-    const fs::path model_only = directory.path / (level + "_model"), both = directory.path / level;
+    const fs::path model_only = directory / (level + "_model"), both = directory / level;
     run_world(3, [&](World&) {
       Job job(level, at::kBFloat16);
       job.step();
@@ -125,13 +116,13 @@ TEST(GroupSharded, GS_42_AModelThatIsNotWrappedIsRefused) {
   expect_contains(
       message_of<c10::ValueError>([&] { save_group_sharded_model(plain, "/nowhere/at/all"); }),
       "Please use the layer which is wrapped with group_sharded_parallel.");
-  const Directory directory;
+  const ScratchDirectory directory;
   run_world(2, [&](World&) {
     Job job("p_g_os", at::kFloat), other("p_g_os", at::kFloat);
-    save_group_sharded_model(*job.net, directory.path / "by_module", &job.sharded->optimizer);
-    EXPECT_ANY_THROW(save_group_sharded_model(job.sharded->model, directory.path / "other",
+    save_group_sharded_model(*job.net, directory / "by_module", &job.sharded->optimizer);
+    EXPECT_ANY_THROW(save_group_sharded_model(job.sharded->model, directory / "other",
                                               &other.sharded->optimizer));
-    EXPECT_FALSE(fs::exists(directory.path / "other"));
+    EXPECT_FALSE(fs::exists(directory / "other"));
   });
   // An optimizer that is not wrapped does not compile.
   static_assert(!std::is_invocable_v<
@@ -140,14 +131,14 @@ TEST(GroupSharded, GS_42_AModelThatIsNotWrappedIsRefused) {
 }
 
 TEST(GroupSharded, GS_43_StateIsLoadedBeforeOrAfterWrapping) {
-  const Directory directory;
+  const ScratchDirectory directory;
   for (const std::string level : {"os_g", "p_g_os"}) {
     run_world(2, [&](World&) {
       Job first(level, at::kFloat);
       for (int i = 0; i < 3; ++i) first.step();
-      first.save(directory.path / level);
-      Job after(level, at::kFloat), before(level, at::kFloat, {}, directory.path / level);
-      after.load(directory.path / level);
+      first.save(directory / level);
+      Job after(level, at::kFloat), before(level, at::kFloat, {}, directory / level);
+      after.load(directory / level);
       before.sharded->optimizer.set_steps(3);
       EXPECT_EQ(after.scaler.state(), first.scaler.state());
       EXPECT_EQ(before.scaler.state(), first.scaler.state());
@@ -168,26 +159,26 @@ TEST(GroupSharded, GS_44_SwappedArgumentsDoNotCompile) {
 }
 
 TEST(GroupSharded, GS_45_TheStateOfAllRanksIsSavedAndGoesOnAnywhereWithTheSameLosses) {
-  const Directory directory;
+  const ScratchDirectory directory;
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     std::vector<NamedTensor> expected;
     const double tolerance = dtype == at::kFloat ? 1e-5 : 2e-2;
     run_world(2, [&](World& world) {
       Job job("p_g_os", dtype);
       for (int i = 0; i < 4; ++i) job.step();
-      job.save(directory.path / "two");
+      job.save(directory / "two");
       Job resumed("p_g_os", dtype);
-      resumed.load(directory.path / "two");
+      resumed.load(directory / "two");
       for (int i = 0; i < 4; ++i) job.step(), resumed.step();
       const auto state = job.sharded->model.full_state();
       expect_same_state(resumed.sharded->model.full_state(), state, 0, "the same world size");
       if (world.rank() == 0) expected = state;
     });
-    fs::path from = directory.path / "two";
+    fs::path from = directory / "two";
     const std::vector<std::tuple<int, std::string, std::string>> others = {
         {3, "os_g", "none"}, {1, "p_g_os", "none"}, {4, "os", "cpu"}, {3, "p_g_os", "files"}};
     for (const auto& [ranks, level, offload] : others) {
-      const std::string where = offload == "files" ? directory.path / "files" : fs::path(offload);
+      const std::string where = offload == "files" ? directory / "files" : fs::path(offload);
       run_world(ranks, [&, level = level](World& world) {
         Job job(level, dtype, {.offload = where});
         job.load(from);
@@ -201,15 +192,15 @@ TEST(GroupSharded, GS_45_TheStateOfAllRanksIsSavedAndGoesOnAnywhereWithTheSameLo
 }
 
 TEST(GroupSharded, GS_45_ReplicasSaveOneCopyTogether) {
-  const Directory directory;
+  const ScratchDirectory directory;
   std::vector<NamedTensor> expected;
   run_world(4, [&](World& world) {
     const auto process_groups = world.hybrid_process_groups(2);
     Job job("p_g_os", at::kBFloat16,
             {.group = process_groups.shard, .dp_group = process_groups.replicate});
     for (int i = 0; i < 2; ++i) job.step();
-    job.save(directory.path / "hybrid");
-    save_checkpoint(directory.path / "shards", job.sharded->model, &job.sharded->optimizer);
+    job.save(directory / "hybrid");
+    save_checkpoint(directory / "shards", job.sharded->model, &job.sharded->optimizer);
     for (int i = 0; i < 2; ++i) job.step();
     const auto state = job.sharded->model.full_state();
     if (world.rank() == 0) expected = state;
@@ -217,7 +208,7 @@ TEST(GroupSharded, GS_45_ReplicasSaveOneCopyTogether) {
   for (const char* kind : {"hybrid", "shards"}) {
     run_world(2, [&](World&) {
       Job job("p_g_os", at::kBFloat16);
-      load_checkpoint(directory.path / kind, job.sharded->model, &job.sharded->optimizer,
+      load_checkpoint(directory / kind, job.sharded->model, &job.sharded->optimizer,
                       std::string(kind) == "hybrid" ? &job.scaler : nullptr);
       for (int i = 0; i < 2; ++i) job.step();
       // Sums over ranks of equal gradients are exact: two halves or four quarters.

@@ -67,7 +67,7 @@ TEST_P(GroupShardedHybrid, ReplicasOfOneRankOrOfAllAreTheSameAgain) {
 
 // Paddle refuses offload beside a dp_group; here it changes no bit.
 TEST_P(GroupShardedHybrid, OffloadGivesTheSameBits) {
-  const ScenarioDirectory directory;
+  const ScratchDirectory directory;
   Scenario scenario = hybrid({.o2 = at::kHalf, .init_scale = 1024});
   const Trained expected = run(scenario);
   for (const std::string& offload : {std::string("cpu"), directory.path().string()}) {
@@ -77,7 +77,7 @@ TEST_P(GroupShardedHybrid, OffloadGivesTheSameBits) {
 }
 
 TEST_P(GroupShardedHybrid, WhatWasSavedGoesOnOverAllRanksAndBack) {
-  const ScenarioDirectory directory;
+  const ScratchDirectory directory;
   const Scenario scenario{.o2 = at::kHalf, .init_scale = 1024}, replicated = hybrid(scenario);
   for (const bool replicated_first : {true, false}) {
     run_world(kRanks, [&](World& world) {

@@ -117,7 +117,7 @@ TEST(GroupShardedStage3, SpecialModelWithAnExcludedAddressGivesWhatStage2GivesIn
 // step, `get_all_parameters(convert2cpu=True)`, is `full_state()`, by which all is compared here.
 
 void expect_same_bits_offloaded(const std::string& level, Scenario scenario) {
-  const ScenarioDirectory directory;
+  const ScratchDirectory directory;
   const auto trained = [&](int ranks, std::variant<bool, std::string> offload) {
     scenario.options.offload = std::move(offload);
     return train(ranks, level, scenario);

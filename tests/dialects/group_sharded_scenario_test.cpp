@@ -66,7 +66,7 @@ TEST(GroupShardedStage2, ParametersWithoutGradientsAreNoProblem) {
 
 // Trains, saves, and goes on from what was saved, in a new model.
 void expect_to_go_on(int ranks, const std::string& level, const Scenario& scenario) {
-  const ScenarioDirectory directory;
+  const ScratchDirectory directory;
   std::vector<Trained> straight(ranks), resumed(ranks);
   run_world(ranks, [&](World& world) {
     ScenarioJob job(world, level, scenario);

@@ -2,13 +2,10 @@
 
 // Paddle's own tests of `group_sharded_parallel`, as far as they are alike: a classifier of three
 // Linear layers, AdamW with weight decay, clipping to norm 1, a scaler, automatic mixed precision.
-#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <set>
@@ -17,6 +14,8 @@
 
 #include "dialects/training.h"
 #include "optim/fused_step.h"
+#include "support/autocast.h"
+#include "support/scratch_directory.h"
 
 namespace tessera::testing {
 
@@ -64,26 +63,6 @@ struct Trained {
   std::vector<float> losses;
   std::vector<NamedTensor> state;
   double largest_norm = 0;  ///< of the gradients; known of one process only
-};
-
-/// AMP O1 while it lives.
-class Autocast {
- public:
-  explicit Autocast(std::optional<at::ScalarType> dtype) : on_(dtype.has_value()) {
-    if (!on_) return;
-    at::autocast::set_autocast_dtype(at::kCPU, *dtype);
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-  }
-  ~Autocast() {
-    if (!on_) return;
-    at::autocast::set_autocast_enabled(at::kCPU, false);
-    at::autocast::clear_cache();
-  }
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  bool on_;
 };
 
 inline std::shared_ptr<Net> make_net(const Scenario& scenario) {
@@ -252,15 +231,11 @@ inline Trained train_alone(int ranks, const Scenario& scenario) {
 inline void expect_close(const std::vector<NamedTensor>& actual,
                          const std::vector<NamedTensor>& expected, double rtol, double atol,
                          const std::string& what) {
-  ASSERT_EQ(actual.size(), expected.size()) << what;
-  for (const NamedTensor& want : expected) {
-    const auto got = std::find_if(actual.begin(), actual.end(),
-                                  [&](const NamedTensor& item) { return item.name == want.name; });
-    ASSERT_NE(got, actual.end()) << what << ": no " << want.name;
-    const auto a = got->tensor.to(torch::kDouble), b = want.tensor.to(torch::kDouble);
+  for_each_pair(actual, expected, what, [&](const NamedTensor& want, const torch::Tensor& got) {
+    const auto a = got.to(torch::kDouble), b = want.tensor.to(torch::kDouble);
     EXPECT_TRUE(torch::allclose(a, b, rtol, atol))
         << what << ": " << want.name << " differs by " << (a - b).abs().max().item<double>();
-  }
+  });
 }
 
 inline void expect_close_losses(const Trained& actual, const Trained& expected, double atol,
@@ -275,21 +250,6 @@ inline void expect_equal(const Trained& actual, const Trained& expected, const s
   EXPECT_EQ(actual.losses, expected.losses) << what;
   expect_same_state(actual.state, expected.state, 0, what);
 }
-
-class ScenarioDirectory {
- public:
-  ScenarioDirectory() {
-    std::string name = std::filesystem::temp_directory_path() / "tessera_scenario.XXXXXX";
-    path_ = ::mkdtemp(name.data());
-  }
-  ~ScenarioDirectory() { std::filesystem::remove_all(path_); }
-  ScenarioDirectory(const ScenarioDirectory&) = delete;
-  ScenarioDirectory& operator=(const ScenarioDirectory&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 inline std::string on(int ranks, const std::string& level = "") {
   return level + " on " + std::to_string(ranks) + " ranks";

@@ -12,8 +12,6 @@ namespace {
 using namespace testing;
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
-constexpr ShardLevel kLevels[] = {ShardLevel::kNone, ShardLevel::kOptimizerState,
-                                  ShardLevel::kGradients, ShardLevel::kParameters};
 
 ShardPlan hybrid(const World& world, int shard_size, ShardPlan plan) {
   const auto process_groups = world.hybrid_process_groups(shard_size);
@@ -37,7 +35,7 @@ TEST(Hybrid, EveryLevelAndPartitionGivesTheResultOfOneProcessAndOfShardingOverAl
   for (const auto& [ranks, shard_size] :
        {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(3, 1), std::pair(4, 1)}) {
     const auto expected = train_alone(run, ranks);
-    for (const ShardLevel level : kLevels) {
+    for (const ShardLevel level : kAllLevels) {
       for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
         const ShardPlan plan{.level = level, .partition = partition, .unit_bytes = 6000};
         const auto what = fmt::format("{} ranks, shards over {}, level {}, partition {}", ranks,
@@ -156,7 +154,7 @@ struct Branches : Net {
 TEST(Hybrid, ParametersThatSomeOrNoRanksUseAreAgreedOnByAllMeshDims) {
   const auto run = sgd_run<Branches>();
   const auto expected = train_alone(run, 4);
-  for (const ShardLevel level : kLevels) {
+  for (const ShardLevel level : kAllLevels) {
     const auto state = train_hybrid(run, 4, 2, {.level = level, .unit_bytes = 0}, "branches");
     expect_same_state(state, expected, 2e-6, fmt::format("level {}", int(level)));
   }

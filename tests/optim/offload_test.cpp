@@ -9,6 +9,7 @@
 #include "access/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
+#include "support/scratch_directory.h"
 
 namespace tessera {
 namespace {
@@ -16,21 +17,6 @@ namespace {
 using namespace testing;
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
-constexpr ShardLevel kLevels[] = {ShardLevel::kNone, ShardLevel::kOptimizerState,
-                                  ShardLevel::kGradients, ShardLevel::kParameters};
-
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::string name = std::filesystem::temp_directory_path() / "tessera_offload.XXXXXX";
-    path_ = ::mkdtemp(name.data());
-  }
-  ~TemporaryDirectory() { std::filesystem::remove_all(path_); }
-  const std::filesystem::path& path() const { return path_; }
-
- private:
-  std::filesystem::path path_;
-};
 
 TrainingRun adamw_run() {
   auto run = sgd_run<Mlp>(kWidth, 3, kOut);
@@ -51,10 +37,10 @@ std::vector<NamedTensor> train(const TrainingRun& run, int ranks, const ShardPla
 }
 
 TEST(Offload, GivesTheSameBitsAtEveryLevelPlaceAndPrecision) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   for (const auto& run : {adamw_run(), sgd_run<Mlp>(kWidth, 3, kOut)}) {
     for (const int ranks : {1, 2, 3}) {
-      for (const ShardLevel level : kLevels) {
+      for (const ShardLevel level : kAllLevels) {
         for (const auto param_dtype : {at::kFloat, at::kDouble}) {
           // A model in double has float masters' place taken by its own dtype: no copy but the
           // offloaded one.
@@ -76,8 +62,8 @@ TEST(Offload, GivesTheSameBitsAtEveryLevelPlaceAndPrecision) {
 }
 
 TEST(Offload, OfHalfModelsGivesTheSameBits) {
-  const TemporaryDirectory directory;
-  for (const ShardLevel level : kLevels) {
+  const ScratchDirectory directory;
+  for (const ShardLevel level : kAllLevels) {
     run_world(2, [&](World& world) {
       std::vector<std::vector<NamedTensor>> states;
       for (const auto offload : {Offload::kNone, Offload::kHost, Offload::kDirectory}) {
@@ -148,7 +134,7 @@ Growth grow(const ShardPlan& plan) {
 TEST(Offload, StateOnDiskIsNotResident) {
   if (std::getenv("ASAN_OPTIONS") || std::getenv("TSAN_OPTIONS"))
     GTEST_SKIP() << "sanitizers keep freed memory";
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const int64_t state = int64_t{64} << 20;
   const Growth in_memory = grow({.unit_bytes = 4 << 20});
   const Growth on_disk = grow({.unit_bytes = 4 << 20,
@@ -163,7 +149,7 @@ TEST(Offload, StateOnDiskIsNotResident) {
 }
 
 TEST(Offload, FilesHaveNoNamesAndTakeTheirRoomAtOnce) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const auto memory = mapped_directory(directory.path());
   const auto tensor = memory->empty(1 << 20, at::kFloat);
   EXPECT_TRUE(memory->holds(tensor));
@@ -176,7 +162,7 @@ TEST(Offload, FilesHaveNoNamesAndTakeTheirRoomAtOnce) {
 }
 
 TEST(Offload, ADirectoryThatCannotBeUsedIsAnErrorOnAllRanks) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   std::ofstream(directory.path() / "file") << "text";
   run_world(2, [&](World& world) {
     const auto net = std::make_shared<Mlp>(8, 1, 3);
@@ -192,10 +178,10 @@ TEST(Offload, ADirectoryThatCannotBeUsedIsAnErrorOnAllRanks) {
 }
 
 TEST(Offload, TooLittleRoomIsAnErrorAtTheStart) {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const auto memory = mapped_directory(directory.path());
   // More than any file may have: a disk that is really full would fail other tests.
-  expect_error([&] { memory->reserve(int64_t{1} << 60); },
+  expect_error([&] { memory->reserve({int64_t{1} << 60}); },
                {"could not make a file of", directory.path()});
 }
 

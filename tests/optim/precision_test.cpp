@@ -1,9 +1,9 @@
 // Parameters in half precision: master weights, the dtype of reductions, buffers, autocast.
-#include <ATen/autocast_mode.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "access/sharded_state.h"
+#include "support/autocast.h"
 #include "support/models.h"
 #include "support/run_world.h"
 
@@ -14,8 +14,6 @@ using namespace testing;
 
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
 constexpr int kSteps = 4;
-constexpr ShardLevel kLevels[] = {ShardLevel::kNone, ShardLevel::kOptimizerState,
-                                  ShardLevel::kGradients, ShardLevel::kParameters};
 
 std::shared_ptr<Mlp> make_net(std::optional<at::ScalarType> dtype) {
   const auto net = seeded(7, [] { return std::make_shared<Mlp>(kWidth, 3, kOut); });
@@ -29,6 +27,23 @@ torch::Tensor loss_of(Mlp& net, int step, int rank, int size, at::ScalarType dty
   return torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, rank, size));
 }
 
+// What each rank's rows give in `dtype`, sent in `reduce_dtype` if it is given; the mean, in float.
+std::vector<torch::Tensor> mean_gradients(Mlp& net, int step, int ranks, at::ScalarType dtype,
+                                          std::optional<at::ScalarType> reduce_dtype = {}) {
+  const auto params = net.parameters();
+  std::vector<torch::Tensor> means(params.size());
+  for (int rank = 0; rank < ranks; ++rank) {
+    net.zero_grad();
+    loss_of(net, step, rank, ranks, dtype).backward();
+    for (size_t i = 0; i < params.size(); ++i) {
+      const auto grad = params[i].grad().to(reduce_dtype.value_or(dtype)).to(torch::kFloat);
+      means[i] = means[i].defined() ? means[i] + grad : grad.clone();
+    }
+  }
+  for (auto& mean : means) mean = mean / ranks;
+  return means;
+}
+
 // One process with float masters: gradients of each rank's rows in half precision, summed in float.
 std::vector<NamedTensor> train_alone(Mlp& net, const std::vector<torch::Tensor>& start, int ranks,
                                      at::ScalarType dtype,
@@ -38,18 +53,8 @@ std::vector<NamedTensor> train_alone(Mlp& net, const std::vector<torch::Tensor>&
   torch::optim::AdamW optimizer(masters, torch::optim::AdamWOptions(1e-2));
   const auto params = net.parameters();
   for (int step = 0; step < kSteps; ++step) {
-    std::vector<torch::Tensor> sums(params.size());
-    for (int rank = 0; rank < ranks; ++rank) {
-      net.zero_grad();
-      loss_of(net, step, rank, ranks, dtype).backward();
-      for (size_t i = 0; i < params.size(); ++i) {
-        auto grad = params[i].grad();
-        if (reduce_dtype) grad = grad.to(*reduce_dtype);
-        grad = grad.to(torch::kFloat);
-        sums[i] = sums[i].defined() ? sums[i] + grad : grad;
-      }
-    }
-    for (size_t i = 0; i < params.size(); ++i) masters[i].mutable_grad() = sums[i] / ranks;
+    const auto grads = mean_gradients(net, step, ranks, dtype, reduce_dtype);
+    for (size_t i = 0; i < params.size(); ++i) masters[i].mutable_grad() = grads[i];
     optimizer.step();
     torch::NoGradGuard no_grad;
     for (size_t i = 0; i < params.size(); ++i) params[i].copy_(masters[i]);
@@ -81,7 +86,7 @@ TEST(Precision, HalfModelsWithFloatMastersTrainAsOneProcessThatHasThem) {
     for (const int ranks : {1, 2, 3, 4}) {
       const auto alone = make_net(dtype);
       const auto expected = train_alone(*alone, float_values(*alone), ranks, dtype);
-      for (const ShardLevel level : kLevels) {
+      for (const ShardLevel level : kAllLevels) {
         for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
           const ShardPlan plan{.level = level,
                                .partition = partition,
@@ -108,7 +113,7 @@ TEST(Precision, AFloatModelIsUsedInHalfPrecisionAndKeepsItsValuesAsMasters) {
     const auto start = float_values(*make_net({}));
     const auto alone = make_net(at::kBFloat16);
     const auto expected = train_alone(*alone, start, ranks, at::kBFloat16);
-    for (const ShardLevel level : kLevels) {
+    for (const ShardLevel level : kAllLevels) {
       run_world(ranks, [&](World& world) {
         const ShardPlan plan{
             .level = level, .unit_bytes = 3000, .precision = {.param_dtype = at::kBFloat16}};
@@ -127,7 +132,7 @@ TEST(Precision, GradientsAreSentInTheReduceDtypeAndSummedInFloat) {
        {std::pair(at::kFloat, at::kBFloat16), std::pair(at::kBFloat16, at::kFloat)}) {
     const auto alone = make_net(dtype);
     const auto expected = train_alone(*alone, float_values(*alone), 2, dtype, reduce);
-    for (const ShardLevel level : kLevels) {
+    for (const ShardLevel level : kAllLevels) {
       run_world(2, [&, dtype = dtype, reduce = reduce](World& world) {
         const auto counter = counting_process_group(world.process_group());
         const ShardPlan plan{.level = level,
@@ -148,23 +153,35 @@ TEST(Precision, GradientsAreSentInTheReduceDtypeAndSummedInFloat) {
 }
 
 TEST(Precision, WithoutMastersTheOptimizerUpdatesHalfPrecisionAsInOneProcess) {
-  auto run = sgd_run<Mlp>(kWidth, 3, kOut);
-  const auto make = run.make_net;
-  run.make_net = [make] {
-    auto net = make();
-    net->to(torch::kDouble);
-    return net;
-  };
-  run_world(2, [&](World& world) {
-    const auto net = make_net(at::kBFloat16);
-    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
-    auto sharded = fully_shard(net, {.unit_bytes = 0});
-    ShardedOptimizer optimizer(sharded, inner);
-    loss_of(*net, 0, world.rank(), 2, at::kBFloat16).backward();
-    optimizer.step();
-    EXPECT_EQ(optimizer.memory().master_weights, 0);
-    EXPECT_EQ(optimizer.inner().param_groups()[0].params()[0].scalar_type(), at::kBFloat16);
-  });
+  for (const int ranks : {1, 2, 4}) {
+    const auto alone = make_net(at::kBFloat16);
+    torch::optim::SGD plain(alone->parameters(), torch::optim::SGDOptions(0.1));
+    for (int step = 0; step < kSteps; ++step) {
+      auto grads = mean_gradients(*alone, step, ranks, at::kBFloat16);
+      const auto params = alone->parameters();
+      for (size_t i = 0; i < params.size(); ++i)
+        params[i].mutable_grad() = grads[i].to(at::kBFloat16);
+      plain.step();
+    }
+    for (const ShardLevel level : kAllLevels) {
+      run_world(ranks, [&](World& world) {
+        const auto net = make_net(at::kBFloat16);
+        torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
+        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 0});
+        ShardedOptimizer optimizer(sharded, inner, {.fused = false});
+        for (int step = 0; step < kSteps; ++step) {
+          optimizer.zero_grad();
+          loss_of(*net, step, world.rank(), ranks, at::kBFloat16).backward();
+          optimizer.step();
+        }
+        EXPECT_EQ(optimizer.memory().master_weights, 0);
+        for (const auto& param : inner.param_groups()[0].params())
+          EXPECT_EQ(param.scalar_type(), at::kBFloat16);
+        expect_same_state(sharded.full_state(), plain_state(*alone), 0,
+                          fmt::format("{} ranks, level {}", ranks, int(level)));
+      });
+    }
+  }
 }
 
 TEST(Precision, MemoryIsThatOfTheFormulas) {
@@ -205,7 +222,7 @@ TEST(Precision, FrozenHalfParametersHaveNoMasters) {
 }
 
 TEST(Precision, WritesByOperatorsReachTheMasters) {
-  for (const ShardLevel level : kLevels) {
+  for (const ShardLevel level : kAllLevels) {
     run_world(3, [&](World&) {
       const auto net = make_net(at::kBFloat16);
       auto sharded = fully_shard(net, {.level = level, .precision = {.master_dtype = at::kFloat}});
@@ -279,20 +296,9 @@ TEST(Precision, DtypesThatCannotWorkAreRefused) {
   });
 }
 
-// Autocast for the CPU, as a training loop in C++ would switch it on.
-class Autocast {
- public:
-  Autocast() {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-  }
-  ~Autocast() { at::autocast::set_autocast_enabled(at::kCPU, false); }
-};
-
-std::vector<NamedTensor> train_autocast(Net& net, const std::function<void()>& zero_grad,
-                                        const std::function<void()>& step, int rank, int ranks,
-                                        int passes) {
-  const Autocast autocast;
+void train_autocast(Net& net, const std::function<void()>& zero_grad,
+                    const std::function<void()>& step, int rank, int ranks, int passes) {
+  const Autocast autocast(at::kBFloat16);
   for (int i = 0; i < kSteps; ++i) {
     zero_grad();
     const Batch batch = global_batch(i, kRows, kWidth, kOut);
@@ -305,7 +311,6 @@ std::vector<NamedTensor> train_autocast(Net& net, const std::function<void()>& z
     }
     step();
   }
-  return {};
 }
 
 TEST(Precision, AutocastModelsTrainAsInOneProcess) {
@@ -315,7 +320,7 @@ TEST(Precision, AutocastModelsTrainAsInOneProcess) {
     train_autocast(
         *alone, [&] { plain.zero_grad(); }, [&] { plain.step(); }, 0, ranks, ranks);
     const auto expected = plain_state(*alone);
-    for (const ShardLevel level : kLevels) {
+    for (const ShardLevel level : kAllLevels) {
       run_world(ranks, [&](World& world) {
         const auto net = make_net({});
         torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
@@ -338,7 +343,7 @@ TEST(Precision, AutocastDoesNotGoOnWithWeightsOfBeforeTheStep) {
     torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.5));
     auto sharded = fully_shard(net, {});
     ShardedOptimizer optimizer(sharded, inner);
-    const Autocast autocast;
+    const Autocast autocast(at::kBFloat16);
     const auto x = torch::ones({2, kWidth});
     const auto before = net->forward(x);
     before.to(torch::kFloat).sum().backward();

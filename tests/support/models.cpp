@@ -40,24 +40,28 @@ std::vector<NamedTensor> plain_state(torch::nn::Module& module) {
   return state;
 }
 
-void expect_same_state(const std::vector<NamedTensor>& actual,
-                       const std::vector<NamedTensor>& expected, double tolerance,
-                       const std::string& what) {
+void for_each_pair(
+    const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected,
+    const std::string& what,
+    const std::function<void(const NamedTensor& want, const torch::Tensor& got)>& compare) {
   ASSERT_EQ(actual.size(), expected.size()) << what;
   for (const NamedTensor& want : expected) {
     const auto got = std::find_if(actual.begin(), actual.end(),
                                   [&](const NamedTensor& item) { return item.name == want.name; });
     ASSERT_NE(got, actual.end()) << what << ": no " << want.name;
-    if (tolerance == 0) {
-      EXPECT_TRUE(torch::equal(got->tensor, want.tensor))
-          << what << ": " << want.name << " differs by "
-          << (got->tensor - want.tensor).abs().max().item<double>();
-    } else {
-      EXPECT_TRUE(torch::allclose(got->tensor, want.tensor, tolerance, tolerance))
-          << what << ": " << want.name << " differs by "
-          << (got->tensor - want.tensor).abs().max().item<double>();
-    }
+    compare(want, got->tensor);
   }
+}
+
+void expect_same_state(const std::vector<NamedTensor>& actual,
+                       const std::vector<NamedTensor>& expected, double tolerance,
+                       const std::string& what) {
+  for_each_pair(actual, expected, what, [&](const NamedTensor& want, const torch::Tensor& got) {
+    const bool same = tolerance == 0 ? torch::equal(got, want.tensor)
+                                     : torch::allclose(got, want.tensor, tolerance, tolerance);
+    EXPECT_TRUE(same) << what << ": " << want.name << " differs by "
+                      << (got - want.tensor).abs().max().item<double>();
+  });
 }
 
 std::mutex& generator_mutex() {

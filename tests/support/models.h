@@ -12,6 +12,9 @@
 
 namespace tessera::testing {
 
+constexpr ShardLevel kAllLevels[] = {ShardLevel::kNone, ShardLevel::kOptimizerState,
+                                     ShardLevel::kGradients, ShardLevel::kParameters};
+
 /// A model from rows to rows. `rank` and `step` are set before each forward, for models that use
 /// them.
 struct Net : torch::nn::Module {
@@ -39,6 +42,12 @@ Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out);
 
 /// Names and values of everything a model holds, for comparisons.
 std::vector<NamedTensor> plain_state(torch::nn::Module& module);
+
+/// Expects the same names, and calls `compare` with the tensors of each.
+void for_each_pair(
+    const std::vector<NamedTensor>& actual, const std::vector<NamedTensor>& expected,
+    const std::string& what,
+    const std::function<void(const NamedTensor& want, const torch::Tensor& got)>& compare);
 
 /// Expects the same names in the same order with equal values; `tolerance` 0 means bit for bit.
 void expect_same_state(const std::vector<NamedTensor>& actual,
