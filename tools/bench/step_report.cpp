@@ -6,6 +6,7 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <array>
 #include <ctime>
 
 namespace tessera::tools {
@@ -21,13 +22,10 @@ double median_of(std::vector<double> values) {
   return 0.5 * (*middle + *std::max_element(values.begin(), middle));
 }
 
-std::vector<double> seconds_of(const std::vector<json>& turn) {
-  std::vector<double> seconds;
-  for (const auto& rank : turn) {
-    const auto steps = rank.at("seconds").get<std::vector<double>>();
-    seconds.insert(seconds.end(), steps.begin(), steps.end());
-  }
-  return seconds;
+constexpr std::array kParts = {"zero_grad", "forward", "backward", "optimizer"};
+
+void append(std::vector<double>& to, const json& numbers) {
+  for (const double number : numbers) to.push_back(number);
 }
 
 int64_t most(const std::vector<json>& ranks, const char* key) {
@@ -68,34 +66,98 @@ double per_step(const RoleResult& role, const char* key, int steps) {
 
 double final_loss(const RoleResult& role) { return role.turns.back().front().at("loss"); }
 
+// Of local's steps, had the optimizer worked on its rank's part only.
+double limit_seconds(const RoleResult& local, int ranks) {
+  auto seconds = local.seconds();
+  const auto optimizer = local.part_seconds("optimizer");
+  for (size_t step = 0; step < seconds.size(); ++step) {
+    seconds[step] -= optimizer[step] * (1 - 1.0 / ranks);
+  }
+  return median_of(std::move(seconds));
+}
+
+ordered_json breakdown_ms(const RoleResult& role) {
+  ordered_json breakdown;
+  for (const char* part : kParts) breakdown[part] = 1e3 * median_of(role.part_seconds(part));
+  return breakdown;
+}
+
 template <class T>
 ordered_json both(const T& sharded, const T& local) {
   return {{"sharded", sharded}, {"local", local}};
+}
+
+ordered_json times(const StepBenchOptions& options, const StepResult& result) {
+  const auto& [warmup_steps, sharded, local] = result;
+  const auto sharded_seconds = sharded.seconds(), local_seconds = local.seconds();
+  const double median = median_of(sharded_seconds), local_median = median_of(local_seconds);
+  const double limit = limit_seconds(local, options.ranks);
+  std::vector<double> ratios;
+  for (int round = 0; round < options.rounds; ++round) {
+    ratios.push_back(sharded.turn_median(round) / local.turn_median(round));
+  }
+  return {
+      {"seconds", both(median, local_median)},
+      {"ratio", median / local_median},
+      {"ratio_of_rounds", ratios},
+      {"ratio_of_minimums", std::ranges::min(sharded_seconds) / std::ranges::min(local_seconds)},
+      {"optimizer_seconds", both(median_of(sharded.part_seconds("optimizer")),
+                                 median_of(local.part_seconds("optimizer")))},
+      {"limit_seconds", limit},
+      {"ratio_to_limit", median / limit},
+      {"breakdown_ms", both(breakdown_ms(sharded), breakdown_ms(local))}};
+}
+
+std::string line(const std::string& name, const ordered_json& numbers, double unit, int digits) {
+  const double sharded = numbers.at("sharded"), local = numbers.at("local");
+  return fmt::format("{:<34}{:>12.{}f}{:>12.{}f}{:>9.3f}\n", name, sharded / unit, digits,
+                     local / unit, digits, local == 0 ? 0.0 : sharded / local);
+}
+
+std::string time_lines(const ordered_json& report) {
+  const auto& seconds = report.at("seconds");
+  auto lines = line("seconds per step (median)", seconds, 1, 4) +
+               line(fmt::format("  local with 1/{} of its optimizer", report["ranks"].get<int>()),
+                    both(seconds["sharded"], report["limit_seconds"]), 1, 4) +
+               fmt::format("{:<58}{:>9.3f}\n", "  of the fastest steps",
+                           report["ratio_of_minimums"].get<double>());
+  const auto& parts = report.at("breakdown_ms");
+  for (const char* part : kParts) {
+    lines += line(fmt::format("  {} (ms)", part),
+                  both(parts["sharded"][part], parts["local"][part]), 1, 2);
+  }
+  return lines;
 }
 
 std::string now() { return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr))); }
 
 }  // namespace
 
-double RoleResult::turn_median(int turn) const { return median_of(seconds_of(turns[turn])); }
+double RoleResult::turn_median(int turn) const {
+  std::vector<double> seconds;
+  for (const auto& rank : turns[turn]) append(seconds, rank.at("seconds"));
+  return median_of(std::move(seconds));
+}
 
-double RoleResult::median() const {
+std::vector<double> RoleResult::seconds() const {
   std::vector<double> all;
   for (const auto& turn : turns) {
-    const auto seconds = seconds_of(turn);
-    all.insert(all.end(), seconds.begin(), seconds.end());
+    for (const auto& rank : turn) append(all, rank.at("seconds"));
   }
-  return median_of(std::move(all));
+  return all;
+}
+
+std::vector<double> RoleResult::part_seconds(const std::string& part) const {
+  std::vector<double> all;
+  for (const auto& turn : turns) {
+    for (const auto& rank : turn) append(all, rank.at("parts").at(part));
+  }
+  return all;
 }
 
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
   const auto& [warmup_steps, sharded, local] = result;
-  std::vector<double> ratios;
-  for (int round = 0; round < options.rounds; ++round) {
-    ratios.push_back(sharded.turn_median(round) / local.turn_median(round));
-  }
-  const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
-  return {
+  ordered_json report = {
       {"bench", "step"},
       {"size", options.size},
       {"level", options.level},
@@ -105,9 +167,10 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
       {"steps", options.steps},
       {"warmup_steps", warmup_steps},
       {"parameters", sharded.prepared.front().at("parameters")},
-      {"seconds", both(sharded.median(), local.median())},
-      {"ratio", sharded.median() / local.median()},
-      {"ratio_of_rounds", ratios},
+  };
+  report.update(times(options, result));
+  const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
+  report.update({
       {"kept_bytes", both(kept_bytes(sharded), kept_bytes(local))},
       {"peak_unsharded_bytes", most(sharded.memory, "peak_unsharded")},
       {"peak_in_flight_bytes", most(sharded.memory, "peak_in_flight")},
@@ -125,15 +188,11 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
                                 TESSERA_VERSION_PATCH)},
         {"torch", TORCH_VERSION}}},
       {"date", now()},
-  };
+  });
+  return report;
 }
 
 std::string step_table(const ordered_json& report) {
-  const auto line = [](const char* name, const ordered_json& numbers, double unit, int digits) {
-    const double sharded = numbers.at("sharded"), local = numbers.at("local");
-    return fmt::format("{:<34}{:>12.{}f}{:>12.{}f}{:>9.3f}\n", name, sharded / unit, digits,
-                       local / unit, digits, local == 0 ? 0.0 : sharded / local);
-  };
   const auto& kept = report.at("kept_bytes");
   const auto kept_line = [&](const char* name, const char* kind) {
     return line(name, both(kept["sharded"][kind], kept["local"][kind]), 1e6, 2);
@@ -144,8 +203,7 @@ std::string step_table(const ordered_json& report) {
                      report["transport"].get<std::string>(), report["rounds"].get<int>(),
                      report["steps"].get<int>()) +
          fmt::format("{:<34}{:>12}{:>12}{:>9}\n", "", "sharded", "local", "ratio") +
-         line("seconds per step (median)", report["seconds"], 1, 4) +
-         kept_line("kept: parameters (MB)", "parameters") +
+         time_lines(report) + kept_line("kept: parameters (MB)", "parameters") +
          kept_line("kept: gradients (MB)", "gradients") +
          kept_line("kept: optimizer state (MB)", "optimizer_state") +
          kept_line("kept: all (MB)", "total") + line("peak PSS (MB)", report["peak_pss"], 1e6, 1) +

@@ -14,9 +14,13 @@ struct RoleResult {
   std::vector<std::vector<nlohmann::json>> turns;
   std::vector<nlohmann::json> memory;
 
-  /// Median seconds of the steps of one turn, or of all, over all ranks.
+  /// Median seconds of the steps of one turn over all ranks.
   double turn_median(int turn) const;
-  double median() const;
+
+  /// Seconds of all timed steps of all ranks.
+  std::vector<double> seconds() const;
+  /// The same of one of the parts of a step, in the same order.
+  std::vector<double> part_seconds(const std::string& part) const;
 };
 
 struct StepResult {
@@ -29,7 +33,13 @@ struct StepResult {
 ///
 /// - `seconds`: median over the timed steps of all ranks. A step is zero_grad, forward, loss,
 ///   backward and optimizer step.
-/// - `ratio`: sharded by local; `ratio_of_rounds`: that of the medians of each round.
+/// - `ratio`: sharded by local; `ratio_of_rounds`: that of the medians of each round;
+///   `ratio_of_minimums`: that of the fastest steps, which noise has disturbed least.
+/// - `optimizer_seconds`: median of the optimizer's part of a step.
+/// - `limit_seconds`: median of local's steps with the optimizer's part divided by the number of
+///   ranks: what sharding could reach if communication cost nothing; `ratio_to_limit`: sharded by
+///   that.
+/// - `breakdown_ms`: medians of the parts of a step, waits for other ranks included.
 /// - `kept_bytes`: what a process keeps between steps, by our own accounting.
 /// - `peak_unsharded_bytes`, `peak_in_flight_bytes`: what comes on top in a step (`ShardMemory`).
 /// - `peak_pss`: most proportional memory of a process over what it had before the model was made,

@@ -21,6 +21,37 @@ namespace {
 using nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
+// How long each step of a turn and its parts took, as arrays for the report.
+class StepTimes {
+ public:
+  explicit StepTimes(int steps) {
+    seconds_.reserve(steps);
+    parts_.reserve(steps);
+  }
+
+  void add(double seconds, const StepParts& parts) {
+    seconds_.push_back(seconds);
+    parts_.push_back(parts);
+  }
+
+  const std::vector<double>& seconds() const { return seconds_; }
+
+  json parts() const {
+    json result;
+    for (const auto& step : parts_) {
+      result["zero_grad"].push_back(step.zero_grad);
+      result["forward"].push_back(step.forward);
+      result["backward"].push_back(step.backward);
+      result["optimizer"].push_back(step.optimizer);
+    }
+    return result;
+  }
+
+ private:
+  std::vector<double> seconds_;
+  std::vector<StepParts> parts_;
+};
+
 class StepWorker {
  public:
   explicit StepWorker(const StepWorkerOptions& options)
@@ -53,18 +84,20 @@ class StepWorker {
   json train(int steps) {
     std::vector<Batch> batches;
     for (int i = 0; i < steps; ++i) batches.push_back(batches_.next());
-    std::vector<double> seconds;
+    StepTimes times(steps);
     torch::Tensor loss;
     const auto faults = minor_faults();
     const auto sent = trainer_->bytes_sent();
     auto start = Clock::now();
     for (const auto& batch : batches) {
-      loss = trainer_->step(batch);
+      auto trained = trainer_->step(batch);
+      loss = std::move(trained.loss);
       const auto end = Clock::now();
-      seconds.push_back(std::chrono::duration<double>(end - start).count());
+      times.add(std::chrono::duration<double>(end - start).count(), trained.seconds);
       start = end;
     }
-    return {{"seconds", seconds},
+    return {{"seconds", times.seconds()},
+            {"parts", times.parts()},
             {"page_faults", minor_faults() - faults},
             {"bytes_sent", trainer_->bytes_sent() - sent},
             {"loss", loss.item<double>()}};

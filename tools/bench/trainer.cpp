@@ -4,6 +4,7 @@
 #include <tessera/process_group.h>
 #include <tessera/sharded_optimizer.h>
 
+#include <chrono>
 #include <utility>
 
 namespace tessera::tools {
@@ -17,6 +18,19 @@ constexpr double kBeta1 = 0.9;
 constexpr double kBeta2 = 0.999;
 constexpr double kEpsilon = 1e-8;
 
+// Seconds since it was made, or since the last lap.
+class LapClock {
+ public:
+  double lap() {
+    const auto last = std::exchange(last_, Clock::now());
+    return std::chrono::duration<double>(last_ - last).count();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point last_ = Clock::now();
+};
+
 class ShardedTrainer : public Trainer {
  public:
   ShardedTrainer(std::shared_ptr<BenchModel> model, const ShardPlan& plan,
@@ -29,12 +43,18 @@ class ShardedTrainer : public Trainer {
                                            .weight_decay(kWeightDecay)),
         optimizer_(sharded_, adamw_) {}
 
-  Tensor step(const Batch& batch) override {
+  TrainedStep step(const Batch& batch) override {
+    StepParts seconds;
+    LapClock clock;
     optimizer_.zero_grad();
+    seconds.zero_grad = clock.lap();
     auto loss = sharded_->loss(batch);
+    seconds.forward = clock.lap();
     loss.backward();
+    seconds.backward = clock.lap();
     optimizer_.step();
-    return loss.detach();
+    seconds.optimizer = clock.lap();
+    return {.loss = loss.detach(), .seconds = seconds};
   }
 
   KeptBytes kept() const override {
@@ -72,19 +92,18 @@ class LocalTrainer : public Trainer {
     }
   }
 
-  Tensor step(const Batch& batch) override {
+  TrainedStep step(const Batch& batch) override {
+    StepParts seconds;
+    LapClock clock;
     model_->zero_grad();
+    seconds.zero_grad = clock.lap();
     auto loss = model_->loss(batch);
+    seconds.forward = clock.lap();
     loss.backward();
-    torch::NoGradGuard no_grad;
-    std::vector<Tensor> gradients;
-    gradients.reserve(parameters_.size());
-    for (const auto& parameter : parameters_) gradients.push_back(parameter.grad());
-    torch::_foreach_add_(state_steps_, 1);
-    at::_fused_adamw_(parameters_, gradients, exp_avgs_, exp_avg_sqs_, /*max_exp_avg_sqs=*/{},
-                      state_steps_, kLearningRate, kBeta1, kBeta2, kWeightDecay, kEpsilon,
-                      /*amsgrad=*/false, /*maximize=*/false);
-    return loss.detach();
+    seconds.backward = clock.lap();
+    update();
+    seconds.optimizer = clock.lap();
+    return {.loss = loss.detach(), .seconds = seconds};
   }
 
   KeptBytes kept() const override {
@@ -98,6 +117,17 @@ class LocalTrainer : public Trainer {
   int64_t bytes_sent() const override { return 0; }
 
  private:
+  void update() {
+    torch::NoGradGuard no_grad;
+    std::vector<Tensor> gradients;
+    gradients.reserve(parameters_.size());
+    for (const auto& parameter : parameters_) gradients.push_back(parameter.grad());
+    torch::_foreach_add_(state_steps_, 1);
+    at::_fused_adamw_(parameters_, gradients, exp_avgs_, exp_avg_sqs_, /*max_exp_avg_sqs=*/{},
+                      state_steps_, kLearningRate, kBeta1, kBeta2, kWeightDecay, kEpsilon,
+                      /*amsgrad=*/false, /*maximize=*/false);
+  }
+
   std::shared_ptr<BenchModel> model_;
   std::vector<Tensor> parameters_, exp_avgs_, exp_avg_sqs_, state_steps_;
 };

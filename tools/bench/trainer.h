@@ -17,13 +17,27 @@ struct KeptBytes {
   int64_t peak_in_flight = 0;
 };
 
+/// Seconds of the parts of one step, waits for other ranks included.
+struct StepParts {
+  double zero_grad = 0;
+  double forward = 0;  ///< the loss, too
+  double backward = 0;
+  double optimizer = 0;
+};
+
+struct TrainedStep {
+  torch::Tensor loss;
+  StepParts seconds;
+};
+
 /// Trains a model of the step benchmark.
 class Trainer {
  public:
   virtual ~Trainer() = default;
 
-  /// One step: zero_grad, forward, loss, backward, optimizer step. Returns the loss.
-  virtual torch::Tensor step(const Batch& batch) = 0;
+  /// One step: zero_grad, forward, loss, backward, optimizer step. Five looks at the clock are all
+  /// that its measurement costs.
+  virtual TrainedStep step(const Batch& batch) = 0;
 
   virtual KeptBytes kept() const = 0;
 

@@ -1,0 +1,97 @@
+// The numbers that `tessera bench step` prints agree with each other.
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "launched.h"
+
+namespace tessera {
+namespace {
+
+using nlohmann::json;
+
+constexpr double kRounding = 1e-9;  // relative
+const Command kParts = {"zero_grad", "forward", "backward", "optimizer"};
+
+ProgramEnd measured(int ranks, const Command& more) {
+  Command command = {TESSERA_CLI,          "bench", "step",    "--size", "mlp",
+                     "--rounds",           "1",     "--steps", "1",      "--ranks",
+                     std::to_string(ranks)};
+  command.insert(command.end(), more.begin(), more.end());
+  return run_program(command);
+}
+
+json report_of(int ranks, const std::string& level) {
+  const auto end = measured(ranks, {"--level", level, "--json"});
+  EXPECT_EQ(end.status, 0) << end.err;
+  return json::parse(end.out);
+}
+
+void expect_near_relatively(double value, double expected) {
+  EXPECT_NEAR(value, expected, kRounding * expected);
+}
+
+void expect_ratios_fit(const json& report) {
+  const double sharded = report.at("seconds").at("sharded"), local = report["seconds"].at("local");
+  EXPECT_GT(local, 0);
+  expect_near_relatively(report.at("ratio"), sharded / local);
+  expect_near_relatively(report.at("ratio_of_rounds").at(0), sharded / local);
+  expect_near_relatively(report.at("ratio_to_limit"),
+                         sharded / report.at("limit_seconds").get<double>());
+  EXPECT_GT(report.at("ratio_of_minimums"), 0);
+}
+
+void expect_parts_fit(const json& report, const std::string& role) {
+  const auto& parts = report.at("breakdown_ms").at(role);
+  EXPECT_EQ(parts.size(), kParts.size());
+  double sum = 0;
+  for (const auto& part : kParts) {
+    EXPECT_GT(parts.at(part), 0) << part;
+    sum += parts.at(part).get<double>();
+  }
+  const double step = 1e3 * report.at("seconds").at(role).get<double>();
+  EXPECT_LE(sum, step * (1 + kRounding));
+  EXPECT_GE(sum, 0.8 * step) << "a part of the step is not measured";
+  expect_near_relatively(1e3 * report.at("optimizer_seconds").at(role).get<double>(),
+                         parts.at("optimizer"));
+}
+
+// The median of the two ranks' one step each is their mean: what holds for each step, holds for
+// the medians, too.
+TEST(StepBench, PrintsTimesThatFitEachOther) {
+  for (const std::string level : {"os_g", "p_g_os"}) {
+    const auto report = report_of(2, level);
+    expect_ratios_fit(report);
+    for (const std::string role : {"sharded", "local"}) {
+      SCOPED_TRACE(level + ", " + role);
+      expect_parts_fit(report, role);
+    }
+    const double local = report["seconds"]["local"], limit = report["limit_seconds"];
+    EXPECT_LT(limit, local);
+    expect_near_relatively(limit, local - report["optimizer_seconds"]["local"].get<double>() / 2);
+  }
+}
+
+TEST(StepBench, OneRankHasTheLocalReferenceAsItsLimit) {
+  const auto report = report_of(1, "p_g_os");
+  EXPECT_EQ(report.at("limit_seconds"), report.at("seconds").at("local"));
+  EXPECT_EQ(report.at("ratio_to_limit"), report.at("ratio"));
+  EXPECT_EQ(report.at("ratio_of_minimums"), report.at("ratio"));
+  EXPECT_EQ(report.at("bytes_sent_per_step"), 0);
+}
+
+TEST(StepBench, PrintsATableWithTheLimitAndTheParts) {
+  const auto end = measured(2, {"--level", "os_g"});
+  EXPECT_EQ(end.status, 0) << end.err;
+  for (const std::string row : {"seconds per step (median)", "local with 1/2 of its optimizer",
+                                "of the fastest steps", "page faults per step"}) {
+    EXPECT_TRUE(contains(end.out, row)) << end.out;
+  }
+  for (const auto& part : kParts) {
+    EXPECT_TRUE(contains(end.out, "  " + part + " (ms)")) << end.out;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
