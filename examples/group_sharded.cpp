@@ -9,6 +9,7 @@
 // elements, and the optimizer that comes back wrapped, with `clear_grad()`, `get_lr()` and
 // `set_lr()`.
 #include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/generator.h>
 #include <tessera/world.h>
 #include <torch/torch.h>
 
@@ -58,7 +59,7 @@ struct Points {
 
 void train(const tessera::World& world, const std::string& level, const std::string& output) {
   constexpr int64_t kFeatures = 32, kClasses = 10, kSteps = 60;
-  torch::manual_seed(0);
+  tessera::manual_seed(0);
   Classifier net(kFeatures, 512, kClasses);
   torch::optim::AdamW adamw(net->parameters(), torch::optim::AdamWOptions(1e-3));
 

@@ -1,6 +1,7 @@
 // Trains a byte-level GPT on a text, sharded over the ranks that it is started on:
 //   python scripts/make_corpus.py data/corpus.txt
 //   tessera run -n 2 build/dev/examples/train_gpt --data data/corpus.txt --save runs/demo
+// or, with the ranks as threads of one process, `train_gpt --threads 2 ...`.
 //
 // Model, data and loop are plain torch::nn code; the lines that shard are marked with (*). A batch
 // is a pure function of (seed, step, row): any number of ranks at any level has the same losses.
@@ -19,7 +20,7 @@ struct Options {
   std::string data = "data/corpus.txt", save, losses, level = "p_g_os";
   std::string dtype = "float", offload;
   bool resume = false, scaler = false;
-  int replicas = 1;
+  int threads = 0, replicas = 1;
   int64_t steps = 400, batch = 16, seq = 128, layers = 4, width = 256, heads = 4, seed = 1;
   int64_t warmup = 20, save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
   double lr = 1e-3, clip = 1.0;
@@ -120,6 +121,12 @@ double learning_rate(const Options& o, int64_t step) {  // linear warm-up, then 
 }
 
 struct Job {
+  /// One rank reports.
+  template <class... Args>
+  void say(fmt::format_string<Args...> format, Args&&... args) const {
+    if (world.rank() == 0) fmt::print(format, std::forward<Args>(args)...);
+  }
+
   double mean_over_ranks(double value) const {
     const auto sum = torch::full({1}, value, torch::kDouble);
     world.process_group()->all_reduce(sum, tessera::ReduceOp::kSum, {.subject = "loss"})->wait();
@@ -158,10 +165,9 @@ struct Job {
     int64_t numel = 0;
     for (const auto& parameter : gpt->parameters()) numel += parameter.numel();
     const auto sum = kept.parameters + kept.gradients + kept.optimizer_state + kept.master_weights;
-    fmt::print("parameters, gradients, optimizer state: {:.1f} MB per rank; unsharded: {:.1f} MB\n",
-               sum / 1e6, 16 * numel / 1e6);
-    if (kept.offloaded > 0)
-      fmt::print("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
+    say("parameters, gradients, optimizer state: {:.1f} MB per rank; unsharded: {:.1f} MB\n",
+        sum / 1e6, 16 * numel / 1e6);
+    if (kept.offloaded > 0) say("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
   }
 
   /// Half precision has float master weights; state in a directory leaves memory.
@@ -189,8 +195,8 @@ struct Job {
     const auto start = std::chrono::steady_clock::now();
     const double unigram = text.unigram_loss(), bit = M_LN2;
     double held_out = held_out_loss(o.eval_batches);
-    fmt::print("{} ranks, {}, after step {}: held-out {:.4f} nats per byte; unigram model {:.4f}\n",
-               world.size(), o.level, first, held_out, unigram);
+    say("{} ranks, {}, after step {}: held-out {:.4f} nats per byte; unigram model {:.4f}\n",
+        world.size(), o.level, first, held_out, unigram);
     std::ofstream losses(world.rank() == 0 ? o.losses : "");
     while (step < o.steps) {
       adamw.param_groups()[0].options().set_lr(learning_rate(o, step));
@@ -208,8 +214,7 @@ struct Job {
       if (step % 10 == 0 || step == o.steps) {
         const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
         const double pace = taken.count() / (step - first);
-        fmt::print(
-            "step {}/{}  loss {:.4f}  held-out {:.4f} = {:.3f} bits  {:.0f} B/s  {:.0f} s left\n",
+        say("step {}/{}  loss {:.4f}  held-out {:.4f} = {:.3f} bits  {:.0f} B/s  {:.0f} s left\n",
             step, o.steps, mean, held_out, held_out / bit, o.batch * o.seq / pace,
             pace * (o.steps - step));
       }
@@ -218,12 +223,11 @@ struct Job {
                                  {.numbers = {{"step", double(step)}}});  // (*)
     }
     held_out = held_out_loss(std::numeric_limits<int64_t>::max());
-    fmt::print(
-        "all held-out bytes: {:.4f} nats = {:.3f} bits; unigram model: {:.4f} = {:.3f} bits\n",
+    say("all held-out bytes: {:.4f} nats = {:.3f} bits; unigram model: {:.4f} = {:.3f} bits\n",
         held_out, held_out / bit, unigram, unigram / bit);
     const auto unsharded = sharded.keep_unsharded();  // (*)
-    if (o.sample > 0) fmt::print("--- it writes:\n{}\n---\n", sample("namespace torch {\n"));
-    if (!o.save.empty()) fmt::print("checkpoint: {} (go on with --resume)\n", o.save);
+    if (o.sample > 0) say("--- it writes:\n{}\n---\n", sample("namespace torch {\n"));
+    if (!o.save.empty()) say("checkpoint: {} (go on with --resume)\n", o.save);
   }
 
   const Options& o;
@@ -244,6 +248,9 @@ int main(int argc, char** argv) {
   app.add_option("--dtype", o.dtype, "of the parameters")
       ->check(CLI::IsMember({"float", "bfloat16", "half"}));
   app.add_flag("--scaler", o.scaler, "scale the loss, for --dtype half");
+  app.add_option("--threads", o.threads,
+                 "ranks as threads of this process; 0: one, or the launcher's")
+      ->check(natural);
   app.add_option("--replicas", o.replicas, "shards are the same on so many ranks")->check(positive);
   app.add_option("--offload", o.offload, "directory for optimizer state and master weights");
   app.add_option("--save", o.save, "directory of the checkpoint");
@@ -262,17 +269,19 @@ int main(int argc, char** argv) {
   app.add_option("--seed", o.seed, "of initial values, batches and sample")->check(natural);
   app.add_option("--sample", o.sample, "bytes to write at the end")->check(natural);
   CLI11_PARSE(app, argc, argv);
-  try {
-    const auto world = tessera::init();                                      // (*)
-    if (world.rank() != 0) stdout = std::freopen("/dev/null", "w", stdout);  // one rank reports
-    std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  const auto train = [&] {
+    const auto world = tessera::init();  // (*)
     TORCH_CHECK_VALUE(o.batch % world.size() == 0, "[train_gpt] --batch is that of all ranks; ",
                       "expected a multiple of ", world.size(), ", got ", o.batch);
     TORCH_CHECK_VALUE(world.size() % o.replicas == 0, "[train_gpt] --replicas must divide the ",
                       world.size(), " ranks; got ", o.replicas);
     TORCH_CHECK_VALUE(o.width % o.heads == 0, "[train_gpt] --width must be a multiple of --heads");
-    torch::manual_seed(o.seed);
+    tessera::manual_seed(o.seed);  // (*)
     Job{o, world}.run(tessera::ShardLevel(std::ranges::find(levels, o.level) - levels.begin()));
+  };
+  try {
+    o.threads > 0 ? tessera::spawn(o.threads, train) : train();  // (*)
   } catch (const c10::Error& error) {
     fmt::print(stderr, "train_gpt: {}\n", error.what_without_backtrace());
     return EXIT_FAILURE;

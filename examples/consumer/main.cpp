@@ -7,7 +7,7 @@
 
 int main() {
   auto world = tessera::init();
-  torch::manual_seed(1);
+  tessera::manual_seed(1);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));
   auto sharded = tessera::fully_shard(model);

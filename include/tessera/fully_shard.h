@@ -37,8 +37,10 @@ struct ShardMemory {
   int64_t optimizer_state = 0;  ///< filled in by `ShardedOptimizer::memory()`
   int64_t master_weights = 0;   ///< copies in a wider dtype that the optimizer updates
   int64_t offloaded = 0;        ///< master weights and optimizer state that are offloaded
-  int64_t peak_unsharded = 0;   ///< most bytes of gathered parameters at any time
-  int64_t peak_in_flight = 0;   ///< most bytes of whole gradients waiting for their reduction
+  /// Most bytes of gathered parameters at any time. Each rank counts whole units, also where the
+  /// ranks of a host have them in memory once.
+  int64_t peak_unsharded = 0;
+  int64_t peak_in_flight = 0;  ///< most bytes of whole gradients waiting for their reduction
 };
 
 /// How gradients are clipped.

@@ -68,6 +68,17 @@ struct ReduceScatterOptions {
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 
+/// Host memory that the ranks of a process group have in common. It lives as long as a tensor on
+/// any rank shows it.
+struct SharedBuffer {
+  at::Tensor bytes;  ///< 1-D, of dtype kByte
+  /// The same memory at another address, where writing to it ends the process.
+  at::Tensor read_only;
+  /// False on several hosts: each has such memory of its own, in which `release()` may leave only
+  /// the shards of its own ranks, until the next gather.
+  bool stays_whole = true;
+};
+
 /// An ordered set of ranks that communicate.
 ///
 /// All members are collective: every rank of the group calls them in the same order per channel,
@@ -108,6 +119,25 @@ class TESSERA_API ProcessGroup {
 
   /// Returns when all ranks have called it.
   virtual void barrier(const CollectiveTag& tag) = 0;
+
+  /// A barrier in two steps: `wait()` of the result returns when all ranks have called this.
+  virtual WorkPtr arrive(const CollectiveTag& tag);
+
+  /// Makes memory of `nbytes` zeros that all ranks of a host see, if the transport can do that;
+  /// nothing on all ranks otherwise. A gather into such memory (`flat` lying in `bytes` of it, on
+  /// all ranks at one place, and `shard` in `flat`) copies nothing inside a host: it waits until
+  /// all ranks have come, and fetches what other hosts own. Blocks.
+  virtual std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) {
+    return std::nullopt;
+  }
+
+  /// The ranks to which this one sends messages; those it shares memory with are not among them.
+  virtual std::vector<int> sends_to() const;
+
+  /// After a gather into memory of `share()` was waited for: this rank does not read what it
+  /// brought any more. When all ranks of the host have said so, the memory of what other hosts own
+  /// is given back. The next gather says it as well. Never waits.
+  virtual void release(const SharedBuffer& buffer) {}
 };
 
 using ProcessGroupPtr = std::shared_ptr<ProcessGroup>;
@@ -135,6 +165,14 @@ TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backe
 TESSERA_API ProcessGroupPtr nccl_process_group(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int size,
                                                std::chrono::milliseconds timeout);
+
+/// Makes a process group of ranks of one host that read each other's memory in place of sending
+/// messages; `inner` connects them, and serves to find each other only. For tensors in host memory;
+/// sums are those of `gloo_process_group`, to the bit. Collective.
+///
+/// Throws `c10::NotImplementedError`, on every rank, naming the rank and the reason, where the
+/// system does not allow it or the ranks are on several hosts.
+TESSERA_API ProcessGroupPtr arena_process_group(ProcessGroupPtr inner);
 
 /// The process group of one rank: nothing is sent.
 TESSERA_API ProcessGroupPtr single_process_group();

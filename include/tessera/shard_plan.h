@@ -67,8 +67,9 @@ struct ShardPlan {
   Partition partition = Partition::kFlatEven;
 
   /// Parameters are packed into units of about this many bytes, in registration order. A larger
-  /// parameter makes a unit of its own. 0: one unit per parameter.
-  int64_t unit_bytes = int64_t{10} << 20;
+  /// parameter makes a unit of its own. 0: one unit per parameter. None: as suits the transport, 10
+  /// MiB where units travel in messages, 1 MiB where ranks share memory.
+  std::optional<int64_t> unit_bytes = std::nullopt;
 
   /// The user's own units, each a list of parameter names; parameters in none are packed by size.
   std::vector<std::vector<std::string>> units;

@@ -5,10 +5,12 @@
 #include <tessera/deferred_init.h>
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/fully_shard.h>
+#include <tessera/generator.h>
 #include <tessera/grad_scaler.h>
 #include <tessera/page_heap.h>
 #include <tessera/process_group.h>
 #include <tessera/shard_plan.h>
 #include <tessera/sharded_optimizer.h>
+#include <tessera/spawn.h>
 #include <tessera/version.h>
 #include <tessera/world.h>

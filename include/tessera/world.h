@@ -4,11 +4,19 @@
 #include <tessera/process_group.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 namespace tessera {
+
+/// How tensors in host memory get from rank to rank.
+enum class Transport : uint8_t {
+  kAuto,   ///< the arena where ranks share a host and its memory, else Gloo
+  kGloo,   ///< messages over TCP, also between ranks of one host
+  kArena,  ///< ranks of one host read each other's memory; between hosts, messages over Gloo
+};
 
 /// How this process takes part in a job.
 struct WorldOptions {
@@ -18,6 +26,12 @@ struct WorldOptions {
 
   /// `gloo` or `nccl`; empty: `gloo`.
   std::string backend;
+
+  /// On the `gloo` backend. Where the arena can't be had, `kAuto` takes Gloo, and warns if that is
+  /// unexpected (it can't with a rank per host, or unequal numbers of them); `kArena` throws
+  /// `c10::NotImplementedError` on all ranks. The environment variable `TESSERA_TRANSPORT` (`gloo`,
+  /// `arena` or `auto`) wins over `kAuto`.
+  Transport transport = Transport::kAuto;
 };
 
 /// Where a rank stands, as told by the launcher.
@@ -28,7 +42,7 @@ struct RankInfo {
   int local_size = 1;
   std::string master_addr;  ///< empty in a world of one
   int master_port = 0;
-  /// "torchrun", "mpirun", "srun", "tessera run", "environment", "store" or "single".
+  /// "torchrun", "mpirun", "srun", "tessera run", "environment", "spawn", "store" or "single".
   std::string source;
 };
 
@@ -53,7 +67,8 @@ struct HybridProcessGroups {
 /// then on.
 class TESSERA_API World {
  public:
-  World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group);
+  World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
+        Transport transport = Transport::kAuto);
   ~World();
   World(World&&) noexcept;
   World& operator=(World&&) noexcept;
@@ -86,7 +101,8 @@ class TESSERA_API World {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Joins the job that the environment describes, and makes it the default world of this thread.
+/// Joins the job that the environment describes, or that of `spawn()` on one of its ranks, and
+/// makes it the default world of this thread.
 ///
 /// Collective: returns when all ranks have called it. Keep the returned object until training ends;
 /// its destructor closes the connections.

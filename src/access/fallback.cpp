@@ -62,8 +62,15 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   c10::impl::ExcludeDispatchKeyGuard exclude(kUnitKey);
   settle(arguments);
   used.front()->listener().on_use(used);
-  op.redispatchBoxed(keys & below, stack);
-  if (!written.empty()) written.front()->listener().on_write(written);
+  if (written.empty()) return op.redispatchBoxed(keys & below, stack);
+  for (Unit* unit : written) unit->begin_write();
+  try {
+    op.redispatchBoxed(keys & below, stack);
+  } catch (...) {
+    for (Unit* unit : written) unit->cancel_write();
+    throw;
+  }
+  written.front()->listener().on_write(written);
 }
 
 }  // namespace

@@ -91,10 +91,8 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
 }
 
 void ShardedState::overwrite(const std::function<void()>& write) {
-  for (const auto& unit : units_) {
-    unit->wait();
-    unit->wait_until_unread();
-  }
+  for (const auto& unit : units_) unit->wait();
+  wait_until_unread(stop_reading());
   write();
   for (const auto& unit : units_) unit->publish();
   residency_->on_step(std::vector<bool>(units_.size(), true));

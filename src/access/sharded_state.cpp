@@ -40,9 +40,20 @@ void check_precision(const Precision& precision) {
   check_floating("buffer_dtype", precision.buffer_dtype);
 }
 
+// Messages should be long. In shared memory there are none, and a short unit is summed while its
+// gradients are in the caches.
+constexpr int64_t kMessageUnitBytes = int64_t{10} << 20;
+constexpr int64_t kSharedUnitBytes = int64_t{1} << 20;
+
+ShardPlan with_defaults(ShardPlan plan, const ShardMesh& mesh) {
+  const bool is_shared = mesh.shard().sends_to().empty();
+  if (!plan.unit_bytes) plan.unit_bytes = is_shared ? kSharedUnitBytes : kMessageUnitBytes;
+  return plan;
+}
+
 void check_plan(const ShardPlan& plan) {
-  TORCH_CHECK_VALUE(plan.unit_bytes >= 0, "[fully_shard] plan.unit_bytes must not be negative; got ",
-                    plan.unit_bytes);
+  TORCH_CHECK_VALUE(plan.unit_bytes.value_or(0) >= 0,
+                    "[fully_shard] plan.unit_bytes must not be negative; got ", *plan.unit_bytes);
   TORCH_CHECK_VALUE(plan.whole_numel >= 0, "[fully_shard] plan.whole_numel must not be negative; got ",
                     plan.whole_numel);
   TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
@@ -90,11 +101,12 @@ std::vector<int> reduction_order(const UseOrder& backward, int units) {
 
 std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor>& parameters,
                                                    std::vector<NamedTensor> buffers,
-                                                   const ShardPlan& plan) {
+                                                   const ShardPlan& wanted) {
   use_page_heap();
-  const ShardMesh mesh(plan.process_group ? plan.process_group : default_process_group(),
-                       plan.replicate_group);
+  const ShardMesh mesh(wanted.process_group ? wanted.process_group : default_process_group(),
+                       wanted.replicate_group);
   mesh.check();
+  const ShardPlan plan = with_defaults(wanted, mesh);
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
   std::shared_ptr<StateMemory> offload;
@@ -151,6 +163,17 @@ void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(
 
 void ShardedState::on_write(const std::vector<Unit*>& units) {
   for (Unit* unit : units) unit->write_back();
+}
+
+WorkPtr ShardedState::stop_reading() {
+  const bool any =
+      std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->is_shared(); });
+  return any ? process_group().arrive({"step", Channel::kControl}) : nullptr;
+}
+
+void ShardedState::wait_until_unread(const WorkPtr& stopped) {
+  for (const auto& unit : units_) unit->wait_until_unread();
+  if (stopped) stopped->wait();
 }
 
 void ShardedState::on_backward_end(bool synced, bool learn) {

@@ -42,6 +42,11 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   at::Tensor full_grad(const ParamPlace& place);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state);
+  /// All ranks, before shards are changed: says that this rank reads no parameters until they are.
+  /// Null where ranks share no memory, and so need not know.
+  WorkPtr stop_reading();
+  /// Waits until no rank reads this one's shards any more. `stopped`: of `stop_reading()`.
+  void wait_until_unread(const WorkPtr& stopped);
   /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old
   /// ones.
   void overwrite(const std::function<void()>& write);

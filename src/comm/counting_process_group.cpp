@@ -36,7 +36,7 @@ class CountingDecorator : public CountingProcessGroup {
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
     WorkPtr work = inner_->all_gather(flat, shard, bounds, tag);
-    count(&CollectiveCounts::all_gather, (size() - 1) * static_cast<int64_t>(shard.nbytes()));
+    count(&CollectiveCounts::all_gather, receivers() * static_cast<int64_t>(shard.nbytes()));
     return work;
   }
 
@@ -44,23 +44,23 @@ class CountingDecorator : public CountingProcessGroup {
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
     WorkPtr work = inner_->reduce_scatter(out, std::move(pieces), bounds, options, tag);
-    const int64_t own = bounds[rank() + 1] - bounds[rank()];
-    count(&CollectiveCounts::reduce_scatter,
-          (bounds.back() - own) * message_item_size(out, options));
+    int64_t numel = 0;
+    for (const int r : inner_->sends_to()) numel += bounds[r + 1] - bounds[r];
+    count(&CollectiveCounts::reduce_scatter, numel * message_item_size(out, options));
     return work;
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
     WorkPtr work = inner_->all_reduce(tensor, op, tag);
     count(&CollectiveCounts::all_reduce,
-          2 * (size() - 1) * static_cast<int64_t>(tensor.nbytes()) / size());
+          2 * receivers() * static_cast<int64_t>(tensor.nbytes()) / (receivers() + 1));
     return work;
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
     WorkPtr work = inner_->broadcast(tensor, root, tag);
     count(&CollectiveCounts::broadcast,
-          rank() == root ? (size() - 1) * static_cast<int64_t>(tensor.nbytes()) : 0);
+          rank() == root ? receivers() * static_cast<int64_t>(tensor.nbytes()) : 0);
     return work;
   }
 
@@ -68,6 +68,18 @@ class CountingDecorator : public CountingProcessGroup {
     inner_->barrier(tag);
     count(&CollectiveCounts::barrier, 0);
   }
+
+  WorkPtr arrive(const CollectiveTag& tag) override {
+    WorkPtr work = inner_->arrive(tag);
+    count(&CollectiveCounts::barrier, 0);
+    return work;
+  }
+
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override {
+    return inner_->share(nbytes, tag);
+  }
+  void release(const SharedBuffer& buffer) override { inner_->release(buffer); }
+  std::vector<int> sends_to() const override { return inner_->sends_to(); }
 
   CollectiveCounts counts() const override {
     std::lock_guard lock(mutex_);
@@ -80,6 +92,8 @@ class CountingDecorator : public CountingProcessGroup {
   }
 
  private:
+  int64_t receivers() const { return static_cast<int64_t>(inner_->sends_to().size()); }
+
   void count(Entry CollectiveCounts::*kind, int64_t bytes) {
     std::lock_guard lock(mutex_);
     (counts_.*kind).calls += 1;

@@ -83,6 +83,8 @@ class ExchangeWork : public Work {
   void wait() override { exchange_->wait_outputs(); }
   void wait_inputs() override { exchange_->wait_inputs(); }
   bool is_completed() override;
+  /// Makes a wait in progress fail soon. Called from another thread.
+  void abort() noexcept { exchange_->abort(); }
 
  private:
   void queue();

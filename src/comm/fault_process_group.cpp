@@ -49,6 +49,17 @@ class FaultProcessGroup : public ProcessGroup {
     inner_->barrier(tag);
   }
 
+  WorkPtr arrive(const CollectiveTag& tag) override {
+    inject("barrier", tag);
+    return inner_->arrive(tag);
+  }
+
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override {
+    return inner_->share(nbytes, tag);
+  }
+  void release(const SharedBuffer& buffer) override { inner_->release(buffer); }
+  std::vector<int> sends_to() const override { return inner_->sends_to(); }
+
  private:
   void inject(const std::string& name, const CollectiveTag& tag) {
     std::vector<Fault> due;

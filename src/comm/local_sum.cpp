@@ -4,8 +4,13 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <type_traits>
 
@@ -79,12 +84,9 @@ TESSERA_INLINE void store(T* out, const A* values, int64_t numel, double scale, 
   }
 }
 
-template <class T, class Out, class Op>
-TESSERA_INLINE void reduce_block(const LocalReduction& reduction, void* out,
-                                 std::span<const void* const> inputs, int64_t begin,
-                                 int64_t numel) {
-  using A = Accumulator<T>;
-  A values[kBlock];
+template <class T, class Op, class A>
+TESSERA_INLINE void combine_inputs(A* values, std::span<const void* const> inputs, int64_t begin,
+                                   int64_t numel) {
   const T* first = static_cast<const T*>(inputs[0]) + begin;
 #pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i) values[i] = static_cast<A>(first[i]);
@@ -94,13 +96,20 @@ TESSERA_INLINE void reduce_block(const LocalReduction& reduction, void* out,
     for (int64_t i = 0; i < numel; ++i)
       values[i] = Op::template combine<A>(values[i], static_cast<A>(input[i]));
   }
+}
+
+template <class T, class Out, class Op>
+TESSERA_INLINE void reduce_block(const LocalReduction& reduction, void* out,
+                                 std::span<const void* const> inputs, int64_t begin,
+                                 int64_t numel) {
+  Accumulator<T> values[kBlock];
+  combine_inputs<T, Op>(values, inputs, begin, numel);
   store(static_cast<Out*>(out) + begin, values, numel, reduction.scale, reduction.accumulate);
 }
 
 template <class T, class Out, class Op>
 TESSERA_INLINE void reduce_all(const LocalReduction& reduction, void* out,
-                               std::span<const void* const> inputs, int64_t numel) {
-  int64_t begin = 0;
+                               std::span<const void* const> inputs, int64_t begin, int64_t numel) {
   for (; begin + kBlock <= numel; begin += kBlock) {
     reduce_block<T, Out, Op>(reduction, out, inputs, begin, kBlock);
   }
@@ -109,16 +118,48 @@ TESSERA_INLINE void reduce_all(const LocalReduction& reduction, void* out,
   }
 }
 
+// A long sum is read much later: it is written past the caches, because to fetch the memory that it
+// overwrites would cost as much as to read an input. Shorter ones may be read while they are there.
+constexpr int64_t kStreamBytes = int64_t{256} << 10;
+
+template <class T, class Op>
+TESSERA_TARGET_AVX2 int64_t stream_blocks(const LocalReduction& reduction, void* out,
+                                          std::span<const void* const> inputs, int64_t numel) {
+#if defined(__x86_64__)
+  using A = Accumulator<T>;
+  if constexpr (std::is_same_v<A, T> && std::is_floating_point_v<T>) {
+    constexpr int64_t kItems = sizeof(__m256i) / sizeof(T);
+    const bool is_aligned = reinterpret_cast<uintptr_t>(out) % sizeof(__m256i) == 0;
+    if (reduction.accumulate || !is_aligned || numel * int64_t{sizeof(T)} < kStreamBytes) return 0;
+    const auto factor = static_cast<T>(reduction.scale);
+    alignas(sizeof(__m256i)) T values[kBlock];
+    int64_t begin = 0;
+    for (; begin + kBlock <= numel; begin += kBlock) {
+      combine_inputs<T, Op>(values, inputs, begin, kBlock);
+      store(values, values, kBlock, factor, /*accumulate=*/false);
+      for (int64_t i = 0; i < kBlock; i += kItems)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<T*>(out) + begin + i),
+                            _mm256_load_si256(reinterpret_cast<const __m256i*>(values + i)));
+    }
+    _mm_sfence();
+    return begin;
+  }
+#endif
+  return 0;
+}
+
 template <class T, class Out, class Op>
 TESSERA_TARGET_AVX2 void reduce_avx2(const LocalReduction& reduction, void* out,
                                      std::span<const void* const> inputs, int64_t numel) {
-  reduce_all<T, Out, Op>(reduction, out, inputs, numel);
+  int64_t begin = 0;
+  if constexpr (std::is_same_v<T, Out>) begin = stream_blocks<T, Op>(reduction, out, inputs, numel);
+  reduce_all<T, Out, Op>(reduction, out, inputs, begin, numel);
 }
 
 template <class T, class Out, class Op>
 void reduce_plain(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
                   int64_t numel) {
-  reduce_all<T, Out, Op>(reduction, out, inputs, numel);
+  reduce_all<T, Out, Op>(reduction, out, inputs, 0, numel);
 }
 
 template <class T, class Out, class Op>

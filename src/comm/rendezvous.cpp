@@ -10,6 +10,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "comm/collective_name.h"
@@ -34,8 +35,12 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::mil
   return store;
 }
 
-// Names this host and what separates it from others that may share its name.
+thread_local std::string simulated_host;
+
+}  // namespace
+
 std::string host_identity() {
+  if (!simulated_host.empty()) return simulated_host;
   std::array<char, 256> name{};
   gethostname(name.data(), name.size() - 1);
   std::string boot_id;
@@ -45,7 +50,8 @@ std::string host_identity() {
   return fmt::format("{} {} {}", name.data(), boot_id, length > 0 ? network.data() : "");
 }
 
-}  // namespace
+SimulatedHost::SimulatedHost(std::string name) { simulated_host = std::move(name); }
+SimulatedHost::~SimulatedHost() { simulated_host.clear(); }
 
 c10::intrusive_ptr<c10d::Store> rendezvous_store(const RankInfo& info,
                                                  std::chrono::milliseconds timeout) {

@@ -4,6 +4,7 @@
 #include <tessera/world.h>
 
 #include <chrono>
+#include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace tessera {
@@ -14,6 +15,19 @@ namespace tessera {
 /// Throws `c10::DistNetworkError` naming the address if it is not reached within `timeout`.
 c10::intrusive_ptr<c10d::Store> rendezvous_store(const RankInfo& info,
                                                  std::chrono::milliseconds timeout);
+
+/// Names this host and what separates it from others that may share its name.
+std::string host_identity();
+
+/// Gives the host another name for this thread, as long as the object lives: ranks of one process
+/// then are on several hosts.
+class SimulatedHost {
+ public:
+  explicit SimulatedHost(std::string name);
+  ~SimulatedHost();
+  SimulatedHost(const SimulatedHost&) = delete;
+  SimulatedHost& operator=(const SimulatedHost&) = delete;
+};
 
 /// How many ranks run on this host, and how many of them come before this one.
 struct HostPlace {

@@ -107,6 +107,16 @@ class TracingDecorator : public TracingProcessGroup {
     flight_record_->complete(sequence);
   }
 
+  WorkPtr arrive(const CollectiveTag& tag) override {
+    return trace("barrier", 0, tag, [&] { return inner_->arrive(tag); });
+  }
+
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override {
+    return inner_->share(nbytes, tag);
+  }
+  void release(const SharedBuffer& buffer) override { inner_->release(buffer); }
+  std::vector<int> sends_to() const override { return inner_->sends_to(); }
+
   std::vector<CollectiveRecord> records() const override { return flight_record_->records(); }
 
  private:

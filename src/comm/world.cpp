@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <tessera/world.h>
 
 #include <algorithm>
@@ -16,11 +17,14 @@
 #include "comm/collective_name.h"
 #include "comm/environment.h"
 #include "comm/rendezvous.h"
+#include "comm/spawned_rank.h"
+#include "comm/transport.h"
 
 namespace tessera {
 
 struct World::Impl {
   RankInfo info;
+  Transport transport;
   c10::intrusive_ptr<c10d::Store> store;  // closed after the process group
   // Shared with the thread whose default world this is, so that it sees when the world has gone.
   std::shared_ptr<ProcessGroupPtr> process_group;
@@ -30,6 +34,7 @@ struct World::Impl {
   std::map<std::string, int> made;               // how many by their ranks
 
   ~Impl() {
+    if (SpawnedRank* rank = SpawnedRank::current()) rank->note_closing();
     for (const auto& part : parts) {
       part->close();
     }
@@ -64,22 +69,26 @@ void check_backend(const std::string& backend) {
 
 ProcessGroupPtr make_process_group(const RankInfo& info,
                                    const c10::intrusive_ptr<c10d::Store>& store,
-                                   const std::string& backend, std::chrono::milliseconds timeout) {
+                                   const std::string& backend, Transport transport,
+                                   std::chrono::milliseconds timeout) {
   const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
   if (backend == "nccl") {
     return nccl_process_group(keys, info.rank, info.size, timeout);
   }
   const bool one_host = info.local_size == info.size;
-  return gloo_process_group(keys, info.rank, info.size, timeout, one_host ? "127.0.0.1" : "");
+  return with_arena(
+      gloo_process_group(keys, info.rank, info.size, timeout, one_host ? "127.0.0.1" : ""), keys,
+      one_host, transport);
 }
 
 // Connects the ranks that find each other through `store`: all return, or fail, together. `call` is
 // what all of them must call.
 ProcessGroupPtr connect(const RankInfo& info, const c10::intrusive_ptr<c10d::Store>& store,
-                        const std::string& backend, std::chrono::milliseconds timeout,
-                        const std::string& function, const std::string& call) {
+                        const std::string& backend, Transport transport,
+                        std::chrono::milliseconds timeout, const std::string& function,
+                        const std::string& call) {
   try {
-    ProcessGroupPtr process_group = make_process_group(info, store, backend, timeout);
+    ProcessGroupPtr process_group = make_process_group(info, store, backend, transport, timeout);
     // Nobody may leave, and take the store along, while others still connect.
     process_group->barrier({.subject = "world", .channel = Channel::kControl});
     return process_group;
@@ -94,24 +103,40 @@ ProcessGroupPtr connect(const RankInfo& info, const c10::intrusive_ptr<c10d::Sto
   }
 }
 
-World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const std::string& backend,
+World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options,
            std::chrono::milliseconds timeout) {
-  ProcessGroupPtr process_group = connect(info, store, backend, timeout, "init", "init()");
-  return World(std::move(info), std::move(store), std::move(process_group));
-}
-
-std::string text_of(const std::vector<int>& ranks) {
-  return c10::str(at::IntArrayRef(std::vector<int64_t>(ranks.begin(), ranks.end())));
+  const Transport transport = transport_of(options);
+  ProcessGroupPtr process_group =
+      connect(info, store, options.backend, transport, timeout, "init", "init()");
+  if (info.rank == 0)
+    LOG(INFO) << "[init] " << info.size << " ranks; transport: " << process_group->backend_name();
+  return World(std::move(info), std::move(store), std::move(process_group), transport);
 }
 
 World world_of_one(RankInfo info) {
   return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
 }
 
+// Joins the ranks that share `store`.
+World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info,
+                   const WorldOptions& options, std::chrono::milliseconds timeout) {
+  if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
+  store = fresh_store(store, info.size);
+  const HostPlace place = compare_hosts(*store, info.rank, info.size, timeout);
+  info.local_rank = place.local_rank;
+  info.local_size = place.local_size;
+  return join(std::move(info), std::move(store), options, timeout);
+}
+
+std::string text_of(const std::vector<int>& ranks) {
+  return c10::str(at::IntArrayRef(std::vector<int64_t>(ranks.begin(), ranks.end())));
+}
+
 }  // namespace
 
-World::World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group)
-    : impl_(new Impl{std::move(info), std::move(store),
+World::World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
+             Transport transport)
+    : impl_(new Impl{std::move(info), transport, std::move(store),
                      std::make_shared<ProcessGroupPtr>(std::move(process_group))}) {
   std::erase_if(default_worlds, [](const auto& world) { return world.expired(); });
   default_worlds.push_back(impl_->process_group);
@@ -146,7 +171,7 @@ ProcessGroupPtr World::new_process_group(const std::vector<int>& ranks) const {
   name += std::to_string(impl_->made[name]++);
   const auto keys = c10::make_intrusive<c10d::PrefixStore>(name, impl_->store);
   const std::string backend = process_group()->backend_name() == "nccl" ? "nccl" : "gloo";
-  ProcessGroupPtr made = connect(info, keys, backend, process_group()->timeout(),
+  ProcessGroupPtr made = connect(info, keys, backend, impl_->transport, process_group()->timeout(),
                                  "new_process_group", "new_process_group(" + text_of(ranks) + ")");
   if (auto closable = std::dynamic_pointer_cast<Closable>(made)) impl_->parts.push_back(closable);
   return made;
@@ -176,12 +201,15 @@ void World::set_process_group(ProcessGroupPtr process_group) {
 World init(const WorldOptions& options) {
   check_backend(options.backend);
   const auto timeout = timeout_of(options);
+  if (const SpawnedRank* rank = SpawnedRank::current()) {
+    return join_through(rank->world().store, rank->info(), options, timeout);
+  }
   RankInfo info = rank_info_from_environment();
   if (info.size == 1) {
     return world_of_one(std::move(info));
   }
   auto store = rendezvous_store(info, timeout);
-  return join(std::move(info), std::move(store), options.backend, timeout);
+  return join(std::move(info), std::move(store), options, timeout);
 }
 
 World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
@@ -191,14 +219,7 @@ World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const Worl
                     "[init] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ", size);
   const auto timeout = timeout_of(options);
   RankInfo info{.rank = rank, .size = size, .source = "store"};
-  if (size == 1) {
-    return World(std::move(info), std::move(store), single_process_group());
-  }
-  store = fresh_store(store, size);
-  const HostPlace place = compare_hosts(*store, rank, size, timeout);
-  info.local_rank = place.local_rank;
-  info.local_size = place.local_size;
-  return join(std::move(info), std::move(store), options.backend, timeout);
+  return join_through(std::move(store), std::move(info), options, timeout);
 }
 
 ProcessGroupPtr default_process_group() {

@@ -1,27 +1,16 @@
 #include "init/random_source.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/core/jit_type.h>
+#include <tessera/generator.h>
 
-#include <mutex>
+#include <utility>
 
+#include "comm/rank_generator.h"
 #include "init/unit_key.h"
 
 namespace tessera {
 namespace {
 
 thread_local RandomSource* current_source = nullptr;
-
-bool is_generator(const c10::Argument& argument) {
-  c10::TypePtr type = argument.type();
-  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-  return type->kind() == c10::TypeKind::GeneratorType;
-}
-
-at::Generator copy_of(at::Generator generator) {
-  const std::lock_guard lock(generator.mutex());
-  return generator.clone();
-}
 
 c10::DispatchKeySet excluded_now() { return c10::impl::tls_local_dispatch_key_set().excluded_; }
 
@@ -52,8 +41,8 @@ void RandomSource::serve(const c10::FunctionSchema& schema, torch::jit::Stack& s
     if (replay_.defined()) {
       generator = replay_;
     } else if (!before_draws_.defined()) {
-      before_draws_ = copy_of(generator.isGenerator() ? generator.toGenerator()
-                                                      : at::detail::getDefaultCPUGenerator());
+      before_draws_ =
+          copy_of(generator.isGenerator() ? generator.toGenerator() : default_generator());
     }
   }
 }

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
+
+#include "memory/huge_pages.h"
 
 namespace tessera {
 namespace {
@@ -17,11 +20,19 @@ PageHeap::PageHeap(size_t reserved_bytes) : reserved_(reserved_bytes / kPage * k
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data == MAP_FAILED) return;  // every allocation is then refused
   begin_ = reinterpret_cast<Address>(data);
+  ask_for_huge_pages(data, reserved_);
+  insert_free(begin_, reserved_);
+}
+
+PageHeap::PageHeap(std::shared_ptr<SharedMemory> memory)
+    : shared_(std::move(memory)),
+      reserved_(shared_->nbytes() / kPage * kPage),
+      begin_(reinterpret_cast<Address>(shared_->data())) {
   insert_free(begin_, reserved_);
 }
 
 PageHeap::~PageHeap() {
-  if (begin_ != 0) ::munmap(reinterpret_cast<void*>(begin_), reserved_);
+  if (begin_ != 0 && !shared_) ::munmap(reinterpret_cast<void*>(begin_), reserved_);
 }
 
 void PageHeap::insert_free(Address begin, size_t length) {
@@ -85,7 +96,7 @@ void PageHeap::trim() {
   for (const auto& [begin, length] : free_by_address_) {
     if (begin - begin_ >= extent_) continue;
     const size_t touched = std::min(length, begin_ + extent_ - begin);
-    ::madvise(reinterpret_cast<void*>(begin), touched, MADV_DONTNEED);
+    ::madvise(reinterpret_cast<void*>(begin), touched, shared_ ? MADV_REMOVE : MADV_DONTNEED);
   }
 }
 

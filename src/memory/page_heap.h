@@ -3,10 +3,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <unordered_map>
 #include <utility>
+
+#include "memory/shared_memory.h"
 
 namespace tessera {
 
@@ -16,6 +19,8 @@ class PageHeap {
  public:
   /// Reserves addresses, not memory.
   explicit PageHeap(size_t reserved_bytes);
+  /// Out of pages that other processes may read.
+  explicit PageHeap(std::shared_ptr<SharedMemory> memory);
   ~PageHeap();
   PageHeap(const PageHeap&) = delete;
   PageHeap& operator=(const PageHeap&) = delete;
@@ -29,6 +34,9 @@ class PageHeap {
   /// Gives the pages of all free ranges back to the system.
   void trim();
 
+  /// Null for private pages.
+  const std::shared_ptr<SharedMemory>& shared() const { return shared_; }
+
   /// Bytes in blocks, and in the part of the range that was ever used.
   size_t used_bytes() const;
   size_t extent_bytes() const;
@@ -39,6 +47,7 @@ class PageHeap {
   void insert_free(Address begin, size_t length);
   void erase_free(std::map<Address, size_t>::iterator range);
 
+  const std::shared_ptr<SharedMemory> shared_;  // null: private pages
   const size_t reserved_;
   Address begin_ = 0;
   mutable std::mutex mutex_;

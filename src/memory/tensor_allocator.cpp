@@ -3,12 +3,14 @@
 #include <tessera/page_heap.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <string_view>
 
 #include "memory/page_heap.h"
+#include "memory/shared_heap.h"
 #include "memory/trim.h"
 
 namespace tessera {
@@ -17,11 +19,18 @@ namespace {
 // What glibc's malloc, by default, maps from the system and gives back when it is freed.
 constexpr size_t kMinBytes = size_t{128} << 10;
 
+// A process has addresses for 128 TiB; those for the heaps of all ranks of the host take a quarter
+// at most.
+constexpr size_t kMostAddresses = size_t{32} << 40;
+
 // Addresses are free; memory is not there before it is touched.
 size_t addresses_to_reserve() {
   return 4 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
          static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
+
+// Made once, never destroyed: tensors in static variables may be the last to go.
+std::atomic<PageHeap*> shared_pages = nullptr;
 
 class TensorAllocator final : public c10::Allocator {
  public:
@@ -32,7 +41,7 @@ class TensorAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t nbytes) override {
-    void* const data = nbytes >= kMinBytes ? pages_.allocate(nbytes) : nullptr;
+    void* const data = nbytes >= kMinBytes ? take_pages(nbytes) : nullptr;
     if (!data) return malloc_->allocate(nbytes);
     c10::profiledCPUMemoryReporter().New(data, nbytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
@@ -48,13 +57,21 @@ class TensorAllocator final : public c10::Allocator {
   void trim() { pages_.trim(); }
 
  private:
+  void* take_pages(size_t nbytes) {
+    PageHeap* const shared = shared_pages;
+    void* const data = shared ? shared->allocate(nbytes) : nullptr;
+    return data ? data : pages_.allocate(nbytes);
+  }
+
   TensorAllocator() : pages_(addresses_to_reserve()), malloc_(c10::GetDefaultCPUAllocator()) {}
 
   static void release(void* data) {
     TensorAllocator& self = instance();
-    if (!self.pages_.owns(data)) return self.malloc_->raw_deleter()(data);
+    PageHeap* const shared = shared_pages;
+    PageHeap* const pages = shared && shared->owns(data) ? shared : &self.pages_;
+    if (!pages->owns(data)) return self.malloc_->raw_deleter()(data);
     c10::profiledCPUMemoryReporter().Delete(data);
-    self.pages_.free(data);
+    pages->free(data);
   }
 
   PageHeap pages_;
@@ -86,7 +103,18 @@ bool use_page_heap() {
   return installed != nullptr && c10::GetCPUAllocator() == installed;
 }
 
+PageHeap& shared_heap(int ranks) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (!shared_pages) {
+    const size_t nbytes = std::min(addresses_to_reserve(), kMostAddresses / ranks);
+    shared_pages = new PageHeap(SharedMemory::create("tessera heap", nbytes));
+  }
+  return *shared_pages;
+}
+
 void trim_heaps() {
+  if (PageHeap* const shared = shared_pages) shared->trim();
   if (TensorAllocator* const allocator = installed) allocator->trim();
   malloc_trim(0);
 }

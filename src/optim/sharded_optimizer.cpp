@@ -129,15 +129,14 @@ ShardedOptimizer& ShardedOptimizer::operator=(ShardedOptimizer&&) noexcept = def
 void ShardedOptimizer::step() {
   at::NoGradGuard no_grad;
   ShardedState& state = impl_->state();
+  const WorkPtr stopped = state.stop_reading();
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a gradient (a backward under no_sync() alone reduces nothing)");
   if (impl_->options.max_grad_norm > 0)
     impl_->module.clip_grad_norm_(impl_->options.max_grad_norm, impl_->options.clip);
-  for (const auto& unit : state.units()) {
-    unit->check_views();
-    unit->wait_until_unread();
-  }
+  for (const auto& unit : state.units()) unit->check_views();
+  state.wait_until_unread(stopped);
   const std::vector<bool> changed = impl_->step();
   ++impl_->steps;
   // What autocast has converted and kept is out of date.

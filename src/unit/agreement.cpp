@@ -22,8 +22,8 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
       "{}, resident_bytes {}, "
       "prefetch {}, average {}, start_values {}, sync_buffers {}, param_dtype {}, master_dtype {}, "
       "reduce_dtype {}, buffer_dtype {}, cast_inputs {}, offload {}",
-      static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes, plan.units,
-      plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
+      static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes.value(),
+      plan.units, plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
       static_cast<int>(plan.start_values), plan.sync_buffers, dtype_name(precision.param_dtype),
       dtype_name(precision.master_dtype), dtype_name(precision.reduce_dtype),
       dtype_name(precision.buffer_dtype), precision.cast_inputs, static_cast<int>(plan.offload)));

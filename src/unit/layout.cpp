@@ -183,9 +183,9 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
         param.dtype, param.master_dtype, static_cast<int>(param.device.type()),
         static_cast<int>(param.device.index()), param.requires_grad, levels[i], user_unit[i]);
     const auto it = open.find(key);
-    const bool fits =
-        it != open.end() &&
-        (user_unit[i] >= 0 || units[it->second].nbytes + nbytes_of(param) <= plan.unit_bytes);
+    const bool fits = it != open.end() &&
+                      (user_unit[i] >= 0 ||
+                       units[it->second].nbytes + nbytes_of(param) <= plan.unit_bytes.value());
     if (!fits) {
       open[key] = units.size();
       units.emplace_back();

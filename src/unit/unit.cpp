@@ -26,10 +26,13 @@ Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& list
       context_(context),
       listener_(listener),
       rank_(context.mesh.shard().rank()),
-      // Alone, a rank's shard is everything: there is nothing to free.
-      frees_(layout_.level == ShardLevel::kParameters && context.mesh.shard().size() > 1),
       label_(fmt::format("unit '{}'", layout_.name)),
-      storage_(no_storage()) {}
+      storage_(no_storage()) {
+  share_memory();
+  // Alone, a rank's shard is everything: there is nothing to free.
+  frees_ = layout_.level == ShardLevel::kParameters && context.mesh.shard().size() > 1 &&
+           !(shared_ && shared_->stays_whole);
+}
 
 Unit::~Unit() = default;
 
@@ -37,11 +40,32 @@ at::TensorOptions Unit::options() const {
   return at::TensorOptions().dtype(layout_.dtype).device(layout_.device);
 }
 
+// Where nothing is sharded, all ranks write to everything.
+void Unit::share_memory() {
+  if (layout_.level == ShardLevel::kNone || !layout_.device.is_cpu()) return;
+  shared_ = context_.mesh.shard().share(layout_.nbytes(), {layout_.name, Channel::kControl});
+}
+
+// The flat buffer that lies in `bytes`.
+at::Tensor Unit::flat_view(const at::Tensor& bytes) const {
+  return bytes.narrow(0, 0, layout_.nbytes()).view(layout_.dtype);
+}
+
 void Unit::allocate_full() {
-  if (full_.defined()) return;
-  full_ = at::empty({layout_.numel()}, options());
+  if (!full_.defined()) full_ = at::empty({layout_.numel()}, options());
+  count_unsharded(true);
+}
+
+void Unit::free_full() {
   if (!frees_) return;
-  context_.unsharded_bytes += layout_.nbytes();
+  shared_ ? context_.mesh.shard().release(*shared_) : full_.reset();
+  count_unsharded(false);
+}
+
+void Unit::count_unsharded(bool is_there) {
+  if (!frees_ || counted_ == is_there) return;
+  counted_ = is_there;
+  context_.unsharded_bytes += is_there ? layout_.nbytes() : -layout_.nbytes();
   context_.peak_unsharded_bytes = std::max(context_.peak_unsharded_bytes, context_.unsharded_bytes);
 }
 
@@ -58,7 +82,8 @@ void Unit::show_full() {
                 "gather "
                 "them, or hold ShardedModule::keep_unsharded() while you read",
                 layout_.name, context_.mesh.shard().size());
-  storage->show(state_ == State::kUnsharded ? full_ : at::Tensor(), why_not);
+  const at::Tensor shown = shared_ ? flat_view(shared_->read_only) : full_;
+  storage->show(state_ == State::kUnsharded ? shown : at::Tensor(), why_not);
 }
 
 // The values of all parameters as they were made, flat. Rank 0's are sent to the others if
@@ -80,13 +105,23 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
     const at::Tensor values = collect_values(broadcast);
     full_ = layout_.has_master() ? values.to(layout_.dtype) : values;
     install_views(keep_alive);
+    if (shared_) move_to_shared_memory();
     keep_part_of(values);
   }
   if (frees_) {
-    full_.reset();
+    free_full();
     state_ = State::kSharded;
   }
-  show_full();
+  shared_ && !frees_ ? unshard() : show_full();
+}
+
+// Each rank writes its shard: what it was given is as everyone else's.
+void Unit::move_to_shared_memory() {
+  const int64_t begin = layout_.bounds[rank_], numel = layout_.shard_numel(rank_);
+  const at::Tensor shared = flat_view(shared_->bytes);
+  shared.narrow(0, begin, numel).copy_(full_.narrow(0, begin, numel));
+  full_ = shared;
+  reshard();
 }
 
 void Unit::install_views(const std::shared_ptr<void>& keep_alive) {
@@ -112,7 +147,7 @@ void Unit::keep_part_of(const at::Tensor& values) {
     master_ = part.clone();
   }
   const int64_t begin = layout_.bounds[rank_], numel = layout_.shard_numel(rank_);
-  if (!frees_) {
+  if (!frees_ || shared_) {
     shard_ = full_.narrow(0, begin, numel);
   } else if (!context_.offload) {
     shard_ = full_.narrow(0, begin, numel).clone();
@@ -138,6 +173,8 @@ void Unit::publish() {
 }
 
 int64_t Unit::resident_nbytes() const {
+  // One copy for all ranks of the host: each counts its shard.
+  if (shared_) return static_cast<int64_t>(shard_.nbytes());
   if (!frees_) return layout_.nbytes();
   return shard_.defined() ? static_cast<int64_t>(shard_.nbytes()) : 0;
 }
@@ -169,21 +206,37 @@ void Unit::wait() {
 void Unit::reshard() {
   wait();
   state_ = State::kSharded;
-  if (frees_ && full_.defined()) {
-    full_.reset();
-    context_.unsharded_bytes -= layout_.nbytes();
-  }
+  free_full();
   if (context_.offload && frees_) context_.offload->rest();
   // A raw read of old values would be as wrong as one of freed memory.
   if (context_.mesh.shard().size() > 1) show_full();
 }
 
+void Unit::begin_write() {
+  const auto storage = storage_.lock();
+  if (!shared_ || !storage) return;
+  written_ = full_.clone();
+  storage->show(written_, "");
+}
+
+void Unit::cancel_write() {
+  if (!written_.defined()) return;
+  written_.reset();
+  show_full();
+}
+
 void Unit::write_back() {
   wait();
   at::NoGradGuard no_grad;
-  if (frees_) wait_until_unread();
-  if (frees_ && shard_.defined()) {
-    shard_.copy_(full_.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_)));
+  if (shared_) {
+    // The others have read the old values when they have come as far as this.
+    context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
+    part_of_full().copy_(written_.narrow(0, updated_begin(), updated_end() - updated_begin()));
+    written_.reset();
+  } else if (frees_) {
+    wait_until_unread();
+    if (shard_.defined())
+      shard_.copy_(full_.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_)));
   }
   if (master_.defined()) master_.copy_(part_of_full());
   reshard();

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "mesh/shard_mesh.h"
@@ -18,8 +19,10 @@ namespace tessera {
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
-  int64_t unsharded_bytes = 0;           ///< gathered parameters of units that free them, now
-  int64_t peak_unsharded_bytes = 0;      ///< and at most
+  /// Gathered parameters of units that free them, now. Whole units, on each rank, also where the
+  /// ranks of a host have them once.
+  int64_t unsharded_bytes = 0;
+  int64_t peak_unsharded_bytes = 0;  ///< and at most
 };
 
 /// Is told when an operator touches a unit's parameters.
@@ -40,6 +43,12 @@ class UseListener {
 /// buffer always; then the shard is a view of it, and kSharded means that the rest of it is out of
 /// date.
 ///
+/// Where the ranks of a host share memory (`ProcessGroup::share`), the full buffer lies there, once
+/// for all of them, and the shard is a view of it: nothing is copied, each rank writes its shard
+/// only, and a gather waits until all have. On one host nothing is freed, either; on several, what
+/// other hosts own is, when all ranks of this one have resharded. User code sees that memory at an
+/// address where it can only be read.
+///
 /// The optimizer updates the shard itself, or the master copy of it (`updated()`) if that has a
 /// wider dtype or is offloaded; `publish()` then brings the new values into the shard. A unit that
 /// is offloaded and freed between uses keeps no shard beside the master copy.
@@ -47,6 +56,7 @@ class Unit {
  public:
   enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
 
+  /// Collective, as it may make memory that ranks share.
   Unit(UnitLayout layout, int index, UnitContext& context, UseListener& listener);
   ~Unit();
   Unit(const Unit&) = delete;
@@ -63,14 +73,20 @@ class Unit {
   /// Frees the full parameters, or marks them as out of date if they always exist.
   void reshard();
 
-  /// Copies this rank's part of parameters that an operator wrote to into the shard and the master
-  /// copy, and marks the rest as out of date.
+  /// Before an operator writes to parameters, which must be unsharded: the other ranks must not see
+  /// it, as each of them does the same.
+  void begin_write();
+  /// After it: copies this rank's part into the shard and the master copy, and marks the rest as
+  /// out of date. All ranks, where memory is shared.
   void write_back();
+  /// After it has thrown.
+  void cancel_write();
 
   /// Brings what the optimizer updated into the shard. All but the shard is out of date then.
   void publish();
 
-  /// To be called before the shard is changed: peers may still be reading it.
+  /// To be called before the shard is changed: peers may still be reading it. Does not wait for
+  /// those that share its memory.
   void wait_until_unread();
 
   /// Throws if a parameter was taken out of the unit (`set_data`, `Module::to`).
@@ -79,12 +95,14 @@ class Unit {
   State state() const { return state_; }
   /// True if the full parameters are freed between uses.
   bool frees() const { return frees_; }
+  /// True if the other ranks have the same full parameters in memory as this one.
+  bool is_shared() const { return shared_.has_value(); }
   const UnitLayout& layout() const { return layout_; }
   int index() const { return index_; }
   UnitContext& context() const { return context_; }
   UseListener& listener() const { return listener_; }
   const std::string& label() const { return label_; }
-  /// The full flat buffer; undefined while sharded.
+  /// The full flat buffer; while sharded, undefined, or of no use but for the shard.
   const at::Tensor& full() const { return full_; }
 
   /// What the optimizer of this rank updates: its part, which is everything if nothing is sharded.
@@ -103,12 +121,17 @@ class Unit {
 
  private:
   at::TensorOptions options() const;
+  void share_memory();
+  at::Tensor flat_view(const at::Tensor& bytes) const;
   at::Tensor collect_values(bool broadcast) const;
   void install_views(const std::shared_ptr<void>& keep_alive);
+  void move_to_shared_memory();
   void keep_part_of(const at::Tensor& values);
   at::Tensor part_of_full() const;
   at::Tensor gather_source() const;
   void allocate_full();
+  void free_full();
+  void count_unsharded(bool is_there);
   void show_full();
 
   UnitLayout layout_;
@@ -116,12 +139,15 @@ class Unit {
   UnitContext& context_;
   UseListener& listener_;
   int rank_;
-  bool frees_;
-  std::string label_;  // "unit 'name'"
+  bool frees_ = false;
+  bool counted_ = false;  // in the context's bytes
+  std::string label_;     // "unit 'name'"
   State state_ = State::kUnsharded;
+  std::optional<SharedBuffer> shared_;  // what `full_` lies in
   at::Tensor full_;
-  at::Tensor shard_;   // undefined if the master copy serves as such
-  at::Tensor master_;  // undefined if the shard is what is updated
+  at::Tensor written_;  // in place of a shared `full_` while an operator writes
+  at::Tensor shard_;    // undefined if the master copy serves as such
+  at::Tensor master_;   // undefined if the shard is what is updated
   c10::weak_intrusive_ptr<UnitStorage> storage_;
   WorkPtr gather_;               // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard

@@ -14,8 +14,7 @@ namespace {
 using namespace testing;
 
 torch::jit::Module make_script() {
-  const std::lock_guard lock(generator_mutex());
-  torch::manual_seed(7);
+  manual_seed(7);
   torch::jit::Module module("net");
   module.register_parameter("w1", torch::randn({37, 37}).mul_(0.1).requires_grad_(), false);
   module.register_parameter("b1", torch::zeros({37}).requires_grad_(), false);

@@ -11,7 +11,6 @@
 #include <fstream>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -51,9 +50,7 @@ struct Picture : torch::nn::Module {
 };
 
 inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
-  static std::mutex mutex;  // the default generator is shared by the ranks, which are threads
-  std::lock_guard lock(mutex);
-  torch::manual_seed(seed);
+  manual_seed(seed);
   return std::make_shared<Picture>();
 }
 

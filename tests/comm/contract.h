@@ -18,10 +18,10 @@ namespace tessera::testing {
 
 constexpr CollectiveTag kTag{.subject = "contract", .channel = Channel::kGrads};
 
-enum class Kind { kGloo, kBackend, kDecorated };
+enum class Kind { kGloo, kBackend, kDecorated, kArena, kHosts };
 
 inline ProcessGroupPtr make_process_group(Kind kind, World& world) {
-  if (kind == Kind::kGloo) {
+  if (kind == Kind::kGloo || kind == Kind::kArena || kind == Kind::kHosts) {
     return world.process_group();
   }
   if (kind == Kind::kBackend) {
@@ -35,7 +35,24 @@ inline ProcessGroupPtr make_process_group(Kind kind, World& world) {
 }
 
 inline std::string kind_name(Kind kind) {
-  return kind == Kind::kGloo ? "Gloo" : kind == Kind::kBackend ? "Backend" : "Decorated";
+  switch (kind) {
+    case Kind::kGloo:
+      return "Gloo";
+    case Kind::kBackend:
+      return "Backend";
+    case Kind::kDecorated:
+      return "Decorated";
+    case Kind::kArena:
+      return "Arena";
+    case Kind::kHosts:
+      return "Hosts";
+  }
+  return "?";
+}
+
+// Two ranks on each host: neighbours if there are 4, one of each half if there are more.
+inline std::function<int(int)> host_of(int size) {
+  return [size](int rank) { return size == 4 ? rank / 2 : rank % (size / 2); };
 }
 
 class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, int>> {
@@ -43,10 +60,15 @@ class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, in
   int size() const { return std::get<1>(GetParam()); }
 
   void run(const std::function<void(ProcessGroup&)>& fn) const {
-    run_world(size(), [&](World& world) {
-      const auto process_group = make_process_group(std::get<0>(GetParam()), world);
-      fn(*process_group);
-    });
+    const Kind kind = std::get<0>(GetParam());
+    if (kind == Kind::kHosts) {
+      run_hosts(size(), host_of(size()), [&](World& world) { fn(*world.process_group()); });
+      return;
+    }
+    const auto transport = kind == Kind::kArena ? Transport::kArena : Transport::kGloo;
+    run_world(
+        size(), [&](World& world) { fn(*make_process_group(kind, world)); },
+        std::chrono::seconds(30), transport);
   }
 
   // Even, uneven, with empty parts, small enough to be packed and long enough for several messages.
@@ -102,14 +124,14 @@ inline Cut cut(const torch::Tensor& flat, bool with_undefined) {
 }
 
 // Instantiates a suite for each implementation and these numbers of ranks.
-#define TESSERA_CONTRACT(suite, ...)                                                          \
-  INSTANTIATE_TEST_SUITE_P(                                                                   \
-      All, suite,                                                                             \
-      ::testing::Combine(::testing::Values(Kind::kGloo, Kind::kBackend, Kind::kDecorated),    \
-                         ::testing::Values(__VA_ARGS__)),                                     \
-      [](const auto& info) {                                                                  \
-        return kind_name(std::get<0>(info.param)) + std::to_string(std::get<1>(info.param)) + \
-               "Ranks";                                                                       \
-      })
+#define TESSERA_CONTRACT(suite, ...)                                                             \
+  INSTANTIATE_TEST_SUITE_P(All, suite,                                                           \
+                           ::testing::Combine(::testing::Values(Kind::kGloo, Kind::kBackend,     \
+                                                                Kind::kDecorated, Kind::kArena), \
+                                              ::testing::Values(__VA_ARGS__)),                   \
+                           [](const auto& info) {                                                \
+                             return kind_name(std::get<0>(info.param)) +                         \
+                                    std::to_string(std::get<1>(info.param)) + "Ranks";           \
+                           })
 
 }  // namespace tessera::testing

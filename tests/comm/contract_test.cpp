@@ -198,5 +198,12 @@ TEST_P(ProcessGroupContract, RefusesWrongArgumentsOnThisRank) {
 
 TESSERA_CONTRACT(ProcessGroupContract, 1, 2, 3, 4);
 
+INSTANTIATE_TEST_SUITE_P(SeveralHosts, ProcessGroupContract,
+                         ::testing::Combine(::testing::Values(Kind::kHosts),
+                                            ::testing::Values(4, 6)),
+                         [](const auto& info) {
+                           return "Hosts" + std::to_string(std::get<1>(info.param)) + "Ranks";
+                         });
+
 }  // namespace
 }  // namespace tessera

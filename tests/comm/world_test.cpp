@@ -291,7 +291,7 @@ TEST(World, KnowsWhichRanksShareTheHost) {
   run_world(3, [](World& world) {
     EXPECT_EQ(world.local_rank(), world.rank());
     EXPECT_EQ(world.info().local_size, 3);
-    EXPECT_EQ(world.info().source, "store");
+    EXPECT_EQ(world.info().source, "spawn");
   });
 }
 

@@ -16,7 +16,7 @@ using namespace testing;
 
 using Maker = std::function<std::shared_ptr<torch::nn::Module>()>;
 
-torch::Tensor generator_state() { return at::detail::getDefaultCPUGenerator().get_state(); }
+torch::Tensor generator_state() { return default_generator().get_state(); }
 
 template <class F>
 auto deferred(F&& make) {

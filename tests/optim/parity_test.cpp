@@ -2,8 +2,6 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <mutex>
-
 #include "support/models.h"
 #include "support/run_world.h"
 
@@ -16,6 +14,7 @@ constexpr int64_t kRows = 12, kWidth = 37, kOut = 5;
 constexpr int kSteps = 5;
 
 struct Case {
+  Transport transport;
   int ranks;
   ShardLevel level;
   Partition partition;
@@ -23,14 +22,12 @@ struct Case {
 };
 
 std::string describe(const Case& c) {
-  return fmt::format("{} ranks, level {}, partition {}, units of {} bytes", c.ranks,
-                     static_cast<int>(c.level), static_cast<int>(c.partition), c.unit_bytes);
+  return fmt::format("{} ranks over {}, level {}, partition {}, units of {} bytes", c.ranks,
+                     c.transport == Transport::kArena ? "arena" : "gloo", static_cast<int>(c.level),
+                     static_cast<int>(c.partition), c.unit_bytes);
 }
 
 std::shared_ptr<Mlp> make_model() {
-  // Ranks are threads, and LibTorch's default generator is one for all of them.
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
   return seeded(7, [] { return std::make_shared<Mlp>(kWidth, 3, kOut); });
 }
 
@@ -62,16 +59,19 @@ std::vector<NamedTensor> train_sharded(World& world, const Case& c) {
   return sharded.full_state();
 }
 
-TEST(Parity, EveryLevelPartitionAndUnitSizeGivesTheResultOfOneProcess) {
+class Parity : public ::testing::TestWithParam<Transport> {};
+
+TEST_P(Parity, EveryLevelPartitionAndUnitSizeGivesTheResultOfOneProcess) {
   const auto expected = train_alone();
   for (const int ranks : {1, 2, 3, 4}) {
-    for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients,
-                             ShardLevel::kParameters}) {
+    for (const auto level : kAllLevels) {
       for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
         for (const int64_t unit_bytes : {0, 6000, 1 << 24}) {
-          const Case c{ranks, level, partition, unit_bytes};
+          const Case c{GetParam(), ranks, level, partition, unit_bytes};
           std::vector<std::vector<NamedTensor>> states(ranks);
-          run_world(ranks, [&](World& world) { states[world.rank()] = train_sharded(world, c); });
+          run_world(
+              ranks, [&](World& world) { states[world.rank()] = train_sharded(world, c); },
+              std::chrono::seconds(30), c.transport);
           expect_same_state(states[0], expected, ranks == 1 ? 0 : 2e-6, describe(c));
           for (const auto& state : states)
             expect_same_state(state, states[0], 0, describe(c) + ", replicas");
@@ -80,6 +80,11 @@ TEST(Parity, EveryLevelPartitionAndUnitSizeGivesTheResultOfOneProcess) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Over, Parity, ::testing::Values(Transport::kGloo, Transport::kArena),
+                         [](const auto& info) {
+                           return info.param == Transport::kArena ? "Arena" : "Gloo";
+                         });
 
 }  // namespace
 }  // namespace tessera

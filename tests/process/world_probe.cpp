@@ -12,9 +12,9 @@ int main() {
     const auto world = tessera::init();
     const torch::Tensor sum = torch::full({4}, 1.0 + world.rank());
     world.process_group()->all_reduce(sum, tessera::ReduceOp::kSum, {"probe"})->wait();
-    std::printf("rank %d of %d, local rank %d, started by %s, sum %.0f\n", world.rank(),
+    std::printf("rank %d of %d, local rank %d, started by %s, sum %.0f, over %s\n", world.rank(),
                 world.size(), world.local_rank(), world.info().source.c_str(),
-                sum[3].item<double>());
+                sum[3].item<double>(), world.process_group()->backend_name().c_str());
     world.process_group()->barrier({"probe"});
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "world_probe: %s\n", error.what_without_backtrace());

@@ -64,11 +64,6 @@ void expect_same_state(const std::vector<NamedTensor>& actual,
   });
 }
 
-std::mutex& generator_mutex() {
-  static std::mutex mutex;
-  return mutex;
-}
-
 torch::Tensor rank_loss(Net& net, const Batch& batch, int rank, int size, int step) {
   net.rank = rank;
   net.step = step;

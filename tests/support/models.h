@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -54,14 +53,10 @@ void expect_same_state(const std::vector<NamedTensor>& actual,
                        const std::vector<NamedTensor>& expected, double tolerance,
                        const std::string& what);
 
-/// What keeps other ranks from drawing from LibTorch's default generator, which threads share.
-std::mutex& generator_mutex();
-
 /// Makes something from random values that depend on `seed` alone.
 template <class F>
 auto seeded(uint64_t seed, F&& make) {
-  const std::lock_guard lock(generator_mutex());
-  torch::manual_seed(seed);
+  manual_seed(seed);
   return make();
 }
 

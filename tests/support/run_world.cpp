@@ -1,6 +1,6 @@
 #include "support/run_world.h"
 
-#include <c10/util/Exception.h>
+#include <tessera/spawn.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -8,111 +8,97 @@
 #include <cstdlib>
 #include <exception>
 #include <mutex>
-#include <stdexcept>
+#include <set>
 #include <string>
+#include <string_view>
 #include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <vector>
+
+#include "comm/rendezvous.h"
+#include "comm/spawned_rank.h"
 
 namespace tessera {
 namespace {
 
-// What the rank threads and the thread that waits for them share.
-struct Progress {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<bool> returned;
-  int first_failed_rank = -1;
-  std::exception_ptr first_failure;
+using std::chrono::milliseconds;
 
-  void finish(int rank, std::exception_ptr failure) {
-    std::lock_guard lock(mutex);
-    returned[rank] = true;
-    if (failure && !first_failure) {
-      first_failure = failure;
-      first_failed_rank = rank;
-    }
-    changed.notify_all();
+// Ends the program unless all ranks return in time.
+class Watch {
+ public:
+  Watch(int size, milliseconds deadline) : deadline_(deadline) {
+    for (int rank = 0; rank < size; ++rank) running_.insert(rank);
+    thread_ = std::jthread([this] { abort_if_late(); });
   }
+
+  ~Watch() {
+    {
+      const std::lock_guard lock(mutex_);
+      running_.clear();
+    }
+    changed_.notify_all();
+  }
+
+  void returned(int rank) {
+    const std::lock_guard lock(mutex_);
+    running_.erase(rank);
+  }
+
+  void failed(int rank, const std::string& why) {
+    const std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = "rank " + std::to_string(rank) + ": " + why;
+  }
+
+ private:
+  void abort_if_late() {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_for(lock, deadline_, [&] { return running_.empty(); })) return;
+    std::string ranks;
+    for (const int rank : running_) ranks.append(" ").append(std::to_string(rank));
+    std::fprintf(stderr, "[run_world] a rank hangs: after %.0f s these have not returned:%s\n",
+                 std::chrono::duration<double>(deadline_).count(), ranks.c_str());
+    if (!failure_.empty()) std::fprintf(stderr, "[run_world] before, %s\n", failure_.c_str());
+    std::abort();
+  }
+
+  const milliseconds deadline_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<int> running_;
+  std::string failure_;
+  std::jthread thread_;
 };
 
-void run_rank(int rank, int size, const c10::intrusive_ptr<c10d::Store>& store,
-              const std::function<void(World&)>& fn, std::chrono::milliseconds timeout,
-              Progress& progress) {
-  std::exception_ptr failure;
-  try {
-    World world = init(store, rank, size, {.timeout = timeout});
+void run_ranks(int size, const std::function<void(World&)>& fn, milliseconds timeout,
+               Transport transport, const std::function<int(int)>& host_of) {
+  Watch watch(size, std::max<milliseconds>(10 * timeout, std::chrono::minutes(2)));
+  spawn(size, [&] {
+    const int rank = SpawnedRank::current()->info().rank;
+    std::optional<SimulatedHost> host;
+    if (host_of) host.emplace("host " + std::to_string(host_of(rank)));
     try {
+      World world = init({.timeout = timeout, .transport = transport});
       fn(world);
-    } catch (...) {
-      // Noted before the world is closed: closing it makes the other ranks fail, too.
-      progress.finish(rank, std::current_exception());
+    } catch (const std::exception& error) {
+      watch.failed(rank, error.what());
+      watch.returned(rank);
       throw;
     }
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  progress.finish(rank, failure);
-}
-
-void abort_if_late(Progress& progress, std::chrono::milliseconds deadline) {
-  std::unique_lock lock(progress.mutex);
-  const auto all_returned = [&] {
-    return std::all_of(progress.returned.begin(), progress.returned.end(),
-                       [](bool r) { return r; });
-  };
-  if (progress.changed.wait_for(lock, deadline, all_returned)) {
-    return;
-  }
-  std::string ranks;
-  for (size_t rank = 0; rank < progress.returned.size(); ++rank) {
-    if (!progress.returned[rank]) {
-      ranks += " " + std::to_string(rank);
-    }
-  }
-  std::fprintf(stderr, "[run_world] a rank hangs: after %.0f s these ranks have not returned:%s\n",
-               std::chrono::duration<double>(deadline).count(), ranks.c_str());
-  if (progress.first_failure) {
-    try {
-      std::rethrow_exception(progress.first_failure);
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "[run_world] rank %d failed before: %s\n", progress.first_failed_rank,
-                   error.what());
-    }
-  }
-  std::abort();
-}
-
-[[noreturn]] void rethrow_with_rank(std::exception_ptr failure, int rank, int size) {
-  const std::string where = "rank " + std::to_string(rank) + " of " + std::to_string(size);
-  try {
-    std::rethrow_exception(failure);
-  } catch (c10::Error& error) {
-    error.add_context("on " + where);
-    throw;
-  } catch (const std::exception& error) {
-    throw std::runtime_error("[" + where + "] " + error.what());
-  }
+    watch.returned(rank);
+  });
 }
 
 }  // namespace
 
-void run_world(int size, const std::function<void(World&)>& fn, std::chrono::milliseconds timeout) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  Progress progress;
-  progress.returned.resize(size);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < size; ++rank) {
-    ranks.emplace_back([&, rank] { run_rank(rank, size, store, fn, timeout, progress); });
-  }
-  abort_if_late(progress,
-                std::max<std::chrono::milliseconds>(10 * timeout, std::chrono::minutes(2)));
-  for (auto& thread : ranks) {
-    thread.join();
-  }
-  if (progress.first_failure) {
-    rethrow_with_rank(progress.first_failure, progress.first_failed_rank, size);
-  }
+void run_world(int size, const std::function<void(World&)>& fn, milliseconds timeout,
+               std::optional<Transport> transport) {
+  const char* const asked = std::getenv("TESSERA_TEST_TRANSPORT");
+  const bool arena = asked && std::string_view(asked) == "arena";
+  if (!transport) transport = arena ? Transport::kArena : Transport::kGloo;
+  run_ranks(size, fn, timeout, *transport, nullptr);
+}
+
+void run_hosts(int size, const std::function<int(int)>& host_of,
+               const std::function<void(World&)>& fn, milliseconds timeout, Transport transport) {
+  run_ranks(size, fn, timeout, transport, host_of);
 }
 
 }  // namespace tessera

@@ -4,16 +4,27 @@
 
 #include <chrono>
 #include <functional>
+#include <optional>
 
 namespace tessera {
 
-/// Runs `fn` on `size` ranks, which are threads of this process that share an in-memory store.
+/// Runs `fn` on `size` ranks of `spawn()`, each with a world that is the default one in `fn`. Every
+/// wait has `timeout`.
 ///
-/// In `fn` the rank's world is the default one. Every wait has `timeout`. When ranks fail, the
-/// first failure in time is rethrown with its rank in the message: a `c10::Error` keeps its type,
-/// any other exception becomes a `std::runtime_error`. A rank that never returns ends the whole
-/// test program with a message that names it, since a thread can't be killed.
+/// Ranks talk over `transport`; without it over Gloo, whose messages tests count, unless the
+/// environment has TESSERA_TEST_TRANSPORT=arena.
+///
+/// Failures are those of `spawn()`. A rank that never returns ends the whole test program with a
+/// message that names it, since a thread can't be killed.
 void run_world(int size, const std::function<void(World&)>& fn,
-               std::chrono::milliseconds timeout = std::chrono::seconds(30));
+               std::chrono::milliseconds timeout = std::chrono::seconds(30),
+               std::optional<Transport> transport = std::nullopt);
+
+/// As `run_world()`, over the arena; rank `r` is on host `host_of(r)`, as far as the ranks can
+/// tell.
+void run_hosts(int size, const std::function<int(int rank)>& host_of,
+               const std::function<void(World&)>& fn,
+               std::chrono::milliseconds timeout = std::chrono::seconds(30),
+               Transport transport = Transport::kArena);
 
 }  // namespace tessera

@@ -24,7 +24,8 @@ struct Model {
       if (shape.requires_grad) tensors.back().tensor.requires_grad_();
     }
   }
-  std::vector<UnitLayout> lay_out(const ShardPlan& plan, int ranks) const {
+  std::vector<UnitLayout> lay_out(ShardPlan plan, int ranks) const {
+    if (!plan.unit_bytes) plan.unit_bytes = int64_t{10} << 20;
     return tessera::lay_out(collect_parameters(tensors), plan, ranks);
   }
   std::vector<NamedTensor> tensors;

@@ -35,10 +35,8 @@ void check_options(const StepBenchOptions& options) {
                     options.size, "'");
   TORCH_CHECK_VALUE(kLevels.contains(options.level), "[bench step] --level must be a level; ",
                     "expected none, os, os_g or p_g_os, got '", options.level, "'");
-  TORCH_CHECK_NOT_IMPLEMENTED(options.transport != "arena",
-                              "[bench step] --transport arena is not built; expected gloo");
-  TORCH_CHECK_VALUE(options.transport == "gloo", "[bench step] --transport must be gloo, got '",
-                    options.transport, "'");
+  TORCH_CHECK_VALUE(options.transport == "gloo" || options.transport == "arena",
+                    "[bench step] --transport must be gloo or arena, got '", options.transport, "'");
   const auto at_least = [](const char* name, int64_t least, int64_t value) {
     TORCH_CHECK_VALUE(value >= least, "[bench step] ", name, " must be at least ", least, ", got ",
                       value);
@@ -46,15 +44,15 @@ void check_options(const StepBenchOptions& options) {
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);
-  at_least("--unit-bytes", 0, options.unit_bytes);
+  at_least("--unit-bytes", -1, options.unit_bytes);
   at_least("--resident-bytes", -1, options.resident_bytes);
   at_least("--prefetch", 0, options.prefetch);
 }
 
 std::vector<std::string> worker_arguments(const StepBenchOptions& options, bool sharded, int rank) {
   const auto cores = available_cores().ids;
-  std::vector<std::string> arguments = {"bench",      "step-worker", "--size",
-                                        options.size, "--level",     options.level};
+  std::vector<std::string> arguments = {"bench",   "step-worker", "--size",      options.size,
+                                        "--level", options.level, "--transport", options.transport};
   const auto number = [&](const char* name, int64_t value) {
     arguments.push_back(fmt::format("{}={}", name, value));
   };
@@ -98,7 +96,7 @@ ShardPlan step_bench_plan(const StepBenchOptions& options) {
   check_options(options);
   ShardPlan plan;
   plan.level = kLevels.at(options.level);
-  plan.unit_bytes = options.unit_bytes;
+  if (options.unit_bytes >= 0) plan.unit_bytes = options.unit_bytes;
   plan.resident_bytes = options.resident_bytes;
   plan.prefetch = options.prefetch;
   return plan;

@@ -13,16 +13,16 @@ namespace tessera::tools {
 
 /// What `tessera bench step` measures. `step_report()` says what each number is.
 struct StepBenchOptions {
-  std::string size = "small";      ///< see `workload_names()`
-  std::string level = "p_g_os";    ///< none, os, os_g or p_g_os
-  std::string transport = "gloo";  ///< how the ranks of the sharded job talk
+  std::string size = "small";       ///< see `workload_names()`
+  std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
+  std::string transport = "arena";  ///< how the ranks of the sharded job talk
   int ranks = 2;
   int rounds = 5;  ///< turns of each, the sharded job and the local reference
   int steps = 10;  ///< timed steps in a turn
   bool json = false;
 
   // As in `ShardPlan`.
-  int64_t unit_bytes = ShardPlan{}.unit_bytes;
+  int64_t unit_bytes = -1;  ///< the library's choice
   int64_t resident_bytes = ShardPlan{}.resident_bytes;
   int prefetch = ShardPlan{}.prefetch;
 };

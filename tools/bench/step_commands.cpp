@@ -25,7 +25,9 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.option_defaults()->always_capture_default();
   command.add_option("--size", options.size, "small, medium or mlp");
   command.add_option("--level", options.level, "none, os, os_g or p_g_os");
-  command.add_option("--unit-bytes", options.unit_bytes, "bytes of a unit");
+  command.add_option("--transport", options.transport, "gloo or arena");
+  command.add_option("--unit-bytes", options.unit_bytes,
+                     "bytes of a unit; -1: as suits the transport");
   command.add_option("--resident-bytes", options.resident_bytes,
                      "unsharded bytes that may stay between two uses (p_g_os)");
   command.add_option("--prefetch", options.prefetch, "units gathered ahead of use (p_g_os)");
@@ -39,7 +41,6 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
       "step", "a training step of a sharded job against the same without any communication");
   add_workload(*step, *options);
   step->add_option("--ranks", options->ranks, "processes of each kind");
-  step->add_option("--transport", options->transport, "gloo");
   step->add_option("--rounds", options->rounds, "turns of each kind");
   step->add_option("--steps", options->steps, "timed steps in a turn");
   step->add_flag("--json", options->json, "print one line of JSON");

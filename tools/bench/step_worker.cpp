@@ -59,7 +59,9 @@ class StepWorker {
         plan_(step_bench_plan(options.bench)),
         batches_(options.bench.size, options.rank) {
     use_page_heap();  // the local reference gets it, too
-    if (options.sharded) world_.emplace(init());
+    if (!options.sharded) return;
+    const bool arena = options.bench.transport == "arena";
+    world_.emplace(init({.transport = arena ? Transport::kArena : Transport::kGloo}));
   }
 
   json prepare(int steps) {

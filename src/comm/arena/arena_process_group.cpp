@@ -1,0 +1,270 @@
+#include "comm/arena/arena_process_group.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "comm/arena/handshake.h"
+#include "comm/check_arguments.h"
+
+namespace tessera {
+namespace {
+
+// Larger tensors are all-reduced in two turns, a part by each rank.
+constexpr size_t kMaxOneTurnBytes = size_t{64} << 10;
+// Larger tensors are broadcast from where they are, and their rank waits until they are read.
+constexpr size_t kMaxCopiedBytes = size_t{64} << 10;
+
+uint64_t fingerprint_of(const MessageTag& tag) { return static_cast<uint64_t>(tag.value()); }
+
+MessageTag start_fingerprint(const char* collective, const CollectiveTag& tag) {
+  return {collective, tag, /*sequence=*/0};
+}
+
+class ArenaWork final : public Work {
+ public:
+  ArenaWork(std::shared_ptr<Arena> arena, std::shared_ptr<ArenaTask> task)
+      : arena_(std::move(arena)), task_(std::move(task)) {}
+
+  void wait() override { arena_->wait(*task_, /*inputs=*/false); }
+  void wait_inputs() override { arena_->wait(*task_, /*inputs=*/true); }
+  bool is_completed() override { return arena_->is_done(*task_); }
+
+ private:
+  const std::shared_ptr<Arena> arena_;
+  const std::shared_ptr<ArenaTask> task_;
+};
+
+at::Tensor tensor_on(const std::shared_ptr<SharedMemory>& memory, const std::byte* data) {
+  return at::from_blob(
+      const_cast<std::byte*>(data), {static_cast<int64_t>(memory->nbytes())}, [memory](void*) {},
+      at::TensorOptions().dtype(at::kByte));
+}
+
+}  // namespace
+
+ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena, ProcessGroupPtr inner)
+    : arena_(std::move(arena)), inner_(std::move(inner)) {}
+
+ArenaProcessGroup::~ArenaProcessGroup() { close(); }
+
+void ArenaProcessGroup::close() noexcept {
+  const auto grace = std::uncaught_exceptions() > 0
+                         ? std::chrono::milliseconds(0)
+                         : std::min<std::chrono::milliseconds>(timeout(), std::chrono::seconds(2));
+  arena_->close(grace);
+  if (const auto closable = std::dynamic_pointer_cast<Closable>(inner_)) closable->close();
+}
+
+std::shared_ptr<SharedMemory> ArenaProcessGroup::share_memory(int64_t nbytes, bool reserve,
+                                                              const CollectiveTag& tag) {
+  std::shared_ptr<SharedMemory> memory;
+  Handshake handshake(*this);
+  handshake.show([&]() -> std::string {
+    if (rank() != 0) return "";
+    memory = SharedMemory::create("tessera parameters", nbytes);
+    if (reserve) memory->reserve();
+    memory->read_only();
+    return memory->handle().to_text();
+  });
+  handshake.take([&](int other, const std::vector<std::string>& lines) {
+    if (other != 0 || rank() == 0) return;
+    memory = SharedMemory::open(SharedMemoryHandle::from_text(lines.at(0)),
+                                SharedMemory::Access::kWrite);
+    memory->read_only();
+  });
+  if (!handshake.failure().empty()) {
+    if (rank() == 0)
+      TORCH_WARN("[tessera] unit '", tag.subject,
+                 "' is not kept in shared memory: ", handshake.failure());
+    return nullptr;
+  }
+  memory->close_descriptor();
+  return memory;
+}
+
+std::optional<SharedBuffer> ArenaProcessGroup::share(int64_t nbytes, const CollectiveTag& tag) {
+  const auto memory = share_memory(nbytes, /*reserve=*/true, tag);
+  if (!memory) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  std::erase_if(buffers_, [](const auto& entry) { return entry.second.memory.expired(); });
+  buffers_[reinterpret_cast<uintptr_t>(memory->data())] = {memory, next_buffer_++};
+  return SharedBuffer{.bytes = tensor_on(memory, memory->data()),
+                      .read_only = tensor_on(memory, memory->read_only())};
+}
+
+// The buffer in which `flat` lies, to its end.
+std::optional<int64_t> ArenaProcessGroup::number_of_buffer(const at::Tensor& flat) {
+  const auto begin = reinterpret_cast<uintptr_t>(flat.const_data_ptr());
+  const std::lock_guard lock(mutex_);
+  auto next = buffers_.upper_bound(begin);
+  if (next == buffers_.begin()) return std::nullopt;
+  const auto& [address, buffer] = *std::prev(next);
+  const auto memory = buffer.memory.lock();
+  if (!memory || begin + flat.nbytes() > address + memory->nbytes()) return std::nullopt;
+  return buffer.number;
+}
+
+WorkPtr ArenaProcessGroup::start(const std::shared_ptr<ArenaTask>& task) {
+  arena_->start(task);
+  return std::make_shared<ArenaWork>(arena_, task);
+}
+
+WorkPtr ArenaProcessGroup::start_arrival(const char* collective, const CollectiveTag& tag,
+                                         uint64_t fingerprint) {
+  return arrive_at(arena_->take_place(collective, tag, fingerprint));
+}
+
+WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
+  arena_->show(place, {}, {});
+  return start(std::make_shared<ArrivalTask>(std::move(place)));
+}
+
+WorkPtr ArenaProcessGroup::arrive(const CollectiveTag& tag) {
+  return start_arrival("barrier", tag, fingerprint_of(start_fingerprint("barrier", tag)));
+}
+
+bool ArenaProcessGroup::show(const ArenaPlace& place, const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !arena_->reaches(tensor.const_data_ptr())) {
+    show_copy(place, tensor);
+    return false;
+  }
+  arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(tensor.const_data_ptr())}},
+               {tensor});
+  return true;
+}
+
+void ArenaProcessGroup::show_copy(const ArenaPlace& place, const at::Tensor& tensor) {
+  std::byte* const copy = arena_->allocate(tensor.nbytes());
+  if (tensor.numel() > 0) std::memcpy(copy, tensor.const_data_ptr(), tensor.nbytes());
+  arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(copy)}}, {}, copy);
+}
+
+WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                                      std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  check_all_gather(*this, flat, shard, bounds, tag);
+  check_on_cpu("all_gather", flat, tag);
+  check_on_cpu("all_gather", shard, tag);
+  MessageTag fingerprint = start_fingerprint("all_gather", tag);
+  fingerprint.mix(bounds).mix(static_cast<int64_t>(flat.scalar_type()));
+  if (const auto buffer = number_of_buffer(flat)) {
+    const auto item = static_cast<int64_t>(flat.element_size());
+    const auto* const own =
+        static_cast<const std::byte*>(flat.const_data_ptr()) + bounds[rank()] * item;
+    TORCH_CHECK_VALUE(shard.numel() == 0 || own == shard.const_data_ptr(), "[all_gather] unit '",
+                      tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
+    return start_arrival("all_gather", tag, fingerprint_of(fingerprint.mix(*buffer)));
+  }
+  ArenaPlace place = arena_->take_place("all_gather", tag, fingerprint_of(fingerprint));
+  show(place, shard);
+  return start(std::make_shared<GatherTask>(std::move(place), flat,
+                                            std::vector<int64_t>(bounds.begin(), bounds.end())));
+}
+
+// Where the others find `piece`: `copy` moves on behind its copy, if it needs one.
+ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& copy) const {
+  ShownPiece shown{piece.begin, piece.numel, 0};
+  if (!piece.data.defined() || piece.numel == 0) return shown;
+  const void* data = piece.data.const_data_ptr();
+  if (!arena_->reaches(data)) {
+    data = std::memcpy(copy, data, piece.data.nbytes());
+    copy += (piece.data.nbytes() + 63) / 64 * 64;
+  }
+  shown.address = reinterpret_cast<uint64_t>(data);
+  return shown;
+}
+
+WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                                          std::span<const int64_t> bounds,
+                                          const ReduceScatterOptions& options,
+                                          const CollectiveTag& tag) {
+  check_reduce_scatter(*this, out, pieces, bounds, options, tag);
+  check_on_cpu("reduce_scatter", out, tag);
+  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
+  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
+  const ArenaReduction reduction{
+      bounds[rank()],
+      bounds[rank() + 1],
+      static_cast<std::byte*>(out.mutable_data_ptr()),
+      {dtype, ReduceOp::kSum, options.scale, options.accumulate, out.scalar_type()}};
+  return reduce(out, std::move(pieces), dtype, {reduction},
+                start_fingerprint("reduce_scatter", tag).mix(bounds), tag);
+}
+
+WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> pieces,
+                                  at::ScalarType dtype, std::vector<ArenaReduction> reductions,
+                                  MessageTag fingerprint, const CollectiveTag& tag) {
+  fingerprint.mix(static_cast<int64_t>(dtype));
+  size_t copied = 0;
+  for (const Piece& piece : pieces) {
+    fingerprint.mix(piece.begin).mix(piece.numel);
+    if (!piece.data.defined()) continue;
+    check_on_cpu("reduce_scatter", piece.data, tag);
+    if (!arena_->reaches(piece.data.const_data_ptr())) copied += piece.data.nbytes() + 63;
+  }
+  ArenaPlace place = arena_->take_place("reduce_scatter", tag, fingerprint_of(fingerprint));
+  std::byte* const block = copied > 0 ? arena_->allocate(copied) : nullptr;
+  std::byte* copy = block;
+  std::vector<ShownPiece> shown;
+  std::vector<at::Tensor> kept;
+  for (Piece& piece : pieces) {
+    shown.push_back(reachable_piece(piece, copy));
+    if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
+      kept.push_back(std::move(piece.data));
+  }
+  arena_->show(place, shown, std::move(kept), block);
+  return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions)));
+}
+
+WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
+                                      const CollectiveTag& tag) {
+  check_all_reduce(*this, tensor, tag);
+  check_on_cpu("all_reduce", tensor, tag);
+  check_reducible("all_reduce", tensor.scalar_type(), op);
+  MessageTag fingerprint = start_fingerprint("all_reduce", tag);
+  fingerprint.mix(static_cast<int64_t>(op))
+      .mix(tensor.numel())
+      .mix(static_cast<int64_t>(tensor.scalar_type()));
+  std::vector<int64_t> parts;
+  if (tensor.nbytes() > kMaxOneTurnBytes) parts = even_bounds(tensor.numel(), size());
+  ArenaPlace place =
+      arena_->take_place("all_reduce", tag, fingerprint_of(fingerprint), parts.empty() ? 1 : 2);
+  show_copy(place, tensor);  // the tensor itself is overwritten
+  return start(std::make_shared<AllReduceTask>(std::move(place), tensor, op, std::move(parts)));
+}
+
+WorkPtr ArenaProcessGroup::broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
+  check_broadcast(*this, tensor, root, tag);
+  check_on_cpu("broadcast", tensor, tag);
+  MessageTag fingerprint = start_fingerprint("broadcast", tag);
+  fingerprint.mix(root).mix(tensor.numel()).mix(static_cast<int64_t>(tensor.scalar_type()));
+  return broadcast_at(arena_->take_place("broadcast", tag, fingerprint_of(fingerprint)), tensor,
+                      root);
+}
+
+WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root) {
+  bool is_read_in_place = false;
+  if (rank() != root || tensor.numel() == 0) {
+    arena_->show(place, {}, {});
+  } else if (tensor.nbytes() <= kMaxCopiedBytes) {
+    show_copy(place, tensor);
+  } else {
+    is_read_in_place = show(place, tensor);
+  }
+  return start(std::make_shared<BroadcastTask>(std::move(place), tensor, root, is_read_in_place));
+}
+
+ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {
+  TORCH_CHECK_VALUE(inner != nullptr, "[arena_process_group] `inner` must be given");
+  if (inner->size() == 1) return inner;
+  std::string why_not;
+  auto arena = Arena::connect(*inner, why_not);
+  TORCH_CHECK_NOT_IMPLEMENTED(arena, "[arena_process_group] the ranks can't share memory: ", why_not);
+  return std::make_shared<ArenaProcessGroup>(std::move(arena), std::move(inner));
+}
+
+}  // namespace tessera

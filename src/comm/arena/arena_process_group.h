@@ -1,0 +1,84 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/arena/arena.h"
+#include "comm/arena/arena_tasks.h"
+#include "comm/closable.h"
+#include "comm/message_tag.h"
+
+namespace tessera {
+
+/// A process group of ranks of one host, whose collectives go through an `Arena`. Keeps `inner`,
+/// which connected them, and closes it.
+class ArenaProcessGroup : public ProcessGroup, public Closable {
+ public:
+  ArenaProcessGroup(std::shared_ptr<Arena> arena, ProcessGroupPtr inner);
+  ~ArenaProcessGroup() override;
+
+  void close() noexcept override;
+
+  int rank() const override { return arena_->rank(); }
+  int size() const override { return arena_->size(); }
+  std::chrono::milliseconds timeout() const override { return arena_->timeout(); }
+  std::string backend_name() const override { return "arena"; }
+  std::vector<int> sends_to() const override { return {}; }
+
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
+
+  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                     std::span<const int64_t> bounds, const CollectiveTag& tag) override;
+  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
+                         const CollectiveTag& tag) override;
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
+  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
+  void barrier(const CollectiveTag& tag) override { arrive(tag)->wait(); }
+  WorkPtr arrive(const CollectiveTag& tag) override;
+
+  /// For collectives that this is a part of; see `HostedProcessGroup`.
+  const std::shared_ptr<Arena>& arena() const { return arena_; }
+  /// Memory that all ranks have mapped, or null on all of them; taken now, if `reserve`.
+  std::shared_ptr<SharedMemory> share_memory(int64_t nbytes, bool reserve,
+                                             const CollectiveTag& tag);
+  /// An arrival at a place that was taken before.
+  WorkPtr arrive_at(ArenaPlace place);
+  /// A broadcast at a place that was taken before.
+  WorkPtr broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root);
+  /// A reduce-scatter in which this rank takes what `reductions` say, into memory of `out`. The
+  /// pieces are of dtype `dtype`; `fingerprint` is of all else that ranks must agree on.
+  WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces, at::ScalarType dtype,
+                 std::vector<ArenaReduction> reductions, MessageTag fingerprint,
+                 const CollectiveTag& tag);
+
+ private:
+  // A part of memory that all ranks have mapped; its number is the same on all of them.
+  struct KnownBuffer {
+    std::weak_ptr<SharedMemory> memory;
+    int64_t number = 0;
+  };
+
+  WorkPtr start_arrival(const char* collective, const CollectiveTag& tag, uint64_t fingerprint);
+  WorkPtr start(const std::shared_ptr<ArenaTask>& task);
+  /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
+  bool show(const ArenaPlace& place, const at::Tensor& tensor);
+  void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
+  ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
+  std::optional<int64_t> number_of_buffer(const at::Tensor& flat);
+
+  const std::shared_ptr<Arena> arena_;
+  const ProcessGroupPtr inner_;
+  std::mutex mutex_;
+  int64_t next_buffer_ = 0;
+  std::map<uintptr_t, KnownBuffer> buffers_;  // by their addresses here
+};
+
+}  // namespace tessera

@@ -1,0 +1,152 @@
+#include "comm/arena/arena_tasks.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+// What a rank without data for a piece adds. As on other process groups it is added, not left out:
+// -0 + 0 is 0.
+constexpr int64_t kZeroBytes = int64_t{64} << 10;
+const std::byte* zeros() {
+  alignas(64) static const std::array<std::byte, kZeroBytes> memory{};
+  return memory.data();
+}
+
+}  // namespace
+
+bool ArrivalTask::advance(Arena& arena) {
+  if (!arena.all_show(place_)) return false;
+  arena.done_reading(place_);
+  return true;
+}
+
+GatherTask::GatherTask(ArenaPlace place, at::Tensor flat, std::vector<int64_t> bounds)
+    : ArenaTask(std::move(place)),
+      flat_(std::move(flat)),
+      bounds_(std::move(bounds)),
+      copied_(bounds_.size() - 1, false) {}
+
+bool GatherTask::advance(Arena& arena) {
+  const int64_t item = item_size(flat_.scalar_type());
+  bool all = true;
+  for (int rank = 0; rank < arena.size(); ++rank) {
+    if (copied_[rank]) continue;
+    const Post* const post = arena.shown(rank, place_);
+    all = all && post;
+    if (!post) continue;
+    copied_[rank] = true;
+    const int64_t begin = bounds_[rank] * item, nbytes = bounds_[rank + 1] * item - begin;
+    if (nbytes == 0) continue;
+    const std::byte* const from = arena.data(rank, *post->first_piece());
+    std::byte* const to = bytes_of(flat_) + begin;
+    if (from != to) std::memcpy(to, from, nbytes);
+  }
+  if (all) arena.done_reading(place_);
+  return all;
+}
+
+BroadcastTask::BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers)
+    : ArenaTask(std::move(place)),
+      tensor_(std::move(tensor)),
+      root_(root),
+      wait_for_readers_(wait_for_readers) {}
+
+bool BroadcastTask::advance(Arena& arena) {
+  if (arena.rank() == root_) {
+    arena.done_reading(place_);
+    return !wait_for_readers_ || arena.all_have_read(place_);
+  }
+  const Post* const post = arena.shown(root_, place_);
+  if (!post) return false;
+  if (post->pieces > 0)
+    std::memcpy(bytes_of(tensor_), arena.data(root_, *post->first_piece()), tensor_.nbytes());
+  arena.done_reading(place_);
+  return true;
+}
+
+void ArenaReduction::run(const Arena& arena, const ArenaPlace& place) const {
+  std::vector<const Post*> posts;
+  for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, place));
+  const int64_t item = item_size(reduction.dtype), out_item = item_size(reduction.dtype_of_out());
+  std::vector<const void*> inputs(posts.size());
+  for (int64_t p = 0; p < posts[0]->pieces; ++p) {
+    const ShownPiece& piece = posts[0]->first_piece()[p];
+    const int64_t stop = std::min(end, piece.begin + piece.numel);
+    for (int64_t at = std::max(begin, piece.begin); at < stop;) {
+      int64_t numel = stop - at;
+      for (int rank = 0; rank < arena.size(); ++rank) {
+        const ShownPiece& theirs = posts[rank]->first_piece()[p];
+        inputs[rank] =
+            theirs.address != 0 ? arena.data(rank, theirs) + (at - theirs.begin) * item : zeros();
+        if (theirs.address == 0) numel = std::min(numel, kZeroBytes / item);
+      }
+      reduce_in_order(reduction, out + (at - begin) * out_item, inputs, numel);
+      at += numel;
+    }
+  }
+}
+
+ReduceScatterTask::ReduceScatterTask(ArenaPlace place, at::Tensor out,
+                                     std::vector<ArenaReduction> reductions)
+    : ArenaTask(std::move(place)), out_(std::move(out)), reductions_(std::move(reductions)) {}
+
+bool ReduceScatterTask::advance(Arena& arena) {
+  if (!arena.all_show(place_)) return false;
+  for (const ArenaReduction& reduction : reductions_) reduction.run(arena, place_);
+  arena.done_reading(place_);
+  return true;
+}
+
+AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,
+                             std::vector<int64_t> bounds)
+    : ArenaTask(std::move(place)),
+      tensor_(std::move(tensor)),
+      reduction_{.dtype = tensor_.scalar_type(), .op = op},
+      bounds_(std::move(bounds)),
+      second_(place_) {
+  second_.number += 1;
+}
+
+bool AllReduceTask::advance(Arena& arena) {
+  if (!arena.all_show(awaited())) return false;
+  if (bounds_.empty()) {
+    ArenaReduction{0, tensor_.numel(), bytes_of(tensor_), reduction_}.run(arena, place_);
+    arena.done_reading(place_);
+    return true;
+  }
+  if (!has_reduced_) reduce_part(arena);
+  if (!arena.all_show(second_)) return false;
+  take_parts(arena);
+  return true;
+}
+
+void AllReduceTask::reduce_part(Arena& arena) {
+  const int64_t begin = bounds_[arena.rank()], end = bounds_[arena.rank() + 1];
+  std::byte* const part = arena.allocate((end - begin) * item_size(reduction_.dtype));
+  ArenaReduction{begin, end, part, reduction_}.run(arena, place_);
+  arena.done_reading(place_);
+  has_reduced_ = true;
+  arena.show(second_, {{begin, end - begin, reinterpret_cast<uint64_t>(part)}}, {}, part);
+}
+
+void AllReduceTask::take_parts(Arena& arena) {
+  const int64_t item = item_size(reduction_.dtype);
+  for (int rank = 0; rank < arena.size(); ++rank) {
+    const ShownPiece& part = *arena.shown(rank, second_)->first_piece();
+    if (part.numel > 0)
+      std::memcpy(bytes_of(tensor_) + part.begin * item, arena.data(rank, part), part.numel * item);
+  }
+  arena.done_reading(second_);
+}
+
+}  // namespace tessera

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <memory>
+#include <vector>
+
+#include "comm/arena/arena.h"
+#include "comm/local_sum.h"
+
+namespace tessera {
+
+/// Waits until all ranks have come, and reads nothing: a barrier, or a gather of shards that lie
+/// in shared memory already.
+class ArrivalTask final : public ArenaTask {
+ public:
+  using ArenaTask::ArenaTask;
+  bool advance(Arena& arena) override;
+};
+
+/// Copies each rank's shard to where it belongs in `flat`.
+class GatherTask final : public ArenaTask {
+ public:
+  GatherTask(ArenaPlace place, at::Tensor flat, std::vector<int64_t> bounds);
+  bool advance(Arena& arena) override;
+
+ private:
+  at::Tensor flat_;
+  std::vector<int64_t> bounds_;
+  std::vector<bool> copied_;
+};
+
+/// Copies what one rank shows to `tensor`, on the others.
+class BroadcastTask final : public ArenaTask {
+ public:
+  BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers);
+  bool advance(Arena& arena) override;
+
+ private:
+  at::Tensor tensor_;
+  int root_;
+  bool wait_for_readers_;
+};
+
+/// Reduces elements [begin, end) of what all ranks show, in rank order.
+struct ArenaReduction {
+  int64_t begin = 0, end = 0;
+  std::byte* out = nullptr;  ///< first element of the range
+  LocalReduction reduction;
+
+  void run(const Arena& arena, const ArenaPlace& place) const;
+};
+
+/// Reduces one range, or several, into `out`.
+class ReduceScatterTask final : public ArenaTask {
+ public:
+  ReduceScatterTask(ArenaPlace place, at::Tensor out, std::vector<ArenaReduction> reductions);
+  bool advance(Arena& arena) override;
+
+ private:
+  at::Tensor out_;  // keeps the memory
+  std::vector<ArenaReduction> reductions_;
+};
+
+/// Reduces all of `tensor` in place, out of copies that all ranks show. Large tensors in two turns:
+/// each rank reduces a part, into memory that it shows at the next place, and takes the others'
+/// parts from there.
+class AllReduceTask final : public ArenaTask {
+ public:
+  AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op, std::vector<int64_t> bounds);
+  bool advance(Arena& arena) override;
+  const ArenaPlace& awaited() const override { return has_reduced_ ? second_ : place_; }
+
+ private:
+  void reduce_part(Arena& arena);
+  void take_parts(Arena& arena);
+
+  at::Tensor tensor_;
+  LocalReduction reduction_;
+  std::vector<int64_t> bounds_;  // of the parts; empty: one turn
+  ArenaPlace second_;
+  bool has_reduced_ = false;
+};
+
+}  // namespace tessera

@@ -1,0 +1,265 @@
+#include "comm/arena/hosted_process_group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "comm/check_arguments.h"
+#include "comm/local_sum.h"
+#include "comm/message_tag.h"
+
+namespace tessera {
+namespace {
+
+at::Tensor tensor_on(const std::shared_ptr<HostBuffer>& buffer, const std::byte* data) {
+  return at::from_blob(
+      const_cast<std::byte*>(data), {buffer->nbytes()}, [buffer](void*) {},
+      at::TensorOptions().dtype(at::kByte));
+}
+
+// The parts of `pieces` that lie in [begin, end), which is at `offset` of `sums`.
+void add_pieces(std::vector<Piece>& out, const std::vector<Piece>& pieces, int64_t begin,
+                int64_t end, int64_t offset, const at::Tensor& sums) {
+  for (const Piece& piece : pieces) {
+    const int64_t from = std::max(begin, piece.begin);
+    const int64_t numel = std::min(end, piece.begin + piece.numel) - from;
+    if (numel <= 0) continue;
+    const int64_t at = offset + from - begin;
+    out.push_back({at, sums.narrow(0, at, numel), numel});
+  }
+}
+
+}  // namespace
+
+HostedProcessGroup::HostedProcessGroup(HostTable table, std::shared_ptr<ArenaProcessGroup> local,
+                                       ProcessGroupPtr rail, ProcessGroupPtr whole)
+    : table_(std::move(table)),
+      local_(std::move(local)),
+      rail_(std::move(rail)),
+      whole_(std::move(whole)) {}
+
+HostedProcessGroup::~HostedProcessGroup() { close(); }
+
+void HostedProcessGroup::close() noexcept {
+  const auto grace = std::uncaught_exceptions() > 0
+                         ? std::chrono::milliseconds(0)
+                         : std::min<std::chrono::milliseconds>(timeout(), std::chrono::seconds(2));
+  for (ChannelState& channel : channels_) channel.thread.stop(grace);
+  local_->close();
+  for (const ProcessGroupPtr& group : {rail_, whole_}) {
+    if (const auto closable = std::dynamic_pointer_cast<Closable>(group)) closable->close();
+  }
+}
+
+std::vector<int> HostedProcessGroup::sends_to() const {
+  std::vector<int> ranks = table_.rail(index());
+  std::erase(ranks, rank());
+  return ranks;
+}
+
+WorkPtr HostedProcessGroup::start(const char* collective, const CollectiveTag& tag,
+                                  std::vector<StepwiseWork::Step> steps) {
+  ChannelState& channel = channels_.at(static_cast<size_t>(tag.channel));
+  const CollectiveName name{
+      collective, std::string(tag.subject), tag.channel, channel.sequence++, rank(), size()};
+  auto work = std::make_shared<StepwiseWork>(name, timeout(), local_->arena(), std::move(steps));
+  const bool is_open = channel.thread.push(work);
+  TORCH_CHECK_WITH(DistBackendError, is_open, name.describe(), ": the process group was closed");
+  return work;
+}
+
+std::optional<SharedBuffer> HostedProcessGroup::share(int64_t nbytes, const CollectiveTag& tag) {
+  const int ranks = local_->size();
+  // Not taken now: what other hosts own may never be here whole.
+  const auto memory = local_->share_memory(HostBuffer::nbytes_with_counters(nbytes, ranks),
+                                           /*reserve=*/false, tag);
+  const at::Tensor all_have = at::full({1}, memory ? 1 : 0, at::TensorOptions().dtype(at::kByte));
+  whole_->all_reduce(all_have, ReduceOp::kMin, tag)->wait();
+  if (*static_cast<const uint8_t*>(all_have.const_data_ptr()) == 0) return std::nullopt;
+  const auto buffer = std::make_shared<HostBuffer>(memory, nbytes, index(), ranks);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(buffers_, [](const auto& entry) { return entry.second.expired(); });
+  buffers_[memory->data()] = buffer;
+  return SharedBuffer{.bytes = tensor_on(buffer, memory->data()),
+                      .read_only = tensor_on(buffer, memory->read_only()),
+                      .stays_whole = false};
+}
+
+// The buffer in which `flat` lies.
+std::shared_ptr<HostBuffer> HostedProcessGroup::buffer_of(const at::Tensor& flat) {
+  const auto* const begin = static_cast<const std::byte*>(flat.const_data_ptr());
+  const std::lock_guard lock(mutex_);
+  const auto next = buffers_.upper_bound(begin);
+  if (next == buffers_.begin()) return nullptr;
+  auto buffer = std::prev(next)->second.lock();
+  return buffer && begin + flat.nbytes() <= buffer->end() ? buffer : nullptr;
+}
+
+void HostedProcessGroup::release(const SharedBuffer& buffer) {
+  if (const auto found = buffer_of(buffer.bytes)) found->release();
+}
+
+WorkPtr HostedProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  check_all_gather(*this, flat, shard, bounds, tag);
+  check_on_cpu("all_gather", flat, tag);
+  check_on_cpu("all_gather", shard, tag);
+  const auto buffer = buffer_of(flat);
+  if (!buffer) return whole_->all_gather(flat, shard, bounds, tag);
+  const auto* const own = static_cast<const std::byte*>(flat.const_data_ptr()) +
+                          bounds[rank()] * static_cast<int64_t>(flat.element_size());
+  TORCH_CHECK_VALUE(shard.numel() == 0 || own == shard.const_data_ptr(), "[all_gather] unit '",
+                    tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
+  return gather_shared(*buffer, flat, bounds, tag);
+}
+
+// What ranks of other hosts own, neighbours joined: pages are given back whole.
+std::vector<ByteRange> HostedProcessGroup::foreign_ranges(size_t begin, int64_t item,
+                                                          std::span<const int64_t> bounds) const {
+  std::vector<ByteRange> ranges;
+  bool joins = false;
+  for (int r = 0; r < size(); ++r) {
+    const bool is_foreign = table_.host_of(r) != host();
+    const size_t end = begin + bounds[r + 1] * item;
+    if (is_foreign && !joins) ranges.push_back({begin + bounds[r] * item, end});
+    if (is_foreign && joins) ranges.back().end = end;
+    joins = is_foreign;
+  }
+  return ranges;
+}
+
+WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const at::Tensor& flat,
+                                          std::span<const int64_t> bounds,
+                                          const CollectiveTag& tag) {
+  const auto item = static_cast<int64_t>(flat.element_size());
+  const size_t begin = buffer.offset_of(flat);
+  const MessageTag fingerprint =
+      MessageTag("all_gather", tag, 0).mix(bounds).mix(static_cast<int64_t>(begin)).mix(item);
+  ArenaPlace before = local_->arena()->take_place("all_gather", tag, fingerprint.value(), 2);
+  ArenaPlace after = before;
+  after.number += 1;
+  std::vector<at::Tensor> slices;
+  std::vector<ByteRange> ranges;
+  for (const int r : table_.rail(index())) {
+    slices.push_back(flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]));
+    ranges.push_back({begin + bounds[r] * item, begin + bounds[r + 1] * item});
+  }
+  buffer.begin_gather(foreign_ranges(begin, item, bounds));
+  // Nobody of this host reads it any more, and the pages that were to go have gone.
+  const WorkPtr all_have_come = local_->arrive_at(std::move(before));
+  const auto fetch = [slices, ranges, memory = buffer.shared_memory(),
+                      rail = rail_](const CollectiveTag& rail_tag) {
+    std::vector<WorkPtr> works;
+    for (int h = 0; h < rail->size(); ++h) {
+      memory->reserve(ranges[h].begin, ranges[h].end);
+      works.push_back(rail->broadcast(slices[h], h, rail_tag));
+    }
+    return works;
+  };
+  return start("all_gather", tag,
+               {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
+                [local = local_, after](const CollectiveTag&) {
+                  return std::vector{local->arrive_at(after)};
+                }});
+}
+
+WorkPtr HostedProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                                           std::span<const int64_t> bounds,
+                                           const ReduceScatterOptions& options,
+                                           const CollectiveTag& tag) {
+  check_reduce_scatter(*this, out, pieces, bounds, options, tag);
+  check_on_cpu("reduce_scatter", out, tag);
+  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
+  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
+  const std::vector<int> rail_ranks = table_.rail(index());
+  std::vector<int64_t> rail_bounds{0};
+  for (const int r : rail_ranks)
+    rail_bounds.push_back(rail_bounds.back() + bounds[r + 1] - bounds[r]);
+  // The host's sums of what the ranks of this rail own.
+  const at::Tensor sums =
+      at::empty({rail_bounds.back()}, at::TensorOptions().dtype(dtype).requires_grad(false));
+  auto* const data = static_cast<std::byte*>(sums.mutable_data_ptr());
+  const auto item = static_cast<int64_t>(sums.element_size());
+  std::vector<ArenaReduction> reductions;
+  std::vector<Piece> rail_pieces;
+  for (size_t h = 0; h < rail_ranks.size(); ++h) {
+    const int64_t begin = bounds[rail_ranks[h]], end = bounds[rail_ranks[h] + 1];
+    reductions.push_back({begin, end, data + rail_bounds[h] * item, {dtype, ReduceOp::kSum}});
+    add_pieces(rail_pieces, pieces, begin, end, rail_bounds[h], sums);
+  }
+  const WorkPtr host_sums = local_->reduce(sums, std::move(pieces), dtype, std::move(reductions),
+                                           MessageTag("reduce_scatter", tag, 0).mix(bounds), tag);
+  ReduceScatterOptions rail_options = options;
+  rail_options.dtype = dtype;
+  return start(
+      "reduce_scatter", tag,
+      {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
+       [out, rail_pieces, rail_bounds, rail_options, rail = rail_](const CollectiveTag& rail_tag) {
+         return std::vector{
+             rail->reduce_scatter(out, rail_pieces, rail_bounds, rail_options, rail_tag)};
+       }});
+}
+
+WorkPtr HostedProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
+                                       const CollectiveTag& tag) {
+  check_all_reduce(*this, tensor, tag);
+  const WorkPtr inside = local_->all_reduce(tensor, op, tag);
+  return start("all_reduce", tag,
+               {[inside](const CollectiveTag&) { return std::vector{inside}; },
+                [tensor, op, rail = rail_](const CollectiveTag& rail_tag) {
+                  return std::vector{rail->all_reduce(tensor, op, rail_tag)};
+                }});
+}
+
+WorkPtr HostedProcessGroup::broadcast(const at::Tensor& tensor, int root,
+                                      const CollectiveTag& tag) {
+  check_broadcast(*this, tensor, root, tag);
+  check_on_cpu("broadcast", tensor, tag);
+  const MessageTag fingerprint = MessageTag("broadcast", tag, 0)
+                                     .mix(root)
+                                     .mix(tensor.numel())
+                                     .mix(static_cast<int64_t>(tensor.scalar_type()));
+  ArenaPlace place = local_->arena()->take_place("broadcast", tag, fingerprint.value());
+  std::vector<StepwiseWork::Step> steps;
+  if (table_.index_of(root) == index()) {
+    steps.emplace_back(
+        [tensor, from = table_.host_of(root), rail = rail_](const CollectiveTag& rail_tag) {
+          return std::vector{rail->broadcast(tensor, from, rail_tag)};
+        });
+  }
+  steps.emplace_back([place = std::move(place), tensor, from = table_.index_of(root),
+                      local = local_](const CollectiveTag&) {
+    return std::vector{local->broadcast_at(place, tensor, from)};
+  });
+  return start("broadcast", tag, std::move(steps));
+}
+
+ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
+                                     const c10::intrusive_ptr<c10d::Store>& store,
+                                     const HostTable& table) {
+  const auto timeout = whole->timeout();
+  const int host = table.host_of(whole->rank()), index = table.index_of(whole->rank());
+  const auto connect = [&](const std::string& name, int rank, int size) {
+    const auto keys = c10::make_intrusive<c10d::PrefixStore>(name, store);
+    return gloo_process_group(keys, rank, size, timeout);
+  };
+  const ProcessGroupPtr inside =
+      connect("host_" + std::to_string(host), index, table.ranks_per_host());
+  const ProcessGroupPtr rail = connect("rail_" + std::to_string(index), host, table.hosts());
+  // What one host can't do, none does.
+  std::string why_not;
+  auto arena = Arena::connect(*inside, why_not);
+  for (const auto& failure : all_gather_bytes(*whole, why_not, {"hosts", Channel::kControl}))
+    TORCH_CHECK_NOT_IMPLEMENTED(failure.empty(),
+                                "[arena] the ranks of a host can't share memory: ", failure);
+  return std::make_shared<HostedProcessGroup>(
+      table, std::make_shared<ArenaProcessGroup>(std::move(arena), inside), rail, std::move(whole));
+}
+
+}  // namespace tessera

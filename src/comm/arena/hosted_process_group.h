@@ -1,0 +1,106 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <tessera/process_group.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "comm/arena/arena_process_group.h"
+#include "comm/arena/host_buffer.h"
+#include "comm/arena/host_table.h"
+#include "comm/arena/stepwise_work.h"
+#include "comm/closable.h"
+#include "comm/job_thread.h"
+
+namespace tessera {
+
+/// A process group of ranks on several hosts, equally many on each, that share memory with the
+/// others of their host.
+///
+/// [Note: Hosts and rails]
+/// A rail is the ranks that have the same place on their hosts, one of each. What is gathered into
+/// shared memory goes over the network once for each host: a rank fetches, over its rail, the
+/// slices of the ranks of its rail, and those of one host together have them all. What is reduced
+/// is summed inside the host first, and the sums of the hosts over the rails: in the order of the
+/// ranks of a host, then of the hosts. That is not the order of other process groups, and messages
+/// of bfloat16 or half are rounded once more between; but it is the same in every run and on all
+/// ranks.
+///
+/// The steps of a collective follow on each other without its caller: a thread per channel, started
+/// when needed, takes the collectives of the channel in the order in which they were issued. What a
+/// step does inside the host has its place in the order of the arena from the call on. So all that
+/// such a thread waits for was issued by its peers before, or will be without regard to what
+/// stands behind it in the queue.
+class HostedProcessGroup : public ProcessGroup, public Closable {
+ public:
+  /// `local`: the ranks of this host; `rail`: those of this rank's rail, by host; `whole`: all.
+  HostedProcessGroup(HostTable table, std::shared_ptr<ArenaProcessGroup> local,
+                     ProcessGroupPtr rail, ProcessGroupPtr whole);
+  ~HostedProcessGroup() override;
+
+  void close() noexcept override;
+
+  int rank() const override { return whole_->rank(); }
+  int size() const override { return whole_->size(); }
+  std::chrono::milliseconds timeout() const override { return whole_->timeout(); }
+  std::string backend_name() const override { return "arena+" + whole_->backend_name(); }
+  /// The other ranks of the rail.
+  std::vector<int> sends_to() const override;
+
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
+  void release(const SharedBuffer& buffer) override;
+
+  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                     std::span<const int64_t> bounds, const CollectiveTag& tag) override;
+  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
+                         const CollectiveTag& tag) override;
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
+  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
+  void barrier(const CollectiveTag& tag) override { whole_->barrier(tag); }
+  WorkPtr arrive(const CollectiveTag& tag) override { return whole_->arrive(tag); }
+
+ private:
+  struct ChannelState {
+    std::atomic<int64_t> sequence{0};
+    JobThread thread;
+  };
+
+  int host() const { return table_.host_of(rank()); }
+  int index() const { return table_.index_of(rank()); }
+  WorkPtr start(const char* collective, const CollectiveTag& tag,
+                std::vector<StepwiseWork::Step> steps);
+  std::shared_ptr<HostBuffer> buffer_of(const at::Tensor& flat);
+  WorkPtr gather_shared(HostBuffer& buffer, const at::Tensor& flat, std::span<const int64_t> bounds,
+                        const CollectiveTag& tag);
+  std::vector<ByteRange> foreign_ranges(size_t begin, int64_t item,
+                                        std::span<const int64_t> bounds) const;
+
+  const HostTable table_;
+  const std::shared_ptr<ArenaProcessGroup> local_;
+  const ProcessGroupPtr rail_;
+  const ProcessGroupPtr whole_;
+  std::array<ChannelState, 3> channels_;
+  std::mutex mutex_;
+  std::map<const std::byte*, std::weak_ptr<HostBuffer>> buffers_;  // by their addresses here
+};
+
+/// Makes such a process group of the ranks that `whole` connects and that find each other through
+/// `store`; all hosts must have the same number of ranks, at least 2. Collective.
+///
+/// Throws `c10::NotImplementedError`, on every rank, naming the rank and the reason, where ranks of
+/// a host can't share memory.
+ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
+                                     const c10::intrusive_ptr<c10d::Store>& store,
+                                     const HostTable& table);
+
+}  // namespace tessera

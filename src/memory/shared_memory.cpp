@@ -1,0 +1,210 @@
+#include "memory/shared_memory.h"
+
+#include <fcntl.h>
+#include <linux/mount.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "memory/huge_pages.h"
+
+namespace tessera {
+namespace {
+
+// The page after the data holds the id: an opened descriptor may, by accident, be another file.
+constexpr size_t kPage = 4096;
+// So that huge pages, where the kernel has them, can begin with the data.
+constexpr size_t kHugePage = size_t{2} << 20;
+
+size_t mapped_size(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage + kPage; }
+
+[[noreturn]] void throw_errno(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+uint64_t random_id() {
+  std::random_device device;
+  return (static_cast<uint64_t>(device()) << 32) ^ device();
+}
+
+// A file may be no longer than this; longer would end the process by SIGXFSZ.
+void check_file_limit(size_t nbytes) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
+  if (nbytes <= limit.rlim_cur) return;
+  errno = EFBIG;
+  throw_errno("the limit on the size of files (ulimit -f) is below what shared memory needs");
+}
+
+// A file system in memory of this process' own, which is mounted nowhere and goes with the last
+// file on it; -1 where the process may not make one. The kernel's own, behind memfd_create(), has
+// huge pages only if the administrator has set them for it, which is rare.
+int own_file_system() {
+  const auto make = [] {
+    const int context = static_cast<int>(::syscall(SYS_fsopen, "tmpfs", FSOPEN_CLOEXEC));
+    if (context < 0) return -1;
+    const auto set = [&](const char* key, const char* value) {
+      return ::syscall(SYS_fsconfig, context, FSCONFIG_SET_STRING, key, value, 0) == 0;
+    };
+    const bool is_set =
+        set("huge", "within_size") && set("nr_blocks", "0") &&  // as much as there is memory
+        ::syscall(SYS_fsconfig, context, FSCONFIG_CMD_CREATE, nullptr, nullptr, 0) == 0;
+    const int mount =
+        is_set ? static_cast<int>(::syscall(SYS_fsmount, context, FSMOUNT_CLOEXEC, 0)) : -1;
+    ::close(context);
+    return mount;
+  };
+  static const int made = may_use_huge_pages() ? make() : -1;
+  return made;
+}
+
+int nameless_file(const char* name) {
+  const int file_system = own_file_system();
+  const int fd =
+      file_system < 0 ? -1 : ::openat(file_system, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  return fd < 0 ? ::memfd_create(name, MFD_CLOEXEC) : fd;
+}
+
+// Those that this process made, for its own threads.
+std::mutex registry_mutex;
+std::map<uint64_t, std::weak_ptr<SharedMemory>>& registry() {
+  static auto* const made = new std::map<uint64_t, std::weak_ptr<SharedMemory>>();
+  return *made;
+}
+
+}  // namespace
+
+std::string SharedMemoryHandle::to_text() const {
+  std::ostringstream text;
+  text << pid << ' ' << fd << ' ' << nbytes << ' ' << id;
+  return text.str();
+}
+
+SharedMemoryHandle SharedMemoryHandle::from_text(const std::string& text) {
+  SharedMemoryHandle handle;
+  std::istringstream in(text);
+  if (!(in >> handle.pid >> handle.fd >> handle.nbytes >> handle.id))
+    throw std::runtime_error("no handle of shared memory: '" + text + "'");
+  return handle;
+}
+
+std::byte* SharedMemory::map(Access access) const {
+  // A huge page more, of addresses alone, to begin at a border of huge pages.
+  const size_t reserved = mapped_ + kHugePage;
+  void* const range =
+      ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) throw_errno("no room for the addresses of shared memory");
+  const auto begin = reinterpret_cast<uintptr_t>(range);
+  const uintptr_t data = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const int protection = access == Access::kWrite ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* const mapped = ::mmap(reinterpret_cast<void*>(data), mapped_, protection,
+                              MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_, 0);
+  if (mapped == MAP_FAILED) {
+    ::munmap(range, reserved);
+    throw_errno("shared memory could not be mapped");
+  }
+  const uintptr_t end = data + mapped_;
+  if (data > begin) ::munmap(range, data - begin);
+  if (begin + reserved > end) ::munmap(reinterpret_cast<void*>(end), begin + reserved - end);
+  // A forked child would write into its parent's tensors.
+  ::madvise(mapped, mapped_, MADV_DONTFORK);
+  ask_for_huge_pages(mapped, mapped_);
+  return reinterpret_cast<std::byte*>(data);
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::create(const char* name, size_t nbytes) {
+  std::shared_ptr<SharedMemory> memory(new SharedMemory());
+  memory->nbytes_ = nbytes;
+  memory->mapped_ = mapped_size(nbytes);
+  check_file_limit(memory->mapped_);
+  memory->fd_ = nameless_file(name);
+  if (memory->fd_ < 0) throw_errno("memfd_create");
+  if (::ftruncate(memory->fd_, static_cast<off_t>(memory->mapped_)) != 0)
+    throw_errno("shared memory could not be given its size");
+  memory->data_ = memory->map(Access::kWrite);
+  memory->handle_ = {.pid = ::getpid(), .fd = memory->fd_, .nbytes = nbytes, .id = random_id()};
+  std::memcpy(memory->data_ + memory->mapped_ - kPage, &memory->handle_.id, sizeof(uint64_t));
+  std::lock_guard lock(registry_mutex);
+  registry()[memory->handle_.id] = memory;
+  return memory;
+}
+
+std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handle, Access access) {
+  {
+    std::lock_guard lock(registry_mutex);
+    const auto made = registry().find(handle.id);
+    if (made != registry().end()) {
+      if (auto memory = made->second.lock()) return memory;
+    }
+  }
+  std::shared_ptr<SharedMemory> memory(new SharedMemory());
+  memory->nbytes_ = handle.nbytes;
+  memory->mapped_ = mapped_size(handle.nbytes);
+  memory->handle_ = handle;
+  const std::string path =
+      "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+  memory->fd_ = ::open(path.c_str(), (access == Access::kWrite ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+  if (memory->fd_ < 0) throw_errno("the memory of process " + std::to_string(handle.pid));
+  uint64_t id = 0;
+  const auto at = static_cast<off_t>(memory->mapped_ - kPage);
+  if (::pread(memory->fd_, &id, sizeof(id), at) != sizeof(id) || id != handle.id) {
+    throw std::runtime_error("process " + std::to_string(handle.pid) +
+                             " here is not the one that made the memory");
+  }
+  memory->data_ = memory->map(access);
+  return memory;
+}
+
+const std::byte* SharedMemory::read_only() {
+  std::lock_guard lock(registry_mutex);  // threads that are ranks share one object
+  if (!read_only_) read_only_ = map(Access::kRead);
+  return read_only_;
+}
+
+void SharedMemory::reserve() {
+  if (::fallocate(fd_, 0, 0, static_cast<off_t>(mapped_)) != 0)
+    throw_errno("no memory for " + std::to_string(nbytes_) + " bytes to share");
+}
+
+void SharedMemory::reserve(size_t begin, size_t end) {
+  begin = begin / kPage * kPage;
+  if (begin >= end || ::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
+  if (errno == EINVAL) return;  // the kernel does not know it
+  throw_errno("no memory for " + std::to_string(end - begin) + " bytes to share");
+}
+
+void SharedMemory::give_back(size_t begin, size_t end) noexcept {
+  begin = (begin + kPage - 1) / kPage * kPage;
+  end = end / kPage * kPage;
+  if (begin < end) ::madvise(data_ + begin, end - begin, MADV_REMOVE);
+}
+
+void SharedMemory::close_descriptor() {
+  std::lock_guard lock(registry_mutex);
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+SharedMemory::~SharedMemory() {
+  {
+    std::lock_guard lock(registry_mutex);
+    const auto made = registry().find(handle_.id);
+    if (made != registry().end() && made->second.expired()) registry().erase(made);
+  }
+  for (std::byte* const data : {data_, read_only_}) {
+    if (data) ::munmap(data, mapped_);
+  }
+  close_descriptor();
+}
+
+}  // namespace tessera

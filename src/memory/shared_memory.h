@@ -1,0 +1,77 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace tessera {
+
+/// How another process of this host finds a `SharedMemory`.
+struct SharedMemoryHandle {
+  int64_t pid = 0;
+  int64_t fd = -1;
+  uint64_t nbytes = 0;
+  uint64_t id = 0;  ///< drawn at random: neither a pid nor an fd names one thing for ever
+
+  std::string to_text() const;
+  /// Throws `std::runtime_error` for other texts.
+  static SharedMemoryHandle from_text(const std::string& text);
+};
+
+/// Pages that several processes have mapped: a file without a name, which goes with the last of
+/// them, however they end. Memory is taken when a page is first touched.
+class SharedMemory {
+ public:
+  enum class Access : uint8_t { kRead, kWrite };
+
+  /// Throws `std::system_error` where the system refuses.
+  static std::shared_ptr<SharedMemory> create(const char* name, size_t nbytes);
+
+  /// Maps what another process made. In the process that made it, gives that very object: its
+  /// threads then see it at one address. The maker must keep its descriptor until this returns.
+  /// Throws `std::system_error`, or `std::runtime_error` if the handle names something else.
+  static std::shared_ptr<SharedMemory> open(const SharedMemoryHandle& handle, Access access);
+
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  std::byte* data() const { return data_; }
+  size_t nbytes() const { return nbytes_; }
+  const SharedMemoryHandle& handle() const { return handle_; }
+
+  /// The same pages at another address, where writing to them ends the process. To be called
+  /// first while the descriptor is open.
+  const std::byte* read_only();
+
+  /// Takes all pages now. Throws `std::system_error` if there are not enough; a page that is
+  /// missing when it is touched would end the process.
+  void reserve();
+
+  /// Takes the pages of bytes [begin, end) now, where the system can do that for a part. Throws as
+  /// `reserve()` does.
+  void reserve(size_t begin, size_t end);
+
+  /// Gives the pages that lie in [begin, end) as a whole back to the system, for all that have them
+  /// mapped: they are zeros again. Keeps them where the system can't do that.
+  void give_back(size_t begin, size_t end) noexcept;
+
+  /// After all others have opened it: descriptors are scarce.
+  void close_descriptor();
+
+ private:
+  SharedMemory() = default;
+  std::byte* map(Access access) const;
+
+  int fd_ = -1;
+  std::byte* data_ = nullptr;
+  std::byte* read_only_ = nullptr;
+  size_t nbytes_ = 0;  // as asked for
+  size_t mapped_ = 0;  // whole pages, and one more that holds the id
+  SharedMemoryHandle handle_;
+};
+
+}  // namespace tessera

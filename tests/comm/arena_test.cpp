@@ -1,0 +1,205 @@
+// What the arena does beyond the contract of all process groups.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr CollectiveTag kTag{.subject = "arena", .channel = Channel::kGrads};
+
+void run_arena(int ranks, const std::function<void(World&)>& fn,
+               milliseconds timeout = seconds(30)) {
+  run_world(ranks, fn, timeout, Transport::kArena);
+}
+
+void run_both(int ranks, const std::function<torch::Tensor(World&)>& fn) {
+  std::vector<torch::Tensor> arena(ranks), gloo(ranks);
+  run_arena(ranks, [&](World& world) { arena[world.rank()] = fn(world); });
+  run_world(
+      ranks, [&](World& world) { gloo[world.rank()] = fn(world); }, seconds(30), Transport::kGloo);
+  for (int rank = 0; rank < ranks; ++rank) EXPECT_TRUE(torch::equal(arena[rank], gloo[rank]));
+}
+
+TEST(Arena, IsChosenByItselfOnOneHost) {
+  spawn(2, [] {
+    const auto world = init();
+    EXPECT_EQ(world.process_group()->backend_name(), "arena");
+    EXPECT_EQ(world.new_process_group({1, 0})->backend_name(), "arena");
+    EXPECT_TRUE(world.process_group()->sends_to().empty());
+  });
+  run_world(
+      2, [](World& world) { EXPECT_EQ(world.process_group()->backend_name(), "gloo"); },
+      seconds(30), Transport::kGloo);
+}
+
+TEST(Arena, SumsHaveTheBitsOfGloo) {
+  for (const int ranks : {2, 3, 4}) {
+    run_both(ranks, [&](World& world) {
+      const auto flat = seeded(world.rank(), [] { return torch::randn({300'007}); });
+      const std::vector<int64_t> parts = [&] {
+        std::vector<int64_t> bounds{0};
+        for (int r = 1; r <= ranks; ++r) bounds.push_back(300'007 * r / ranks);
+        return bounds;
+      }();
+      const int rank = world.rank();
+      auto out = torch::empty({parts[rank + 1] - parts[rank]});
+      world.process_group()
+          ->reduce_scatter(out, {{0, flat, flat.numel()}}, parts, {.scale = 1.0 / 3}, kTag)
+          ->wait();
+      auto large = flat.clone(), small = flat.slice(0, 0, 100).clone();
+      world.process_group()->all_reduce(large, ReduceOp::kSum, kTag)->wait();
+      world.process_group()->all_reduce(small, ReduceOp::kSum, kTag)->wait();
+      return torch::cat({out, large, small});
+    });
+  }
+}
+
+TEST(Arena, WhatIsShownIsKeptUntilItIsRead) {
+  run_arena(3, [](World& world) {
+    const std::vector<int64_t> bounds{0, 100'000, 200'000, 300'000};
+    std::vector<torch::Tensor> outs;
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 20; ++i) {
+      // Others come later, when this rank has used the memory again if it was free.
+      if (world.rank() == i % 3) std::this_thread::sleep_for(milliseconds(3));
+      outs.push_back(torch::empty({100'000}));
+      works.push_back(world.process_group()->reduce_scatter(
+          outs.back(), {{0, torch::full({300'000}, 1.F * i + world.rank()), 300'000}}, bounds, {},
+          kTag));
+    }
+    for (const auto& work : works) work->wait();
+    for (int i = 0; i < 20; ++i) EXPECT_TRUE((outs[i] == 3 * i + 3).all().item<bool>()) << i;
+  });
+}
+
+TEST(Arena, ManyCollectivesMayBeUnderWay) {
+  run_arena(2, [](World& world) {
+    std::vector<torch::Tensor> sums;
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 200; ++i) {
+      sums.push_back(torch::full({3}, i + world.rank()));
+      works.push_back(world.process_group()->all_reduce(sums.back(), ReduceOp::kSum, kTag));
+    }
+    for (auto it = works.rbegin(); it != works.rend(); ++it) (*it)->wait();
+    for (int i = 0; i < 200; ++i) EXPECT_EQ(sums[i][2].item<int>(), 2 * i + 1);
+    // And more than there are slots, one after another.
+    for (int i = 0; i < 1000; ++i) world.process_group()->barrier(kTag);
+  });
+}
+
+TEST(Arena, AWaitServesTheCollectivesThatOthersWaitFor) {
+  run_arena(2, [](World& world) {
+    auto first = torch::full({100'000}, 5.F), second = torch::full({100'000}, 7.F);
+    auto& group = *world.process_group();
+    if (world.rank() == 0) {
+      group.broadcast(first, 0, kTag)
+          ->wait();  // until it is read, by a rank that waits for `second`
+      group.broadcast(second, 1, kTag)->wait();
+    } else {
+      first.zero_();
+      const auto work = group.broadcast(first, 0, kTag);
+      group.broadcast(second, 1, kTag)->wait();
+      work->wait();
+    }
+    EXPECT_EQ(first[99'999].item<float>(), 5);
+  });
+}
+
+TEST(Arena, RanksThatDisagreeAreToldWhatTheOtherDid) {
+  std::vector<std::string> errors(2);
+  run_arena(2, [&](World& world) {
+    auto& group = *world.process_group();
+    const auto tensor = torch::ones({world.rank() == 0 ? 3 : 4});
+    const CollectiveTag tag{.subject = world.rank() == 0 ? "left" : "right"};
+    try {
+      group.all_reduce(tensor, ReduceOp::kSum, tag)->wait();
+    } catch (const c10::DistBackendError& error) {
+      errors[world.rank()] = error.what_without_backtrace();
+    }
+  });
+  EXPECT_NE(errors[0].find("rank 1 came with another collective"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("all_reduce of unit 'right'"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[1].find("all_reduce of unit 'left'"), std::string::npos) << errors[1];
+}
+
+TEST(Arena, ARankThatLeavesIsNamedByThoseWhoNeedIt) {
+  std::vector<double> seconds_waited(3, 0);
+  std::vector<std::string> errors(3);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    run_arena(3, [&](World& world) {
+      TORCH_CHECK(world.rank() != 1, "rank 1 gives up");
+      try {
+        world.process_group()->barrier(kTag);
+      } catch (const c10::DistBackendError& error) {
+        errors[world.rank()] = error.what_without_backtrace();
+        throw;
+      }
+    });
+    ADD_FAILURE() << "no rank failed";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 1 gives up"), std::string::npos);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(5));
+  for (const int rank : {0, 2})
+    EXPECT_NE(errors[rank].find("for rank 1 and failed"), std::string::npos) << errors[rank];
+}
+
+TEST(Arena, ARankThatHasDoneItsPartMayLeave) {
+  run_arena(3, [](World& world) {
+    auto& group = *world.process_group();
+    const auto work = group.arrive(kTag);
+    if (world.rank() == 1) return;
+    if (world.rank() == 2) std::this_thread::sleep_for(milliseconds(300));
+    work->wait();
+    const auto sum = group.arrive(CollectiveTag{.subject = "too late"});
+    EXPECT_THROW(sum->wait(), c10::DistBackendError);
+  });
+}
+
+TEST(Arena, ALateRankIsNamedWhenTheTimeoutPasses) {
+  run_arena(
+      2,
+      [](World& world) {
+        auto& group = *world.process_group();
+        if (world.rank() == 1) {
+          std::this_thread::sleep_for(milliseconds(1500));
+          return;
+        }
+        expect_error([&] { group.barrier(kTag); }, {"[barrier]", "arena", "for rank 1", "timeout"});
+      },
+      milliseconds(700));
+}
+
+TEST(Arena, SharedMemoryIsOneForAllRanks) {
+  run_arena(2, [](World& world) {
+    auto& group = *world.process_group();
+    const auto buffer = group.share(1000, kTag);
+    ASSERT_TRUE(buffer);
+    const auto flat = buffer->bytes.view(torch::kFloat);
+    const std::vector<int64_t> bounds{0, 100, 250};
+    const auto shard = flat.slice(0, bounds[world.rank()], bounds[world.rank() + 1]);
+    shard.fill_(3 + world.rank());
+    group.all_gather(flat, shard, bounds, kTag)->wait();
+    const auto seen = buffer->read_only.view(torch::kFloat);
+    EXPECT_EQ(seen.sum().item<float>(), 3 * 100 + 4 * 150);
+    EXPECT_NE(seen.data_ptr(), flat.data_ptr());
+    group.barrier(kTag);
+    expect_error([&] { group.all_gather(flat, torch::zeros_like(shard), bounds, kTag); },
+                 {"[all_gather]", "at its place"});
+  });
+}
+
+}  // namespace
+}  // namespace tessera

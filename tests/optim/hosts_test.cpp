@@ -1,0 +1,131 @@
+// Sharded training on several hosts whose ranks share memory.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include "access/sharded_state.h"
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+
+int by_halves(int rank) { return rank / 2; }
+int by_turns(int rank) { return rank % 2; }
+
+int64_t resident_bytes(const torch::Tensor& memory) {
+  std::vector<unsigned char> pages((memory.nbytes() + 4095) / 4096);
+  EXPECT_EQ(::mincore(memory.mutable_data_ptr(), memory.nbytes(), pages.data()), 0);
+  return 4096 * std::count_if(pages.begin(), pages.end(), [](auto page) { return page & 1; });
+}
+
+TEST(TrainingOnHosts, GivesTheResultOfOneProcess) {
+  const TrainingRun run = sgd_run<Mlp>();
+  const auto expected = train_alone(run, 4);
+  for (const auto& host_of : {by_halves, by_turns}) {
+    for (const auto level : kAllLevels) {
+      for (const int64_t unit_bytes : {0, 1 << 24}) {
+        const auto what =
+            fmt::format("level {}, units of {} bytes", static_cast<int>(level), unit_bytes);
+        std::vector<std::vector<NamedTensor>> states(4);
+        run_hosts(4, host_of, [&](World& world) {
+          states[world.rank()] =
+              train_sharded(run, world, {.level = level, .unit_bytes = unit_bytes});
+        });
+        expect_same_state(states[0], expected, 2e-6, what);
+        for (const auto& state : states)
+          expect_same_state(state, states[0], 0, what + ", replicas");
+      }
+    }
+  }
+}
+
+TEST(TrainingOnHosts, TakesMasterWeightsOffloadAndLimits) {
+  const TrainingRun run = sgd_run<Mlp>();
+  const auto expected = train_alone(run, 4);
+  std::vector<ShardPlan> plans(3, {.unit_bytes = 6000});
+  plans[0].precision.master_dtype = plans[0].precision.reduce_dtype = torch::kDouble;
+  plans[1].offload = Offload::kHost;
+  plans[2].resident_bytes = -1;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    std::vector<std::vector<NamedTensor>> states(4);
+    run_hosts(4, by_halves,
+              [&](World& world) { states[world.rank()] = train_sharded(run, world, plans[i]); });
+    expect_same_state(states[0], expected, 2e-6, fmt::format("plan {}", i));
+    for (const auto& state : states) expect_same_state(state, states[0], 0, "replicas");
+  }
+}
+
+// A host keeps what its own ranks own, and whole units only while they are used.
+TEST(TrainingOnHosts, FreesWhatOtherHostsOwn) {
+  run_hosts(4, by_halves, [](World& world) {
+    auto net = seeded(7, [] { return std::make_shared<Mlp>(512, 4, 5); });
+    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
+    auto sharded = fully_shard(net, {.unit_bytes = 0});
+    ShardedOptimizer optimizer(sharded, inner);
+    auto& pg = *world.process_group();
+    for (int step = 0; step < 3; ++step) {
+      const Batch batch = global_batch(step, 12, 512, 5);
+      optimizer.zero_grad();
+      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      pg.barrier({"test", Channel::kControl});
+      int64_t whole = 0, resident = 0;
+      for (const auto& unit : sharded.state()->units()) {
+        EXPECT_TRUE(unit->is_shared());
+        EXPECT_TRUE(unit->frees());
+        EXPECT_EQ(unit->state(), Unit::State::kSharded);
+        whole += unit->layout().nbytes();
+        resident += resident_bytes(unit->full());
+      }
+      const auto units = static_cast<int64_t>(sharded.state()->units().size());
+      EXPECT_LE(resident, whole / 2 + 2 * 4096 * units) << "of " << whole;
+      pg.barrier({"test", Channel::kControl});
+      optimizer.step();
+    }
+    EXPECT_LT(sharded.memory().peak_unsharded, 4 * 512 * 512 * 4);
+  });
+}
+
+TEST(TrainingOnHosts, OperatorsMayWriteParametersInPlace) {
+  run_hosts(4, by_turns, [](World& world) {
+    auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
+    auto sharded = fully_shard(net, {.unit_bytes = 6000});
+    const auto before = sharded.full_state();
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& param : net->parameters()) param.mul_(2).add_(1);
+    }
+    const auto after = sharded.full_state();
+    for (size_t i = 0; i < before.size(); ++i)
+      EXPECT_TRUE(torch::equal(after[i].tensor, before[i].tensor * 2 + 1)) << before[i].name;
+  });
+}
+
+TEST(TrainingOnHosts, SendsAShardOncePerHost) {
+  run_hosts(4, by_halves, [](World& world) {
+    const auto counter = counting_process_group(world.process_group());
+    auto net = seeded(3, [] { return std::make_shared<Mlp>(37, 4, 5); });
+    torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
+    auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
+    ShardedOptimizer optimizer(sharded, inner);
+    int64_t shards = 0;
+    for (const auto& unit : sharded.state()->units())
+      shards += unit->layout().shard_numel(world.rank()) * 4;
+    for (int step = 0; step < 4; ++step) {
+      const Batch batch = global_batch(step, 12, 37, 5);
+      optimizer.zero_grad();
+      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      optimizer.step();
+      if (step == 2) counter->reset_counts();
+    }
+    // Forward and backward, of which the turn between them is one.
+    EXPECT_GT(counter->counts().all_gather.bytes_sent, shards);
+    EXPECT_LE(counter->counts().all_gather.bytes_sent, 2 * shards);
+    EXPECT_LE(counter->counts().reduce_scatter.bytes_sent, 2 * shards);
+  });
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,72 @@
+// Trains a small model and prints what came of it.
+//
+//   arena_probe STEPS [die RANK STEP | stay]
+//
+// Each rank prints "rank R over TRANSPORT", "rank R step S" after each step and, at the end, "rank
+// R sum HEX" with the bits of a sum over all parameters. With `die`, RANK kills itself in STEP,
+// between backward and step. With `stay`, all wait to be killed.
+
+#include <signal.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+#include <thread>
+
+namespace {
+
+int value(char** arguments, int count, int index) {
+  return index < count ? std::atoi(arguments[index]) : -1;
+}
+
+void train(const tessera::World& world, int steps, int dying_rank, int last_step) {
+  tessera::manual_seed(5);
+  auto model = torch::nn::Sequential(torch::nn::Linear(64, 512), torch::nn::GELU(),
+                                     torch::nn::Linear(512, 512), torch::nn::GELU(),
+                                     torch::nn::Linear(512, 8));
+  torch::optim::AdamW inner(model->parameters());
+  auto sharded = tessera::fully_shard(model.ptr());
+  tessera::ShardedOptimizer optimizer(sharded, inner);
+  tessera::manual_seed(100 + world.rank());
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    model->forward(torch::randn({16, 64})).pow(2).mean().backward();
+    if (world.rank() == dying_rank && step == last_step) ::kill(::getpid(), SIGKILL);
+    optimizer.step();
+    std::printf("rank %d step %d\n", world.rank(), step);
+    std::fflush(stdout);
+  }
+  double sum = 0;
+  for (const auto& entry : sharded.full_state())
+    sum += entry.tensor.to(torch::kDouble).sum().item<double>();
+  std::printf("rank %d sum %a\n", world.rank(), sum);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  try {
+    const auto world = tessera::init();
+    std::printf("rank %d over %s\n", world.rank(), world.process_group()->backend_name().c_str());
+    std::fflush(stdout);
+    const std::string mode = count > 2 ? arguments[2] : "";
+    train(world, value(arguments, count, 1), mode == "die" ? value(arguments, count, 3) : -1,
+          value(arguments, count, 4));
+    if (mode == "stay") {
+      std::printf("rank %d stays\n", world.rank());
+      std::fflush(stdout);
+      std::this_thread::sleep_for(std::chrono::minutes(2));
+    }
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "arena_probe: %s\n", error.what_without_backtrace());
+    return 1;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "arena_probe: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,144 @@
+// Processes that share memory: how they start, what happens when one dies, what they leave behind.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "launch/reserved_port.h"
+#include "launched.h"
+
+namespace tessera {
+namespace {
+
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+// The ranks of a job without a launcher, which would end the others when one dies.
+class Job {
+ public:
+  Job(int ranks, const Command& arguments, const std::map<std::string, std::string>& extra = {},
+      const Command& before = {}) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      Command command = before;
+      command.push_back(ARENA_PROBE);
+      command.insert(command.end(), arguments.begin(), arguments.end());
+      ProgramRun::Options options{.environment = extra};
+      options.environment["RANK"] = options.environment["LOCAL_RANK"] = std::to_string(rank);
+      options.environment["WORLD_SIZE"] = options.environment["LOCAL_WORLD_SIZE"] =
+          std::to_string(ranks);
+      options.environment["MASTER_ADDR"] = "127.0.0.1";
+      options.environment["MASTER_PORT"] = std::to_string(port_.number());
+      options.environment["OMP_NUM_THREADS"] = "1";
+      runs_.push_back(std::make_unique<ProgramRun>(command, options));
+    }
+  }
+
+  ProgramRun& rank(int rank) { return *runs_[rank]; }
+
+  std::vector<ProgramEnd> wait() {
+    std::vector<ProgramEnd> ends;
+    for (const auto& run : runs_) ends.push_back(run->wait());
+    return ends;
+  }
+
+ private:
+  tools::ReservedPort port_{0};
+  std::vector<std::unique_ptr<ProgramRun>> runs_;
+};
+
+std::string after(const std::string& text, const std::string& mark) {
+  const size_t at = text.find(mark);
+  if (at == std::string::npos) return "";
+  const size_t begin = at + mark.size();
+  return text.substr(begin, text.find('\n', begin) - begin);
+}
+
+std::set<std::string> files_in(const char* directory) {
+  std::set<std::string> names;
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, none))
+    names.insert(entry.path().filename());
+  return names;
+}
+
+std::string mounts() {
+  std::ifstream file("/proc/self/mounts");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST(ArenaProcesses, GiveTheBitsOfGloo) {
+  std::vector<std::string> sums;
+  using Settings = std::map<std::string, std::string>;
+  for (const Settings& settings : {Settings{{"TESSERA_TRANSPORT", "gloo"}}, Settings{},
+                                   Settings{{"TESSERA_TRANSPORT", "arena"}},
+                                   Settings{{"TESSERA_PAGE_HEAP", "0"}},  // gradients are copied
+                                   Settings{{"TESSERA_HUGE_PAGES", "0"}}}) {
+    const auto ends = Job(3, {"4"}, settings).wait();
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(ends[rank].status, 0) << ends[rank].err;
+      EXPECT_EQ(after(ends[rank].out, " over "), sums.size() < 3 ? "gloo" : "arena");
+      sums.push_back(after(ends[rank].out, " sum "));
+      EXPECT_FALSE(contains(ends[rank].err, "Warning")) << ends[rank].err;
+    }
+  }
+  EXPECT_FALSE(sums[0].empty());
+  EXPECT_EQ(std::set<std::string>(sums.begin(), sums.end()).size(), 1U);
+}
+
+TEST(ArenaProcesses, NoticeWithinSecondsThatARankHasDied) {
+  Job job(3, {"1000000", "die", "1", "5"});
+  ASSERT_TRUE(job.rank(0).wait_for_output("step 4\n"));
+  const auto start = steady_clock::now();
+  const auto ends = job.wait();
+  EXPECT_LT(steady_clock::now() - start, seconds(5));
+  EXPECT_EQ(ends[1].status, 128 + SIGKILL);
+  for (const int rank : {0, 2}) {
+    EXPECT_EQ(ends[rank].status, 1);
+    EXPECT_TRUE(contains(ends[rank].err, "for rank 1 and failed")) << ends[rank].err;
+    EXPECT_TRUE(contains(ends[rank].err, "has ended")) << ends[rank].err;
+  }
+}
+
+TEST(ArenaProcesses, LeaveNothingBehindWhenAllAreKilled) {
+  const auto files = files_in("/dev/shm"), temporary = files_in("/tmp");
+  const std::string mounted = mounts();
+  Job job(2, {"3", "stay"});
+  for (const int rank : {0, 1}) ASSERT_TRUE(job.rank(rank).wait_for_output("stays\n"));
+  EXPECT_EQ(files_in("/dev/shm"), files);
+  EXPECT_EQ(mounts(), mounted);
+  for (const int rank : {0, 1}) job.rank(rank).signal(SIGKILL);
+  for (const auto& end : job.wait()) EXPECT_EQ(end.status, 128 + SIGKILL);
+  EXPECT_EQ(files_in("/dev/shm"), files);
+  EXPECT_EQ(mounts(), mounted);
+}
+
+TEST(ArenaProcesses, FallBackToGlooWithOneWarningThatSaysWhy) {
+  const Command limited = {"/bin/sh", "-c", "ulimit -f 2000; exec \"$@\"", "sh"};
+  const auto ends = Job(2, {"3"}, {}, limited).wait();
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ(ends[rank].status, 0) << ends[rank].err;
+    EXPECT_EQ(after(ends[rank].out, " over "), "gloo");
+  }
+  EXPECT_TRUE(contains(ends[0].err, "ulimit -f")) << ends[0].err;
+  EXPECT_TRUE(contains(ends[0].err, "TESSERA_TRANSPORT=gloo")) << ends[0].err;
+  EXPECT_FALSE(contains(ends[1].err, "ulimit -f")) << ends[1].err;
+}
+
+TEST(ArenaProcesses, RefuseOnAllRanksWhereTheArenaIsForcedAndCanNotBe) {
+  const Command limited = {"/bin/sh", "-c", "ulimit -f 2000; exec \"$@\"", "sh"};
+  for (const auto& end : Job(2, {"3"}, {{"TESSERA_TRANSPORT", "arena"}}, limited).wait()) {
+    EXPECT_EQ(end.status, 1);
+    EXPECT_TRUE(contains(end.err, "can't share memory: rank 0")) << end.err;
+  }
+  const auto unknown = Job(2, {"3"}, {{"TESSERA_TRANSPORT", "pigeon"}}).wait();
+  EXPECT_TRUE(contains(unknown[1].err, "got 'pigeon'")) << unknown[1].err;
+}
+
+}  // namespace
+}  // namespace tessera
