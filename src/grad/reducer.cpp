@@ -36,9 +36,9 @@ namespace {
 // itself wait for us, so this is no condition, only a pause that bounds memory in the usual case.
 constexpr auto kLongestPause = std::chrono::milliseconds(50);
 constexpr auto kPollInterval = std::chrono::microseconds(100);
-// So much may be under way in any case: where units are small, ranks need not wait for each other's
-// every breath.
-constexpr int64_t kLeastInFlightBytes = int64_t{16} << 20;
+// So much may be under way where ranks share memory and units are small: they need not wait for
+// each other's every breath.
+constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
 
 // What ranks say of a parameter: not used (0), used (1), or this.
 constexpr uint8_t kLate = 2;
@@ -77,7 +77,7 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, 
       order_(units_.size()),
       launched_(units_.size(), false),
       late_(units_.size(), false),
-      in_flight_limit_(kLeastInFlightBytes) {
+      in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0) {
   for (Unit* unit : units_) {
     gradients_.push_back(std::make_shared<UnitGradients>(*unit, scale));
     used_.emplace_back(unit->layout().slots.size(), false);
