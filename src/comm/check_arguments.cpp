@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "comm/local_sum.h"
+
 namespace tessera {
 namespace {
 
@@ -109,8 +111,53 @@ void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor
 
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "[", function,
-                    "] Gloo's tensors must lie in host memory; got device ", tensor.device(),
+                    "] the tensors of this process group must lie in host memory; got device ", tensor.device(),
                     " (unit '", tag.subject, "')");
+}
+
+void check_host_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
+                           const at::Tensor& shard, std::span<const int64_t> bounds,
+                           const CollectiveTag& tag) {
+  check_all_gather(process_group, flat, shard, bounds, tag);
+  check_on_cpu("all_gather", flat, tag);
+  check_on_cpu("all_gather", shard, tag);
+}
+
+at::ScalarType check_host_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
+                                         std::span<const Piece> pieces,
+                                         std::span<const int64_t> bounds,
+                                         const ReduceScatterOptions& options,
+                                         const CollectiveTag& tag) {
+  check_reduce_scatter(process_group, out, pieces, bounds, options, tag);
+  check_on_cpu("reduce_scatter", out, tag);
+  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
+  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
+  for (const Piece& piece : pieces) {
+    if (piece.data.defined()) check_on_cpu("reduce_scatter", piece.data, tag);
+  }
+  return dtype;
+}
+
+void check_host_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor, ReduceOp op,
+                           const CollectiveTag& tag) {
+  check_all_reduce(process_group, tensor, tag);
+  check_on_cpu("all_reduce", tensor, tag);
+  check_reducible("all_reduce", tensor.scalar_type(), op);
+}
+
+void check_host_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
+                          const CollectiveTag& tag) {
+  check_broadcast(process_group, tensor, root, tag);
+  check_on_cpu("broadcast", tensor, tag);
+}
+
+void check_in_place(const ProcessGroup& process_group, const at::Tensor& flat,
+                    const at::Tensor& shard, std::span<const int64_t> bounds,
+                    const CollectiveTag& tag) {
+  const auto* const own = static_cast<const std::byte*>(flat.const_data_ptr()) +
+                          bounds[process_group.rank()] * static_cast<int64_t>(flat.element_size());
+  TORCH_CHECK_VALUE(shard.numel() == 0 || own == shard.const_data_ptr(), "[all_gather] unit '",
+                    tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
 }
 
 std::vector<int64_t> even_bounds(int64_t numel, int size) {

@@ -23,6 +23,26 @@ void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor
 /// Throws unless `tensor` lies in host memory.
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag);
 
+/// The same, for process groups of tensors in host memory.
+void check_host_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
+                           const at::Tensor& shard, std::span<const int64_t> bounds,
+                           const CollectiveTag& tag);
+/// Returns the dtype of the pieces.
+at::ScalarType check_host_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
+                                         std::span<const Piece> pieces,
+                                         std::span<const int64_t> bounds,
+                                         const ReduceScatterOptions& options,
+                                         const CollectiveTag& tag);
+void check_host_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor, ReduceOp op,
+                           const CollectiveTag& tag);
+void check_host_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
+                          const CollectiveTag& tag);
+
+/// Throws unless `shard` is the part of `flat`, which is shared memory, that this rank owns.
+void check_in_place(const ProcessGroup& process_group, const at::Tensor& flat,
+                    const at::Tensor& shard, std::span<const int64_t> bounds,
+                    const CollectiveTag& tag);
+
 /// Bounds that split `numel` elements as evenly as possible over `size` ranks.
 std::vector<int64_t> even_bounds(int64_t numel, int size);
 

@@ -36,9 +36,7 @@ ExchangeProcessGroup::ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> bac
 ExchangeProcessGroup::~ExchangeProcessGroup() { close(); }
 
 void ExchangeProcessGroup::close() noexcept {
-  const auto grace = std::uncaught_exceptions() > 0
-                         ? std::chrono::milliseconds(0)
-                         : std::min<std::chrono::milliseconds>(timeout_, std::chrono::seconds(2));
+  const auto grace = closing_grace(timeout_);
   for (auto& channel : channels_) {
     channel.thread->stop(grace);
   }
@@ -57,9 +55,7 @@ CollectiveName ExchangeProcessGroup::next_name(const char* collective, const Col
 WorkPtr ExchangeProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
                                          std::span<const int64_t> bounds,
                                          const CollectiveTag& tag) {
-  check_all_gather(*this, flat, shard, bounds, tag);
-  check_on_cpu("all_gather", flat, tag);
-  check_on_cpu("all_gather", shard, tag);
+  check_host_all_gather(*this, flat, shard, bounds, tag);
   CollectiveName name = next_name("all_gather", tag);
   const int message_tag = MessageTag("all_gather", tag, name.sequence)
                               .mix(bounds)
@@ -73,8 +69,7 @@ WorkPtr ExchangeProcessGroup::all_gather(const at::Tensor& flat, const at::Tenso
 
 WorkPtr ExchangeProcessGroup::broadcast(const at::Tensor& tensor, int root,
                                         const CollectiveTag& tag) {
-  check_broadcast(*this, tensor, root, tag);
-  check_on_cpu("broadcast", tensor, tag);
+  check_host_broadcast(*this, tensor, root, tag);
   CollectiveName name = next_name("broadcast", tag);
   const int message_tag = MessageTag("broadcast", tag, name.sequence)
                               .mix(root)
@@ -91,19 +86,11 @@ WorkPtr ExchangeProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<
                                              std::span<const int64_t> bounds,
                                              const ReduceScatterOptions& options,
                                              const CollectiveTag& tag) {
-  check_reduce_scatter(*this, out, pieces, bounds, options, tag);
-  check_on_cpu("reduce_scatter", out, tag);
-  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
-  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
+  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
   CollectiveName name = next_name("reduce_scatter", tag);
   MessageTag message_tag("reduce_scatter", tag, name.sequence);
   message_tag.mix(bounds).mix(static_cast<int64_t>(dtype));
-  for (const Piece& piece : pieces) {
-    if (piece.data.defined()) {
-      check_on_cpu("reduce_scatter", piece.data, tag);
-    }
-    message_tag.mix(piece.begin).mix(piece.numel);
-  }
+  for (const Piece& piece : pieces) message_tag.mix(piece.begin).mix(piece.numel);
   ReduceTask task{
       .pieces = std::move(pieces),
       .out = bytes_of(out),
@@ -120,9 +107,7 @@ WorkPtr ExchangeProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<
 
 WorkPtr ExchangeProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
                                          const CollectiveTag& tag) {
-  check_all_reduce(*this, tensor, tag);
-  check_on_cpu("all_reduce", tensor, tag);
-  check_reducible("all_reduce", tensor.scalar_type(), op);
+  check_host_all_reduce(*this, tensor, op, tag);
   CollectiveName name = next_name("all_reduce", tag);
   return tensor.nbytes() <= kMaxOneRoundBytes ? all_reduce_whole(tensor, op, std::move(name), tag)
                                               : all_reduce_parts(tensor, op, std::move(name), tag);

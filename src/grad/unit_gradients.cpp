@@ -167,7 +167,6 @@ void UnitGradients::launch() {
 void UnitGradients::replicate() {
   if (!is_reducing()) return;
   reduction_->wait();
-  replicating_ = true;
   reduction_ = unit_.context().mesh.replicate().all_reduce(
       partial_.defined() ? partial_ : shard_part(), ReduceOp::kSum,
       {unit_.layout().name, Channel::kGrads});
@@ -175,7 +174,6 @@ void UnitGradients::replicate() {
 
 // Waits for what is under way and adds a backward's own part to the rest.
 void UnitGradients::finish_reduction() {
-  replicating_ = false;
   std::exchange(reduction_, nullptr)->wait();
   if (!partial_.defined()) return;
   at::NoGradGuard no_grad;

@@ -77,7 +77,6 @@ class UnitGradients : public GradSink {
   at::Tensor reduced_;
   at::Tensor partial_;  // this backward's own part, while `reduced_` holds those of earlier ones
   WorkPtr reduction_;   // over the shard dim, and then, in its place, over the replicate dim
-  bool replicating_ = false;
 };
 
 }  // namespace tessera

@@ -72,18 +72,14 @@ void Unit::count_unsharded(bool is_there) {
 void Unit::show_full() {
   auto storage = storage_.lock();
   if (!storage) return;  // all parameters of the unit are gone
-  const std::string why_not =
-      state_ == State::kUnsharded
-          ? std::string()
-          : fmt::format(
-                "[tessera] the parameters of unit '{}' are sharded over {} ranks and not gathered "
-                "now, "
-                "so their memory can't be read by data_ptr(). Use them through operators, which "
-                "gather "
-                "them, or hold ShardedModule::keep_unsharded() while you read",
-                layout_.name, context_.mesh.shard().size());
-  const at::Tensor shown = shared_ ? flat_view(shared_->read_only) : full_;
-  storage->show(state_ == State::kUnsharded ? shown : at::Tensor(), why_not);
+  if (state_ == State::kUnsharded)
+    return storage->show(shared_ ? flat_view(shared_->read_only) : full_, "");
+  storage->show(at::Tensor(),
+                fmt::format("[tessera] the parameters of unit '{}' are sharded over {} ranks and "
+                            "not gathered now, so their memory can't be read by data_ptr(). Use "
+                            "them through operators, which gather them, or hold "
+                            "ShardedModule::keep_unsharded() while you read",
+                            layout_.name, context_.mesh.shard().size()));
 }
 
 // The values of all parameters as they were made, flat. Rank 0's are sent to the others if
@@ -117,9 +113,8 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
 
 // Each rank writes its shard: what it was given is as everyone else's.
 void Unit::move_to_shared_memory() {
-  const int64_t begin = layout_.bounds[rank_], numel = layout_.shard_numel(rank_);
   const at::Tensor shared = flat_view(shared_->bytes);
-  shared.narrow(0, begin, numel).copy_(full_.narrow(0, begin, numel));
+  shard_of(shared).copy_(shard_of(full_));
   full_ = shared;
   reshard();
 }
@@ -139,24 +134,27 @@ void Unit::install_views(const std::shared_ptr<void>& keep_alive) {
 
 // Makes the shard and the master copy, as far as this unit has them.
 void Unit::keep_part_of(const at::Tensor& values) {
-  const at::Tensor part = values.narrow(0, updated_begin(), updated_end() - updated_begin());
+  const at::Tensor part = updated_of(values);
   if (context_.offload) {
     master_ = context_.offload->empty(part.numel(), part.scalar_type());
     master_.copy_(part);
   } else if (layout_.has_master()) {
     master_ = part.clone();
   }
-  const int64_t begin = layout_.bounds[rank_], numel = layout_.shard_numel(rank_);
   if (!frees_ || shared_) {
-    shard_ = full_.narrow(0, begin, numel);
+    shard_ = shard_of(full_);
   } else if (!context_.offload) {
-    shard_ = full_.narrow(0, begin, numel).clone();
+    shard_ = shard_of(full_).clone();
   }
 }
 
-// What `updated()` is the new value of, in the full buffer.
-at::Tensor Unit::part_of_full() const {
-  return full_.narrow(0, updated_begin(), updated_end() - updated_begin());
+at::Tensor Unit::shard_of(const at::Tensor& flat) const {
+  return flat.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_));
+}
+
+// What `updated()` is the new value of.
+at::Tensor Unit::updated_of(const at::Tensor& flat) const {
+  return flat.narrow(0, updated_begin(), updated_end() - updated_begin());
 }
 
 // What this rank gives to a gather.
@@ -166,7 +164,7 @@ void Unit::publish() {
   if (!master_.defined()) return;
   at::NoGradGuard no_grad;
   if (!frees_) {
-    part_of_full().copy_(master_);
+    updated_of(full_).copy_(master_);
   } else if (shard_.defined()) {
     shard_.copy_(master_);
   }
@@ -231,14 +229,13 @@ void Unit::write_back() {
   if (shared_) {
     // The others have read the old values when they have come as far as this.
     context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
-    part_of_full().copy_(written_.narrow(0, updated_begin(), updated_end() - updated_begin()));
+    updated_of(full_).copy_(updated_of(written_));
     written_.reset();
   } else if (frees_) {
     wait_until_unread();
-    if (shard_.defined())
-      shard_.copy_(full_.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_)));
+    if (shard_.defined()) shard_.copy_(shard_of(full_));
   }
-  if (master_.defined()) master_.copy_(part_of_full());
+  if (master_.defined()) master_.copy_(updated_of(full_));
   reshard();
 }
 

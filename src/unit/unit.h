@@ -127,7 +127,8 @@ class Unit {
   void install_views(const std::shared_ptr<void>& keep_alive);
   void move_to_shared_memory();
   void keep_part_of(const at::Tensor& values);
-  at::Tensor part_of_full() const;
+  at::Tensor shard_of(const at::Tensor& flat) const;
+  at::Tensor updated_of(const at::Tensor& flat) const;
   at::Tensor gather_source() const;
   void allocate_full();
   void free_full();

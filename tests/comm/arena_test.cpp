@@ -18,11 +18,6 @@ using std::chrono::seconds;
 
 constexpr CollectiveTag kTag{.subject = "arena", .channel = Channel::kGrads};
 
-void run_arena(int ranks, const std::function<void(World&)>& fn,
-               milliseconds timeout = seconds(30)) {
-  run_world(ranks, fn, timeout, Transport::kArena);
-}
-
 void run_both(int ranks, const std::function<torch::Tensor(World&)>& fn) {
   std::vector<torch::Tensor> arena(ranks), gloo(ranks);
   run_arena(ranks, [&](World& world) { arena[world.rank()] = fn(world); });
@@ -134,7 +129,6 @@ TEST(Arena, RanksThatDisagreeAreToldWhatTheOtherDid) {
 }
 
 TEST(Arena, ARankThatLeavesIsNamedByThoseWhoNeedIt) {
-  std::vector<double> seconds_waited(3, 0);
   std::vector<std::string> errors(3);
   const auto start = std::chrono::steady_clock::now();
   try {

@@ -1,28 +1,18 @@
 // Ranks on several hosts that share memory with the others of their host.
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 #include <torch/torch.h>
 
 #include <vector>
 
 #include "comm/arena/host_table.h"
 #include "comm/contract.h"
+#include "support/resident_pages.h"
 #include "support/run_world.h"
 
 namespace tessera {
 namespace {
 
 using namespace testing;
-
-int by_halves(int rank) { return rank / 2; }
-int by_turns(int rank) { return rank % 2; }
-
-// Pages of `bytes` that are in memory.
-int64_t resident_pages(const torch::Tensor& bytes) {
-  std::vector<unsigned char> pages((bytes.numel() + 4095) / 4096);
-  EXPECT_EQ(::mincore(bytes.mutable_data_ptr(), bytes.numel(), pages.data()), 0);
-  return std::count_if(pages.begin(), pages.end(), [](auto page) { return page & 1; });
-}
 
 // Bounds of `ranks` parts of so many pages of floats.
 std::vector<int64_t> even_pages(int ranks, int64_t pages) {

@@ -15,10 +15,6 @@ using namespace testing;
 constexpr ShardLevel kSharedLevels[] = {ShardLevel::kOptimizerState, ShardLevel::kGradients,
                                         ShardLevel::kParameters};
 
-void run_arena(int ranks, const std::function<void(World&)>& fn) {
-  run_world(ranks, fn, std::chrono::seconds(30), Transport::kArena);
-}
-
 std::shared_ptr<Mlp> make_net() {
   return seeded(7, [] { return std::make_shared<Mlp>(); });
 }

@@ -1,25 +1,16 @@
 // Sharded training on several hosts whose ranks share memory.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 
 #include "access/sharded_state.h"
 #include "support/models.h"
+#include "support/resident_pages.h"
 #include "support/run_world.h"
 
 namespace tessera {
 namespace {
 
 using namespace testing;
-
-int by_halves(int rank) { return rank / 2; }
-int by_turns(int rank) { return rank % 2; }
-
-int64_t resident_bytes(const torch::Tensor& memory) {
-  std::vector<unsigned char> pages((memory.nbytes() + 4095) / 4096);
-  EXPECT_EQ(::mincore(memory.mutable_data_ptr(), memory.nbytes(), pages.data()), 0);
-  return 4096 * std::count_if(pages.begin(), pages.end(), [](auto page) { return page & 1; });
-}
 
 TEST(TrainingOnHosts, GivesTheResultOfOneProcess) {
   const TrainingRun run = sgd_run<Mlp>();
@@ -77,7 +68,7 @@ TEST(TrainingOnHosts, FreesWhatOtherHostsOwn) {
         EXPECT_TRUE(unit->frees());
         EXPECT_EQ(unit->state(), Unit::State::kSharded);
         whole += unit->layout().nbytes();
-        resident += resident_bytes(unit->full());
+        resident += kPage * resident_pages(unit->full());
       }
       const auto units = static_cast<int64_t>(sharded.state()->units().size());
       EXPECT_LE(resident, whole / 2 + 2 * 4096 * units) << "of " << whole;

@@ -28,14 +28,10 @@ class Job {
       Command command = before;
       command.push_back(ARENA_PROBE);
       command.insert(command.end(), arguments.begin(), arguments.end());
-      ProgramRun::Options options{.environment = extra};
-      options.environment["RANK"] = options.environment["LOCAL_RANK"] = std::to_string(rank);
-      options.environment["WORLD_SIZE"] = options.environment["LOCAL_WORLD_SIZE"] =
-          std::to_string(ranks);
-      options.environment["MASTER_ADDR"] = "127.0.0.1";
-      options.environment["MASTER_PORT"] = std::to_string(port_.number());
-      options.environment["OMP_NUM_THREADS"] = "1";
-      runs_.push_back(std::make_unique<ProgramRun>(command, options));
+      auto environment = environment_of(rank, ranks, port_.number());
+      environment.insert(extra.begin(), extra.end());
+      runs_.push_back(std::make_unique<ProgramRun>(
+          command, ProgramRun::Options{.environment = std::move(environment)}));
     }
   }
 

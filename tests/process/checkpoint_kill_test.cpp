@@ -28,19 +28,6 @@ int last_number(const std::string& text, const std::string& key) {
   return numbers.empty() ? 0 : numbers.back();
 }
 
-std::map<std::string, std::string> environment_of(int rank, int ranks, int port) {
-  std::map<std::string, std::string> environment = {{"OMP_NUM_THREADS", "1"},
-                                                    {"TESSERA_TIMEOUT", "30"}};
-  for (const char* name : {"TESSERA_RUN", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"})
-    environment[name] = "";
-  environment["RANK"] = std::to_string(rank);
-  environment["LOCAL_RANK"] = std::to_string(rank);
-  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks);
-  environment["MASTER_ADDR"] = "127.0.0.1";
-  environment["MASTER_PORT"] = std::to_string(port);
-  return environment;
-}
-
 using Probes = std::vector<std::unique_ptr<ProgramRun>>;
 
 Probes start_probes(const std::string& directory, int ranks) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <string>
 
 #include "program_run.h"
@@ -13,6 +14,20 @@ inline Command launched(const Command& options, const Command& flags) {
   command.push_back(RANK_PROBE);
   command.insert(command.end(), flags.begin(), flags.end());
   return command;
+}
+
+/// What a launcher sets for a rank of a job on this machine, for tests that start ranks themselves.
+inline std::map<std::string, std::string> environment_of(int rank, int ranks, int port) {
+  std::map<std::string, std::string> environment = {{"OMP_NUM_THREADS", "1"},
+                                                    {"TESSERA_TIMEOUT", "30"}};
+  for (const char* name : {"TESSERA_RUN", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"})
+    environment[name] = "";
+  environment["RANK"] = std::to_string(rank);
+  environment["LOCAL_RANK"] = std::to_string(rank);
+  environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks);
+  environment["MASTER_ADDR"] = "127.0.0.1";
+  environment["MASTER_PORT"] = std::to_string(port);
+  return environment;
 }
 
 /// The last line of `text`.

@@ -20,11 +20,21 @@ void run_world(int size, const std::function<void(World&)>& fn,
                std::chrono::milliseconds timeout = std::chrono::seconds(30),
                std::optional<Transport> transport = std::nullopt);
 
+/// As `run_world()`, over the arena of one host.
+inline void run_arena(int size, const std::function<void(World&)>& fn,
+                      std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+  run_world(size, fn, timeout, Transport::kArena);
+}
+
 /// As `run_world()`, over the arena; rank `r` is on host `host_of(r)`, as far as the ranks can
 /// tell.
 void run_hosts(int size, const std::function<int(int rank)>& host_of,
                const std::function<void(World&)>& fn,
                std::chrono::milliseconds timeout = std::chrono::seconds(30),
                Transport transport = Transport::kArena);
+
+/// Ways to put ranks on hosts of two, or on two hosts.
+inline int by_halves(int rank) { return rank / 2; }
+inline int by_turns(int rank) { return rank % 2; }
 
 }  // namespace tessera

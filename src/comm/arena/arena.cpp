@@ -145,9 +145,7 @@ void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
 const Post* Arena::shown(int rank, const ArenaPlace& place) const {
   const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
   if (slot.shown.load(std::memory_order_acquire) != count_of(place)) return nullptr;
-  const void* const at = rank == rank_ ? reinterpret_cast<const void*>(slot.address)
-                                       : neighbours_[rank]->seen_from_here(slot.address);
-  const auto* const post = static_cast<const Post*>(at);
+  const auto* const post = static_cast<const Post*>(seen(rank, slot.address));
   TORCH_CHECK_WITH(
       DistBackendError, post->fingerprint == place.fingerprint, place.name.describe(), ": rank ",
       rank, " came with another collective at this place: ",
@@ -164,9 +162,13 @@ bool Arena::all_show(const ArenaPlace& place) const {
 }
 
 const std::byte* Arena::data(int rank, const ShownPiece& piece) const {
-  const void* const at = rank == rank_ ? reinterpret_cast<const void*>(piece.address)
-                                       : neighbours_[rank]->seen_from_here(piece.address);
-  return static_cast<const std::byte*>(at);
+  return static_cast<const std::byte*>(seen(rank, piece.address));
+}
+
+// What `rank` has at `address`.
+const void* Arena::seen(int rank, uint64_t address) const {
+  return rank == rank_ ? reinterpret_cast<const void*>(address)
+                       : neighbours_[rank]->seen_from_here(address);
 }
 
 void Arena::done_reading(const ArenaPlace& place) {

@@ -115,6 +115,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// True for a rank that has not done yet what is waited for.
   using Lacks = std::function<bool(int rank)>;
 
+  const void* seen(int rank, uint64_t address) const;
   void progress_locked();
   void free_what_is_read();
   void wait_for_slot(const ArenaPlace& place);

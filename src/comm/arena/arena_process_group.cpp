@@ -1,11 +1,9 @@
 #include "comm/arena/arena_process_group.h"
 
-#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <utility>
 
 #include "comm/arena/handshake.h"
@@ -39,12 +37,6 @@ class ArenaWork final : public Work {
   const std::shared_ptr<ArenaTask> task_;
 };
 
-at::Tensor tensor_on(const std::shared_ptr<SharedMemory>& memory, const std::byte* data) {
-  return at::from_blob(
-      const_cast<std::byte*>(data), {static_cast<int64_t>(memory->nbytes())}, [memory](void*) {},
-      at::TensorOptions().dtype(at::kByte));
-}
-
 }  // namespace
 
 ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena, ProcessGroupPtr inner)
@@ -53,11 +45,8 @@ ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena, ProcessGroupP
 ArenaProcessGroup::~ArenaProcessGroup() { close(); }
 
 void ArenaProcessGroup::close() noexcept {
-  const auto grace = std::uncaught_exceptions() > 0
-                         ? std::chrono::milliseconds(0)
-                         : std::min<std::chrono::milliseconds>(timeout(), std::chrono::seconds(2));
-  arena_->close(grace);
-  if (const auto closable = std::dynamic_pointer_cast<Closable>(inner_)) closable->close();
+  arena_->close(closing_grace(timeout()));
+  tessera::close(inner_);
 }
 
 std::shared_ptr<SharedMemory> ArenaProcessGroup::share_memory(int64_t nbytes, bool reserve,
@@ -90,23 +79,8 @@ std::shared_ptr<SharedMemory> ArenaProcessGroup::share_memory(int64_t nbytes, bo
 std::optional<SharedBuffer> ArenaProcessGroup::share(int64_t nbytes, const CollectiveTag& tag) {
   const auto memory = share_memory(nbytes, /*reserve=*/true, tag);
   if (!memory) return std::nullopt;
-  const std::lock_guard lock(mutex_);
-  std::erase_if(buffers_, [](const auto& entry) { return entry.second.memory.expired(); });
-  buffers_[reinterpret_cast<uintptr_t>(memory->data())] = {memory, next_buffer_++};
-  return SharedBuffer{.bytes = tensor_on(memory, memory->data()),
-                      .read_only = tensor_on(memory, memory->read_only())};
-}
-
-// The buffer in which `flat` lies, to its end.
-std::optional<int64_t> ArenaProcessGroup::number_of_buffer(const at::Tensor& flat) {
-  const auto begin = reinterpret_cast<uintptr_t>(flat.const_data_ptr());
-  const std::lock_guard lock(mutex_);
-  auto next = buffers_.upper_bound(begin);
-  if (next == buffers_.begin()) return std::nullopt;
-  const auto& [address, buffer] = *std::prev(next);
-  const auto memory = buffer.memory.lock();
-  if (!memory || begin + flat.nbytes() > address + memory->nbytes()) return std::nullopt;
-  return buffer.number;
+  const auto buffer = std::make_shared<NumberedBuffer>(NumberedBuffer{memory, next_buffer_++});
+  return buffers_.add(buffer, *memory, nbytes);
 }
 
 WorkPtr ArenaProcessGroup::start(const std::shared_ptr<ArenaTask>& task) {
@@ -146,18 +120,12 @@ void ArenaProcessGroup::show_copy(const ArenaPlace& place, const at::Tensor& ten
 
 WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
-  check_all_gather(*this, flat, shard, bounds, tag);
-  check_on_cpu("all_gather", flat, tag);
-  check_on_cpu("all_gather", shard, tag);
+  check_host_all_gather(*this, flat, shard, bounds, tag);
   MessageTag fingerprint = start_fingerprint("all_gather", tag);
   fingerprint.mix(bounds).mix(static_cast<int64_t>(flat.scalar_type()));
-  if (const auto buffer = number_of_buffer(flat)) {
-    const auto item = static_cast<int64_t>(flat.element_size());
-    const auto* const own =
-        static_cast<const std::byte*>(flat.const_data_ptr()) + bounds[rank()] * item;
-    TORCH_CHECK_VALUE(shard.numel() == 0 || own == shard.const_data_ptr(), "[all_gather] unit '",
-                      tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
-    return start_arrival("all_gather", tag, fingerprint_of(fingerprint.mix(*buffer)));
+  if (const auto buffer = buffers_.holding(flat)) {
+    check_in_place(*this, flat, shard, bounds, tag);
+    return start_arrival("all_gather", tag, fingerprint_of(fingerprint.mix(buffer->number)));
   }
   ArenaPlace place = arena_->take_place("all_gather", tag, fingerprint_of(fingerprint));
   show(place, shard);
@@ -182,10 +150,7 @@ WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Pie
                                           std::span<const int64_t> bounds,
                                           const ReduceScatterOptions& options,
                                           const CollectiveTag& tag) {
-  check_reduce_scatter(*this, out, pieces, bounds, options, tag);
-  check_on_cpu("reduce_scatter", out, tag);
-  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
-  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
+  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
   const ArenaReduction reduction{
       bounds[rank()],
       bounds[rank() + 1],
@@ -202,9 +167,8 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
   size_t copied = 0;
   for (const Piece& piece : pieces) {
     fingerprint.mix(piece.begin).mix(piece.numel);
-    if (!piece.data.defined()) continue;
-    check_on_cpu("reduce_scatter", piece.data, tag);
-    if (!arena_->reaches(piece.data.const_data_ptr())) copied += piece.data.nbytes() + 63;
+    if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
+      copied += piece.data.nbytes() + 63;
   }
   ArenaPlace place = arena_->take_place("reduce_scatter", tag, fingerprint_of(fingerprint));
   std::byte* const block = copied > 0 ? arena_->allocate(copied) : nullptr;
@@ -222,9 +186,7 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
 
 WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
                                       const CollectiveTag& tag) {
-  check_all_reduce(*this, tensor, tag);
-  check_on_cpu("all_reduce", tensor, tag);
-  check_reducible("all_reduce", tensor.scalar_type(), op);
+  check_host_all_reduce(*this, tensor, op, tag);
   MessageTag fingerprint = start_fingerprint("all_reduce", tag);
   fingerprint.mix(static_cast<int64_t>(op))
       .mix(tensor.numel())
@@ -238,8 +200,7 @@ WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
 }
 
 WorkPtr ArenaProcessGroup::broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
-  check_broadcast(*this, tensor, root, tag);
-  check_on_cpu("broadcast", tensor, tag);
+  check_host_broadcast(*this, tensor, root, tag);
   MessageTag fingerprint = start_fingerprint("broadcast", tag);
   fingerprint.mix(root).mix(tensor.numel()).mix(static_cast<int64_t>(tensor.scalar_type()));
   return broadcast_at(arena_->take_place("broadcast", tag, fingerprint_of(fingerprint)), tensor,

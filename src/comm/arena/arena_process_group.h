@@ -2,16 +2,16 @@
 
 #include <tessera/process_group.h>
 
+#include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/arena/arena.h"
 #include "comm/arena/arena_tasks.h"
+#include "comm/arena/shared_buffers.h"
 #include "comm/closable.h"
 #include "comm/message_tag.h"
 
@@ -60,9 +60,9 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
                  const CollectiveTag& tag);
 
  private:
-  // A part of memory that all ranks have mapped; its number is the same on all of them.
-  struct KnownBuffer {
-    std::weak_ptr<SharedMemory> memory;
+  // Memory that all ranks have mapped; its number is the same on all of them.
+  struct NumberedBuffer {
+    std::shared_ptr<SharedMemory> memory;
     int64_t number = 0;
   };
 
@@ -72,13 +72,11 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
   bool show(const ArenaPlace& place, const at::Tensor& tensor);
   void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
-  std::optional<int64_t> number_of_buffer(const at::Tensor& flat);
 
   const std::shared_ptr<Arena> arena_;
   const ProcessGroupPtr inner_;
-  std::mutex mutex_;
-  int64_t next_buffer_ = 0;
-  std::map<uintptr_t, KnownBuffer> buffers_;  // by their addresses here
+  std::atomic<int64_t> next_buffer_ = 0;
+  SharedBuffers<NumberedBuffer> buffers_;
 };
 
 }  // namespace tessera

@@ -32,8 +32,6 @@ class HostBuffer {
   HostBuffer(std::shared_ptr<SharedMemory> memory, int64_t nbytes, int index, int ranks);
 
   const std::shared_ptr<SharedMemory>& shared_memory() const { return memory_; }
-  int64_t nbytes() const { return nbytes_; }
-  const std::byte* end() const { return memory_->data() + nbytes_; }
   /// Where `flat`, which lies in it, begins.
   size_t offset_of(const at::Tensor& flat) const;
 

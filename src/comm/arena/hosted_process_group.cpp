@@ -1,12 +1,10 @@
 #include "comm/arena/hosted_process_group.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <exception>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -16,12 +14,6 @@
 
 namespace tessera {
 namespace {
-
-at::Tensor tensor_on(const std::shared_ptr<HostBuffer>& buffer, const std::byte* data) {
-  return at::from_blob(
-      const_cast<std::byte*>(data), {buffer->nbytes()}, [buffer](void*) {},
-      at::TensorOptions().dtype(at::kByte));
-}
 
 // The parts of `pieces` that lie in [begin, end), which is at `offset` of `sums`.
 void add_pieces(std::vector<Piece>& out, const std::vector<Piece>& pieces, int64_t begin,
@@ -47,14 +39,11 @@ HostedProcessGroup::HostedProcessGroup(HostTable table, std::shared_ptr<ArenaPro
 HostedProcessGroup::~HostedProcessGroup() { close(); }
 
 void HostedProcessGroup::close() noexcept {
-  const auto grace = std::uncaught_exceptions() > 0
-                         ? std::chrono::milliseconds(0)
-                         : std::min<std::chrono::milliseconds>(timeout(), std::chrono::seconds(2));
+  const auto grace = closing_grace(timeout());
   for (ChannelState& channel : channels_) channel.thread.stop(grace);
   local_->close();
-  for (const ProcessGroupPtr& group : {rail_, whole_}) {
-    if (const auto closable = std::dynamic_pointer_cast<Closable>(group)) closable->close();
-  }
+  tessera::close(rail_);
+  tessera::close(whole_);
 }
 
 std::vector<int> HostedProcessGroup::sends_to() const {
@@ -82,40 +71,22 @@ std::optional<SharedBuffer> HostedProcessGroup::share(int64_t nbytes, const Coll
   const at::Tensor all_have = at::full({1}, memory ? 1 : 0, at::TensorOptions().dtype(at::kByte));
   whole_->all_reduce(all_have, ReduceOp::kMin, tag)->wait();
   if (*static_cast<const uint8_t*>(all_have.const_data_ptr()) == 0) return std::nullopt;
-  const auto buffer = std::make_shared<HostBuffer>(memory, nbytes, index(), ranks);
-  const std::lock_guard lock(mutex_);
-  std::erase_if(buffers_, [](const auto& entry) { return entry.second.expired(); });
-  buffers_[memory->data()] = buffer;
-  return SharedBuffer{.bytes = tensor_on(buffer, memory->data()),
-                      .read_only = tensor_on(buffer, memory->read_only()),
-                      .stays_whole = false};
-}
-
-// The buffer in which `flat` lies.
-std::shared_ptr<HostBuffer> HostedProcessGroup::buffer_of(const at::Tensor& flat) {
-  const auto* const begin = static_cast<const std::byte*>(flat.const_data_ptr());
-  const std::lock_guard lock(mutex_);
-  const auto next = buffers_.upper_bound(begin);
-  if (next == buffers_.begin()) return nullptr;
-  auto buffer = std::prev(next)->second.lock();
-  return buffer && begin + flat.nbytes() <= buffer->end() ? buffer : nullptr;
+  SharedBuffer buffer =
+      buffers_.add(std::make_shared<HostBuffer>(memory, nbytes, index(), ranks), *memory, nbytes);
+  buffer.stays_whole = false;
+  return buffer;
 }
 
 void HostedProcessGroup::release(const SharedBuffer& buffer) {
-  if (const auto found = buffer_of(buffer.bytes)) found->release();
+  if (const auto found = buffers_.holding(buffer.bytes)) found->release();
 }
 
 WorkPtr HostedProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
                                        std::span<const int64_t> bounds, const CollectiveTag& tag) {
-  check_all_gather(*this, flat, shard, bounds, tag);
-  check_on_cpu("all_gather", flat, tag);
-  check_on_cpu("all_gather", shard, tag);
-  const auto buffer = buffer_of(flat);
+  check_host_all_gather(*this, flat, shard, bounds, tag);
+  const auto buffer = buffers_.holding(flat);
   if (!buffer) return whole_->all_gather(flat, shard, bounds, tag);
-  const auto* const own = static_cast<const std::byte*>(flat.const_data_ptr()) +
-                          bounds[rank()] * static_cast<int64_t>(flat.element_size());
-  TORCH_CHECK_VALUE(shard.numel() == 0 || own == shard.const_data_ptr(), "[all_gather] unit '",
-                    tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
+  check_in_place(*this, flat, shard, bounds, tag);
   return gather_shared(*buffer, flat, bounds, tag);
 }
 
@@ -173,10 +144,7 @@ WorkPtr HostedProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Pi
                                            std::span<const int64_t> bounds,
                                            const ReduceScatterOptions& options,
                                            const CollectiveTag& tag) {
-  check_reduce_scatter(*this, out, pieces, bounds, options, tag);
-  check_on_cpu("reduce_scatter", out, tag);
-  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
-  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
+  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
   const std::vector<int> rail_ranks = table_.rail(index());
   std::vector<int64_t> rail_bounds{0};
   for (const int r : rail_ranks)
@@ -219,8 +187,7 @@ WorkPtr HostedProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
 
 WorkPtr HostedProcessGroup::broadcast(const at::Tensor& tensor, int root,
                                       const CollectiveTag& tag) {
-  check_broadcast(*this, tensor, root, tag);
-  check_on_cpu("broadcast", tensor, tag);
+  check_host_broadcast(*this, tensor, root, tag);
   const MessageTag fingerprint = MessageTag("broadcast", tag, 0)
                                      .mix(root)
                                      .mix(tensor.numel())

@@ -6,9 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -79,7 +77,6 @@ class HostedProcessGroup : public ProcessGroup, public Closable {
   int index() const { return table_.index_of(rank()); }
   WorkPtr start(const char* collective, const CollectiveTag& tag,
                 std::vector<StepwiseWork::Step> steps);
-  std::shared_ptr<HostBuffer> buffer_of(const at::Tensor& flat);
   WorkPtr gather_shared(HostBuffer& buffer, const at::Tensor& flat, std::span<const int64_t> bounds,
                         const CollectiveTag& tag);
   std::vector<ByteRange> foreign_ranges(size_t begin, int64_t item,
@@ -90,8 +87,7 @@ class HostedProcessGroup : public ProcessGroup, public Closable {
   const ProcessGroupPtr rail_;
   const ProcessGroupPtr whole_;
   std::array<ChannelState, 3> channels_;
-  std::mutex mutex_;
-  std::map<const std::byte*, std::weak_ptr<HostBuffer>> buffers_;  // by their addresses here
+  SharedBuffers<HostBuffer> buffers_;
 };
 
 /// Makes such a process group of the ranks that `whole` connects and that find each other through

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <tessera/process_group.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "memory/shared_memory.h"
+
+namespace tessera {
+
+/// What a process group has made of memory that ranks share, found by where a tensor lies. A buffer
+/// is a `T`; it lives as long as a tensor of `add()` shows it. Thread-safe.
+template <class T>
+class SharedBuffers {
+ public:
+  /// Tensors of the first `nbytes` of `memory`, which own `buffer`.
+  SharedBuffer add(const std::shared_ptr<T>& buffer, SharedMemory& memory, int64_t nbytes) {
+    const auto show = [&](const std::byte* data) {
+      return at::from_blob(
+          const_cast<std::byte*>(data), {nbytes}, [buffer](void*) {},
+          at::TensorOptions().dtype(at::kByte));
+    };
+    const std::lock_guard lock(mutex_);
+    std::erase_if(known_, [](const auto& entry) { return entry.second.buffer.expired(); });
+    known_[memory.data()] = {buffer, nbytes};
+    return {.bytes = show(memory.data()), .read_only = show(memory.read_only())};
+  }
+
+  /// The buffer in which all of `flat` lies; null if there is none.
+  std::shared_ptr<T> holding(const at::Tensor& flat) {
+    const auto* const begin = static_cast<const std::byte*>(flat.const_data_ptr());
+    const std::lock_guard lock(mutex_);
+    const auto next = known_.upper_bound(begin);
+    if (next == known_.begin()) return nullptr;
+    const auto& [address, known] = *std::prev(next);
+    return begin + flat.nbytes() <= address + known.nbytes ? known.buffer.lock() : nullptr;
+  }
+
+ private:
+  struct Known {
+    std::weak_ptr<T> buffer;
+    int64_t nbytes = 0;
+  };
+
+  std::mutex mutex_;
+  std::map<const std::byte*, Known> known_;  // by their addresses here
+};
+
+}  // namespace tessera
