@@ -122,37 +122,44 @@ TESSERA_INLINE void reduce_all(const LocalReduction& reduction, void* out,
 // overwrites would cost as much as to read an input. Shorter ones may be read while they are there.
 constexpr int64_t kStreamBytes = int64_t{256} << 10;
 
-template <class T, class Op>
-TESSERA_TARGET_AVX2 int64_t stream_blocks(const LocalReduction& reduction, void* out,
-                                          std::span<const void* const> inputs, int64_t numel) {
+// Whole cache lines of such a sum, from its start on; returns how many elements they are. Without
+// accumulators in memory, so that the processor reads ahead in all inputs at once.
+template <class T>
+TESSERA_TARGET_AVX2 int64_t stream_sum(const LocalReduction& reduction, void* out,
+                                       std::span<const void* const> inputs, int64_t numel) {
 #if defined(__x86_64__)
-  using A = Accumulator<T>;
-  if constexpr (std::is_same_v<A, T> && std::is_floating_point_v<T>) {
-    constexpr int64_t kItems = sizeof(__m256i) / sizeof(T);
-    const bool is_aligned = reinterpret_cast<uintptr_t>(out) % sizeof(__m256i) == 0;
-    if (reduction.accumulate || !is_aligned || numel * int64_t{sizeof(T)} < kStreamBytes) return 0;
-    const auto factor = static_cast<T>(reduction.scale);
-    alignas(sizeof(__m256i)) T values[kBlock];
-    int64_t begin = 0;
-    for (; begin + kBlock <= numel; begin += kBlock) {
-      combine_inputs<T, Op>(values, inputs, begin, kBlock);
-      store(values, values, kBlock, factor, /*accumulate=*/false);
-      for (int64_t i = 0; i < kBlock; i += kItems)
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(static_cast<T*>(out) + begin + i),
-                            _mm256_load_si256(reinterpret_cast<const __m256i*>(values + i)));
+  using Vector [[gnu::vector_size(32), gnu::aligned(alignof(T)), gnu::may_alias]] = T;
+  constexpr int64_t kItems = sizeof(Vector) / sizeof(T);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(out) % sizeof(__m256i) == 0;
+  if (reduction.accumulate || !is_aligned || numel * int64_t{sizeof(T)} < kStreamBytes) return 0;
+  const auto factor = static_cast<T>(reduction.scale);
+  const auto input = [&](size_t k, int64_t at) TESSERA_TARGET_AVX2 {
+    return *reinterpret_cast<const Vector*>(static_cast<const T*>(inputs[k]) + at);
+  };
+  int64_t begin = 0;
+  for (; begin + 2 * kItems <= numel; begin += 2 * kItems) {
+    Vector low = input(0, begin), high = input(0, begin + kItems);
+    for (size_t k = 1; k < inputs.size(); ++k) {
+      low += input(k, begin);
+      high += input(k, begin + kItems);
     }
-    _mm_sfence();
-    return begin;
+    auto* const line = reinterpret_cast<__m256i*>(static_cast<T*>(out) + begin);
+    _mm256_stream_si256(line, reinterpret_cast<__m256i>(low * factor));
+    _mm256_stream_si256(line + 1, reinterpret_cast<__m256i>(high * factor));
   }
-#endif
+  _mm_sfence();
+  return begin;
+#else
   return 0;
+#endif
 }
 
 template <class T, class Out, class Op>
 TESSERA_TARGET_AVX2 void reduce_avx2(const LocalReduction& reduction, void* out,
                                      std::span<const void* const> inputs, int64_t numel) {
   int64_t begin = 0;
-  if constexpr (std::is_same_v<T, Out>) begin = stream_blocks<T, Op>(reduction, out, inputs, numel);
+  if constexpr (std::is_same_v<T, Out> && std::is_floating_point_v<T> && std::is_same_v<Op, Sum>)
+    begin = stream_sum<T>(reduction, out, inputs, numel);
   reduce_all<T, Out, Op>(reduction, out, inputs, begin, numel);
 }
 

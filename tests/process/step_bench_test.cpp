@@ -73,6 +73,19 @@ TEST(StepBench, PrintsTimesThatFitEachOther) {
   }
 }
 
+TEST(StepBench, MeasuresLocalProcessesInStepIfAsked) {
+  const auto end = measured(2, {"--level", "os", "--in-step", "--json"});
+  ASSERT_EQ(end.status, 0) << end.err;
+  const auto report = json::parse(end.out);
+  const double sharded = report.at("seconds").at("sharded");
+  const double in_step = report.at("in_step_seconds"), limit = report.at("in_step_limit_seconds");
+  EXPECT_GT(limit, 0);
+  EXPECT_LT(limit, in_step);
+  expect_near_relatively(report.at("ratio_to_in_step"), sharded / in_step);
+  expect_near_relatively(report.at("ratio_to_in_step_limit"), sharded / limit);
+  EXPECT_FALSE(report_of(1, "os").contains("in_step_seconds"));
+}
+
 TEST(StepBench, OneRankHasTheLocalReferenceAsItsLimit) {
   const auto report = report_of(1, "p_g_os");
   EXPECT_EQ(report.at("limit_seconds"), report.at("seconds").at("local"));

@@ -1,6 +1,7 @@
 #include "bench/step_bench.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
@@ -49,7 +50,8 @@ void check_options(const StepBenchOptions& options) {
   at_least("--prefetch", 0, options.prefetch);
 }
 
-std::vector<std::string> worker_arguments(const StepBenchOptions& options, bool sharded, int rank) {
+std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepRole role,
+                                          int rank) {
   const auto cores = available_cores().ids;
   std::vector<std::string> arguments = {"bench",   "step-worker", "--size",      options.size,
                                         "--level", options.level, "--transport", options.transport};
@@ -61,36 +63,74 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, bool 
   number("--prefetch", options.prefetch);
   number("--rank", rank);
   number("--core", cores[rank % cores.size()]);
-  if (sharded) arguments.push_back("--sharded");
+  number("--role", static_cast<int>(role));
   return arguments;
 }
 
-// Both kinds get the launcher's environment, and so the same heap settings.
-WorkerProcesses start_workers(const StepBenchOptions& options, bool sharded, int port) {
+// All kinds get the launcher's environment, and so the same heap settings.
+WorkerProcesses start_workers(const StepBenchOptions& options, StepRole role, int port) {
   WorkerProcesses workers;
   const LaunchOptions launch = {.environment = {{"OMP_NUM_THREADS", "1"}}};
   for (int rank = 0; rank < options.ranks; ++rank) {
     const RankPlace place = {.rank = rank, .ranks = options.ranks, .port = port};
     workers.push_back(std::make_unique<WorkerProcess>(
-        fmt::format("{} process {}", sharded ? "sharded" : "local", rank),
-        worker_arguments(options, sharded, rank), rank_environment(launch, place)));
+        fmt::format("{} process {}", to_string(role), rank), worker_arguments(options, role, rank),
+        rank_environment(launch, place)));
   }
   return workers;
 }
 
 void progress(const std::string& text) { fmt::print(stderr, "bench step: {}\n", text); }
 
-void add_turn(RoleResult& role, WorkerProcesses& workers, int steps) {
-  // What the other role left to its background threads must not disturb this one.
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  role.turns.push_back(ask(workers, fmt::format("train {}", steps), kLongestTurn));
-}
+// The processes of one role, and what they have answered.
+struct Team {
+  StepRole role;
+  RoleResult& result;
+  ReservedPort port{0};
+  WorkerProcesses workers;
 
-void measure_memory(RoleResult& role, WorkerProcesses& workers) {
-  role.memory = ask(workers, fmt::format("memory {}", kMemorySteps), kLongestTurn);
+  Team(StepRole team_role, RoleResult& team_result, const StepBenchOptions& options)
+      : role(team_role),
+        result(team_result),
+        workers(start_workers(options, role, port.number())) {}
+
+  void prepare() {
+    result.prepared = ask(workers, fmt::format("prepare {}", kWarmupSteps), kLongestTurn);
+  }
+
+  void train(int steps) {
+    // What the last team left to its background threads must not disturb this one.
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    result.turns.push_back(ask(workers, fmt::format("train {}", steps), kLongestTurn));
+  }
+
+  void measure_memory() {
+    result.memory = ask(workers, fmt::format("memory {}", kMemorySteps), kLongestTurn);
+  }
+};
+
+std::string describe_turn(const std::vector<std::unique_ptr<Team>>& teams, int round) {
+  std::vector<std::string> medians;
+  for (const auto& team : teams) {
+    medians.push_back(
+        fmt::format("{} {:.4f} s", to_string(team->role), team->result.turn_median(round)));
+  }
+  return fmt::format("{}", fmt::join(medians, ", "));
 }
 
 }  // namespace
+
+const char* to_string(StepRole role) {
+  switch (role) {
+    case StepRole::kSharded:
+      return "sharded";
+    case StepRole::kLocal:
+      return "local";
+    case StepRole::kInStep:
+      return "in step";
+  }
+  return "?";
+}
 
 ShardPlan step_bench_plan(const StepBenchOptions& options) {
   check_options(options);
@@ -104,27 +144,26 @@ ShardPlan step_bench_plan(const StepBenchOptions& options) {
 
 int bench_step(const StepBenchOptions& options) {
   check_options(options);
-  const ReservedPort port(0);
-  auto sharded_workers = start_workers(options, /*sharded=*/true, port.number());
-  auto local_workers = start_workers(options, /*sharded=*/false, port.number());
   StepResult result = {.warmup_steps = kWarmupSteps};
+  std::vector<std::unique_ptr<Team>> teams;
+  const auto add = [&](StepRole role, RoleResult& of_role) {
+    teams.push_back(std::make_unique<Team>(role, of_role, options));
+  };
+  add(StepRole::kSharded, result.sharded);
+  add(StepRole::kLocal, result.local);
+  if (options.in_step) add(StepRole::kInStep, result.in_step.emplace());
 
   progress(fmt::format("{} at {}, {} ranks: {} warm-up steps", options.size, options.level,
                        options.ranks, kWarmupSteps));
-  const auto prepare = fmt::format("prepare {}", kWarmupSteps);
-  result.sharded.prepared = ask(sharded_workers, prepare, kLongestTurn);
-  result.local.prepared = ask(local_workers, prepare, kLongestTurn);
+  for (const auto& team : teams) team->prepare();
   for (int round = 0; round < options.rounds; ++round) {
-    // Each is first in every other round.
-    if (round % 2 == 0) add_turn(result.sharded, sharded_workers, options.steps);
-    add_turn(result.local, local_workers, options.steps);
-    if (round % 2 == 1) add_turn(result.sharded, sharded_workers, options.steps);
-    progress(fmt::format("round {} of {}: sharded {:.4f} s, local {:.4f} s", round + 1,
-                         options.rounds, result.sharded.turn_median(round),
-                         result.local.turn_median(round)));
+    // There and back: each is first as often as last.
+    for (const auto& team : teams) team->train(options.steps);
+    progress(
+        fmt::format("round {} of {}: {}", round + 1, options.rounds, describe_turn(teams, round)));
+    std::ranges::reverse(teams);
   }
-  measure_memory(result.sharded, sharded_workers);
-  measure_memory(result.local, local_workers);
+  for (const auto& team : teams) team->measure_memory();
 
   const auto report = step_report(options, result);
   fmt::print("{}\n", options.json ? report.dump() : step_table(report));

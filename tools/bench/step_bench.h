@@ -17,8 +17,9 @@ struct StepBenchOptions {
   std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
   std::string transport = "arena";  ///< how the ranks of the sharded job talk
   int ranks = 2;
-  int rounds = 5;  ///< turns of each, the sharded job and the local reference
-  int steps = 10;  ///< timed steps in a turn
+  int rounds = 5;        ///< turns of each, the sharded job and the local reference
+  int steps = 10;        ///< timed steps in a turn
+  bool in_step = false;  ///< also measure `StepRole::kInStep`
   bool json = false;
 
   // As in `ShardPlan`.
@@ -35,10 +36,19 @@ struct StepBenchOptions {
 /// exit status; throws `c10::ValueError` for options that do not exist.
 int bench_step(const StepBenchOptions& options);
 
+/// What the processes of a measurement do.
+enum class StepRole {
+  kSharded,  ///< train together
+  kLocal,    ///< each trains alone
+  kInStep,   ///< as `kLocal`, but after each backward they wait for each other
+};
+
+const char* to_string(StepRole role);
+
 /// One process of such a measurement.
 struct StepWorkerOptions {
   StepBenchOptions bench;
-  bool sharded = false;
+  StepRole role = StepRole::kLocal;
   int rank = 0;
   int core = -1;  ///< the core to stay on; -1: any
 };

@@ -43,6 +43,8 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
   step->add_option("--ranks", options->ranks, "processes of each kind");
   step->add_option("--rounds", options->rounds, "turns of each kind");
   step->add_option("--steps", options->steps, "timed steps in a turn");
+  step->add_flag("--in-step", options->in_step,
+                 "also measure local processes that wait for each other once a step");
   step->add_flag("--json", options->json, "print one line of JSON");
   step->callback([options, &exit_code] {
     exit_code = exit_code_of("tessera bench step", [&] { return bench_step(*options); });
@@ -53,11 +55,10 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
   add_workload(*worker, worker_options->bench);
   worker->add_option("--rank", worker_options->rank);
   worker->add_option("--core", worker_options->core);
-  worker->add_flag("--sharded", worker_options->sharded);
+  worker->add_option("--role", worker_options->role);
   worker->callback([worker_options, &exit_code] {
-    const auto who =
-        fmt::format("tessera bench step: {} process {}",
-                    worker_options->sharded ? "sharded" : "local", worker_options->rank);
+    const auto who = fmt::format("tessera bench step: {} process {}",
+                                 to_string(worker_options->role), worker_options->rank);
     exit_code = exit_code_of(who, [&] { return bench_step_worker(*worker_options); });
   });
 }

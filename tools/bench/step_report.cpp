@@ -82,13 +82,22 @@ ordered_json breakdown_ms(const RoleResult& role) {
   return breakdown;
 }
 
+// Sharded against local processes that wait for each other, too.
+ordered_json in_step_times(double sharded_median, const RoleResult& in_step, int ranks) {
+  const double median = median_of(in_step.seconds()), limit = limit_seconds(in_step, ranks);
+  return {{"in_step_seconds", median},
+          {"ratio_to_in_step", sharded_median / median},
+          {"in_step_limit_seconds", limit},
+          {"ratio_to_in_step_limit", sharded_median / limit}};
+}
+
 template <class T>
 ordered_json both(const T& sharded, const T& local) {
   return {{"sharded", sharded}, {"local", local}};
 }
 
 ordered_json times(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local] = result;
+  const auto& [warmup_steps, sharded, local, in_step] = result;
   const auto sharded_seconds = sharded.seconds(), local_seconds = local.seconds();
   const double median = median_of(sharded_seconds), local_median = median_of(local_seconds);
   const double limit = limit_seconds(local, options.ranks);
@@ -121,6 +130,12 @@ std::string time_lines(const ordered_json& report) {
                     both(seconds["sharded"], report["limit_seconds"]), 1, 4) +
                fmt::format("{:<58}{:>9.3f}\n", "  of the fastest steps",
                            report["ratio_of_minimums"].get<double>());
+  if (report.contains("in_step_seconds")) {
+    lines +=
+        line("  local, ranks in step", both(seconds["sharded"], report["in_step_seconds"]), 1, 4) +
+        line("    with its part of the optimizer",
+             both(seconds["sharded"], report["in_step_limit_seconds"]), 1, 4);
+  }
   const auto& parts = report.at("breakdown_ms");
   for (const char* part : kParts) {
     lines += line(fmt::format("  {} (ms)", part),
@@ -156,7 +171,7 @@ std::vector<double> RoleResult::part_seconds(const std::string& part) const {
 }
 
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local] = result;
+  const auto& [warmup_steps, sharded, local, in_step] = result;
   ordered_json report = {
       {"bench", "step"},
       {"size", options.size},
@@ -169,6 +184,10 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
       {"parameters", sharded.prepared.front().at("parameters")},
   };
   report.update(times(options, result));
+  if (in_step) {
+    const double median = report.at("seconds").at("sharded");
+    report.update(in_step_times(median, *in_step, options.ranks));
+  }
   const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
   report.update({
       {"kept_bytes", both(kept_bytes(sharded), kept_bytes(local))},

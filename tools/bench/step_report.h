@@ -1,6 +1,7 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ struct StepResult {
   int warmup_steps = 0;
   RoleResult sharded;
   RoleResult local;
+  std::optional<RoleResult> in_step;
 };
 
 /// The numbers that `tessera bench step --json` prints. Of those given per process, the largest.
@@ -39,6 +41,9 @@ struct StepResult {
 /// - `limit_seconds`: median of local's steps with the optimizer's part divided by the number of
 ///   ranks: what sharding could reach if communication cost nothing; `ratio_to_limit`: sharded by
 ///   that.
+/// - `in_step_seconds`, `ratio_to_in_step`, `in_step_limit_seconds`, `ratio_to_in_step_limit`: the
+///   same of `StepRole::kInStep`, with `--in-step`: what noise costs any ranks that wait for each
+///   other once a step is in both.
 /// - `breakdown_ms`: medians of the parts of a step, waits for other ranks included.
 /// - `kept_bytes`: what a process keeps between steps, by our own accounting.
 /// - `peak_unsharded_bytes`, `peak_in_flight_bytes`: what comes on top in a step (`ShardMemory`).

@@ -59,7 +59,7 @@ class StepWorker {
         plan_(step_bench_plan(options.bench)),
         batches_(options.bench.size, options.rank) {
     use_page_heap();  // the local reference gets it, too
-    if (!options.sharded) return;
+    if (options.role == StepRole::kLocal) return;
     const bool arena = options.bench.transport == "arena";
     world_.emplace(init({.transport = arena ? Transport::kArena : Transport::kGloo}));
   }
@@ -70,11 +70,11 @@ class StepWorker {
     auto model = make_bench_model(options_.bench.size);
     int64_t numel = 0;
     for (const auto& parameter : model->parameters()) numel += parameter.numel();
-    if (options_.sharded) {
+    if (options_.role == StepRole::kSharded) {
       plan_.process_group = world_->process_group();
       trainer_ = make_sharded_trainer(std::move(model), plan_);
     } else {
-      trainer_ = make_local_trainer(std::move(model));
+      trainer_ = make_local_trainer(std::move(model), world_ ? world_->process_group() : nullptr);
     }
     for (int i = 0; i < steps; ++i) trainer_->step(batches_.next());
     return {{"parameters", numel}, {"peak_pss", peak.stop() - pss_before_}};

@@ -83,8 +83,10 @@ int64_t bytes_of(const std::vector<Tensor>& tensors) {
 
 class LocalTrainer : public Trainer {
  public:
-  explicit LocalTrainer(std::shared_ptr<BenchModel> model)
-      : model_(std::move(model)), parameters_(model_->parameters()) {
+  LocalTrainer(std::shared_ptr<BenchModel> model, ProcessGroupPtr process_group)
+      : model_(std::move(model)),
+        process_group_(std::move(process_group)),
+        parameters_(model_->parameters()) {
     for (const auto& parameter : parameters_) {
       exp_avgs_.push_back(torch::zeros_like(parameter));
       exp_avg_sqs_.push_back(torch::zeros_like(parameter));
@@ -100,6 +102,7 @@ class LocalTrainer : public Trainer {
     auto loss = model_->loss(batch);
     seconds.forward = clock.lap();
     loss.backward();
+    if (process_group_) process_group_->arrive({"step", Channel::kControl})->wait();
     seconds.backward = clock.lap();
     update();
     seconds.optimizer = clock.lap();
@@ -129,6 +132,7 @@ class LocalTrainer : public Trainer {
   }
 
   std::shared_ptr<BenchModel> model_;
+  ProcessGroupPtr process_group_;
   std::vector<Tensor> parameters_, exp_avgs_, exp_avg_sqs_, state_steps_;
 };
 
@@ -140,8 +144,9 @@ std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
   return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting));
 }
 
-std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model) {
-  return std::make_unique<LocalTrainer>(std::move(model));
+std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,
+                                            ProcessGroupPtr process_group) {
+  return std::make_unique<LocalTrainer>(std::move(model), std::move(process_group));
 }
 
 }  // namespace tessera::tools

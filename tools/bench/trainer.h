@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/process_group.h>
 #include <tessera/shard_plan.h>
 
 #include <memory>
@@ -48,7 +49,9 @@ class Trainer {
 /// Trains with the others of `plan.process_group`.
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
 
-/// Trains alone, unsharded, with LibTorch's fused AdamW: the reference.
-std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model);
+/// Trains alone, unsharded, with LibTorch's fused AdamW: the reference. With a process group, after
+/// each backward it waits for the others' to have ended.
+std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,
+                                            ProcessGroupPtr process_group = nullptr);
 
 }  // namespace tessera::tools
