@@ -3,11 +3,13 @@
 // Everything that a training program needs.
 #include <tessera/checkpoint.h>
 #include <tessera/deferred_init.h>
+#include <tessera/device_mesh.h>
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/fully_shard.h>
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>
 #include <tessera/page_heap.h>
+#include <tessera/placement.h>
 #include <tessera/process_group.h>
 #include <tessera/shard_plan.h>
 #include <tessera/sharded_optimizer.h>

@@ -11,6 +11,8 @@
 
 namespace tessera {
 
+class ProcessGroups;
+
 /// How tensors in host memory get from rank to rank.
 enum class Transport : uint8_t {
   kAuto,   ///< the arena where ranks share a host and its memory, else Gloo
@@ -97,6 +99,9 @@ class TESSERA_API World {
   void set_process_group(ProcessGroupPtr process_group);
 
  private:
+  friend class DeviceMesh;
+  const std::shared_ptr<ProcessGroups>& process_groups() const;
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <tessera/world.h>
+
+#include <chrono>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace tessera {
+
+/// How ranks find each other, and what they are connected by.
+struct Meeting {
+  RankInfo info;  ///< this rank's place among those that meet
+  c10::intrusive_ptr<c10d::Store> store;
+  std::string backend;
+  Transport transport = Transport::kAuto;
+  std::chrono::milliseconds timeout;
+};
+
+/// Connects the ranks that find each other through `meeting.store`. Collective: all return, or
+/// fail, together.
+///
+/// Throws `c10::DistNetworkError` in the name of `function`, saying that all must call `call`, if
+/// some do not come in time.
+ProcessGroupPtr connect(const Meeting& meeting, const std::string& function,
+                        const std::string& call);
+
+}  // namespace tessera

@@ -1,0 +1,69 @@
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <tessera/placement.h>
+
+namespace tessera {
+namespace {
+
+const char* name_of(PartialOp op) {
+  switch (op) {
+    case PartialOp::kSum:
+      return "sum";
+    case PartialOp::kAvg:
+      return "avg";
+    case PartialOp::kMax:
+      return "max";
+    case PartialOp::kMin:
+      return "min";
+    case PartialOp::kProd:
+      return "prod";
+    case PartialOp::kAny:
+      return "any";
+    case PartialOp::kAll:
+      return "all";
+  }
+  TORCH_INTERNAL_ASSERT(false, "no such PartialOp: ", static_cast<int>(op));
+}
+
+int64_t wrap(int64_t dim, size_t mesh_dim, int64_t tensor_ndim) {
+  TORCH_CHECK_VALUE(tensor_ndim > 0, "[normalize] a tensor without dims can't be sharded; got Shard(",
+                    dim, ") for mesh dim ", mesh_dim, " and a tensor of 0 dims");
+  TORCH_CHECK_VALUE(dim >= -tensor_ndim && dim < tensor_ndim,
+                    "[normalize] a Shard must have a dim of the tensor; expected ", -tensor_ndim, " to ",
+                    tensor_ndim - 1, ", got Shard(", dim, ") for mesh dim ", mesh_dim,
+                    " and a tensor of ", tensor_ndim, " dims");
+  return dim < 0 ? dim + tensor_ndim : dim;
+}
+
+}  // namespace
+
+std::string to_string(const Placement& placement) {
+  if (const auto* shard = std::get_if<Shard>(&placement))
+    return fmt::format("Shard({})", shard->dim);
+  if (const auto* partial = std::get_if<Partial>(&placement))
+    return fmt::format("Partial({})", name_of(partial->op));
+  return "Replicate";
+}
+
+std::string to_string(const Placements& placements) {
+  std::string text = "[";
+  for (const Placement& placement : placements) {
+    if (text.size() > 1) text += ", ";
+    text += to_string(placement);
+  }
+  return text + "]";
+}
+
+Placements normalize(Placements placements, int64_t mesh_ndim, int64_t tensor_ndim) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(placements.size()) <= mesh_ndim,
+                    "[normalize] there must be at most one placement for each mesh dim; expected up to ",
+                    mesh_ndim, ", got ", placements.size(), ": ", to_string(placements));
+  for (size_t i = 0; i < placements.size(); ++i) {
+    if (auto* shard = std::get_if<Shard>(&placements[i]))
+      shard->dim = wrap(shard->dim, i, tensor_ndim);
+  }
+  placements.resize(mesh_ndim, Replicate{});
+  return placements;
+}
+
+}  // namespace tessera
