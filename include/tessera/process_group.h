@@ -117,6 +117,15 @@ class TESSERA_API ProcessGroup {
   /// Copies `tensor` (contiguous) of rank `root` to all ranks, in place.
   virtual WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) = 0;
 
+  /// Sends `to[r]` to each rank `r`, and receives in `from[r]` what `r` sends to this rank.
+  ///
+  /// Both have `size()` entries: 1-D, contiguous, of one dtype; an undefined or empty tensor stands
+  /// for nothing. What `r` sends must have as many elements as the `from` that waits for it. `to`
+  /// must not change before `wait_inputs()`. No `from` may overlap a `to` or another `from`, except
+  /// that `from[rank()]` may be `to[rank()]` itself.
+  virtual WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                             const CollectiveTag& tag) = 0;
+
   /// Returns when all ranks have called it.
   virtual void barrier(const CollectiveTag& tag) = 0;
 
@@ -157,7 +166,8 @@ TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::St
 
 /// Makes a process group over any c10d backend (NCCL, or the user's own). A backend matches
 /// collectives by their order, so all channels share one order: ranks must then use units alike. It
-/// also sums in its own order, and in the dtype of the messages.
+/// also sums in its own order, and in the dtype of the messages. Over all but NCCL, `all_to_all()`
+/// returns when all ranks have called it: they compare the lengths first.
 TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backend> backend,
                                                   std::chrono::milliseconds timeout);
 
@@ -183,7 +193,7 @@ struct TESSERA_API CollectiveCounts {
     int64_t calls = 0;
     int64_t bytes_sent = 0;  ///< by this rank, payload only
   };
-  Entry all_gather, reduce_scatter, all_reduce, broadcast, barrier;
+  Entry all_gather, reduce_scatter, all_reduce, broadcast, barrier, all_to_all;
   int64_t calls() const;
   int64_t bytes_sent() const;
 };
@@ -202,7 +212,7 @@ struct CollectiveRecord {
   std::string name;     ///< all_gather, reduce_scatter, ...
   std::string subject;  ///< from the tag
   Channel channel = Channel::kControl;
-  int64_t bytes = 0;  ///< size of the whole buffer
+  int64_t bytes = 0;  ///< size of the whole buffer; of an all-to-all, of all `to`
   int64_t issued_us = 0;
   int64_t completed_us = -1;  ///< -1 while it runs
 };

@@ -1,4 +1,5 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -8,71 +9,19 @@
 #include <array>
 #include <atomic>
 #include <functional>
-#include <mutex>
+#include <numeric>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
 
+#include "comm/backend_work.h"
 #include "comm/check_arguments.h"
-#include "comm/collective_name.h"
 #include "comm/local_sum.h"
+#include "comm/peer_message.h"
 
 namespace tessera {
 namespace {
-
-using BackendWork = c10::intrusive_ptr<c10d::Work>;
-
-// A collective made of works of the backend, and of what is left to do when they have ended.
-class BackendProcessGroupWork : public Work {
- public:
-  BackendProcessGroupWork(CollectiveName name, std::chrono::milliseconds timeout,
-                          std::vector<BackendWork> works, std::function<void()> finish)
-      : name_(std::move(name)),
-        timeout_(timeout),
-        works_(std::move(works)),
-        finish_(std::move(finish)) {}
-
-  void wait() override {
-    std::lock_guard lock(mutex_);
-    const auto start = std::chrono::steady_clock::now();
-    for (const BackendWork& work : works_) {
-      wait_for(work, start);
-    }
-    if (finish_) {
-      std::exchange(finish_, nullptr)();
-    }
-  }
-
-  bool is_completed() override {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    return lock.owns_lock() && std::all_of(works_.begin(), works_.end(),
-                                           [](const auto& work) { return work->isCompleted(); });
-  }
-
- private:
-  void wait_for(const BackendWork& work, std::chrono::steady_clock::time_point start) {
-    const auto elapsed = [&] { return std::chrono::steady_clock::now() - start; };
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timeout_ - elapsed());
-    std::exception_ptr error;
-    bool completed = false;
-    try {
-      // Zero would mean no timeout at all.
-      completed = work->wait(std::max(left, std::chrono::milliseconds(1)));
-    } catch (...) {
-      error = std::current_exception();
-    }
-    if (error || !completed) {
-      throw_wait_failed(name_, "its peers", elapsed(), timeout_, error);
-    }
-  }
-
-  const CollectiveName name_;
-  const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;
-  std::vector<BackendWork> works_;
-  std::function<void()> finish_;
-};
 
 bool is_even(std::span<const int64_t> bounds) {
   for (size_t r = 1; r + 1 < bounds.size(); ++r) {
@@ -86,6 +35,27 @@ bool is_even(std::span<const int64_t> bounds) {
 at::Tensor part_of(const at::Tensor& flat, std::span<const int64_t> bounds, int rank) {
   return flat.view(-1).narrow(0, bounds[rank], bounds[rank + 1] - bounds[rank]);
 }
+
+// Memory for the bytes of `messages` in a row, and how many each has.
+struct MessageRow {
+  MessageRow(std::span<const at::Tensor> messages, at::Device device) {
+    for (const at::Tensor& message : messages) sizes.push_back(message_bytes(message));
+    const int64_t all = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+    bytes = at::empty({all}, at::TensorOptions().dtype(at::kByte).device(device));
+  }
+
+  // Calls `copy(message, place)`, both as bytes, for each message with elements.
+  template <class Copy>
+  void for_each(std::span<const at::Tensor> messages, const Copy& copy) const {
+    int64_t begin = 0;
+    for (size_t r = 0; r < messages.size(); begin += sizes[r++]) {
+      if (sizes[r] > 0) copy(messages[r].view(at::kByte), bytes.narrow(0, begin, sizes[r]));
+    }
+  }
+
+  at::Tensor bytes;
+  std::vector<int64_t> sizes;
+};
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
@@ -116,24 +86,7 @@ class BackendProcessGroup : public ProcessGroup {
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
     at::NoGradGuard no_grad;
     check_all_gather(*this, flat, shard, bounds, tag);
-    std::vector<BackendWork> works;
-    if (has_fast_base_collectives_ && is_even(bounds)) {
-      at::Tensor output = flat.view(-1);
-      at::Tensor input = shard.view(-1);
-      works.push_back(backend_->_allgather_base(output, input));
-      return make_work("all_gather", tag, std::move(works));
-    }
-    const at::Tensor own = part_of(flat, bounds, rank());
-    if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) {
-      own.copy_(shard.view(-1));
-    }
-    for (int owner = 0; owner < size(); ++owner) {
-      std::vector<at::Tensor> tensors{part_of(flat, bounds, owner)};
-      if (tensors[0].numel() > 0) {
-        works.push_back(backend_->broadcast(tensors, {.rootRank = owner}));
-      }
-    }
-    return make_work("all_gather", tag, std::move(works));
+    return make_work("all_gather", tag, start_gather(flat, shard, bounds));
   }
 
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
@@ -173,17 +126,93 @@ class BackendProcessGroup : public ProcessGroup {
     return make_work("broadcast", tag, {backend_->broadcast(tensors, {.rootRank = root})});
   }
 
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override {
+    at::NoGradGuard no_grad;
+    check_all_to_all(*this, from, to, tag);
+    check_agreement(from, to, tag);
+    // As bytes: a rank without a message need not know the dtype.
+    const at::Device device = device_of(from, to);
+    MessageRow sent(to, device), received(from, device);
+    sent.for_each(to, [](const at::Tensor& message, const at::Tensor& place) {
+      place.copy_(message, /*non_blocking=*/true);
+    });
+    std::vector<int64_t> received_sizes = received.sizes;  // c10d's Gloo takes what it is given
+    std::vector<BackendWork> works{
+        backend_->alltoall_base(received.bytes, sent.bytes, received_sizes, sent.sizes)};
+    auto finish = [received, from = std::move(from)] {
+      at::NoGradGuard no_grad_either;
+      received.for_each(from, [](const at::Tensor& message, const at::Tensor& place) {
+        message.copy_(place, /*non_blocking=*/true);
+      });
+    };
+    return make_work("all_to_all", tag, std::move(works), std::move(finish));
+  }
+
   void barrier(const CollectiveTag& tag) override {
     // Not the backend's: Gloo's rethrows the error of an earlier collective.
-    const bool on_device = backend_name() == "nccl";
-    const at::Tensor one =
-        at::ones({1}, at::TensorOptions().device(on_device ? at::kCUDA : at::kCPU));
+    const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
     make_work("barrier", tag, {backend_->allreduce(tensors)})->wait();
     one.item();  // on a device, waiting only orders the stream
   }
 
  private:
+  // Where messages lie; if there are none, where the backend wants tensors.
+  at::Device device_of(std::span<const at::Tensor> from, std::span<const at::Tensor> to) const {
+    for (const auto& messages : {from, to}) {
+      for (const at::Tensor& message : messages) {
+        if (message_numel(message) > 0) return message.device();
+      }
+    }
+    return backend_name() == "nccl" ? at::kCUDA : at::kCPU;
+  }
+
+  std::vector<BackendWork> start_gather(const at::Tensor& flat, const at::Tensor& shard,
+                                        std::span<const int64_t> bounds) {
+    std::vector<BackendWork> works;
+    if (has_fast_base_collectives_ && is_even(bounds)) {
+      at::Tensor output = flat.view(-1);
+      at::Tensor input = shard.view(-1);
+      works.push_back(backend_->_allgather_base(output, input));
+      return works;
+    }
+    const at::Tensor own = part_of(flat, bounds, rank());
+    if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) {
+      own.copy_(shard.view(-1));
+    }
+    for (int owner = 0; owner < size(); ++owner) {
+      std::vector<at::Tensor> tensors{part_of(flat, bounds, owner)};
+      if (tensors[0].numel() > 0) {
+        works.push_back(backend_->broadcast(tensors, {.rootRank = owner}));
+      }
+    }
+    return works;
+  }
+
+  // Ranks tell each other what they send and expect, and wait for it: of a message that does not
+  // fit, c10d's Gloo takes what there is, or ends the process. On a device this would hold up what
+  // is queued there.
+  void check_agreement(std::span<const at::Tensor> from, std::span<const at::Tensor> to,
+                       const CollectiveTag& tag) {
+    if (size() == 1 || backend_name() == "nccl") return;
+    static_assert(sizeof(MessageForm) == 2 * sizeof(int64_t));
+    const int row = 2 * size();  // what a rank sends each, then what it expects of each
+    std::vector<int64_t> bounds{0};
+    for (int r = 0; r < size(); ++r) bounds.push_back(bounds.back() + 2 * row);
+    const at::Tensor all = at::zeros({bounds.back()}, at::TensorOptions().dtype(at::kLong));
+    auto* const forms = static_cast<MessageForm*>(all.mutable_data_ptr());
+    MessageForm* own = forms + rank() * row;
+    for (const auto& messages : {to, from})
+      own = std::transform(messages.begin(), messages.end(), own, form_of);
+    make_work("all_to_all", tag, start_gather(all, part_of(all, bounds, rank()), bounds))->wait();
+    const std::string why = disagreement(
+        size(), [&](int sender, int receiver) { return forms[sender * row + receiver]; },
+        [&](int sender, int receiver) { return forms[receiver * row + size() + sender]; });
+    TORCH_CHECK_WITH(DistBackendError, why.empty(), "[all_to_all] unit '", tag.subject, "': rank ",
+                     rank(), " of ", size(), ": ", why);
+  }
+
   // Starts the sums of all parts; `own` is this rank's part of `flat`, or becomes a tensor of its
   // own.
   std::vector<BackendWork> start_reductions(const at::Tensor& flat, at::Tensor& own,

@@ -3,9 +3,14 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/local_sum.h"
+#include "comm/peer_message.h"
 
 namespace tessera {
 namespace {
@@ -65,6 +70,64 @@ void check_piece(const Piece& piece, int64_t begin, int64_t end, at::ScalarType 
   }
 }
 
+void check_message(const char* name, size_t rank, const at::Tensor& message, at::ScalarType dtype,
+                   const std::string& where) {
+  TORCH_CHECK_VALUE(message.layout() == at::kStrided, "[all_to_all] `", name, "[", rank,
+                    "]` must be dense; got layout ", message.layout(), where);
+  TORCH_CHECK_VALUE(message.dim() == 1 && message.is_contiguous(), "[all_to_all] `", name, "[", rank,
+                    "]` must be 1-D and contiguous; got sizes ", message.sizes(), " with strides ",
+                    message.strides(), where);
+  TORCH_CHECK_VALUE(message.scalar_type() == dtype, "[all_to_all] all messages must have one dtype; got ",
+                    dtype, " and, as `", name, "[", rank, "]`, ", message.scalar_type(), where);
+}
+
+// Where a message lies.
+struct MessagePlace {
+  const std::byte* begin;
+  const std::byte* end;
+  const char* name;
+  size_t rank;
+};
+
+std::vector<MessagePlace> places_of(const char* name, std::span<const at::Tensor> messages) {
+  std::vector<MessagePlace> places;
+  for (size_t r = 0; r < messages.size(); ++r) {
+    if (message_numel(messages[r]) == 0) continue;
+    const auto* const begin = static_cast<const std::byte*>(messages[r].const_data_ptr());
+    places.push_back({begin, begin + messages[r].nbytes(), name, r});
+  }
+  return places;
+}
+
+// What is received must not lie where something else is received or sent. `rank` may receive its
+// own message in place.
+void check_disjoint(std::span<const at::Tensor> from, std::span<const at::Tensor> to, size_t rank,
+                    const std::string& where) {
+  std::vector<MessagePlace> written = places_of("from", from), read = places_of("to", to);
+  const bool in_place =
+      message_numel(to[rank]) > 0 && from[rank].const_data_ptr() == to[rank].const_data_ptr();
+  if (in_place)
+    std::erase_if(written, [&](const MessagePlace& place) { return place.rank == rank; });
+  const auto by_begin = [](const MessagePlace& a, const MessagePlace& b) {
+    return a.begin < b.begin;
+  };
+  std::sort(written.begin(), written.end(), by_begin);
+  const auto check = [&](const MessagePlace& a, const MessagePlace& b) {
+    TORCH_CHECK_VALUE(a.end <= b.begin || b.end <= a.begin,
+                      "[all_to_all] no `from` may overlap a `to` or another `from`, except that this "
+                      "rank's own may be its `to` itself; got `", a.name, "[", a.rank, "]` over `",
+                      b.name, "[", b.rank, "]`", where);
+  };
+  for (size_t i = 1; i < written.size(); ++i) check(written[i - 1], written[i]);
+  // Those that are written are disjoint: the first that ends behind `begin` tells.
+  for (const MessagePlace& place : read) {
+    const auto next =
+        std::partition_point(written.begin(), written.end(),
+                             [&](const MessagePlace& other) { return other.end <= place.begin; });
+    if (next != written.end()) check(*next, place);
+  }
+}
+
 }  // namespace
 
 void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
@@ -109,6 +172,30 @@ void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor
                     ", got ", root, place);
 }
 
+void check_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
+                      std::span<const at::Tensor> to, const CollectiveTag& tag) {
+  const std::string place = where(process_group, tag);
+  const auto size = static_cast<size_t>(process_group.size());
+  TORCH_CHECK_VALUE(from.size() == size && to.size() == size,
+                    "[all_to_all] `from` and `to` must have an entry for each rank; expected ", size,
+                    ", got ", from.size(), " and ", to.size(), place);
+  std::optional<at::ScalarType> dtype;
+  for (size_t r = 0; r < size; ++r) {
+    for (const bool is_sent : {true, false}) {
+      const at::Tensor& message = is_sent ? to[r] : from[r];
+      if (message_numel(message) == 0) continue;
+      if (!dtype) dtype = message.scalar_type();
+      check_message(is_sent ? "to" : "from", r, message, *dtype, place);
+    }
+  }
+  const auto rank = static_cast<size_t>(process_group.rank());
+  TORCH_CHECK_VALUE(message_numel(from[rank]) == message_numel(to[rank]),
+                    "[all_to_all] what a rank sends to itself must fit; expected ",
+                    message_numel(from[rank]), " elements in `to[", rank, "]`, got ",
+                    message_numel(to[rank]), place);
+  check_disjoint(from, to, rank, place);
+}
+
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), "[", function,
                     "] the tensors of this process group must lie in host memory; got device ", tensor.device(),
@@ -149,6 +236,16 @@ void check_host_broadcast(const ProcessGroup& process_group, const at::Tensor& t
                           const CollectiveTag& tag) {
   check_broadcast(process_group, tensor, root, tag);
   check_on_cpu("broadcast", tensor, tag);
+}
+
+void check_host_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
+                           std::span<const at::Tensor> to, const CollectiveTag& tag) {
+  check_all_to_all(process_group, from, to, tag);
+  for (const auto& messages : {from, to}) {
+    for (const at::Tensor& message : messages) {
+      if (message_numel(message) > 0) check_on_cpu("all_to_all", message, tag);
+    }
+  }
 }
 
 void check_in_place(const ProcessGroup& process_group, const at::Tensor& flat,

@@ -19,6 +19,8 @@ void check_all_reduce(const ProcessGroup& process_group, const at::Tensor& tenso
                       const CollectiveTag& tag);
 void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
                      const CollectiveTag& tag);
+void check_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
+                      std::span<const at::Tensor> to, const CollectiveTag& tag);
 
 /// Throws unless `tensor` lies in host memory.
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag);
@@ -37,6 +39,8 @@ void check_host_all_reduce(const ProcessGroup& process_group, const at::Tensor& 
                            const CollectiveTag& tag);
 void check_host_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
                           const CollectiveTag& tag);
+void check_host_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
+                           std::span<const at::Tensor> to, const CollectiveTag& tag);
 
 /// Throws unless `shard` is the part of `flat`, which is shared memory, that this rank owns.
 void check_in_place(const ProcessGroup& process_group, const at::Tensor& flat,

@@ -3,19 +3,21 @@
 
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "comm/check_arguments.h"
+#include "comm/peer_message.h"
 
 namespace tessera {
 
 int64_t CollectiveCounts::calls() const {
   return all_gather.calls + reduce_scatter.calls + all_reduce.calls + broadcast.calls +
-         barrier.calls;
+         barrier.calls + all_to_all.calls;
 }
 
 int64_t CollectiveCounts::bytes_sent() const {
   return all_gather.bytes_sent + reduce_scatter.bytes_sent + all_reduce.bytes_sent +
-         broadcast.bytes_sent + barrier.bytes_sent;
+         broadcast.bytes_sent + barrier.bytes_sent + all_to_all.bytes_sent;
 }
 
 namespace {
@@ -61,6 +63,17 @@ class CountingDecorator : public CountingProcessGroup {
     WorkPtr work = inner_->broadcast(tensor, root, tag);
     count(&CollectiveCounts::broadcast,
           rank() == root ? receivers() * static_cast<int64_t>(tensor.nbytes()) : 0);
+    return work;
+  }
+
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override {
+    int64_t bytes = 0;
+    for (const int r : inner_->sends_to()) {
+      if (static_cast<size_t>(r) < to.size()) bytes += message_bytes(to[r]);
+    }
+    WorkPtr work = inner_->all_to_all(std::move(from), std::move(to), tag);
+    count(&CollectiveCounts::all_to_all, bytes);
     return work;
   }
 

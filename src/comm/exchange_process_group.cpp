@@ -82,6 +82,18 @@ WorkPtr ExchangeProcessGroup::broadcast(const at::Tensor& tensor, int root,
   return std::make_shared<ExchangeWork>(std::move(exchange), channel(tag).thread);
 }
 
+WorkPtr ExchangeProcessGroup::all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                                         const CollectiveTag& tag) {
+  check_host_all_to_all(*this, from, to, tag);
+  CollectiveName name = next_name("all_to_all", tag);
+  const MessageTag message_tag("all_to_all", tag, name.sequence);
+  // Who sends what nobody awaits learns it from its sends alone.
+  auto exchange =
+      std::make_shared<TransferExchange>(std::move(name), timeout_, /*wait_for_sends=*/true);
+  exchange->post([&] { post_all_to_all(*exchange, mailbox_, message_tag, from, to); });
+  return std::make_shared<ExchangeWork>(std::move(exchange), channel(tag).thread);
+}
+
 WorkPtr ExchangeProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                                              std::span<const int64_t> bounds,
                                              const ReduceScatterOptions& options,

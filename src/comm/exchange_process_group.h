@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/block_pool.h"
 #include "comm/closable.h"
@@ -44,6 +45,8 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable {
                          const CollectiveTag& tag) override;
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override;
   void barrier(const CollectiveTag& tag) override;
 
  private:

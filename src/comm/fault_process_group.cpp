@@ -44,6 +44,12 @@ class FaultProcessGroup : public ProcessGroup {
     return inner_->broadcast(tensor, root, tag);
   }
 
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override {
+    inject("all_to_all", tag);
+    return inner_->all_to_all(std::move(from), std::move(to), tag);
+  }
+
   void barrier(const CollectiveTag& tag) override {
     inject("barrier", tag);
     inner_->barrier(tag);

@@ -9,6 +9,7 @@
 
 #include "comm/check_arguments.h"
 #include "comm/collective_name.h"
+#include "comm/peer_message.h"
 #include "trace/flight_record.h"
 
 namespace tessera {
@@ -98,6 +99,14 @@ class TracingDecorator : public TracingProcessGroup {
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
     return trace("broadcast", bytes_of(tensor), tag,
                  [&] { return inner_->broadcast(tensor, root, tag); });
+  }
+
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override {
+    int64_t bytes = 0;
+    for (const at::Tensor& message : to) bytes += message_bytes(message);
+    return trace("all_to_all", bytes, tag,
+                 [&] { return inner_->all_to_all(std::move(from), std::move(to), tag); });
   }
 
   void barrier(const CollectiveTag& tag) override {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "comm/message_plan.h"
+#include "comm/peer_message.h"
 
 namespace tessera {
 
@@ -50,13 +51,24 @@ void receive(TransferExchange& exchange, const Mailbox& mailbox, int tag, std::b
   });
 }
 
+// What one peer is sent.
+struct Outgoing {
+  const std::byte* from = nullptr;
+  int64_t bytes = 0;
+  int tag = 0;
+};
+
 // Sends to the ranks after this one first, so that not all send to the same rank at once.
-void send_to_all(TransferExchange& exchange, const Mailbox& mailbox, int tag, const std::byte* from,
-                 int64_t bytes) {
-  cut_into_messages(bytes, [&](int64_t begin, int64_t length) {
+// `outgoing(peer)`: what for; at most `longest` bytes.
+template <class ToPeer>
+void send_to_all(TransferExchange& exchange, const Mailbox& mailbox, int64_t longest,
+                 const ToPeer& outgoing) {
+  cut_into_messages(longest, [&](int64_t begin, int64_t /*length*/) {
     for (int step = 1; step < mailbox.size(); ++step) {
       const int peer = (mailbox.rank() + step) % mailbox.size();
-      exchange.add_send(mailbox.send(from + begin, length, peer, tag));
+      const Outgoing what = outgoing(peer);
+      const int64_t length = std::min(kMaxMessageBytes, what.bytes - begin);
+      if (length > 0) exchange.add_send(mailbox.send(what.from + begin, length, peer, what.tag));
     }
   });
 }
@@ -80,7 +92,8 @@ void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag
     receive(exchange, mailbox, tag, place_of(peer), bytes_of(peer), peer);
   }
   const auto* const from = static_cast<const std::byte*>(shard.const_data_ptr());
-  send_to_all(exchange, mailbox, tag, from, bytes_of(rank));
+  const Outgoing shown{from, bytes_of(rank), tag};
+  send_to_all(exchange, mailbox, shown.bytes, [&](int) { return shown; });
   if (bytes_of(rank) > 0 && place_of(rank) != from) {
     std::memmove(place_of(rank), from, bytes_of(rank));
   }
@@ -95,9 +108,39 @@ void post_broadcast(TransferExchange& exchange, const Mailbox& mailbox, int tag,
     receive(exchange, mailbox, tag, static_cast<std::byte*>(tensor.mutable_data_ptr()), bytes,
             root);
   } else {
-    send_to_all(exchange, mailbox, tag, static_cast<const std::byte*>(tensor.const_data_ptr()),
-                bytes);
+    const Outgoing shown{static_cast<const std::byte*>(tensor.const_data_ptr()), bytes, tag};
+    send_to_all(exchange, mailbox, bytes, [&](int) { return shown; });
   }
+}
+
+void post_all_to_all(TransferExchange& exchange, const Mailbox& mailbox, const MessageTag& tag,
+                     std::span<const at::Tensor> from, std::span<const at::Tensor> to) {
+  const int rank = mailbox.rank();
+  const int size = mailbox.size();
+  const auto tag_of = [&](const at::Tensor& message) {
+    MessageTag mixed = tag;
+    return mixed.mix(message.numel()).mix(static_cast<int64_t>(message.scalar_type())).value();
+  };
+  // Receives come first, as above.
+  for (int step = 1; step < size; ++step) {
+    const int peer = (rank + size - step) % size;
+    if (message_numel(from[peer]) == 0) continue;
+    exchange.keep_output(from[peer]);
+    receive(exchange, mailbox, tag_of(from[peer]),
+            static_cast<std::byte*>(from[peer].mutable_data_ptr()), message_bytes(from[peer]),
+            peer);
+  }
+  std::vector<Outgoing> outgoing(size);
+  int64_t longest = 0;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank || message_numel(to[peer]) == 0) continue;
+    exchange.keep_input(to[peer]);
+    outgoing[peer] = {static_cast<const std::byte*>(to[peer].const_data_ptr()),
+                      message_bytes(to[peer]), tag_of(to[peer])};
+    longest = std::max(longest, outgoing[peer].bytes);
+  }
+  send_to_all(exchange, mailbox, longest, [&](int peer) { return outgoing[peer]; });
+  take_own_message(from[rank], to[rank]);
 }
 
 }  // namespace tessera

@@ -128,6 +128,54 @@ TEST(Arena, RanksThatDisagreeAreToldWhatTheOtherDid) {
   EXPECT_NE(errors[1].find("all_reduce of unit 'left'"), std::string::npos) << errors[1];
 }
 
+// What a rank sends may go at once; what it gets must be what was there when it was sent.
+TEST(Arena, MessagesAreReadWhereTheyAreAndKeptUntilThen) {
+  run_arena(3, [](World& world) {
+    const int rank = world.rank();
+    std::vector<std::vector<torch::Tensor>> received;
+    std::vector<WorkPtr> works;
+    for (int i = 0; i < 20; ++i) {
+      if (rank == i % 3) std::this_thread::sleep_for(milliseconds(3));
+      std::vector<torch::Tensor> to, from;
+      for (int r = 0; r < 3; ++r) {
+        to.push_back(torch::full({100'000 + r}, 1.F * 9 * i + 3 * rank + r));
+        from.push_back(torch::empty({100'000 + rank}));
+      }
+      received.push_back(from);
+      works.push_back(world.process_group()->all_to_all(std::move(from), std::move(to), kTag));
+    }
+    for (const auto& work : works) work->wait();
+    for (int i = 0; i < 20; ++i) {
+      for (int r = 0; r < 3; ++r)
+        EXPECT_TRUE((received[i][r] == 9 * i + 3 * r + rank).all().item<bool>()) << i << ' ' << r;
+    }
+  });
+}
+
+TEST(Arena, RanksThatDisagreeOnAMessageAreNamedOnAllRanks) {
+  run_arena(3, [](World& world) {
+    auto& group = *world.process_group();
+    const auto start = std::chrono::steady_clock::now();
+    const auto exchange = [&](int64_t sent, int64_t expected) {
+      std::vector<torch::Tensor> from(3), to(3);
+      if (world.rank() == 0) to[2] = torch::ones({sent});
+      if (world.rank() == 2) from[0] = torch::zeros({expected});
+      group.all_to_all(from, to, kTag)->wait_inputs();
+      if (world.rank() != 2) return;
+      EXPECT_EQ(from[0].sum().item<double>(), static_cast<double>(sent));
+    };
+    for (int i = 0; i < 300; ++i) {  // more than there are slots: a failure holds none
+      expect_error([&] { exchange(5, 4); },
+                   {"[all_to_all] unit 'arena'",
+                    "rank 0 sends 5 elements of Float to rank 2, which expects 4 elements of"});
+      exchange(5, 5);
+    }
+    expect_error([&] { exchange(0, 4); }, {"rank 0 sends nothing to rank 2, which expects 4"});
+    expect_error([&] { exchange(7, 0); }, {"rank 0 sends 7", "to rank 2, which expects nothing"});
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20));
+  });
+}
+
 TEST(Arena, ARankThatLeavesIsNamedByThoseWhoNeedIt) {
   std::vector<std::string> errors(3);
   const auto start = std::chrono::steady_clock::now();

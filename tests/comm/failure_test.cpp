@@ -41,6 +41,8 @@ class RankThatNeverComes : public ::testing::TestWithParam<std::string> {
       pg.all_reduce(flat, ReduceOp::kSum, tag)->wait();
     } else if (kind == "broadcast") {
       pg.broadcast(flat, /*root=*/0, tag)->wait();
+    } else if (kind == "all_to_all") {
+      pg.all_to_all({shard, {}}, {torch::ones({3}), {}}, tag)->wait();
     } else {
       pg.barrier(tag);
     }
@@ -72,7 +74,7 @@ TEST_P(RankThatNeverComes, IsNamedWithCollectiveUnitRankAndSeconds) {
 
 INSTANTIATE_TEST_SUITE_P(All, RankThatNeverComes,
                          ::testing::Values("all_gather", "reduce_scatter", "all_reduce",
-                                           "broadcast", "barrier"));
+                                           "broadcast", "all_to_all", "barrier"));
 
 // Ranks that disagree time out; no rank gets another collective's data.
 void expect_disagreement(const std::function<void(ProcessGroup&)>& collective) {

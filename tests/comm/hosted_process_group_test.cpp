@@ -180,6 +180,35 @@ TEST(Hosts, ReduceScatterSendsTheSumsOfAHost) {
   });
 }
 
+// All ranks of all hosts, while gathers into shared memory are under way.
+TEST(Hosts, MessagesGoBetweenAllRanks) {
+  run_hosts(4, by_turns, [](World& world) {
+    auto& pg = *world.process_group();
+    const int rank = world.rank();
+    const auto bounds = even_pages(4, 8);
+    const auto buffer = *pg.share(bounds.back() * 4, kTag);
+    const auto flat = buffer.bytes.view(torch::kFloat);
+    const auto numel = [](int sender, int receiver) { return 30'000 * sender + 10 * receiver; };
+    for (int round = 0; round < 10; ++round) {
+      part(flat, bounds, rank).fill_(round);
+      std::vector<torch::Tensor> to, from;
+      for (int r = 0; r < 4; ++r) {
+        to.push_back(torch::full({numel(rank, r)}, 100 * round + 10 * rank + r));
+        from.push_back(torch::zeros({numel(r, rank)}, torch::kInt64));
+      }
+      const auto gathered = pg.all_gather(flat, part(flat, bounds, rank), bounds, kTag);
+      const auto exchanged = pg.all_to_all(from, std::move(to), kTag);
+      exchanged->wait();
+      gathered->wait();
+      for (int r = 0; r < 4; ++r)
+        EXPECT_TRUE((from[r] == 100 * round + 10 * r + rank).all().item<bool>()) << round;
+      EXPECT_TRUE((buffer.read_only.view(torch::kFloat) == round).all().item<bool>()) << round;
+      pg.release(buffer);
+      pg.barrier(kTag);  // before others write their parts again
+    }
+  });
+}
+
 // Who left, or never comes, must not make others wait for ever, wherever they are in the steps.
 TEST(Hosts, ARankThatNeverComesIsToldOf) {
   for (const int late : {0, 1, 3}) {

@@ -1,10 +1,11 @@
 // Trains a small model and prints what came of it.
 //
-//   arena_probe STEPS [die RANK STEP | stay]
+//   arena_probe STEPS [die RANK STEP | stay | exchange]
 //
 // Each rank prints "rank R over TRANSPORT", "rank R step S" after each step and, at the end, "rank
 // R sum HEX" with the bits of a sum over all parameters. With `die`, RANK kills itself in STEP,
-// between backward and step. With `stay`, all wait to be killed.
+// between backward and step. With `stay`, all wait to be killed. With `exchange`, each sends all
+// others messages of many lengths, and prints "rank R exchanged".
 
 #include <signal.h>
 #include <tessera/tessera.h>
@@ -16,6 +17,8 @@
 #include <exception>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -46,6 +49,25 @@ void train(const tessera::World& world, int steps, int dying_rank, int last_step
   std::printf("rank %d sum %a\n", world.rank(), sum);
 }
 
+void exchange(const tessera::World& world) {
+  const int rank = world.rank(), size = world.size();
+  const auto message = [](int sender, int receiver, int64_t numel) {
+    return torch::arange(numel) * 7 + 10 * sender + receiver;
+  };
+  for (const int64_t numel : {1, 1000, 100'000, 3'000'000}) {
+    std::vector<torch::Tensor> from, to;
+    for (int r = 0; r < size; ++r) {
+      to.push_back(message(rank, r, numel + r));
+      from.push_back(torch::zeros({numel + rank}, torch::kInt64));
+    }
+    world.process_group()->all_to_all(from, std::move(to), {.subject = "probe"})->wait_inputs();
+    for (int r = 0; r < size; ++r)
+      TORCH_CHECK(torch::equal(from[r], message(r, rank, numel + rank)), "rank ", rank, " got wrong ",
+                  numel, " of rank ", r);
+  }
+  std::printf("rank %d exchanged\n", rank);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -56,6 +78,7 @@ int main(int count, char** arguments) {
     const std::string mode = count > 2 ? arguments[2] : "";
     train(world, value(arguments, count, 1), mode == "die" ? value(arguments, count, 3) : -1,
           value(arguments, count, 4));
+    if (mode == "exchange") exchange(world);
     if (mode == "stay") {
       std::printf("rank %d stays\n", world.rank());
       std::fflush(stdout);

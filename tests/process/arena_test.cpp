@@ -87,6 +87,18 @@ TEST(ArenaProcesses, GiveTheBitsOfGloo) {
   EXPECT_EQ(std::set<std::string>(sums.begin(), sums.end()).size(), 1U);
 }
 
+// Messages in the shared heap, and, without it, copies.
+TEST(ArenaProcesses, SendEachOtherMessages) {
+  using Settings = std::map<std::string, std::string>;
+  for (const Settings& settings : {Settings{}, Settings{{"TESSERA_PAGE_HEAP", "0"}}}) {
+    for (const auto& end : Job(3, {"1", "exchange"}, settings).wait()) {
+      EXPECT_EQ(end.status, 0) << end.err;
+      EXPECT_EQ(after(end.out, " over "), "arena");
+      EXPECT_TRUE(contains(end.out, " exchanged\n")) << end.out;
+    }
+  }
+}
+
 TEST(ArenaProcesses, NoticeWithinSecondsThatARankHasDied) {
   Job job(3, {"1000000", "die", "1", "5"});
   ASSERT_TRUE(job.rank(0).wait_for_output("step 4\n"));

@@ -62,6 +62,9 @@ class Operations {
            std::vector<torch::Tensor> tensors{flat_};
            wait(theirs_.broadcast(tensors));
          }},
+        {"all_to_all", "tessera",
+         [this] { ours_.all_to_all(flat_.chunk(size_), input_.chunk(size_), kTag)->wait_inputs(); },
+         [this] { check_gathered(); }},
         {"all_to_all", "c10d",
          [this] {
            std::vector<int64_t> even;

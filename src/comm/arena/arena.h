@@ -20,7 +20,7 @@ namespace tessera {
 
 /// A range of a flat buffer, and where the rank that shows it has it.
 struct ShownPiece {
-  int64_t begin = 0, numel = 0;  ///< elements
+  int64_t begin = 0, numel = 0;  ///< elements; of an all-to-all, `begin` is the dtype
   uint64_t address = 0;          ///< 0: zeros
 };
 

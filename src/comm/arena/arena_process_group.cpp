@@ -8,6 +8,7 @@
 
 #include "comm/arena/handshake.h"
 #include "comm/check_arguments.h"
+#include "comm/peer_message.h"
 
 namespace tessera {
 namespace {
@@ -146,6 +147,25 @@ ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& co
   return shown;
 }
 
+// Shows tensors that the others reach where they are, and copies of the rest.
+void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> pieces) {
+  size_t copied = 0;
+  for (const Piece& piece : pieces) {
+    if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
+      copied += piece.data.nbytes() + 63;
+  }
+  std::byte* const block = copied > 0 ? arena_->allocate(copied) : nullptr;
+  std::byte* copy = block;
+  std::vector<ShownPiece> shown;
+  std::vector<at::Tensor> kept;
+  for (Piece& piece : pieces) {
+    shown.push_back(reachable_piece(piece, copy));
+    if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
+      kept.push_back(std::move(piece.data));
+  }
+  arena_->show(place, shown, std::move(kept), block);
+}
+
 WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                                           std::span<const int64_t> bounds,
                                           const ReduceScatterOptions& options,
@@ -164,23 +184,9 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
                                   at::ScalarType dtype, std::vector<ArenaReduction> reductions,
                                   MessageTag fingerprint, const CollectiveTag& tag) {
   fingerprint.mix(static_cast<int64_t>(dtype));
-  size_t copied = 0;
-  for (const Piece& piece : pieces) {
-    fingerprint.mix(piece.begin).mix(piece.numel);
-    if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
-      copied += piece.data.nbytes() + 63;
-  }
+  for (const Piece& piece : pieces) fingerprint.mix(piece.begin).mix(piece.numel);
   ArenaPlace place = arena_->take_place("reduce_scatter", tag, fingerprint_of(fingerprint));
-  std::byte* const block = copied > 0 ? arena_->allocate(copied) : nullptr;
-  std::byte* copy = block;
-  std::vector<ShownPiece> shown;
-  std::vector<at::Tensor> kept;
-  for (Piece& piece : pieces) {
-    shown.push_back(reachable_piece(piece, copy));
-    if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
-      kept.push_back(std::move(piece.data));
-  }
-  arena_->show(place, shown, std::move(kept), block);
+  show_pieces(place, std::move(pieces));
   return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions)));
 }
 
@@ -217,6 +223,24 @@ WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tens
     is_read_in_place = show(place, tensor);
   }
   return start(std::make_shared<BroadcastTask>(std::move(place), tensor, root, is_read_in_place));
+}
+
+// Shows what it sends each rank, then what it expects of each: all ranks see whether they agree.
+WorkPtr ArenaProcessGroup::all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                                      const CollectiveTag& tag) {
+  check_host_all_to_all(*this, from, to, tag);
+  ArenaPlace place =
+      arena_->take_place("all_to_all", tag, fingerprint_of(start_fingerprint("all_to_all", tag)));
+  take_own_message(from[rank()], to[rank()]);
+  std::vector<Piece> pieces;
+  const auto add = [&](const at::Tensor& message, bool is_shown) {
+    const MessageForm form = form_of(message);
+    pieces.push_back({form.dtype, is_shown ? message : at::Tensor(), form.numel});
+  };
+  for (int r = 0; r < size(); ++r) add(to[r], r != rank());
+  for (const at::Tensor& message : from) add(message, false);
+  show_pieces(place, std::move(pieces));
+  return start(std::make_shared<AllToAllTask>(std::move(place), std::move(from)));
 }
 
 ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {

@@ -41,6 +41,8 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
                          const CollectiveTag& tag) override;
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override;
   void barrier(const CollectiveTag& tag) override { arrive(tag)->wait(); }
   WorkPtr arrive(const CollectiveTag& tag) override;
 
@@ -71,6 +73,7 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
   /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
   bool show(const ArenaPlace& place, const at::Tensor& tensor);
   void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
+  void show_pieces(const ArenaPlace& place, std::vector<Piece> pieces);
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
 
   const std::shared_ptr<Arena> arena_;

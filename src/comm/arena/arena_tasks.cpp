@@ -1,9 +1,13 @@
 #include "comm/arena/arena_tasks.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
+
+#include "comm/peer_message.h"
 
 namespace tessera {
 namespace {
@@ -72,6 +76,33 @@ bool BroadcastTask::advance(Arena& arena) {
     std::memcpy(bytes_of(tensor_), arena.data(root_, *post->first_piece()), tensor_.nbytes());
   arena.done_reading(place_);
   return true;
+}
+
+AllToAllTask::AllToAllTask(ArenaPlace place, std::vector<at::Tensor> from)
+    : ArenaTask(std::move(place)), from_(std::move(from)) {}
+
+bool AllToAllTask::advance(Arena& arena) {
+  if (!arena.all_show(place_)) return false;
+  const std::string why = disagreement(arena);
+  for (int rank = 0; rank < arena.size() && why.empty(); ++rank) {
+    if (rank == arena.rank() || message_numel(from_[rank]) == 0) continue;
+    const ShownPiece& piece = arena.shown(rank, place_)->first_piece()[arena.rank()];
+    std::memcpy(bytes_of(from_[rank]), arena.data(rank, piece), from_[rank].nbytes());
+  }
+  // Also of what does not fit, which all ranks find: nobody will read it.
+  arena.done_reading(place_);
+  TORCH_CHECK_WITH(DistBackendError, why.empty(), place_.name.describe(), ": ", why);
+  return true;
+}
+
+std::string AllToAllTask::disagreement(const Arena& arena) const {
+  std::vector<const ShownPiece*> posts;
+  for (int rank = 0; rank < arena.size(); ++rank)
+    posts.push_back(arena.shown(rank, place_)->first_piece());
+  const auto form = [](const ShownPiece& piece) { return MessageForm{piece.numel, piece.begin}; };
+  return tessera::disagreement(
+      arena.size(), [&](int sender, int receiver) { return form(posts[sender][receiver]); },
+      [&](int sender, int receiver) { return form(posts[receiver][arena.size() + sender]); });
 }
 
 void ArenaReduction::run(const Arena& arena, const ArenaPlace& place) const {

@@ -3,6 +3,7 @@
 #include <tessera/process_group.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/arena/arena.h"
@@ -40,6 +41,19 @@ class BroadcastTask final : public ArenaTask {
   at::Tensor tensor_;
   int root_;
   bool wait_for_readers_;
+};
+
+/// Copies what each other rank shows for this one to the tensor of `from` that waits for it. A rank
+/// shows a piece for each rank, then one without an address for each that it expects.
+class AllToAllTask final : public ArenaTask {
+ public:
+  AllToAllTask(ArenaPlace place, std::vector<at::Tensor> from);
+  bool advance(Arena& arena) override;
+
+ private:
+  std::string disagreement(const Arena& arena) const;
+
+  std::vector<at::Tensor> from_;
 };
 
 /// Reduces elements [begin, end) of what all ranks show, in rank order.

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 #include <vector>
 
 #include "comm/arena/arena_process_group.h"
@@ -64,6 +65,10 @@ class HostedProcessGroup : public ProcessGroup, public Closable {
                          const CollectiveTag& tag) override;
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override {
+    return whole_->all_to_all(std::move(from), std::move(to), tag);
+  }
   void barrier(const CollectiveTag& tag) override { whole_->barrier(tag); }
   WorkPtr arrive(const CollectiveTag& tag) override { return whole_->arrive(tag); }
 
