@@ -12,4 +12,7 @@ void add_comm_bench(CLI::App& bench, int& exit_code);
 /// Adds `bench step`: sharded training steps against the local reference.
 void add_step_bench(CLI::App& bench, int& exit_code);
 
+/// Adds `bench dispatch`: operators on DistTensors against plain ones.
+void add_dispatch_bench(CLI::App& bench, int& exit_code);
+
 }  // namespace tessera::tools

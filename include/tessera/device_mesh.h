@@ -106,9 +106,15 @@ class TESSERA_API DeviceMesh {
 
   /// Equal shape and ranks; names don't matter.
   bool operator==(const DeviceMesh& other) const;
+  /// True for copies of one mesh, which then share its process groups.
+  bool is_same(const DeviceMesh& other) const { return state_ == other.state_; }
 
   /// "DeviceMesh([2, 2], ranks [0, 1, 2, 3], dims [dp, tp])".
   std::string to_string() const;
+
+  /// The process group of any ranks of its world, this one among them, as `process_group()` makes
+  /// them.
+  const ProcessGroupPtr& process_group_of(const std::vector<int>& ranks) const;
 
  private:
   struct State;

@@ -5,6 +5,7 @@
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>
 #include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/dist_tensor.h>
 #include <tessera/fully_shard.h>
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "init/each_tensor.h"
 #include "init/recorder.h"
+#include "mesh/each_tensor.h"
 #include "unit/unit.h"
 
 namespace tessera {

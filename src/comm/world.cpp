@@ -3,6 +3,7 @@
 #include <tessera/world.h>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
@@ -49,6 +50,9 @@ void check_backend(const std::string& backend) {
 
 World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options,
            std::chrono::milliseconds timeout) {
+  // LibTorch reads TORCH_CPP_LOG_LEVEL in Python only.
+  static std::once_flag log_level;
+  std::call_once(log_level, c10::initLogging);
   const Transport transport = transport_of(options);
   ProcessGroupPtr process_group =
       connect({info, store, options.backend, transport, timeout}, "init", "init()");

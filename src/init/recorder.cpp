@@ -16,10 +16,10 @@
 #include <vector>
 
 #include "init/deferred_storage.h"
-#include "init/each_tensor.h"
 #include "init/random_source.h"
 #include "init/recipe.h"
 #include "init/unit_key.h"
+#include "mesh/each_tensor.h"
 
 namespace tessera {
 

@@ -282,6 +282,10 @@ const ProcessGroupPtr& DeviceMesh::process_group() const {
   return state_->process_group(ndim(), [&] { return ranks(); });
 }
 
+const ProcessGroupPtr& DeviceMesh::process_group_of(const std::vector<int>& ranks) const {
+  return state_->process_groups->shared(ranks);
+}
+
 bool DeviceMesh::operator==(const DeviceMesh& other) const {
   return state_ == other.state_ || (shape() == other.shape() && ranks() == other.ranks());
 }

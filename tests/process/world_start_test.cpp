@@ -124,5 +124,22 @@ TEST(WorldStart, EndsTheJobWhenARankDiesBeforeItJoins) {
   EXPECT_LT(end.seconds, kSoon);
 }
 
+TEST(WorldStart, LogsTheTransportOnceIfAsked) {
+  const auto run = [](const Environment& variables) {
+    Environment environment = variables;
+    environment["TESSERA_TIMEOUT"] = "20";
+    return run_program({TESSERA_CLI, "run", "-n", "2", WORLD_PROBE},
+                       {.environment = clean_environment(environment), .limit = kLimit});
+  };
+  const auto text = [](const ProgramEnd& end) { return end.out + end.err; };
+  const auto end = run({{"TORCH_CPP_LOG_LEVEL", "INFO"}, {"TESSERA_TRANSPORT", "gloo"}});
+  EXPECT_EQ(end.status, 0) << text(end);
+  const std::string line = "2 ranks; transport: gloo";
+  const size_t found = text(end).find(line);
+  ASSERT_NE(found, std::string::npos) << text(end);
+  EXPECT_EQ(text(end).find(line, found + 1), std::string::npos) << text(end);
+  EXPECT_EQ(text(run({})).find("transport:"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace tessera

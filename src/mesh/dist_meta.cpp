@@ -1,0 +1,62 @@
+#include "mesh/dist_meta.h"
+
+#include <c10/core/Storage.h>
+#include <c10/util/Exception.h>
+
+#include <vector>
+
+namespace tessera {
+
+// [Note: What a DistTensor is]
+//
+// A TensorImpl with the global sizes and no memory. Of its two backend bits the higher one,
+// PrivateUse3, sends every operator to this library (see dist_dispatch.cpp); the lower one tells
+// everyone who asks that it is a tensor of the CPU (or of CUDA). Autograd works above that, on the
+// global tensor: what it saves and adds up are DistTensors, and derivative formulas are sequences
+// of operators on them.
+
+c10::DispatchKeySet dist_keys(const at::Tensor& local) {
+  const auto device_bits =
+      local.key_set() & c10::DispatchKeySet(c10::DispatchKeySet::FULL)
+                            .remove_backend(c10::BackendComponent::PrivateUse3Bit);
+  const bool is_cuda = device_bits.has_backend(c10::BackendComponent::CUDABit);
+  return c10::DispatchKeySet(is_cuda ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
+         c10::DispatchKeySet(c10::DispatchKey::PrivateUse3) |
+         c10::DispatchKeySet(c10::DispatchKey::AutogradPrivateUse3) |
+         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+}
+
+const DistMeta* find_dist_meta(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has_backend(c10::BackendComponent::PrivateUse3Bit))
+    return nullptr;
+  return dynamic_cast<const DistMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+}
+
+const DistMeta& dist_meta(const char* function, const at::Tensor& tensor) {
+  const DistMeta* const meta = find_dist_meta(tensor);
+  TORCH_CHECK_VALUE(meta, "[", function, "] `tensor` must be a DistTensor; got ",
+                    tensor.defined() ? "an ordinary tensor; distribute() makes one of it"
+                                     : "an undefined tensor");
+  return *meta;
+}
+
+at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                     at::IntArrayRef strides) {
+  TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
+  impl->set_sizes_and_strides(sizes, strides);
+  impl->set_backend_meta(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec)));
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<int64_t>(sizes[d], 1);
+  }
+  return make_dist(std::move(local), std::move(spec), sizes, strides);
+}
+
+}  // namespace tessera

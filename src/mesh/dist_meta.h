@@ -1,0 +1,48 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <tessera/device_mesh.h>
+#include <tessera/placement.h>
+
+#include <memory>
+#include <utility>
+
+namespace tessera {
+
+/// How a DistTensor lies on its mesh. Shared by all tensors that one operator's rule made.
+struct DistSpec {
+  DeviceMesh mesh;
+  Placements placements;  ///< normalized: one per mesh dim
+
+  bool operator==(const DistSpec& other) const {
+    return mesh == other.mesh && placements == other.placements;
+  }
+};
+using DistSpecPtr = std::shared_ptr<const DistSpec>;
+
+/// What makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its detached
+/// versions and of tensors that take its data.
+struct DistMeta final : c10::BackendMeta {
+  DistMeta(at::Tensor local_part, DistSpecPtr where)
+      : local(std::move(local_part)), spec(std::move(where)) {}
+
+  const at::Tensor local;  ///< without autograd
+  const DistSpecPtr spec;
+};
+
+/// The dispatch keys of a DistTensor on the device of `local`.
+c10::DispatchKeySet dist_keys(const at::Tensor& local);
+
+/// Of `tensor`; null for an ordinary one.
+const DistMeta* find_dist_meta(const at::Tensor& tensor);
+/// Throws `c10::ValueError` that names `function` for an ordinary tensor.
+const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
+
+/// A DistTensor with these global sizes and strides, without autograd.
+at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                     at::IntArrayRef strides);
+/// The same, contiguous.
+at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
+
+}  // namespace tessera

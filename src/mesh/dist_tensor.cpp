@@ -1,0 +1,248 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/result_type.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/dist_tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <utility>
+
+#include "mesh/chunks.h"
+#include "mesh/dist_dispatch.h"
+#include "mesh/dist_meta.h"
+#include "mesh/op_plan.h"
+#include "mesh/redistribute.h"
+
+namespace tessera {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+constexpr const char* kSpec = "spec";
+constexpr const char* kSizes = "sizes";
+
+// What autograd keeps of a DistTensor's place.
+struct SpecHolder : torch::CustomClassHolder {
+  explicit SpecHolder(DistSpecPtr held) : spec(std::move(held)) {}
+  const DistSpecPtr spec;
+};
+
+void keep(AutogradContext* context, const DistSpecPtr& spec, at::IntArrayRef sizes) {
+  context->saved_data[kSpec] = c10::IValue::make_capsule(c10::make_intrusive<SpecHolder>(spec));
+  context->saved_data[kSizes] = sizes.vec();
+}
+
+DistSpecPtr kept_spec(AutogradContext* context) {
+  return c10::static_intrusive_pointer_cast<SpecHolder>(context->saved_data[kSpec].toCapsule())
+      ->spec;
+}
+
+// Of a gradient: every rank's term of a pending reduction has the gradient of the result.
+Placements placements_of_gradient(Placements placements) {
+  for (Placement& placement : placements) {
+    if (is_partial(placement)) placement = Replicate{};
+  }
+  return placements;
+}
+
+DistSpecPtr make_spec(const DeviceMesh& mesh, Placements placements, int64_t tensor_ndim) {
+  return intern(mesh, normalize(std::move(placements), mesh.ndim(), tensor_ndim));
+}
+
+Placements replicated(const DeviceMesh& mesh) { return Placements(mesh.ndim(), Replicate{}); }
+
+// A gradient that came out of ordinary tensors alone is the same on all ranks.
+at::Tensor as_dist(const at::Tensor& gradient, const DeviceMesh& mesh) {
+  return is_dist(gradient) ? gradient : distribute(gradient, mesh, {});
+}
+
+at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
+  if (!spec->mesh.is_member()) return at::empty({0}, tensor.options().requires_grad(false));
+  const DistSpec whole{spec->mesh, replicated(spec->mesh)};
+  const at::Tensor part =
+      convert(tensor, whole, spec->placements, tensor.sizes(), "distributed tensor");
+  return part.is_alias_of(tensor) && part.numel() < tensor.numel() ? part.clone() : part.detach();
+}
+
+struct Distribute : Function<Distribute> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
+                            const c10::intrusive_ptr<SpecHolder>& holder) {
+    return make_dist(part_of(tensor, holder->spec), holder->spec, tensor.sizes());
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    return {is_dist(gradients[0]) ? full_tensor(gradients[0]) : gradients[0], at::Tensor()};
+  }
+};
+
+struct FromLocal : Function<FromLocal> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& local,
+                            const c10::intrusive_ptr<SpecHolder>& holder,
+                            const std::vector<int64_t>& sizes) {
+    keep(context, holder->spec, sizes);
+    return make_dist(local.detach(), holder->spec, sizes);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const DistSpecPtr spec = kept_spec(context);
+    const at::Tensor gradient = redistribute(as_dist(gradients[0], spec->mesh), spec->mesh,
+                                             placements_of_gradient(spec->placements));
+    return {to_local(gradient), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct ToLocal : Function<ToLocal> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor) {
+    const DistMeta& meta = dist_meta("to_local", tensor);
+    keep(context, meta.spec, tensor.sizes());
+    return meta.local.detach();
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const DistSpecPtr spec = kept_spec(context);
+    return {from_local(gradients[0], spec->mesh, placements_of_gradient(spec->placements),
+                       context->saved_data[kSizes].toIntVector())};
+  }
+};
+
+struct Redistribute : Function<Redistribute> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
+                            const c10::intrusive_ptr<SpecHolder>& holder) {
+    const DistMeta& meta = dist_meta("redistribute", tensor);
+    keep(context, meta.spec, tensor.sizes());
+    const DistSpecPtr& to = holder->spec;
+    const at::Tensor local =
+        meta.spec->mesh == to->mesh
+            ? convert(meta.local, *meta.spec, to->placements, tensor.sizes(),
+                      "redistributed tensor")
+            : transfer(meta.local, *meta.spec, *to, tensor.sizes(), "redistributed tensor");
+    return make_dist(local.detach(), to, tensor.sizes());
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const DistSpecPtr from = kept_spec(context);
+    return {redistribute(as_dist(gradients[0], from->mesh), from->mesh,
+                         placements_of_gradient(from->placements)),
+            at::Tensor()};
+  }
+};
+
+std::vector<int64_t> global_sizes(const at::Tensor& local, const DistSpec& spec) {
+  std::vector<int64_t> sizes = local.sizes().vec();
+  for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
+    if (const auto* const shard = std::get_if<Shard>(&spec.placements[i]))
+      sizes[shard->dim] *= spec.mesh.size(i);
+  }
+  return sizes;
+}
+
+void check_part(const at::Tensor& local, const DistSpec& spec, at::IntArrayRef sizes) {
+  if (!spec.mesh.is_member()) return;
+  const auto expected = local_sizes_of(spec, sizes);
+  TORCH_CHECK_VALUE(local.sizes() == at::IntArrayRef(expected), "[from_local] `local` must be this rank's "
+                    "part of a tensor of sizes ", sizes, " with placements ",
+                    to_string(spec.placements), "; expected sizes ", at::IntArrayRef(expected), ", got ",
+                    local.sizes());
+}
+
+}  // namespace
+
+bool is_dist(const at::Tensor& tensor) { return find_dist_meta(tensor) != nullptr; }
+
+at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
+  TORCH_CHECK_VALUE(tensor.defined() && !is_dist(tensor),
+                    "[distribute] `tensor` must be an ordinary tensor; got ",
+                    tensor.defined() ? "a DistTensor; redistribute() changes its placements"
+                                     : "an undefined one");
+  register_dist_operators();
+  const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
+  if (at::GradMode::is_enabled() && tensor.requires_grad() && !tensor.is_leaf())
+    return Distribute::apply(tensor, c10::make_intrusive<SpecHolder>(spec));
+  at::Tensor result;
+  {
+    at::NoGradGuard no_grad;
+    result = make_dist(part_of(tensor.detach(), spec), spec, tensor.sizes());
+  }
+  if (tensor.requires_grad()) {
+    result.requires_grad_(true);
+    place_gradients(result);
+  }
+  return result;
+}
+
+void distribute_(at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.is_leaf(),
+                    "[distribute_] `tensor` must be a parameter or a buffer; got ",
+                    tensor.defined() ? "the result of an operator" : "an undefined tensor");
+  at::NoGradGuard no_grad;
+  const bool was_dist = is_dist(tensor);
+  const at::Tensor placed = was_dist ? redistribute(tensor.detach(), mesh, std::move(placements))
+                                     : distribute(tensor.detach(), mesh, std::move(placements));
+  tensor.mutable_grad().reset();
+  tensor.set_data(placed);
+  if (tensor.requires_grad() && !was_dist) place_gradients(tensor);
+}
+
+void place_gradients(const at::Tensor& leaf) {
+  // The leaf may get other placements later. It owns its hooks: they must not own it.
+  const c10::weak_intrusive_ptr<c10::TensorImpl> weak(leaf.getIntrusivePtr());
+  leaf.register_hook([weak](const at::Tensor& gradient) {
+    const auto alive = weak.lock();
+    if (!alive) return gradient;
+    const DistSpecPtr spec = dist_meta("backward", at::Tensor(alive)).spec;
+    return redistribute(as_dist(gradient, spec->mesh), spec->mesh,
+                        placements_of_gradient(spec->placements));
+  });
+}
+
+at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements,
+                      std::optional<std::vector<int64_t>> sizes) {
+  TORCH_CHECK_VALUE(local.defined() && !is_dist(local),
+                    "[from_local] `local` must be an ordinary tensor");
+  register_dist_operators();
+  const auto ndim = sizes ? static_cast<int64_t>(sizes->size()) : local.dim();
+  const DistSpecPtr spec = make_spec(mesh, std::move(placements), ndim);
+  const auto whole = sizes ? std::move(*sizes) : global_sizes(local, *spec);
+  check_part(local, *spec, whole);
+  return FromLocal::apply(local, c10::make_intrusive<SpecHolder>(spec), whole);
+}
+
+at::Tensor to_local(const at::Tensor& tensor) {
+  dist_meta("to_local", tensor);
+  return ToLocal::apply(tensor);
+}
+
+at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
+  const DistMeta& meta = dist_meta("redistribute", tensor);
+  const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
+  if (*spec == *meta.spec) return tensor;
+  return Redistribute::apply(tensor, c10::make_intrusive<SpecHolder>(spec));
+}
+
+at::Tensor redistribute(const at::Tensor& tensor, Placements placements) {
+  return redistribute(tensor, dist_meta("redistribute", tensor).spec->mesh, std::move(placements));
+}
+
+at::Tensor full_tensor(const at::Tensor& tensor) {
+  const DeviceMesh& mesh = dist_meta("full_tensor", tensor).spec->mesh;
+  TORCH_CHECK_VALUE(mesh.is_member(), "[full_tensor] this rank must be one of the mesh ",
+                    mesh.to_string());
+  return to_local(redistribute(tensor, replicated(mesh)));
+}
+
+const DeviceMesh& mesh_of(const at::Tensor& tensor) {
+  return dist_meta("mesh_of", tensor).spec->mesh;
+}
+
+const Placements& placements_of(const at::Tensor& tensor) {
+  return dist_meta("placements_of", tensor).spec->placements;
+}
+
+std::string describe(const at::Tensor& tensor) {
+  const DistMeta& meta = dist_meta("describe", tensor);
+  return fmt::format("DistTensor(sizes [{}], {}, {}, {})", fmt::join(tensor.sizes(), ", "),
+                     c10::toString(tensor.scalar_type()), meta.spec->mesh.to_string(),
+                     to_string(meta.spec->placements));
+}
+
+}  // namespace tessera

@@ -1,0 +1,250 @@
+#include "mesh/line_conversion.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/logical_and.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "mesh/chunks.h"
+
+namespace tessera {
+namespace {
+
+at::Tensor flat(const at::Tensor& tensor) { return tensor.contiguous().view(-1); }
+
+std::vector<int64_t> with_size(at::IntArrayRef sizes, int64_t dim, int64_t size) {
+  std::vector<int64_t> result = sizes.vec();
+  result[dim] = size;
+  return result;
+}
+
+int64_t numel_of(at::IntArrayRef sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+}
+
+at::Tensor part_along(const at::Tensor& tensor, int64_t dim, int64_t parts, int64_t index) {
+  const Range range = chunk(tensor.size(dim), parts, index);
+  return tensor.narrow(dim, range.begin, range.end - range.begin);
+}
+
+std::vector<int64_t> part_sizes(at::IntArrayRef sizes, int64_t dim, int64_t parts, int64_t index) {
+  const Range range = chunk(sizes[dim], parts, index);
+  return with_size(sizes, dim, range.end - range.begin);
+}
+
+// Where the parts of all ranks along `dim` lie in a flat buffer, one after the other.
+std::vector<int64_t> flat_bounds(at::IntArrayRef sizes, int64_t dim, int64_t parts) {
+  std::vector<int64_t> bounds{0};
+  for (int64_t r = 0; r < parts; ++r)
+    bounds.push_back(bounds.back() + numel_of(part_sizes(sizes, dim, parts, r)));
+  return bounds;
+}
+
+// True if parts along `dim` are contiguous in the whole.
+bool is_outermost(at::IntArrayRef sizes, int64_t dim) {
+  return std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t size) { return size == 1; });
+}
+
+class Conversion {
+ public:
+  Conversion(const Line& line, const at::Tensor& local, at::IntArrayRef sizes,
+             std::string_view subject)
+      : line_(line), local_(local), sizes_(sizes), tag_{subject, Channel::kControl} {}
+
+  at::Tensor gather(int64_t dim) const {
+    const auto bounds = flat_bounds(sizes_, dim, line_.size());
+    const at::Tensor all = at::empty({bounds.back()}, local_.options());
+    // Sent as bytes: what is copied needs no dtype that sums are defined for.
+    const auto work = line_.process_group.all_gather(all, flat(local_), bounds, tag_);
+    work->wait();
+    work->wait_inputs();
+    if (is_outermost(sizes_, dim)) return all.view(sizes_);
+    std::vector<at::Tensor> parts;
+    for (int r = 0; r < line_.size(); ++r)
+      parts.push_back(all.narrow(0, bounds[r], bounds[r + 1] - bounds[r])
+                          .view(part_sizes(sizes_, dim, line_.size(), r)));
+    return at::cat(parts, dim);
+  }
+
+  at::Tensor slice(int64_t dim) const {
+    return part_along(local_, dim, line_.size(), line_.rank());
+  }
+
+  // From one term per rank to the reduced whole.
+  at::Tensor all_reduce(PartialOp op) const {
+    if (op == PartialOp::kProd) return combine(exchange_whole(), op);
+    at::Tensor whole = local_.clone(at::MemoryFormat::Contiguous);
+    line_.process_group.all_reduce(whole, reduce_op(op), tag_)->wait();
+    return op == PartialOp::kAvg ? average(whole) : whole;
+  }
+
+  // From one term per rank to this rank's part of the whole.
+  at::Tensor reduce_scatter(PartialOp op, int64_t dim) const {
+    if (op != PartialOp::kSum && op != PartialOp::kAvg) return combine(exchange_parts(dim), op);
+    const auto bounds = flat_bounds(sizes_, dim, line_.size());
+    std::vector<Piece> pieces;
+    if (is_outermost(sizes_, dim)) {
+      pieces.push_back({0, flat(local_), bounds.back()});
+    } else {
+      for (int r = 0; r < line_.size(); ++r)
+        pieces.push_back(
+            {bounds[r], flat(part_along(local_, dim, line_.size(), r)), bounds[r + 1] - bounds[r]});
+    }
+    const at::Tensor part =
+        at::empty(part_sizes(sizes_, dim, line_.size(), line_.rank()), local_.options());
+    const auto work =
+        line_.process_group.reduce_scatter(part.view(-1), std::move(pieces), bounds, {}, tag_);
+    work->wait();
+    return op == PartialOp::kAvg ? average(part) : part;
+  }
+
+  at::Tensor change_dim(int64_t from, int64_t to) const {
+    std::vector<at::Tensor> received, sent;
+    const auto own = part_sizes(sizes_, to, line_.size(), line_.rank());
+    for (int r = 0; r < line_.size(); ++r) {
+      sent.push_back(flat(part_along(local_, to, line_.size(), r)));
+      received.push_back(at::empty(part_sizes(own, from, line_.size(), r), local_.options()));
+    }
+    exchange(received, std::move(sent));
+    return at::cat(received, from);
+  }
+
+  // A term per rank, which reduce to what `local_` is on all of them.
+  at::Tensor term(PartialOp op) const {
+    if (line_.rank() == 0) return local_;
+    if (op == PartialOp::kSum) return at::zeros_like(local_);
+    if (op == PartialOp::kProd) return at::ones_like(local_);
+    return local_;  // what reduces with itself to itself
+  }
+
+  // This rank's part in zeros: a sum of such terms is the whole.
+  at::Tensor padded(int64_t dim) const {
+    const at::Tensor whole = at::zeros(sizes_, local_.options());
+    part_along(whole, dim, line_.size(), line_.rank()).copy_(local_);
+    return whole;
+  }
+
+ private:
+  static ReduceOp reduce_op(PartialOp op) {
+    switch (op) {
+      case PartialOp::kMax:
+      case PartialOp::kAny:
+        return ReduceOp::kMax;
+      case PartialOp::kMin:
+      case PartialOp::kAll:
+        return ReduceOp::kMin;
+      default:
+        return ReduceOp::kSum;
+    }
+  }
+
+  at::Tensor average(at::Tensor sum) const {
+    TORCH_CHECK_VALUE(sum.is_floating_point() || sum.is_complex(),
+                      "[redistribute] a tensor with placement Partial(avg) must have a floating dtype; got ",
+                      sum.scalar_type());
+    return sum.div_(static_cast<double>(line_.size()));
+  }
+
+  void exchange(const std::vector<at::Tensor>& received, std::vector<at::Tensor> sent) const {
+    std::vector<at::Tensor> into;
+    for (const at::Tensor& tensor : received) into.push_back(tensor.view(-1));
+    const auto work = line_.process_group.all_to_all(std::move(into), std::move(sent), tag_);
+    work->wait();
+    work->wait_inputs();
+  }
+
+  std::vector<at::Tensor> exchange_whole() const {
+    std::vector<at::Tensor> received;
+    for (int r = 0; r < line_.size(); ++r) received.push_back(at::empty(sizes_, local_.options()));
+    exchange(received, std::vector<at::Tensor>(line_.size(), flat(local_)));
+    return received;
+  }
+
+  std::vector<at::Tensor> exchange_parts(int64_t dim) const {
+    std::vector<at::Tensor> received, sent;
+    const auto own = part_sizes(sizes_, dim, line_.size(), line_.rank());
+    for (int r = 0; r < line_.size(); ++r) {
+      sent.push_back(flat(part_along(local_, dim, line_.size(), r)));
+      received.push_back(at::empty(own, local_.options()));
+    }
+    exchange(received, std::move(sent));
+    return received;
+  }
+
+  // In rank order, so that all ranks get the same bits.
+  static at::Tensor combine(const std::vector<at::Tensor>& terms, PartialOp op) {
+    at::Tensor result = terms[0];
+    for (size_t r = 1; r < terms.size(); ++r) {
+      switch (op) {
+        case PartialOp::kMax:
+          result = at::maximum(result, terms[r]);
+          break;
+        case PartialOp::kMin:
+          result = at::minimum(result, terms[r]);
+          break;
+        case PartialOp::kAny:
+          result = at::logical_or(result, terms[r]).to(result.scalar_type());
+          break;
+        case PartialOp::kAll:
+          result = at::logical_and(result, terms[r]).to(result.scalar_type());
+          break;
+        default:
+          result = at::mul(result, terms[r]);
+      }
+    }
+    return result;
+  }
+
+  const Line& line_;
+  const at::Tensor& local_;
+  at::IntArrayRef sizes_;
+  CollectiveTag tag_;
+};
+
+}  // namespace
+
+at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
+                         const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
+  if (from == to) return local;
+  const Conversion conversion(line, local, sizes, subject);
+  const auto* const shard = std::get_if<Shard>(&to);
+  const auto* const partial = std::get_if<Partial>(&to);
+  if (const auto* const source = std::get_if<Shard>(&from)) {
+    if (shard) return conversion.change_dim(source->dim, shard->dim);
+    if (partial && partial->op == PartialOp::kSum) return conversion.padded(source->dim);
+    const at::Tensor whole = conversion.gather(source->dim);
+    return partial ? convert_along(line, whole, Replicate{}, to, sizes, subject) : whole;
+  }
+  if (const auto* const source = std::get_if<Partial>(&from)) {
+    if (shard) return conversion.reduce_scatter(source->op, shard->dim);
+    const at::Tensor whole = conversion.all_reduce(source->op);
+    return partial ? convert_along(line, whole, Replicate{}, to, sizes, subject) : whole;
+  }
+  return shard ? conversion.slice(shard->dim) : conversion.term(partial->op);
+}
+
+double conversion_cost(const Placement& from, const Placement& to, double nbytes, int64_t ranks) {
+  constexpr double kMessageBytes = 4096;  // about what the latency of a message is worth
+  const auto k = static_cast<double>(ranks);
+  const double others = (k - 1) / k;
+  if (from == to || is_replicate(from)) return 0;
+  if (is_shard(from)) {
+    if (is_shard(to)) return nbytes * others / k + kMessageBytes;
+    if (is_partial(to) && std::get<Partial>(to).op == PartialOp::kSum) return 0;
+    return nbytes * others + kMessageBytes;
+  }
+  return (is_shard(to) ? 1 : 2) * (nbytes * others + kMessageBytes);
+}
+
+}  // namespace tessera

@@ -1,0 +1,239 @@
+#include "mesh/op_plan.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string>
+
+#include "mesh/each_tensor.h"
+#include "mesh/redistribute.h"
+#include "mesh/rules.h"
+
+namespace tessera {
+namespace {
+
+// A little, so that of two ways that move nothing the one is taken that leaves tensors as they are.
+constexpr double kChange = 1;
+
+struct Input {
+  at::Tensor tensor;
+  Placements placements;
+  bool is_written = false;
+};
+
+std::vector<Input> collect_inputs(const c10::FunctionSchema& schema,
+                                  at::ArrayRef<c10::IValue> arguments, const DeviceMesh& mesh,
+                                  std::vector<int>& first_input) {
+  std::vector<Input> inputs;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    first_input.push_back(static_cast<int>(inputs.size()));
+    const auto* const alias = schema.arguments()[i].alias_info();
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      const DistMeta* const meta = find_dist_meta(tensor);
+      inputs.push_back({tensor,
+                        meta ? meta->spec->placements : Placements(mesh.ndim(), Replicate{}),
+                        alias && alias->isWrite()});
+    });
+  }
+  return inputs;
+}
+
+at::Tensor on_meta(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(),
+                           tensor.options().device(at::kMeta).requires_grad(false));
+}
+
+c10::IValue on_meta(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? on_meta(value.toTensor()) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(on_meta(tensor));
+    return list;
+  }
+  if (value.isList()) {
+    c10::List<c10::IValue> all(value.toList().elementType());
+    for (const c10::IValue& element : value.toListRef()) all.push_back(on_meta(element));
+    return all;
+  }
+  return value;
+}
+
+// The operator on tensors without data; nothing where LibTorch can't do that.
+std::optional<std::vector<at::Tensor>> run_on_meta(const c10::OperatorHandle& op,
+                                                   at::ArrayRef<c10::IValue> arguments) {
+  torch::jit::Stack stack;
+  for (const c10::IValue& argument : arguments) stack.push_back(on_meta(argument));
+  try {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.callBoxed(stack);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  }
+  std::vector<at::Tensor> outputs;
+  for (const c10::IValue& value : stack) {
+    if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
+    each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
+  }
+  return outputs;
+}
+
+std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t d = sizes.size(); d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
+  return strides;
+}
+
+bool fits(const Placement& placement, const TensorInfo& tensor) {
+  const auto* const shard = std::get_if<Shard>(&placement);
+  return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
+}
+
+// Chooses, along one mesh dim after the other, the way that moves least.
+class Choice {
+ public:
+  Choice(const OpCall& call, const std::vector<Input>& inputs, const DeviceMesh& mesh)
+      : call_(call), inputs_(inputs), mesh_(mesh) {}
+
+  // Of a tensor that is made: as the input lies, as far as they have one size.
+  void take_over() {
+    for (const Input& input : inputs_) input_placements.push_back(input.placements);
+    Placements placements = inputs_[0].placements;
+    for (Placement& placement : placements) {
+      if (call_.inputs[0].sizes != call_.outputs[0].sizes || is_partial(placement))
+        placement = Replicate{};
+    }
+    output_placements.push_back(std::move(placements));
+  }
+
+  bool choose(Strategies ways) {
+    ways.push_back({Placements(call_.inputs.size(), Replicate{}),
+                    Placements(call_.outputs.size(), Replicate{})});
+    for (int64_t i = 0; i < mesh_.ndim(); ++i) {
+      const Strategy* best = nullptr;
+      double least = 0;
+      for (const Strategy& way : ways) {
+        check(way);
+        const auto cost = cost_of_way(way, i);
+        if (cost && (!best || *cost < least)) best = &way, least = *cost;
+      }
+      if (!best) return false;
+      chosen_.push_back(best);
+    }
+    for (size_t t = 0; t < inputs_.size(); ++t) {
+      Placements placements;
+      for (const Strategy* way : chosen_) placements.push_back(way->inputs[t]);
+      input_placements.push_back(std::move(placements));
+    }
+    for (size_t t = 0; t < call_.outputs.size(); ++t) {
+      Placements placements;
+      for (const Strategy* way : chosen_) placements.push_back(way->outputs[t]);
+      output_placements.push_back(std::move(placements));
+    }
+    return true;
+  }
+
+  std::vector<Placements> input_placements, output_placements;
+
+ private:
+  void check(const Strategy& way) const {
+    TORCH_INTERNAL_ASSERT(
+        way.inputs.size() == call_.inputs.size() && way.outputs.size() == call_.outputs.size(),
+        "the rule of ", call_.schema.name(), " has ", way.inputs.size(), " inputs and ",
+        way.outputs.size(), " outputs; expected ", call_.inputs.size(), " and ",
+        call_.outputs.size());
+    for (size_t t = 0; t < way.inputs.size(); ++t)
+      TORCH_INTERNAL_ASSERT(fits(way.inputs[t], call_.inputs[t]), "the rule of ",
+                            call_.schema.name());
+    for (size_t t = 0; t < way.outputs.size(); ++t)
+      TORCH_INTERNAL_ASSERT(fits(way.outputs[t], call_.outputs[t]), "the rule of ",
+                            call_.schema.name());
+  }
+
+  std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
+    double cost = 0;
+    for (size_t t = 0; t < inputs_.size(); ++t) {
+      const Placement& from = inputs_[t].placements[mesh_dim];
+      if (from == way.inputs[t]) continue;
+      if (inputs_[t].is_written) return std::nullopt;
+      Placements to = inputs_[t].placements;
+      to[mesh_dim] = way.inputs[t];
+      const auto nbytes = static_cast<double>(inputs_[t].tensor.numel()) *
+                          static_cast<double>(inputs_[t].tensor.element_size());
+      cost += kChange + cost_of(mesh_, inputs_[t].placements, to, nbytes);
+    }
+    return cost;
+  }
+
+  const OpCall& call_;
+  const std::vector<Input>& inputs_;
+  const DeviceMesh& mesh_;
+  std::vector<const Strategy*> chosen_;
+};
+
+// The output's size, and strides if the operator takes them, of this rank's part.
+void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, const DistSpec& spec) {
+  const auto sizes = local_sizes_of(spec, call.outputs[0].sizes);
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    const auto& argument = call.schema.arguments()[i].name();
+    if (argument == name) plan.arguments.emplace_back(i, sizes);
+    if (argument == "stride") plan.arguments.emplace_back(i, contiguous_strides(sizes));
+  }
+}
+
+}  // namespace
+
+std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                              const DeviceMesh& mesh) {
+  const c10::FunctionSchema& schema = op.schema();
+  const RuleEntry* const entry = find_rule(std::string_view(schema.name()).substr(6));  // aten::
+  if (!entry) return std::nullopt;
+  OpCall call{
+      .schema = schema, .arguments = {arguments.data(), arguments.size()}, .ranks = mesh.size()};
+  const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
+  for (const Input& input : inputs) call.inputs.push_back({input.tensor.sizes().vec()});
+  OpPlan plan;
+  if (entry->sizes) {
+    call.outputs = entry->sizes(call);
+    for (const TensorInfo& output : call.outputs)
+      plan.outputs.push_back({nullptr, output.sizes, contiguous_strides(output.sizes)});
+  } else {
+    const auto outputs = run_on_meta(op, arguments);
+    if (!outputs) return std::nullopt;
+    for (const at::Tensor& output : *outputs) {
+      call.outputs.push_back({output.sizes().vec()});
+      plan.outputs.push_back({nullptr, output.sizes().vec(), output.strides().vec()});
+    }
+  }
+  Choice choice(call, inputs, mesh);
+  if (entry->creates) {
+    choice.take_over();
+  } else if (!choice.choose(entry->rule(call))) {
+    return std::nullopt;
+  }
+  for (Placements& placements : choice.input_placements)
+    plan.inputs.push_back(intern(mesh, std::move(placements)));
+  for (size_t i = 0; i < plan.outputs.size(); ++i)
+    plan.outputs[i].spec = intern(mesh, std::move(choice.output_placements[i]));
+  if (!entry->size_argument.empty())
+    set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
+  plan.is_reshape = entry->name == "view" || entry->name == "_unsafe_view";
+  return plan;
+}
+
+DistSpecPtr intern(const DeviceMesh& mesh, Placements placements) {
+  thread_local std::vector<std::weak_ptr<const DistSpec>> known;
+  for (const auto& candidate : known) {
+    const DistSpecPtr spec = candidate.lock();
+    if (spec && spec->mesh.is_same(mesh) && spec->placements == placements) return spec;
+  }
+  std::erase_if(known, [](const auto& spec) { return spec.expired(); });
+  auto made = std::make_shared<const DistSpec>(DistSpec{mesh, std::move(placements)});
+  known.push_back(made);
+  return made;
+}
+
+}  // namespace tessera

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <tessera/placement.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "mesh/dist_meta.h"
+
+namespace tessera {
+
+/// How an operator is computed for one combination of shapes and placements.
+struct OpPlan {
+  struct Output {
+    DistSpecPtr spec;
+    std::vector<int64_t> sizes, strides;
+  };
+  /// Per tensor among the arguments: the placements it is given before the call.
+  std::vector<DistSpecPtr> inputs;
+  std::vector<Output> outputs;
+  /// Arguments that are replaced by what suits the local part.
+  std::vector<std::pair<size_t, c10::IValue>> arguments;
+  /// The local part need not be laid out as the whole is: a view of it may have to be a copy.
+  bool is_reshape = false;
+};
+
+/// Makes the plan of a call whose tensors lie on `mesh`; nothing if the operator has no rule, or if
+/// none of its strategies leaves the tensors it writes to where they are.
+std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                              const DeviceMesh& mesh);
+
+/// The one `DistSpec` of this thread for a mesh and normalized placements, so that equal ones can
+/// be told by their address.
+DistSpecPtr intern(const DeviceMesh& mesh, Placements placements);
+
+}  // namespace tessera

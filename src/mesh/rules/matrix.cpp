@@ -1,0 +1,63 @@
+#include "mesh/rules.h"
+
+namespace tessera {
+namespace {
+
+const Partial kSum{PartialOp::kSum};
+
+// Rows of `a` give rows of the product, columns of `b` its columns; where the summed dim is cut,
+// every rank has a term. A product is linear in each factor.
+Strategies mm(const OpCall& call) {
+  return {
+      {{Shard{0}, Replicate{}}, {Shard{0}}}, {{Replicate{}, Shard{1}}, {Shard{1}}},
+      {{Shard{1}, Shard{0}}, {kSum}},        {{kSum, Replicate{}}, {kSum}},
+      {{Replicate{}, kSum}, {kSum}},
+  };
+}
+
+Strategies bmm(const OpCall& call) {
+  return {
+      {{Shard{0}, Shard{0}}, {Shard{0}}},    {{Shard{1}, Replicate{}}, {Shard{1}}},
+      {{Replicate{}, Shard{2}}, {Shard{2}}}, {{Shard{2}, Shard{1}}, {kSum}},
+      {{kSum, Replicate{}}, {kSum}},         {{Replicate{}, kSum}, {kSum}},
+  };
+}
+
+// Where `added`, broadcast over the product, lies if that is sharded by `dim`.
+Placement of_added(const TensorInfo& added, int64_t dim, const TensorInfo& product) {
+  const int64_t own = dim - (product.ndim() - added.ndim());
+  if (own < 0 || added.sizes[own] != product.sizes[dim]) return Replicate{};
+  return Shard{own};
+}
+
+// `added` plus a product: as the product, except that a term per rank goes with a term of `added`.
+Strategies with_added(const OpCall& call, Strategies products) {
+  Strategies ways;
+  for (Strategy& way : products) {
+    const Placement& output = way.outputs[0];
+    Placement added = Replicate{};
+    if (const auto* const shard = std::get_if<Shard>(&output)) {
+      added = of_added(call.inputs[0], shard->dim, call.outputs[0]);
+    } else {
+      added = output;
+    }
+    ways.push_back({{added, way.inputs[0], way.inputs[1]}, {output}});
+  }
+  return ways;
+}
+
+Strategies addmm(const OpCall& call) { return with_added(call, mm(call)); }
+Strategies baddbmm(const OpCall& call) { return with_added(call, bmm(call)); }
+
+constexpr RuleEntry kRules[] = {
+    {"mm", mm},
+    {"addmm", addmm},
+    {"bmm", bmm},
+    {"baddbmm", baddbmm},
+};
+
+}  // namespace
+
+std::span<const RuleEntry> matrix_rules() { return kRules; }
+
+}  // namespace tessera

@@ -1,0 +1,228 @@
+#include <algorithm>
+
+#include "mesh/rules.h"
+
+namespace tessera {
+namespace {
+
+// Operators that move elements without changing them.
+
+const PartialOp kAllOps[] = {PartialOp::kSum,  PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
+                             PartialOp::kProd, PartialOp::kAny, PartialOp::kAll};
+
+// Whatever is pending over ranks stays so.
+void add_partials(Strategies& ways, const OpCall& call) {
+  for (const PartialOp op : kAllOps)
+    ways.push_back({Placements(call.inputs.size(), Partial{op}),
+                    Placements(call.outputs.size(), Partial{op})});
+}
+
+// Of a tensor whose dim d becomes dim `to[d]` of every output; -1: it does not stay a dim.
+Strategies moved_dims(const OpCall& call, const std::vector<int64_t>& to) {
+  Strategies ways;
+  for (size_t d = 0; d < to.size(); ++d) {
+    if (to[d] < 0) continue;
+    ways.push_back(
+        {{Shard{static_cast<int64_t>(d)}}, Placements(call.outputs.size(), Shard{to[d]})});
+  }
+  add_partials(ways, call);
+  return ways;
+}
+
+std::vector<int64_t> same_dims(int64_t ndim) {
+  std::vector<int64_t> to(ndim);
+  for (int64_t d = 0; d < ndim; ++d) to[d] = d;
+  return to;
+}
+
+Strategies transpose(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  auto to = same_dims(ndim);
+  if (ndim > 0) std::swap(to[call.dim("dim0", ndim)], to[call.dim("dim1", ndim)]);
+  return moved_dims(call, to);
+}
+
+Strategies t(const OpCall& call) {
+  return moved_dims(call, call.inputs[0].ndim() == 2 ? std::vector<int64_t>{1, 0} : same_dims(1));
+}
+
+Strategies permute(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  const auto dims = call.argument("dims").toIntVector();
+  std::vector<int64_t> to(ndim);
+  for (int64_t d = 0; d < ndim; ++d) to[dims[d] < 0 ? dims[d] + ndim : dims[d]] = d;
+  return moved_dims(call, to);
+}
+
+Strategies unsqueeze(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), added = call.dim("dim", ndim + 1);
+  auto to = same_dims(ndim);
+  for (int64_t& d : to) d += d >= added;
+  return moved_dims(call, to);
+}
+
+// Dims of one element may go; of the others the order stays.
+Strategies squeeze(const OpCall& call) {
+  const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
+  std::vector<int64_t> to(in.size(), -1);
+  size_t next = 0;
+  for (size_t d = 0; d < in.size(); ++d) {
+    if (in[d] == 1 && in.size() - d > out.size() - next) continue;
+    if (in[d] != 1) to[d] = static_cast<int64_t>(next);
+    ++next;
+  }
+  return moved_dims(call, to);
+}
+
+// A dim that is the same in both and has the same number of elements before it survives; so does
+// the first of several that are merged or that one is split into, if its elements divide evenly.
+Strategies view(const OpCall& call) {
+  const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
+  std::vector<int64_t> to(in.size(), -1);
+  int64_t before_in = 1;
+  for (size_t d = 0; d < in.size(); before_in *= in[d++]) {
+    int64_t before_out = 1;
+    for (size_t e = 0; e < out.size(); before_out *= out[e++]) {
+      if (before_in != before_out || in[d] == 0 || out[e] == 0 || in[d] == 1 || out[e] == 1)
+        continue;
+      const bool divides = in[d] % call.ranks == 0 && out[e] % call.ranks == 0;
+      if (in[d] == out[e] || divides) to[d] = static_cast<int64_t>(e);
+    }
+  }
+  return moved_dims(call, to);
+}
+
+Strategies expand(const OpCall& call) {
+  const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
+  std::vector<int64_t> to(in.size(), -1);
+  const size_t added = out.size() - in.size();
+  for (size_t d = 0; d < in.size(); ++d) {
+    if (in[d] == out[d + added]) to[d] = static_cast<int64_t>(d + added);
+  }
+  return moved_dims(call, to);
+}
+
+// Along `dim` all elements must be there; the other dims stay.
+Strategies along_dim(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  auto to = same_dims(ndim);
+  to[dim] = -1;
+  return moved_dims(call, to);
+}
+
+Strategies select(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  auto to = same_dims(ndim);
+  for (int64_t& d : to) d = d == dim ? -1 : d - (d > dim);
+  return moved_dims(call, to);
+}
+
+// The gradient of `slice` or `select`: zeros around what was cut out.
+Strategies padded(const OpCall& call) {
+  const int64_t ndim = call.outputs[0].ndim(), dim = call.dim("dim", ndim);
+  const bool is_select = call.inputs[0].ndim() < ndim;
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d == dim) continue;
+    ways.push_back({{Shard{d - (is_select && d > dim)}}, {Shard{d}}});
+  }
+  ways.push_back({{Partial{}}, {Partial{}}});
+  return ways;
+}
+
+Strategies cat(const OpCall& call) {
+  const int64_t ndim = call.outputs[0].ndim(), dim = call.dim("dim", ndim);
+  const bool is_stack = call.schema.name() == "aten::stack";
+  Strategies ways;
+  const bool equal =
+      std::all_of(call.inputs.begin(), call.inputs.end(), [&](const TensorInfo& input) {
+        return input.ndim() == call.inputs[0].ndim();  // `cat` skips empty tensors of one dim
+      });
+  for (int64_t d = 0; equal && d < ndim; ++d) {
+    if (d == dim) continue;
+    ways.push_back({Placements(call.inputs.size(), Shard{d - (is_stack && d > dim)}), {Shard{d}}});
+  }
+  add_partials(ways, call);
+  return ways;
+}
+
+std::vector<TensorInfo> padded_sizes(const OpCall& call) {
+  return {{call.argument("input_sizes").toIntVector()}};
+}
+
+// Places along `dim` are named by an index tensor; all other dims of all tensors run together.
+Strategies by_index(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    const bool together =
+        std::all_of(call.inputs.begin(), call.inputs.end(), [&](const TensorInfo& input) {
+          return input.ndim() == ndim && input.sizes[d] == call.inputs[0].sizes[d];
+        });
+    if (d == dim || !together) continue;
+    ways.push_back({Placements(call.inputs.size(), Shard{d}), {Shard{d}}});
+  }
+  return ways;
+}
+
+std::vector<TensorInfo> like_first(const OpCall& call) { return {call.inputs[0]}; }
+std::vector<TensorInfo> like_second(const OpCall& call) { return {call.inputs[1]}; }
+
+Strategies index_select(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d != dim) ways.push_back({{Shard{d}, Replicate{}}, {Shard{d}}});
+  }
+  ways.push_back({{Replicate{}, Shard{0}}, {Shard{dim}}});
+  return ways;
+}
+
+std::vector<TensorInfo> index_select_sizes(const OpCall& call) {
+  TensorInfo output = call.inputs[0];
+  if (output.ndim() > 0)
+    output.sizes[call.dim("dim", output.ndim())] =
+        call.inputs[1].ndim() ? call.inputs[1].sizes[0] : 1;
+  return {output};
+}
+
+Strategies flip(const OpCall& call) {
+  auto to = same_dims(call.inputs[0].ndim());
+  for (const int64_t dim : call.argument("dims").toIntVector())
+    to[dim < 0 ? dim + call.inputs[0].ndim() : dim] = -1;
+  return moved_dims(call, to);
+}
+
+constexpr RuleEntry kRules[] = {
+    {"gather", by_index, like_second},
+    {"scatter", by_index, like_first},
+    {"scatter_", by_index, like_first},
+    {"scatter_add", by_index, like_first},
+    {"scatter_add_", by_index, like_first},
+    {"index_select", index_select, index_select_sizes},
+    {"flip", flip, like_first},
+    {"t", t},
+    {"transpose", transpose},
+    {"permute", permute},
+    {"unsqueeze", unsqueeze},
+    {"squeeze", squeeze},
+    {"view", view, nullptr, "size"},
+    {"_unsafe_view", view, nullptr, "size"},
+    {"expand", expand, nullptr, "size"},
+    {"slice", along_dim},
+    {"select", select},
+    {"split", along_dim},
+    {"split_with_sizes", along_dim},
+    {"unbind", select},
+    {"narrow", along_dim},
+    {"cat", cat},
+    {"stack", cat},
+    {"slice_backward", padded, padded_sizes, "input_sizes"},
+    {"select_backward", padded, padded_sizes, "input_sizes"},
+};
+
+}  // namespace
+
+std::span<const RuleEntry> view_rules() { return kRules; }
+
+}  // namespace tessera

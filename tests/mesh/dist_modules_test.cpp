@@ -1,0 +1,146 @@
+// Modules of LibTorch, unchanged, on parameters that are DistTensors.
+
+#include <gtest/gtest.h>
+#include <tessera/dist_tensor.h>
+#include <tessera/process_group.h>
+#include <torch/torch.h>
+
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+namespace nn = torch::nn;
+
+struct MlpImpl : nn::Module {
+  MlpImpl(int64_t width, int64_t hidden)
+      : norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({width})))),
+        up(register_module("up", nn::Linear(width, hidden))),
+        down(register_module("down", nn::Linear(hidden, width))) {}
+  at::Tensor forward(const at::Tensor& x) { return x + down(torch::gelu(up(norm(x)))); }
+  nn::LayerNorm norm;
+  nn::Linear up, down;
+};
+TORCH_MODULE(Mlp);
+
+Mlp make_mlp() {
+  Mlp mlp(6, 10);
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  torch::NoGradGuard no_grad;
+  for (at::Tensor& parameter : mlp->parameters()) parameter.normal_(0, 0.5, generator);
+  return mlp;
+}
+
+at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+}
+
+// Columns of the first matrix, rows of the second: nothing is sent between them.
+void shard_columns_then_rows(Mlp& mlp, const DeviceMesh& mesh) {
+  distribute_(mlp->up->weight, mesh, {Shard{0}});
+  distribute_(mlp->up->bias, mesh, {Shard{0}});
+  distribute_(mlp->down->weight, mesh, {Shard{1}});
+  distribute_(mlp->down->bias, mesh, {});
+  distribute_(mlp->norm->weight, mesh, {});
+  distribute_(mlp->norm->bias, mesh, {});
+}
+
+void train(Mlp& mlp, torch::optim::Optimizer& optimizer, int steps) {
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    mlp->forward(numbers({4, 6}, step)).square().mean().backward();
+    optimizer.step();
+  }
+}
+
+template <class Optimizer, class Options>
+void expect_trains_as_one_process(int ranks, const Options& options) {
+  run_world(ranks, [&](World&) {
+    Mlp plain = make_mlp(), dist = make_mlp();
+    shard_columns_then_rows(dist, DeviceMesh::over_world());
+    Optimizer plain_optimizer(plain->parameters(), options), optimizer(dist->parameters(), options);
+    train(plain, plain_optimizer, 5);
+    train(dist, optimizer, 5);
+    const auto expected = plain->named_parameters();
+    for (const auto& parameter : dist->named_parameters()) {
+      ASSERT_TRUE(is_dist(parameter.value())) << parameter.key();
+      EXPECT_TRUE(torch::allclose(full_tensor(parameter.value()).detach(),
+                                  expected[parameter.key()], 1e-5, 1e-6))
+          << parameter.key();
+    }
+  });
+}
+
+TEST(DistModules, TrainAsOneProcess) {
+  for (const int ranks : {1, 2, 3, 4}) {
+    SCOPED_TRACE(ranks);
+    expect_trains_as_one_process<torch::optim::AdamW>(ranks, torch::optim::AdamWOptions(0.01));
+    expect_trains_as_one_process<torch::optim::SGD>(ranks,
+                                                    torch::optim::SGDOptions(0.01).momentum(0.9));
+  }
+}
+
+TEST(DistModules, MembersSeeTheShardedTensor) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    nn::Linear linear(4, 6);
+    distribute_(linear->weight, mesh, {Shard{0}});
+    EXPECT_TRUE(linear->named_parameters()["weight"].is_same(linear->weight));
+    EXPECT_EQ(placements_of(linear->weight), Placements{Shard{0}});
+    EXPECT_EQ(to_local(linear->weight).sizes(), (std::vector<int64_t>{3, 4}));
+    EXPECT_TRUE(linear->weight.requires_grad());
+  });
+}
+
+// Counted on the world's process group, which the mesh over all ranks uses.
+CollectiveCounts count(World& world, const std::function<void()>& run) {
+  auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
+  counting->reset_counts();
+  run();
+  return counting->counts();
+}
+
+TEST(DistModules, ColumnsThenRowsNeedOneAllReduceEachWay) {
+  run_world(2, [](World& world) {
+    world.set_process_group(counting_process_group(world.process_group()));
+    const auto mesh = DeviceMesh::over_world();
+    Mlp mlp = make_mlp();
+    shard_columns_then_rows(mlp, mesh);
+    at::Tensor x = distribute(numbers({4, 6}, 1).requires_grad_(true), mesh, {});
+    at::Tensor y;
+    const auto forward = count(world, [&] {
+      y = mlp->down(torch::gelu(mlp->up(x)));
+      y = redistribute(y, {Replicate{}});
+    });
+    EXPECT_EQ(forward.calls(), 1);
+    EXPECT_EQ(forward.all_reduce.calls, 1);
+    const auto backward = count(world, [&] { y.sum().backward(); });
+    EXPECT_EQ(backward.calls(), 1);
+    EXPECT_EQ(backward.all_reduce.calls, 1);
+  });
+}
+
+TEST(DistModules, TensorsOfDifferentMeshesAreRefused) {
+  run_world(2, [](World&) {
+    const at::Tensor a = distribute(numbers({4, 2}, 1), DeviceMesh({2}, {0, 1}), {Shard{0}});
+    const at::Tensor b = distribute(numbers({4, 2}, 1), DeviceMesh({2}, {1, 0}), {Shard{0}});
+    try {
+      a + b;
+      FAIL() << "no error";
+    } catch (const c10::ValueError& error) {
+      EXPECT_NE(std::string(error.what()).find("must lie on one mesh"), std::string::npos)
+          << error.what();
+    }
+  });
+}
+
+TEST(DistModules, OrdinaryTensorsThatRequireGradientsAreRefused) {
+  run_world(2, [](World&) {
+    const at::Tensor a = distribute(numbers({4, 2}, 1), DeviceMesh::over_world(), {Shard{0}});
+    EXPECT_NO_THROW(a + numbers({4, 2}, 2));
+    EXPECT_THROW(a + numbers({4, 2}, 2).requires_grad_(true), c10::ValueError);
+  });
+}
+
+}  // namespace
+}  // namespace tessera
