@@ -269,40 +269,35 @@ void expect_as_plain(const Case& test, const DeviceMesh& mesh) {
   });
 }
 
-class Operators : public testing::TestWithParam<Case> {};
-
-TEST_P(Operators, OnTwoRanks) {
-  run_world(
-      2, [](World&) { expect_as_plain(GetParam(), DeviceMesh::over_world()); },
-      std::chrono::seconds(120));
-}
-TEST_P(Operators, OnThreeRanks) {
-  run_world(
-      3, [](World&) { expect_as_plain(GetParam(), DeviceMesh::over_world()); },
-      std::chrono::seconds(120));
-}
-TEST_P(Operators, OnASquare) {
-  run_world(
-      4,
-      [](World&) {
-        expect_as_plain(GetParam(), DeviceMesh::over_world({2, 2}));
-      },
-      std::chrono::seconds(120));
-}
-
-std::string name_of(const testing::TestParamInfo<Case>& info) {
+struct Family {
   std::string name;
-  for (const char c : info.param.name) {
-    if (std::isalnum(c)) name += c;
-  }
-  return name + std::to_string(info.index);
-}
+  std::vector<Case> (*cases)();
+};
 
-INSTANTIATE_TEST_SUITE_P(Elementwise, Operators, testing::ValuesIn(elementwise_cases()), name_of);
-INSTANTIATE_TEST_SUITE_P(Matrix, Operators, testing::ValuesIn(matrix_cases()), name_of);
-INSTANTIATE_TEST_SUITE_P(View, Operators, testing::ValuesIn(view_cases()), name_of);
-INSTANTIATE_TEST_SUITE_P(Reduction, Operators, testing::ValuesIn(reduction_cases()), name_of);
-INSTANTIATE_TEST_SUITE_P(Model, Operators, testing::ValuesIn(model_cases()), name_of);
+class Operators : public testing::TestWithParam<Family> {
+ protected:
+  static void expect_all_as_plain(int ranks, const std::vector<int64_t>& shape) {
+    const auto cases = GetParam().cases();
+    run_world(
+        ranks,
+        [&](World&) {
+          const auto mesh = DeviceMesh::over_world(shape);
+          for (const Case& test : cases) expect_as_plain(test, mesh);
+        },
+        std::chrono::seconds(110));
+  }
+};
+
+TEST_P(Operators, OnTwoRanks) { expect_all_as_plain(2, {2}); }
+TEST_P(Operators, OnThreeRanks) { expect_all_as_plain(3, {3}); }
+TEST_P(Operators, OnASquare) { expect_all_as_plain(4, {2, 2}); }
+
+INSTANTIATE_TEST_SUITE_P(Mesh, Operators,
+                         testing::Values(Family{"Elementwise", elementwise_cases},
+                                         Family{"Matrix", matrix_cases}, Family{"View", view_cases},
+                                         Family{"Reduction", reduction_cases},
+                                         Family{"Model", model_cases}),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace tessera
