@@ -84,15 +84,14 @@ bool add_to_key(Key& key, const c10::IValue& value) {
       if (!add_to_key(key, element)) return false;
     }
   } else {
-    return value.isDevice() || value.isGenerator() || value.isString() || value.isScalar() ||
-           value.isBoolList() || value.isDoubleList();
+    return value.isDevice() || value.isGenerator() || value.isString() || value.isScalar();
   }
   return true;
 }
 
 struct CachedPlan {
   std::optional<OpPlan> plan;
-  std::vector<DistSpecPtr> keys;  // whose addresses are in the key
+  std::vector<DistSpecPtr> keys;  // whose addresses are in the key; all on one mesh
 };
 
 const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
@@ -120,8 +119,8 @@ const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
   return first->spec->mesh;
 }
 
-const std::shared_ptr<const CachedPlan>& plan_of(const c10::OperatorHandle& op,
-                                                 at::ArrayRef<c10::IValue> arguments) {
+std::shared_ptr<const CachedPlan> plan_of(const c10::OperatorHandle& op,
+                                          at::ArrayRef<c10::IValue> arguments) {
   thread_local std::unordered_map<Key, std::shared_ptr<const CachedPlan>, KeyHash> plans;
   thread_local Key key;
   key.clear();
@@ -139,10 +138,10 @@ const std::shared_ptr<const CachedPlan>& plan_of(const c10::OperatorHandle& op,
       if (const DistMeta* meta = find_dist_meta(tensor)) made->keys.push_back(meta->spec);
     });
   }
-  thread_local std::shared_ptr<const CachedPlan> last;
-  if (!is_complete) return last = std::move(made);
+  if (!is_complete) return made;
   if (plans.size() >= kMostPlans) plans.clear();
-  return plans.emplace(key, std::move(made)).first->second;
+  plans.emplace(key, made);
+  return made;
 }
 
 // The local part of `tensor`, placed as the operator wants it.
@@ -150,27 +149,8 @@ at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_
   const DistMeta* const meta = find_dist_meta(tensor);
   if (meta && meta->spec.get() == &wanted) return meta->local;
   if (meta) return convert(meta->local, *meta->spec, wanted.placements, tensor.sizes(), subject);
-  const DistSpec whole{wanted.mesh, Placements(wanted.mesh.ndim(), Replicate{})};
+  const DistSpec whole{wanted.mesh, replicated(wanted.mesh)};
   return convert(tensor, whole, wanted.placements, tensor.sizes(), subject);
-}
-
-// Replaces each tensor in `value` by what `f` makes of it.
-template <class F>
-c10::IValue map_tensors(const c10::IValue& value, F&& f) {
-  if (value.isTensor())
-    return value.toTensor().defined() ? c10::IValue(f(value.toTensor())) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector())
-      list.push_back(tensor.defined() ? f(tensor) : tensor);
-    return list;
-  }
-  if (value.isList()) {
-    c10::List<c10::IValue> list(value.toList().elementType());
-    for (const c10::IValue& element : value.toListRef()) list.push_back(map_tensors(element, f));
-    return list;
-  }
-  return value;
 }
 
 // Of a result that is an argument written to: that argument.
@@ -233,8 +213,10 @@ void warn_once(const std::string& name) {
 // Every rank computes on whole tensors; what was written goes back to where it belongs.
 void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
+  TORCH_CHECK_NOT_IMPLEMENTED(mesh.is_member(), "[", schema.name(), "] without a rule for DistTensors can't be "
+                              "called by a rank that is not in the mesh ", mesh.to_string());
   Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
-  const DistSpecPtr whole = intern(mesh, Placements(mesh.ndim(), Replicate{}));
+  const DistSpecPtr whole = intern(mesh, replicated(mesh));
   std::vector<std::pair<at::Tensor, at::Tensor>> written;
   Stack local;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -245,8 +227,6 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
       return part;
     }));
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(mesh.is_member(), "[", schema.name(), "] without a rule for DistTensors can't be "
-                              "called by a rank that is not in the mesh ", mesh.to_string());
   op.callBoxed(local);
   for (const auto& [tensor, part] : written) {
     const DistMeta& meta = *find_dist_meta(tensor);
@@ -263,9 +243,7 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
 
 // What has no rule because it is meant to be computed on whole tensors.
 bool is_meant_whole(const std::string& name) {
-  static const std::set<std::string> names = {"aten::_local_scalar_dense", "aten::equal",
-                                              "aten::is_nonzero"};
-  return names.contains(name);
+  return name == "aten::_local_scalar_dense" || name == "aten::equal";
 }
 
 void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
@@ -273,9 +251,8 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   const auto cached = plan_of(op, arguments);
   at::AutoDispatchBelowADInplaceOrView below;
   if (cached->plan) return call_planned(op, *cached->plan, stack);
-  const DeviceMesh mesh = mesh_of_arguments(op, arguments);
   if (!is_meant_whole(op.schema().name())) warn_once(op.schema().name());
-  call_replicated(op, mesh, stack);
+  call_replicated(op, cached->keys.front()->mesh, stack);
 }
 
 bool has_own_kernel(const c10::OperatorHandle& op) {

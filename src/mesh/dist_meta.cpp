@@ -1,9 +1,7 @@
 #include "mesh/dist_meta.h"
 
-#include <c10/core/Storage.h>
 #include <c10/util/Exception.h>
-
-#include <vector>
+#include <c10/util/strides.h>
 
 namespace tessera {
 
@@ -15,12 +13,15 @@ namespace tessera {
 // global tensor: what it saves and adds up are DistTensors, and derivative formulas are sequences
 // of operators on them.
 
+Placements without_partial(Placements placements) {
+  for (Placement& placement : placements) {
+    if (is_partial(placement)) placement = Replicate{};
+  }
+  return placements;
+}
+
 c10::DispatchKeySet dist_keys(const at::Tensor& local) {
-  const auto device_bits =
-      local.key_set() & c10::DispatchKeySet(c10::DispatchKeySet::FULL)
-                            .remove_backend(c10::BackendComponent::PrivateUse3Bit);
-  const bool is_cuda = device_bits.has_backend(c10::BackendComponent::CUDABit);
-  return c10::DispatchKeySet(is_cuda ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
+  return c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
          c10::DispatchKeySet(c10::DispatchKey::PrivateUse3) |
          c10::DispatchKeySet(c10::DispatchKey::AutogradPrivateUse3) |
          c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
@@ -50,13 +51,7 @@ at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t step = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    strides[d] = step;
-    step *= std::max<int64_t>(sizes[d], 1);
-  }
-  return make_dist(std::move(local), std::move(spec), sizes, strides);
+  return make_dist(std::move(local), std::move(spec), sizes, c10::contiguous_strides(sizes));
 }
 
 }  // namespace tessera

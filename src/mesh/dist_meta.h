@@ -21,6 +21,13 @@ struct DistSpec {
 };
 using DistSpecPtr = std::shared_ptr<const DistSpec>;
 
+/// `Replicate` on every mesh dim.
+inline Placements replicated(const DeviceMesh& mesh) {
+  return Placements(mesh.ndim(), Replicate{});
+}
+/// `placements` with every pending reduction done.
+Placements without_partial(Placements placements);
+
 /// What makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its detached
 /// versions and of tensors that take its data.
 struct DistMeta final : c10::BackendMeta {

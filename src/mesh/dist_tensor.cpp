@@ -1,6 +1,5 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/result_type.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,7 +8,6 @@
 
 #include <utility>
 
-#include "mesh/chunks.h"
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/op_plan.h"
@@ -42,18 +40,11 @@ DistSpecPtr kept_spec(AutogradContext* context) {
 }
 
 // Of a gradient: every rank's term of a pending reduction has the gradient of the result.
-Placements placements_of_gradient(Placements placements) {
-  for (Placement& placement : placements) {
-    if (is_partial(placement)) placement = Replicate{};
-  }
-  return placements;
-}
+Placements placements_of_gradient(const DistSpec& spec) { return without_partial(spec.placements); }
 
 DistSpecPtr make_spec(const DeviceMesh& mesh, Placements placements, int64_t tensor_ndim) {
   return intern(mesh, normalize(std::move(placements), mesh.ndim(), tensor_ndim));
 }
-
-Placements replicated(const DeviceMesh& mesh) { return Placements(mesh.ndim(), Replicate{}); }
 
 // A gradient that came out of ordinary tensors alone is the same on all ranks.
 at::Tensor as_dist(const at::Tensor& gradient, const DeviceMesh& mesh) {
@@ -70,8 +61,8 @@ at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
 
 struct Distribute : Function<Distribute> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
-                            const c10::intrusive_ptr<SpecHolder>& holder) {
-    return make_dist(part_of(tensor, holder->spec), holder->spec, tensor.sizes());
+                            const DistSpecPtr& spec) {
+    return make_dist(part_of(tensor, spec), spec, tensor.sizes());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {is_dist(gradients[0]) ? full_tensor(gradients[0]) : gradients[0], at::Tensor()};
@@ -80,15 +71,14 @@ struct Distribute : Function<Distribute> {
 
 struct FromLocal : Function<FromLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& local,
-                            const c10::intrusive_ptr<SpecHolder>& holder,
-                            const std::vector<int64_t>& sizes) {
-    keep(context, holder->spec, sizes);
-    return make_dist(local.detach(), holder->spec, sizes);
+                            const DistSpecPtr& spec, const std::vector<int64_t>& sizes) {
+    keep(context, spec, sizes);
+    return make_dist(local.detach(), spec, sizes);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const DistSpecPtr spec = kept_spec(context);
-    const at::Tensor gradient = redistribute(as_dist(gradients[0], spec->mesh), spec->mesh,
-                                             placements_of_gradient(spec->placements));
+    const at::Tensor gradient =
+        redistribute(as_dist(gradients[0], spec->mesh), spec->mesh, placements_of_gradient(*spec));
     return {to_local(gradient), at::Tensor(), at::Tensor()};
   }
 };
@@ -101,17 +91,16 @@ struct ToLocal : Function<ToLocal> {
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const DistSpecPtr spec = kept_spec(context);
-    return {from_local(gradients[0], spec->mesh, placements_of_gradient(spec->placements),
+    return {from_local(gradients[0], spec->mesh, placements_of_gradient(*spec),
                        context->saved_data[kSizes].toIntVector())};
   }
 };
 
 struct Redistribute : Function<Redistribute> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
-                            const c10::intrusive_ptr<SpecHolder>& holder) {
+                            const DistSpecPtr& to) {
     const DistMeta& meta = dist_meta("redistribute", tensor);
     keep(context, meta.spec, tensor.sizes());
-    const DistSpecPtr& to = holder->spec;
     const at::Tensor local =
         meta.spec->mesh == to->mesh
             ? convert(meta.local, *meta.spec, to->placements, tensor.sizes(),
@@ -121,9 +110,9 @@ struct Redistribute : Function<Redistribute> {
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const DistSpecPtr from = kept_spec(context);
-    return {redistribute(as_dist(gradients[0], from->mesh), from->mesh,
-                         placements_of_gradient(from->placements)),
-            at::Tensor()};
+    return {
+        redistribute(as_dist(gradients[0], from->mesh), from->mesh, placements_of_gradient(*from)),
+        at::Tensor()};
   }
 };
 
@@ -145,6 +134,18 @@ void check_part(const at::Tensor& local, const DistSpec& spec, at::IntArrayRef s
                     local.sizes());
 }
 
+// Gives gradients of `leaf` its own placements as they come, so that they are reduced once.
+void place_gradients(const at::Tensor& leaf) {
+  // The leaf may get other placements later. It owns its hooks: they must not own it.
+  const c10::weak_intrusive_ptr<c10::TensorImpl> weak(leaf.getIntrusivePtr());
+  leaf.register_hook([weak](const at::Tensor& gradient) {
+    const auto alive = weak.lock();
+    if (!alive) return gradient;
+    const DistSpecPtr spec = dist_meta("backward", at::Tensor(alive)).spec;
+    return redistribute(as_dist(gradient, spec->mesh), spec->mesh, placements_of_gradient(*spec));
+  });
+}
+
 }  // namespace
 
 bool is_dist(const at::Tensor& tensor) { return find_dist_meta(tensor) != nullptr; }
@@ -157,7 +158,7 @@ at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placemen
   register_dist_operators();
   const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
   if (at::GradMode::is_enabled() && tensor.requires_grad() && !tensor.is_leaf())
-    return Distribute::apply(tensor, c10::make_intrusive<SpecHolder>(spec));
+    return Distribute::apply(tensor, spec);
   at::Tensor result;
   {
     at::NoGradGuard no_grad;
@@ -183,18 +184,6 @@ void distribute_(at::Tensor& tensor, const DeviceMesh& mesh, Placements placemen
   if (tensor.requires_grad() && !was_dist) place_gradients(tensor);
 }
 
-void place_gradients(const at::Tensor& leaf) {
-  // The leaf may get other placements later. It owns its hooks: they must not own it.
-  const c10::weak_intrusive_ptr<c10::TensorImpl> weak(leaf.getIntrusivePtr());
-  leaf.register_hook([weak](const at::Tensor& gradient) {
-    const auto alive = weak.lock();
-    if (!alive) return gradient;
-    const DistSpecPtr spec = dist_meta("backward", at::Tensor(alive)).spec;
-    return redistribute(as_dist(gradient, spec->mesh), spec->mesh,
-                        placements_of_gradient(spec->placements));
-  });
-}
-
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements,
                       std::optional<std::vector<int64_t>> sizes) {
   TORCH_CHECK_VALUE(local.defined() && !is_dist(local),
@@ -204,7 +193,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placement
   const DistSpecPtr spec = make_spec(mesh, std::move(placements), ndim);
   const auto whole = sizes ? std::move(*sizes) : global_sizes(local, *spec);
   check_part(local, *spec, whole);
-  return FromLocal::apply(local, c10::make_intrusive<SpecHolder>(spec), whole);
+  return FromLocal::apply(local, spec, whole);
 }
 
 at::Tensor to_local(const at::Tensor& tensor) {
@@ -216,7 +205,7 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placem
   const DistMeta& meta = dist_meta("redistribute", tensor);
   const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
   if (*spec == *meta.spec) return tensor;
-  return Redistribute::apply(tensor, c10::make_intrusive<SpecHolder>(spec));
+  return Redistribute::apply(tensor, spec);
 }
 
 at::Tensor redistribute(const at::Tensor& tensor, Placements placements) {

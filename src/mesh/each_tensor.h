@@ -21,4 +21,23 @@ void each_tensor(const c10::IValue& value, F&& f) {
   }
 }
 
+/// `value` with each defined tensor in it replaced by what `f` makes of it.
+template <class F>
+c10::IValue map_tensors(const c10::IValue& value, F&& f) {
+  if (value.isTensor())
+    return value.toTensor().defined() ? c10::IValue(f(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector())
+      list.push_back(tensor.defined() ? f(tensor) : tensor);
+    return list;
+  }
+  if (value.isList()) {
+    c10::List<c10::IValue> list(value.toList().elementType());
+    for (const c10::IValue& element : value.toListRef()) list.push_back(map_tensors(element, f));
+    return list;
+  }
+  return value;
+}
+
 }  // namespace tessera

@@ -65,7 +65,6 @@ class Conversion {
   at::Tensor gather(int64_t dim) const {
     const auto bounds = flat_bounds(sizes_, dim, line_.size());
     const at::Tensor all = at::empty({bounds.back()}, local_.options());
-    // Sent as bytes: what is copied needs no dtype that sums are defined for.
     const auto work = line_.process_group.all_gather(all, flat(local_), bounds, tag_);
     work->wait();
     work->wait_inputs();
@@ -83,7 +82,9 @@ class Conversion {
 
   // From one term per rank to the reduced whole.
   at::Tensor all_reduce(PartialOp op) const {
-    if (op == PartialOp::kProd) return combine(exchange_whole(), op);
+    if (op == PartialOp::kProd)
+      return combine(receive_terms(sizes_, std::vector<at::Tensor>(line_.size(), flat(local_))),
+                     op);
     at::Tensor whole = local_.clone(at::MemoryFormat::Contiguous);
     line_.process_group.all_reduce(whole, reduce_op(op), tag_)->wait();
     return op == PartialOp::kAvg ? average(whole) : whole;
@@ -91,7 +92,9 @@ class Conversion {
 
   // From one term per rank to this rank's part of the whole.
   at::Tensor reduce_scatter(PartialOp op, int64_t dim) const {
-    if (op != PartialOp::kSum && op != PartialOp::kAvg) return combine(exchange_parts(dim), op);
+    const auto own = part_sizes(sizes_, dim, line_.size(), line_.rank());
+    if (op != PartialOp::kSum && op != PartialOp::kAvg)
+      return combine(receive_terms(own, parts_along(dim)), op);
     const auto bounds = flat_bounds(sizes_, dim, line_.size());
     std::vector<Piece> pieces;
     if (is_outermost(sizes_, dim)) {
@@ -101,8 +104,7 @@ class Conversion {
         pieces.push_back(
             {bounds[r], flat(part_along(local_, dim, line_.size(), r)), bounds[r + 1] - bounds[r]});
     }
-    const at::Tensor part =
-        at::empty(part_sizes(sizes_, dim, line_.size(), line_.rank()), local_.options());
+    const at::Tensor part = at::empty(own, local_.options());
     const auto work =
         line_.process_group.reduce_scatter(part.view(-1), std::move(pieces), bounds, {}, tag_);
     work->wait();
@@ -110,13 +112,11 @@ class Conversion {
   }
 
   at::Tensor change_dim(int64_t from, int64_t to) const {
-    std::vector<at::Tensor> received, sent;
+    std::vector<at::Tensor> received;
     const auto own = part_sizes(sizes_, to, line_.size(), line_.rank());
-    for (int r = 0; r < line_.size(); ++r) {
-      sent.push_back(flat(part_along(local_, to, line_.size(), r)));
+    for (int r = 0; r < line_.size(); ++r)
       received.push_back(at::empty(part_sizes(own, from, line_.size(), r), local_.options()));
-    }
-    exchange(received, std::move(sent));
+    exchange(received, parts_along(to));
     return at::cat(received, from);
   }
 
@@ -164,22 +164,20 @@ class Conversion {
     work->wait_inputs();
   }
 
-  std::vector<at::Tensor> exchange_whole() const {
-    std::vector<at::Tensor> received;
-    for (int r = 0; r < line_.size(); ++r) received.push_back(at::empty(sizes_, local_.options()));
-    exchange(received, std::vector<at::Tensor>(line_.size(), flat(local_)));
-    return received;
+  // What goes to each rank if the tensor gets cut along `dim`.
+  std::vector<at::Tensor> parts_along(int64_t dim) const {
+    std::vector<at::Tensor> parts;
+    for (int r = 0; r < line_.size(); ++r)
+      parts.push_back(flat(part_along(local_, dim, line_.size(), r)));
+    return parts;
   }
 
-  std::vector<at::Tensor> exchange_parts(int64_t dim) const {
-    std::vector<at::Tensor> received, sent;
-    const auto own = part_sizes(sizes_, dim, line_.size(), line_.rank());
-    for (int r = 0; r < line_.size(); ++r) {
-      sent.push_back(flat(part_along(local_, dim, line_.size(), r)));
-      received.push_back(at::empty(own, local_.options()));
-    }
-    exchange(received, std::move(sent));
-    return received;
+  // Every rank's term of this rank's result, which has `sizes`.
+  std::vector<at::Tensor> receive_terms(at::IntArrayRef sizes, std::vector<at::Tensor> sent) const {
+    std::vector<at::Tensor> terms;
+    for (int r = 0; r < line_.size(); ++r) terms.push_back(at::empty(sizes, local_.options()));
+    exchange(terms, std::move(sent));
+    return terms;
   }
 
   // In rank order, so that all ranks get the same bits.

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <string>
@@ -33,9 +34,8 @@ std::vector<Input> collect_inputs(const c10::FunctionSchema& schema,
     const auto* const alias = schema.arguments()[i].alias_info();
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       const DistMeta* const meta = find_dist_meta(tensor);
-      inputs.push_back({tensor,
-                        meta ? meta->spec->placements : Placements(mesh.ndim(), Replicate{}),
-                        alias && alias->isWrite()});
+      inputs.push_back(
+          {tensor, meta ? meta->spec->placements : replicated(mesh), alias && alias->isWrite()});
     });
   }
   return inputs;
@@ -46,26 +46,11 @@ at::Tensor on_meta(const at::Tensor& tensor) {
                            tensor.options().device(at::kMeta).requires_grad(false));
 }
 
-c10::IValue on_meta(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor().defined() ? on_meta(value.toTensor()) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(on_meta(tensor));
-    return list;
-  }
-  if (value.isList()) {
-    c10::List<c10::IValue> all(value.toList().elementType());
-    for (const c10::IValue& element : value.toListRef()) all.push_back(on_meta(element));
-    return all;
-  }
-  return value;
-}
-
 // The operator on tensors without data; nothing where LibTorch can't do that.
 std::optional<std::vector<at::Tensor>> run_on_meta(const c10::OperatorHandle& op,
                                                    at::ArrayRef<c10::IValue> arguments) {
   torch::jit::Stack stack;
-  for (const c10::IValue& argument : arguments) stack.push_back(on_meta(argument));
+  for (const c10::IValue& argument : arguments) stack.push_back(map_tensors(argument, on_meta));
   try {
     at::AutoDispatchBelowADInplaceOrView guard;
     op.callBoxed(stack);
@@ -78,13 +63,6 @@ std::optional<std::vector<at::Tensor>> run_on_meta(const c10::OperatorHandle& op
     each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
   }
   return outputs;
-}
-
-std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t step = 1;
-  for (size_t d = sizes.size(); d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
-  return strides;
 }
 
 bool fits(const Placement& placement, const TensorInfo& tensor) {
@@ -180,7 +158,8 @@ void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, con
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const auto& argument = call.schema.arguments()[i].name();
     if (argument == name) plan.arguments.emplace_back(i, sizes);
-    if (argument == "stride") plan.arguments.emplace_back(i, contiguous_strides(sizes));
+    if (argument == "stride")
+      plan.arguments.emplace_back(i, at::IntArrayRef(c10::contiguous_strides(sizes)));
   }
 }
 
@@ -198,8 +177,10 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   OpPlan plan;
   if (entry->sizes) {
     call.outputs = entry->sizes(call);
-    for (const TensorInfo& output : call.outputs)
-      plan.outputs.push_back({nullptr, output.sizes, contiguous_strides(output.sizes)});
+    for (const TensorInfo& output : call.outputs) {
+      const auto strides = c10::contiguous_strides(output.sizes);
+      plan.outputs.push_back({nullptr, output.sizes, {strides.begin(), strides.end()}});
+    }
   } else {
     const auto outputs = run_on_meta(op, arguments);
     if (!outputs) return std::nullopt;

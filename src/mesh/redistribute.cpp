@@ -118,7 +118,7 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
 }
 
 std::vector<int64_t> local_sizes_of(const DistSpec& spec, at::IntArrayRef sizes) {
-  const auto coordinate = spec.mesh.coordinate();
+  const auto& coordinate = spec.mesh.coordinate();
   if (!coordinate) return {0};
   return local_sizes(sizes, spec.placements, spec.mesh.shape(), *coordinate);
 }

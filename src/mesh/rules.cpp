@@ -1,35 +1,70 @@
 #include "mesh/rules.h"
 
+#include <c10/core/WrapDimMinimal.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <unordered_map>
 
 namespace tessera {
 namespace {
 
-size_t index_of(const c10::FunctionSchema& schema, std::string_view name) {
+// -1: none of this name.
+int index_of(const c10::FunctionSchema& schema, std::string_view name) {
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == name) return i;
+    if (arguments[i].name() == name) return static_cast<int>(i);
   }
-  TORCH_INTERNAL_ASSERT(false, schema.name(), " has no argument ", std::string(name));
+  return -1;
 }
 
 }  // namespace
 
+const c10::IValue* OpCall::find(std::string_view name) const {
+  const int index = index_of(schema, name);
+  return index < 0 ? nullptr : &arguments[index];
+}
+
 const c10::IValue& OpCall::argument(std::string_view name) const {
-  return arguments[index_of(schema, name)];
+  const c10::IValue* const value = find(name);
+  TORCH_INTERNAL_ASSERT(value, schema.name(), " has no argument ", std::string(name));
+  return *value;
 }
 
 int OpCall::input(std::string_view name) const {
-  const size_t index = index_of(schema, name);
-  const c10::IValue& value = arguments[index];
-  return value.isTensor() && value.toTensor().defined() ? first_input[index] : -1;
+  const c10::IValue& value = argument(name);
+  return value.isTensor() && value.toTensor().defined() ? first_input[index_of(schema, name)] : -1;
 }
 
 int64_t OpCall::dim(std::string_view name, int64_t ndim) const {
-  const int64_t dim = argument(name).toInt();
-  return dim < 0 ? dim + ndim : dim;
+  return c10::maybe_wrap_dim(argument(name).toInt(), ndim);
+}
+
+Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output) {
+  const int64_t own = dim - (output.ndim() - input.ndim());
+  if (own < 0 || input.sizes[own] != output.sizes[dim]) return Replicate{};
+  return Shard{own};
+}
+
+Strategies along_other_dims(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    const auto has_it = [&](const TensorInfo& input) {
+      return input.ndim() == ndim && input.sizes[d] == call.inputs[0].sizes[d];
+    };
+    if (d == dim || !std::all_of(call.inputs.begin(), call.inputs.end(), has_it)) continue;
+    ways.push_back(
+        {Placements(call.inputs.size(), Shard{d}), Placements(call.outputs.size(), Shard{d})});
+  }
+  return ways;
+}
+
+void add_pending(Strategies& ways, const OpCall& call) {
+  for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
+                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll})
+    ways.push_back({Placements(call.inputs.size(), Partial{op}),
+                    Placements(call.outputs.size(), Partial{op})});
 }
 
 const RuleEntry* find_rule(std::string_view name) {

@@ -27,7 +27,9 @@ struct OpCall {
   std::vector<TensorInfo> outputs;
   int64_t ranks = 1;  ///< of the whole mesh
 
-  /// The argument of this name; throws for one that the operator does not have.
+  /// The argument of this name; null if the operator does not have one.
+  const c10::IValue* find(std::string_view name) const;
+  /// The same; throws for one that the operator does not have.
   const c10::IValue& argument(std::string_view name) const;
   /// Index among `inputs` of the tensor argument of this name; -1 if it is undefined.
   int input(std::string_view name) const;
@@ -62,6 +64,17 @@ struct RuleEntry {
   /// size, and is replicated otherwise. There is no `rule`.
   bool creates = false;
 };
+
+/// Where `input`, which broadcasts to `output`, lies if that is cut along `dim`: cut alike, or
+/// whole if it has no such dim of that size.
+Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output);
+
+/// All tensors cut along one dim that they have in common, other than the argument `dim`, along
+/// which every rank needs all elements.
+Strategies along_other_dims(const OpCall& call);
+
+/// Adds that a reduction by any operator, pending in all inputs, stays so in the outputs.
+void add_pending(Strategies& ways, const OpCall& call);
 
 /// Sizes of one output: what all inputs broadcast to.
 std::vector<TensorInfo> broadcast_sizes(const OpCall& call);

@@ -36,46 +36,34 @@ at::Tensor part_of(at::Tensor tensor, const Box& own, const Box& part) {
   return tensor;
 }
 
-Box box_of(const DistSpec& spec, int rank, at::IntArrayRef sizes) {
-  return local_box(sizes, spec.placements, spec.mesh.shape(), spec.mesh.coordinate_of(rank));
-}
-
-// Of each rank of a mesh what it has; ranks with equal boxes are replicas.
+// What each rank of a mesh has.
 std::map<int, Box> boxes_of(const DistSpec& spec, at::IntArrayRef sizes) {
   std::map<int, Box> boxes;
-  for (const int rank : spec.mesh.ranks()) boxes[rank] = box_of(spec, rank, sizes);
+  for (const int rank : spec.mesh.ranks())
+    boxes[rank] =
+        local_box(sizes, spec.placements, spec.mesh.shape(), spec.mesh.coordinate_of(rank));
   return boxes;
 }
 
-// The rank that gives each distinct box to `receiver`, the `number`th of its mesh: neighbours ask
-// different replicas.
-std::vector<int> givers(const std::map<int, Box>& boxes, int receiver, size_t number) {
-  std::map<std::vector<std::pair<int64_t, int64_t>>, std::vector<int>> replicas;
+// For each rank the ranks that have what it has, itself among them.
+std::map<int, std::vector<int>> replicas_of(const std::map<int, Box>& boxes) {
+  std::map<int, std::vector<int>> replicas;
   for (const auto& [rank, box] : boxes) {
-    std::vector<std::pair<int64_t, int64_t>> key;
-    for (const Range& range : box) key.emplace_back(range.begin, range.end);
-    replicas[key].push_back(rank);
+    for (const auto& [other, its_box] : boxes) {
+      if (its_box == box) replicas[rank].push_back(other);
+    }
   }
-  std::vector<int> chosen;
-  for (const auto& [key, ranks] : replicas) {
-    const bool has_it = std::find(ranks.begin(), ranks.end(), receiver) != ranks.end();
-    chosen.push_back(has_it ? receiver : ranks[number % ranks.size()]);
-  }
-  return chosen;
-}
-
-Placements without_partial(Placements placements) {
-  for (Placement& placement : placements) {
-    if (is_partial(placement)) placement = Replicate{};
-  }
-  return placements;
+  return replicas;
 }
 
 // One move of boxes between two sets of ranks.
 class Transfer {
  public:
   Transfer(const DistSpec& from, const DistSpec& to, at::IntArrayRef sizes)
-      : from_(from), to_(to), sources_(boxes_of(from, sizes)), targets_(boxes_of(to, sizes)) {
+      : from_(from),
+        sources_(boxes_of(from, sizes)),
+        replicas_(replicas_of(sources_)),
+        targets_(boxes_of(to, sizes)) {
     std::set<int> all(from.mesh.ranks().begin(), from.mesh.ranks().end());
     all.insert(to.mesh.ranks().begin(), to.mesh.ranks().end());
     ranks_.assign(all.begin(), all.end());
@@ -120,20 +108,23 @@ class Transfer {
     return sizes;
   }
 
-  // Empty if nothing goes; a scalar's box has no dims, so its parts are told by who gives it.
+  // Empty if nothing goes. Of the ranks that have the same, the receiver itself gives it, or else
+  // one by the receiver's place in its mesh: neighbours ask different ones.
   Box what_goes(int giver, int receiver) const {
     const auto source = sources_.find(giver), target = targets_.find(receiver);
     if (source == sources_.end() || target == targets_.end()) return {};
+    const auto& replicas = replicas_.at(giver);
     const auto number = static_cast<size_t>(std::distance(targets_.begin(), target));
-    const auto chosen = givers(sources_, receiver, number);
-    if (std::find(chosen.begin(), chosen.end(), giver) == chosen.end()) return {};
+    const bool has_it = std::find(replicas.begin(), replicas.end(), receiver) != replicas.end();
+    if (giver != (has_it ? receiver : replicas[number % replicas.size()])) return {};
     const Box both = intersection(source->second, target->second);
     return is_empty(both) ? Box() : both;
   }
 
   const DistSpec& from_;
-  const DistSpec& to_;
-  std::map<int, Box> sources_, targets_;
+  std::map<int, Box> sources_;
+  std::map<int, std::vector<int>> replicas_;
+  std::map<int, Box> targets_;
   std::vector<int> ranks_;
 };
 

@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <map>
@@ -14,13 +15,8 @@ namespace {
 // (whatever the order of dims, as channels_last does), else those of a contiguous tensor.
 std::vector<int64_t> flat_strides(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  std::vector<int64_t> strides(tensor.dim());
-  int64_t stride = 1;
-  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
-    strides[dim] = stride;
-    stride *= std::max<int64_t>(1, tensor.size(dim));
-  }
-  return strides;
+  const auto strides = c10::contiguous_strides(tensor.sizes());
+  return {strides.begin(), strides.end()};
 }
 
 // Two tensors that are the same values: same memory, same shape.

@@ -1,27 +1,14 @@
-#include <c10/util/Exception.h>
-#include <fmt/format.h>
-
 #include <CLI/CLI.hpp>
-#include <cstdio>
-#include <functional>
 #include <memory>
 
 #include "bench/comm_bench.h"
+#include "bench/exit_code.h"
 #include "bench_commands.h"
 
 namespace tessera::tools {
 namespace {
 
-int exit_code_of(const std::function<int()>& run) {
-  try {
-    return run();
-  } catch (const c10::Error& error) {
-    fmt::print(stderr, "tessera bench comm: {}\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "tessera bench comm: {}\n", error.what());
-  }
-  return 1;
-}
+constexpr const char* kWho = "tessera bench comm";
 
 void add_measurement(CLI::App& command, CommBenchOptions& options) {
   command.option_defaults()->always_capture_default();
@@ -38,14 +25,15 @@ void add_comm_bench(CLI::App& bench, int& exit_code) {
   add_measurement(*comm, *options);
   comm->add_option("--ranks", options->ranks, "processes");
   comm->add_flag("--json", options->json, "print one line of JSON");
-  comm->callback(
-      [options, &exit_code] { exit_code = exit_code_of([&] { return bench_comm(*options); }); });
+  comm->callback([options, &exit_code] {
+    exit_code = exit_code_of(kWho, [&] { return bench_comm(*options); });
+  });
 
   auto worker_options = std::make_shared<CommBenchOptions>();
   auto* worker = bench.add_subcommand("comm-worker", "one rank of `comm`")->group("");
   add_measurement(*worker, *worker_options);
   worker->callback([worker_options, &exit_code] {
-    exit_code = exit_code_of([&] { return bench_comm_worker(*worker_options); });
+    exit_code = exit_code_of(kWho, [&] { return bench_comm_worker(*worker_options); });
   });
 }
 

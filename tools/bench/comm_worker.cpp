@@ -11,6 +11,7 @@
 #include "../../src/comm/gloo_backend.h"
 #include "bench/comm_bench.h"
 #include "bench/comm_report.h"
+#include "bench/median.h"
 
 namespace tessera::tools {
 namespace {
@@ -101,12 +102,6 @@ class Operations {
   std::vector<int64_t> bounds_;
 };
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : 0.5 * (values[half - 1] + values[half]);
-}
-
 // Seconds per call of the slowest rank.
 double time_operation(ProcessGroup& process_group, const Operation& operation, int calls) {
   process_group.barrier(kTag);
@@ -140,7 +135,7 @@ void measure(ProcessGroup& ours, c10d::Backend& theirs, int64_t bytes, int round
     results.push_back({{"operation", operations[i].name},
                        {"by", operations[i].by},
                        {"bytes", buffers.bytes()},
-                       {"seconds", median(seconds[i])}});
+                       {"seconds", median_of(seconds[i])}});
   }
 }
 

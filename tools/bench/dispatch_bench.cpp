@@ -6,13 +6,15 @@
 #include <torch/version.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
+
+#include "bench/exit_code.h"
+#include "bench/median.h"
 
 namespace tessera::tools {
 namespace {
@@ -53,11 +55,6 @@ double microseconds_per_call(const Operator& op, const std::vector<Tensor>& inpu
   const auto start = Clock::now();
   for (int i = 0; i < calls; ++i) op.run(inputs);
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count() / calls;
-}
-
-double median_of(std::vector<double> values) {
-  std::ranges::sort(values);
-  return values[values.size() / 2];
 }
 
 nlohmann::ordered_json measure(const Operator& op, const DispatchBenchOptions& options) {
@@ -121,12 +118,7 @@ void add_dispatch_bench(CLI::App& bench, int& exit_code) {
   dispatch->add_option("--calls", options->calls, "calls in a turn");
   dispatch->add_flag("--json", options->json, "print one line of JSON");
   dispatch->callback([options, &exit_code] {
-    try {
-      exit_code = bench_dispatch(*options);
-    } catch (const c10::Error& error) {
-      fmt::print(stderr, "tessera bench dispatch: {}\n", error.what_without_backtrace());
-      exit_code = 1;
-    }
+    exit_code = exit_code_of("tessera bench dispatch", [&] { return bench_dispatch(*options); });
   });
 }
 

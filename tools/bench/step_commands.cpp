@@ -4,22 +4,11 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 
+#include "bench/exit_code.h"
 #include "bench/step_bench.h"
 
 namespace tessera::tools {
 namespace {
-
-template <class Run>
-int exit_code_of(const std::string& who, Run run) {
-  try {
-    return run();
-  } catch (const c10::Error& error) {
-    fmt::print(stderr, "{}: {}\n", who, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "{}: {}\n", who, error.what());
-  }
-  return 1;
-}
 
 void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.option_defaults()->always_capture_default();

@@ -9,18 +9,13 @@
 #include <array>
 #include <ctime>
 
+#include "bench/median.h"
+
 namespace tessera::tools {
 namespace {
 
 using nlohmann::json;
 using nlohmann::ordered_json;
-
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + values.size() / 2;
-  std::nth_element(values.begin(), middle, values.end());
-  if (values.size() % 2 == 1) return *middle;
-  return 0.5 * (*middle + *std::max_element(values.begin(), middle));
-}
 
 constexpr std::array kParts = {"zero_grad", "forward", "backward", "optimizer"};
 

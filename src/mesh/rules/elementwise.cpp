@@ -1,4 +1,4 @@
-#include <algorithm>
+#include <functional>
 
 #include "mesh/rules.h"
 
@@ -8,17 +8,6 @@ namespace {
 // Operators whose output has, element by element, one value of each input, with broadcasting; and
 // those that make a tensor like another one.
 
-// The dim of `input` that meets dim `dim` of an output of `ndim` dims, if it has it.
-int64_t aligned(const TensorInfo& input, int64_t dim, int64_t ndim) {
-  return dim - (ndim - input.ndim());
-}
-
-Placement sharded_like(const TensorInfo& input, int64_t dim, const TensorInfo& output) {
-  const int64_t own = aligned(input, dim, output.ndim());
-  if (own < 0 || input.sizes[own] != output.sizes[dim]) return Replicate{};
-  return Shard{own};
-}
-
 Strategies pointwise(const OpCall& call) {
   Strategies ways;
   if (call.outputs.empty()) return ways;
@@ -26,58 +15,49 @@ Strategies pointwise(const OpCall& call) {
   for (int64_t dim = 0; dim < output.ndim(); ++dim) {
     Strategy way;
     for (const TensorInfo& input : call.inputs)
-      way.inputs.push_back(sharded_like(input, dim, output));
+      way.inputs.push_back(placed_under(input, dim, output));
     way.outputs.assign(call.outputs.size(), Shard{dim});
     ways.push_back(std::move(way));
   }
   return ways;
 }
 
-void add_partial(Strategies& ways, const OpCall& call, PartialOp op, std::vector<bool> partial) {
-  Strategy way;
-  for (size_t i = 0; i < call.inputs.size(); ++i)
-    way.inputs.push_back(partial[i] ? Placement(Partial{op}) : Placement(Replicate{}));
-  way.outputs.assign(call.outputs.size(), Partial{op});
-  ways.push_back(std::move(way));
+// Adds that sums pending in the inputs of `is_pending` alone stay so in the outputs.
+void add_sums(Strategies& ways, const OpCall& call, const std::function<bool(size_t)>& is_pending) {
+  for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg}) {
+    Strategy way{Placements(call.inputs.size(), Replicate{}),
+                 Placements(call.outputs.size(), Partial{op})};
+    for (size_t i = 0; i < way.inputs.size(); ++i) {
+      if (is_pending(i)) way.inputs[i] = Partial{op};
+    }
+    ways.push_back(std::move(way));
+  }
 }
 
-// f(a + b) = f(a) + f(b), in all inputs together: additions, negation, copies.
+// f(a + b) = f(a) + f(b), in all inputs together: additions, negation.
 Strategies linear(const OpCall& call) {
   Strategies ways = pointwise(call);
-  for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg})
-    add_partial(ways, call, op, std::vector<bool>(call.inputs.size(), true));
+  add_sums(ways, call, [](size_t) { return true; });
   return ways;
 }
 
 // A copy keeps any reduction.
 Strategies copying(const OpCall& call) {
   Strategies ways = pointwise(call);
-  for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
-                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll})
-    add_partial(ways, call, op, std::vector<bool>(call.inputs.size(), true));
-  return ways;
-}
-
-// Linear in the first input alone, or in the second.
-Strategies bilinear(const OpCall& call) {
-  Strategies ways = pointwise(call);
-  for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg}) {
-    for (size_t term = 0; term < std::min<size_t>(call.inputs.size(), 2); ++term) {
-      std::vector<bool> partial(call.inputs.size(), false);
-      partial[term] = true;
-      add_partial(ways, call, op, partial);
-    }
-  }
+  add_pending(ways, call);
   return ways;
 }
 
 Strategies linear_in_first(const OpCall& call) {
   Strategies ways = pointwise(call);
-  for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg}) {
-    std::vector<bool> partial(call.inputs.size(), false);
-    partial[0] = true;
-    add_partial(ways, call, op, partial);
-  }
+  add_sums(ways, call, [](size_t i) { return i == 0; });
+  return ways;
+}
+
+// Linear in the first input alone, and in the second.
+Strategies bilinear(const OpCall& call) {
+  Strategies ways = linear_in_first(call);
+  if (call.inputs.size() > 1) add_sums(ways, call, [](size_t i) { return i == 1; });
   return ways;
 }
 
@@ -179,22 +159,17 @@ constexpr Name kNames[] = {
     {"logical_or_", pointwise},
 };
 
-RuleEntry made(std::string_view name) { return {.name = name, .rule = nullptr, .creates = true}; }
+std::vector<TensorInfo> named_sizes(const OpCall& call) {
+  return {{call.argument("size").toIntVector()}};
+}
 
 std::vector<RuleEntry> make_rules() {
   std::vector<RuleEntry> rules;
   for (const Name& entry : kNames) rules.push_back({entry.name, entry.rule, broadcast_sizes});
-  for (const auto name : {"zeros_like", "ones_like", "full_like", "empty_like"}) {
-    rules.push_back(made(name));
-    rules.back().sizes = broadcast_sizes;
-  }
-  for (const auto name : {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}) {
-    rules.push_back(made(name));
-    rules.back().sizes = [](const OpCall& call) {
-      return std::vector<TensorInfo>{{call.argument("size").toIntVector()}};
-    };
-    rules.back().size_argument = "size";
-  }
+  for (const auto name : {"zeros_like", "ones_like", "full_like", "empty_like"})
+    rules.push_back({.name = name, .rule = nullptr, .sizes = broadcast_sizes, .creates = true});
+  for (const auto name : {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"})
+    rules.push_back({name, nullptr, named_sizes, "size", /*creates=*/true});
   return rules;
 }
 

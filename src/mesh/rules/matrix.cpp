@@ -23,24 +23,14 @@ Strategies bmm(const OpCall& call) {
   };
 }
 
-// Where `added`, broadcast over the product, lies if that is sharded by `dim`.
-Placement of_added(const TensorInfo& added, int64_t dim, const TensorInfo& product) {
-  const int64_t own = dim - (product.ndim() - added.ndim());
-  if (own < 0 || added.sizes[own] != product.sizes[dim]) return Replicate{};
-  return Shard{own};
-}
-
 // `added` plus a product: as the product, except that a term per rank goes with a term of `added`.
 Strategies with_added(const OpCall& call, Strategies products) {
   Strategies ways;
   for (Strategy& way : products) {
     const Placement& output = way.outputs[0];
-    Placement added = Replicate{};
-    if (const auto* const shard = std::get_if<Shard>(&output)) {
-      added = of_added(call.inputs[0], shard->dim, call.outputs[0]);
-    } else {
-      added = output;
-    }
+    const auto* const shard = std::get_if<Shard>(&output);
+    const Placement added =
+        shard ? placed_under(call.inputs[0], shard->dim, call.outputs[0]) : output;
     ways.push_back({{added, way.inputs[0], way.inputs[1]}, {output}});
   }
   return ways;

@@ -90,17 +90,13 @@ Strategies embedding_backward(const OpCall& call) {
 }
 
 // Batch and heads are independent of each other.
-Strategies attention_by(const OpCall& call, int64_t dim) {
+Strategy attention_by(const OpCall& call, int64_t dim) {
   Strategy way{Placements(call.inputs.size(), Shard{dim}),
                Placements(call.outputs.size(), Shard{dim})};
   const int mask = call.input("attn_mask");
-  if (mask >= 0) {
-    const TensorInfo& of = call.inputs[mask];
-    const int64_t own = dim - (4 - of.ndim());
-    const bool is_cut = own >= 0 && of.sizes[own] == call.inputs[0].sizes[dim];
-    way.inputs[mask] = is_cut ? Placement(Shard{own}) : Placement(Replicate{});
-  }
-  return {way};
+  // It broadcasts to the scores, whose first two dims are those of the query.
+  if (mask >= 0) way.inputs[mask] = placed_under(call.inputs[mask], dim, call.inputs[0]);
+  return way;
 }
 
 bool draws_numbers(const OpCall& call) { return call.argument("dropout_p").toDouble() > 0; }
@@ -113,7 +109,7 @@ Strategies attention(const OpCall& call) {
     const int64_t size = call.inputs[q].sizes[dim];
     // Heads of q and k are cut alike only if there are as many.
     if (size != call.inputs[k].sizes[dim] || !call.reaches_all(size)) continue;
-    ways.push_back(attention_by(call, dim).front());
+    ways.push_back(attention_by(call, dim));
   }
   return ways;
 }

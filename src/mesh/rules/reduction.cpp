@@ -1,3 +1,5 @@
+#include <c10/core/WrapDimMinimal.h>
+
 #include <algorithm>
 
 #include "mesh/rules.h"
@@ -8,17 +10,12 @@ namespace {
 // The dims that are reduced, not negative; all of them if none are named.
 std::vector<bool> reduced_dims(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
-  std::vector<bool> reduced(ndim, true);
-  for (size_t i = 1; i < call.arguments.size(); ++i) {
-    if (call.schema.arguments()[i].name() != "dim") continue;
-    const c10::IValue& value = call.arguments[i];
-    if (value.isNone()) break;
-    const auto dims = value.isInt() ? std::vector<int64_t>{value.toInt()} : value.toIntVector();
-    if (dims.empty()) break;
-    reduced.assign(ndim, false);
-    for (const int64_t dim : dims) {
-      if (ndim > 0) reduced[dim < 0 ? dim + ndim : dim] = true;
-    }
+  const c10::IValue* const value = call.find("dim");
+  if (!value || value->isNone()) return std::vector<bool>(ndim, true);
+  const auto dims = value->isInt() ? std::vector<int64_t>{value->toInt()} : value->toIntVector();
+  std::vector<bool> reduced(ndim, dims.empty());
+  for (const int64_t dim : dims) {
+    if (ndim > 0) reduced[c10::maybe_wrap_dim(dim, ndim)] = true;
   }
   return reduced;
 }
@@ -50,31 +47,25 @@ Strategies sum(const OpCall& call) {
   return ways;
 }
 
-// Parts of equal size have means whose mean it is.
-Strategies mean(const OpCall& call) {
-  Strategies ways = reduction(call, PartialOp::kAvg, true);
-  std::erase_if(ways, [&](const Strategy& way) {
-    const auto* const shard = std::get_if<Shard>(&way.inputs[0]);
-    return is_partial(way.outputs[0]) && call.inputs[0].sizes[shard->dim] % call.ranks != 0;
-  });
-  for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg})
-    ways.push_back({{Partial{op}}, {Partial{op}}});
-  return ways;
-}
-
-// A part without elements has no maximum.
-Strategies of_nonempty(const OpCall& call, PartialOp op) {
+// As a reduction by `op` of terms that count alike: of parts of equal size, none of them empty.
+Strategies of_equal_parts(const OpCall& call, PartialOp op) {
   Strategies ways = reduction(call, op, true);
   std::erase_if(ways, [&](const Strategy& way) {
-    const auto* const shard = std::get_if<Shard>(&way.inputs[0]);
-    return is_partial(way.outputs[0]) && call.inputs[0].sizes[shard->dim] % call.ranks != 0;
+    const int64_t dim = std::get<Shard>(way.inputs[0]).dim;
+    return is_partial(way.outputs[0]) && call.inputs[0].sizes[dim] % call.ranks != 0;
   });
   ways.push_back({{Partial{op}}, {Partial{op}}});
   return ways;
 }
 
-Strategies amax(const OpCall& call) { return of_nonempty(call, PartialOp::kMax); }
-Strategies amin(const OpCall& call) { return of_nonempty(call, PartialOp::kMin); }
+Strategies mean(const OpCall& call) {
+  Strategies ways = of_equal_parts(call, PartialOp::kAvg);
+  ways.push_back({{Partial{PartialOp::kSum}}, {Partial{PartialOp::kSum}}});
+  return ways;
+}
+
+Strategies amax(const OpCall& call) { return of_equal_parts(call, PartialOp::kMax); }
+Strategies amin(const OpCall& call) { return of_equal_parts(call, PartialOp::kMin); }
 Strategies prod(const OpCall& call) { return reduction(call, PartialOp::kProd, true); }
 Strategies any(const OpCall& call) { return reduction(call, PartialOp::kAny, true); }
 Strategies all(const OpCall& call) { return reduction(call, PartialOp::kAll, true); }
@@ -82,34 +73,16 @@ Strategies kept_dims(const OpCall& call) { return reduction(call, PartialOp::kSu
 
 // `max.dim` and `min.dim` also tell where: the reduced dim must be whole. Without a dim, the value.
 Strategies max(const OpCall& call) {
-  return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMax) : kept_dims(call);
+  return call.outputs.size() == 1 ? of_equal_parts(call, PartialOp::kMax) : kept_dims(call);
 }
 Strategies min(const OpCall& call) {
-  return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMin) : kept_dims(call);
-}
-
-// The outputs have the dims of the input, and along one of them each needs all elements.
-Strategies along_dim(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
-  Strategies ways;
-  for (int64_t d = 0; d < ndim; ++d) {
-    if (d != dim)
-      ways.push_back(
-          {Placements(call.inputs.size(), Shard{d}), Placements(call.outputs.size(), Shard{d})});
-  }
-  return ways;
-}
-
-bool keeps_dims(const OpCall& call) {
-  for (size_t i = 1; i < call.arguments.size(); ++i) {
-    if (call.schema.arguments()[i].name() == "keepdim") return call.arguments[i].toBool();
-  }
-  return false;
+  return call.outputs.size() == 1 ? of_equal_parts(call, PartialOp::kMin) : kept_dims(call);
 }
 
 std::vector<TensorInfo> reduced_sizes(const OpCall& call) {
   const auto reduced = reduced_dims(call);
-  const bool keeps = keeps_dims(call);
+  const c10::IValue* const keepdim = call.find("keepdim");
+  const bool keeps = keepdim && keepdim->toBool();
   TensorInfo output;
   for (size_t d = 0; d < reduced.size(); ++d) {
     if (!reduced[d]) output.sizes.push_back(call.inputs[0].sizes[d]);
@@ -134,13 +107,13 @@ constexpr RuleEntry kRules[] = {
     {"norm", kept_dims, reduced_sizes},
     {"linalg_vector_norm", kept_dims, reduced_sizes},
     {"logsumexp", kept_dims, reduced_sizes},
-    {"_softmax", along_dim},
-    {"_log_softmax", along_dim},
-    {"_softmax_backward_data", along_dim},
-    {"_log_softmax_backward_data", along_dim},
-    {"cumsum", along_dim},
-    {"sort", along_dim},
-    {"topk", along_dim},
+    {"_softmax", along_other_dims},
+    {"_log_softmax", along_other_dims},
+    {"_softmax_backward_data", along_other_dims},
+    {"_log_softmax_backward_data", along_other_dims},
+    {"cumsum", along_other_dims},
+    {"sort", along_other_dims},
+    {"topk", along_other_dims},
 };
 
 }  // namespace

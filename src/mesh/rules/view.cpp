@@ -1,3 +1,5 @@
+#include <c10/core/WrapDimMinimal.h>
+
 #include <algorithm>
 
 #include "mesh/rules.h"
@@ -7,16 +9,6 @@ namespace {
 
 // Operators that move elements without changing them.
 
-const PartialOp kAllOps[] = {PartialOp::kSum,  PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
-                             PartialOp::kProd, PartialOp::kAny, PartialOp::kAll};
-
-// Whatever is pending over ranks stays so.
-void add_partials(Strategies& ways, const OpCall& call) {
-  for (const PartialOp op : kAllOps)
-    ways.push_back({Placements(call.inputs.size(), Partial{op}),
-                    Placements(call.outputs.size(), Partial{op})});
-}
-
 // Of a tensor whose dim d becomes dim `to[d]` of every output; -1: it does not stay a dim.
 Strategies moved_dims(const OpCall& call, const std::vector<int64_t>& to) {
   Strategies ways;
@@ -25,7 +17,7 @@ Strategies moved_dims(const OpCall& call, const std::vector<int64_t>& to) {
     ways.push_back(
         {{Shard{static_cast<int64_t>(d)}}, Placements(call.outputs.size(), Shard{to[d]})});
   }
-  add_partials(ways, call);
+  add_pending(ways, call);
   return ways;
 }
 
@@ -50,7 +42,7 @@ Strategies permute(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   const auto dims = call.argument("dims").toIntVector();
   std::vector<int64_t> to(ndim);
-  for (int64_t d = 0; d < ndim; ++d) to[dims[d] < 0 ? dims[d] + ndim : dims[d]] = d;
+  for (int64_t d = 0; d < ndim; ++d) to[c10::maybe_wrap_dim(dims[d], ndim)] = d;
   return moved_dims(call, to);
 }
 
@@ -142,27 +134,12 @@ Strategies cat(const OpCall& call) {
     if (d == dim) continue;
     ways.push_back({Placements(call.inputs.size(), Shard{d - (is_stack && d > dim)}), {Shard{d}}});
   }
-  add_partials(ways, call);
+  add_pending(ways, call);
   return ways;
 }
 
 std::vector<TensorInfo> padded_sizes(const OpCall& call) {
   return {{call.argument("input_sizes").toIntVector()}};
-}
-
-// Places along `dim` are named by an index tensor; all other dims of all tensors run together.
-Strategies by_index(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
-  Strategies ways;
-  for (int64_t d = 0; d < ndim; ++d) {
-    const bool together =
-        std::all_of(call.inputs.begin(), call.inputs.end(), [&](const TensorInfo& input) {
-          return input.ndim() == ndim && input.sizes[d] == call.inputs[0].sizes[d];
-        });
-    if (d == dim || !together) continue;
-    ways.push_back({Placements(call.inputs.size(), Shard{d}), {Shard{d}}});
-  }
-  return ways;
 }
 
 std::vector<TensorInfo> like_first(const OpCall& call) { return {call.inputs[0]}; }
@@ -189,16 +166,16 @@ std::vector<TensorInfo> index_select_sizes(const OpCall& call) {
 Strategies flip(const OpCall& call) {
   auto to = same_dims(call.inputs[0].ndim());
   for (const int64_t dim : call.argument("dims").toIntVector())
-    to[dim < 0 ? dim + call.inputs[0].ndim() : dim] = -1;
+    to[c10::maybe_wrap_dim(dim, call.inputs[0].ndim())] = -1;
   return moved_dims(call, to);
 }
 
 constexpr RuleEntry kRules[] = {
-    {"gather", by_index, like_second},
-    {"scatter", by_index, like_first},
-    {"scatter_", by_index, like_first},
-    {"scatter_add", by_index, like_first},
-    {"scatter_add_", by_index, like_first},
+    {"gather", along_other_dims, like_second},
+    {"scatter", along_other_dims, like_first},
+    {"scatter_", along_other_dims, like_first},
+    {"scatter_add", along_other_dims, like_first},
+    {"scatter_add_", along_other_dims, like_first},
     {"index_select", index_select, index_select_sizes},
     {"flip", flip, like_first},
     {"t", t},

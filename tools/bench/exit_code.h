@@ -1,0 +1,25 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+#include <string>
+
+namespace tessera::tools {
+
+/// That of `run()`; if it throws, 1 after the error was printed in the name of `who`.
+template <class Run>
+int exit_code_of(const std::string& who, Run run) {
+  try {
+    return run();
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "{}: {}\n", who, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}: {}\n", who, error.what());
+  }
+  return 1;
+}
+
+}  // namespace tessera::tools
