@@ -45,7 +45,8 @@ TESSERA_API at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& me
 /// As `distribute()` it needs equal values on all ranks and sends nothing, unless `tensor` is a
 /// DistTensor. Gradients are dropped. Gradients to come have the parameter's placements.
 /// Throws `c10::ValueError` for a tensor that is neither a leaf nor free of autograd.
-TESSERA_API void distribute_(at::Tensor& tensor, const DeviceMesh& mesh, Placements placements);
+TESSERA_API void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh,
+                             Placements placements);
 
 /// Makes a DistTensor of the parts that the ranks of `mesh` have; nothing is sent or checked.
 ///

@@ -52,6 +52,11 @@ class TESSERA_API GradScaler {
   /// Unscales, unless that was done, and steps if all gradients of all ranks are finite. Returns
   /// whether it stepped, the same on all ranks. Collective.
   bool step(ShardedOptimizer& optimizer);
+  /// The same for an optimizer of LibTorch's that steps on its own. Gradients that are DistTensors
+  /// are unscaled where they lie; collective over their meshes.
+  void unscale_(torch::optim::Optimizer& optimizer);
+  bool step(torch::optim::Optimizer& optimizer);
+
   /// Throws `std::runtime_error`: a closure would need gradients of different scales. (Disabled:
   /// `optimizer.step(closure)`.)
   bool step(ShardedOptimizer& optimizer, const std::function<at::Tensor()>& closure);

@@ -106,6 +106,12 @@ struct ShardPlan {
   /// rank in their `process_group`s.
   ProcessGroupPtr replicate_group;
 
+  /// For parameters that are DistTensors on one mesh: shard them over this dim of it, along which
+  /// all are replicated, in place of `process_group`. A negative one counts from the end. Gradients
+  /// are then those of one loss that the mesh has together, as without sharding; `average` has no
+  /// say. Without this, each rank of `process_group` has DistTensors on a mesh of its own.
+  std::optional<int64_t> mesh_dim = std::nullopt;
+
   Precision precision;
 
   Offload offload = Offload::kNone;

@@ -5,7 +5,11 @@
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>
 #include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/dialects/paddle_shard_layer.h>
+#include <tessera/dist_dataloader.h>
+#include <tessera/dist_optimizer.h>
 #include <tessera/dist_tensor.h>
+#include <tessera/distribute_module.h>
 #include <tessera/fully_shard.h>
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>

@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tessera/dist_tensor.h>
 
 #include <map>
 
@@ -32,8 +33,12 @@ void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) 
   if (begin == end) return;
   unit.updated()
       .narrow(0, begin - unit.updated_begin(), end - begin)
-      .copy_(
-          flat_in_order(value.detach(), slot.strides).narrow(0, begin - slot.offset, end - begin));
+      .copy_(flat_in_order(local_value(slot, value.detach()), slot.strides)
+                 .narrow(0, begin - slot.offset, end - begin));
+}
+
+at::Tensor whole_buffer(const at::Tensor& buffer) {
+  return is_dist(buffer) ? full_tensor(buffer).clone() : buffer.clone();
 }
 
 }  // namespace
@@ -54,13 +59,14 @@ std::vector<NamedTensor> ShardedState::full_state() {
   Values values;
   visit_whole_units([&](const Unit& unit) {
     for (const ParamSlot& slot : unit.layout().slots) {
-      const at::Tensor value = view_param(slot, unit.full()).clone();
+      const at::Tensor value = global_value(slot, view_param(slot, unit.full())).clone();
       for (const std::string& name : slot.names) values[name] = value;
     }
   });
   std::vector<NamedTensor> state;
   for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
-  for (const NamedTensor& buffer : buffers_) state.push_back({buffer.name, buffer.tensor.clone()});
+  for (const NamedTensor& buffer : buffers_)
+    state.push_back({buffer.name, whole_buffer(buffer.tensor)});
   return state;
 }
 
@@ -73,7 +79,8 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
     for (const auto& unit : units_) {
       unit->check_views();
       for (const ParamSlot& slot : unit->layout().slots)
-        for (const std::string& name : slot.names) take(rest, values, name, slot.sizes, errors);
+        for (const std::string& name : slot.names)
+          take(rest, values, name, slot.global_sizes(), errors);
     }
     for (const NamedTensor& buffer : buffers_)
       take(rest, values, buffer.name, buffer.tensor.sizes(), errors);

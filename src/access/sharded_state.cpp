@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "access/dist_parameters.h"
 #include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
@@ -103,8 +104,7 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& wanted) {
   use_page_heap();
-  const ShardMesh mesh(wanted.process_group ? wanted.process_group : default_process_group(),
-                       wanted.replicate_group);
+  const ShardMesh mesh = shard_mesh_of(parameters, wanted);
   mesh.check();
   const ShardPlan plan = with_defaults(wanted, mesh);
   std::vector<ParamSlot> params;
@@ -115,6 +115,7 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
     TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
                 "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
+    if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
     layouts = lay_out(params, plan, mesh.shard().size());
     offload = make_state_memory(plan);
     if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
@@ -137,7 +138,7 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
     units.push_back(units_.back().get());
   }
   residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
-  const double scale = plan_.average ? 1.0 / mesh().size() : 1.0;
+  const double scale = plan_.average && !plan_.mesh_dim ? 1.0 / mesh().size() : 1.0;
   reducer_ = std::make_unique<Reducer>(
       units, mesh(), scale,
       Reducer::Callbacks{[this] { residency_->end_pass(); },
@@ -209,7 +210,7 @@ void ShardedState::convert_buffers() {
 void ShardedState::sync_buffers() {
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> packed;
-  for (const NamedTensor& buffer : buffers_) packed.push_back(buffer.tensor.contiguous());
+  for (const NamedTensor& buffer : buffers_) packed.push_back(local_of(buffer.tensor).contiguous());
   for (ProcessGroup* process_group : {&mesh().shard(), &mesh().replicate()}) {
     if (process_group->size() == 1) continue;
     std::vector<WorkPtr> works;
@@ -219,7 +220,8 @@ void ShardedState::sync_buffers() {
     for (const WorkPtr& work : works) work->wait();
   }
   for (size_t i = 0; i < packed.size(); ++i) {
-    if (!packed[i].is_same(buffers_[i].tensor)) buffers_[i].tensor.copy_(packed[i]);
+    const at::Tensor& own = local_of(buffers_[i].tensor);
+    if (!packed[i].is_same(own)) own.copy_(packed[i]);
   }
 }
 
@@ -238,7 +240,7 @@ at::Tensor ShardedState::full_grad(const ParamPlace& place) {
     work->wait();
     work->wait_inputs();
   }
-  return view_param(param, full).clone();
+  return global_value(param, view_param(param, full)).clone();
 }
 
 std::optional<ParamPlace> ShardedState::find(const std::string& name) const {

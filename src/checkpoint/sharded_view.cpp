@@ -43,6 +43,8 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
     unit->check_views();
     first_param.push_back(view.params.size());
     for (const ParamSlot& slot : unit->layout().slots) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!slot.dist, "[checkpoint] parameters that are DistTensors can't be saved or "
+                                  "loaded yet; '", slot.name(), "' is one. full_state() gathers them");
       view.params.push_back(view_of_param(*unit, slot));
     }
   }

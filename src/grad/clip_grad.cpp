@@ -14,14 +14,17 @@ namespace tessera {
 namespace {
 
 // The part of a live gradient that counts on this rank: its own shard, even where it has
-// everything.
+// everything. What several ranks have of a DistTensor counts on one of them.
 template <class F>
-void for_each_own_part(const UnitGradients& gradients, int rank, const IsCounted& is_counted,
-                       F&& f) {
+void for_each_own_part(const UnitGradients& gradients, const ShardMesh& mesh,
+                       const IsCounted& is_counted, F&& f) {
+  const int rank = mesh.shard().rank();
   const UnitLayout& layout = gradients.unit().layout();
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
-    if (!gradients.is_live(slot) || !is_counted(gradients.unit().index(), slot)) continue;
     const ParamSlot& param = layout.slots[slot];
+    const bool is_first = param.dist ? param.dist->is_first_replica : mesh.parts().rank() == 0;
+    if (!gradients.is_live(slot) || !is_first || !is_counted(gradients.unit().index(), slot))
+      continue;
     const auto [begin, end] = overlap(param, layout.bounds[rank], layout.bounds[rank + 1]);
     if (begin < end) f(gradients.reduced(begin, end));
   }
@@ -38,7 +41,7 @@ double local_norm(const at::Tensor& part, double norm_type) {
 }  // namespace
 
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
-                 ProcessGroup& process_group, double norm_type, const IsCounted& is_counted) {
+                 const ShardMesh& mesh, double norm_type, const IsCounted& is_counted) {
   TORCH_CHECK_VALUE(norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ",
                     norm_type);
   at::NoGradGuard no_grad;
@@ -46,7 +49,7 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   // A NaN must win over any number, as it does in one process; std::max would drop it.
   double total = 0;
   for (const auto& unit : gradients) {
-    for_each_own_part(*unit, process_group.rank(), is_counted, [&](const at::Tensor& part) {
+    for_each_own_part(*unit, mesh, is_counted, [&](const at::Tensor& part) {
       const double norm = local_norm(part, norm_type);
       if (is_max) {
         total = std::isnan(norm) || std::isnan(total) ? NAN : std::max(total, norm);
@@ -60,8 +63,9 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   auto* data = sums.mutable_data_ptr<double>();
   data[0] = std::isnan(total) ? 0 : total;
   data[1] = std::isnan(total) ? 1 : 0;
-  host_all_reduce(process_group, sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
-                  {"gradient norm", Channel::kControl});
+  for (ProcessGroup* process_group : {&mesh.shard(), &mesh.parts()})
+    host_all_reduce(*process_group, sums, is_max ? ReduceOp::kMax : ReduceOp::kSum,
+                    {"gradient norm", Channel::kControl});
   if (data[1] > 0) return NAN;
   return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);
 }

@@ -12,10 +12,10 @@ namespace tessera {
 using IsCounted = std::function<bool(size_t unit, size_t slot)>;
 
 /// The norm of all reduced gradients together. Collective; they must be settled. Each element
-/// counts once: padding, ties and other ranks' copies do not. `process_group`: the ranks that the
+/// counts once: padding, ties and other ranks' copies do not. `mesh`: the ranks that the
 /// gradients are sharded over.
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
-                 ProcessGroup& process_group, double norm_type, const IsCounted& is_counted);
+                 const ShardMesh& mesh, double norm_type, const IsCounted& is_counted);
 
 /// Multiplies the reduced gradients by `factor`.
 void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor,

@@ -11,6 +11,8 @@
 #include <numeric>
 #include <thread>
 
+#include "mesh/redistribute.h"
+
 namespace tessera {
 
 // [Note: One order of reductions]
@@ -60,6 +62,15 @@ class GradHook final : public torch::autograd::PostAccumulateGradHook {
   size_t unit_, slot_, handle_;
 };
 
+// This rank's part of the gradient of a DistTensor. Mostly it is placed already: see
+// place_gradients().
+at::Tensor local_gradient(const ParamSlot& slot, const at::Tensor& gradient) {
+  if (!slot.dist) return gradient;
+  const DistMeta& meta = dist_meta("backward", gradient);
+  const DistSpec& spec = slot.dist->gradients ? *slot.dist->gradients : *slot.dist->spec;
+  return convert(meta.local, *meta.spec, spec.placements, slot.dist->sizes, slot.name());
+}
+
 std::string read_error(const ParamSlot& slot) {
   return "[tessera] the gradient of parameter '" + slot.name() +
          "' is reduced and sharded, so .grad() does not hold it. Use "
@@ -107,7 +118,7 @@ void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor&
   const at::Tensor grad = std::move(tensor.mutable_grad());
   tensor.mutable_grad().reset();
   begin_backward();
-  gradients_[unit]->arrive(slot, handle, grad);
+  gradients_[unit]->arrive(slot, handle, local_gradient(units_[unit]->layout().slots[slot], grad));
   if (no_sync_ == 0) launch_ready();
 }
 

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "init/unit_key.h"
+#include "mesh/unit_key.h"
 
 namespace tessera {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "comm/rank_generator.h"
-#include "init/unit_key.h"
+#include "mesh/unit_key.h"
 
 namespace tessera {
 namespace {

@@ -18,8 +18,8 @@
 #include "init/deferred_storage.h"
 #include "init/random_source.h"
 #include "init/recipe.h"
-#include "init/unit_key.h"
 #include "mesh/each_tensor.h"
+#include "mesh/unit_key.h"
 
 namespace tessera {
 

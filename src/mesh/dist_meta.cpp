@@ -41,12 +41,18 @@ const DistMeta& dist_meta(const char* function, const at::Tensor& tensor) {
   return *meta;
 }
 
+const at::Tensor& local_of(const at::Tensor& tensor) {
+  const DistMeta* const meta = find_dist_meta(tensor);
+  return meta ? meta->local : tensor;
+}
+
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides) {
+                     at::IntArrayRef strides, std::shared_ptr<const DistParameter> parameter) {
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
   auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides);
-  impl->set_backend_meta(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec)));
+  impl->set_backend_meta(
+      c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), std::move(parameter)));
   return at::Tensor(std::move(impl));
 }
 

@@ -6,6 +6,7 @@
 #include <tessera/placement.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 
 namespace tessera {
@@ -28,14 +29,23 @@ inline Placements replicated(const DeviceMesh& mesh) {
 /// `placements` with every pending reduction done.
 Placements without_partial(Placements placements);
 
+/// What is known of a DistTensor that is a parameter.
+struct DistParameter {
+  std::string name;  ///< dotted; may be empty
+  /// Placements that its gradients get as they come; null: the parameter's own.
+  DistSpecPtr gradients;
+};
+
 /// What makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its detached
 /// versions and of tensors that take its data.
 struct DistMeta final : c10::BackendMeta {
-  DistMeta(at::Tensor local_part, DistSpecPtr where)
-      : local(std::move(local_part)), spec(std::move(where)) {}
+  DistMeta(at::Tensor local_part, DistSpecPtr where,
+           std::shared_ptr<const DistParameter> known = nullptr)
+      : local(std::move(local_part)), spec(std::move(where)), parameter(std::move(known)) {}
 
   const at::Tensor local;  ///< without autograd
   const DistSpecPtr spec;
+  const std::shared_ptr<const DistParameter> parameter;  ///< null for others
 };
 
 /// The dispatch keys of a DistTensor on the device of `local`.
@@ -46,9 +56,13 @@ const DistMeta* find_dist_meta(const at::Tensor& tensor);
 /// Throws `c10::ValueError` that names `function` for an ordinary tensor.
 const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
 
+/// This rank's part of a DistTensor; another tensor itself.
+const at::Tensor& local_of(const at::Tensor& tensor);
+
 /// A DistTensor with these global sizes and strides, without autograd.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides);
+                     at::IntArrayRef strides,
+                     std::shared_ptr<const DistParameter> parameter = nullptr);
 /// The same, contiguous.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 

@@ -141,8 +141,13 @@ void place_gradients(const at::Tensor& leaf) {
   leaf.register_hook([weak](const at::Tensor& gradient) {
     const auto alive = weak.lock();
     if (!alive) return gradient;
-    const DistSpecPtr spec = dist_meta("backward", at::Tensor(alive)).spec;
-    return redistribute(as_dist(gradient, spec->mesh), spec->mesh, placements_of_gradient(*spec));
+    const DistMeta* const meta = find_dist_meta(at::Tensor(alive));
+    if (!meta) return gradient;  // it was made an ordinary tensor again
+    const bool has_own = meta->parameter && meta->parameter->gradients;
+    const DeviceMesh& mesh = meta->spec->mesh;
+    return redistribute(
+        as_dist(gradient, mesh), mesh,
+        has_own ? meta->parameter->gradients->placements : placements_of_gradient(*meta->spec));
   });
 }
 
@@ -171,16 +176,18 @@ at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placemen
   return result;
 }
 
-void distribute_(at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
+void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
   TORCH_CHECK_VALUE(tensor.defined() && tensor.is_leaf(),
                     "[distribute_] `tensor` must be a parameter or a buffer; got ",
                     tensor.defined() ? "the result of an operator" : "an undefined tensor");
   at::NoGradGuard no_grad;
   const bool was_dist = is_dist(tensor);
+  const auto parameter = was_dist ? dist_meta("distribute_", tensor).parameter : nullptr;
   const at::Tensor placed = was_dist ? redistribute(tensor.detach(), mesh, std::move(placements))
                                      : distribute(tensor.detach(), mesh, std::move(placements));
   tensor.mutable_grad().reset();
-  tensor.set_data(placed);
+  const DistMeta& meta = dist_meta("distribute_", placed);
+  tensor.set_data(make_dist(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
   if (tensor.requires_grad() && !was_dist) place_gradients(tensor);
 }
 

@@ -9,6 +9,7 @@
 
 #include "mesh/chunks.h"
 #include "mesh/line_conversion.h"
+#include "mesh/unit_key.h"
 
 namespace tessera {
 
@@ -114,7 +115,10 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
                    at::IntArrayRef sizes, std::string_view subject) {
   if (from.placements == to || !from.mesh.is_member()) return local;
   at::NoGradGuard no_grad;
-  return Converter(from, to, sizes, subject).run(local);
+  // Process groups read memory as it is: that of a sharded unit must be gathered first, which any
+  // operator that reads it does.
+  const bool is_watched = local.key_set().has(kUnitKey);
+  return Converter(from, to, sizes, subject).run(is_watched ? local.clone() : local);
 }
 
 std::vector<int64_t> local_sizes_of(const DistSpec& spec, at::IntArrayRef sizes) {

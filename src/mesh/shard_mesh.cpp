@@ -45,9 +45,10 @@ std::string compare_places(ProcessGroup& dim, const char* name, const ProcessGro
 
 }  // namespace
 
-ShardMesh::ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate)
+ShardMesh::ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate, ProcessGroupPtr parts)
     : shard_(std::move(shard)),
-      replicate_(replicate ? std::move(replicate) : single_process_group()) {}
+      replicate_(replicate ? std::move(replicate) : single_process_group()),
+      parts_(parts ? std::move(parts) : single_process_group()) {}
 
 void ShardMesh::check() const {
   if (size() == 1) return;

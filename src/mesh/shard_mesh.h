@@ -11,15 +11,19 @@ namespace tessera {
 /// The ranks that a model is trained on: a mesh of a shard dim, over which parameters are split,
 /// and a replicate dim, over which the shards are the same (one rank long unless asked for).
 ///
+/// Parameters that are DistTensors have more ranks, with other parts of them: those with this one's
+/// place in both dims. They train parts of one model, each in a mesh like this one.
+///
 /// Rank `r` of the mesh is rank `r % shard().size()` of its shard dim and rank `r / shard().size()`
 /// of its replicate dim. What is agreed on here is agreed on by all ranks of both dims.
 class ShardMesh {
  public:
-  /// `replicate` may be null: no replication.
-  ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate);
+  /// `replicate` may be null: no replication; and so may `parts`: no DistTensors.
+  ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate, ProcessGroupPtr parts = nullptr);
 
   ProcessGroup& shard() const { return *shard_; }
   ProcessGroup& replicate() const { return *replicate_; }
+  ProcessGroup& parts() const { return *parts_; }
   int size() const { return shard_->size() * replicate_->size(); }
   int rank() const { return replicate_->rank() * shard_->size() + shard_->rank(); }
   bool replicates() const { return replicate_->size() > 1; }
@@ -39,6 +43,7 @@ class ShardMesh {
  private:
   ProcessGroupPtr shard_;
   ProcessGroupPtr replicate_;
+  ProcessGroupPtr parts_;
 };
 
 /// Runs `check`, which may throw, on every rank; if it throws on any, all ranks throw, naming the

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <tessera/grad_scaler.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <map>
@@ -14,6 +15,8 @@
 #include <vector>
 
 #include "access/sharded_state.h"
+#include "comm/host_all_reduce.h"
+#include "mesh/dist_meta.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -46,19 +49,42 @@ struct AlikeGradients {
   std::vector<at::Tensor> gradients;
 };
 
+void add_gradient(std::vector<AlikeGradients>& lists, const at::Tensor& part) {
+  if (!part.defined()) return;
+  auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& candidate) {
+    return candidate.device == part.device() && candidate.dtype == part.scalar_type();
+  });
+  if (list == lists.end()) list = lists.insert(list, {part.device(), part.scalar_type(), {}});
+  list->gradients.push_back(part);
+}
+
 // This rank's parts of the gradients that the optimizer would step with.
 std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
                                               ShardedState& state) {
   std::vector<AlikeGradients> lists;
-  for (const Segment& segment : segments_of(optimizer)) {
-    const at::Tensor part = reduced_gradient(state, segment);
-    if (!part.defined()) continue;
-    auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& candidate) {
-      return candidate.device == part.device() && candidate.dtype == part.scalar_type();
-    });
-    if (list == lists.end()) list = lists.insert(list, {part.device(), part.scalar_type(), {}});
-    list->gradients.push_back(part);
+  for (const Segment& segment : segments_of(optimizer))
+    add_gradient(lists, reduced_gradient(state, segment));
+  return lists;
+}
+
+// The same of an optimizer that steps on its own, with the meshes that they lie on.
+std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& optimizer,
+                                              std::vector<DeviceMesh>& meshes) {
+  std::vector<AlikeGradients> lists;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      const at::Tensor& gradient = param.grad();
+      if (!gradient.defined()) continue;
+      add_gradient(lists, local_of(gradient));
+      const DistMeta* const meta = find_dist_meta(gradient);
+      if (!meta || !meta->spec->mesh.is_member()) continue;
+      const bool is_known = std::any_of(meshes.begin(), meshes.end(),
+                                        [&](const auto& mesh) { return mesh == meta->spec->mesh; });
+      if (!is_known) meshes.push_back(meta->spec->mesh);
+    }
   }
+  TORCH_CHECK(!lists.empty(), "[unscale_] there must be a backward since the last zero_grad(); no parameter "
+              "of the optimizer has a gradient");
   return lists;
 }
 
@@ -70,9 +96,8 @@ struct GradScaler::Impl {
   at::Tensor growth_tracker;                          // int, one element: steps without overflow
   std::map<const void*, OptimizerProgress> progress;  // by the user's optimizer
 
-  OptimizerProgress& progress_of(ShardedOptimizer& optimizer) {
-    return progress[&optimizer.inner()];
-  }
+  static const void* key_of(ShardedOptimizer& optimizer) { return &optimizer.inner(); }
+  static const void* key_of(torch::optim::Optimizer& optimizer) { return &optimizer; }
   void set_scale(double value) { scale = at::full({1}, value, at::kFloat); }
   // Throws, and changes nothing, for values that don't fit.
   template <class F>
@@ -82,8 +107,27 @@ struct GradScaler::Impl {
     check_factors(changed);
     options = changed;
   }
+  at::Tensor unscale_parts(std::vector<AlikeGradients> lists) const;
   bool unscale(ShardedOptimizer& optimizer);
+  bool unscale(torch::optim::Optimizer& optimizer);
+  template <class Optimizer>
+  void unscale_once(Optimizer& optimizer);
+  template <class Optimizer>
+  bool step(Optimizer& optimizer);
 };
+
+// 1 in the one element returned if a gradient of this rank is not finite, else 0.
+at::Tensor GradScaler::Impl::unscale_parts(std::vector<AlikeGradients> lists) const {
+  const at::Tensor found_inf = at::zeros({1}, at::kFloat);
+  const at::Tensor inverse = scale.to(at::kDouble).reciprocal().to(at::kFloat);
+  for (AlikeGradients& list : lists) {
+    at::Tensor found_there = at::zeros({1}, found_inf.options().device(list.device));
+    at::_amp_foreach_non_finite_check_and_unscale_(list.gradients, found_there,
+                                                   inverse.to(list.device));
+    found_inf.add_(found_there.to(found_inf.device()));
+  }
+  return found_inf;
+}
 
 // Returns whether any rank found a gradient that is not finite.
 bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
@@ -92,17 +136,52 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   TORCH_CHECK(state.reducer().any_gradient(),
               "[unscale_] there must be a backward since the last zero_grad(); no parameter of the sharded "
               "model has a gradient");
-  const at::Tensor found_inf = at::zeros({1}, at::kFloat);
-  const at::Tensor inverse = scale.to(at::kDouble).reciprocal().to(at::kFloat);
-  for (AlikeGradients& list : collect_gradients(optimizer, state)) {
-    at::Tensor found_there = at::zeros({1}, found_inf.options().device(list.device));
-    at::_amp_foreach_non_finite_check_and_unscale_(list.gradients, found_there,
-                                                   inverse.to(list.device));
-    found_inf.add_(found_there.to(found_inf.device()));
-  }
+  const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, state));
   // Each rank has seen its own parts only: skipping must be agreed.
   state.mesh().all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl});
+  host_all_reduce(state.mesh().parts(), found_inf, ReduceOp::kMax,
+                  {"found inf", Channel::kControl});
   return found_inf.item<float>() > 0;
+}
+
+bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  std::vector<DeviceMesh> meshes;
+  const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, meshes));
+  for (const DeviceMesh& mesh : meshes)
+    host_all_reduce(*mesh.process_group(), found_inf, ReduceOp::kMax,
+                    {"found inf", Channel::kControl});
+  return found_inf.item<float>() > 0;
+}
+
+template <class Optimizer>
+void GradScaler::Impl::unscale_once(Optimizer& optimizer) {
+  if (!options.enabled) return;
+  OptimizerProgress& own = progress[key_of(optimizer)];
+  if (own.stage == Stage::kUnscaled) {
+    throw std::runtime_error(
+        "unscale_() has already been called on this optimizer since the last update().");
+  }
+  if (own.stage == Stage::kStepped)
+    throw std::runtime_error("unscale_() is being called after step().");
+  own.found_inf = unscale(optimizer);
+  own.stage = Stage::kUnscaled;
+}
+
+template <class Optimizer>
+bool GradScaler::Impl::step(Optimizer& optimizer) {
+  if (!options.enabled) {
+    optimizer.step();
+    return true;
+  }
+  OptimizerProgress& own = progress[key_of(optimizer)];
+  if (own.stage == Stage::kStepped)
+    throw std::runtime_error("step() has already been called since the last update().");
+  if (own.stage == Stage::kReady) unscale_once(optimizer);
+  own.stage = Stage::kStepped;
+  if (*own.found_inf) return false;
+  optimizer.step();
+  return true;
 }
 
 GradScaler::GradScaler(const GradScalerOptions& options) : impl_(new Impl{.options = options}) {
@@ -126,33 +205,11 @@ std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs
   return scaled;
 }
 
-void GradScaler::unscale_(ShardedOptimizer& optimizer) {
-  if (!impl_->options.enabled) return;
-  OptimizerProgress& progress = impl_->progress_of(optimizer);
-  if (progress.stage == Stage::kUnscaled) {
-    throw std::runtime_error(
-        "unscale_() has already been called on this optimizer since the last update().");
-  }
-  if (progress.stage == Stage::kStepped)
-    throw std::runtime_error("unscale_() is being called after step().");
-  progress.found_inf = impl_->unscale(optimizer);
-  progress.stage = Stage::kUnscaled;
-}
+void GradScaler::unscale_(ShardedOptimizer& optimizer) { impl_->unscale_once(optimizer); }
+void GradScaler::unscale_(torch::optim::Optimizer& optimizer) { impl_->unscale_once(optimizer); }
 
-bool GradScaler::step(ShardedOptimizer& optimizer) {
-  if (!impl_->options.enabled) {
-    optimizer.step();
-    return true;
-  }
-  OptimizerProgress& progress = impl_->progress_of(optimizer);
-  if (progress.stage == Stage::kStepped)
-    throw std::runtime_error("step() has already been called since the last update().");
-  if (progress.stage == Stage::kReady) unscale_(optimizer);
-  progress.stage = Stage::kStepped;
-  if (*progress.found_inf) return false;
-  optimizer.step();
-  return true;
-}
+bool GradScaler::step(ShardedOptimizer& optimizer) { return impl_->step(optimizer); }
+bool GradScaler::step(torch::optim::Optimizer& optimizer) { return impl_->step(optimizer); }
 
 bool GradScaler::step(ShardedOptimizer& optimizer, const std::function<at::Tensor()>& closure) {
   if (impl_->options.enabled)

@@ -1,5 +1,6 @@
 #include "optim/param_state.h"
 
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -112,22 +113,45 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
   if (!known) refuse_unknown_kind();
 }
 
-int most_state_tensors(const torch::optim::Optimizer& optimizer,
-                       torch::optim::OptimizerParamGroup& param_group) {
+std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
+                                     torch::optim::OptimizerParamGroup& param_group) {
   using namespace torch::optim;
   auto& options = param_group.options();
+  const auto adam_names = [](bool amsgrad) {
+    std::vector<std::string> names{"exp_avg", "exp_avg_sq"};
+    if (amsgrad) names.emplace_back("max_exp_avg_sq");
+    return names;
+  };
   if (dynamic_cast<const AdamW*>(&optimizer))
-    return static_cast<AdamWOptions&>(options).amsgrad() ? 3 : 2;
+    return adam_names(static_cast<AdamWOptions&>(options).amsgrad());
   if (dynamic_cast<const Adam*>(&optimizer))
-    return static_cast<AdamOptions&>(options).amsgrad() ? 3 : 2;
-  if (dynamic_cast<const SGD*>(&optimizer))
-    return static_cast<SGDOptions&>(options).momentum() != 0 ? 1 : 0;
-  if (dynamic_cast<const Adagrad*>(&optimizer)) return 1;
+    return adam_names(static_cast<AdamOptions&>(options).amsgrad());
+  if (dynamic_cast<const SGD*>(&optimizer)) {
+    if (static_cast<SGDOptions&>(options).momentum() == 0) return {};
+    return {"momentum_buffer"};
+  }
+  if (dynamic_cast<const Adagrad*>(&optimizer)) return {"sum"};
   if (dynamic_cast<const RMSprop*>(&optimizer)) {
     auto& rms = static_cast<RMSpropOptions&>(options);
-    return 1 + (rms.momentum() > 0 ? 1 : 0) + (rms.centered() ? 1 : 0);
+    std::vector<std::string> names{"square_avg"};
+    if (rms.momentum() > 0) names.emplace_back("momentum_buffer");
+    if (rms.centered()) names.emplace_back("grad_avg");
+    return names;
   }
   refuse_unknown_kind();
+}
+
+void make_param_state(torch::optim::Optimizer& optimizer,
+                      torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param) {
+  if (optimizer.state().count(param.unsafeGetTensorImpl())) return;
+  const auto names = state_names(optimizer, param_group);
+  auto* const sgd = dynamic_cast<torch::optim::SGDOptions*>(&param_group.options());
+  if (names.empty() || (sgd && sgd->dampening() != 0)) return;
+  ParamState state;
+  for (const std::string& name : names)
+    state.tensors[name] = at::zeros_like(param, at::MemoryFormat::Preserve).detach();
+  state.counts["step"] = 0;
+  write_param_state(optimizer, param, state);
 }
 
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {

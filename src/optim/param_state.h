@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace torch::optim {
 class OptimizerParamGroup;
@@ -31,10 +32,15 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& state);
 
-/// The most tensors that the options of a param group make the optimizer keep for a parameter.
+/// Names of the tensors that the options of a param group make the optimizer keep for a parameter.
 /// Throws as `read_param_state` does.
-int most_state_tensors(const torch::optim::Optimizer& optimizer,
-                       torch::optim::OptimizerParamGroup& param_group);
+std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
+                                     torch::optim::OptimizerParamGroup& param_group);
+
+/// Makes the state that the first step would make for `param`, of zeros, if it has none. Adagrad
+/// has it from the start; SGD with dampening takes its first gradient as it is, and so has none.
+void make_param_state(torch::optim::Optimizer& optimizer,
+                      torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param);
 
 /// Bytes of tensors that the optimizer keeps; 0 for kinds that `read_param_state` does not know.
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer);

@@ -24,7 +24,7 @@ std::string describe_unknown(const ShardedState& state, const at::Tensor& param,
   std::vector<std::string> alike;
   for (const auto& unit : state.units()) {
     for (const ParamSlot& slot : unit->layout().slots) {
-      if (at::IntArrayRef(slot.sizes) == param.sizes()) alike.push_back(slot.name());
+      if (at::IntArrayRef(slot.global_sizes()) == param.sizes()) alike.push_back(slot.name());
     }
   }
   std::string text = fmt::format("parameter {} of param group {}, of shape [{}], is not one", index,
@@ -47,7 +47,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
     for (auto& [name, tensor] : state.tensors) {
-      tensor = flat_in_order(tensor, slot.strides)
+      tensor = flat_in_order(local_of(tensor), slot.strides)
                    .narrow(0, segment->begin - slot.offset, segment->end - segment->begin)
                    .clone()
                    .as_strided(segment->tensor.sizes(), segment->tensor.strides());

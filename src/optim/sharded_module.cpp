@@ -97,7 +97,7 @@ double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& option
   const auto is_counted = [&](size_t unit, size_t slot) {
     return !excluded.contains({unit, slot});
   };
-  const double norm = grad_norm(gradients, state_->process_group(), options.norm_type, is_counted);
+  const double norm = grad_norm(gradients, state_->mesh(), options.norm_type, is_counted);
   const double factor = max_norm / (norm + options.epsilon);
   if (!(factor >= 1)) scale_gradients(gradients, factor, is_counted);
   return norm;

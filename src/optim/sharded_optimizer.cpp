@@ -42,7 +42,7 @@ void ShardedOptimizer::Impl::reserve_state() {
       const Unit& unit = *state().units()[place.unit];
       const auto [begin, end] = unit.updated_range(state().slot(place));
       const auto item = static_cast<int64_t>(c10::elementSize(unit.layout().master_dtype));
-      nbytes.insert(nbytes.end(), most_state_tensors(*optimizer, param_group),
+      nbytes.insert(nbytes.end(), state_names(*optimizer, param_group).size(),
                     (end - begin) * item);
     }
   }

@@ -32,6 +32,7 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
                                 c10::toString(param.dtype), fmt::join(param.sizes, ", "),
                                 fmt::join(param.strides, ", "),
                                 param.requires_grad ? "" : ", frozen"));
+    if (param.dist) lines.back() += ", placed " + to_string(param.dist->spec->placements);
   }
   return lines;
 }
@@ -66,20 +67,24 @@ std::string first_difference(const std::vector<std::vector<std::string>>& ranks)
 
 }  // namespace
 
-void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
-                      const ShardPlan& plan) {
+void check_same_lines(const ShardMesh& mesh, const std::vector<std::string>& lines,
+                      const std::string& must) {
   if (mesh.size() == 1) return;
-  const std::string text = fmt::format("{}", fmt::join(describe(params, plan), "\n"));
+  const std::string text = fmt::format("{}", fmt::join(lines, "\n"));
   const std::string hash = std::to_string(std::hash<std::string>()(text));
-  const auto hashes = mesh.all_gather_bytes(hash, {"check of the models", Channel::kControl});
+  const CollectiveTag tag{"check of the models", Channel::kControl};
+  const auto hashes = mesh.all_gather_bytes(hash, tag);
   if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
   std::vector<std::vector<std::string>> ranks;
-  for (const std::string& other :
-       mesh.all_gather_bytes(text, {"check of the models", Channel::kControl})) {
+  for (const std::string& other : mesh.all_gather_bytes(text, tag))
     ranks.push_back(split_lines(other));
-  }
-  TORCH_CHECK_VALUE(false, "[fully_shard] the models must be the same on all ranks; ",
-                    first_difference(ranks));
+  TORCH_CHECK_VALUE(false, must, "; ", first_difference(ranks));
+}
+
+void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
+                      const ShardPlan& plan) {
+  check_same_lines(mesh, describe(params, plan),
+                   "[fully_shard] the models must be the same on all ranks");
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <map>
 #include <numeric>
 
+#include "mesh/dist_meta.h"
 #include "unit/layout.h"
 #include "unit/unit_storage.h"
 
@@ -34,8 +35,12 @@ std::pair<int64_t, int64_t> memory_range(const at::Tensor& tensor) {
 }
 
 void check_parameter(const NamedTensor& named) {
-  const at::Tensor& tensor = named.tensor;
-  TORCH_CHECK_VALUE(tensor.defined(), "[fully_shard] parameter '", named.name, "' is undefined");
+  TORCH_CHECK_VALUE(named.tensor.defined(), "[fully_shard] parameter '", named.name,
+                    "' is undefined");
+  const DistMeta* const meta = find_dist_meta(named.tensor);
+  TORCH_CHECK_VALUE(!meta || meta->spec->mesh.is_member(), "[fully_shard] parameter '", named.name,
+                    "' must lie on this rank, too; its mesh is ", meta ? meta->spec->mesh.to_string() : "");
+  const at::Tensor& tensor = local_of(named.tensor);
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[fully_shard] parameter '", named.name,
                     "' must be a dense tensor; got layout ", tensor.layout());
   TORCH_CHECK_VALUE(!tensor.is_meta(), "[fully_shard] parameter '", named.name,
@@ -48,29 +53,35 @@ class Collector {
  public:
   void add(const NamedTensor& named) {
     check_parameter(named);
-    const at::Tensor& tensor = named.tensor;
+    const at::Tensor& handle = named.tensor;
+    const at::Tensor& tensor = local_of(handle);
     if (ParamSlot* slot = find_tie(named)) {
       slot->names.push_back(named.name);
-      slot->requires_grad |= tensor.requires_grad();
-      const auto* impl = tensor.unsafeGetTensorImpl();
+      slot->requires_grad |= handle.requires_grad();
+      const auto* impl = handle.unsafeGetTensorImpl();
       for (size_t i = 0; i < slot->handles.size(); ++i) {
         if (slot->tensor(i).unsafeGetTensorImpl() == impl) return;
       }
-      slot->handles.emplace_back(tensor.getIntrusivePtr());
+      slot->handles.emplace_back(handle.getIntrusivePtr());
       return;
     }
     ParamSlot slot;
     slot.names = {named.name};
-    slot.handles.emplace_back(tensor.getIntrusivePtr());
+    slot.handles.emplace_back(handle.getIntrusivePtr());
     slot.sizes = tensor.sizes().vec();
     slot.strides = flat_strides(tensor);
     slot.dtype = tensor.scalar_type();
     slot.device = tensor.device();
-    slot.requires_grad = tensor.requires_grad();
+    slot.requires_grad = handle.requires_grad();
     slot.numel = tensor.numel();
+    if (const DistMeta* meta = find_dist_meta(handle))
+      slot.dist = DistSlot{.spec = meta->spec,
+                           .sizes = handle.sizes().vec(),
+                           .strides = handle.strides().vec(),
+                           .is_first_replica = is_first_replica(*meta->spec)};
     if (tensor.numel() > 0)
       by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(slots_.size());
-    by_impl_[tensor.unsafeGetTensorImpl()] = slots_.size();
+    by_impl_[handle.unsafeGetTensorImpl()] = slots_.size();
     slots_.push_back(std::move(slot));
   }
 
@@ -78,14 +89,14 @@ class Collector {
 
  private:
   ParamSlot* find_tie(const NamedTensor& named) {
-    const at::Tensor& tensor = named.tensor;
-    const auto same_impl = by_impl_.find(tensor.unsafeGetTensorImpl());
+    const at::Tensor& tensor = local_of(named.tensor);
+    const auto same_impl = by_impl_.find(named.tensor.unsafeGetTensorImpl());
     if (same_impl != by_impl_.end()) return &slots_[same_impl->second];
     if (tensor.numel() == 0) return nullptr;
     const auto same_storage = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
     if (same_storage == by_storage_.end()) return nullptr;
     for (const size_t index : same_storage->second) {
-      const at::Tensor other = slots_[index].tensor();
+      const at::Tensor other = slots_[index].local();
       if (is_same_memory(tensor, other)) return &slots_[index];
       const auto [a_begin, a_end] = memory_range(tensor);
       const auto [b_begin, b_end] = memory_range(other);
@@ -102,6 +113,13 @@ class Collector {
 };
 
 }  // namespace
+
+bool is_first_replica(const DistSpec& spec) {
+  for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
+    if (is_replicate(spec.placements[i]) && (*spec.mesh.coordinate())[i] != 0) return false;
+  }
+  return true;
+}
 
 std::vector<ParamSlot> collect_parameters(const std::vector<NamedTensor>& named_parameters) {
   TORCH_CHECK_VALUE(!named_parameters.empty(),

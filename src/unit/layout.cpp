@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "comm/local_sum.h"
+#include "mesh/redistribute.h"
 
 namespace tessera {
 
@@ -217,6 +218,24 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
 at::Tensor ParamSlot::tensor(size_t i) const {
   auto impl = handles[i].lock();
   return impl ? at::Tensor(std::move(impl)) : at::Tensor();
+}
+
+at::Tensor ParamSlot::local(size_t i) const {
+  const at::Tensor own = tensor(i);
+  return own.defined() ? local_of(own) : own;
+}
+
+at::Tensor global_value(const ParamSlot& slot, const at::Tensor& local) {
+  if (!slot.dist) return local;
+  const DistSlot& dist = *slot.dist;
+  return convert(local, *dist.spec, replicated(dist.spec->mesh), dist.sizes, slot.name());
+}
+
+at::Tensor local_value(const ParamSlot& slot, const at::Tensor& global) {
+  if (!slot.dist) return global;
+  const DistSlot& dist = *slot.dist;
+  const DistSpec whole{dist.spec->mesh, replicated(dist.spec->mesh)};
+  return convert(global, whole, dist.spec->placements, dist.sizes, slot.name());
 }
 
 std::pair<int64_t, int64_t> overlap(const ParamSlot& slot, int64_t begin, int64_t end) {

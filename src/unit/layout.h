@@ -5,13 +5,26 @@
 #include <tessera/shard_plan.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "mesh/dist_meta.h"
+
 namespace tessera {
 
-/// A parameter and its place in a unit's flat buffer.
+/// Of a parameter that is a DistTensor: what the user sees, while a unit holds this rank's part.
+struct DistSlot {
+  DistSpecPtr spec;
+  std::vector<int64_t> sizes, strides;  ///< global
+  /// Null: as `spec`.
+  DistSpecPtr gradients;
+  /// False on ranks whose part another one counts already, where parts are replicated.
+  bool is_first_replica = true;
+};
+
+/// A parameter and its place in a unit's flat buffer. Of a DistTensor: this rank's part.
 struct ParamSlot {
   /// Fully qualified names; more than one if the parameter is tied.
   std::vector<std::string> names;
@@ -27,9 +40,14 @@ struct ParamSlot {
   int64_t offset = 0;  ///< elements from the start of the unit's flat buffer
   int64_t numel = 0;
 
+  std::optional<DistSlot> dist;  ///< empty for an ordinary tensor
+
   const std::string& name() const { return names.front(); }
+  const std::vector<int64_t>& global_sizes() const { return dist ? dist->sizes : sizes; }
   /// The tensor, or an undefined one if the module is gone.
   at::Tensor tensor(size_t i = 0) const;
+  /// The same; of a DistTensor, its local part.
+  at::Tensor local(size_t i = 0) const;
 };
 
 /// A range of a unit's flat buffer whose gradients travel together: one large parameter, or a run
@@ -70,6 +88,15 @@ at::Tensor view_param(const ParamSlot& slot, const at::Tensor& flat);
 /// The elements of `tensor` in the order of memory that `strides` describe, 1-D: seen, if that is
 /// its own, or else copied.
 at::Tensor flat_in_order(const at::Tensor& tensor, at::IntArrayRef strides);
+
+/// True on one of the ranks that have equal parts of a DistTensor: the first of them in all mesh
+/// dims along which it is replicated.
+bool is_first_replica(const DistSpec& spec);
+
+/// From a whole local value, in the parameter's shape, to a global one, and back. Collective over
+/// the mesh of a DistTensor.
+at::Tensor global_value(const ParamSlot& slot, const at::Tensor& local);
+at::Tensor local_value(const ParamSlot& slot, const at::Tensor& global);
 
 /// Lists the distinct parameters of a model in registration order, ties merged.
 ///

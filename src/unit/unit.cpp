@@ -18,6 +18,16 @@ constexpr size_t kMostUnread = 4;
 
 c10::intrusive_ptr<UnitStorage> no_storage() { return {}; }
 
+// The DistTensor of which `view` is this rank's part, in place of `old`.
+at::Tensor dist_around(const at::Tensor& view, const DistSlot& slot, const at::Tensor& old) {
+  const DistMeta* const meta = find_dist_meta(old);
+  DistParameter parameter;
+  if (meta && meta->parameter) parameter.name = meta->parameter->name;
+  parameter.gradients = slot.gradients;
+  return make_dist(view, slot.spec, slot.sizes, slot.strides,
+                   std::make_shared<const DistParameter>(std::move(parameter)));
+}
+
 }  // namespace
 
 Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& listener)
@@ -89,7 +99,7 @@ at::Tensor Unit::collect_values(bool broadcast) const {
   values.zero_();  // the padding must have a value, too
   for (const ParamSlot& slot : layout_.slots) {
     if (broadcast && context_.mesh.rank() != 0) break;
-    read_into(slot.tensor(), view_param(slot, values));
+    read_into(slot.local(), view_param(slot, values));
   }
   if (broadcast) context_.mesh.broadcast(values, {layout_.name, Channel::kControl});
   return values;
@@ -126,8 +136,10 @@ void Unit::install_views(const std::shared_ptr<void>& keep_alive) {
   c10::impl::ExcludeDispatchKeyGuard not_a_use(kUnitKey);
   for (const ParamSlot& slot : layout_.slots) {
     for (size_t i = 0; i < slot.handles.size(); ++i) {
-      slot.tensor(i).set_data(
-          make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset));
+      const at::Tensor tensor = slot.tensor(i);
+      const at::Tensor view =
+          make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset);
+      tensor.set_data(slot.dist ? dist_around(view, *slot.dist, tensor) : view);
     }
   }
 }
@@ -247,7 +259,7 @@ void Unit::wait_until_unread() {
 void Unit::check_views() const {
   const auto storage = storage_.lock();
   for (const ParamSlot& slot : layout_.slots) {
-    const at::Tensor tensor = slot.tensor();
+    const at::Tensor tensor = slot.local();
     TORCH_CHECK(!tensor.defined() || tensor.storage().unsafeGetStorageImpl() == storage.get(),
                 "[tessera] parameter '", slot.name(), "' no longer belongs to ", label_,
                 ": was it given other data by set_data() or Module::to() after it was sharded? Convert "

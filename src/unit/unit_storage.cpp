@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "mesh/dist_meta.h"
+
 namespace tessera {
 
 UnitStorage::UnitStorage(Unit& unit, std::shared_ptr<void> keep_alive, size_t nbytes,
@@ -31,7 +33,8 @@ void UnitStorage::show(const at::Tensor& full, const std::string& why_not) {
   }
 }
 
-Unit* unit_of(const at::Tensor& tensor) {
+Unit* unit_of(const at::Tensor& maybe_dist) {
+  const at::Tensor& tensor = local_of(maybe_dist);
   if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
   auto* storage = dynamic_cast<UnitStorage*>(tensor.storage().unsafeGetStorageImpl());
   return storage ? &storage->unit() : nullptr;

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "init/unit_key.h"
+#include "mesh/unit_key.h"
 
 namespace tessera {
 
@@ -34,7 +34,8 @@ class UnitStorage final : public c10::StorageImpl {
   std::shared_ptr<void> keep_alive_;
 };
 
-/// The unit whose memory `tensor` (a parameter or a view of one) shows, or null.
+/// The unit whose memory `tensor` (a parameter or a view of one) shows, or null. Of a DistTensor,
+/// that of this rank's part.
 Unit* unit_of(const at::Tensor& tensor);
 
 /// A tensor of the given geometry on `storage` that carries `kUnitKey`.

@@ -1,0 +1,215 @@
+#pragma once
+
+#include <tessera/dist_dataloader.h>
+#include <tessera/dist_optimizer.h>
+#include <tessera/distribute_module.h>
+#include <tessera/grad_scaler.h>
+
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace tessera::paddle {
+
+/// A rank, or rows of equal shape: `{{0, 1}, {2, 3}}`.
+struct MeshArray {
+  MeshArray(int rank) : ranks{rank} {}
+  TESSERA_API MeshArray(std::initializer_list<MeshArray> rows);
+  std::vector<int64_t> shape;
+  std::vector<int64_t> ranks;  ///< row by row
+};
+
+/// Paddle's mesh: ranks in an array, with Paddle's checks and words. See `DeviceMesh`.
+class TESSERA_API ProcessMesh : public DeviceMesh {
+ public:
+  /// Of integers, in the array's shape. Throws `c10::ValueError` for what is no mesh.
+  explicit ProcessMesh(const at::Tensor& mesh, std::vector<std::string> dim_names = {});
+  ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std::string> dim_names = {});
+  ProcessMesh(DeviceMesh mesh) : DeviceMesh(std::move(mesh)) {}
+
+  const std::vector<int>& process_ids() const { return ranks(); }
+  int64_t get_dim_size(const std::string& dim_name) const { return size(dim(dim_name)); }
+  /// With that dim first; with `index`, what it has there.
+  ProcessMesh get_mesh_with_dim(const std::string& dim_name,
+                                std::optional<int64_t> index = std::nullopt) const {
+    return with_first(dim_name, index);
+  }
+  /// `mesh[i]`: what the first dim has at `i`. `mesh[:, i]` is `select(1, i)`.
+  ProcessMesh operator[](int64_t index) const { return select(0, index); }
+};
+
+/// The optional arguments of `shard_tensor`.
+struct ShardTensorOptions {
+  std::optional<at::ScalarType> dtype = std::nullopt;  ///< of the result; none: that of `data`
+  std::optional<at::Device> place = std::nullopt;      ///< of the result; none: that of `data`
+  /// False: the result requires a gradient; none: if `data` does.
+  std::optional<bool> stop_gradient = std::nullopt;
+};
+
+/// A tensor, a number, or a list of numbers.
+using ShardTensorData = std::variant<at::Tensor, c10::Scalar, std::vector<double>>;
+
+/// Spreads `data`, the same on all ranks, over a mesh; nothing is sent. See `distribute()`.
+///
+/// In a `shard_fn`, a parameter or buffer of the layer is placed itself and returned, so that
+/// `linear->weight = shard_tensor(linear->weight, mesh, {Shard(1)})` does what it says; elsewhere
+/// the result is a new tensor. Throws `c10::ValueError` for a deferred tensor with a Partial
+/// placement.
+TESSERA_API at::Tensor shard_tensor(const ShardTensorData& data, const DeviceMesh& mesh,
+                                    const Placements& placements,
+                                    const ShardTensorOptions& options = {});
+
+/// `shard_tensor` of what `fn(args...)` returns.
+template <class F, class... Args>
+at::Tensor dtensor_from_fn(F&& fn, const DeviceMesh& mesh, const Placements& placements,
+                           Args&&... args) {
+  return shard_tensor(std::forward<F>(fn)(std::forward<Args>(args)...), mesh, placements);
+}
+
+/// `from_local()`, `to_local()`, `redistribute()` and `full_tensor()` by Paddle's names.
+TESSERA_API at::Tensor dtensor_from_local(const at::Tensor& local, const DeviceMesh& mesh,
+                                          const Placements& placements);
+TESSERA_API at::Tensor dtensor_to_local(const at::Tensor& dist_tensor);
+TESSERA_API at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& mesh,
+                               const Placements& placements);
+TESSERA_API at::Tensor unshard_dtensor(const at::Tensor& dist_tensor);
+
+/// One DistTensor on `mesh` from those that its slices along `local_mesh_dim` have; each rank needs
+/// that of its own slice only. Nothing is sent; differentiable.
+TESSERA_API at::Tensor dtensor_from_local_list(const std::vector<at::Tensor>& local_tensor_list,
+                                               const DeviceMesh& mesh, const Placements& placements,
+                                               int64_t local_mesh_dim = -1);
+/// The other way: a DistTensor for each slice of the mesh along `local_mesh_dim`.
+TESSERA_API std::vector<at::Tensor> local_tensor_list_from_dtensor(const at::Tensor& dist_tensor,
+                                                                   int64_t local_mesh_dim = -1);
+
+using ShardFn = PartitionFn;
+
+namespace detail {
+/// Throws unless it is given.
+TESSERA_API const DeviceMesh& check_mesh(const std::optional<DeviceMesh>& process_mesh);
+}  // namespace detail
+
+/// Shards the parameters and buffers of `layer` by `shard_fn`, in place; what that leaves is
+/// replicated. Returns a handle of the same layer, through which `input_fn` and `output_fn` take
+/// effect. Collective over the mesh; see `distribute_module()` and `DistModule`.
+template <class M>
+DistModule<M> shard_layer(std::shared_ptr<M> layer, const std::optional<DeviceMesh>& process_mesh,
+                          const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
+                          ForwardHook output_fn = {}) {
+  return distribute_module(std::move(layer), detail::check_mesh(process_mesh), shard_fn,
+                           std::move(input_fn), std::move(output_fn));
+}
+template <tessera::detail::ModuleHolder Holder>
+auto shard_layer(const Holder& holder, const std::optional<DeviceMesh>& process_mesh,
+                 const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
+                 ForwardHook output_fn = {}) {
+  return shard_layer(holder.ptr(), process_mesh, shard_fn, std::move(input_fn),
+                     std::move(output_fn));
+}
+
+/// Throws `c10::NotImplementedError`: a scripted module is no layer whose tensors can be placed one
+/// by one. `fully_shard` takes it.
+[[noreturn]] TESSERA_API void shard_layer(torch::jit::Module& layer,
+                                          const std::optional<DeviceMesh>& process_mesh);
+
+/// A mesh dim by name or number; empty: the first along which all parameters are replicated.
+using tessera::MeshDim;
+
+/// What `shard_optimizer` shards over a mesh dim. Levels of the engine: accumulators and gradients
+/// are freed as they are reduced at stages 1 and 2 alike; at 3, parameters are kept sharded too.
+struct ShardingStage {
+  ShardLevel level = ShardLevel::kOptimizerState;
+  MeshDim sharding_mesh_dim = {};
+  /// None: that of the parameters. Another one than theirs is an error.
+  std::optional<DeviceMesh> mesh = std::nullopt;
+};
+struct ShardingStage1 : ShardingStage {
+  explicit ShardingStage1(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
+      : ShardingStage{ShardLevel::kOptimizerState, std::move(dim), std::move(mesh)} {}
+  explicit ShardingStage1(DeviceMesh mesh) : ShardingStage1(MeshDim(), std::move(mesh)) {}
+};
+struct ShardingStage2 : ShardingStage {
+  explicit ShardingStage2(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
+      : ShardingStage{ShardLevel::kGradients, std::move(dim), std::move(mesh)} {}
+  explicit ShardingStage2(DeviceMesh mesh) : ShardingStage2(MeshDim(), std::move(mesh)) {}
+};
+struct ShardingStage3 : ShardingStage {
+  explicit ShardingStage3(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
+      : ShardingStage{ShardLevel::kParameters, std::move(dim), std::move(mesh)} {}
+  explicit ShardingStage3(DeviceMesh mesh) : ShardingStage3(MeshDim(), std::move(mesh)) {}
+};
+
+/// Nothing, a function of accumulators, or a stage.
+using ShardOptimizerFn = std::variant<std::monostate, StatePlacementFn, ShardingStage>;
+
+/// What Paddle's optimizers take and LibTorch's lack.
+struct ShardOptimizerOptions {
+  bool multi_precision = false;  ///< fp32 masters of fp16 and bf16 parameters
+};
+
+/// Lets `optimizer` step on DistTensors, with accumulators as `shard_fn` says; see `DistOptimizer`.
+/// Throws `c10::ValueError` for a null optimizer.
+TESSERA_API DistOptimizer shard_optimizer(torch::optim::Optimizer* optimizer,
+                                          const ShardOptimizerFn& shard_fn = {},
+                                          const ShardOptimizerOptions& options = {});
+inline DistOptimizer shard_optimizer(torch::optim::Optimizer& optimizer,
+                                     const ShardOptimizerFn& shard_fn = {},
+                                     const ShardOptimizerOptions& options = {}) {
+  return shard_optimizer(&optimizer, shard_fn, options);
+}
+
+/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on
+/// all.
+class TESSERA_API ShardScaler {
+ public:
+  explicit ShardScaler(GradScaler& scaler) : scaler_(&scaler) {}
+  at::Tensor scale(const at::Tensor& loss) const { return scaler_->scale(loss); }
+  void unscale_(DistOptimizer& optimizer) { optimizer.unscale_(*scaler_); }
+  bool step(DistOptimizer& optimizer) { return optimizer.step(*scaler_); }
+  void update() { scaler_->update(); }
+  /// As Paddle's: `step()` and `update()`.
+  bool minimize(DistOptimizer& optimizer) {
+    const bool stepped = step(optimizer);
+    update();
+    return stepped;
+  }
+  GradScaler& scaler() const { return *scaler_; }
+
+ private:
+  GradScaler* scaler_;
+};
+
+inline ShardScaler shard_scaler(GradScaler& scaler) { return ShardScaler(scaler); }
+
+/// The optional arguments of `shard_dataloader`; see `DistDataloaderOptions`.
+struct ShardDataloaderOptions {
+  std::vector<std::string> input_keys = {};
+  std::vector<MeshDim> shard_dims = {};
+  bool is_dataset_splitted = false;
+  bool check_values = false;
+
+  DistDataloaderOptions to_native() const {
+    return {input_keys, shard_dims, is_dataset_splitted, check_values};
+  }
+};
+
+/// `distribute_dataloader()`; `loader` is a `unique_ptr`, or a loader that outlives the result.
+template <class Loader>
+auto shard_dataloader(std::unique_ptr<Loader> loader, std::vector<DeviceMesh> meshes,
+                      const ShardDataloaderOptions& options = {}) {
+  return distribute_dataloader(std::move(loader), std::move(meshes), options.to_native());
+}
+template <class Loader>
+auto shard_dataloader(Loader& loader, std::vector<DeviceMesh> meshes,
+                      const ShardDataloaderOptions& options = {}) {
+  return distribute_dataloader(loader, std::move(meshes), options.to_native());
+}
+
+}  // namespace tessera::paddle

@@ -1,0 +1,213 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <tessera/deferred_init.h>
+#include <tessera/distribute_module.h>
+#include <torch/nn/module.h>
+
+#include <set>
+#include <string_view>
+
+#include "init/deferred_storage.h"
+#include "init/recorder.h"
+#include "mesh/dist_meta.h"
+#include "mesh/shard_mesh.h"
+#include "unit/agreement.h"
+#include "unit/unit_storage.h"
+
+namespace tessera {
+namespace {
+
+thread_local const std::set<const c10::TensorImpl*>* being_placed = nullptr;
+
+// Its distinct parameters and buffers, with those of the modules in it.
+std::vector<NamedTensor> tensors_of(const torch::nn::Module& module, bool recurse) {
+  std::vector<NamedTensor> tensors;
+  std::set<const c10::TensorImpl*> seen;
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second)
+      tensors.push_back({name, tensor});
+  };
+  for (const auto& item : module.named_parameters(recurse)) add(item.key(), item.value());
+  for (const auto& item : module.named_buffers(recurse)) add(item.key(), item.value());
+  return tensors;
+}
+
+// What the tensors of a module were, so that they can be so again. Their memory is kept; deferred
+// ones still take none.
+class Before {
+ public:
+  explicit Before(std::vector<NamedTensor> tensors) : tensors_(std::move(tensors)) {
+    for (const NamedTensor& item : tensors_) {
+      kept_.push_back({copy_of_handle(item.tensor), item.tensor.grad()});
+      impls_.insert(item.tensor.unsafeGetTensorImpl());
+    }
+  }
+
+  void restore() const {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      tensors_[i].tensor.set_data(kept_[i].data);
+      tensors_[i].tensor.mutable_grad() = kept_[i].grad;
+    }
+  }
+
+  const std::set<const c10::TensorImpl*>& impls() const { return impls_; }
+
+ private:
+  struct Kept {
+    at::Tensor data, grad;
+  };
+
+  static at::Tensor copy_of_handle(const at::Tensor& tensor) {
+    const DeferredStorage* const storage = deferred_storage(tensor);
+    if (!storage || !storage->is_deferred()) return tensor.detach();
+    return make_deferred(tensor, c10::make_intrusive<DeferredStorage>(storage->recipe()));
+  }
+
+  std::vector<NamedTensor> tensors_;
+  std::vector<Kept> kept_;
+  std::set<const c10::TensorImpl*> impls_;
+};
+
+class BeingPlaced {
+ public:
+  explicit BeingPlaced(const std::set<const c10::TensorImpl*>& impls)
+      : outer_(std::exchange(being_placed, &impls)) {}
+  ~BeingPlaced() { being_placed = outer_; }
+  BeingPlaced(const BeingPlaced&) = delete;
+  BeingPlaced& operator=(const BeingPlaced&) = delete;
+
+ private:
+  const std::set<const c10::TensorImpl*>* const outer_;
+};
+
+void place(const std::string& name, torch::nn::Module& module, const DeviceMesh& mesh,
+           const PartitionFn& partition) {
+  if (partition) partition(name, module, mesh);
+  for (const NamedTensor& item : tensors_of(module, /*recurse=*/false)) {
+    at::Tensor tensor = item.tensor;
+    if (!is_dist(tensor)) distribute_(tensor, mesh, {});
+  }
+}
+
+void place_all(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionFn& partition) {
+  std::set<const torch::nn::Module*> seen{&root};
+  place("", root, mesh, partition);
+  // A partition may add modules: the list is made after the root's.
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
+    if (seen.insert(item.value().get()).second) place(item.key(), *item.value(), mesh, partition);
+  }
+}
+
+// One line for each tensor, that all ranks must have alike.
+std::vector<std::string> describe_all(const torch::nn::Module& module) {
+  std::vector<std::string> lines;
+  for (const NamedTensor& item : tensors_of(module, true))
+    lines.push_back(fmt::format("'{}' as {}{}", item.name, describe(item.tensor),
+                                item.tensor.requires_grad() ? "" : ", frozen"));
+  return lines;
+}
+
+// So that errors can tell which parameter an operator had.
+void name_tensors(const torch::nn::Module& module) {
+  at::NoGradGuard no_grad;
+  for (const NamedTensor& item : tensors_of(module, true)) {
+    const DistMeta& meta = dist_meta("distribute_module", item.tensor);
+    if (meta.parameter && meta.parameter->name == item.name) continue;
+    DistParameter parameter = meta.parameter ? *meta.parameter : DistParameter();
+    parameter.name = item.name;
+    item.tensor.set_data(make_dist(meta.local, meta.spec, item.tensor.sizes(),
+                                   item.tensor.strides(),
+                                   std::make_shared<const DistParameter>(std::move(parameter))));
+  }
+}
+
+// Errors that are not LibTorch's are told to the other ranks as well.
+void with_known_error(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, error.what());
+  }
+}
+
+std::string hash_of(const at::Tensor& tensor) {
+  const at::Tensor& local = local_of(tensor);
+  at::Tensor values = at::empty_like(local, at::device(at::kCPU).requires_grad(false),
+                                     at::MemoryFormat::Contiguous);
+  read_into(local, values);
+  const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+  return fmt::format("{:016x}", std::hash<std::string_view>()(bytes));
+}
+
+}  // namespace
+
+void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh) {
+  at::NoGradGuard no_grad;
+  if (!mesh.is_member()) return;
+  std::vector<std::string> lines;
+  for (const NamedTensor& item : tensors) {
+    // What is distributed already differs by design.
+    if (!is_dist(item.tensor))
+      lines.push_back(fmt::format("'{}' with values of hash {}", item.name, hash_of(item.tensor)));
+  }
+  check_same_lines({mesh.process_group(), nullptr}, lines,
+                   "[check_same_values] tensors must have the same values on all ranks");
+}
+
+void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
+                       const PartitionFn& partition, const DistributeOptions& options) {
+  TORCH_CHECK(!in_deferred_init(), "[distribute_module] must be called after the DeferredInit scope, not in it");
+  for (const NamedTensor& item : tensors_of(module, true))
+    TORCH_CHECK_VALUE(!unit_of(item.tensor), "[distribute_module] must come before fully_shard; '",
+                      item.name, "' is sharded by it already");
+  if (options.check_values) check_same_values(tensors_of(module, true), mesh);
+  const Before before(tensors_of(module, true));
+  const auto run = [&] {
+    const BeingPlaced scope(before.impls());
+    place_all(module, mesh, partition);
+  };
+  try {
+    if (mesh.is_member()) {
+      const ShardMesh ranks(mesh.process_group(), nullptr);
+      check_on_all_ranks(ranks, [&] { with_known_error(run); });
+      check_same_lines(ranks, describe_all(module),
+                       "[distribute_module] all ranks must place the tensors alike");
+    } else {
+      run();
+    }
+  } catch (...) {
+    before.restore();
+    throw;
+  }
+  name_tensors(module);
+}
+
+bool detail::is_being_placed(const at::Tensor& tensor) {
+  return being_placed && being_placed->contains(tensor.unsafeGetTensorImpl());
+}
+
+std::vector<at::Tensor> detail::call_hook(const char* which, const ForwardHook& hook,
+                                          std::vector<at::Tensor> tensors, const DeviceMesh& mesh) {
+  const size_t count = tensors.size();
+  auto changed = hook(std::move(tensors), mesh).tensors;
+  TORCH_CHECK_VALUE(changed.size() == count, "[distribute_module] ", which, " must return as many tensors as it was "
+                    "given; expected ", count, ", got ", changed.size());
+  return changed;
+}
+
+at::Tensor detail::as_input(const at::Tensor& tensor, const DeviceMesh& mesh) {
+  const bool is_plain = tensor.defined() && tensor.requires_grad() && !is_dist(tensor);
+  // A leaf: its gradient must reach it.
+  return is_plain ? distribute(tensor.view_as(tensor), mesh, {}) : tensor;
+}
+
+void detail::refuse_output() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "[distribute_module] output_fn needs a forward that returns a tensor, or a tuple or "
+                              "vector of tensors; change the output after the call in its place");
+}
+
+}  // namespace tessera

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <tessera/dist_optimizer.h>
+#include <tessera/fully_shard.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+/// The optimizer's parameters in the order of its param groups, with the names that
+/// `distribute_module` gave them; others are `param 0`, `param 1`, ... by their place.
+std::vector<NamedTensor> named_parameters(const torch::optim::Optimizer& optimizer);
+
+/// Makes the state that the first step would make, of zeros, where there is none.
+void make_optimizer_state(torch::optim::Optimizer& optimizer);
+
+/// Makes DistTensors of the state of DistTensors, and places it by `place` if that is given. False
+/// if a parameter has no state yet. On failure nothing is changed.
+bool place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place);
+
+/// See `DistOptimizer::state_dict()`.
+std::map<std::string, at::Tensor> placed_state_dict(torch::optim::Optimizer& optimizer,
+                                                    const std::vector<NamedTensor>& params);
+std::map<std::string, at::Tensor> sharded_state_dict(ShardedOptimizer& optimizer,
+                                                     const std::vector<NamedTensor>& params);
+
+/// Takes what these gave; names and sizes fit.
+void load_placed_state(torch::optim::Optimizer& optimizer, const std::vector<NamedTensor>& params,
+                       const std::map<std::string, at::Tensor>& state);
+void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTensor>& params,
+                        const std::map<std::string, at::Tensor>& state);
+
+}  // namespace tessera
