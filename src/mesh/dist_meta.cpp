@@ -43,10 +43,18 @@ const DistMeta& dist_meta(const char* function, const at::Tensor& tensor) {
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                      at::IntArrayRef strides) {
+  return make_dist_view(std::move(local), std::move(spec), sizes, strides, 0, nullptr);
+}
+
+// Autograd reads the offset when it writes the gradient of a view into that of its base.
+at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                          at::IntArrayRef strides, int64_t offset,
+                          std::shared_ptr<ViewSource> source) {
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
   auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
-  impl->set_sizes_and_strides(sizes, strides);
-  impl->set_backend_meta(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec)));
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  impl->set_backend_meta(
+      c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), std::move(source)));
   return at::Tensor(std::move(impl));
 }
 

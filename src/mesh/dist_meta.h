@@ -28,14 +28,18 @@ inline Placements replicated(const DeviceMesh& mesh) {
 /// `placements` with every pending reduction done.
 Placements without_partial(Placements placements);
 
+class ViewSource;
+
 /// What makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its detached
 /// versions and of tensors that take its data.
 struct DistMeta final : c10::BackendMeta {
-  DistMeta(at::Tensor local_part, DistSpecPtr where)
-      : local(std::move(local_part)), spec(std::move(where)) {}
+  DistMeta(at::Tensor local_part, DistSpecPtr where, std::shared_ptr<ViewSource> view_of = nullptr)
+      : local(std::move(local_part)), spec(std::move(where)), source(std::move(view_of)) {}
 
   const at::Tensor local;  ///< without autograd
   const DistSpecPtr spec;
+  /// Of a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
+  const std::shared_ptr<ViewSource> source;
 };
 
 /// The dispatch keys of a DistTensor on the device of `local`.
@@ -49,6 +53,10 @@ const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
 /// A DistTensor with these global sizes and strides, without autograd.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                      at::IntArrayRef strides);
+/// A view that starts at element `offset` of its base's memory, if it had any.
+at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                          at::IntArrayRef strides, int64_t offset,
+                          std::shared_ptr<ViewSource> source);
 /// The same, contiguous.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 
