@@ -21,6 +21,7 @@
 #include "mesh/out_variants.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
+#include "mesh/random_operators.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
 
@@ -224,7 +225,7 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
 
 Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   auto results = run_on_meta(op, arguments);
-  return results ? std::move(*results) : run_on_zeros(op, arguments);
+  return results ? std::move(*results) : run_on_constants(op, arguments);
 }
 
 c10::Device device_of(const Stack& arguments) {
@@ -262,7 +263,8 @@ void call_outside(const c10::OperatorHandle& op, CachedPlan& cached, Stack* stac
 
 // What has no rule because it is meant to be computed on whole tensors.
 bool is_meant_whole(const std::string& name) {
-  return name == "aten::_local_scalar_dense" || name == "aten::equal";
+  return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
+         name == "aten::multinomial";
 }
 
 void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
@@ -281,9 +283,18 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   call_replicated(op, mesh, stack);
 }
 
+void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (call_random(op, stack)) return;
+  }
+  dist_kernel(op, keys, stack);
+}
+
 torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
   using torch::CppFunction;
   if (replaces_tensor(schema)) return CppFunction::makeFromBoxedFunction<&replacing_kernel>();
+  if (draws_numbers(schema)) return CppFunction::makeFromBoxedFunction<&random_kernel>();
   return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
 

@@ -3,7 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
 #include "mesh/each_tensor.h"
@@ -18,8 +18,10 @@ at::Tensor on_meta(const at::Tensor& tensor) {
                            tensor.options().device(at::kMeta).requires_grad(false));
 }
 
-at::Tensor as_zeros(const at::Tensor& tensor) {
-  return at::zeros(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
+at::Tensor as_constants(const at::Tensor& tensor) {
+  const bool may_be_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+  return at::full(tensor.sizes(), may_be_index ? 0 : 1,
+                  at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
 }  // namespace
@@ -39,9 +41,10 @@ std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
   return stack;
 }
 
-Stack run_on_zeros(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+Stack run_on_constants(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   Stack stack;
-  for (const c10::IValue& argument : arguments) stack.push_back(map_tensors(argument, as_zeros));
+  for (const c10::IValue& argument : arguments)
+    stack.push_back(map_tensors(argument, as_constants));
   at::AutoDispatchBelowADInplaceOrView guard;
   op.callBoxed(stack);
   return stack;

@@ -13,7 +13,9 @@ namespace tessera {
 std::optional<torch::jit::Stack> run_on_meta(const c10::OperatorHandle& op,
                                              at::ArrayRef<c10::IValue> arguments);
 
-/// The same by running the operator on zeros of the global sizes: right for all, and dear.
-torch::jit::Stack run_on_zeros(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments);
+/// The same by running the operator on tensors of the global sizes, of ones, or zeros where they
+/// hold whole numbers, which may be indices: right for all, and dear.
+torch::jit::Stack run_on_constants(const c10::OperatorHandle& op,
+                                   at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace tessera
