@@ -17,6 +17,7 @@
 
 #include "mesh/dry_run.h"
 #include "mesh/each_tensor.h"
+#include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
 #include "mesh/out_variants.h"
 #include "mesh/placed.h"
@@ -264,7 +265,7 @@ void call_outside(const c10::OperatorHandle& op, CachedPlan& cached, Stack* stac
 // What has no rule because it is meant to be computed on whole tensors.
 bool is_meant_whole(const std::string& name) {
   return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
-         name == "aten::multinomial";
+         name == "aten::multinomial" || name == "aten::_amp_update_scale_";
 }
 
 void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
@@ -291,9 +292,15 @@ void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
   dist_kernel(op, keys, stack);
 }
 
+void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  call_on_lists(op, stack);
+}
+
 torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
   using torch::CppFunction;
   if (replaces_tensor(schema)) return CppFunction::makeFromBoxedFunction<&replacing_kernel>();
+  if (takes_lists(schema)) return CppFunction::makeFromBoxedFunction<&list_kernel>();
   if (draws_numbers(schema)) return CppFunction::makeFromBoxedFunction<&random_kernel>();
   return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
