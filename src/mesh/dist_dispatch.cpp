@@ -15,11 +15,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "mesh/dry_run.h"
 #include "mesh/each_tensor.h"
 #include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
 #include "mesh/out_variants.h"
+#include "mesh/outside_mesh.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
 #include "mesh/random_operators.h"
@@ -34,7 +34,7 @@ namespace tessera {
 // is composed of others arrives here as those. Autograd works above, so the kernel sees one forward
 // or backward operator at a time, on values. It looks up the plan of the call (plan_op), gives the
 // operator's CPU or CUDA kernel the local parts, placed as the plan says, and makes DistTensors of
-// the results. Plans depend on the operator, shapes, strides, placements and integer arguments only
+// the results. Plans depend on the operator, on what tensors look like and on the other arguments,
 // and are kept by these.
 //
 // An operator without a plan is computed by every rank on the whole tensors.
@@ -224,44 +224,6 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
   }
 }
 
-Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
-  auto results = run_on_meta(op, arguments);
-  return results ? std::move(*results) : run_on_constants(op, arguments);
-}
-
-c10::Device device_of(const Stack& arguments) {
-  c10::Device device(c10::kCPU);
-  for (const c10::IValue& argument : arguments)
-    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.device(); });
-  return device;
-}
-
-// On a rank that is not in the mesh: what the others get, without data.
-void call_outside(const c10::OperatorHandle& op, CachedPlan& cached, Stack* stack) {
-  const c10::FunctionSchema& schema = op.schema();
-  const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
-  const DeviceMesh& mesh = cached.keys.front()->mesh;
-  const DistSpecPtr whole = intern(mesh, replicated(mesh));
-  const c10::Device device = device_of(arguments);
-  size_t output = 0;
-  for (size_t i = 0; i < schema.returns().size(); ++i) {
-    if (const c10::IValue* const written = written_argument(schema, i, arguments)) {
-      each_tensor(*written, [&](const at::Tensor&) { ++output; });
-      stack->push_back(*written);
-      continue;
-    }
-    if (!cached.outside) cached.outside = results_without_data(op, arguments);
-    const c10::IValue& result = (*cached.outside)[i];
-    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] gives a value that a rank has "
-                                "only if it is in the mesh ", mesh.to_string());
-    stack->push_back(map_tensors(result, [&](const at::Tensor& like) {
-      const DistSpecPtr& spec = cached.plan ? cached.plan->outputs[output++].spec : whole;
-      const at::Tensor part = at::empty({0}, like.options().device(device));
-      return make_dist(part, spec, like.sizes(), like.strides());
-    }));
-  }
-}
-
 // What has no rule because it is meant to be computed on whole tensors.
 bool is_meant_whole(const std::string& name) {
   return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
@@ -278,7 +240,8 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   const auto cached = plan_of(op, arguments);
   const DeviceMesh& mesh = cached->keys.front()->mesh;
   at::AutoDispatchBelowADInplaceOrView below;
-  if (!mesh.is_member()) return call_outside(op, *cached, stack);
+  if (!mesh.is_member())
+    return call_outside(op, mesh, cached->plan ? &*cached->plan : nullptr, cached->outside, stack);
   if (cached->plan) return call_planned(op, *cached->plan, stack);
   if (!is_meant_whole(op.schema().name())) warn_once(op.schema().name());
   call_replicated(op, mesh, stack);

@@ -84,13 +84,8 @@ bool ListCall::has_equal_sizes() const {
   return true;
 }
 
-// Of kernels that read memory, ranks that have nothing of a tensor leave it out.
-bool ListCall::is_used(size_t i) const {
-  if (!rows_[i]) return true;
-  if (!rows_[i]->mesh.is_member()) return false;
-  const auto sizes = local_sizes_of(*rows_[i], first(i).sizes());
-  return !options_.needs_memory || std::find(sizes.begin(), sizes.end(), 0) == sizes.end();
-}
+// Ranks leave out tensors of meshes that they are not in.
+bool ListCall::is_used(size_t i) const { return !rows_[i] || rows_[i]->mesh.is_member(); }
 
 at::Tensor ListCall::local_of(const at::Tensor& tensor, size_t i, bool is_written) {
   DistSpecPtr spec = rows_[i];

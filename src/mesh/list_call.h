@@ -15,7 +15,7 @@ class ListCall {
  public:
   struct Options {
     bool keeps_sums = false;    ///< sums pending in the tensors may stay so
-    bool needs_memory = false;  ///< kernels read contiguous memory, and bear no empty tensors
+    bool needs_memory = false;  ///< kernels read memory as if it were contiguous
     bool writes_grads = true;   ///< an argument `grads` is written to as the schema says
   };
 

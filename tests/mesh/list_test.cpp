@@ -298,6 +298,11 @@ TEST(DistLists, EquallyPlacedTensorsSendNothing) {
       if (std::string(test.name).find("tensor") == std::string::npos)
         test.run(states.params, states.grads, states.first);
     }
+    // Of replicated gradients ranks take their parts; the unscaled ones are not wanted back.
+    States replicated = prepare();
+    for (size_t i = 0; i < replicated.grads.size(); ++i)
+      replicated.grads[i] = distribute(make_list(20)[i], mesh, {});
+    steps()[0].run(replicated);
     EXPECT_EQ(counting->counts().calls(), 0);
     // All norms together are one message.
     at::_foreach_norm({states.params[0], states.params[2], states.params[4]}, 2);
