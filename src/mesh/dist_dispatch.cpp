@@ -2,9 +2,9 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -16,8 +16,15 @@
 #include <vector>
 
 #include "mesh/each_tensor.h"
+#include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
+#include "mesh/out_variants.h"
+#include "mesh/outside_mesh.h"
+#include "mesh/placed.h"
+#include "mesh/plan_key.h"
+#include "mesh/random_operators.h"
 #include "mesh/redistribute.h"
+#include "mesh/view_source.h"
 
 namespace tessera {
 
@@ -27,7 +34,7 @@ namespace tessera {
 // is composed of others arrives here as those. Autograd works above, so the kernel sees one forward
 // or backward operator at a time, on values. It looks up the plan of the call (plan_op), gives the
 // operator's CPU or CUDA kernel the local parts, placed as the plan says, and makes DistTensors of
-// the results. Plans depend on the operator, shapes, strides, placements and integer arguments only
+// the results. Plans depend on the operator, on what tensors look like and on the other arguments,
 // and are kept by these.
 //
 // An operator without a plan is computed by every rank on the whole tensors.
@@ -37,96 +44,17 @@ using Stack = torch::jit::Stack;
 
 constexpr size_t kMostPlans = 20'000;
 
-using Key = std::vector<int64_t>;
-
-struct KeyHash {
-  size_t operator()(const Key& key) const {
-    uint64_t hash = 0x9e3779b97f4a7c15;
-    for (const int64_t value : key) {
-      hash ^= static_cast<uint64_t>(value);
-      hash *= 0xff51afd7ed558ccd;
-      hash ^= hash >> 32;
-    }
-    return hash;
-  }
-};
-
-void add_to_key(Key& key, const at::Tensor& tensor) {
-  if (!tensor.defined()) return key.push_back(-1);
-  const DistMeta* const meta = find_dist_meta(tensor);
-  const bool wants_gradient = !meta && at::GradMode::is_enabled() && tensor.requires_grad();
-  key.push_back(meta ? reinterpret_cast<int64_t>(meta->spec.get()) : wants_gradient ? -5 : -2);
-  key.push_back(static_cast<int64_t>(tensor.scalar_type()) * 256 + tensor.dim());
-  key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
-  key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
-}
-
-// Returns false for a call that can't be told by a few numbers.
-bool add_to_key(Key& key, const c10::IValue& value) {
-  if (value.isTensor()) {
-    add_to_key(key, value.toTensor());
-  } else if (value.isNone()) {
-    key.push_back(-3);
-  } else if (value.isInt()) {
-    key.push_back(value.toInt());
-  } else if (value.isBool()) {
-    key.push_back(value.toBool());
-  } else if (value.isDouble()) {
-    key.push_back(-4);  // no rule asks for it
-  } else if (value.isIntList()) {
-    const auto list = value.toIntVector();
-    key.push_back(static_cast<int64_t>(list.size()));
-    key.insert(key.end(), list.begin(), list.end());
-  } else if (value.isTensorList() || value.isList()) {
-    const auto list = value.toListRef();
-    key.push_back(static_cast<int64_t>(list.size()));
-    for (const c10::IValue& element : list) {
-      if (!add_to_key(key, element)) return false;
-    }
-  } else {
-    return value.isDevice() || value.isGenerator() || value.isString() || value.isScalar();
-  }
-  return true;
-}
-
 struct CachedPlan {
   std::optional<OpPlan> plan;
   std::vector<DistSpecPtr> keys;  // whose addresses are in the key; all on one mesh
+  std::optional<Stack> outside;   // results without data, for ranks that are not in the mesh
 };
 
-const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
+std::shared_ptr<CachedPlan> plan_of(const c10::OperatorHandle& op,
                                     at::ArrayRef<c10::IValue> arguments) {
-  const DistMeta* first = nullptr;
-  for (const c10::IValue& argument : arguments) {
-    each_tensor(argument, [&](const at::Tensor& tensor) {
-      const DistMeta* const meta = find_dist_meta(tensor);
-      if (meta && !first) first = meta;
-      if (meta) {
-        TORCH_CHECK_VALUE(meta->spec->mesh.is_same(first->spec->mesh) ||
-                              meta->spec->mesh == first->spec->mesh,
-                          "[", op.schema().name(), "] all DistTensors must lie on one mesh; got ",
-                          first->spec->mesh.to_string(), " and ", meta->spec->mesh.to_string(),
-                          "; redistribute() moves a tensor to another mesh");
-        return;
-      }
-      TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && tensor.requires_grad()),
-                        "[", op.schema().name(), "] an ordinary tensor that requires a gradient can't be used "
-                        "together with a DistTensor, because its gradient would be one; got one of sizes ",
-                        tensor.sizes(), "; distribute() it first");
-    });
-  }
-  TORCH_INTERNAL_ASSERT(first);
-  return first->spec->mesh;
-}
-
-std::shared_ptr<const CachedPlan> plan_of(const c10::OperatorHandle& op,
-                                          at::ArrayRef<c10::IValue> arguments) {
-  thread_local std::unordered_map<Key, std::shared_ptr<const CachedPlan>, KeyHash> plans;
-  thread_local Key key;
-  key.clear();
-  key.push_back(reinterpret_cast<int64_t>(&op.schema()));
-  bool is_complete = true;
-  for (const c10::IValue& argument : arguments) is_complete &= add_to_key(key, argument);
+  thread_local std::unordered_map<PlanKey, std::shared_ptr<CachedPlan>, PlanKeyHash> plans;
+  thread_local PlanKey key;
+  const bool is_complete = write_plan_key(key, op, arguments);
   if (is_complete) {
     const auto found = plans.find(key);
     if (found != plans.end()) return found->second;
@@ -144,32 +72,61 @@ std::shared_ptr<const CachedPlan> plan_of(const c10::OperatorHandle& op,
   return made;
 }
 
-// The local part of `tensor`, placed as the operator wants it.
-at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_view subject) {
-  const DistMeta* const meta = find_dist_meta(tensor);
-  if (meta && meta->spec.get() == &wanted) return meta->local;
-  if (meta) return convert(meta->local, *meta->spec, wanted.placements, tensor.sizes(), subject);
-  const DistSpec whole{wanted.mesh, replicated(wanted.mesh)};
-  return convert(tensor, whole, wanted.placements, tensor.sizes(), subject);
+// Of what a view shows: the base's local part, which is `given` to the operator, or a copy.
+std::shared_ptr<ViewSource> source_of(const OpPlan& plan, const at::Tensor& base,
+                                      const at::Tensor& given, const c10::IValue& result) {
+  const DistMeta* const meta = find_dist_meta(base);
+  if (!meta) return nullptr;
+  const bool is_copy = plan.is_reshape && !result.toTensor().is_alias_of(given);
+  if (!is_copy && plan.inputs[0] == meta->spec) return meta->source;
+  return std::make_shared<ViewSource>(base, plan.inputs[0], is_copy ? result.toTensor() : given,
+                                      given.sizes());
 }
 
-// Of a result that is an argument written to: that argument.
-const c10::IValue* written_argument(const c10::FunctionSchema& schema, size_t result,
-                                    const Stack& arguments) {
-  const auto* const alias = schema.returns()[result].alias_info();
-  if (!alias || !alias->isWrite()) return nullptr;
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    const auto* const own = schema.arguments()[i].alias_info();
-    if (own && own->isWrite() && own->beforeSets() == alias->beforeSets()) return &arguments[i];
+void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& given,
+                const Stack& results, Stack* stack) {
+  const auto source = source_of(plan, base, given, results[0]);
+  size_t output = 0;
+  for (const c10::IValue& result : results)
+    stack->push_back(map_tensors(result, [&](const at::Tensor& part) {
+      const OpPlan::Output& made = plan.outputs[output++];
+      return make_dist_view(part, made.spec, made.sizes, made.strides,
+                            base.storage_offset() + made.offset, source);
+    }));
+}
+
+// Pushes arguments that were written to, and DistTensors of the other results.
+void push_results(const c10::FunctionSchema& schema, const OpPlan& plan, const Stack& arguments,
+                  const Stack& results, Stack* stack) {
+  size_t output = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const c10::IValue* const written = written_argument(schema, i, arguments);
+    if (written) {
+      each_tensor(*written, [&](const at::Tensor&) { ++output; });
+      stack->push_back(*written);
+      continue;
+    }
+    stack->push_back(map_tensors(results[i], [&](const at::Tensor& part) {
+      const OpPlan::Output& made = plan.outputs[output++];
+      return make_dist(part, made.spec, made.sizes, made.strides);
+    }));
   }
-  return nullptr;
+}
+
+void write_back(const c10::FunctionSchema& schema, const Stack& arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* const alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite()) continue;
+    each_tensor(arguments[i], [](const at::Tensor& tensor) {
+      if (const DistMeta* const meta = find_dist_meta(tensor)) wrote_to(*meta);
+    });
+  }
 }
 
 void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size();
-  Stack arguments = torch::jit::pop(*stack, count);
-  const bool is_member = plan.inputs.empty() || plan.inputs[0]->mesh.is_member();
+  const Stack arguments = torch::jit::pop(*stack, count);
   size_t input = 0;
   Stack local;
   local.reserve(count);
@@ -178,26 +135,15 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
       return placed(tensor, *plan.inputs[input++], schema.name());
     }));
   for (const auto& [index, value] : plan.arguments) local[index] = value;
-  if (is_member && plan.is_reshape) {
+  const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
+  if (plan.is_reshape) {
     local = {local[0].toTensor().reshape(local[1].toIntVector())};
-  } else if (is_member) {
-    op.callBoxed(local);
   } else {
-    local.assign(schema.returns().size(), c10::IValue(at::empty({0})));
+    op.callBoxed(local);
   }
-  size_t output = 0;
-  for (size_t i = 0; i < local.size(); ++i) {
-    const c10::IValue* const written = written_argument(schema, i, arguments);
-    if (written) {
-      each_tensor(*written, [&](const at::Tensor&) { ++output; });
-      stack->push_back(*written);
-      continue;
-    }
-    stack->push_back(map_tensors(local[i], [&](const at::Tensor& part) {
-      const OpPlan::Output& made = plan.outputs[output++];
-      return make_dist(part, made.spec, made.sizes, made.strides);
-    }));
-  }
+  if (plan.is_view) return push_views(plan, arguments[0].toTensor(), given, local, stack);
+  if (plan.writes) write_back(schema, arguments);
+  push_results(schema, plan, arguments, local, stack);
 }
 
 void warn_once(const std::string& name) {
@@ -210,13 +156,43 @@ void warn_once(const std::string& name) {
                "computes it on whole tensors");
 }
 
+// The operator is one that reads strides: of memory that lies as that of `tensor` would.
+at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& part) {
+  if (part.strides() == tensor.strides()) return part;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), part.options()).copy_(part);
+}
+
+// Where memory begins differs between the global tensor and the part.
+void shift_offset(const c10::FunctionSchema& schema, const at::Tensor& tensor, Stack& local) {
+  if (schema.name() != "aten::as_strided") return;
+  const int64_t asked = local[3].isNone() ? tensor.storage_offset() : local[3].toInt();
+  const int64_t offset = asked - tensor.storage_offset();
+  TORCH_CHECK_NOT_IMPLEMENTED(offset >= 0, "[aten::as_strided] a view of a DistTensor must not begin before it; "
+                              "got storage offset ", asked, " of a tensor that begins at ", tensor.storage_offset());
+  local[3] = offset + local[0].toTensor().storage_offset();
+}
+
+void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at::Tensor& given,
+                      const Stack& results, Stack* stack) {
+  const DistMeta& meta = *find_dist_meta(base);
+  const auto source = given.is_same(meta.local)
+                          ? meta.source
+                          : std::make_shared<ViewSource>(base, whole, given, given.sizes());
+  for (const c10::IValue& result : results)
+    stack->push_back(map_tensors(result, [&](const at::Tensor& part) {
+      const int64_t offset = part.storage_offset() - given.storage_offset();
+      return make_dist_view(part, whole, part.sizes(), part.strides(),
+                            base.storage_offset() + offset, source);
+    }));
+}
+
 // Every rank computes on whole tensors; what was written goes back to where it belongs.
 void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
-  TORCH_CHECK_NOT_IMPLEMENTED(mesh.is_member(), "[", schema.name(), "] without a rule for DistTensors can't be "
-                              "called by a rank that is not in the mesh ", mesh.to_string());
-  Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
+  const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
   const DistSpecPtr whole = intern(mesh, replicated(mesh));
+  const bool is_view =
+      returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
   std::vector<std::pair<at::Tensor, at::Tensor>> written;
   Stack local;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -224,14 +200,21 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
     local.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       const at::Tensor part = placed(tensor, *whole, schema.name());
       if (alias && alias->isWrite() && find_dist_meta(tensor)) written.emplace_back(tensor, part);
-      return part;
+      return is_view ? laid_out_as(tensor, part) : part;
     }));
+  }
+  if (is_view) {
+    const at::Tensor base = arguments[0].toTensor(), given = local[0].toTensor();
+    shift_offset(schema, base, local);
+    op.callBoxed(local);
+    return push_whole_views(whole, base, given, local, stack);
   }
   op.callBoxed(local);
   for (const auto& [tensor, part] : written) {
     const DistMeta& meta = *find_dist_meta(tensor);
     if (!part.is_same(meta.local))
       meta.local.copy_(convert(part, *whole, meta.spec->placements, part.sizes(), schema.name()));
+    wrote_to(meta);
   }
   for (size_t i = 0; i < local.size(); ++i) {
     const c10::IValue* const result = written_argument(schema, i, arguments);
@@ -243,16 +226,46 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
 
 // What has no rule because it is meant to be computed on whole tensors.
 bool is_meant_whole(const std::string& name) {
-  return name == "aten::_local_scalar_dense" || name == "aten::equal";
+  return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
+         name == "aten::multinomial" || name == "aten::_amp_update_scale_";
+}
+
+void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  call_replacing(op, stack);
 }
 
 void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   const auto cached = plan_of(op, arguments);
+  const DeviceMesh& mesh = cached->keys.front()->mesh;
   at::AutoDispatchBelowADInplaceOrView below;
+  if (!mesh.is_member())
+    return call_outside(op, mesh, cached->plan ? &*cached->plan : nullptr, cached->outside, stack);
   if (cached->plan) return call_planned(op, *cached->plan, stack);
   if (!is_meant_whole(op.schema().name())) warn_once(op.schema().name());
-  call_replicated(op, cached->keys.front()->mesh, stack);
+  call_replicated(op, mesh, stack);
+}
+
+void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (call_random(op, stack)) return;
+  }
+  dist_kernel(op, keys, stack);
+}
+
+void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  call_on_lists(op, stack);
+}
+
+torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
+  using torch::CppFunction;
+  if (replaces_tensor(schema)) return CppFunction::makeFromBoxedFunction<&replacing_kernel>();
+  if (takes_lists(schema)) return CppFunction::makeFromBoxedFunction<&list_kernel>();
+  if (draws_numbers(schema)) return CppFunction::makeFromBoxedFunction<&random_kernel>();
+  return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
 
 bool has_own_kernel(const c10::OperatorHandle& op) {
@@ -274,7 +287,7 @@ void register_dist_operators() {
       if (!op || !has_own_kernel(*op)) continue;
       const auto full =
           name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&dist_kernel>());
+      library->impl(full.c_str(), kernel_of(op->schema()));
     }
   });
 }

@@ -13,6 +13,20 @@ namespace tessera {
 // global tensor: what it saves and adds up are DistTensors, and derivative formulas are sequences
 // of operators on them.
 
+namespace {
+
+at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
+                     at::IntArrayRef strides, int64_t offset) {
+  const at::Tensor& local = meta->local;
+  TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  impl->set_backend_meta(std::move(meta));
+  return at::Tensor(std::move(impl));
+}
+
+}  // namespace
+
 Placements without_partial(Placements placements) {
   for (Placement& placement : placements) {
     if (is_partial(placement)) placement = Replicate{};
@@ -47,13 +61,25 @@ const at::Tensor& local_of(const at::Tensor& tensor) {
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides, std::shared_ptr<const DistParameter> parameter) {
-  TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
-  auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
-  impl->set_sizes_and_strides(sizes, strides);
-  impl->set_backend_meta(
-      c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), std::move(parameter)));
-  return at::Tensor(std::move(impl));
+                     at::IntArrayRef strides) {
+  return make_dist_view(std::move(local), std::move(spec), sizes, strides, 0, nullptr);
+}
+
+// Autograd reads the offset when it writes the gradient of a view into that of its base.
+at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                          at::IntArrayRef strides, int64_t offset,
+                          std::shared_ptr<ViewSource> source) {
+  return make_with(
+      c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), std::move(source)), sizes,
+      strides, offset);
+}
+
+at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                               at::IntArrayRef strides,
+                               std::shared_ptr<const DistParameter> parameter) {
+  return make_with(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), nullptr,
+                                                 std::move(parameter)),
+                   sizes, strides, 0);
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes) {

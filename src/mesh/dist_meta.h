@@ -36,15 +36,22 @@ struct DistParameter {
   DistSpecPtr gradients;
 };
 
+class ViewSource;
+
 /// What makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its detached
 /// versions and of tensors that take its data.
 struct DistMeta final : c10::BackendMeta {
-  DistMeta(at::Tensor local_part, DistSpecPtr where,
+  DistMeta(at::Tensor local_part, DistSpecPtr where, std::shared_ptr<ViewSource> view_of = nullptr,
            std::shared_ptr<const DistParameter> known = nullptr)
-      : local(std::move(local_part)), spec(std::move(where)), parameter(std::move(known)) {}
+      : local(std::move(local_part)),
+        spec(std::move(where)),
+        source(std::move(view_of)),
+        parameter(std::move(known)) {}
 
   const at::Tensor local;  ///< without autograd
   const DistSpecPtr spec;
+  /// Of a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
+  const std::shared_ptr<ViewSource> source;
   const std::shared_ptr<const DistParameter> parameter;  ///< null for others
 };
 
@@ -61,8 +68,15 @@ const at::Tensor& local_of(const at::Tensor& tensor);
 
 /// A DistTensor with these global sizes and strides, without autograd.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides,
-                     std::shared_ptr<const DistParameter> parameter = nullptr);
+                     at::IntArrayRef strides);
+/// A view that starts at element `offset` of its base's memory, if it had any.
+at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                          at::IntArrayRef strides, int64_t offset,
+                          std::shared_ptr<ViewSource> source);
+/// A parameter.
+at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
+                               at::IntArrayRef strides,
+                               std::shared_ptr<const DistParameter> parameter);
 /// The same, contiguous.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 

@@ -12,6 +12,7 @@
 #include "mesh/dist_meta.h"
 #include "mesh/op_plan.h"
 #include "mesh/redistribute.h"
+#include "mesh/view_source.h"
 
 namespace tessera {
 namespace {
@@ -87,7 +88,7 @@ struct ToLocal : Function<ToLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor) {
     const DistMeta& meta = dist_meta("to_local", tensor);
     keep(context, meta.spec, tensor.sizes());
-    return meta.local.detach();
+    return local_part(meta).detach();
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const DistSpecPtr spec = kept_spec(context);
@@ -101,11 +102,11 @@ struct Redistribute : Function<Redistribute> {
                             const DistSpecPtr& to) {
     const DistMeta& meta = dist_meta("redistribute", tensor);
     keep(context, meta.spec, tensor.sizes());
+    const at::Tensor& own = local_part(meta);
     const at::Tensor local =
         meta.spec->mesh == to->mesh
-            ? convert(meta.local, *meta.spec, to->placements, tensor.sizes(),
-                      "redistributed tensor")
-            : transfer(meta.local, *meta.spec, *to, tensor.sizes(), "redistributed tensor");
+            ? convert(own, *meta.spec, to->placements, tensor.sizes(), "redistributed tensor")
+            : transfer(own, *meta.spec, *to, tensor.sizes(), "redistributed tensor");
     return make_dist(local.detach(), to, tensor.sizes());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -187,7 +188,7 @@ void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh, Placements pl
                                      : distribute(tensor.detach(), mesh, std::move(placements));
   tensor.mutable_grad().reset();
   const DistMeta& meta = dist_meta("distribute_", placed);
-  tensor.set_data(make_dist(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
+  tensor.set_data(make_dist_parameter(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
   if (tensor.requires_grad() && !was_dist) place_gradients(tensor);
 }
 

@@ -1,14 +1,12 @@
 #include "mesh/op_plan.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
 #include <string>
 
+#include "mesh/dry_run.h"
 #include "mesh/each_tensor.h"
 #include "mesh/redistribute.h"
 #include "mesh/rules.h"
@@ -41,28 +39,32 @@ std::vector<Input> collect_inputs(const c10::FunctionSchema& schema,
   return inputs;
 }
 
-at::Tensor on_meta(const at::Tensor& tensor) {
-  return at::empty_strided(tensor.sizes(), tensor.strides(),
-                           tensor.options().device(at::kMeta).requires_grad(false));
-}
-
-// The operator on tensors without data; nothing where LibTorch can't do that.
-std::optional<std::vector<at::Tensor>> run_on_meta(const c10::OperatorHandle& op,
-                                                   at::ArrayRef<c10::IValue> arguments) {
-  torch::jit::Stack stack;
-  for (const c10::IValue& argument : arguments) stack.push_back(map_tensors(argument, on_meta));
-  try {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    op.callBoxed(stack);
-  } catch (const c10::NotImplementedError&) {
-    return std::nullopt;
-  }
+// Of the operator on tensors without data; nothing where LibTorch can't do that.
+std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle& op,
+                                                       at::ArrayRef<c10::IValue> arguments) {
+  const auto results = run_on_meta(op, arguments);
+  if (!results) return std::nullopt;
   std::vector<at::Tensor> outputs;
-  for (const c10::IValue& value : stack) {
+  for (const c10::IValue& value : *results) {
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
     each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
   }
   return outputs;
+}
+
+// Rules of this family see no real numbers, so that plans need not be told apart by them: the
+// factors of optimizers change with each step.
+bool is_elementwise(const RuleEntry& entry) {
+  const auto rules = elementwise_rules();
+  return &entry >= rules.data() && &entry < rules.data() + rules.size();
+}
+
+// What a rule sees of the arguments.
+torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
+  torch::jit::Stack seen;
+  for (const c10::IValue& value : arguments)
+    seen.push_back(value.isDouble() ? c10::IValue() : value);
+  return seen;
 }
 
 bool fits(const Placement& placement, const TensorInfo& tensor) {
@@ -163,32 +165,68 @@ void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, con
   }
 }
 
+// Throws unless all inputs broadcast to the output, and those that are written have its sizes.
+void check_broadcast(const OpCall& call, const std::vector<Input>& inputs) {
+  const TensorInfo& output = call.outputs[0];
+  for (size_t t = 0; t < inputs.size(); ++t) {
+    const auto& sizes = call.inputs[t].sizes;
+    const size_t added = output.sizes.size() - sizes.size();
+    bool is_fine = !inputs[t].is_written || sizes == output.sizes;
+    for (size_t d = 0; d < sizes.size(); ++d)
+      is_fine &= sizes[d] == 1 || sizes[d] == output.sizes[d + added];
+    TORCH_CHECK(is_fine, "[", call.schema.name(), "] tensors must broadcast to one another, and into one that is written to; "
+                "got one of sizes ", at::IntArrayRef(sizes), " where the result has ", at::IntArrayRef(output.sizes));
+  }
+}
+
+// Returns false if nothing tells how large the outputs are. Wrong shapes are errors here, on all
+// ranks alike: local parts may fit on some of them.
+bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                      const RuleEntry& entry, const std::vector<Input>& inputs, OpCall& call,
+                      OpPlan& plan) {
+  if (const auto outputs = outputs_on_meta(op, arguments)) {
+    for (const at::Tensor& output : *outputs) {
+      call.outputs.push_back({output.sizes().vec()});
+      plan.outputs.push_back(
+          {nullptr, output.sizes().vec(), output.strides().vec(), output.storage_offset()});
+    }
+    return true;
+  }
+  if (!entry.sizes) return false;
+  call.outputs = entry.sizes(call);
+  if (is_elementwise(entry) && !entry.creates) check_broadcast(call, inputs);
+  for (const TensorInfo& output : call.outputs) {
+    const auto strides = c10::contiguous_strides(output.sizes);
+    plan.outputs.push_back({nullptr, output.sizes, {strides.begin(), strides.end()}});
+  }
+  return true;
+}
+
 }  // namespace
+
+bool returns_views(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& value) {
+    return value.alias_info() && !value.alias_info()->isWrite();
+  });
+}
+
+bool ignores_reals(const c10::FunctionSchema& schema) {
+  const RuleEntry* const entry = find_rule(std::string_view(schema.name()).substr(6));  // aten::
+  return entry && is_elementwise(*entry);
+}
 
 std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                               const DeviceMesh& mesh) {
   const c10::FunctionSchema& schema = op.schema();
   const RuleEntry* const entry = find_rule(std::string_view(schema.name()).substr(6));  // aten::
   if (!entry) return std::nullopt;
-  OpCall call{
-      .schema = schema, .arguments = {arguments.data(), arguments.size()}, .ranks = mesh.size()};
+  const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
+  OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
   for (const Input& input : inputs) call.inputs.push_back({input.tensor.sizes().vec()});
   OpPlan plan;
-  if (entry->sizes) {
-    call.outputs = entry->sizes(call);
-    for (const TensorInfo& output : call.outputs) {
-      const auto strides = c10::contiguous_strides(output.sizes);
-      plan.outputs.push_back({nullptr, output.sizes, {strides.begin(), strides.end()}});
-    }
-  } else {
-    const auto outputs = run_on_meta(op, arguments);
-    if (!outputs) return std::nullopt;
-    for (const at::Tensor& output : *outputs) {
-      call.outputs.push_back({output.sizes().vec()});
-      plan.outputs.push_back({nullptr, output.sizes().vec(), output.strides().vec()});
-    }
-  }
+  if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
   Choice choice(call, inputs, mesh);
   if (entry->creates) {
     choice.take_over();
@@ -201,6 +239,9 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
     plan.outputs[i].spec = intern(mesh, std::move(choice.output_placements[i]));
   if (!entry->size_argument.empty())
     set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
+  plan.is_view = returns_views(schema);
+  plan.writes = std::any_of(inputs.begin(), inputs.end(),
+                            [](const Input& input) { return input.is_written; });
   plan.is_reshape = entry->name == "view" || entry->name == "_unsafe_view";
   return plan;
 }

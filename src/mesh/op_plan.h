@@ -18,6 +18,7 @@ struct OpPlan {
   struct Output {
     DistSpecPtr spec;
     std::vector<int64_t> sizes, strides;
+    int64_t offset = 0;  ///< of a view: where it starts, from where its base does
   };
   /// Per tensor among the arguments: the placements it is given before the call.
   std::vector<DistSpecPtr> inputs;
@@ -26,12 +27,20 @@ struct OpPlan {
   std::vector<std::pair<size_t, c10::IValue>> arguments;
   /// The local part need not be laid out as the whole is: a view of it may have to be a copy.
   bool is_reshape = false;
+  bool is_view = false;  ///< results are views of the first argument
+  bool writes = false;   ///< to one of its arguments
 };
 
 /// Makes the plan of a call whose tensors lie on `mesh`; nothing if the operator has no rule, or if
 /// none of its strategies leaves the tensors it writes to where they are.
 std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                               const DeviceMesh& mesh);
+
+/// True if the operator's results are views.
+bool returns_views(const c10::FunctionSchema& schema);
+
+/// True if the operator's plans don't depend on the real numbers among its arguments.
+bool ignores_reals(const c10::FunctionSchema& schema);
 
 /// The one `DistSpec` of this thread for a mesh and normalized placements, so that equal ones can
 /// be told by their address.

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace tessera {
+
+/// True for an operator with arguments that results are written to (`add.out`), or that changes
+/// the shape of a tensor in place (`t_`).
+bool replaces_tensor(const c10::FunctionSchema& schema);
+
+/// Such an operator on DistTensors: runs the one that returns new tensors, and writes what it gives
+/// into the arguments. Those of the right sizes keep their placements, empty ones get those of the
+/// result.
+///
+/// Throws `c10::ValueError` for an argument of other sizes that is not empty, and
+/// `c10::NotImplementedError` for operators that change what memory a tensor has.
+void call_replacing(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+}  // namespace tessera

@@ -1,0 +1,155 @@
+#include "mesh/random_operators.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+#include <tessera/generator.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+
+#include "comm/rank_generator.h"
+#include "mesh/chunks.h"
+#include "mesh/dist_meta.h"
+#include "mesh/each_tensor.h"
+#include "mesh/generator_check.h"
+#include "mesh/op_plan.h"
+#include "mesh/placed.h"
+#include "mesh/redistribute.h"
+#include "mesh/view_source.h"
+
+namespace tessera {
+
+// [Note: Random numbers of DistTensors]
+//
+// A generator gives numbers one after the other, so what a rank's part is to get depends on all
+// numbers before it. Each rank therefore draws those of the whole tensor, into memory that it gives
+// back at once, and keeps its own: they are those of one process, whatever the placements, nothing
+// is sent, and the generators of all ranks stay in step, also with those of ranks that are not in
+// the mesh. They must start in one state, which is looked at once.
+namespace {
+
+using torch::jit::Stack;
+
+enum class Kind {
+  kFills,    // writes numbers, whatever was there
+  kMakes,    // makes a tensor of numbers like another one
+  kChanges,  // element by element, each with a number of its own
+};
+
+const Kind* kind_of(const std::string& name) {
+  static const auto* const kinds = new std::unordered_map<std::string, Kind>{
+      {"aten::normal_", Kind::kFills},          {"aten::uniform_", Kind::kFills},
+      {"aten::random_", Kind::kFills},          {"aten::exponential_", Kind::kFills},
+      {"aten::log_normal_", Kind::kFills},      {"aten::cauchy_", Kind::kFills},
+      {"aten::geometric_", Kind::kFills},       {"aten::bernoulli_", Kind::kFills},
+      {"aten::rand_like", Kind::kMakes},        {"aten::randn_like", Kind::kMakes},
+      {"aten::randint_like", Kind::kMakes},     {"aten::bernoulli", Kind::kChanges},
+      {"aten::native_dropout", Kind::kChanges},
+  };
+  const auto found = kinds->find(name);
+  return found == kinds->end() ? nullptr : &found->second;
+}
+
+at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
+                           c10::Device device) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!is_generator(schema.arguments()[i]) || !arguments[i].isGenerator()) continue;
+    const at::Generator named = arguments[i].toGenerator();
+    if (named.defined() && named != at::globalContext().defaultGenerator(c10::kCPU)) return named;
+  }
+  return device.is_cpu() ? default_generator() : at::globalContext().defaultGenerator(device);
+}
+
+// Memory as that of the whole tensor would lie, with nothing in it.
+at::Tensor room_for(const at::Tensor& tensor) {
+  const auto& options = find_dist_meta(tensor)->local.options();
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+}
+
+// The whole tensor with zeros where other ranks have something.
+at::Tensor with_own_part(const at::Tensor& tensor, const DistSpec& spec) {
+  const at::Tensor own = placed(tensor, spec, "drawn tensor");
+  at::Tensor whole = room_for(tensor).zero_();
+  if (!spec.mesh.is_member()) return whole;
+  const auto box =
+      local_box(tensor.sizes(), spec.placements, spec.mesh.shape(), *spec.mesh.coordinate());
+  at::Tensor part = whole;
+  for (size_t d = 0; d < box.size(); ++d)
+    part = part.narrow(static_cast<int64_t>(d), box[d].begin, box[d].size());
+  part.copy_(own);
+  return whole;
+}
+
+at::Tensor part_of(const at::Tensor& whole, const DistSpec& spec) {
+  if (!spec.mesh.is_member()) return at::empty_strided({0}, {1}, whole.options());
+  const DistSpec everywhere{spec.mesh, replicated(spec.mesh)};
+  return convert(whole, everywhere, spec.placements, whole.sizes(), "drawn tensor");
+}
+
+// A DistTensor that does not hold on to the memory of the whole.
+at::Tensor make_result(const at::Tensor& whole, const DistSpecPtr& spec) {
+  const at::Tensor part = part_of(whole, *spec);
+  return make_dist(part.numel() < whole.numel() ? part.clone() : part, spec, whole.sizes(),
+                   whole.strides());
+}
+
+// What the operator is given in place of its first tensor and of others: probabilities and bounds.
+Stack whole_arguments(const c10::FunctionSchema& schema, Kind kind, const Stack& arguments,
+                      const DistSpec& spec) {
+  Stack whole;
+  const DistSpec everywhere{spec.mesh, replicated(spec.mesh)};
+  for (size_t i = 0; i < arguments.size(); ++i)
+    whole.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
+      if (i > 0) return placed(tensor, everywhere, schema.name());
+      return kind == Kind::kChanges ? with_own_part(tensor, spec) : room_for(tensor);
+    }));
+  return whole;
+}
+
+void draw(const c10::OperatorHandle& op, Kind kind, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
+  const at::Tensor& first = arguments[0].toTensor();
+  const DistMeta& meta = *find_dist_meta(first);
+  const DistSpecPtr spec = kind == Kind::kFills
+                               ? meta.spec
+                               : intern(meta.spec->mesh, without_partial(meta.spec->placements));
+  Stack whole = whole_arguments(schema, kind, arguments, *spec);
+  op.callBoxed(whole);
+  if (kind == Kind::kFills) {
+    local_part(meta).copy_(part_of(whole[0].toTensor(), *spec));
+    wrote_to(meta);
+    stack->push_back(arguments[0]);
+    return;
+  }
+  for (const c10::IValue& result : whole)
+    stack->push_back(
+        map_tensors(result, [&](const at::Tensor& tensor) { return make_result(tensor, spec); }));
+}
+
+}  // namespace
+
+bool draws_numbers(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  return kind_of(schema.name()) || std::any_of(arguments.begin(), arguments.end(), is_generator);
+}
+
+bool call_random(const c10::OperatorHandle& op, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  const DeviceMesh& mesh = mesh_of_arguments(op, arguments);
+  c10::Device device(c10::kCPU);
+  for (const c10::IValue& argument : arguments)
+    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.device(); });
+  check_generators_agree(mesh, generator_of(schema, arguments, device), schema.name());
+  const Kind* const kind = kind_of(schema.name());
+  if (!kind || !find_dist_meta(arguments[0].toTensor())) return false;
+  draw(op, *kind, stack);
+  return true;
+}
+
+}  // namespace tessera

@@ -1,0 +1,64 @@
+#include "mesh/view_source.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <utility>
+
+#include "mesh/redistribute.h"
+
+namespace tessera {
+
+// [Note: Views that are copies]
+//
+// A view of a DistTensor mostly is a view of the local part: both show one memory, as they should.
+// Where a rank needs elements that it does not have (a row of a tensor that is cut by rows), the
+// base is placed anew first, and the view shows that copy. So that a program can't tell, a write to
+// the view is followed by one to the base, and a read by a look at the base's version, which
+// autograd counts up with each write to the base or to a view of it: all of them share one. If it
+// is not the one that the copy was made at, the copy is made again, in place.
+namespace {
+
+// Inference tensors have none; their copies are always made again.
+constexpr int64_t kUnknown = -1;
+
+int64_t current(const c10::VariableVersion& version) {
+  return version.enabled() ? static_cast<int64_t>(version.current_version()) : kUnknown;
+}
+
+c10::intrusive_ptr<const DistMeta> shared_meta(const at::Tensor& tensor) {
+  return c10::static_intrusive_pointer_cast<const DistMeta>(
+      tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr());
+}
+
+}  // namespace
+
+ViewSource::ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
+                       at::IntArrayRef placed_sizes)
+    : base_(shared_meta(base)),
+      sizes_(base.sizes().vec()),
+      placed_sizes_(placed_sizes.vec()),
+      spec_(std::move(spec)),
+      copy_(std::move(copy)),
+      version_(base.unsafeGetTensorImpl()->version_counter()),
+      seen_(current(version_)) {}
+
+void ViewSource::refresh() {
+  const int64_t now = current(version_);
+  if (now == seen_ && now != kUnknown) return;
+  const at::Tensor& base = local_part(*base_);
+  const at::Tensor placed =
+      convert(base, *base_->spec, spec_->placements, sizes_, "view of a DistTensor");
+  copy_.copy_(placed.reshape(copy_.sizes()));
+  seen_ = now;
+}
+
+void ViewSource::write_back() {
+  const at::Tensor placed = copy_.reshape(placed_sizes_);
+  base_->local.copy_(
+      convert(placed, *spec_, base_->spec->placements, sizes_, "view of a DistTensor"));
+  wrote_to(*base_);
+  // Autograd counts the write when the operator has returned.
+  if (seen_ != kUnknown) seen_ = current(version_) + 1;
+}
+
+}  // namespace tessera
