@@ -173,11 +173,13 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   OpCall call{
       .schema = schema, .arguments = {arguments.data(), arguments.size()}, .ranks = mesh.size()};
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
-  for (const Input& input : inputs) call.inputs.push_back({input.tensor.sizes().vec()});
+  for (const Input& input : inputs)
+    call.inputs.push_back({input.tensor.sizes().vec(), input.tensor.scalar_type()});
   OpPlan plan;
   if (entry->sizes) {
     call.outputs = entry->sizes(call);
-    for (const TensorInfo& output : call.outputs) {
+    for (TensorInfo& output : call.outputs) {
+      output.dtype = c10::ScalarType::Undefined;
       const auto strides = c10::contiguous_strides(output.sizes);
       plan.outputs.push_back({nullptr, output.sizes, {strides.begin(), strides.end()}});
     }

@@ -62,7 +62,7 @@ Strategies along_other_dims(const OpCall& call) {
 
 void add_pending(Strategies& ways, const OpCall& call) {
   for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
-                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll})
+                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll, PartialOp::kNorm})
     ways.push_back({Placements(call.inputs.size(), Partial{op}),
                     Placements(call.outputs.size(), Partial{op})});
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
 #include <tessera/placement.h>
 
 #include <cstdint>
@@ -12,9 +13,10 @@
 
 namespace tessera {
 
-/// A tensor as a rule sees it: the global sizes.
+/// A tensor as a rule sees it: the global sizes, and of inputs the dtype.
 struct TensorInfo {
   std::vector<int64_t> sizes;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< undefined for outputs
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
 };
 

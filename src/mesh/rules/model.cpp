@@ -82,8 +82,11 @@ std::vector<TensorInfo> embedding_backward_sizes(const OpCall& call) {
 
 Strategies embedding_backward(const OpCall& call) {
   const int64_t indices = call.inputs[1].ndim();
+  // The gradient of a row is divided by how often its index is among all of them.
+  const bool counts_indices = call.argument("scale_grad_by_freq").toBool();
   Strategies ways;
-  for (int64_t d = 0; d < indices; ++d) ways.push_back({{Shard{d}, Shard{d}}, {kSum}});
+  for (int64_t d = 0; d < indices && !counts_indices; ++d)
+    ways.push_back({{Shard{d}, Shard{d}}, {kSum}});
   ways.push_back({{Shard{indices}, Replicate{}}, {Shard{1}}});
   ways.push_back({{kSum, Replicate{}}, {kSum}});
   return ways;

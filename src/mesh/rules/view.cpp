@@ -151,7 +151,8 @@ Strategies index_select(const OpCall& call) {
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != dim) ways.push_back({{Shard{d}, Replicate{}}, {Shard{d}}});
   }
-  ways.push_back({{Replicate{}, Shard{0}}, {Shard{dim}}});
+  if (ndim > 0 && call.inputs[1].ndim() > 0)
+    ways.push_back({{Replicate{}, Shard{0}}, {Shard{dim}}});
   return ways;
 }
 
