@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "mesh/decompositions.h"
 #include "mesh/each_tensor.h"
 #include "mesh/op_plan.h"
 #include "mesh/redistribute.h"
@@ -180,6 +181,8 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   for (const auto& [index, value] : plan.arguments) local[index] = value;
   if (is_member && plan.is_reshape) {
     local = {local[0].toTensor().reshape(local[1].toIntVector())};
+  } else if (is_member && plan.local) {
+    plan.local(op, plan.parts, local);
   } else if (is_member) {
     op.callBoxed(local);
   } else {
@@ -255,6 +258,16 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   call_replicated(op, cached->keys.front()->mesh, stack);
 }
 
+// For operators that may be a sequence of others.
+void decomposing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const Decomposition decompose = find_decomposition(op.schema().name());
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (decompose(op, *stack)) return;
+  }
+  dist_kernel(op, keys, stack);
+}
+
 bool has_own_kernel(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
@@ -274,7 +287,10 @@ void register_dist_operators() {
       if (!op || !has_own_kernel(*op)) continue;
       const auto full =
           name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&dist_kernel>());
+      library->impl(full.c_str(),
+                    find_decomposition(name.name) && !op->schema().is_mutable()
+                        ? torch::CppFunction::makeFromBoxedFunction<&decomposing_kernel>()
+                        : torch::CppFunction::makeFromBoxedFunction<&dist_kernel>());
     }
   });
 }

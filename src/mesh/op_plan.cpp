@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <string>
 
+#include "mesh/chunks.h"
 #include "mesh/each_tensor.h"
 #include "mesh/redistribute.h"
 #include "mesh/rules.h"
@@ -70,11 +71,34 @@ bool fits(const Placement& placement, const TensorInfo& tensor) {
   return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
 }
 
+// An output that is an input written to, by their indices.
+struct Written {
+  size_t input, output;
+};
+
+std::vector<Written> find_written(const c10::FunctionSchema& schema,
+                                  const std::vector<int>& first_input) {
+  std::vector<Written> found;
+  for (size_t result = 0; result < schema.returns().size(); ++result) {
+    const auto* const alias = schema.returns()[result].alias_info();
+    for (size_t i = 0; alias && alias->isWrite() && i < schema.arguments().size(); ++i) {
+      const auto* const own = schema.arguments()[i].alias_info();
+      const bool is_tensor = schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType;
+      if (own && is_tensor && own->isWrite() && own->beforeSets() == alias->beforeSets())
+        found.push_back({static_cast<size_t>(first_input[i]), result});
+    }
+  }
+  return found;
+}
+
 // Chooses, along one mesh dim after the other, the way that moves least.
 class Choice {
  public:
   Choice(const OpCall& call, const std::vector<Input>& inputs, const DeviceMesh& mesh)
-      : call_(call), inputs_(inputs), mesh_(mesh) {}
+      : call_(call),
+        inputs_(inputs),
+        mesh_(mesh),
+        written_(find_written(call.schema, call.first_input)) {}
 
   // Of a tensor that is made: as the input lies, as far as they have one size.
   void take_over() {
@@ -132,6 +156,9 @@ class Choice {
   }
 
   std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
+    for (const Written& written : written_) {
+      if (way.outputs[written.output] != way.inputs[written.input]) return std::nullopt;
+    }
     double cost = 0;
     for (size_t t = 0; t < inputs_.size(); ++t) {
       const Placement& from = inputs_[t].placements[mesh_dim];
@@ -149,6 +176,7 @@ class Choice {
   const OpCall& call_;
   const std::vector<Input>& inputs_;
   const DeviceMesh& mesh_;
+  const std::vector<Written> written_;
   std::vector<const Strategy*> chosen_;
 };
 
@@ -161,6 +189,17 @@ void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, con
     if (argument == "stride")
       plan.arguments.emplace_back(i, at::IntArrayRef(c10::contiguous_strides(sizes)));
   }
+}
+
+// For an operator that has to know which parts this rank has.
+void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
+                      const DeviceMesh& mesh) {
+  if (!entry.local || !mesh.is_member()) return;
+  plan.local = entry.local;
+  for (size_t t = 0; t < call.inputs.size(); ++t)
+    plan.parts.push_back({local_box(call.inputs[t].sizes, plan.inputs[t]->placements, mesh.shape(),
+                                    *mesh.coordinate()),
+                          call.inputs[t].sizes});
 }
 
 }  // namespace
@@ -203,6 +242,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
     plan.outputs[i].spec = intern(mesh, std::move(choice.output_placements[i]));
   if (!entry->size_argument.empty())
     set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
+  set_local_kernel(plan, call, *entry, mesh);
   plan.is_reshape = entry->name == "view" || entry->name == "_unsafe_view";
   return plan;
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "mesh/dist_meta.h"
+#include "mesh/rules.h"
 
 namespace tessera {
 
@@ -26,6 +27,10 @@ struct OpPlan {
   std::vector<std::pair<size_t, c10::IValue>> arguments;
   /// The local part need not be laid out as the whole is: a view of it may have to be a copy.
   bool is_reshape = false;
+  /// See `RuleEntry::local`; null where the operator is called as it is.
+  LocalKernel local = nullptr;
+  /// Per tensor among the arguments, for `local`: which part of it this rank has.
+  std::vector<LocalPart> parts;
 };
 
 /// Makes the plan of a call whose tensors lie on `mesh`; nothing if the operator has no rule, or if

@@ -29,6 +29,18 @@ std::vector<OperatorCase> cases() {
       {"baddbmm",
        {{2, 1, 3}, {2, 5, 4}, {2, 4, 3}},
        [](const Tensors& x) { return torch::baddbmm(x[0], x[1], x[2]); }},
+      {"mv", {{5, 4}, {4}}, [](const Tensors& x) { return torch::mv(x[0], x[1]); }},
+      {"addmv",
+       {{5}, {5, 4}, {4}},
+       [](const Tensors& x) { return torch::addmv(x[0], x[1], x[2], 2, 3); }},
+      {"dot", {{5}, {5}}, [](const Tensors& x) { return torch::dot(x[0], x[1]); }},
+      {"outer", {{5}, {3}}, [](const Tensors& x) { return torch::outer(x[0], x[1]); }},
+      {"addr", {{5, 3}, {5}, {3}}, [](const Tensors& x) { return torch::addr(x[0], x[1], x[2]); }},
+      {"einsum",
+       {{2, 5, 3}, {2, 3, 4}},
+       [](const Tensors& x) {
+         return torch::einsum("bik,bkj->bij", {x[0], x[1]});
+       }},
   };
 }
 

@@ -75,6 +75,77 @@ std::vector<OperatorCase> cases() {
       {"index_select of a scalar",
        {{}, {1}},
        [](const Tensors& x) { return x[0].index_select(0, whole_numbers(x[1], 1)); }},
+      {"index_add",
+       {{5, 4}, {3}, {3, 4}},
+       [](const Tensors& x) { return x[0].index_add(0, whole_numbers(x[1], 5), x[2]); }},
+      {"index_add along the last",
+       {{4, 5}, {3}, {4, 3}},
+       [](const Tensors& x) { return x[0].index_add(-1, whole_numbers(x[1], 5), x[2]); }},
+      {"gather",
+       {{5, 4}, {3, 4}},
+       [](const Tensors& x) { return x[0].gather(0, whole_numbers(x[1], 5)); }},
+      {"scatter",
+       {{5, 4}, {5, 2}, {5, 2}},
+       [](const Tensors& x) { return x[0].scatter_add(1, whole_numbers(x[1], 4), x[2]); }},
+      {"scatter_reduce",
+       {{5, 4}, {5, 2}},
+       [](const Tensors& x) {
+         return x[0].detach().scatter_reduce(1, whole_numbers(x[1], 4), x[1].detach(), "amax");
+       },
+       false},
+      {"index",
+       {{5, 4}, {3}},
+       [](const Tensors& x) { return x[0].index({whole_numbers(x[1], 5)}); }},
+      {"index of the last dim",
+       {{2, 5, 4}, {3, 1}},
+       [](const Tensors& x) {
+         return x[0].index(
+             {torch::indexing::Slice(), torch::indexing::Slice(), whole_numbers(x[1], 4)});
+       }},
+      {"index by two neighbors",
+       {{2, 5, 4}, {3}, {2, 1}},
+       [](const Tensors& x) {
+         return x[0].index(
+             {torch::indexing::Slice(), whole_numbers(x[1], 5), whole_numbers(x[2], 4)});
+       }},
+      {"index by two apart",
+       {{2, 5, 4}, {3}, {3}},
+       [](const Tensors& x) {
+         return x[0].index(
+             {whole_numbers(x[1], 2), torch::indexing::Slice(), whole_numbers(x[2], 4)});
+       }},
+      {"index by a mask",
+       {{5, 4}, {5}},
+       [](const Tensors& x) { return x[0].index({x[1].detach() > 0}); }},
+      {"index_put",
+       {{5, 4}, {2}, {2, 4}},
+       [](const Tensors& x) {
+         return x[0].index_put({whole_numbers(x[1], 5)}, x[2], /*accumulate=*/true);
+       }},
+      {"index_put of a number in place",
+       {{5, 4}, {2}},
+       [](const Tensors& x) {
+         return (x[0] * 1).index_put_({torch::indexing::Slice(), whole_numbers(x[1], 4)}, 7);
+       }},
+      {"flip", {{5, 4}}, [](const Tensors& x) { return x[0].flip({0}); }},
+      {"roll", {{5, 4}}, [](const Tensors& x) { return x[0].roll(2, 0); }},
+      {"roll of all", {{5, 4}}, [](const Tensors& x) { return x[0].roll(3); }},
+      {"tril, triu", {{2, 4, 5}}, [](const Tensors& x) { return x[0].tril() + x[0].triu(1) * 2; }},
+      {"pad",
+       {{2, 5, 4}},
+       [](const Tensors& x) {
+         return torch::constant_pad_nd(x[0], {1, 2, 0, 0, 0, 3}, 0.5);
+       }},
+      {"pad off",
+       {{5, 4}},
+       [](const Tensors& x) {
+         return torch::constant_pad_nd(x[0], {0, 0, -1, -1});
+       }},
+      {"repeat",
+       {{5, 1, 4}},
+       [](const Tensors& x) {
+         return x[0].repeat({2, 1, 3, 1});
+       }},
   };
 }
 
