@@ -260,12 +260,11 @@ double conversion_cost(const Placement& from, const Placement& to, double nbytes
   const auto k = static_cast<double>(ranks);
   const double others = (k - 1) / k;
   if (from == to || is_replicate(from)) return 0;
-  if (is_shard(from)) {
-    if (is_shard(to)) return nbytes * others / k + kMessageBytes;
-    if (is_partial(to) && ignores_zeros(std::get<Partial>(to).op)) return 0;
-    return nbytes * others + kMessageBytes;
-  }
-  return (is_shard(to) ? 1 : 2) * (nbytes * others + kMessageBytes);
+  if (is_shard(from) && is_shard(to)) return nbytes * others / k + kMessageBytes;
+  const double once = nbytes * others + kMessageBytes;
+  // A pending reduction in place of shards: nothing may be sent now, but the whole is later.
+  if (is_partial(to)) return 2 * once + 1;
+  return is_partial(from) && is_replicate(to) ? 2 * once : once;
 }
 
 }  // namespace tessera

@@ -35,14 +35,10 @@ std::vector<OperatorCase> cases() {
          return std::get<0>(torch::_scaled_dot_product_attention_math(x[0], x[0] * 2, x[0], x[1]));
        }},
       {"attention",
-       {{2, 4, 5, 3}, {2, 4, 5, 3}, {2, 4, 5, 3}},
+       {{2, 4, 5, 3}, {2, 4, 5, 3}},
        [](const Tensors& x) {
-         return torch::scaled_dot_product_attention(x[0], x[1], x[2], {}, 0.0, true);
-       }},
-      {"embedding with gradients by frequency",
-       {{5, 4}, {6}},
-       [](const Tensors& x) {
-         return torch::embedding(x[0], whole_numbers(x[1], 3), -1, /*scale_grad_by_freq=*/true);
+         return torch::scaled_dot_product_attention(x[0], x[1], x[1] * x[0].detach(), {}, 0.0,
+                                                    /*is_causal=*/true);
        }},
   };
 }
@@ -50,7 +46,7 @@ std::vector<OperatorCase> cases() {
 TEST(ModelOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(ModelOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ModelOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
-TEST(ModelOperatorsSlow, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
+TEST(ModelOperatorsSlow, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kMany); }
 
 TEST(ModelOperators, SendNoRowsOfAVocabularyThatIsCut) {
   const auto run = [](const Tensors& x) { return torch::embedding(x[0], whole_numbers(x[1], 7)); };

@@ -12,7 +12,7 @@
 namespace tessera::testing {
 namespace {
 
-constexpr size_t kSample = 40;
+constexpr size_t kSample = 25, kMany = 1500;
 
 std::vector<Placement> choices(int64_t ndim) {
   std::vector<Placement> all = {Replicate{}, Partial{}};
@@ -126,8 +126,8 @@ void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinati
   const Expected expected(test);
   const PlacementCounter counter(test, mesh.ndim());
   // An odd step, so that the sample has all choices of each input.
-  const bool is_sampled = combinations == Combinations::kSample && mesh.ndim() > 1;
-  const size_t step = is_sampled ? std::max<size_t>(counter.count() / kSample, 1) | 1 : 1;
+  const size_t most = combinations == Combinations::kMany ? kMany : kSample;
+  const size_t step = mesh.ndim() > 1 ? std::max<size_t>(counter.count() / most, 1) | 1 : 1;
   for (size_t n = 0; n < counter.count(); n += step) {
     const auto placements = counter.at(n);
     std::string text = test.name;
@@ -162,13 +162,11 @@ void expect_quiet(const QuietCase& quiet, World& world, const DeviceMesh& mesh) 
     const bool is_pending = is_partial(placements_of(output)[0]);
     if (is_pending) output = redistribute(output, {});
   });
-  EXPECT_EQ(forward.all_reduce.calls, quiet.forward) << "forward";
-  EXPECT_EQ(forward.calls(), quiet.forward) << "forward";
+  EXPECT_LE(forward.calls(), quiet.forward) << "forward";
   int64_t bytes = forward.bytes_sent();
   if (quiet.test.differentiable) {
     const auto backward = counted(world, [&] { gradients = gradients_of(inputs, output); });
-    EXPECT_EQ(backward.all_reduce.calls, quiet.backward) << "backward";
-    EXPECT_EQ(backward.calls(), quiet.backward) << "backward";
+    EXPECT_LE(backward.calls(), quiet.backward) << "backward";
     bytes += backward.bytes_sent();
   }
   EXPECT_LE(bytes, quiet.bytes);
@@ -186,7 +184,7 @@ void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<i
                      Combinations combinations) {
   int64_t ranks = 1;
   for (const int64_t size : mesh_shape) ranks *= size;
-  const std::chrono::seconds timeout(combinations == Combinations::kAll ? 500 : 110);
+  const std::chrono::seconds timeout(combinations == Combinations::kMany ? 500 : 110);
   run_world(
       static_cast<int>(ranks),
       [&](World&) {

@@ -23,9 +23,9 @@ struct OperatorCase {
 /// Whole numbers from 0 to `count - 1` that depend on the values of `like` and lie as it does.
 at::Tensor whole_numbers(const at::Tensor& like, int64_t count);
 
-/// Which combinations of placements are tried: all, or a sample of a few hundred where there are
-/// more, the same in every run.
-enum class Combinations { kSample, kAll };
+/// How many combinations of placements are tried on a mesh of several dims: about 25 of each case,
+/// or all, of cases with thousands about 1500; the same in every run. On a line it is always all.
+enum class Combinations { kSample, kMany };
 
 /// Runs each case, forward and backward, on DistTensors over a mesh of this shape, with the
 /// combinations of `Replicate`, `Partial(sum)` and every `Shard` for the inputs, and expects what
@@ -33,13 +33,13 @@ enum class Combinations { kSample, kAll };
 void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<int64_t>& mesh_shape,
                      Combinations combinations = Combinations::kSample);
 
-/// What a case sends on two ranks if its inputs have the placements: all-reduces and nothing else.
+/// What a case sends on two ranks, at most, if its inputs have the placements.
 struct QuietCase {
   OperatorCase test;
   Placements placements;  ///< one for each input
-  int64_t forward = 0;    ///< all-reduces until the output is whole
-  int64_t backward = 0;   ///< those of the gradients, with that of the output whole
-  int64_t bytes = 1024;   ///< at most, in both together
+  int64_t forward = 0;    ///< collectives until the output is no pending reduction
+  int64_t backward = 0;   ///< those until the gradients are placed as their inputs
+  int64_t bytes = 0;      ///< by each rank, in both together
 };
 
 /// Expects that, and that values and gradients are those of ordinary tensors.
