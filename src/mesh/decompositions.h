@@ -36,6 +36,10 @@ std::span<const DecompositionEntry> batch_norm_decompositions();
 /// The decomposition of an operator named with its namespace; null if it has none.
 Decomposition find_decomposition(std::string_view name);
 
+/// Registers other forms of operators that LibTorch composes, but not always of operators alone.
+/// Once in a process.
+void register_composites();
+
 /// The arguments of a call, by name.
 class NamedArguments {
  public:

@@ -279,6 +279,7 @@ bool has_own_kernel(const c10::OperatorHandle& op) {
 void register_dist_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
+    register_composites();
     static auto* const library = new torch::Library(
         torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse3, __FILE__, __LINE__);
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {

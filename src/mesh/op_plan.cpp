@@ -42,6 +42,10 @@ std::vector<Input> collect_inputs(const c10::FunctionSchema& schema,
   return inputs;
 }
 
+TensorInfo info_of(const at::Tensor& tensor) {
+  return {tensor.sizes().vec(), tensor.scalar_type()};
+}
+
 at::Tensor on_meta(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(),
                            tensor.options().device(at::kMeta).requires_grad(false));
@@ -212,13 +216,11 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   OpCall call{
       .schema = schema, .arguments = {arguments.data(), arguments.size()}, .ranks = mesh.size()};
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
-  for (const Input& input : inputs)
-    call.inputs.push_back({input.tensor.sizes().vec(), input.tensor.scalar_type()});
+  for (const Input& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (entry->sizes) {
     call.outputs = entry->sizes(call);
-    for (TensorInfo& output : call.outputs) {
-      output.dtype = c10::ScalarType::Undefined;
+    for (const TensorInfo& output : call.outputs) {
       const auto strides = c10::contiguous_strides(output.sizes);
       plan.outputs.push_back({nullptr, output.sizes, {strides.begin(), strides.end()}});
     }

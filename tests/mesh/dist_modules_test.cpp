@@ -136,8 +136,8 @@ TEST(DistModules, ClippingSendsTheNormAlone) {
       const double expected =
           nn::utils::clip_grad_norm_(plain->parameters(), /*max_norm=*/0.5, order);
       double norm = 0;
-      const auto sent = count(
-          world, [&] { norm = nn::utils::clip_grad_norm_(dist->parameters(), 0.5, order); });
+      const auto sent =
+          count(world, [&] { norm = nn::utils::clip_grad_norm_(dist->parameters(), 0.5, order); });
       EXPECT_NEAR(norm, expected, 1e-4 * expected);
       if (order == 2) EXPECT_LE(sent.calls(), 2);
       EXPECT_LE(sent.bytes_sent(), 128);  // the largest gradient has 240

@@ -122,17 +122,30 @@ TEST(ReductionOperators, OfACutDimSendWhatIsLeft) {
     return QuietCase{{name, sizes, run}, {Shard{0}}, forward, backward, 100};
   };
   expect_quiet({
-      quiet("sum", [](const Tensors& x) { return x[0].sum(); }, 1, 0),
-      quiet("mean", [](const Tensors& x) { return x[0].mean(); }, 1, 0),
-      quiet("var", [](const Tensors& x) { return x[0].var(); }, 2, 1),
-      quiet("std by dim", [](const Tensors& x) { return x[0].std(0); }, 2, 3),
-      quiet("norm", [](const Tensors& x) { return x[0].norm(); }, 1, 2),
-      quiet("norm, the sum", [](const Tensors& x) { return x[0].norm(1); }, 1, 0),
-      quiet("norm of order 3", [](const Tensors& x) { return x[0].norm(3, 0); }, 1, 2),
+      quiet(
+          "sum", [](const Tensors& x) { return x[0].sum(); }, 1, 0),
+      quiet(
+          "mean", [](const Tensors& x) { return x[0].mean(); }, 1, 0),
+      quiet(
+          "var", [](const Tensors& x) { return x[0].var(); }, 2, 1),
+      quiet(
+          "std by dim", [](const Tensors& x) { return x[0].std(0); }, 2, 3),
+      quiet(
+          "norm", [](const Tensors& x) { return x[0].norm(); }, 1, 2),
+      quiet(
+          "norm, the sum", [](const Tensors& x) { return x[0].norm(1); }, 1, 0),
+      quiet(
+          "norm of order 3", [](const Tensors& x) { return x[0].norm(3, 0); }, 1, 2),
       {{"norm, the largest", sizes, [](const Tensors& x) { return x[0].norm(INFINITY); }, false},
-       {Shard{0}}, 1, 0, 16},
+       {Shard{0}},
+       1,
+       0,
+       16},
       {{"amax of uneven parts", sizes, [](const Tensors& x) { return x[0].amax(0); }, false},
-       {Shard{0}}, 1, 0, 32},
+       {Shard{0}},
+       1,
+       0,
+       32},
   });
 }
 

@@ -134,11 +134,17 @@ const std::vector<Family>& families() {
   return *families;
 }
 
-// Those without one.
-const std::vector<Family>& plain_families() {
+const std::vector<Family>& copies() {
   static const auto* const families = new std::vector<Family>{
       {copying, {"clone", "copy_", "detach", "alias", "lift_fresh", "zero_"}},
       {casting, {"_to_copy"}},
+  };
+  return *families;
+}
+
+// Others without an in-place form.
+const std::vector<Family>& plain_families() {
+  static const auto* const families = new std::vector<Family>{
       {pointwise,
        {"_prelu_kernel",
         "elu_backward",
@@ -200,8 +206,10 @@ std::vector<RuleEntry> make_rules() {
       rules.push_back({in_place(name), family.rule, broadcast_sizes});
     }
   }
-  for (const Family& family : plain_families()) {
-    for (const auto name : family.names) rules.push_back({name, family.rule, broadcast_sizes});
+  for (const auto* const plain : {&copies(), &plain_families()}) {
+    for (const Family& family : *plain) {
+      for (const auto name : family.names) rules.push_back({name, family.rule, broadcast_sizes});
+    }
   }
   for (const auto name : {"log_sigmoid_forward", "_prelu_kernel_backward"})
     rules.push_back({name, pointwise, two_broadcast_sizes});
