@@ -23,8 +23,9 @@ struct Shard {
   bool operator==(const Shard&) const = default;
 };
 
-/// How the terms of a `Partial` become values.
-enum class PartialOp : uint8_t { kSum, kAvg, kMax, kMin, kProd, kAny, kAll };
+/// How the terms of a `Partial` become values. `kNorm`: terms that are not negative become the
+/// square root of the sum of their squares, as the norms of parts become the norm of the whole.
+enum class PartialOp : uint8_t { kSum, kAvg, kMax, kMin, kProd, kAny, kAll, kNorm };
 
 /// Each rank of the mesh dim has one term of a reduction that is still to be done.
 struct Partial {

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "mesh/decompositions.h"
 #include "mesh/each_tensor.h"
 #include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
@@ -138,6 +139,8 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
   if (plan.is_reshape) {
     local = {local[0].toTensor().reshape(local[1].toIntVector())};
+  } else if (plan.local) {
+    plan.local(op, plan.parts, local);
   } else {
     op.callBoxed(local);
   }
@@ -260,11 +263,23 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   call_on_lists(op, stack);
 }
 
+// For operators that may be a sequence of others.
+void decomposing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  if (mesh_of_arguments(op, arguments).is_member()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    if (find_decomposition(op.schema().name())(op, *stack)) return;
+  }
+  dist_kernel(op, keys, stack);
+}
+
 torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
   using torch::CppFunction;
   if (replaces_tensor(schema)) return CppFunction::makeFromBoxedFunction<&replacing_kernel>();
   if (takes_lists(schema)) return CppFunction::makeFromBoxedFunction<&list_kernel>();
   if (draws_numbers(schema)) return CppFunction::makeFromBoxedFunction<&random_kernel>();
+  if (find_decomposition(schema.name()) && !schema.is_mutable())
+    return CppFunction::makeFromBoxedFunction<&decomposing_kernel>();
   return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
 
@@ -279,6 +294,7 @@ bool has_own_kernel(const c10::OperatorHandle& op) {
 void register_dist_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
+    register_composites();
     static auto* const library = new torch::Library(
         torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse3, __FILE__, __LINE__);
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
+#include "mesh/view_source.h"
+
 namespace tessera {
 
 // [Note: What a DistTensor is]
@@ -57,7 +59,7 @@ const DistMeta& dist_meta(const char* function, const at::Tensor& tensor) {
 
 const at::Tensor& local_of(const at::Tensor& tensor) {
   const DistMeta* const meta = find_dist_meta(tensor);
-  return meta ? meta->local : tensor;
+  return meta ? local_part(*meta) : tensor;
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,

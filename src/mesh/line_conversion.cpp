@@ -123,12 +123,12 @@ class Conversion {
   // A term per rank, which reduce to what `local_` is on all of them.
   at::Tensor term(PartialOp op) const {
     if (line_.rank() == 0) return local_;
-    if (op == PartialOp::kSum) return at::zeros_like(local_);
+    if (op == PartialOp::kSum || op == PartialOp::kNorm) return at::zeros_like(local_);
     if (op == PartialOp::kProd) return at::ones_like(local_);
     return local_;  // what reduces with itself to itself
   }
 
-  // This rank's part in zeros: a sum of such terms is the whole.
+  // This rank's part in zeros: a sum of such terms is the whole, and so is their norm.
   at::Tensor padded(int64_t dim) const {
     const at::Tensor whole = at::zeros(sizes_, local_.options());
     part_along(whole, dim, line_.size(), line_.rank()).copy_(local_);
@@ -210,6 +210,22 @@ class Conversion {
   CollectiveTag tag_;
 };
 
+bool ignores_zeros(PartialOp op) { return op == PartialOp::kSum || op == PartialOp::kNorm; }
+
+// Squares that keep their sign, so that a value among zeros comes back as it was. In doubles: the
+// square of an ordinary float may be too large for one.
+at::Tensor signed_squares(const at::Tensor& terms) {
+  TORCH_CHECK_VALUE(terms.is_floating_point(),
+                    "[redistribute] a tensor with placement Partial(norm) must have a floating dtype; got ",
+                    terms.scalar_type());
+  const at::Tensor wide = terms.to(at::kDouble);
+  return wide.mul(wide.abs());
+}
+
+at::Tensor signed_roots(const at::Tensor& squares, at::ScalarType dtype) {
+  return squares.sign().mul(squares.abs().sqrt()).to(dtype);
+}
+
 }  // namespace
 
 at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
@@ -220,14 +236,21 @@ at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placem
   const auto* const partial = std::get_if<Partial>(&to);
   if (const auto* const source = std::get_if<Shard>(&from)) {
     if (shard) return conversion.change_dim(source->dim, shard->dim);
-    if (partial && partial->op == PartialOp::kSum) return conversion.padded(source->dim);
+    if (partial && ignores_zeros(partial->op)) return conversion.padded(source->dim);
     const at::Tensor whole = conversion.gather(source->dim);
     return partial ? convert_along(line, whole, Replicate{}, to, sizes, subject) : whole;
   }
   if (const auto* const source = std::get_if<Partial>(&from)) {
+    if (source->op == PartialOp::kNorm && !partial) {
+      const at::Tensor squares = signed_squares(local);
+      return signed_roots(convert_along(line, squares, Partial{}, to, sizes, subject),
+                          local.scalar_type());
+    }
+    if (partial)
+      return convert_along(line, convert_along(line, local, from, Replicate{}, sizes, subject),
+                           Replicate{}, to, sizes, subject);
     if (shard) return conversion.reduce_scatter(source->op, shard->dim);
-    const at::Tensor whole = conversion.all_reduce(source->op);
-    return partial ? convert_along(line, whole, Replicate{}, to, sizes, subject) : whole;
+    return conversion.all_reduce(source->op);
   }
   return shard ? conversion.slice(shard->dim) : conversion.term(partial->op);
 }
@@ -237,12 +260,11 @@ double conversion_cost(const Placement& from, const Placement& to, double nbytes
   const auto k = static_cast<double>(ranks);
   const double others = (k - 1) / k;
   if (from == to || is_replicate(from)) return 0;
-  if (is_shard(from)) {
-    if (is_shard(to)) return nbytes * others / k + kMessageBytes;
-    if (is_partial(to) && std::get<Partial>(to).op == PartialOp::kSum) return 0;
-    return nbytes * others + kMessageBytes;
-  }
-  return (is_shard(to) ? 1 : 2) * (nbytes * others + kMessageBytes);
+  if (is_shard(from) && is_shard(to)) return nbytes * others / k + kMessageBytes;
+  const double once = nbytes * others + kMessageBytes;
+  // A pending reduction in place of shards: nothing may be sent now, but the whole is later.
+  if (is_partial(to)) return 2 * once + 1;
+  return is_partial(from) && is_replicate(to) ? 2 * once : once;
 }
 
 }  // namespace tessera

@@ -24,8 +24,9 @@ struct Line {
 at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
                          const Placement& to, at::IntArrayRef sizes, std::string_view subject);
 
-/// What that sends and receives on each of `ranks` ranks, for a tensor of `nbytes` along the line;
-/// with a little on top for each message, so that of equal volumes the fewer messages are cheaper.
+/// What that sends and receives on each of `ranks` ranks, for a tensor of `nbytes` along the line,
+/// or makes others send later; with a little on top for each message, so that of equal volumes the
+/// fewer messages are cheaper.
 double conversion_cost(const Placement& from, const Placement& to, double nbytes, int64_t ranks);
 
 }  // namespace tessera

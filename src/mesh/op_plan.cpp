@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "mesh/chunks.h"
 #include "mesh/dry_run.h"
 #include "mesh/each_tensor.h"
 #include "mesh/redistribute.h"
@@ -37,6 +38,10 @@ std::vector<Input> collect_inputs(const c10::FunctionSchema& schema,
     });
   }
   return inputs;
+}
+
+TensorInfo info_of(const at::Tensor& tensor) {
+  return {tensor.sizes().vec(), tensor.scalar_type()};
 }
 
 // Of the operator on tensors without data; nothing where LibTorch can't do that.
@@ -72,11 +77,34 @@ bool fits(const Placement& placement, const TensorInfo& tensor) {
   return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
 }
 
+// An output that is an input written to, by their indices.
+struct Written {
+  size_t input, output;
+};
+
+std::vector<Written> find_written(const c10::FunctionSchema& schema,
+                                  const std::vector<int>& first_input) {
+  std::vector<Written> found;
+  for (size_t result = 0; result < schema.returns().size(); ++result) {
+    const auto* const alias = schema.returns()[result].alias_info();
+    for (size_t i = 0; alias && alias->isWrite() && i < schema.arguments().size(); ++i) {
+      const auto* const own = schema.arguments()[i].alias_info();
+      const bool is_tensor = schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType;
+      if (own && is_tensor && own->isWrite() && own->beforeSets() == alias->beforeSets())
+        found.push_back({static_cast<size_t>(first_input[i]), result});
+    }
+  }
+  return found;
+}
+
 // Chooses, along one mesh dim after the other, the way that moves least.
 class Choice {
  public:
   Choice(const OpCall& call, const std::vector<Input>& inputs, const DeviceMesh& mesh)
-      : call_(call), inputs_(inputs), mesh_(mesh) {}
+      : call_(call),
+        inputs_(inputs),
+        mesh_(mesh),
+        written_(find_written(call.schema, call.first_input)) {}
 
   // Of a tensor that is made: as the input lies, as far as they have one size.
   void take_over() {
@@ -134,6 +162,9 @@ class Choice {
   }
 
   std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
+    for (const Written& written : written_) {
+      if (way.outputs[written.output] != way.inputs[written.input]) return std::nullopt;
+    }
     double cost = 0;
     for (size_t t = 0; t < inputs_.size(); ++t) {
       const Placement& from = inputs_[t].placements[mesh_dim];
@@ -151,6 +182,7 @@ class Choice {
   const OpCall& call_;
   const std::vector<Input>& inputs_;
   const DeviceMesh& mesh_;
+  const std::vector<Written> written_;
   std::vector<const Strategy*> chosen_;
 };
 
@@ -202,6 +234,17 @@ bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> a
   return true;
 }
 
+// For an operator that has to know which parts this rank has.
+void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
+                      const DeviceMesh& mesh) {
+  if (!entry.local || !mesh.is_member()) return;
+  plan.local = entry.local;
+  for (size_t t = 0; t < call.inputs.size(); ++t)
+    plan.parts.push_back({local_box(call.inputs[t].sizes, plan.inputs[t]->placements, mesh.shape(),
+                                    *mesh.coordinate()),
+                          call.inputs[t].sizes});
+}
+
 }  // namespace
 
 bool returns_views(const c10::FunctionSchema& schema) {
@@ -224,7 +267,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
   OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
-  for (const Input& input : inputs) call.inputs.push_back({input.tensor.sizes().vec()});
+  for (const Input& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
   Choice choice(call, inputs, mesh);
@@ -242,6 +285,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   plan.is_view = returns_views(schema);
   plan.writes = std::any_of(inputs.begin(), inputs.end(),
                             [](const Input& input) { return input.is_written; });
+  set_local_kernel(plan, call, *entry, mesh);
   plan.is_reshape = entry->name == "view" || entry->name == "_unsafe_view";
   return plan;
 }

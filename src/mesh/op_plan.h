@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "mesh/dist_meta.h"
+#include "mesh/rules.h"
 
 namespace tessera {
 
@@ -29,6 +30,10 @@ struct OpPlan {
   bool is_reshape = false;
   bool is_view = false;  ///< results are views of the first argument
   bool writes = false;   ///< to one of its arguments
+  /// See `RuleEntry::local`; null where the operator is called as it is.
+  LocalKernel local = nullptr;
+  /// Per tensor among the arguments, for `local`: which part of it this rank has.
+  std::vector<LocalPart> parts;
 };
 
 /// Makes the plan of a call whose tensors lie on `mesh`; nothing if the operator has no rule, or if

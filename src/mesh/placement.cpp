@@ -21,6 +21,8 @@ const char* name_of(PartialOp op) {
       return "any";
     case PartialOp::kAll:
       return "all";
+    case PartialOp::kNorm:
+      return "norm";
   }
   TORCH_INTERNAL_ASSERT(false, "no such PartialOp: ", static_cast<int>(op));
 }

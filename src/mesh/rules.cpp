@@ -46,6 +46,16 @@ Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& o
   return Shard{own};
 }
 
+Placements placed_by_name(const OpCall& call,
+                          const std::vector<std::pair<std::string_view, Placement>>& given) {
+  Placements placements(call.inputs.size(), Replicate{});
+  for (const auto& [name, placement] : given) {
+    const int input = call.find(name) ? call.input(name) : -1;
+    if (input >= 0) placements[input] = placement;
+  }
+  return placements;
+}
+
 Strategies along_other_dims(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
   Strategies ways;
@@ -60,9 +70,28 @@ Strategies along_other_dims(const OpCall& call) {
   return ways;
 }
 
+std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim) {
+  std::vector<bool> named(ndim, true);
+  if (dim && !dim->isNone()) {
+    const auto dims = dim->isInt() ? std::vector<int64_t>{dim->toInt()} : dim->toIntVector();
+    if (!dims.empty()) named.assign(ndim, false);
+    for (const int64_t d : dims) {
+      if (ndim > 0) named[c10::maybe_wrap_dim(d, ndim)] = true;
+    }
+  }
+  std::vector<int64_t> result;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (named[d]) result.push_back(d);
+  }
+  return result;
+}
+
+std::vector<TensorInfo> like_first(const OpCall& call) { return {call.inputs[0]}; }
+std::vector<TensorInfo> like_second(const OpCall& call) { return {call.inputs[1]}; }
+
 void add_pending(Strategies& ways, const OpCall& call) {
   for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
-                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll})
+                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll, PartialOp::kNorm})
     ways.push_back({Placements(call.inputs.size(), Partial{op}),
                     Placements(call.outputs.size(), Partial{op})});
 }
@@ -71,7 +100,8 @@ const RuleEntry* find_rule(std::string_view name) {
   static const auto* const rules = [] {
     auto* const map = new std::unordered_map<std::string_view, const RuleEntry*>();
     for (const auto family :
-         {elementwise_rules(), matrix_rules(), view_rules(), reduction_rules(), model_rules()}) {
+         {elementwise_rules(), matrix_rules(), view_rules(), indexing_rules(), reduction_rules(),
+          model_rules(), normalization_rules(), convolution_rules(), loss_rules()}) {
       for (const RuleEntry& entry : family) map->emplace(entry.name, &entry);
     }
     return map;

@@ -1,20 +1,27 @@
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/ScalarType.h>
 #include <tessera/placement.h>
 
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
+
+#include "mesh/chunks.h"
 
 namespace tessera {
 
-/// A tensor as a rule sees it: the global sizes.
+/// A tensor as a rule sees it: the global sizes, and of inputs the dtype.
 struct TensorInfo {
   std::vector<int64_t> sizes;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< of outputs it means nothing
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
 };
 
@@ -33,6 +40,16 @@ struct OpCall {
   const c10::IValue& argument(std::string_view name) const;
   /// Index among `inputs` of the tensor argument of this name; -1 if it is undefined.
   int input(std::string_view name) const;
+  /// Those of `all`, one for each output, that the argument `output_mask` asks for.
+  template <class T>
+  std::vector<T> wanted(const std::vector<T>& all) const {
+    const auto mask = argument("output_mask").toBoolList();
+    std::vector<T> some;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (mask[i]) some.push_back(all[i]);
+    }
+    return some;
+  }
   /// True if every rank gets some of `size` elements: kernels may not bear empty parts.
   bool reaches_all(int64_t size) const { return (ranks - 1) * ((size + ranks - 1) / ranks) < size; }
   /// A dim argument, not negative.
@@ -54,6 +71,18 @@ using Rule = Strategies (*)(const OpCall&);
 /// The sizes of the outputs; needed where LibTorch can't compute the operator on meta tensors.
 using OutputSizes = std::vector<TensorInfo> (*)(const OpCall&);
 
+/// Which part of an input this rank has: a range for each dim of the whole, which has `sizes`.
+struct LocalPart {
+  std::vector<Range> box;
+  std::vector<int64_t> sizes;
+};
+
+/// Computes an operator on the local parts, which `stack` holds in place of the tensors: for one
+/// that has to know how large they are, or which part of the whole. `parts` has one for each input.
+/// Leaves the outputs in `stack`.
+using LocalKernel = void (*)(const c10::OperatorHandle& op, const std::vector<LocalPart>& parts,
+                             torch::jit::Stack& stack);
+
 struct RuleEntry {
   std::string_view name;  ///< of the operator, without namespace and overload
   Rule rule;
@@ -63,15 +92,25 @@ struct RuleEntry {
   /// The output has nothing of the input's values: it lies where the input does, if it has its
   /// size, and is replicated otherwise. There is no `rule`.
   bool creates = false;
+  /// What calls the operator on the local parts; without it the operator is called as it is.
+  LocalKernel local = nullptr;
 };
 
 /// Where `input`, which broadcasts to `output`, lies if that is cut along `dim`: cut alike, or
 /// whole if it has no such dim of that size.
 Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output);
 
+/// Placements of the inputs: as given for the tensor arguments of these names, `Replicate` for the
+/// others. Names that the operator does not have, and tensors that are undefined, are left out.
+Placements placed_by_name(const OpCall& call,
+                          const std::vector<std::pair<std::string_view, Placement>>& given);
+
 /// All tensors cut along one dim that they have in common, other than the argument `dim`, along
 /// which every rank needs all elements.
 Strategies along_other_dims(const OpCall& call);
+
+/// The dims in the argument `dim`, in order: all of them if it names none.
+std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim);
 
 /// Adds that a reduction by any operator, pending in all inputs, stays so in the outputs.
 void add_pending(Strategies& ways, const OpCall& call);
@@ -79,12 +118,20 @@ void add_pending(Strategies& ways, const OpCall& call);
 /// Sizes of one output: what all inputs broadcast to.
 std::vector<TensorInfo> broadcast_sizes(const OpCall& call);
 
+/// The output has the sizes of the first input, or of the second.
+std::vector<TensorInfo> like_first(const OpCall& call);
+std::vector<TensorInfo> like_second(const OpCall& call);
+
 /// The rules, by family.
 std::span<const RuleEntry> elementwise_rules();
 std::span<const RuleEntry> matrix_rules();
 std::span<const RuleEntry> view_rules();
+std::span<const RuleEntry> indexing_rules();
 std::span<const RuleEntry> reduction_rules();
 std::span<const RuleEntry> model_rules();
+std::span<const RuleEntry> normalization_rules();
+std::span<const RuleEntry> convolution_rules();
+std::span<const RuleEntry> loss_rules();
 
 /// The rule of an operator; null if it has none.
 const RuleEntry* find_rule(std::string_view name);

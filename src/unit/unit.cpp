@@ -25,7 +25,7 @@ at::Tensor dist_around(const at::Tensor& view, const DistSlot& slot, const at::T
   if (meta && meta->parameter) parameter.name = meta->parameter->name;
   parameter.gradients = slot.gradients;
   return make_dist_parameter(view, slot.spec, slot.sizes, slot.strides,
-                   std::make_shared<const DistParameter>(std::move(parameter)));
+                             std::make_shared<const DistParameter>(std::move(parameter)));
 }
 
 }  // namespace

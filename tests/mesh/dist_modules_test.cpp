@@ -5,6 +5,9 @@
 #include <tessera/process_group.h>
 #include <torch/torch.h>
 
+#include <functional>
+#include <limits>
+
 #include "support/run_world.h"
 
 namespace tessera {
@@ -117,6 +120,33 @@ TEST(DistModules, ColumnsThenRowsNeedOneAllReduceEachWay) {
     const auto backward = count(world, [&] { y.sum().backward(); });
     EXPECT_EQ(backward.calls(), 1);
     EXPECT_EQ(backward.all_reduce.calls, 1);
+  });
+}
+
+TEST(DistModules, ClippingSendsTheNormAlone) {
+  run_world(3, [](World& world) {
+    world.set_process_group(counting_process_group(world.process_group()));
+    const auto mesh = DeviceMesh::over_world();
+    for (const double order : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
+      SCOPED_TRACE(order);
+      Mlp plain = make_mlp(), dist = make_mlp();
+      shard_columns_then_rows(dist, mesh);
+      for (Mlp& mlp : {std::ref(plain), std::ref(dist)})
+        mlp->forward(numbers({4, 6}, 1)).square().sum().backward();
+      const double expected =
+          nn::utils::clip_grad_norm_(plain->parameters(), /*max_norm=*/0.5, order);
+      double norm = 0;
+      const auto sent =
+          count(world, [&] { norm = nn::utils::clip_grad_norm_(dist->parameters(), 0.5, order); });
+      EXPECT_NEAR(norm, expected, 1e-4 * expected);
+      if (order == 2) EXPECT_LE(sent.calls(), 2);
+      EXPECT_LE(sent.bytes_sent(), 128);  // the largest gradient has 240
+      const auto parameters = plain->named_parameters();
+      for (const auto& parameter : dist->named_parameters())
+        EXPECT_TRUE(torch::allclose(full_tensor(parameter.value().grad()),
+                                    parameters[parameter.key()].grad(), 1e-4, 1e-6))
+            << parameter.key();
+    }
   });
 }
 

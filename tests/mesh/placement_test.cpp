@@ -39,7 +39,7 @@ TEST(Placement, PrintsAsItIsWritten) {
   const std::vector<std::pair<PartialOp, std::string>> names = {
       {PartialOp::kSum, "sum"}, {PartialOp::kAvg, "avg"},   {PartialOp::kMax, "max"},
       {PartialOp::kMin, "min"}, {PartialOp::kProd, "prod"}, {PartialOp::kAny, "any"},
-      {PartialOp::kAll, "all"}};
+      {PartialOp::kAll, "all"}, {PartialOp::kNorm, "norm"}};
   for (const auto& [op, name] : names)
     EXPECT_EQ(to_string(Placement(Partial{op})), "Partial(" + name + ")");
   EXPECT_EQ(to_string(Placements{}), "[]");

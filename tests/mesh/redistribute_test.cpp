@@ -10,8 +10,8 @@
 namespace tessera {
 namespace {
 
-const std::vector<PartialOp> kOps = {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax,
-                                     PartialOp::kMin, PartialOp::kProd};
+const std::vector<PartialOp> kOps = {PartialOp::kSum, PartialOp::kAvg,  PartialOp::kMax,
+                                     PartialOp::kMin, PartialOp::kProd, PartialOp::kNorm};
 
 // Equal on all ranks: each makes it alone.
 at::Tensor numbers(std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
@@ -141,6 +141,27 @@ TEST(RedistributeOnALine, IsDifferentiable) {
             << to_string(from) << " to " << to_string(to);
       }
     }
+  });
+}
+
+TEST(RedistributeOnALine, TakesTheRootOfTheSumOfSquares) {
+  run_world(3, [](World& world) {
+    const auto mesh = DeviceMesh::over_world();
+    const Placements norm = {Partial{PartialOp::kNorm}};
+    for (const double scale : {1.0, 1e30}) {  // whose square no float holds
+      const at::Tensor terms = torch::full({4, 2}, scale * (world.rank() + 1));
+      const at::Tensor whole = torch::full({4, 2}, scale * std::sqrt(14.));
+      const at::Tensor source = from_local(terms, mesh, norm);
+      EXPECT_TRUE(torch::allclose(full_tensor(source), whole));
+      const at::Tensor cut = redistribute(source, {Shard{0}});
+      EXPECT_TRUE(torch::allclose(full_tensor(cut), whole));
+      EXPECT_TRUE(torch::allclose(full_tensor(redistribute(cut, norm)), whole));
+      EXPECT_TRUE(torch::allclose(full_tensor(redistribute(source, {Partial{}})), whole));
+    }
+    const at::Tensor half = distribute(numbers({3, 2}, at::kHalf), mesh, norm);
+    EXPECT_TRUE(torch::equal(full_tensor(half), numbers({3, 2}, at::kHalf)));
+    const at::Tensor counts = from_local(torch::ones({2}, at::kLong), mesh, norm);
+    EXPECT_THROW(full_tensor(counts), c10::ValueError);
   });
 }
 

@@ -1,4 +1,7 @@
 #include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "mesh/rules.h"
 
@@ -41,11 +44,26 @@ Strategies linear(const OpCall& call) {
   return ways;
 }
 
-// A copy keeps any reduction.
-Strategies copying(const OpCall& call) {
+bool is_floating(c10::ScalarType dtype) {
+  return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+}
+
+// A copy keeps any reduction. One that rounds to whole numbers, or from flags to numbers, does not:
+// terms are not rounded as their sum is.
+Strategies copied(const OpCall& call, c10::ScalarType from, c10::ScalarType to) {
   Strategies ways = pointwise(call);
-  add_pending(ways, call);
+  if (from == to || (c10::isFloatingType(from) && c10::isFloatingType(to))) add_pending(ways, call);
   return ways;
+}
+
+Strategies copying(const OpCall& call) {
+  return copied(call, call.inputs[0].dtype, call.inputs.back().dtype);
+}
+
+Strategies casting(const OpCall& call) {
+  const c10::ScalarType from = call.inputs[0].dtype;
+  const c10::IValue& to = call.argument("dtype");
+  return copied(call, from, to.isNone() ? from : to.toScalarType());
 }
 
 Strategies linear_in_first(const OpCall& call) {
@@ -61,111 +79,140 @@ Strategies bilinear(const OpCall& call) {
   return ways;
 }
 
-// `a + alpha * b` with a number for b: a term per rank would add it several times.
-Strategies sum_of(const OpCall& call) {
-  return call.inputs.size() < 2 ? pointwise(call) : linear(call);
+// Linear in the first, unless the quotient is rounded.
+Strategies quotient(const OpCall& call) {
+  const c10::IValue* const rounding = call.find("rounding_mode");
+  return rounding && !rounding->isNone() ? pointwise(call) : linear_in_first(call);
 }
 
-struct Name {
-  std::string_view name;
+// `a + alpha * b`. With a number for b a term per rank would add it several times; an average of
+// the terms has it once.
+Strategies sum_of(const OpCall& call) {
+  if (call.inputs.size() > 1) return linear(call);
+  Strategies ways = pointwise(call);
+  if (is_floating(call.inputs[0].dtype))
+    ways.push_back({{Partial{PartialOp::kAvg}}, {Partial{PartialOp::kAvg}}});
+  return ways;
+}
+
+// Linear in what is chosen from, not in the condition.
+Strategies choice(const OpCall& call) {
+  Strategies ways = pointwise(call);
+  if (call.inputs.size() == 3) add_sums(ways, call, [](size_t i) { return i > 0; });
+  return ways;
+}
+
+struct Family {
   Rule rule;
+  std::vector<std::string_view> names;
 };
 
-constexpr Name kNames[] = {
-    {"add", sum_of},
-    {"add_", sum_of},
-    {"sub", sum_of},
-    {"sub_", sum_of},
-    {"neg", linear},
-    {"neg_", linear},
-    {"mul", bilinear},
-    {"mul_", bilinear},
-    {"div", linear_in_first},
-    {"div_", linear_in_first},
-    {"clone", copying},
-    {"_to_copy", linear},
-    {"copy_", copying},
-    {"detach", copying},
-    {"alias", copying},
-    {"lift_fresh", copying},
-    {"zero_", copying},
-    {"fill_", pointwise},
-    {"abs", pointwise},
-    {"exp", pointwise},
-    {"exp_", pointwise},
-    {"log", pointwise},
-    {"sqrt", pointwise},
-    {"sqrt_", pointwise},
-    {"rsqrt", pointwise},
-    {"reciprocal", pointwise},
-    {"sin", pointwise},
-    {"cos", pointwise},
-    {"tanh", pointwise},
-    {"tanh_backward", pointwise},
-    {"sigmoid", pointwise},
-    {"sigmoid_backward", pointwise},
-    {"relu", pointwise},
-    {"relu_", pointwise},
-    {"threshold_backward", pointwise},
-    {"gelu", pointwise},
-    {"gelu_backward", pointwise},
-    {"silu", pointwise},
-    {"silu_backward", pointwise},
-    {"elu", pointwise},
-    {"elu_backward", pointwise},
-    {"leaky_relu", pointwise},
-    {"leaky_relu_backward", pointwise},
-    {"softplus", pointwise},
-    {"softplus_backward", pointwise},
-    {"hardtanh", pointwise},
-    {"hardtanh_backward", pointwise},
-    {"erf", pointwise},
-    {"sign", pointwise},
-    {"floor", pointwise},
-    {"ceil", pointwise},
-    {"round", pointwise},
-    {"isnan", pointwise},
-    {"pow", pointwise},
-    {"pow_", pointwise},
-    {"maximum", pointwise},
-    {"minimum", pointwise},
-    {"where", pointwise},
-    {"masked_fill", pointwise},
-    {"masked_fill_", pointwise},
-    {"clamp", pointwise},
-    {"clamp_", pointwise},
-    {"clamp_min", pointwise},
-    {"clamp_min_", pointwise},
-    {"clamp_max", pointwise},
-    {"lerp", pointwise},
-    {"lerp_", pointwise},
-    {"addcmul", pointwise},
-    {"addcmul_", pointwise},
-    {"addcdiv", pointwise},
-    {"addcdiv_", pointwise},
-    {"eq", pointwise},
-    {"ne", pointwise},
-    {"lt", pointwise},
-    {"le", pointwise},
-    {"gt", pointwise},
-    {"ge", pointwise},
-    {"logical_not", pointwise},
-    {"logical_and", pointwise},
-    {"logical_or", pointwise},
-    {"bitwise_and", pointwise},
-    {"bitwise_or", pointwise},
-    {"bitwise_not", pointwise},
-    {"logical_and_", pointwise},
-    {"logical_or_", pointwise},
-};
+// Operators that also have an in-place form, named with a "_".
+const std::vector<Family>& families() {
+  static const auto* const families = new std::vector<Family>{
+      {sum_of, {"add", "sub", "rsub"}},
+      {linear, {"neg"}},
+      {bilinear, {"mul"}},
+      {quotient, {"div"}},
+      {choice, {"where"}},
+      {pointwise,
+       {"abs",        "acos",         "acosh",       "addcdiv",    "addcmul",     "asin",
+        "asinh",      "atan",         "atan2",       "atanh",      "bitwise_and", "bitwise_not",
+        "bitwise_or", "bitwise_xor",  "ceil",        "celu",       "clamp",       "clamp_max",
+        "clamp_min",  "copysign",     "cos",         "cosh",       "elu",         "eq",
+        "erf",        "erfc",         "erfinv",      "exp",        "exp2",        "expm1",
+        "floor",      "floor_divide", "fmod",        "frac",       "ge",          "gelu",
+        "gt",         "hardsigmoid",  "hardswish",   "hardtanh",   "hypot",       "le",
+        "leaky_relu", "lerp",         "lgamma",      "log",        "log10",       "log1p",
+        "log2",       "logical_and",  "logical_not", "logical_or", "logical_xor", "logit",
+        "lt",         "masked_fill",  "mish",        "nan_to_num", "ne",          "pow",
+        "reciprocal", "relu",         "remainder",   "round",      "rsqrt",       "selu",
+        "sgn",        "sigmoid",      "sign",        "silu",       "sin",         "sinc",
+        "sinh",       "sqrt",         "square",      "tan",        "tanh",        "threshold",
+        "trunc",      "xlogy"}},
+  };
+  return *families;
+}
+
+const std::vector<Family>& copies() {
+  static const auto* const families = new std::vector<Family>{
+      {copying, {"clone", "copy_", "detach", "alias", "lift_fresh", "zero_"}},
+      {casting, {"_to_copy"}},
+  };
+  return *families;
+}
+
+// Others without an in-place form.
+const std::vector<Family>& plain_families() {
+  static const auto* const families = new std::vector<Family>{
+      {pointwise,
+       {"_prelu_kernel",
+        "elu_backward",
+        "fill_",
+        "fmax",
+        "fmin",
+        "gelu_backward",
+        "hardshrink",
+        "hardshrink_backward",
+        "hardsigmoid_backward",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "heaviside",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "isneginf",
+        "isposinf",
+        "leaky_relu_backward",
+        "log_sigmoid_backward",
+        "logaddexp",
+        "logaddexp2",
+        "logit_backward",
+        "maximum",
+        "minimum",
+        "mish_backward",
+        "sigmoid_backward",
+        "signbit",
+        "silu_backward",
+        "softplus",
+        "softplus_backward",
+        "softshrink",
+        "softshrink_backward",
+        "tanh_backward",
+        "threshold_backward"}},
+  };
+  return *families;
+}
 
 std::vector<TensorInfo> named_sizes(const OpCall& call) {
   return {{call.argument("size").toIntVector()}};
 }
 
+std::vector<TensorInfo> two_broadcast_sizes(const OpCall& call) {
+  const TensorInfo output = broadcast_sizes(call)[0];
+  return {output, output};
+}
+
+// Names live as long as the program.
+std::string_view in_place(std::string_view name) {
+  return *new std::string(std::string(name) + "_");
+}
+
 std::vector<RuleEntry> make_rules() {
   std::vector<RuleEntry> rules;
-  for (const Name& entry : kNames) rules.push_back({entry.name, entry.rule, broadcast_sizes});
+  for (const Family& family : families()) {
+    for (const auto name : family.names) {
+      rules.push_back({name, family.rule, broadcast_sizes});
+      rules.push_back({in_place(name), family.rule, broadcast_sizes});
+    }
+  }
+  for (const auto* const plain : {&copies(), &plain_families()}) {
+    for (const Family& family : *plain) {
+      for (const auto name : family.names) rules.push_back({name, family.rule, broadcast_sizes});
+    }
+  }
+  for (const auto name : {"log_sigmoid_forward", "_prelu_kernel_backward"})
+    rules.push_back({name, pointwise, two_broadcast_sizes});
   for (const auto name : {"zeros_like", "ones_like", "full_like", "empty_like"})
     rules.push_back({.name = name, .rule = nullptr, .sizes = broadcast_sizes, .creates = true});
   for (const auto name : {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"})

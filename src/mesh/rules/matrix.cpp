@@ -23,6 +23,29 @@ Strategies bmm(const OpCall& call) {
   };
 }
 
+Strategies mv(const OpCall& call) {
+  return {
+      {{Shard{0}, Replicate{}}, {Shard{0}}},
+      {{Shard{1}, Shard{0}}, {kSum}},
+      {{kSum, Replicate{}}, {kSum}},
+      {{Replicate{}, kSum}, {kSum}},
+  };
+}
+
+Strategies dot(const OpCall& call) {
+  return {
+      {{Shard{0}, Shard{0}}, {kSum}}, {{kSum, Replicate{}}, {kSum}}, {{Replicate{}, kSum}, {kSum}}};
+}
+
+Strategies outer(const OpCall& call) {
+  return {
+      {{Shard{0}, Replicate{}}, {Shard{0}}},
+      {{Replicate{}, Shard{0}}, {Shard{1}}},
+      {{kSum, Replicate{}}, {kSum}},
+      {{Replicate{}, kSum}, {kSum}},
+  };
+}
+
 // `added` plus a product: as the product, except that a term per rank goes with a term of `added`.
 Strategies with_added(const OpCall& call, Strategies products) {
   Strategies ways;
@@ -38,12 +61,24 @@ Strategies with_added(const OpCall& call, Strategies products) {
 
 Strategies addmm(const OpCall& call) { return with_added(call, mm(call)); }
 Strategies baddbmm(const OpCall& call) { return with_added(call, bmm(call)); }
+Strategies addmv(const OpCall& call) { return with_added(call, mv(call)); }
+Strategies addr(const OpCall& call) { return with_added(call, outer(call)); }
+
+std::vector<TensorInfo> mv_sizes(const OpCall& call) { return {{{call.inputs[0].sizes[0]}}}; }
+std::vector<TensorInfo> addr_sizes(const OpCall& call) {
+  return {{{call.inputs[1].sizes[0], call.inputs[2].sizes[0]}}};
+}
+std::vector<TensorInfo> dot_sizes(const OpCall& call) { return {TensorInfo{}}; }
 
 constexpr RuleEntry kRules[] = {
     {"mm", mm},
     {"addmm", addmm},
     {"bmm", bmm},
     {"baddbmm", baddbmm},
+    {"mv", mv, mv_sizes},
+    {"addmv", addmv},
+    {"dot", dot, dot_sizes},
+    {"addr", addr, addr_sizes},
 };
 
 }  // namespace

@@ -1,5 +1,3 @@
-#include <c10/core/WrapDimMinimal.h>
-
 #include <algorithm>
 
 #include "mesh/rules.h"
@@ -7,16 +5,10 @@
 namespace tessera {
 namespace {
 
-// The dims that are reduced, not negative; all of them if none are named.
+// Per dim, whether it is reduced.
 std::vector<bool> reduced_dims(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim();
-  const c10::IValue* const value = call.find("dim");
-  if (!value || value->isNone()) return std::vector<bool>(ndim, true);
-  const auto dims = value->isInt() ? std::vector<int64_t>{value->toInt()} : value->toIntVector();
-  std::vector<bool> reduced(ndim, dims.empty());
-  for (const int64_t dim : dims) {
-    if (ndim > 0) reduced[c10::maybe_wrap_dim(dim, ndim)] = true;
-  }
+  std::vector<bool> reduced(call.inputs[0].ndim(), false);
+  for (const int64_t d : named_dims(call.find("dim"), call.inputs[0].ndim())) reduced[d] = true;
   return reduced;
 }
 
@@ -40,32 +32,58 @@ Strategies reduction(const OpCall& call, PartialOp op, bool terms) {
   return ways;
 }
 
-Strategies sum(const OpCall& call) {
-  Strategies ways = reduction(call, PartialOp::kSum, true);
+bool is_floating(const OpCall& call) {
+  const c10::IValue* const dtype = call.find("dtype");
+  return c10::isFloatingType(call.inputs[0].dtype) &&
+         (!dtype || dtype->isNone() || c10::isFloatingType(dtype->toScalarType()));
+}
+
+void add_sums(Strategies& ways) {
   for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg})
     ways.push_back({{Partial{op}}, {Partial{op}}});
+}
+
+// Terms that a dtype rounds are not rounded as their sum is.
+Strategies sum(const OpCall& call) {
+  Strategies ways = reduction(call, PartialOp::kSum, true);
+  const bool is_cast = call.find("dtype") && !call.argument("dtype").isNone();
+  if (is_floating(call) || (!is_cast && call.inputs[0].dtype != c10::ScalarType::Bool))
+    add_sums(ways);
   return ways;
 }
 
-// As a reduction by `op` of terms that count alike: of parts of equal size, none of them empty.
-Strategies of_equal_parts(const OpCall& call, PartialOp op) {
-  Strategies ways = reduction(call, op, true);
+// Where the reduced dim is cut evenly, means of equally many.
+Strategies mean(const OpCall& call) {
+  Strategies ways = reduction(call, PartialOp::kAvg, true);
   std::erase_if(ways, [&](const Strategy& way) {
     const int64_t dim = std::get<Shard>(way.inputs[0]).dim;
     return is_partial(way.outputs[0]) && call.inputs[0].sizes[dim] % call.ranks != 0;
+  });
+  add_sums(ways);
+  return ways;
+}
+
+// By an operator that nothing can be reduced by: no part may be empty.
+Strategies of_nonempty(const OpCall& call, PartialOp op) {
+  Strategies ways = reduction(call, op, true);
+  std::erase_if(ways, [&](const Strategy& way) {
+    const int64_t dim = std::get<Shard>(way.inputs[0]).dim;
+    return is_partial(way.outputs[0]) && !call.reaches_all(call.inputs[0].sizes[dim]);
   });
   ways.push_back({{Partial{op}}, {Partial{op}}});
   return ways;
 }
 
-Strategies mean(const OpCall& call) {
-  Strategies ways = of_equal_parts(call, PartialOp::kAvg);
-  ways.push_back({{Partial{PartialOp::kSum}}, {Partial{PartialOp::kSum}}});
+// The root of the sum of squares; norms of other orders are decomposed.
+Strategies norm(const OpCall& call) {
+  if (!is_floating(call)) return reduction(call, PartialOp::kNorm, false);
+  Strategies ways = reduction(call, PartialOp::kNorm, true);
+  ways.push_back({{Partial{PartialOp::kNorm}}, {Partial{PartialOp::kNorm}}});
   return ways;
 }
 
-Strategies amax(const OpCall& call) { return of_equal_parts(call, PartialOp::kMax); }
-Strategies amin(const OpCall& call) { return of_equal_parts(call, PartialOp::kMin); }
+Strategies amax(const OpCall& call) { return of_nonempty(call, PartialOp::kMax); }
+Strategies amin(const OpCall& call) { return of_nonempty(call, PartialOp::kMin); }
 Strategies prod(const OpCall& call) { return reduction(call, PartialOp::kProd, true); }
 Strategies any(const OpCall& call) { return reduction(call, PartialOp::kAny, true); }
 Strategies all(const OpCall& call) { return reduction(call, PartialOp::kAll, true); }
@@ -73,10 +91,17 @@ Strategies kept_dims(const OpCall& call) { return reduction(call, PartialOp::kSu
 
 // `max.dim` and `min.dim` also tell where: the reduced dim must be whole. Without a dim, the value.
 Strategies max(const OpCall& call) {
-  return call.outputs.size() == 1 ? of_equal_parts(call, PartialOp::kMax) : kept_dims(call);
+  return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMax) : kept_dims(call);
 }
 Strategies min(const OpCall& call) {
-  return call.outputs.size() == 1 ? of_equal_parts(call, PartialOp::kMin) : kept_dims(call);
+  return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMin) : kept_dims(call);
+}
+
+// A sum of all before; linear.
+Strategies scan(const OpCall& call) {
+  Strategies ways = along_other_dims(call);
+  if (is_floating(call)) add_sums(ways);
+  return ways;
 }
 
 std::vector<TensorInfo> reduced_sizes(const OpCall& call) {
@@ -89,6 +114,10 @@ std::vector<TensorInfo> reduced_sizes(const OpCall& call) {
     if (reduced[d] && keeps) output.sizes.push_back(1);
   }
   return std::vector<TensorInfo>(call.schema.returns().size(), output);
+}
+
+std::vector<TensorInfo> like_first_twice(const OpCall& call) {
+  return {call.inputs[0], call.inputs[0]};
 }
 
 constexpr RuleEntry kRules[] = {
@@ -104,14 +133,24 @@ constexpr RuleEntry kRules[] = {
     {"argmax", kept_dims, reduced_sizes},
     {"argmin", kept_dims, reduced_sizes},
     {"var", kept_dims, reduced_sizes},
-    {"norm", kept_dims, reduced_sizes},
-    {"linalg_vector_norm", kept_dims, reduced_sizes},
+    {"std", kept_dims, reduced_sizes},
+    {"var_mean", kept_dims, reduced_sizes},
+    {"std_mean", kept_dims, reduced_sizes},
+    {"norm", norm, reduced_sizes},
+    {"linalg_vector_norm", norm, reduced_sizes},
     {"logsumexp", kept_dims, reduced_sizes},
     {"_softmax", along_other_dims},
     {"_log_softmax", along_other_dims},
     {"_softmax_backward_data", along_other_dims},
     {"_log_softmax_backward_data", along_other_dims},
-    {"cumsum", along_other_dims},
+    {"cumsum", scan},
+    {"cumprod", along_other_dims},
+    {"logcumsumexp", along_other_dims},
+    {"cummax", along_other_dims, like_first_twice},
+    {"cummin", along_other_dims, like_first_twice},
+    {"glu", along_other_dims},
+    {"glu_backward", along_other_dims, like_second},
+    {"_safe_softmax", along_other_dims, like_first},
     {"sort", along_other_dims},
     {"topk", along_other_dims},
 };

@@ -142,27 +142,6 @@ std::vector<TensorInfo> padded_sizes(const OpCall& call) {
   return {{call.argument("input_sizes").toIntVector()}};
 }
 
-std::vector<TensorInfo> like_first(const OpCall& call) { return {call.inputs[0]}; }
-std::vector<TensorInfo> like_second(const OpCall& call) { return {call.inputs[1]}; }
-
-Strategies index_select(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
-  Strategies ways;
-  for (int64_t d = 0; d < ndim; ++d) {
-    if (d != dim) ways.push_back({{Shard{d}, Replicate{}}, {Shard{d}}});
-  }
-  ways.push_back({{Replicate{}, Shard{0}}, {Shard{dim}}});
-  return ways;
-}
-
-std::vector<TensorInfo> index_select_sizes(const OpCall& call) {
-  TensorInfo output = call.inputs[0];
-  if (output.ndim() > 0)
-    output.sizes[call.dim("dim", output.ndim())] =
-        call.inputs[1].ndim() ? call.inputs[1].sizes[0] : 1;
-  return {output};
-}
-
 Strategies flip(const OpCall& call) {
   auto to = same_dims(call.inputs[0].ndim());
   for (const int64_t dim : call.argument("dims").toIntVector())
@@ -170,14 +149,70 @@ Strategies flip(const OpCall& call) {
   return moved_dims(call, to);
 }
 
+Strategies roll(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  auto to = same_dims(ndim);
+  // Without dims the elements roll as one row.
+  for (const int64_t dim : named_dims(call.find("dims"), ndim)) to[dim] = -1;
+  return moved_dims(call, to);
+}
+
+// The last two dims are a matrix.
+Strategies triangle(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  auto to = same_dims(ndim);
+  for (int64_t d = ndim - 2; d < ndim; ++d) to[d] = -1;
+  return moved_dims(call, to);
+}
+
+// Pairs of what is added before and after, for the last dims, the last one first.
+std::vector<TensorInfo> padded_on_sides(const OpCall& call) {
+  TensorInfo output = call.inputs[0];
+  const auto pad = call.argument("pad").toIntVector();
+  for (size_t i = 0; i < pad.size(); ++i) output.sizes[output.ndim() - 1 - i / 2] += pad[i];
+  return {output};
+}
+
+Strategies pad(const OpCall& call) {
+  const auto pad = call.argument("pad").toIntVector();
+  Strategies ways;
+  for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) {
+    const size_t before = 2 * (call.inputs[0].ndim() - 1 - d);
+    const bool is_padded = before < pad.size() && (pad[before] != 0 || pad[before + 1] != 0);
+    if (!is_padded) ways.push_back({{Shard{d}}, {Shard{d}}});
+  }
+  return ways;
+}
+
+// The output has a dim for each repetition, before those of the input if there are more.
+Strategies repeat(const OpCall& call) {
+  const auto repeats = call.argument("repeats").toIntVector();
+  const auto ndim = call.inputs[0].ndim();
+  const auto added = static_cast<int64_t>(repeats.size()) - ndim;
+  std::vector<int64_t> to(ndim, -1);
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (repeats[d + added] == 1) to[d] = d + added;
+  }
+  return moved_dims(call, to);
+}
+
+std::vector<TensorInfo> repeated_sizes(const OpCall& call) {
+  TensorInfo output{call.argument("repeats").toIntVector()};
+  const int64_t added = output.ndim() - call.inputs[0].ndim();
+  for (int64_t d = 0; d < call.inputs[0].ndim(); ++d)
+    output.sizes[d + added] *= call.inputs[0].sizes[d];
+  return {output};
+}
+
 constexpr RuleEntry kRules[] = {
-    {"gather", along_other_dims, like_second},
-    {"scatter", along_other_dims, like_first},
-    {"scatter_", along_other_dims, like_first},
-    {"scatter_add", along_other_dims, like_first},
-    {"scatter_add_", along_other_dims, like_first},
-    {"index_select", index_select, index_select_sizes},
     {"flip", flip, like_first},
+    {"roll", roll, like_first},
+    {"tril", triangle, like_first},
+    {"tril_", triangle, like_first},
+    {"triu", triangle, like_first},
+    {"triu_", triangle, like_first},
+    {"constant_pad_nd", pad, padded_on_sides},
+    {"repeat", repeat, repeated_sizes},
     {"t", t},
     {"transpose", transpose},
     {"permute", permute},

@@ -1,0 +1,95 @@
+#include "mesh/decompositions.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+
+#include "mesh/each_tensor.h"
+#include "mesh/redistribute.h"
+#include "mesh/view_source.h"
+
+namespace tessera {
+
+Decomposition find_decomposition(std::string_view name) {
+  static const auto* const known = [] {
+    auto* const map = new std::unordered_map<std::string, Decomposition>();
+    for (const auto family :
+         {loss_decompositions(), reduction_decompositions(), batch_norm_decompositions()}) {
+      for (const auto& [own_name, decompose] : family)
+        map->emplace("aten::" + std::string(own_name), decompose);
+    }
+    return map;
+  }();
+  const auto found = known->find(std::string(name));
+  return found == known->end() ? nullptr : found->second;
+}
+
+NamedArguments::NamedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
+    : schema_(op.schema()), values_(torch::jit::last(stack, op.schema().arguments().size())) {}
+
+const c10::IValue* NamedArguments::find(std::string_view name) const {
+  for (size_t i = 0; i < values_.size(); ++i) {
+    if (schema_.arguments()[i].name() == name) return &values_[i];
+  }
+  return nullptr;
+}
+
+const c10::IValue& NamedArguments::operator[](std::string_view name) const {
+  const c10::IValue* const value = find(name);
+  TORCH_INTERNAL_ASSERT(value, schema_.name(), " has no argument ", std::string(name));
+  return *value;
+}
+
+at::Tensor NamedArguments::tensor(std::string_view name) const {
+  const c10::IValue& value = (*this)[name];
+  return value.isTensor() ? value.toTensor() : at::Tensor();
+}
+
+torch::jit::Stack NamedArguments::with(
+    const std::vector<std::pair<std::string_view, c10::IValue>>& replaced) const {
+  torch::jit::Stack copy(values_.begin(), values_.end());
+  for (const auto& [name, value] : replaced) copy[find(name) - values_.data()] = value;
+  return copy;
+}
+
+bool NamedArguments::any_placement(bool (*holds)(const Placement&)) const {
+  bool any = false;
+  for (const c10::IValue& value : values_) {
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      const DistMeta* const meta = find_dist_meta(tensor);
+      if (meta) any |= std::ranges::any_of(meta->spec->placements, holds);
+    });
+  }
+  return any;
+}
+
+bool NamedArguments::any_cut() const {
+  return any_placement([](const Placement& placement) { return is_shard(placement); });
+}
+
+bool NamedArguments::any_not_whole() const {
+  return any_placement([](const Placement& placement) { return !is_replicate(placement); });
+}
+
+bool finish(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+            const std::vector<at::Tensor>& results) {
+  torch::jit::drop(stack, op.schema().arguments().size());
+  for (const at::Tensor& result : results) stack.emplace_back(result);
+  return true;
+}
+
+at::Tensor local_part(const at::Tensor& tensor, const DeviceMesh& mesh,
+                      const Placements& placements) {
+  if (!tensor.defined()) return tensor;
+  if (const DistMeta* const meta = find_dist_meta(tensor))
+    return convert(local_part(*meta), *meta->spec, placements, tensor.sizes(), "argument");
+  return convert(tensor, {mesh, replicated(mesh)}, placements, tensor.sizes(), "argument");
+}
+
+at::ScalarType sum_dtype(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+}
+
+}  // namespace tessera

@@ -1,0 +1,227 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
+
+#include "mesh/decompositions.h"
+#include "mesh/op_plan.h"
+#include "mesh/redistribute.h"
+
+namespace tessera {
+
+// [Note: Batch norm in training]
+//
+// Statistics are those of the whole batch, whatever it is cut along. Every rank makes the sums of
+// its part, as doubles; these are added up in one message; then each normalizes its part. Running
+// statistics change alike on all ranks. The backward pass needs two sums for each channel, which
+// also travel in one message.
+namespace {
+
+// Where tensors lie: the input, what there is one of for each channel, and terms of two sums.
+struct Layout {
+  DistSpecPtr input, channels, terms;
+  Placements whole_sums;  // of the terms, added up
+};
+
+Layout layout_of(const DeviceMesh& mesh, Placements input) {
+  Placements channels(mesh.ndim(), Replicate{}), terms = channels, whole_sums = channels;
+  for (int64_t i = 0; i < mesh.ndim(); ++i) {
+    if (is_partial(input[i])) input[i] = Replicate{};
+    if (is_shard(input[i], 1)) {
+      channels[i] = Shard{0};
+      terms[i] = whole_sums[i] = Shard{1};
+    } else if (is_shard(input[i])) {
+      terms[i] = Partial{};
+    }
+  }
+  return {intern(mesh, std::move(input)), intern(mesh, std::move(channels)),
+          intern(mesh, std::move(terms)), std::move(whole_sums)};
+}
+
+std::vector<int64_t> all_but_channels(const at::Tensor& tensor) {
+  std::vector<int64_t> dims{0};
+  for (int64_t d = 2; d < tensor.dim(); ++d) dims.push_back(d);
+  return dims;
+}
+
+// One value for each channel, as wide as `like` has dims.
+at::Tensor spread(const at::Tensor& values, const at::Tensor& like) {
+  std::vector<int64_t> sizes(like.dim(), 1);
+  sizes[1] = -1;
+  return values.view(sizes);
+}
+
+class BatchNorm {
+ public:
+  BatchNorm(const at::Tensor& input, const DeviceMesh& mesh, const Placements& placements)
+      : mesh_(mesh),
+        layout_(layout_of(mesh, placements)),
+        channels_(input.size(1)),
+        count_(static_cast<double>(input.numel()) / static_cast<double>(channels_)),
+        sizes_(input.sizes().vec()),
+        dtype_(input.scalar_type()),
+        wide_(sum_dtype(dtype_)),
+        input_(local(input, *layout_.input)) {}
+
+  // A part of `tensor` in the dtype that is computed in.
+  at::Tensor local(const at::Tensor& tensor, const DistSpec& spec) const {
+    const at::Tensor part = local_part(tensor, mesh_, spec.placements);
+    return part.defined() ? part.to(wide_) : part;
+  }
+  at::Tensor per_channel(const at::Tensor& tensor) const {
+    return local(tensor, *layout_.channels);
+  }
+  at::Tensor channel_result(const at::Tensor& part, at::ScalarType dtype) const {
+    return make_dist(part.to(dtype), layout_.channels, {channels_});
+  }
+  at::Tensor result(const at::Tensor& part) const {
+    return make_dist(part.to(dtype_), layout_.input, sizes_);
+  }
+
+  // Two terms for each channel, added up over the ranks: a row for each.
+  at::Tensor added_up(const at::Tensor& terms) const {
+    return convert(terms, *layout_.terms, layout_.whole_sums, {2, channels_}, "batch norm");
+  }
+
+  // Sums of the values of this rank's part and of their squares, from its own mean and variance,
+  // which lose less.
+  at::Tensor sums() const {
+    const auto options = input_.options().dtype(at::kDouble);
+    if (input_.numel() == 0) return at::zeros({2, input_.size(1)}, options);
+    const auto [variance, mean] =
+        at::var_mean(input_, all_but_channels(input_), /*correction=*/at::Scalar(0));
+    const at::Tensor m = mean.to(at::kDouble);
+    const auto count = static_cast<double>(input_.numel()) / static_cast<double>(input_.size(1));
+    return at::stack({m.mul(count), variance.to(at::kDouble).add(m.mul(m)).mul(count)});
+  }
+
+  at::Tensor normalized(const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
+                        const at::Tensor& variance, double eps) const {
+    if (input_.numel() == 0) return at::empty_like(input_);
+    const auto optional = [](const at::Tensor& tensor) {
+      return tensor.defined() ? std::optional(tensor) : std::nullopt;
+    };
+    return std::get<0>(at::native_batch_norm(input_, optional(weight), optional(bias), mean,
+                                             variance, /*training=*/false, 0, eps));
+  }
+
+  const at::Tensor& input() const { return input_; }
+  double count() const { return count_; }
+  const Layout& layout() const { return layout_; }
+  at::ScalarType wide() const { return wide_; }
+
+ private:
+  const DeviceMesh& mesh_;
+  const Layout layout_;
+  const int64_t channels_;
+  const double count_;  // of values for each channel
+  const std::vector<int64_t> sizes_;
+  const at::ScalarType dtype_, wide_;
+  const at::Tensor input_;  // this rank's part
+};
+
+// In place, on the tensor that the module holds.
+void update(const at::Tensor& running, const at::Tensor& now, double momentum) {
+  if (running.defined()) running.mul_(1 - momentum).add_(now, momentum);
+}
+
+struct Normalized {
+  at::Tensor output, mean, variance, inverse_deviation;
+};
+
+Normalized normalize_part(const BatchNorm& norm, const NamedArguments& arguments) {
+  const double eps = arguments["eps"].toDouble();
+  const at::Tensor sums = norm.added_up(norm.sums()).div(norm.count());
+  const at::Tensor mean = sums.select(0, 0);
+  const at::Tensor variance = sums.select(0, 1).sub(mean.mul(mean)).clamp_min(0);
+  const at::Tensor weight = norm.per_channel(arguments.tensor("weight"));
+  const at::Tensor bias = norm.per_channel(arguments.tensor("bias"));
+  return {norm.normalized(weight, bias, mean.to(norm.wide()), variance.to(norm.wide()), eps), mean,
+          variance, variance.add(eps).rsqrt()};
+}
+
+bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor input = arguments.tensor("input");
+  const DistMeta* const meta = find_dist_meta(input);
+  if (!meta || !arguments["training"].toBool() || !arguments.any_not_whole() || input.numel() == 0)
+    return false;
+  const BatchNorm norm(input, meta->spec->mesh, meta->spec->placements);
+  const at::Tensor none = at::empty({0});
+  const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, arguments)
+                                                        : Normalized{none, none, none, none};
+  const double momentum = arguments["momentum"].toDouble();
+  update(arguments.tensor("running_mean"), norm.channel_result(found.mean, norm.wide()), momentum);
+  update(arguments.tensor("running_var"),
+         norm.channel_result(found.variance.mul(norm.count() / (norm.count() - 1)), norm.wide()),
+         momentum);
+  return finish(op, stack,
+                {norm.result(found.output), norm.channel_result(found.mean, norm.wide()),
+                 norm.channel_result(found.inverse_deviation, norm.wide())});
+}
+
+struct Gradients {
+  at::Tensor input, weight, bias;
+};
+
+Gradients gradients_of_part(const BatchNorm& norm, const NamedArguments& arguments) {
+  const at::Tensor gradient = norm.local(arguments.tensor("grad_out"), *norm.layout().input);
+  const at::Tensor inverse = norm.per_channel(arguments.tensor("save_invstd"));
+  const at::Tensor weight = norm.per_channel(arguments.tensor("weight"));
+  const at::Tensor deviation =
+      norm.input().sub(spread(norm.per_channel(arguments.tensor("save_mean")), norm.input()));
+  const auto dims = all_but_channels(gradient);
+  const at::Tensor sums =
+      norm.added_up(at::stack({gradient.sum(dims), gradient.mul(deviation).sum(dims)}));
+  const at::Tensor bias_gradient = sums.select(0, 0);
+  const at::Tensor weight_gradient = sums.select(0, 1).mul(inverse);
+  const at::Tensor scale = weight.defined() ? inverse.mul(weight) : inverse;
+  const at::Tensor along = weight_gradient.mul(inverse).div(norm.count());
+  const at::Tensor input_gradient = gradient.sub(spread(bias_gradient.div(norm.count()), gradient))
+                                        .sub_(deviation.mul(spread(along, gradient)))
+                                        .mul_(spread(scale, gradient));
+  return {input_gradient, weight_gradient, bias_gradient};
+}
+
+// As the input is cut; along a mesh dim where it is not, as the gradient is.
+Placements placements_of(const DistMeta* input, const DistMeta* gradient) {
+  Placements placements = (input ? input : gradient)->spec->placements;
+  for (size_t i = 0; i < placements.size() && gradient; ++i) {
+    if (!is_shard(placements[i])) placements[i] = gradient->spec->placements[i];
+  }
+  return placements;
+}
+
+bool batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor input = arguments.tensor("input"), weight = arguments.tensor("weight");
+  const DistMeta* const meta = find_dist_meta(input);
+  const DistMeta* const gradient = find_dist_meta(arguments.tensor("grad_out"));
+  if ((!meta && !gradient) || !arguments["train"].toBool() || !arguments.any_not_whole() ||
+      input.numel() == 0)
+    return false;
+  const DeviceMesh& mesh = (meta ? meta : gradient)->spec->mesh;
+  const BatchNorm norm(input, mesh, placements_of(meta, gradient));
+  const at::Tensor none = at::empty({0});
+  const Gradients found =
+      mesh.is_member() ? gradients_of_part(norm, arguments) : Gradients{none, none, none};
+  const auto wanted = arguments["output_mask"].toBoolList();
+  const at::ScalarType dtype = weight.defined() ? weight.scalar_type() : input.scalar_type();
+  return finish(op, stack,
+                {wanted[0] ? norm.result(found.input) : at::Tensor(),
+                 wanted[1] ? norm.channel_result(found.weight, dtype) : at::Tensor(),
+                 wanted[2] ? norm.channel_result(found.bias, dtype) : at::Tensor()});
+}
+
+constexpr DecompositionEntry kEntries[] = {
+    {"native_batch_norm", batch_norm},
+    {"native_batch_norm_backward", batch_norm_backward},
+};
+
+}  // namespace
+
+std::span<const DecompositionEntry> batch_norm_decompositions() { return kEntries; }
+
+}  // namespace tessera

@@ -1,0 +1,93 @@
+#include <ATen/ops/div.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/nll_loss2d_forward.h>
+#include <ATen/ops/nll_loss_forward.h>
+#include <ATen/ops/stack.h>
+
+#include "mesh/decompositions.h"
+#include "mesh/op_plan.h"
+
+namespace tessera {
+namespace {
+
+constexpr int64_t kNone = 0, kMean = 1, kSum = 2;  // at::Reduction
+
+// The mean of a loss of its own for each element: the mean knows how many there are in all.
+bool mean_of_losses(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  if (arguments["reduction"].toInt() != kMean || !arguments.any_cut()) return false;
+  torch::jit::Stack losses = arguments.with({{"reduction", kNone}});
+  op.callBoxed(losses);
+  return finish(op, stack, {at::mean(losses[0].toTensor())});
+}
+
+// The kernel would divide by the size of the local part.
+bool mean_of_losses_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  if (arguments["reduction"].toInt() != kMean || !arguments.any_cut()) return false;
+  const at::Tensor gradient = at::div(arguments.tensor("grad_output"),
+                                      static_cast<double>(arguments.tensor("self").numel()));
+  torch::jit::Stack call = arguments.with({{"grad_output", gradient}, {"reduction", kSum}});
+  op.callBoxed(call);
+  return finish(op, stack, {call[0].toTensor()});
+}
+
+// Two pending sums become whole in one message.
+std::vector<at::Tensor> whole(const at::Tensor& a, const at::Tensor& b, const DeviceMesh& mesh) {
+  const at::Tensor both = at::stack({a, b});
+  const at::Tensor local = local_part(both, mesh, replicated(mesh));
+  const DistSpecPtr spec = intern(mesh, replicated(mesh));
+  const auto one = [&](int64_t index) {
+    return make_dist(mesh.is_member() ? local.select(0, index) : local, spec, {});
+  };
+  return {one(0), one(1)};
+}
+
+// The sum of the weighted losses, by the sum of the weights of all targets that count.
+template <class Forward>
+bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack, Forward forward) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor self = arguments.tensor("self"), target = arguments.tensor("target");
+  const DistMeta* const meta = find_dist_meta(self);
+  if (arguments["reduction"].toInt() != kMean || !meta || self.dim() < 2 || !arguments.any_cut())
+    return false;
+  const at::ScalarType dtype = self.scalar_type(), wide = sum_dtype(dtype);
+  std::optional<at::Tensor> weight;
+  if (arguments.tensor("weight").defined()) weight = arguments.tensor("weight").to(wide);
+  const auto [sum, weights] =
+      forward(self.to(wide), target, weight, kSum, arguments["ignore_index"].toInt());
+  const auto totals = whole(sum, weights, meta->spec->mesh);
+  return finish(op, stack, {at::div(totals[0], totals[1]).to(dtype), totals[1].to(dtype)});
+}
+
+bool nll_loss(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  return mean_of_classes(op, stack,
+                         [](auto&&... arguments) { return at::nll_loss_forward(arguments...); });
+}
+
+bool nll_loss2d(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  return mean_of_classes(op, stack,
+                         [](auto&&... arguments) { return at::nll_loss2d_forward(arguments...); });
+}
+
+constexpr DecompositionEntry kEntries[] = {
+    {"mse_loss", mean_of_losses},
+    {"mse_loss_backward", mean_of_losses_backward},
+    {"smooth_l1_loss", mean_of_losses},
+    {"smooth_l1_loss_backward", mean_of_losses_backward},
+    {"huber_loss", mean_of_losses},
+    {"huber_loss_backward", mean_of_losses_backward},
+    {"soft_margin_loss", mean_of_losses},
+    {"soft_margin_loss_backward", mean_of_losses_backward},
+    {"binary_cross_entropy", mean_of_losses},
+    {"binary_cross_entropy_backward", mean_of_losses_backward},
+    {"binary_cross_entropy_with_logits", mean_of_losses},
+    {"nll_loss_forward", nll_loss},
+    {"nll_loss2d_forward", nll_loss2d},
+};
+
+}  // namespace
+
+std::span<const DecompositionEntry> loss_decompositions() { return kEntries; }
+
+}  // namespace tessera

@@ -1,0 +1,136 @@
+#include <ATen/ops/abs.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/amin.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/sqrt.h>
+#include <ATen/ops/sub.h>
+#include <ATen/ops/sum.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "mesh/decompositions.h"
+#include "mesh/rules.h"
+
+namespace tessera {
+namespace {
+
+bool keeps_dims(const NamedArguments& arguments) {
+  const c10::IValue* const keepdim = arguments.find("keepdim");
+  return keepdim && keepdim->toBool();
+}
+
+// The dtype asked for, or `own`.
+at::ScalarType result_dtype(const NamedArguments& arguments, at::ScalarType own) {
+  const c10::IValue* const dtype = arguments.find("dtype");
+  return dtype && !dtype->isNone() ? dtype->toScalarType() : own;
+}
+
+int64_t count(const at::Tensor& tensor, const std::vector<int64_t>& dims) {
+  int64_t result = 1;
+  for (const int64_t dim : dims) result *= tensor.size(dim);
+  return result;
+}
+
+// True if one of `dims` is cut, into parts that `counts` holds for.
+template <class Counts>
+bool is_cut_along(const at::Tensor& tensor, const std::vector<int64_t>& dims, Counts counts) {
+  const DistMeta* const meta = find_dist_meta(tensor);
+  return meta && std::ranges::any_of(dims, [&](int64_t dim) {
+           return counts(tensor.size(dim), meta->spec->mesh.size()) &&
+                  std::ranges::any_of(meta->spec->placements, [&](const Placement& placement) {
+                    return is_shard(placement, dim);
+                  });
+         });
+}
+
+// Means of parts of different sizes do not count alike.
+bool uneven_mean(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor self = arguments.tensor("self");
+  const auto dims = named_dims(arguments.find("dim"), self.dim());
+  const at::ScalarType dtype = result_dtype(arguments, self.scalar_type());
+  const bool is_uneven =
+      is_cut_along(self, dims, [](int64_t size, int64_t ranks) { return size % ranks != 0; });
+  if (!is_uneven || !c10::isFloatingType(dtype)) return false;
+  const at::Tensor sum = at::sum(self, dims, keeps_dims(arguments), sum_dtype(dtype));
+  return finish(op, stack, {at::div(sum, static_cast<double>(count(self, dims))).to(dtype)});
+}
+
+struct Moments {
+  at::Tensor mean, variance;
+};
+
+// In two passes, as deviations from the mean of all.
+Moments moments(const NamedArguments& arguments, const at::Tensor& self,
+                const std::vector<int64_t>& dims) {
+  const c10::IValue* const given = arguments.find("correction");
+  const double correction = given && !given->isNone() ? given->toScalar().toDouble() : 1;
+  const at::Tensor wide = self.to(sum_dtype(self.scalar_type()));
+  const at::Tensor mean = at::mean(wide, dims, /*keepdim=*/true);
+  const at::Tensor deviation = at::sub(wide, mean);
+  const at::Tensor squares = at::sum(at::mul(deviation, deviation), dims, keeps_dims(arguments));
+  const double divisor = std::max(static_cast<double>(count(self, dims)) - correction, 0.0);
+  std::vector<int64_t> sizes = squares.sizes().vec();
+  return {mean.reshape(sizes).to(self.scalar_type()), at::div(squares, divisor)};
+}
+
+template <bool kRoot, bool kWithMean>
+bool variance(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor self = arguments.tensor("self");
+  const auto dims = named_dims(arguments.find("dim"), self.dim());
+  const bool is_cut = is_cut_along(self, dims, [](int64_t, int64_t) { return true; });
+  if (!is_cut || !c10::isFloatingType(self.scalar_type())) return false;
+  const Moments found = moments(arguments, self, dims);
+  const at::Tensor result =
+      (kRoot ? at::sqrt(found.variance) : found.variance).to(self.scalar_type());
+  return kWithMean ? finish(op, stack, {result, found.mean}) : finish(op, stack, {result});
+}
+
+// Of an order other than 2, whose norm has a rule.
+at::Tensor norm_of_order(const at::Tensor& values, double order, const std::vector<int64_t>& dims,
+                         bool keeps_dims) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const at::Tensor sizes = at::abs(values);
+  if (order == kInfinity) return at::amax(sizes, dims, keeps_dims);
+  if (order == -kInfinity) return at::amin(sizes, dims, keeps_dims);
+  if (order == 0) return at::sum(at::ne(sizes, 0).to(sizes.scalar_type()), dims, keeps_dims);
+  if (order == 1) return at::sum(sizes, dims, keeps_dims);
+  return at::pow(at::sum(at::pow(sizes, order), dims, keeps_dims), 1 / order);
+}
+
+bool norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const NamedArguments arguments(op, stack);
+  const at::Tensor self = arguments.tensor("self");
+  const c10::IValue* const given =
+      arguments.find("p") ? arguments.find("p") : arguments.find("ord");
+  const double order = given->isNone() ? 2 : given->toScalar().toDouble();
+  if (order == 2 || !arguments.any_not_whole()) return false;
+  const at::ScalarType dtype = result_dtype(arguments, c10::toRealValueType(self.scalar_type()));
+  const at::ScalarType wide =
+      c10::isComplexType(self.scalar_type()) ? self.scalar_type() : sum_dtype(dtype);
+  const auto dims = named_dims(arguments.find("dim"), self.dim());
+  return finish(op, stack,
+                {norm_of_order(self.to(wide), order, dims, keeps_dims(arguments)).to(dtype)});
+}
+
+constexpr DecompositionEntry kEntries[] = {
+    {"mean", uneven_mean},
+    {"var", variance<false, false>},
+    {"std", variance<true, false>},
+    {"var_mean", variance<false, true>},
+    {"std_mean", variance<true, true>},
+    {"norm", norm},
+    {"linalg_vector_norm", norm},
+};
+
+}  // namespace
+
+std::span<const DecompositionEntry> reduction_decompositions() { return kEntries; }
+
+}  // namespace tessera

@@ -1,0 +1,173 @@
+#include "mesh/rules.h"
+
+namespace tessera {
+namespace {
+
+const Partial kSum{PartialOp::kSum};
+
+// Layer norm.
+
+int64_t leading_dims(const OpCall& call, size_t input) {
+  return call.inputs[input].ndim() -
+         static_cast<int64_t>(call.argument("normalized_shape").toIntVector().size());
+}
+
+std::vector<TensorInfo> layer_norm_sizes(const OpCall& call) {
+  TensorInfo statistics = call.inputs[0];
+  for (int64_t d = leading_dims(call, 0); d < statistics.ndim(); ++d) statistics.sizes[d] = 1;
+  return {call.inputs[0], statistics, statistics};
+}
+
+// Each row is normalized by itself; weight and bias are needed whole.
+Strategies layer_norm(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < leading_dims(call, 0); ++d) {
+    Strategy way{Placements(call.inputs.size(), Replicate{}), Placements(3, Shard{d})};
+    way.inputs[0] = Shard{d};
+    ways.push_back(std::move(way));
+  }
+  return ways;
+}
+
+std::vector<TensorInfo> layer_norm_backward_sizes(const OpCall& call) {
+  const TensorInfo weight{call.argument("normalized_shape").toIntVector()};
+  return call.wanted<TensorInfo>({call.inputs[call.input("input")], weight, weight});
+}
+
+// Rows give the gradients of rows, and terms of the gradients of weight and bias.
+Strategies layer_norm_backward(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < leading_dims(call, call.input("input")); ++d) {
+    const Placement cut = Shard{d};
+    ways.push_back(
+        {placed_by_name(call, {{"grad_out", cut}, {"input", cut}, {"mean", cut}, {"rstd", cut}}),
+         call.wanted<Placement>({cut, kSum, kSum})});
+  }
+  return ways;
+}
+
+// Group norm: the groups of a row are independent of each other.
+
+std::vector<TensorInfo> group_norm_sizes(const OpCall& call) {
+  const TensorInfo statistics{{call.argument("N").toInt(), call.argument("group").toInt()}};
+  return {call.inputs[0], statistics, statistics};
+}
+
+bool groups_divide(const OpCall& call) { return call.argument("group").toInt() % call.ranks == 0; }
+
+Strategies group_norm(const OpCall& call) {
+  const Placement rows = Shard{0}, channels = Shard{1};
+  Strategies ways;
+  if (call.reaches_all(call.inputs[0].sizes[0]))
+    ways.push_back({placed_by_name(call, {{"input", rows}}), {rows, rows, rows}});
+  if (groups_divide(call))
+    ways.push_back({placed_by_name(call, {{"input", channels}, {"weight", rows}, {"bias", rows}}),
+                    {channels, channels, channels}});
+  return ways;
+}
+
+std::vector<TensorInfo> group_norm_backward_sizes(const OpCall& call) {
+  const TensorInfo weight{{call.argument("C").toInt()}};
+  return call.wanted<TensorInfo>({call.inputs[call.input("input")], weight, weight});
+}
+
+Strategies group_norm_backward(const OpCall& call) {
+  const Placement rows = Shard{0}, channels = Shard{1};
+  Strategies ways;
+  if (call.reaches_all(call.inputs[call.input("input")].sizes[0]))
+    ways.push_back(
+        {placed_by_name(call,
+                        {{"grad_out", rows}, {"input", rows}, {"mean", rows}, {"rstd", rows}}),
+         call.wanted<Placement>({rows, kSum, kSum})});
+  if (groups_divide(call))
+    ways.push_back({placed_by_name(call, {{"grad_out", channels},
+                                          {"input", channels},
+                                          {"mean", channels},
+                                          {"rstd", channels},
+                                          {"weight", rows}}),
+                    call.wanted<Placement>({channels, rows, rows})});
+  return ways;
+}
+
+// With the sizes of the local part. Kernels want it contiguous: a slice is not.
+void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
+                      torch::jit::Stack& stack) {
+  const auto argument = [&](std::string_view name) -> c10::IValue& {
+    return stack[*op.schema().argumentIndexWithName(std::string(name))];
+  };
+  for (const std::string_view name : {"input", "grad_out"}) {
+    if (!op.schema().argumentIndexWithName(std::string(name))) continue;
+    const at::Tensor part = argument(name).toTensor();
+    argument(name) = part.contiguous(part.suggest_memory_format());
+  }
+  const at::Tensor input = argument("input").toTensor();
+  const int64_t per_group = argument("C").toInt() / argument("group").toInt();
+  argument("N") = input.size(0);
+  argument("C") = input.size(1);
+  argument("group") = input.size(1) / per_group;
+  op.callBoxed(stack);
+}
+
+// Batch norm by statistics that are given. In training it is decomposed.
+
+std::vector<TensorInfo> batch_norm_sizes(const OpCall& call) {
+  const int64_t channels = call.argument("training").toBool() ? call.inputs[0].sizes[1] : 0;
+  return {call.inputs[0], {{channels}}, {{channels}}};
+}
+
+Placements batch_norm_inputs(const OpCall& call, int64_t dim, std::string_view gradient) {
+  const Placement cut = Shard{dim}, channels = dim == 1 ? Placement(Shard{0}) : Replicate{};
+  return placed_by_name(call, {{"input", cut},
+                               {gradient, cut},
+                               {"weight", channels},
+                               {"bias", channels},
+                               {"running_mean", channels},
+                               {"running_var", channels}});
+}
+
+Strategies batch_norm(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) {
+    if (call.argument("training").toBool() || !call.reaches_all(call.inputs[0].sizes[d])) continue;
+    ways.push_back({batch_norm_inputs(call, d, {}), {Shard{d}, Replicate{}, Replicate{}}});
+  }
+  return ways;
+}
+
+std::vector<TensorInfo> batch_norm_backward_sizes(const OpCall& call) {
+  const TensorInfo input = call.inputs[call.input("input")], channels{{input.sizes[1]}};
+  return call.wanted<TensorInfo>({input, channels, channels});
+}
+
+Strategies batch_norm_backward(const OpCall& call) {
+  const TensorInfo& input = call.inputs[call.input("input")];
+  Strategies ways;
+  for (int64_t d = 0; d < input.ndim(); ++d) {
+    if (call.argument("train").toBool() || !call.reaches_all(input.sizes[d])) continue;
+    const Placement weight = d == 1 ? Placement(Shard{0}) : kSum;
+    ways.push_back({batch_norm_inputs(call, d, "grad_out"),
+                    call.wanted<Placement>({Shard{d}, weight, weight})});
+  }
+  return ways;
+}
+
+constexpr RuleEntry kRules[] = {
+    {"native_layer_norm", layer_norm, layer_norm_sizes},
+    {"native_layer_norm_backward", layer_norm_backward, layer_norm_backward_sizes},
+    {.name = "native_group_norm",
+     .rule = group_norm,
+     .sizes = group_norm_sizes,
+     .local = local_group_norm},
+    {.name = "native_group_norm_backward",
+     .rule = group_norm_backward,
+     .sizes = group_norm_backward_sizes,
+     .local = local_group_norm},
+    {"native_batch_norm", batch_norm, batch_norm_sizes},
+    {"native_batch_norm_backward", batch_norm_backward, batch_norm_backward_sizes},
+};
+
+}  // namespace
+
+std::span<const RuleEntry> normalization_rules() { return kRules; }
+
+}  // namespace tessera

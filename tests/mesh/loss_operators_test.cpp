@@ -1,0 +1,153 @@
+// Losses on DistTensors, forward and backward, against ordinary tensors.
+
+#include <gtest/gtest.h>
+#include <tessera/dist_tensor.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "support/operator_parity.h"
+#include "support/run_world.h"
+
+namespace tessera::testing {
+namespace {
+
+std::vector<OperatorCase> cases() {
+  return {
+      {"mse_loss", {{5, 4}, {5, 4}}, [](const Tensors& x) { return torch::mse_loss(x[0], x[1]); }},
+      {"mse_loss, the sum",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::mse_loss(x[0], x[1], at::Reduction::Sum); }},
+      {"mse_loss of each",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::mse_loss(x[0], x[1], at::Reduction::None); }},
+      {"l1_loss", {{5, 4}, {5, 4}}, [](const Tensors& x) { return torch::l1_loss(x[0], x[1]); }},
+      {"smooth_l1_loss",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::smooth_l1_loss(x[0], x[1]); }},
+      {"huber_loss, the sum",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::huber_loss(x[0], x[1], at::Reduction::Sum); }},
+      {"huber_loss",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::huber_loss(x[0], x[1]); }},
+      {"soft_margin_loss",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::soft_margin_loss(x[0], x[1].detach().sign()); }},
+      {"binary_cross_entropy",
+       {{5, 4}, {5, 4}, {4}},
+       [](const Tensors& x) {
+         return torch::binary_cross_entropy(torch::sigmoid(x[0]), torch::sigmoid(x[1].detach()),
+                                            x[2].detach().abs());
+       }},
+      {"binary_cross_entropy_with_logits",
+       {{5, 4}, {5, 4}, {4}},
+       [](const Tensors& x) {
+         return torch::binary_cross_entropy_with_logits(x[0], torch::sigmoid(x[1].detach()), {},
+                                                        x[2].detach().abs());
+       }},
+      {"kl_div",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) {
+         return torch::kl_div(torch::log_softmax(x[0], 1), torch::softmax(x[1], 1));
+       }},
+      {"cross_entropy",
+       {{5, 4}, {5}},
+       [](const Tensors& x) { return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4)); }},
+      {"cross_entropy with weights of classes",
+       {{5, 4}, {5}, {4}},
+       [](const Tensors& x) {
+         return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4), x[2].detach().abs(),
+                                          at::Reduction::Mean, /*ignore_index=*/1);
+       }},
+      {"cross_entropy of each",
+       {{5, 4}, {5}},
+       [](const Tensors& x) {
+         return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4), {}, at::Reduction::None);
+       }},
+      {"cross_entropy, the sum",
+       {{5, 4}, {5}},
+       [](const Tensors& x) {
+         return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4), {}, at::Reduction::Sum, 2);
+       }},
+      {"cross_entropy of pixels",
+       {{3, 4, 2, 5}, {3, 2, 5}},
+       [](const Tensors& x) {
+         return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4), {}, at::Reduction::Mean, 3);
+       }},
+      {"cross_entropy of positions",
+       {{3, 4, 5}, {3, 5}},
+       [](const Tensors& x) { return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4)); }},
+      {"cross_entropy with smoothed labels",
+       {{5, 4}, {5}},
+       [](const Tensors& x) {
+         return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4), {}, at::Reduction::Mean,
+                                          -100, 0.1);
+       }},
+      {"cosine_similarity",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) { return torch::cosine_similarity(x[0], x[1]); }},
+  };
+}
+
+TEST(Losses, OnTwoRanks) { expect_as_plain(cases(), {2}); }
+TEST(Losses, OnThreeRanks) { expect_as_plain(cases(), {3}); }
+TEST(Losses, OnASquare) { expect_as_plain(cases(), {2, 2}); }
+TEST(LossesSlow, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kMany); }
+
+TEST(Losses, OfACutBatchSendASum) {
+  const auto labels = [](const Tensors& x) { return whole_numbers(x[1], 4); };
+  const Placements rows = {Shard{0}, Shard{0}};
+  expect_quiet({
+      {{"mse_loss", {{5, 4}, {5, 4}}, [](const Tensors& x) { return torch::mse_loss(x[0], x[1]); }},
+       rows,
+       1,
+       0,
+       16},
+      {{"cross_entropy",
+        {{5, 4}, {5}},
+        [=](const Tensors& x) { return torch::cross_entropy_loss(x[0], labels(x)); }},
+       rows,
+       1,
+       0,
+       32},
+      {{"cross_entropy of pixels",
+        {{3, 4, 2, 5}, {3, 2, 5}},
+        [=](const Tensors& x) { return torch::cross_entropy_loss(x[0], labels(x)); }},
+       rows,
+       1,
+       0,
+       32},
+      {{"binary_cross_entropy_with_logits",
+        {{5, 4}, {5, 4}},
+        [](const Tensors& x) {
+          return torch::binary_cross_entropy_with_logits(x[0], torch::sigmoid(x[1].detach()));
+        }},
+       rows,
+       1,
+       0,
+       16},
+      {{"kl_div",
+        {{5, 4}, {5, 4}},
+        [](const Tensors& x) {
+          return torch::kl_div(torch::log_softmax(x[0], 1), torch::softmax(x[1], 1));
+        }},
+       rows,
+       1,
+       0,
+       16},
+  });
+}
+
+TEST(Losses, OfTargetsThatAreAllIgnoredAreNotNumbers) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor x = distribute(torch::ones({3, 4}), mesh, {Shard{0}});
+    const at::Tensor y = distribute(torch::ones({3}, at::kLong), mesh, {Shard{0}});
+    const at::Tensor loss = torch::cross_entropy_loss(x, y, {}, at::Reduction::Mean, 1);
+    EXPECT_TRUE(std::isnan(full_tensor(loss).item<float>()));
+  });
+}
+
+}  // namespace
+}  // namespace tessera::testing

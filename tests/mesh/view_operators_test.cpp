@@ -1,0 +1,158 @@
+// Operators of the family "view" on DistTensors, forward and backward, against ordinary tensors.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "support/operator_parity.h"
+
+namespace tessera::testing {
+namespace {
+
+std::vector<OperatorCase> cases() {
+  return {
+      {"t", {{5, 4}}, [](const Tensors& x) { return x[0].t(); }},
+      {"transpose", {{2, 5, 3}}, [](const Tensors& x) { return x[0].transpose(0, -1); }},
+      {"permute",
+       {{2, 5, 3}},
+       [](const Tensors& x) {
+         return x[0].permute({2, 0, 1});
+       }},
+      {"view merges",
+       {{2, 5, 3}},
+       [](const Tensors& x) {
+         return x[0].view({10, 3});
+       }},
+      {"view splits",
+       {{12, 5}},
+       [](const Tensors& x) {
+         return x[0].view({4, 3, 5});
+       }},
+      {"view splits the last",
+       {{5, 12}},
+       [](const Tensors& x) {
+         return x[0].view({5, 6, 2});
+       }},
+      {"view flattens", {{4, 3}}, [](const Tensors& x) { return x[0].view(-1); }},
+      {"reshape of a transposed",
+       {{4, 6}},
+       [](const Tensors& x) {
+         return x[0].t().reshape({3, 8});
+       }},
+      {"unsqueeze", {{5, 4}}, [](const Tensors& x) { return x[0].unsqueeze(1); }},
+      {"squeeze", {{5, 1, 4}}, [](const Tensors& x) { return x[0].squeeze(1); }},
+      {"expand",
+       {{5, 1}},
+       [](const Tensors& x) {
+         return x[0].expand({2, 5, 3});
+       }},
+      {"slice", {{5, 4}}, [](const Tensors& x) { return x[0].slice(0, 1, 4); }},
+      {"select", {{5, 4}}, [](const Tensors& x) { return x[0].select(1, 2); }},
+      {"split",
+       {{5, 6}},
+       [](const Tensors& x) {
+         const auto p = x[0].split(2, 1);
+         return p[0] * p[2] + p[1];
+       }},
+      {"chunk", {{6, 5}}, [](const Tensors& x) { return x[0].chunk(3, 0)[1]; }},
+      {"unbind", {{3, 5}}, [](const Tensors& x) { return x[0].unbind(0)[1]; }},
+      {"cat",
+       {{5, 4}, {5, 2}},
+       [](const Tensors& x) {
+         return torch::cat({x[0], x[1]}, 1);
+       }},
+      {"stack",
+       {{5, 4}, {5, 4}},
+       [](const Tensors& x) {
+         return torch::stack({x[0], x[1]}, 1);
+       }},
+      {"contiguous", {{5, 4}}, [](const Tensors& x) { return x[0].t().contiguous(); }},
+      {"index_select",
+       {{5, 4}, {3}},
+       [](const Tensors& x) { return x[0].index_select(0, whole_numbers(x[1], 5)); }},
+      {"index_select by a scalar",
+       {{5, 4}, {}},
+       [](const Tensors& x) { return x[0].index_select(1, whole_numbers(x[1], 4)); }},
+      {"index_select of a scalar",
+       {{}, {1}},
+       [](const Tensors& x) { return x[0].index_select(0, whole_numbers(x[1], 1)); }},
+      {"index_add",
+       {{5, 4}, {3}, {3, 4}},
+       [](const Tensors& x) { return x[0].index_add(0, whole_numbers(x[1], 5), x[2]); }},
+      {"index_add along the last",
+       {{4, 5}, {3}, {4, 3}},
+       [](const Tensors& x) { return x[0].index_add(-1, whole_numbers(x[1], 5), x[2]); }},
+      {"gather",
+       {{5, 4}, {3, 4}},
+       [](const Tensors& x) { return x[0].gather(0, whole_numbers(x[1], 5)); }},
+      {"scatter",
+       {{5, 4}, {5, 2}, {5, 2}},
+       [](const Tensors& x) { return x[0].scatter_add(1, whole_numbers(x[1], 4), x[2]); }},
+      {"scatter_reduce",
+       {{5, 4}, {5, 2}},
+       [](const Tensors& x) {
+         return x[0].detach().scatter_reduce(1, whole_numbers(x[1], 4), x[1].detach(), "amax");
+       },
+       false},
+      {"index",
+       {{5, 4}, {3}},
+       [](const Tensors& x) { return x[0].index({whole_numbers(x[1], 5)}); }},
+      {"index of the last dim",
+       {{2, 5, 4}, {3, 1}},
+       [](const Tensors& x) {
+         return x[0].index(
+             {torch::indexing::Slice(), torch::indexing::Slice(), whole_numbers(x[1], 4)});
+       }},
+      {"index by two neighbors",
+       {{2, 5, 4}, {3}, {2, 1}},
+       [](const Tensors& x) {
+         return x[0].index(
+             {torch::indexing::Slice(), whole_numbers(x[1], 5), whole_numbers(x[2], 4)});
+       }},
+      {"index by two apart",
+       {{2, 5, 4}, {3}, {3}},
+       [](const Tensors& x) {
+         return x[0].index(
+             {whole_numbers(x[1], 2), torch::indexing::Slice(), whole_numbers(x[2], 4)});
+       }},
+      {"index by a mask",
+       {{5, 4}, {5}},
+       [](const Tensors& x) { return x[0].index({x[1].detach() > 0}); }},
+      {"index_put",
+       {{5, 4}, {2}, {2, 4}},
+       [](const Tensors& x) {
+         return x[0].index_put({whole_numbers(x[1], 5)}, x[2], /*accumulate=*/true);
+       }},
+      {"index_put of a number in place",
+       {{5, 4}, {2}},
+       [](const Tensors& x) {
+         return (x[0] * 1).index_put_({torch::indexing::Slice(), whole_numbers(x[1], 4)}, 7);
+       }},
+      {"flip", {{5, 4}}, [](const Tensors& x) { return x[0].flip({0}); }},
+      {"roll", {{5, 4}}, [](const Tensors& x) { return x[0].roll(2, 0); }},
+      {"roll of all", {{5, 4}}, [](const Tensors& x) { return x[0].roll(3); }},
+      {"tril, triu", {{2, 4, 5}}, [](const Tensors& x) { return x[0].tril() + x[0].triu(1) * 2; }},
+      {"pad",
+       {{2, 5, 4}},
+       [](const Tensors& x) {
+         return torch::constant_pad_nd(x[0], {1, 2, 0, 0, 0, 3}, 0.5);
+       }},
+      {"pad off",
+       {{5, 4}},
+       [](const Tensors& x) {
+         return torch::constant_pad_nd(x[0], {0, 0, -1, -1});
+       }},
+      {"repeat",
+       {{5, 1, 4}},
+       [](const Tensors& x) {
+         return x[0].repeat({2, 1, 3, 1});
+       }},
+  };
+}
+
+TEST(ViewOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
+TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
+TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
+TEST(ViewOperatorsSlow, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kMany); }
+
+}  // namespace
+}  // namespace tessera::testing

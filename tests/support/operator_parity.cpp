@@ -1,0 +1,205 @@
+#include "support/operator_parity.h"
+
+#include <gtest/gtest.h>
+#include <tessera/dist_tensor.h>
+#include <tessera/process_group.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "support/run_world.h"
+
+namespace tessera::testing {
+namespace {
+
+constexpr size_t kSample = 25, kMany = 1500;
+
+std::vector<Placement> choices(int64_t ndim) {
+  std::vector<Placement> all = {Replicate{}, Partial{}};
+  for (int64_t d = 0; d < ndim; ++d) all.push_back(Shard{d});
+  return all;
+}
+
+Tensors make_inputs(const OperatorCase& test) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+  Tensors inputs;
+  for (const auto& sizes : test.sizes) inputs.push_back(torch::randn(sizes, generator));
+  return inputs;
+}
+
+at::Tensor factors(const at::Tensor& output) {
+  return torch::linspace(0.5, 2, std::max<int64_t>(output.numel(), 1), at::kDouble)
+      .slice(0, 0, output.numel())
+      .view(output.sizes())
+      .to(output.scalar_type());
+}
+
+Tensors gradients_of(const Tensors& inputs, const at::Tensor& output) {
+  output.backward(is_dist(output) ? distribute(factors(output), mesh_of(output), {})
+                                  : factors(output));
+  Tensors gradients;
+  for (const at::Tensor& input : inputs) gradients.push_back(input.grad());
+  return gradients;
+}
+
+// Terms that differ, none of them the sum: what is not linear in them gives something else.
+void spread_terms(const at::Tensor& tensor, const DeviceMesh& mesh) {
+  torch::NoGradGuard no_grad;
+  const Placements& placements = placements_of(tensor);
+  for (int64_t i = 0; i < mesh.ndim(); ++i) {
+    if (!is_partial(placements[i]) || mesh.size(i) == 1) continue;
+    const int64_t at = (*mesh.coordinate())[i];
+    if (at == 0) to_local(tensor.detach()).add_(0.75);
+    if (at == mesh.size(i) - 1) to_local(tensor.detach()).sub_(0.75);
+  }
+}
+
+void expect_close(const at::Tensor& dist, const at::Tensor& plain, const std::string& what) {
+  ASSERT_EQ(dist.sizes(), plain.sizes()) << what;
+  ASSERT_EQ(dist.scalar_type(), plain.scalar_type()) << what;
+  const at::Tensor whole = full_tensor(dist);
+  EXPECT_TRUE(torch::allclose(whole.to(at::kDouble), plain.to(at::kDouble), 1e-4, 2e-5,
+                              /*equal_nan=*/true))
+      << what << "\n"
+      << whole << "\n"
+      << plain;
+}
+
+// The placements of all inputs for number `index` of all combinations.
+class PlacementCounter {
+ public:
+  PlacementCounter(const OperatorCase& test, int64_t mesh_ndim) : mesh_ndim_(mesh_ndim) {
+    for (const auto& sizes : test.sizes) {
+      choices_.push_back(choices(static_cast<int64_t>(sizes.size())));
+      for (int64_t i = 0; i < mesh_ndim; ++i) count_ *= choices_.back().size();
+    }
+  }
+  size_t count() const { return count_; }
+  std::vector<Placements> at(size_t index) const {
+    std::vector<Placements> result;
+    for (const auto& choices : choices_) {
+      result.emplace_back();
+      for (int64_t i = 0; i < mesh_ndim_; ++i, index /= choices.size())
+        result.back().push_back(choices[index % choices.size()]);
+    }
+    return result;
+  }
+
+ private:
+  int64_t mesh_ndim_;
+  std::vector<std::vector<Placement>> choices_;
+  size_t count_ = 1;
+};
+
+// What a case gives on ordinary tensors.
+struct Expected {
+  explicit Expected(const OperatorCase& test) {
+    Tensors inputs = make_inputs(test);
+    for (at::Tensor& input : inputs) input.requires_grad_(test.differentiable);
+    const at::Tensor result = test.run(inputs);
+    output = result.detach();
+    if (test.differentiable) gradients = gradients_of(inputs, result);
+  }
+  at::Tensor output;
+  Tensors gradients;
+};
+
+Tensors distributed_inputs(const OperatorCase& test, const DeviceMesh& mesh,
+                           const std::vector<Placements>& placements) {
+  Tensors inputs = make_inputs(test);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    inputs[i] = distribute(inputs[i].requires_grad_(test.differentiable), mesh, placements[i]);
+    spread_terms(inputs[i], mesh);
+  }
+  return inputs;
+}
+
+void expect_gradients(const Tensors& gradients, const Tensors& expected) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(gradients[i].defined(), expected[i].defined()) << i;
+    if (gradients[i].defined())
+      expect_close(gradients[i], expected[i], "gradient " + std::to_string(i));
+  }
+}
+
+void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinations combinations) {
+  const Expected expected(test);
+  const PlacementCounter counter(test, mesh.ndim());
+  // An odd step, so that the sample has all choices of each input.
+  const size_t most = combinations == Combinations::kMany ? kMany : kSample;
+  const size_t step = mesh.ndim() > 1 ? std::max<size_t>(counter.count() / most, 1) | 1 : 1;
+  for (size_t n = 0; n < counter.count(); n += step) {
+    const auto placements = counter.at(n);
+    std::string text = test.name;
+    for (const Placements& some : placements) text.append(" ").append(to_string(some));
+    SCOPED_TRACE(text);
+    const Tensors inputs = distributed_inputs(test, mesh, placements);
+    const at::Tensor output = test.run(inputs);
+    ASSERT_TRUE(is_dist(output));
+    expect_close(output, expected.output, "output");
+    if (test.differentiable) expect_gradients(gradients_of(inputs, output), expected.gradients);
+  }
+}
+
+// Counted on the world's process group, which the mesh over all ranks uses.
+CollectiveCounts counted(World& world, const std::function<void()>& run) {
+  auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
+  counting->reset_counts();
+  run();
+  return counting->counts();
+}
+
+void expect_quiet(const QuietCase& quiet, World& world, const DeviceMesh& mesh) {
+  SCOPED_TRACE(quiet.test.name);
+  const Expected expected(quiet.test);
+  std::vector<Placements> placements;
+  for (const Placement& placement : quiet.placements) placements.push_back({placement});
+  const Tensors inputs = distributed_inputs(quiet.test, mesh, placements);
+  at::Tensor output;
+  Tensors gradients;
+  const auto forward = counted(world, [&] {
+    output = quiet.test.run(inputs);
+    const bool is_pending = is_partial(placements_of(output)[0]);
+    if (is_pending) output = redistribute(output, {});
+  });
+  EXPECT_LE(forward.calls(), quiet.forward) << "forward";
+  int64_t bytes = forward.bytes_sent();
+  if (quiet.test.differentiable) {
+    const auto backward = counted(world, [&] { gradients = gradients_of(inputs, output); });
+    EXPECT_LE(backward.calls(), quiet.backward) << "backward";
+    bytes += backward.bytes_sent();
+  }
+  EXPECT_LE(bytes, quiet.bytes);
+  expect_close(output, expected.output, "output");
+  expect_gradients(gradients, expected.gradients);
+}
+
+}  // namespace
+
+at::Tensor whole_numbers(const at::Tensor& like, int64_t count) {
+  return (like.detach().abs() * 7).to(at::kLong).remainder(count);
+}
+
+void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<int64_t>& mesh_shape,
+                     Combinations combinations) {
+  int64_t ranks = 1;
+  for (const int64_t size : mesh_shape) ranks *= size;
+  const std::chrono::seconds timeout(combinations == Combinations::kMany ? 500 : 110);
+  run_world(
+      static_cast<int>(ranks),
+      [&](World&) {
+        const auto mesh = DeviceMesh::over_world(mesh_shape);
+        for (const OperatorCase& test : cases) expect_as_plain(test, mesh, combinations);
+      },
+      timeout);
+}
+
+void expect_quiet(const std::vector<QuietCase>& cases) {
+  run_world(2, [&](World& world) {
+    world.set_process_group(counting_process_group(world.process_group()));
+    const auto mesh = DeviceMesh::over_world();
+    for (const QuietCase& quiet : cases) expect_quiet(quiet, world, mesh);
+  });
+}
+
+}  // namespace tessera::testing

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <tessera/placement.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace tessera::testing {
+
+using Tensors = std::vector<at::Tensor>;
+
+/// An operator, or a short sequence of some, on inputs of `sizes`.
+struct OperatorCase {
+  std::string name;
+  std::vector<std::vector<int64_t>> sizes;
+  std::function<at::Tensor(const Tensors&)> run;
+  bool differentiable = true;
+};
+
+/// Whole numbers from 0 to `count - 1` that depend on the values of `like` and lie as it does.
+at::Tensor whole_numbers(const at::Tensor& like, int64_t count);
+
+/// How many combinations of placements are tried on a mesh of several dims: about 25 of each case,
+/// or all, of cases with thousands about 1500; the same in every run. On a line it is always all.
+enum class Combinations { kSample, kMany };
+
+/// Runs each case, forward and backward, on DistTensors over a mesh of this shape, with the
+/// combinations of `Replicate`, `Partial(sum)` and every `Shard` for the inputs, and expects what
+/// it gives on ordinary tensors.
+void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<int64_t>& mesh_shape,
+                     Combinations combinations = Combinations::kSample);
+
+/// What a case sends on two ranks, at most, if its inputs have the placements.
+struct QuietCase {
+  OperatorCase test;
+  Placements placements;  ///< one for each input
+  int64_t forward = 0;    ///< collectives until the output is no pending reduction
+  int64_t backward = 0;   ///< those until the gradients are placed as their inputs
+  int64_t bytes = 0;      ///< by each rank, in both together
+};
+
+/// Expects that, and that values and gradients are those of ordinary tensors.
+void expect_quiet(const std::vector<QuietCase>& cases);
+
+}  // namespace tessera::testing
