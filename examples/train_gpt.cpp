@@ -3,8 +3,9 @@
 //   tessera run -n 2 build/dev/examples/train_gpt --data data/corpus.txt --save runs/demo
 // or, with the ranks as threads of one process, `train_gpt --threads 2 ...`.
 //
-// Model, data and loop are plain torch::nn code; the lines that shard are marked with (*). A batch
-// is a pure function of (seed, step, row): any number of ranks at any level has the same losses.
+// Model (gpt.h), data and loop are plain torch::nn code; the lines that shard are marked with (*).
+// A batch is a pure function of (seed, step, row): any number of ranks at any level has the same
+// losses.
 #include <fmt/format.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -13,71 +14,17 @@
 #include <filesystem>
 #include <fstream>
 
-namespace nn = torch::nn;
-using torch::Tensor;
+#include "gpt.h"
 
-struct Options {
+struct Options : GptOptions {
   std::string data = "data/corpus.txt", save, losses, level = "p_g_os";
   std::string dtype = "float", offload;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1;
-  int64_t steps = 400, batch = 16, seq = 128, layers = 4, width = 256, heads = 4, seed = 1;
+  int64_t steps = 400, batch = 16, seed = 1;
   int64_t warmup = 20, save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
   double lr = 1e-3, clip = 1.0;
 };
-
-// --- the model -----------------------------------------------------------------------------------
-struct BlockImpl : nn::Module {
-  BlockImpl(int64_t width, int64_t heads) : width(width), heads(heads) {}
-
-  Tensor forward(Tensor x) {
-    const auto rows = x.size(0), length = x.size(1);
-    const auto split = qkv(ln1(x)).view({rows, length, 3, heads, width / heads});
-    const auto part = split.permute({2, 0, 3, 1, 4});  // queries, keys, values
-    const auto mixed = torch::scaled_dot_product_attention(part[0], part[1], part[2], {}, 0, true);
-    x = x + proj(mixed.transpose(1, 2).reshape({rows, length, width}));
-    return x + out(torch::gelu(fc(ln2(x))));
-  }
-
-  int64_t width, heads;
-  nn::LayerNorm ln1 = register_module("ln1", nn::LayerNorm(nn::LayerNormOptions({width})));
-  nn::Linear qkv = register_module("qkv", nn::Linear(width, 3 * width));
-  nn::Linear proj = register_module("proj", nn::Linear(width, width));
-  nn::LayerNorm ln2 = register_module("ln2", nn::LayerNorm(nn::LayerNormOptions({width})));
-  nn::Linear fc = register_module("fc", nn::Linear(width, 4 * width));
-  nn::Linear out = register_module("out", nn::Linear(4 * width, width));
-};
-TORCH_MODULE(Block);
-
-struct GptImpl : nn::Module {
-  explicit GptImpl(const Options& o) : o(o) {
-    for (int64_t i = 0; i < o.layers; ++i) blocks->push_back(Block(o.width, o.heads));
-    torch::NoGradGuard no_grad;
-    for (auto& parameter : named_parameters()) {
-      if (parameter.value().dim() == 2) parameter.value().normal_(0, 0.02);
-    }
-  }
-
-  Tensor forward(const Tensor& bytes) {
-    auto x = tok(bytes) + pos(torch::arange(bytes.size(1)));
-    for (auto& block : *blocks) x = block->as<Block>()->forward(x);
-    return head(ln_f(x));
-  }
-
-  /// Mean cross entropy, in nats per byte, of the bytes of each window given those before them.
-  Tensor loss(const Tensor& windows) {
-    const auto logits = forward(windows.narrow(1, 0, o.seq)).to(torch::kFloat);
-    return torch::cross_entropy_loss(logits.flatten(0, 1), windows.narrow(1, 1, o.seq).flatten());
-  }
-
-  Options o;
-  nn::Embedding tok = register_module("tok", nn::Embedding(256, o.width));
-  nn::Embedding pos = register_module("pos", nn::Embedding(o.seq, o.width));
-  nn::ModuleList blocks = register_module("blocks", nn::ModuleList());
-  nn::LayerNorm ln_f = register_module("ln_f", nn::LayerNorm(nn::LayerNormOptions({o.width})));
-  nn::Linear head = register_module("head", nn::Linear(o.width, 256));
-};
-TORCH_MODULE(Gpt);
 
 // --- the text ------------------------------------------------------------------------------------
 struct Text {

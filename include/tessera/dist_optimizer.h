@@ -63,8 +63,9 @@ class TESSERA_API DistOptimizer {
   ///
   /// Before the first step the state that it would make is made, of zeros, so that it can be loaded
   /// into. (SGD with dampening makes its own at the first step.) Takes the memory of the state, not
-  /// sharded over `mesh_dim`. Throws `c10::ValueError` if a parameter has a gradient before the
-  /// first step.
+  /// sharded over `mesh_dim`. Throws `c10::ValueError` at `kNone` if a parameter has a gradient
+  /// before the first step, and `c10::NotImplementedError` as the constructor does with
+  /// `place_state`.
   std::map<std::string, at::Tensor> state_dict();
 
   /// Takes values of `state_dict()`: ordinary tensors, or DistTensors with any placements. Throws

@@ -6,6 +6,7 @@
 #include <tessera/placement.h>
 
 #include <cstdint>
+#include <iosfwd>
 #include <optional>
 #include <string>
 #include <vector>
@@ -79,7 +80,12 @@ TESSERA_API at::Tensor full_tensor(const at::Tensor& tensor);
 TESSERA_API const DeviceMesh& mesh_of(const at::Tensor& tensor);
 TESSERA_API const Placements& placements_of(const at::Tensor& tensor);
 
-/// Sizes, dtype, mesh and placements as text, for people.
+/// Sizes, dtype, mesh, placements and what this rank has, as one line of text, for people.
 TESSERA_API std::string describe(const at::Tensor& tensor);
+
+/// Prints `describe()` and the values that this rank has. Sends nothing. (`std::cout << tensor` is
+/// LibTorch's, which wants all values in memory, and throws.) An ordinary tensor is printed as
+/// LibTorch does.
+TESSERA_API std::ostream& print_tensor(std::ostream& stream, const at::Tensor& tensor);
 
 }  // namespace tessera

@@ -7,6 +7,7 @@
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/dialects/paddle_shard_layer.h>
 #include <tessera/dist_dataloader.h>
+#include <tessera/dist_debug.h>
 #include <tessera/dist_optimizer.h>
 #include <tessera/dist_tensor.h>
 #include <tessera/distribute_module.h>

@@ -2,6 +2,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <tessera/deferred_init.h>
 #include <tessera/distribute_module.h>
 #include <torch/nn/module.h>
@@ -40,7 +41,8 @@ class Before {
  public:
   explicit Before(std::vector<NamedTensor> tensors) : tensors_(std::move(tensors)) {
     for (const NamedTensor& item : tensors_) {
-      kept_.push_back({copy_of_handle(item.tensor), item.tensor.grad()});
+      kept_.push_back(
+          {copy_of_handle(item.tensor), item.tensor.grad(), item.tensor.requires_grad()});
       impls_.insert(item.tensor.unsafeGetTensorImpl());
     }
   }
@@ -48,6 +50,7 @@ class Before {
   void restore() const {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       tensors_[i].tensor.set_data(kept_[i].data);
+      tensors_[i].tensor.set_requires_grad(kept_[i].requires_grad);
       tensors_[i].tensor.mutable_grad() = kept_[i].grad;
     }
   }
@@ -57,6 +60,7 @@ class Before {
  private:
   struct Kept {
     at::Tensor data, grad;
+    bool requires_grad = false;
   };
 
   static at::Tensor copy_of_handle(const at::Tensor& tensor) {
@@ -104,8 +108,10 @@ void place_all(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionF
 std::vector<std::string> describe_all(const torch::nn::Module& module) {
   std::vector<std::string> lines;
   for (const NamedTensor& item : tensors_of(module, true))
-    lines.push_back(fmt::format("'{}' as {}{}", item.name, describe(item.tensor),
-                                item.tensor.requires_grad() ? "" : ", frozen"));
+    lines.push_back(fmt::format(
+        "'{}' of sizes [{}] as {} on {}{}", item.name, fmt::join(item.tensor.sizes(), ", "),
+        to_string(placements_of(item.tensor)), mesh_of(item.tensor).to_string(),
+        item.tensor.requires_grad() ? "" : ", frozen"));
   return lines;
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/collective_count.h"
 #include "comm/local_sum.h"
 #include "comm/peer_message.h"
 
@@ -143,6 +144,7 @@ void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
   TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(),
                     "[all_gather] `flat` and `shard` must have one dtype; got ", flat.scalar_type(),
                     " and ", shard.scalar_type(), place);
+  count_collective("all_gather", static_cast<int64_t>(flat.nbytes()), tag.subject);
 }
 
 void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
@@ -156,11 +158,13 @@ void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& o
     check_piece(piece, begin, bounds.back(), options.dtype.value_or(out.scalar_type()), place);
     begin = piece.begin + piece.numel;
   }
+  count_collective("reduce_scatter", bounds.back() * message_item_size(out, options), tag.subject);
 }
 
 void check_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor,
                       const CollectiveTag& tag) {
   check_tensor("all_reduce", "tensor", tensor, where(process_group, tag));
+  count_collective("all_reduce", static_cast<int64_t>(tensor.nbytes()), tag.subject);
 }
 
 void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
@@ -170,6 +174,7 @@ void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor
   TORCH_CHECK_VALUE(root >= 0 && root < process_group.size(),
                     "[broadcast] `root` must be a rank; expected 0 to ", process_group.size() - 1,
                     ", got ", root, place);
+  count_collective("broadcast", static_cast<int64_t>(tensor.nbytes()), tag.subject);
 }
 
 void check_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
@@ -194,6 +199,9 @@ void check_all_to_all(const ProcessGroup& process_group, std::span<const at::Ten
                     message_numel(from[rank]), " elements in `to[", rank, "]`, got ",
                     message_numel(to[rank]), place);
   check_disjoint(from, to, rank, place);
+  int64_t bytes = 0;
+  for (const at::Tensor& message : to) bytes += message_bytes(message);
+  count_collective("all_to_all", bytes, tag.subject);
 }
 
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag) {

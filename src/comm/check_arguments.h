@@ -8,7 +8,8 @@
 namespace tessera {
 
 /// What every process group demands of its arguments; throw `c10::ValueError`. Each check depends
-/// on this rank's arguments alone: ranks that disagree with each other are found by the wait.
+/// on this rank's arguments alone: ranks that disagree with each other are found by the wait. What
+/// passes is counted for `CommDebug`: all process groups ask here before they issue.
 void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
                       const at::Tensor& shard, std::span<const int64_t> bounds,
                       const CollectiveTag& tag);

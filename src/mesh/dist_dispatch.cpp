@@ -25,6 +25,7 @@
 #include "mesh/plan_key.h"
 #include "mesh/random_operators.h"
 #include "mesh/redistribute.h"
+#include "mesh/strict.h"
 #include "mesh/view_source.h"
 
 namespace tessera {
@@ -246,7 +247,10 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   if (!mesh.is_member())
     return call_outside(op, mesh, cached->plan ? &*cached->plan : nullptr, cached->outside, stack);
   if (cached->plan) return call_planned(op, *cached->plan, stack);
-  if (!is_meant_whole(op.schema().name())) warn_once(op.schema().name());
+  if (!is_meant_whole(op.schema().name())) {
+    if (is_strict()) refuse_without_rule(op, arguments);
+    warn_once(op.schema().name());
+  }
   call_replicated(op, mesh, stack);
 }
 

@@ -1,3 +1,4 @@
+#include <ATen/core/Formatting.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -6,6 +7,7 @@
 #include <tessera/dist_tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <ostream>
 #include <utility>
 
 #include "mesh/dist_dispatch.h"
@@ -238,9 +240,19 @@ const Placements& placements_of(const at::Tensor& tensor) {
 
 std::string describe(const at::Tensor& tensor) {
   const DistMeta& meta = dist_meta("describe", tensor);
-  return fmt::format("DistTensor(sizes [{}], {}, {}, {})", fmt::join(tensor.sizes(), ", "),
+  const std::string part =
+      meta.spec->mesh.is_member()
+          ? fmt::format("this rank has [{}]", fmt::join(meta.local.sizes(), ", "))
+          : "this rank has no part";
+  return fmt::format("DistTensor(sizes [{}], {}, {}, {}, {})", fmt::join(tensor.sizes(), ", "),
                      c10::toString(tensor.scalar_type()), meta.spec->mesh.to_string(),
-                     to_string(meta.spec->placements));
+                     to_string(meta.spec->placements), part);
+}
+
+std::ostream& print_tensor(std::ostream& stream, const at::Tensor& tensor) {
+  at::NoGradGuard no_grad;
+  if (!is_dist(tensor)) return stream << tensor;
+  return stream << describe(tensor) << '\n' << to_local(tensor);
 }
 
 }  // namespace tessera

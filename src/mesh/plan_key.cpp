@@ -10,6 +10,7 @@
 
 #include "mesh/dist_meta.h"
 #include "mesh/op_plan.h"
+#include "mesh/strict.h"
 
 namespace tessera {
 namespace {
@@ -70,6 +71,7 @@ class Writer {
   void write(const at::Tensor& tensor) {
     if (!tensor.defined()) return key_.push_back(kUndefined);
     const DistMeta* const meta = find_dist_meta(tensor);
+    if (meta && meta->parameter) note_parameter(meta->parameter);
     const bool wants_gradient = !meta && at::GradMode::is_enabled() && tensor.requires_grad();
     key_.push_back(meta             ? reinterpret_cast<int64_t>(meta->spec.get())
                    : wants_gradient ? kWantsGradient

@@ -154,6 +154,8 @@ void make_optimizer_state(torch::optim::Optimizer& optimizer) {
 }
 
 bool place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place) {
+  // Another one makes its state as it will, by operators on its parameters.
+  if (!place && !knows_state(optimizer)) return true;
   at::NoGradGuard no_grad;
   bool is_complete = true;
   std::vector<std::pair<at::Tensor, ParamState>> changed;

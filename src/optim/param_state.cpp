@@ -75,6 +75,10 @@ bool with_state_type(const torch::optim::Optimizer& optimizer, F&& f) {
 
 }  // namespace
 
+bool knows_state(const torch::optim::Optimizer& optimizer) {
+  return with_state_type(optimizer, [](auto*) {});
+}
+
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
   ParamState result;
   const auto& states = optimizer.state();

@@ -32,6 +32,9 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& state);
 
+/// True for the optimizers whose state can be read.
+bool knows_state(const torch::optim::Optimizer& optimizer);
+
 /// Names of the tensors that the options of a param group make the optimizer keep for a parameter.
 /// Throws as `read_param_state` does.
 std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,

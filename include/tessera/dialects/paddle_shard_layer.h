@@ -17,6 +17,11 @@
 
 namespace tessera::paddle {
 
+using tessera::Partial;
+using tessera::Placements;
+using tessera::Replicate;
+using tessera::Shard;
+
 /// A rank, or rows of equal shape: `{{0, 1}, {2, 3}}`.
 struct MeshArray {
   MeshArray(int rank) : ranks{rank} {}
@@ -80,8 +85,8 @@ TESSERA_API at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& 
                                const Placements& placements);
 TESSERA_API at::Tensor unshard_dtensor(const at::Tensor& dist_tensor);
 
-/// One DistTensor on `mesh` from those that its slices along `local_mesh_dim` have; each rank needs
-/// that of its own slice only. Nothing is sent; differentiable.
+/// One DistTensor on `mesh` from those that its slices along `local_mesh_dim` have, in their order;
+/// those of other slices than this rank's need their sizes only. Nothing is sent; differentiable.
 TESSERA_API at::Tensor dtensor_from_local_list(const std::vector<at::Tensor>& local_tensor_list,
                                                const DeviceMesh& mesh, const Placements& placements,
                                                int64_t local_mesh_dim = -1);
@@ -122,8 +127,8 @@ auto shard_layer(const Holder& holder, const std::optional<DeviceMesh>& process_
 /// A mesh dim by name or number; empty: the first along which all parameters are replicated.
 using tessera::MeshDim;
 
-/// What `shard_optimizer` shards over a mesh dim. Levels of the engine: accumulators and gradients
-/// are freed as they are reduced at stages 1 and 2 alike; at 3, parameters are kept sharded too.
+/// What `shard_optimizer` shards over a mesh dim: accumulators, at 3 parameters as well. Whole
+/// gradients are freed as they are reduced, at stages 1 and 2 alike.
 struct ShardingStage {
   ShardLevel level = ShardLevel::kOptimizerState;
   MeshDim sharding_mesh_dim = {};

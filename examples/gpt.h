@@ -1,0 +1,63 @@
+#pragma once
+
+// A byte-level GPT in plain torch::nn code, which train_gpt.cpp and tensor_parallel.cpp train.
+#include <torch/torch.h>
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+struct GptOptions {
+  int64_t seq = 128, layers = 4, width = 256, heads = 4;
+};
+
+struct BlockImpl : nn::Module {
+  BlockImpl(int64_t width, int64_t heads) : width(width), heads(heads) {}
+
+  Tensor forward(Tensor x) {
+    const auto rows = x.size(0), length = x.size(1);
+    const auto split = qkv(ln1(x)).view({rows, length, 3, heads, width / heads});
+    const auto part = split.permute({2, 0, 3, 1, 4});  // queries, keys, values
+    const auto mixed = torch::scaled_dot_product_attention(part[0], part[1], part[2], {}, 0, true);
+    x = x + proj(mixed.transpose(1, 2).reshape({rows, length, width}));
+    return x + out(torch::gelu(fc(ln2(x))));
+  }
+
+  int64_t width, heads;
+  nn::LayerNorm ln1 = register_module("ln1", nn::LayerNorm(nn::LayerNormOptions({width})));
+  nn::Linear qkv = register_module("qkv", nn::Linear(width, 3 * width));
+  nn::Linear proj = register_module("proj", nn::Linear(width, width));
+  nn::LayerNorm ln2 = register_module("ln2", nn::LayerNorm(nn::LayerNormOptions({width})));
+  nn::Linear fc = register_module("fc", nn::Linear(width, 4 * width));
+  nn::Linear out = register_module("out", nn::Linear(4 * width, width));
+};
+TORCH_MODULE(Block);
+
+struct GptImpl : nn::Module {
+  explicit GptImpl(const GptOptions& o) : o(o) {
+    for (int64_t i = 0; i < o.layers; ++i) blocks->push_back(Block(o.width, o.heads));
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : named_parameters()) {
+      if (parameter.value().dim() == 2) parameter.value().normal_(0, 0.02);
+    }
+  }
+
+  Tensor forward(const Tensor& bytes) {
+    auto x = tok(bytes) + pos(torch::arange(bytes.size(1)));
+    for (auto& block : *blocks) x = block->as<Block>()->forward(x);
+    return head(ln_f(x));
+  }
+
+  /// Mean cross entropy, in nats per byte, of the bytes of each window given those before them.
+  Tensor loss(const Tensor& windows) {
+    const auto logits = forward(windows.narrow(1, 0, o.seq)).to(torch::kFloat);
+    return torch::cross_entropy_loss(logits.flatten(0, 1), windows.narrow(1, 1, o.seq).flatten());
+  }
+
+  GptOptions o;
+  nn::Embedding tok = register_module("tok", nn::Embedding(256, o.width));
+  nn::Embedding pos = register_module("pos", nn::Embedding(o.seq, o.width));
+  nn::ModuleList blocks = register_module("blocks", nn::ModuleList());
+  nn::LayerNorm ln_f = register_module("ln_f", nn::LayerNorm(nn::LayerNormOptions({o.width})));
+  nn::Linear head = register_module("head", nn::Linear(o.width, 256));
+};
+TORCH_MODULE(Gpt);
