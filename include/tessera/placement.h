@@ -17,9 +17,15 @@ struct Replicate {
 /// The tensor is cut along its dim `dim` over the ranks of the mesh dim, as `torch::chunk` cuts:
 /// of n elements over k ranks, ceil(n / k) go to each of the front ranks, the rest to the last one
 /// that gets any, and nothing to those behind it.
+///
+/// With a `split_factor` f above 1 the dim is first cut into f equal blocks, and each block over
+/// the ranks: a rank has its part of every block, one after the other. So each rank has its heads
+/// of q, of k and of v if the rows of one weight are those of all three: `Shard{0, 3}`. The dim's
+/// size must be a multiple of f times the ranks, and no other mesh dim may shard it.
 struct Shard {
   /// A negative one counts from the end; see `normalize()`.
   int64_t dim = 0;
+  int64_t split_factor = 1;
   bool operator==(const Shard&) const = default;
 };
 
@@ -42,10 +48,17 @@ using Placements = std::vector<Placement>;
 
 inline bool is_replicate(const Placement& p) { return std::holds_alternative<Replicate>(p); }
 inline bool is_shard(const Placement& p) { return std::holds_alternative<Shard>(p); }
-inline bool is_shard(const Placement& p, int64_t dim) { return p == Placement(Shard{dim}); }
+/// Whatever the split factor.
+inline bool is_shard(const Placement& p, int64_t dim) {
+  return is_shard(p) && std::get<Shard>(p).dim == dim;
+}
+/// A `Shard` with a split factor above 1.
+inline bool is_split(const Placement& p) {
+  return is_shard(p) && std::get<Shard>(p).split_factor > 1;
+}
 inline bool is_partial(const Placement& p) { return std::holds_alternative<Partial>(p); }
 
-/// "Shard(0)", "Replicate", "Partial(sum)".
+/// "Shard(0)", "Shard(0, split_factor=3)", "Replicate", "Partial(sum)".
 TESSERA_API std::string to_string(const Placement& placement);
 /// "[Shard(0), Replicate]".
 TESSERA_API std::string to_string(const Placements& placements);
@@ -53,8 +66,8 @@ TESSERA_API std::string to_string(const Placements& placements);
 /// `placements` for each of `mesh_ndim` mesh dims and a tensor of `tensor_ndim` dims: mesh dims
 /// that none is given for become `Replicate`, negative dims of `Shard` are counted from the end.
 ///
-/// Throws `c10::ValueError` for more placements than mesh dims, and for a `Shard` of a dim that the
-/// tensor does not have.
+/// Throws `c10::ValueError` for more placements than mesh dims, for a `Shard` of a dim that the
+/// tensor does not have, and for a split factor below 1.
 TESSERA_API Placements normalize(Placements placements, int64_t mesh_ndim, int64_t tensor_ndim);
 
 }  // namespace tessera

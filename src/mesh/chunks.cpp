@@ -25,7 +25,8 @@ std::vector<Range> local_box(c10::IntArrayRef global_sizes, const Placements& pl
   for (size_t i = 0; i < placements.size(); ++i) {
     const auto* shard = std::get_if<Shard>(&placements[i]);
     if (!shard) continue;
-    TORCH_INTERNAL_ASSERT(shard->dim >= 0 && shard->dim < static_cast<int64_t>(box.size()),
+    TORCH_INTERNAL_ASSERT(shard->dim >= 0 && shard->dim < static_cast<int64_t>(box.size()) &&
+                              shard->split_factor == 1,
                           to_string(placements), " of a tensor of ", global_sizes);
     Range& range = box[shard->dim];
     const Range part = chunk(range.size(), mesh_shape[i], coordinate[i]);
@@ -36,11 +37,20 @@ std::vector<Range> local_box(c10::IntArrayRef global_sizes, const Placements& pl
 
 std::vector<int64_t> local_sizes(c10::IntArrayRef global_sizes, const Placements& placements,
                                  c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate) {
+  // A part of a split dim is as large as without the split, which divides it evenly.
   std::vector<int64_t> sizes;
   sizes.reserve(global_sizes.size());
-  for (const Range& range : local_box(global_sizes, placements, mesh_shape, coordinate))
+  for (const Range& range :
+       local_box(global_sizes, without_splits(placements), mesh_shape, coordinate))
     sizes.push_back(range.size());
   return sizes;
+}
+
+Placements without_splits(Placements placements) {
+  for (Placement& placement : placements) {
+    if (auto* const shard = std::get_if<Shard>(&placement)) shard->split_factor = 1;
+  }
+  return placements;
 }
 
 }  // namespace tessera

@@ -21,12 +21,15 @@ struct Range {
 Range chunk(int64_t size, int64_t parts, int64_t index);
 
 /// What the rank at `coordinate` of a mesh has of a tensor of `global_sizes`: a range for each
-/// tensor dim. `placements` are normalized.
+/// tensor dim. `placements` are normalized; none is split, as its parts are several ranges.
 std::vector<Range> local_box(c10::IntArrayRef global_sizes, const Placements& placements,
                              c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate);
 
-/// The sizes of `local_box()`.
+/// How much the rank has along each dim, also where placements are split.
 std::vector<int64_t> local_sizes(c10::IntArrayRef global_sizes, const Placements& placements,
                                  c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate);
+
+/// `placements` with split factors of 1.
+Placements without_splits(Placements placements);
 
 }  // namespace tessera

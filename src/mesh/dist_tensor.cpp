@@ -49,6 +49,21 @@ DistSpecPtr make_spec(const DeviceMesh& mesh, Placements placements, int64_t ten
   return intern(mesh, normalize(std::move(placements), mesh.ndim(), tensor_ndim));
 }
 
+// A split cuts a dim evenly, and alone.
+void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef sizes) {
+  for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
+    if (!is_split(spec.placements[i])) continue;
+    const auto& [dim, factor] = std::get<Shard>(spec.placements[i]);
+    const int64_t ranks = spec.mesh.size(i);
+    TORCH_CHECK_VALUE(sizes[dim] % (factor * ranks) == 0, "[", function, "] a dim with a split must be a multiple of the split factor "
+                      "times the ranks of the mesh dim; expected one of ", factor, " * ", ranks, ", got dim ", dim, " of size ",
+                      sizes[dim], " (", to_string(spec.placements), ")");
+    for (int64_t j = 0; j < spec.mesh.ndim(); ++j)
+      TORCH_CHECK_VALUE(j == i || !is_shard(spec.placements[j], dim), "[", function, "] only one mesh dim may shard a dim with a split; "
+                        "got dim ", dim, " sharded by mesh dims ", i, " and ", j, " (", to_string(spec.placements), ")");
+  }
+}
+
 // A gradient that came out of ordinary tensors alone is the same on all ranks.
 at::Tensor as_dist(const at::Tensor& gradient, const DeviceMesh& mesh) {
   return is_dist(gradient) ? gradient : distribute(gradient, mesh, {});
@@ -165,6 +180,7 @@ at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placemen
                                      : "an undefined one");
   register_dist_operators();
   const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
+  check_splits("distribute", *spec, tensor.sizes());
   if (at::GradMode::is_enabled() && tensor.requires_grad() && !tensor.is_leaf())
     return Distribute::apply(tensor, spec);
   at::Tensor result;
@@ -203,6 +219,7 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placement
   const auto ndim = sizes ? static_cast<int64_t>(sizes->size()) : local.dim();
   const DistSpecPtr spec = make_spec(mesh, std::move(placements), ndim);
   const auto whole = sizes ? std::move(*sizes) : global_sizes(local, *spec);
+  check_splits("from_local", *spec, whole);
   check_part(local, *spec, whole);
   return FromLocal::apply(local, spec, whole);
 }
@@ -216,6 +233,7 @@ at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placem
   const DistMeta& meta = dist_meta("redistribute", tensor);
   const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
   if (*spec == *meta.spec) return tensor;
+  check_splits("redistribute", *spec, tensor.sizes());
   return Redistribute::apply(tensor, spec);
 }
 

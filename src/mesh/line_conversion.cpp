@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "mesh/chunks.h"
+#include "mesh/split_order.h"
 
 namespace tessera {
 namespace {
@@ -226,9 +227,8 @@ at::Tensor signed_roots(const at::Tensor& squares, at::ScalarType dtype) {
   return squares.sign().mul(squares.abs().sqrt()).to(dtype);
 }
 
-}  // namespace
-
-at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
+// Of placements that aren't split.
+at::Tensor convert_plain(const Line& line, const at::Tensor& local, const Placement& from,
                          const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
   if (from == to) return local;
   const Conversion conversion(line, local, sizes, subject);
@@ -238,16 +238,16 @@ at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placem
     if (shard) return conversion.change_dim(source->dim, shard->dim);
     if (partial && ignores_zeros(partial->op)) return conversion.padded(source->dim);
     const at::Tensor whole = conversion.gather(source->dim);
-    return partial ? convert_along(line, whole, Replicate{}, to, sizes, subject) : whole;
+    return partial ? convert_plain(line, whole, Replicate{}, to, sizes, subject) : whole;
   }
   if (const auto* const source = std::get_if<Partial>(&from)) {
     if (source->op == PartialOp::kNorm && !partial) {
       const at::Tensor squares = signed_squares(local);
-      return signed_roots(convert_along(line, squares, Partial{}, to, sizes, subject),
+      return signed_roots(convert_plain(line, squares, Partial{}, to, sizes, subject),
                           local.scalar_type());
     }
     if (partial)
-      return convert_along(line, convert_along(line, local, from, Replicate{}, sizes, subject),
+      return convert_plain(line, convert_plain(line, local, from, Replicate{}, sizes, subject),
                            Replicate{}, to, sizes, subject);
     if (shard) return conversion.reduce_scatter(source->op, shard->dim);
     return conversion.all_reduce(source->op);
@@ -255,12 +255,33 @@ at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placem
   return shard ? conversion.slice(shard->dim) : conversion.term(partial->op);
 }
 
+}  // namespace
+
+at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
+                         const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
+  if (!is_split(from) && !is_split(to)) return convert_plain(line, local, from, to, sizes, subject);
+  if (from == to) return local;
+  if (is_shard(from) && is_shard(to, std::get<Shard>(from).dim)) {
+    const at::Tensor whole = convert_along(line, local, from, Replicate{}, sizes, subject);
+    return convert_along(line, whole, Replicate{}, to, sizes, subject);
+  }
+  if (is_replicate(from))
+    return part_of_blocks(local, std::get<Shard>(to), line.size(), line.rank())
+        .flatten(std::get<Shard>(to).dim, std::get<Shard>(to).dim + 1);
+  at::Tensor part = local;
+  if (is_split(to)) part = in_order_of_ranks(part, std::get<Shard>(to), line.size());
+  const Placements plain = without_splits({from, to});
+  part = convert_plain(line, part, plain[0], plain[1], sizes, subject);
+  return is_split(from) ? in_own_order(part, std::get<Shard>(from), line.size()) : part;
+}
+
 double conversion_cost(const Placement& from, const Placement& to, double nbytes, int64_t ranks) {
   constexpr double kMessageBytes = 4096;  // about what the latency of a message is worth
   const auto k = static_cast<double>(ranks);
   const double others = (k - 1) / k;
   if (from == to || is_replicate(from)) return 0;
-  if (is_shard(from) && is_shard(to)) return nbytes * others / k + kMessageBytes;
+  const bool is_same_dim = is_shard(from) && is_shard(to, std::get<Shard>(from).dim);
+  if (is_shard(from) && is_shard(to) && !is_same_dim) return nbytes * others / k + kMessageBytes;
   const double once = nbytes * others + kMessageBytes;
   // A pending reduction in place of shards: nothing may be sent now, but the whole is later.
   if (is_partial(to)) return 2 * once + 1;

@@ -11,23 +11,15 @@
 #include "mesh/each_tensor.h"
 #include "mesh/redistribute.h"
 #include "mesh/rules.h"
+#include "mesh/way_choice.h"
 
 namespace tessera {
 namespace {
 
-// A little, so that of two ways that move nothing the one is taken that leaves tensors as they are.
-constexpr double kChange = 1;
-
-struct Input {
-  at::Tensor tensor;
-  Placements placements;
-  bool is_written = false;
-};
-
-std::vector<Input> collect_inputs(const c10::FunctionSchema& schema,
-                                  at::ArrayRef<c10::IValue> arguments, const DeviceMesh& mesh,
-                                  std::vector<int>& first_input) {
-  std::vector<Input> inputs;
+std::vector<PlacedInput> collect_inputs(const c10::FunctionSchema& schema,
+                                        at::ArrayRef<c10::IValue> arguments, const DeviceMesh& mesh,
+                                        std::vector<int>& first_input) {
+  std::vector<PlacedInput> inputs;
   for (size_t i = 0; i < arguments.size(); ++i) {
     first_input.push_back(static_cast<int>(inputs.size()));
     const auto* const alias = schema.arguments()[i].alias_info();
@@ -72,120 +64,6 @@ torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
   return seen;
 }
 
-bool fits(const Placement& placement, const TensorInfo& tensor) {
-  const auto* const shard = std::get_if<Shard>(&placement);
-  return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
-}
-
-// An output that is an input written to, by their indices.
-struct Written {
-  size_t input, output;
-};
-
-std::vector<Written> find_written(const c10::FunctionSchema& schema,
-                                  const std::vector<int>& first_input) {
-  std::vector<Written> found;
-  for (size_t result = 0; result < schema.returns().size(); ++result) {
-    const auto* const alias = schema.returns()[result].alias_info();
-    for (size_t i = 0; alias && alias->isWrite() && i < schema.arguments().size(); ++i) {
-      const auto* const own = schema.arguments()[i].alias_info();
-      const bool is_tensor = schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType;
-      if (own && is_tensor && own->isWrite() && own->beforeSets() == alias->beforeSets())
-        found.push_back({static_cast<size_t>(first_input[i]), result});
-    }
-  }
-  return found;
-}
-
-// Chooses, along one mesh dim after the other, the way that moves least.
-class Choice {
- public:
-  Choice(const OpCall& call, const std::vector<Input>& inputs, const DeviceMesh& mesh)
-      : call_(call),
-        inputs_(inputs),
-        mesh_(mesh),
-        written_(find_written(call.schema, call.first_input)) {}
-
-  // Of a tensor that is made: as the input lies, as far as they have one size.
-  void take_over() {
-    for (const Input& input : inputs_) input_placements.push_back(input.placements);
-    Placements placements = inputs_[0].placements;
-    for (Placement& placement : placements) {
-      if (call_.inputs[0].sizes != call_.outputs[0].sizes || is_partial(placement))
-        placement = Replicate{};
-    }
-    output_placements.push_back(std::move(placements));
-  }
-
-  bool choose(Strategies ways) {
-    ways.push_back({Placements(call_.inputs.size(), Replicate{}),
-                    Placements(call_.outputs.size(), Replicate{})});
-    for (int64_t i = 0; i < mesh_.ndim(); ++i) {
-      const Strategy* best = nullptr;
-      double least = 0;
-      for (const Strategy& way : ways) {
-        check(way);
-        const auto cost = cost_of_way(way, i);
-        if (cost && (!best || *cost < least)) best = &way, least = *cost;
-      }
-      if (!best) return false;
-      chosen_.push_back(best);
-    }
-    for (size_t t = 0; t < inputs_.size(); ++t) {
-      Placements placements;
-      for (const Strategy* way : chosen_) placements.push_back(way->inputs[t]);
-      input_placements.push_back(std::move(placements));
-    }
-    for (size_t t = 0; t < call_.outputs.size(); ++t) {
-      Placements placements;
-      for (const Strategy* way : chosen_) placements.push_back(way->outputs[t]);
-      output_placements.push_back(std::move(placements));
-    }
-    return true;
-  }
-
-  std::vector<Placements> input_placements, output_placements;
-
- private:
-  void check(const Strategy& way) const {
-    TORCH_INTERNAL_ASSERT(
-        way.inputs.size() == call_.inputs.size() && way.outputs.size() == call_.outputs.size(),
-        "the rule of ", call_.schema.name(), " has ", way.inputs.size(), " inputs and ",
-        way.outputs.size(), " outputs; expected ", call_.inputs.size(), " and ",
-        call_.outputs.size());
-    for (size_t t = 0; t < way.inputs.size(); ++t)
-      TORCH_INTERNAL_ASSERT(fits(way.inputs[t], call_.inputs[t]), "the rule of ",
-                            call_.schema.name());
-    for (size_t t = 0; t < way.outputs.size(); ++t)
-      TORCH_INTERNAL_ASSERT(fits(way.outputs[t], call_.outputs[t]), "the rule of ",
-                            call_.schema.name());
-  }
-
-  std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
-    for (const Written& written : written_) {
-      if (way.outputs[written.output] != way.inputs[written.input]) return std::nullopt;
-    }
-    double cost = 0;
-    for (size_t t = 0; t < inputs_.size(); ++t) {
-      const Placement& from = inputs_[t].placements[mesh_dim];
-      if (from == way.inputs[t]) continue;
-      if (inputs_[t].is_written) return std::nullopt;
-      Placements to = inputs_[t].placements;
-      to[mesh_dim] = way.inputs[t];
-      const auto nbytes = static_cast<double>(inputs_[t].tensor.numel()) *
-                          static_cast<double>(inputs_[t].tensor.element_size());
-      cost += kChange + cost_of(mesh_, inputs_[t].placements, to, nbytes);
-    }
-    return cost;
-  }
-
-  const OpCall& call_;
-  const std::vector<Input>& inputs_;
-  const DeviceMesh& mesh_;
-  const std::vector<Written> written_;
-  std::vector<const Strategy*> chosen_;
-};
-
 // The output's size, and strides if the operator takes them, of this rank's part.
 void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, const DistSpec& spec) {
   const auto sizes = local_sizes_of(spec, call.outputs[0].sizes);
@@ -198,7 +76,7 @@ void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, con
 }
 
 // Throws unless all inputs broadcast to the output, and those that are written have its sizes.
-void check_broadcast(const OpCall& call, const std::vector<Input>& inputs) {
+void check_broadcast(const OpCall& call, const std::vector<PlacedInput>& inputs) {
   const TensorInfo& output = call.outputs[0];
   for (size_t t = 0; t < inputs.size(); ++t) {
     const auto& sizes = call.inputs[t].sizes;
@@ -214,7 +92,7 @@ void check_broadcast(const OpCall& call, const std::vector<Input>& inputs) {
 // Returns false if nothing tells how large the outputs are. Wrong shapes are errors here, on all
 // ranks alike: local parts may fit on some of them.
 bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
-                      const RuleEntry& entry, const std::vector<Input>& inputs, OpCall& call,
+                      const RuleEntry& entry, const std::vector<PlacedInput>& inputs, OpCall& call,
                       OpPlan& plan) {
   if (const auto outputs = outputs_on_meta(op, arguments)) {
     for (const at::Tensor& output : *outputs) {
@@ -267,24 +145,20 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
   OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
-  for (const Input& input : inputs) call.inputs.push_back(info_of(input.tensor));
+  for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
-  Choice choice(call, inputs, mesh);
-  if (entry->creates) {
-    choice.take_over();
-  } else if (!choice.choose(entry->rule(call))) {
-    return std::nullopt;
-  }
-  for (Placements& placements : choice.input_placements)
+  auto choice = choose_way(call, *entry, inputs, mesh);
+  if (!choice) return std::nullopt;
+  for (Placements& placements : choice->inputs)
     plan.inputs.push_back(intern(mesh, std::move(placements)));
   for (size_t i = 0; i < plan.outputs.size(); ++i)
-    plan.outputs[i].spec = intern(mesh, std::move(choice.output_placements[i]));
+    plan.outputs[i].spec = intern(mesh, std::move(choice->outputs[i]));
   if (!entry->size_argument.empty())
     set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
   plan.is_view = returns_views(schema);
   plan.writes = std::any_of(inputs.begin(), inputs.end(),
-                            [](const Input& input) { return input.is_written; });
+                            [](const PlacedInput& input) { return input.is_written; });
   set_local_kernel(plan, call, *entry, mesh);
   plan.is_reshape = entry->name == "view" || entry->name == "_unsafe_view";
   return plan;

@@ -41,7 +41,9 @@ int64_t wrap(int64_t dim, size_t mesh_dim, int64_t tensor_ndim) {
 
 std::string to_string(const Placement& placement) {
   if (const auto* shard = std::get_if<Shard>(&placement))
-    return fmt::format("Shard({})", shard->dim);
+    return shard->split_factor == 1
+               ? fmt::format("Shard({})", shard->dim)
+               : fmt::format("Shard({}, split_factor={})", shard->dim, shard->split_factor);
   if (const auto* partial = std::get_if<Partial>(&placement))
     return fmt::format("Partial({})", name_of(partial->op));
   return "Replicate";
@@ -61,8 +63,11 @@ Placements normalize(Placements placements, int64_t mesh_ndim, int64_t tensor_nd
                     "[normalize] there must be at most one placement for each mesh dim; expected up to ",
                     mesh_ndim, ", got ", placements.size(), ": ", to_string(placements));
   for (size_t i = 0; i < placements.size(); ++i) {
-    if (auto* shard = std::get_if<Shard>(&placements[i]))
-      shard->dim = wrap(shard->dim, i, tensor_ndim);
+    auto* const shard = std::get_if<Shard>(&placements[i]);
+    if (!shard) continue;
+    shard->dim = wrap(shard->dim, i, tensor_ndim);
+    TORCH_CHECK_VALUE(shard->split_factor >= 1, "[normalize] the split factor of a Shard must be at least 1; got ",
+                      to_string(*shard), " for mesh dim ", i);
   }
   placements.resize(mesh_ndim, Replicate{});
   return placements;

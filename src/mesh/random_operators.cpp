@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "comm/rank_generator.h"
 #include "mesh/chunks.h"
@@ -19,6 +21,7 @@
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
+#include "mesh/split_order.h"
 #include "mesh/view_source.h"
 
 namespace tessera {
@@ -70,17 +73,32 @@ at::Tensor room_for(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
+// What this rank has of a whole tensor, as a view; the parts of blocks of a split dim are there a
+// dim of their own.
+at::Tensor own_view(at::Tensor whole, const DistSpec& spec) {
+  Placements boxes = spec.placements;
+  std::vector<std::pair<Shard, size_t>> splits;  // and their mesh dims
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    if (!is_split(boxes[i])) continue;
+    splits.emplace_back(std::get<Shard>(std::exchange(boxes[i], Replicate{})), i);
+  }
+  const auto& coordinate = *spec.mesh.coordinate();
+  const auto box = local_box(whole.sizes(), boxes, spec.mesh.shape(), coordinate);
+  for (size_t d = 0; d < box.size(); ++d)
+    whole = whole.narrow(static_cast<int64_t>(d), box[d].begin, box[d].size());
+  std::ranges::sort(splits, [](const auto& a, const auto& b) { return a.first.dim > b.first.dim; });
+  for (const auto& [split, i] : splits)
+    whole = part_of_blocks(whole, split, spec.mesh.shape()[i], coordinate[i]);
+  return whole;
+}
+
 // The whole tensor with zeros where other ranks have something.
 at::Tensor with_own_part(const at::Tensor& tensor, const DistSpec& spec) {
   const at::Tensor own = placed(tensor, spec, "drawn tensor");
   at::Tensor whole = room_for(tensor).zero_();
   if (!spec.mesh.is_member()) return whole;
-  const auto box =
-      local_box(tensor.sizes(), spec.placements, spec.mesh.shape(), *spec.mesh.coordinate());
-  at::Tensor part = whole;
-  for (size_t d = 0; d < box.size(); ++d)
-    part = part.narrow(static_cast<int64_t>(d), box[d].begin, box[d].size());
-  part.copy_(own);
+  const at::Tensor part = own_view(whole, spec);
+  part.copy_(own.reshape(part.sizes()));
   return whole;
 }
 

@@ -29,7 +29,7 @@ bool adds(const Placement& placement) {
 
 // True if an outer placement can't change while an inner one stands, or the other way round.
 bool clash(const Placement& a, const Placement& b) {
-  if (is_shard(a)) return a == b;
+  if (is_shard(a)) return is_shard(b, std::get<Shard>(a).dim);
   return is_partial(a) && is_partial(b) && a != b && !(adds(a) && adds(b));
 }
 

@@ -7,6 +7,7 @@
 #include <c10/core/ScalarType.h>
 #include <tessera/placement.h>
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -94,7 +95,18 @@ struct RuleEntry {
   bool creates = false;
   /// What calls the operator on the local parts; without it the operator is called as it is.
   LocalKernel local = nullptr;
+  /// Each way also holds with all its `Shard`s split by one factor: along a dim that is cut, the
+  /// operator does to elements in any order what it does to them in order.
+  bool splits = false;
 };
+
+/// The entries, with `splits` for those that have no local kernel.
+template <size_t N>
+constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
+  std::array<RuleEntry, N> result = std::to_array(entries);
+  for (RuleEntry& entry : result) entry.splits = !entry.local;
+  return result;
+}
 
 /// Where `input`, which broadcasts to `output`, lies if that is cut along `dim`: cut alike, or
 /// whole if it has no such dim of that size.

@@ -133,10 +133,10 @@ class Transfer {
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
                     at::IntArrayRef sizes, std::string_view subject) {
   at::NoGradGuard no_grad;
-  // Pending reductions are done where their terms are, and made again where they are wanted. A
-  // scalar travels as a tensor of one element.
-  const DistSpec whole{from.mesh, without_partial(from.placements)};
-  const DistSpec placed{to.mesh, without_partial(to.placements)};
+  // Pending reductions are done where their terms are, and made again where they are wanted; so
+  // are splits, whose parts are no boxes. A scalar travels as a tensor of one element.
+  const DistSpec whole{from.mesh, without_splits(without_partial(from.placements))};
+  const DistSpec placed{to.mesh, without_splits(without_partial(to.placements))};
   const at::Tensor reduced = convert(local, from, whole.placements, sizes, subject);
   const bool is_scalar = sizes.empty();
   const std::vector<int64_t> shape = is_scalar ? std::vector<int64_t>{1} : sizes.vec();

@@ -112,5 +112,13 @@ TEST(LocalBox, OfATensorWithoutDimsIsEmpty) {
   EXPECT_TRUE(local_sizes({}, {Partial{}}, {2}, {0}).empty());
 }
 
+TEST(LocalSizes, OfASplitDimAreThoseOfEqualParts) {
+  for (int64_t i = 0; i < 6; ++i)
+    EXPECT_EQ(local_sizes({18, 5}, {Shard{0, 3}, Shard{1}}, {3, 2}, {i / 2, i % 2}),
+              (std::vector<int64_t>{6, i % 2 == 0 ? 3 : 2}));
+  EXPECT_EQ(without_splits({Shard{1, 3}, Partial{}, Shard{0}}),
+            Placements({Shard{1}, Partial{}, Shard{0}}));
+}
+
 }  // namespace
 }  // namespace tessera

@@ -18,6 +18,9 @@ TEST(Placement, SL_22_IsEqualByKindAndValue) {
   EXPECT_EQ(Placement(), Placement(Replicate{}));
   EXPECT_EQ(Placements({Shard{0}, Replicate{}}), Placements({Shard{0}, Replicate{}}));
   EXPECT_NE(Placements({Shard{0}, Replicate{}}), Placements({Replicate{}, Shard{0}}));
+  EXPECT_EQ(Placement(Shard{1, 1}), Placement(Shard{1}));
+  EXPECT_NE(Placement(Shard{1, 3}), Placement(Shard{1}));
+  EXPECT_NE(Placement(Shard{1, 3}), Placement(Shard{1, 2}));
 }
 
 TEST(Placement, KnowsItsKind) {
@@ -27,14 +30,19 @@ TEST(Placement, KnowsItsKind) {
     EXPECT_EQ(is_shard(placement), kind == 0);
     EXPECT_EQ(is_shard(placement, 1), kind == 0);
     EXPECT_FALSE(is_shard(placement, 0));
+    EXPECT_FALSE(is_split(placement));
     EXPECT_EQ(is_replicate(placement), kind == 1);
     EXPECT_EQ(is_partial(placement), kind == 2);
   }
+  const Placement split = Shard{1, 3};
+  EXPECT_TRUE(is_shard(split) && is_shard(split, 1) && is_split(split));
+  EXPECT_FALSE(is_shard(split, 0));
 }
 
 TEST(Placement, PrintsAsItIsWritten) {
   EXPECT_EQ(to_string(Placement(Shard{0})), "Shard(0)");
   EXPECT_EQ(to_string(Placement(Shard{-2})), "Shard(-2)");
+  EXPECT_EQ(to_string(Placement(Shard{0, 3})), "Shard(0, split_factor=3)");
   EXPECT_EQ(to_string(Placement(Replicate{})), "Replicate");
   const std::vector<std::pair<PartialOp, std::string>> names = {
       {PartialOp::kSum, "sum"}, {PartialOp::kAvg, "avg"},   {PartialOp::kMax, "max"},
@@ -85,6 +93,18 @@ TEST(Normalize, SL_26_RefusesADimThatTheTensorDoesNotHave) {
     EXPECT_THROW(normalize({Shard{dim}}, 1, 0), c10::ValueError);
     expect_error([&] { normalize({Shard{dim}}, 1, 0); },
                  {"[normalize]", "without dims", "mesh dim 0", "0 dims"});
+  }
+}
+
+TEST(Normalize, RefusesASplitFactorBelowOne) {
+  EXPECT_EQ(normalize({Shard{-1, 3}}, 1, 2), Placements({Shard{1, 3}}));
+  for (const int64_t factor : {int64_t{0}, int64_t{-2}, INT64_MIN}) {
+    EXPECT_THROW(normalize({Shard{0, factor}}, 1, 2), c10::ValueError) << factor;
+    expect_error(
+        [&] {
+          normalize({Replicate{}, Shard{-1, factor}}, 2, 2);
+        },
+        {"[normalize]", "at least 1", "split_factor=" + std::to_string(factor), "mesh dim 1"});
   }
 }
 

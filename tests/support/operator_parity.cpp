@@ -14,10 +14,25 @@ namespace {
 
 constexpr size_t kSample = 25, kMany = 1500;
 
-std::vector<Placement> choices(int64_t ndim) {
+std::vector<Placement> choices(const std::vector<int64_t>& sizes, int64_t ranks) {
+  constexpr int64_t kFactor = 2;
   std::vector<Placement> all = {Replicate{}, Partial{}};
-  for (int64_t d = 0; d < ndim; ++d) all.push_back(Shard{d});
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    all.push_back(Shard{dim});
+    if (sizes[d] > 0 && sizes[d] % (kFactor * ranks) == 0) all.push_back(Shard{dim, kFactor});
+  }
   return all;
+}
+
+// False if another mesh dim shards what is split along one.
+bool splits_are_alone(const Placements& placements) {
+  for (size_t i = 0; i < placements.size(); ++i) {
+    for (size_t j = 0; j < placements.size() && is_split(placements[i]); ++j) {
+      if (j != i && is_shard(placements[j], std::get<Shard>(placements[i]).dim)) return false;
+    }
+  }
+  return true;
 }
 
 Tensors make_inputs(const OperatorCase& test) {
@@ -68,26 +83,30 @@ void expect_close(const at::Tensor& dist, const at::Tensor& plain, const std::st
 // The placements of all inputs for number `index` of all combinations.
 class PlacementCounter {
  public:
-  PlacementCounter(const OperatorCase& test, int64_t mesh_ndim) : mesh_ndim_(mesh_ndim) {
+  PlacementCounter(const OperatorCase& test, const DeviceMesh& mesh) {
     for (const auto& sizes : test.sizes) {
-      choices_.push_back(choices(static_cast<int64_t>(sizes.size())));
-      for (int64_t i = 0; i < mesh_ndim; ++i) count_ *= choices_.back().size();
+      choices_.emplace_back();
+      for (const int64_t ranks : mesh.shape()) {
+        choices_.back().push_back(choices(sizes, ranks));
+        count_ *= choices_.back().back().size();
+      }
     }
   }
   size_t count() const { return count_; }
   std::vector<Placements> at(size_t index) const {
     std::vector<Placements> result;
-    for (const auto& choices : choices_) {
+    for (const auto& of_input : choices_) {
       result.emplace_back();
-      for (int64_t i = 0; i < mesh_ndim_; ++i, index /= choices.size())
+      for (const auto& choices : of_input) {
         result.back().push_back(choices[index % choices.size()]);
+        index /= choices.size();
+      }
     }
     return result;
   }
 
  private:
-  int64_t mesh_ndim_;
-  std::vector<std::vector<Placement>> choices_;
+  std::vector<std::vector<std::vector<Placement>>> choices_;  // by input and mesh dim
   size_t count_ = 1;
 };
 
@@ -124,12 +143,13 @@ void expect_gradients(const Tensors& gradients, const Tensors& expected) {
 
 void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinations combinations) {
   const Expected expected(test);
-  const PlacementCounter counter(test, mesh.ndim());
+  const PlacementCounter counter(test, mesh);
   // An odd step, so that the sample has all choices of each input.
   const size_t most = combinations == Combinations::kMany ? kMany : kSample;
   const size_t step = mesh.ndim() > 1 ? std::max<size_t>(counter.count() / most, 1) | 1 : 1;
   for (size_t n = 0; n < counter.count(); n += step) {
     const auto placements = counter.at(n);
+    if (!std::ranges::all_of(placements, splits_are_alone)) continue;
     std::string text = test.name;
     for (const Placements& some : placements) text.append(" ").append(to_string(some));
     SCOPED_TRACE(text);

@@ -30,8 +30,9 @@ Layout layout_of(const DeviceMesh& mesh, Placements input) {
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
     if (is_partial(input[i])) input[i] = Replicate{};
     if (is_shard(input[i], 1)) {
-      channels[i] = Shard{0};
-      terms[i] = whole_sums[i] = Shard{1};
+      const int64_t factor = std::get<Shard>(input[i]).split_factor;
+      channels[i] = Shard{0, factor};
+      terms[i] = whole_sums[i] = Shard{1, factor};
     } else if (is_shard(input[i])) {
       terms[i] = Partial{};
     }

@@ -217,6 +217,7 @@ std::vector<RuleEntry> make_rules() {
     rules.push_back({.name = name, .rule = nullptr, .sizes = broadcast_sizes, .creates = true});
   for (const auto name : {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"})
     rules.push_back({name, nullptr, named_sizes, "size", /*creates=*/true});
+  for (RuleEntry& rule : rules) rule.splits = true;
   return rules;
 }
 

@@ -122,7 +122,7 @@ Strategies index_put(const OpCall& call) {
   return ways;
 }
 
-constexpr RuleEntry kRules[] = {
+constexpr auto kRules = with_splits({
     {"gather", along_other_dims, like_second},
     {"scatter", along_other_dims, like_first},
     {"scatter_", along_other_dims, like_first},
@@ -137,7 +137,7 @@ constexpr RuleEntry kRules[] = {
     {"index_put", index_put, like_first},
     {"index_put_", index_put, like_first},
     {"_index_put_impl_", index_put, like_first},
-};
+});
 
 }  // namespace
 

@@ -99,6 +99,7 @@ std::vector<RuleEntry> make_rules() {
   for (const auto name : {"mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward",
                           "soft_margin_loss_backward", "binary_cross_entropy_backward"})
     rules.push_back({name, elementwise_loss_backward, like_self});
+  for (RuleEntry& rule : rules) rule.splits = true;
   return rules;
 }
 

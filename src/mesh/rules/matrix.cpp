@@ -70,7 +70,7 @@ std::vector<TensorInfo> addr_sizes(const OpCall& call) {
 }
 std::vector<TensorInfo> dot_sizes(const OpCall& call) { return {TensorInfo{}}; }
 
-constexpr RuleEntry kRules[] = {
+constexpr auto kRules = with_splits({
     {"mm", mm},
     {"addmm", addmm},
     {"bmm", bmm},
@@ -79,7 +79,7 @@ constexpr RuleEntry kRules[] = {
     {"addmv", addmv},
     {"dot", dot, dot_sizes},
     {"addr", addr, addr_sizes},
-};
+});
 
 }  // namespace
 

@@ -111,12 +111,12 @@ std::vector<TensorInfo> attention_backward_sizes(const OpCall& call) {
           call.inputs[call.input("value")]};
 }
 
-constexpr RuleEntry kRules[] = {
+constexpr auto kRules = with_splits({
     {.name = "embedding", .rule = embedding, .sizes = embedding_sizes, .local = local_embedding},
     {"embedding_dense_backward", embedding_backward, embedding_backward_sizes},
     {"_scaled_dot_product_flash_attention_for_cpu", attention, attention_sizes},
     {"_scaled_dot_product_flash_attention_for_cpu_backward", attention, attention_backward_sizes},
-};
+});
 
 }  // namespace
 

@@ -151,7 +151,7 @@ Strategies batch_norm_backward(const OpCall& call) {
   return ways;
 }
 
-constexpr RuleEntry kRules[] = {
+constexpr auto kRules = with_splits({
     {"native_layer_norm", layer_norm, layer_norm_sizes},
     {"native_layer_norm_backward", layer_norm_backward, layer_norm_backward_sizes},
     {.name = "native_group_norm",
@@ -164,7 +164,7 @@ constexpr RuleEntry kRules[] = {
      .local = local_group_norm},
     {"native_batch_norm", batch_norm, batch_norm_sizes},
     {"native_batch_norm_backward", batch_norm_backward, batch_norm_backward_sizes},
-};
+});
 
 }  // namespace
 

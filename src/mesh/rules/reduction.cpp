@@ -120,7 +120,7 @@ std::vector<TensorInfo> like_first_twice(const OpCall& call) {
   return {call.inputs[0], call.inputs[0]};
 }
 
-constexpr RuleEntry kRules[] = {
+constexpr auto kRules = with_splits({
     {"sum", sum, reduced_sizes},
     {"mean", mean, reduced_sizes},
     {"amax", amax, reduced_sizes},
@@ -153,7 +153,7 @@ constexpr RuleEntry kRules[] = {
     {"_safe_softmax", along_other_dims, like_first},
     {"sort", along_other_dims},
     {"topk", along_other_dims},
-};
+});
 
 }  // namespace
 

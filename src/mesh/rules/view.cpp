@@ -66,8 +66,25 @@ Strategies squeeze(const OpCall& call) {
   return moved_dims(call, to);
 }
 
+// A dim of (f, h, rest) elements that is split by f lies as the dim of h elements that is cut.
+// Calls `way(d, e, f)` for each such dim d of `merged` and e of `parted`.
+template <class Way>
+void each_split(const std::vector<int64_t>& merged, const std::vector<int64_t>& parted, Way way) {
+  int64_t before_d = 1;
+  for (size_t d = 0; d < merged.size(); before_d *= merged[d++]) {
+    int64_t before_e = 1;
+    for (size_t e = 0; e < parted.size(); before_e *= parted[e++]) {
+      const int64_t factor = before_d == 0 ? 0 : before_e / before_d;
+      if (factor <= 1 || factor * before_d != before_e || parted[e] <= 1) continue;
+      if (merged[d] > 0 && merged[d] % (factor * parted[e]) == 0)
+        way(static_cast<int64_t>(d), static_cast<int64_t>(e), factor);
+    }
+  }
+}
+
 // A dim that is the same in both and has the same number of elements before it survives; so does
-// the first of several that are merged or that one is split into, if its elements divide evenly.
+// the first of several that are merged or that one is split into, if its elements divide evenly:
+// also with a split factor, if the blocks do. See `each_split()` for the inner ones.
 Strategies view(const OpCall& call) {
   const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
   std::vector<int64_t> to(in.size(), -1);
@@ -81,7 +98,14 @@ Strategies view(const OpCall& call) {
       if (in[d] == out[e] || divides) to[d] = static_cast<int64_t>(e);
     }
   }
-  return moved_dims(call, to);
+  Strategies ways = moved_dims(call, to);
+  each_split(in, out, [&](int64_t d, int64_t e, int64_t factor) {
+    ways.push_back({{Shard{d, factor}}, {Shard{e}}});
+  });
+  each_split(out, in, [&](int64_t d, int64_t e, int64_t factor) {
+    ways.push_back({{Shard{e}}, {Shard{d, factor}}});
+  });
+  return ways;
 }
 
 Strategies expand(const OpCall& call) {
@@ -204,7 +228,7 @@ std::vector<TensorInfo> repeated_sizes(const OpCall& call) {
   return {output};
 }
 
-constexpr RuleEntry kRules[] = {
+constexpr auto kRules = with_splits({
     {"flip", flip, like_first},
     {"roll", roll, like_first},
     {"tril", triangle, like_first},
@@ -231,7 +255,7 @@ constexpr RuleEntry kRules[] = {
     {"stack", cat},
     {"slice_backward", padded, padded_sizes, "input_sizes"},
     {"select_backward", padded, padded_sizes, "input_sizes"},
-};
+});
 
 }  // namespace
 

@@ -1,0 +1,196 @@
+#include "mesh/way_choice.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "mesh/redistribute.h"
+
+namespace tessera {
+namespace {
+
+// A little, so that of two ways that move nothing the one is taken that leaves tensors as they are.
+constexpr double kChange = 1;
+
+// The split factors above 1 of the inputs, each once.
+std::set<int64_t> split_factors(const std::vector<PlacedInput>& inputs) {
+  std::set<int64_t> factors;
+  for (const PlacedInput& input : inputs) {
+    for (const Placement& placement : input.placements) {
+      if (is_split(placement)) factors.insert(std::get<Shard>(placement).split_factor);
+    }
+  }
+  return factors;
+}
+
+bool has_split(const Strategy& way) {
+  return std::ranges::any_of(way.inputs, is_split) || std::ranges::any_of(way.outputs, is_split);
+}
+
+// Adds each way with all shards split, for each factor.
+void add_splits(Strategies& ways, const std::set<int64_t>& factors) {
+  const size_t count = ways.size();
+  for (const int64_t factor : factors) {
+    for (size_t i = 0; i < count; ++i) {
+      if (has_split(ways[i])) continue;  // the rule's own
+      Strategy way = ways[i];
+      for (Placements* const placements : {&way.inputs, &way.outputs}) {
+        for (Placement& placement : *placements) {
+          if (auto* const shard = std::get_if<Shard>(&placement)) shard->split_factor = factor;
+        }
+      }
+      if (has_split(way)) ways.push_back(std::move(way));
+    }
+  }
+}
+
+bool fits(const Placement& placement, const TensorInfo& tensor) {
+  const auto* const shard = std::get_if<Shard>(&placement);
+  return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
+}
+
+// An output that is an input written to, by their indices.
+struct Written {
+  size_t input, output;
+};
+
+std::vector<Written> find_written(const c10::FunctionSchema& schema,
+                                  const std::vector<int>& first_input) {
+  std::vector<Written> found;
+  for (size_t result = 0; result < schema.returns().size(); ++result) {
+    const auto* const alias = schema.returns()[result].alias_info();
+    for (size_t i = 0; alias && alias->isWrite() && i < schema.arguments().size(); ++i) {
+      const auto* const own = schema.arguments()[i].alias_info();
+      const bool is_tensor = schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType;
+      if (own && is_tensor && own->isWrite() && own->beforeSets() == alias->beforeSets())
+        found.push_back({static_cast<size_t>(first_input[i]), result});
+    }
+  }
+  return found;
+}
+
+// Chooses, along one mesh dim after the other, the way that moves least.
+class Choice {
+ public:
+  Choice(const OpCall& call, const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh)
+      : call_(call),
+        inputs_(inputs),
+        mesh_(mesh),
+        written_(find_written(call.schema, call.first_input)) {}
+
+  std::optional<ChosenWay> choose(Strategies ways, bool splits) {
+    ways.push_back({Placements(call_.inputs.size(), Replicate{}),
+                    Placements(call_.outputs.size(), Replicate{})});
+    if (splits) add_splits(ways, split_factors(inputs_));
+    for (int64_t i = 0; i < mesh_.ndim(); ++i) {
+      const Strategy* best = nullptr;
+      double least = 0;
+      for (const Strategy& way : ways) {
+        check(way);
+        if (!can_split(way, i)) continue;
+        const auto cost = cost_of_way(way, i);
+        if (cost && (!best || *cost < least)) best = &way, least = *cost;
+      }
+      if (!best) return std::nullopt;
+      chosen_.push_back(best);
+    }
+    ChosenWay result{std::vector<Placements>(call_.inputs.size()),
+                     std::vector<Placements>(call_.outputs.size())};
+    for (const Strategy* const way : chosen_) {
+      for (size_t t = 0; t < way->inputs.size(); ++t) result.inputs[t].push_back(way->inputs[t]);
+      for (size_t t = 0; t < way->outputs.size(); ++t) result.outputs[t].push_back(way->outputs[t]);
+    }
+    return result;
+  }
+
+ private:
+  void check(const Strategy& way) const {
+    TORCH_INTERNAL_ASSERT(
+        way.inputs.size() == call_.inputs.size() && way.outputs.size() == call_.outputs.size(),
+        "the rule of ", call_.schema.name(), " has ", way.inputs.size(), " inputs and ",
+        way.outputs.size(), " outputs; expected ", call_.inputs.size(), " and ",
+        call_.outputs.size());
+    for (size_t t = 0; t < way.inputs.size(); ++t)
+      TORCH_INTERNAL_ASSERT(fits(way.inputs[t], call_.inputs[t]), "the rule of ",
+                            call_.schema.name());
+    for (size_t t = 0; t < way.outputs.size(); ++t)
+      TORCH_INTERNAL_ASSERT(fits(way.outputs[t], call_.outputs[t]), "the rule of ",
+                            call_.schema.name());
+  }
+
+  // False if a split would be uneven, or not alone along its dim of a tensor.
+  bool can_split(const Strategy& way, int64_t mesh_dim) const {
+    const bool is_even_only = has_split(way);
+    const auto can_be = [&](const Placement& placement, const TensorInfo& tensor, auto earlier) {
+      const auto* const shard = std::get_if<Shard>(&placement);
+      if (!shard) return true;
+      const int64_t parts = shard->split_factor * mesh_.size(mesh_dim);
+      if (is_even_only && tensor.sizes[shard->dim] % parts != 0) return false;
+      return std::ranges::none_of(chosen_, [&](const Strategy* other) {
+        const Placement& outer = earlier(*other);
+        return is_shard(outer, shard->dim) && (is_split(outer) || is_split(placement));
+      });
+    };
+    for (size_t t = 0; t < way.inputs.size(); ++t) {
+      if (!can_be(way.inputs[t], call_.inputs[t],
+                  [t](const Strategy& other) { return other.inputs[t]; }))
+        return false;
+    }
+    for (size_t t = 0; t < way.outputs.size(); ++t) {
+      if (!can_be(way.outputs[t], call_.outputs[t],
+                  [t](const Strategy& other) { return other.outputs[t]; }))
+        return false;
+    }
+    return true;
+  }
+
+  std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
+    for (const Written& written : written_) {
+      if (way.outputs[written.output] != way.inputs[written.input]) return std::nullopt;
+    }
+    double cost = 0;
+    for (size_t t = 0; t < inputs_.size(); ++t) {
+      const Placement& from = inputs_[t].placements[mesh_dim];
+      if (from == way.inputs[t]) continue;
+      if (inputs_[t].is_written) return std::nullopt;
+      Placements to = inputs_[t].placements;
+      to[mesh_dim] = way.inputs[t];
+      const auto nbytes = static_cast<double>(inputs_[t].tensor.numel()) *
+                          static_cast<double>(inputs_[t].tensor.element_size());
+      cost += kChange + cost_of(mesh_, inputs_[t].placements, to, nbytes);
+    }
+    return cost;
+  }
+
+  const OpCall& call_;
+  const std::vector<PlacedInput>& inputs_;
+  const DeviceMesh& mesh_;
+  const std::vector<Written> written_;
+  std::vector<const Strategy*> chosen_;
+};
+
+// Of a tensor that is made: as the input lies, as far as they have one size.
+ChosenWay taken_over(const OpCall& call, const std::vector<PlacedInput>& inputs) {
+  ChosenWay result;
+  for (const PlacedInput& input : inputs) result.inputs.push_back(input.placements);
+  Placements placements = inputs[0].placements;
+  for (Placement& placement : placements) {
+    if (call.inputs[0].sizes != call.outputs[0].sizes || is_partial(placement))
+      placement = Replicate{};
+  }
+  result.outputs.push_back(std::move(placements));
+  return result;
+}
+
+}  // namespace
+
+std::optional<ChosenWay> choose_way(const OpCall& call, const RuleEntry& entry,
+                                    const std::vector<PlacedInput>& inputs,
+                                    const DeviceMesh& mesh) {
+  if (entry.creates) return taken_over(call, inputs);
+  return Choice(call, inputs, mesh).choose(entry.rule(call), entry.splits);
+}
+
+}  // namespace tessera
