@@ -22,6 +22,10 @@ at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
+at::Tensor doubles(std::vector<int64_t> sizes, uint64_t seed = 1) {
+  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
+}
+
 // What a rank has along a dim of `size` elements, by their indices.
 at::Tensor own_indices(int64_t size, const Shard& shard, int64_t parts, int64_t index) {
   std::vector<at::Tensor> blocks;
@@ -329,6 +333,7 @@ struct AttentionImpl : nn::Module {
         proj(register_module("proj", nn::Linear(width, width))) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
     torch::NoGradGuard no_grad;
+    to(at::kDouble);  // so that rounding does not hide anything
     for (at::Tensor& parameter : parameters()) parameter.normal_(0, 0.5, generator);
   }
 
@@ -365,7 +370,7 @@ void expect_gradients(Attention& dist, Attention& plain) {
     EXPECT_EQ(placements_of(parameter.value().grad()), placements_of(parameter.value()))
         << parameter.key();
     EXPECT_TRUE(torch::allclose(full_tensor(parameter.value().grad()),
-                                expected[parameter.key()].grad(), 1e-4, 1e-5))
+                                expected[parameter.key()].grad(), 1e-9, 1e-9))
         << parameter.key();
   }
 }
@@ -379,22 +384,22 @@ TEST_P(FusedAttention, NeedsOneAllReduceEachWay) {
     const int64_t messages = world.size() > 1 ? 1 : 0;
     Attention plain(24, 4), dist(24, 4);
     shard_by_heads(dist, mesh);
-    const at::Tensor own = numbers({2, 5, 24}).requires_grad_(true);
-    const at::Tensor x = distribute(numbers({2, 5, 24}).requires_grad_(true), mesh, {});
+    const at::Tensor own = doubles({2, 5, 24}).requires_grad_(true);
+    const at::Tensor x = distribute(doubles({2, 5, 24}).requires_grad_(true), mesh, {});
     const at::Tensor expected = plain->attend(own);
     at::Tensor y;
     const auto forward = count(world, [&] { y = redistribute(dist->attend(x), {Replicate{}}); });
-    EXPECT_TRUE(torch::allclose(full_tensor(y), expected, 1e-4, 1e-5));
+    EXPECT_TRUE(torch::allclose(full_tensor(y), expected, 1e-9, 1e-9));
     EXPECT_EQ(forward.calls(), messages);
     EXPECT_EQ(forward.all_reduce.calls, messages);
-    const at::Tensor factors = numbers({2, 5, 24}, 2);
+    const at::Tensor factors = doubles({2, 5, 24}, 2);
     (expected * factors).sum().backward();
     const at::Tensor loss = (y * factors).sum();
     const auto backward = count(world, [&] { loss.backward(); });
     EXPECT_EQ(backward.calls(), messages);
     EXPECT_EQ(backward.all_reduce.calls, messages);
     expect_gradients(dist, plain);
-    EXPECT_TRUE(torch::allclose(full_tensor(x.grad()), own.grad(), 1e-4, 1e-5));
+    EXPECT_TRUE(torch::allclose(full_tensor(x.grad()), own.grad(), 1e-9, 1e-9));
   });
 }
 
@@ -421,9 +426,9 @@ TEST_P(FusedAttention, OfABlockIsThatOfOneProcess) {
           place(whole, Replicate{});
         Placements data(mesh.ndim(), Replicate{});
         data[0] = last;
-        const at::Tensor x = distribute(numbers({4, 8, 24}), mesh, data);
-        const at::Tensor expected = plain->forward(numbers({4, 8, 24})), y = dist->forward(x);
-        EXPECT_TRUE(torch::allclose(full_tensor(y), expected, 1e-4, 1e-5));
+        const at::Tensor x = distribute(doubles({4, 8, 24}), mesh, data);
+        const at::Tensor expected = plain->forward(doubles({4, 8, 24})), y = dist->forward(x);
+        EXPECT_TRUE(torch::allclose(full_tensor(y), expected, 1e-9, 1e-9));
         expected.square().sum().backward();
         y.square().sum().backward();
         expect_gradients(dist, plain);
@@ -446,7 +451,7 @@ TEST(SplitOnALine, TrainsAsOneProcess) {
       for (const auto& [model, its] :
            {std::pair(&plain, &plain_optimizer), std::pair(&dist, &optimizer)}) {
         its->zero_grad();
-        (*model)->forward(numbers({2, 5, 24}, step)).square().mean().backward();
+        (*model)->forward(doubles({2, 5, 24}, step)).square().mean().backward();
         nn::utils::clip_grad_norm_((*model)->parameters(), 0.5);
         its->step();
       }
@@ -454,7 +459,7 @@ TEST(SplitOnALine, TrainsAsOneProcess) {
     const auto expected = plain->named_parameters();
     for (const auto& parameter : dist->named_parameters())
       EXPECT_TRUE(
-          torch::allclose(full_tensor(parameter.value()), expected[parameter.key()], 1e-4, 1e-5))
+          torch::allclose(full_tensor(parameter.value()), expected[parameter.key()], 1e-9, 1e-9))
           << parameter.key();
   });
 }

@@ -28,8 +28,8 @@ at::Tensor whole_numbers(const at::Tensor& like, int64_t count);
 enum class Combinations { kSample, kMany };
 
 /// Runs each case, forward and backward, on DistTensors over a mesh of this shape, with the
-/// combinations of `Replicate`, `Partial(sum)`, every `Shard`, and every one split by 2 that the
-/// sizes allow, for the inputs, and expects what it gives on ordinary tensors.
+/// combinations of `Replicate`, `Partial(sum)` and every `Shard` for the inputs, and expects what
+/// it gives on ordinary tensors. On a line also of `Replicate` and every `Shard` split by 2.
 void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<int64_t>& mesh_shape,
                      Combinations combinations = Combinations::kSample);
 
