@@ -25,8 +25,8 @@ std::vector<PlacedInput> collect_inputs(const c10::FunctionSchema& schema,
     const auto* const alias = schema.arguments()[i].alias_info();
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       const DistMeta* const meta = find_dist_meta(tensor);
-      inputs.push_back(
-          {tensor, meta ? meta->spec->placements : replicated(mesh), alias && alias->isWrite()});
+      inputs.push_back({tensor, meta ? meta->spec->placements : replicated(mesh),
+                        alias && alias->isWrite(), shows_parameter(tensor)});
     });
   }
   return inputs;

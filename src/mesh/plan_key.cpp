@@ -11,6 +11,7 @@
 #include "mesh/dist_meta.h"
 #include "mesh/op_plan.h"
 #include "mesh/strict.h"
+#include "mesh/way_choice.h"
 
 namespace tessera {
 namespace {
@@ -76,7 +77,8 @@ class Writer {
     key_.push_back(meta             ? reinterpret_cast<int64_t>(meta->spec.get())
                    : wants_gradient ? kWantsGradient
                                     : kOrdinary);
-    key_.push_back(static_cast<int64_t>(tensor.scalar_type()) * 256 + tensor.dim());
+    const int64_t kind = static_cast<int64_t>(tensor.scalar_type()) * 2 + shows_parameter(tensor);
+    key_.push_back(kind * 256 + tensor.dim());
     key_.insert(key_.end(), tensor.sizes().begin(), tensor.sizes().end());
     key_.insert(key_.end(), tensor.strides().begin(), tensor.strides().end());
   }

@@ -14,6 +14,10 @@ namespace {
 // A little, so that of two ways that move nothing the one is taken that leaves tensors as they are.
 constexpr double kChange = 1;
 
+// A parameter is moved in every step, and then whole on every rank: that it may stay is worth more
+// than the bytes of one call.
+constexpr double kParameterWeight = 4;
+
 // The split factors above 1 of the inputs, each once.
 std::set<int64_t> split_factors(const std::vector<PlacedInput>& inputs) {
   std::set<int64_t> factors;
@@ -159,7 +163,8 @@ class Choice {
       to[mesh_dim] = way.inputs[t];
       const auto nbytes = static_cast<double>(inputs_[t].tensor.numel()) *
                           static_cast<double>(inputs_[t].tensor.element_size());
-      cost += kChange + cost_of(mesh_, inputs_[t].placements, to, nbytes);
+      const double weight = inputs_[t].is_parameter ? kParameterWeight : 1;
+      cost += kChange + weight * cost_of(mesh_, inputs_[t].placements, to, nbytes);
     }
     return cost;
   }
@@ -185,6 +190,11 @@ ChosenWay taken_over(const OpCall& call, const std::vector<PlacedInput>& inputs)
 }
 
 }  // namespace
+
+bool shows_parameter(const at::Tensor& tensor) {
+  const auto is_trained = [](const at::TensorBase& t) { return t.is_leaf() && t.requires_grad(); };
+  return is_trained(tensor) || (tensor.is_view() && is_trained(tensor._base()));
+}
 
 std::optional<ChosenWay> choose_way(const OpCall& call, const RuleEntry& entry,
                                     const std::vector<PlacedInput>& inputs,

@@ -16,7 +16,11 @@ struct PlacedInput {
   at::Tensor tensor;
   Placements placements;
   bool is_written = false;
+  bool is_parameter = false;
 };
+
+/// True for a leaf that requires a gradient, and for a view of one.
+bool shows_parameter(const at::Tensor& tensor);
 
 /// The placements that the tensors of a call get.
 struct ChosenWay {
