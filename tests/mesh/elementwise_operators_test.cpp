@@ -162,7 +162,9 @@ std::vector<OperatorCase> cases() {
 TEST(ElementwiseOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(ElementwiseOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ElementwiseOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
-TEST(ElementwiseOperatorsSlow, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kMany); }
+TEST(ElementwiseOperatorsNightly, OnASquare) {
+  expect_as_plain(cases(), {2, 2}, Combinations::kMany);
+}
 
 // The terms of an average that are whole numbers, or changed in place.
 TEST(PendingAverages, StayPendingUnderOperatorsThatTheyGoThrough) {
