@@ -3,11 +3,22 @@
 // A byte-level GPT in plain torch::nn code, which train_gpt.cpp and tensor_parallel.cpp train.
 #include <torch/torch.h>
 
+#include <CLI/CLI.hpp>
+#include <fstream>
+
 namespace nn = torch::nn;
 using torch::Tensor;
 
 struct GptOptions {
   int64_t seq = 128, layers = 4, width = 256, heads = 4;
+
+  void add_to(CLI::App& app) {
+    app.add_option("--seq", seq, "bytes per window")->check(CLI::PositiveNumber);
+    app.add_option("--layers", layers, "transformer blocks")->check(CLI::PositiveNumber);
+    app.add_option("--width", width, "numbers per byte inside the model")
+        ->check(CLI::PositiveNumber);
+    app.add_option("--heads", heads, "attention heads")->check(CLI::PositiveNumber);
+  }
 };
 
 struct BlockImpl : nn::Module {
@@ -61,3 +72,21 @@ struct GptImpl : nn::Module {
   nn::Linear head = register_module("head", nn::Linear(o.width, 256));
 };
 TORCH_MODULE(Gpt);
+
+inline Tensor read_bytes(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string all((std::istreambuf_iterator<char>(file)), {});
+  return torch::from_blob(all.data(), {std::ssize(all)}, torch::kByte).to(torch::kLong);
+}
+
+/// Windows of `seq` bytes and the one after them, by where they start.
+inline Tensor windows(const Tensor& bytes, const Tensor& starts, int64_t seq) {
+  return bytes.index({starts.unsqueeze(1) + torch::arange(seq + 1)});
+}
+
+/// Where the windows of a step start: a pure function of seed and step.
+inline Tensor random_starts(const Tensor& bytes, int64_t seq, int64_t count, int64_t seed,
+                            int64_t step) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(seed * 1'000'003 + step);
+  return torch::randint(bytes.size(0) - seq, {count}, generator, torch::kLong);
+}

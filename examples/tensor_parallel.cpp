@@ -43,21 +43,6 @@ void shard_fn(const std::string& name, nn::Module& layer, const tessera::DeviceM
   }
 }
 
-// The rows of the batch of `step`, of one byte more than --seq.
-Tensor batch_of(const Tensor& text, const Options& o, int64_t step) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(o.seed * 1'000'003 + step);
-  const auto starts = torch::randint(text.size(0) - o.seq, {o.batch, 1}, generator, torch::kLong);
-  return text.index({starts + torch::arange(o.seq + 1)});
-}
-
-Tensor read_text(const Options& o) {
-  std::ifstream file(o.data, std::ios::binary);
-  std::string all((std::istreambuf_iterator<char>(file)), {});
-  TORCH_CHECK_VALUE(std::ssize(all) > o.seq + 1, "[tensor_parallel] --data must hold a window; ",
-                    "expected over ", o.seq + 1, " bytes, got ", all.size());
-  return torch::from_blob(all.data(), {std::ssize(all)}, torch::kByte).to(torch::kLong);
-}
-
 void train(const Options& o) {
   const auto world = tessera::init();
   const auto mesh = tessera::DeviceMesh::over_world({}, {"tp"});
@@ -71,15 +56,17 @@ void train(const Options& o) {
   auto model = paddle::shard_layer(gpt, mesh, shard_fn, cut_positions);
   torch::optim::AdamW adamw(gpt->parameters(), torch::optim::AdamWOptions(o.lr));
   auto optimizer = paddle::shard_optimizer(adamw);
-  const auto text = read_text(o);
+  const auto text = read_bytes(o.data);
+  TORCH_CHECK_VALUE(text.size(0) > o.seq + 1, "[tensor_parallel] --data must hold a window; ",
+                    "expected over ", o.seq + 1, " bytes, got ", text.size(0));
   std::ofstream losses(world.rank() == 0 ? o.losses : "");
   const auto start = std::chrono::steady_clock::now();
   for (int64_t step = 0; step < o.steps; ++step) {
     const tessera::CommDebug debug;
-    const auto windows = batch_of(text, o, step);
+    const auto rows = windows(text, random_starts(text, o.seq, o.batch, o.seed, step), o.seq);
     optimizer.zero_grad();
-    const auto logits = model(windows.narrow(1, 0, o.seq));
-    const auto targets = windows.narrow(1, 1, o.seq);
+    const auto logits = model(rows.narrow(1, 0, o.seq));
+    const auto targets = rows.narrow(1, 1, o.seq);
     const auto loss = torch::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
     loss.backward();
     optimizer.clip_grad_norm_(1.0);
@@ -108,10 +95,7 @@ int main(int argc, char** argv) {
   app.add_option("--lr", o.lr, "learning rate");
   app.add_option("--steps", o.steps, "steps")->check(positive);
   app.add_option("--batch", o.batch, "windows per step")->check(positive);
-  app.add_option("--seq", o.seq, "bytes per window")->check(positive);
-  app.add_option("--layers", o.layers, "transformer blocks")->check(positive);
-  app.add_option("--width", o.width, "numbers per byte inside the model")->check(positive);
-  app.add_option("--heads", o.heads, "attention heads")->check(positive);
+  o.add_to(app);
   app.add_option("--seed", o.seed, "of initial values and batches")->check(natural);
   CLI11_PARSE(app, argc, argv);
   std::setvbuf(stdout, nullptr, _IOLBF, 0);

@@ -29,25 +29,18 @@ struct Options : GptOptions {
 // --- the text ------------------------------------------------------------------------------------
 struct Text {
   explicit Text(const Options& o) : o(o) {
-    std::ifstream file(o.data, std::ios::binary);
-    std::string all((std::istreambuf_iterator<char>(file)), {});
-    const auto size = std::ssize(all), held = size / 10;
+    const auto bytes = read_bytes(o.data);
+    const auto size = bytes.size(0), held = size / 10;
     TORCH_CHECK_VALUE(held > o.seq * o.batch, "[train_gpt] a tenth of --data must hold a batch; ",
                       "expected over ", 10 * o.seq * o.batch, " bytes, got ", size);
-    const auto bytes = torch::from_blob(all.data(), {size}, torch::kByte).to(torch::kLong);
     train = bytes.narrow(0, 0, size - held);
     held_out = bytes.narrow(0, size - held, held);
   }
 
-  Tensor windows(const Tensor& bytes, const Tensor& starts) const {  // of one byte more than --seq
-    return bytes.index({starts.unsqueeze(1) + torch::arange(o.seq + 1)});
-  }
-
   /// Rows `first` to `first + rows` of the batch of `step`.
   Tensor batch(int64_t step, int64_t first, int64_t rows) const {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(o.seed * 1'000'003 + step);
-    const auto starts = torch::randint(train.size(0) - o.seq, {o.batch}, generator, torch::kLong);
-    return windows(train, starts.narrow(0, first, rows));
+    const auto starts = random_starts(train, o.seq, o.batch, o.seed, step);
+    return windows(train, starts.narrow(0, first, rows), o.seq);
   }
 
   /// Mean nats per held-out byte if only the frequency of each byte in `train` is known.
@@ -88,7 +81,7 @@ struct Job {
     for (int64_t i = 0; i < n; ++i) {
       const auto first = i * all / n * o.batch + world.rank() * rows;
       const auto starts = torch::arange(first, first + rows) * o.seq;
-      sum += gpt->loss(text.windows(text.held_out, starts)).item<double>();
+      sum += gpt->loss(windows(text.held_out, starts, o.seq)).item<double>();
     }
     return mean_over_ranks(sum / n);
   }
@@ -207,10 +200,7 @@ int main(int argc, char** argv) {
   app.add_option("--clip", o.clip, "largest norm of the gradients; 0: any");
   app.add_option("--steps", o.steps, "steps, those before --resume included")->check(positive);
   app.add_option("--batch", o.batch, "windows per step, over all ranks")->check(positive);
-  app.add_option("--seq", o.seq, "bytes per window")->check(positive);
-  app.add_option("--layers", o.layers, "transformer blocks")->check(positive);
-  app.add_option("--width", o.width, "numbers per byte inside the model")->check(positive);
-  app.add_option("--heads", o.heads, "attention heads")->check(positive);
+  o.add_to(app);
   app.add_option("--save-every", o.save_every, "steps between checkpoints")->check(positive);
   app.add_option("--eval-every", o.eval_every, "steps between held-out losses")->check(positive);
   app.add_option("--seed", o.seed, "of initial values, batches and sample")->check(natural);

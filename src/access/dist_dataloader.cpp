@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "mesh/chunks.h"
+
 namespace tessera::detail {
 namespace {
 
@@ -76,9 +78,8 @@ at::Tensor InputPlacement::join(const at::Tensor& part, const DeviceMesh& mesh,
     rows.push_back(std::stoll(text));
   const auto ranks = static_cast<int64_t>(rows.size());
   sizes[0] = std::accumulate(rows.begin(), rows.end(), int64_t{0});
-  const int64_t most = (sizes[0] + ranks - 1) / ranks;
   for (int64_t r = 0; r < ranks; ++r) {
-    const int64_t expected = std::clamp<int64_t>(sizes[0] - r * most, 0, most);
+    const int64_t expected = chunk(sizes[0], ranks, r).size();
     TORCH_CHECK_VALUE(rows[r] == expected, "[distribute_dataloader] the rows of a split batch must be as torch::chunk cuts; "
                       "expected ", expected, " of ", sizes[0], " on rank ", r, " of mesh dim ", mesh_dim, ", got ", rows[r],
                       " (all: ", c10::IntArrayRef(rows), "). Drop the last batch, or let all ranks load whole ones");

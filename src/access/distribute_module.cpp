@@ -167,11 +167,12 @@ void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const PartitionFn& partition, const DistributeOptions& options) {
   TORCH_CHECK(!in_deferred_init(), "[distribute_module] must be called after the DeferredInit scope, not in it");
-  for (const NamedTensor& item : tensors_of(module, true))
+  const auto tensors = tensors_of(module, true);
+  for (const NamedTensor& item : tensors)
     TORCH_CHECK_VALUE(!unit_of(item.tensor), "[distribute_module] must come before fully_shard; '",
                       item.name, "' is sharded by it already");
-  if (options.check_values) check_same_values(tensors_of(module, true), mesh);
-  const Before before(tensors_of(module, true));
+  if (options.check_values) check_same_values(tensors, mesh);
+  const Before before(tensors);
   const auto run = [&] {
     const BeingPlaced scope(before.impls());
     place_all(module, mesh, partition);

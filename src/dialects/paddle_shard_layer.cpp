@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <set>
 
+#include "mesh/chunks.h"
+
 namespace tessera::paddle {
 namespace {
 
@@ -183,10 +185,7 @@ std::vector<at::Tensor> local_tensor_list_from_dtensor(const at::Tensor& dist_te
   std::vector<at::Tensor> list;
   for (int64_t i = 0; i < parts; ++i) {
     Shape sizes = dist_tensor.sizes().vec();
-    if (cut >= 0) {
-      const int64_t whole = sizes[cut], rows = (whole + parts - 1) / parts;
-      sizes[cut] = std::clamp<int64_t>(whole - i * rows, 0, rows);
-    }
+    if (cut >= 0) sizes[cut] = chunk(sizes[cut], parts, i).size();
     const DeviceMesh slice = mesh.select(dim, i);
     const at::Tensor local = slice.is_member()
                                  ? to_local(dist_tensor)

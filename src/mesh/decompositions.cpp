@@ -7,8 +7,6 @@
 #include <unordered_map>
 
 #include "mesh/each_tensor.h"
-#include "mesh/redistribute.h"
-#include "mesh/view_source.h"
 
 namespace tessera {
 
@@ -78,14 +76,6 @@ bool finish(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   torch::jit::drop(stack, op.schema().arguments().size());
   for (const at::Tensor& result : results) stack.emplace_back(result);
   return true;
-}
-
-at::Tensor local_part(const at::Tensor& tensor, const DeviceMesh& mesh,
-                      const Placements& placements) {
-  if (!tensor.defined()) return tensor;
-  if (const DistMeta* const meta = find_dist_meta(tensor))
-    return convert(local_part(*meta), *meta->spec, placements, tensor.sizes(), "argument");
-  return convert(tensor, {mesh, replicated(mesh)}, placements, tensor.sizes(), "argument");
 }
 
 at::ScalarType sum_dtype(at::ScalarType dtype) {

@@ -70,11 +70,6 @@ class NamedArguments {
 bool finish(const c10::OperatorHandle& op, torch::jit::Stack& stack,
             const std::vector<at::Tensor>& results);
 
-/// This rank's part of `tensor`, placed as `placements` say; an ordinary tensor counts as
-/// replicated over `mesh`. Undefined if `tensor` is. Collective over `mesh`.
-at::Tensor local_part(const at::Tensor& tensor, const DeviceMesh& mesh,
-                      const Placements& placements);
-
 /// The dtype that sums of `dtype` are made in: float for shorter ones.
 at::ScalarType sum_dtype(at::ScalarType dtype);
 

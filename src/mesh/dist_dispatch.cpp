@@ -216,9 +216,8 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
   op.callBoxed(local);
   for (const auto& [tensor, part] : written) {
     const DistMeta& meta = *find_dist_meta(tensor);
-    if (!part.is_same(meta.local))
-      meta.local.copy_(convert(part, *whole, meta.spec->placements, part.sizes(), schema.name()));
-    wrote_to(meta);
+    part.is_same(meta.local) ? wrote_to(meta)
+                             : write_part(meta, part.sizes(), part, *whole, schema.name());
   }
   for (size_t i = 0; i < local.size(); ++i) {
     const c10::IValue* const result = written_argument(schema, i, arguments);

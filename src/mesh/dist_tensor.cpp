@@ -13,6 +13,7 @@
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/op_plan.h"
+#include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
 
@@ -71,9 +72,7 @@ at::Tensor as_dist(const at::Tensor& gradient, const DeviceMesh& mesh) {
 
 at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
   if (!spec->mesh.is_member()) return at::empty({0}, tensor.options().requires_grad(false));
-  const DistSpec whole{spec->mesh, replicated(spec->mesh)};
-  const at::Tensor part =
-      convert(tensor, whole, spec->placements, tensor.sizes(), "distributed tensor");
+  const at::Tensor part = placed(tensor, *spec, "distributed tensor");
   return part.is_alias_of(tensor) && part.numel() < tensor.numel() ? part.clone() : part.detach();
 }
 

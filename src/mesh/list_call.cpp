@@ -87,19 +87,24 @@ bool ListCall::has_equal_sizes() const {
 // Ranks leave out tensors of meshes that they are not in.
 bool ListCall::is_used(size_t i) const { return !rows_[i] || rows_[i]->mesh.is_member(); }
 
-at::Tensor ListCall::local_of(const at::Tensor& tensor, size_t i, bool is_written) {
-  DistSpecPtr spec = rows_[i];
-  // The number of steps, say, is one for the whole tensor.
-  if (spec && tensor.sizes() != first(i).sizes()) spec = intern(spec->mesh, replicated(spec->mesh));
-  at::Tensor part = spec ? placed(tensor, *spec, op_.schema().name()) : tensor;
-  if (options_.needs_memory) part = part.contiguous();
+// `part` is what the operator writes to in place of `tensor`.
+void ListCall::note_written(const at::Tensor& tensor, const at::Tensor& part,
+                            const DistSpecPtr& spec) {
   const DistMeta* const meta = find_dist_meta(tensor);
-  if (!is_written) return part;
   if (part.is_same(meta ? meta->local : tensor)) {
     written_.push_back(tensor);
   } else {
     moved_.push_back({tensor, part, spec});
   }
+}
+
+at::Tensor ListCall::local_element(const at::Tensor& tensor, size_t i, bool is_written) {
+  DistSpecPtr spec = rows_[i];
+  // The number of steps, say, is one for the whole tensor.
+  if (spec && tensor.sizes() != first(i).sizes()) spec = intern(spec->mesh, replicated(spec->mesh));
+  at::Tensor part = spec ? placed(tensor, *spec, op_.schema().name()) : tensor;
+  if (options_.needs_memory) part = part.contiguous();
+  if (is_written) note_written(tensor, part, spec);
   return part;
 }
 
@@ -109,8 +114,7 @@ at::Tensor ListCall::local_number(const at::Tensor& tensor, bool is_written) {
   if (!meta) return tensor;
   const DistSpecPtr whole = intern(meta->spec->mesh, replicated(meta->spec->mesh));
   const at::Tensor part = placed(tensor, *whole, op_.schema().name());
-  if (is_written && part.is_same(meta->local)) written_.push_back(tensor);
-  if (is_written && !part.is_same(meta->local)) moved_.push_back({tensor, part, whole});
+  if (is_written) note_written(tensor, part, whole);
   return part;
 }
 
@@ -118,7 +122,7 @@ c10::IValue ListCall::local_list(size_t argument) {
   std::vector<at::Tensor> local;
   for (size_t i = 0; i < lists_[argument].size(); ++i) {
     // Collective where the tensor is placed anew: also for those that are left out.
-    const at::Tensor part = local_of(lists_[argument][i], i, is_written(argument));
+    const at::Tensor part = local_element(lists_[argument][i], i, is_written(argument));
     if (is_used(i)) local.push_back(part);
   }
   return local;
@@ -128,13 +132,13 @@ void ListCall::write_back() const {
   for (const auto& [tensor, part, spec] : moved_) {
     const DistMeta* const meta = find_dist_meta(tensor);
     if (spec && !spec->mesh.is_member()) continue;
-    const Placements own = meta   ? meta->spec->placements
-                           : spec ? replicated(spec->mesh)
-                                  : Placements();
-    const at::Tensor back =
-        spec ? convert(part, *spec, own, tensor.sizes(), op_.schema().name()) : part;
-    (meta ? meta->local : tensor).copy_(back);
-    if (meta) wrote_to(*meta);
+    const std::string& subject = op_.schema().name();
+    if (meta) {
+      write_part(*meta, tensor.sizes(), part, *spec, subject);
+    } else {
+      tensor.copy_(spec ? convert(part, *spec, replicated(spec->mesh), tensor.sizes(), subject)
+                        : part);
+    }
   }
   for (const at::Tensor& tensor : written_) {
     if (const DistMeta* const meta = find_dist_meta(tensor)) wrote_to(*meta);

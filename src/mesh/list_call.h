@@ -45,7 +45,8 @@ class ListCall {
 
   DistSpecPtr find_row(size_t i) const;
   bool is_used(size_t i) const;
-  at::Tensor local_of(const at::Tensor& tensor, size_t i, bool is_written);
+  void note_written(const at::Tensor& tensor, const at::Tensor& part, const DistSpecPtr& spec);
+  at::Tensor local_element(const at::Tensor& tensor, size_t i, bool is_written);
   c10::IValue local_list(size_t argument);
   at::Tensor local_number(const at::Tensor& tensor, bool is_written);
   bool is_written(size_t argument) const;

@@ -16,6 +16,10 @@
 namespace tessera {
 namespace {
 
+const RuleEntry* rule_of(const c10::FunctionSchema& schema) {
+  return find_rule(std::string_view(schema.name()).substr(6));  // aten::
+}
+
 std::vector<PlacedInput> collect_inputs(const c10::FunctionSchema& schema,
                                         at::ArrayRef<c10::IValue> arguments, const DeviceMesh& mesh,
                                         std::vector<int>& first_input) {
@@ -133,14 +137,14 @@ bool returns_views(const c10::FunctionSchema& schema) {
 }
 
 bool ignores_reals(const c10::FunctionSchema& schema) {
-  const RuleEntry* const entry = find_rule(std::string_view(schema.name()).substr(6));  // aten::
+  const RuleEntry* const entry = rule_of(schema);
   return entry && is_elementwise(*entry);
 }
 
 std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                               const DeviceMesh& mesh) {
   const c10::FunctionSchema& schema = op.schema();
-  const RuleEntry* const entry = find_rule(std::string_view(schema.name()).substr(6));  // aten::
+  const RuleEntry* const entry = rule_of(schema);
   if (!entry) return std::nullopt;
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
   OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};

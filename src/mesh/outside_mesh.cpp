@@ -20,13 +20,6 @@ Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IVal
   return results ? std::move(*results) : run_on_constants(op, arguments);
 }
 
-c10::Device device_of(const Stack& arguments) {
-  c10::Device device(c10::kCPU);
-  for (const c10::IValue& argument : arguments)
-    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.device(); });
-  return device;
-}
-
 }  // namespace
 
 void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const OpPlan* plan,

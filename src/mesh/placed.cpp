@@ -44,15 +44,27 @@ const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
   return first->spec->mesh;
 }
 
-const c10::IValue* written_argument(const c10::FunctionSchema& schema, size_t result,
-                                    at::ArrayRef<c10::IValue> arguments) {
+c10::Device device_of(at::ArrayRef<c10::IValue> arguments) {
+  c10::Device device(c10::kCPU);
+  for (const c10::IValue& argument : arguments)
+    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.device(); });
+  return device;
+}
+
+std::optional<size_t> written_index(const c10::FunctionSchema& schema, size_t result) {
   const auto* const alias = schema.returns()[result].alias_info();
-  if (!alias || !alias->isWrite()) return nullptr;
+  if (!alias || !alias->isWrite()) return std::nullopt;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto* const own = schema.arguments()[i].alias_info();
-    if (own && own->isWrite() && own->beforeSets() == alias->beforeSets()) return &arguments[i];
+    if (own && own->isWrite() && own->beforeSets() == alias->beforeSets()) return i;
   }
-  return nullptr;
+  return std::nullopt;
+}
+
+const c10::IValue* written_argument(const c10::FunctionSchema& schema, size_t result,
+                                    at::ArrayRef<c10::IValue> arguments) {
+  const auto index = written_index(schema, result);
+  return index ? &arguments[*index] : nullptr;
 }
 
 }  // namespace tessera

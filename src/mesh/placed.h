@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <optional>
 #include <string_view>
 
 #include "mesh/dist_meta.h"
@@ -20,7 +21,12 @@ at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_
 const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
                                     at::ArrayRef<c10::IValue> arguments);
 
-/// Of a result that is an argument written to: that argument. Null for other results.
+/// The device of an operator's tensors; the CPU if it has none.
+c10::Device device_of(at::ArrayRef<c10::IValue> arguments);
+
+/// Of a result that is an argument written to: the index of that argument. None for other results.
+std::optional<size_t> written_index(const c10::FunctionSchema& schema, size_t result);
+/// The same: that argument, or null.
 const c10::IValue* written_argument(const c10::FunctionSchema& schema, size_t result,
                                     at::ArrayRef<c10::IValue> arguments);
 

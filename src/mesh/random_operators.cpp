@@ -20,7 +20,6 @@
 #include "mesh/generator_check.h"
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
-#include "mesh/redistribute.h"
 #include "mesh/split_order.h"
 #include "mesh/view_source.h"
 
@@ -104,8 +103,7 @@ at::Tensor with_own_part(const at::Tensor& tensor, const DistSpec& spec) {
 
 at::Tensor part_of(const at::Tensor& whole, const DistSpec& spec) {
   if (!spec.mesh.is_member()) return at::empty_strided({0}, {1}, whole.options());
-  const DistSpec everywhere{spec.mesh, replicated(spec.mesh)};
-  return convert(whole, everywhere, spec.placements, whole.sizes(), "drawn tensor");
+  return placed(whole, spec, "drawn tensor");
 }
 
 // A DistTensor that does not hold on to the memory of the whole.
@@ -160,10 +158,8 @@ bool call_random(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const DeviceMesh& mesh = mesh_of_arguments(op, arguments);
-  c10::Device device(c10::kCPU);
-  for (const c10::IValue& argument : arguments)
-    each_tensor(argument, [&](const at::Tensor& tensor) { device = tensor.device(); });
-  check_generators_agree(mesh, generator_of(schema, arguments, device), schema.name());
+  check_generators_agree(mesh, generator_of(schema, arguments, device_of(arguments)),
+                         schema.name());
   const Kind* const kind = kind_of(schema.name());
   if (!kind || !find_dist_meta(arguments[0].toTensor())) return false;
   draw(op, *kind, stack);

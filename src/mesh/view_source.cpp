@@ -32,6 +32,12 @@ c10::intrusive_ptr<const DistMeta> shared_meta(const at::Tensor& tensor) {
 
 }  // namespace
 
+void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
+                const DistSpec& spec, std::string_view subject) {
+  meta.local.copy_(convert(part, spec, meta.spec->placements, sizes, subject));
+  wrote_to(meta);
+}
+
 ViewSource::ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
                        at::IntArrayRef placed_sizes)
     : base_(shared_meta(base)),
@@ -54,9 +60,7 @@ void ViewSource::refresh() {
 
 void ViewSource::write_back() {
   const at::Tensor placed = copy_.reshape(placed_sizes_);
-  base_->local.copy_(
-      convert(placed, *spec_, base_->spec->placements, sizes_, "view of a DistTensor"));
-  wrote_to(*base_);
+  write_part(*base_, sizes_, placed, *spec_, "view of a DistTensor");
   // Autograd counts the write when the operator has returned.
   if (seen_ != kUnknown) seen_ = current(version_) + 1;
 }

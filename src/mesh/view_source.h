@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "mesh/dist_meta.h"
@@ -40,6 +41,11 @@ inline const at::Tensor& local_part(const DistMeta& meta) {
   if (meta.source) meta.source->refresh();
   return meta.local;
 }
+
+/// Gives a DistTensor of these global sizes the values of `part`, which lies as `spec` says on the
+/// same mesh. Collective over it.
+void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
+                const DistSpec& spec, std::string_view subject);
 
 /// To be called after an operator wrote to `meta.local`.
 inline void wrote_to(const DistMeta& meta) {

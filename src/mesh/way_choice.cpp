@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "mesh/placed.h"
 #include "mesh/redistribute.h"
 
 namespace tessera {
@@ -64,13 +65,9 @@ std::vector<Written> find_written(const c10::FunctionSchema& schema,
                                   const std::vector<int>& first_input) {
   std::vector<Written> found;
   for (size_t result = 0; result < schema.returns().size(); ++result) {
-    const auto* const alias = schema.returns()[result].alias_info();
-    for (size_t i = 0; alias && alias->isWrite() && i < schema.arguments().size(); ++i) {
-      const auto* const own = schema.arguments()[i].alias_info();
-      const bool is_tensor = schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType;
-      if (own && is_tensor && own->isWrite() && own->beforeSets() == alias->beforeSets())
-        found.push_back({static_cast<size_t>(first_input[i]), result});
-    }
+    const auto index = written_index(schema, result);
+    if (index && schema.arguments()[*index].type()->kind() == c10::TypeKind::TensorType)
+      found.push_back({static_cast<size_t>(first_input[*index]), result});
   }
   return found;
 }

@@ -8,6 +8,8 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -54,7 +56,7 @@ struct DistOptimizer::Impl {
   DistOptimizerOptions options;
   std::vector<NamedTensor> params;
   std::optional<ShardedOptimizer> sharded;
-  bool has_placed = false;
+  std::set<const c10::TensorImpl*> placed;  // parameters whose state lies where it should
   bool has_stepped = false;
 
   void shard();
@@ -74,15 +76,14 @@ void DistOptimizer::Impl::shard() {
   sharded.emplace(ShardedModule(ShardedState::create(params, {}, plan)), *optimizer);
 }
 
-// Once there is state: of a known optimizer at once, of SGD with dampening after its first step.
 void DistOptimizer::Impl::place_state() {
-  if (has_placed) return;
-  has_placed = place_optimizer_state(*optimizer, options.place_state);
+  place_optimizer_state(*optimizer, options.place_state, placed);
 }
 
 void DistOptimizer::Impl::after_step() {
   has_stepped = true;
-  if (!sharded) place_state();
+  // SGD with dampening makes state in its steps. Without a function it lies as the parameters do.
+  if (options.place_state) place_state();
 }
 
 DistOptimizer::DistOptimizer(torch::optim::Optimizer& optimizer, DistOptimizerOptions options)

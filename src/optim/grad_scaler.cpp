@@ -16,7 +16,6 @@
 
 #include "access/sharded_state.h"
 #include "comm/host_all_reduce.h"
-#include "mesh/dist_meta.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -67,21 +66,11 @@ std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
   return lists;
 }
 
-// The same of an optimizer that steps on its own, with the meshes that they lie on.
-std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& optimizer,
-                                              std::vector<DeviceMesh>& meshes) {
+// The same of an optimizer that steps on its own.
+std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& optimizer) {
   std::vector<AlikeGradients> lists;
   for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      const at::Tensor& gradient = param.grad();
-      if (!gradient.defined()) continue;
-      add_gradient(lists, local_of(gradient));
-      const DistMeta* const meta = find_dist_meta(gradient);
-      if (!meta || !meta->spec->mesh.is_member()) continue;
-      const bool is_known = std::any_of(meshes.begin(), meshes.end(),
-                                        [&](const auto& mesh) { return mesh == meta->spec->mesh; });
-      if (!is_known) meshes.push_back(meta->spec->mesh);
-    }
+    for (const at::Tensor& param : group.params()) add_gradient(lists, param.grad());
   }
   TORCH_CHECK(!lists.empty(), "[unscale_] there must be a backward since the last zero_grad(); no parameter "
               "of the optimizer has a gradient");
@@ -144,14 +133,10 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   return found_inf.item<float>() > 0;
 }
 
+// On DistTensors the operator itself tells all ranks of their meshes what one has found.
 bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
-  std::vector<DeviceMesh> meshes;
-  const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, meshes));
-  for (const DeviceMesh& mesh : meshes)
-    host_all_reduce(*mesh.process_group(), found_inf, ReduceOp::kMax,
-                    {"found inf", Channel::kControl});
-  return found_inf.item<float>() > 0;
+  return unscale_parts(collect_gradients(optimizer)).item<float>() > 0;
 }
 
 template <class Optimizer>

@@ -153,16 +153,15 @@ void make_optimizer_state(torch::optim::Optimizer& optimizer) {
   });
 }
 
-bool place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place) {
+void place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place,
+                           std::set<const c10::TensorImpl*>& placed) {
   // Another one makes its state as it will, by operators on its parameters.
-  if (!place && !knows_state(optimizer)) return true;
+  if (!place && !knows_state(optimizer)) return;
   at::NoGradGuard no_grad;
-  bool is_complete = true;
   std::vector<std::pair<at::Tensor, ParamState>> changed;
   for_each_param(optimizer, [&](auto& group, const at::Tensor& param) {
-    if (!is_dist(param)) return;
+    if (!is_dist(param) || placed.contains(param.unsafeGetTensorImpl())) return;
     ParamState state = read_param_state(optimizer, param);
-    is_complete &= state.tensors.size() == state_names(optimizer, group).size();
     for (auto& [name, tensor] : state.tensors) {
       if (!is_dist(tensor)) tensor = distribute(tensor, mesh_of(param), placements_of(param));
       if (!place) continue;
@@ -177,8 +176,10 @@ bool place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacem
     }
     if (!state.tensors.empty()) changed.emplace_back(param, std::move(state));
   });
-  for (const auto& [param, state] : changed) write_param_state(optimizer, param, state);
-  return is_complete;
+  for (const auto& [param, state] : changed) {
+    write_param_state(optimizer, param, state);
+    placed.insert(param.unsafeGetTensorImpl());
+  }
 }
 
 StateDict placed_state_dict(torch::optim::Optimizer& optimizer,

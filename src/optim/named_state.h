@@ -4,6 +4,7 @@
 #include <tessera/fully_shard.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -16,9 +17,11 @@ std::vector<NamedTensor> named_parameters(const torch::optim::Optimizer& optimiz
 /// Makes the state that the first step would make, of zeros, where there is none.
 void make_optimizer_state(torch::optim::Optimizer& optimizer);
 
-/// Makes DistTensors of the state of DistTensors, and places it by `place` if that is given. False
-/// if a parameter has no state yet. On failure nothing is changed.
-bool place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place);
+/// Makes DistTensors of the state of DistTensors, and places it by `place` if that is given.
+/// `placed`: the parameters whose state was, which are left out; those that have state are added.
+/// On failure nothing is changed.
+void place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place,
+                           std::set<const c10::TensorImpl*>& placed);
 
 /// See `DistOptimizer::state_dict()`.
 std::map<std::string, at::Tensor> placed_state_dict(torch::optim::Optimizer& optimizer,

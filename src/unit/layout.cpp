@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "comm/local_sum.h"
+#include "mesh/placed.h"
 #include "mesh/redistribute.h"
 
 namespace tessera {
@@ -233,9 +234,7 @@ at::Tensor global_value(const ParamSlot& slot, const at::Tensor& local) {
 
 at::Tensor local_value(const ParamSlot& slot, const at::Tensor& global) {
   if (!slot.dist) return global;
-  const DistSlot& dist = *slot.dist;
-  const DistSpec whole{dist.spec->mesh, replicated(dist.spec->mesh)};
-  return convert(global, whole, dist.spec->placements, dist.sizes, slot.name());
+  return placed(global, *slot.dist->spec, slot.name());
 }
 
 std::pair<int64_t, int64_t> overlap(const ParamSlot& slot, int64_t begin, int64_t end) {

@@ -8,47 +8,20 @@
 #include <functional>
 #include <limits>
 
+#include "support/counted.h"
+#include "support/norm_mlp.h"
 #include "support/run_world.h"
 
 namespace tessera {
 namespace {
 
-namespace nn = torch::nn;
-
-struct MlpImpl : nn::Module {
-  MlpImpl(int64_t width, int64_t hidden)
-      : norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({width})))),
-        up(register_module("up", nn::Linear(width, hidden))),
-        down(register_module("down", nn::Linear(hidden, width))) {}
-  at::Tensor forward(const at::Tensor& x) { return x + down(torch::gelu(up(norm(x)))); }
-  nn::LayerNorm norm;
-  nn::Linear up, down;
-};
-TORCH_MODULE(Mlp);
-
-Mlp make_mlp() {
-  Mlp mlp(6, 10);
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
-  torch::NoGradGuard no_grad;
-  for (at::Tensor& parameter : mlp->parameters()) parameter.normal_(0, 0.5, generator);
-  return mlp;
-}
+using namespace testing;
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-// Columns of the first matrix, rows of the second: nothing is sent between them.
-void shard_columns_then_rows(Mlp& mlp, const DeviceMesh& mesh) {
-  distribute_(mlp->up->weight, mesh, {Shard{0}});
-  distribute_(mlp->up->bias, mesh, {Shard{0}});
-  distribute_(mlp->down->weight, mesh, {Shard{1}});
-  distribute_(mlp->down->bias, mesh, {});
-  distribute_(mlp->norm->weight, mesh, {});
-  distribute_(mlp->norm->bias, mesh, {});
-}
-
-void train(Mlp& mlp, torch::optim::Optimizer& optimizer, int steps) {
+void train(NormMlp& mlp, torch::optim::Optimizer& optimizer, int steps) {
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     mlp->forward(numbers({4, 6}, step)).square().mean().backward();
@@ -59,7 +32,7 @@ void train(Mlp& mlp, torch::optim::Optimizer& optimizer, int steps) {
 template <class Optimizer, class Options>
 void expect_trains_as_one_process(int ranks, const Options& options) {
   run_world(ranks, [&](World&) {
-    Mlp plain = make_mlp(), dist = make_mlp();
+    NormMlp plain = make_norm_mlp(), dist = make_norm_mlp();
     shard_columns_then_rows(dist, DeviceMesh::over_world());
     Optimizer plain_optimizer(plain->parameters(), options), optimizer(dist->parameters(), options);
     train(plain, plain_optimizer, 5);
@@ -95,19 +68,11 @@ TEST(DistModules, MembersSeeTheShardedTensor) {
   });
 }
 
-// Counted on the world's process group, which the mesh over all ranks uses.
-CollectiveCounts count(World& world, const std::function<void()>& run) {
-  auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
-  counting->reset_counts();
-  run();
-  return counting->counts();
-}
-
 TEST(DistModules, ColumnsThenRowsNeedOneAllReduceEachWay) {
   run_world(2, [](World& world) {
     world.set_process_group(counting_process_group(world.process_group()));
     const auto mesh = DeviceMesh::over_world();
-    Mlp mlp = make_mlp();
+    NormMlp mlp = make_norm_mlp();
     shard_columns_then_rows(mlp, mesh);
     at::Tensor x = distribute(numbers({4, 6}, 1).requires_grad_(true), mesh, {});
     at::Tensor y;
@@ -129,9 +94,9 @@ TEST(DistModules, ClippingSendsTheNormAlone) {
     const auto mesh = DeviceMesh::over_world();
     for (const double order : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
       SCOPED_TRACE(order);
-      Mlp plain = make_mlp(), dist = make_mlp();
+      NormMlp plain = make_norm_mlp(), dist = make_norm_mlp();
       shard_columns_then_rows(dist, mesh);
-      for (Mlp& mlp : {std::ref(plain), std::ref(dist)})
+      for (NormMlp& mlp : {std::ref(plain), std::ref(dist)})
         mlp->forward(numbers({4, 6}, 1)).square().sum().backward();
       const double expected =
           nn::utils::clip_grad_norm_(plain->parameters(), /*max_norm=*/0.5, order);

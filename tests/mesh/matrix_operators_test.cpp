@@ -47,7 +47,7 @@ std::vector<OperatorCase> cases() {
 TEST(MatrixOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(MatrixOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(MatrixOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
-TEST(MatrixOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kMany); }
+TEST(MatrixOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
 }  // namespace
 }  // namespace tessera::testing

@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "mesh/chunks.h"
+#include "support/counted.h"
 #include "support/models.h"
 #include "support/run_world.h"
 
@@ -233,14 +234,6 @@ TEST(SplitOnALine, RefusesWhatCannotBeSplit) {
     // A factor alone that is too large to divide, and none too many ranks for it.
     EXPECT_THROW(distribute(whole, mesh, {Shard{1, 4}}), c10::ValueError);
   });
-}
-
-// Counted on the world's process group, which the mesh over all ranks uses.
-CollectiveCounts count(World& world, const std::function<void()>& run) {
-  auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
-  counting->reset_counts();
-  run();
-  return counting->counts();
 }
 
 TEST(SplitOnALine, SendsNothingForAViewOfItsBlocks) {

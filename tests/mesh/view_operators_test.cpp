@@ -152,7 +152,7 @@ std::vector<OperatorCase> cases() {
 TEST(ViewOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
-TEST(ViewOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kMany); }
+TEST(ViewOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
 }  // namespace
 }  // namespace tessera::testing

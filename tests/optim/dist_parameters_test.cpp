@@ -7,45 +7,13 @@
 #include <tessera/sharded_optimizer.h>
 #include <torch/torch.h>
 
+#include "support/norm_mlp.h"
 #include "support/run_world.h"
 
 namespace tessera {
 namespace {
 
-namespace nn = torch::nn;
-
-struct MlpImpl : nn::Module {
-  MlpImpl()
-      : norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({6})))),
-        up(register_module("up", nn::Linear(6, 10))),
-        down(register_module("down", nn::Linear(10, 6))) {}
-  at::Tensor forward(const at::Tensor& x) { return x + down(torch::gelu(up(norm(x)))); }
-  nn::LayerNorm norm;
-  nn::Linear up, down;
-};
-TORCH_MODULE(Mlp);
-
-Mlp make_mlp() {
-  Mlp mlp;
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
-  torch::NoGradGuard no_grad;
-  for (at::Tensor& parameter : mlp->parameters()) parameter.normal_(0, 0.5, generator);
-  return mlp;
-}
-
-void shard_columns_then_rows(Mlp& mlp, const DeviceMesh& mesh, const Placements& outer = {}) {
-  const auto placed = [&](Placement inner) {
-    Placements placements = outer;
-    placements.push_back(inner);
-    return placements;
-  };
-  distribute_(mlp->up->weight, mesh, placed(Shard{0}));
-  distribute_(mlp->up->bias, mesh, placed(Shard{0}));
-  distribute_(mlp->down->weight, mesh, placed(Shard{1}));
-  distribute_(mlp->down->bias, mesh, placed(Replicate{}));
-  distribute_(mlp->norm->weight, mesh, placed(Replicate{}));
-  distribute_(mlp->norm->bias, mesh, placed(Replicate{}));
-}
+using namespace testing;
 
 at::Tensor batch(int64_t rows, uint64_t seed) {
   return torch::randn({rows, 6}, at::make_generator<at::CPUGeneratorImpl>(seed));
@@ -64,7 +32,7 @@ struct Result {
 
 Result train_plain(int64_t rows) {
   Result result;
-  Mlp mlp = make_mlp();
+  NormMlp mlp = make_norm_mlp();
   torch::optim::AdamW optimizer(mlp->parameters(), torch::optim::AdamWOptions(0.01));
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
@@ -90,13 +58,13 @@ struct Case {
   int dp, tp;
 };
 
-class DistParameters : public testing::TestWithParam<Case> {};
+class DistParameters : public ::testing::TestWithParam<Case> {};
 
 TEST_P(DistParameters, OverAMeshDimOfTheirOwnTrainAsOneProcess) {
   const auto [level, dp, tp] = GetParam();
   run_world(dp * tp, [level = level, dp = dp, tp = tp](World&) {
     const auto mesh = DeviceMesh::over_world({dp, tp}, {"dp", "tp"});
-    Mlp mlp = make_mlp();
+    NormMlp mlp = make_norm_mlp();
     shard_columns_then_rows(mlp, mesh.sub_mesh("tp"));
     torch::optim::AdamW inner(mlp->parameters(), torch::optim::AdamWOptions(0.01));
     auto model = fully_shard(
@@ -121,7 +89,7 @@ TEST_P(DistParameters, OverADimOfTheirMeshTrainAsOneProcess) {
   const auto [level, dp, tp] = GetParam();
   run_world(dp * tp, [level = level, dp = dp, tp = tp](World&) {
     const auto mesh = DeviceMesh::over_world({dp, tp}, {"dp", "tp"});
-    Mlp mlp = make_mlp();
+    NormMlp mlp = make_norm_mlp();
     shard_columns_then_rows(mlp, mesh, {Replicate{}});
     torch::optim::AdamW inner(mlp->parameters(), torch::optim::AdamWOptions(0.01));
     auto model = fully_shard(mlp, {.level = level, .unit_bytes = 200, .mesh_dim = 0});
@@ -141,10 +109,10 @@ TEST_P(DistParameters, OverADimOfTheirMeshTrainAsOneProcess) {
 
 INSTANTIATE_TEST_SUITE_P(
     Mesh, DistParameters,
-    testing::Values(Case{ShardLevel::kNone, 2, 2}, Case{ShardLevel::kOptimizerState, 2, 2},
-                    Case{ShardLevel::kGradients, 2, 2}, Case{ShardLevel::kParameters, 2, 2},
-                    Case{ShardLevel::kParameters, 1, 2}, Case{ShardLevel::kParameters, 2, 1},
-                    Case{ShardLevel::kParameters, 1, 3}, Case{ShardLevel::kParameters, 3, 1}),
+    ::testing::Values(Case{ShardLevel::kNone, 2, 2}, Case{ShardLevel::kOptimizerState, 2, 2},
+                      Case{ShardLevel::kGradients, 2, 2}, Case{ShardLevel::kParameters, 2, 2},
+                      Case{ShardLevel::kParameters, 1, 2}, Case{ShardLevel::kParameters, 2, 1},
+                      Case{ShardLevel::kParameters, 1, 3}, Case{ShardLevel::kParameters, 3, 1}),
     [](const auto& info) {
       return "level" + std::to_string(static_cast<int>(info.param.level)) + "_" +
              std::to_string(info.param.dp) + "x" + std::to_string(info.param.tp);
@@ -153,8 +121,8 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(DistParameters, StateComesAndGoesWhole) {
   run_world(4, [](World&) {
     const auto mesh = DeviceMesh::over_world({2, 2}, {"dp", "tp"});
-    Mlp mlp = make_mlp();
-    const auto plain = make_mlp();
+    NormMlp mlp = make_norm_mlp();
+    const auto plain = make_norm_mlp();
     shard_columns_then_rows(mlp, mesh.sub_mesh("tp"));
     auto model = fully_shard(mlp, {.process_group = mesh.process_group(0)});
     auto state = model.full_state();
@@ -176,7 +144,7 @@ TEST(DistParameters, StateComesAndGoesWhole) {
 TEST(DistParameters, AnOverflowOnOnePartSkipsTheStepOnAll) {
   run_world(4, [](World& world) {
     const auto mesh = DeviceMesh::over_world({2, 2}, {"dp", "tp"});
-    Mlp mlp = make_mlp();
+    NormMlp mlp = make_norm_mlp();
     shard_columns_then_rows(mlp, mesh.sub_mesh("tp"));
     torch::optim::SGD inner(mlp->parameters(), torch::optim::SGDOptions(0.1));
     auto model = fully_shard(mlp, {.process_group = mesh.process_group(0)});

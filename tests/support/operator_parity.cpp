@@ -7,12 +7,13 @@
 #include <algorithm>
 #include <chrono>
 
+#include "support/counted.h"
 #include "support/run_world.h"
 
 namespace tessera::testing {
 namespace {
 
-constexpr size_t kSample = 25, kMany = 1500;
+constexpr size_t kSample = 25;
 
 std::vector<Placement> choices(const std::vector<int64_t>& sizes, const DeviceMesh& mesh) {
   constexpr int64_t kFactor = 2;
@@ -146,8 +147,8 @@ void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinati
   const Expected expected(test);
   const PlacementCounter counter(test, mesh);
   // An odd step, so that the sample has all choices of each input.
-  const size_t most = combinations == Combinations::kMany ? kMany : kSample;
-  const size_t step = mesh.ndim() > 1 ? std::max<size_t>(counter.count() / most, 1) | 1 : 1;
+  const bool samples = mesh.ndim() > 1 && combinations == Combinations::kSample;
+  const size_t step = samples ? std::max<size_t>(counter.count() / kSample, 1) | 1 : 1;
   for (size_t n = 0; n < counter.count(); n += step) {
     const auto placements = counter.at(n);
     if (mesh.ndim() == 1 && is_mixed_with_splits(placements)) continue;
@@ -162,14 +163,6 @@ void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinati
   }
 }
 
-// Counted on the world's process group, which the mesh over all ranks uses.
-CollectiveCounts counted(World& world, const std::function<void()>& run) {
-  auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
-  counting->reset_counts();
-  run();
-  return counting->counts();
-}
-
 void expect_quiet(const QuietCase& quiet, World& world, const DeviceMesh& mesh) {
   SCOPED_TRACE(quiet.test.name);
   const Expected expected(quiet.test);
@@ -178,7 +171,7 @@ void expect_quiet(const QuietCase& quiet, World& world, const DeviceMesh& mesh) 
   const Tensors inputs = distributed_inputs(quiet.test, mesh, placements);
   at::Tensor output;
   Tensors gradients;
-  const auto forward = counted(world, [&] {
+  const auto forward = count(world, [&] {
     output = quiet.test.run(inputs);
     const bool is_pending = is_partial(placements_of(output)[0]);
     if (is_pending) output = redistribute(output, {});
@@ -186,7 +179,7 @@ void expect_quiet(const QuietCase& quiet, World& world, const DeviceMesh& mesh) 
   EXPECT_LE(forward.calls(), quiet.forward) << "forward";
   int64_t bytes = forward.bytes_sent();
   if (quiet.test.differentiable) {
-    const auto backward = counted(world, [&] { gradients = gradients_of(inputs, output); });
+    const auto backward = count(world, [&] { gradients = gradients_of(inputs, output); });
     EXPECT_LE(backward.calls(), quiet.backward) << "backward";
     bytes += backward.bytes_sent();
   }
@@ -205,7 +198,7 @@ void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<i
                      Combinations combinations) {
   int64_t ranks = 1;
   for (const int64_t size : mesh_shape) ranks *= size;
-  const std::chrono::seconds timeout(combinations == Combinations::kMany ? 500 : 110);
+  const std::chrono::seconds timeout(combinations == Combinations::kAll ? 1700 : 110);
   run_world(
       static_cast<int>(ranks),
       [&](World&) {

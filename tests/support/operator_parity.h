@@ -24,8 +24,8 @@ struct OperatorCase {
 at::Tensor whole_numbers(const at::Tensor& like, int64_t count);
 
 /// How many combinations of placements are tried on a mesh of several dims: about 25 of each case,
-/// or all, of cases with thousands about 1500; the same in every run. On a line it is always all.
-enum class Combinations { kSample, kMany };
+/// the same in every run, or all of them, which takes minutes. On a line it is always all.
+enum class Combinations { kSample, kAll };
 
 /// Runs each case, forward and backward, on DistTensors over a mesh of this shape, with the
 /// combinations of `Replicate`, `Partial(sum)` and every `Shard` for the inputs, and expects what

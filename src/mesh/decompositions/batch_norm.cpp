@@ -7,6 +7,7 @@
 
 #include "mesh/decompositions.h"
 #include "mesh/op_plan.h"
+#include "mesh/placed.h"
 #include "mesh/redistribute.h"
 
 namespace tessera {
@@ -57,8 +58,7 @@ at::Tensor spread(const at::Tensor& values, const at::Tensor& like) {
 class BatchNorm {
  public:
   BatchNorm(const at::Tensor& input, const DeviceMesh& mesh, const Placements& placements)
-      : mesh_(mesh),
-        layout_(layout_of(mesh, placements)),
+      : layout_(layout_of(mesh, placements)),
         channels_(input.size(1)),
         count_(static_cast<double>(input.numel()) / static_cast<double>(channels_)),
         sizes_(input.sizes().vec()),
@@ -68,8 +68,7 @@ class BatchNorm {
 
   // A part of `tensor` in the dtype that is computed in.
   at::Tensor local(const at::Tensor& tensor, const DistSpec& spec) const {
-    const at::Tensor part = local_part(tensor, mesh_, spec.placements);
-    return part.defined() ? part.to(wide_) : part;
+    return tensor.defined() ? placed(tensor, spec, "argument").to(wide_) : tensor;
   }
   at::Tensor per_channel(const at::Tensor& tensor) const {
     return local(tensor, *layout_.channels);
@@ -114,7 +113,6 @@ class BatchNorm {
   at::ScalarType wide() const { return wide_; }
 
  private:
-  const DeviceMesh& mesh_;
   const Layout layout_;
   const int64_t channels_;
   const double count_;  // of values for each channel

@@ -6,6 +6,7 @@
 
 #include "mesh/decompositions.h"
 #include "mesh/op_plan.h"
+#include "mesh/placed.h"
 
 namespace tessera {
 namespace {
@@ -35,8 +36,8 @@ bool mean_of_losses_backward(const c10::OperatorHandle& op, torch::jit::Stack& s
 // Two pending sums become whole in one message.
 std::vector<at::Tensor> whole(const at::Tensor& a, const at::Tensor& b, const DeviceMesh& mesh) {
   const at::Tensor both = at::stack({a, b});
-  const at::Tensor local = local_part(both, mesh, replicated(mesh));
   const DistSpecPtr spec = intern(mesh, replicated(mesh));
+  const at::Tensor local = placed(both, *spec, "argument");
   const auto one = [&](int64_t index) {
     return make_dist(mesh.is_member() ? local.select(0, index) : local, spec, {});
   };

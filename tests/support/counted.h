@@ -1,0 +1,20 @@
+#pragma once
+
+#include <tessera/process_group.h>
+#include <tessera/world.h>
+
+#include <functional>
+#include <memory>
+
+namespace tessera {
+
+/// What `run` sends over the world's process group, which must be a counting one. A mesh over all
+/// ranks uses it.
+inline CollectiveCounts count(World& world, const std::function<void()>& run) {
+  auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
+  counting->reset_counts();
+  run();
+  return counting->counts();
+}
+
+}  // namespace tessera
