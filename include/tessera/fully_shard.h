@@ -93,8 +93,17 @@ class TESSERA_API ShardedModule {
   };
   [[nodiscard]] KeepUnsharded keep_unsharded();
 
-  /// Called by the wrapper before each forward: synchronizes buffers if the plan says so.
+  /// Called by the wrapper before each forward: synchronizes buffers if the plan says so, but not
+  /// under `no_sync()`.
   void begin_forward();
+
+  /// Takes rank 0's buffers. Collective. Not `blocking`: they may change until the next forward
+  /// through the wrapper begins, or the next call of this.
+  void sync_buffers(bool blocking = true);
+
+  /// Reduces the gradients that backwards under `no_sync()` have left, as the next backward outside
+  /// would. Collective. Throws on every rank if none has any.
+  void reduce();
 
   /// The reduced gradient of a parameter, gathered whole; undefined if it has none. Collective.
   at::Tensor full_grad(const at::Tensor& parameter);

@@ -4,6 +4,7 @@
 #include <tessera/process_group.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,6 +46,11 @@ struct Precision {
   /// at least and stored in the dtype that the optimizer updates.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 
+  /// Updated parameters travel in this dtype, narrower than the one they are used in; none: in that
+  /// one. All ranks then use the rounded values, their owner, too, which keeps the values that it
+  /// updates beside them: those are the master weights.
+  std::optional<at::ScalarType> gather_dtype = std::nullopt;
+
   /// Buffers are converted to this dtype at wrap; none: they stay as they are.
   std::optional<at::ScalarType> buffer_dtype = std::nullopt;
 
@@ -71,6 +77,14 @@ struct ShardPlan {
   /// MiB where units travel in messages, 1 MiB where ranks share memory.
   std::optional<int64_t> unit_bytes = std::nullopt;
 
+  /// With `Partition::kWholeParam`: the owners of these parameters, by name, as ranks in
+  /// `process_group`. The others go to the least loaded, as if there were no such list.
+  std::map<std::string, int> owners;
+
+  /// The parameters of these names are left alone: never cut, reduced or gathered. Rank 0's values
+  /// are taken at wrap if `start_values` says so.
+  std::vector<std::string> ignored;
+
   /// The user's own units, each a list of parameter names; parameters in none are packed by size.
   std::vector<std::vector<std::string>> units;
 
@@ -91,6 +105,11 @@ struct ShardPlan {
 
   /// Reduced gradients are the mean over ranks; false: the sum.
   bool average = true;
+
+  /// False: gradients stay in `.grad`, whole, as autograd made them, and a step reads those of what
+  /// its rank owns. Who trains makes them equal on all ranks, say by an all-reduce. Only for
+  /// levels below `kGradients`.
+  bool reduce_gradients = true;
 
   StartValues start_values = StartValues::kBroadcast;
 

@@ -28,6 +28,7 @@ class ShardedOptimizer;
 struct Segment;
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);  // internal
 void offload_state(ShardedOptimizer& optimizer);                             // internal
+void give_back_optimizer(ShardedOptimizer& optimizer);                       // internal
 
 /// Steps the user's own optimizer on this rank's shards.
 ///
@@ -76,6 +77,7 @@ class TESSERA_API ShardedOptimizer {
  private:
   friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
   friend void offload_state(ShardedOptimizer& optimizer);
+  friend void give_back_optimizer(ShardedOptimizer& optimizer);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "access/dist_parameters.h"
 #include "init/recorder.h"
@@ -38,6 +39,7 @@ void check_precision(const Precision& precision) {
   check_floating("param_dtype", precision.param_dtype);
   check_floating("master_dtype", precision.master_dtype);
   check_floating("reduce_dtype", precision.reduce_dtype);
+  check_floating("gather_dtype", precision.gather_dtype);
   check_floating("buffer_dtype", precision.buffer_dtype);
 }
 
@@ -63,6 +65,31 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
                     plan.prefetch);
   check_precision(plan.precision);
+  if (plan.reduce_gradients) return;
+  TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
+                    "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");
+  const Precision& precision = plan.precision;
+  TORCH_CHECK_VALUE(!precision.param_dtype && !precision.master_dtype && !precision.reduce_dtype,
+                    "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters and "
+                    "reductions can't be chosen: gradients stay as autograd makes them");
+}
+
+// Moves the parameters that the plan ignores, under any of their names, out of `parameters`.
+std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
+  std::set<std::string> names(plan.ignored.begin(), plan.ignored.end());
+  std::set<const c10::TensorImpl*> impls;
+  for (const NamedTensor& parameter : parameters) {
+    if (names.erase(parameter.name) > 0) impls.insert(parameter.tensor.unsafeGetTensorImpl());
+  }
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.ignored names '", names.empty() ? "" : *names.begin(),
+                    "', which the model does not have");
+  const auto ignored = std::stable_partition(
+      parameters.begin(), parameters.end(), [&](const NamedTensor& parameter) {
+        return !impls.contains(parameter.tensor.unsafeGetTensorImpl());
+      });
+  std::vector<NamedTensor> taken(ignored, parameters.end());
+  parameters.erase(ignored, parameters.end());
+  return taken;
 }
 
 std::string to_bytes(const UseOrder& order) {
@@ -100,7 +127,7 @@ std::vector<int> reduction_order(const UseOrder& backward, int units) {
 
 }  // namespace
 
-std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor>& parameters,
+std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> parameters,
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& wanted) {
   use_page_heap();
@@ -110,8 +137,10 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
   std::shared_ptr<StateMemory> offload;
+  std::vector<NamedTensor> ignored;
   check_on_all_ranks(mesh, [&] {
     check_plan(plan);
+    ignored = take_ignored(parameters, plan);
     TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
                 "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
@@ -124,13 +153,14 @@ std::shared_ptr<ShardedState> ShardedState::create(const std::vector<NamedTensor
   std::shared_ptr<ShardedState> state(new ShardedState(
       std::move(buffers), plan, {.mesh = mesh, .offload = offload}, std::move(layouts)));
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
+  state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
   state->adopt();
   return state;
 }
 
 ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
                            UnitContext context, std::vector<UnitLayout> layouts)
-    : plan_(plan), buffers_(std::move(buffers)), context_(std::move(context)) {
+    : plan_(plan), synced_(std::move(buffers)), buffers_(synced_), context_(std::move(context)) {
   std::vector<Unit*> units;
   for (UnitLayout& layout : layouts) {
     const int index = static_cast<int>(units_.size());
@@ -140,7 +170,7 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
   residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
   const double scale = plan_.average && !plan_.mesh_dim ? 1.0 / mesh().size() : 1.0;
   reducer_ = std::make_unique<Reducer>(
-      units, mesh(), scale,
+      units, mesh(), scale, plan_.reduce_gradients,
       Reducer::Callbacks{[this] { residency_->end_pass(); },
                          [this] { return residency_->wants_to_learn(); },
                          [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
@@ -155,9 +185,18 @@ void ShardedState::adopt() {
   for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
   convert_buffers();
   reducer_->install();
-  if (plan_.sync_buffers) sync_buffers();
+  if (broadcast || plan_.sync_buffers) TakenFromFirst(mesh(), buffers_).finish();
   // The whole parameters are gone; where they lay, the heap would keep the pages.
   trim_heaps();
+}
+
+void ShardedState::give_back() {
+  reducer_->uninstall();
+  const auto keep_alive = shared_from_this();
+  wait_until_unread(stop_reading());
+  for (const auto& unit : units_) unit->give_back();
+  // The memory may go when no peer reads it any more.
+  wait_until_unread(stop_reading());
 }
 
 void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(units); }
@@ -201,32 +240,24 @@ void ShardedState::learn_order() {
 void ShardedState::convert_buffers() {
   if (!plan_.precision.buffer_dtype) return;
   at::NoGradGuard no_grad;
-  for (const NamedTensor& buffer : buffers_) {
+  for (const NamedTensor& buffer : synced_) {
     if (buffer.tensor.defined() && buffer.tensor.is_floating_point())
       buffer.tensor.set_data(buffer.tensor.to(*plan_.precision.buffer_dtype));
   }
 }
 
-void ShardedState::sync_buffers() {
-  at::NoGradGuard no_grad;
-  std::vector<at::Tensor> packed;
-  for (const NamedTensor& buffer : buffers_) packed.push_back(local_of(buffer.tensor).contiguous());
-  for (ProcessGroup* process_group : {&mesh().shard(), &mesh().replicate()}) {
-    if (process_group->size() == 1) continue;
-    std::vector<WorkPtr> works;
-    for (size_t i = 0; i < packed.size(); ++i)
-      works.push_back(
-          process_group->broadcast(packed[i], 0, {buffers_[i].name, Channel::kControl}));
-    for (const WorkPtr& work : works) work->wait();
-  }
-  for (size_t i = 0; i < packed.size(); ++i) {
-    const at::Tensor& own = local_of(buffers_[i].tensor);
-    if (!packed[i].is_same(own)) own.copy_(packed[i]);
-  }
+void ShardedState::start_sync_buffers() {
+  finish_sync_buffers();
+  arriving_.emplace(mesh(), synced_);
+}
+
+void ShardedState::finish_sync_buffers() {
+  if (arriving_) std::exchange(arriving_, std::nullopt)->finish();
 }
 
 at::Tensor ShardedState::full_grad(const ParamPlace& place) {
   at::NoGradGuard no_grad;
+  if (!plan_.reduce_gradients) return slot(place).tensor().grad();
   reducer_->settle();
   const UnitGradients& gradients = *reducer_->gradients()[place.unit];
   if (!gradients.is_live(place.slot)) return {};

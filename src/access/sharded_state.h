@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "access/residency.h"
+#include "access/taken_from_first.h"
 #include "grad/reducer.h"
 #include "unit/unit.h"
 
@@ -30,7 +31,7 @@ struct ParamPlace {
 class ShardedState : public UseListener, public std::enable_shared_from_this<ShardedState> {
  public:
   /// Collective; see `fully_shard`.
-  static std::shared_ptr<ShardedState> create(const std::vector<NamedTensor>& parameters,
+  static std::shared_ptr<ShardedState> create(std::vector<NamedTensor> parameters,
                                               std::vector<NamedTensor> buffers,
                                               const ShardPlan& plan);
   ~ShardedState() override;
@@ -38,7 +39,13 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void on_use(const std::vector<Unit*>& units) override;
   void on_write(const std::vector<Unit*>& units) override;
 
-  void sync_buffers();
+  /// Undoes `create()`: the parameters are ordinary tensors again, and gradients are forgotten.
+  /// Collective. Nothing else may be asked of the state then.
+  void give_back();
+
+  /// Collective: takes rank 0's buffers, in two steps. The second does nothing without the first.
+  void start_sync_buffers();
+  void finish_sync_buffers();
   at::Tensor full_grad(const ParamPlace& place);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state);
@@ -60,6 +67,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   std::optional<ParamPlace> find(const at::Tensor& tensor) const;
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  /// What every rank has whole, and no unit: buffers, and parameters that the plan ignores.
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   const ShardPlan& plan() const { return plan_; }
   const ShardMesh& mesh() const { return context_.mesh; }
@@ -83,7 +91,9 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
 
   ShardPlan plan_;
   std::vector<std::string> parameter_names_;  // in the order of registration
-  std::vector<NamedTensor> buffers_;
+  std::vector<NamedTensor> synced_;   // the model's buffers
+  std::vector<NamedTensor> buffers_;  // these and ignored parameters
+  std::optional<TakenFromFirst> arriving_;  // values of `synced_`
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Residency> residency_;

@@ -74,7 +74,6 @@ void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradient
                      const IsCounted& is_counted) {
   at::NoGradGuard no_grad;
   for (const auto& unit : gradients) {
-    if (!unit->reduced().defined()) continue;
     const UnitLayout& layout = unit->unit().layout();
     for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
       if (!unit->is_live(slot) || !is_counted(unit->unit().index(), slot)) continue;

@@ -32,6 +32,19 @@ struct GradGate final : torch::autograd::AutogradMeta {
   std::string error;
 };
 
+// Gives the tensor another metadata that knows what the one it has knows, but for the gradient.
+void replace_meta(const at::Tensor& tensor, std::unique_ptr<torch::autograd::AutogradMeta> meta) {
+  auto* old = torch::autograd::impl::materialize_autograd_meta(tensor);
+  meta->name_ = std::move(old->name_);
+  meta->grad_accumulator_ = std::move(old->grad_accumulator_);
+  meta->hooks_ = std::move(old->hooks_);
+  meta->cpp_hooks_list_ = std::move(old->cpp_hooks_list_);
+  meta->post_acc_grad_hooks_ = std::move(old->post_acc_grad_hooks_);
+  meta->requires_grad_ = old->requires_grad_;
+  meta->output_nr_ = old->output_nr_;
+  tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(meta));
+}
+
 }  // namespace
 
 OpenGates::OpenGates() { ++open_gates; }
@@ -39,16 +52,11 @@ OpenGates::~OpenGates() { --open_gates; }
 
 void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
                        std::string error) {
-  auto gate = std::make_unique<GradGate>(std::move(sink), slot, std::move(error));
-  auto* old = torch::autograd::impl::materialize_autograd_meta(tensor);
-  gate->name_ = std::move(old->name_);
-  gate->grad_accumulator_ = std::move(old->grad_accumulator_);
-  gate->hooks_ = std::move(old->hooks_);
-  gate->cpp_hooks_list_ = std::move(old->cpp_hooks_list_);
-  gate->post_acc_grad_hooks_ = std::move(old->post_acc_grad_hooks_);
-  gate->requires_grad_ = old->requires_grad_;
-  gate->output_nr_ = old->output_nr_;
-  tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(gate));
+  replace_meta(tensor, std::make_unique<GradGate>(std::move(sink), slot, std::move(error)));
+}
+
+void remove_grad_gate(const at::Tensor& tensor) {
+  replace_meta(tensor, std::make_unique<torch::autograd::AutogradMeta>());
 }
 
 }  // namespace tessera

@@ -31,4 +31,7 @@ class OpenGates {
 void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
                        std::string error);
 
+/// Undoes `install_grad_gate()`: `.grad` is the tensor's own again, and undefined.
+void remove_grad_gate(const at::Tensor& tensor);
+
 }  // namespace tessera

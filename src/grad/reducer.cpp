@@ -11,6 +11,7 @@
 #include <numeric>
 #include <thread>
 
+#include "grad/given_gradients.h"
 #include "mesh/redistribute.h"
 
 namespace tessera {
@@ -81,16 +82,19 @@ std::string read_error(const ParamSlot& slot) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, Callbacks callbacks)
+Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, bool reduces,
+                 Callbacks callbacks)
     : units_(std::move(units)),
       mesh_(mesh),
+      reduces_(reduces),
       callbacks_(std::move(callbacks)),
       order_(units_.size()),
       launched_(units_.size(), false),
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0) {
   for (Unit* unit : units_) {
-    gradients_.push_back(std::make_shared<UnitGradients>(*unit, scale));
+    gradients_.push_back(reduces ? std::make_shared<UnitGradients>(*unit, scale)
+                                 : std::make_shared<GivenGradients>(*unit));
     used_.emplace_back(unit->layout().slots.size(), false);
     in_flight_limit_ = std::max(in_flight_limit_, 2 * unit->layout().nbytes());
   }
@@ -98,6 +102,7 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, 
 }
 
 void Reducer::install() {
+  if (!reduces_) return;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& slots = units_[unit]->layout().slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
@@ -107,6 +112,21 @@ void Reducer::install() {
         install_grad_gate(tensor, gradients_[unit], slot, read_error(slots[slot]));
         torch::autograd::impl::set_post_acc_grad_hooks(
             tensor, std::make_unique<GradHook>(this, gradients_[unit], unit, slot, i));
+      }
+    }
+  }
+}
+
+void Reducer::uninstall() {
+  clear_all();
+  if (!reduces_) return;
+  for (const Unit* unit : units_) {
+    for (const ParamSlot& slot : unit->layout().slots) {
+      for (size_t i = 0; i < slot.handles.size(); ++i) {
+        const at::Tensor tensor = slot.tensor(i);
+        if (!tensor.defined()) continue;
+        torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
+        remove_grad_gate(tensor);
       }
     }
   }
@@ -234,6 +254,20 @@ void Reducer::end_backward() {
     callbacks_.backward_ended(false, false);
     return;
   }
+  callbacks_.backward_ended(true, reduce_arrived());
+}
+
+bool Reducer::reduce_waiting() {
+  settle();
+  reduce_arrived();
+  return std::any_of(used_.begin(), used_.end(), [](const std::vector<bool>& unit) {
+    return std::find(unit.begin(), unit.end(), true) != unit.end();
+  });
+}
+
+// All ranks: starts the reductions that this one still owes. Returns whether any rank wants
+// attention.
+bool Reducer::reduce_arrived() {
   const bool attention = agree_on_use();
   for (; next_ < order_.size(); ++next_) {
     const size_t unit = order_[next_];
@@ -246,7 +280,7 @@ void Reducer::end_backward() {
   in_flight_.clear();
   in_flight_bytes_ = 0;
   accumulating_ = false;
-  callbacks_.backward_ended(true, attention);
+  return attention;
 }
 
 void Reducer::launch_late() {
@@ -268,6 +302,7 @@ void Reducer::settle() {
 }
 
 bool Reducer::any_gradient() {
+  if (!reduces_) return true;
   settle();
   return std::any_of(gradients_.begin(), gradients_.end(),
                      [](const auto& gradients) { return gradients->any_live(); });

@@ -23,11 +23,15 @@ class Reducer {
     std::function<void(bool synced, bool any)> backward_ended;  ///< `any`: some rank voted
   };
 
-  /// `scale` is what sums over ranks are multiplied by.
-  Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, Callbacks callbacks);
+  /// `scale` is what sums over ranks are multiplied by. `reduces` is false where gradients stay with
+  /// the user, who makes them equal on all ranks.
+  Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, bool reduces,
+          Callbacks callbacks);
 
   /// Watches the gradients of all parameters.
   void install();
+  /// Leaves them alone again. What they were is forgotten.
+  void uninstall();
 
   /// Called by the parameters' hooks.
   void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor);
@@ -36,10 +40,19 @@ class Reducer {
 
   void enter_no_sync() { ++no_sync_; }
   void leave_no_sync() { --no_sync_; }
+  bool is_no_sync() const { return no_sync_ > 0; }
+
+  /// All ranks: reduces what backwards under `no_sync()` have left. False, and nothing is done, if
+  /// no rank has anything.
+  bool reduce_waiting();
+  bool reduces() const { return reduces_; }
+  /// True if a backward under `no_sync()` has left gradients on this rank.
+  bool has_waiting() const { return accumulating_; }
 
   /// All ranks: waits for all reductions.
   void settle();
-  /// True if a backward gave any parameter a gradient since the last clear. All ranks agree.
+  /// True if a backward gave any parameter a gradient since the last clear. All ranks agree; where
+  /// the user reduces, nobody knows, and so it is true.
   bool any_gradient();
   void clear_all();
 
@@ -49,6 +62,7 @@ class Reducer {
  private:
   void begin_backward();
   void end_backward();
+  bool reduce_arrived();
   void abandon_backward();
   void launch_ready();
   void launch(size_t unit);
@@ -60,6 +74,7 @@ class Reducer {
 
   std::vector<Unit*> units_;
   ShardMesh mesh_;
+  bool reduces_;
   Callbacks callbacks_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
   std::vector<int> order_;               // of reductions: unit indices

@@ -47,6 +47,8 @@ UnitGradients::UnitGradients(Unit& unit, double scale)
   }
 }
 
+UnitGradients::~UnitGradients() = default;
+
 at::TensorOptions UnitGradients::options(at::ScalarType dtype) const {
   return at::TensorOptions().dtype(dtype).device(unit_.layout().device);
 }
@@ -221,7 +223,10 @@ void UnitGradients::clear_all() {
 }
 
 bool UnitGradients::any_live() const {
-  return std::find(live_.begin(), live_.end(), true) != live_.end();
+  for (size_t slot = 0; slot < live_.size(); ++slot) {
+    if (is_live(slot)) return true;
+  }
+  return false;
 }
 
 at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {

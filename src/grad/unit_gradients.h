@@ -17,6 +17,7 @@ namespace tessera {
 class UnitGradients : public GradSink {
  public:
   UnitGradients(Unit& unit, double scale);
+  ~UnitGradients() override;
 
   /// A backward begins: nothing has arrived in it yet.
   void begin_backward();
@@ -43,13 +44,14 @@ class UnitGradients : public GradSink {
   /// Forgets the gradient of one parameter, or of all: what has arrived, is being reduced, or is
   /// reduced.
   void clear(size_t slot) override;
-  void clear_all();
+  virtual void clear_all();
 
   /// True if the parameter has a reduced gradient. All ranks agree.
-  bool is_live(size_t slot) const { return live_[slot]; }
+  virtual bool is_live(size_t slot) const { return live_[slot]; }
   bool any_live() const;
-  /// The reduced gradient of elements [begin, end) of the flat buffer, which must be this rank's.
-  at::Tensor reduced(int64_t begin, int64_t end) const;
+  /// The reduced gradient of elements [begin, end) of the flat buffer, which must be this rank's,
+  /// and of one parameter.
+  virtual at::Tensor reduced(int64_t begin, int64_t end) const;
   /// All of this rank's part; undefined if there is none.
   const at::Tensor& reduced() const { return reduced_; }
   int64_t nbytes() const;

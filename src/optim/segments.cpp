@@ -44,6 +44,13 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
                 const Segment* segment) {
   const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
   if (it == optimizer.state().end()) return;
+  if (segment && !slot.dist && segment->tensor.sizes() == param.sizes()) {
+    // Whole, and so any optimizer's.
+    auto own = std::move(it->second);
+    optimizer.state().erase(it);
+    optimizer.state()[segment->tensor.unsafeGetTensorImpl()] = std::move(own);
+    return;
+  }
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
     for (auto& [name, tensor] : state.tensors) {
@@ -106,6 +113,28 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
       TORCH_CHECK_VALUE(it->second == group, "[ShardedOptimizer] a parameter must be in one param group; '",
                         state.slot(*place).name(), "' is in groups ", it->second, " and ", group);
     }
+  }
+}
+
+void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                         const std::vector<Segment>& segments) {
+  for (const Segment& segment : segments) {
+    const ParamSlot& slot = state.slot(segment.place);
+    TORCH_CHECK_NOT_IMPLEMENTED(!segment.tensor.defined() || segment.tensor.sizes() == at::IntArrayRef(slot.sizes),
+                                "[ShardedOptimizer] only whole parameters can be given back; '", slot.name(),
+                                "' is cut");
+  }
+  for (auto& param_group : optimizer.param_groups()) param_group.params().clear();
+  auto& states = optimizer.state();
+  for (const Segment& segment : segments) {
+    const at::Tensor param = state.slot(segment.place).tensor();
+    optimizer.param_groups()[segment.param_group].params().push_back(param);
+    if (!segment.tensor.defined()) continue;
+    const auto it = states.find(segment.tensor.unsafeGetTensorImpl());
+    if (it == states.end()) continue;
+    auto own = std::move(it->second);
+    states.erase(it);
+    states[param.unsafeGetTensorImpl()] = std::move(own);
   }
 }
 

@@ -46,7 +46,19 @@ ShardedModule::KeepUnsharded::~KeepUnsharded() { state_->residency().release_all
 ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnsharded(state_); }
 
 void ShardedModule::begin_forward() {
-  if (state_->plan().sync_buffers) state_->sync_buffers();
+  state_->finish_sync_buffers();
+  if (state_->plan().sync_buffers && !state_->reducer().is_no_sync()) sync_buffers();
+}
+
+void ShardedModule::sync_buffers(bool blocking) {
+  state_->start_sync_buffers();
+  if (blocking) state_->finish_sync_buffers();
+}
+
+void ShardedModule::reduce() {
+  TORCH_CHECK(!state_->reducer().is_no_sync(), "[reduce] must be called after the no_sync() guard has ended");
+  TORCH_CHECK(state_->reducer().reduce_waiting(), "[reduce] there must be gradients of a backward under no_sync(); no "
+              "rank has any, maybe reduce() was called twice or there was no backward pass");
 }
 
 bool ShardedModule::casts_inputs() const {

@@ -93,8 +93,10 @@ std::vector<bool> ShardedOptimizer::Impl::step() {
   std::vector<std::vector<const Segment*>> live(memory ? units.size() : 1);
   for (const Segment& segment : segments) {
     const auto [unit, slot] = segment.place;
-    if (!state().reducer().gradients()[unit]->is_live(slot)) continue;
-    changed[unit] = true;
+    const bool is_live = state().reducer().gradients()[unit]->is_live(slot);
+    // Where the user reduces, ranks may differ in what has a gradient.
+    if (is_live || !state().reducer().reduces()) changed[unit] = true;
+    if (!is_live) continue;
     if (segment.tensor.defined()) live[memory ? unit : 0].push_back(&segment);
   }
   if (!memory) run(live[0]);
@@ -110,6 +112,19 @@ std::vector<bool> ShardedOptimizer::Impl::step() {
   return changed;
 }
 
+// The fused kernels read state in the parameter's dtype. It has another if the optimizer had it
+// before the model was converted.
+static bool has_state_like_parameters(const torch::optim::Optimizer& optimizer,
+                               const std::vector<Segment>& segments) {
+  if (!knows_state(optimizer)) return true;  // and then there is no fused kernel
+  for (const Segment& segment : segments) {
+    if (!segment.tensor.defined()) continue;
+    for (const auto& [name, tensor] : read_param_state(optimizer, segment.tensor).tensors)
+      if (tensor.scalar_type() != segment.tensor.scalar_type()) return false;
+  }
+  return true;
+}
+
 ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                                    const ShardedOptimizerOptions& options)
     : impl_(new Impl{module, &optimizer, options, {}}) {
@@ -119,6 +134,7 @@ ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Op
     impl_->reserve_state();
   });
   impl_->segments = adopt_optimizer(state, optimizer);
+  impl_->options.fused = options.fused && has_state_like_parameters(optimizer, impl_->segments);
   impl_->offload_state();
 }
 
@@ -178,6 +194,12 @@ ShardMemory ShardedOptimizer::memory() const {
 }
 
 void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state(); }
+
+void give_back_optimizer(ShardedOptimizer& optimizer) {
+  auto& impl = *optimizer.impl_;
+  give_back_optimizer(impl.state(), *impl.optimizer, impl.segments);
+  impl.segments.clear();
+}
 
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer) {
   return optimizer.impl_->segments;

@@ -15,4 +15,8 @@ const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
 /// Moves state that was made outside of the optimizer's steps to where state is offloaded to.
 void offload_state(ShardedOptimizer& optimizer);
 
+/// Undoes the constructor, where parameters are whole: see `give_back_optimizer()` in segments.h.
+/// Nothing else may be asked of the optimizer then.
+void give_back_optimizer(ShardedOptimizer& optimizer);
+
 }  // namespace tessera

@@ -61,15 +61,28 @@ void choose_dtypes(ParamSlot& param, const Precision& precision) {
   if (size_of(param.dtype) > size_of(param.master_dtype)) param.master_dtype = param.dtype;
 }
 
-// Each parameter's owner: the rank with the fewest trainable elements so far, the lowest of equals.
-std::vector<int> choose_owners(const std::vector<ParamSlot>& params, int world_size) {
+// Each parameter's owner: the plan's, or else the rank with the fewest trainable elements so far,
+// the lowest of equals.
+std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const ShardPlan& plan,
+                               int world_size) {
   std::vector<int64_t> load(world_size, 0);
   std::vector<int> owners;
+  std::map<std::string, int> given = plan.owners;
   for (const ParamSlot& param : params) {
-    const auto least = std::min_element(load.begin(), load.end());
-    owners.push_back(static_cast<int>(least - load.begin()));
-    if (param.requires_grad) *least += param.numel;
+    int owner = static_cast<int>(std::min_element(load.begin(), load.end()) - load.begin());
+    for (const std::string& name : param.names) {
+      const auto it = given.find(name);
+      if (it == given.end()) continue;
+      TORCH_CHECK_VALUE(it->second >= 0 && it->second < world_size, "[fully_shard] plan.owners must name ranks from 0 to ",
+                        world_size - 1, "; got ", it->second, " for '", name, "'");
+      owner = it->second;
+      given.erase(it);
+    }
+    owners.push_back(owner);
+    if (param.requires_grad) load[owner] += param.numel;
   }
+  TORCH_CHECK_VALUE(given.empty(), "[fully_shard] plan.owners names '", given.empty() ? "" : given.begin()->first,
+                    "', which the model does not have");
   return owners;
 }
 
@@ -206,10 +219,16 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
                   .dtype = param.dtype,
                   .master_dtype = param.master_dtype,
                   .reduce_dtype = param.dtype,
+                  .gather_dtype = param.dtype,
                   .device = param.device};
   if (plan.precision.reduce_dtype && c10::isFloatingType(unit.dtype)) {
     unit.reduce_dtype = *plan.precision.reduce_dtype;
     check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
+  }
+  const auto gather_dtype = plan.precision.gather_dtype;
+  if (gather_dtype && param.requires_grad && c10::isFloatingType(unit.dtype) &&
+      c10::elementSize(*gather_dtype) < c10::elementSize(unit.dtype)) {
+    unit.gather_dtype = *gather_dtype;
   }
   return unit;
 }
@@ -268,7 +287,7 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
     levels.push_back(keep ? ShardLevel::kGradients : plan.level);
   }
   const std::vector<UnitMembers> members = pack(params, plan, levels);
-  const std::vector<int> owners = choose_owners(params, world_size);
+  const std::vector<int> owners = choose_owners(params, plan, world_size);
 
   std::vector<UnitLayout> units;
   for (const UnitMembers& member : members) {

@@ -66,6 +66,7 @@ struct UnitLayout {
   at::ScalarType dtype = at::kFloat;         ///< of the parameters
   at::ScalarType master_dtype = at::kFloat;  ///< of what the optimizer updates, and its gradients
   at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients that are sent
+  at::ScalarType gather_dtype = at::kFloat;  ///< to which parameters are rounded when updated
   at::Device device = at::kCPU;
   std::vector<ParamSlot> slots;   ///< ascending offsets
   std::vector<int64_t> bounds;    ///< rank r owns elements [bounds[r], bounds[r + 1])
@@ -73,7 +74,8 @@ struct UnitLayout {
 
   int64_t numel() const { return bounds.back(); }
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
-  bool has_master() const { return master_dtype != dtype; }
+  bool rounds() const { return gather_dtype != dtype; }
+  bool has_master() const { return master_dtype != dtype || rounds(); }
   /// Bytes of the full parameters.
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };

@@ -109,7 +109,7 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   at::NoGradGuard no_grad;
   {
     const at::Tensor values = collect_values(broadcast);
-    full_ = layout_.has_master() ? values.to(layout_.dtype) : values;
+    full_ = layout_.has_master() ? rounded(values).to(layout_.dtype) : values;
     install_views(keep_alive);
     if (shared_) move_to_shared_memory();
     keep_part_of(values);
@@ -133,14 +133,36 @@ void Unit::install_views(const std::shared_ptr<void>& keep_alive) {
   auto storage =
       c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
   storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
-  c10::impl::ExcludeDispatchKeyGuard not_a_use(kUnitKey);
   for (const ParamSlot& slot : layout_.slots) {
-    for (size_t i = 0; i < slot.handles.size(); ++i) {
-      const at::Tensor tensor = slot.tensor(i);
-      const at::Tensor view =
-          make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset);
-      tensor.set_data(slot.dist ? dist_around(view, *slot.dist, tensor) : view);
-    }
+    point_to(slot, [&] {
+      return make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset);
+    });
+  }
+}
+
+// Makes the parameter's tensors views that `make_view` gives.
+void Unit::point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const {
+  c10::impl::ExcludeDispatchKeyGuard not_a_use(kUnitKey);
+  for (size_t i = 0; i < slot.handles.size(); ++i) {
+    const at::Tensor tensor = slot.tensor(i);
+    if (!tensor.defined()) continue;
+    const at::Tensor view = make_view();
+    tensor.set_data(slot.dist ? dist_around(view, *slot.dist, tensor) : view);
+  }
+}
+
+void Unit::give_back() {
+  TORCH_CHECK_NOT_IMPLEMENTED(layout_.master_dtype == layout_.dtype, "[tessera] ", label_,
+                              " has master weights of another dtype, and can't be given back");
+  at::NoGradGuard no_grad;
+  if (state_ == State::kSharded) unshard();
+  wait();
+  const at::Tensor values = full_.clone();
+  if (master_.defined()) updated_of(values).copy_(master_);
+  for (const ParamSlot& slot : layout_.slots) {
+    if (slot.local().defined() && unit_of(slot.local()) != this) continue;  // it was taken out
+    const at::Tensor own = view_param(slot, values).clone(at::MemoryFormat::Preserve);
+    point_to(slot, [&] { return own.alias(); });
   }
 }
 
@@ -172,13 +194,18 @@ at::Tensor Unit::updated_of(const at::Tensor& flat) const {
 // What this rank gives to a gather.
 at::Tensor Unit::gather_source() const { return shard_.defined() ? shard_ : master_.to(options()); }
 
+// New values as all ranks are to use them.
+at::Tensor Unit::rounded(const at::Tensor& values) const {
+  return layout_.rounds() ? values.to(layout_.gather_dtype) : values;
+}
+
 void Unit::publish() {
   if (!master_.defined()) return;
   at::NoGradGuard no_grad;
   if (!frees_) {
-    updated_of(full_).copy_(master_);
+    updated_of(full_).copy_(rounded(master_));
   } else if (shard_.defined()) {
-    shard_.copy_(master_);
+    shard_.copy_(rounded(master_));
   }
 }
 
@@ -196,8 +223,13 @@ void Unit::unshard() {
   }
   wait();
   allocate_full();
-  gather_ = context_.mesh.shard().all_gather(full_, gather_source(), layout_.bounds,
-                                             {layout_.name, Channel::kParams});
+  // Shared memory has the rounded values already.
+  if (layout_.rounds() && !shared_)
+    arriving_ = at::empty({layout_.numel()}, options().dtype(layout_.gather_dtype));
+  const at::Tensor source = gather_source();
+  gather_ = context_.mesh.shard().all_gather(arriving_.defined() ? arriving_ : full_,
+                                             arriving_.defined() ? rounded(source) : source,
+                                             layout_.bounds, {layout_.name, Channel::kParams});
   state_ = State::kUnsharding;
   unread_.push_back(gather_);
   if (unread_.size() > kMostUnread) {
@@ -209,6 +241,10 @@ void Unit::unshard() {
 void Unit::wait() {
   if (state_ != State::kUnsharding) return;
   std::exchange(gather_, nullptr)->wait();
+  if (arriving_.defined()) {
+    at::NoGradGuard no_grad;
+    full_.copy_(std::exchange(arriving_, at::Tensor()));
+  }
   state_ = State::kUnsharded;
   show_full();
 }

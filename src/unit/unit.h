@@ -4,6 +4,7 @@
 #include <tessera/process_group.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,6 +67,10 @@ class Unit {
   /// and makes them views of this unit. Collective if `broadcast`.
   void adopt(const std::shared_ptr<void>& keep_alive, bool broadcast);
 
+  /// Undoes `adopt()`: the parameters are ordinary tensors with memory of their own again. The unit
+  /// is of no use then. Collective. What has a master copy gets the values of that on its owner.
+  void give_back();
+
   /// Starts gathering the full parameters, in place if they are there. Collective.
   void unshard();
   /// Waits for the gather, if one is under way.
@@ -125,11 +130,13 @@ class Unit {
   at::Tensor flat_view(const at::Tensor& bytes) const;
   at::Tensor collect_values(bool broadcast) const;
   void install_views(const std::shared_ptr<void>& keep_alive);
+  void point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const;
   void move_to_shared_memory();
   void keep_part_of(const at::Tensor& values);
   at::Tensor shard_of(const at::Tensor& flat) const;
   at::Tensor updated_of(const at::Tensor& flat) const;
   at::Tensor gather_source() const;
+  at::Tensor rounded(const at::Tensor& values) const;
   void allocate_full();
   void free_full();
   void count_unsharded(bool is_there);
@@ -146,6 +153,7 @@ class Unit {
   State state_ = State::kUnsharded;
   std::optional<SharedBuffer> shared_;  // what `full_` lies in
   at::Tensor full_;
+  at::Tensor arriving_;  // what a gather fills in place of `full_` where parameters are rounded
   at::Tensor written_;  // in place of a shared `full_` while an operator writes
   at::Tensor shard_;    // undefined if the master copy serves as such
   at::Tensor master_;   // undefined if the shard is what is updated

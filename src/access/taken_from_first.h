@@ -1,0 +1,24 @@
+#pragma once
+
+#include <tessera/fully_shard.h>
+
+#include <vector>
+
+#include "mesh/shard_mesh.h"
+
+namespace tessera {
+
+/// Gives tensors that every rank has whole the values that rank 0 has. Collective.
+class TakenFromFirst {
+ public:
+  /// Starts it.
+  TakenFromFirst(const ShardMesh& mesh, const std::vector<NamedTensor>& tensors);
+  /// Waits until the values are there.
+  void finish();
+
+ private:
+  std::vector<at::Tensor> tensors_, packed_;
+  std::vector<WorkPtr> works_;
+};
+
+}  // namespace tessera
