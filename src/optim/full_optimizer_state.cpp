@@ -1,0 +1,304 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <tessera/optimizer_state_dict.h>
+#include <torch/optim/optimizer.h>
+
+#include <exception>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "access/sharded_state.h"
+#include "optim/optimizer_archive.h"
+#include "optim/sharded_optimizer_access.h"
+#include "optim/state_replacement.h"
+#include "optim/state_shape.h"
+
+namespace tessera {
+namespace {
+
+using Values = OptimizerStateDict::Values;
+
+constexpr const char* kSave = "full_state_dict";
+constexpr const char* kLoad = "load_full_state_dict";
+
+// As check_on_all_ranks(), for all that the user's save() and load() may throw.
+void on_all_ranks(const ShardMesh& mesh, const std::function<void()>& work) {
+  check_on_all_ranks(mesh, [&] {
+    try {
+      work();
+    } catch (const c10::Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "[tessera] ", error.what());
+    }
+  });
+}
+
+void check_segments(ShardedOptimizer& optimizer, const char* function) {
+  const ShardedState& state = *optimizer.module().state();
+  for (const Segment& segment : segments_of(optimizer)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!state.slot(segment.place).dist, "[", function, "] the parameters must not be "
+                                "DistTensors; use DistOptimizer::state_dict() and load_state_dict() for those");
+  }
+  size_t count = 0;
+  for (const auto& group : optimizer.inner().param_groups()) count += group.params().size();
+  TORCH_CHECK(count == segments_of(optimizer).size(), "[", function,
+              "] the optimizer must have the parameters that it had when the ShardedOptimizer was made; "
+              "expected ", segments_of(optimizer).size(), ", got ", count);
+}
+
+// What this rank has of the state, and what the others have to know of it.
+struct Share {
+  std::string archive;
+  OptimizerStateDict options;    // without state
+  std::set<std::string> others;  // see names_of_others()
+};
+
+Share read_share(ShardedOptimizer& optimizer) {
+  check_segments(optimizer, kSave);
+  Share share{save_optimizer(optimizer.inner()), {}, {}};
+  share.options = parse_optimizer(share.archive, kSave);
+  const ShardedState& state = *optimizer.module().state();
+  const auto& segments = segments_of(optimizer);
+  std::vector<ParamValues> parts;
+  for (const auto& [number, values] : share.options.state) {
+    const Segment& segment = segments.at(number);
+    if (segment.tensor.defined())
+      parts.push_back({state.slot(segment.place).name(), segment.tensor.sizes().vec(), values});
+  }
+  share.others = names_of_others(parts);
+  share.options.state.clear();
+  return share;
+}
+
+// The shares of all ranks, before they travel.
+struct Shares {
+  std::vector<int64_t> nbytes;
+  std::set<std::string> others;
+};
+
+Shares compare_shares(const ShardedState& state, const Share& own, int recipient) {
+  std::string text = fmt::format("{} {}\n", recipient, own.archive.size());
+  for (const std::string& name : own.others) text += name + "\n";
+  Shares shares;
+  for (const std::string& other :
+       all_gather_bytes(state.process_group(), text, {"optimizer state", Channel::kControl})) {
+    std::istringstream stream(other);
+    int their_recipient = 0;
+    stream >> their_recipient >> shares.nbytes.emplace_back();
+    TORCH_CHECK_VALUE(their_recipient == recipient,
+                      "[full_state_dict] `recipient` must be the same on all ranks; expected ", recipient,
+                      " as on rank ", state.process_group().rank(), ", got ", their_recipient,
+                      " on rank ", shares.nbytes.size() - 1);
+    stream.ignore();
+    for (std::string name; std::getline(stream, name);) shares.others.insert(name);
+  }
+  return shares;
+}
+
+// Brings the archive of rank `from` to `recipient`, or to all for -1; "" on ranks that have or need
+// it not.
+std::string transfer(ProcessGroup& process_group, const std::string& own, int64_t nbytes, int from,
+                     int recipient) {
+  const int rank = process_group.rank();
+  if (from == recipient || process_group.size() == 1) return {};
+  const bool sends = rank == from;
+  const bool receives = !sends && (recipient < 0 || recipient == rank);
+  std::string received(receives ? nbytes : 0, '\0');
+  at::Tensor host, bytes;
+  if (sends || receives) {
+    // Reading `own` does not change it.
+    void* const data = sends ? const_cast<char*>(own.data()) : received.data();
+    host = at::from_blob(data, {nbytes}, at::kByte);
+    bytes = process_group.backend_name() == "nccl" ? host.to(at::kCUDA) : host;
+  }
+  const CollectiveTag tag{"optimizer state", Channel::kControl};
+  if (recipient < 0) {
+    process_group.broadcast(bytes, from, tag)->wait_inputs();
+  } else {
+    std::vector<at::Tensor> incoming(process_group.size()), outgoing(process_group.size());
+    if (receives) incoming[from] = bytes;
+    if (sends) outgoing[recipient] = bytes;
+    process_group.all_to_all(std::move(incoming), std::move(outgoing), tag)->wait_inputs();
+  }
+  if (receives && !bytes.is_same(host)) host.copy_(bytes);
+  return received;
+}
+
+// Puts together the shares of the ranks.
+class Join {
+ public:
+  Join(ShardedOptimizer& optimizer, std::set<std::string> others)
+      : state_(*optimizer.module().state()),
+        segments_(segments_of(optimizer)),
+        others_(std::move(others)) {}
+
+  void add(int rank, const std::string& archive) {
+    const OptimizerStateDict share = parse_optimizer(archive, kSave);
+    for (const auto& [number, values] : share.state) {
+      for (const auto& [name, value] : values)
+        add_value(result_[number], name, value, segments_.at(number), rank);
+      result_[number];  // also of a class that keeps nothing
+    }
+  }
+  std::map<int64_t, Values> take() { return std::move(result_); }
+
+ private:
+  void add_value(Values& whole, const std::string& name, const c10::IValue& value,
+                 const Segment& segment, int rank) const {
+    const Unit& unit = *state_.units()[segment.place.unit];
+    const ParamSlot& slot = state_.slot(segment.place);
+    const auto& layout = unit.layout();
+    const auto [begin, end] = layout.level == ShardLevel::kNone
+                                  ? std::pair(slot.offset, slot.offset + slot.numel)
+                                  : overlap(slot, layout.bounds[rank], layout.bounds[rank + 1]);
+    const bool is_whole = layout.partition == Partition::kWholeParam && end - begin == slot.numel;
+    const std::vector<int64_t> sizes = is_whole ? slot.sizes : std::vector<int64_t>{end - begin};
+    if (!is_elementwise(name, value, sizes, others_)) {
+      whole.emplace(name, value);
+      return;
+    }
+    const at::Tensor part = value.toTensor();
+    auto it = whole.find(name);
+    if (it == whole.end()) {
+      const at::Tensor empty = at::empty_strided(slot.sizes, slot.strides, part.options());
+      it = whole.emplace(name, empty.zero_()).first;
+    }
+    at::as_strided(it->second.toTensor(), {slot.numel}, {1})
+        .narrow(0, begin - slot.offset, end - begin)
+        .copy_(is_whole ? flat_in_order(part, slot.strides) : part);
+  }
+
+  const ShardedState& state_;
+  const std::vector<Segment>& segments_;
+  std::set<std::string> others_;
+  std::map<int64_t, Values> result_;
+};
+
+// What the state has for each parameter of the optimizer.
+std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
+                                          const OptimizerStateDict& state_dict,
+                                          const std::vector<int64_t>& numbers) {
+  std::vector<ParamValues> params;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const auto values = state_dict.state.find(numbers[i]);
+    if (values == state_dict.state.end()) continue;
+    const ParamSlot& slot = optimizer.module().state()->slot(segments_of(optimizer)[i].place);
+    params.push_back({slot.name(), slot.sizes, values->second});
+  }
+  return params;
+}
+
+// This rank's part of what is kept for a parameter.
+std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const Values& values,
+                          const std::set<std::string>& others) {
+  if (!segment.tensor.defined()) return {};
+  Values parts;
+  for (const auto& [name, value] : values) {
+    c10::IValue& part = parts[name] = value;
+    if (is_elementwise(name, value, slot.sizes, others)) {
+      at::Tensor whole = value.toTensor();
+      const at::Tensor flat =
+          flat_in_order(whole, slot.strides)
+              .narrow(0, segment.begin - slot.offset, segment.end - segment.begin)
+              .clone();
+      // The optimizer keeps its state in the dtype that it updates.
+      const bool widens = whole.scalar_type() == slot.dtype && slot.dtype != slot.master_dtype;
+      part = at::as_strided(widens ? flat.to(slot.master_dtype) : flat, segment.tensor.sizes(),
+                            segment.tensor.strides());
+    }
+    part = move_to(part, segment.tensor.device());
+  }
+  return parts;
+}
+
+void check_same_state(const ShardMesh& mesh, const OptimizerStateDict& state_dict) {
+  size_t values = 0;
+  for (const auto& [number, of_param] : state_dict.state) values += of_param.size();
+  const auto texts =
+      mesh.all_gather_bytes(fmt::format("{} values of {} parameters, and {} param groups", values,
+                                        state_dict.state.size(), state_dict.param_groups.size()),
+                            {"optimizer state", Channel::kControl});
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    TORCH_CHECK_VALUE(texts[rank] == texts[0],
+                      "[load_full_state_dict] every rank must give the same state; expected ", texts[0],
+                      " as on rank 0, got ", texts[rank], " on rank ", rank);
+  }
+}
+
+void load_part(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict,
+               std::optional<PreviousState>& previous) {
+  torch::optim::Optimizer& inner = optimizer.inner();
+  check_segments(optimizer, kLoad);
+  const std::vector<int64_t> numbers = match_params(inner, state_dict, kLoad);
+  const auto params = values_of_params(optimizer, state_dict, numbers);
+  check_shapes(params, kLoad);
+  const std::set<std::string> others = names_of_others(params);
+  previous.emplace(inner, kLoad);
+  const auto convert = [&](int64_t number, const Values& values) {
+    const Segment& segment = segments_of(optimizer)[number];
+    return cut(optimizer.module().state()->slot(segment.place), segment, values, others);
+  };
+  set_state(inner, state_dict, numbers, convert, kLoad);
+}
+
+}  // namespace
+
+OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
+  at::NoGradGuard no_grad;
+  const auto state = optimizer.module().state();
+  ProcessGroup& process_group = state->process_group();
+  Share own;
+  on_all_ranks(state->mesh(), [&] {
+    TORCH_CHECK_VALUE(recipient >= -1 && recipient < process_group.size(),
+                      "[full_state_dict] `recipient` must be a rank of the process group or -1; expected -1 to ",
+                      process_group.size() - 1, ", got ", recipient);
+    own = read_share(optimizer);
+  });
+  const Shares shares = compare_shares(*state, own, recipient);
+  const bool receives = recipient < 0 || recipient == process_group.rank();
+  Join join(optimizer, shares.others);
+  std::exception_ptr failure;  // the others hear of it when all shares have travelled
+  const auto add = [&](int rank, const std::string& archive) {
+    if (!receives || failure) return;
+    try {
+      join.add(rank, archive);
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+  };
+  for (int rank = 0; rank < process_group.size(); ++rank) {
+    const bool is_own = rank == process_group.rank();
+    if (state->plan().level == ShardLevel::kNone) {  // each rank has all of it
+      if (is_own) add(rank, own.archive);
+      continue;
+    }
+    const std::string other =
+        transfer(process_group, own.archive, shares.nbytes[rank], rank, recipient);
+    add(rank, is_own ? own.archive : other);
+  }
+  on_all_ranks(state->mesh(), [&] {
+    if (failure) std::rethrow_exception(failure);
+  });
+  own.options.state = join.take();
+  return std::move(own.options);
+}
+
+void load_full_state_dict(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict) {
+  at::NoGradGuard no_grad;
+  const ShardMesh& mesh = optimizer.module().state()->mesh();
+  check_same_state(mesh, state_dict);
+  std::optional<PreviousState> previous;
+  on_all_ranks(mesh, [&] { load_part(optimizer, state_dict, previous); });
+  previous->drop();
+  on_all_ranks(mesh, [&] { offload_state(optimizer); });
+}
+
+}  // namespace tessera

@@ -1,0 +1,120 @@
+#include "optim/state_replacement.h"
+
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "optim/optimizer_archive.h"
+
+namespace tessera {
+namespace {
+
+using Numbers = std::vector<std::vector<int64_t>>;  // of parameters, by param group
+
+// Each number where it comes for the first time only.
+Numbers distinct(const std::vector<OptimizerStateDict::ParamGroup>& groups) {
+  Numbers result;
+  std::set<int64_t> seen;
+  for (const auto& group : groups) {
+    auto& numbers = result.emplace_back();
+    for (const int64_t number : group.params)
+      if (seen.insert(number).second) numbers.push_back(number);
+  }
+  return result;
+}
+
+// The numbers of an optimizer's parameters. One that comes again gets a number without state:
+// LibTorch's load() would look for its state a second time after having moved it out.
+std::vector<OptimizerStateDict::ParamGroup> list_params(const torch::optim::Optimizer& optimizer,
+                                                        bool number_again) {
+  std::vector<OptimizerStateDict::ParamGroup> groups;
+  std::map<const c10::TensorImpl*, int64_t> numbers;
+  int64_t without_state = 0;
+  for (const auto& group : optimizer.param_groups()) without_state += group.params().size();
+  for (const auto& group : optimizer.param_groups()) {
+    auto& params = groups.emplace_back().params;
+    for (const at::Tensor& param : group.params()) {
+      const auto [it, is_new] =
+          numbers.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(numbers.size()));
+      params.push_back(is_new || !number_again ? it->second : without_state++);
+    }
+  }
+  return groups;
+}
+
+}  // namespace
+
+std::vector<int64_t> match_params(const torch::optim::Optimizer& optimizer,
+                                  const OptimizerStateDict& state_dict, const char* function) {
+  const Numbers wanted = distinct(list_params(optimizer, false));
+  const Numbers given = distinct(state_dict.param_groups);
+  TORCH_CHECK_VALUE(given.size() == wanted.size(), "[", function,
+                    "] the state must have the optimizer's param groups; expected ", wanted.size(),
+                    ", got ", given.size());
+  std::vector<int64_t> numbers;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    TORCH_CHECK_VALUE(given[i].size() == wanted[i].size(), "[", function,
+                      "] the state must have the optimizer's parameters; expected ",
+                      wanted[i].size(), " in param group ", i, ", got ", given[i].size());
+    numbers.insert(numbers.end(), given[i].begin(), given[i].end());
+  }
+  return numbers;
+}
+
+struct PreviousState::Impl {
+  torch::optim::Optimizer& optimizer;
+  std::string options;  // an archive without state
+  std::remove_reference_t<decltype(optimizer.state())> state;
+};
+
+PreviousState::PreviousState(torch::optim::Optimizer& optimizer, const char* function)
+    : impl_(new Impl{optimizer, {}, {}}) {
+  std::swap(impl_->state, optimizer.state());
+  try {
+    impl_->options = save_optimizer(optimizer);
+    parse_optimizer(impl_->options, function);
+  } catch (...) {
+    std::swap(impl_->state, optimizer.state());
+    throw;
+  }
+}
+
+PreviousState::~PreviousState() {
+  if (!impl_) return;
+  std::swap(impl_->state, impl_->optimizer.state());
+  try {
+    load_optimizer(impl_->optimizer, impl_->options);
+  } catch (const std::exception& error) {
+    TORCH_WARN("[load_state_dict] could not set the options of the optimizer to what they were: ",
+               error.what());
+  }
+}
+
+void PreviousState::drop() { impl_.reset(); }
+
+void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
+               const std::vector<int64_t>& numbers, const ConvertValuesFn& convert,
+               const char* function) {
+  OptimizerStateDict own{{}, list_params(optimizer, true), state_dict.extra};
+  for (size_t i = 0; i < own.param_groups.size(); ++i)
+    own.param_groups[i].options = state_dict.param_groups[i].options;
+  for (size_t number = 0; number < numbers.size(); ++number) {
+    const auto it = state_dict.state.find(numbers[number]);
+    if (it == state_dict.state.end()) continue;
+    auto values = convert(static_cast<int64_t>(number), it->second);
+    if (values) own.state[static_cast<int64_t>(number)] = std::move(*values);
+  }
+  load_optimizer(optimizer, write_optimizer(own));
+  TORCH_CHECK_NOT_IMPLEMENTED(own.state.empty() || !optimizer.state().empty(), "[", function,
+                              "] the class of the optimizer must override load(), too; it has taken no state");
+}
+
+c10::IValue move_to(const c10::IValue& value, at::Device device) {
+  return value.isTensor() && value.toTensor().dim() > 0 ? value.toTensor().to(device) : value;
+}
+
+}  // namespace tessera
