@@ -1,0 +1,151 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <c10/util/Exception.h>
+#include <tessera/world.h>
+#include <torch/serialize/archive.h>
+
+#include <map>
+#include <set>
+#include <utility>
+
+#include "dialects/fairscale_sharding.h"
+#include "optim/sharded_optimizer_access.h"
+
+namespace tessera::fairscale {
+namespace {
+
+using detail::LentGroups;
+using detail::OssImpl;
+
+// The names of parameters that clipping leaves alone: those of other optimizers, and those that the
+// user's filter does not want.
+std::vector<std::string> not_clipped(const OssImpl& impl, const ShardedOptimizer& sharded,
+                                     const std::function<bool(const at::Tensor&)>& filter) {
+  const ShardedState& state = *sharded.module().state();
+  std::set<std::pair<size_t, size_t>> clipped;
+  for (const auto& group : std::as_const(*impl.oss).param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      const auto place = state.find(param);
+      if (place && (!filter || filter(param))) clipped.emplace(place->unit, place->slot);
+    }
+  }
+  std::vector<std::string> names;
+  for (size_t unit = 0; unit < state.units().size(); ++unit) {
+    const auto& slots = state.units()[unit]->layout().slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      if (!clipped.contains({unit, slot})) names.push_back(slots[slot].name());
+    }
+  }
+  return names;
+}
+
+const OptimizerStateDict& consolidated(const OssImpl& impl) {
+  TORCH_CHECK(impl.consolidated, "[OSS] the state must be gathered before it is read: call consolidate_state_dict() "
+              "on all ranks after the last step, with this one as recipient (or -1: all)");
+  return *impl.consolidated;
+}
+
+}  // namespace
+
+AnyOss::AnyOss(std::unique_ptr<torch::optim::Optimizer> inner, const OssOptions& options)
+    : Optimizer(inner->param_groups(), inner->defaults().clone()), impl_(new OssImpl) {
+  impl_->oss = this;
+  impl_->inner = std::move(inner);
+  impl_->options = options;
+  const auto group = options.group ? options.group : default_process_group();
+  impl_->load.assign(group->size(), 0);
+  TORCH_CHECK_VALUE(size() > 0, "[OSS] the optimizer must have parameters; it got none");
+  impl_->choose_owners();
+}
+
+AnyOss::~AnyOss() = default;
+
+at::Tensor AnyOss::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  ShardedOptimizer& sharded = impl_->ready();
+  impl_->consolidated.reset();
+  LentGroups lent(*impl_);
+  sharded.step();
+  return loss;
+}
+
+void AnyOss::add_param_group(const torch::optim::OptimizerParamGroup& param_group) {
+  Optimizer::add_param_group(param_group);
+  try {
+    impl_->adopt_new_groups();
+  } catch (...) {
+    if (impl_->inner->param_groups().size() < param_groups().size()) param_groups().pop_back();
+    throw;
+  }
+}
+
+double AnyOss::clip_grad_norm(double max_norm, double norm_type,
+                              const std::function<bool(const at::Tensor&)>& filter_params_fn) {
+  ShardedOptimizer& sharded = impl_->ready();
+  return sharded.clip_grad_norm_(
+      max_norm,
+      {.norm_type = norm_type, .exclude = not_clipped(*impl_, sharded, filter_params_fn)});
+}
+
+void AnyOss::consolidate_state_dict(int recipient_rank) {
+  ShardedOptimizer& sharded = impl_->ready();
+  LentGroups lent(*impl_);
+  OptimizerStateDict state = full_state_dict(sharded, recipient_rank);
+  const bool is_mine =
+      recipient_rank == -1 || sharded.module().state()->process_group().rank() == recipient_rank;
+  impl_->consolidated.reset();
+  if (is_mine) impl_->consolidated = std::move(state);
+}
+
+OptimizerStateDict AnyOss::state_dict(bool all_ranks) {
+  if (all_ranks) consolidate_state_dict(-1);
+  return consolidated(*impl_);
+}
+
+void AnyOss::load_state_dict(const OptimizerStateDict& state) {
+  ShardedOptimizer& sharded = impl_->ready();
+  impl_->consolidated.reset();
+  LentGroups lent(*impl_);
+  load_full_state_dict(sharded, state);
+}
+
+void AnyOss::save(torch::serialize::OutputArchive& archive) const {
+  consolidated(*impl_).save(archive);
+}
+
+void AnyOss::load(torch::serialize::InputArchive& archive) {
+  load_state_dict(OptimizerStateDict::load(archive));
+}
+
+std::vector<std::vector<at::Tensor>> AnyOss::partition_parameters() const {
+  std::vector<std::vector<at::Tensor>> ranks(impl_->load.size());
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& param : group.params())
+      ranks[impl_->owners.at(param.unsafeGetTensorImpl())].push_back(param);
+  }
+  return ranks;
+}
+
+at::Tensor AnyOss::gradient(const at::Tensor& param) {
+  ShardedOptimizer& sharded = impl_->ready();
+  ShardedState& state = *sharded.module().state();
+  state.reducer().settle();
+  const auto place = state.find(param);
+  for (const Segment& segment : segments_of(sharded)) {
+    if (!place || segment.place.unit != place->unit || segment.place.slot != place->slot) continue;
+    const at::Tensor gradient = reduced_gradient(state, segment);
+    if (!gradient.defined()) return gradient;
+    return at::as_strided(gradient, param.sizes(), param.strides(), gradient.storage_offset());
+  }
+  TORCH_CHECK_VALUE(false, "[OSS] the tensor must be a parameter of the optimizer; got one of shape ", param.sizes());
+}
+
+ShardMemory AnyOss::memory() const {
+  return impl_->sharded ? impl_->sharded->memory() : ShardMemory{};
+}
+
+}  // namespace tessera::fairscale

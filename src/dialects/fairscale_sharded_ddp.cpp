@@ -1,0 +1,171 @@
+#include <c10/util/Exception.h>
+#include <tessera/world.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "access/sharded_state.h"
+#include "dialects/fairscale_sharding.h"
+#include "unit/agreement.h"
+
+namespace tessera::fairscale {
+namespace {
+
+using detail::LentGroups;
+using detail::OssImpl;
+using detail::Sharding;
+
+ShardPlan plan_of(const torch::nn::Module& module, const ShardedDataParallelOptions& options) {
+  ShardPlan plan;
+  plan.level = ShardLevel::kGradients;
+  plan.partition = Partition::kWholeParam;
+  plan.process_group = options.process_group;
+  plan.sync_buffers = options.broadcast_buffers;
+  plan.start_values =
+      options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
+  if (options.reduce_fp16) plan.precision.reduce_dtype = at::kHalf;
+  int64_t item = 1;
+  for (const at::Tensor& param : module.parameters())
+    item = std::max(item, static_cast<int64_t>(param.element_size()));
+  plan.unit_bytes =
+      std::min(options.reduce_buffer_size, std::numeric_limits<int64_t>::max() / item) * item;
+  return plan;
+}
+
+std::vector<bool> trainable_mask(const torch::nn::Module& module) {
+  std::vector<bool> mask;
+  for (const at::Tensor& param : module.parameters()) mask.push_back(param.requires_grad());
+  return mask;
+}
+
+// `Module::to` would convert counters, too.
+void convert_floating(torch::nn::Module& module, at::ScalarType dtype) {
+  std::vector<at::Tensor> tensors = module.parameters();
+  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype));
+  }
+}
+
+}  // namespace
+
+void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const {
+  TORCH_CHECK_VALUE(!optimizers.empty() && std::none_of(optimizers.begin(), optimizers.end(),
+                                                        [](const AnyOss* oss) { return !oss; }),
+                    "[ShardedDataParallel] must be given the OSS optimizers of the module; got none");
+  TORCH_CHECK_VALUE(options_.reduce_buffer_size >= 0, "[ShardedDataParallel] reduce_buffer_size must not be negative; got ",
+                    options_.reduce_buffer_size);
+  const auto parameters = module_->named_parameters();
+  TORCH_CHECK_VALUE(!parameters.is_empty(), "[ShardedDataParallel] the module must have parameters; it has none");
+  for (const auto& item : parameters) {
+    TORCH_CHECK_VALUE(item.value().device().type() == parameters[0].value().device().type(),
+                      "[ShardedDataParallel] all parameters must be on one type of device; '", item.key(), "' is on ",
+                      item.value().device());
+  }
+  for (const AnyOss* oss : optimizers) {
+    TORCH_CHECK_VALUE(!oss->impl_->sharding || !oss->impl_->sharding->module,
+                      "[ShardedDataParallel] an OSS can serve one module only; one of these serves another already");
+  }
+}
+
+AnyShardedDataParallel::AnyShardedDataParallel(std::shared_ptr<torch::nn::Module> module,
+                                               const std::vector<AnyOss*>& optimizers,
+                                               const ShardedDataParallelOptions& options)
+    : module_(std::move(module)), options_(options), sharding_(std::make_shared<Sharding>()) {
+  const auto group = !options.process_group && !optimizers.empty() && optimizers.front()
+                         ? optimizers.front()->impl_->options.group
+                         : options.process_group;
+  const ShardMesh mesh(group ? group : default_process_group(), nullptr);
+  check_on_all_ranks(mesh, [&] { check(optimizers); });
+  sharding_->module = module_;
+  sharding_->plan = plan_of(*module_, options_);
+  for (AnyOss* oss : optimizers) {
+    oss->impl_->adopt_new_groups();
+    // It has stepped by itself; from now on it does so with this module's gradients.
+    if (oss->impl_->sharded) oss->impl_->sharding->take_apart();
+    sharding_->optimizers.push_back(oss->impl_.get());
+  }
+  sharding_->build();
+  for (OssImpl* optimizer : sharding_->optimizers) optimizer->sharding = sharding_;
+  trainable_ = trainable_mask(*module_);
+}
+
+AnyShardedDataParallel::~AnyShardedDataParallel() = default;
+
+ShardedModule AnyShardedDataParallel::sharded() const { return *sharding_->sharded; }
+ShardedModule::NoSync AnyShardedDataParallel::no_sync() { return sharded().no_sync(); }
+void AnyShardedDataParallel::reduce() { sharded().reduce(); }
+void AnyShardedDataParallel::sync_buffers(bool blocking) { sharded().sync_buffers(blocking); }
+void AnyShardedDataParallel::train(bool on) { module_->train(on); }
+bool AnyShardedDataParallel::is_multi_device_module() const { return false; }
+
+at::Tensor AnyShardedDataParallel::full_grad(const at::Tensor& param) {
+  return sharded().full_grad(param);
+}
+
+void AnyShardedDataParallel::zero_grad(bool set_to_none) { module_->zero_grad(set_to_none); }
+
+c10::DeviceType AnyShardedDataParallel::device_type() const {
+  return module_->parameters().front().device().type();
+}
+
+// What is trainable needs no preparation: hooks are on all parameters, and ranks agree on what was
+// used at the end of each backward.
+void AnyShardedDataParallel::refresh_trainable() {
+  ShardedState& state = *sharding_->sharded->state();
+  std::vector<std::string> lines;
+  for (const auto& item : module_->named_parameters())
+    lines.push_back("'" + item.key() + "' " + (item.value().requires_grad() ? "trainable" : "frozen"));
+  check_same_lines(state.mesh(), lines, "[refresh_trainable] all ranks must train the same parameters");
+  if (state.reducer().has_waiting()) {
+    TORCH_WARN(
+        "[refresh_trainable] gradients are waiting to be reduced; if that is meant, to accumulate them, do it under "
+        "no_sync()");
+  }
+  trainable_ = trainable_mask(*module_);
+}
+
+void AnyShardedDataParallel::begin_forward() {
+  if (options_.auto_refresh_trainable) {
+    auto mask = trainable_mask(*module_);
+    if (mask != trainable_ && options_.warn_on_trainable_params_changed)
+      TORCH_WARN("[ShardedDataParallel] some parameters were frozen or unfrozen since the last forward");
+    trainable_ = std::move(mask);
+  }
+  sharding_->sharded->begin_forward();
+}
+
+void AnyShardedDataParallel::convert(std::optional<at::Device> device,
+                                     std::optional<at::ScalarType> dtype) {
+  check_on_all_ranks(sharding_->sharded->state()->mesh(), [&] {
+    TORCH_CHECK_VALUE(!device || device->type() == device_type(),
+                      "[ShardedDataParallel] the type of device can't change, because the optimizers have their state "
+                      "there; expected ", device_type(), ", got ", *device);
+    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[ShardedDataParallel] dtype must be floating; got ", *dtype);
+  });
+  sharding_->rebuild([&] {
+    if (device) module_->to(*device);
+    if (dtype) convert_floating(*module_, *dtype);
+  });
+}
+
+void ShardedGradScaler::unscale_(AnyOss& optimizer) {
+  ShardedOptimizer& sharded = optimizer.impl_->ready();
+  GradScaler::unscale_(sharded);
+}
+
+bool ShardedGradScaler::step(AnyOss& optimizer) {
+  ShardedOptimizer& sharded = optimizer.impl_->ready();
+  optimizer.impl_->consolidated.reset();
+  LentGroups lent(*optimizer.impl_);
+  return GradScaler::step(sharded);
+}
+
+bool ShardedGradScaler::step(AnyOss& optimizer, const std::function<at::Tensor()>& closure) {
+  if (is_enabled()) return GradScaler::step(optimizer.impl_->ready(), closure);
+  optimizer.step(closure);
+  return true;
+}
+
+}  // namespace tessera::fairscale

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <tessera/dialects/fairscale.h>
+#include <torch/nn/module.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace tessera::fairscale::detail {
+
+/// The optimizers that share one sharded model, and how it is made: of a module's parameters, or,
+/// for an optimizer by itself, of what it was given.
+///
+/// A sharded model is never changed. Where its parameters get another dtype, or there are more of
+/// them, it is taken apart and built anew; owners stay, so no state moves.
+struct Sharding {
+  std::shared_ptr<torch::nn::Module> module;  ///< null: an optimizer by itself
+  ShardPlan plan;                             ///< but for what the optimizers say
+  std::vector<OssImpl*> optimizers;
+  std::optional<ShardedModule> sharded;
+
+  /// Collective. Throws on every rank, and changes nothing, for optimizers that do not fit.
+  void build();
+  /// Collective. Gradients are forgotten.
+  void take_apart();
+  /// Takes apart, changes, builds from the values that each owner has. Throws on every rank, and
+  /// changes nothing, under `no_sync()`.
+  void rebuild(const std::function<void()>& change);
+};
+
+struct OssImpl {
+  AnyOss* oss = nullptr;
+  std::unique_ptr<torch::optim::Optimizer> inner;  ///< steps on what this rank owns
+  OssOptions options;
+  std::vector<int64_t> load;                       ///< what each rank has to do
+  std::map<const c10::TensorImpl*, int> owners;    ///< of the parameters
+  std::shared_ptr<Sharding> sharding;              ///< null until it is needed
+  std::optional<ShardedOptimizer> sharded;         ///< while that is built
+  std::optional<OptimizerStateDict> consolidated;  ///< of the last step
+
+  ~OssImpl();
+  void choose_owners();
+  void adopt_new_groups();
+  bool was_converted() const;
+  /// The optimizer, built if need be.
+  ShardedOptimizer& ready();
+};
+
+/// Lends the param groups, whose options the user and schedulers change, to the inner optimizer.
+/// The parameters stay: the inner one has its own.
+class LentGroups {
+ public:
+  explicit LentGroups(OssImpl& impl) : impl_(impl) { swap(); }
+  ~LentGroups() { swap(); }
+  LentGroups(const LentGroups&) = delete;
+  LentGroups& operator=(const LentGroups&) = delete;
+
+ private:
+  void swap();
+  OssImpl& impl_;
+};
+
+}  // namespace tessera::fairscale::detail

@@ -1,0 +1,109 @@
+#pragma once
+
+// Small models and training runs for the tests of FairScale's names.
+#include <gtest/gtest.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "support/counted.h"
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera::testing {
+
+using fairscale::AnyOss;
+using fairscale::OSS;
+using fairscale::OssOptions;
+using fairscale::ShardedDataParallel;
+using fairscale::ShardedDataParallelOptions;
+using fairscale::ShardedGradScaler;
+using torch::optim::AdamW;
+using torch::optim::AdamWOptions;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+
+/// Three Linear layers of odd sizes and a BatchNorm, which has buffers.
+struct NormNetImpl : torch::nn::Module {
+  explicit NormNetImpl(int64_t width = 13)
+      : first(register_module("first", torch::nn::Linear(6, width))),
+        norm(register_module("norm", torch::nn::BatchNorm1d(width))),
+        second(register_module("second", torch::nn::Linear(width, width))),
+        last(register_module("last", torch::nn::Linear(width, 3))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return last(torch::relu(second(torch::relu(norm(first(x))))));
+  }
+  int64_t banana() const { return 7; }
+  torch::nn::Linear first;
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear second, last;
+};
+TORCH_MODULE(NormNet);
+
+/// The same without buffers, so that ranks and one process compute the same.
+struct PlainNetImpl : torch::nn::Module {
+  PlainNetImpl()
+      : first(register_module("first", torch::nn::Linear(6, 11))),
+        second(register_module("second", torch::nn::Linear(11, 9))),
+        last(register_module("last", torch::nn::Linear(9, 3))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return last(torch::tanh(second(torch::tanh(first(x)))));
+  }
+  torch::nn::Linear first, second, last;
+};
+TORCH_MODULE(PlainNet);
+
+/// A net whose values depend on `seed` alone.
+template <class Net>
+Net make_net(uint64_t seed = 3) {
+  return seeded(seed, [] { return Net(); });
+}
+
+inline Batch batch_of(int64_t step, int64_t rows = 12) { return global_batch(step, rows, 6, 3); }
+
+/// The loss of one rank's rows of a batch.
+template <class Model>
+at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
+  const Batch batch = batch_of(step);
+  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)),
+                         rows_of(batch.y, rank, size));
+}
+
+/// What `steps` steps on the batches of `ranks` ranks give in one process.
+template <class Net>
+std::vector<NamedTensor> train_in_one(Net& net, torch::optim::Optimizer& optimizer, int ranks,
+                                      int steps = 4) {
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    for (int rank = 0; rank < ranks; ++rank) (loss_of(*net, step, rank, ranks) / ranks).backward();
+    optimizer.step();
+  }
+  return plain_state(*net);
+}
+
+template <class Model>
+std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& world,
+                               int steps = 4) {
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    loss_of(model, step, world.rank(), world.size()).backward();
+    optimizer.step();
+  }
+  return plain_state(model.module());
+}
+
+/// Expects that all ranks have the same bits.
+inline void expect_replicas(World& world, torch::nn::Module& module) {
+  std::string bytes;
+  for (const NamedTensor& item : plain_state(module)) {
+    const at::Tensor value = item.tensor.contiguous();
+    bytes.append(static_cast<const char*>(value.data_ptr()), value.nbytes());
+  }
+  const auto all = all_gather_bytes(*world.process_group(), bytes, {"replicas", Channel::kControl});
+  for (const std::string& other : all) EXPECT_EQ(other, bytes);
+}
+
+}  // namespace tessera::testing
