@@ -51,4 +51,9 @@ void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, s
   tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(gate));
 }
 
+bool has_grad_gate(const at::Tensor& tensor) {
+  const auto* gate = dynamic_cast<const GradGate*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+  return gate && !gate->sink.expired();
+}
+
 }  // namespace tessera

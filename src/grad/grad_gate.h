@@ -31,4 +31,7 @@ class OpenGates {
 void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
                        std::string error);
 
+/// True for a parameter of a sharded model, and for what its optimizer has in place of one.
+bool has_grad_gate(const at::Tensor& tensor);
+
 }  // namespace tessera
