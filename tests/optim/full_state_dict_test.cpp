@@ -96,7 +96,8 @@ TEST(FullOptimizerStateDict, OfAPlainOptimizerOrAnotherWorldLetsASharedOneTrainO
     for (const OptimizerStateDict* const dict : {&plain_dict, &sharded_dict}) {
       const OptimizerStateDict before = copy_of(*dict);
       for (const int ranks : {1, 2, 3}) {
-        for (const ShardPlan& plan : plans_for(dict == &plain_dict ? name : "")) {
+        for (const ShardPlan& plan :
+             plans_for(dict == &plain_dict && name != "HeavyBall" ? name : "")) {
           const std::string what = name + ", " + describe(ranks, plan);
           run_world(ranks, [&](World& world) {
             Job job(make, plan);
@@ -159,7 +160,7 @@ TEST(FullOptimizerStateDict, IsOnTheRecipientAloneOrOnAll) {
 }
 
 TEST(FullOptimizerStateDict, IsSentOnceToTheRecipientByTheOthersOnly) {
-  run_world(3, [](World& world) {
+  const auto run = [](World& world) {
     const auto counting = counting_process_group(world.process_group());
     Job job(make_groups, {.unit_bytes = 600, .process_group = counting});
     job.train(0, 1);
@@ -169,7 +170,8 @@ TEST(FullOptimizerStateDict, IsSentOnceToTheRecipientByTheOthersOnly) {
     EXPECT_EQ(sent.calls, 2);  // one for each rank that sends
     EXPECT_EQ(sent.bytes_sent > 0, world.rank() != 1);
     EXPECT_EQ(counting->counts().broadcast.calls, 0);
-  });
+  };
+  run_world(3, run, std::chrono::seconds(30), Transport::kGloo);  // the arena sends no messages
 }
 
 TEST(FullOptimizerStateDict, LeavesParametersThatWereNeverSteppedWithoutState) {
