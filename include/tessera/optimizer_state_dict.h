@@ -46,8 +46,8 @@ struct TESSERA_API OptimizerStateDict {
   static OptimizerStateDict load(torch::serialize::InputArchive& archive);
 };
 
-/// Copies the state of an optimizer that is not sharded. Throws `c10::NotImplementedError` if its
-/// parameters are DistTensors, which `DistOptimizer` saves.
+/// Copies the state of an optimizer that is not sharded. Throws `c10::ValueError` for one that is,
+/// and `c10::NotImplementedError` if its parameters are DistTensors, which `DistOptimizer` saves.
 TESSERA_API OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer);
 
 /// Replaces the state and the options of an optimizer that is not sharded by copies of those in

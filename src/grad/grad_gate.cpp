@@ -59,4 +59,9 @@ void remove_grad_gate(const at::Tensor& tensor) {
   replace_meta(tensor, std::make_unique<torch::autograd::AutogradMeta>());
 }
 
+bool has_grad_gate(const at::Tensor& tensor) {
+  const auto* gate = dynamic_cast<const GradGate*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+  return gate && !gate->sink.expired();
+}
+
 }  // namespace tessera

@@ -34,4 +34,7 @@ void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, s
 /// Undoes `install_grad_gate()`: `.grad` is the tensor's own again, and undefined.
 void remove_grad_gate(const at::Tensor& tensor);
 
+/// True for a parameter of a sharded model, and for what its optimizer has in place of one.
+bool has_grad_gate(const at::Tensor& tensor);
+
 }  // namespace tessera

@@ -6,18 +6,16 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <tessera/optimizer_state_dict.h>
-#include <torch/optim/optimizer.h>
 
 #include <exception>
-#include <optional>
 #include <set>
 #include <sstream>
 #include <utility>
 
 #include "access/sharded_state.h"
+#include "optim/full_state_check.h"
 #include "optim/optimizer_archive.h"
 #include "optim/sharded_optimizer_access.h"
-#include "optim/state_replacement.h"
 #include "optim/state_shape.h"
 
 namespace tessera {
@@ -26,33 +24,6 @@ namespace {
 using Values = OptimizerStateDict::Values;
 
 constexpr const char* kSave = "full_state_dict";
-constexpr const char* kLoad = "load_full_state_dict";
-
-// As check_on_all_ranks(), for all that the user's save() and load() may throw.
-void on_all_ranks(const ShardMesh& mesh, const std::function<void()>& work) {
-  check_on_all_ranks(mesh, [&] {
-    try {
-      work();
-    } catch (const c10::Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      TORCH_CHECK(false, "[tessera] ", error.what());
-    }
-  });
-}
-
-void check_segments(ShardedOptimizer& optimizer, const char* function) {
-  const ShardedState& state = *optimizer.module().state();
-  for (const Segment& segment : segments_of(optimizer)) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!state.slot(segment.place).dist, "[", function, "] the parameters must not be "
-                                "DistTensors; use DistOptimizer::state_dict() and load_state_dict() for those");
-  }
-  size_t count = 0;
-  for (const auto& group : optimizer.inner().param_groups()) count += group.params().size();
-  TORCH_CHECK(count == segments_of(optimizer).size(), "[", function,
-              "] the optimizer must have the parameters that it had when the ShardedOptimizer was made; "
-              "expected ", segments_of(optimizer).size(), ", got ", count);
-}
 
 // What this rank has of the state, and what the others have to know of it.
 struct Share {
@@ -78,27 +49,30 @@ Share read_share(ShardedOptimizer& optimizer) {
   return share;
 }
 
-// The shares of all ranks, before they travel.
+// What the ranks of the shard dim have, before it travels.
 struct Shares {
   std::vector<int64_t> nbytes;
   std::set<std::string> others;
 };
 
-Shares compare_shares(const ShardedState& state, const Share& own, int recipient) {
+// Compares over all replicas: they go on together.
+Shares compare_shares(const ShardMesh& mesh, const Share& own, int recipient) {
   std::string text = fmt::format("{} {}\n", recipient, own.archive.size());
   for (const std::string& name : own.others) text += name + "\n";
+  const auto texts = mesh.all_gather_bytes(text, {"optimizer state", Channel::kControl});
   Shares shares;
-  for (const std::string& other :
-       all_gather_bytes(state.process_group(), text, {"optimizer state", Channel::kControl})) {
-    std::istringstream stream(other);
-    int their_recipient = 0;
-    stream >> their_recipient >> shares.nbytes.emplace_back();
-    TORCH_CHECK_VALUE(their_recipient == recipient,
+  const int size = mesh.shard().size();
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    std::istringstream stream(texts[rank]);
+    int given = 0;
+    int64_t nbytes = 0;
+    stream >> given >> nbytes;
+    TORCH_CHECK_VALUE(given == recipient,
                       "[full_state_dict] `recipient` must be the same on all ranks; expected ", recipient,
-                      " as on rank ", state.process_group().rank(), ", got ", their_recipient,
-                      " on rank ", shares.nbytes.size() - 1);
+                      " as on rank ", mesh.rank(), ", got ", given, " on rank ", rank);
     stream.ignore();
     for (std::string name; std::getline(stream, name);) shares.others.insert(name);
+    if (static_cast<int>(rank) / size == mesh.replicate().rank()) shares.nbytes.push_back(nbytes);
   }
   return shares;
 }
@@ -182,73 +156,6 @@ class Join {
   std::map<int64_t, Values> result_;
 };
 
-// What the state has for each parameter of the optimizer.
-std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
-                                          const OptimizerStateDict& state_dict,
-                                          const std::vector<int64_t>& numbers) {
-  std::vector<ParamValues> params;
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    const auto values = state_dict.state.find(numbers[i]);
-    if (values == state_dict.state.end()) continue;
-    const ParamSlot& slot = optimizer.module().state()->slot(segments_of(optimizer)[i].place);
-    params.push_back({slot.name(), slot.sizes, values->second});
-  }
-  return params;
-}
-
-// This rank's part of what is kept for a parameter.
-std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const Values& values,
-                          const std::set<std::string>& others) {
-  if (!segment.tensor.defined()) return {};
-  Values parts;
-  for (const auto& [name, value] : values) {
-    c10::IValue& part = parts[name] = value;
-    if (is_elementwise(name, value, slot.sizes, others)) {
-      at::Tensor whole = value.toTensor();
-      const at::Tensor flat =
-          flat_in_order(whole, slot.strides)
-              .narrow(0, segment.begin - slot.offset, segment.end - segment.begin)
-              .clone();
-      // The optimizer keeps its state in the dtype that it updates.
-      const bool widens = whole.scalar_type() == slot.dtype && slot.dtype != slot.master_dtype;
-      part = at::as_strided(widens ? flat.to(slot.master_dtype) : flat, segment.tensor.sizes(),
-                            segment.tensor.strides());
-    }
-    part = move_to(part, segment.tensor.device());
-  }
-  return parts;
-}
-
-void check_same_state(const ShardMesh& mesh, const OptimizerStateDict& state_dict) {
-  size_t values = 0;
-  for (const auto& [number, of_param] : state_dict.state) values += of_param.size();
-  const auto texts =
-      mesh.all_gather_bytes(fmt::format("{} values of {} parameters, and {} param groups", values,
-                                        state_dict.state.size(), state_dict.param_groups.size()),
-                            {"optimizer state", Channel::kControl});
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    TORCH_CHECK_VALUE(texts[rank] == texts[0],
-                      "[load_full_state_dict] every rank must give the same state; expected ", texts[0],
-                      " as on rank 0, got ", texts[rank], " on rank ", rank);
-  }
-}
-
-void load_part(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict,
-               std::optional<PreviousState>& previous) {
-  torch::optim::Optimizer& inner = optimizer.inner();
-  check_segments(optimizer, kLoad);
-  const std::vector<int64_t> numbers = match_params(inner, state_dict, kLoad);
-  const auto params = values_of_params(optimizer, state_dict, numbers);
-  check_shapes(params, kLoad);
-  const std::set<std::string> others = names_of_others(params);
-  previous.emplace(inner, kLoad);
-  const auto convert = [&](int64_t number, const Values& values) {
-    const Segment& segment = segments_of(optimizer)[number];
-    return cut(optimizer.module().state()->slot(segment.place), segment, values, others);
-  };
-  set_state(inner, state_dict, numbers, convert, kLoad);
-}
-
 }  // namespace
 
 OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
@@ -262,7 +169,7 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
                       process_group.size() - 1, ", got ", recipient);
     own = read_share(optimizer);
   });
-  const Shares shares = compare_shares(*state, own, recipient);
+  const Shares shares = compare_shares(state->mesh(), own, recipient);
   const bool receives = recipient < 0 || recipient == process_group.rank();
   Join join(optimizer, shares.others);
   std::exception_ptr failure;  // the others hear of it when all shares have travelled
@@ -289,16 +196,6 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
   });
   own.options.state = join.take();
   return std::move(own.options);
-}
-
-void load_full_state_dict(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict) {
-  at::NoGradGuard no_grad;
-  const ShardMesh& mesh = optimizer.module().state()->mesh();
-  check_same_state(mesh, state_dict);
-  std::optional<PreviousState> previous;
-  on_all_ranks(mesh, [&] { load_part(optimizer, state_dict, previous); });
-  previous->drop();
-  on_all_ranks(mesh, [&] { offload_state(optimizer); });
 }
 
 }  // namespace tessera

@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "grad/grad_gate.h"
 #include "optim/optimizer_archive.h"
 #include "optim/state_replacement.h"
 
@@ -23,6 +24,9 @@ std::vector<at::Tensor> check_plain(const torch::optim::Optimizer& optimizer,
       TORCH_CHECK_NOT_IMPLEMENTED(!is_dist(param), "[", function,
                                   "] the optimizer's parameters must not be DistTensors; use "
                                   "DistOptimizer::state_dict() and load_state_dict() for those");
+      TORCH_CHECK_VALUE(!has_grad_gate(param), "[", function,
+                        "] the optimizer must not be that of a sharded model; give its ShardedOptimizer to "
+                        "full_state_dict() or load_full_state_dict()");
       if (seen.insert(param.unsafeGetTensorImpl()).second) params.push_back(param);
     }
   }

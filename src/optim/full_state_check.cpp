@@ -1,0 +1,38 @@
+#include "optim/full_state_check.h"
+
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <exception>
+
+#include "access/sharded_state.h"
+#include "optim/sharded_optimizer_access.h"
+
+namespace tessera {
+
+void on_all_ranks(const ShardMesh& mesh, const std::function<void()>& work) {
+  check_on_all_ranks(mesh, [&] {
+    try {
+      work();
+    } catch (const c10::Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "[tessera] ", error.what());
+    }
+  });
+}
+
+void check_segments(const ShardedOptimizer& optimizer, const char* function) {
+  const ShardedState& state = *optimizer.module().state();
+  for (const Segment& segment : segments_of(optimizer)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!state.slot(segment.place).dist, "[", function, "] the parameters must not be "
+                                "DistTensors; use DistOptimizer::state_dict() and load_state_dict() for those");
+  }
+  size_t count = 0;
+  for (const auto& group : optimizer.inner().param_groups()) count += group.params().size();
+  TORCH_CHECK(count == segments_of(optimizer).size(), "[", function,
+              "] the optimizer must have the parameters that it had when the ShardedOptimizer was made; "
+              "expected ", segments_of(optimizer).size(), ", got ", count);
+}
+
+}  // namespace tessera
