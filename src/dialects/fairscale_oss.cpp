@@ -54,8 +54,8 @@ AnyOss::AnyOss(std::unique_ptr<torch::optim::Optimizer> inner, const OssOptions&
   impl_->options = options;
   const auto group = options.group ? options.group : default_process_group();
   impl_->load.assign(group->size(), 0);
-  TORCH_CHECK_VALUE(size() > 0, "[OSS] the optimizer must have parameters; it got none");
   impl_->choose_owners();
+  TORCH_CHECK_VALUE(!impl_->owners.empty(), "[OSS] the optimizer must have parameters; it got none");
 }
 
 AnyOss::~AnyOss() = default;
