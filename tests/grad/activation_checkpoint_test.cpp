@@ -105,6 +105,24 @@ TEST(ActivationCheckpoint, WhatTheFunctionSavesIsFreedUntilBackwardAndAfterItsUs
   }
 }
 
+TEST(ActivationCheckpoint, TheFunctionAndItsInputsAreFreedWithTheGraph) {
+  for (const bool backward : {false, true}) {
+    auto token = std::make_shared<int>(0);
+    const std::weak_ptr<int> function = token;
+    Tensor y = [&] {
+      const Tensor x = input().sin();
+      const Weak memory = memory_of(x);
+      auto fn = [token = std::move(token)](const Tensor& x) { return std::tuple(x.exp(), x); };
+      Tensor y = std::get<0>(checkpoint(std::move(fn), x)).sin().sum();
+      EXPECT_FALSE(memory.expired());
+      return y;
+    }();
+    EXPECT_FALSE(function.expired());
+    backward ? y.backward() : y.reset();
+    EXPECT_TRUE(function.expired());
+  }
+}
+
 TEST(ActivationCheckpoint, TheFunctionRunsOnceMorePerBackward) {
   int runs = 0, again = 0;
   const auto run = [&](const Tensor& x) {
