@@ -1,6 +1,7 @@
 #pragma once
 
 // Everything that a training program needs.
+#include <tessera/activation_checkpoint.h>
 #include <tessera/checkpoint.h>
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>

@@ -1,0 +1,222 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <tessera/export.h>
+
+#include <array>
+#include <concepts>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+struct ActivationCheckpointOptions {
+  /// Has the function draw the same random numbers when it runs again. Without it, what the
+  /// checkpoint keeps is smaller by the state of a generator (5 kB for the CPU's); right only for
+  /// functions that draw none.
+  bool preserve_random_state = true;
+  /// What error messages call this checkpoint.
+  std::string name = {};
+};
+
+/// True on a thread that runs a checkpoint's function again. For functions that do more than
+/// compute, such as counting their calls.
+TESSERA_API bool is_recomputing();
+
+namespace detail {
+
+using Tensors = std::vector<at::Tensor>;
+
+template <class T>
+constexpr bool kHoldsTensors = false;
+template <>
+inline constexpr bool kHoldsTensors<at::Tensor> = true;
+template <>
+inline constexpr bool kHoldsTensors<at::Generator> = true;
+template <class T>
+constexpr bool kHoldsTensors<std::optional<T>> = kHoldsTensors<T>;
+template <class T>
+constexpr bool kHoldsTensors<std::vector<T>> = kHoldsTensors<T>;
+template <class T, size_t kSize>
+constexpr bool kHoldsTensors<std::array<T, kSize>> = kHoldsTensors<T>;
+template <class... Ts>
+constexpr bool kHoldsTensors<std::tuple<Ts...>> = (kHoldsTensors<std::decay_t<Ts>> || ...);
+template <class T, class U>
+constexpr bool kHoldsTensors<std::pair<T, U>> = kHoldsTensors<T> || kHoldsTensors<U>;
+
+template <class T>
+constexpr bool kIsOptional = false;
+template <class T>
+constexpr bool kIsOptional<std::optional<T>> = true;
+template <class T>
+constexpr bool kIsVector = false;
+template <class T>
+constexpr bool kIsVector<std::vector<T>> = true;
+
+/// Calls `visit` with each tensor and generator in `value`, in one order.
+template <class Value, class Visit>
+void each_tensor(Value& value, const Visit& visit) {
+  using T = std::remove_const_t<Value>;
+  if constexpr (!kHoldsTensors<T>) {
+    return;
+  } else if constexpr (std::same_as<T, at::Tensor> || std::same_as<T, at::Generator>) {
+    visit(value);
+  } else if constexpr (kIsOptional<T>) {
+    if (value) each_tensor(*value, visit);
+  } else if constexpr (kIsVector<T>) {
+    for (auto& item : value) each_tensor(item, visit);
+  } else {
+    std::apply([&](auto&... items) { (each_tensor(items, visit), ...); }, value);
+  }
+}
+
+/// The tensors of a function's result, in one order.
+template <class Result>
+Tensors tensors_of(const Result& result) {
+  Tensors tensors;
+  each_tensor(result, [&](const auto& item) {
+    if constexpr (std::same_as<std::decay_t<decltype(item)>, at::Tensor>) tensors.push_back(item);
+  });
+  return tensors;
+}
+
+/// A pointer to something with a `forward`, or a holder of a module.
+template <class Fn, class... Inputs>
+concept HasForward = requires(Fn& fn, Inputs&&... inputs) {
+  fn->forward(std::forward<Inputs>(inputs)...);
+};
+
+/// What checkpoint() can call. A const lambda that is `mutable` can't be.
+template <class Fn, class... Inputs>
+concept Callable = HasForward<Fn, Inputs...> || std::invocable<Fn&, Inputs...>;
+
+template <class Fn, class... Inputs>
+auto call(Fn& fn, Inputs&&... inputs) {
+  if constexpr (HasForward<Fn, Inputs...>) {
+    return fn->forward(std::forward<Inputs>(inputs)...);
+  } else {
+    return std::invoke(fn, std::forward<Inputs>(inputs)...);
+  }
+}
+
+/// A call that can be made again: copies of the function and its inputs. The tensors among these
+/// are kept elsewhere. `Inputs` are as the caller has them: with `&` for lvalues.
+template <class Fn, class... Inputs>
+class RepeatableCall {
+ public:
+  RepeatableCall(const Fn& fn, const std::remove_reference_t<Inputs>&... inputs)
+      : fn_(fn), inputs_(inputs...) {
+    each_tensor(inputs_, [this](auto& item) { take(item); });
+  }
+
+  /// What the constructor found, to be moved away.
+  Tensors tensors;
+  std::vector<at::Generator> generators;
+
+  /// Each time from the start: what the function changes in itself or its inputs is dropped.
+  Tensors operator()(const Tensors& given) const {
+    Fn fn = fn_;
+    auto inputs = inputs_;
+    size_t next = 0;
+    each_tensor(inputs, [&](auto& item) {
+      if constexpr (std::same_as<std::decay_t<decltype(item)>, at::Tensor>) item = given[next++];
+    });
+    return std::apply(
+        [&](auto&... items) { return tensors_of(detail::call(fn, pass<Inputs>(items)...)); },
+        inputs);
+  }
+
+ private:
+  void take(at::Tensor& item) { tensors.push_back(std::exchange(item, {})); }
+  void take(const at::Generator& item) { generators.push_back(item); }
+
+  template <class Input>
+  static decltype(auto) pass(std::decay_t<Input>& item) {
+    if constexpr (std::is_lvalue_reference_v<Input>) {
+      return (item);
+    } else {
+      return std::move(item);
+    }
+  }
+
+  Fn fn_;
+  std::tuple<std::decay_t<Inputs>...> inputs_;
+};
+
+/// While it lives, what autograd saves on this thread is recorded. See [Note: Recomputation] in
+/// grad/activation_checkpoint.cpp.
+class TESSERA_API CheckpointRecording {
+ public:
+  using Rerun = std::function<Tensors(const Tensors& inputs)>;
+
+  CheckpointRecording(const ActivationCheckpointOptions& options, const Tensors& inputs,
+                      const std::vector<at::Generator>& generators, Rerun rerun);
+  /// Without finish(), as after an exception, everything stays as if nobody had recorded.
+  ~CheckpointRecording();
+  CheckpointRecording(const CheckpointRecording&) = delete;
+  CheckpointRecording& operator=(const CheckpointRecording&) = delete;
+
+  /// Drops what was saved.
+  void finish(const Tensors& outputs);
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace detail
+
+/// Returns `fn(inputs...)` without keeping what autograd saves for backward: backward runs `fn`
+/// once more and gets it from there. The gradients are the same, bit for bit; memory falls to the
+/// inputs of `fn`, and the time of one more forward of `fn` is added. Not collective.
+///
+/// `fn` is anything that can be called with the inputs, a `ModuleHolder`, or a pointer to something
+/// with a `forward` (`std::shared_ptr` of a module). It and all inputs are copied, and live until
+/// the backward: let lambdas capture modules by value (a holder or pointer), and no local variable
+/// by reference. Inputs and results are of any types. Tensors among the inputs, also within
+/// `std::vector`, `optional`, `tuple`, `pair` and `array`, may not be changed in place between here
+/// and the end of backward: backward then throws. Tensors that `fn` captures, or that are within
+/// other types, get their gradients, too, but nobody looks whether they changed, except parameters.
+///
+/// When `fn` runs again, it finds the random numbers (of the calling rank's CPU generator, of
+/// generators among the inputs and of the devices of the inputs), the autocast state and the
+/// gradient mode of the first run, all put back afterwards. It must do the same as at first: if it
+/// saves other tensors, or returns others, in number, shape or dtype, backward throws. What else
+/// `fn` changes, such as the running averages of a BatchNorm, it changes twice: `is_recomputing()`
+/// tells.
+///
+/// Works with `torch::autograd::grad()`, `retain_graph`, `create_graph` (double backward), within
+/// another checkpoint, and under every sharding level. With gradients off, `fn` just runs.
+///
+/// Throws if `fn` changes an input in place.
+template <class Fn, class... Inputs>
+requires detail::Callable<std::remove_reference_t<Fn>, Inputs...>
+auto checkpoint(const ActivationCheckpointOptions& options, Fn&& fn, Inputs&&... inputs) {
+  if (!at::GradMode::is_enabled()) return detail::call(fn, std::forward<Inputs>(inputs)...);
+  auto again = std::make_shared<detail::RepeatableCall<std::decay_t<Fn>, Inputs...>>(fn, inputs...);
+  const auto tensors = std::exchange(again->tensors, {});
+  detail::CheckpointRecording recording(
+      options, tensors, again->generators,
+      [again](const detail::Tensors& given) { return (*again)(given); });
+  auto result = detail::call(fn, std::forward<Inputs>(inputs)...);
+  recording.finish(detail::tensors_of(result));
+  return result;
+}
+
+template <class Fn, class... Inputs>
+requires detail::Callable<std::remove_reference_t<Fn>, Inputs...>
+auto checkpoint(Fn&& fn, Inputs&&... inputs) {
+  return checkpoint(ActivationCheckpointOptions(), std::forward<Fn>(fn),
+                    std::forward<Inputs>(inputs)...);
+}
+
+}  // namespace tessera

@@ -1,0 +1,89 @@
+#include "grad/saved_tensors.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/input_buffer.h>
+
+#include <atomic>
+#include <utility>
+
+namespace tessera {
+
+// [Note: Hooks without Python]
+//
+// LibTorch asks its autograd engine, for each tensor that an operator saves, whether somebody wants
+// hooks on it. Python's engine answers with those of torch.autograd.graph.saved_tensors_hooks; the
+// one of C++ knows none. So an engine stands in front of the one that is there, whichever it is: it
+// answers that question if somebody on the thread wants hooks, and hands everything else on. It has
+// no threads and no state, and comes the first time that somebody wants hooks. If another engine
+// was put in its place since (Python's, by an import), it stands in front of that.
+//
+// What isn't virtual in an engine is on the state of the backward that runs, not the engine's.
+namespace {
+
+using namespace torch::autograd;
+
+thread_local SavedTensorSink* current_sink = nullptr;
+
+class FrontAutograd final : public Engine {
+ public:
+  // Kept to the end of the process: backwards may run while static variables are destroyed.
+  static Engine& get() {
+    static auto* const engine = new FrontAutograd;
+    return *engine;
+  }
+
+  static void install() {
+    Engine& installed = get_default_engine();
+    if (&installed == &get()) return;
+    behind_ = &installed;
+    set_default_engine_stub(&get);
+  }
+
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    return current_sink ? current_sink->next() : behind().get_default_saved_variable_hooks();
+  }
+
+  variable_list execute(const edge_list& roots, const variable_list& inputs, bool keep_graph,
+                        bool create_graph, bool accumulate_grad,
+                        const edge_list& outputs) override {
+    return behind().execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<GraphTask>& graph_task, c10::intrusive_ptr<Node> graph_root,
+      InputBuffer&& input_buffer) override {
+    return behind().execute_with_graph_task(graph_task, std::move(graph_root),
+                                            std::move(input_buffer));
+  }
+
+  std::unique_ptr<AnomalyMetadata> make_anomaly_metadata() override {
+    return behind().make_anomaly_metadata();
+  }
+
+  void thread_on_exception(const std::shared_ptr<GraphTask>& graph_task,
+                           const c10::intrusive_ptr<Node>& fn, std::exception& error) override {
+    behind().thread_on_exception(graph_task, fn, error);
+  }
+
+  void thread_init(int device, const std::shared_ptr<ReadyQueue>& ready_queue,
+                   bool should_increment) override {
+    behind().thread_init(device, ready_queue, should_increment);
+  }
+
+ private:
+  static Engine& behind() { return *behind_.load(); }
+
+  static inline std::atomic<Engine*> behind_ = nullptr;
+};
+
+}  // namespace
+
+SavedTensorScope::SavedTensorScope(SavedTensorSink* sink) {
+  FrontAutograd::install();
+  outer_ = std::exchange(current_sink, sink);
+}
+
+SavedTensorScope::~SavedTensorScope() { current_sink = outer_; }
+
+}  // namespace tessera
