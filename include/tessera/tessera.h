@@ -16,6 +16,7 @@
 #include <tessera/fully_shard.h>
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>
+#include <tessera/join.h>
 #include <tessera/optimizer_state_dict.h>
 #include <tessera/page_heap.h>
 #include <tessera/placement.h>

@@ -44,6 +44,7 @@ at::Tensor whole_buffer(const at::Tensor& buffer) {
 }  // namespace
 
 void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
+  check_no_join("gathering the whole model");
   residency_->free_everything();  // so that all ranks gather the same units
   for (const auto& unit : units_) {
     const bool was_sharded = unit->state() == Unit::State::kSharded;
@@ -72,6 +73,7 @@ std::vector<NamedTensor> ShardedState::full_state() {
 
 void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
   at::NoGradGuard no_grad;
+  check_no_join("load_full_state()");
   Values values, rest;
   for (const NamedTensor& item : state) rest[item.name] = item.tensor;
   check_on_all_ranks(mesh(), [&] {

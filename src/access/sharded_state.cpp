@@ -12,6 +12,7 @@
 #include <set>
 
 #include "access/dist_parameters.h"
+#include "access/join_scope.h"
 #include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
@@ -171,9 +172,19 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
   const double scale = plan_.average && !plan_.mesh_dim ? 1.0 / mesh().size() : 1.0;
   reducer_ = std::make_unique<Reducer>(
       units, mesh(), scale, plan_.reduce_gradients,
-      Reducer::Callbacks{[this] { residency_->end_pass(); },
-                         [this] { return residency_->wants_to_learn(); },
-                         [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
+      Reducer::Callbacks{
+          .backward_ends = [this] { residency_->end_pass(); },
+          .settles =
+              [this] {
+                if (join_scope_) join_scope_->announce(JoinCall::kSettle);
+              },
+          .reductions_end =
+              [this](bool has_earlier) {
+                if (join_scope_)
+                  join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
+              },
+          .wants_attention = [this] { return residency_->wants_to_learn(); },
+          .backward_ended = [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
 }
 
 ShardedState::~ShardedState() = default;
@@ -203,6 +214,11 @@ void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(
 
 void ShardedState::on_write(const std::vector<Unit*>& units) {
   for (Unit* unit : units) unit->write_back();
+}
+
+void ShardedState::check_no_join(const char* what) const {
+  TORCH_CHECK(!join_scope_, "[join] ", what, " can't be called under join(), where ranks that are done take part in "
+              "training only");
 }
 
 WorkPtr ShardedState::stop_reading() {
@@ -258,6 +274,7 @@ void ShardedState::finish_sync_buffers() {
 at::Tensor ShardedState::full_grad(const ParamPlace& place) {
   at::NoGradGuard no_grad;
   if (!plan_.reduce_gradients) return slot(place).tensor().grad();
+  check_no_join("full_grad()");
   reducer_->settle();
   const UnitGradients& gradients = *reducer_->gradients()[place.unit];
   if (!gradients.is_live(place.slot)) return {};

@@ -16,6 +16,7 @@
 
 namespace tessera {
 
+class JoinScope;
 class ShardedState;
 
 /// The state of a module that was sharded in place; null for another.
@@ -52,6 +53,12 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   /// All ranks, before shards are changed: says that this rank reads no parameters until they are.
   /// Null where ranks share no memory, and so need not know.
   WorkPtr stop_reading();
+  /// Under `join()`: tells the ranks that are done what this one is about to do. Null otherwise.
+  JoinScope* join_scope() const { return join_scope_; }
+  void set_join_scope(JoinScope* scope) { join_scope_ = scope; }
+  /// Throws under `join()`, where `what` would leave ranks that are done behind.
+  void check_no_join(const char* what) const;
+
   /// Waits until no rank reads this one's shards any more. `stopped`: of `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
   /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old
@@ -91,13 +98,14 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
 
   ShardPlan plan_;
   std::vector<std::string> parameter_names_;  // in the order of registration
-  std::vector<NamedTensor> synced_;   // the model's buffers
-  std::vector<NamedTensor> buffers_;  // these and ignored parameters
-  std::optional<TakenFromFirst> arriving_;  // values of `synced_`
+  std::vector<NamedTensor> synced_;           // the model's buffers
+  std::vector<NamedTensor> buffers_;          // these and ignored parameters
+  std::optional<TakenFromFirst> arriving_;    // values of `synced_`
   UnitContext context_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Reducer> reducer_;
+  JoinScope* join_scope_ = nullptr;
 };
 
 }  // namespace tessera

@@ -21,8 +21,7 @@ TakenFromFirst::TakenFromFirst(const ShardMesh& mesh, const std::vector<NamedTen
     for (const WorkPtr& work : works_) work->wait();
     works_.clear();
     for (size_t i = 0; i < packed_.size(); ++i)
-      works_.push_back(
-          process_group->broadcast(packed_[i], 0, {names[i], Channel::kControl}));
+      works_.push_back(process_group->broadcast(packed_[i], 0, {names[i], Channel::kControl}));
   }
 }
 

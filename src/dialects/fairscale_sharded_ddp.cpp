@@ -7,6 +7,7 @@
 
 #include "access/sharded_state.h"
 #include "dialects/fairscale_sharding.h"
+#include "optim/joined_training.h"
 #include "unit/agreement.h"
 
 namespace tessera::fairscale {
@@ -22,8 +23,7 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardedDataParallelOpti
   plan.partition = Partition::kWholeParam;
   plan.process_group = options.process_group;
   plan.sync_buffers = options.broadcast_buffers;
-  plan.start_values =
-      options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
+  plan.start_values = options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
   if (options.reduce_fp16) plan.precision.reduce_dtype = at::kHalf;
   int64_t item = 1;
   for (const at::Tensor& param : module.parameters())
@@ -116,11 +116,14 @@ void AnyShardedDataParallel::refresh_trainable() {
   ShardedState& state = *sharding_->sharded->state();
   std::vector<std::string> lines;
   for (const auto& item : module_->named_parameters())
-    lines.push_back("'" + item.key() + "' " + (item.value().requires_grad() ? "trainable" : "frozen"));
-  check_same_lines(state.mesh(), lines, "[refresh_trainable] all ranks must train the same parameters");
+    lines.push_back("'" + item.key() + "' " +
+                    (item.value().requires_grad() ? "trainable" : "frozen"));
+  check_same_lines(state.mesh(), lines,
+                   "[refresh_trainable] all ranks must train the same parameters");
   if (state.reducer().has_waiting()) {
     TORCH_WARN(
-        "[refresh_trainable] gradients are waiting to be reduced; if that is meant, to accumulate them, do it under "
+        "[refresh_trainable] gradients are waiting to be reduced; if that is meant, to accumulate "
+        "them, do it under "
         "no_sync()");
   }
   trainable_ = trainable_mask(*module_);
@@ -130,10 +133,22 @@ void AnyShardedDataParallel::begin_forward() {
   if (options_.auto_refresh_trainable) {
     auto mask = trainable_mask(*module_);
     if (mask != trainable_ && options_.warn_on_trainable_params_changed)
-      TORCH_WARN("[ShardedDataParallel] some parameters were frozen or unfrozen since the last forward");
+      TORCH_WARN(
+          "[ShardedDataParallel] some parameters were frozen or unfrozen since the last forward");
     trainable_ = std::move(mask);
   }
   sharding_->sharded->begin_forward();
+}
+
+void AnyShardedDataParallel::join(const std::function<void()>& train) {
+  std::vector<JoinedOptimizer> joined;
+  for (OssImpl* optimizer : sharding_->optimizers) {
+    joined.push_back({optimizer->inner.get(), optimizer->oss, [optimizer] {
+                        LentGroups lent(*optimizer);
+                        optimizer->sharded->step();
+                      }});
+  }
+  train_joined(*sharding_->sharded->state(), joined, train);
 }
 
 void AnyShardedDataParallel::convert(std::optional<at::Device> device,

@@ -147,7 +147,7 @@ void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor&
 void Reducer::begin_backward() {
   if (!backward_.expired()) return;
   if (in_backward_) abandon_backward();
-  settle();  // what the last backward left under way, so that this one adds to it
+  settle_earlier();
   for (const auto& gradients : gradients_) gradients->begin_backward();
   const auto token = std::make_shared<int>(0);
   backward_ = token;
@@ -155,10 +155,21 @@ void Reducer::begin_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
 }
 
+// Waits for what the last backward left under way, so that another one adds to it.
+void Reducer::settle_earlier() {
+  const bool any = std::any_of(gradients_.begin(), gradients_.end(),
+                               [](const auto& gradients) { return gradients->is_reducing(); });
+  if (any) callbacks_.settles();
+  settle();
+}
+
+bool Reducer::any_live() const {
+  return std::any_of(gradients_.begin(), gradients_.end(),
+                     [](const auto& gradients) { return gradients->any_live(); });
+}
+
 void Reducer::abandon_backward() {
-  const bool any_live = std::any_of(gradients_.begin(), gradients_.end(),
-                                    [](const auto& gradients) { return gradients->any_live(); });
-  if (accumulating_ || any_live) {
+  if (accumulating_ || any_live()) {
     TORCH_WARN(
         "[tessera] the last backward failed; gradients accumulated before it were dropped, too");
   }
@@ -258,16 +269,25 @@ void Reducer::end_backward() {
 }
 
 bool Reducer::reduce_waiting() {
-  settle();
+  settle_earlier();
   reduce_arrived();
   return std::any_of(used_.begin(), used_.end(), [](const std::vector<bool>& unit) {
     return std::find(unit.begin(), unit.end(), true) != unit.end();
   });
 }
 
+void Reducer::join_backward(bool has_earlier) {
+  settle();
+  if (!has_earlier) clear_all();
+  for (const auto& gradients : gradients_) gradients->begin_backward();
+  callbacks_.backward_ends();
+  callbacks_.backward_ended(true, reduce_arrived());
+}
+
 // All ranks: starts the reductions that this one still owes. Returns whether any rank wants
 // attention.
 bool Reducer::reduce_arrived() {
+  callbacks_.reductions_end(any_live());
   const bool attention = agree_on_use();
   for (; next_ < order_.size(); ++next_) {
     const size_t unit = order_[next_];
@@ -304,8 +324,7 @@ void Reducer::settle() {
 bool Reducer::any_gradient() {
   if (!reduces_) return true;
   settle();
-  return std::any_of(gradients_.begin(), gradients_.end(),
-                     [](const auto& gradients) { return gradients->any_live(); });
+  return any_live();
 }
 
 void Reducer::clear_all() {

@@ -19,12 +19,16 @@ class Reducer {
   struct Callbacks {
     /// Before this rank waits for any other: starts what the others may be waiting for.
     std::function<void()> backward_ends;
+    /// Before this rank, in a backward, waits for the reductions of the one before.
+    std::function<void()> settles;
+    /// Before ranks agree on what was used. `has_earlier`: earlier backwards have left gradients.
+    std::function<void(bool has_earlier)> reductions_end;
     std::function<bool()> wants_attention;                      ///< this rank's vote
     std::function<void(bool synced, bool any)> backward_ended;  ///< `any`: some rank voted
   };
 
-  /// `scale` is what sums over ranks are multiplied by. `reduces` is false where gradients stay with
-  /// the user, who makes them equal on all ranks.
+  /// `scale` is what sums over ranks are multiplied by. `reduces` is false where gradients stay
+  /// with the user, who makes them equal on all ranks.
   Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, bool reduces,
           Callbacks callbacks);
 
@@ -45,6 +49,9 @@ class Reducer {
   /// All ranks: reduces what backwards under `no_sync()` have left. False, and nothing is done, if
   /// no rank has anything.
   bool reduce_waiting();
+  /// All ranks, where others have a backward: takes part in it with nothing. `has_earlier` is
+  /// theirs: if earlier backwards have left them nothing, they have cleared it, and so does this.
+  void join_backward(bool has_earlier);
   bool reduces() const { return reduces_; }
   /// True if a backward under `no_sync()` has left gradients on this rank.
   bool has_waiting() const { return accumulating_; }
@@ -63,6 +70,8 @@ class Reducer {
   void begin_backward();
   void end_backward();
   bool reduce_arrived();
+  bool any_live() const;
+  void settle_earlier();
   void abandon_backward();
   void launch_ready();
   void launch(size_t unit);

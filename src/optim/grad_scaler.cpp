@@ -122,6 +122,7 @@ at::Tensor GradScaler::Impl::unscale_parts(std::vector<AlikeGradients> lists) co
 bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   at::NoGradGuard no_grad;
   ShardedState& state = *optimizer.module().state();
+  state.check_no_join("GradScaler");
   TORCH_CHECK(state.reducer().any_gradient(),
               "[unscale_] there must be a backward since the last zero_grad(); no parameter of the sharded "
               "model has a gradient");

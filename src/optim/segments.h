@@ -33,8 +33,8 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
 std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer);
 
 /// Undoes `adopt_optimizer()`: the param groups hold the user's parameters again, and the optimizer
-/// has the state of those that this rank has updated. Throws `c10::NotImplementedError`, and changes
-/// nothing, if that is a part of a parameter only.
+/// has the state of those that this rank has updated. Throws `c10::NotImplementedError`, and
+/// changes nothing, if that is a part of a parameter only.
 void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer,
                          const std::vector<Segment>& segments);
 

@@ -1,12 +1,9 @@
 #include <fmt/format.h>
 #include <tessera/fully_shard.h>
 
-#include <algorithm>
-#include <cmath>
-#include <set>
-
+#include "access/clip_call.h"
+#include "access/join_scope.h"
 #include "access/sharded_state.h"
-#include "grad/clip_grad.h"
 
 namespace tessera {
 namespace {
@@ -47,7 +44,9 @@ ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnshar
 
 void ShardedModule::begin_forward() {
   state_->finish_sync_buffers();
-  if (state_->plan().sync_buffers && !state_->reducer().is_no_sync()) sync_buffers();
+  if (!state_->plan().sync_buffers || state_->reducer().is_no_sync()) return;
+  if (auto* scope = state_->join_scope()) scope->announce(JoinCall::kForward);
+  sync_buffers();
 }
 
 void ShardedModule::sync_buffers(bool blocking) {
@@ -96,23 +95,9 @@ double ShardedModule::clip_grad_norm_(double max_norm, double norm_type) {
 }
 
 double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
-  TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ", max_norm);
-  state_->reducer().settle();
-  const auto& gradients = state_->reducer().gradients();
-  std::set<std::pair<size_t, size_t>> excluded;
-  for (const std::string& name : options.exclude) {
-    const auto place = state_->find(name);
-    TORCH_CHECK_VALUE(place, "[clip_grad_norm_] options.exclude names '", name,
-                      "', which the model does not have");
-    excluded.emplace(place->unit, place->slot);
-  }
-  const auto is_counted = [&](size_t unit, size_t slot) {
-    return !excluded.contains({unit, slot});
-  };
-  const double norm = grad_norm(gradients, state_->mesh(), options.norm_type, is_counted);
-  const double factor = max_norm / (norm + options.epsilon);
-  if (!(factor >= 1)) scale_gradients(gradients, factor, is_counted);
-  return norm;
+  const ClipCall call(*state_, max_norm, options);
+  if (auto* scope = state_->join_scope()) scope->announce(JoinCall::kClip, call.values());
+  return call.run(*state_);
 }
 
 std::vector<NamedTensor> ShardedModule::full_state() { return state_->full_state(); }

@@ -7,8 +7,10 @@
 
 #include <vector>
 
+#include "access/clip_call.h"
 #include "access/sharded_state.h"
 #include "optim/fused_step.h"
+#include "optim/joined_training.h"
 #include "optim/param_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
@@ -115,7 +117,7 @@ std::vector<bool> ShardedOptimizer::Impl::step() {
 // The fused kernels read state in the parameter's dtype. It has another if the optimizer had it
 // before the model was converted.
 static bool has_state_like_parameters(const torch::optim::Optimizer& optimizer,
-                               const std::vector<Segment>& segments) {
+                                      const std::vector<Segment>& segments) {
   if (!knows_state(optimizer)) return true;  // and then there is no fused kernel
   for (const Segment& segment : segments) {
     if (!segment.tensor.defined()) continue;
@@ -145,12 +147,13 @@ ShardedOptimizer& ShardedOptimizer::operator=(ShardedOptimizer&&) noexcept = def
 void ShardedOptimizer::step() {
   at::NoGradGuard no_grad;
   ShardedState& state = impl_->state();
+  announce_step(state, *impl_->optimizer);
   const WorkPtr stopped = state.stop_reading();
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a gradient (a backward under no_sync() alone reduces nothing)");
   if (impl_->options.max_grad_norm > 0)
-    impl_->module.clip_grad_norm_(impl_->options.max_grad_norm, impl_->options.clip);
+    ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
   for (const auto& unit : state.units()) unit->check_views();
   state.wait_until_unread(stopped);
   const std::vector<bool> changed = impl_->step();

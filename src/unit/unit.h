@@ -154,9 +154,9 @@ class Unit {
   std::optional<SharedBuffer> shared_;  // what `full_` lies in
   at::Tensor full_;
   at::Tensor arriving_;  // what a gather fills in place of `full_` where parameters are rounded
-  at::Tensor written_;  // in place of a shared `full_` while an operator writes
-  at::Tensor shard_;    // undefined if the master copy serves as such
-  at::Tensor master_;   // undefined if the shard is what is updated
+  at::Tensor written_;   // in place of a shared `full_` while an operator writes
+  at::Tensor shard_;     // undefined if the master copy serves as such
+  at::Tensor master_;    // undefined if the shard is what is updated
   c10::weak_intrusive_ptr<UnitStorage> storage_;
   WorkPtr gather_;               // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard

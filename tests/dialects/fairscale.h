@@ -68,8 +68,7 @@ inline Batch batch_of(int64_t step, int64_t rows = 12) { return global_batch(ste
 template <class Model>
 at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
   const Batch batch = batch_of(step);
-  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)),
-                         rows_of(batch.y, rank, size));
+  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
 }
 
 /// What `steps` steps on the batches of `ranks` ranks give in one process.
@@ -85,8 +84,7 @@ std::vector<NamedTensor> train_in_one(Net& net, torch::optim::Optimizer& optimiz
 }
 
 template <class Model>
-std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& world,
-                               int steps = 4) {
+std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& world, int steps = 4) {
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     loss_of(model, step, world.rank(), world.size()).backward();

@@ -145,6 +145,8 @@ class TESSERA_API AnyShardedDataParallel {
   void sync_buffers(bool blocking = false);
   /// Checks that all ranks train the same parameters, and warns if gradients wait to be reduced.
   void refresh_trainable();
+  /// Runs `train`, in which ranks may take different numbers of steps. See `tessera::join`.
+  void join(const std::function<void()>& train);
   /// Forgets all gradients. (Those of the module and of its optimizers do the same.) Not
   /// collective; all ranks must do it.
   void zero_grad(bool set_to_none = true);
@@ -189,7 +191,8 @@ struct Contained<M> {
 }  // namespace detail
 
 /// Data parallel training of `Net` (a module's class, or the holder that TORCH_MODULE makes) with
-/// optimizers that are `OSS`: the gradients of each parameter are averaged on the rank that owns it.
+/// optimizers that are `OSS`: the gradients of each parameter are averaged on the rank that owns
+/// it.
 ///
 ///     OSS<torch::optim::SGD> optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
 ///     ShardedDataParallel<Net> model(net, optimizer);
@@ -247,8 +250,8 @@ class ShardedDataParallel final : public AnyShardedDataParallel {
   std::shared_ptr<Module> net_;
 };
 
-/// `GradScaler` for `OSS`: a step is skipped on all ranks of the optimizer's group or on none. Works
-/// on the CPU as on a GPU. See there for defaults, the order of calls, and errors.
+/// `GradScaler` for `OSS`: a step is skipped on all ranks of the optimizer's group or on none.
+/// Works on the CPU as on a GPU. See there for defaults, the order of calls, and errors.
 class TESSERA_API ShardedGradScaler : public GradScaler {
  public:
   using GradScaler::GradScaler;

@@ -1,0 +1,131 @@
+#include "optim/joined_training.h"
+
+#include <c10/util/Exception.h>
+#include <tessera/join.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "access/clip_call.h"
+#include "access/join_scope.h"
+
+namespace tessera {
+namespace {
+
+std::vector<const torch::optim::Optimizer*> inner_of(
+    const std::vector<JoinedOptimizer>& optimizers) {
+  std::vector<const torch::optim::Optimizer*> inner;
+  for (const JoinedOptimizer& optimizer : optimizers) inner.push_back(optimizer.inner);
+  return inner;
+}
+
+// A class of the user's may have none: what is not finite is not taken.
+double lr_of(const torch::optim::OptimizerParamGroup& param_group) {
+  try {
+    return param_group.options().get_lr();
+  } catch (const c10::Error&) {
+    return -INFINITY;
+  }
+}
+
+class Training {
+ public:
+  Training(ShardedState& state, const std::vector<JoinedOptimizer>& optimizers)
+      : state_(state), optimizers_(optimizers), scope_(state.mesh(), inner_of(optimizers)) {
+    check_on_all_ranks(state.mesh(), [&] { check(); });
+    state_.set_join_scope(&scope_);
+  }
+  ~Training() { state_.set_join_scope(nullptr); }
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
+
+  void run(const std::function<void()>& train) {
+    try {
+      train();
+    } catch (...) {
+      tell_of_failure();
+      throw;
+    }
+    while (true) {
+      const JoinScope::Heard heard = scope_.listen();
+      if (heard.call == JoinCall::kDone) return;
+      take_part(heard);
+    }
+  }
+
+ private:
+  void check() const {
+    TORCH_CHECK(!state_.join_scope(), "[join] calls don't nest");
+    for (const auto& unit : state_.units()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!unit->frees(), "[join] parameters must stay whole between uses; those of ",
+                                  unit->label(), " are freed. Use a level below kParameters");
+    }
+  }
+
+  // The error that is under way counts, not what comes of telling it.
+  void tell_of_failure() noexcept {
+    try {
+      scope_.announce(JoinCall::kFailed);
+    } catch (const std::exception&) {
+    }
+  }
+
+  void take_part(const JoinScope::Heard& heard) {
+    switch (heard.call) {
+      case JoinCall::kForward:
+        state_.start_sync_buffers();
+        return state_.finish_sync_buffers();
+      case JoinCall::kSettle:
+        return state_.reducer().settle();
+      case JoinCall::kBackward:
+        return state_.reducer().join_backward(/*has_earlier=*/heard.values[0] > 0);
+      case JoinCall::kClip:
+        ClipCall(state_, heard.values).run(state_);
+        return;
+      case JoinCall::kStep:
+        return step(heard.values);
+      default:
+        return;
+    }
+  }
+
+  void step(const std::vector<double>& values) {
+    const JoinedOptimizer& optimizer = optimizers_[static_cast<size_t>(values[0])];
+    auto& groups = optimizer.options->param_groups();
+    for (size_t i = 0; i < groups.size() && i + 1 < values.size(); ++i) {
+      if (std::isfinite(values[i + 1])) groups[i].options().set_lr(values[i + 1]);
+    }
+    optimizer.step();
+  }
+
+  ShardedState& state_;
+  const std::vector<JoinedOptimizer>& optimizers_;
+  JoinScope scope_;
+};
+
+}  // namespace
+
+void train_joined(ShardedState& state, const std::vector<JoinedOptimizer>& optimizers,
+                  const std::function<void()>& train) {
+  Training(state, optimizers).run(train);
+}
+
+void announce_step(ShardedState& state, torch::optim::Optimizer& inner) {
+  JoinScope* const scope = state.join_scope();
+  if (!scope) return;
+  std::vector<double> values = {static_cast<double>(scope->index_of(inner))};
+  for (const auto& param_group : inner.param_groups()) values.push_back(lr_of(param_group));
+  scope->announce(JoinCall::kStep, values);
+}
+
+void join(const ShardedModule& module, const std::vector<ShardedOptimizer*>& optimizers,
+          const std::function<void()>& train) {
+  std::vector<JoinedOptimizer> joined;
+  for (ShardedOptimizer* optimizer : optimizers)
+    joined.push_back(
+        {&optimizer->inner(), &optimizer->inner(), [optimizer] { optimizer->step(); }});
+  train_joined(*module.state(), joined, train);
+}
+
+}  // namespace tessera

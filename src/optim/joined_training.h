@@ -1,0 +1,28 @@
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "access/sharded_state.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace tessera {
+
+/// An optimizer whose steps a rank that is done must take part in.
+struct JoinedOptimizer {
+  torch::optim::Optimizer* inner = nullptr;    ///< of the `ShardedOptimizer`
+  torch::optim::Optimizer* options = nullptr;  ///< whose param groups have the learning rates
+  std::function<void()> step;
+};
+
+/// See `join()`.
+void train_joined(ShardedState& state, const std::vector<JoinedOptimizer>& optimizers,
+                  const std::function<void()>& train);
+
+/// What a step of `inner` announces, where `join()` is under way.
+void announce_step(ShardedState& state, torch::optim::Optimizer& inner);
+
+}  // namespace tessera

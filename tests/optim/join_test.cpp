@@ -1,0 +1,172 @@
+// Ranks that take different numbers of steps.
+
+#include <gtest/gtest.h>
+
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+
+constexpr int64_t kRows = 12, kIn = 37, kOut = 5;
+
+std::shared_ptr<Net> make_mlp() {
+  return seeded(7, [] { return std::make_shared<Mlp>(); });
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_adamw(Net& net) {
+  return std::make_unique<torch::optim::AdamW>(net.parameters(), torch::optim::AdamWOptions(0.01));
+}
+
+// Rank r takes 2 r + 1 steps.
+int steps_of(int rank) { return 2 * rank + 1; }
+
+struct Options {
+  double clip = 0;
+  int backwards = 1;
+  bool schedules = false;
+};
+
+// One process: ranks that are done give nothing; the mean is over all.
+std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
+  const auto net = make_mlp();
+  const auto optimizer = make_adamw(*net);
+  torch::optim::StepLR scheduler(*optimizer, 1, 0.7);
+  for (int step = 0; step < steps_of(ranks - 1); ++step) {
+    optimizer->zero_grad();
+    for (int backward = 0; backward < options.backwards; ++backward) {
+      const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
+      for (int rank = 0; rank < ranks; ++rank) {
+        if (step < steps_of(rank)) (rank_loss(*net, batch, rank, ranks, step) / ranks).backward();
+      }
+    }
+    if (options.clip > 0) torch::nn::utils::clip_grad_norm_(net->parameters(), options.clip);
+    optimizer->step();
+    if (options.schedules) scheduler.step();
+  }
+  return plain_state(*net);
+}
+
+std::vector<NamedTensor> train_joined(World& world, const ShardPlan& plan, const Options& options) {
+  const auto net = make_mlp();
+  const auto inner = make_adamw(*net);
+  auto sharded = fully_shard(net, plan);
+  ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+  torch::optim::StepLR scheduler(*inner, 1, 0.7);
+  join(sharded, {&optimizer}, [&] {
+    for (int step = 0; step < steps_of(world.rank()); ++step) {
+      optimizer.zero_grad();
+      for (int backward = 0; backward < options.backwards; ++backward) {
+        const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
+        rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      }
+      if (options.clip > 0) optimizer.clip_grad_norm_(options.clip);
+      optimizer.step();
+      if (options.schedules) scheduler.step();
+    }
+  });
+  EXPECT_EQ(optimizer.steps(), steps_of(world.size() - 1));
+  return sharded.full_state();
+}
+
+void expect_as_one_process(const Options& options) {
+  for (const ShardLevel level :
+       {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients}) {
+    for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+      for (const int ranks : {1, 2, 3}) {
+        const auto expected = train_alone(ranks, options);
+        std::vector<std::vector<NamedTensor>> states(ranks);
+        run_world(ranks, [&](World& world) {
+          ShardPlan plan;
+          plan.level = level;
+          plan.partition = partition;
+          plan.unit_bytes = 3000;
+          states[world.rank()] = train_joined(world, plan, options);
+        });
+        for (const auto& state : states) {
+          expect_same_state(state, expected, 1e-5, std::to_string(ranks) + " ranks");
+          expect_same_state(state, states[0], 0, "replicas");
+        }
+      }
+    }
+  }
+}
+
+TEST(Join, UnevenStepsTrainAsOneProcess) { expect_as_one_process({}); }
+TEST(Join, WithClipping) { expect_as_one_process({.clip = 0.05}); }
+TEST(Join, WithSeveralBackwardsAStep) { expect_as_one_process({.backwards = 3}); }
+TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersLearningRate) {
+  expect_as_one_process({.schedules = true});
+}
+
+TEST(Join, WithNoDataAtAll) {
+  run_world(3, [](World& world) {
+    const auto net = make_mlp();
+    const auto inner = make_adamw(*net);
+    auto sharded = fully_shard(net, {.level = ShardLevel::kGradients});
+    ShardedOptimizer optimizer(sharded, *inner);
+    join(sharded, {&optimizer}, [] {});
+    join(sharded, {&optimizer}, [&] {
+      if (world.rank() != 1) return;
+      rank_loss(*net, global_batch(0, kRows, kIn, kOut), 1, 3, 0).backward();
+      optimizer.step();
+    });
+    EXPECT_EQ(optimizer.steps(), 1);
+    // Training goes on as usual.
+    optimizer.zero_grad();
+    rank_loss(*net, global_batch(0, kRows, kIn, kOut), world.rank(), 3, 0).backward();
+    optimizer.step();
+  });
+}
+
+TEST(Join, FailuresReachAllRanks) {
+  run_world(2, [](World& world) {
+    const auto net = make_mlp();
+    const auto inner = make_adamw(*net);
+    auto sharded = fully_shard(net, {.level = ShardLevel::kGradients});
+    ShardedOptimizer optimizer(sharded, *inner);
+    const auto backward = [&] {
+      rank_loss(*net, global_batch(0, kRows, kIn, kOut), world.rank(), 2, 0).backward();
+    };
+    const auto fail_on_rank_1 = [&] {
+      if (world.rank() == 1) throw std::runtime_error("no more disk");
+    };
+    if (world.rank() == 1) {
+      EXPECT_THROW(join(sharded, {&optimizer}, fail_on_rank_1), std::runtime_error);
+    } else {
+      expect_error([&] { join(sharded, {&optimizer}, fail_on_rank_1); },
+                   {"another rank has failed"});
+    }
+    expect_error(
+        [&] {
+          join(sharded, {&optimizer}, [&] {
+            backward();
+            world.rank() == 0 ? optimizer.step() : backward();
+          });
+        },
+        {"must call the same things", "step()", "a backward"});
+  });
+}
+
+TEST(Join, RefusesWhatItCanNotDo) {
+  run_world(2, [](World& world) {
+    const auto net = make_mlp();
+    const auto inner = make_adamw(*net);
+    auto sharded = fully_shard(net, {.level = ShardLevel::kGradients});
+    ShardedOptimizer optimizer(sharded, *inner);
+    GradScaler scaler;
+    join(sharded, {}, [&] {
+      expect_error([&] { sharded.full_state(); }, {"can't be called under join()"});
+      expect_error([&] { sharded.full_grad(net->parameters()[0]); }, {"full_grad() can't"});
+      expect_error([&] { scaler.unscale_(optimizer); }, {"GradScaler can't"});
+      expect_error([&] { optimizer.step(); }, {"among those given to join()"});
+    });
+    auto freed = fully_shard(make_mlp(), {.level = ShardLevel::kParameters});
+    expect_error([&] { join(freed, {}, [] {}); }, {"must stay whole", "are freed"});
+  });
+}
+
+}  // namespace
+}  // namespace tessera
