@@ -34,6 +34,14 @@ class Dev(unittest.TestCase):
         self.assertIn('there is no verb "bild"', result.stderr)
         self.assertEqual(result.stdout, "")
 
+    def test_names_the_examples_if_there_is_no_such_one(self):
+        for arguments in (("example",), ("example", "nothing")):
+            result = dev(*arguments)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn(f'there is no example "{"".join(arguments[1:])}"; expected one of: group_sharded ', result.stderr)
+            self.assertIn(" sharded_ddp ", result.stderr)
+            self.assertEqual(result.stdout, "")
+
     def test_names_the_packages_that_another_user_has_to_install(self):
         with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
             shutil.copy(ROOT / "dev", tree)
