@@ -196,7 +196,12 @@ void ShardedState::adopt() {
   for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
   convert_buffers();
   reducer_->install();
-  if (broadcast || plan_.sync_buffers) TakenFromFirst(mesh(), buffers_).finish();
+  if (plan_.sync_buffers) TakenFromFirst(mesh(), synced_).finish();
+  if (broadcast) {
+    // What is ignored comes after the model's buffers.
+    const auto ignored = buffers_.begin() + static_cast<ptrdiff_t>(synced_.size());
+    TakenFromFirst(mesh(), {ignored, buffers_.end()}).finish();
+  }
   // The whole parameters are gone; where they lay, the heap would keep the pages.
   trim_heaps();
 }

@@ -25,11 +25,12 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardedDataParallelOpti
   plan.sync_buffers = options.broadcast_buffers;
   plan.start_values = options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
   if (options.reduce_fp16) plan.precision.reduce_dtype = at::kHalf;
+  if (!options.reduce_buffer_size) return plan;
   int64_t item = 1;
   for (const at::Tensor& param : module.parameters())
     item = std::max(item, static_cast<int64_t>(param.element_size()));
   plan.unit_bytes =
-      std::min(options.reduce_buffer_size, std::numeric_limits<int64_t>::max() / item) * item;
+      std::min(*options.reduce_buffer_size, std::numeric_limits<int64_t>::max() / item) * item;
   return plan;
 }
 
@@ -54,8 +55,8 @@ void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const
   TORCH_CHECK_VALUE(!optimizers.empty() && std::none_of(optimizers.begin(), optimizers.end(),
                                                         [](const AnyOss* oss) { return !oss; }),
                     "[ShardedDataParallel] must be given the OSS optimizers of the module; got none");
-  TORCH_CHECK_VALUE(options_.reduce_buffer_size >= 0, "[ShardedDataParallel] reduce_buffer_size must not be negative; got ",
-                    options_.reduce_buffer_size);
+  TORCH_CHECK_VALUE(options_.reduce_buffer_size.value_or(0) >= 0, "[ShardedDataParallel] reduce_buffer_size must not be negative; got ",
+                    options_.reduce_buffer_size.value_or(0));
   const auto parameters = module_->named_parameters();
   TORCH_CHECK_VALUE(!parameters.is_empty(), "[ShardedDataParallel] the module must have parameters; it has none");
   for (const auto& item : parameters) {
@@ -88,6 +89,7 @@ AnyShardedDataParallel::AnyShardedDataParallel(std::shared_ptr<torch::nn::Module
   }
   sharding_->build();
   for (OssImpl* optimizer : sharding_->optimizers) optimizer->sharding = sharding_;
+  if (options_.sync_models_at_startup) sync_buffers(/*blocking=*/true);
   trainable_ = trainable_mask(*module_);
 }
 

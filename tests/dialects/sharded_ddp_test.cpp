@@ -446,12 +446,7 @@ TEST(ShardedDdp, FS_17_RanksMayTakeDifferentNumbersOfSteps) {
           scheduler.step();
         }
       });
-      for (const at::Tensor& param : net->parameters()) {
-        const std::string bytes(static_cast<const char*>(param.data_ptr()), param.nbytes());
-        for (const std::string& other :
-             all_gather_bytes(*world.process_group(), bytes, {"replicas", Channel::kControl}))
-          EXPECT_EQ(other, bytes);
-      }
+      expect_replicas(world, *net);
     });
   }
 }

@@ -42,6 +42,10 @@ void check_options(const StepBenchOptions& options) {
     TORCH_CHECK_VALUE(value >= least, "[bench step] ", name, " must be at least ", least, ", got ",
                       value);
   };
+  TORCH_CHECK_VALUE(options.dialect == "native" || options.dialect == "fairscale",
+                    "[bench step] --dialect must be native or fairscale; got '", options.dialect, "'");
+  TORCH_CHECK_VALUE(options.dialect == "native" || options.level == "os" || options.level == "os_g",
+                    "[bench step] --dialect fairscale has the levels os and os_g; got '", options.level, "'");
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);
@@ -54,7 +58,8 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
                                           int rank) {
   const auto cores = available_cores().ids;
   std::vector<std::string> arguments = {"bench",   "step-worker", "--size",      options.size,
-                                        "--level", options.level, "--transport", options.transport};
+                                        "--level", options.level, "--transport", options.transport,
+                                        "--dialect", options.dialect};
   const auto number = [&](const char* name, int64_t value) {
     arguments.push_back(fmt::format("{}={}", name, value));
   };

@@ -15,6 +15,7 @@ namespace tessera::tools {
 struct StepBenchOptions {
   std::string size = "small";       ///< see `workload_names()`
   std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
+  std::string dialect = "native";   ///< native, or fairscale at os and os_g
   std::string transport = "arena";  ///< how the ranks of the sharded job talk
   int ranks = 2;
   int rounds = 5;        ///< turns of each, the sharded job and the local reference

@@ -171,6 +171,7 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
       {"bench", "step"},
       {"size", options.size},
       {"level", options.level},
+      {"dialect", options.dialect},
       {"ranks", options.ranks},
       {"transport", options.transport},
       {"rounds", options.rounds},

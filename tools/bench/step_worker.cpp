@@ -72,7 +72,9 @@ class StepWorker {
     for (const auto& parameter : model->parameters()) numel += parameter.numel();
     if (options_.role == StepRole::kSharded) {
       plan_.process_group = world_->process_group();
-      trainer_ = make_sharded_trainer(std::move(model), plan_);
+      const bool is_native = options_.bench.dialect == "native";
+      trainer_ = is_native ? make_sharded_trainer(std::move(model), plan_)
+                           : make_fairscale_trainer(std::move(model), plan_);
     } else {
       trainer_ = make_local_trainer(std::move(model), world_ ? world_->process_group() : nullptr);
     }

@@ -1,10 +1,12 @@
 #include "bench/trainer.h"
 
+#include <tessera/dialects/fairscale.h>
 #include <tessera/fully_shard.h>
 #include <tessera/process_group.h>
 #include <tessera/sharded_optimizer.h>
 
 #include <chrono>
+#include <optional>
 #include <utility>
 
 namespace tessera::tools {
@@ -31,40 +33,49 @@ class LapClock {
   Clock::time_point last_ = Clock::now();
 };
 
+torch::optim::AdamWOptions adamw_options() {
+  return torch::optim::AdamWOptions(kLearningRate)
+      .betas({kBeta1, kBeta2})
+      .eps(kEpsilon)
+      .weight_decay(kWeightDecay);
+}
+
+template <class Optimizer>
+TrainedStep timed_step(BenchModel& model, Optimizer& optimizer, const Batch& batch) {
+  StepParts seconds;
+  LapClock clock;
+  optimizer.zero_grad();
+  seconds.zero_grad = clock.lap();
+  auto loss = model.loss(batch);
+  seconds.forward = clock.lap();
+  loss.backward();
+  seconds.backward = clock.lap();
+  optimizer.step();
+  seconds.optimizer = clock.lap();
+  return {.loss = loss.detach(), .seconds = seconds};
+}
+
+KeptBytes kept_of(const ShardMemory& memory) {
+  return {.parameters = memory.parameters,
+          .gradients = memory.gradients,
+          .optimizer_state = memory.optimizer_state,
+          .peak_unsharded = memory.peak_unsharded,
+          .peak_in_flight = memory.peak_in_flight};
+}
+
 class ShardedTrainer : public Trainer {
  public:
   ShardedTrainer(std::shared_ptr<BenchModel> model, const ShardPlan& plan,
                  std::shared_ptr<CountingProcessGroup> counting)
       : counting_(std::move(counting)),
         sharded_(fully_shard(std::move(model), plan)),
-        adamw_(sharded_->parameters(), torch::optim::AdamWOptions(kLearningRate)
-                                           .betas({kBeta1, kBeta2})
-                                           .eps(kEpsilon)
-                                           .weight_decay(kWeightDecay)),
+        adamw_(sharded_->parameters(), adamw_options()),
         optimizer_(sharded_, adamw_) {}
 
   TrainedStep step(const Batch& batch) override {
-    StepParts seconds;
-    LapClock clock;
-    optimizer_.zero_grad();
-    seconds.zero_grad = clock.lap();
-    auto loss = sharded_->loss(batch);
-    seconds.forward = clock.lap();
-    loss.backward();
-    seconds.backward = clock.lap();
-    optimizer_.step();
-    seconds.optimizer = clock.lap();
-    return {.loss = loss.detach(), .seconds = seconds};
+    return timed_step(*sharded_, optimizer_, batch);
   }
-
-  KeptBytes kept() const override {
-    const auto memory = optimizer_.memory();
-    return {.parameters = memory.parameters,
-            .gradients = memory.gradients,
-            .optimizer_state = memory.optimizer_state,
-            .peak_unsharded = memory.peak_unsharded,
-            .peak_in_flight = memory.peak_in_flight};
-  }
+  KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
 
   int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
 
@@ -73,6 +84,32 @@ class ShardedTrainer : public Trainer {
   Sharded<BenchModel> sharded_;
   torch::optim::AdamW adamw_;
   ShardedOptimizer optimizer_;
+};
+
+class FairscaleTrainer : public Trainer {
+ public:
+  FairscaleTrainer(std::shared_ptr<BenchModel> model, std::optional<int64_t> unit_bytes,
+                   std::shared_ptr<CountingProcessGroup> counting)
+      : counting_(std::move(counting)),
+        optimizer_(model->parameters(), adamw_options(), {.group = counting_}),
+        model_(std::move(model), optimizer_, options_of(unit_bytes)) {}
+
+  TrainedStep step(const Batch& batch) override {
+    return timed_step(model_.module(), optimizer_, batch);
+  }
+  KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
+  int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
+
+ private:
+  static fairscale::ShardedDataParallelOptions options_of(std::optional<int64_t> unit_bytes) {
+    fairscale::ShardedDataParallelOptions options;
+    if (unit_bytes) options.reduce_buffer_size = *unit_bytes / static_cast<int64_t>(sizeof(float));
+    return options;
+  }
+
+  std::shared_ptr<CountingProcessGroup> counting_;
+  fairscale::OSS<torch::optim::AdamW> optimizer_;
+  fairscale::ShardedDataParallel<BenchModel> model_;
 };
 
 int64_t bytes_of(const std::vector<Tensor>& tensors) {
@@ -142,6 +179,11 @@ std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
   auto counting = counting_process_group(plan.process_group);
   plan.process_group = counting;
   return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting));
+}
+
+std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {
+  auto counting = counting_process_group(plan.process_group);
+  return std::make_unique<FairscaleTrainer>(std::move(model), plan.unit_bytes, std::move(counting));
 }
 
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,

@@ -49,6 +49,10 @@ class Trainer {
 /// Trains with the others of `plan.process_group`.
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
 
+/// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan` only the
+/// process group and the size of units hold.
+std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
+
 /// Trains alone, unsharded, with LibTorch's fused AdamW: the reference. With a process group, after
 /// each backward it waits for the others' to have ended.
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,

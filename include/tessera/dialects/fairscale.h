@@ -118,7 +118,8 @@ struct ShardedDataParallelOptions {
   /// Take rank 0's parameters and buffers at construction.
   bool sync_models_at_startup = true;
   /// Gradients are reduced in buckets of about so many elements (not bytes); 0: each by itself.
-  int64_t reduce_buffer_size = int64_t{1} << 23;
+  /// None: as suits the transport (see `ShardPlan::unit_bytes`), in place of FairScale's 2^23.
+  std::optional<int64_t> reduce_buffer_size = std::nullopt;
   /// Look at each forward whether parameters were frozen or unfrozen, and say so. What is trainable
   /// is right without it, too.
   bool auto_refresh_trainable = true;
