@@ -22,8 +22,7 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardedDataParallelOpti
   plan.partition = Partition::kWholeParam;
   plan.process_group = options.process_group;
   plan.sync_buffers = options.broadcast_buffers;
-  plan.start_values =
-      options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
+  plan.start_values = options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
   if (options.reduce_fp16) plan.precision.reduce_dtype = at::kHalf;
   int64_t item = 1;
   for (const at::Tensor& param : module.parameters())
@@ -45,6 +44,24 @@ void convert_floating(torch::nn::Module& module, at::ScalarType dtype) {
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
   for (const at::Tensor& tensor : tensors) {
     if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype));
+  }
+}
+
+// Beyond what is sent, a parameter's owner has digits of its own. A dtype as narrow as that of the
+// messages must be made of the same values on all ranks.
+void round_as_sent(const Sharding& sharding, at::ScalarType dtype) {
+  if (!sharding.optimizers.front()->options.broadcast_fp16 ||
+      c10::elementSize(dtype) > c10::elementSize(at::kHalf)) {
+    return;
+  }
+  for (const OssImpl* optimizer : sharding.optimizers) {
+    for (const auto& group : std::as_const(*optimizer->oss).param_groups()) {
+      for (const at::Tensor& param : group.params()) {
+        if (param.requires_grad() &&
+            c10::elementSize(param.scalar_type()) > c10::elementSize(at::kHalf))
+          param.set_data(param.detach().to(at::kHalf));
+      }
+    }
   }
 }
 
@@ -116,11 +133,14 @@ void AnyShardedDataParallel::refresh_trainable() {
   ShardedState& state = *sharding_->sharded->state();
   std::vector<std::string> lines;
   for (const auto& item : module_->named_parameters())
-    lines.push_back("'" + item.key() + "' " + (item.value().requires_grad() ? "trainable" : "frozen"));
-  check_same_lines(state.mesh(), lines, "[refresh_trainable] all ranks must train the same parameters");
+    lines.push_back("'" + item.key() + "' " +
+                    (item.value().requires_grad() ? "trainable" : "frozen"));
+  check_same_lines(state.mesh(), lines,
+                   "[refresh_trainable] all ranks must train the same parameters");
   if (state.reducer().has_waiting()) {
     TORCH_WARN(
-        "[refresh_trainable] gradients are waiting to be reduced; if that is meant, to accumulate them, do it under "
+        "[refresh_trainable] gradients are waiting to be reduced; if that is meant, to accumulate "
+        "them, do it under "
         "no_sync()");
   }
   trainable_ = trainable_mask(*module_);
@@ -130,7 +150,8 @@ void AnyShardedDataParallel::begin_forward() {
   if (options_.auto_refresh_trainable) {
     auto mask = trainable_mask(*module_);
     if (mask != trainable_ && options_.warn_on_trainable_params_changed)
-      TORCH_WARN("[ShardedDataParallel] some parameters were frozen or unfrozen since the last forward");
+      TORCH_WARN(
+          "[ShardedDataParallel] some parameters were frozen or unfrozen since the last forward");
     trainable_ = std::move(mask);
   }
   sharding_->sharded->begin_forward();
@@ -146,7 +167,9 @@ void AnyShardedDataParallel::convert(std::optional<at::Device> device,
   });
   sharding_->rebuild([&] {
     if (device) module_->to(*device);
-    if (dtype) convert_floating(*module_, *dtype);
+    if (!dtype) return;
+    round_as_sent(*sharding_, *dtype);
+    convert_floating(*module_, *dtype);
   });
 }
 
