@@ -68,8 +68,7 @@ inline Batch batch_of(int64_t step, int64_t rows = 12) { return global_batch(ste
 template <class Model>
 at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
   const Batch batch = batch_of(step);
-  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)),
-                         rows_of(batch.y, rank, size));
+  return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
 }
 
 /// What `steps` steps on the batches of `ranks` ranks give in one process.
@@ -85,8 +84,7 @@ std::vector<NamedTensor> train_in_one(Net& net, torch::optim::Optimizer& optimiz
 }
 
 template <class Model>
-std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& world,
-                               int steps = 4) {
+std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& world, int steps = 4) {
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     loss_of(model, step, world.rank(), world.size()).backward();
@@ -95,15 +93,39 @@ std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& wor
   return plain_state(model.module());
 }
 
-/// Expects that all ranks have the same bits.
-inline void expect_replicas(World& world, torch::nn::Module& module) {
+/// Expects that all ranks of the group have the same bits.
+inline void expect_replicas(ProcessGroup& group, const std::vector<at::Tensor>& tensors) {
   std::string bytes;
-  for (const NamedTensor& item : plain_state(module)) {
-    const at::Tensor value = item.tensor.contiguous();
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor value = tensor.detach().clone(at::MemoryFormat::Contiguous);
     bytes.append(static_cast<const char*>(value.data_ptr()), value.nbytes());
   }
-  const auto all = all_gather_bytes(*world.process_group(), bytes, {"replicas", Channel::kControl});
-  for (const std::string& other : all) EXPECT_EQ(other, bytes);
+  for (const std::string& other : all_gather_bytes(group, bytes, {"replicas", Channel::kControl}))
+    EXPECT_TRUE(other == bytes) << "ranks differ";
+}
+inline void expect_replicas(World& world, torch::nn::Module& module) {
+  std::vector<at::Tensor> tensors = module.parameters();
+  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
+  expect_replicas(*world.process_group(), tensors);
+}
+
+/// Makes the gradients of `params` means over the ranks of the group, as who trains with an OSS by
+/// itself has to.
+inline void average_gradients(ProcessGroup& group, const std::vector<at::Tensor>& params) {
+  for (const at::Tensor& param : params) {
+    if (!param.grad().defined()) continue;
+    group.all_reduce(param.grad(), ReduceOp::kSum, {"gradients", Channel::kGrads})->wait();
+    param.grad().div_(group.size());
+  }
+}
+
+/// A step of an OSS by itself on the batch of `step`.
+template <class Model>
+void step_alone(Model& net, AnyOss& optimizer, ProcessGroup& group, int step) {
+  optimizer.zero_grad();
+  loss_of(net, step, group.rank(), group.size()).backward();
+  average_gradients(group, net.parameters());
+  optimizer.step();
 }
 
 }  // namespace tessera::testing
