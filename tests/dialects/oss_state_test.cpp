@@ -23,6 +23,13 @@ std::vector<OptimizerParamGroup> interleaved(const PlainNet& net, double lr) {
   return groups;
 }
 
+// A net of these values.
+PlainNet net_with(const std::vector<NamedTensor>& values) {
+  PlainNet net = make_net<PlainNet>(9);
+  for (size_t i = 0; i < values.size(); ++i) net->parameters()[i].data().copy_(values[i].tensor);
+  return net;
+}
+
 template <class Model>
 void train_plain(Model& net, Optimizer& optimizer, int ranks, int first, int last) {
   for (int step = first; step < last; ++step) {
@@ -98,18 +105,14 @@ void expect_plain_layout(const std::string& what, const Params& params_of, const
       torch::save(optimizer, file);
 
       // The plain one goes on from what the sharded one has saved.
-      PlainNet other = make_net<PlainNet>(9);
-      for (size_t i = 0; i < net->parameters().size(); ++i)
-        other->parameters()[i].data().copy_(net->parameters()[i]);
+      PlainNet other = net_with(plain_state(*net));
       Optimizer loaded(params_of(other), options);
       torch::load(loaded, file);
       train_plain(*other, loaded, ranks, 3, 5);
       expect_same_state(plain_state(*other), plain_state(*plain), 1e-5, what + ", plain");
 
       // And the sharded one from what the plain one has saved.
-      PlainNet third = make_net<PlainNet>(9);
-      for (size_t i = 0; i < weights.size(); ++i)
-        third->parameters()[i].data().copy_(weights[i].tensor);
+      PlainNet third = net_with(weights);
       OSS<Optimizer> again(params_of(third), options);
       std::stringstream copy(plain_file.str());
       torch::load(again, copy);
@@ -147,20 +150,14 @@ TEST(Oss, FS_51_StateLoadsAtAnyNumberOfRanks) {
     if (world.rank() == 1) saved = state;
     if (world.rank() == 0) weights = plain_state(*net);
   });
-  const auto start = [&] {
-    PlainNet net = make_net<PlainNet>(9);
-    for (size_t i = 0; i < weights.size(); ++i)
-      net->parameters()[i].data().copy_(weights[i].tensor);
-    return net;
-  };
   for (const int ranks : {1, 2, 4}) {
-    PlainNet plain = start();
+    PlainNet plain = net_with(weights);
     AdamW alone(plain->parameters(), AdamWOptions(0.5));
     load_state_dict(alone, saved);
     train_plain(*plain, alone, ranks, 3, 6);
     const OptimizerStateDict before = copy_of(saved);
     run_world(ranks, [&](World& world) {
-      PlainNet net = start();
+      PlainNet net = net_with(weights);
       OSS<AdamW> optimizer(net->parameters(), AdamWOptions(0.5));
       const auto& held = static_cast<AdamWOptions&>(optimizer.param_groups()[0].options());
       optimizer.load_state_dict(saved);
@@ -196,17 +193,19 @@ TEST(Oss, FS_51_StateThatDoesNotFitChangesNothing) {
 
 enum class When { kBeforeStep, kAfterStep, kBeforeModel };
 
+OptimizerParamGroup last_of(const PlainNet& net) {
+  return OptimizerParamGroup(net->last->parameters(),
+                             std::make_unique<AdamWOptions>(AdamWOptions(0.03).eps(1e-4)));
+}
+
+std::vector<at::Tensor> first_of(const PlainNet& net) {
+  std::vector<at::Tensor> params = net->first->parameters();
+  for (const at::Tensor& param : net->second->parameters()) params.push_back(param);
+  return params;
+}
+
 // The last layer comes as a group of its own, before or after the first steps and the model.
 void expect_added(int ranks, When when, bool by_itself) {
-  const auto last_of = [](const PlainNet& net) {
-    return OptimizerParamGroup(net->last->parameters(),
-                               std::make_unique<AdamWOptions>(AdamWOptions(0.03).eps(1e-4)));
-  };
-  const auto first_of = [](const PlainNet& net) {
-    std::vector<at::Tensor> params = net->first->parameters();
-    for (const at::Tensor& param : net->second->parameters()) params.push_back(param);
-    return params;
-  };
   const auto options = AdamWOptions(0.01).eps(1e-4);
   const int added_at = when == When::kAfterStep ? 2 : 0;
   PlainNet plain = make_net<PlainNet>();
@@ -261,6 +260,23 @@ TEST(Oss, FS_52_SteppedByItselfThenGivenToAModel) {
     train_sharded(model, optimizer, world, 2, 4);
     expect_same_state(plain_state(*net), plain_state(*plain), 1e-6, "with its momentum");
     expect_same_dict(optimizer.state_dict(true), state_dict_of(alone), 1e-5, "with its momentum");
+  });
+}
+
+// They are the user's, who need not make them again.
+TEST(Oss, FS_52_GradientsOfAnOssByItselfStay) {
+  run_world(2, [](World& world) {
+    const at::Tensor x = torch::ones({1}, torch::requires_grad());
+    const at::Tensor y = torch::ones({1}, torch::requires_grad());
+    OSS<SGD> optimizer({x}, SGDOptions(0.25));
+    x.backward();
+    optimizer.step();
+    optimizer.add_param_group(OptimizerParamGroup({y}));
+    y.backward();
+    optimizer.step();
+    EXPECT_EQ(x.item<float>(), 0.5);
+    EXPECT_EQ(y.item<float>(), 0.75);
+    expect_replicas(*world.process_group(), {x, y});
   });
 }
 
