@@ -49,6 +49,24 @@ void convert_floating(torch::nn::Module& module, at::ScalarType dtype) {
   }
 }
 
+// Beyond what is sent, a parameter's owner has digits of its own. A dtype as narrow as that of the
+// messages must be made of the same values on all ranks.
+void round_as_sent(const Sharding& sharding, at::ScalarType dtype) {
+  if (!sharding.optimizers.front()->options.broadcast_fp16 ||
+      c10::elementSize(dtype) > c10::elementSize(at::kHalf)) {
+    return;
+  }
+  for (const OssImpl* optimizer : sharding.optimizers) {
+    for (const auto& group : std::as_const(*optimizer->oss).param_groups()) {
+      for (const at::Tensor& param : group.params()) {
+        if (param.requires_grad() &&
+            c10::elementSize(param.scalar_type()) > c10::elementSize(at::kHalf))
+          param.set_data(param.detach().to(at::kHalf));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const {
@@ -163,7 +181,9 @@ void AnyShardedDataParallel::convert(std::optional<at::Device> device,
   });
   sharding_->rebuild([&] {
     if (device) module_->to(*device);
-    if (dtype) convert_floating(*module_, *dtype);
+    if (!dtype) return;
+    round_as_sent(*sharding_, *dtype);
+    convert_floating(*module_, *dtype);
   });
 }
 

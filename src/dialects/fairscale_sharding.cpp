@@ -68,12 +68,13 @@ void check_options(const Sharding& sharding) {
                     "[ShardedDataParallel] process_group must be the optimizers' group; got another one");
 }
 
-// A parameter that no module has, or that two optimizers have, would not be trained as meant.
+// A parameter that no module has, or that two optimizers or groups have, would not be trained as
+// meant.
 void check_parameters(const Sharding& sharding, const std::vector<NamedTensor>& parameters) {
   std::map<const c10::TensorImpl*, std::string> names;
   for (const NamedTensor& parameter : parameters)
     names.emplace(parameter.tensor.unsafeGetTensorImpl(), parameter.name);
-  std::map<const c10::TensorImpl*, const OssImpl*> seen;
+  std::map<const c10::TensorImpl*, std::pair<const OssImpl*, size_t>> seen;
   for (const OssImpl* optimizer : sharding.optimizers) {
     const auto& groups = std::as_const(*optimizer->oss).param_groups();
     for (size_t group = 0; group < groups.size(); ++group) {
@@ -81,9 +82,11 @@ void check_parameters(const Sharding& sharding, const std::vector<NamedTensor>& 
         const auto name = names.find(param.unsafeGetTensorImpl());
         TORCH_CHECK_VALUE(name != names.end(), "[ShardedDataParallel] the optimizers' parameters must be the module's; "
                           "one of shape ", param.sizes(), " in group ", group, " is not");
-        const auto first = seen.emplace(name->first, optimizer).first->second;
-        TORCH_CHECK_VALUE(first == optimizer, "[ShardedDataParallel] a parameter must be in one optimizer; '", name->second,
-                          "' is in two");
+        const auto first = seen.emplace(name->first, std::pair(optimizer, group)).first->second;
+        TORCH_CHECK_VALUE(first.first == optimizer, "[ShardedDataParallel] a parameter must be in one optimizer; '",
+                          name->second, "' is in two");
+        TORCH_CHECK_VALUE(first.second == group, "[OSS] a parameter must be in one param group; '", name->second,
+                          "' is in groups ", first.second, " and ", group);
       }
     }
   }
@@ -116,8 +119,12 @@ void Sharding::take_apart() {
 }
 
 void Sharding::rebuild(const std::function<void()>& change) {
-  TORCH_CHECK(!sharded->state()->reducer().is_no_sync(),
-              "[ShardedDataParallel] parameters can't be converted or added under no_sync()");
+  // What can't be built must be known before the old one is gone.
+  check_on_all_ranks(sharded->state()->mesh(), [&] {
+    TORCH_CHECK(!sharded->state()->reducer().is_no_sync(),
+                "[ShardedDataParallel] parameters can't be converted or added under no_sync()");
+    check_parameters(*this, parameters_of(*this));
+  });
   take_apart();
   change();
   const StartValues start = std::exchange(plan.start_values, StartValues::kKeep);

@@ -23,10 +23,10 @@ struct Sharding {
 
   /// Collective. Throws on every rank, and changes nothing, for optimizers that do not fit.
   void build();
-  /// Collective. Gradients are forgotten.
+  /// Collective. Reduced gradients are forgotten.
   void take_apart();
   /// Takes apart, changes, builds from the values that each owner has. Throws on every rank, and
-  /// changes nothing, under `no_sync()`.
+  /// changes nothing, under `no_sync()` and for groups that do not fit.
   void rebuild(const std::function<void()>& change);
 };
 

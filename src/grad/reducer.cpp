@@ -118,8 +118,8 @@ void Reducer::install() {
 }
 
 void Reducer::uninstall() {
-  clear_all();
   if (!reduces_) return;
+  clear_all();
   for (const Unit* unit : units_) {
     for (const ParamSlot& slot : unit->layout().slots) {
       for (size_t i = 0; i < slot.handles.size(); ++i) {

@@ -34,7 +34,7 @@ class Reducer {
 
   /// Watches the gradients of all parameters.
   void install();
-  /// Leaves them alone again. What they were is forgotten.
+  /// Leaves them alone again. What was reduced is forgotten; what stayed with the user is kept.
   void uninstall();
 
   /// Called by the parameters' hooks.

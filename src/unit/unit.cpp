@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
@@ -160,10 +161,27 @@ void Unit::give_back() {
   const at::Tensor values = full_.clone();
   if (master_.defined()) updated_of(values).copy_(master_);
   for (const ParamSlot& slot : layout_.slots) {
-    if (slot.local().defined() && unit_of(slot.local()) != this) continue;  // it was taken out
+    if (slot.local().defined() && unit_of(slot.local()) != this) {
+      restore_taken_out(slot, values);
+      continue;
+    }
     const at::Tensor own = view_param(slot, values).clone(at::MemoryFormat::Preserve);
     point_to(slot, [&] { return own.alias(); });
   }
+}
+
+// The user has converted the parameter, and so its rounded values. Where those are all that it has,
+// and its new dtype is rounded, too, this rank goes on from its own.
+void Unit::restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const {
+  const at::Tensor taken = slot.local().detach();
+  const auto [begin, end] = updated_range(slot);
+  if (!layout_.rounds() || begin == end || taken.sizes() != at::IntArrayRef(slot.sizes) ||
+      !taken.is_floating_point() ||
+      c10::elementSize(taken.scalar_type()) <= c10::elementSize(layout_.gather_dtype)) {
+    return;
+  }
+  const at::Tensor own = view_param(slot, values).to(taken.options());
+  if (at::equal(rounded(own).to(taken.scalar_type()), taken)) taken.copy_(own);
 }
 
 // Makes the shard and the master copy, as far as this unit has them.

@@ -132,6 +132,7 @@ class Unit {
   void install_views(const std::shared_ptr<void>& keep_alive);
   void point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const;
   void move_to_shared_memory();
+  void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   void keep_part_of(const at::Tensor& values);
   at::Tensor shard_of(const at::Tensor& flat) const;
   at::Tensor updated_of(const at::Tensor& flat) const;

@@ -93,15 +93,38 @@ std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& wor
   return plain_state(model.module());
 }
 
-/// Expects that all ranks have the same parameters, bit for bit.
-inline void expect_replicas(World& world, torch::nn::Module& module) {
+/// Expects that all ranks of the group have the same bits.
+inline void expect_replicas(ProcessGroup& group, const std::vector<at::Tensor>& tensors) {
   std::string bytes;
-  for (const at::Tensor& param : module.parameters()) {
-    const at::Tensor value = param.detach().clone().contiguous();
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor value = tensor.detach().clone(at::MemoryFormat::Contiguous);
     bytes.append(static_cast<const char*>(value.data_ptr()), value.nbytes());
   }
-  const auto all = all_gather_bytes(*world.process_group(), bytes, {"replicas", Channel::kControl});
-  for (size_t rank = 0; rank < all.size(); ++rank) EXPECT_TRUE(all[rank] == bytes) << rank;
+  for (const std::string& other : all_gather_bytes(group, bytes, {"replicas", Channel::kControl}))
+    EXPECT_TRUE(other == bytes) << "ranks differ";
+}
+/// The same of the parameters. (Buffers are equal from one forward to the next.)
+inline void expect_replicas(World& world, torch::nn::Module& module) {
+  expect_replicas(*world.process_group(), module.parameters());
+}
+
+/// Makes the gradients of `params` means over the ranks of the group, as who trains with an OSS by
+/// itself has to.
+inline void average_gradients(ProcessGroup& group, const std::vector<at::Tensor>& params) {
+  for (const at::Tensor& param : params) {
+    if (!param.grad().defined()) continue;
+    group.all_reduce(param.grad(), ReduceOp::kSum, {"gradients", Channel::kGrads})->wait();
+    param.grad().div_(group.size());
+  }
+}
+
+/// A step of an OSS by itself on the batch of `step`.
+template <class Model>
+void step_alone(Model& net, AnyOss& optimizer, ProcessGroup& group, int step) {
+  optimizer.zero_grad();
+  loss_of(net, step, group.rank(), group.size()).backward();
+  average_gradients(group, net.parameters());
+  optimizer.step();
 }
 
 }  // namespace tessera::testing

@@ -57,9 +57,9 @@ void check_options(const StepBenchOptions& options) {
 std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepRole role,
                                           int rank) {
   const auto cores = available_cores().ids;
-  std::vector<std::string> arguments = {"bench",   "step-worker", "--size",      options.size,
-                                        "--level", options.level, "--transport", options.transport,
-                                        "--dialect", options.dialect};
+  std::vector<std::string> arguments = {
+      "bench",       "step-worker", "--size",          options.size, "--level",
+      options.level, "--transport", options.transport, "--dialect",  options.dialect};
   const auto number = [&](const char* name, int64_t value) {
     arguments.push_back(fmt::format("{}={}", name, value));
   };

@@ -72,9 +72,7 @@ class ShardedTrainer : public Trainer {
         adamw_(sharded_->parameters(), adamw_options()),
         optimizer_(sharded_, adamw_) {}
 
-  TrainedStep step(const Batch& batch) override {
-    return timed_step(*sharded_, optimizer_, batch);
-  }
+  TrainedStep step(const Batch& batch) override { return timed_step(*sharded_, optimizer_, batch); }
   KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
 
   int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }

@@ -47,7 +47,8 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Adds a group; its parameters go to the ranks that own least so far. Those that are owned
-  /// already stay where they are, with their state. Gradients are forgotten.
+  /// already stay where they are, with their state. Gradients that `ShardedDataParallel` has
+  /// reduced are forgotten. Throws on every rank, and adds nothing, if parameters are another's.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   /// Scales the gradients so that their norm, over all parameters of this optimizer for which
