@@ -48,7 +48,8 @@ struct Precision {
 
   /// Updated parameters travel in this dtype, narrower than the one they are used in; none: in that
   /// one. All ranks then use the rounded values, their owner, too, which keeps the values that it
-  /// updates beside them: those are the master weights.
+  /// updates beside them: those are the master weights. Parameters that are used in a dtype as
+  /// narrow are left as they are.
   std::optional<at::ScalarType> gather_dtype = std::nullopt;
 
   /// Buffers are converted to this dtype at wrap; none: they stay as they are.
@@ -78,7 +79,8 @@ struct ShardPlan {
   std::optional<int64_t> unit_bytes = std::nullopt;
 
   /// With `Partition::kWholeParam`: the owners of these parameters, by name, as ranks in
-  /// `process_group`. The others go to the least loaded, as if there were no such list.
+  /// `process_group`. The others go to the least loaded, as if there were no such list. With
+  /// `kFlatEven` refused.
   std::map<std::string, int> owners;
 
   /// The parameters of these names are left alone: never cut, reduced or gathered. Rank 0's values

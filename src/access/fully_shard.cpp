@@ -4,17 +4,11 @@
 
 #include <utility>
 
+#include "access/named_tensors.h"
 #include "access/sharded_state.h"
 
 namespace tessera {
 namespace {
-
-template <class Items>
-std::vector<NamedTensor> named_tensors(const Items& items) {
-  std::vector<NamedTensor> result;
-  for (const auto& item : items) result.push_back({item.key(), item.value()});
-  return result;
-}
 
 template <class Items>
 std::vector<NamedTensor> scripted_tensors(const Items& items) {

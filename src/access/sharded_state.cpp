@@ -66,6 +66,8 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
                     plan.prefetch);
   check_precision(plan.precision);
+  TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
+                    "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
   if (plan.reduce_gradients) return;
   TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
                     "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "checkpoint/chunk_reader.h"
-#include "checkpoint/fail_together.h"
 #include "checkpoint/fit.h"
 #include "checkpoint/model_view.h"
 #include "checkpoint/optimizer_options.h"
@@ -159,9 +158,13 @@ std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
   std::optional<Loader> loader;
-  fail_together(state.mesh(), [&] { loader.emplace(path, view_of(state, optimizer), scaler); });
+  check_on_all_ranks(
+      state.mesh(), [&] { loader.emplace(path, view_of(state, optimizer), scaler); }, "checkpoint");
   check_same_checkpoint(state.mesh(), loader->index().id);
-  state.overwrite([&] { fail_together(state.mesh(), [&] { loader->load(); }); });
+  state.overwrite([&] {
+    check_on_all_ranks(
+        state.mesh(), [&] { loader->load(); }, "checkpoint");
+  });
   if (optimizer) {
     offload_state(*optimizer);
     optimizer->set_steps(loader->index().optimizer->steps);

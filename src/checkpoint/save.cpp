@@ -10,7 +10,6 @@
 
 #include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
-#include "checkpoint/fail_together.h"
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/whole_model.h"
@@ -90,28 +89,37 @@ void save_checkpoint(const std::filesystem::path& path, const ShardedModule& mod
   try {
     ModelView view;
     std::vector<WholeTensor> plan;
-    fail_together(ranks, [&] {
-      view = view_of(state, optimizer);
-      if (optimizer) optimizer_kind(optimizer->inner());
-      if (whole) plan = plan_whole_model(state);
-      directory.emplace(path);
-      if (leads) directory->prepare();
-    });
+    check_on_all_ranks(
+        ranks,
+        [&] {
+          view = view_of(state, optimizer);
+          if (optimizer) optimizer_kind(optimizer->inner());
+          if (whole) plan = plan_whole_model(state);
+          directory.emplace(path);
+          if (leads) directory->prepare();
+        },
+        "checkpoint");
     const std::string id = agree_on_id(ranks, options);
     std::string part;
-    fail_together(ranks, [&] {
-      CheckpointIndex index = write_rank_file(directory->draft(), ranks, view, !whole, id);
-      if (leads) {
-        for (WholeTensor& tensor : plan) index.tensors.push_back(tensor.record);
-        if (optimizer) index.optimizer->steps = optimizer->steps();
-      }
-      part = to_json(index);
-    });
+    check_on_all_ranks(
+        ranks,
+        [&] {
+          CheckpointIndex index = write_rank_file(directory->draft(), ranks, view, !whole, id);
+          if (leads) {
+            for (WholeTensor& tensor : plan) index.tensors.push_back(tensor.record);
+            if (optimizer) index.optimizer->steps = optimizer->steps();
+          }
+          part = to_json(index);
+        },
+        "checkpoint");
     if (whole) write_whole_model(state, plan, directory->draft(), id);
     const auto parts = ranks.all_gather_bytes(part, kTag);
-    fail_together(ranks, [&] {
-      if (leads) publish(*directory, merge(parts), id, options);
-    });
+    check_on_all_ranks(
+        ranks,
+        [&] {
+          if (leads) publish(*directory, merge(parts), id, options);
+        },
+        "checkpoint");
   } catch (...) {
     if (leads && directory) directory->discard();
     throw;

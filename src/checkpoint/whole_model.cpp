@@ -6,7 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "checkpoint/fail_together.h"
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
 
@@ -118,10 +117,13 @@ void write_whole_model(ShardedState& state, const std::vector<WholeTensor>& plan
   state.visit_whole_units([&](const Unit& unit) {
     if (writer_of(unit, writers) == rank) error.attempt([&] { write_unit(*file, unit); });
   });
-  fail_together(state.mesh(), [&] {
-    error.rethrow();
-    if (file) file->sync();
-  });
+  check_on_all_ranks(
+      state.mesh(),
+      [&] {
+        error.rethrow();
+        if (file) file->sync();
+      },
+      "checkpoint");
 }
 
 }  // namespace tessera

@@ -66,8 +66,7 @@ at::Tensor AnyOss::step(LossClosure closure) {
     at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  ShardedOptimizer& sharded = impl_->ready();
-  impl_->consolidated.reset();
+  ShardedOptimizer& sharded = impl_->ready_to_change();
   LentGroups lent(*impl_);
   sharded.step();
   return loss;
@@ -107,8 +106,7 @@ OptimizerStateDict AnyOss::state_dict(bool all_ranks) {
 }
 
 void AnyOss::load_state_dict(const OptimizerStateDict& state) {
-  ShardedOptimizer& sharded = impl_->ready();
-  impl_->consolidated.reset();
+  ShardedOptimizer& sharded = impl_->ready_to_change();
   LentGroups lent(*impl_);
   load_full_state_dict(sharded, state);
 }

@@ -2,10 +2,10 @@
 #include <tessera/world.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "access/sharded_state.h"
+#include "dialects/element_bytes.h"
 #include "dialects/fairscale_sharding.h"
 #include "optim/joined_training.h"
 #include "unit/agreement.h"
@@ -25,12 +25,8 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardedDataParallelOpti
   plan.sync_buffers = options.broadcast_buffers;
   plan.start_values = options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
   if (options.reduce_fp16) plan.precision.reduce_dtype = at::kHalf;
-  if (!options.reduce_buffer_size) return plan;
-  int64_t item = 1;
-  for (const at::Tensor& param : module.parameters())
-    item = std::max(item, static_cast<int64_t>(param.element_size()));
-  plan.unit_bytes =
-      std::min(*options.reduce_buffer_size, std::numeric_limits<int64_t>::max() / item) * item;
+  if (options.reduce_buffer_size)
+    plan.unit_bytes = element_bytes(module, *options.reduce_buffer_size);
   return plan;
 }
 
@@ -164,8 +160,9 @@ void AnyShardedDataParallel::join(const std::function<void()>& train) {
   std::vector<JoinedOptimizer> joined;
   for (OssImpl* optimizer : sharding_->optimizers) {
     joined.push_back({optimizer->inner.get(), optimizer->oss, [optimizer] {
+                        ShardedOptimizer& sharded = optimizer->ready_to_change();
                         LentGroups lent(*optimizer);
-                        optimizer->sharded->step();
+                        sharded.step();
                       }});
   }
   train_joined(*sharding_->sharded->state(), joined, train);
@@ -193,8 +190,7 @@ void ShardedGradScaler::unscale_(AnyOss& optimizer) {
 }
 
 bool ShardedGradScaler::step(AnyOss& optimizer) {
-  ShardedOptimizer& sharded = optimizer.impl_->ready();
-  optimizer.impl_->consolidated.reset();
+  ShardedOptimizer& sharded = optimizer.impl_->ready_to_change();
   LentGroups lent(*optimizer.impl_);
   return GradScaler::step(sharded);
 }

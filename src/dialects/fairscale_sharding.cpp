@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "access/named_tensors.h"
 #include "access/sharded_state.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -14,12 +15,8 @@ namespace tessera::fairscale::detail {
 namespace {
 
 std::vector<NamedTensor> parameters_of(const Sharding& sharding) {
+  if (sharding.module) return named_tensors(sharding.module->named_parameters());
   std::vector<NamedTensor> parameters;
-  if (sharding.module) {
-    for (const auto& item : sharding.module->named_parameters())
-      parameters.push_back({item.key(), item.value()});
-    return parameters;
-  }
   for (const OssImpl* optimizer : sharding.optimizers) {
     const auto& groups = std::as_const(*optimizer->oss).param_groups();
     for (size_t group = 0; group < groups.size(); ++group) {
@@ -29,14 +26,6 @@ std::vector<NamedTensor> parameters_of(const Sharding& sharding) {
     }
   }
   return parameters;
-}
-
-std::vector<NamedTensor> buffers_of(const Sharding& sharding) {
-  std::vector<NamedTensor> buffers;
-  if (!sharding.module) return buffers;
-  for (const auto& item : sharding.module->named_buffers())
-    buffers.push_back({item.key(), item.value()});
-  return buffers;
 }
 
 // The owners that the optimizers have chosen. What none of them has is left alone.
@@ -105,7 +94,9 @@ void Sharding::build() {
   });
   if (optimizers.front()->options.broadcast_fp16) full.precision.gather_dtype = at::kHalf;
   set_owners(full, parameters, optimizers);
-  sharded.emplace(ShardedState::create(parameters, buffers_of(*this), full));
+  std::vector<NamedTensor> buffers;
+  if (module) buffers = named_tensors(module->named_buffers());
+  sharded.emplace(ShardedState::create(parameters, std::move(buffers), full));
   for (OssImpl* optimizer : optimizers) optimizer->sharded.emplace(*sharded, *optimizer->inner);
 }
 
@@ -185,6 +176,11 @@ ShardedOptimizer& OssImpl::ready() {
     sharding->rebuild([] {});
   }
   return *sharded;
+}
+
+ShardedOptimizer& OssImpl::ready_to_change() {
+  consolidated.reset();
+  return ready();
 }
 
 void LentGroups::swap() {

@@ -46,6 +46,8 @@ struct OssImpl {
   bool was_converted() const;
   /// The optimizer, built if need be.
   ShardedOptimizer& ready();
+  /// The same, before it steps or its state is replaced: what was consolidated is old then.
+  ShardedOptimizer& ready_to_change();
 };
 
 /// Lends the param groups, whose options the user and schedulers change, to the inner optimizer.

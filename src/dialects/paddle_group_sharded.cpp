@@ -8,12 +8,12 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <set>
 #include <stdexcept>
 
 #include "access/sharded_state.h"
+#include "dialects/element_bytes.h"
 #include "mesh/shard_mesh.h"
 
 namespace tessera::paddle {
@@ -136,19 +136,16 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
   ShardPlan plan;
   plan.level = parse_level(level);
   check_sizes(options);
-  bool has_half = false;
-  int64_t item = 1;
-  for (const at::Tensor& param : model.parameters()) {
-    has_half |= param.scalar_type() == at::kHalf;
-    item = std::max(item, static_cast<int64_t>(param.element_size()));
-  }
+  const auto params = model.parameters();
+  const bool has_half = std::any_of(params.begin(), params.end(), [](const at::Tensor& param) {
+    return param.scalar_type() == at::kHalf;
+  });
   if (has_half && !options.scaler) {
     TORCH_WARN(
         "the input of scaler is None, please ensure the logic of your scaler outside is same as "
         "GroupShardedScaler.");
   }
-  plan.unit_bytes =
-      std::min(options.buffer_max_size, std::numeric_limits<int64_t>::max() / item) * item;
+  plan.unit_bytes = element_bytes(model, options.buffer_max_size);
   if (plan.level == ShardLevel::kParameters) {
     plan.whole_numel = options.segment_size;
     plan.whole = excluded_parameters(model, options);

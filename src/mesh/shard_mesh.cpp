@@ -81,11 +81,26 @@ void ShardMesh::broadcast(const at::Tensor& tensor, const CollectiveTag& tag) co
   if (replicates()) replicate_->broadcast(tensor, 0, tag)->wait();
 }
 
-void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check) {
+namespace {
+
+void run_as_check(const std::function<void()>& check, const char* subject) {
+  try {
+    check();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "[", subject, "] ", error.what());
+  }
+}
+
+}  // namespace
+
+void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check,
+                        const char* subject) {
   std::string error;
   std::exception_ptr exception;
   try {
-    check();
+    run_as_check(check, subject);
   } catch (const c10::Error& e) {
     error = e.what_without_backtrace();
     exception = std::current_exception();

@@ -46,9 +46,11 @@ class ShardMesh {
   ProcessGroupPtr parts_;
 };
 
-/// Runs `check`, which may throw, on every rank; if it throws on any, all ranks throw, naming the
-/// ranks. Collective. For checks of local data: without this, the ranks that pass would wait for
-/// the others.
-void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check);
+/// Runs `check`, which may throw, on every rank; if it throws on any, for whatever reason, all
+/// ranks throw, naming the ranks. Collective: no rank returns before all are done. For checks of
+/// local data, and for work that can fail on some ranks: without this, the others would wait.
+/// `subject`: for the message of what is no `c10::Error`, such as an error of the file system.
+void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check,
+                        const char* subject = "tessera");
 
 }  // namespace tessera

@@ -163,7 +163,7 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
   const auto state = optimizer.module().state();
   ProcessGroup& process_group = state->process_group();
   Share own;
-  on_all_ranks(state->mesh(), [&] {
+  check_on_all_ranks(state->mesh(), [&] {
     TORCH_CHECK_VALUE(recipient >= -1 && recipient < process_group.size(),
                       "[full_state_dict] `recipient` must be a rank of the process group or -1; expected -1 to ",
                       process_group.size() - 1, ", got ", recipient);
@@ -191,7 +191,7 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
         transfer(process_group, own.archive, shares.nbytes[rank], rank, recipient);
     add(rank, is_own ? own.archive : other);
   }
-  on_all_ranks(state->mesh(), [&] {
+  check_on_all_ranks(state->mesh(), [&] {
     if (failure) std::rethrow_exception(failure);
   });
   own.options.state = join.take();

@@ -3,24 +3,10 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <exception>
-
 #include "access/sharded_state.h"
 #include "optim/sharded_optimizer_access.h"
 
 namespace tessera {
-
-void on_all_ranks(const ShardMesh& mesh, const std::function<void()>& work) {
-  check_on_all_ranks(mesh, [&] {
-    try {
-      work();
-    } catch (const c10::Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      TORCH_CHECK(false, "[tessera] ", error.what());
-    }
-  });
-}
 
 void check_segments(const ShardedOptimizer& optimizer, const char* function) {
   const ShardedState& state = *optimizer.module().state();

@@ -95,9 +95,9 @@ void load_full_state_dict(ShardedOptimizer& optimizer, const OptimizerStateDict&
   const ShardMesh& mesh = optimizer.module().state()->mesh();
   check_same_state(mesh, state_dict);
   std::optional<PreviousState> previous;
-  on_all_ranks(mesh, [&] { load_part(optimizer, state_dict, previous); });
+  check_on_all_ranks(mesh, [&] { load_part(optimizer, state_dict, previous); });
   previous->drop();
-  on_all_ranks(mesh, [&] { offload_state(optimizer); });
+  check_on_all_ranks(mesh, [&] { offload_state(optimizer); });
 }
 
 }  // namespace tessera

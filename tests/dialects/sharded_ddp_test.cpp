@@ -447,6 +447,8 @@ TEST(ShardedDdp, FS_17_RanksMayTakeDifferentNumbersOfSteps) {
         }
       });
       expect_replicas(world, *net);
+      // Ranks that were done have stepped, too.
+      expect_error([&] { optimizer.state_dict(); }, {"after the last step"});
     });
   }
 }

@@ -76,6 +76,11 @@ TEST(Agreement, NegativeSizesAndEmptyModelsAreRefusedEverywhere) {
       expect_error([&] { fully_shard(net, {.resident_bytes = -3}); },
                    {"plan.resident_bytes", "-3"});
       expect_error([&] { fully_shard(net, {.prefetch = -4}); }, {"plan.prefetch", "-4"});
+      expect_error(
+          [&] {
+            fully_shard(net, {.owners = {{"head.weight", 0}}});
+          },
+          {"plan.owners", "kWholeParam"});
       expect_error([&] { fully_shard(net, {.units = {{"fc9.weight"}}}); },
                    {"plan.units", "fc9.weight"});
       expect_error([&] { fully_shard(net, {.whole = {"fc9.weight"}}); },
