@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <tessera/export.h>
+#include <tessera/nested_tensors.h>
 #include <tessera/shard_plan.h>
 
 #include <cstdint>
@@ -125,8 +126,9 @@ class TESSERA_API ShardedModule {
 
   /// Sets all parameters and buffers, from the same values on all ranks (such as `full_state()`
   /// returned, here or in another model). Collective. Throws `c10::ValueError` on every rank, and
-  /// changes nothing, if names or shapes are not those of the model.
-  void load_full_state(const std::vector<NamedTensor>& state);
+  /// changes nothing, if names or shapes are not those of the model. Not `strict`: what is missing
+  /// stays as it is, and what the model does not have is left out.
+  void load_full_state(const std::vector<NamedTensor>& state, bool strict = true);
 
   ShardMemory memory() const;
 
@@ -139,10 +141,14 @@ class TESSERA_API ShardedModule {
   bool casts_inputs() const;
   /// A floating tensor in the plan's `param_dtype`; other arguments as they are.
   at::Tensor cast_tensor(const at::Tensor& input) const;
+  /// The same, also of tensors in optionals, vectors, arrays, tuples, pairs and maps.
   template <class T>
   decltype(auto) cast_input(T&& input) const {
-    if constexpr (std::is_same_v<std::remove_cvref_t<T>, at::Tensor>) {
-      return cast_tensor(input);
+    if constexpr (detail::NestedTensors<std::remove_cvref_t<T>>) {
+      std::remove_cvref_t<T> converted(std::forward<T>(input));
+      detail::replace_tensors(converted,
+                              [this](const at::Tensor& tensor) { return cast_tensor(tensor); });
+      return converted;
     } else {
       return std::forward<T>(input);
     }
@@ -193,6 +199,16 @@ template <class T>
 concept ModuleHolder = requires(const T& holder) {
   typename T::ContainedType;
   holder.ptr();
+};
+
+// A module's class, for it or for its holder.
+template <class M>
+struct ContainedModule {
+  using type = M;
+};
+template <ModuleHolder M>
+struct ContainedModule<M> {
+  using type = typename M::ContainedType;
 };
 }  // namespace detail
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,7 +21,14 @@ struct GradScalerOptions {
   double growth_factor = 2.0;      ///< of the scale, after `growth_interval` steps without overflow
   double backoff_factor = 0.5;     ///< of the scale, after an overflow
   int64_t growth_interval = 2000;  ///< steps
-  bool enabled = true;             ///< false: every call does what it would do without a scaler
+  /// Overflows since the scale has grown, from which on each one backs it off.
+  int64_t hysteresis = 1;
+  double min_scale = 0;  ///< the scale stays between these
+  double max_scale = std::numeric_limits<double>::infinity();
+  /// Ranks beyond those of the model, such as those that have other parts of it: if one of them
+  /// finds an overflow, all skip the step, and all make the same calls. Null: none.
+  ProcessGroupPtr process_group = nullptr;
+  bool enabled = true;  ///< false: every call does what it would do without a scaler
 };
 
 /// Keeps small gradients of half precision from becoming zero: the loss is multiplied by a scale

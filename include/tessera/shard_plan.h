@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <tessera/process_group.h>
 
@@ -87,6 +88,12 @@ struct ShardPlan {
   /// are taken at wrap if `start_values` says so.
   std::vector<std::string> ignored;
 
+  /// The parameters of these names are each rank's own, as experts are that ranks do not share:
+  /// whole on the rank, never sent, and updated by its own gradients, which are neither reduced nor
+  /// averaged. Names and shapes are the same on all ranks. Not with `replicate_group` or
+  /// `mesh_dim`; checkpoints and `full_state_dict()` refuse such models.
+  std::vector<std::string> unreplicated;
+
   /// The user's own units, each a list of parameter names; parameters in none are packed by size.
   std::vector<std::vector<std::string>> units;
 
@@ -112,6 +119,9 @@ struct ShardPlan {
   /// its rank owns. Who trains makes them equal on all ranks, say by an all-reduce. Only for
   /// levels below `kGradients`.
   bool reduce_gradients = true;
+
+  /// Parameters and buffers are moved there at wrap; none: they stay where they were made.
+  std::optional<c10::Device> device = std::nullopt;
 
   StartValues start_values = StartValues::kBroadcast;
 

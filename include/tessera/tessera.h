@@ -5,6 +5,7 @@
 #include <tessera/checkpoint.h>
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>
+#include <tessera/dialects/colossalai.h>
 #include <tessera/dialects/fairscale.h>
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/dialects/paddle_shard_layer.h>

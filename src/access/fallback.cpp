@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "init/origin.h"
 #include "init/recorder.h"
 #include "mesh/each_tensor.h"
 #include "unit/unit.h"
@@ -43,7 +44,7 @@ void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
   if (unit && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
 }
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, kUnitKey);
   if (is_view(schema)) {
@@ -71,6 +72,19 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     throw;
   }
   written.front()->listener().on_write(written);
+}
+
+bool writes(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+    return result.alias_info() && result.alias_info()->isWrite();
+  });
+}
+
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  call(op, keys, stack);
+  if (!OriginScope::current() || writes(op.schema())) return;
+  mark_origin(torch::jit::last(*stack, op.schema().returns().size()));
 }
 
 }  // namespace

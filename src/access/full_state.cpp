@@ -14,11 +14,11 @@ namespace {
 using Values = std::map<std::string, at::Tensor>;
 
 // Takes the value of a tensor of the model; all that is wrong goes to `errors`.
-void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes,
+void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes, bool strict,
           std::vector<std::string>& errors) {
   const auto it = rest.find(name);
   if (it == rest.end()) {
-    errors.push_back(fmt::format("'{}' is missing", name));
+    if (strict) errors.push_back(fmt::format("'{}' is missing", name));
     return;
   }
   if (!it->second.defined() || it->second.sizes() != sizes) {
@@ -71,7 +71,7 @@ std::vector<NamedTensor> ShardedState::full_state() {
   return state;
 }
 
-void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
+void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
   at::NoGradGuard no_grad;
   check_no_join("load_full_state()");
   Values values, rest;
@@ -82,20 +82,29 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state) {
       unit->check_views();
       for (const ParamSlot& slot : unit->layout().slots)
         for (const std::string& name : slot.names)
-          take(rest, values, name, slot.global_sizes(), errors);
+          take(rest, values, name, slot.global_sizes(), strict, errors);
     }
     for (const NamedTensor& buffer : buffers_)
-      take(rest, values, buffer.name, buffer.tensor.sizes(), errors);
-    for (const auto& [name, value] : rest)
-      errors.push_back(fmt::format("'{}' is not in the model", name));
+      take(rest, values, buffer.name, buffer.tensor.sizes(), strict, errors);
+    for (const auto& [name, value] : rest) {
+      if (strict) errors.push_back(fmt::format("'{}' is not in the model", name));
+    }
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
   });
   overwrite([&] {
     for (const auto& unit : units_) {
-      for (const ParamSlot& slot : unit->layout().slots) set_part(*unit, slot, values[slot.name()]);
+      for (const ParamSlot& slot : unit->layout().slots) {
+        for (const std::string& name : slot.names) {
+          if (!values.contains(name)) continue;
+          set_part(*unit, slot, values[name]);
+          break;
+        }
+      }
     }
-    for (const NamedTensor& buffer : buffers_) buffer.tensor.copy_(values[buffer.name]);
+    for (const NamedTensor& buffer : buffers_) {
+      if (values.contains(buffer.name)) buffer.tensor.copy_(values[buffer.name]);
+    }
   });
 }
 

@@ -1,5 +1,6 @@
 #include "access/sharded_state.h"
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -68,6 +69,10 @@ void check_plan(const ShardPlan& plan) {
   check_precision(plan.precision);
   TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
                     "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
+                              "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
+  TORCH_CHECK_VALUE(!plan.device || plan.device->is_cpu() || (plan.device->is_cuda() && at::hasCUDA()),
+                    "[fully_shard] plan.device must be the CPU or a CUDA device of this machine; got ", *plan.device);
   if (plan.reduce_gradients) return;
   TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
                     "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");
@@ -147,6 +152,9 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
                 "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
+    if (plan.device) {
+      for (ParamSlot& param : params) param.device = *plan.device;
+    }
     if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
     layouts = lay_out(params, plan, mesh.shard().size());
     offload = make_state_memory(plan);
@@ -163,11 +171,17 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
 
 ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
                            UnitContext context, std::vector<UnitLayout> layouts)
-    : plan_(plan), synced_(std::move(buffers)), buffers_(synced_), context_(std::move(context)) {
+    : plan_(plan),
+      synced_(std::move(buffers)),
+      buffers_(synced_),
+      context_(std::move(context)),
+      own_context_{.mesh = ShardMesh(single_process_group(), nullptr),
+                   .offload = context_.offload} {
   std::vector<Unit*> units;
   for (UnitLayout& layout : layouts) {
     const int index = static_cast<int>(units_.size());
-    units_.push_back(std::make_unique<Unit>(std::move(layout), index, context_, *this));
+    UnitContext& used = layout.is_replicated ? context_ : own_context_;
+    units_.push_back(std::make_unique<Unit>(std::move(layout), index, used, *this));
     units.push_back(units_.back().get());
   }
   residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
@@ -228,6 +242,12 @@ void ShardedState::check_no_join(const char* what) const {
               "training only");
 }
 
+void ShardedState::check_replicated(const char* what) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(plan_.unreplicated.empty(), "[", what, "] parameters must be the same on all ranks; '",
+                              plan_.unreplicated.empty() ? "" : plan_.unreplicated.front(), "' is each rank's own "
+                              "(plan.unreplicated), and would be kept of one rank only");
+}
+
 WorkPtr ShardedState::stop_reading() {
   const bool any =
       std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->is_shared(); });
@@ -261,11 +281,17 @@ void ShardedState::learn_order() {
 }
 
 void ShardedState::convert_buffers() {
-  if (!plan_.precision.buffer_dtype) return;
   at::NoGradGuard no_grad;
-  for (const NamedTensor& buffer : synced_) {
-    if (buffer.tensor.defined() && buffer.tensor.is_floating_point())
-      buffer.tensor.set_data(buffer.tensor.to(*plan_.precision.buffer_dtype));
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const at::Tensor& buffer = buffers_[i].tensor;
+    if (!buffer.defined()) continue;
+    const bool is_ignored = i >= synced_.size();
+    const auto dtype = plan_.precision.buffer_dtype;
+    const bool converts = dtype && buffer.is_floating_point() && !is_ignored;
+    const at::ScalarType new_dtype = converts ? *dtype : buffer.scalar_type();
+    const at::Device device = plan_.device.value_or(buffer.device());
+    if (new_dtype != buffer.scalar_type() || device != buffer.device())
+      buffer.set_data(buffer.to(device, new_dtype));
   }
 }
 

@@ -49,7 +49,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void finish_sync_buffers();
   at::Tensor full_grad(const ParamPlace& place);
   std::vector<NamedTensor> full_state();
-  void load_full_state(const std::vector<NamedTensor>& state);
+  void load_full_state(const std::vector<NamedTensor>& state, bool strict);
   /// All ranks, before shards are changed: says that this rank reads no parameters until they are.
   /// Null where ranks share no memory, and so need not know.
   WorkPtr stop_reading();
@@ -77,6 +77,9 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   /// What every rank has whole, and no unit: buffers, and parameters that the plan ignores.
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   const ShardPlan& plan() const { return plan_; }
+  /// Throws `c10::NotImplementedError` if ranks have parameters of their own, of which `what` would
+  /// keep one rank's.
+  void check_replicated(const char* what) const;
   const ShardMesh& mesh() const { return context_.mesh; }
   /// The ranks that the model is sharded over.
   ProcessGroup& process_group() const { return context_.mesh.shard(); }
@@ -102,6 +105,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   std::vector<NamedTensor> buffers_;          // these and ignored parameters
   std::optional<TakenFromFirst> arriving_;    // values of `synced_`
   UnitContext context_;
+  UnitContext own_context_;  // of parameters that each rank has its own of
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Reducer> reducer_;

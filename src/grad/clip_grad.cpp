@@ -18,7 +18,7 @@ namespace {
 template <class F>
 void for_each_own_part(const UnitGradients& gradients, const ShardMesh& mesh,
                        const IsCounted& is_counted, F&& f) {
-  const int rank = mesh.shard().rank();
+  const int rank = gradients.unit().context().mesh.shard().rank();
   const UnitLayout& layout = gradients.unit().layout();
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
     const ParamSlot& param = layout.slots[slot];

@@ -93,8 +93,10 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, 
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0) {
   for (Unit* unit : units_) {
-    gradients_.push_back(reduces ? std::make_shared<UnitGradients>(*unit, scale)
+    const double own_scale = unit->layout().is_replicated ? scale : 1;
+    gradients_.push_back(reduces ? std::make_shared<UnitGradients>(*unit, own_scale)
                                  : std::make_shared<GivenGradients>(*unit));
+    has_own_ = has_own_ || !unit->layout().is_replicated;
     used_.emplace_back(unit->layout().slots.size(), false);
     in_flight_limit_ = std::max(in_flight_limit_, 2 * unit->layout().nbytes());
   }
@@ -206,7 +208,7 @@ void Reducer::launch(size_t unit) {
   launched_[unit] = true;
   gradients_[unit]->launch();
   in_flight_.push_back(unit);
-  if (mesh_.replicates()) unreplicated_.push_back(unit);
+  if (units_[unit]->context().mesh.replicates()) unreplicated_.push_back(unit);
   replicate_reduced();
   in_flight_bytes_ += units_[unit]->layout().nbytes();
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
@@ -238,6 +240,7 @@ bool Reducer::agree_on_use() {
     }
   }
   bits.push_back(callbacks_.wants_attention());
+  const std::vector<uint8_t> own = bits;
   if (mesh_.size() > 1) {
     const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
     auto* data = tensor.mutable_data_ptr<uint8_t>();
@@ -249,8 +252,10 @@ bool Reducer::agree_on_use() {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     late_[unit] = false;
     for (size_t slot = 0; slot < used_[unit].size(); ++slot, ++i) {
-      used_[unit][slot] = bits[i] != 0;
-      late_[unit] = late_[unit] || bits[i] == kLate;
+      // What each rank has its own of is used by those that use it.
+      const uint8_t bit = units_[unit]->layout().is_replicated ? bits[i] : own[i];
+      used_[unit][slot] = bit != 0;
+      late_[unit] = late_[unit] || bit == kLate;
     }
   }
   return bits.back() != 0;
@@ -324,7 +329,7 @@ void Reducer::settle() {
 bool Reducer::any_gradient() {
   if (!reduces_) return true;
   settle();
-  return any_live();
+  return has_own_ || any_live();
 }
 
 void Reducer::clear_all() {

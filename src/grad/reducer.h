@@ -59,7 +59,7 @@ class Reducer {
   /// All ranks: waits for all reductions.
   void settle();
   /// True if a backward gave any parameter a gradient since the last clear. All ranks agree; where
-  /// the user reduces, nobody knows, and so it is true.
+  /// the user reduces, or ranks have parameters of their own, nobody knows, and so it is true.
   bool any_gradient();
   void clear_all();
 
@@ -84,6 +84,7 @@ class Reducer {
   std::vector<Unit*> units_;
   ShardMesh mesh_;
   bool reduces_;
+  bool has_own_ = false;  // units that other ranks have nothing to do with
   Callbacks callbacks_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
   std::vector<int> order_;               // of reductions: unit indices

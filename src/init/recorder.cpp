@@ -43,6 +43,7 @@ constexpr size_t kMinBytes = size_t{16} << 10;
 constexpr int kMostSteps = 64;
 
 thread_local int scopes = 0;
+thread_local bool was_seen = false;  // the fallback saw the thread's operators before the first
 
 template <size_t n>
 bool is_one_of(const std::array<std::string_view, n>& names, const std::string& name) {
@@ -301,11 +302,13 @@ class Call {
 }  // namespace
 
 void enter_deferred_init() {
-  if (scopes++ == 0) c10::impl::tls_set_dispatch_key_included(kUnitKey, true);
+  if (scopes++ > 0) return;
+  was_seen = c10::impl::tls_is_dispatch_key_included(kUnitKey);
+  c10::impl::tls_set_dispatch_key_included(kUnitKey, true);
 }
 
 void leave_deferred_init() {
-  if (--scopes == 0) c10::impl::tls_set_dispatch_key_included(kUnitKey, false);
+  if (--scopes == 0) c10::impl::tls_set_dispatch_key_included(kUnitKey, was_seen);
 }
 
 bool in_deferred_init() { return scopes > 0; }

@@ -1,6 +1,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_amp_update_scale.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
@@ -39,6 +40,11 @@ void check_factors(const GradScalerOptions& options) {
                     "[GradScaler] backoff_factor must be between 0 and 1; got ", options.backoff_factor);
   TORCH_CHECK_VALUE(options.growth_interval > 0, "[GradScaler] growth_interval must be positive; got ",
                     options.growth_interval);
+  TORCH_CHECK_VALUE(options.hysteresis > 0, "[GradScaler] hysteresis must be positive; got ",
+                    options.hysteresis);
+  TORCH_CHECK_VALUE(options.min_scale >= 0 && options.min_scale <= options.max_scale,
+                    "[GradScaler] min_scale must be from 0 to max_scale; got ", options.min_scale, " and ",
+                    options.max_scale);
 }
 
 // Gradients that one call of the operator takes.
@@ -83,6 +89,7 @@ struct GradScaler::Impl {
   GradScalerOptions options;
   at::Tensor scale;                                   // float, one element
   at::Tensor growth_tracker;                          // int, one element: steps without overflow
+  int64_t overflows = 0;                              // since the scale has grown
   std::map<const void*, OptimizerProgress> progress;  // by the user's optimizer
 
   static const void* key_of(ShardedOptimizer& optimizer) { return &optimizer.inner(); }
@@ -96,6 +103,8 @@ struct GradScaler::Impl {
     check_factors(changed);
     options = changed;
   }
+  void adapt(bool found);
+  bool on_any_rank(const at::Tensor& found_inf) const;
   at::Tensor unscale_parts(std::vector<AlikeGradients> lists) const;
   bool unscale(ShardedOptimizer& optimizer);
   bool unscale(torch::optim::Optimizer& optimizer);
@@ -118,6 +127,14 @@ at::Tensor GradScaler::Impl::unscale_parts(std::vector<AlikeGradients> lists) co
   return found_inf;
 }
 
+// What the ranks of the model have found, and those of the options' process group.
+bool GradScaler::Impl::on_any_rank(const at::Tensor& found_inf) const {
+  if (options.process_group)
+    host_all_reduce(*options.process_group, found_inf, ReduceOp::kMax,
+                    {"found inf", Channel::kControl});
+  return found_inf.item<float>() > 0;
+}
+
 // Returns whether any rank found a gradient that is not finite.
 bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   at::NoGradGuard no_grad;
@@ -131,13 +148,13 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   state.mesh().all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl});
   host_all_reduce(state.mesh().parts(), found_inf, ReduceOp::kMax,
                   {"found inf", Channel::kControl});
-  return found_inf.item<float>() > 0;
+  return on_any_rank(found_inf);
 }
 
 // On DistTensors the operator itself tells all ranks of their meshes what one has found.
 bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
-  return unscale_parts(collect_gradients(optimizer)).item<float>() > 0;
+  return on_any_rank(unscale_parts(collect_gradients(optimizer)));
 }
 
 template <class Optimizer>
@@ -168,6 +185,18 @@ bool GradScaler::Impl::step(Optimizer& optimizer) {
   if (*own.found_inf) return false;
   optimizer.step();
   return true;
+}
+
+void GradScaler::Impl::adapt(bool found) {
+  at::NoGradGuard no_grad;
+  if (found && ++overflows < options.hysteresis) {
+    growth_tracker.zero_();
+    return;
+  }
+  at::_amp_update_scale_(scale, growth_tracker, at::full({1}, found ? 1.0 : 0.0, at::kFloat),
+                         options.growth_factor, options.backoff_factor, options.growth_interval);
+  scale.clamp_(options.min_scale, options.max_scale);
+  if (!found && growth_tracker.item<int>() == 0) overflows = 0;
 }
 
 GradScaler::GradScaler(const GradScalerOptions& options) : impl_(new Impl{.options = options}) {
@@ -216,11 +245,7 @@ void GradScaler::update(std::optional<double> new_scale) {
       found |= progress.found_inf.value_or(false);
     }
     if (!any) throw std::runtime_error("No inf checks were recorded prior to update.");
-    at::NoGradGuard no_grad;
-    at::_amp_update_scale_(impl_->scale, impl_->growth_tracker,
-                           at::full({1}, found ? 1.0 : 0.0, at::kFloat),
-                           impl_->options.growth_factor, impl_->options.backoff_factor,
-                           impl_->options.growth_interval);
+    impl_->adapt(found);
   }
   impl_->progress.clear();
 }
@@ -250,11 +275,16 @@ void GradScaler::set_growth_interval(int64_t steps) {
 
 std::map<std::string, double> GradScaler::state() const {
   if (!impl_->options.enabled) return {};
-  return {{"scale", get_scale()},
-          {"growth_factor", impl_->options.growth_factor},
-          {"backoff_factor", impl_->options.backoff_factor},
-          {"growth_interval", static_cast<double>(impl_->options.growth_interval)},
-          {"_growth_tracker", impl_->growth_tracker.item<double>()}};
+  std::map<std::string, double> state = {
+      {"scale", get_scale()},
+      {"growth_factor", impl_->options.growth_factor},
+      {"backoff_factor", impl_->options.backoff_factor},
+      {"growth_interval", static_cast<double>(impl_->options.growth_interval)},
+      {"_growth_tracker", impl_->growth_tracker.item<double>()}};
+  // PyTorch's knows no hysteresis.
+  if (impl_->options.hysteresis > 1)
+    state["_hysteresis_tracker"] = static_cast<double>(impl_->overflows);
+  return state;
 }
 
 void GradScaler::load_state(const std::map<std::string, double>& state) {
@@ -275,6 +305,8 @@ void GradScaler::load_state(const std::map<std::string, double>& state) {
   });
   impl_->set_scale(scale);
   impl_->growth_tracker = at::full({1}, tracker, at::kInt);
+  const auto overflows = state.find("_hysteresis_tracker");
+  impl_->overflows = overflows == state.end() ? 0 : static_cast<int64_t>(overflows->second);
   impl_->progress.clear();
 }
 

@@ -102,8 +102,8 @@ double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& option
 
 std::vector<NamedTensor> ShardedModule::full_state() { return state_->full_state(); }
 
-void ShardedModule::load_full_state(const std::vector<NamedTensor>& state) {
-  state_->load_full_state(state);
+void ShardedModule::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
+  state_->load_full_state(state, strict);
 }
 
 ShardMemory ShardedModule::memory() const {
@@ -128,7 +128,7 @@ std::string ShardedModule::describe() const {
   for (const auto& unit : state_->units()) {
     const UnitLayout& layout = unit->layout();
     text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
-                        layout.shard_numel(state_->process_group().rank()),
+                        layout.shard_numel(unit->context().mesh.shard().rank()),
                         level_name(layout.level), layout.name);
   }
   return text;

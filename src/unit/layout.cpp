@@ -78,8 +78,8 @@ std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const Shard
       owner = it->second;
       given.erase(it);
     }
-    owners.push_back(owner);
-    if (param.requires_grad) load[owner] += param.numel;
+    owners.push_back(param.is_replicated ? owner : 0);  // of those who have it, which is one
+    if (param.requires_grad && param.is_replicated) load[owner] += param.numel;
   }
   TORCH_CHECK_VALUE(given.empty(), "[fully_shard] plan.owners names '", given.empty() ? "" : given.begin()->first,
                     "', which the model does not have");
@@ -145,19 +145,28 @@ struct UnitMembers {
   int64_t nbytes = 0;
 };
 
+bool has_name_in(const ParamSlot& param, const std::set<std::string>& names) {
+  return std::any_of(param.names.begin(), param.names.end(),
+                     [&](const std::string& name) { return names.contains(name); });
+}
+
 bool stays_whole(const ParamSlot& param, const ShardPlan& plan,
                  const std::set<std::string>& whole) {
   if (plan.whole_numel > 0 && param.numel <= plan.whole_numel) return true;
-  return std::any_of(param.names.begin(), param.names.end(),
-                     [&](const std::string& name) { return whole.contains(name); });
+  return has_name_in(param, whole);
 }
 
-void check_whole(const std::vector<ParamSlot>& params, std::set<std::string> names) {
+// The names of one member of the plan, which must be the model's.
+std::set<std::string> names_of(const std::vector<ParamSlot>& params, const char* member,
+                               const std::vector<std::string>& names) {
+  const std::set<std::string> result(names.begin(), names.end());
+  std::set<std::string> unknown = result;
   for (const ParamSlot& param : params) {
-    for (const std::string& name : param.names) names.erase(name);
+    for (const std::string& name : param.names) unknown.erase(name);
   }
-  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.whole names '", names.empty() ? "" : *names.begin(),
+  TORCH_CHECK_VALUE(unknown.empty(), "[fully_shard] plan.", member, " names '", unknown.empty() ? "" : *unknown.begin(),
                     "', which the model does not have");
+  return result;
 }
 
 // The user's units by name; -1 for parameters that are in none.
@@ -190,13 +199,15 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
                               const std::vector<ShardLevel>& levels) {
   const std::vector<int> user_unit = user_units(params, plan);
   std::vector<UnitMembers> units;
-  std::map<std::tuple<at::ScalarType, at::ScalarType, int, int, bool, ShardLevel, int>, size_t>
+  std::map<std::tuple<at::ScalarType, at::ScalarType, int, int, bool, bool, ShardLevel, int>,
+           size_t>
       open;
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSlot& param = params[i];
-    const auto key = std::make_tuple(
-        param.dtype, param.master_dtype, static_cast<int>(param.device.type()),
-        static_cast<int>(param.device.index()), param.requires_grad, levels[i], user_unit[i]);
+    const auto key =
+        std::make_tuple(param.dtype, param.master_dtype, static_cast<int>(param.device.type()),
+                        static_cast<int>(param.device.index()), param.requires_grad,
+                        param.is_replicated, levels[i], user_unit[i]);
     const auto it = open.find(key);
     const bool fits = it != open.end() &&
                       (user_unit[i] >= 0 ||
@@ -220,7 +231,8 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
                   .master_dtype = param.master_dtype,
                   .reduce_dtype = param.dtype,
                   .gather_dtype = param.dtype,
-                  .device = param.device};
+                  .device = param.device,
+                  .is_replicated = param.is_replicated};
   if (plan.precision.reduce_dtype && c10::isFloatingType(unit.dtype)) {
     unit.reduce_dtype = *plan.precision.reduce_dtype;
     check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
@@ -278,13 +290,16 @@ at::Tensor flat_in_order(const at::Tensor& tensor, at::IntArrayRef strides) {
 
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
                                 int world_size) {
-  const std::set<std::string> whole(plan.whole.begin(), plan.whole.end());
-  check_whole(params, whole);
-  for (ParamSlot& param : params) choose_dtypes(param, plan.precision);
+  const std::set<std::string> whole = names_of(params, "whole", plan.whole);
+  const std::set<std::string> own = names_of(params, "unreplicated", plan.unreplicated);
   std::vector<ShardLevel> levels;
-  for (const ParamSlot& param : params) {
+  for (ParamSlot& param : params) {
+    choose_dtypes(param, plan.precision);
+    param.is_replicated = !has_name_in(param, own);
     const bool keep = plan.level == ShardLevel::kParameters && stays_whole(param, plan, whole);
-    levels.push_back(keep ? ShardLevel::kGradients : plan.level);
+    levels.push_back(!param.is_replicated ? ShardLevel::kNone
+                     : keep               ? ShardLevel::kGradients
+                                          : plan.level);
   }
   const std::vector<UnitMembers> members = pack(params, plan, levels);
   const std::vector<int> owners = choose_owners(params, plan, world_size);
@@ -299,10 +314,11 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
       unit.slots.push_back(std::move(params[i]));
     }
     unit.name = unit_name(unit);
+    const int ranks = unit.is_replicated ? world_size : 1;
     if (plan.partition == Partition::kFlatEven) {
-      place_flat_even(unit, world_size);
+      place_flat_even(unit, ranks);
     } else {
-      place_whole_params(unit, unit_owners, world_size);
+      place_whole_params(unit, unit_owners, ranks);
     }
     cut_chunks(unit);
     units.push_back(std::move(unit));

@@ -37,7 +37,8 @@ struct ParamSlot {
   at::ScalarType master_dtype = at::kFloat;  ///< of the values that the optimizer updates
   at::Device device = at::kCPU;
   bool requires_grad = true;
-  int64_t offset = 0;  ///< elements from the start of the unit's flat buffer
+  bool is_replicated = true;  ///< false: each rank has its own
+  int64_t offset = 0;         ///< elements from the start of the unit's flat buffer
   int64_t numel = 0;
 
   std::optional<DistSlot> dist;  ///< empty for an ordinary tensor
@@ -68,6 +69,8 @@ struct UnitLayout {
   at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients that are sent
   at::ScalarType gather_dtype = at::kFloat;  ///< to which parameters are rounded when updated
   at::Device device = at::kCPU;
+  /// False: each rank has parameters of its own, alone in a world of one.
+  bool is_replicated = true;
   std::vector<ParamSlot> slots;   ///< ascending offsets
   std::vector<int64_t> bounds;    ///< rank r owns elements [bounds[r], bounds[r + 1])
   std::vector<GradChunk> chunks;  ///< ascending

@@ -10,43 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "launch/reserved_port.h"
-#include "launched.h"
+#include "started_ranks.h"
 
 namespace tessera {
 namespace {
 
 using std::chrono::seconds;
 using std::chrono::steady_clock;
-
-// The ranks of a job without a launcher, which would end the others when one dies.
-class Job {
- public:
-  Job(int ranks, const Command& arguments, const std::map<std::string, std::string>& extra = {},
-      const Command& before = {}) {
-    for (int rank = 0; rank < ranks; ++rank) {
-      Command command = before;
-      command.push_back(ARENA_PROBE);
-      command.insert(command.end(), arguments.begin(), arguments.end());
-      auto environment = environment_of(rank, ranks, port_.number());
-      environment.insert(extra.begin(), extra.end());
-      runs_.push_back(std::make_unique<ProgramRun>(
-          command, ProgramRun::Options{.environment = std::move(environment)}));
-    }
-  }
-
-  ProgramRun& rank(int rank) { return *runs_[rank]; }
-
-  std::vector<ProgramEnd> wait() {
-    std::vector<ProgramEnd> ends;
-    for (const auto& run : runs_) ends.push_back(run->wait());
-    return ends;
-  }
-
- private:
-  tools::ReservedPort port_{0};
-  std::vector<std::unique_ptr<ProgramRun>> runs_;
-};
 
 std::string after(const std::string& text, const std::string& mark) {
   const size_t at = text.find(mark);
@@ -75,7 +45,7 @@ TEST(ArenaProcesses, GiveTheBitsOfGloo) {
                                    Settings{{"TESSERA_TRANSPORT", "arena"}},
                                    Settings{{"TESSERA_PAGE_HEAP", "0"}},  // gradients are copied
                                    Settings{{"TESSERA_HUGE_PAGES", "0"}}}) {
-    const auto ends = Job(3, {"4"}, settings).wait();
+    const auto ends = StartedRanks(3, {ARENA_PROBE, "4"}, settings).wait();
     for (int rank = 0; rank < 3; ++rank) {
       EXPECT_EQ(ends[rank].status, 0) << ends[rank].err;
       EXPECT_EQ(after(ends[rank].out, " over "), sums.size() < 3 ? "gloo" : "arena");
@@ -91,7 +61,7 @@ TEST(ArenaProcesses, GiveTheBitsOfGloo) {
 TEST(ArenaProcesses, SendEachOtherMessages) {
   using Settings = std::map<std::string, std::string>;
   for (const Settings& settings : {Settings{}, Settings{{"TESSERA_PAGE_HEAP", "0"}}}) {
-    for (const auto& end : Job(3, {"1", "exchange"}, settings).wait()) {
+    for (const auto& end : StartedRanks(3, {ARENA_PROBE, "1", "exchange"}, settings).wait()) {
       EXPECT_EQ(end.status, 0) << end.err;
       EXPECT_EQ(after(end.out, " over "), "arena");
       EXPECT_TRUE(contains(end.out, " exchanged\n")) << end.out;
@@ -100,7 +70,7 @@ TEST(ArenaProcesses, SendEachOtherMessages) {
 }
 
 TEST(ArenaProcesses, NoticeWithinSecondsThatARankHasDied) {
-  Job job(3, {"1000000", "die", "1", "5"});
+  StartedRanks job(3, {ARENA_PROBE, "1000000", "die", "1", "5"});
   ASSERT_TRUE(job.rank(0).wait_for_output("step 4\n"));
   const auto start = steady_clock::now();
   const auto ends = job.wait();
@@ -116,7 +86,7 @@ TEST(ArenaProcesses, NoticeWithinSecondsThatARankHasDied) {
 TEST(ArenaProcesses, LeaveNothingBehindWhenAllAreKilled) {
   const auto files = files_in("/dev/shm"), temporary = files_in("/tmp");
   const std::string mounted = mounts();
-  Job job(2, {"3", "stay"});
+  StartedRanks job(2, {ARENA_PROBE, "3", "stay"});
   for (const int rank : {0, 1}) ASSERT_TRUE(job.rank(rank).wait_for_output("stays\n"));
   EXPECT_EQ(files_in("/dev/shm"), files);
   EXPECT_EQ(mounts(), mounted);
@@ -128,7 +98,7 @@ TEST(ArenaProcesses, LeaveNothingBehindWhenAllAreKilled) {
 
 TEST(ArenaProcesses, FallBackToGlooWithOneWarningThatSaysWhy) {
   const Command limited = {"/bin/sh", "-c", "ulimit -f 2000; exec \"$@\"", "sh"};
-  const auto ends = Job(2, {"3"}, {}, limited).wait();
+  const auto ends = StartedRanks(2, {ARENA_PROBE, "3"}, {}, limited).wait();
   for (const int rank : {0, 1}) {
     EXPECT_EQ(ends[rank].status, 0) << ends[rank].err;
     EXPECT_EQ(after(ends[rank].out, " over "), "gloo");
@@ -140,11 +110,13 @@ TEST(ArenaProcesses, FallBackToGlooWithOneWarningThatSaysWhy) {
 
 TEST(ArenaProcesses, RefuseOnAllRanksWhereTheArenaIsForcedAndCanNotBe) {
   const Command limited = {"/bin/sh", "-c", "ulimit -f 2000; exec \"$@\"", "sh"};
-  for (const auto& end : Job(2, {"3"}, {{"TESSERA_TRANSPORT", "arena"}}, limited).wait()) {
+  for (const auto& end :
+       StartedRanks(2, {ARENA_PROBE, "3"}, {{"TESSERA_TRANSPORT", "arena"}}, limited).wait()) {
     EXPECT_EQ(end.status, 1);
     EXPECT_TRUE(contains(end.err, "can't share memory: rank 0")) << end.err;
   }
-  const auto unknown = Job(2, {"3"}, {{"TESSERA_TRANSPORT", "pigeon"}}).wait();
+  const auto unknown =
+      StartedRanks(2, {ARENA_PROBE, "3"}, {{"TESSERA_TRANSPORT", "pigeon"}}).wait();
   EXPECT_TRUE(contains(unknown[1].err, "got 'pigeon'")) << unknown[1].err;
 }
 

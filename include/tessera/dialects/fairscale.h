@@ -181,17 +181,6 @@ class TESSERA_API AnyShardedDataParallel {
   std::vector<bool> trainable_;
 };
 
-namespace detail {
-template <class M>
-struct Contained {
-  using type = M;
-};
-template <tessera::detail::ModuleHolder M>
-struct Contained<M> {
-  using type = typename M::ContainedType;
-};
-}  // namespace detail
-
 /// Data parallel training of `Net` (a module's class, or the holder that TORCH_MODULE makes) with
 /// optimizers that are `OSS`: the gradients of each parameter are averaged on the rank that owns
 /// it.
@@ -207,7 +196,7 @@ struct Contained<M> {
 template <class Net>
 class ShardedDataParallel final : public AnyShardedDataParallel {
  public:
-  using Module = typename detail::Contained<Net>::type;
+  using Module = typename tessera::detail::ContainedModule<Net>::type;
 
   ShardedDataParallel(std::shared_ptr<Module> module, AnyOss& optimizer,
                       const ShardedDataParallelOptions& options = {})

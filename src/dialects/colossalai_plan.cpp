@@ -1,0 +1,154 @@
+#include <c10/util/Exception.h>
+#include <tessera/world.h>
+
+#include <cmath>
+#include <set>
+#include <typeinfo>
+
+#include "dialects/colossalai_state.h"
+#include "unit/unit_storage.h"
+
+namespace tessera::colossalai {
+
+BaseShardStrategy::~BaseShardStrategy() = default;
+
+void TensorShardStrategy::apply(const torch::nn::Module&, ShardPlan& plan) const {
+  plan.unit_bytes = 0;
+}
+
+void BucketTensorShardStrategy::apply(const torch::nn::Module& module, ShardPlan& plan) const {
+  std::set<const c10::TensorImpl*> seen;  // a tied parameter is gathered with its first module
+  for (const auto& child : module.named_modules()) {
+    std::vector<std::string> unit;
+    for (const auto& item : child.value()->named_parameters(/*recurse=*/false)) {
+      if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+      unit.push_back(child.key().empty() ? item.key() : child.key() + "." + item.key());
+    }
+    if (!unit.empty()) plan.units.push_back(std::move(unit));
+  }
+}
+
+namespace detail {
+namespace {
+
+std::shared_ptr<const ParamOrigin> origin_or_throw(const std::string& name,
+                                                   const at::Tensor& param) {
+  TORCH_CHECK_VALUE(!unit_of(param), "[ShardedModelV2] Nested ShardedModelV2 is not supported; parameter '", name,
+                    "' is sharded already");
+  auto origin = std::dynamic_pointer_cast<const ParamOrigin>(origin_of(param));
+  TORCH_CHECK_VALUE(origin, "[ShardedModelV2] You must use ZeroInitContext to init your module first. Parameter '",
+                    name, "' was not made in one, or was given other data since (as by Module::to())");
+  return origin;
+}
+
+bool is_offloaded(const ShardedModelV2Options& options) {
+  const auto device = options.offload_config.find("device");
+  const bool knows = options.offload_config.empty() ||
+                     (options.offload_config.size() == 1 &&
+                      device != options.offload_config.end() && device->second == "cpu");
+  TORCH_CHECK_VALUE(knows, "[ShardedModelV2] offload_config must be {{\"device\", \"cpu\"}} or empty");
+  return !options.offload_config.empty() || options.tensor_placement_policy == "cpu";
+}
+
+void check_options(const ShardedModelV2Options& options) {
+  const std::string& policy = options.tensor_placement_policy;
+  TORCH_CHECK_TYPE(policy == "cuda" || policy == "cpu" || policy == "auto",
+                   "[ShardedModelV2] Unknown tensor placement policy ", policy,
+                   ": expected cuda, cpu or auto");
+  TORCH_CHECK_VALUE(!options.memory_budget || policy == "auto",
+                    "[ShardedModelV2] memory_budget needs tensor_placement_policy auto; got ", policy);
+  TORCH_CHECK_VALUE(policy != "auto" || options.offload_config.empty(),
+                    "[ShardedModelV2] offload_config can't go with tensor_placement_policy auto");
+  TORCH_CHECK_VALUE(!options.reduce_scatter_process_group ||
+                        options.reduce_scatter_process_group == options.process_group,
+                    "[ShardedModelV2] reduce_scatter_process_group must be null or process_group: reductions and "
+                    "gathers do not wait for each other there, and need no second one");
+}
+
+// A power of two near the root of the number of ranks.
+double automatic_predivide(int ranks) {
+  int factor = 1;
+  while (ranks % factor == 0 && ranks / factor > factor) factor *= 2;
+  return factor;
+}
+
+// The parameters of a module and what they remember, in order.
+struct Found {
+  std::string name;
+  std::shared_ptr<const ParamOrigin> origin;
+};
+
+std::vector<Found> find_origins(const torch::nn::Module& module) {
+  std::vector<Found> all;
+  for (const auto& child : module.named_modules()) {
+    std::optional<bool> is_sharded;
+    for (const auto& item : child.value()->named_parameters(/*recurse=*/false)) {
+      const std::string name = child.key().empty() ? item.key() : child.key() + "." + item.key();
+      all.push_back({name, origin_or_throw(name, item.value())});
+      const bool sharded = all.back().origin->is_sharded;
+      TORCH_CHECK_VALUE(is_sharded.value_or(sharded) == sharded,
+                        "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
+                        child.key(), "' has '", item.key(), "', which is ", sharded ? "" : "not ", "sharded, and others");
+      is_sharded = sharded;
+    }
+  }
+  TORCH_CHECK_VALUE(!all.empty(), "[ShardedModelV2] the module must have parameters; it has none");
+  return all;
+}
+
+void check_contexts(const std::vector<Found>& all, const ShardStrategyPtr& strategy,
+                    const ProcessGroupPtr& process_group) {
+  const ParamOrigin& first = *all.front().origin;
+  TORCH_CHECK_VALUE(typeid(*strategy) == typeid(*first.strategy),
+                    "[ShardedModelV2] shard_strategy must be that of the ZeroInitContext");
+  for (const Found& found : all) {
+    const ParamOrigin& origin = *found.origin;
+    TORCH_CHECK_VALUE(origin.device == first.device && origin.options.param_dtype == first.options.param_dtype,
+                      "[ShardedModelV2] all parameters must be made for one device and dtype; got ", first.device, " ",
+                      first.options.param_dtype, " and, for '", found.name, "', ", origin.device, " ",
+                      origin.options.param_dtype);
+    TORCH_CHECK_VALUE(!origin.options.dp_process_group || origin.options.dp_process_group == process_group,
+                      "[ShardedModelV2] process_group must be the dp_process_group of the ZeroInitContext");
+  }
+}
+
+}  // namespace
+
+ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                  const ShardedModelV2Options& options) {
+  check_options(options);
+  TORCH_CHECK_VALUE(strategy, "[ShardedModelV2] shard_strategy must not be null");
+  const std::vector<Found> all = find_origins(module);
+  const ParamOrigin& first = *all.front().origin;
+  ShardPlan plan;
+  strategy->apply(module, plan);
+  plan.process_group = options.process_group            ? options.process_group
+                       : first.options.dp_process_group ? first.options.dp_process_group
+                                                        : default_process_group();
+  check_contexts(all, strategy, plan.process_group);
+  plan.level = ShardLevel::kGradients;
+  for (const Found& found : all) {
+    if (found.origin->is_sharded) plan.level = ShardLevel::kParameters;
+  }
+  for (const Found& found : all) {
+    if (!found.origin->is_replicated) {
+      plan.unreplicated.push_back(found.name);
+    } else if (!found.origin->is_sharded && plan.level == ShardLevel::kParameters) {
+      plan.whole.push_back(found.name);
+    }
+  }
+  plan.device = first.device;
+  plan.precision.param_dtype = plan.precision.buffer_dtype = first.options.param_dtype;
+  if (options.fp32_reduce_scatter) plan.precision.reduce_dtype = at::kFloat;
+  /*LATER
+    plan.precision.master_only = options.reuse_fp16_shard;
+    plan.bucket_bytes = std::max<int64_t>(0, std::llround(options.reduce_scatter_bucket_size_mb * (1
+  << 20))); plan.predivide = options.gradient_predivide_factor ? *options.gradient_predivide_factor
+                                                       :
+  automatic_predivide(plan.process_group->size()); LATER*/
+  if (is_offloaded(options)) plan.offload = Offload::kHost;
+  return plan;
+}
+
+}  // namespace detail
+}  // namespace tessera::colossalai

@@ -1,0 +1,78 @@
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <tessera/world.h>
+
+#include <algorithm>
+
+#include "access/named_tensors.h"
+#include "access/sharded_state.h"
+#include "dialects/colossalai_state.h"
+
+namespace tessera::colossalai {
+namespace detail {
+
+bool ModelState::has_gradients() const {
+  const auto& units = sharded.state()->reducer().gradients();
+  return std::any_of(units.begin(), units.end(), [](const auto& unit) {
+    return unit->any_live() || unit->is_reducing() || unit->any_arrived();
+  });
+}
+
+void ModelState::begin_backward(LossScale scale) {
+  TORCH_CHECK(loss_scale == LossScale::kUnknown || loss_scale == scale || !has_gradients(),
+              "[backward] all backwards of a step must go through the model, or all through the optimizer, "
+              "which scales the loss; zero_grad() forgets those that are waiting");
+  loss_scale = scale;
+}
+
+namespace {
+
+ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                      const ShardedModelV2Options& options) {
+  const ShardMesh ranks(options.process_group ? options.process_group : default_process_group(),
+                        nullptr);
+  ShardPlan plan;
+  check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
+  return {options,
+          ShardedModule(ShardedState::create(named_tensors(module.named_parameters()),
+                                             named_tensors(module.named_buffers()), plan))};
+}
+
+}  // namespace
+}  // namespace detail
+
+AnyShardedModelV2::AnyShardedModelV2(torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                                     const ShardedModelV2Options& options)
+    : state_(std::make_shared<detail::ModelState>(detail::make_state(module, strategy, options))) {}
+
+AnyShardedModelV2::~AnyShardedModelV2() = default;
+
+void AnyShardedModelV2::backward(const at::Tensor& loss) {
+  state_->begin_backward(detail::LossScale::kOne);
+  loss.backward();
+}
+
+void AnyShardedModelV2::backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad) {
+  state_->begin_backward(detail::LossScale::kOne);
+  tensor.backward(grad);
+}
+
+void AnyShardedModelV2::zero_grad(bool set_to_none) {
+  TORCH_CHECK_NOT_IMPLEMENTED(set_to_none, "[zero_grad] set_to_none must be true: sharded gradients are "
+                              "forgotten, not filled with zeros");
+  state_->sharded.zero_grad();
+}
+
+std::vector<NamedTensor> AnyShardedModelV2::state_dict() {
+  std::vector<NamedTensor> state = state_->sharded.full_state();
+  for (NamedTensor& item : state) item.tensor = item.tensor.cpu();
+  return state;
+}
+
+void AnyShardedModelV2::load_state_dict(const std::vector<NamedTensor>& state, bool strict) {
+  state_->sharded.load_full_state(state, strict);
+}
+
+ShardedModule AnyShardedModelV2::sharded() const { return state_->sharded; }
+
+}  // namespace tessera::colossalai

@@ -1,0 +1,123 @@
+#include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <tessera/deferred_init.h>
+#include <tessera/generator.h>
+
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "dialects/colossalai_state.h"
+
+namespace tessera::colossalai {
+namespace detail {
+
+void ParamOrigin::on_made(const at::Tensor& tensor) const {
+  if (made) made->emplace_back(tensor.getIntrusivePtr());
+}
+
+std::shared_ptr<const ParamOrigin> ParamOrigin::current() {
+  return std::dynamic_pointer_cast<const ParamOrigin>(OriginScope::current());
+}
+
+struct ZeroInitState {
+  std::shared_ptr<const ParamOrigin> origin;
+  at::Tensor generator_state;  // before the context; undefined without a seed
+  std::optional<DeferredInit> deferred;
+  std::optional<OriginScope> scope;
+};
+
+struct NoShardState {
+  OriginScope scope;
+};
+
+}  // namespace detail
+
+namespace {
+
+void check_options(at::Device device, const ShardStrategyPtr& strategy,
+                   const ZeroInitOptions& options) {
+  TORCH_CHECK_VALUE(!detail::ParamOrigin::current(), "[ZeroInitContext] must not be in another ZeroInitContext");
+  TORCH_CHECK_VALUE(device.is_cpu() || (device.is_cuda() && at::hasCUDA()),
+                    "[ZeroInitContext] target_device must be a device of this machine, the CPU or CUDA; got ", device);
+  TORCH_CHECK_VALUE(strategy, "[ZeroInitContext] shard_strategy must not be null");
+  const std::set<at::ScalarType> dtypes = {at::kHalf, at::kBFloat16, at::kFloat};
+  TORCH_CHECK_VALUE(dtypes.contains(options.param_dtype), "[ZeroInitContext] param_dtype must be Half, BFloat16 or "
+                    "Float; got ", options.param_dtype);
+  const at::Tensor& numel = options.model_numel_tensor;
+  TORCH_CHECK_VALUE(!numel.defined() || (numel.numel() == 1 && numel.scalar_type() == at::kLong),
+                    "[ZeroInitContext] model_numel_tensor must be one element of dtype Long; got ",
+                    numel.numel(), " of ", numel.scalar_type());
+}
+
+at::Tensor seeded_from(uint64_t seed) {
+  at::Tensor state;
+  {
+    at::Generator generator = default_generator();
+    const std::lock_guard lock(generator.mutex());
+    state = generator.get_state();
+  }
+  manual_seed(seed);
+  return state;
+}
+
+// Parameters, unlike buffers, ask for gradients; what was made on the way to them is gone.
+int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
+  std::set<const c10::TensorImpl*> seen;
+  int64_t numel = 0;
+  for (const auto& weak : made) {
+    const auto impl = weak.lock();
+    if (!impl || !seen.insert(impl.get()).second) continue;
+    const at::Tensor tensor(impl);
+    if (tensor.is_leaf() && tensor.requires_grad()) numel += tensor.numel();
+  }
+  return numel;
+}
+
+}  // namespace
+
+ZeroInitContext::ZeroInitContext(at::Device target_device, ShardStrategyPtr shard_strategy,
+                                 const ZeroInitOptions& options) {
+  check_options(target_device, shard_strategy, options);
+  const auto origin = std::make_shared<detail::ParamOrigin>();
+  origin->device = target_device;
+  origin->strategy = std::move(shard_strategy);
+  origin->options = options;
+  origin->is_sharded = options.shard_param;
+  if (options.model_numel_tensor.defined())
+    origin->made = std::make_shared<detail::ParamOrigin::Made>();
+  state_ = std::make_unique<detail::ZeroInitState>();
+  state_->origin = origin;
+  if (options.seed) state_->generator_state = seeded_from(*options.seed);
+  if (options.rm_torch_payload_on_the_fly) state_->deferred.emplace();
+  state_->scope.emplace(origin);
+}
+
+ZeroInitContext::~ZeroInitContext() {
+  state_->scope.reset();
+  state_->deferred.reset();
+  if (state_->generator_state.defined()) {
+    at::Generator generator = default_generator();
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state_->generator_state);
+  }
+  if (const auto& made = state_->origin->made) {
+    const at::NoGradGuard no_grad;
+    *state_->origin->options.model_numel_tensor.data_ptr<int64_t>() += trainable_numel(*made);
+    made->clear();
+  }
+}
+
+NoShardZeroContext::NoShardZeroContext(bool is_replicated) {
+  const auto outer = detail::ParamOrigin::current();
+  TORCH_CHECK_VALUE(outer, "[no_shard_zero_context] must be in a ZeroInitContext");
+  auto origin = std::make_shared<detail::ParamOrigin>(*outer);
+  origin->is_sharded = false;
+  origin->is_replicated = is_replicated;
+  state_.reset(new detail::NoShardState{OriginScope(std::move(origin))});
+}
+
+NoShardZeroContext::~NoShardZeroContext() = default;
+
+}  // namespace tessera::colossalai

@@ -1,0 +1,54 @@
+#include "init/origin.h"
+
+#include <c10/core/TensorImpl.h>
+
+#include <utility>
+
+#include "mesh/each_tensor.h"
+#include "mesh/unit_key.h"
+
+namespace tessera {
+namespace {
+
+thread_local std::shared_ptr<const Origin> current_origin;
+
+// LibTorch carries it along with a tensor's sizes, and looks at that of other devices only.
+struct OriginMark final : c10::BackendMeta {
+  explicit OriginMark(std::shared_ptr<const Origin> of) : origin(std::move(of)) {}
+  std::shared_ptr<const Origin> origin;
+};
+
+const OriginMark* mark_of(const at::Tensor& tensor) {
+  return tensor.defined()
+             ? dynamic_cast<const OriginMark*>(tensor.unsafeGetTensorImpl()->get_backend_meta())
+             : nullptr;
+}
+
+}  // namespace
+
+OriginScope::OriginScope(std::shared_ptr<const Origin> origin)
+    : outer_(std::exchange(current_origin, std::move(origin))), seen_(kUnitKey) {}
+
+OriginScope::~OriginScope() { current_origin = std::move(outer_); }
+
+const std::shared_ptr<const Origin>& OriginScope::current() { return current_origin; }
+
+std::shared_ptr<const Origin> origin_of(const at::Tensor& tensor) {
+  const OriginMark* mark = mark_of(tensor);
+  return mark ? mark->origin : nullptr;
+}
+
+void mark_origin(c10::ArrayRef<c10::IValue> results) {
+  if (!current_origin) return;
+  for (const c10::IValue& result : results) {
+    each_tensor(result, [](const at::Tensor& tensor) {
+      c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+      // A tensor that another library describes there is not ours to mark.
+      if (impl.get_backend_meta()) return;
+      impl.set_backend_meta(c10::make_intrusive<OriginMark>(current_origin));
+      current_origin->on_made(tensor);
+    });
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,284 @@
+// ShardedOptimizerV2.
+#include <fmt/format.h>
+
+#include <limits>
+
+#include "access/sharded_state.h"
+#include "dialects/colossalai.h"
+
+namespace tessera::testing {
+namespace {
+
+// A model with its optimizer.
+struct Job {
+  explicit Job(const ShardedOptimizerV2Options& options = {},
+               const ZeroInitOptions& zero = kFloatShards,
+               const ShardedModelV2Options& model_options = {})
+      : net(zero_net<Tower>(zero)),
+        model(net, kTensor, model_options),
+        adam(adam_of(net)),
+        optimizer(model, adam, options) {}
+  // A step whose gradients are not finite on `bad` ranks.
+  bool step(
+      World& world, const std::function<bool(int rank)>& bad = [](int) { return false; }) {
+    at::Tensor loss = tower_loss(model, 0, world.rank(), world.size());
+    if (bad(world.rank())) loss = loss * std::numeric_limits<float>::infinity();
+    optimizer.zero_grad();
+    optimizer.backward(loss);
+    return optimizer.step();
+  }
+  Tower net;
+  ShardedModelV2<Tower> model;
+  torch::optim::AdamW adam;
+  ShardedOptimizerV2 optimizer;
+};
+
+TEST(ShardedOptimizerV2, CO_30_MastersAreFloats) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      Job job(kSmallScale, {.shard_param = true});
+      for (int step = 0; step < 3; ++step) EXPECT_TRUE(job.step(world));
+      const auto& unit = *job.model.sharded().state()->units()[0];
+      EXPECT_EQ(unit.updated().scalar_type(), torch::kFloat);
+      // What is used is the rounded master.
+      const at::Tensor full = job.net->first->weight.flatten() + 0;
+      const auto [begin, end] = unit.updated_range(unit.layout().slots[0]);
+      EXPECT_EQ(full.scalar_type(), torch::kHalf);
+      EXPECT_TRUE(torch::equal(full.narrow(0, begin, end - begin),
+                               unit.updated().narrow(0, 0, end - begin).to(torch::kHalf)));
+    });
+  }
+}
+
+TEST(ShardedOptimizerV2, CO_30_AnOverflowSkipsTheStepOnAllRanks) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      Job job({.hysteresis = 1});
+      EXPECT_TRUE(job.step(world));
+      const auto before = job.model.state_dict();
+      EXPECT_FALSE(job.step(world, [&](int rank) { return rank == ranks - 1; }));
+      expect_same_state(job.model.state_dict(), before, 0, "skipped");
+      EXPECT_EQ(job.optimizer.loss_scale(), 32768);
+      // Its gradients are forgotten.
+      expect_error([&] { job.optimizer.step(); }, {"there must be a backward"});
+      EXPECT_TRUE(job.step(world));
+      for (const NamedTensor& item : job.model.state_dict())
+        EXPECT_TRUE(item.tensor.isfinite().all().item<bool>());
+    });
+  }
+}
+
+TEST(ShardedOptimizerV2, CO_30_RanksWithOtherPartsOfTheModelSkipTogether) {
+  run_world(4, [](World& world) {
+    // Ranks 0, 1 and 2, 3 have a model each.
+    const DeviceMesh mesh = DeviceMesh::over_world({2, 2}, {"mp", "dp"});
+    Job job({.mp_process_group = mesh.process_group(0)}, kFloatShards,
+            {.process_group = mesh.process_group(1)});
+    const auto step = [&](const std::function<bool(int)>& bad) {
+      at::Tensor loss = tower_loss(job.model, 0, world.rank(), 4);
+      if (bad(world.rank())) loss = loss * std::numeric_limits<float>::infinity();
+      job.optimizer.zero_grad();
+      job.optimizer.backward(loss);
+      return job.optimizer.step();
+    };
+    EXPECT_TRUE(step([](int) { return false; }));
+    EXPECT_FALSE(step([](int rank) { return rank == 3; }));
+    EXPECT_TRUE(step([](int) { return false; }));
+    expect_error([&] { job.optimizer.clip_grad_norm(1); }, {"mp_process_group"});
+  });
+}
+
+TEST(ShardedOptimizerV2, CO_31_OffloadIsTheModels) {
+  run_world(2, [](World&) {
+    Tower net = zero_net<Tower>();
+    ShardedModelV2<Tower> model(net, kTensor);
+    auto adam = adam_of(net);
+    EXPECT_THROW(ShardedOptimizerV2(model, adam, {.cpu_offload = true}), std::runtime_error);
+    expect_error([&] { ShardedOptimizerV2(model, adam, {.gpu_margin_mem_ratio = 1.5}); },
+                 {"gpu_margin_mem_ratio must be between 0 and 1", "1.5"});
+    expect_error([&] { ShardedOptimizerV2(model, adam, {.gpu_margin_mem_ratio = 0.5}); },
+                 {"needs cpu_offload"});
+    expect_error([&] { ShardedOptimizerV2(model, adam, {.keep_unsharded = true}); },
+                 {"keep_unsharded must be false"});
+    expect_error(
+        [&] { ShardedOptimizerV2(model, adam, {.dp_process_group = single_process_group()}); },
+        {"dp_process_group"});
+  });
+}
+
+TEST(ShardedOptimizerV2, CO_32_TheScaleHasHysteresisAndBounds) {
+  run_world(1, [](World& world) {
+    Job job({.initial_scale = 64, .min_scale = 4, .growth_interval = 3, .max_scale = 128});
+    const auto step = [&](bool bad) {
+      job.step(world, [&](int) { return bad; });
+      return job.optimizer.loss_scale();
+    };
+    EXPECT_EQ(step(true), 64);  // the first overflow is forgiven
+    EXPECT_EQ(step(true), 32);  // the second and each later one are not,
+    EXPECT_EQ(step(false), 32);
+    EXPECT_EQ(step(true), 16);  // steps between them or not,
+    for (const double expected : {16., 16., 32.}) EXPECT_EQ(step(false), expected);
+    EXPECT_EQ(step(true), 32);  // until the scale has grown
+    EXPECT_EQ(step(true), 16);
+    for (const double expected : {8., 4., 4., 4.}) EXPECT_EQ(step(true), expected);
+    for (int i = 0; i < 30; ++i) step(false);
+    EXPECT_EQ(job.optimizer.loss_scale(), 128);
+  });
+  // A start that half can use from the first step on.
+  EXPECT_EQ(ShardedOptimizerV2Options().initial_scale, 65536);
+  EXPECT_EQ(ShardedOptimizerV2Options().max_scale, std::pow(2., 32));
+  EXPECT_EQ(ShardedOptimizerV2Options().growth_interval, 1000);
+}
+
+TEST(ShardedOptimizerV2, CO_33_ClippingSeesUnscaledGradients) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      Tower plain = eager_net<Tower>();
+      auto alone = adam_of(plain);
+      const auto expected = train_tower_alone(*plain, alone, ranks, 4, 0.05);
+      Job job;
+      expect_same_state(train_tower(job.model, job.optimizer, world, 4, 0.05), expected, 1e-5,
+                        "clipped");
+      // The norm is that of the gradients, and a step after it does not unscale again.
+      job.optimizer.zero_grad();
+      job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks));
+      plain->zero_grad();
+      for (int rank = 0; rank < ranks; ++rank)
+        (tower_loss(*plain, 5, rank, ranks) / ranks).backward();
+      const double norm = torch::nn::utils::clip_grad_norm_(plain->parameters(), 1e9);
+      EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-4);
+      expect_error([&] { job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks)); },
+                   {"unscaled by clip_grad_norm()"});
+      // Forgotten, they may be made again.
+      job.optimizer.zero_grad();
+      job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks));
+      EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-4);
+      EXPECT_TRUE(job.optimizer.step());
+      Job other;
+      expect_error([&] { job.optimizer.clip_grad_norm(other.model, 1); },
+                   {"the one of the optimizer"});
+    });
+  }
+}
+
+struct PartlyUsedImpl : TowerImpl {
+  PartlyUsedImpl() {
+    unused = register_module("unused", torch::nn::Linear(6, 6));
+    frozen = register_parameter("frozen", torch::ones({3}), /*requires_grad=*/false);
+  }
+  at::Tensor forward(const at::Tensor& x) { return TowerImpl::forward(x) * frozen; }
+  torch::nn::Linear unused{nullptr};
+  at::Tensor frozen;
+};
+TORCH_MODULE(PartlyUsed);
+
+TEST(ShardedOptimizerV2, CO_34_ParametersWithoutAGradientAreLeftAlone) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      PartlyUsed net = zero_net<PartlyUsed>(kFloatShards);
+      ShardedModelV2<PartlyUsed> model(net, kTensor);
+      auto adam = adam_of(net);
+      ShardedOptimizerV2 optimizer(model, adam);
+      PartlyUsed plain = eager_net<PartlyUsed>();
+      auto alone = adam_of(plain);
+      const auto expected = train_tower_alone(*plain, alone, ranks);
+      expect_same_state(train_tower(model, optimizer, world), expected, 1e-5, "partly used");
+    });
+  }
+}
+
+TEST(ShardedOptimizerV2, CO_35_MemoryIsExact) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      Job job(kSmallScale, {.shard_param = true});
+      const auto [none, masters] = job.optimizer.get_memory_usage();
+      EXPECT_EQ(none, 0);
+      int64_t expected = 0, params = 0;
+      for (const auto& unit : job.model.sharded().state()->units()) {
+        expected += 4 * unit->layout().shard_numel(world.rank());
+        for (const auto& slot : unit->layout().slots) {
+          const auto [begin, end] = unit->updated_range(slot);
+          params += end - begin;
+        }
+      }
+      EXPECT_EQ(masters, expected);
+      EXPECT_TRUE(job.step(world));
+      EXPECT_EQ(job.optimizer.get_memory_usage().second, expected + 2 * 4 * params);
+      // Gradients are none of it, and zero_grad() forgets them.
+      EXPECT_GT(job.optimizer.sharded().memory().gradients, 0);
+      job.optimizer.zero_grad();
+      EXPECT_EQ(job.optimizer.sharded().memory().gradients, 0);
+    });
+  }
+}
+
+TEST(ShardedOptimizerV2, CO_36_StateGoesToAnyNumberOfRanks) {
+  for (const int from : {1, 2, 3}) {
+    ShardedOptimizerV2State state;
+    std::vector<NamedTensor> values, expected;
+    run_world(from, [&](World& world) {
+      Job job({.initial_scale = 512});
+      for (int step = 0; step < 3; ++step) EXPECT_TRUE(job.step(world));
+      const auto own = job.optimizer.state_dict();
+      const auto model = job.model.state_dict();
+      if (world.rank() == 0) std::tie(state, values) = std::pair(own, model);
+      EXPECT_TRUE(job.step(world));
+      const auto after = job.model.state_dict();
+      if (world.rank() == 0) expected = after;
+    });
+    EXPECT_EQ(state.scaler.at("scale"), 512);
+    for (const int to : {1, 2, 3}) {
+      run_world(to, [&](World& world) {
+        Job job({.initial_scale = 2}, {.shard_param = to == 2, .param_dtype = torch::kFloat});
+        job.model.load_state_dict(values);
+        job.optimizer.load_state_dict(state);
+        EXPECT_EQ(job.optimizer.loss_scale(), 512);
+        EXPECT_TRUE(job.step(world));
+        expect_same_state(job.model.state_dict(), expected, from == to ? 0 : 1e-5,
+                          fmt::format("{} to {}", from, to));
+        // Without a scaler, as from a plain optimizer.
+        job.optimizer.load_state_dict({.optimizer = state.optimizer, .scaler = {}});
+        EXPECT_EQ(job.optimizer.loss_scale(), 512);
+      });
+    }
+  }
+}
+
+TEST(ShardedOptimizerV2, CO_36_AMissingScalerIsWarnedOf) {
+  run_world(1, [](World& world) {
+    Job job;
+    EXPECT_TRUE(job.step(world));
+    auto state = job.optimizer.state_dict();
+    state.scaler.clear();
+    ::testing::internal::CaptureStderr();
+    job.optimizer.load_state_dict(state);
+    EXPECT_NE(::testing::internal::GetCapturedStderr().find(
+                  "Missing scaler when loading optimizer state dict"),
+              std::string::npos);
+  });
+}
+
+TEST(ShardedOptimizerV2, CO_37_OverflowsAreFoundWithOneCollective) {
+  run_world(2, [](World& world) {
+    world.set_process_group(counting_process_group(world.process_group()));
+    Job job({}, kFloatShards, {.reduce_scatter_bucket_size_mb = 0});
+    for (int step = 0; step < 2; ++step) job.step(world);
+    const auto with = count(world, [&] { job.step(world); });
+    Tower net = zero_net<Tower>(kFloatShards);
+    ShardedModelV2<Tower> model(net, kTensor, {.reduce_scatter_bucket_size_mb = 0});
+    auto adam = adam_of(net);
+    ShardedOptimizer plain(model.sharded(), adam);
+    const auto step = [&] {
+      plain.zero_grad();
+      tower_loss(model, 0, world.rank(), 2).backward();
+      plain.step();
+    };
+    for (int i = 0; i < 2; ++i) step();
+    const auto without = count(world, step);
+    EXPECT_EQ(with.all_reduce.calls, without.all_reduce.calls + 1);
+    EXPECT_EQ(with.calls(), without.calls() + 1);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::testing
