@@ -53,6 +53,12 @@ struct Precision {
   /// narrow are left as they are.
   std::optional<at::ScalarType> gather_dtype = std::nullopt;
 
+  /// Units that are freed between uses and have master weights keep no shard beside them: it is
+  /// rounded from the masters for each gather. Saves the shard's bytes, at the price of rounding
+  /// twice a step. No effect on units that stay whole, and where ranks share memory: there the
+  /// shard lies in what all see.
+  bool master_only = false;
+
   /// Buffers are converted to this dtype at wrap; none: they stay as they are.
   std::optional<at::ScalarType> buffer_dtype = std::nullopt;
 
@@ -114,6 +120,17 @@ struct ShardPlan {
 
   /// Reduced gradients are the mean over ranks; false: the sum.
   bool average = true;
+
+  /// Gradients are divided by this before they are sent, and their sum over ranks by what is left
+  /// (with `average`: by ranks / predivide; without: it is multiplied by this again). Keeps
+  /// gradients that are sent in half precision in its range. Powers of two change no bit of what
+  /// neither overflows nor underflows.
+  double predivide = 1;
+
+  /// The gradients of units that follow one another in the order of reductions, and have the same
+  /// dtypes and device, are reduced in one collective of at most this many bytes, counted in whole
+  /// gradients of the dtype that is sent. A larger unit goes alone. 0: each unit by itself.
+  int64_t bucket_bytes = 0;
 
   /// False: gradients stay in `.grad`, whole, as autograd made them, and a step reads those of what
   /// its rank owns. Who trains makes them equal on all ranks, say by an all-reduce. Only for

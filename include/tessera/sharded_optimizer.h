@@ -64,6 +64,16 @@ class TESSERA_API ShardedOptimizer {
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
 
+  /// Of what is offloaded, brings units back to the parameters' device for good: their master
+  /// copies, the state that the optimizer has for them, and what it will make. In the order of the
+  /// step, each unit that still fits into `nbytes`. Returns the bytes that this takes there, which
+  /// `memory()` then counts as `master_weights` and `optimizer_state`. Steps give the same bits.
+  /// Units that have parameters of another optimizer stay where they are.
+  ///
+  /// Not collective: ranks may give different numbers. Waits for gathers that are under way. Room
+  /// that was taken in `ShardPlan::offload_directory` stays taken. Throws if nothing is offloaded.
+  int64_t keep_on_device(int64_t nbytes);
+
   /// Steps taken so far, those before a checkpoint that was loaded included.
   int64_t steps() const;
   void set_steps(int64_t steps);

@@ -9,6 +9,7 @@
 #include <tessera/world.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <set>
 
@@ -67,6 +68,10 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
                     plan.prefetch);
   check_precision(plan.precision);
+  TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
+                    "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
+  TORCH_CHECK_VALUE(plan.bucket_bytes >= 0, "[fully_shard] plan.bucket_bytes must not be negative; got ",
+                    plan.bucket_bytes);
   TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
                     "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
   TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
@@ -80,6 +85,8 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(!precision.param_dtype && !precision.master_dtype && !precision.reduce_dtype,
                     "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters and "
                     "reductions can't be chosen: gradients stay as autograd makes them");
+  TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0,
+                    "[fully_shard] plan.predivide and plan.bucket_bytes need plan.reduce_gradients");
 }
 
 // Moves the parameters that the plan ignores, under any of their names, out of `parameters`.
@@ -162,7 +169,9 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   });
   check_same_model(mesh, params, plan);
   std::shared_ptr<ShardedState> state(new ShardedState(
-      std::move(buffers), plan, {.mesh = mesh, .offload = offload}, std::move(layouts)));
+      std::move(buffers), plan,
+      {.mesh = mesh, .offload = offload, .master_only = plan.precision.master_only},
+      std::move(layouts)));
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
   state->adopt();
@@ -185,9 +194,13 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
     units.push_back(units_.back().get());
   }
   residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
-  const double scale = plan_.average && !plan_.mesh_dim ? 1.0 / mesh().size() : 1.0;
+  const double ranks = plan_.average && !plan_.mesh_dim ? mesh().size() : 1;
   reducer_ = std::make_unique<Reducer>(
-      units, mesh(), scale, plan_.reduce_gradients,
+      units, mesh(),
+      ReducerOptions{.scale = plan_.predivide / ranks,
+                     .predivide = plan_.predivide,
+                     .bucket_bytes = plan_.bucket_bytes,
+                     .reduces = plan_.reduce_gradients},
       Reducer::Callbacks{
           .backward_ends = [this] { residency_->end_pass(); },
           .settles =

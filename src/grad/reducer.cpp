@@ -25,8 +25,13 @@ namespace tessera {
 // launches the units that it still owes, leaving out those that nobody used. The sequence of
 // launches is thus the same everywhere.
 //
+// Units may be launched together, in buckets that are fixed runs of that order. What is said of
+// units then holds for buckets: one starts early only when all its units are complete, and then all
+// of them are used, everywhere; at the end, it takes along those that were agreed on as used.
+//
 // A parameter can get a gradient again after its unit was launched, if backward itself runs a
-// backward (recomputation). Such units are launched once more at the end.
+// backward (recomputation). Such units are launched once more at the end, each by
+// itself.
 //
 // With a replicate dim, a second reduction follows each first one, in the same order. It is started
 // as soon as a rank finds the first one done while it launches others, and at the latest when the
@@ -72,6 +77,10 @@ at::Tensor local_gradient(const ParamSlot& slot, const at::Tensor& gradient) {
   return convert(meta.local, *meta.spec, spec.placements, slot.dist->sizes, slot.name());
 }
 
+bool is_used(const std::vector<bool>& slots) {
+  return std::find(slots.begin(), slots.end(), true) != slots.end();
+}
+
 std::string read_error(const ParamSlot& slot) {
   return "[tessera] the gradient of parameter '" + slot.name() +
          "' is reduced and sharded, so .grad() does not hold it. Use "
@@ -82,29 +91,32 @@ std::string read_error(const ParamSlot& slot) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, bool reduces,
+Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
                  Callbacks callbacks)
     : units_(std::move(units)),
       mesh_(mesh),
-      reduces_(reduces),
+      options_(options),
       callbacks_(std::move(callbacks)),
-      order_(units_.size()),
       launched_(units_.size(), false),
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0) {
   for (Unit* unit : units_) {
-    const double own_scale = unit->layout().is_replicated ? scale : 1;
-    gradients_.push_back(reduces ? std::make_shared<UnitGradients>(*unit, own_scale)
-                                 : std::make_shared<GivenGradients>(*unit));
-    has_own_ = has_own_ || !unit->layout().is_replicated;
+    // What each rank has its own of is not averaged.
+    const bool is_own = !unit->layout().is_replicated;
+    has_own_ = has_own_ || is_own;
+    gradients_.push_back(options.reduces
+                             ? std::make_shared<UnitGradients>(*unit, is_own ? 1 : options.scale,
+                                                               is_own ? 1 : options.predivide)
+                             : std::make_shared<GivenGradients>(*unit));
     used_.emplace_back(unit->layout().slots.size(), false);
-    in_flight_limit_ = std::max(in_flight_limit_, 2 * unit->layout().nbytes());
   }
-  std::iota(order_.rbegin(), order_.rend(), 0);
+  std::vector<int> order(units_.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  set_order(std::move(order));
 }
 
 void Reducer::install() {
-  if (!reduces_) return;
+  if (!options_.reduces) return;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& slots = units_[unit]->layout().slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
@@ -120,7 +132,7 @@ void Reducer::install() {
 }
 
 void Reducer::uninstall() {
-  if (!reduces_) return;
+  if (!options_.reduces) return;
   clear_all();
   for (const Unit* unit : units_) {
     for (const ParamSlot& slot : unit->layout().slots) {
@@ -134,7 +146,15 @@ void Reducer::uninstall() {
   }
 }
 
-void Reducer::set_order(std::vector<int> order) { order_ = std::move(order); }
+void Reducer::set_order(std::vector<int> order) {
+  order_ = std::move(order);
+  buckets_ = cut_buckets(units_, order_, options_.bucket_bytes);
+  for (const GradBucket& bucket : buckets_) {
+    int64_t nbytes = 0;
+    for (const size_t unit : bucket.units) nbytes += units_[unit]->layout().nbytes();
+    in_flight_limit_ = std::max(in_flight_limit_, 2 * nbytes);
+  }
+}
 
 void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) {
   const at::Tensor grad = std::move(tensor.mutable_grad());
@@ -179,11 +199,15 @@ void Reducer::abandon_backward() {
 }
 
 void Reducer::launch_ready() {
-  for (; next_ < order_.size(); ++next_) {
-    const size_t unit = order_[next_];
-    if (!gradients_[unit]->is_complete()) return;
-    // A unit without trainable parameters is complete from the start, and nobody sends it.
-    if (gradients_[unit]->any_arrived()) launch(unit);
+  for (; next_ < buckets_.size(); ++next_) {
+    const GradBucket& bucket = buckets_[next_];
+    std::vector<size_t> arrived;
+    for (const size_t unit : bucket.units) {
+      if (!gradients_[unit]->is_complete()) return;
+      // A unit without trainable parameters is complete from the start, and nobody sends it.
+      if (gradients_[unit]->any_arrived()) arrived.push_back(unit);
+    }
+    if (!arrived.empty()) launch(arrived, bucket.name);
   }
 }
 
@@ -201,16 +225,20 @@ void Reducer::replicate_all() {
     gradients_[unreplicated_.front()]->replicate();
 }
 
-void Reducer::launch(size_t unit) {
-  for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
-    if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
+void Reducer::launch(const std::vector<size_t>& units, const std::string& name) {
+  std::vector<UnitGradients*> gradients;
+  for (const size_t unit : units) {
+    for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
+      if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
+    }
+    launched_[unit] = true;
+    in_flight_.push_back(unit);
+    in_flight_bytes_ += units_[unit]->layout().nbytes();
+    gradients.push_back(gradients_[unit].get());
   }
-  launched_[unit] = true;
-  gradients_[unit]->launch();
-  in_flight_.push_back(unit);
-  if (units_[unit]->context().mesh.replicates()) unreplicated_.push_back(unit);
+  launch_together(gradients, *names_.insert(name).first);
+  if (units_[units.front()]->context().mesh.replicates()) unreplicated_.push_back(units.front());
   replicate_reduced();
-  in_flight_bytes_ += units_[unit]->layout().nbytes();
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
   limit_in_flight();
 }
@@ -276,9 +304,7 @@ void Reducer::end_backward() {
 bool Reducer::reduce_waiting() {
   settle_earlier();
   reduce_arrived();
-  return std::any_of(used_.begin(), used_.end(), [](const std::vector<bool>& unit) {
-    return std::find(unit.begin(), unit.end(), true) != unit.end();
-  });
+  return std::any_of(used_.begin(), used_.end(), is_used);
 }
 
 void Reducer::join_backward(bool has_earlier) {
@@ -294,10 +320,12 @@ void Reducer::join_backward(bool has_earlier) {
 bool Reducer::reduce_arrived() {
   callbacks_.reductions_end(any_live());
   const bool attention = agree_on_use();
-  for (; next_ < order_.size(); ++next_) {
-    const size_t unit = order_[next_];
-    const auto& used = used_[unit];
-    if (std::find(used.begin(), used.end(), true) != used.end()) launch(unit);
+  for (; next_ < buckets_.size(); ++next_) {
+    std::vector<size_t> used;
+    for (const size_t unit : buckets_[next_].units) {
+      if (is_used(used_[unit])) used.push_back(unit);
+    }
+    if (!used.empty()) launch(used, buckets_[next_].name);
   }
   launch_late();
   next_ = 0;
@@ -314,7 +342,7 @@ void Reducer::launch_late() {
     replicate_all();
     const std::vector<bool> used = used_[unit];
     gradients_[unit]->settle(used);
-    launch(unit);
+    launch({static_cast<size_t>(unit)}, units_[unit]->layout().name);
   }
 }
 
@@ -327,7 +355,7 @@ void Reducer::settle() {
 }
 
 bool Reducer::any_gradient() {
-  if (!reduces_) return true;
+  if (!options_.reduces) return true;
   settle();
   return has_own_ || any_live();
 }

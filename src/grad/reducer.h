@@ -4,11 +4,22 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <set>
+#include <string>
 #include <vector>
 
+#include "grad/grad_bucket.h"
 #include "grad/unit_gradients.h"
 
 namespace tessera {
+
+struct ReducerOptions {
+  double scale = 1;          ///< sums over ranks are multiplied by this
+  double predivide = 1;      ///< and local gradients are divided by this before
+  int64_t bucket_bytes = 0;  ///< units are reduced together up to this size
+  /// False where gradients stay with the user, who makes them equal on all ranks.
+  bool reduces = true;
+};
 
 /// Reduces the gradients of all units, in one order on all ranks, while backward runs.
 ///
@@ -27,9 +38,7 @@ class Reducer {
     std::function<void(bool synced, bool any)> backward_ended;  ///< `any`: some rank voted
   };
 
-  /// `scale` is what sums over ranks are multiplied by. `reduces` is false where gradients stay
-  /// with the user, who makes them equal on all ranks.
-  Reducer(std::vector<Unit*> units, const ShardMesh& mesh, double scale, bool reduces,
+  Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
           Callbacks callbacks);
 
   /// Watches the gradients of all parameters.
@@ -52,7 +61,7 @@ class Reducer {
   /// All ranks, where others have a backward: takes part in it with nothing. `has_earlier` is
   /// theirs: if earlier backwards have left them nothing, they have cleared it, and so does this.
   void join_backward(bool has_earlier);
-  bool reduces() const { return reduces_; }
+  bool reduces() const { return options_.reduces; }
   /// True if a backward under `no_sync()` has left gradients on this rank.
   bool has_waiting() const { return accumulating_; }
 
@@ -74,7 +83,7 @@ class Reducer {
   void settle_earlier();
   void abandon_backward();
   void launch_ready();
-  void launch(size_t unit);
+  void launch(const std::vector<size_t>& units, const std::string& name);
   void launch_late();
   void replicate_reduced();
   void replicate_all();
@@ -83,12 +92,14 @@ class Reducer {
 
   std::vector<Unit*> units_;
   ShardMesh mesh_;
-  bool reduces_;
+  ReducerOptions options_;
   bool has_own_ = false;  // units that other ranks have nothing to do with
   Callbacks callbacks_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
   std::vector<int> order_;               // of reductions: unit indices
-  size_t next_ = 0;                      // position in `order_` of the first unit not launched yet
+  std::vector<GradBucket> buckets_;      // of that order
+  std::set<std::string> names_;          // of buckets, for collectives that are under way
+  size_t next_ = 0;                      // the first bucket that was not launched yet
   std::vector<std::vector<bool>> used_;  // per unit and slot: on any rank, since the last settle
   std::vector<bool> launched_;           // per unit: in this backward
   std::vector<bool> late_;               // per unit: more arrived on some rank after the launch

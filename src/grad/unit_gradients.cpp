@@ -18,7 +18,8 @@ namespace tessera {
 // because a message costs more than the copy. Layout cut the flat buffer into such chunks, equally
 // on all ranks. `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in
 // `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). With a
-// replicate dim, `replicate` then adds up what the replicas have of it. A further backward before
+// replicate dim, `replicate` then adds up what the replicas have of it. Several units may be reduced
+// in one collective: see grad_bucket.cpp. A further backward before
 // the step is added to it. A parameter without a gradient on this rank counts as zeros; one without
 // a gradient on any rank has none after all (`live_`), so the optimizer leaves it alone as in one
 // process.
@@ -31,9 +32,10 @@ at::Tensor flat_view(const at::Tensor& grad) {
 
 }  // namespace
 
-UnitGradients::UnitGradients(Unit& unit, double scale)
+UnitGradients::UnitGradients(Unit& unit, double scale, double predivide)
     : unit_(unit),
       scale_(scale),
+      predivide_(predivide),
       chunk_of_slot_(unit.layout().slots.size(), 0),
       chunks_(unit.layout().chunks.size()),
       arrived_(unit.layout().slots.size(), false),
@@ -90,10 +92,19 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   const bool is_message = unit_.layout().chunks[chunk].is_single() && !chunks_[chunk].defined() &&
                           grad.strides() == param.strides;
   if (is_message) {
-    chunks_[chunk] = flat_view(grad).to(unit_.layout().reduce_dtype);
+    chunks_[chunk] = predivided(flat_view(grad)).to(unit_.layout().reduce_dtype);
     return;
   }
-  place_of(slot).add_(grad);
+  place_of(slot).add_(predivided(grad));
+}
+
+// Divides before anything is rounded to a narrower dtype that is sent, and after what is sent in a
+// wider one was widened. Autograd's own tensor may be in other hands, too, and stays as it is.
+at::Tensor UnitGradients::predivided(const at::Tensor& grad) const {
+  if (predivide_ == 1) return grad;
+  const at::ScalarType sent = unit_.layout().reduce_dtype;
+  const bool widens = c10::elementSize(sent) > c10::elementSize(grad.scalar_type());
+  return (widens ? grad.to(sent) : grad).div(predivide_);
 }
 
 bool UnitGradients::is_complete() const {
@@ -160,26 +171,41 @@ void UnitGradients::launch() {
   // With replicas, what earlier backwards left is the sum of all of them already.
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
-  reduction_ = mesh.shard().reduce_scatter(
-      apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
-      {.scale = scale_, .accumulate = accumulate && !apart, .dtype = layout.reduce_dtype},
-      {layout.name, Channel::kGrads});
+  adds_ = apart;
+  reduction_ = std::make_shared<Reduction>(
+      mesh, apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
+      ReduceScatterOptions{
+          .scale = scale_, .accumulate = accumulate && !apart, .dtype = layout.reduce_dtype},
+      layout.name);
+}
+
+// Into a part of a buffer of several units: `reduced_` becomes a view of it where it is this rank's
+// part and no more. What earlier backwards left goes there first, or (`apart`) stays where it is.
+std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart) {
+  TORCH_INTERNAL_ASSERT(!is_reducing());
+  const bool is_view = !apart && unit_.layout().level != ShardLevel::kNone;
+  const bool has_earlier = any_live();
+  if (has_earlier || !is_view) prepare_reduced();
+  if (has_earlier && !apart && !shard_part().is_alias_of(part)) part.copy_(shard_part());
+  if (is_view) {
+    reduced_ = part;
+  } else {
+    partial_ = part;
+    adds_ = apart && has_earlier;
+  }
+  return take_pieces();
 }
 
 void UnitGradients::replicate() {
-  if (!is_reducing()) return;
-  reduction_->wait();
-  reduction_ = unit_.context().mesh.replicate().all_reduce(
-      partial_.defined() ? partial_ : shard_part(), ReduceOp::kSum,
-      {unit_.layout().name, Channel::kGrads});
+  if (is_reducing()) reduction_->replicate();
 }
 
-// Waits for what is under way and adds a backward's own part to the rest.
+// Waits for what is under way and brings it to where it belongs.
 void UnitGradients::finish_reduction() {
   std::exchange(reduction_, nullptr)->wait();
   if (!partial_.defined()) return;
   at::NoGradGuard no_grad;
-  shard_part().add_(partial_);
+  adds_ ? shard_part().add_(partial_) : shard_part().copy_(partial_);
   partial_.reset();
 }
 

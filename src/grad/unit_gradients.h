@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "grad/grad_gate.h"
+#include "grad/reduction.h"
 #include "unit/unit.h"
 
 namespace tessera {
@@ -16,7 +17,8 @@ namespace tessera {
 /// See [Note: The way of a gradient] in unit_gradients.cpp.
 class UnitGradients : public GradSink {
  public:
-  UnitGradients(Unit& unit, double scale);
+  /// Local gradients are divided by `predivide`, and their sum over ranks multiplied by `scale`.
+  UnitGradients(Unit& unit, double scale, double predivide);
   ~UnitGradients() override;
 
   /// A backward begins: nothing has arrived in it yet.
@@ -32,8 +34,12 @@ class UnitGradients : public GradSink {
 
   /// All ranks: starts reducing what has arrived; parameters without a gradient count as zeros.
   void launch();
+  /// The same in a reduction of several units, in two steps: first says where this one's part of
+  /// the sum arrives (see `GradBucket`), and gives what has arrived here.
+  std::vector<Piece> launch_into(const at::Tensor& part, bool apart);
+  void follow(std::shared_ptr<Reduction> reduction) { reduction_ = std::move(reduction); }
   /// All ranks, with a replicate dim: waits for what `launch()` started, and starts adding up the
-  /// replicas.
+  /// replicas. Of units that are reduced together, one is to be told.
   void replicate();
   bool is_reducing() const { return reduction_ != nullptr; }
   /// True if `replicate()` or, without a replicate dim, `settle()` would not wait.
@@ -56,6 +62,7 @@ class UnitGradients : public GradSink {
   const at::Tensor& reduced() const { return reduced_; }
   int64_t nbytes() const;
 
+  double scale() const { return scale_; }
   Unit& unit() const { return unit_; }
 
  private:
@@ -67,9 +74,11 @@ class UnitGradients : public GradSink {
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();
   bool prepare_reduced();
+  at::Tensor predivided(const at::Tensor& grad) const;
 
   Unit& unit_;
   double scale_;
+  double predivide_;
   std::vector<size_t> chunk_of_slot_;
   std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until something arrives
   std::vector<bool> arrived_;            // and not launched; maybe in an earlier backward
@@ -77,8 +86,9 @@ class UnitGradients : public GradSink {
   std::vector<bool> live_;
   std::vector<bool> cleared_;  // while the reduction was under way: its result does not count
   at::Tensor reduced_;
-  at::Tensor partial_;  // this backward's own part, while `reduced_` holds those of earlier ones
-  WorkPtr reduction_;   // over the shard dim, and then, in its place, over the replicate dim
+  at::Tensor partial_;  // where the sum arrives, if not in `reduced_` itself
+  bool adds_ = false;   // `partial_` to `reduced_`, which holds the sums of earlier backwards
+  std::shared_ptr<Reduction> reduction_;
 };
 
 }  // namespace tessera

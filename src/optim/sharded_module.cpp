@@ -108,11 +108,10 @@ void ShardedModule::load_full_state(const std::vector<NamedTensor>& state, bool 
 
 ShardMemory ShardedModule::memory() const {
   ShardMemory memory;
-  const bool is_offloaded = state_->context().offload != nullptr;
   for (const auto& unit : state_->units()) {
     memory.parameters += unit->resident_nbytes();
     if (unit->master().defined())
-      (is_offloaded ? memory.offloaded : memory.master_weights) +=
+      (unit->is_offloaded() ? memory.offloaded : memory.master_weights) +=
           static_cast<int64_t>(unit->master().nbytes());
   }
   for (const auto& gradients : state_->reducer().gradients())

@@ -11,6 +11,7 @@
 #include "access/sharded_state.h"
 #include "optim/fused_step.h"
 #include "optim/joined_training.h"
+#include "optim/kept_units.h"
 #include "optim/param_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
@@ -53,8 +54,8 @@ void ShardedOptimizer::Impl::reserve_state() {
 
 // Moves what the optimizer has made for a segment to where its state belongs.
 void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
+  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->is_offloaded()) return;
   const auto& memory = state().context().offload;
-  if (!memory || !segment.tensor.defined()) return;
   ParamState param_state = read_param_state(*optimizer, segment.tensor);
   bool moved = false;
   for (auto& [name, tensor] : param_state.tensors) {
@@ -183,6 +184,15 @@ double ShardedOptimizer::clip_grad_norm_(double max_norm, const ClipOptions& opt
   return impl_->module.clip_grad_norm_(max_norm, options);
 }
 
+int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
+  ShardedState& state = impl_->state();
+  TORCH_CHECK_VALUE(nbytes >= 0, "[keep_on_device] the number of bytes must not be negative; got ", nbytes);
+  TORCH_CHECK(state.context().offload,
+              "[keep_on_device] the plan must offload master weights and state; expected Offload::kHost or "
+              "Offload::kDirectory, got Offload::kNone");
+  return bring_units_back(state, *impl_->optimizer, impl_->segments, nbytes);
+}
+
 int64_t ShardedOptimizer::steps() const { return impl_->steps; }
 void ShardedOptimizer::set_steps(int64_t steps) { impl_->steps = steps; }
 
@@ -191,8 +201,11 @@ ShardedModule ShardedOptimizer::module() const { return impl_->module; }
 
 ShardMemory ShardedOptimizer::memory() const {
   ShardMemory memory = impl_->module.memory();
-  (impl_->state().context().offload ? memory.offloaded : memory.optimizer_state) +=
-      state_nbytes(*impl_->optimizer);
+  memory.optimizer_state = state_nbytes(*impl_->optimizer);
+  if (!impl_->state().context().offload) return memory;
+  const int64_t kept = kept_state_nbytes(impl_->state(), *impl_->optimizer, impl_->segments);
+  memory.offloaded += memory.optimizer_state - kept;
+  memory.optimizer_state = kept;
   return memory;
 }
 

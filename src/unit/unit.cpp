@@ -187,7 +187,8 @@ void Unit::restore_taken_out(const ParamSlot& slot, const at::Tensor& values) co
 // Makes the shard and the master copy, as far as this unit has them.
 void Unit::keep_part_of(const at::Tensor& values) {
   const at::Tensor part = updated_of(values);
-  if (context_.offload) {
+  is_offloaded_ = context_.offload != nullptr;
+  if (is_offloaded_) {
     master_ = context_.offload->empty(part.numel(), part.scalar_type());
     master_.copy_(part);
   } else if (layout_.has_master()) {
@@ -195,9 +196,19 @@ void Unit::keep_part_of(const at::Tensor& values) {
   }
   if (!frees_ || shared_) {
     shard_ = shard_of(full_);
-  } else if (!context_.offload) {
+  } else if (!master_.defined() || !(is_offloaded_ || context_.master_only)) {
     shard_ = shard_of(full_).clone();
   }
+}
+
+void Unit::bring_back() {
+  TORCH_INTERNAL_ASSERT(is_offloaded_);
+  at::NoGradGuard no_grad;
+  wait_until_unread();  // a gather may still send from the old one
+  const at::Tensor near = at::empty(master_.sizes(), options().dtype(master_.scalar_type()));
+  near.copy_(master_);
+  master_ = near;
+  is_offloaded_ = false;
 }
 
 at::Tensor Unit::shard_of(const at::Tensor& flat) const {
@@ -209,8 +220,11 @@ at::Tensor Unit::updated_of(const at::Tensor& flat) const {
   return flat.narrow(0, updated_begin(), updated_end() - updated_begin());
 }
 
-// What this rank gives to a gather.
-at::Tensor Unit::gather_source() const { return shard_.defined() ? shard_ : master_.to(options()); }
+// What this rank gives to a gather, in the dtype that it fills.
+at::Tensor Unit::gather_source() const {
+  const at::Tensor& own = shard_.defined() ? shard_ : master_;
+  return arriving_.defined() ? rounded(own).to(layout_.device) : own.to(options());
+}
 
 // New values as all ranks are to use them.
 at::Tensor Unit::rounded(const at::Tensor& values) const {
@@ -244,10 +258,9 @@ void Unit::unshard() {
   // Shared memory has the rounded values already.
   if (layout_.rounds() && !shared_)
     arriving_ = at::empty({layout_.numel()}, options().dtype(layout_.gather_dtype));
-  const at::Tensor source = gather_source();
-  gather_ = context_.mesh.shard().all_gather(arriving_.defined() ? arriving_ : full_,
-                                             arriving_.defined() ? rounded(source) : source,
-                                             layout_.bounds, {layout_.name, Channel::kParams});
+  gather_ =
+      context_.mesh.shard().all_gather(arriving_.defined() ? arriving_ : full_, gather_source(),
+                                       layout_.bounds, {layout_.name, Channel::kParams});
   state_ = State::kUnsharding;
   unread_.push_back(gather_);
   if (unread_.size() > kMostUnread) {

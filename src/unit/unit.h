@@ -20,6 +20,7 @@ namespace tessera {
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
+  bool master_only = false;              ///< no shard is kept beside a master copy, where one can do
   /// Gathered parameters of units that free them, now. Whole units, on each rank, also where the
   /// ranks of a host have them once.
   int64_t unsharded_bytes = 0;
@@ -52,7 +53,8 @@ class UseListener {
 ///
 /// The optimizer updates the shard itself, or the master copy of it (`updated()`) if that has a
 /// wider dtype or is offloaded; `publish()` then brings the new values into the shard. A unit that
-/// is offloaded and freed between uses keeps no shard beside the master copy.
+/// is freed between uses keeps no shard beside a master copy that is offloaded, or if the context
+/// says so: what it gives to a gather is then rounded from the master copy.
 class Unit {
  public:
   enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
@@ -115,6 +117,11 @@ class Unit {
   const at::Tensor& updated() const;
   /// The master copy; undefined if the optimizer updates the shard itself.
   const at::Tensor& master() const { return master_; }
+  /// True if the master copy, and with it the state of what is updated, is away from the device.
+  bool is_offloaded() const { return is_offloaded_; }
+  /// Brings an offloaded master copy to the parameters' device for good. Views of the old one have
+  /// no say any more.
+  void bring_back();
   /// Bytes of parameters on their device between uses, master copies not counted.
   int64_t resident_nbytes() const;
   int64_t updated_begin() const;
@@ -149,6 +156,7 @@ class Unit {
   UseListener& listener_;
   int rank_;
   bool frees_ = false;
+  bool is_offloaded_ = false;
   bool counted_ = false;  // in the context's bytes
   std::string label_;     // "unit 'name'"
   State state_ = State::kUnsharded;

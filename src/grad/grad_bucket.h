@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "grad/unit_gradients.h"
+
+namespace tessera {
+
+/// Units whose gradients are reduced in one collective.
+struct GradBucket {
+  std::vector<size_t> units;  ///< indices
+  std::string name;           ///< for messages
+};
+
+/// Cuts an order of units into buckets of at most `nbytes` of gradients as they are sent; 0: each
+/// unit by itself. Units in a bucket follow one another, and agree in dtypes and device. What was
+/// frozen when it was sharded is in none with others.
+std::vector<GradBucket> cut_buckets(const std::vector<Unit*>& units, const std::vector<int>& order,
+                                    int64_t nbytes);
+
+/// All ranks: starts reducing what has arrived for these units, in one collective.
+///
+/// See [Note: Layout of a bucket] in grad_bucket.cpp.
+void launch_together(const std::vector<UnitGradients*>& units, std::string_view subject);
+
+}  // namespace tessera

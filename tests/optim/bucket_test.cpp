@@ -1,0 +1,391 @@
+// Gradients of several units in one collective: the bits and the bytes of one for each.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <gtest/gtest.h>
+
+#include "access/sharded_state.h"
+#include "grad/grad_bucket.h"
+#include "support/models.h"
+#include "support/run_world.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+
+constexpr int64_t kWidth = 37, kOut = 5, kAll = int64_t{1} << 30;
+
+// All kinds of parameters: large and small, of two dtypes, tied, frozen, empty, unused, and used on
+// some ranks in some steps.
+struct Kinds : Net {
+  Kinds() {
+    const auto linear = [&](const std::string& name, int64_t in, int64_t out) {
+      return register_module(name, torch::nn::Linear(in, out));
+    };
+    first = linear("first", kWidth, kWidth);
+    sometimes = linear("sometimes", kWidth, kWidth);
+    unused = linear("unused", kWidth, kWidth);
+    wide = linear("wide", kWidth, 2000);
+    narrow = linear("narrow", 2000, kWidth);
+    empty = register_parameter("empty", torch::empty({0}));
+    half = register_parameter("half", torch::randn({kWidth, kWidth}).mul(0.1).to(torch::kBFloat16));
+    frozen = register_parameter("frozen", torch::randn({kWidth}), false);
+    head = register_parameter("head", first->weight);
+  }
+  torch::Tensor forward(torch::Tensor x) override {
+    x = torch::gelu(first(x)) + frozen + empty.sum();
+    if (rank == step % 2) x = x + sometimes(x);
+    x = x + narrow(torch::gelu(wide(x)));
+    x = x.to(torch::kBFloat16).matmul(half).to(torch::kFloat);
+    return x.matmul(head).slice(1, 0, kOut);
+  }
+  torch::nn::Linear first{nullptr}, sometimes{nullptr}, unused{nullptr}, wide{nullptr},
+      narrow{nullptr};
+  torch::Tensor empty, half, frozen, head;
+};
+
+TrainingRun kinds_run() {
+  auto run = sgd_run<Kinds>();
+  run.make_optimizer = [](Net& net) {
+    auto params = net.parameters();
+    params.erase(params.begin() + 3);  // "head" again
+    return std::make_unique<torch::optim::SGD>(
+        params, torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.1));
+  };
+  return run;
+}
+
+// What one step consists of: backwards that reduce (1) or not (0).
+using Backwards = std::vector<int>;
+
+struct Training {
+  ShardPlan plan;
+  Backwards backwards = {1};
+  int shard_size = 0;  // with replicas
+  bool clears_one = false;
+
+  std::vector<NamedTensor> operator()(World& world) const {
+    const TrainingRun run = kinds_run();
+    const auto net = run.make_net();
+    const auto inner = run.make_optimizer(*net);
+    ShardPlan own = plan;
+    if (shard_size > 0) {
+      const auto groups = world.hybrid_process_groups(shard_size);
+      own.process_group = groups.shard, own.replicate_group = groups.replicate;
+    }
+    auto sharded = fully_shard(net, own);
+    ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      for (size_t i = 0; i < backwards.size(); ++i) {
+        std::optional<ShardedModule::NoSync> local;
+        if (backwards[i] == 0) local.emplace(sharded.state());
+        const Batch batch =
+            global_batch(10 * step + static_cast<int>(i), run.rows, run.in, run.out);
+        rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+        // While it may still be under way.
+        if (clears_one) static_cast<Kinds&>(*net).wide->weight.mutable_grad().reset();
+      }
+      optimizer.step();
+    }
+    return sharded.full_state();
+  }
+};
+
+std::vector<NamedTensor> train(int ranks, Transport transport, const Training& training) {
+  std::vector<std::vector<NamedTensor>> states(ranks);
+  run_world(
+      ranks, [&](World& world) { states[world.rank()] = training(world); },
+      std::chrono::seconds(30), transport);
+  for (const auto& state : states) expect_same_state(state, states[0], 0, "replicas");
+  return states[0];
+}
+
+// Buckets of one unit, of some, of all.
+void expect_same_bits(int ranks, Transport transport, Training training, const std::string& what) {
+  training.plan.bucket_bytes = 0;
+  const auto expected = train(ranks, transport, training);
+  for (const int64_t bucket_bytes : {int64_t{1}, int64_t{20000}, kAll}) {
+    training.plan.bucket_bytes = bucket_bytes;
+    expect_same_state(train(ranks, transport, training), expected, 0,
+                      fmt::format("{}, {} ranks over {}, level {}, partition {}, units of {}, "
+                                  "buckets of {}",
+                                  what, ranks, transport == Transport::kArena ? "arena" : "gloo",
+                                  int(training.plan.level), int(training.plan.partition),
+                                  *training.plan.unit_bytes, bucket_bytes));
+  }
+}
+
+class Buckets : public ::testing::TestWithParam<Transport> {};
+INSTANTIATE_TEST_SUITE_P(Over, Buckets, ::testing::Values(Transport::kGloo, Transport::kArena),
+                         [](const auto& info) {
+                           return info.param == Transport::kArena ? "Arena" : "Gloo";
+                         });
+
+TEST_P(Buckets, ChangeNoBitAtAnyLevelPartitionAndUnitSize) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const ShardLevel level : kAllLevels) {
+      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+        for (const int64_t unit_bytes : {0, 6000}) {
+          expect_same_bits(
+              ranks, GetParam(),
+              {.plan = {.level = level, .partition = partition, .unit_bytes = unit_bytes}}, "");
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Buckets, ChangeNoBitOfGradientsThatAddUp) {
+  for (const Backwards& backwards : {Backwards{1, 1}, {0, 1}, {1, 0, 1, 1}}) {
+    for (const ShardLevel level :
+         {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
+      expect_same_bits(2, GetParam(),
+                       {.plan = {.level = level, .unit_bytes = 0}, .backwards = backwards},
+                       fmt::format("backwards {}", backwards));
+    }
+  }
+}
+
+TEST_P(Buckets, ChangeNoBitWithReplicas) {
+  for (const Backwards& backwards : {Backwards{1}, {1, 1}, {0, 1, 1}}) {
+    for (const auto& [ranks, shard_size] : {std::pair(2, 1), std::pair(4, 2)}) {
+      for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kParameters}) {
+        expect_same_bits(ranks, GetParam(),
+                         {.plan = {.level = level, .unit_bytes = 0},
+                          .backwards = backwards,
+                          .shard_size = shard_size},
+                         fmt::format("shards over {}, backwards {}", shard_size, backwards));
+      }
+    }
+  }
+}
+
+TEST_P(Buckets, ChangeNoBitWhereOneGradientIsClearedWhileItIsReduced) {
+  for (const ShardLevel level : kAllLevels) {
+    for (const Backwards& backwards : {Backwards{1}, {1, 1}}) {
+      expect_same_bits(2, GetParam(),
+                       {.plan = {.level = level, .unit_bytes = 0},
+                        .backwards = backwards,
+                        .clears_one = true},
+                       "cleared");
+    }
+  }
+}
+
+TEST_P(Buckets, ChangeNoBitOfOtherDtypes) {
+  for (const auto reduce_dtype : {at::kFloat, at::kBFloat16}) {
+    expect_same_bits(
+        3, GetParam(),
+        {.plan = {.unit_bytes = 0,
+                  .precision = {.param_dtype = at::kBFloat16, .reduce_dtype = reduce_dtype}}},
+        "param_dtype");
+  }
+}
+
+// Runs a layer again in backward, so that its gradient comes twice.
+struct Again : torch::autograd::Function<Again> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
+                               torch::nn::Linear layer) {
+    context->save_for_backward({x});
+    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer.get());
+    at::NoGradGuard no_grad;
+    return layer->forward(x);
+  }
+  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* context,
+                                               torch::autograd::tensor_list grads) {
+    auto* layer = reinterpret_cast<torch::nn::LinearImpl*>(context->saved_data["layer"].toInt());
+    at::AutoGradMode enable_grad(true);
+    const auto x = context->get_saved_variables()[0].detach().requires_grad_();
+    torch::autograd::backward({layer->forward(x)}, {grads[0]});
+    return {x.grad(), torch::Tensor()};
+  }
+};
+
+struct UsedAgain : Net {
+  torch::Tensor forward(torch::Tensor x) override {
+    x = torch::gelu(Again::apply(torch::gelu(first(x)), layer));
+    return head(torch::gelu(Again::apply(x, layer)));
+  }
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(kWidth, kWidth));
+  torch::nn::Linear layer = register_module("layer", torch::nn::Linear(kWidth, kWidth));
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(kWidth, kOut));
+};
+
+TEST_P(Buckets, GradientsThatComeAfterTheirBucketWasSentAreAdded) {
+  const auto run = sgd_run<UsedAgain>();
+  for (const int ranks : {1, 2, 3}) {
+    const auto expected = train_alone(run, ranks);
+    for (const ShardLevel level : kAllLevels) {
+      // Two layers in a bucket, of which one is late; everything in one.
+      for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {
+        run_world(
+            ranks,
+            [&](World& world) {
+              const auto state = train_sharded(
+                  run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
+              expect_same_state(state, expected, 2e-6,
+                                fmt::format("{} ranks, level {}", ranks, int(level)));
+            },
+            std::chrono::seconds(30), GetParam());
+      }
+    }
+  }
+}
+
+TEST_P(Buckets, RanksMayTakeDifferentNumbersOfSteps) {
+  for (const int64_t bucket_bytes : {int64_t{0}, kAll}) {
+    run_world(
+        3,
+        [&](World& world) {
+          const TrainingRun run = sgd_run<Mlp>(kWidth, 3, kOut);
+          const auto net = run.make_net();
+          const auto inner = run.make_optimizer(*net);
+          auto sharded = fully_shard(net, {.level = ShardLevel::kGradients,
+                                           .unit_bytes = 3000,
+                                           .bucket_bytes = bucket_bytes});
+          ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+          join(sharded, {&optimizer}, [&] {
+            for (int step = 0; step < 1 + 2 * world.rank(); ++step) {
+              optimizer.zero_grad();
+              const Batch batch = global_batch(step, run.rows, run.in, run.out);
+              rank_loss(*net, batch, world.rank(), 3, step).backward();
+              optimizer.step();
+            }
+          });
+          EXPECT_EQ(optimizer.steps(), 5);
+          // As one process in which ranks that are done give nothing.
+          const auto alone = run.make_net();
+          const auto plain = run.make_optimizer(*alone);
+          for (int step = 0; step < 5; ++step) {
+            plain->zero_grad();
+            const Batch batch = global_batch(step, run.rows, run.in, run.out);
+            for (int rank = 0; rank < 3; ++rank)
+              if (step < 1 + 2 * rank) (rank_loss(*alone, batch, rank, 3, step) / 3).backward();
+            plain->step();
+          }
+          expect_same_state(sharded.full_state(), plain_state(*alone), 2e-6, "joined");
+        },
+        std::chrono::seconds(30), GetParam());
+  }
+}
+
+// --- what is sent
+
+// Counts of a step after some that learn the order.
+struct Counted {
+  CollectiveCounts counts;
+  int64_t units = 0;
+  ShardMemory memory;
+};
+Counted count_step(int ranks, ShardPlan plan, int backwards = 1) {
+  Counted counted;
+  run_world(ranks, [&](World& world) {
+    const auto counter = counting_process_group(world.process_group());
+    plan.process_group = counter;
+    const TrainingRun run = sgd_run<Mlp>(kWidth, 4, kOut);
+    const auto net = run.make_net();
+    const auto inner = run.make_optimizer(*net);
+    auto sharded = fully_shard(net, plan);
+    ShardedOptimizer optimizer(sharded, *inner);
+    for (int step = 0; step < 3; ++step) {
+      counter->reset_counts();
+      optimizer.zero_grad();
+      for (int i = 0; i < backwards; ++i) {
+        const Batch batch = global_batch(step, run.rows, run.in, run.out);
+        rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      }
+      optimizer.step();
+    }
+    if (world.rank() != 0) return;
+    counted = {counter->counts(), static_cast<int64_t>(sharded.state()->units().size()),
+               optimizer.memory()};
+  });
+  return counted;
+}
+
+TEST(BucketTraffic, ABucketThatHoldsAllIsOneReductionABackwardOfTheSameBytes) {
+  for (const int ranks : {2, 3}) {
+    for (const ShardLevel level : kAllLevels) {
+      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+        ShardPlan plan{.level = level, .partition = partition, .unit_bytes = 0};
+        const auto apart = count_step(ranks, plan, 2);
+        plan.bucket_bytes = kAll;
+        const auto together = count_step(ranks, plan, 2);
+        EXPECT_EQ(apart.counts.reduce_scatter.calls, 2 * apart.units);
+        EXPECT_GT(apart.units, 10);
+        EXPECT_EQ(together.counts.reduce_scatter.calls, 2);
+        EXPECT_EQ(together.counts.reduce_scatter.bytes_sent, apart.counts.reduce_scatter.bytes_sent);
+        EXPECT_EQ(together.counts.all_gather.calls, apart.counts.all_gather.calls);
+        EXPECT_EQ(together.counts.all_gather.bytes_sent, apart.counts.all_gather.bytes_sent);
+        EXPECT_EQ(together.counts.all_reduce.calls, apart.counts.all_reduce.calls);
+        EXPECT_EQ(together.memory.gradients, apart.memory.gradients);
+      }
+    }
+  }
+}
+
+TEST(BucketTraffic, ReplicasAddUpABucketInOneCollective) {
+  run_world(4, [](World& world) {
+    const auto groups = world.hybrid_process_groups(2);
+    const auto across = counting_process_group(groups.replicate);
+    const TrainingRun run = sgd_run<Mlp>(kWidth, 4, kOut);
+    const auto net = run.make_net();
+    const auto inner = run.make_optimizer(*net);
+    auto sharded = fully_shard(net, {.unit_bytes = 0,
+                                     .bucket_bytes = kAll,
+                                     .process_group = groups.shard,
+                                     .replicate_group = across});
+    ShardedOptimizer optimizer(sharded, *inner);
+    across->reset_counts();
+    const Batch batch = global_batch(0, run.rows, run.in, run.out);
+    rank_loss(*net, batch, world.rank(), 4, 0).backward();
+    optimizer.step();
+    EXPECT_EQ(across->counts().all_reduce.calls, 2) << "the bucket, and which were used";
+  });
+}
+
+// The units of a model, as they are bucketed; checked from outside of the rule's code.
+TEST(BucketTraffic, BucketsAreRunsOfTheOrderThatFit) {
+  run_world(2, [](World&) {
+    const auto net = std::make_shared<Kinds>();
+    const auto sharded = fully_shard(net, {.unit_bytes = 0});
+    std::vector<Unit*> units;
+    for (const auto& unit : sharded.state()->units()) units.push_back(unit.get());
+    std::vector<int> order(units.size());
+    std::iota(order.rbegin(), order.rend(), 0);
+    const auto sent = [&](size_t i) { return units[i]->layout().nbytes(); };
+    for (const int64_t bytes : {int64_t{0}, int64_t{1}, int64_t{7000}, int64_t{20000}, kAll}) {
+      std::vector<size_t> seen;
+      const auto buckets = cut_buckets(units, order, bytes);
+      for (size_t b = 0; b < buckets.size(); ++b) {
+        const auto& bucket = buckets[b];
+        int64_t total = 0;
+        for (const size_t unit : bucket.units) {
+          const UnitLayout& layout = units[unit]->layout();
+          total += sent(unit);
+          seen.push_back(unit);
+          EXPECT_EQ(layout.dtype, units[bucket.units[0]]->layout().dtype);
+          if (!layout.slots[0].requires_grad) EXPECT_EQ(bucket.units.size(), 1);
+        }
+        EXPECT_TRUE(bucket.units.size() == 1 || (total <= bytes && bytes > 0));
+        EXPECT_TRUE(std::is_sorted(bucket.units.rbegin(), bucket.units.rend()));
+        if (bytes == 0) EXPECT_EQ(bucket.units.size(), 1);
+      }
+      std::sort(seen.begin(), seen.end());
+      std::vector<size_t> all(units.size());
+      std::iota(all.begin(), all.end(), size_t{0});
+      EXPECT_EQ(seen, all) << "each once";
+      // "half" has another dtype and lies in the middle: float units before and behind it.
+      if (bytes == kAll) EXPECT_EQ(buckets.size(), 3 + 1) << "and the frozen one";
+    }
+  });
+}
+
+TEST(BucketTraffic, WholeGradientsInFlightAreThoseOfABucketOrTwo) {
+  const auto counted = count_step(2, {.unit_bytes = 0, .bucket_bytes = 6000});
+  EXPECT_LE(counted.memory.peak_in_flight, 3 * 6000);
+}
+
+}  // namespace
+}  // namespace tessera
