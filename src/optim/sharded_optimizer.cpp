@@ -43,7 +43,8 @@ void ShardedOptimizer::Impl::reserve_state() {
       const ParamPlace place = *state().find(param);
       const Unit& unit = *state().units()[place.unit];
       const auto [begin, end] = unit.updated_range(state().slot(place));
-      const auto item = static_cast<int64_t>(c10::elementSize(unit.layout().master_dtype));
+      const at::ScalarType dtype = state_dtype(*optimizer, unit.layout().master_dtype);
+      const auto item = static_cast<int64_t>(c10::elementSize(dtype));
       nbytes.insert(nbytes.end(), state_names(*optimizer, param_group).size(),
                     (end - begin) * item);
     }
