@@ -10,7 +10,7 @@ class App;
 namespace tessera::tools {
 
 struct OptimBenchOptions {
-  int64_t elements = int64_t{1} << 25;  ///< of the parameter that is stepped
+  int64_t elements = 32'000'000;     ///< of the parameter that is stepped
   std::string dtype = "all";            ///< `fp32`, `bf16`, `master` or `all`
   std::string optimizer = "cpu_adam";   ///< `cpu_adam`, `fused_adamw` or `adamw`
   int threads = 0;                      ///< 0: as many as LibTorch takes
