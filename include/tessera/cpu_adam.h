@@ -12,8 +12,8 @@ namespace tessera {
 
 /// Options of `CPUAdam`, with ColossalAI's defaults.
 ///
-/// Those of a param group are taken as they are given: LibTorch fills in what a group leaves at its
-/// default from the optimizer's options only for its own classes.
+/// As with LibTorch's own optimizers, what the options of a param group leave at these defaults is
+/// taken from the options of the optimizer.
 struct TESSERA_API CPUAdamOptions : torch::optim::OptimizerCloneableOptions<CPUAdamOptions> {
   CPUAdamOptions(double lr = 1e-3);
   using betas_t = std::tuple<double, double>;
@@ -69,6 +69,11 @@ class TESSERA_API CPUAdam : public torch::optim::Optimizer {
                    CPUAdamOptions defaults = {});
   explicit CPUAdam(std::vector<at::Tensor> params, CPUAdamOptions defaults = {})
       : CPUAdam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+  /// As LibTorch's, which knows the options of its own classes only: through a
+  /// `torch::optim::Optimizer&` a group gets those of the optimizer. Throws `c10::ValueError` as
+  /// the constructor does.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   /// Steps the parameters that have a gradient. Returns the loss of `closure`, evaluated first.
   ///

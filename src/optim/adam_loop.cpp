@@ -66,16 +66,29 @@ TESSERA_INLINE c10::Half narrow(float value) {
   return c10::Half(static_cast<uint16_t>(result | (bits >> 16 & 0x8000)), c10::Half::from_bits());
 }
 
-template <bool kL2, class P, class G, class A>
-TESSERA_INLINE void step_block(const AdamNumbers& numbers, P* __restrict param,
-                               const G* __restrict grad, A* __restrict exp_avg,
-                               A* __restrict exp_avg_sq, int64_t numel) {
+// The tensors of a loop. `R`: dtype of the rounded values, or void.
+template <class P, class G, class R>
+struct Streams {
+  P* param;
+  const G* grad;
+  Moment<P>*exp_avg, *exp_avg_sq;
+  R* rounded;
+};
+
+template <bool kL2, class P, class G, class R>
+TESSERA_INLINE void step_block(const AdamNumbers& numbers, const Streams<P, G, R>& streams,
+                               int64_t begin, int64_t numel) {
+  using A = Moment<P>;
   const auto beta1 = static_cast<A>(numbers.beta1), rest1 = static_cast<A>(1 - numbers.beta1);
   const auto beta2 = static_cast<A>(numbers.beta2), rest2 = static_cast<A>(1 - numbers.beta2);
   const auto eps = static_cast<A>(numbers.eps), l2 = static_cast<A>(numbers.l2);
   const auto decay = static_cast<A>(numbers.decay);
   const auto step_size = static_cast<A>(numbers.step_size);
   const auto correction = static_cast<A>(numbers.second_correction);
+  P* const __restrict param = streams.param + begin;
+  const G* const __restrict grad = streams.grad + begin;
+  A* const __restrict exp_avg = streams.exp_avg + begin;
+  A* const __restrict exp_avg_sq = streams.exp_avg_sq + begin;
 #pragma GCC ivdep
   for (int64_t i = 0; i < numel; ++i) {
     const A value = widen<A>(param[i]);
@@ -86,41 +99,40 @@ TESSERA_INLINE void step_block(const AdamNumbers& numbers, P* __restrict param,
     exp_avg[i] = first;
     exp_avg_sq[i] = second;
     const A change = step_size * first / (std::sqrt(second) * correction + eps);
-    param[i] = narrow<P>(decay * value - change);
+    const A next = decay * value - change;
+    param[i] = narrow<P>(next);
+    if constexpr (!std::is_void_v<R>) streams.rounded[begin + i] = narrow<R>(next);
   }
 }
 
-template <bool kL2, class P, class G>
-TESSERA_INLINE void step_all(const AdamNumbers& numbers, void* param, const void* grad,
-                             void* exp_avg, void* exp_avg_sq, int64_t numel) {
-  auto* const p = static_cast<P*>(param);
-  const auto* const g = static_cast<const G*>(grad);
-  auto* const m = static_cast<Moment<P>*>(exp_avg);
-  auto* const v = static_cast<Moment<P>*>(exp_avg_sq);
+template <bool kL2, class P, class G, class R>
+TESSERA_INLINE void step_all(const AdamNumbers& numbers, const AdamPointers& pointers,
+                             int64_t numel) {
+  const Streams<P, G, R> streams{
+      static_cast<P*>(pointers.param), static_cast<const G*>(pointers.grad),
+      static_cast<Moment<P>*>(pointers.exp_avg), static_cast<Moment<P>*>(pointers.exp_avg_sq),
+      static_cast<R*>(pointers.rounded)};
   int64_t i = 0;
-  for (; i + kBlock <= numel; i += kBlock)
-    step_block<kL2>(numbers, p + i, g + i, m + i, v + i, kBlock);
-  if (i < numel) step_block<kL2>(numbers, p + i, g + i, m + i, v + i, numel - i);
+  for (; i + kBlock <= numel; i += kBlock) step_block<kL2>(numbers, streams, i, kBlock);
+  if (i < numel) step_block<kL2>(numbers, streams, i, numel - i);
 }
 
-template <bool kL2, class P, class G>
-TESSERA_TARGET_AVX2 void step_avx2(const AdamNumbers& numbers, void* param, const void* grad,
-                                   void* exp_avg, void* exp_avg_sq, int64_t numel) {
-  step_all<kL2, P, G>(numbers, param, grad, exp_avg, exp_avg_sq, numel);
+template <bool kL2, class P, class G, class R>
+TESSERA_TARGET_AVX2 void step_avx2(const AdamNumbers& numbers, const AdamPointers& pointers,
+                                   int64_t numel) {
+  step_all<kL2, P, G, R>(numbers, pointers, numel);
 }
-template <bool kL2, class P, class G>
-void step_portable(const AdamNumbers& numbers, void* param, const void* grad, void* exp_avg,
-                   void* exp_avg_sq, int64_t numel) {
-  step_all<kL2, P, G>(numbers, param, grad, exp_avg, exp_avg_sq, numel);
+template <bool kL2, class P, class G, class R>
+void step_portable(const AdamNumbers& numbers, const AdamPointers& pointers, int64_t numel) {
+  step_all<kL2, P, G, R>(numbers, pointers, numel);
 }
 
-template <class P, class G>
-void step(const AdamNumbers& numbers, void* param, const void* grad, void* exp_avg,
-          void* exp_avg_sq, int64_t numel) {
+template <class P, class G, class R = void>
+void step(const AdamNumbers& numbers, const AdamPointers& pointers, int64_t numel) {
   static const bool has_avx2 = TESSERA_HAS_AVX2;
-  const AdamLoop with_l2 = has_avx2 ? &step_avx2<true, P, G> : &step_portable<true, P, G>;
-  const AdamLoop without = has_avx2 ? &step_avx2<false, P, G> : &step_portable<false, P, G>;
-  (numbers.l2 != 0 ? with_l2 : without)(numbers, param, grad, exp_avg, exp_avg_sq, numel);
+  const AdamLoop with_l2 = has_avx2 ? &step_avx2<true, P, G, R> : &step_portable<true, P, G, R>;
+  const AdamLoop without = has_avx2 ? &step_avx2<false, P, G, R> : &step_portable<false, P, G, R>;
+  (numbers.l2 != 0 ? with_l2 : without)(numbers, pointers, numel);
 }
 
 template <class P>
@@ -130,9 +142,17 @@ AdamLoop loop_for(at::ScalarType param, at::ScalarType grad) {
   return nullptr;
 }
 
+AdamLoop rounding_loop(at::ScalarType rounded) {
+  if (rounded == at::kBFloat16) return &step<float, float, c10::BFloat16>;
+  if (rounded == at::kHalf) return &step<float, float, c10::Half>;
+  return nullptr;
+}
+
 }  // namespace
 
-AdamLoop adam_loop(at::ScalarType param, at::ScalarType grad) {
+AdamLoop adam_loop(at::ScalarType param, at::ScalarType grad, at::ScalarType rounded) {
+  if (rounded != at::ScalarType::Undefined)
+    return param == at::kFloat && grad == at::kFloat ? rounding_loop(rounded) : nullptr;
   switch (param) {
     case at::kFloat:
       return loop_for<float>(param, grad);

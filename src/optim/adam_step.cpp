@@ -55,31 +55,30 @@ void run(const AdamRule& rule, const FusedLists& lists) {
 }  // namespace
 
 void step_on_host(const AdamRule& rule, const AdamParam& param) {
-  const AdamLoop loop = adam_loop(param.param.scalar_type(), param.grad.scalar_type());
+  const bool rounds = param.rounded.defined();
+  const AdamLoop loop = adam_loop(param.param.scalar_type(), param.grad.scalar_type(),
+                                  rounds ? param.rounded.scalar_type() : at::ScalarType::Undefined);
   TORCH_INTERNAL_ASSERT(loop);
   const AdamNumbers numbers = numbers_of(rule, param.step);
   // It brings the threads, and walks through tensors that have gaps.
-  auto iterator = at::TensorIteratorConfig()
-                      .check_all_same_dtype(false)
-                      .resize_outputs(false)
-                      .add_output(param.param)
-                      .add_output(param.exp_avg)
-                      .add_output(param.exp_avg_sq)
-                      .add_const_input(param.grad)
-                      .build();
-  constexpr int kOperands = 4;
-  std::array<int64_t, kOperands> item_sizes{};
-  for (int k = 0; k < kOperands; ++k) item_sizes[k] = iterator.element_size(k);
+  at::TensorIteratorConfig config;
+  config.check_all_same_dtype(false).resize_outputs(false);
+  config.add_output(param.param).add_output(param.exp_avg).add_output(param.exp_avg_sq);
+  if (rounds) config.add_output(param.rounded);
+  auto iterator = config.add_const_input(param.grad).build();
+  const int operands = iterator.ntensors(), grad = operands - 1;
+  std::array<int64_t, 5> item_sizes{};
+  for (int k = 0; k < operands; ++k) item_sizes[k] = iterator.element_size(k);
   iterator.for_each([&](char** data, const int64_t* strides, int64_t numel, int64_t rows) {
-    const int64_t* const row_strides = strides + kOperands;
-    const bool is_dense = std::equal(item_sizes.begin(), item_sizes.end(), strides);
+    const bool is_dense = std::equal(item_sizes.begin(), item_sizes.begin() + operands, strides);
     const int64_t count = is_dense ? numel : 1;
     for (int64_t row = 0; row < rows; ++row) {
       const auto at = [&](int k, int64_t i) {
-        return data[k] + row * row_strides[k] + i * strides[k];
+        return data[k] + row * strides[operands + k] + i * strides[k];
       };
       for (int64_t i = 0; i < numel; i += count)
-        loop(numbers, at(0, i), at(3, i), at(1, i), at(2, i), count);
+        loop(numbers, {at(0, i), at(grad, i), at(1, i), at(2, i), rounds ? at(3, i) : nullptr},
+             count);
     }
   });
   // What autograd has kept of it for a backward is out of date.

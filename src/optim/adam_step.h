@@ -16,7 +16,8 @@ struct AdamRule {
 /// A parameter that is stepped. All tensors have its shape, none is a DistTensor.
 struct AdamParam {
   at::Tensor param, grad, exp_avg, exp_avg_sq;
-  int64_t step = 0;  ///< 1 for the first
+  int64_t step = 0;    ///< 1 for the first
+  at::Tensor rounded;  ///< also gets the new values, rounded to its dtype; may be undefined
 };
 
 /// The dtype of the moments that `CPUAdam` keeps for parameters of `param`.
@@ -27,7 +28,7 @@ inline at::ScalarType moment_dtype(at::ScalarType param) {
 /// Steps a parameter in host memory, in one pass. The dtypes must be some that `adam_loop()` takes.
 void step_on_host(const AdamRule& rule, const AdamParam& param);
 
-/// Steps parameters of any devices by LibTorch's fused operators.
+/// Steps parameters of any devices, without `rounded`, by LibTorch's fused operators.
 void step_by_operators(const AdamRule& rule, const std::vector<AdamParam>& params);
 
 }  // namespace tessera

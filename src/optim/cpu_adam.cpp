@@ -11,6 +11,7 @@
 #include "mesh/dist_meta.h"
 #include "optim/adam_loop.h"
 #include "optim/adam_step.h"
+#include "optim/cpu_adam_step.h"
 
 namespace tessera {
 namespace {
@@ -27,6 +28,22 @@ void check_options(const CPUAdamOptions& options) {
                     "[CPUAdam] weight_decay must not be negative; got ", options.weight_decay());
   TORCH_CHECK_VALUE(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1,
                     "[CPUAdam] betas must be in [0, 1); got ", beta1, " and ", beta2);
+}
+
+// The options of a group, completed from the optimizer's as LibTorch does it for its own classes.
+std::unique_ptr<CPUAdamOptions> group_options(const OptimizerParamGroup& group,
+                                              const CPUAdamOptions& defaults) {
+  if (!group.has_options()) return std::make_unique<CPUAdamOptions>(defaults);
+  const CPUAdamOptions initial;
+  auto own = std::make_unique<CPUAdamOptions>(static_cast<const CPUAdamOptions&>(group.options()));
+  if (own->lr() == initial.lr()) own->lr(defaults.lr());
+  if (own->bias_correction() == initial.bias_correction())
+    own->bias_correction(defaults.bias_correction());
+  if (own->betas() == initial.betas()) own->betas(defaults.betas());
+  if (own->eps() == initial.eps()) own->eps(defaults.eps());
+  if (own->weight_decay() == initial.weight_decay()) own->weight_decay(defaults.weight_decay());
+  if (own->adamw_mode() == initial.adamw_mode()) own->adamw_mode(defaults.adamw_mode());
+  return own;
 }
 
 void check_gradient(const at::Tensor& param) {
@@ -83,7 +100,7 @@ void step_dist(const AdamRule& rule, const at::Tensor& param, CPUAdamParamState&
     param.copy_(redistribute(placed, mesh, placements_of(param)));
 }
 
-void step_group(CPUAdam& optimizer, OptimizerParamGroup& group) {
+void step_group(CPUAdam& optimizer, OptimizerParamGroup& group, const RoundedParams& rounded) {
   const AdamRule rule = rule_of(static_cast<const CPUAdamOptions&>(group.options()));
   std::vector<AdamParam> elsewhere;
   for (const at::Tensor& param : group.params()) {
@@ -94,7 +111,9 @@ void step_group(CPUAdam& optimizer, OptimizerParamGroup& group) {
       step_dist(rule, param, state);
       continue;
     }
-    const AdamParam own{param, param.grad(), state.exp_avg(), state.exp_avg_sq(), state.step()};
+    AdamParam own{param, param.grad(), state.exp_avg(), state.exp_avg_sq(), state.step()};
+    const auto it = rounded.find(param.unsafeGetTensorImpl());
+    if (it != rounded.end()) own.rounded = it->second;
     param.is_cpu() ? step_on_host(rule, own) : elsewhere.push_back(own);
   }
   if (!elsewhere.empty()) step_by_operators(rule, elsewhere);
@@ -135,24 +154,34 @@ void CPUAdamParamState::serialize(InputArchive& archive) {
 }
 
 CPUAdam::CPUAdam(const std::vector<OptimizerParamGroup>& param_groups, CPUAdamOptions defaults)
-    : Optimizer(param_groups, std::make_unique<CPUAdamOptions>(defaults)) {
+    : Optimizer(std::vector<OptimizerParamGroup>(), std::make_unique<CPUAdamOptions>(defaults)) {
   check_options(defaults);
-  for (const OptimizerParamGroup& group : param_groups_)
-    check_options(static_cast<const CPUAdamOptions&>(group.options()));
+  for (const OptimizerParamGroup& group : param_groups) add_param_group(group);
+}
+
+void CPUAdam::add_param_group(const OptimizerParamGroup& param_group) {
+  auto options = group_options(param_group, static_cast<const CPUAdamOptions&>(*defaults_));
+  check_options(*options);
+  Optimizer::add_param_group(param_group);
+  param_groups_.back().set_options(std::move(options));
+}
+
+void step_cpu_adam(CPUAdam& optimizer, const RoundedParams& rounded) {
+  at::NoGradGuard no_grad;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params())
+      if (param.grad().defined()) check_gradient(param);
+  }
+  for (OptimizerParamGroup& group : optimizer.param_groups()) step_group(optimizer, group, rounded);
 }
 
 at::Tensor CPUAdam::step(LossClosure closure) {
-  at::NoGradGuard no_grad;
   at::Tensor loss;
   if (closure) {
     at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  for (const OptimizerParamGroup& group : param_groups_) {
-    for (const at::Tensor& param : group.params())
-      if (param.grad().defined()) check_gradient(param);
-  }
-  for (OptimizerParamGroup& group : param_groups_) step_group(*this, group);
+  step_cpu_adam(*this, {});
   return loss;
 }
 

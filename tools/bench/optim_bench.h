@@ -10,11 +10,11 @@ class App;
 namespace tessera::tools {
 
 struct OptimBenchOptions {
-  int64_t elements = 32'000'000;     ///< of the parameter that is stepped
-  std::string dtype = "all";            ///< `fp32`, `bf16`, `master` or `all`
-  std::string optimizer = "cpu_adam";   ///< `cpu_adam`, `fused_adamw` or `adamw`
-  int threads = 0;                      ///< 0: as many as LibTorch takes
-  int rounds = 11;                      ///< turns of triad and step
+  int64_t elements = 32'000'000;       ///< of the parameter that is stepped
+  std::string dtype = "all";           ///< `fp32`, `bf16`, `master` or `all`
+  std::string optimizer = "cpu_adam";  ///< `cpu_adam`, `fused_adamw` or `adamw`
+  int threads = 0;                     ///< 0: as many as LibTorch takes
+  int rounds = 11;                     ///< turns of triad and step
   bool json = false;
 };
 
