@@ -11,9 +11,10 @@ int main(int argc, char** argv) {
   int exit_code = 0;
   CLI::App app("Tessera: sharded training for LibTorch", "tessera");
   CLI::App* bench =
-      app.add_subcommand("bench", "Measures collectives, training steps and operators");
+      app.add_subcommand("bench", "Measures collectives, training steps, operators and optimizers");
   tessera::tools::add_comm_bench(*bench, exit_code);
   tessera::tools::add_step_bench(*bench, exit_code);
   tessera::tools::add_dispatch_bench(*bench, exit_code);
+  tessera::tools::add_optim_bench(*bench, exit_code);
   return tessera::tools::run_command_line(app, {argv + 1, argv + argc}, exit_code);
 }

@@ -45,7 +45,7 @@ class TESSERA_API DistOptimizer {
   /// Throws `c10::ValueError`, and changes nothing, for options that contradict each other, for
   /// parameters that are not DistTensors on one mesh where a level asks for that, and for state
   /// placements that are no DistTensor of the state's sizes; `c10::NotImplementedError` with
-  /// `place_state` for other optimizers than Adagrad, Adam, AdamW, RMSprop and SGD.
+  /// `place_state` for other optimizers than Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD.
   DistOptimizer(torch::optim::Optimizer& optimizer, DistOptimizerOptions options = {});
   ~DistOptimizer();
   DistOptimizer(DistOptimizer&&) noexcept;

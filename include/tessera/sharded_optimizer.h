@@ -36,7 +36,7 @@ void give_back_optimizer(ShardedOptimizer& optimizer);                       // 
 /// it that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of
 /// the optimizer keep working; `optimizer` must outlive this object. Optimizers must be
 /// elementwise; `LBFGS` is refused. With `Offload` they must be of a class whose state can be read:
-/// Adagrad, Adam, AdamW, RMSprop, SGD, or one derived from them.
+/// Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
 class TESSERA_API ShardedOptimizer {
  public:
   /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two

@@ -3,6 +3,7 @@
 // Everything that a training program needs.
 #include <tessera/activation_checkpoint.h>
 #include <tessera/checkpoint.h>
+#include <tessera/cpu_adam.h>
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>
 #include <tessera/dialects/colossalai.h>

@@ -10,8 +10,8 @@ class OptimizerParamGroup;
 
 namespace tessera {
 
-/// The class of LibTorch that the optimizer is or derives from: `Adagrad`, `Adam`, `AdamW`,
-/// `RMSprop` or `SGD`. Throws `c10::NotImplementedError` for another.
+/// The class that the optimizer is or derives from: LibTorch's `Adagrad`, `Adam`, `AdamW`,
+/// `RMSprop` or `SGD`, or `CPUAdam`. Throws `c10::NotImplementedError` for another.
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 /// The options of a param group by name, in LibTorch's words; flags are 0 or 1, and a pair such as

@@ -215,7 +215,8 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
     const at::Tensor& part = param.segment.tensor;
     const ParamState state = part.defined() ? read_param_state(inner, part) : ParamState();
     auto& group = inner.param_groups()[param.segment.param_group];
-    const at::ScalarType dtype = param.unit.layout().master_dtype;
+    const at::ScalarType master_dtype = param.unit.layout().master_dtype;
+    const at::ScalarType dtype = state_dtype(inner, master_dtype);
     for (const std::string& name : state_names(inner, group)) {
       const auto it = state.tensors.find(name);
       dict[param.name + "." + name] =
@@ -226,7 +227,7 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
                                          step == state.counts.end() ? -1 : step->second);
     if (count >= 0) dict[param.name + ".step"] = count_tensor(count, param.slot.tensor());
     if (param.unit.master().defined())
-      dict[kMasterWeights + param.name] = gather_part(param, part, dtype);
+      dict[kMasterWeights + param.name] = gather_part(param, part, master_dtype);
   });
   return dict;
 }
@@ -237,19 +238,19 @@ void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTens
   std::vector<std::pair<at::Tensor, at::Tensor>> masters;  // and their new values
   for_each_sharded(optimizer, params, [&](const ShardedParam& param) {
     const at::Tensor& part = param.segment.tensor;
-    const at::ScalarType dtype = param.unit.layout().master_dtype;
-    const auto cut = [&](const std::string& name) {
+    const at::ScalarType master_dtype = param.unit.layout().master_dtype;
+    const auto cut = [&](const std::string& name, at::ScalarType dtype) {
       return cut_part(param, dict.at(name).to(dtype));
     };
     ParamState state;
     auto& group = inner.param_groups()[param.segment.param_group];
     for (const std::string& name : state_names(inner, group))
-      state.tensors[name] = cut(param.name + "." + name);
+      state.tensors[name] = cut(param.name + "." + name, state_dtype(inner, master_dtype));
     const auto step = dict.find(param.name + ".step");
     if (step != dict.end()) state.counts["step"] = count_of(step->second);
     if (part.defined()) write_param_state(inner, part, state);
     if (param.unit.master().defined()) {
-      const at::Tensor value = cut(kMasterWeights + param.name);
+      const at::Tensor value = cut(kMasterWeights + param.name, master_dtype);
       if (part.defined()) masters.emplace_back(part, value);
     }
   });

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <tessera/cpu_adam.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -10,6 +11,8 @@
 
 #include <type_traits>
 #include <utility>
+
+#include "optim/adam_step.h"
 
 namespace tessera {
 namespace {
@@ -37,6 +40,12 @@ void visit(AdamWParamState& state, Tensor&& tensor, Count&& count) {
   visit_adam(state, tensor, count);
 }
 template <class Tensor, class Count>
+void visit(CPUAdamParamState& state, Tensor&& tensor, Count&& count) {
+  tensor("exp_avg", state.exp_avg());
+  tensor("exp_avg_sq", state.exp_avg_sq());
+  count("step", state.step());
+}
+template <class Tensor, class Count>
 void visit(SGDParamState& state, Tensor&& tensor, Count&&) {
   tensor("momentum_buffer", state.momentum_buffer());
 }
@@ -59,6 +68,7 @@ bool with_state_type(const torch::optim::Optimizer& optimizer, F&& f) {
   if (dynamic_cast<const torch::optim::AdamW*>(&optimizer))
     return f((AdamWParamState*)nullptr), true;
   if (dynamic_cast<const torch::optim::Adam*>(&optimizer)) return f((AdamParamState*)nullptr), true;
+  if (dynamic_cast<const CPUAdam*>(&optimizer)) return f((CPUAdamParamState*)nullptr), true;
   if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return f((SGDParamState*)nullptr), true;
   if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer))
     return f((AdagradParamState*)nullptr), true;
@@ -70,7 +80,7 @@ bool with_state_type(const torch::optim::Optimizer& optimizer, F&& f) {
 [[noreturn]] void refuse_unknown_kind() {
   TORCH_CHECK_NOT_IMPLEMENTED(false,
                               "[tessera] the optimizer's state can be read only for Adagrad, Adam, AdamW, "
-                              "RMSprop and SGD; got another class");
+                              "CPUAdam, RMSprop and SGD; got another class");
 }
 
 }  // namespace
@@ -130,6 +140,7 @@ std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
     return adam_names(static_cast<AdamWOptions&>(options).amsgrad());
   if (dynamic_cast<const Adam*>(&optimizer))
     return adam_names(static_cast<AdamOptions&>(options).amsgrad());
+  if (dynamic_cast<const CPUAdam*>(&optimizer)) return adam_names(false);
   if (dynamic_cast<const SGD*>(&optimizer)) {
     if (static_cast<SGDOptions&>(options).momentum() == 0) return {};
     return {"momentum_buffer"};
@@ -145,6 +156,10 @@ std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
   refuse_unknown_kind();
 }
 
+at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param) {
+  return dynamic_cast<const CPUAdam*>(&optimizer) ? moment_dtype(param) : param;
+}
+
 void make_param_state(torch::optim::Optimizer& optimizer,
                       torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param) {
   if (optimizer.state().count(param.unsafeGetTensorImpl())) return;
@@ -152,8 +167,10 @@ void make_param_state(torch::optim::Optimizer& optimizer,
   auto* const sgd = dynamic_cast<torch::optim::SGDOptions*>(&param_group.options());
   if (names.empty() || (sgd && sgd->dampening() != 0)) return;
   ParamState state;
+  const auto options = param.options().dtype(state_dtype(optimizer, param.scalar_type()));
   for (const std::string& name : names)
-    state.tensors[name] = at::zeros_like(param, at::MemoryFormat::Preserve).detach();
+    state.tensors[name] =
+        at::zeros_like(param.detach(), options.requires_grad(false), at::MemoryFormat::Preserve);
   state.counts["step"] = 0;
   write_param_state(optimizer, param, state);
 }

@@ -25,7 +25,8 @@ struct ParamState {
 };
 
 /// Reads the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
-/// optimizer other than LibTorch's Adagrad, Adam, AdamW, RMSprop and SGD.
+/// optimizer other than `CPUAdam` and LibTorch's Adagrad, Adam, AdamW, RMSprop
+/// and SGD.
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
 
 /// Sets the state of a parameter.
@@ -39,6 +40,9 @@ bool knows_state(const torch::optim::Optimizer& optimizer);
 /// Throws as `read_param_state` does.
 std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
                                      torch::optim::OptimizerParamGroup& param_group);
+
+/// The dtype of the tensors that the optimizer keeps for parameters of `param`.
+at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param);
 
 /// Makes the state that the first step would make for `param`, of zeros, if it has none. Adagrad
 /// has it from the start; SGD with dampening takes its first gradient as it is, and so has none.

@@ -5,10 +5,13 @@
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
+#include <typeinfo>
 #include <vector>
 
 #include "access/clip_call.h"
 #include "access/sharded_state.h"
+#include "optim/adam_loop.h"
+#include "optim/cpu_adam_step.h"
 #include "optim/fused_step.h"
 #include "optim/joined_training.h"
 #include "optim/kept_units.h"
@@ -26,9 +29,12 @@ struct ShardedOptimizer::Impl {
   int64_t steps = 0;
 
   ShardedState& state() { return *module.state(); }
+  // A class derived from it may step as it likes.
+  bool steps_rounding() const { return typeid(*optimizer) == typeid(CPUAdam); }
   void reserve_state();
   void offload_state(const Segment& segment);
   void offload_state();
+  RoundedParams rounded_params(const std::vector<const Segment*>& live);
   void run(const std::vector<const Segment*>& live);
   std::vector<bool> step();
 };
@@ -44,7 +50,8 @@ void ShardedOptimizer::Impl::reserve_state() {
       const ParamPlace place = *state().find(param);
       const Unit& unit = *state().units()[place.unit];
       const auto [begin, end] = unit.updated_range(state().slot(place));
-      const auto item = static_cast<int64_t>(c10::elementSize(unit.layout().master_dtype));
+      const at::ScalarType dtype = state_dtype(*optimizer, unit.layout().master_dtype);
+      const auto item = static_cast<int64_t>(c10::elementSize(dtype));
       nbytes.insert(nbytes.end(), state_names(*optimizer, param_group).size(),
                     (end - begin) * item);
     }
@@ -74,6 +81,30 @@ void ShardedOptimizer::Impl::offload_state() {
   if (const auto& memory = state().context().offload) memory->rest();
 }
 
+// Where `publish()` would bring what the optimizer updates, if CPUAdam can write there itself: the
+// masters' values go through memory once less. Undefined otherwise.
+static at::Tensor publish_target(const Unit& unit) {
+  const UnitLayout& layout = unit.layout();
+  if (!unit.master().defined() || unit.frees() || layout.rounds() || !layout.device.is_cpu() ||
+      !adam_loop(layout.master_dtype, layout.master_dtype, layout.dtype))
+    return {};
+  return unit.full().narrow(0, unit.updated_begin(), unit.updated_end() - unit.updated_begin());
+}
+
+RoundedParams ShardedOptimizer::Impl::rounded_params(const std::vector<const Segment*>& live) {
+  RoundedParams rounded;
+  for (const Segment* segment : live) {
+    const Unit& unit = *state().units()[segment->place.unit];
+    const at::Tensor target = publish_target(unit);
+    if (!target.defined()) continue;
+    const at::Tensor& tensor = segment->tensor;
+    rounded[tensor.unsafeGetTensorImpl()] =
+        at::as_strided(target, tensor.sizes(), tensor.strides(),
+                       target.storage_offset() + segment->begin - unit.updated_begin());
+  }
+  return rounded;
+}
+
 // A step of the optimizer that concerns these segments only: it is shown their reduced gradients.
 void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   OpenGates gates;
@@ -83,7 +114,11 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
     tensor.mutable_grad() =
         at::as_strided(grad, tensor.sizes(), tensor.strides(), grad.storage_offset());
   }
-  if (!options.fused || !fused_step(*optimizer)) optimizer->step();
+  if (steps_rounding()) {
+    step_cpu_adam(static_cast<CPUAdam&>(*optimizer), rounded_params(live));
+  } else if (!options.fused || !fused_step(*optimizer)) {
+    optimizer->step();
+  }
   for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
 }
 
@@ -109,7 +144,8 @@ std::vector<bool> ShardedOptimizer::Impl::step() {
       run(live[index]);
       for (const Segment* segment : live[index]) offload_state(*segment);
     }
-    if (changed[index]) unit->publish();
+    const bool is_published = steps_rounding() && publish_target(*unit).defined();
+    if (changed[index] && !is_published) unit->publish();
     if (memory) memory->rest();
   }
   return changed;

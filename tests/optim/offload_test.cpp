@@ -197,7 +197,7 @@ TEST(Offload, OptimizersWhoseStateCannotBeReadAreRefused) {
     auto sharded = fully_shard(net, {.offload = Offload::kHost});
     Own own(net->parameters());
     expect_error([&] { ShardedOptimizer(sharded, own); },
-                 {"Adagrad, Adam, AdamW, RMSprop and SGD"});
+                 {"Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD"});
   });
 }
 

@@ -43,6 +43,7 @@ std::vector<NamedRun> all_optimizers() {
       named<Adam>("Adam with AMSGrad", true, AdamOptions(1e-2).amsgrad(true)),
       named<AdamW>("AdamW", true, AdamWOptions(1e-2).weight_decay(0.1)),
       named<AdamW>("AdamW with AMSGrad", true, AdamWOptions(1e-2).amsgrad(true)),
+      named<CPUAdam>("CPUAdam", true, CPUAdamOptions(1e-2).weight_decay(0.1)),
       named<Adagrad>("Adagrad", true,
                      AdagradOptions(1e-2).lr_decay(0.1).initial_accumulator_value(0.3)),
       named<RMSprop>("RMSprop", false,

@@ -135,6 +135,7 @@ inline std::vector<NamedOptimizer> all_optimizers() {
       named<SGD>("SGD", SGDOptions(0.1)),
       named<Adagrad>("Adagrad", AdagradOptions(1e-2).initial_accumulator_value(0.3)),
       named<RMSprop>("RMSprop", RMSpropOptions(1e-3).momentum(0.5).centered(true)),
+      named<CPUAdam>("CPUAdam", CPUAdamOptions(1e-2).weight_decay(0.1).adamw_mode(false)),
       named<HeavyBall>("HeavyBall", HeavyBallOptions(0.1)),
       {"AdamW with two param groups", make_groups},
   };

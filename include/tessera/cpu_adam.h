@@ -1,0 +1,90 @@
+#pragma once
+
+#include <tessera/export.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+/// Options of `CPUAdam`, with ColossalAI's defaults.
+///
+/// As with LibTorch's own optimizers, what the options of a param group leave at these defaults is
+/// taken from the options of the optimizer.
+struct TESSERA_API CPUAdamOptions : torch::optim::OptimizerCloneableOptions<CPUAdamOptions> {
+  CPUAdamOptions(double lr = 1e-3);
+  using betas_t = std::tuple<double, double>;
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(bool, bias_correction) = true;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  TORCH_ARG(double, eps) = 1e-8;
+  TORCH_ARG(double, weight_decay) = 0;
+  /// True: weights decay by themselves, as in AdamW. False: by their gradients, as in Adam.
+  TORCH_ARG(bool, adamw_mode) = true;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+  double get_lr() const override;
+  void set_lr(double lr) override;
+};
+
+/// What `CPUAdam` keeps for a parameter, by the names of LibTorch's AdamW.
+struct TESSERA_API CPUAdamParamState
+    : torch::optim::OptimizerCloneableParamState<CPUAdamParamState> {
+  TORCH_ARG(int64_t, step) = 0;
+  TORCH_ARG(at::Tensor, exp_avg);
+  TORCH_ARG(at::Tensor, exp_avg_sq);
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::OutputArchive& archive) const override;
+};
+
+/// Adam and AdamW in one pass over memory, with state in float for parameters of any dtype.
+///
+/// Parameters are Float, BFloat16, Half or Double; moments are Float, for Double parameters Double.
+/// Gradients have the dtype of their parameter, or Float. The step computes in the moments' dtype
+/// and rounds the parameter once.
+///
+/// Each element gets the same bits whatever the number of threads, its place in a tensor and the
+/// way the tensor is cut over ranks. They agree with `torch::optim::AdamW` (`adamw_mode`) and
+/// `Adam` to rounding.
+///
+/// Parameters on other devices are stepped by LibTorch's fused operators (in a copy of the moments'
+/// dtype, where theirs is another). DistTensors are stepped where their moments lie.
+///
+/// As LibTorch's own it works alone or in a `ShardedOptimizer` with offload, checkpoints and whole
+/// state, with schedulers and with `torch::save`.
+class TESSERA_API CPUAdam : public torch::optim::Optimizer {
+ public:
+  /// Floats that training keeps per parameter: value, gradient and two moments.
+  static constexpr int num_fp32_shards_per_param = 4;
+
+  /// Throws `c10::ValueError` for a negative rate, epsilon or decay and for betas outside [0, 1).
+  explicit CPUAdam(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                   CPUAdamOptions defaults = {});
+  explicit CPUAdam(std::vector<at::Tensor> params, CPUAdamOptions defaults = {})
+      : CPUAdam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+
+  /// As LibTorch's, which knows the options of its own classes only: through a
+  /// `torch::optim::Optimizer&` a group gets those of the optimizer. Throws `c10::ValueError` as
+  /// the constructor does.
+  void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
+
+  /// Steps the parameters that have a gradient. Returns the loss of `closure`, evaluated first.
+  ///
+  /// Throws, with nothing changed, `c10::Error` for a sparse gradient and
+  /// `c10::NotImplementedError` for other dtypes than those above.
+  at::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+};
+
+/// ColossalAI's name for the optimizer that also takes parameters on a GPU, which `CPUAdam` does.
+using HybridAdam = CPUAdam;
+
+}  // namespace tessera
