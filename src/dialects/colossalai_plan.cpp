@@ -140,12 +140,12 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   plan.device = first.device;
   plan.precision.param_dtype = plan.precision.buffer_dtype = first.options.param_dtype;
   if (options.fp32_reduce_scatter) plan.precision.reduce_dtype = at::kFloat;
-  /*LATER
-    plan.precision.master_only = options.reuse_fp16_shard;
-    plan.bucket_bytes = std::max<int64_t>(0, std::llround(options.reduce_scatter_bucket_size_mb * (1
-  << 20))); plan.predivide = options.gradient_predivide_factor ? *options.gradient_predivide_factor
-                                                       :
-  automatic_predivide(plan.process_group->size()); LATER*/
+  plan.precision.master_only = options.reuse_fp16_shard;
+  const double mib = options.reduce_scatter_bucket_size_mb;
+  plan.bucket_bytes = mib > 0 ? std::llround(mib * (1 << 20)) : 0;
+  plan.predivide = options.gradient_predivide_factor
+                       ? *options.gradient_predivide_factor
+                       : automatic_predivide(plan.process_group->size());
   if (is_offloaded(options)) plan.offload = Offload::kHost;
   return plan;
 }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-// LATER #include <tessera/cpu_adam.h>
+#include <tessera/cpu_adam.h>
 #include <tessera/fully_shard.h>
 #include <tessera/optimizer_state_dict.h>
 #include <tessera/sharded_optimizer.h>
@@ -19,8 +19,9 @@
 /// ColossalAI's ZeRO. See `docs/dialects/colossalai.md`.
 namespace tessera::colossalai {
 
-// LATER using tessera::CPUAdam;
-// LATER using tessera::HybridAdam;
+using tessera::CPUAdam;
+using tessera::CPUAdamOptions;
+using tessera::HybridAdam;
 
 /// Says how parameters are cut, and which of them are gathered together. Derive from it to have
 /// your own.
