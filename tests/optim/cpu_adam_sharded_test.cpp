@@ -52,9 +52,9 @@ TEST(ShardedCPUAdam, GivesTheBitsOfOneProcessAtEveryLevelAndPlace) {
                                .unit_bytes = 6000,
                                .offload = offload,
                                .offload_directory = directory.path()};
-          for (const bool fused : {false, true})
-            expect_parity(adam_run(), ranks, plan, describe(ranks, plan), {.fused = fused},
-                          ranks == 3 ? 1e-4 : 0);
+          // Whether LibTorch's kernels may be used does not matter.
+          expect_parity(adam_run(), ranks, plan, describe(ranks, plan),
+                        {.fused = offload == Offload::kNone}, ranks == 3 ? 1e-4 : 0);
         }
       }
     }
