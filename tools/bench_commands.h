@@ -15,4 +15,7 @@ void add_step_bench(CLI::App& bench, int& exit_code);
 /// Adds `bench dispatch`: operators on DistTensors against plain ones.
 void add_dispatch_bench(CLI::App& bench, int& exit_code);
 
+/// Adds `bench ranks`: what a step costs the processor by the number of ranks.
+void add_ranks_bench(CLI::App& bench, int& exit_code);
+
 }  // namespace tessera::tools

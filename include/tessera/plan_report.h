@@ -85,7 +85,7 @@ struct PlannedUnit {
 
 /// What a rank sends in a step, by purpose. Bytes as a counting process group counts them where
 /// ranks send messages; in shared memory there are none.
-struct PlannedTraffic {
+struct TESSERA_API PlannedTraffic {
   using Entry = CollectiveCounts::Entry;
   Entry gather_forward;   ///< parameters, for forward (the first ones are sent at the last step)
   Entry gather_backward;  ///< parameters, for backward
@@ -102,7 +102,7 @@ struct PlannedTraffic {
 };
 
 /// What one rank keeps and sends.
-struct PlannedRank {
+struct TESSERA_API PlannedRank {
   int rank = 0;
   /// As `ShardedOptimizer::memory()` says after a step, before `zero_grad()`. `peak_in_flight`,
   /// which depends on how fast messages are, is 0. `peak_unsharded` is without what an operator
