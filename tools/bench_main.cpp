@@ -1,4 +1,5 @@
-// The part of the command-line tool that measures: `tessera bench` runs it with its own arguments.
+// The part of the command-line tool that is linked with LibTorch: `tessera bench` and `tessera
+// plan` run it with their own arguments.
 
 #include <CLI/CLI.hpp>
 #include <string>
@@ -6,6 +7,7 @@
 
 #include "bench_commands.h"
 #include "command_line.h"
+#include "plan/plan_command.h"
 
 int main(int argc, char** argv) {
   int exit_code = 0;
@@ -16,5 +18,7 @@ int main(int argc, char** argv) {
   tessera::tools::add_step_bench(*bench, exit_code);
   tessera::tools::add_dispatch_bench(*bench, exit_code);
   tessera::tools::add_optim_bench(*bench, exit_code);
+  tessera::tools::add_ranks_bench(*bench, exit_code);
+  tessera::tools::add_plan(app, exit_code);
   return tessera::tools::run_command_line(app, {argv + 1, argv + argc}, exit_code);
 }

@@ -1,6 +1,5 @@
 #include "access/sharded_state.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -9,10 +8,10 @@
 #include <tessera/world.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <set>
 
+#include "access/check_plan.h"
 #include "access/dist_parameters.h"
 #include "access/join_scope.h"
 #include "init/recorder.h"
@@ -31,62 +30,6 @@ std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts, int r
     nbytes.push_back(numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)));
   }
   return nbytes;
-}
-
-void check_floating(const char* name, std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
-                    " must be a floating dtype; got ", *dtype);
-}
-
-void check_precision(const Precision& precision) {
-  check_floating("param_dtype", precision.param_dtype);
-  check_floating("master_dtype", precision.master_dtype);
-  check_floating("reduce_dtype", precision.reduce_dtype);
-  check_floating("gather_dtype", precision.gather_dtype);
-  check_floating("buffer_dtype", precision.buffer_dtype);
-}
-
-// Messages should be long. In shared memory there are none, and a short unit is summed while its
-// gradients are in the caches.
-constexpr int64_t kMessageUnitBytes = int64_t{10} << 20;
-constexpr int64_t kSharedUnitBytes = int64_t{1} << 20;
-
-ShardPlan with_defaults(ShardPlan plan, const ShardMesh& mesh) {
-  const bool is_shared = mesh.shard().sends_to().empty();
-  if (!plan.unit_bytes) plan.unit_bytes = is_shared ? kSharedUnitBytes : kMessageUnitBytes;
-  return plan;
-}
-
-void check_plan(const ShardPlan& plan) {
-  TORCH_CHECK_VALUE(plan.unit_bytes.value_or(0) >= 0,
-                    "[fully_shard] plan.unit_bytes must not be negative; got ", *plan.unit_bytes);
-  TORCH_CHECK_VALUE(plan.whole_numel >= 0, "[fully_shard] plan.whole_numel must not be negative; got ",
-                    plan.whole_numel);
-  TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
-                    "[fully_shard] plan.resident_bytes must be -1 (no limit) or more; got ",
-                    plan.resident_bytes);
-  TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
-                    plan.prefetch);
-  check_precision(plan.precision);
-  TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
-                    "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
-  TORCH_CHECK_VALUE(plan.bucket_bytes >= 0, "[fully_shard] plan.bucket_bytes must not be negative; got ",
-                    plan.bucket_bytes);
-  TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
-                    "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
-  TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
-                              "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
-  TORCH_CHECK_VALUE(!plan.device || plan.device->is_cpu() || (plan.device->is_cuda() && at::hasCUDA()),
-                    "[fully_shard] plan.device must be the CPU or a CUDA device of this machine; got ", *plan.device);
-  if (plan.reduce_gradients) return;
-  TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
-                    "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");
-  const Precision& precision = plan.precision;
-  TORCH_CHECK_VALUE(!precision.param_dtype && !precision.master_dtype && !precision.reduce_dtype,
-                    "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters and "
-                    "reductions can't be chosen: gradients stay as autograd makes them");
-  TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0,
-                    "[fully_shard] plan.predivide and plan.bucket_bytes need plan.reduce_gradients");
 }
 
 // Moves the parameters that the plan ignores, under any of their names, out of `parameters`.
@@ -148,7 +91,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   use_page_heap();
   const ShardMesh mesh = shard_mesh_of(parameters, wanted);
   mesh.check();
-  const ShardPlan plan = with_defaults(wanted, mesh);
+  const ShardPlan plan = with_defaults(wanted, mesh.shard().sends_to().empty());
   std::vector<ParamSlot> params;
   std::vector<UnitLayout> layouts;
   std::shared_ptr<StateMemory> offload;

@@ -114,7 +114,8 @@ void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
       metadata_ = value.get<std::map<std::string, std::string>>();
       continue;
     }
-    Entry entry{.dtype = value.at("dtype"), .numel = numel_of(value.at("shape"))};
+    Entry entry{.dtype = value.at("dtype"), .shape = value.at("shape")};
+    entry.numel = numel_of(entry.shape);
     const int64_t begin = value.at("data_offsets").at(0), end = value.at("data_offsets").at(1);
     entry.offset = data_offset + begin;
     entry.nbytes = end - begin;
@@ -123,6 +124,17 @@ void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
                       "' ends at byte ", data_offset + end, " of ", file_.nbytes());
     entries_[key] = std::move(entry);
   }
+}
+
+std::vector<TensorHeader> SafetensorsFile::tensors() const {
+  std::vector<std::pair<int64_t, TensorHeader>> placed;
+  for (const auto& [name, entry] : entries_)
+    placed.push_back({entry.offset, {name, entry.dtype, entry.shape}});
+  std::stable_sort(placed.begin(), placed.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<TensorHeader> tensors;
+  for (auto& [offset, tensor] : placed) tensors.push_back(std::move(tensor));
+  return tensors;
 }
 
 void SafetensorsFile::check(const std::string& key, const std::string& dtype, int64_t numel) const {

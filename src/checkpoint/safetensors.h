@@ -53,6 +53,8 @@ class SafetensorsFile {
   explicit SafetensorsFile(File file);
 
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  /// What the header says of each tensor, in the order of their bytes.
+  std::vector<TensorHeader> tensors() const;
 
   /// Throws `c10::ValueError` unless the file has this tensor, of any shape.
   void check(const std::string& key, const std::string& dtype, int64_t numel) const;
@@ -63,6 +65,7 @@ class SafetensorsFile {
  private:
   struct Entry {
     std::string dtype;
+    std::vector<int64_t> shape;
     int64_t numel = 0;
     int64_t offset = 0;  // bytes from the start of the file
     int64_t nbytes = 0;

@@ -45,6 +45,7 @@ ProcessGroups::ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> stor
       transport_(transport),
       world_(std::move(world)),
       closable_(std::dynamic_pointer_cast<Closable>(world_)),
+      part_maker_(std::dynamic_pointer_cast<PartMaker>(world_)),
       store_(std::move(store)) {}
 
 ProcessGroups::~ProcessGroups() { close(); }
@@ -100,6 +101,10 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
   RankInfo info = info_;
   info.rank = static_cast<int>(own - ranks.begin());
   info.size = static_cast<int>(ranks.size());
+  if (part_maker_) {
+    open_store(function);  // throws if the world has gone
+    return part_maker_->make_part(info.rank, info.size);
+  }
   info.local_size = info_.local_size == size() ? info.size : 0;
   const Meeting meeting{.info = std::move(info),
                         .store = c10::make_intrusive<c10d::PrefixStore>(name, open_store(function)),

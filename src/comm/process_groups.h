@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/closable.h"
+#include "comm/part_maker.h"
 
 namespace tessera {
 
@@ -81,6 +82,8 @@ class ProcessGroups {
   ProcessGroupPtr world_;
   /// What the world was made with, of which a decorator may have taken the place.
   const std::shared_ptr<Closable> closable_;
+  /// The same; null if parts of it meet through the store.
+  const std::shared_ptr<PartMaker> part_maker_;
 
   mutable std::mutex mutex_;  // of what follows
   bool closed_ = false;

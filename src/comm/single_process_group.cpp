@@ -7,17 +7,12 @@
 #include <utility>
 
 #include "comm/check_arguments.h"
+#include "comm/completed_work.h"
 #include "comm/local_sum.h"
 #include "comm/peer_message.h"
 
 namespace tessera {
 namespace {
-
-class CompletedWork : public Work {
- public:
-  void wait() override {}
-  bool is_completed() override { return true; }
-};
 
 class SingleProcessGroup : public ProcessGroup {
  public:

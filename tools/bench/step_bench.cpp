@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
 #include <thread>
 
@@ -14,6 +13,7 @@
 #include "launch/cores.h"
 #include "launch/environment.h"
 #include "launch/reserved_port.h"
+#include "level_names.h"
 
 namespace tessera::tools {
 namespace {
@@ -23,11 +23,6 @@ using nlohmann::json;
 constexpr int kWarmupSteps = 3;
 constexpr int kMemorySteps = 2;
 constexpr std::chrono::seconds kLongestTurn(900);
-
-const std::map<std::string, ShardLevel> kLevels = {{"none", ShardLevel::kNone},
-                                                   {"os", ShardLevel::kOptimizerState},
-                                                   {"os_g", ShardLevel::kGradients},
-                                                   {"p_g_os", ShardLevel::kParameters}};
 
 void check_options(const StepBenchOptions& options) {
   const auto& sizes = workload_names();

@@ -1,0 +1,68 @@
+#include "access/check_plan.h"
+
+#include <ATen/Context.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+
+namespace tessera {
+namespace {
+
+void check_floating(const char* name, std::optional<at::ScalarType> dtype) {
+  TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
+                    " must be a floating dtype; got ", *dtype);
+}
+
+void check_precision(const Precision& precision) {
+  check_floating("param_dtype", precision.param_dtype);
+  check_floating("master_dtype", precision.master_dtype);
+  check_floating("reduce_dtype", precision.reduce_dtype);
+  check_floating("gather_dtype", precision.gather_dtype);
+  check_floating("buffer_dtype", precision.buffer_dtype);
+}
+
+// Messages should be long. In shared memory there are none, and a short unit is summed while its
+// gradients are in the caches.
+constexpr int64_t kMessageUnitBytes = int64_t{10} << 20;
+constexpr int64_t kSharedUnitBytes = int64_t{1} << 20;
+
+}  // namespace
+
+ShardPlan with_defaults(ShardPlan plan, bool sends_nothing) {
+  if (!plan.unit_bytes) plan.unit_bytes = sends_nothing ? kSharedUnitBytes : kMessageUnitBytes;
+  return plan;
+}
+
+void check_plan(const ShardPlan& plan) {
+  TORCH_CHECK_VALUE(plan.unit_bytes.value_or(0) >= 0,
+                    "[fully_shard] plan.unit_bytes must not be negative; got ", *plan.unit_bytes);
+  TORCH_CHECK_VALUE(plan.whole_numel >= 0, "[fully_shard] plan.whole_numel must not be negative; got ",
+                    plan.whole_numel);
+  TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
+                    "[fully_shard] plan.resident_bytes must be -1 (no limit) or more; got ",
+                    plan.resident_bytes);
+  TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
+                    plan.prefetch);
+  check_precision(plan.precision);
+  TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
+                    "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
+  TORCH_CHECK_VALUE(plan.bucket_bytes >= 0, "[fully_shard] plan.bucket_bytes must not be negative; got ",
+                    plan.bucket_bytes);
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
+                              "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
+  TORCH_CHECK_VALUE(!plan.device || plan.device->is_cpu() || (plan.device->is_cuda() && at::hasCUDA()),
+                    "[fully_shard] plan.device must be the CPU or a CUDA device of this machine; got ", *plan.device);
+  TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
+                    "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
+  if (plan.reduce_gradients) return;
+  TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
+                    "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");
+  const Precision& precision = plan.precision;
+  TORCH_CHECK_VALUE(!precision.param_dtype && !precision.master_dtype && !precision.reduce_dtype,
+                    "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters and "
+                    "reductions can't be chosen: gradients stay as autograd makes them");
+  TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0,
+                    "[fully_shard] plan.predivide and plan.bucket_bytes need plan.reduce_gradients");
+}
+
+}  // namespace tessera

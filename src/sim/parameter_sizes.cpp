@@ -1,0 +1,172 @@
+#include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
+#include <tessera/plan_report.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "checkpoint/file.h"
+#include "checkpoint/index.h"
+#include "checkpoint/safetensors.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::map<std::string, at::ScalarType>& dtypes() {
+  static const std::map<std::string, at::ScalarType> dtypes = {
+      {"float64", at::kDouble},    {"double", at::kDouble}, {"fp64", at::kDouble},
+      {"f64", at::kDouble},        {"float32", at::kFloat}, {"float", at::kFloat},
+      {"fp32", at::kFloat},        {"f32", at::kFloat},     {"float16", at::kHalf},
+      {"half", at::kHalf},         {"fp16", at::kHalf},     {"f16", at::kHalf},
+      {"bfloat16", at::kBFloat16}, {"bf16", at::kBFloat16}, {"int64", at::kLong},
+      {"long", at::kLong},         {"i64", at::kLong},      {"int32", at::kInt},
+      {"int", at::kInt},           {"i32", at::kInt},       {"int16", at::kShort},
+      {"short", at::kShort},       {"i16", at::kShort},     {"int8", at::kChar},
+      {"i8", at::kChar},           {"uint8", at::kByte},    {"u8", at::kByte},
+      {"bool", at::kBool}};
+  return dtypes;
+}
+
+void check_sizes(const ParameterSize& parameter) {
+  int64_t nbytes = static_cast<int64_t>(c10::elementSize(parameter.dtype));
+  for (const int64_t size : parameter.shape) {
+    TORCH_CHECK_VALUE(size >= 0 && !c10::mul_overflows(nbytes, size, &nbytes),
+                      "[read_parameter_sizes] the sizes of '", parameter.names.front(),
+                      "' must be those of a tensor; got ", parameter.shape);
+  }
+}
+
+ParameterSize parameter_from(std::vector<std::string> names, std::vector<int64_t> shape,
+                             at::ScalarType dtype) {
+  const bool trainable = c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+  ParameterSize parameter{std::move(names), std::move(shape), dtype, trainable};
+  check_sizes(parameter);
+  return parameter;
+}
+
+void append_safetensors(const File& directory, const std::string& name,
+                        std::vector<ParameterSize>& sizes) {
+  for (TensorHeader& tensor : SafetensorsFile(directory.open(name)).tensors()) {
+    sizes.push_back(parameter_from({std::move(tensor.name)}, std::move(tensor.shape),
+                                   scalar_type_of(tensor.dtype)));
+  }
+}
+
+// The parameters in the dtypes that they are used in.
+std::vector<ParameterSize> read_checkpoint_index(const File& directory) {
+  const File file = directory.open(kIndexFile);
+  std::string text(file.nbytes(), '\0');
+  file.read(text.data(), text.size(), 0);
+  std::vector<ParameterSize> sizes;
+  for (TensorRecord& tensor : index_from_json(text).tensors) {
+    if (tensor.kind != "param") continue;
+    sizes.push_back(parameter_from(std::move(tensor.names), std::move(tensor.shape),
+                                   scalar_type_of(tensor.dtype)));
+  }
+  return sizes;
+}
+
+std::vector<ParameterSize> read_directory(const fs::path& path) {
+  const File directory = File::open_directory(path);
+  if (fs::exists(path / kIndexFile)) return read_checkpoint_index(directory);
+  std::vector<std::string> files;
+  for (const auto& entry : fs::directory_iterator(path)) {
+    if (entry.path().extension() == ".safetensors") files.push_back(entry.path().filename());
+  }
+  std::sort(files.begin(), files.end());
+  std::vector<ParameterSize> sizes;
+  for (const std::string& file : files) append_safetensors(directory, file, sizes);
+  return sizes;
+}
+
+int64_t parse_size(const std::string& word, const std::string& where) {
+  int64_t size = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), size);
+  TORCH_CHECK_VALUE(error == std::errc() && end == word.data() + word.size() && size >= 0,
+                    "[read_parameter_sizes] ", where, " must be `name dtype size... [frozen]`; got '", word,
+                    "' for a size");
+  return size;
+}
+
+// One line of a list.
+ParameterSize parse_line(const std::vector<std::string>& words, const std::string& where) {
+  TORCH_CHECK_VALUE(words.size() >= 2, "[read_parameter_sizes] ", where,
+                    " must be `name dtype size... [frozen]`; got '", words.front(), "' alone");
+  ParameterSize parameter{.names = {words[0]}};
+  try {
+    parameter.dtype = parse_dtype(words[1]);
+  } catch (const c10::ValueError& error) {
+    TORCH_CHECK_VALUE(false, "[read_parameter_sizes] ", where, ": ", error.what_without_backtrace());
+  }
+  const bool is_frozen = words.size() > 2 && words.back() == "frozen";
+  parameter.trainable = !is_frozen && c10::isFloatingType(parameter.dtype);
+  for (size_t i = 2; i + (is_frozen ? 1 : 0) < words.size(); ++i)
+    parameter.shape.push_back(parse_size(words[i], where));
+  check_sizes(parameter);
+  return parameter;
+}
+
+std::vector<ParameterSize> read_list(const fs::path& path) {
+  std::ifstream file(path);
+  TORCH_CHECK_VALUE(file.is_open(), "[read_parameter_sizes] '", path.string(),
+                    "' must be a file that can be read");
+  std::vector<ParameterSize> sizes;
+  std::string line;
+  for (int number = 1; std::getline(file, line); ++number) {
+    std::istringstream text(line.substr(0, line.find('#')));
+    std::vector<std::string> words;
+    for (std::string word; text >> word;) words.push_back(word);
+    if (words.empty()) continue;
+    sizes.push_back(
+        parse_line(words, "line " + std::to_string(number) + " of '" + path.string() + "'"));
+  }
+  return sizes;
+}
+
+std::vector<ParameterSize> read_any(const fs::path& path) {
+  if (fs::is_directory(path)) return read_directory(path);
+  if (path.extension() != ".safetensors") return read_list(path);
+  const fs::path parent = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  std::vector<ParameterSize> sizes;
+  append_safetensors(File::open_directory(parent), path.filename(), sizes);
+  return sizes;
+}
+
+}  // namespace
+
+at::ScalarType parse_dtype(const std::string& name) {
+  std::string lower = name;
+  std::transform(lower.begin(), lower.end(), lower.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  const auto it = dtypes().find(lower);
+  TORCH_CHECK_VALUE(it != dtypes().end(), "[parse_dtype] a dtype must be one such as float32, bfloat16, "
+                    "float16 or int64; got '", name, "'");
+  return it->second;
+}
+
+std::vector<ParameterSize> read_parameter_sizes(const std::string& path) {
+  TORCH_CHECK_VALUE(fs::exists(path), "[read_parameter_sizes] '", path, "' must exist");
+  std::vector<ParameterSize> sizes = read_any(path);
+  TORCH_CHECK_VALUE(!sizes.empty(), "[read_parameter_sizes] '", path, "' holds no parameters");
+  return sizes;
+}
+
+std::vector<ParameterSize> made_up_parameter_sizes(int64_t numel, int layers,
+                                                   at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(layers >= 1 && numel >= layers, "[made_up_parameter_sizes] there must be a layer at "
+                    "least, and an element in each; got ", layers, " layers and ", numel, " elements");
+  std::vector<ParameterSize> sizes;
+  for (int layer = 0; layer < layers; ++layer) {
+    const int64_t size = numel / layers + (layer < numel % layers ? 1 : 0);
+    sizes.push_back({{"layers." + std::to_string(layer)}, {size}, dtype});
+  }
+  return sizes;
+}
+
+}  // namespace tessera

@@ -1,0 +1,124 @@
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "access/use_order.h"
+#include "sim/planned_units.h"
+
+namespace tessera {
+namespace {
+
+using Entry = CollectiveCounts::Entry;
+
+PassOrder order_of_use(const std::vector<UnitLayout>& units, const PlanReportOptions& options) {
+  const int count = static_cast<int>(units.size());
+  if (options.forward_order.empty() && options.backward_order.empty())
+    return registration_order(count);
+  PassOrder pass;
+  for (const bool forward : {true, false}) {
+    for (const int unit : forward ? options.forward_order : options.backward_order) {
+      TORCH_CHECK_VALUE(unit >= 0 && unit < count, "[plan_report] options.",
+                        forward ? "forward_order" : "backward_order", " must name units from 0 to ",
+                        count - 1, "; got ", unit);
+      append_use(forward ? pass.forward : pass.backward, unit);
+    }
+  }
+  std::vector<int> trainable;
+  for (int unit = 0; unit < count; ++unit) {
+    if (is_trainable(units[unit])) trainable.push_back(unit);
+  }
+  insert_missing(pass, trainable);
+  return pass;
+}
+
+void add(Entry& entry, int64_t calls, int64_t bytes) {
+  entry.calls += calls;
+  entry.bytes_sent += calls * bytes;
+}
+
+// What a rank sends of an all-reduce over `size` ranks.
+int64_t all_reduce_bytes(int64_t nbytes, int size) { return 2 * (size - 1) * nbytes / size; }
+
+// The gradients of one unit.
+void add_reductions(PlannedTraffic& traffic, const UnitLayout& unit,
+                    const PlanReportOptions& options, int rank) {
+  const int64_t own = unit.shard_numel(rank);
+  const int64_t own_bytes = own * item_size(unit.master_dtype);
+  add(traffic.reduce, 1, (unit.numel() - own) * item_size(unit.reduce_dtype));
+  if (options.replicas > 1)
+    add(traffic.replicate, 1, all_reduce_bytes(own_bytes, options.replicas));
+  if (unit.level == ShardLevel::kNone && options.ranks > 1)
+    add(traffic.gather_reduced, 1, (options.ranks - 1) * own_bytes);
+}
+
+}  // namespace
+
+PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPlan& plan,
+                            const PlanReportOptions& options) {
+  const PassOrder pass = order_of_use(units, options);
+  const UseOrder order = pass.joined();
+  PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size())};
+  std::vector<int64_t> nbytes;
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    const bool is_freed = frees(units[unit], options.ranks);
+    nbytes.push_back(is_freed ? units[unit].nbytes() : 0);
+    // What has no bytes is in no plan: it is gathered when it is used.
+    const bool is_used = std::find(order.begin(), order.end(), unit) != order.end();
+    if (is_freed && nbytes.back() == 0 && is_used) gathers.forward[unit] = 1;
+  }
+  int64_t bytes = 0;
+  const auto steps = plan_residency(order, nbytes, plan.resident_bytes, plan.prefetch);
+  for (size_t position = 0; position < steps.size(); ++position) {
+    for (const int unit : steps[position].free) bytes -= nbytes[unit];
+    auto& pass_gathers = position < pass.forward.size() ? gathers.forward : gathers.backward;
+    for (const int unit : steps[position].gather) {
+      ++pass_gathers[unit];
+      bytes += nbytes[unit];
+    }
+    gathers.peak_bytes = std::max(gathers.peak_bytes, bytes);
+  }
+  return gathers;
+}
+
+PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const PlannedGathers& gathers,
+                               const PlanReportOptions& options, int rank) {
+  PlannedTraffic traffic;
+  int64_t slots = 0;
+  for (size_t i = 0; i < units.size(); ++i) {
+    const UnitLayout& unit = units[i];
+    const int64_t gathered =
+        (options.ranks - 1) * unit.shard_numel(rank) * item_size(unit.gather_dtype);
+    add(traffic.gather_forward, gathers.forward[i], gathered);
+    add(traffic.gather_backward, gathers.backward[i], gathered);
+    slots += static_cast<int64_t>(unit.slots.size());
+    if (!is_trainable(unit)) continue;
+    add_reductions(traffic, unit, options, rank);
+    const bool stays_whole = unit.level != ShardLevel::kNone && !frees(unit, options.ranks);
+    if (stays_whole && options.ranks > 1) add(traffic.gather_updated, 1, gathered);
+  }
+  // A byte for each parameter, and one for whether any rank wants attention.
+  if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(slots + 1, options.ranks));
+  if (options.replicas > 1)
+    add(traffic.agree_replicas, 1, all_reduce_bytes(slots + 1, options.replicas));
+  return traffic;
+}
+
+CollectiveCounts PlannedTraffic::over_ranks() const {
+  CollectiveCounts counts{.reduce_scatter = reduce, .all_reduce = agree};
+  for (const Entry& entry : {gather_forward, gather_backward, gather_updated, gather_reduced}) {
+    counts.all_gather.calls += entry.calls;
+    counts.all_gather.bytes_sent += entry.bytes_sent;
+  }
+  return counts;
+}
+
+CollectiveCounts PlannedTraffic::over_replicas() const {
+  return {.all_reduce = {replicate.calls + agree_replicas.calls,
+                         replicate.bytes_sent + agree_replicas.bytes_sent}};
+}
+
+int64_t PlannedTraffic::bytes_sent() const {
+  return over_ranks().bytes_sent() + over_replicas().bytes_sent();
+}
+
+}  // namespace tessera

@@ -1,0 +1,173 @@
+// `tessera plan`: its numbers, and its answers to what can't be.
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "launched.h"
+
+namespace tessera {
+namespace {
+
+using nlohmann::json;
+
+ProgramEnd plan(const Command& arguments) {
+  Command command = {TESSERA_CLI, "plan"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  return run_program(command);
+}
+
+json report_of(Command arguments) {
+  arguments.emplace_back("--json");
+  const auto end = plan(arguments);
+  EXPECT_EQ(end.status, 0) << end.err;
+  return json::parse(end.out);
+}
+
+std::string write_list(const TemporaryDirectory& directory, const std::string& text) {
+  std::ofstream(directory.path("list")) << text;
+  return directory.path("list");
+}
+
+TEST(Plan, PrintsTheNumbersOfTheZeroPaperBesideItsOwn) {
+  const Command paper = {"--parameters", "7.5e9", "--ranks", "64", "--param-dtype", "float16"};
+  const auto end = plan(paper);
+  EXPECT_EQ(end.status, 0) << end.err;
+  const std::string line = "formula of the ZeRO paper";
+  const auto at = end.out.find(line);
+  ASSERT_NE(at, std::string::npos) << end.out;
+  std::istringstream words(end.out.substr(at + line.size(), end.out.find('\n', at) - at));
+  for (const std::string expected : {"120.0", "31.4", "16.6", "1.9"}) {
+    std::string number, unit;
+    words >> number >> unit;
+    EXPECT_EQ(number, expected) << end.out;
+    EXPECT_EQ(unit, "GB");
+  }
+  const json report = report_of(paper);
+  EXPECT_EQ(report.at("parameters"), 7'500'000'000);
+  const double expected[] = {120e9, 31.40625e9, 16.640625e9, 1.875e9};
+  for (size_t i = 0; i < 4; ++i)
+    EXPECT_EQ(report.at("levels").at(i).at("zero_paper_bytes"), expected[i]);
+}
+
+// Two ranks, two units of 64 elements of float32; whole numbers that can be checked by hand.
+TEST(Plan, PrintsWhatARankKeepsAndSends) {
+  const TemporaryDirectory directory;
+  const auto file = write_list(directory, "a float32 8 8\nb float32 64\n");
+  const json report = report_of({file, "--ranks", "2", "--level", "p_g_os", "--unit-bytes", "0",
+                                 "--rank", "1", "--prefetch", "0"});
+  ASSERT_EQ(report.at("levels").size(), 1U);
+  const json& level = report["levels"][0];
+  EXPECT_EQ(level.at("level"), "p_g_os");
+  EXPECT_EQ(level.at("units").size(), 2U);
+  const json& memory = level.at("rank").at("memory");
+  EXPECT_EQ(level["rank"].at("rank"), 1);
+  EXPECT_EQ(memory.at("parameters"), 256);
+  EXPECT_EQ(memory.at("gradients"), 256);
+  EXPECT_EQ(memory.at("optimizer_state"), 512);
+  EXPECT_EQ(memory.at("kept"), 1024);
+  EXPECT_EQ(memory.at("peak_unsharded"), 256);
+  const json& sent = level["rank"].at("sent_per_step");
+  EXPECT_EQ(sent.at("gather_forward"), json({{"calls", 2}, {"bytes", 256}}));
+  EXPECT_EQ(sent.at("gather_backward"), json({{"calls", 1}, {"bytes", 128}}));
+  EXPECT_EQ(sent.at("reduce"), json({{"calls", 2}, {"bytes", 256}}));
+  EXPECT_EQ(sent.at("agree"), json({{"calls", 1}, {"bytes", 3}}));
+  EXPECT_EQ(sent.at("all"), json({{"calls", 6}, {"bytes", 643}}));
+}
+
+TEST(Plan, HonoursEveryOption) {
+  const TemporaryDirectory directory;
+  const auto file = write_list(directory, "a float32 100 100\nb float32 300\n");
+  const auto kept = [&](Command more) {
+    Command command = {file, "--ranks", "4", "--level", "p_g_os"};
+    command.insert(command.end(), more.begin(), more.end());
+    return report_of(command).at("levels").at(0);
+  };
+  const json plain = kept({});
+  const std::vector<Command> options = {{"--replicas", "2"},
+                                        {"--rank", "3", "--partition", "whole"},
+                                        {"--param-dtype", "bf16"},
+                                        {"--reduce-dtype", "bf16"},
+                                        {"--gather-dtype", "bf16"},
+                                        {"--param-dtype", "bf16", "--reduce-dtype", "float32"},
+                                        {"--optimizer", "sgd"},
+                                        {"--optimizer", "amsgrad"},
+                                        {"--offload", "host"},
+                                        {"--unit-bytes", "0"},
+                                        {"--unit-bytes", "0", "--resident-bytes", "-1"},
+                                        {"--unit-bytes", "0", "--prefetch", "0"},
+                                        {"--whole-numel", "300"},
+                                        {"--level", "os"}};
+  std::vector<json> seen = {plain};
+  for (const Command& option : options) {
+    const json level = kept(option);
+    EXPECT_EQ(std::count(seen.begin(), seen.end(), level), 0) << option[0];
+    seen.push_back(level);
+  }
+  const auto bf16 = write_list(directory, "a bf16 100 100\n");
+  const Command command = {bf16, "--ranks", "4", "--level", "os"};
+  EXPECT_EQ(report_of(command)["levels"][0]["rank"]["memory"]["master_weights"], 0);
+  EXPECT_EQ(report_of({bf16, "--ranks", "4", "--level", "os", "--master-dtype",
+                       "float32"})["levels"][0]["rank"]["memory"]["master_weights"],
+            10'112);
+}
+
+TEST(Plan, AnswersWrongUsageWithStatusTwo) {
+  const TemporaryDirectory directory;
+  const auto list = write_list(directory, "a float32 2\n");
+  const std::vector<std::pair<Command, std::string>> cases = {
+      {{}, "FILE or --parameters"},
+      {{directory.path("none")}, "must exist"},
+      {{list, "--level", "zero3"}, "--level"},
+      {{list, "--ranks", "0"}, "--ranks"},
+      {{list, "--ranks", "two"}, "--ranks"},
+      {{list, "--replicas", "-1"}, "--replicas"},
+      {{list, "--ranks", "2", "--rank", "2"}, "options.rank"},
+      {{list, "--partition", "rows"}, "--partition"},
+      {{list, "--optimizer", "lbfgs"}, "--optimizer"},
+      {{list, "--offload", "tape"}, "--offload"},
+      {{list, "--param-dtype", "float9"}, "float9"},
+      {{list, "--param-dtype", "int64"}, "param_dtype"},
+      {{list, "--unit-bytes", "-1"}, "unit_bytes"},
+      {{list, "--prefetch", "-1"}, "prefetch"},
+      {{list, "--resident-bytes", "-2"}, "resident_bytes"},
+      {{list, "--whole-numel", "-1"}, "whole_numel"},
+      {{list, "--parameters", "100"}, "--parameters"},
+      {{"--parameters", "0"}, "--parameters"},
+      {{"--parameters", "100.5"}, "whole number"},
+      {{"--parameters", "10"}, "32 layers"},
+      {{list, "--layers", "2"}, "--layers"},
+      {{list, "--unknown"}, "--unknown"},
+  };
+  for (const auto& [arguments, named] : cases) {
+    const auto end = plan(arguments);
+    EXPECT_EQ(end.status, 2) << named;
+    EXPECT_EQ(end.out, "") << named;
+    EXPECT_TRUE(contains(end.err, named)) << end.err;
+    EXPECT_TRUE(contains(end.err, "Usage: tessera plan")) << end.err;
+  }
+  EXPECT_EQ(plan({"--help"}).status, 0);
+}
+
+TEST(RanksBench, PrintsTheTimesOfEachNumberOfRanks) {
+  const Command arguments = {TESSERA_CLI, "bench",    "ranks",   "--ranks", "2",
+                             "1024",      "--layers", "2",       "--width", "16",
+                             "--rounds",  "1",        "--steps", "1",       "--json"};
+  const auto end = run_program(arguments);
+  ASSERT_EQ(end.status, 0) << end.err;
+  const json results = json::parse(end.out).at("results");
+  ASSERT_EQ(results.size(), 2U);
+  EXPECT_EQ(results[1].at("ranks"), 1024);
+  for (const json& result : results) {
+    const double passes = result.at("passes_ms").at("least"),
+                 optimizer = result.at("optimizer_ms").at("least"),
+                 step = result.at("step_ms").at("least");
+    EXPECT_GT(passes, 0);
+    EXPECT_GT(optimizer, 0);
+    EXPECT_NEAR(step, passes + optimizer, 1e-9);
+  }
+}
+
+}  // namespace
+}  // namespace tessera

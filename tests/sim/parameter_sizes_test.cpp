@@ -1,0 +1,136 @@
+// Sizes of parameters, from models, files and thin air.
+#include <gtest/gtest.h>
+#include <tessera/plan_report.h>
+
+#include <fstream>
+
+#include "sim/paper_net.h"
+#include "support/models.h"
+#include "support/scratch_directory.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing;
+
+void expect_same_sizes(const std::vector<ParameterSize>& actual,
+                       const std::vector<ParameterSize>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(actual[i].names, expected[i].names);
+    EXPECT_EQ(actual[i].shape, expected[i].shape) << expected[i].names[0];
+    EXPECT_EQ(actual[i].dtype, expected[i].dtype) << expected[i].names[0];
+    EXPECT_EQ(actual[i].trainable, expected[i].trainable) << expected[i].names[0];
+  }
+}
+
+std::string write_text(const std::filesystem::path& path, const std::string& text) {
+  std::ofstream(path) << text;
+  return path;
+}
+
+// A safetensors file of this header, with so many bytes of data.
+std::string write_safetensors(const std::filesystem::path& path, const std::string& header,
+                              size_t nbytes) {
+  const uint64_t length = header.size();
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(&length), sizeof(length));
+  file << header << std::string(nbytes, '\0');
+  return path;
+}
+
+TEST(ParameterSizes, OfAModelAreItsDistinctParametersInOrder) {
+  const PaperNet net;
+  const auto sizes = parameter_sizes(net);
+  ASSERT_EQ(sizes.size(), 11U);
+  EXPECT_EQ(sizes[0].names, (std::vector<std::string>{"empty"}));
+  EXPECT_EQ(sizes[1].names, (std::vector<std::string>{"tied", "in.weight"}));
+  EXPECT_EQ(sizes[1].shape, (std::vector<int64_t>{7, 13}));
+  EXPECT_TRUE(sizes[1].trainable);
+  const auto frozen = std::find_if(sizes.begin(), sizes.end(), [](const ParameterSize& size) {
+    return size.names[0] == "frozen.weight";
+  });
+  ASSERT_NE(frozen, sizes.end());
+  EXPECT_FALSE(frozen->trainable);
+}
+
+TEST(ParameterSizes, AreReadFromALineEach) {
+  const ScratchDirectory directory;
+  const auto path = write_text(directory / "model.sizes",
+                               "# a model\n\nfc.weight float32 4 3  # rows, columns\n"
+                               "fc.bias\tBF16 4\nscale fp64\nembed half 7 2 frozen\nids int64 5\n");
+  expect_same_sizes(read_parameter_sizes(path), {{{"fc.weight"}, {4, 3}, at::kFloat},
+                                                 {{"fc.bias"}, {4}, at::kBFloat16},
+                                                 {{"scale"}, {}, at::kDouble},
+                                                 {{"embed"}, {7, 2}, at::kHalf, false},
+                                                 {{"ids"}, {5}, at::kLong, false}});
+}
+
+TEST(ParameterSizes, AreReadFromTheHeadersOfSafetensorsFilesInTheOrderOfTheirBytes) {
+  const ScratchDirectory directory;
+  const auto path = write_safetensors(
+      directory / "model-00001-of-00002.safetensors",
+      R"({"__metadata__":{},"b":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},)"
+      R"("a":{"dtype":"BF16","shape":[3],"data_offsets":[8,14]}})",
+      14);
+  const std::vector<ParameterSize> first = {{{"b"}, {2, 1}, at::kFloat},
+                                            {{"a"}, {3}, at::kBFloat16}};
+  expect_same_sizes(read_parameter_sizes(path), first);
+  write_safetensors(directory / "model-00002-of-00002.safetensors",
+                    R"({"c":{"dtype":"I64","shape":[],"data_offsets":[0,8]}})", 8);
+  expect_same_sizes(read_parameter_sizes(directory.path()),
+                    {first[0], first[1], {{"c"}, {}, at::kLong, false}});
+}
+
+TEST(ParameterSizes, AreReadFromACheckpointWithTies) {
+  const ScratchDirectory directory;
+  const auto net = std::make_shared<PaperNet>();
+  for (auto& param : net->parameters()) param.requires_grad_();  // a checkpoint does not say
+  const auto sizes = parameter_sizes(*net);
+  auto sharded = fully_shard(net, {.precision = {.param_dtype = at::kBFloat16}});
+  save_checkpoint(directory / "saved", sharded);
+  auto read = read_parameter_sizes(directory / "saved");
+  ASSERT_EQ(read.size(), sizes.size());
+  for (const ParameterSize& size : sizes) {
+    const auto found = std::find_if(read.begin(), read.end(), [&](const ParameterSize& other) {
+      return other.names == size.names;
+    });
+    ASSERT_NE(found, read.end()) << size.names[0];
+    EXPECT_EQ(found->shape, size.shape);
+    EXPECT_EQ(found->dtype, at::kBFloat16);
+  }
+}
+
+TEST(ParameterSizes, AreMadeUpEqualToOneElement) {
+  expect_same_sizes(made_up_parameter_sizes(11, 3, at::kHalf), {{{"layers.0"}, {4}, at::kHalf},
+                                                                {{"layers.1"}, {4}, at::kHalf},
+                                                                {{"layers.2"}, {3}, at::kHalf}});
+  expect_error([] { made_up_parameter_sizes(2, 3, at::kHalf); }, {"3 layers", "2 elements"});
+  expect_error([] { made_up_parameter_sizes(2, 0, at::kHalf); }, {"0 layers"});
+}
+
+TEST(ParameterSizes, RefuseWhatIsNoList) {
+  const ScratchDirectory directory;
+  const auto expect_refused = [&](const std::string& text, const std::vector<std::string>& parts) {
+    const auto path = write_text(directory / "list", text);
+    expect_error([&] { read_parameter_sizes(path); }, parts);
+  };
+  expect_refused("", {"holds no parameters"});
+  expect_refused("a\n", {"line 1", "name dtype size", "'a' alone"});
+  expect_refused("a float32 2\n\nb float9 2\n", {"line 3", "float9"});
+  expect_refused("a float32 2 x\n", {"line 1", "'x' for a size"});
+  expect_refused("a float32 -2\n", {"'-2' for a size"});
+  expect_refused("a float32 2.5\n", {"'2.5' for a size"});
+  expect_refused("a float32 4611686018427387904 4\n", {"sizes of 'a'"});
+  expect_error([&] { read_parameter_sizes(directory / "none"); }, {"none", "must exist"});
+  std::filesystem::create_directory(directory / "empty");
+  expect_error([&] { read_parameter_sizes(directory / "empty"); }, {"holds no parameters"});
+  const auto text = write_text(directory / "a.safetensors", "no header at all, but long enough");
+  expect_error([&] { read_parameter_sizes(text); }, {"a.safetensors", "safetensors file"});
+  const auto odd = write_safetensors(directory / "a.safetensors",
+                                     R"({"a":{"dtype":"Q4","shape":[2],"data_offsets":[0,1]}})", 1);
+  expect_error([&] { read_parameter_sizes(odd); }, {"Q4"});
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <tessera/shard_plan.h>
+
+#include <map>
+#include <string>
+
+namespace tessera::tools {
+
+/// What is sharded, as arguments name it; from nothing to everything.
+inline const std::map<std::string, ShardLevel> kLevels = {{"none", ShardLevel::kNone},
+                                                          {"os", ShardLevel::kOptimizerState},
+                                                          {"os_g", ShardLevel::kGradients},
+                                                          {"p_g_os", ShardLevel::kParameters}};
+
+}  // namespace tessera::tools
