@@ -102,9 +102,8 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0) {
   for (Unit* unit : units_) {
     gradients_.push_back(
-        options.reduces
-            ? std::make_shared<UnitGradients>(*unit, options.scale, options.predivide)
-            : std::make_shared<GivenGradients>(*unit));
+        options.reduces ? std::make_shared<UnitGradients>(*unit, options.scale, options.predivide)
+                        : std::make_shared<GivenGradients>(*unit));
     used_.emplace_back(unit->layout().slots.size(), false);
   }
   std::vector<int> order(units_.size());

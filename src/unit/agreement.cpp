@@ -17,12 +17,11 @@ const char* dtype_name(std::optional<at::ScalarType> dtype) {
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<std::string> lines;
   const Precision& precision = plan.precision;
-  lines.push_back(
-      fmt::format("plan: owners {}, ignored {}, reduce_gradients {}, gather_dtype {}, predivide {}, "
-                  "bucket_bytes {}, master_only {}",
-                  plan.owners, plan.ignored, plan.reduce_gradients,
-                  dtype_name(precision.gather_dtype), plan.predivide, plan.bucket_bytes,
-                  precision.master_only));
+  lines.push_back(fmt::format(
+      "plan: owners {}, ignored {}, reduce_gradients {}, gather_dtype {}, predivide {}, "
+      "bucket_bytes {}, master_only {}",
+      plan.owners, plan.ignored, plan.reduce_gradients, dtype_name(precision.gather_dtype),
+      plan.predivide, plan.bucket_bytes, precision.master_only));
   lines.push_back(fmt::format(
       "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
       "{}, resident_bytes {}, "
