@@ -24,9 +24,9 @@ namespace tessera {
 // are sent: no gradient is copied for being in a bucket. (Transports put short pieces into one
 // message.)
 //
-// A sum is made element by element in rank order, in whatever collective it travels, and so a bucket
-// changes no bit. Which units are in one depends on the order of reductions and the layouts alone,
-// and which of them take part on what all ranks have agreed on.
+// A sum is made element by element in rank order, in whatever collective it travels, and so a
+// bucket changes no bit. Which units are in one depends on the order of reductions and the layouts
+// alone, and which of them take part on what all ranks have agreed on.
 namespace {
 
 int64_t sent_bytes(const UnitLayout& layout) {
@@ -59,9 +59,8 @@ void cut_pieces(const std::vector<Piece>& unit, int64_t begin, int64_t end, int6
     const int64_t last = std::min(end, piece.begin + piece.numel);
     if (first >= last) continue;
     pieces.push_back({to + first - begin,
-                      piece.data.defined()
-                          ? piece.data.narrow(0, first - piece.begin, last - first)
-                          : at::Tensor(),
+                      piece.data.defined() ? piece.data.narrow(0, first - piece.begin, last - first)
+                                           : at::Tensor(),
                       last - first});
   }
 }

@@ -18,11 +18,10 @@ namespace tessera {
 // because a message costs more than the copy. Layout cut the flat buffer into such chunks, equally
 // on all ranks. `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in
 // `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). With a
-// replicate dim, `replicate` then adds up what the replicas have of it. Several units may be reduced
-// in one collective: see grad_bucket.cpp. A further backward before
-// the step is added to it. A parameter without a gradient on this rank counts as zeros; one without
-// a gradient on any rank has none after all (`live_`), so the optimizer leaves it alone as in one
-// process.
+// replicate dim, `replicate` then adds up what the replicas have of it. Several units may be
+// reduced in one collective: see grad_bucket.cpp. A further backward before the step is added to
+// it. A parameter without a gradient on this rank counts as zeros; one without a gradient on any
+// rank has none after all (`live_`), so the optimizer leaves it alone as in one process.
 namespace {
 
 // The elements of `grad` in memory order. Autograd lays gradients out like their parameter.

@@ -68,8 +68,7 @@ void point_to_updated(torch::optim::Optimizer& optimizer, const Unit& unit, cons
 }
 
 void bring_unit_back(Unit& unit, torch::optim::Optimizer& optimizer, const UnitSegments& segments) {
-  for (const Segment* segment : segments)
-    move_state(optimizer, *segment, unit.layout().device);
+  for (const Segment* segment : segments) move_state(optimizer, *segment, unit.layout().device);
   const at::Tensor old = unit.updated();
   unit.bring_back();
   point_to_updated(optimizer, unit, old);

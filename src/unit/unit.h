@@ -20,7 +20,7 @@ namespace tessera {
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
-  bool master_only = false;              ///< no shard is kept beside a master copy, where one can do
+  bool master_only = false;  ///< no shard is kept beside a master copy, where one can do
   /// Gathered parameters of units that free them, now. Whole units, on each rank, also where the
   /// ranks of a host have them once.
   int64_t unsharded_bytes = 0;

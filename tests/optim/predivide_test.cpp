@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "access/sharded_state.h"
 #include "comm/gloo_backend.h"
@@ -38,12 +39,10 @@ TEST(Predivide, ByPowersOfTwoChangesNoBit) {
             ShardPlan plan{
                 .level = level, .partition = partition, .unit_bytes = 6000, .average = average};
             const auto expected = train(ranks, transport, plan);
-            for (const double predivide : {0.5, 4.0}) {
-              plan.predivide = predivide;
-              expect_same_state(train(ranks, transport, plan), expected, 0,
-                                fmt::format("{} ranks, level {}, partition {}, average {}", ranks,
-                                            int(level), int(partition), average));
-            }
+            plan.predivide = average ? 4 : 0.5;
+            expect_same_state(train(ranks, transport, plan), expected, 0,
+                              fmt::format("{} ranks, level {}, partition {}, average {}", ranks,
+                                          int(level), int(partition), average));
           }
         }
       }
@@ -88,7 +87,8 @@ TEST(Predivide, WithReplicasAndSeveralBackwardsChangesNoBit) {
   });
 }
 
-// A parameter whose gradient is what the input says: one small, and one that is a message by itself.
+// A parameter whose gradient is what the input says: one small, and one that is a message by
+// itself.
 struct Given : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return ((small.sum() + large.sum()) * x).sum(); }
   torch::Tensor small = register_parameter("small", torch::zeros({3}));
@@ -194,9 +194,7 @@ TEST(Predivide, MustBePositiveFiniteAndOfUse) {
 TEST(Predivide, MustBeTheSameOnAllRanks) {
   run_world(2, [](World& world) {
     expect_error(
-        [&] {
-          fully_shard(std::make_shared<Mlp>(8, 1, 3), {.predivide = 1.0 + world.rank()});
-        },
+        [&] { fully_shard(std::make_shared<Mlp>(8, 1, 3), {.predivide = 1.0 + world.rank()}); },
         {"the models must be the same on all ranks", "predivide 1,", "predivide 2,"});
   });
 }
