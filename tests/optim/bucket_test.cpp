@@ -44,13 +44,14 @@ struct Kinds : Net {
   }
   torch::Tensor forward(torch::Tensor x) override {
     x = torch::gelu(first(x)).matmul(tied) + frozen + empty.sum();
-    if (rank == step % 2) x = x + sometimes(x);
+    if (alike ? step != 1 : rank == step % 2) x = x + sometimes(x);
     x = torch::gelu(wide(x)).to(torch::kBFloat16).matmul(half).to(torch::kFloat);
     return last(x);
   }
   torch::nn::Linear first{nullptr}, sometimes{nullptr}, unused{nullptr}, wide{nullptr},
       last{nullptr};
   torch::Tensor tied, empty, half, frozen;
+  bool alike = false;  // all ranks leave it out, in one step
 };
 
 TrainingRun kinds_run() {
@@ -76,6 +77,7 @@ struct Training {
   std::vector<NamedTensor> operator()(World& world) const {
     const TrainingRun run = kinds_run();
     const auto net = run.make_net();
+    static_cast<Kinds&>(*net).alike = plan.level == ShardLevel::kParameters;
     const auto inner = run.make_optimizer(*net);
     ShardPlan own = plan;
     if (shard_size > 0) {
@@ -191,6 +193,38 @@ TEST_P(Buckets, ChangeNoBitOfOtherDtypes) {
   }
 }
 
+// A layer that one rank uses alone.
+struct Branch : Net {
+  torch::Tensor forward(torch::Tensor x) override {
+    x = torch::gelu(first(x));
+    if (rank == step % 2) x = x + sometimes(x);
+    return last(x);
+  }
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(kWidth, kWidth));
+  torch::nn::Linear sometimes = register_module("sometimes", torch::nn::Linear(kWidth, kWidth));
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, kOut));
+};
+
+TEST_P(Buckets, RanksMayDifferInWhatTheyUse) {
+  const auto run = sgd_run<Branch>();
+  for (const int ranks : {1, 2, 3}) {
+    const auto expected = train_alone(run, ranks);
+    for (const ShardLevel level : kAllLevels) {
+      for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {
+        run_world(
+            ranks,
+            [&](World& world) {
+              const auto state = train_sharded(
+                  run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
+              expect_same_state(state, expected, tolerance_of(ranks),
+                                fmt::format("{} ranks, level {}", ranks, int(level)));
+            },
+            std::chrono::seconds(30), GetParam());
+      }
+    }
+  }
+}
+
 // Runs a layer again in backward, so that its gradient comes twice.
 struct Again : torch::autograd::Function<Again> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
@@ -286,10 +320,11 @@ struct Counted {
   int64_t units = 0;
   ShardMemory memory;
 };
-Counted count_step(int ranks, ShardPlan plan, int backwards = 1) {
+Counted count_step(int ranks, const ShardPlan& wanted, int backwards = 1) {
   Counted counted;
   run_world(ranks, [&](World& world) {
     const auto counter = counting_process_group(world.process_group());
+    ShardPlan plan = wanted;
     plan.process_group = counter;
     const TrainingRun run = sgd_run<Mlp>(kWidth, 4, kOut);
     const auto net = run.make_net();

@@ -99,10 +99,11 @@ struct Given : torch::nn::Module {
 struct Reduced {
   double small = 0, large = 0;
 };
-Reduced reduce(const std::vector<float>& gradients, ShardPlan plan, bool on_backend = false,
-               bool is_half = false) {
+Reduced reduce(const std::vector<float>& gradients, const ShardPlan& wanted,
+               bool on_backend = false, bool is_half = false) {
   Reduced result;
   run_world(static_cast<int>(gradients.size()), [&](World& world) {
+    ShardPlan plan = wanted;
     if (on_backend) {
       const auto keys = c10::make_intrusive<c10d::PrefixStore>("backend", world.store());
       const auto timeout = world.process_group()->timeout();
