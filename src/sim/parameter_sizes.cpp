@@ -58,7 +58,6 @@ void append_safetensors(const File& directory, const std::string& name,
   }
 }
 
-// The parameters in the dtypes that they are used in.
 std::vector<ParameterSize> read_checkpoint_index(const File& directory) {
   const File file = directory.open(kIndexFile);
   std::string text(file.nbytes(), '\0');

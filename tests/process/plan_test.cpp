@@ -78,7 +78,7 @@ TEST(Plan, PrintsWhatARankKeepsAndSends) {
 
 TEST(Plan, HonoursEveryOption) {
   const TemporaryDirectory directory;
-  const auto file = write_list(directory, "a float32 100 100\nb float32 300\n");
+  const auto file = write_list(directory, "a float32 100 100\nb float32 300\nc float32 700\n");
   const auto kept = [&](Command more) {
     Command command = {file, "--ranks", "4", "--level", "p_g_os"};
     command.insert(command.end(), more.begin(), more.end());
