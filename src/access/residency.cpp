@@ -20,7 +20,8 @@ namespace tessera {
 //
 // A use that the order does not expect is served on demand. That is right if all ranks do it; the
 // order is then learned anew at the end of the pass. If one rank does it alone, its wait times out
-// and the error names the unit.
+// and the error names the unit. (In the first pass, where uses out of the order of registration are
+// usual, only those in between may differ.)
 //
 // Without gradients (evaluation, sampling) there is no backward to end a pass: uses follow the
 // forward part of the order, again and again. What is left of it is done when training goes on. If
@@ -130,18 +131,26 @@ void Residency::finish(Cursor& cursor) {
   cursor.position = -1;
 }
 
+// How far uses may move the cursor. The order of registration is a guess: a forward that comes back
+// to a unit is not in backward yet.
+ptrdiff_t Residency::reach(const Cursor& cursor) const {
+  const bool guesses = &cursor == &training_ && !learned_ && !in_backward();
+  return std::ssize(guesses ? order_.forward : cursor.order);
+}
+
 // Moves to the next use of `unit` in the order, doing what the plan says on the way.
 bool Residency::advance(Cursor& cursor, int unit) {
   const UseOrder& order = cursor.order;
   if (cursor.position >= 0 && order[cursor.position] == unit) return true;
-  auto next = std::find(order.begin() + cursor.position + 1, order.end(), unit);
-  if (next == order.end() && &cursor == &evaluation_) {
+  const auto end = order.begin() + reach(cursor);
+  auto next = std::find(std::min(order.begin() + cursor.position + 1, end), end, unit);
+  if (next == end && &cursor == &evaluation_) {
     // The next evaluation begins: end this one, then look again.
     finish(cursor);
     free_all();
-    next = std::find(order.begin(), order.end(), unit);
+    next = std::find(order.begin(), end, unit);
   }
-  if (next == order.end()) return false;
+  if (next == end) return false;
   const int target = static_cast<int>(next - order.begin());
   execute(cursor, cursor.position + 1, target + 1);
   cursor.position = target;

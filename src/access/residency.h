@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -60,6 +61,7 @@ class Residency {
   void resume_training();
   void finish(Cursor& cursor);
   void finish_both();
+  ptrdiff_t reach(const Cursor& cursor) const;
   bool advance(Cursor& cursor, int unit);
   void execute(const Cursor& cursor, int from, int to);
   void gather(Unit& unit);

@@ -69,20 +69,6 @@ UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
   return merge_orders(orders);
 }
 
-// Units by their last use in backward; those that it does not use come last, in reverse
-// registration.
-std::vector<int> reduction_order(const UseOrder& backward, int units) {
-  std::vector<int> order(units);
-  for (int unit = 0; unit < units; ++unit) order[unit] = units - 1 - unit;
-  auto last_use = [&](int unit) {
-    const auto it = std::find(backward.rbegin(), backward.rend(), unit);
-    return it == backward.rend() ? backward.size() : backward.rend() - it;
-  };
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return last_use(a) < last_use(b); });
-  return order;
-}
-
 }  // namespace
 
 std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> parameters,

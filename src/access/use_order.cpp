@@ -145,4 +145,16 @@ std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vect
   return steps;
 }
 
+std::vector<int> reduction_order(const UseOrder& backward, int units) {
+  std::vector<int> order(units);
+  for (int unit = 0; unit < units; ++unit) order[unit] = units - 1 - unit;
+  auto last_use = [&](int unit) {
+    const auto it = std::find(backward.rbegin(), backward.rend(), unit);
+    return it == backward.rend() ? backward.size() : backward.rend() - it;
+  };
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return last_use(a) < last_use(b); });
+  return order;
+}
+
 }  // namespace tessera

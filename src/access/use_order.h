@@ -32,6 +32,10 @@ PassOrder registration_order(int units);
 /// that a rank that uses one of them for the first time finds it where the other ranks expect it.
 void insert_missing(PassOrder& pass, const std::vector<int>& all);
 
+/// Units by their last use in backward; those that it does not use come last, in reverse
+/// registration.
+std::vector<int> reduction_order(const UseOrder& backward, int units);
+
 /// What to do when use reaches a position of the order: first free, then gather.
 struct ResidencyStep {
   std::vector<int> free;

@@ -38,7 +38,7 @@ bool can_share(const UnitLayout& a, const UnitLayout& b) {
          a.device == b.device;
 }
 
-bool is_frozen(const Unit& unit) { return !unit.layout().slots.front().requires_grad; }
+bool is_frozen(const UnitLayout& layout) { return !layout.slots.front().requires_grad; }
 
 const UnitLayout& layout_of(const UnitGradients* unit) { return unit->unit().layout(); }
 
@@ -97,8 +97,8 @@ at::Tensor earlier_buffer(const std::vector<UnitGradients*>& units, int64_t nume
 
 }  // namespace
 
-std::vector<GradBucket> cut_buckets(const std::vector<Unit*>& units, const std::vector<int>& order,
-                                    int64_t nbytes) {
+std::vector<GradBucket> cut_buckets(const std::vector<const UnitLayout*>& units,
+                                    const std::vector<int>& order, int64_t nbytes) {
   std::vector<GradBucket> buckets;
   GradBucket open;
   int64_t room = 0;
@@ -108,14 +108,14 @@ std::vector<GradBucket> cut_buckets(const std::vector<Unit*>& units, const std::
     if (!open.units.empty()) buckets.push_back(std::exchange(open, {}));
   };
   for (const int unit : order) {
-    const UnitLayout& layout = units[unit]->layout();
+    const UnitLayout& layout = *units[unit];
     // Others have nothing to do with what is this rank's own, and nobody with what is frozen.
-    if (is_frozen(*units[unit]) || !layout.is_replicated) {
+    if (is_frozen(layout) || !layout.is_replicated) {
       buckets.push_back({{static_cast<size_t>(unit)}, layout.name});
       continue;
     }
     if (open.units.empty() || nbytes == 0 || sent_bytes(layout) > room ||
-        !can_share(layout, units[open.units.front()]->layout())) {
+        !can_share(layout, *units[open.units.front()])) {
       close();
       open.name = layout.name;
       room = nbytes;

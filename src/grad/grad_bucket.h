@@ -17,9 +17,9 @@ struct GradBucket {
 
 /// Cuts an order of units into buckets of at most `nbytes` of gradients as they are sent; 0: each
 /// unit by itself. Units in a bucket follow one another, and agree in dtypes and device. What was
-/// frozen when it was sharded is in none with others.
-std::vector<GradBucket> cut_buckets(const std::vector<Unit*>& units, const std::vector<int>& order,
-                                    int64_t nbytes);
+/// frozen when it was sharded, or is each rank's own, is in none with others.
+std::vector<GradBucket> cut_buckets(const std::vector<const UnitLayout*>& units,
+                                    const std::vector<int>& order, int64_t nbytes);
 
 /// All ranks: starts reducing what has arrived for these units, in one collective.
 ///

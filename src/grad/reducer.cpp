@@ -148,7 +148,9 @@ void Reducer::uninstall() {
 
 void Reducer::set_order(std::vector<int> order) {
   order_ = std::move(order);
-  buckets_ = cut_buckets(units_, order_, options_.bucket_bytes);
+  std::vector<const UnitLayout*> layouts;
+  for (const Unit* unit : units_) layouts.push_back(&unit->layout());
+  buckets_ = cut_buckets(layouts, order_, options_.bucket_bytes);
   for (const GradBucket& bucket : buckets_) {
     int64_t nbytes = 0;
     for (const size_t unit : bucket.units) nbytes += units_[unit]->layout().nbytes();

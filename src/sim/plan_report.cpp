@@ -118,7 +118,7 @@ PlanReport plan_report(const std::vector<ParameterSize>& parameters, const Shard
   const PlannedGathers gathers = plan_gathers(units, plan, options);
   const auto planned = [&](int rank) {
     PlannedRank result{rank, planned_memory(units, plan, options, rank),
-                       planned_traffic(units, gathers, options, rank)};
+                       planned_traffic(units, gathers, plan, options, rank)};
     result.memory.peak_unsharded = gathers.peak_bytes;
     return result;
   };

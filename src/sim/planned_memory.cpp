@@ -24,7 +24,8 @@ ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan
     const int64_t item = item_size(unit.master_dtype);
     if (!frees(unit, options.ranks)) {
       memory.parameters += unit.nbytes();
-    } else if (!is_offloaded) {  // else the master copy serves as the shard
+    } else if (!is_offloaded && !(plan.precision.master_only && unit.has_master())) {
+      // Else the master copy serves as the shard.
       memory.parameters += unit.shard_numel(rank) * item_size(unit.dtype);
     }
     if (is_offloaded || unit.has_master()) masters += (end - begin) * item;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "access/use_order.h"
+#include "grad/grad_bucket.h"
 #include "sim/planned_units.h"
 
 namespace tessera {
@@ -39,16 +40,20 @@ void add(Entry& entry, int64_t calls, int64_t bytes) {
 // What a rank sends of an all-reduce over `size` ranks.
 int64_t all_reduce_bytes(int64_t nbytes, int size) { return 2 * (size - 1) * nbytes / size; }
 
-// The gradients of one unit.
-void add_reductions(PlannedTraffic& traffic, const UnitLayout& unit,
+// The gradients of the units of one bucket.
+void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*>& units,
                     const PlanReportOptions& options, int rank) {
-  const int64_t own = unit.shard_numel(rank);
-  const int64_t own_bytes = own * item_size(unit.master_dtype);
-  add(traffic.reduce, 1, (unit.numel() - own) * item_size(unit.reduce_dtype));
-  if (options.replicas > 1)
-    add(traffic.replicate, 1, all_reduce_bytes(own_bytes, options.replicas));
-  if (unit.level == ShardLevel::kNone && options.ranks > 1)
-    add(traffic.gather_reduced, 1, (options.ranks - 1) * own_bytes);
+  int64_t sent = 0, kept = 0;
+  for (const UnitLayout* unit : units) {
+    const int64_t own = unit->shard_numel(rank);
+    const int64_t own_bytes = own * item_size(unit->master_dtype);
+    sent += (unit->numel() - own) * item_size(unit->reduce_dtype);
+    kept += own_bytes;
+    if (unit->level == ShardLevel::kNone && options.ranks > 1)
+      add(traffic.gather_reduced, 1, (options.ranks - 1) * own_bytes);
+  }
+  add(traffic.reduce, 1, sent);
+  if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));
 }
 
 }  // namespace
@@ -57,7 +62,8 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
                             const PlanReportOptions& options) {
   const PassOrder pass = order_of_use(units, options);
   const UseOrder order = pass.joined();
-  PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size())};
+  PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size()),
+                         reduction_order(pass.backward, static_cast<int>(units.size()))};
   std::vector<int64_t> nbytes;
   for (size_t unit = 0; unit < units.size(); ++unit) {
     const bool is_freed = frees(units[unit], options.ranks);
@@ -81,20 +87,29 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
 }
 
 PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const PlannedGathers& gathers,
-                               const PlanReportOptions& options, int rank) {
+                               const ShardPlan& plan, const PlanReportOptions& options, int rank) {
   PlannedTraffic traffic;
   int64_t slots = 0;
+  std::vector<const UnitLayout*> layouts;
+  for (const UnitLayout& unit : units) layouts.push_back(&unit);
   for (size_t i = 0; i < units.size(); ++i) {
     const UnitLayout& unit = units[i];
+    slots += static_cast<int64_t>(unit.slots.size());
+    if (!unit.is_replicated) continue;  // others have nothing to do with it
     const int64_t gathered =
         (options.ranks - 1) * unit.shard_numel(rank) * item_size(unit.gather_dtype);
     add(traffic.gather_forward, gathers.forward[i], gathered);
     add(traffic.gather_backward, gathers.backward[i], gathered);
-    slots += static_cast<int64_t>(unit.slots.size());
     if (!is_trainable(unit)) continue;
-    add_reductions(traffic, unit, options, rank);
     const bool stays_whole = unit.level != ShardLevel::kNone && !frees(unit, options.ranks);
     if (stays_whole && options.ranks > 1) add(traffic.gather_updated, 1, gathered);
+  }
+  for (const GradBucket& bucket : cut_buckets(layouts, gathers.reductions, plan.bucket_bytes)) {
+    const UnitLayout& first = units[bucket.units.front()];
+    if (!is_trainable(first) || !first.is_replicated) continue;
+    std::vector<const UnitLayout*> together;
+    for (const size_t unit : bucket.units) together.push_back(&units[unit]);
+    add_reductions(traffic, together, options, rank);
   }
   // A byte for each parameter, and one for whether any rank wants attention.
   if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(slots + 1, options.ranks));

@@ -24,6 +24,7 @@ inline int64_t item_size(at::ScalarType dtype) {
 /// How often each unit is gathered in a pass, and the peak of what is gathered.
 struct PlannedGathers {
   std::vector<int> forward, backward;  ///< by unit
+  std::vector<int> reductions;         ///< units in the order of reductions
   int64_t peak_bytes = 0;
 };
 PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPlan& plan,
@@ -32,6 +33,6 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
 ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan& plan,
                            const PlanReportOptions& options, int rank);
 PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const PlannedGathers& gathers,
-                               const PlanReportOptions& options, int rank);
+                               const ShardPlan& plan, const PlanReportOptions& options, int rank);
 
 }  // namespace tessera

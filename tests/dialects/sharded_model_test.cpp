@@ -1,8 +1,11 @@
 // ShardedModelV2.
 #include <fmt/format.h>
 
+#include <filesystem>
+
 #include "access/sharded_state.h"
 #include "dialects/colossalai.h"
+#include "support/scratch_directory.h"
 
 namespace tessera::testing {
 namespace {
@@ -279,7 +282,7 @@ TEST(ShardedModelV2, CO_13_TheShardMayBeTheMastersAlone) {
       int64_t bytes = 0, reused = 0;
       const auto expected = train(false, bytes);
       expect_same_state(train(true, reused), expected, 0, "reused");
-      if (ranks > 1) EXPECT_EQ(reused, 0);
+      if (ranks > 1) { EXPECT_EQ(reused, 0); }
       EXPECT_GT(bytes, 0);
     });
   }
@@ -316,6 +319,53 @@ TEST(ShardedModelV2, CO_15_GradientsThatNeedGradientsAreRefused) {
   });
 }
 
+TEST(ShardedModelV2, CO_16_MemoryIsTracedAndWritten) {
+  const ScratchDirectory directory;
+  run_world(2, [&](World& world) {
+    Tower net = zero_net<Tower>();
+    ShardedModelV2<Tower> model(net, kTensor, {.use_memory_tracer = true});
+    auto adam = adam_of(net);
+    ShardedOptimizerV2 optimizer(model, adam, kSmallScale);
+    train_tower(model, optimizer, world, 2);
+    const std::string path = directory / "stats";
+    model.dump_memory_stats(path);
+    if (world.rank() == 0) {
+      for (const std::string& file : {path, path + ".svg", path + ".json"})
+        EXPECT_GT(std::filesystem::file_size(file), 100U) << file;
+    }
+    ShardedModelV2<Tower> untraced(zero_net<Tower>(), kTensor);
+    expect_error([&] { untraced.dump_memory_stats(path); }, {"needs use_memory_tracer"});
+  });
+}
+
+TEST(ShardedModelV2, CO_16_TheBudgetIsFilledWithWhatIsUsedNext) {
+  run_world(2, [](World& world) {
+    world.set_process_group(counting_process_group(world.process_group()));
+    const auto gathers = [&](const ShardedModelV2Options& options) {
+      Tower net = zero_net<Tower>();
+      ShardedModelV2<Tower> model(net, kTensor, options);
+      auto adam = adam_of(net);
+      ShardedOptimizerV2 optimizer(model, adam, kSmallScale);
+      train_tower(model, optimizer, world, 3);
+      const auto step = [&] {
+        optimizer.zero_grad();
+        optimizer.backward(tower_loss(model, 0, world.rank(), 2));
+        EXPECT_TRUE(optimizer.step());
+      };
+      step();
+      return count(world, step).all_gather.calls;
+    };
+    const auto with = [](int64_t bytes) {
+      return ShardedModelV2Options{.tensor_placement_policy = "auto", .memory_budget = bytes};
+    };
+    const auto freed = gathers({});
+    EXPECT_EQ(gathers(with(1 << 30)), 6) << "each parameter once";
+    EXPECT_GT(freed, 6);
+    expect_error([&] { gathers(with(100)); }, {"100"});
+    expect_error([&] { gathers({.tensor_placement_policy = "auto"}); }, {"needs memory_budget"});
+  });
+}
+
 TEST(ShardedModelV2, CO_17_StateIsThatOfThePlainModel) {
   on_ranks_and_strategies([](World& world, const ShardStrategyPtr& strategy) {
     for (const bool shard_param : {true, false}) {
@@ -333,8 +383,9 @@ TEST(ShardedModelV2, CO_17_StateIsThatOfThePlainModel) {
       other->calls.set_data(other->calls.to(torch::kLong));
       expect_same_state(model.state_dict(), plain_state(*other), 0, "loaded");
       EXPECT_EQ(master.scalar_type(), torch::kFloat);
-      if (world.rank() == 0)
+      if (world.rank() == 0) {
         EXPECT_FALSE(torch::equal(master, master.to(torch::kHalf).to(torch::kFloat)));
+      }
       auto part = plain_state(*other);
       part.erase(part.begin());
       expect_error([&] { model.load_state_dict(part); }, {"'first.weight' is missing"});
@@ -388,6 +439,9 @@ TEST(ShardedModelV2, OptionsMustFit) {
     expect_error([&] { make({.reduce_scatter_process_group = single_process_group()}); },
                  {"reduce_scatter_process_group must be null"});
     expect_error([&] { make({.memory_budget = 5}); }, {"memory_budget needs"});
+    expect_error([&] {
+      make({.offload_config = {{"device", "cpu"}}, .tensor_placement_policy = "auto", .memory_budget = 5});
+    }, {"offload_config can't go with"});
     expect_error([&] { make({.gradient_predivide_factor = 0}); }, {"predivide"});
     expect_error([&] { ShardedModelV2<Tower>(zero_net<Tower>(), nullptr); }, {"shard_strategy"});
     ShardedModelV2<Tower> model(zero_net<Tower>(), kTensor,

@@ -106,6 +106,42 @@ TEST(ShardedOptimizerV2, CO_31_OffloadIsTheModels) {
   });
 }
 
+TEST(ShardedOptimizerV2, CO_31_AShareOfTheMarginIsFilledOnce) {
+  run_world(2, [](World& world) {
+    const auto offloaded_after = [&](double ratio, int64_t budget, int steps) {
+      ShardedModelV2Options model{.tensor_placement_policy = "cpu", .use_memory_tracer = true};
+      model.memory_budget = budget;
+      Job job({.cpu_offload = true, .gpu_margin_mem_ratio = ratio}, {.shard_param = true}, model);
+      for (int i = 0; i < steps; ++i) job.step(world);
+      for (int i = 0; i < 2; ++i) EXPECT_TRUE(job.step(world));
+      const ShardMemory memory = job.optimizer.sharded().memory();
+      EXPECT_EQ(memory.offloaded + memory.master_weights + memory.optimizer_state,
+                job.optimizer.get_memory_usage().second);
+      return memory.offloaded;
+    };
+    const int64_t all = offloaded_after(0, 1 << 20, 2);
+    EXPECT_GT(all, 0);
+    EXPECT_EQ(offloaded_after(1, 1 << 20, 2), 0) << "there is room for everything";
+    EXPECT_EQ(offloaded_after(1, 10, 2), all) << "there is room for nothing";
+    const int64_t some = offloaded_after(0.005, 1 << 20, 2);
+    EXPECT_GT(some, 0);
+    EXPECT_LT(some, all);
+    // Numbers do not depend on it.
+    const auto train = [&](double ratio) {
+      ShardedModelV2Options model{.tensor_placement_policy = "cpu", .use_memory_tracer = true};
+      model.memory_budget = 1 << 20;
+      Job job({.cpu_offload = true, .gpu_margin_mem_ratio = ratio}, kFloatShards, model);
+      return train_tower(job.model, job.optimizer, world);
+    };
+    expect_same_state(train(0.5), train(0), 0, "margin");
+    const Tower net = zero_net<Tower>();
+    ShardedModelV2<Tower> model(net, kTensor, {.tensor_placement_policy = "cpu"});
+    auto adam = torch::optim::AdamW(net->parameters());
+    expect_error([&] { ShardedOptimizerV2(model, adam, {.cpu_offload = true, .gpu_margin_mem_ratio = 0.5}); },
+                 {"needs use_memory_tracer and memory_budget"});
+  });
+}
+
 TEST(ShardedOptimizerV2, CO_32_TheScaleHasHysteresisAndBounds) {
   run_world(1, [](World& world) {
     Job job({.initial_scale = 64, .min_scale = 4, .growth_interval = 3, .max_scale = 128});

@@ -394,11 +394,11 @@ TEST(BucketTraffic, BucketsAreRunsOfTheOrderThatFit) {
   run_world(2, [](World&) {
     const auto net = std::make_shared<Kinds>();
     const auto sharded = fully_shard(net, {.unit_bytes = 0});
-    std::vector<Unit*> units;
-    for (const auto& unit : sharded.state()->units()) units.push_back(unit.get());
+    std::vector<const UnitLayout*> units;
+    for (const auto& unit : sharded.state()->units()) units.push_back(&unit->layout());
     std::vector<int> order(units.size());
     std::iota(order.rbegin(), order.rend(), 0);
-    const auto sent = [&](size_t i) { return units[i]->layout().nbytes(); };
+    const auto sent = [&](size_t i) { return units[i]->nbytes(); };
     for (const int64_t bytes : {int64_t{0}, int64_t{1}, int64_t{7000}, int64_t{20000}, kAll}) {
       std::vector<size_t> seen;
       const auto buckets = cut_buckets(units, order, bytes);
@@ -406,10 +406,10 @@ TEST(BucketTraffic, BucketsAreRunsOfTheOrderThatFit) {
         const auto& bucket = buckets[b];
         int64_t total = 0;
         for (const size_t unit : bucket.units) {
-          const UnitLayout& layout = units[unit]->layout();
+          const UnitLayout& layout = *units[unit];
           total += sent(unit);
           seen.push_back(unit);
-          EXPECT_EQ(layout.dtype, units[bucket.units[0]]->layout().dtype);
+          EXPECT_EQ(layout.dtype, units[bucket.units[0]]->dtype);
           EXPECT_TRUE(layout.slots[0].requires_grad || bucket.units.size() == 1);
         }
         EXPECT_TRUE(bucket.units.size() == 1 || (total <= bytes && bytes > 0));

@@ -141,6 +141,9 @@ TEST_P(PlanReportMatrix, EqualsTheEngineWithEveryOptionOfUnitsAndResidency) {
       {.units = {{"norm.weight", "norm.bias"}, {"in.weight", "out.weight"}}},
       {.unit_bytes = 300, .ignored = {"square.weight"}},
       {.partition = Partition::kWholeParam, .unit_bytes = 300, .owners = {{"out.weight", 0}}},
+      {.unit_bytes = 0, .bucket_bytes = 600},
+      {.unit_bytes = 300, .predivide = 2, .bucket_bytes = 1 << 30},
+      {.unit_bytes = 300, .precision = {.param_dtype = at::kBFloat16, .master_only = true}},
       {.unit_bytes = 300, .offload = Offload::kHost},
       {.unit_bytes = 300, .precision = {.param_dtype = at::kBFloat16}, .offload = Offload::kHost}};
   on_all_ranks([&](const Groups& groups) {
@@ -153,6 +156,22 @@ TEST_P(PlanReportMatrix, EqualsTheEngineWithEveryOptionOfUnitsAndResidency) {
       }
     }
   });
+}
+
+TEST(PlanReport, CountsWhatEachRankHasItsOwnOfOnce) {
+  for (const int ranks : {1, 2, 3}) {
+    run_gloo(ranks, [&](World& world) {
+      for (const auto level : kAllLevels) {
+        for (const auto partition : kPartitions) {
+          expect_plan_is_measured(Groups(world, ranks), {.level = level,
+                                                         .partition = partition,
+                                                         .unit_bytes = 300,
+                                                         .unreplicated = {"square.weight", "out.bias"},
+                                                         .bucket_bytes = 600});
+        }
+      }
+    });
+  }
 }
 
 // A model whose operators use one unit each, in registration order and back, as the plan assumes.
