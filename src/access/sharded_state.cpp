@@ -13,6 +13,8 @@
 
 #include "access/dist_parameters.h"
 #include "access/join_scope.h"
+#include "access/live_memory.h"
+#include "access/memory_budget.h"
 #include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
@@ -65,6 +67,11 @@ void check_plan(const ShardPlan& plan) {
                     plan.resident_bytes);
   TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
                     plan.prefetch);
+  TORCH_CHECK_VALUE(plan.memory_budget.value_or(1) > 0,
+                    "[fully_shard] plan.memory_budget must be positive; got ", *plan.memory_budget);
+  TORCH_CHECK_VALUE(!plan.memory_budget || plan.resident_bytes == 0,
+                    "[fully_shard] plan.memory_budget chooses plan.resident_bytes, which must be 0 then; got ",
+                    plan.resident_bytes);
   check_precision(plan.precision);
   TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
                     "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
@@ -151,6 +158,9 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     layouts = lay_out(params, plan, mesh.shard().size());
     offload = make_state_memory(plan);
     if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
+    TORCH_CHECK(!plan.memory_budget || live_memory(layouts.front().device),
+                "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
+                "has set one of its own");
   });
   check_same_model(mesh, params, plan);
   std::shared_ptr<ShardedState> state(new ShardedState(
@@ -158,6 +168,8 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
   state->adopt();
+  if (plan.memory_budget)
+    state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
   return state;
 }
 
@@ -185,7 +197,10 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
                 if (join_scope_)
                   join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
               },
-          .wants_attention = [this] { return residency_->wants_to_learn(); },
+          .wants_attention =
+              [this] {
+                return residency_->wants_to_learn() || (budget_ && budget_->wants_attention());
+              },
           .backward_ended = [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
 }
 
@@ -241,10 +256,13 @@ void ShardedState::wait_until_unread(const WorkPtr& stopped) {
 
 void ShardedState::on_backward_end(bool synced, bool learn) {
   if (synced && learn) learn_order();
+  if (budget_) budget_->end_pass(synced && learn);
   // Only a pass that ends in a reduction is learned from: of several, the record would be all
   // forwards, then all backwards.
   residency_->forget_pass();
 }
+
+std::string ShardedState::fit_memory() { return budget_ ? budget_->choose() : ""; }
 
 void ShardedState::learn_order() {
   PassOrder pass = residency_->used();

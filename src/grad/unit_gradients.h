@@ -55,6 +55,9 @@ class UnitGradients : public GradSink {
   /// All of this rank's part; undefined if there is none.
   const at::Tensor& reduced() const { return reduced_; }
   int64_t nbytes() const;
+  /// Bytes of whole gradients that have arrived and not been reduced, and of those that are being
+  /// sent, as far as that was watched.
+  int64_t in_flight_nbytes() const;
 
   Unit& unit() const { return unit_; }
 
@@ -67,6 +70,8 @@ class UnitGradients : public GradSink {
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();
   bool prepare_reduced();
+  bool holds_any() const;
+  void note_sent(const std::vector<Piece>& pieces);
 
   Unit& unit_;
   double scale_;
@@ -79,6 +84,13 @@ class UnitGradients : public GradSink {
   at::Tensor reduced_;
   at::Tensor partial_;  // this backward's own part, while `reduced_` holds those of earlier ones
   WorkPtr reduction_;   // over the shard dim, and then, in its place, over the replicate dim
+
+  // A gradient that was handed to the process group, which lets it go when all have read it.
+  struct Sent {
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+    int64_t nbytes;
+  };
+  std::vector<Sent> sent_;  // while somebody watches
 };
 
 }  // namespace tessera

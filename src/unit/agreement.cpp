@@ -17,9 +17,11 @@ const char* dtype_name(std::optional<at::ScalarType> dtype) {
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<std::string> lines;
   const Precision& precision = plan.precision;
-  lines.push_back(fmt::format("plan: owners {}, ignored {}, reduce_gradients {}, gather_dtype {}",
-                              plan.owners, plan.ignored, plan.reduce_gradients,
-                              dtype_name(precision.gather_dtype)));
+  lines.push_back(
+      fmt::format("plan: owners {}, ignored {}, reduce_gradients {}, gather_dtype {}, "
+                  "has memory_budget {}",
+                  plan.owners, plan.ignored, plan.reduce_gradients,
+                  dtype_name(precision.gather_dtype), plan.memory_budget.has_value()));
   lines.push_back(fmt::format(
       "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
       "{}, resident_bytes {}, "
