@@ -249,7 +249,7 @@ TEST_P(MemoryTracing, ActivationsRiseInForwardFallInBackwardAndReturnToTheStart)
 }
 
 TEST(MemoryTracing, TensorsOfTheUserAreOther) {
-  run_world(2, [&](World& world) {
+  run_world(1, [&](World& world) {
     Traced job(world, {.level = ShardLevel::kGradients});
     job.step(0);
     MemoryTracer tracer(*job.sharded);
