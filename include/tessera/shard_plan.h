@@ -115,6 +115,14 @@ struct ShardPlan {
   /// whose next use is farthest goes first. -1: never free any before the step.
   int64_t resident_bytes = 0;
 
+  /// Bytes that this rank may have of parameters, gradients, optimizer state and activations
+  /// together, on the model's device. The first step runs with `resident_bytes` 0 and is measured;
+  /// from the next one on, as many units stay gathered as fit on every rank. That step throws on
+  /// every rank if not even one does. Memory that the process takes for other things, or had before
+  /// the model was sharded, is not counted. Ranks may have different budgets. None:
+  /// `resident_bytes` says what stays.
+  std::optional<int64_t> memory_budget = std::nullopt;
+
   /// How many units ahead of use are gathered in the background. 0: gather when used.
   int prefetch = 1;
 

@@ -19,10 +19,13 @@
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>
 #include <tessera/join.h>
+#include <tessera/memory_sample.h>
+#include <tessera/memory_tracer.h>
 #include <tessera/optimizer_state_dict.h>
 #include <tessera/page_heap.h>
 #include <tessera/placement.h>
 #include <tessera/process_group.h>
+#include <tessera/process_memory.h>
 #include <tessera/shard_plan.h>
 #include <tessera/sharded_optimizer.h>
 #include <tessera/spawn.h>

@@ -43,6 +43,11 @@ void check_plan(const ShardPlan& plan) {
                     plan.resident_bytes);
   TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
                     plan.prefetch);
+  TORCH_CHECK_VALUE(plan.memory_budget.value_or(1) > 0,
+                    "[fully_shard] plan.memory_budget must be positive; got ", *plan.memory_budget);
+  TORCH_CHECK_VALUE(!plan.memory_budget || plan.resident_bytes == 0,
+                    "[fully_shard] plan.memory_budget chooses plan.resident_bytes, which must be 0 then; got ",
+                    plan.resident_bytes);
   check_precision(plan.precision);
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
                     "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);

@@ -44,6 +44,7 @@ bool contains(const std::vector<Unit*>& units, const Unit* unit) {
 Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch)
     : units_(std::move(units)),
       resident_bytes_(resident_bytes),
+      next_limit_(resident_bytes),
       prefetch_(prefetch),
       ahead_(units_.size(), false) {
   for (const Unit* unit : units_) any_frees_ |= unit->frees();
@@ -52,11 +53,15 @@ Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefe
   evaluation_ = make_cursor(order_.forward);
 }
 
-Residency::Cursor Residency::make_cursor(UseOrder order) const {
+std::vector<int64_t> Residency::freed_nbytes() const {
   std::vector<int64_t> nbytes;
   for (const Unit* unit : units_) nbytes.push_back(unit->frees() ? unit->layout().nbytes() : 0);
+  return nbytes;
+}
+
+Residency::Cursor Residency::make_cursor(UseOrder order) const {
   Cursor cursor;
-  cursor.steps = plan_residency(order, nbytes, resident_bytes_, prefetch_);
+  cursor.steps = plan_residency(order, freed_nbytes(), resident_bytes_, prefetch_);
   cursor.order = std::move(order);
   return cursor;
 }
@@ -64,10 +69,13 @@ Residency::Cursor Residency::make_cursor(UseOrder order) const {
 void Residency::on_use(const std::vector<Unit*>& units) {
   // Nearly always the unit of the last operator again.
   if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded) return;
+  const MemoryWatch& watch = units_.front()->context().watch;
+  watch.before_change();
   in_use_ = in_order(units);
   for (Unit* unit : std::exchange(postponed_, {})) free(*unit);
   for (Unit* unit : in_use_) use_one(*unit);
   for (Unit* unit : in_use_) unit->wait();
+  for (const Unit* unit : in_use_) watch.tell(MemoryEvent::kUnitUsed, unit->layout().name);
   in_use_.clear();
 }
 
@@ -101,6 +109,7 @@ void Residency::use_one(Unit& unit) {
 
 void Residency::record(const Unit& unit) {
   if (!in_backward()) {
+    if (used_.forward.empty()) unit.context().watch.tell(MemoryEvent::kForwardBegin);
     append_use(used_.forward, unit.index());
     if (used_.forward.size() > kLongestRecord) forget_pass(), deviated_ = true;
     return;
@@ -237,10 +246,17 @@ void Residency::learn(const PassOrder& pass) {
   deviated_ = false;
 }
 
+void Residency::set_resident_bytes(int64_t resident_bytes) { next_limit_ = resident_bytes; }
+
 void Residency::on_step(const std::vector<bool>& changed) {
   finish_both();
   free_all();
   restart();
+  if (next_limit_ != resident_bytes_) {
+    resident_bytes_ = next_limit_;
+    training_ = make_cursor(order_.joined());
+    evaluation_ = make_cursor(order_.forward);
+  }
   // Units that always exist whole are gathered now, in order of use, while the next forward begins;
   // of the others, the first ones.
   std::vector<bool> done(units_.size(), false);

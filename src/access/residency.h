@@ -39,6 +39,13 @@ class Residency {
   /// full parameters and starts the next pass.
   void on_step(const std::vector<bool>& changed);
 
+  /// All ranks, with equal arguments: another limit, from the next step of the optimizer on.
+  void set_resident_bytes(int64_t resident_bytes);
+  int64_t resident_bytes() const { return resident_bytes_; }
+  int prefetch() const { return prefetch_; }
+  /// Bytes of each unit's full parameters, 0 if they are not freed between uses.
+  std::vector<int64_t> freed_nbytes() const;
+
   /// All ranks: frees all units that can be freed, unless they are held.
   void free_everything();
 
@@ -72,6 +79,7 @@ class Residency {
 
   std::vector<Unit*> units_;
   int64_t resident_bytes_;
+  int64_t next_limit_;  // `resident_bytes_` from the next step on
   int prefetch_;
   bool any_frees_ = false;
   bool learned_ = false;

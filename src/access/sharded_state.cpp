@@ -14,6 +14,8 @@
 #include "access/check_plan.h"
 #include "access/dist_parameters.h"
 #include "access/join_scope.h"
+#include "access/live_memory.h"
+#include "access/memory_budget.h"
 #include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
@@ -95,6 +97,9 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     layouts = lay_out(params, plan, mesh.shard().size());
     offload = make_state_memory(plan);
     if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
+    TORCH_CHECK(!plan.memory_budget || live_memory(layouts.front().device),
+                "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
+                "has set one of its own");
   });
   check_same_model(mesh, params, plan);
   std::shared_ptr<ShardedState> state(new ShardedState(
@@ -104,6 +109,8 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
   state->adopt();
+  if (plan.memory_budget)
+    state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
   return state;
 }
 
@@ -114,7 +121,8 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
       buffers_(synced_),
       context_(std::move(context)),
       own_context_{.mesh = ShardMesh(single_process_group(), nullptr),
-                   .offload = context_.offload} {
+                   .offload = context_.offload,
+                   .shared_watch = context_.shared_watch} {
   std::vector<Unit*> units;
   for (UnitLayout& layout : layouts) {
     const int index = static_cast<int>(units_.size());
@@ -141,7 +149,10 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
                 if (join_scope_)
                   join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
               },
-          .wants_attention = [this] { return residency_->wants_to_learn(); },
+          .wants_attention =
+              [this] {
+                return residency_->wants_to_learn() || (budget_ && budget_->wants_attention());
+              },
           .backward_ended = [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
 }
 
@@ -203,10 +214,13 @@ void ShardedState::wait_until_unread(const WorkPtr& stopped) {
 
 void ShardedState::on_backward_end(bool synced, bool learn) {
   if (synced && learn) learn_order();
+  if (budget_) budget_->end_pass(synced && learn);
   // Only a pass that ends in a reduction is learned from: of several, the record would be all
   // forwards, then all backwards.
   residency_->forget_pass();
 }
+
+std::string ShardedState::fit_memory() { return budget_ ? budget_->choose() : ""; }
 
 void ShardedState::learn_order() {
   PassOrder pass = residency_->used();

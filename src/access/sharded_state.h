@@ -17,6 +17,7 @@
 namespace tessera {
 
 class JoinScope;
+class MemoryBudget;
 class ShardedState;
 
 /// The state of a module that was sharded in place; null for another.
@@ -69,6 +70,10 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   /// unless it does on all ranks.
   void visit_whole_units(const std::function<void(const Unit&)>& visit);
 
+  /// All ranks, after the optimizer has changed the shards: lets as many units stay gathered as the
+  /// plan's budget of memory allows. Returns an error, the same on all ranks, if it is too small.
+  std::string fit_memory();
+
   /// The place of a parameter by name (any of its names) or tensor; empty if it is not the model's.
   std::optional<ParamPlace> find(const std::string& name) const;
   std::optional<ParamPlace> find(const at::Tensor& tensor) const;
@@ -84,8 +89,10 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   /// The ranks that the model is sharded over.
   ProcessGroup& process_group() const { return context_.mesh.shard(); }
   UnitContext& context() { return context_; }
+  const UnitContext& context() const { return context_; }
   Residency& residency() { return *residency_; }
   Reducer& reducer() { return *reducer_; }
+  const Reducer& reducer() const { return *reducer_; }
   std::weak_ptr<GradSink> grad_sink(size_t unit) const { return reducer_->gradients()[unit]; }
   const ParamSlot& slot(const ParamPlace& place) const {
     return units_[place.unit]->layout().slots[place.slot];
@@ -110,6 +117,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Reducer> reducer_;
   JoinScope* join_scope_ = nullptr;
+  std::unique_ptr<MemoryBudget> budget_;  // null: the plan has none
 };
 
 }  // namespace tessera

@@ -45,7 +45,10 @@ UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
 class ResidentSet {
  public:
   ResidentSet(const UseOrder& order, const std::vector<int64_t>& nbytes, int64_t limit)
-      : order_(order), nbytes_(nbytes), limit_(limit) {}
+      : nbytes_(nbytes), limit_(limit), end_(order.size()), uses_(nbytes.size()) {
+    for (size_t position = 0; position < order.size(); ++position)
+      uses_[order[position]].push_back(position);
+  }
 
   bool add(int unit) { return units_.insert(unit).second; }
 
@@ -62,7 +65,7 @@ class ResidentSet {
                      [&](int a, int b) { return next_use(a, position) > next_use(b, position); });
     std::vector<int> freed;
     for (const int unit : idle) {
-      const bool never_used = next_use(unit, position) == order_.size();
+      const bool never_used = next_use(unit, position) == end_;
       if (limit_ < 0 || (idle_bytes <= limit_ && !never_used)) continue;
       idle_bytes -= nbytes_[unit];
       units_.erase(unit);
@@ -73,13 +76,14 @@ class ResidentSet {
 
  private:
   size_t next_use(int unit, size_t position) const {
-    return std::find(order_.begin() + static_cast<int64_t>(position), order_.end(), unit) -
-           order_.begin();
+    const auto next = std::lower_bound(uses_[unit].begin(), uses_[unit].end(), position);
+    return next == uses_[unit].end() ? end_ : *next;
   }
 
-  const UseOrder& order_;
   const std::vector<int64_t>& nbytes_;
   int64_t limit_;
+  size_t end_;
+  std::vector<std::vector<size_t>> uses_;  // positions, by unit
   std::set<int> units_;
 };
 
@@ -155,6 +159,18 @@ std::vector<int> reduction_order(const UseOrder& backward, int units) {
   std::stable_sort(order.begin(), order.end(),
                    [&](int a, int b) { return last_use(a) < last_use(b); });
   return order;
+}
+
+std::vector<int64_t> gathered_bytes(const std::vector<ResidencyStep>& steps,
+                                    const std::vector<int64_t>& nbytes) {
+  std::vector<int64_t> bytes;
+  int64_t now = 0;
+  for (const ResidencyStep& step : steps) {
+    for (const int unit : step.free) now -= nbytes[unit];
+    for (const int unit : step.gather) now += nbytes[unit];
+    bytes.push_back(now);
+  }
+  return bytes;
 }
 
 }  // namespace tessera

@@ -51,4 +51,8 @@ struct ResidencyStep {
 std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vector<int64_t>& nbytes,
                                           int64_t resident_bytes, int prefetch);
 
+/// How many bytes are gathered at each position of such a plan.
+std::vector<int64_t> gathered_bytes(const std::vector<ResidencyStep>& steps,
+                                    const std::vector<int64_t>& nbytes);
+
 }  // namespace tessera

@@ -55,8 +55,10 @@ void check_options(const ShardedModelV2Options& options) {
   TORCH_CHECK_TYPE(policy == "cuda" || policy == "cpu" || policy == "auto",
                    "[ShardedModelV2] Unknown tensor placement policy ", policy,
                    ": expected cuda, cpu or auto");
-  TORCH_CHECK_VALUE(!options.memory_budget || policy == "auto",
-                    "[ShardedModelV2] memory_budget needs tensor_placement_policy auto; got ", policy);
+  TORCH_CHECK_VALUE(policy != "auto" || options.memory_budget, "[ShardedModelV2] tensor_placement_policy auto needs "
+                    "memory_budget: the bytes that this rank may use");
+  TORCH_CHECK_VALUE(!options.memory_budget || policy == "auto" || is_offloaded(options),
+                    "[ShardedModelV2] memory_budget needs tensor_placement_policy auto or cpu; got ", policy);
   TORCH_CHECK_VALUE(policy != "auto" || options.offload_config.empty(),
                     "[ShardedModelV2] offload_config can't go with tensor_placement_policy auto");
   TORCH_CHECK_VALUE(!options.reduce_scatter_process_group ||
@@ -114,6 +116,15 @@ void check_contexts(const std::vector<Found>& all, const ShardStrategyPtr& strat
 
 }  // namespace
 
+ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options) {
+  if (options.process_group) return options.process_group;
+  for (const at::Tensor& param : module.parameters()) {
+    const auto origin = std::dynamic_pointer_cast<const ParamOrigin>(origin_of(param));
+    if (origin && origin->options.dp_process_group) return origin->options.dp_process_group;
+  }
+  return default_process_group();
+}
+
 ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
                   const ShardedModelV2Options& options) {
   check_options(options);
@@ -122,9 +133,7 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   const ParamOrigin& first = *all.front().origin;
   ShardPlan plan;
   strategy->apply(module, plan);
-  plan.process_group = options.process_group            ? options.process_group
-                       : first.options.dp_process_group ? first.options.dp_process_group
-                                                        : default_process_group();
+  plan.process_group = group_of(module, options);
   check_contexts(all, strategy, plan.process_group);
   plan.level = ShardLevel::kGradients;
   for (const Found& found : all) {
@@ -147,6 +156,7 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
                        ? *options.gradient_predivide_factor
                        : automatic_predivide(plan.process_group->size());
   if (is_offloaded(options)) plan.offload = Offload::kHost;
+  if (options.tensor_placement_policy == "auto") plan.memory_budget = options.memory_budget;
   return plan;
 }
 

@@ -29,13 +29,14 @@ namespace {
 
 ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
                       const ShardedModelV2Options& options) {
-  const ShardMesh ranks(options.process_group ? options.process_group : default_process_group(),
-                        nullptr);
+  const ShardMesh ranks(group_of(module, options), nullptr);
   ShardPlan plan;
   check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
-  return {options,
-          ShardedModule(ShardedState::create(named_tensors(module.named_parameters()),
-                                             named_tensors(module.named_buffers()), plan))};
+  ModelState state{
+      options, ShardedModule(ShardedState::create(named_tensors(module.named_parameters()),
+                                                  named_tensors(module.named_buffers()), plan))};
+  if (options.use_memory_tracer) state.tracer.emplace(state.sharded);
+  return state;
 }
 
 }  // namespace
@@ -71,6 +72,14 @@ std::vector<NamedTensor> AnyShardedModelV2::state_dict() {
 
 void AnyShardedModelV2::load_state_dict(const std::vector<NamedTensor>& state, bool strict) {
   state_->sharded.load_full_state(state, strict);
+}
+
+void AnyShardedModelV2::dump_memory_stats(const std::string& filename) const {
+  TORCH_CHECK(state_->tracer, "[dump_memory_stats] needs use_memory_tracer among the options of ShardedModelV2");
+  if (state_->sharded.state()->mesh().rank() != 0) return;
+  state_->tracer->dump_memory_stats(filename);
+  state_->tracer->write_svg(filename + ".svg");
+  state_->tracer->write_chrome_trace(filename + ".json");
 }
 
 ShardedModule AnyShardedModelV2::sharded() const { return state_->sharded; }

@@ -1,7 +1,9 @@
 #include <c10/util/Exception.h>
 #include <tessera/grad_scaler.h>
+#include <tessera/memory_tracer.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -27,13 +29,26 @@ GradScalerOptions check_only(const ShardedOptimizerV2Options& options) {
   return {.init_scale = 1, .process_group = options.mp_process_group};
 }
 
-void check_options(const ShardedModule& model, const ShardedOptimizerV2Options& options) {
-  const ShardPlan& plan = model.state()->plan();
+// The most that a model and its activations have taken of the device.
+int64_t peak_on_device(const MemoryTracer& tracer) {
+  int64_t most = 0;
+  for (const MemorySample& sample : tracer.samples()) {
+    const int64_t other = std::max(sample.bytes.other, sample.peak_other);
+    most = std::max(most, sample.bytes.model() - sample.bytes.offloaded + other);
+  }
+  return most;
+}
+
+void check_options(const detail::ModelState& model, const ShardedOptimizerV2Options& options) {
+  const ShardPlan& plan = model.sharded.state()->plan();
   const double ratio = options.gpu_margin_mem_ratio;
   TORCH_CHECK_VALUE(ratio >= 0 && ratio <= 1, "[ShardedOptimizerV2] gpu_margin_mem_ratio must be between 0 and 1; got ",
                     ratio);
   TORCH_CHECK_VALUE(ratio == 0 || options.cpu_offload, "[ShardedOptimizerV2] gpu_margin_mem_ratio needs cpu_offload: "
                     "otherwise everything is on the device already");
+  TORCH_CHECK_VALUE(ratio == 0 || (model.tracer && model.options.memory_budget),
+                    "[ShardedOptimizerV2] gpu_margin_mem_ratio needs use_memory_tracer and memory_budget among the options "
+                    "of ShardedModelV2");
   TORCH_CHECK_VALUE(!options.keep_unsharded, "[ShardedOptimizerV2] keep_unsharded must be false: optimizer state of "
                     "parameters that stay whole is sharded like all other, which changes no number");
   TORCH_CHECK_VALUE(!options.dp_process_group || options.dp_process_group == plan.process_group,
@@ -51,7 +66,16 @@ struct ShardedOptimizerV2::Impl {
   ShardedOptimizerV2Options options;
   ShardedOptimizer sharded;
   GradScaler scaler, checker;
-  bool is_unscaled = false;  // the gradients, by clip_grad_norm()
+  bool is_unscaled = false;                            // the gradients, by clip_grad_norm()
+  bool has_margin = options.gpu_margin_mem_ratio > 0;  // which is not filled yet
+
+  void fill_margin() {
+    if (!std::exchange(has_margin, false)) return;
+    const auto margin =
+        static_cast<double>(*model->options.memory_budget - peak_on_device(*model->tracer));
+    const double share = margin * options.gpu_margin_mem_ratio;
+    if (share > 0) sharded.keep_on_device(static_cast<int64_t>(share));
+  }
 
   void begin_backward() {
     TORCH_CHECK(!is_unscaled || !model->has_gradients(),
@@ -68,7 +92,7 @@ struct ShardedOptimizerV2::Impl {
 
 ShardedOptimizerV2::ShardedOptimizerV2(AnyShardedModelV2& model, torch::optim::Optimizer& optimizer,
                                        const ShardedOptimizerV2Options& options) {
-  check_options(model.sharded(), options);
+  check_options(*model.state_, options);
   impl_.reset(new Impl{model.state_, options, ShardedOptimizer(model.sharded(), optimizer),
                        GradScaler(scaler_options(options)), GradScaler(check_only(options))});
 }
@@ -90,7 +114,10 @@ bool ShardedOptimizerV2::step() {
   const bool stepped = scaler.step(impl_->sharded);
   impl_->is_unscaled = false;
   scaler.update(&scaler == &impl_->checker ? std::optional(1.0) : std::nullopt);
-  if (stepped) return true;
+  if (stepped) {
+    impl_->fill_margin();
+    return true;
+  }
   TORCH_WARN("found inf during ShardedOptimV2 step; the step is skipped, the loss scale is ",
              impl_->scaler.get_scale());
   zero_grad();

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <tessera/dialects/colossalai.h>
+#include <tessera/memory_tracer.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "init/origin.h"
@@ -26,6 +28,9 @@ struct ParamOrigin final : Origin {
   static std::shared_ptr<const ParamOrigin> current();
 };
 
+/// The ranks that a module is to be sharded over.
+ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options);
+
 /// The plan of a module that was built in a context. Throws `c10::ValueError` for another, and for
 /// options that don't fit. Not collective.
 ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
@@ -38,6 +43,7 @@ struct ModelState {
   ShardedModelV2Options options;
   ShardedModule sharded;
   LossScale loss_scale = LossScale::kUnknown;
+  std::optional<MemoryTracer> tracer = std::nullopt;
 
   /// Before a backward: throws if gradients wait that were scaled otherwise.
   void begin_backward(LossScale scale);

@@ -176,6 +176,7 @@ void Reducer::begin_backward() {
   const auto token = std::make_shared<int>(0);
   backward_ = token;
   in_backward_ = true;
+  units_.front()->context().watch.tell(MemoryEvent::kBackwardBegin);
   torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
 }
 
@@ -298,9 +299,10 @@ void Reducer::end_backward() {
   if (no_sync_ > 0) {
     accumulating_ = true;
     callbacks_.backward_ended(false, false);
-    return;
+  } else {
+    callbacks_.backward_ended(true, reduce_arrived());
   }
-  callbacks_.backward_ended(true, reduce_arrived());
+  units_.front()->context().watch.tell(MemoryEvent::kBackwardEnd);
 }
 
 bool Reducer::reduce_waiting() {

@@ -87,14 +87,17 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   arrived_[slot] = seen_[slot][handle] = true;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;
+  const MemoryWatch& watch = unit_.context().watch;
+  watch.before_change();
   const size_t chunk = chunk_of_slot_[slot];
   const bool is_message = unit_.layout().chunks[chunk].is_single() && !chunks_[chunk].defined() &&
                           grad.strides() == param.strides;
   if (is_message) {
     chunks_[chunk] = predivided(flat_view(grad)).to(unit_.layout().reduce_dtype);
-    return;
+  } else {
+    place_of(slot).add_(predivided(grad));
   }
-  place_of(slot).add_(predivided(grad));
+  watch.tell(MemoryEvent::kGradientMade, unit_.layout().name);
 }
 
 // Divides before anything is rounded to a narrower dtype that is sent, and after what is sent in a
@@ -137,6 +140,16 @@ std::vector<Piece> UnitGradients::take_pieces() {
   return pieces;
 }
 
+void UnitGradients::note_sent(const std::vector<Piece>& pieces) {
+  std::erase_if(sent_, [](const Sent& sent) { return sent.memory.expired(); });
+  if (!unit_.context().watch.is_active()) return;
+  for (const Piece& piece : pieces) {
+    if (!piece.data.defined()) continue;
+    sent_.push_back(
+        {piece.data.storage().getWeakStorageImpl(), static_cast<int64_t>(piece.data.nbytes())});
+  }
+}
+
 // Makes room for the result; true if it is to be added to what is there.
 bool UnitGradients::prepare_reduced() {
   const auto& slots = unit_.layout().slots;
@@ -164,6 +177,7 @@ at::Tensor UnitGradients::shard_part() const {
 void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
+  unit_.context().watch.before_change();
   const bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();
   const ShardMesh& mesh = unit_.context().mesh;
@@ -171,17 +185,21 @@ void UnitGradients::launch() {
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
   adds_ = apart;
+  std::vector<Piece> pieces = take_pieces();
+  note_sent(pieces);
   reduction_ = std::make_shared<Reduction>(
-      mesh, apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
+      mesh, apart ? partial_ : shard_part(), std::move(pieces), layout.bounds,
       ReduceScatterOptions{
           .scale = scale_, .accumulate = accumulate && !apart, .dtype = layout.reduce_dtype},
       layout.name);
+  unit_.context().watch.tell(MemoryEvent::kReductionStarted, layout.name);
 }
 
 // Into a part of a buffer of several units: `reduced_` becomes a view of it where it is this rank's
 // part and no more. What earlier backwards left goes there first, or (`apart`) stays where it is.
 std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart) {
   TORCH_INTERNAL_ASSERT(!is_reducing());
+  unit_.context().watch.before_change();
   const bool is_view = !apart && unit_.layout().level != ShardLevel::kNone;
   const bool has_earlier = any_live();
   if (has_earlier || !is_view) prepare_reduced();
@@ -192,7 +210,10 @@ std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart
     partial_ = part;
     adds_ = apart && has_earlier;
   }
-  return take_pieces();
+  std::vector<Piece> pieces = take_pieces();
+  note_sent(pieces);
+  unit_.context().watch.tell(MemoryEvent::kReductionStarted, unit_.layout().name);
+  return pieces;
 }
 
 void UnitGradients::replicate() {
@@ -221,15 +242,24 @@ void UnitGradients::gather_whole() {
 void UnitGradients::settle(const std::vector<bool>& used) {
   if (!is_reducing()) return;
   finish_reduction();
+  unit_.context().watch.before_change();
   gather_whole();
   for (size_t slot = 0; slot < live_.size(); ++slot) {
     if (used[slot] && !cleared_[slot]) live_[slot] = true;
     cleared_[slot] = false;
   }
   if (!any_live()) reduced_.reset();
+  unit_.context().watch.tell(MemoryEvent::kUnitReduced, unit_.layout().name);
+}
+
+bool UnitGradients::holds_any() const {
+  return reduced_.defined() || std::any_of(chunks_.begin(), chunks_.end(),
+                                           [](const auto& chunk) { return chunk.defined(); });
 }
 
 void UnitGradients::clear(size_t slot) {
+  const bool held = holds_any();
+  if (held) unit_.context().watch.before_change();
   if (arrived_[slot]) {
     arrived_[slot] = false;
     if (unit_.layout().slots[slot].numel > 0) place_of(slot).zero_();
@@ -237,14 +267,19 @@ void UnitGradients::clear(size_t slot) {
   live_[slot] = false;
   cleared_[slot] = is_reducing();
   if (!any_live() && !is_reducing()) reduced_.reset();
+  if (held && !holds_any())
+    unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
 
 void UnitGradients::clear_all() {
+  const bool held = holds_any();
+  if (held) unit_.context().watch.before_change();
   drop_arrivals();
   std::fill(live_.begin(), live_.end(), false);
   std::fill(cleared_.begin(), cleared_.end(), false);
   if (is_reducing()) finish_reduction();
   reduced_.reset();
+  if (held) unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
 
 bool UnitGradients::any_live() const {
@@ -260,6 +295,17 @@ at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
 
 int64_t UnitGradients::nbytes() const {
   return reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
+}
+
+int64_t UnitGradients::in_flight_nbytes() const {
+  int64_t nbytes = partial_.defined() ? static_cast<int64_t>(partial_.nbytes()) : 0;
+  for (const at::Tensor& chunk : chunks_) {
+    if (chunk.defined()) nbytes += static_cast<int64_t>(chunk.nbytes());
+  }
+  for (const Sent& sent : sent_) {
+    if (!sent.memory.expired()) nbytes += sent.nbytes;
+  }
+  return nbytes;
 }
 
 }  // namespace tessera

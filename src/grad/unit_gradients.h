@@ -61,6 +61,9 @@ class UnitGradients : public GradSink {
   /// All of this rank's part; undefined if there is none.
   const at::Tensor& reduced() const { return reduced_; }
   int64_t nbytes() const;
+  /// Bytes of whole gradients that have arrived and not been reduced, and of those that are being
+  /// sent, as far as that was watched.
+  int64_t in_flight_nbytes() const;
 
   double scale() const { return scale_; }
   Unit& unit() const { return unit_; }
@@ -75,6 +78,8 @@ class UnitGradients : public GradSink {
   std::vector<Piece> take_pieces();
   bool prepare_reduced();
   at::Tensor predivided(const at::Tensor& grad) const;
+  bool holds_any() const;
+  void note_sent(const std::vector<Piece>& pieces);
 
   Unit& unit_;
   double scale_;
@@ -89,6 +94,13 @@ class UnitGradients : public GradSink {
   at::Tensor partial_;  // where the sum arrives, if not in `reduced_` itself
   bool adds_ = false;   // `partial_` to `reduced_`, which holds the sums of earlier backwards
   std::shared_ptr<Reduction> reduction_;
+
+  // A gradient that was handed to the process group, which lets it go when all have read it.
+  struct Sent {
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+    int64_t nbytes;
+  };
+  std::vector<Sent> sent_;  // while somebody watches
 };
 
 }  // namespace tessera

@@ -91,6 +91,12 @@ bool PageHeap::owns(const void* data) const {
   return begin_ != 0 && address >= begin_ && address - begin_ < reserved_;
 }
 
+size_t PageHeap::block_bytes(const void* data) const {
+  std::lock_guard lock(mutex_);
+  const auto used = used_.find(reinterpret_cast<Address>(data));
+  return used == used_.end() ? 0 : used->second;
+}
+
 void PageHeap::trim() {
   std::lock_guard lock(mutex_);
   for (const auto& [begin, length] : free_by_address_) {

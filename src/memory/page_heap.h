@@ -30,6 +30,8 @@ class PageHeap {
   /// False if `data` is not a block of this heap.
   bool free(void* data);
   bool owns(const void* data) const;
+  /// Bytes of the block `data`; 0 if it is none of this heap.
+  size_t block_bytes(const void* data) const;
 
   /// Gives the pages of all free ranges back to the system.
   void trim();

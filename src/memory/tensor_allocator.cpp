@@ -1,3 +1,5 @@
+#include "memory/tensor_allocator.h"
+
 #include <c10/core/CPUAllocator.h>
 #include <malloc.h>
 #include <tessera/page_heap.h>
@@ -9,6 +11,7 @@
 #include <mutex>
 #include <string_view>
 
+#include "memory/live_bytes.h"
 #include "memory/page_heap.h"
 #include "memory/shared_heap.h"
 #include "memory/trim.h"
@@ -32,6 +35,15 @@ size_t addresses_to_reserve() {
 // Made once, never destroyed: tensors in static variables may be the last to go.
 std::atomic<PageHeap*> shared_pages = nullptr;
 
+bool is_allowed() {
+#if defined(__SANITIZE_ADDRESS__)
+  return false;
+#else
+  const char* const choice = std::getenv("TESSERA_PAGE_HEAP");
+  return choice == nullptr || std::string_view(choice) != "0";
+#endif
+}
+
 class TensorAllocator final : public c10::Allocator {
  public:
   // Never destroyed: tensors in static variables may be the last to go.
@@ -41,9 +53,13 @@ class TensorAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t nbytes) override {
-    void* const data = nbytes >= kMinBytes ? take_pages(nbytes) : nullptr;
-    if (!data) return malloc_->allocate(nbytes);
-    c10::profiledCPUMemoryReporter().New(data, nbytes);
+    void* data = nbytes >= kMinBytes ? take_pages(nbytes) : nullptr;
+    if (data) {
+      c10::profiledCPUMemoryReporter().New(data, nbytes);
+    } else {
+      data = malloc_->allocate(nbytes).release_context();
+    }
+    if (counting_live_bytes && data) note_taken(data, nbytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -58,42 +74,40 @@ class TensorAllocator final : public c10::Allocator {
 
  private:
   void* take_pages(size_t nbytes) {
+    if (!has_pages_) return nullptr;
     PageHeap* const shared = shared_pages;
     void* const data = shared ? shared->allocate(nbytes) : nullptr;
     return data ? data : pages_.allocate(nbytes);
   }
 
-  TensorAllocator() : pages_(addresses_to_reserve()), malloc_(c10::GetDefaultCPUAllocator()) {}
+  TensorAllocator()
+      : has_pages_(is_allowed()),
+        pages_(has_pages_ ? addresses_to_reserve() : 0),
+        malloc_(c10::GetDefaultCPUAllocator()) {}
 
   static void release(void* data) {
     TensorAllocator& self = instance();
     PageHeap* const shared = shared_pages;
     PageHeap* const pages = shared && shared->owns(data) ? shared : &self.pages_;
-    if (!pages->owns(data)) return self.malloc_->raw_deleter()(data);
+    const bool is_page = pages->owns(data);
+    if (counting_live_bytes && data)
+      note_freed(data, is_page ? pages->block_bytes(data) : ::malloc_usable_size(data));
+    if (!is_page) return self.malloc_->raw_deleter()(data);
     c10::profiledCPUMemoryReporter().Delete(data);
     pages->free(data);
   }
 
+  const bool has_pages_;
   PageHeap pages_;
   c10::Allocator* const malloc_;
 };
-
-bool is_allowed() {
-#if defined(__SANITIZE_ADDRESS__)
-  return false;
-#else
-  const char* const choice = std::getenv("TESSERA_PAGE_HEAP");
-  return choice == nullptr || std::string_view(choice) != "0";
-#endif
-}
 
 // The allocator if it was ever taken: making it reserves addresses.
 std::atomic<TensorAllocator*> installed = nullptr;
 
 }  // namespace
 
-bool use_page_heap() {
-  if (!is_allowed()) return false;
+bool serve_tensors() {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) {
@@ -102,6 +116,8 @@ bool use_page_heap() {
   }
   return installed != nullptr && c10::GetCPUAllocator() == installed;
 }
+
+bool use_page_heap() { return is_allowed() && serve_tensors(); }
 
 PageHeap& shared_heap(int ranks) {
   static std::mutex mutex;

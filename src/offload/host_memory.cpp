@@ -13,6 +13,7 @@ class HostMemory : public StateMemory {
     return at::empty({numel}, at::TensorOptions().dtype(dtype).pinned_memory(at::hasCUDA()));
   }
   void reserve(const std::vector<int64_t>&) override {}
+  bool is_ordinary() const override { return !at::hasCUDA(); }
   bool holds(const at::Tensor& tensor) const override { return tensor.device().is_cpu(); }
 };
 

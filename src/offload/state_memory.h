@@ -24,6 +24,9 @@ class StateMemory {
   /// True if the memory of `tensor` is part of this one.
   virtual bool holds(const at::Tensor& tensor) const = 0;
 
+  /// True if its tensors come from LibTorch's allocator for CPU tensors.
+  virtual bool is_ordinary() const { return false; }
+
   /// Says that nothing of it is used for a while: what can leave the process's memory does.
   virtual void rest() {}
 };

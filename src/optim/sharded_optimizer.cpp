@@ -29,9 +29,11 @@ struct ShardedOptimizer::Impl {
   int64_t steps = 0;
 
   ShardedState& state() { return *module.state(); }
+  ~Impl() { state().context().watch.forget_optimizer(this); }
   // A class derived from it may step as it likes.
   bool steps_rounding() const { return typeid(*optimizer) == typeid(CPUAdam); }
   void reserve_state();
+  void tell(MemoryEvent event);
   void offload_state(const Segment& segment);
   void offload_state();
   RoundedParams rounded_params(const std::vector<const Segment*>& live);
@@ -105,6 +107,14 @@ RoundedParams ShardedOptimizer::Impl::rounded_params(const std::vector<const Seg
   return rounded;
 }
 
+void ShardedOptimizer::Impl::tell(MemoryEvent event) {
+  MemoryWatch& watch = state().context().watch;
+  if (!watch.is_active()) return;
+  watch.before_change();
+  watch.count_optimizer_state();
+  watch.tell(event);
+}
+
 // A step of the optimizer that concerns these segments only: it is shown their reduced gradients.
 void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   OpenGates gates;
@@ -175,6 +185,8 @@ ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Op
   impl_->segments = adopt_optimizer(state, optimizer);
   impl_->options.fused = options.fused && has_state_like_parameters(optimizer, impl_->segments);
   impl_->offload_state();
+  state.context().watch.add_optimizer(impl_.get(),
+                                      [&optimizer] { return state_nbytes(optimizer); });
 }
 
 ShardedOptimizer::~ShardedOptimizer() = default;
@@ -193,11 +205,15 @@ void ShardedOptimizer::step() {
     ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
   for (const auto& unit : state.units()) unit->check_views();
   state.wait_until_unread(stopped);
+  impl_->tell(MemoryEvent::kStepBegin);
   const std::vector<bool> changed = impl_->step();
   ++impl_->steps;
+  impl_->tell(MemoryEvent::kStepEnd);
   // What autocast has converted and kept is out of date.
   if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();
+  const std::string misfit = state.fit_memory();
   state.residency().on_step(changed);
+  TORCH_CHECK(misfit.empty(), misfit);
 }
 
 at::Tensor ShardedOptimizer::step(const std::function<at::Tensor()>& closure) {

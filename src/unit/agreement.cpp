@@ -19,11 +19,12 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
   const Precision& precision = plan.precision;
   lines.push_back(
       fmt::format("plan: owners {}, ignored {}, unreplicated {}, reduce_gradients {}, gather_dtype "
-                  "{}, device {}, predivide {}, bucket_bytes {}, master_only {}",
+                  "{}, device {}, predivide {}, bucket_bytes {}, master_only {}, "
+                  "has memory_budget {}",
                   plan.owners, plan.ignored, plan.unreplicated, plan.reduce_gradients,
                   dtype_name(precision.gather_dtype),
                   plan.device ? c10::DeviceTypeName(plan.device->type()) : "any", plan.predivide,
-                  plan.bucket_bytes, precision.master_only));
+                  plan.bucket_bytes, precision.master_only, plan.memory_budget.has_value()));
   lines.push_back(fmt::format(
       "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
       "{}, resident_bytes {}, "

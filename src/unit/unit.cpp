@@ -248,12 +248,21 @@ int64_t Unit::resident_nbytes() const {
   return shard_.defined() ? static_cast<int64_t>(shard_.nbytes()) : 0;
 }
 
+int64_t Unit::gathered_nbytes() const {
+  int64_t nbytes = counted_ ? layout_.nbytes() : 0;
+  for (const at::Tensor* tensor : {&arriving_, &written_}) {
+    if (tensor->defined()) nbytes += static_cast<int64_t>(tensor->nbytes());
+  }
+  return nbytes;
+}
+
 void Unit::unshard() {
   if (context_.mesh.shard().size() == 1) {
     state_ = State::kUnsharded;
     return;
   }
   wait();
+  context_.watch.before_change();
   allocate_full();
   // Shared memory has the rounded values already.
   if (layout_.rounds() && !shared_)
@@ -267,23 +276,29 @@ void Unit::unshard() {
     unread_.front()->wait_inputs();
     unread_.erase(unread_.begin());
   }
+  context_.watch.tell(MemoryEvent::kGatherStarted, layout_.name);
 }
 
 void Unit::wait() {
   if (state_ != State::kUnsharding) return;
   std::exchange(gather_, nullptr)->wait();
+  context_.watch.before_change();
   if (arriving_.defined()) {
     at::NoGradGuard no_grad;
     full_.copy_(std::exchange(arriving_, at::Tensor()));
   }
   state_ = State::kUnsharded;
   show_full();
+  context_.watch.tell(MemoryEvent::kUnitGathered, layout_.name);
 }
 
 void Unit::reshard() {
   wait();
   state_ = State::kSharded;
+  const bool was_there = counted_;
+  if (was_there) context_.watch.before_change();
   free_full();
+  if (was_there) context_.watch.tell(MemoryEvent::kUnitFreed, layout_.name);
   if (context_.offload && frees_) context_.offload->rest();
   // A raw read of old values would be as wrong as one of freed memory.
   if (context_.mesh.shard().size() > 1) show_full();

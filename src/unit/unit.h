@@ -11,6 +11,7 @@
 
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
+#include "trace/memory_watch.h"
 #include "unit/layout.h"
 #include "unit/unit_storage.h"
 
@@ -25,6 +26,9 @@ struct UnitContext {
   /// ranks of a host have them once.
   int64_t unsharded_bytes = 0;
   int64_t peak_unsharded_bytes = 0;  ///< and at most
+  /// One for all contexts of a model.
+  std::shared_ptr<MemoryWatch> shared_watch = std::make_shared<MemoryWatch>();
+  MemoryWatch& watch = *shared_watch;
 };
 
 /// Is told when an operator touches a unit's parameters.
@@ -124,6 +128,8 @@ class Unit {
   void bring_back();
   /// Bytes of parameters on their device between uses, master copies not counted.
   int64_t resident_nbytes() const;
+  /// Bytes of full parameters that come and go, and of what they arrive in or are written to.
+  int64_t gathered_nbytes() const;
   int64_t updated_begin() const;
   int64_t updated_end() const;
   /// What this rank updates of a parameter, in elements of the flat buffer.

@@ -282,7 +282,9 @@ TEST(ShardedModelV2, CO_13_TheShardMayBeTheMastersAlone) {
       int64_t bytes = 0, reused = 0;
       const auto expected = train(false, bytes);
       expect_same_state(train(true, reused), expected, 0, "reused");
-      if (ranks > 1) { EXPECT_EQ(reused, 0); }
+      if (ranks > 1) {
+        EXPECT_EQ(reused, 0);
+      }
       EXPECT_GT(bytes, 0);
     });
   }
@@ -439,9 +441,13 @@ TEST(ShardedModelV2, OptionsMustFit) {
     expect_error([&] { make({.reduce_scatter_process_group = single_process_group()}); },
                  {"reduce_scatter_process_group must be null"});
     expect_error([&] { make({.memory_budget = 5}); }, {"memory_budget needs"});
-    expect_error([&] {
-      make({.offload_config = {{"device", "cpu"}}, .tensor_placement_policy = "auto", .memory_budget = 5});
-    }, {"offload_config can't go with"});
+    expect_error(
+        [&] {
+          make({.offload_config = {{"device", "cpu"}},
+                .tensor_placement_policy = "auto",
+                .memory_budget = 5});
+        },
+        {"offload_config can't go with"});
     expect_error([&] { make({.gradient_predivide_factor = 0}); }, {"predivide"});
     expect_error([&] { ShardedModelV2<Tower>(zero_net<Tower>(), nullptr); }, {"shard_strategy"});
     ShardedModelV2<Tower> model(zero_net<Tower>(), kTensor,

@@ -137,8 +137,11 @@ TEST(ShardedOptimizerV2, CO_31_AShareOfTheMarginIsFilledOnce) {
     const Tower net = zero_net<Tower>();
     ShardedModelV2<Tower> model(net, kTensor, {.tensor_placement_policy = "cpu"});
     auto adam = torch::optim::AdamW(net->parameters());
-    expect_error([&] { ShardedOptimizerV2(model, adam, {.cpu_offload = true, .gpu_margin_mem_ratio = 0.5}); },
-                 {"needs use_memory_tracer and memory_budget"});
+    expect_error(
+        [&] {
+          ShardedOptimizerV2(model, adam, {.cpu_offload = true, .gpu_margin_mem_ratio = 0.5});
+        },
+        {"needs use_memory_tracer and memory_budget"});
   });
 }
 

@@ -40,7 +40,9 @@ void expect_equal(const Tensors& actual, const Tensors& expected) {
   ASSERT_EQ(actual.size(), expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
     ASSERT_EQ(actual[i].defined(), expected[i].defined()) << i;
-    if (expected[i].defined()) { EXPECT_TRUE(actual[i].equal(expected[i])) << i; }
+    if (expected[i].defined()) {
+      EXPECT_TRUE(actual[i].equal(expected[i])) << i;
+    }
   }
 }
 

@@ -163,11 +163,12 @@ TEST(PlanReport, CountsWhatEachRankHasItsOwnOfOnce) {
     run_gloo(ranks, [&](World& world) {
       for (const auto level : kAllLevels) {
         for (const auto partition : kPartitions) {
-          expect_plan_is_measured(Groups(world, ranks), {.level = level,
-                                                         .partition = partition,
-                                                         .unit_bytes = 300,
-                                                         .unreplicated = {"square.weight", "out.bias"},
-                                                         .bucket_bytes = 600});
+          expect_plan_is_measured(Groups(world, ranks),
+                                  {.level = level,
+                                   .partition = partition,
+                                   .unit_bytes = 300,
+                                   .unreplicated = {"square.weight", "out.bias"},
+                                   .bucket_bytes = 600});
         }
       }
     });

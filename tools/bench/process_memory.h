@@ -7,13 +7,11 @@
 
 namespace tessera::tools {
 
-/// Bytes of memory of this process, pages shared with others counted in equal parts (PSS).
-int64_t pss_bytes();
-
 /// Minor page faults of this process so far.
 int64_t minor_faults();
 
-/// Watches `pss_bytes()` in a thread of its own, which disturbs timings: not for timed steps.
+/// Watches `tessera::pss_bytes()` in a thread of its own, which disturbs timings: not for timed
+/// steps.
 class PeakPss {
  public:
   explicit PeakPss(std::chrono::milliseconds interval = std::chrono::milliseconds(4));

@@ -1,6 +1,7 @@
 #include <sched.h>
 #include <sys/prctl.h>
 #include <tessera/page_heap.h>
+#include <tessera/process_memory.h>
 #include <tessera/world.h>
 #include <unistd.h>
 

@@ -139,9 +139,10 @@ struct ShardedModelV2Options {
   std::map<std::string, std::string> offload_config;
   /// "cuda": master weights and optimizer state are on the device of the parameters; "cpu": they
   /// are in host memory, where the optimizer steps; "auto": as "cuda", and as many gathered
-  /// parameters stay as fit into `memory_budget`.
+  /// parameters stay as fit into `memory_budget`, those first that are used next.
   std::string tensor_placement_policy = "cuda";
-  /// For "auto": bytes that this rank may use. None: what the device has free.
+  /// Bytes that this rank may use on its device. "auto" needs it, and so does
+  /// `gpu_margin_mem_ratio` of the optimizer.
   std::optional<int64_t> memory_budget = std::nullopt;
   /// Gradients are divided by this before their reduction, and by ranks / this after it. None: a
   /// power of two near the root of the number of ranks.
@@ -175,9 +176,9 @@ class TESSERA_API AnyShardedModelV2 {
   /// from them unrounded.
   void load_state_dict(const std::vector<NamedTensor>& state, bool strict = true);
 
-  /// With `use_memory_tracer` or "auto": writes what was in memory at each event of the last step
-  /// on rank 0: `filename`, a picture beside it (`.svg`), and a trace for Chrome's viewer
-  /// (`.json`).
+  /// With `use_memory_tracer`: writes what was in memory on rank 0 at each event of the last steps:
+  /// `filename`, a picture of the last one beside it (`filename.svg`), and a trace for Chrome's
+  /// viewer (`filename.json`). Not collective; does nothing on other ranks.
   void dump_memory_stats(const std::string& filename = "dump_mem_stats.log") const;
 
   /// The engine's handle.
@@ -254,8 +255,10 @@ struct ShardedOptimizerV2Options {
   /// Master weights and optimizer state are in host memory. Where they are is the model's
   /// `tensor_placement_policy`; this throws if that is not "cpu".
   bool cpu_offload = false;
-  /// With `cpu_offload`: the share, from 0 to 1, of the device memory that training leaves free
-  /// (measured in the first step) to which master weights and optimizer state come back.
+  /// With `cpu_offload`: the share, from 0 to 1, of what the first step leaves of the model's
+  /// `memory_budget`, which is then filled with master weights and optimizer state, for good. The
+  /// model must have `use_memory_tracer`. The optimizer's class must be one whose state is known,
+  /// such as `CPUAdam` or LibTorch's.
   double gpu_margin_mem_ratio = 0.0;
   double initial_scale = 65536.0;  ///< of the loss. (ColossalAI's 2^32 costs 17 skipped steps.)
   double min_scale = 1.0;

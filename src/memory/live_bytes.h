@@ -1,0 +1,47 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace tessera {
+
+/// Counts the bytes of CPU tensors that were made since it was, less those that were freed. Exact
+/// for tensors that were made under it, whichever thread frees them; of older ones that are freed,
+/// the block that they lay in counts, which is a little longer.
+class LiveBytes {
+ public:
+  enum class Scope : uint8_t {
+    kProcess,  ///< tensors of all threads
+    kThread,   ///< tensors that the calling thread makes: where ranks are threads
+  };
+
+  /// Null where LibTorch has an allocator for the CPU that is not Tessera's nor its own.
+  static std::unique_ptr<LiveBytes> start(Scope scope);
+  ~LiveBytes();
+  LiveBytes(const LiveBytes&) = delete;
+  LiveBytes& operator=(const LiveBytes&) = delete;
+
+  int64_t now() const;
+  /// The most since the last call of this, or since the start.
+  int64_t take_peak();
+
+ private:
+  friend class LiveBlocks;
+  explicit LiveBytes(uint64_t thread) : thread_(thread) {}
+  bool counts(uint64_t thread) const { return thread_ == 0 || thread_ == thread; }
+
+  const uint64_t thread_;  // 0: all
+  int64_t now_ = 0, peak_ = 0;
+};
+
+/// True while anybody counts.
+extern std::atomic<bool> counting_live_bytes;
+
+/// The allocator tells, while somebody counts, of each block that it has given and before it takes
+/// one back. `block_bytes`: what it was in the allocator's books.
+void note_taken(const void* data, size_t nbytes);
+void note_freed(const void* data, size_t block_bytes);
+
+}  // namespace tessera

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <tessera/memory_sample.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+/// Is told of what changes the memory of a model.
+class MemoryListener {
+ public:
+  virtual ~MemoryListener() = default;
+  /// Before memory is taken, freed, or goes from one kind to another.
+  virtual void before_change() = 0;
+  /// After it. `unit`: its name, or empty.
+  virtual void on_memory(MemoryEvent event, const std::string& unit) = 0;
+};
+
+/// Those who watch the memory of one model on this rank. Without any, an event costs one test.
+class MemoryWatch {
+ public:
+  bool is_active() const { return !listeners_.empty(); }
+
+  void before_change() const {
+    if (is_active()) announce();
+  }
+  void tell(MemoryEvent event, const std::string& unit = {}) const {
+    if (is_active()) announce(event, unit);
+  }
+
+  void add(MemoryListener& listener) { listeners_.push_back(&listener); }
+  /// Does nothing for one that was not added.
+  void remove(const MemoryListener& listener);
+
+  /// An optimizer of the model; `state_nbytes` counts its state. `optimizer` tells one from
+  /// another.
+  void add_optimizer(const void* optimizer, std::function<int64_t()> state_nbytes);
+  void forget_optimizer(const void* optimizer) { optimizers_.erase(optimizer); }
+  /// Counts the state of all optimizers.
+  void count_optimizer_state();
+  /// As it was counted last.
+  int64_t optimizer_state() const { return optimizer_state_; }
+
+ private:
+  void announce() const;
+  void announce(MemoryEvent event, const std::string& unit) const;
+
+  std::vector<MemoryListener*> listeners_;
+  std::map<const void*, std::function<int64_t()>> optimizers_;
+  int64_t optimizer_state_ = 0;
+};
+
+}  // namespace tessera
