@@ -83,7 +83,7 @@ int64_t bring_units_back(ShardedState& state, torch::optim::Optimizer& optimizer
   int64_t taken = 0;
   for (const auto& unit : state.units()) {
     const UnitSegments& own = units[unit->index()];
-    if (!unit->is_offloaded() || own.empty() || !is_all_of(*unit, own)) continue;
+    if (!unit->is_offloaded() || !is_all_of(*unit, own)) continue;
     auto wanted = static_cast<int64_t>(unit->master().nbytes());
     for (const Segment* segment : own) wanted += state_nbytes_of(optimizer, *segment);
     if (taken + wanted > nbytes) continue;

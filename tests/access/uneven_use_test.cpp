@@ -34,7 +34,7 @@ struct Alternating : Net {
     sometimes = linear("sometimes", 37, 37);
     unused = linear("unused", 37, 37);
     wide = linear("wide", 37, 2000);
-    half = parameter("half", torch::randn({2000, 37}).mul(0.1).to(torch::kBFloat16));
+    half = parameter("half", torch::randn({2000, 37}).mul(0.002).to(torch::kBFloat16));
     last = linear("last", 37, 5);
   }
   torch::Tensor forward(torch::Tensor x) override {

@@ -123,7 +123,7 @@ TEST(ShardedOptimizerV2, CO_31_AShareOfTheMarginIsFilledOnce) {
     EXPECT_GT(all, 0);
     EXPECT_EQ(offloaded_after(1, 1 << 20, 2), 0) << "there is room for everything";
     EXPECT_EQ(offloaded_after(1, 10, 2), all) << "there is room for nothing";
-    const int64_t some = offloaded_after(0.005, 1 << 20, 2);
+    const int64_t some = offloaded_after(0.0015, 1 << 20, 2);
     EXPECT_GT(some, 0);
     EXPECT_LT(some, all);
     // Numbers do not depend on it.
