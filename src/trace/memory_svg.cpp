@@ -209,8 +209,9 @@ class Picture {
       if (sample.event != MemoryEvent::kUnitUsed) continue;
       const double at = x(sample.time_us);
       text_ += fmt::format(
-          "<line class=\"line\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" y2=\"{2}\"/>\n", at,
-          bottom, bottom + 4);
+          "<line class=\"line\" x1=\"{0:.1f}\" x2=\"{0:.1f}\" y1=\"{1}\" "
+          "y2=\"{2}\"><title>{3}</title></line>\n",
+          at, bottom, bottom + 4, escaped(sample.unit));
       if (at - last < kLabelDistance) continue;
       last = at;
       text_ += text_at(at, bottom + 12, shortened(sample.unit),

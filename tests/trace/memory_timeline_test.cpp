@@ -146,8 +146,9 @@ TEST(MemoryTimeline, ThePictureIsWellFormedAndNamesThePeak) {
   EXPECT_NE(svg.find("a&lt;b&gt;&amp;"), std::string::npos);
   EXPECT_NE(svg.find("peak: unit used, unit"), std::string::npos);
   EXPECT_NE(svg.find("rank 3"), std::string::npos);
-  // Parameters, optimizer state, gradients, those in flight, gathered, other: what there is.
-  EXPECT_EQ(count_of(svg, "<title>"), 6);
+  // Parameters, optimizer state, gradients, those in flight, gathered, other: what there is. And
+  // the unit that is used.
+  EXPECT_EQ(count_of(svg, "<title>"), 7);
   EXPECT_EQ(count_of(svg, "href"), 0);
   EXPECT_EQ(count_of(svg, "http"), 1) << "the name space alone";
   EXPECT_EQ(xml_error(memory_svg({})), "");
