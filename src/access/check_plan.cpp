@@ -66,8 +66,8 @@ void check_plan(const ShardPlan& plan) {
   TORCH_CHECK_VALUE(!precision.param_dtype && !precision.master_dtype && !precision.reduce_dtype,
                     "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters and "
                     "reductions can't be chosen: gradients stay as autograd makes them");
-  TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0,
-                    "[fully_shard] plan.predivide and plan.bucket_bytes need plan.reduce_gradients");
+  TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0 && !plan.memory_budget,
+                    "[fully_shard] plan.predivide, bucket_bytes and memory_budget need plan.reduce_gradients");
 }
 
 }  // namespace tessera
