@@ -185,9 +185,9 @@ TEST(Predivide, MustBePositiveFiniteAndOfUse) {
     for (const double bad : {0., -2., std::numeric_limits<double>::infinity(), std::nan("")})
       refuse({.predivide = bad}, "plan.predivide must be positive and finite; got");
     refuse({.level = ShardLevel::kNone, .predivide = 2, .reduce_gradients = false},
-           "plan.predivide and plan.bucket_bytes need plan.reduce_gradients");
+           "bucket_bytes and memory_budget need plan.reduce_gradients");
     refuse({.level = ShardLevel::kNone, .bucket_bytes = 2, .reduce_gradients = false},
-           "plan.predivide and plan.bucket_bytes need plan.reduce_gradients");
+           "bucket_bytes and memory_budget need plan.reduce_gradients");
     refuse({.bucket_bytes = -1}, "plan.bucket_bytes must not be negative; got -1");
   });
 }

@@ -35,8 +35,7 @@ class ShardedModelExample : public ::testing::Test {
     command.insert(command.end(), flags.begin(), flags.end());
     Training training;
     training.end = run_program(
-        command,
-        {.environment = {{"OMP_NUM_THREADS", "1"}, {"TESSERA_RUN", ""}}, .limit = kLimit});
+        command, {.environment = {{"OMP_NUM_THREADS", "1"}, {"TESSERA_RUN", ""}}, .limit = kLimit});
     std::istringstream text(read_file(losses));
     for (double loss = 0; text >> loss;) training.losses.push_back(loss);
     return training;

@@ -57,6 +57,18 @@ void expect_parts_fit(const json& report, const std::string& role) {
                          parts.at("optimizer"));
 }
 
+TEST(StepBench, ADialectIsMeasuredAgainstFullyShardToo) {
+  const auto end = measured(2, {"--level", "os_g", "--dialect", "fairscale", "--json"});
+  ASSERT_EQ(end.status, 0) << end.err;
+  const auto report = json::parse(end.out);
+  const double sharded = report.at("seconds").at("sharded"), native = report.at("native_seconds");
+  EXPECT_GT(native, 0);
+  expect_near_relatively(report.at("ratio_to_native"), sharded / native);
+  expect_near_relatively(report.at("ratio_to_native_of_rounds").at(0), sharded / native);
+  EXPECT_GT(report.at("ratio_to_native_of_minimums"), 0);
+  EXPECT_FALSE(report_of(1, "os").contains("native_seconds"));
+}
+
 // The median of the two ranks' one step each is their mean: what holds for each step, holds for
 // the medians, too.
 TEST(StepBench, PrintsTimesThatFitEachOther) {

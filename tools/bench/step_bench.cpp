@@ -53,8 +53,11 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
                                           int rank) {
   const auto cores = available_cores().ids;
   std::vector<std::string> arguments = {
-      "bench",       "step-worker", "--size",          options.size, "--level",
-      options.level, "--transport", options.transport, "--dialect",  options.dialect};
+      "bench",       "step-worker",
+      "--size",      options.size,
+      "--level",     options.level,
+      "--transport", options.transport,
+      "--dialect",   role == StepRole::kNative ? "native" : options.dialect};
   const auto number = [&](const char* name, int64_t value) {
     arguments.push_back(fmt::format("{}={}", name, value));
   };
@@ -63,7 +66,7 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
   number("--prefetch", options.prefetch);
   number("--rank", rank);
   number("--core", cores[rank % cores.size()]);
-  number("--role", static_cast<int>(role));
+  number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));
   return arguments;
 }
 
@@ -128,6 +131,8 @@ const char* to_string(StepRole role) {
       return "local";
     case StepRole::kInStep:
       return "in step";
+    case StepRole::kNative:
+      return "native";
   }
   return "?";
 }
@@ -152,6 +157,7 @@ int bench_step(const StepBenchOptions& options) {
   add(StepRole::kSharded, result.sharded);
   add(StepRole::kLocal, result.local);
   if (options.in_step) add(StepRole::kInStep, result.in_step.emplace());
+  if (options.dialect != "native") add(StepRole::kNative, result.native.emplace());
 
   progress(fmt::format("{} at {}, {} ranks: {} warm-up steps", options.size, options.level,
                        options.ranks, kWarmupSteps));

@@ -42,6 +42,7 @@ enum class StepRole {
   kSharded,  ///< train together
   kLocal,    ///< each trains alone
   kInStep,   ///< as `kLocal`, but after each backward they wait for each other
+  kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured
 };
 
 const char* to_string(StepRole role);

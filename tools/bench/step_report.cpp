@@ -86,13 +86,29 @@ ordered_json in_step_times(double sharded_median, const RoleResult& in_step, int
           {"ratio_to_in_step_limit", sharded_median / limit}};
 }
 
+// A dialect against `fully_shard`.
+ordered_json native_times(const RoleResult& sharded, const RoleResult& native) {
+  const auto seconds = sharded.seconds(), native_seconds = native.seconds();
+  const double median = median_of(native_seconds);
+  std::vector<double> ratios;
+  for (size_t round = 0; round < sharded.turns.size(); ++round) {
+    const int turn = static_cast<int>(round);
+    ratios.push_back(sharded.turn_median(turn) / native.turn_median(turn));
+  }
+  return {{"native_seconds", median},
+          {"ratio_to_native", median_of(seconds) / median},
+          {"ratio_to_native_of_rounds", ratios},
+          {"ratio_to_native_of_minimums",
+           std::ranges::min(seconds) / std::ranges::min(native_seconds)}};
+}
+
 template <class T>
 ordered_json both(const T& sharded, const T& local) {
   return {{"sharded", sharded}, {"local", local}};
 }
 
 ordered_json times(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local, in_step] = result;
+  const auto& [warmup_steps, sharded, local, in_step, native] = result;
   const auto sharded_seconds = sharded.seconds(), local_seconds = local.seconds();
   const double median = median_of(sharded_seconds), local_median = median_of(local_seconds);
   const double limit = limit_seconds(local, options.ranks);
@@ -131,6 +147,11 @@ std::string time_lines(const ordered_json& report) {
         line("    with its part of the optimizer",
              both(seconds["sharded"], report["in_step_limit_seconds"]), 1, 4);
   }
+  if (report.contains("native_seconds")) {
+    lines += line("  by fully_shard", both(seconds["sharded"], report["native_seconds"]), 1, 4) +
+             fmt::format("{:<58}{:>9.3f}\n", "    of the fastest steps",
+                         report["ratio_to_native_of_minimums"].get<double>());
+  }
   const auto& parts = report.at("breakdown_ms");
   for (const char* part : kParts) {
     lines += line(fmt::format("  {} (ms)", part),
@@ -166,7 +187,7 @@ std::vector<double> RoleResult::part_seconds(const std::string& part) const {
 }
 
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local, in_step] = result;
+  const auto& [warmup_steps, sharded, local, in_step, native] = result;
   ordered_json report = {
       {"bench", "step"},
       {"size", options.size},
@@ -184,6 +205,7 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
     const double median = report.at("seconds").at("sharded");
     report.update(in_step_times(median, *in_step, options.ranks));
   }
+  if (native) report.update(native_times(sharded, *native));
   const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
   report.update({
       {"kept_bytes", both(kept_bytes(sharded), kept_bytes(local))},

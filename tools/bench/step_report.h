@@ -29,6 +29,7 @@ struct StepResult {
   RoleResult sharded;
   RoleResult local;
   std::optional<RoleResult> in_step;
+  std::optional<RoleResult> native;
 };
 
 /// The numbers that `tessera bench step --json` prints. Of those given per process, the largest.
@@ -44,6 +45,8 @@ struct StepResult {
 /// - `in_step_seconds`, `ratio_to_in_step`, `in_step_limit_seconds`, `ratio_to_in_step_limit`: the
 ///   same of `StepRole::kInStep`, with `--in-step`: what noise costs any ranks that wait for each
 ///   other once a step is in both.
+/// - `native_seconds`, `ratio_to_native`, `ratio_to_native_of_rounds` and
+///   `ratio_to_native_of_minimums`, with a dialect: the same of `StepRole::kNative`.
 /// - `breakdown_ms`: medians of the parts of a step, waits for other ranks included.
 /// - `kept_bytes`: what a process keeps between steps, by our own accounting.
 /// - `peak_unsharded_bytes`, `peak_in_flight_bytes`: what comes on top in a step (`ShardMemory`).
