@@ -5,10 +5,34 @@
 #include <set>
 #include <typeinfo>
 
+#include "access/named_tensors.h"
 #include "dialects/colossalai_state.h"
 #include "unit/unit_storage.h"
 
 namespace tessera::colossalai {
+
+namespace {
+
+// The parameters of each module itself, without those of its children, under their full names.
+struct OwnParameters {
+  std::string module;
+  std::vector<NamedTensor> parameters;
+};
+
+std::vector<OwnParameters> own_parameters(const torch::nn::Module& module) {
+  std::vector<OwnParameters> all;
+  for (const auto& child : module.named_modules()) {
+    OwnParameters own{child.key(),
+                      named_tensors(child.value()->named_parameters(/*recurse=*/false))};
+    for (NamedTensor& parameter : own.parameters) {
+      if (!own.module.empty()) parameter.name = own.module + "." + parameter.name;
+    }
+    all.push_back(std::move(own));
+  }
+  return all;
+}
+
+}  // namespace
 
 BaseShardStrategy::~BaseShardStrategy() = default;
 
@@ -18,11 +42,11 @@ void TensorShardStrategy::apply(const torch::nn::Module&, ShardPlan& plan) const
 
 void BucketTensorShardStrategy::apply(const torch::nn::Module& module, ShardPlan& plan) const {
   std::set<const c10::TensorImpl*> seen;  // a tied parameter is gathered with its first module
-  for (const auto& child : module.named_modules()) {
+  for (const OwnParameters& own : own_parameters(module)) {
     std::vector<std::string> unit;
-    for (const auto& item : child.value()->named_parameters(/*recurse=*/false)) {
-      if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-      unit.push_back(child.key().empty() ? item.key() : child.key() + "." + item.key());
+    for (const NamedTensor& parameter : own.parameters) {
+      if (seen.insert(parameter.tensor.unsafeGetTensorImpl()).second)
+        unit.push_back(parameter.name);
     }
     if (!unit.empty()) plan.units.push_back(std::move(unit));
   }
@@ -82,15 +106,14 @@ struct Found {
 
 std::vector<Found> find_origins(const torch::nn::Module& module) {
   std::vector<Found> all;
-  for (const auto& child : module.named_modules()) {
+  for (const OwnParameters& own : own_parameters(module)) {
     std::optional<bool> is_sharded;
-    for (const auto& item : child.value()->named_parameters(/*recurse=*/false)) {
-      const std::string name = child.key().empty() ? item.key() : child.key() + "." + item.key();
-      all.push_back({name, origin_or_throw(name, item.value())});
+    for (const auto& [name, param] : own.parameters) {
+      all.push_back({name, origin_or_throw(name, param)});
       const bool sharded = all.back().origin->is_sharded;
       TORCH_CHECK_VALUE(is_sharded.value_or(sharded) == sharded,
                         "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
-                        child.key(), "' has '", item.key(), "', which is ", sharded ? "" : "not ", "sharded, and others");
+                        own.module, "' has '", name, "', which is ", sharded ? "" : "not ", "sharded, and others");
       is_sharded = sharded;
     }
   }

@@ -8,15 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// Compiles a loop twice, and takes the AVX2 one where the processor has it; see comm/local_sum.cpp.
-#if defined(__x86_64__) && defined(__GNUC__)
-#define TESSERA_TARGET_AVX2 __attribute__((target("avx2")))
-#define TESSERA_HAS_AVX2 (__builtin_cpu_supports("avx2") != 0)
-#else
-#define TESSERA_TARGET_AVX2
-#define TESSERA_HAS_AVX2 false
-#endif
-#define TESSERA_INLINE inline __attribute__((always_inline))
+#include "memory/avx2.h"
 
 // [Note: Bits of a step]
 //

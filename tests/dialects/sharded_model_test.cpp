@@ -205,16 +205,21 @@ TEST(ShardedModelV2, CO_09_GradientsMayBeDividedBeforeTheyAreReduced) {
   EXPECT_EQ(automatic(8), 4);
 }
 
+// What a step sends of gradients. The world's process group must be a counting one.
+CollectiveCounts::Entry reductions_of_a_step(World& world, const ShardedModelV2Options& options) {
+  Tower net = zero_net<Tower>();
+  ShardedModelV2<Tower> model(net, kTensor, options);
+  auto adam = adam_of(net);
+  ShardedOptimizerV2 optimizer(model, adam, kSmallScale);
+  train_tower(model, optimizer, world, 2);
+  return count(world, [&] { train_tower(model, optimizer, world, 1); }).reduce_scatter;
+}
+
 TEST(ShardedModelV2, CO_10_GradientsAreReducedInBuckets) {
   run_world(2, [](World& world) {
     world.set_process_group(counting_process_group(world.process_group()));
     const auto reductions = [&](double mb) {
-      Tower net = zero_net<Tower>();
-      ShardedModelV2<Tower> model(net, kTensor, {.reduce_scatter_bucket_size_mb = mb});
-      auto adam = adam_of(net);
-      ShardedOptimizerV2 optimizer(model, adam, kSmallScale);
-      train_tower(model, optimizer, world, 2);
-      return count(world, [&] { train_tower(model, optimizer, world, 1); }).reduce_scatter.calls;
+      return reductions_of_a_step(world, {.reduce_scatter_bucket_size_mb = mb}).calls;
     };
     EXPECT_EQ(reductions(25), 1);
     EXPECT_EQ(reductions(0), 6);
@@ -226,13 +231,7 @@ TEST(ShardedModelV2, CO_11_GradientsMayTravelAsFloats) {
   run_world(2, [](World& world) {
     world.set_process_group(counting_process_group(world.process_group()));
     const auto bytes = [&](bool wide) {
-      Tower net = zero_net<Tower>();
-      ShardedModelV2<Tower> model(net, kTensor, {.fp32_reduce_scatter = wide});
-      auto adam = adam_of(net);
-      ShardedOptimizerV2 optimizer(model, adam, kSmallScale);
-      train_tower(model, optimizer, world, 2);
-      return count(world, [&] { train_tower(model, optimizer, world, 1); })
-          .reduce_scatter.bytes_sent;
+      return reductions_of_a_step(world, {.fp32_reduce_scatter = wide}).bytes_sent;
     };
     EXPECT_GT(bytes(false), 0);
     EXPECT_EQ(bytes(true), 2 * bytes(false));

@@ -5,6 +5,7 @@
 
 #include "access/sharded_state.h"
 #include "support/models.h"
+#include "support/recomputed_layer.h"
 #include "support/run_world.h"
 
 namespace tessera {
@@ -233,25 +234,6 @@ TEST(Accumulation, ASecondBackwardOfOneForwardAddsItsGradients) {
   }
 }
 
-// Runs a layer again in backward, by a backward inside the backward.
-struct Recompute : torch::autograd::Function<Recompute> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
-                               torch::nn::Linear layer) {
-    context->save_for_backward({x});
-    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer.get());
-    at::NoGradGuard no_grad;
-    return layer->forward(x);
-  }
-  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* context,
-                                               torch::autograd::tensor_list grads) {
-    auto* layer = reinterpret_cast<torch::nn::LinearImpl*>(context->saved_data["layer"].toInt());
-    at::AutoGradMode enable_grad(true);
-    const auto x = context->get_saved_variables()[0].detach().requires_grad_();
-    torch::autograd::backward({layer->forward(x)}, {grads[0]});
-    return {x.grad(), torch::Tensor()};
-  }
-};
-
 // Uses one layer twice, recomputing it each time.
 struct Recomputing : Net {
   Recomputing() {
@@ -261,8 +243,8 @@ struct Recomputing : Net {
   }
   torch::Tensor forward(torch::Tensor x) override {
     x = torch::gelu(first->forward(x));
-    x = torch::gelu(Recompute::apply(x, layer));
-    return head->forward(torch::gelu(Recompute::apply(x, layer)));
+    x = torch::gelu(RecomputedLayer::apply(x, layer));
+    return head->forward(torch::gelu(RecomputedLayer::apply(x, layer)));
   }
   torch::nn::Linear first{nullptr}, layer{nullptr}, head{nullptr};
 };

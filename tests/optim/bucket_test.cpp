@@ -6,6 +6,7 @@
 #include "access/sharded_state.h"
 #include "grad/grad_bucket.h"
 #include "support/models.h"
+#include "support/recomputed_layer.h"
 #include "support/run_world.h"
 
 namespace tessera {
@@ -205,8 +206,9 @@ struct Branch : Net {
   torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, kOut));
 };
 
-TEST_P(Buckets, RanksMayDifferInWhatTheyUse) {
-  const auto run = sgd_run<Branch>();
+// Buckets of two units, and of all: expects what one process gives.
+void expect_as_alone(const TrainingRun& run, Transport transport,
+                     const std::function<double(int ranks)>& tolerance) {
   for (const int ranks : {1, 2, 3}) {
     const auto expected = train_alone(run, ranks);
     for (const ShardLevel level : kAllLevels) {
@@ -216,63 +218,32 @@ TEST_P(Buckets, RanksMayDifferInWhatTheyUse) {
             [&](World& world) {
               const auto state = train_sharded(
                   run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
-              expect_same_state(state, expected, tolerance_of(ranks),
+              expect_same_state(state, expected, tolerance(ranks),
                                 fmt::format("{} ranks, level {}", ranks, int(level)));
             },
-            std::chrono::seconds(30), GetParam());
+            std::chrono::seconds(30), transport);
       }
     }
   }
 }
 
-// Runs a layer again in backward, so that its gradient comes twice.
-struct Again : torch::autograd::Function<Again> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
-                               torch::nn::Linear layer) {
-    context->save_for_backward({x});
-    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer.get());
-    at::NoGradGuard no_grad;
-    return layer->forward(x);
-  }
-  static torch::autograd::tensor_list backward(torch::autograd::AutogradContext* context,
-                                               torch::autograd::tensor_list grads) {
-    auto* layer = reinterpret_cast<torch::nn::LinearImpl*>(context->saved_data["layer"].toInt());
-    at::AutoGradMode enable_grad(true);
-    const auto x = context->get_saved_variables()[0].detach().requires_grad_();
-    torch::autograd::backward({layer->forward(x)}, {grads[0]});
-    return {x.grad(), torch::Tensor()};
-  }
-};
+TEST_P(Buckets, RanksMayDifferInWhatTheyUse) {
+  expect_as_alone(sgd_run<Branch>(), GetParam(), tolerance_of);
+}
 
 struct UsedAgain : Net {
   torch::Tensor forward(torch::Tensor x) override {
-    x = torch::gelu(Again::apply(torch::gelu(first(x)), layer));
-    return head(torch::gelu(Again::apply(x, layer)));
+    x = torch::gelu(RecomputedLayer::apply(torch::gelu(first(x)), layer));
+    return head(torch::gelu(RecomputedLayer::apply(x, layer)));
   }
   torch::nn::Linear first = register_module("first", torch::nn::Linear(kWidth, kWidth));
   torch::nn::Linear layer = register_module("layer", torch::nn::Linear(kWidth, kWidth));
   torch::nn::Linear head = register_module("head", torch::nn::Linear(kWidth, kOut));
 };
 
+// Of two layers in a bucket one is late.
 TEST_P(Buckets, GradientsThatComeAfterTheirBucketWasSentAreAdded) {
-  const auto run = sgd_run<UsedAgain>();
-  for (const int ranks : {1, 2, 3}) {
-    const auto expected = train_alone(run, ranks);
-    for (const ShardLevel level : kAllLevels) {
-      // Two layers in a bucket, of which one is late; everything in one.
-      for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {
-        run_world(
-            ranks,
-            [&](World& world) {
-              const auto state = train_sharded(
-                  run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
-              expect_same_state(state, expected, 2e-6,
-                                fmt::format("{} ranks, level {}", ranks, int(level)));
-            },
-            std::chrono::seconds(30), GetParam());
-      }
-    }
-  }
+  expect_as_alone(sgd_run<UsedAgain>(), GetParam(), [](int) { return 2e-6; });
 }
 
 TEST_P(Buckets, RanksMayTakeDifferentNumbersOfSteps) {

@@ -3,8 +3,8 @@
 
 #include <cmath>
 #include <fstream>
-#include <sstream>
 
+#include "example_files.h"
 #include "launched.h"
 
 namespace tessera {
@@ -31,8 +31,7 @@ Learning learn(const TemporaryDirectory& directory, const Command& launcher) {
     command.push_back(word);
   Learning learning;
   learning.end = run_program(command, {.environment = kEnvironment, .limit = kLimit});
-  std::istringstream losses(read_file(directory.path("losses")));
-  for (double loss = 0; losses >> loss;) learning.losses.push_back(loss);
+  learning.losses = read_losses(directory.path("losses"));
   const std::string key = "held-out accuracy ";
   const auto at = learning.end.out.rfind(key);
   if (at != std::string::npos)

@@ -3,9 +3,9 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <sstream>
 
+#include "example_files.h"
 #include "launched.h"
 
 namespace tessera {
@@ -20,10 +20,7 @@ struct Training {
 
 class ShardedModelExample : public ::testing::Test {
  protected:
-  ShardedModelExample() {
-    std::ofstream text(directory_.path("text"));
-    for (int i = 0; i < 400; ++i) text << "line " << i * i << " of a text\n";
-  }
+  ShardedModelExample() { write_text(directory_.path("text")); }
 
   Training train(int ranks, const Command& flags) {
     const std::string losses = directory_.path("losses");
@@ -36,8 +33,7 @@ class ShardedModelExample : public ::testing::Test {
     Training training;
     training.end = run_program(
         command, {.environment = {{"OMP_NUM_THREADS", "1"}, {"TESSERA_RUN", ""}}, .limit = kLimit});
-    std::istringstream text(read_file(losses));
-    for (double loss = 0; text >> loss;) training.losses.push_back(loss);
+    training.losses = read_losses(losses);
     return training;
   }
 

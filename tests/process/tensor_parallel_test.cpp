@@ -2,9 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <fstream>
-#include <sstream>
 
+#include "example_files.h"
 #include "launched.h"
 
 namespace tessera {
@@ -48,19 +47,13 @@ Training train(const TemporaryDirectory& directory, int ranks, const Command& fl
       command,
       {.environment = {{"OMP_NUM_THREADS", "1"}, {"TESSERA_RUN", ""}, {"TESSERA_STRICT", "1"}},
        .limit = kLimit});
-  std::istringstream text(read_file(losses));
-  for (double loss = 0; text >> loss;) training.losses.push_back(loss);
+  training.losses = read_losses(losses);
   return training;
-}
-
-void write_text(const TemporaryDirectory& directory) {
-  std::ofstream text(directory.path("text"));
-  for (int i = 0; i < 400; ++i) text << "line " << i * i << " of a text\n";
 }
 
 TEST(TensorParallelExample, HasTheLossesOfOneProcess) {
   const TemporaryDirectory directory;
-  write_text(directory);
+  write_text(directory.path("text"));
   const Training alone = train(directory, 1);
   ASSERT_EQ(alone.end.status, 0) << alone.end.err;
   ASSERT_EQ(alone.losses.size(), 6u);
@@ -77,7 +70,7 @@ TEST(TensorParallelExample, HasTheLossesOfOneProcess) {
 
 TEST(TensorParallelExample, RefusesHeadsThatTheRanksCanNotShare) {
   const TemporaryDirectory directory;
-  write_text(directory);
+  write_text(directory.path("text"));
   const Training training = train(directory, 3);
   EXPECT_NE(training.end.status, 0);
   EXPECT_NE(training.end.err.find("--heads must be a multiple of the 3 ranks; got 4"),
