@@ -33,6 +33,8 @@ void check_options(const PlanReportOptions& options) {
 void check_foreseeable(const ShardPlan& plan) {
   TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not known on paper: a list "
                               "of sizes says nothing about DistTensors");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not known on paper: what fits "
+                              "depends on activations; give plan.resident_bytes");
   TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not known on paper: "
                               "the list holds parameters, not buffers");
   TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[plan_report] plan.reduce_gradients must be true: "

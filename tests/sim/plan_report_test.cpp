@@ -291,6 +291,7 @@ TEST(PlanReport, RefusesWhatCantBeOrIsNotKnown) {
   expect_error(report({.whole = {"b"}}, {}), {"whole", "'b'"});
   expect_error(report({.sync_buffers = true}, {}), {"sync_buffers"});
   expect_error(report({.mesh_dim = 0}, {}), {"mesh_dim"});
+  expect_error(report({.memory_budget = 1 << 30}, {}), {"memory_budget", "resident_bytes"});
   expect_error(report({.level = ShardLevel::kNone, .reduce_gradients = false}, {}),
                {"reduce_gradients"});
   expect_error([] { plan_report({{{"a"}, {1}}, {{"a"}, {1}}}, {}); }, {"'a' twice"});
