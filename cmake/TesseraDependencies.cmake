@@ -34,6 +34,13 @@ FetchContent_Declare(fmt URL https://github.com/fmtlib/fmt/archive/refs/tags/9.1
 FetchContent_Declare(nlohmann_json URL https://github.com/nlohmann/json/archive/refs/tags/v3.11.2.tar.gz
                      FIND_PACKAGE_ARGS)
 FetchContent_MakeAvailable(fmt nlohmann_json)
+find_path(TESSERA_XXHASH_INCLUDE xxhash.h)  # one header, and all of it
+if(NOT TESSERA_XXHASH_INCLUDE)
+  FetchContent_Declare(xxhash URL https://github.com/Cyan4973/xxHash/archive/refs/tags/v0.8.1.tar.gz
+                       SOURCE_SUBDIR build/none)
+  FetchContent_MakeAvailable(xxhash)
+  set(TESSERA_XXHASH_INCLUDE "${xxhash_SOURCE_DIR}")
+endif()
 if(TESSERA_BUILD_TOOLS OR TESSERA_BUILD_EXAMPLES)
   FetchContent_Declare(CLI11 URL https://github.com/CLIUtils/CLI11/archive/refs/tags/v2.1.2.tar.gz FIND_PACKAGE_ARGS)
   FetchContent_MakeAvailable(CLI11)

@@ -130,7 +130,7 @@ struct Job {
     tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
     int64_t step = 0;
     if (o.resume && mean_over_ranks(std::filesystem::exists(o.save)) > 0)
-      step = tessera::load_checkpoint(o.save, sharded, &optimizer).at("step");  // (*)
+      step = tessera::load_checkpoint(o.save, sharded, &optimizer).numbers.at("step");  // (*)
     const auto first = step;
     const auto start = std::chrono::steady_clock::now();
     const double unigram = text.unigram_loss(), bit = M_LN2;

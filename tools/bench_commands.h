@@ -18,6 +18,9 @@ void add_dispatch_bench(CLI::App& bench, int& exit_code);
 /// Adds `bench optim`: optimizer steps against the memory's bandwidth.
 void add_optim_bench(CLI::App& bench, int& exit_code);
 
+/// Adds `bench ckpt`: saving and loading against the disk and the memory.
+void add_ckpt_bench(CLI::App& bench, int& exit_code);
+
 /// Adds `bench ranks`: what a step costs the processor by the number of ranks.
 void add_ranks_bench(CLI::App& bench, int& exit_code);
 

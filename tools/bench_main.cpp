@@ -1,24 +1,27 @@
-// The part of the command-line tool that is linked with LibTorch: `tessera bench` and `tessera
-// plan` run it with their own arguments.
+// The part of the command-line tool that is linked with LibTorch: `tessera bench`, `tessera plan`
+// and `tessera ckpt` run it with their own arguments.
 
 #include <CLI/CLI.hpp>
 #include <string>
 #include <vector>
 
 #include "bench_commands.h"
+#include "ckpt/ckpt_command.h"
 #include "command_line.h"
 #include "plan/plan_command.h"
 
 int main(int argc, char** argv) {
   int exit_code = 0;
   CLI::App app("Tessera: sharded training for LibTorch", "tessera");
-  CLI::App* bench =
-      app.add_subcommand("bench", "Measures collectives, training steps, operators and optimizers");
+  CLI::App* bench = app.add_subcommand(
+      "bench", "Measures collectives, training steps, operators, optimizers and checkpoints");
   tessera::tools::add_comm_bench(*bench, exit_code);
   tessera::tools::add_step_bench(*bench, exit_code);
   tessera::tools::add_dispatch_bench(*bench, exit_code);
   tessera::tools::add_optim_bench(*bench, exit_code);
   tessera::tools::add_ranks_bench(*bench, exit_code);
+  tessera::tools::add_ckpt_bench(*bench, exit_code);
   tessera::tools::add_plan(app, exit_code);
+  tessera::tools::add_ckpt(app, exit_code);
   return tessera::tools::run_command_line(app, {argv + 1, argv + argc}, exit_code);
 }

@@ -1,4 +1,4 @@
-// The command-line tool: starts jobs, and passes measurements and plans on to tessera-bench.
+// The command-line tool: starts jobs, and passes all else on to tessera-bench.
 //
 // It is not linked with LibTorch, which takes longer to load than a job takes to start.
 
@@ -40,15 +40,17 @@ void add_version(CLI::App& app) {
 int main(int argc, char** argv) {
   std::vector<std::string> arguments(argv + 1, argv + argc);
   const std::string command_name = arguments.empty() ? "" : arguments.front();
-  if (command_name == "bench" || command_name == "plan") return become_bench(argv);
+  if (command_name == "bench" || command_name == "plan" || command_name == "ckpt")
+    return become_bench(argv);
 
   int exit_code = 0;
   std::vector<std::string> command;
   CLI::App app("Tessera: sharded training for LibTorch", "tessera");
   tessera::tools::add_run(app, command, exit_code);
   // For the help.
-  app.add_subcommand("bench", "Measures collectives, training steps and operators");
+  app.add_subcommand("bench", "Measures collectives, training steps, operators and checkpoints");
   app.add_subcommand("plan", "Tells what each rank would keep and send");
+  app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");
   add_version(app);
   command = tessera::tools::take_command(app, arguments);
   return tessera::tools::run_command_line(app, std::move(arguments), exit_code);

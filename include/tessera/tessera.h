@@ -2,7 +2,9 @@
 
 // Everything that a training program needs.
 #include <tessera/activation_checkpoint.h>
+#include <tessera/async_checkpoint.h>
 #include <tessera/checkpoint.h>
+#include <tessera/checkpoint_files.h>
 #include <tessera/cpu_adam.h>
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>
@@ -26,6 +28,7 @@
 #include <tessera/placement.h>
 #include <tessera/process_group.h>
 #include <tessera/process_memory.h>
+#include <tessera/resumable_sampler.h>
 #include <tessera/shard_plan.h>
 #include <tessera/sharded_optimizer.h>
 #include <tessera/spawn.h>

@@ -4,10 +4,14 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 #include <utility>
 
+#include "checkpoint/checksum.h"
 #include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
 
@@ -21,19 +25,60 @@ CheckpointIndex read_index(const File& directory) {
   const File file = directory.open(kIndexFile);
   std::string text(static_cast<size_t>(file.nbytes()), '\0');
   file.read(text.data(), text.size(), 0);
-  CheckpointIndex index = index_from_json(text);
-  check_whole(index);
+  CheckpointIndex index = index_from_json(text, file.path());
+  check_whole(index, file.path());
   return index;
 }
 
-// Calls `f` with each chunk that has some of elements [begin, end), and with that range.
-template <class F>
-void for_each_chunk(const TensorRecord& tensor, int64_t begin, int64_t end, F&& f) {
-  for (const ChunkRecord& chunk : tensor.chunks) {
-    const int64_t from = std::max(begin, chunk.begin), to = std::min(end, chunk.end);
-    if (from < to) f(chunk, from, to);
-  }
+int64_t item_size(const TensorRecord& tensor) {
+  return static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
 }
+
+/// Reads bytes of one chunk, ascending, by blocks that have checksums.
+class CheckedBytes {
+ public:
+  CheckedBytes(const SafetensorsFile& file, const ChunkRecord& chunk, int64_t nbytes,
+               std::vector<char>& block)
+      : file_(file), chunk_(chunk), nbytes_(nbytes), block_(block) {}
+
+  void read(int64_t offset, int64_t count, char* out) {
+    while (count > 0) {
+      const int64_t index = offset / kChecksumBlock, begin = index * kChecksumBlock;
+      const int64_t size = std::min(kChecksumBlock, nbytes_ - begin);
+      const int64_t taken = std::min(count, begin + size - offset);
+      if (taken == size) {
+        fetch(index, size, out);
+      } else {
+        if (index != held_) {
+          block_.resize(static_cast<size_t>(kChecksumBlock));
+          held_ = -1;
+          fetch(index, size, block_.data());
+          held_ = index;
+        }
+        std::memcpy(out, block_.data() + (offset - begin), static_cast<size_t>(taken));
+      }
+      offset += taken;
+      out += taken;
+      count -= taken;
+    }
+  }
+
+ private:
+  void fetch(int64_t index, int64_t size, char* out) {
+    const int64_t begin = index * kChecksumBlock;
+    file_.read(chunk_.key, begin, static_cast<size_t>(size), out);
+    TORCH_CHECK_VALUE(checksum(out, static_cast<size_t>(size)) == chunk_.checksums[index],
+                      "[checkpoint] '", file_.path(), "' is damaged: bytes ", begin, " to ",
+                      begin + size - 1, " of '", chunk_.key,
+                      "' don't have the checksum that the index has for them");
+  }
+
+  const SafetensorsFile& file_;
+  const ChunkRecord& chunk_;
+  int64_t nbytes_;
+  std::vector<char>& block_;  // of which `held_` says what is in it
+  int64_t held_ = -1;
+};
 
 }  // namespace
 
@@ -55,42 +100,72 @@ SafetensorsFile& ChunkReader::file(const std::string& name) {
   return it->second;
 }
 
-void ChunkReader::check(const TensorRecord& tensor, int64_t begin, int64_t end) {
-  for_each_chunk(tensor, begin, end, [&](const ChunkRecord& chunk, int64_t, int64_t) {
-    file(chunk.file).check(chunk.key, tensor.dtype, chunk.end - chunk.begin);
-  });
+void ChunkReader::check(const TensorRecord& tensor, const Region& region) {
+  const int64_t item = item_size(tensor);
+  for (const ChunkRecord& chunk : tensor.chunks) {
+    if (!overlap(chunk.region, region)) continue;
+    const SafetensorsFile& stored = file(chunk.file);
+    stored.check(chunk.key, tensor.dtype, chunk.region.numel());
+    const int64_t blocks = (chunk.region.numel() * item + kChecksumBlock - 1) / kChecksumBlock;
+    TORCH_CHECK_VALUE(static_cast<int64_t>(chunk.checksums.size()) == blocks,
+                      "[checkpoint] the index must have ", blocks, " checksums of '", chunk.key,
+                      "' in '", stored.path(), "'; got ", chunk.checksums.size());
+  }
 }
 
-void ChunkReader::read_stored(const TensorRecord& tensor, int64_t begin, int64_t end, void* out) {
-  const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
-  for_each_chunk(tensor, begin, end, [&](const ChunkRecord& chunk, int64_t from, int64_t to) {
-    file(chunk.file)
-        .read(chunk.key, from - chunk.begin, to - chunk.begin,
-              static_cast<char*>(out) + (from - begin) * item);
-  });
+void ChunkReader::verify(const TensorRecord& tensor, const ChunkRecord& chunk) {
+  const int64_t item = item_size(tensor), nbytes = chunk.region.numel() * item;
+  check(tensor, chunk.region);
+  CheckedBytes bytes(file(chunk.file), chunk, nbytes, block_);
+  std::vector<char> out(static_cast<size_t>(kChecksumBlock));
+  for (int64_t begin = 0; begin < nbytes; begin += kChecksumBlock)
+    bytes.read(begin, std::min(kChecksumBlock, nbytes - begin), out.data());
+}
+
+void ChunkReader::read_stored(const TensorRecord& tensor, const Region& region, void* out) {
+  const int64_t item = item_size(tensor);
+  for (const ChunkRecord& chunk : tensor.chunks) {
+    std::optional<CheckedBytes> bytes;
+    for_each_overlap(chunk.region, region, [&](const Overlap& common) {
+      if (!bytes) bytes.emplace(file(chunk.file), chunk, chunk.region.numel() * item, block_);
+      bytes->read(common.a * item, common.count * item, static_cast<char*>(out) + common.b * item);
+    });
+  }
 }
 
 at::Tensor ChunkReader::read_reordered(const TensorRecord& tensor, at::IntArrayRef strides) {
   const int64_t numel = tensor.numel();
   const auto dtype = scalar_type_of(tensor.dtype);
   const at::Tensor stored = at::empty({numel}, dtype);
-  read_stored(tensor, 0, numel, stored.mutable_data_ptr());
+  read_stored(tensor, {0, numel}, stored.mutable_data_ptr());
+  if (is_same_order(tensor.shape, strides, tensor.strides)) return stored;
   at::Tensor ordered = at::empty_strided(tensor.shape, strides, dtype);
   ordered.copy_(at::as_strided(stored, tensor.shape, tensor.strides));
   return at::as_strided(ordered, {numel}, {1});
 }
 
-void ChunkReader::read(const TensorRecord& tensor, at::IntArrayRef strides, int64_t begin,
-                       int64_t end, const at::Tensor& out) {
-  if (!is_same_order(tensor.shape, strides, tensor.strides)) {
-    out.copy_(read_reordered(tensor, strides).narrow(0, begin, end - begin).view(out.sizes()));
-  } else if (out.is_cpu() && out.is_contiguous()) {
-    read_stored(tensor, begin, end, out.mutable_data_ptr());
+at::Tensor ChunkReader::read_whole(const TensorRecord& tensor) {
+  return read_reordered(tensor, c10::contiguous_strides(tensor.shape)).view(tensor.shape);
+}
+
+void ChunkReader::read(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region,
+                       const at::Tensor& out) {
+  // Boxes are counted row by row.
+  const auto rows = c10::contiguous_strides(tensor.shape);
+  const at::IntArrayRef order = region.box ? at::IntArrayRef(rows) : strides;
+  const bool reorders = !is_same_order(tensor.shape, order, tensor.strides);
+  if (!reorders && out.is_cpu() && out.is_contiguous())
+    return read_stored(tensor, region, out.mutable_data_ptr());
+  const at::Tensor staged = at::empty({region.numel()}, scalar_type_of(tensor.dtype));
+  if (reorders) {
+    const at::Tensor whole = read_reordered(tensor, order);
+    for_each_overlap({0, tensor.numel()}, region, [&](const Overlap& common) {
+      staged.narrow(0, common.b, common.count).copy_(whole.narrow(0, common.a, common.count));
+    });
   } else {
-    const at::Tensor staged = at::empty(out.sizes(), scalar_type_of(tensor.dtype));
-    read_stored(tensor, begin, end, staged.mutable_data_ptr());
-    out.copy_(staged);
+    read_stored(tensor, region, staged.mutable_data_ptr());
   }
+  out.copy_(staged.view(out.sizes()));
 }
 
 }  // namespace tessera

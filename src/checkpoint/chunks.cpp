@@ -2,12 +2,16 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/dist_tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <iterator>
 #include <utility>
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
+#include "mesh/dist_meta.h"
 #include "optim/param_state.h"
 
 namespace tessera {
@@ -21,91 +25,125 @@ at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
   return flat_in_order(value, param.strides());
 }
 
-class Collector {
- public:
-  Collector(const ModelView& view, int rank, int size) : view_(view), rank_(rank) {
-    contents_.index.world_size = size;
+}  // namespace
+
+ChunkData chunk_of(std::string key, const at::Tensor& data) {
+  return {std::move(key), data.scalar_type(), data.numel(), [data] { return data; }};
+}
+
+ChunkCollector::ChunkCollector(int rank, int size) : rank_(rank) {
+  contents_.index.world_size = size;
+}
+
+void ChunkCollector::add_model(const ModelView& view) {
+  for (const ParamView& param : view.params) add_part(record_of(param), param, param.values);
+  // Buffers that ranks don't synchronize differ, and rank 0's belong together.
+  for (const NamedTensor& buffer : view.buffers)
+    add_shared(record_of(buffer), buffer.tensor, {.index = rank_, .count = 1});
+}
+
+void ChunkCollector::add_masters(const ModelView& view) {
+  for (const ParamView& param : view.params) {
+    if (param.dtype == param.master_dtype) continue;
+    TensorRecord record = record_of(param);
+    record.kind = "master";
+    add_part(std::move(record), param, param.values);
   }
+}
 
-  void add_model() {
-    for (const ParamView& param : view_.params) add_part(record_of(param), param, param.values);
-    if (rank_ != 0) return;
-    for (const NamedTensor& buffer : view_.buffers) {
-      const int64_t numel = buffer.tensor.numel();
-      add(record_of(buffer), 0, numel, buffer.tensor.contiguous().view({numel}));
-    }
+void ChunkCollector::add_optimizer(const ModelView& view) {
+  OptimizerRecord& record = contents_.index.optimizer.emplace();
+  record.kind = optimizer_kind(*view.optimizer);
+  for (auto& group : view.optimizer->param_groups()) {
+    record.param_groups.push_back({.options = read_options(record.kind, group)});
   }
-
-  // What parameters that are stored in the dtype of their use don't tell.
-  void add_masters() {
-    for (const ParamView& param : view_.params) {
-      if (param.dtype == param.master_dtype) continue;
-      TensorRecord record = record_of(param);
-      record.kind = "master";
-      add_part(std::move(record), param, param.values);
-    }
+  for (const OptimizedParam& optimized : view.optimized) {
+    const ParamView& param = view.params[optimized.param];
+    record.param_groups[optimized.param_group].params.push_back(param.name());
+    if (optimized.tensor.defined()) add_states(view, param, optimized.tensor);
   }
+}
 
-  void add_optimizer() {
-    OptimizerRecord& record = contents_.index.optimizer.emplace();
-    record.kind = optimizer_kind(*view_.optimizer);
-    for (auto& group : view_.optimizer->param_groups()) {
-      record.param_groups.push_back({.options = read_options(record.kind, group)});
-    }
-    for (const OptimizedParam& optimized : view_.optimized) {
-      const ParamView& param = view_.params[optimized.param];
-      record.param_groups[optimized.param_group].params.push_back(param.name());
-      if (optimized.tensor.defined()) add_states(param, optimized.tensor);
-    }
-  }
+void ChunkCollector::add_tensors(const std::map<std::string, at::Tensor>& tensors) {
+  for (const auto& [name, tensor] : tensors)
+    add_shared(contiguous_record("tensor", {name}, tensor.sizes().vec(), tensor.scalar_type()),
+               tensor, {rank_, contents_.index.world_size});
+}
 
-  RankContents take() && { return std::move(contents_); }
-
- private:
-  // `data` holds elements [begin, end) of the tensor; records without data are rank 0's to list.
-  void add(TensorRecord record, int64_t begin, int64_t end, const at::Tensor& data) {
-    const bool has_data = begin < end;
-    if (!has_data && rank_ != 0) return;
-    if (has_data) {
-      const std::string key = fmt::format("{}/{}", record.id(), begin);
-      record.chunks.push_back({rank_file(rank_, contents_.index.world_size), key, begin, end});
-      contents_.chunks.push_back({key, data});
+void ChunkCollector::add_rank_state(const std::string& group,
+                                    const std::map<std::string, at::Tensor>& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    TORCH_CHECK_VALUE(tensor.defined() && !is_dist(tensor), "[save_checkpoint] '", name,
+                      "' of rank_state must be an ordinary tensor");
+    TensorRecord record =
+        contiguous_record("rank", {group + "/" + name}, tensor.sizes().vec(), tensor.scalar_type());
+    record.state = std::to_string(rank_);
+    if (tensor.numel() > 0) {
+      record.chunks.push_back(
+          {rank_file(rank_, contents_.index.world_size), record.id(), Region{0, tensor.numel()}});
+      contents_.chunks.push_back(chunk_of(record.id(), tensor.detach().reshape({-1})));
     }
     contents_.index.tensors.push_back(std::move(record));
   }
+}
 
-  // Of `values`, which this rank has, those that it stores.
-  void add_part(TensorRecord record, const ParamView& param, const at::Tensor& values) {
-    const int64_t begin = param.stored_begin, end = param.stored_end;
-    at::Tensor data;
-    if (begin < end) data = values.narrow(0, begin - param.begin, end - begin);
-    add(std::move(record), begin, end, data);
+void ChunkCollector::add_stored(std::vector<TensorRecord> records) {
+  auto& tensors = contents_.index.tensors;
+  tensors.insert(tensors.begin(), std::make_move_iterator(records.begin()),
+                 std::make_move_iterator(records.end()));
+}
+
+// `data` holds what the region says; records without data are rank 0's to list.
+void ChunkCollector::add(TensorRecord record, const Region& region, const at::Tensor& data) {
+  const bool has_data = region.numel() > 0;
+  if (!has_data && rank_ != 0) return;
+  if (has_data) {
+    std::string key = record.id();
+    if (region.box) key += fmt::format("/{}", fmt::join(region.box->offset, ","));
+    key += fmt::format("/{}", region.begin);
+    record.chunks.push_back({rank_file(rank_, contents_.index.world_size), key, region});
+    contents_.chunks.push_back(chunk_of(std::move(key), data));
   }
+  contents_.index.tensors.push_back(std::move(record));
+}
 
-  void add_states(const ParamView& param, const at::Tensor& tensor) {
-    const ParamState states = read_param_state(*view_.optimizer, tensor);
-    if (!states.counts.empty()) contents_.index.optimizer->counts[param.name()] = states.counts;
-    for (const auto& [name, value] : states.tensors) {
-      TensorRecord record = record_of(param);
-      record.kind = "state";
-      record.state = name;
-      record.dtype = safetensors_dtype(value.scalar_type());
-      add_part(std::move(record), param, flat_state(value, tensor));
-    }
+// Of `values`, which this rank has, those that it stores.
+void ChunkCollector::add_part(TensorRecord record, const ParamView& param,
+                              const at::Tensor& values) {
+  const Region stored = param.stored();
+  at::Tensor data;
+  if (stored.numel() > 0)
+    data = values.reshape({-1}).narrow(0, stored.begin - param.begin, stored.numel());
+  add(std::move(record), stored, data);
+}
+
+// Of a tensor that several ranks have, this one's part, if it is its turn: `replica`, or that of a
+// DistTensor.
+void ChunkCollector::add_shared(TensorRecord record, const at::Tensor& tensor, Replica replica) {
+  Region region{0, tensor.numel()};
+  if (const DistMeta* meta = find_dist_meta(tensor)) {
+    region = part_of(*meta->spec, tensor.sizes(), record.names.front());
+    replica = replica_of(*meta->spec);
   }
+  const auto nbytes = static_cast<int64_t>(tensor.numel() * tensor.element_size());
+  if (turns_.next(replica.count, nbytes) != replica.index) region = {};
+  at::Tensor data;
+  if (region.numel() > 0) data = local_of(tensor).detach().reshape({-1});
+  add(std::move(record), region, data);
+}
 
-  const ModelView& view_;
-  int rank_;
-  RankContents contents_;
-};
-
-}  // namespace
-
-RankContents contents_of_rank(const ModelView& view, int rank, int size, bool with_model) {
-  Collector collector(view, rank, size);
-  with_model ? collector.add_model() : collector.add_masters();
-  if (view.optimizer) collector.add_optimizer();
-  return std::move(collector).take();
+void ChunkCollector::add_states(const ModelView& view, const ParamView& param,
+                                const at::Tensor& tensor) {
+  const ParamState states = read_param_state(*view.optimizer, tensor);
+  if (!states.counts.empty()) contents_.index.optimizer->counts[param.name()] = states.counts;
+  for (const auto& [name, value] : states.tensors) {
+    TensorRecord record = record_of(param);
+    record.kind = "state";
+    record.state = name;
+    record.dtype = safetensors_dtype(value.scalar_type());
+    is_dist(value) ? add_shared(std::move(record), value, {})
+                   : add_part(std::move(record), param, flat_state(value, tensor));
+  }
 }
 
 bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {

@@ -4,13 +4,17 @@
 #include <fcntl.h>
 #include <stdio.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <future>
 #include <string>
 #include <system_error>
+#include <vector>
 
-#include "checkpoint/file.h"
 #include "checkpoint/index.h"
+#include "checkpoint/parts.h"
 
 namespace tessera {
 namespace fs = std::filesystem;
@@ -22,7 +26,8 @@ namespace fs = std::filesystem;
 // one, which now has the draft's name, is removed. Where the file system can't exchange, the old
 // one is renamed to `<path>.old` before the draft gets its name; if that is cut off in between,
 // `<path>.old` is taken for the checkpoint by the next load or save. A save that is cut off earlier
-// leaves a draft, which the next one removes.
+// leaves a draft, which the next one removes. Two saves at once would mix their files: the draft is
+// locked, and the lock goes with the process that has it.
 //
 // Only files with a checkpoint's names are ever removed.
 namespace {
@@ -32,7 +37,7 @@ fs::path with_suffix(const fs::path& path, const char* suffix) { return path.str
 bool is_checkpoint_file(const fs::path& file) {
   const std::string name = file.filename().string();
   return name == kIndexFile || ((name.starts_with("rank-") || name.starts_with("model-")) &&
-                                name.ends_with(".safetensors"));
+                                (name.ends_with(".safetensors") || name.ends_with(kPartSuffix)));
 }
 
 // Throws unless `path` may be removed.
@@ -48,13 +53,27 @@ void check_removable(const fs::path& path) {
   }
 }
 
-void remove_checkpoint(const fs::path& path) noexcept {
+// The index first: what is left of a removal that was cut off is no checkpoint.
+void remove_files(const fs::path& path) noexcept {
   std::error_code ignored;
+  fs::remove(path / kIndexFile, ignored);
+  std::vector<fs::path> files;
   for (auto entry = fs::directory_iterator(path, ignored);
        !ignored && entry != fs::directory_iterator(); entry.increment(ignored)) {
-    if (is_checkpoint_file(entry->path())) fs::remove(entry->path(), ignored);
+    if (is_checkpoint_file(entry->path())) files.push_back(entry->path());
   }
-  fs::remove(path, ignored);  // only if it is empty
+  // It takes a file system as long to forget a file of many bytes as to take in a part of them.
+  std::atomic<size_t> next = 0;
+  const auto remove_some = [&] {
+    for (size_t i = next++; i < files.size(); i = next++) {
+      std::error_code error;
+      fs::remove(files[i], error);
+    }
+  };
+  std::vector<std::future<void>> helpers;
+  for (size_t i = 1; i < std::min<size_t>(files.size(), 4); ++i)
+    helpers.push_back(std::async(std::launch::async, remove_some));
+  remove_some();
 }
 
 // Absolute and without a slash at the end; empty if `path` is.
@@ -70,6 +89,12 @@ bool cannot_exchange(int error) {
 
 }  // namespace
 
+void remove_checkpoint(const fs::path& path) noexcept {
+  remove_files(path);
+  std::error_code ignored;
+  fs::remove(path, ignored);  // only if it is empty
+}
+
 CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(path)) {
   TORCH_CHECK_VALUE(path_.has_filename(), "[save_checkpoint] path must name a directory; got '",
                     path.string(), "'");
@@ -77,7 +102,9 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
   draft_ = with_suffix(path_, ".tmp");
 }
 
-void CheckpointDirectory::prepare() const {
+void CheckpointDirectory::prepare() {
+  check_removable(draft_);
+  take_draft();
   const fs::path old = with_suffix(path_, ".old");
   if (!fs::exists(path_) && fs::exists(old / kIndexFile)) fs::rename(old, path_);
   check_removable(path_);
@@ -87,12 +114,20 @@ void CheckpointDirectory::prepare() const {
                     "' must be a new path or a checkpoint's directory, because it will be "
                     "replaced; it has files, but no ",
                     kIndexFile);
-  check_removable(draft_);
-  remove_checkpoint(draft_);
-  fs::create_directories(draft_);
+  remove_files(draft_);
 }
 
-void CheckpointDirectory::publish() const {
+void CheckpointDirectory::take_draft() {
+  // Another save may publish or remove the draft between two steps here: then there is a new one.
+  do {
+    fs::create_directories(draft_);
+    held_.emplace(File::open_directory(draft_));
+    TORCH_CHECK(held_->lock(), "[save_checkpoint] another save to '", path_.string(),
+                "' is under way, of this job or another one; give each job a path of its own");
+  } while (!held_->is_there());
+}
+
+void CheckpointDirectory::publish() {
   File::open_directory(draft_).sync();
   const fs::path parent = path_.parent_path();
   if (::rename(draft_.c_str(), path_.c_str()) != 0) {  // works if there was none
@@ -108,6 +143,7 @@ void CheckpointDirectory::publish() const {
   File::open_directory(parent).sync();
   remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
+  held_.reset();
 }
 
 void CheckpointDirectory::replace_by_renames() const {
@@ -123,7 +159,11 @@ void CheckpointDirectory::replace_by_renames() const {
               "': ", error.message());
 }
 
-void CheckpointDirectory::discard() const noexcept { remove_checkpoint(draft_); }
+void CheckpointDirectory::discard() noexcept {
+  if (!held_) return;
+  remove_checkpoint(draft_);
+  held_.reset();
+}
 
 fs::path readable_checkpoint(const fs::path& path) {
   const fs::path old = with_suffix(path, ".old");

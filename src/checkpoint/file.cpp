@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -35,6 +36,13 @@ File File::create(const std::filesystem::path& path) {
 File File::open_directory(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open the directory '", path.string(),
+                    "': ", std::strerror(errno));
+  return File(fd, path.string());
+}
+
+File File::open_file(const std::filesystem::path& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open '", path.string(),
                     "': ", std::strerror(errno));
   return File(fd, path.string());
 }
@@ -78,6 +86,27 @@ int64_t File::nbytes() const {
   TORCH_CHECK(::fstat(fd_, &status) == 0, "[checkpoint] could not look at '", path_,
               "': ", std::strerror(errno));
   return status.st_size;
+}
+
+bool File::lock() {
+  while (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    // File systems without locks are used without.
+    return errno != EWOULDBLOCK;
+  }
+  return true;
+}
+
+bool File::is_there() const {
+  struct stat mine {
+  }, there{};
+  return ::fstat(fd_, &mine) == 0 && ::stat(path_.c_str(), &there) == 0 &&
+         mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
+}
+
+void File::start_sync(int64_t offset, size_t nbytes) const {
+  // A hint: where it fails, sync() has more to do.
+  ::sync_file_range(fd_, offset, static_cast<int64_t>(nbytes), SYNC_FILE_RANGE_WRITE);
 }
 
 void File::sync() const {

@@ -3,12 +3,14 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tessera/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
 #include <set>
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/schedulers.h"
 
 namespace tessera {
 namespace {
@@ -18,14 +20,45 @@ constexpr size_t kMostListed = 10;
 // Collects what does not fit, so that one error tells all of it.
 class Misfits {
  public:
-  enum Kind : uint8_t { kMissing, kExtra, kShape, kDtype, kTie, kOptimizer, kScaler, kKinds };
+  enum Kind : uint8_t {
+    kMissing,
+    kExtra,
+    kShape,
+    kDtype,
+    kTie,
+    kOptimizer,
+    kNoState,
+    kExtraState,
+    kScaler,
+    kScheduler,
+    kKinds
+  };
 
-  void add(Kind kind, std::string text) { found_[kind].push_back(std::move(text)); }
+  Misfits(const LoadOptions& options, LoadedCheckpoint& loaded)
+      : options_(options), loaded_(loaded) {}
+
+  /// `name`: for those that may be allowed.
+  void add(Kind kind, std::string text, const std::string& name = "") {
+    if (options_.allow_missing && (kind == kMissing || kind == kNoState)) {
+      loaded_.missing.push_back(name);
+    } else if (options_.allow_unexpected && (kind == kExtra || kind == kExtraState)) {
+      loaded_.unexpected.push_back(name);
+    } else {
+      found_[kind].push_back(std::move(text));
+    }
+  }
 
   void check(const std::string& path) const {
-    static constexpr const char* kTitles[kKinds] = {
-        "missing in the checkpoint", "not in the model", "other shapes", "other dtypes",
-        "tied only in the model",    "optimizer",        "scaler"};
+    static constexpr const char* kTitles[kKinds] = {"missing in the checkpoint",
+                                                    "not in the model",
+                                                    "other shapes",
+                                                    "other dtypes",
+                                                    "tied only in the model",
+                                                    "optimizer",
+                                                    "optimizer",
+                                                    "optimizer",
+                                                    "scaler",
+                                                    "schedulers"};
     std::string text;
     for (size_t kind = 0; kind < kKinds; ++kind) {
       if (found_[kind].empty()) continue;
@@ -43,6 +76,8 @@ class Misfits {
     return text;
   }
 
+  const LoadOptions& options_;
+  LoadedCheckpoint& loaded_;
   std::vector<std::string> found_[kKinds];
 };
 
@@ -70,7 +105,7 @@ void compare_param(const TensorTable& table, const ParamView& param, Misfits& mi
   for (const std::string& name : param.names) {
     const TensorRecord* record = table.find("param", name);
     if (!record) {
-      misfits.add(Misfits::kMissing, fmt::format("'{}'", name));
+      misfits.add(Misfits::kMissing, fmt::format("'{}'", name), name);
     } else if (!first) {
       first = record;
     } else if (record != first) {
@@ -78,8 +113,12 @@ void compare_param(const TensorTable& table, const ParamView& param, Misfits& mi
     }
   }
   if (first) {
-    compare(table.source_of(param), param.name(), param.sizes, param.master_dtype, misfits);
+    compare(*table.source_of(param), param.name(), param.sizes, param.master_dtype, misfits);
   }
+}
+
+bool is_of_model(const TensorRecord& record) {
+  return record.kind == "param" || record.kind == "buffer" || record.kind == "tensor";
 }
 
 void compare_model(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
@@ -94,14 +133,17 @@ void compare_model(const CheckpointIndex& index, const TensorTable& table, const
     const TensorRecord* record = table.find("buffer", buffer.name);
     if (record)
       compare(*record, buffer.name, buffer.tensor.sizes(), buffer.tensor.scalar_type(), misfits);
-    if (!record) misfits.add(Misfits::kMissing, fmt::format("buffer '{}'", buffer.name));
+    if (!record)
+      misfits.add(Misfits::kMissing, fmt::format("buffer '{}'", buffer.name), buffer.name);
   }
   for (const TensorRecord& record : index.tensors) {
-    if (record.kind == "state" || record.kind == "master") continue;
-    for (size_t i = 0; i < record.names.size(); ++i) {
-      if (in_model.contains(record.id(i))) continue;
+    if (!is_of_model(record)) continue;
+    for (const std::string& name : record.names) {
+      const bool any = record.kind == "tensor";
+      if ((any || record.kind == "param") && in_model.contains("param/" + name)) continue;
+      if ((any || record.kind == "buffer") && in_model.contains("buffer/" + name)) continue;
       misfits.add(Misfits::kExtra,
-                  fmt::format("{}'{}'", record.kind == "buffer" ? "buffer " : "", record.names[i]));
+                  fmt::format("{}'{}'", record.kind == "buffer" ? "buffer " : "", name), name);
     }
   }
 }
@@ -113,8 +155,9 @@ void compare_groups(const Groups& saved, const Groups& present, Misfits& misfits
   for (const auto& [name, group] : present) {
     const auto it = saved.find(name);
     if (it == saved.end()) {
-      misfits.add(Misfits::kOptimizer,
-                  fmt::format("'{}' is in none of the checkpoint's param groups", name));
+      misfits.add(Misfits::kNoState,
+                  fmt::format("'{}' is in none of the checkpoint's param groups", name),
+                  "optimizer: " + name);
     } else if (it->second != group) {
       misfits.add(
           Misfits::kOptimizer,
@@ -123,9 +166,10 @@ void compare_groups(const Groups& saved, const Groups& present, Misfits& misfits
   }
   for (const auto& [name, group] : saved) {
     if (present.contains(name)) continue;
-    misfits.add(Misfits::kOptimizer,
+    misfits.add(Misfits::kExtraState,
                 fmt::format("'{}' of the checkpoint's param group {} is in none of the optimizer's",
-                            name, group));
+                            name, group),
+                "optimizer: " + name);
   }
 }
 
@@ -142,7 +186,8 @@ Groups saved_groups(const OptimizerRecord& record, const TensorTable& table) {
 Groups present_groups(const ModelView& view, const TensorTable& table) {
   Groups groups;
   for (const OptimizedParam& optimized : view.optimized) {
-    const TensorRecord* param = table.find("param", view.params[optimized.param].name());
+    const std::string& name = view.params[optimized.param].name();
+    const TensorRecord* param = table.find("param", name);
     if (param) groups[param->names.front()] = optimized.param_group;
   }
   return groups;
@@ -175,6 +220,21 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
   }
 }
 
+void compare_rest(const CheckpointIndex& index, const LoadOptions& options, Misfits& misfits) {
+  const GradScaler* scaler = options.scaler;
+  if (scaler && scaler->is_enabled() && index.scaler.empty())
+    misfits.add(Misfits::kScaler, "the checkpoint was saved without one");
+  const size_t wanted = options.schedulers.size(), present = index.schedulers.size();
+  if (wanted > 0 && wanted != present) {
+    misfits.add(Misfits::kScheduler, fmt::format("{} (the checkpoint's: {})", wanted, present));
+    return;
+  }
+  for (size_t i = 0; i < wanted; ++i) {
+    const std::string error = check_scheduler(options.schedulers[i], index.schedulers[i]);
+    if (!error.empty()) misfits.add(Misfits::kScheduler, fmt::format("number {}: {}", i, error));
+  }
+}
+
 }  // namespace
 
 TensorTable::TensorTable(const CheckpointIndex& index) : index_(index) {
@@ -185,14 +245,25 @@ TensorTable::TensorTable(const CheckpointIndex& index) : index_(index) {
 }
 
 const TensorRecord* TensorTable::find(const std::string& kind, const std::string& name) const {
-  const auto it = by_id_.find(kind + "/" + name);
+  auto it = by_id_.find(kind + "/" + name);
+  if (it == by_id_.end() && kind != "master") it = by_id_.find("tensor/" + name);
   return it == by_id_.end() ? nullptr : it->second;
 }
 
-const TensorRecord& TensorTable::source_of(const ParamView& param) const {
-  const TensorRecord& in_use = *find("param", param.name());
-  const TensorRecord* master = find("master", param.name());
-  return master && in_use.dtype != safetensors_dtype(param.master_dtype) ? *master : in_use;
+const TensorRecord* TensorTable::find_any(const std::string& name) const {
+  const TensorRecord* record = find("param", name);
+  return record ? record : find("buffer", name);
+}
+
+const TensorRecord* TensorTable::source_of(const ParamView& param) const {
+  const TensorRecord* in_use = nullptr;
+  const TensorRecord* master = nullptr;
+  for (const std::string& name : param.names) {
+    if (!in_use) in_use = find("param", name);
+    if (!master) master = find("master", name);
+  }
+  return in_use && master && in_use->dtype != safetensors_dtype(param.master_dtype) ? master
+                                                                                    : in_use;
 }
 
 const std::vector<const TensorRecord*>& TensorTable::states_of(const TensorRecord& param) const {
@@ -207,12 +278,22 @@ const std::map<std::string, int64_t>& TensorTable::counts_of(const TensorRecord&
   return it == index_.optimizer->counts.end() ? kNone : it->second;
 }
 
+std::string describe_misfit(const TensorRecord& record, const std::string& name,
+                            const at::Tensor& tensor) {
+  if (at::IntArrayRef(record.shape) != tensor.sizes())
+    return fmt::format("'{}' has the shape [{}] (the checkpoint's: [{}])", name,
+                       fmt::join(tensor.sizes().vec(), ", "), fmt::join(record.shape, ", "));
+  if (!is_convertible(record.dtype, safetensors_dtype(tensor.scalar_type())))
+    return fmt::format("'{}' is {} (the checkpoint's: {})", name,
+                       safetensors_dtype(tensor.scalar_type()), record.dtype);
+  return "";
+}
+
 void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
-               const GradScaler* scaler, const std::string& path) {
-  Misfits misfits;
+               const LoadOptions& options, const std::string& path, LoadedCheckpoint& loaded) {
+  Misfits misfits(options, loaded);
   compare_model(index, table, view, misfits);
-  if (scaler && scaler->is_enabled() && index.scaler.empty())
-    misfits.add(Misfits::kScaler, "the checkpoint was saved without one");
+  compare_rest(index, options, misfits);
   if (view.optimizer) compare_optimizer(index, table, view, misfits);
   misfits.check(path);
 }

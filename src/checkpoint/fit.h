@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/grad_scaler.h>
+#include <tessera/checkpoint.h>
 
 #include <map>
 #include <string>
@@ -17,11 +17,14 @@ class TensorTable {
   /// `index` must outlive the table.
   explicit TensorTable(const CheckpointIndex& index);
 
-  /// A parameter or buffer by any of its names; null if there is none.
+  /// A parameter or buffer by any of its names, or what was saved by that name alone; null if there
+  /// is none.
   const TensorRecord* find(const std::string& kind, const std::string& name) const;
-  /// What a parameter, which must be there, is read from: its master weights, unless what was in
-  /// use has the dtype that is wanted.
-  const TensorRecord& source_of(const ParamView& param) const;
+  /// A parameter, else a buffer.
+  const TensorRecord* find_any(const std::string& name) const;
+  /// What a parameter is read from: its master weights, unless what was in use has the dtype that
+  /// is wanted. Null if it is not there.
+  const TensorRecord* source_of(const ParamView& param) const;
   /// The optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;
   /// The optimizer's counts for a parameter.
@@ -33,9 +36,13 @@ class TensorTable {
   std::map<std::string, std::vector<const TensorRecord*>> states_;  // by the parameter's first name
 };
 
+/// Empty, or what keeps a stored tensor from being read into `tensor`.
+std::string describe_misfit(const TensorRecord& record, const std::string& name,
+                            const at::Tensor& tensor);
+
 /// Throws one `c10::ValueError` that lists everything in which the checkpoint does not fit the
-/// model or the optimizer.
+/// model, the optimizer or what else is to be loaded. What `options` allow is added to `loaded`.
 void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
-               const GradScaler* scaler, const std::string& path);
+               const LoadOptions& options, const std::string& path, LoadedCheckpoint& loaded);
 
 }  // namespace tessera

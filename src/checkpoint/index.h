@@ -6,30 +6,36 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/region.h"
+
 namespace tessera {
 
-/// A range of a tensor, and where it is stored.
+/// A part of a tensor, and where it is stored: in 1-D, in the order of the region.
 struct ChunkRecord {
   std::string file;
   std::string key;
-  int64_t begin = 0, end = 0;  ///< elements of the tensor in the order of its memory
+  Region region;
+  std::vector<uint64_t> checksums = {};  ///< of each block of `kChecksumBlock` bytes
 };
 
 /// A tensor of the model or of its optimizer's state. Its elements are stored in the order of
 /// memory that `shape` and `strides` describe: the model's own, so that shards are written as they
-/// lie, or a contiguous tensor's, if it is stored whole.
+/// lie, or a contiguous tensor's, if it is stored whole or in boxes.
 struct TensorRecord {
   /// `param`, `buffer`, `state`, or `master` for a parameter in the dtype that the optimizer
-  /// updates if `param` has another.
+  /// updates if `param` has another; `tensor` for what was saved by its name alone, and `rank` for
+  /// what one rank has for itself.
   std::string kind;
-  std::string state;               ///< for a `state`: its name, such as `exp_avg`
+  /// For a `state`: its name, such as `exp_avg`; for what a `rank` has: which.
+  std::string state;
   std::vector<std::string> names;  ///< of the parameter or buffer; several if it is tied
   std::string dtype;               ///< as in safetensors
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
-  std::vector<ChunkRecord> chunks;  ///< ascending; together they are the tensor
+  std::vector<ChunkRecord> chunks;  ///< together they are the tensor
 
   int64_t numel() const;
+  int64_t nbytes() const;
   /// `KIND/NAME` or `state/STATE/NAME`: unique in a checkpoint for every name.
   std::string id(size_t name = 0) const;
 };
@@ -54,7 +60,15 @@ struct CheckpointIndex {
   std::vector<TensorRecord> tensors;
   std::optional<OptimizerRecord> optimizer;
   std::map<std::string, double> scaler;  ///< its state; empty if there is none
+  std::vector<std::map<std::string, double>> schedulers;
+  std::string plan;  ///< how the model was sharded, for people
 };
+
+/// Of all tensors.
+int64_t total_nbytes(const CheckpointIndex& index);
+
+/// True if the elements are stored row by row.
+bool is_row_major(const TensorRecord& tensor);
 
 constexpr const char* kIndexFile = "index.json";
 
@@ -63,13 +77,16 @@ std::string rank_file(int rank, int size);
 /// `model-00001-of-00002.safetensors`: numbered from 1, as other tools do
 std::string model_file(int number, int count);
 
+/// The text begins with a checksum of itself.
 std::string to_json(const CheckpointIndex& index);
-/// Reads what `to_json` wrote. Throws `c10::ValueError` for anything else.
-CheckpointIndex index_from_json(const std::string& text);
+/// Reads what `to_json` wrote; `path` is for messages. Throws `c10::ValueError` for anything else,
+/// for an index of another format version, and if the text does not have the checksum that it
+/// names. (One that was written by hand may name none.)
+CheckpointIndex index_from_json(const std::string& text, const std::string& path);
 /// Throws `c10::ValueError` unless the chunks of each tensor are the whole tensor.
-void check_whole(const CheckpointIndex& index);
+void check_whole(const CheckpointIndex& index, const std::string& path);
 
-/// Adds what another rank wrote.
-void merge_into(CheckpointIndex& index, const CheckpointIndex& part);
+/// What all ranks wrote together; `parts` by rank.
+CheckpointIndex merged(std::vector<CheckpointIndex> parts);
 
 }  // namespace tessera

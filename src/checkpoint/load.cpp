@@ -4,19 +4,29 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <tessera/checkpoint.h>
+#include <tessera/dist_tensor.h>
 #include <tessera/grad_scaler.h>
+#include <tessera/world.h>
 #include <torch/optim/optimizer.h>
 
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/chunk_reader.h"
+#include "checkpoint/dist_part.h"
 #include "checkpoint/fit.h"
 #include "checkpoint/model_view.h"
 #include "checkpoint/optimizer_options.h"
+#include "checkpoint/random_state.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/schedulers.h"
+#include "mesh/dist_meta.h"
+#include "mesh/ranks.h"
 #include "optim/param_state.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -25,11 +35,11 @@ namespace {
 
 constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
-// A range of a stored tensor, and the memory that it goes to.
+// A part of a stored tensor, and the memory that it goes to.
 struct Target {
   const TensorRecord* source;
   std::vector<int64_t> strides;  // whose order of memory the elements are counted in
-  int64_t begin, end;
+  Region region;
   at::Tensor out;
 };
 
@@ -38,27 +48,42 @@ struct StateTarget {
   ParamState state;  // empty if the checkpoint has none
 };
 
+// Of a DistTensor or an ordinary one that this process has whole.
+Region region_of(const at::Tensor& tensor, const std::string& name) {
+  const DistMeta* meta = find_dist_meta(tensor);
+  return meta ? part_of(*meta->spec, tensor.sizes(), name) : Region{0, tensor.numel()};
+}
+
 // Plans a load, which can fail, before it changes anything.
 class Loader {
  public:
-  Loader(const std::filesystem::path& path, ModelView view, GradScaler* scaler)
-      : reader_(path), table_(reader_.index()), view_(std::move(view)), scaler_(scaler) {
-    check_fit(reader_.index(), table_, view_, scaler, path.string());
+  Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank)
+      : reader_(path),
+        table_(reader_.index()),
+        view_(std::move(view)),
+        options_(options),
+        rank_(rank) {
+    check_fit(reader_.index(), table_, view_, options, path.string(), loaded_);
     plan_model();
     if (view_.optimizer) plan_optimizer();
+    plan_rank_state();
     for (const Target& target : targets_) {
       const bool reordered = target.strides != target.source->strides;
-      reader_.check(*target.source, reordered ? 0 : target.begin,
-                    reordered ? target.source->numel() : target.end);
+      reader_.check(*target.source, reordered ? Region{0, target.source->numel()} : target.region);
     }
+    loaded_.numbers = index().numbers;
   }
 
   const CheckpointIndex& index() const { return reader_.index(); }
 
-  void load() {
+  LoadedCheckpoint load() {
     for (const Target& target : targets_) read(target);
     if (view_.optimizer) set_optimizer();
-    if (scaler_) scaler_->load_state(index().scaler);
+    if (options_.scaler) options_.scaler->load_state(index().scaler);
+    for (size_t i = 0; i < options_.schedulers.size(); ++i)
+      write_scheduler(options_.schedulers[i], index().schedulers[i]);
+    if (options_.random_state) write_random_state(random_state_);
+    return loaded_;
   }
 
  private:
@@ -67,42 +92,78 @@ class Loader {
     const bool converts = target.out.scalar_type() != dtype;
     const at::Tensor out =
         converts ? at::empty(target.out.sizes(), target.out.options().dtype(dtype)) : target.out;
-    reader_.read(*target.source, target.strides, target.begin, target.end, out);
+    reader_.read(*target.source, target.strides, target.region, out);
     if (converts) target.out.copy_(out);
   }
 
+  void add_target(const TensorRecord* source, const std::vector<int64_t>& strides, Region region,
+                  at::Tensor out) {
+    if (source && region.numel() > 0)
+      targets_.push_back({source, strides, std::move(region), std::move(out)});
+  }
+
   void plan_model() {
-    for (const ParamView& param : view_.params) {
-      if (param.begin == param.end) continue;
-      targets_.push_back(
-          {&table_.source_of(param), param.strides, param.begin, param.end, param.values});
-    }
+    for (const ParamView& param : view_.params)
+      add_target(table_.source_of(param), param.strides, param.region(), param.values);
     for (const NamedTensor& buffer : view_.buffers) {
-      if (buffer.tensor.numel() == 0) continue;
-      const TensorRecord* source = table_.find("buffer", buffer.name);
-      targets_.push_back({source, source->strides, 0, source->numel(), buffer.tensor});
+      add_target(table_.find("buffer", buffer.name), row_major(buffer.tensor.sizes()),
+                 region_of(buffer.tensor, buffer.name), local_of(buffer.tensor));
     }
   }
 
+  // By their first names in the checkpoint.
+  std::set<std::string> saved_with_optimizer() const {
+    std::set<std::string> names;
+    for (const ParamGroupRecord& group : index().optimizer->param_groups) {
+      for (const std::string& name : group.params) {
+        if (const TensorRecord* record = table_.find("param", name))
+          names.insert(record->names.front());
+      }
+    }
+    return names;
+  }
+
   void plan_optimizer() {
+    const std::set<std::string> saved = saved_with_optimizer();
     for (const auto& [place, param_group, tensor] : view_.optimized) {
       if (!tensor.defined()) continue;
       const ParamView& param = view_.params[place];
-      const TensorRecord& record = *table_.find("param", param.name());
-      ParamState state{.tensors = {}, .counts = table_.counts_of(record)};
-      for (const TensorRecord* source : table_.states_of(record)) {
+      const TensorRecord* record = table_.find("param", param.name());
+      if (!record || !saved.contains(record->names.front())) continue;
+      ParamState state{.tensors = {}, .counts = table_.counts_of(*record)};
+      for (const TensorRecord* source : table_.states_of(*record)) {
         at::Tensor value = memory_for(tensor, source->state, scalar_type_of(source->dtype));
-        targets_.push_back({source, param.strides, param.begin, param.end,
-                            at::as_strided(value, {value.numel()}, {1}, value.storage_offset())});
+        if (is_dist(value)) {
+          add_target(source, row_major(value.sizes()), region_of(value, source->id()),
+                     local_of(value));
+        } else {
+          add_target(source, param.strides, param.region(),
+                     at::as_strided(value, {value.numel()}, {1}, value.storage_offset()));
+        }
         state.tensors[source->state] = std::move(value);
       }
       states_.push_back({tensor, std::move(state)});
     }
   }
 
+  // What this rank had for itself.
+  void plan_rank_state() {
+    for (const TensorRecord& record : index().tensors) {
+      if (record.kind != "rank" || record.state != std::to_string(rank_)) continue;
+      const std::string& name = record.names.front();
+      const size_t slash = name.find('/');
+      const bool is_random = name.substr(0, slash) == "random";
+      if (is_random && !options_.random_state) continue;
+      const at::Tensor value = at::empty(record.shape, scalar_type_of(record.dtype));
+      add_target(&record, record.strides, {0, record.numel()}, value);
+      (is_random ? random_state_ : loaded_.rank_state)[name.substr(slash + 1)] = value;
+    }
+  }
+
   // The tensor that the optimizer has for this state, so that none is there twice, or a new one.
   at::Tensor memory_for(const at::Tensor& param, const std::string& state,
                         at::ScalarType dtype) const {
+    if (is_dist(param)) return dist_memory_for(param, state, dtype);
     std::vector<int64_t> strides = param.strides().vec();
     if (!param.is_non_overlapping_and_dense()) {
       const auto contiguous = c10::contiguous_strides(param.sizes());
@@ -116,6 +177,17 @@ class Loader {
     }
     return at::empty_strided(param.sizes(), strides,
                              param.options().dtype(dtype).requires_grad(false));
+  }
+
+  // The same of a DistTensor: placed as the state that is there, or as the parameter.
+  at::Tensor dist_memory_for(const at::Tensor& param, const std::string& state,
+                             at::ScalarType dtype) const {
+    const ParamState present = read_param_state(*view_.optimizer, param);
+    const auto it = present.tensors.find(state);
+    if (it != present.tensors.end() && it->second.scalar_type() == dtype) return it->second;
+    const DistMeta& meta = *find_dist_meta(param);
+    return make_dist(at::empty(meta.local.sizes(), meta.local.options().dtype(dtype)), meta.spec,
+                     param.sizes());
   }
 
   void set_optimizer() {
@@ -137,49 +209,109 @@ class Loader {
   ChunkReader reader_;
   TensorTable table_;
   ModelView view_;
-  GradScaler* scaler_;
+  const LoadOptions& options_;
+  int rank_;
+  LoadedCheckpoint loaded_;
+  std::map<std::string, at::Tensor> random_state_;
   std::vector<Target> targets_;
   std::vector<StateTarget> states_;
 };
 
-void check_same_checkpoint(const ShardMesh& mesh, const std::string& id) {
-  for (const std::string& other : mesh.all_gather_bytes(id, kTag)) {
+void check_same_checkpoint(const Ranks& ranks, const std::string& id) {
+  for (const std::string& other : ranks.all_gather_bytes(id, kTag)) {
     TORCH_CHECK_VALUE(
         other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ",
         id, " and ", other, " (was it replaced, or is the path another one on some machine?)");
   }
 }
 
+// Reads tensors by name; those that are not there are left alone.
+class StateLoader {
+ public:
+  StateLoader(const std::filesystem::path& path, const StateDict& state)
+      : reader_(path), table_(reader_.index()) {
+    std::vector<std::string> errors;
+    for (const auto& [name, tensor] : state) {
+      const TensorRecord* source = table_.find_any(name);
+      if (!source) {
+        missing_.push_back(name);
+        continue;
+      }
+      const std::string error = describe_misfit(*source, name, tensor);
+      if (!error.empty()) errors.push_back(error);
+      if (!error.empty()) continue;
+      Target target{source, row_major(tensor.sizes()), region_of(tensor, name),
+                    local_of(tensor).detach()};
+      if (target.region.numel() == 0) continue;
+      reader_.check(*source, Region{0, source->numel()});
+      targets_.push_back(std::move(target));
+    }
+    TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the checkpoint '", path.string(),
+                      "' must fit the tensors; ", fmt::format("{}", fmt::join(errors, ", ")));
+  }
+
+  const CheckpointIndex& index() const { return reader_.index(); }
+  const std::vector<std::string>& missing() const { return missing_; }
+
+  void load() {
+    for (const Target& target : targets_) {
+      const at::ScalarType dtype = scalar_type_of(target.source->dtype);
+      const at::Tensor value = at::empty(target.out.sizes(), dtype);
+      const bool direct = target.out.scalar_type() == dtype;
+      reader_.read(*target.source, target.strides, target.region, direct ? target.out : value);
+      if (!direct) target.out.copy_(value);
+    }
+  }
+
+ private:
+  ChunkReader reader_;
+  TensorTable table_;
+  std::vector<std::string> missing_;
+  std::vector<Target> targets_;
+};
+
 }  // namespace
 
-std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
-                                              ShardedModule& module, ShardedOptimizer* optimizer,
-                                              GradScaler* scaler) {
+LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModule& module,
+                                 ShardedOptimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
+  const Ranks ranks = Ranks::of(state.mesh());
   std::optional<Loader> loader;
-  check_on_all_ranks(
-      state.mesh(), [&] { loader.emplace(path, view_of(state, optimizer), scaler); }, "checkpoint");
-  check_same_checkpoint(state.mesh(), loader->index().id);
-  state.overwrite([&] {
-    check_on_all_ranks(
-        state.mesh(), [&] { loader->load(); }, "checkpoint");
-  });
+  ranks.check([&] { loader.emplace(path, view_of(state, optimizer), options, ranks.rank()); },
+              "checkpoint");
+  check_same_checkpoint(ranks, loader->index().id);
+  LoadedCheckpoint loaded;
+  state.overwrite([&] { ranks.check([&] { loaded = loader->load(); }, "checkpoint"); });
   if (optimizer) {
     offload_state(*optimizer);
     optimizer->set_steps(loader->index().optimizer->steps);
   }
-  return loader->index().numbers;
+  return loaded;
 }
 
-std::map<std::string, double> load_checkpoint(const std::filesystem::path& path,
-                                              torch::nn::Module& module,
-                                              torch::optim::Optimizer* optimizer,
-                                              GradScaler* scaler) {
+LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
+                                 torch::optim::Optimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  Loader loader(path, view_of(module, optimizer), scaler);
-  loader.load();
-  return loader.index().numbers;
+  Loader loader(path, view_of(module, optimizer), options, default_process_group()->rank());
+  return loader.load();
+}
+
+std::vector<std::string> load_state_dict(const std::filesystem::path& path,
+                                         const StateDict& state) {
+  at::NoGradGuard no_grad;
+  const ProcessGroupPtr all = default_process_group();
+  const Ranks ranks({all.get()});
+  std::optional<StateLoader> loader;
+  ranks.check([&] { loader.emplace(path, state); }, "checkpoint");
+  check_same_checkpoint(ranks, loader->index().id);
+  ranks.check([&] { loader->load(); }, "checkpoint");
+  if (!loader->missing().empty() && ranks.rank() == 0) {
+    TORCH_WARN("[load_state_dict] the checkpoint '", path.string(),
+               "' lacks these, which stay as they are: ",
+               fmt::format("{}", fmt::join(loader->missing(), ", ")));
+  }
+  return loader->missing();
 }
 
 }  // namespace tessera

@@ -8,6 +8,11 @@
 
 namespace tessera {
 
+std::vector<int64_t> row_major(at::IntArrayRef sizes) {
+  const auto strides = c10::contiguous_strides(sizes);
+  return {strides.begin(), strides.end()};
+}
+
 TensorRecord record_of(const ParamView& param) {
   TensorRecord record{
       .kind = "param", .names = param.names, .shape = param.sizes, .strides = param.strides};
@@ -24,8 +29,7 @@ TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
                                std::vector<int64_t> shape, at::ScalarType dtype) {
   TensorRecord record{
       .kind = std::move(kind), .names = std::move(names), .shape = std::move(shape)};
-  const auto strides = c10::contiguous_strides(record.shape);
-  record.strides.assign(strides.begin(), strides.end());
+  record.strides = row_major(record.shape);
   record.dtype = safetensors_dtype(dtype);
   return record;
 }

@@ -5,6 +5,7 @@
 #include <tessera/sharded_optimizer.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,10 +15,11 @@
 namespace tessera {
 
 /// A distinct parameter, and what this process has of it. Elements are counted in the order of the
-/// parameter's memory, which `strides` describe.
+/// parameter's memory, which `strides` describe; of a DistTensor, row by row in `box`.
 struct ParamView {
-  std::vector<std::string> names;  ///< several if it is tied
-  std::vector<int64_t> sizes, strides;
+  std::vector<std::string> names;       ///< several if it is tied
+  std::vector<int64_t> sizes, strides;  ///< global
+  std::optional<Box> box = std::nullopt;
   at::ScalarType dtype = at::kFloat;         ///< in use
   at::ScalarType master_dtype = at::kFloat;  ///< of `values`
   int64_t begin = 0, end = 0;                ///< elements that this process has
@@ -26,6 +28,8 @@ struct ParamView {
   int64_t stored_begin = 0, stored_end = 0;  ///< those of them that it stores in a checkpoint
 
   const std::string& name() const { return names.front(); }
+  Region region() const { return {begin, end, box}; }
+  Region stored() const { return {stored_begin, stored_end, box}; }
 };
 
 /// A parameter of the optimizer.
@@ -38,7 +42,7 @@ struct OptimizedParam {
 /// A model and its optimizer as checkpoints see them, whether sharded or not.
 struct ModelView {
   std::vector<ParamView> params;
-  std::vector<NamedTensor> buffers;
+  std::vector<NamedTensor> buffers;  ///< ordinary tensors, which every process has, and DistTensors
   torch::optim::Optimizer* optimizer = nullptr;
   std::vector<OptimizedParam> optimized;  ///< in the optimizer's order
 };
@@ -47,9 +51,17 @@ struct ModelView {
 /// taken out of their units.
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer);
 
+/// The same of a module that is not sharded, whose parameters may be DistTensors. Ranks that have
+/// the same elements take turns in storing them; ordinary tensors are the same on all `ranks`, of
+/// which this process is `rank`. `module` must outlive the view.
+///
 /// Throws `c10::ValueError` if `optimizer` (which may be null) has parameters that are not the
-/// module's, and for a module that is sharded. `module` must outlive the view.
-ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer);
+/// module's, and for a module that is sharded.
+ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank = 0,
+                  int ranks = 1);
+
+/// Strides of a contiguous tensor.
+std::vector<int64_t> row_major(at::IntArrayRef sizes);
 
 /// How the index describes them; without chunks. A parameter is stored as the optimizer updates it.
 TensorRecord record_of(const ParamView& param);

@@ -5,7 +5,9 @@
 
 #include <map>
 #include <set>
+#include <utility>
 
+#include "checkpoint/dist_part.h"
 #include "checkpoint/model_view.h"
 #include "unit/unit_storage.h"
 
@@ -27,17 +29,28 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   return params;
 }
 
-ParamView view_of_param(const ParamSlot& slot) {
+ParamView view_of_param(const ParamSlot& slot, int rank, int ranks, ReplicaTurns& turns) {
   ParamView param{.names = slot.names,
-                  .sizes = slot.sizes,
-                  .strides = slot.strides,
+                  .sizes = slot.global_sizes(),
+                  .strides = slot.dist ? row_major(slot.dist->sizes) : slot.strides,
                   .dtype = slot.dtype,
                   .master_dtype = slot.dtype};
-  param.end = slot.numel;
-  param.stored_end = slot.numel;
-  const at::Tensor value = slot.tensor().detach();
+  const int64_t nbytes =
+      c10::multiply_integers(param.sizes) * static_cast<int64_t>(c10::elementSize(slot.dtype));
+  Replica replica{rank, ranks};
+  if (slot.dist) {
+    const DistSpec& spec = *slot.dist->spec;
+    replica = replica_of(spec);
+    Region part = part_of(spec, param.sizes, slot.name());
+    param.end = part.end;
+    param.box = std::move(part.box);
+  } else {
+    param.end = slot.numel;
+  }
+  if (turns.next(replica.count, nbytes) == replica.index) param.stored_end = param.end;
+  const at::Tensor value = slot.local().detach();
   // One with gaps in its memory is seen in its logical order; then so are its elements.
-  param.values = value.is_non_overlapping_and_dense()
+  param.values = (slot.dist ? value.is_contiguous() : value.is_non_overlapping_and_dense())
                      ? at::as_strided(value, {slot.numel}, {1}, value.storage_offset())
                      : value;
   return param;
@@ -63,16 +76,18 @@ std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& opt
 
 }  // namespace
 
-ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer) {
+ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank,
+                  int ranks) {
   ModelView view{.optimizer = optimizer};
   Places places;
+  ReplicaTurns turns;
   const std::vector<NamedTensor> params = named_parameters(module);
   if (!params.empty()) {
     for (const ParamSlot& slot : collect_parameters(params)) {
       for (size_t i = 0; i < slot.handles.size(); ++i) {
         places[slot.tensor(i).unsafeGetTensorImpl()] = view.params.size();
       }
-      view.params.push_back(view_of_param(slot));
+      view.params.push_back(view_of_param(slot, rank, ranks, turns));
     }
   }
   for (const auto& item : module.named_buffers()) {

@@ -10,10 +10,15 @@
 #include <numeric>
 #include <utility>
 
+#include "checkpoint/checksum.h"
+
 namespace tessera {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
+
+// What is copied to the host or given to the disk at once.
+constexpr int64_t kStagedBytes = 32 * kChecksumBlock;
 
 constexpr std::array<std::pair<at::ScalarType, const char*>, 16> kDtypes = {{
     {at::kDouble, "F64"},
@@ -61,8 +66,8 @@ at::ScalarType scalar_type_of(const std::string& name) {
 }
 
 SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
-                                     const std::map<std::string, std::string>& metadata)
-    : file_(std::move(file)) {
+                                     const std::map<std::string, std::string>& metadata, Pace* pace)
+    : file_(std::move(file)), pace_(pace) {
   // Wide elements first: then all of them are aligned, as some readers expect.
   std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     return item_size(a.dtype) > item_size(b.dtype);
@@ -85,9 +90,47 @@ SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensor
   for (auto& [name, offset] : offsets_) offset += static_cast<int64_t>(sizeof(length) + length);
 }
 
-void SafetensorsWriter::write(const std::string& name, const at::Tensor& value) {
-  const at::Tensor on_cpu = value.cpu().contiguous();
-  file_.write(on_cpu.const_data_ptr(), on_cpu.nbytes(), offsets_.at(name));
+std::vector<uint64_t> SafetensorsWriter::write(const std::string& name, const at::Tensor& value) {
+  const int64_t offset = offsets_.at(name), item = static_cast<int64_t>(value.element_size());
+  if (value.is_cpu() && value.is_contiguous())
+    return write_blocks(value.const_data_ptr(), value.numel() * item, offset);
+  const at::Tensor flat = value.reshape({-1});
+  std::vector<uint64_t> checksums;
+  for (int64_t begin = 0; begin < flat.numel(); begin += kStagedBytes / item) {
+    const int64_t count = std::min(kStagedBytes / item, flat.numel() - begin);
+    const at::Tensor staged = flat.narrow(0, begin, count).cpu().contiguous();
+    const auto more = write_blocks(staged.const_data_ptr(), count * item, offset + begin * item);
+    checksums.insert(checksums.end(), more.begin(), more.end());
+  }
+  return checksums;
+}
+
+void SafetensorsWriter::write_part(const std::string& name, const void* data, size_t nbytes,
+                                   int64_t offset) {
+  put(data, nbytes, offsets_.at(name) + offset);
+}
+
+// A block at a time, while it is in the processor's cache.
+std::vector<uint64_t> SafetensorsWriter::write_blocks(const void* data, int64_t nbytes,
+                                                      int64_t offset) {
+  std::vector<uint64_t> checksums;
+  for (int64_t begin = 0; begin < nbytes; begin += kChecksumBlock) {
+    const auto count = static_cast<size_t>(std::min(kChecksumBlock, nbytes - begin));
+    const char* block = static_cast<const char*>(data) + begin;
+    checksums.push_back(checksum(block, count));
+    put(block, count, offset + begin);
+  }
+  return checksums;
+}
+
+void SafetensorsWriter::put(const void* data, size_t nbytes, int64_t offset) {
+  if (pace_) pace_->wait_for(nbytes);
+  file_.write(data, nbytes, offset);
+  unsynced_ += static_cast<int64_t>(nbytes);
+  if (unsynced_ < kStagedBytes) return;
+  const int64_t end = offset + static_cast<int64_t>(nbytes);
+  file_.start_sync(std::max<int64_t>(0, end - unsynced_), static_cast<size_t>(unsynced_));
+  unsynced_ = 0;
 }
 
 SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
@@ -149,10 +192,8 @@ void SafetensorsFile::check(const std::string& key, const std::string& dtype, in
                     entry.nbytes, " bytes");
 }
 
-void SafetensorsFile::read(const std::string& key, int64_t begin, int64_t end, void* out) const {
-  const Entry& entry = entries_.at(key);
-  const int64_t item = item_size(entry.dtype);
-  file_.read(out, static_cast<size_t>((end - begin) * item), entry.offset + begin * item);
+void SafetensorsFile::read(const std::string& key, int64_t offset, size_t nbytes, void* out) const {
+  file_.read(out, nbytes, entries_.at(key).offset + offset);
 }
 
 }  // namespace tessera

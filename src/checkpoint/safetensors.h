@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "checkpoint/file.h"
+#include "checkpoint/pace.h"
 
 namespace tessera {
 
@@ -31,19 +32,29 @@ struct TensorHeader {
 class SafetensorsWriter {
  public:
   /// Writes the header.
+  /// `pace` may be null: as fast as it goes.
   SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
-                    const std::map<std::string, std::string>& metadata);
+                    const std::map<std::string, std::string>& metadata, Pace* pace = nullptr);
 
-  /// Writes the elements of a tensor that the header names, straight from memory if they lie there
-  /// in their logical order and the memory is the CPU's.
-  void write(const std::string& name, const at::Tensor& value);
+  /// Writes the elements of a tensor that the header names, and returns the checksums of their
+  /// blocks. Straight from memory if they lie there in their logical order and the memory is the
+  /// CPU's; else some at a time.
+  std::vector<uint64_t> write(const std::string& name, const at::Tensor& value);
+
+  /// The same for what comes in pieces: `nbytes` of `data` at byte `offset` of the tensor.
+  void write_part(const std::string& name, const void* data, size_t nbytes, int64_t offset);
 
   /// Returns when what was written is on the disk.
   void sync() const { file_.sync(); }
 
  private:
+  std::vector<uint64_t> write_blocks(const void* data, int64_t nbytes, int64_t offset);
+  void put(const void* data, size_t nbytes, int64_t offset);
+
   File file_;
+  Pace* pace_;
   std::map<std::string, int64_t> offsets_;  // bytes from the start of the file
+  int64_t unsynced_ = 0;
 };
 
 /// A file that is open for reading.
@@ -59,8 +70,10 @@ class SafetensorsFile {
   /// Throws `c10::ValueError` unless the file has this tensor, of any shape.
   void check(const std::string& key, const std::string& dtype, int64_t numel) const;
 
-  /// Reads elements [begin, end) of a tensor that was checked.
-  void read(const std::string& key, int64_t begin, int64_t end, void* out) const;
+  /// Reads some bytes of a tensor that was checked.
+  void read(const std::string& key, int64_t offset, size_t nbytes, void* out) const;
+
+  const std::string& path() const { return file_.path(); }
 
  private:
   struct Entry {

@@ -1,17 +1,23 @@
+#include "checkpoint/save.h"
+
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <tessera/checkpoint.h>
+#include <fmt/ranges.h>
 #include <tessera/grad_scaler.h>
+#include <tessera/world.h>
 
-#include <optional>
-#include <random>
+#include <algorithm>
+#include <atomic>
+#include <set>
+#include <sstream>
 #include <utility>
 
-#include "checkpoint/chunks.h"
-#include "checkpoint/directory.h"
+#include "checkpoint/checksum.h"
+#include "checkpoint/model_view.h"
 #include "checkpoint/optimizer_options.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/random_state.h"
+#include "checkpoint/schedulers.h"
 #include "checkpoint/whole_model.h"
 
 namespace tessera {
@@ -19,47 +25,66 @@ namespace {
 
 constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
-std::string new_id() {
-  std::random_device random;
-  return fmt::format("{:08x}{:08x}", random(), random());
+// What goes along with a model.
+void add_options(ChunkCollector& contents, const SaveOptions& options) {
+  CheckpointIndex& index = contents.index();
+  index.numbers = options.numbers;
+  if (options.scaler) index.scaler = options.scaler->state();
+  for (const SchedulerPtr& scheduler : options.schedulers)
+    index.schedulers.push_back(read_scheduler(scheduler));
+  if (options.random_state) contents.add_rank_state("random", read_random_state());
+  contents.add_rank_state("user", options.rank_state);
 }
 
-void write_file(const std::filesystem::path& path, const std::string& text) {
-  File file = File::create(path);
-  file.write(text.data(), text.size(), 0);
-  file.sync();
+std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
+  static constexpr const char* kLevels[] = {"none", "os", "os_g", "p_g_os"};
+  std::string text = fmt::format(
+      "fully_shard: level {}, {}, over {} ranks", kLevels[static_cast<size_t>(plan.level)],
+      plan.partition == Partition::kWholeParam ? "whole parameters" : "flat", mesh.shard().size());
+  if (mesh.replicates()) text += fmt::format(", {} replicas", mesh.replicate().size());
+  if (mesh.parts().size() > 1)
+    text += fmt::format(", DistTensors of {} ranks", mesh.parts().size());
+  return text;
 }
 
-// Writes this rank's file, if it has anything to store there, and returns its part of the index.
-CheckpointIndex write_rank_file(const std::filesystem::path& draft, const ShardMesh& ranks,
-                                const ModelView& view, bool with_model, const std::string& id) {
-  TORCH_CHECK(std::filesystem::is_directory(draft),
-              "[save_checkpoint] all ranks must see the same files; rank ", ranks.rank(),
-              " does not see '", draft.string(), "', which rank 0 made");
-  const RankContents contents = contents_of_rank(view, ranks.rank(), ranks.size(), with_model);
-  if (contents.chunks.empty()) return contents.index;
-  std::vector<TensorHeader> headers;
-  for (const auto& [key, data] : contents.chunks)
-    headers.push_back({key, safetensors_dtype(data.scalar_type()), data.sizes().vec()});
-  SafetensorsWriter file(File::create(draft / rank_file(ranks.rank(), ranks.size())),
-                         std::move(headers), {{"format", "tessera"}, {"id", id}});
-  for (const auto& [key, data] : contents.chunks) file.write(key, data);
-  file.sync();
-  return contents.index;
-}
-
-CheckpointIndex merge(const std::vector<std::string>& parts) {
-  CheckpointIndex index = index_from_json(parts.front());
-  for (size_t rank = 1; rank < parts.size(); ++rank)
-    merge_into(index, index_from_json(parts[rank]));
-  return index;
+// Throws on all ranks if one lacks a name that another has.
+void check_same_names(const Ranks& ranks, const std::vector<std::string>& names) {
+  const std::string mine = fmt::format("{}", fmt::join(names, "\n"));
+  const auto sums = ranks.all_gather_bytes(checksum_text(checksum(mine.data(), mine.size())), kTag);
+  if (std::all_of(sums.begin(), sums.end(), [&](const auto& sum) { return sum == sums[0]; }))
+    return;
+  const auto all = ranks.all_gather_bytes(mine, kTag);
+  std::vector<std::string> differences;
+  const auto set_of = [&](size_t rank) {
+    std::istringstream stream(all[rank]);
+    std::set<std::string> lines;
+    for (std::string line; std::getline(stream, line);) lines.insert(line);
+    return lines;
+  };
+  const auto first = set_of(0);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const auto other = set_of(rank);
+    for (const auto& name : first)
+      if (!other.contains(name))
+        differences.push_back(fmt::format("rank {} lacks '{}'", rank, name));
+    for (const auto& name : other)
+      if (!first.contains(name))
+        differences.push_back(fmt::format("rank 0 lacks '{}' of rank {}", name, rank));
+  }
+  if (differences.size() > 10) {
+    const std::string more = fmt::format("and {} more", differences.size() - 10);
+    differences.resize(10);
+    differences.push_back(more);
+  }
+  TORCH_CHECK_VALUE(false, "[save_state_dict] all ranks must have the same names; ",
+                    fmt::format("{}", fmt::join(differences, ", ")));
 }
 
 // An id for this save, the same on all ranks. Throws on all if they want to store differently: then
 // some would gather, and wait for the others.
-std::string agree_on_id(const ShardMesh& ranks, const SaveOptions& options) {
-  const std::string kind = options.whole_parameters ? "whole " : "shards ";
-  const auto offers = ranks.all_gather_bytes(kind + new_id(), kTag);
+std::string agree_on_id(const SaveJob& job) {
+  const std::string kind = job.whole ? "whole " : "shards ";
+  const auto offers = job.ranks.all_gather_bytes(kind + new_save_id(), kTag);
   for (const std::string& offer : offers) {
     TORCH_CHECK_VALUE(offer.starts_with(offers[0].substr(0, offers[0].find(' '))),
                       "[save_checkpoint] options.whole_parameters must be the same on all ranks");
@@ -67,63 +92,121 @@ std::string agree_on_id(const ShardMesh& ranks, const SaveOptions& options) {
   return offers[0].substr(kind.size());
 }
 
-void publish(const CheckpointDirectory& directory, CheckpointIndex index, const std::string& id,
-             const SaveOptions& options) {
-  index.id = id;
-  index.numbers = options.numbers;
-  if (options.scaler) index.scaler = options.scaler->state();
-  check_whole(index);
-  write_file(directory.draft() / kIndexFile, to_json(index));
-  directory.publish();
+SaveJob job_of_world() {
+  ProcessGroupPtr all = default_process_group();
+  return {.ranks = Ranks({all.get()}), .owner = all};
+}
+
+void save(const std::filesystem::path& path, const SaveJob& job) {
+  const BegunSave begun = begin_save(path, job);
+  job.ranks.check([&] { begun.writer->write(begun.contents, nullptr); }, "checkpoint");
+  job.ranks.check(
+      [&] {
+        static const std::atomic<bool> kNever = false;
+        if (job.ranks.rank() == 0) begun.writer->commit(job.ranks.timeout(), kNever);
+      },
+      "checkpoint");
 }
 
 }  // namespace
 
+BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
+  at::NoGradGuard no_grad;
+  const int rank = job.ranks.rank();
+  BegunSave begun;
+  std::vector<WholeTensor> plan;
+  ChunkCollector contents(rank, job.ranks.size());
+  check_same_names(job.ranks, job.names);
+  job.ranks.check(
+      [&] {
+        if (job.whole) plan = plan_whole_model(*job.whole);
+        job.collect(contents);
+        TORCH_CHECK_VALUE(job.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
+                          "number of checkpoints to keep, or 0; got ", job.keep_last);
+        begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size());
+        if (rank == 0) begun.writer->begin();
+      },
+      "checkpoint");
+  begun.writer->set_id(agree_on_id(job));
+  begun.writer->set_keep_last(job.keep_last);
+  if (job.whole)
+    contents.add_stored(
+        write_whole_model(*job.whole, plan, begun.writer->draft(), begun.writer->id()));
+  begun.contents = std::move(contents).take();
+  return begun;
+}
+
+SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
+               const SaveOptions& options) {
+  ShardedState& state = *module.state();
+  SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state()};
+  job.keep_last = options.keep_last;
+  if (options.whole_parameters) job.whole = &state;
+  job.collect = [&state, optimizer, &options](ChunkCollector& contents) {
+    const ModelView view = view_of(state, optimizer);
+    contents.index().plan = describe(state.plan(), state.mesh());
+    options.whole_parameters ? contents.add_masters(view) : contents.add_model(view);
+    if (optimizer) {
+      contents.add_optimizer(view);
+      contents.index().optimizer->steps = optimizer->steps();
+    }
+    add_options(contents, options);
+  };
+  return job;
+}
+
+SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
+               const SaveOptions& options) {
+  SaveJob job = job_of_world();
+  const int rank = job.ranks.rank(), size = job.ranks.size();
+  job.keep_last = options.keep_last;
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
+                              "[save_checkpoint] options.whole_parameters is for what "
+                              "fully_shard() returned; export_checkpoint() makes one file of any "
+                              "checkpoint");
+  job.collect = [&module, optimizer, &options, rank, size](ChunkCollector& contents) {
+    const ModelView view = view_of(module, optimizer, rank, size);
+    contents.index().plan = fmt::format("not sharded, {} ranks", size);
+    contents.add_model(view);
+    if (optimizer) contents.add_optimizer(view);
+    add_options(contents, options);
+  };
+  return job;
+}
+
+SaveJob job_of(const StateDict& state) {
+  SaveJob job = job_of_world();
+  for (const auto& [name, tensor] : state) job.names.push_back(name);
+  job.collect = [&state](ChunkCollector& contents) {
+    contents.index().plan = "tensors by name";
+    contents.add_tensors(state);
+  };
+  return job;
+}
+
 void save_checkpoint(const std::filesystem::path& path, const ShardedModule& module,
                      const ShardedOptimizer* optimizer, const SaveOptions& options) {
-  at::NoGradGuard no_grad;
-  ShardedState& state = *module.state();
-  const ShardMesh& ranks = state.mesh();
-  const bool leads = ranks.rank() == 0, whole = options.whole_parameters;
-  std::optional<CheckpointDirectory> directory;
-  try {
-    ModelView view;
-    std::vector<WholeTensor> plan;
-    check_on_all_ranks(
-        ranks,
-        [&] {
-          view = view_of(state, optimizer);
-          if (optimizer) optimizer_kind(optimizer->inner());
-          if (whole) plan = plan_whole_model(state);
-          directory.emplace(path);
-          if (leads) directory->prepare();
-        },
-        "checkpoint");
-    const std::string id = agree_on_id(ranks, options);
-    std::string part;
-    check_on_all_ranks(
-        ranks,
-        [&] {
-          CheckpointIndex index = write_rank_file(directory->draft(), ranks, view, !whole, id);
-          if (leads) {
-            for (WholeTensor& tensor : plan) index.tensors.push_back(tensor.record);
-            if (optimizer) index.optimizer->steps = optimizer->steps();
-          }
-          part = to_json(index);
-        },
-        "checkpoint");
-    if (whole) write_whole_model(state, plan, directory->draft(), id);
-    const auto parts = ranks.all_gather_bytes(part, kTag);
-    check_on_all_ranks(
-        ranks,
-        [&] {
-          if (leads) publish(*directory, merge(parts), id, options);
-        },
-        "checkpoint");
-  } catch (...) {
-    if (leads && directory) directory->discard();
-    throw;
+  save(path, job_of(module, optimizer, options));
+}
+
+void save_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
+                     torch::optim::Optimizer* optimizer, const SaveOptions& options) {
+  save(path, job_of(module, optimizer, options));
+}
+
+void save_state_dict(const std::filesystem::path& path, const StateDict& state) {
+  save(path, job_of(state));
+}
+
+StateDict flatten_state_dict(const std::map<std::string, StateDict>& parts) {
+  StateDict flat;
+  for (const auto& [part, state] : parts) {
+    for (const auto& [name, tensor] : state) {
+      const bool is_new = flat.emplace(part + "." + name, tensor).second;
+      TORCH_CHECK_VALUE(is_new, "[flatten_state_dict] two tensors would be '", part, ".", name, "'");
+    }
   }
+  return flat;
 }
 
 }  // namespace tessera

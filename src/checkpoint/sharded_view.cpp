@@ -3,6 +3,7 @@
 #include <tuple>
 #include <utility>
 
+#include "checkpoint/dist_part.h"
 #include "checkpoint/model_view.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -15,12 +16,22 @@ std::pair<int64_t, int64_t> part_of(const ParamSlot& slot, int64_t from, int64_t
   return {begin - slot.offset, end - slot.offset};
 }
 
+// Of a DistTensor: where this rank's part lies in it.
+void set_box(ParamView& param, const ParamSlot& slot) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      slot.strides == row_major(slot.sizes), "[checkpoint] '", slot.name(),
+      "' is a DistTensor whose part is not contiguous; make it so before fully_shard()");
+  const Region part = part_of(*slot.dist->spec, slot.dist->sizes, slot.name());
+  param.box = part.box;
+}
+
 ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
   ParamView param{.names = slot.names,
-                  .sizes = slot.sizes,
-                  .strides = slot.strides,
+                  .sizes = slot.global_sizes(),
+                  .strides = slot.dist ? row_major(slot.dist->sizes) : slot.strides,
                   .dtype = slot.dtype,
                   .master_dtype = slot.master_dtype};
+  if (slot.dist) set_box(param, slot);
   std::tie(param.begin, param.end) = part_of(slot, unit.updated_begin(), unit.updated_end());
   if (param.begin < param.end) {
     param.values = unit.updated().narrow(0, slot.offset + param.begin - unit.updated_begin(),
@@ -29,6 +40,7 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
   // A rank stores its shard, even if every rank has and updates all. Replicas take turns.
   const ShardMesh& mesh = unit.context().mesh;
   if (unit.index() % mesh.replicate().size() != mesh.replicate().rank()) return param;
+  if (!(slot.dist ? slot.dist->is_first_replica : mesh.parts().rank() == 0)) return param;
   const auto* bounds = &unit.layout().bounds[mesh.shard().rank()];
   std::tie(param.stored_begin, param.stored_end) = part_of(slot, bounds[0], bounds[1]);
   return param;
@@ -37,16 +49,14 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
 }  // namespace
 
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
+  state.check_replicated("checkpoint");
   ModelView view;
   std::vector<size_t> first_param;  // of each unit
   for (const auto& unit : state.units()) {
     unit->check_views();
     first_param.push_back(view.params.size());
-    for (const ParamSlot& slot : unit->layout().slots) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!slot.dist, "[checkpoint] parameters that are DistTensors can't be saved or "
-                                  "loaded yet; '", slot.name(), "' is one. full_state() gathers them");
+    for (const ParamSlot& slot : unit->layout().slots)
       view.params.push_back(view_of_param(*unit, slot));
-    }
   }
   for (const NamedTensor& buffer : state.buffers()) {
     if (buffer.tensor.defined()) view.buffers.push_back(buffer);

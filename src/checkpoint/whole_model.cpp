@@ -1,5 +1,7 @@
 #include "checkpoint/whole_model.h"
 
+#include <tessera/dist_tensor.h>
+
 #include <algorithm>
 #include <exception>
 #include <map>
@@ -8,23 +10,16 @@
 
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
+#include "mesh/ranks.h"
 
 namespace tessera {
 namespace {
 
 int count_writers(const ShardedState& state) {
-  return std::min(state.mesh().size(), static_cast<int>(state.units().size()));
+  return std::min(Ranks::of(state.mesh()).size(), static_cast<int>(state.units().size()));
 }
 
 int writer_of(const Unit& unit, int writers) { return unit.index() % writers; }
-
-TensorRecord whole_record(const char* kind, std::vector<std::string> names,
-                          std::vector<int64_t> shape, at::ScalarType dtype,
-                          const std::string& file) {
-  TensorRecord record = contiguous_record(kind, std::move(names), std::move(shape), dtype);
-  if (record.numel() > 0) record.chunks.push_back({file, record.names.front(), 0, record.numel()});
-  return record;
-}
 
 // The names that a tied parameter has besides the one it is stored under are listed as `save_model`
 // of Python's safetensors does.
@@ -40,23 +35,43 @@ std::map<std::string, std::string> metadata_of(const std::vector<TensorRecord>& 
   return metadata;
 }
 
-SafetensorsWriter start_file(const std::filesystem::path& path,
-                             const std::vector<TensorRecord>& records, const std::string& id) {
-  std::vector<TensorHeader> headers;
-  for (const TensorRecord& record : records)
-    headers.push_back({record.names.front(), record.dtype, record.shape});
-  return SafetensorsWriter(File::create(path), std::move(headers), metadata_of(records, id));
-}
-
-void write_unit(SafetensorsWriter& file, const Unit& unit) {
-  for (const ParamSlot& slot : unit.layout().slots)
-    file.write(slot.name(), view_param(slot, unit.full()));
-}
-
-void write_buffers(SafetensorsWriter& file, const ShardedState& state) {
-  for (const NamedTensor& buffer : state.buffers()) {
-    if (buffer.tensor.defined()) file.write(buffer.name, buffer.tensor);
+// A model file of this rank's tensors, and their chunks as they are written.
+class ModelFile {
+ public:
+  ModelFile(const std::filesystem::path& path, std::vector<TensorRecord> records,
+            const std::string& id)
+      : name_(path.filename().string()),
+        records_(std::move(records)),
+        writer_(File::create(path), headers(), metadata_of(records_, id)) {
+    for (size_t i = 0; i < records_.size(); ++i) places_[records_[i].names.front()] = i;
   }
+
+  void write(const std::string& name, const at::Tensor& value) {
+    auto checksums = writer_.write(name, value);
+    if (value.numel() == 0) return;
+    records_[places_.at(name)].chunks = {
+        {name_, name, Region{0, value.numel()}, std::move(checksums)}};
+  }
+
+  void sync() { writer_.sync(); }
+  const std::vector<TensorRecord>& records() const { return records_; }
+
+ private:
+  std::vector<TensorHeader> headers() const {
+    std::vector<TensorHeader> headers;
+    for (const TensorRecord& record : records_)
+      headers.push_back({record.names.front(), record.dtype, record.shape});
+    return headers;
+  }
+
+  std::string name_;
+  std::vector<TensorRecord> records_;
+  SafetensorsWriter writer_;
+  std::map<std::string, size_t> places_;
+};
+
+at::Tensor whole_value(const at::Tensor& tensor) {
+  return is_dist(tensor) ? full_tensor(tensor) : tensor;
 }
 
 // Does work until some of it fails, and keeps that error for later.
@@ -85,45 +100,59 @@ std::vector<WholeTensor> plan_whole_model(const ShardedState& state) {
   const int writers = count_writers(state);
   std::vector<WholeTensor> plan;
   for (const auto& unit : state.units()) {
-    const int writer = writer_of(*unit, writers);
-    const std::string file = model_file(writer + 1, writers);
     for (const ParamSlot& slot : unit->layout().slots)
-      plan.push_back({whole_record("param", slot.names, slot.sizes, slot.dtype, file), writer});
+      plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype),
+                      writer_of(*unit, writers)});
   }
   for (const NamedTensor& buffer : state.buffers()) {
-    if (!buffer.tensor.defined()) continue;
-    const at::Tensor& value = buffer.tensor;
-    plan.push_back({whole_record("buffer", {buffer.name}, value.sizes().vec(), value.scalar_type(),
-                                 model_file(1, writers)),
-                    0});
+    if (buffer.tensor.defined()) plan.push_back({record_of(buffer), 0});
   }
   return plan;
 }
 
-void write_whole_model(ShardedState& state, const std::vector<WholeTensor>& plan,
-                       const std::filesystem::path& directory, const std::string& id) {
-  const int rank = state.mesh().rank(), writers = count_writers(state);
+std::vector<TensorRecord> write_whole_model(ShardedState& state,
+                                            const std::vector<WholeTensor>& plan,
+                                            const std::filesystem::path& directory,
+                                            const std::string& id) {
+  const Ranks ranks = Ranks::of(state.mesh());
+  const int rank = ranks.rank(), writers = count_writers(state);
   std::vector<TensorRecord> mine;
   for (const WholeTensor& tensor : plan) {
     if (tensor.writer == rank) mine.push_back(tensor.record);
   }
-  std::optional<SafetensorsWriter> file;
+  std::optional<ModelFile> file;
   FirstError error;
   error.attempt([&] {
-    if (rank >= writers) return;
-    file.emplace(start_file(directory / model_file(rank + 1, writers), mine, id));
-    if (rank == 0) write_buffers(*file, state);
+    if (rank < writers) file.emplace(directory / model_file(rank + 1, writers), mine, id);
   });
+  const auto write = [&](bool is_mine, const std::string& name, const at::Tensor& value) {
+    if (is_mine) error.attempt([&] { file->write(name, value); });
+  };
+  // All ranks gather what is spread over them, whoever writes it, and whether or not it can.
+  for (const NamedTensor& buffer : state.buffers()) {
+    if (buffer.tensor.defined()) write(rank == 0, buffer.name, whole_value(buffer.tensor));
+  }
   state.visit_whole_units([&](const Unit& unit) {
-    if (writer_of(unit, writers) == rank) error.attempt([&] { write_unit(*file, unit); });
+    for (const ParamSlot& slot : unit.layout().slots)
+      write(writer_of(unit, writers) == rank, slot.name(),
+            global_value(slot, view_param(slot, unit.full())));
   });
-  check_on_all_ranks(
-      state.mesh(),
+  ranks.check(
       [&] {
         error.rethrow();
         if (file) file->sync();
       },
       "checkpoint");
+  std::vector<TensorRecord> records = file ? file->records() : std::vector<TensorRecord>();
+  if (rank != 0) return records;
+  std::map<std::string, TensorRecord> written;
+  for (TensorRecord& record : records) written[record.id()] = std::move(record);
+  records.clear();
+  for (const WholeTensor& tensor : plan) {
+    const auto it = written.find(tensor.record.id());
+    records.push_back(it == written.end() ? tensor.record : std::move(it->second));
+  }
+  return records;
 }
 
 }  // namespace tessera

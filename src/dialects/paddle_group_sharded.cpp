@@ -203,12 +203,12 @@ void save_group_sharded_model(const torch::nn::Module& model, const std::filesys
 
 void load_group_sharded_model(ShardedModule& model, const std::filesystem::path& input,
                               GroupShardedOptimizer* optimizer) {
-  load_checkpoint(input, model, optimizer, optimizer ? optimizer->scaler() : nullptr);
+  load_checkpoint(input, model, optimizer, {.scaler = optimizer ? optimizer->scaler() : nullptr});
 }
 
 void load_group_sharded_model(torch::nn::Module& model, const std::filesystem::path& input,
                               torch::optim::Optimizer* optimizer, GradScaler* scaler) {
-  load_checkpoint(input, model, optimizer, scaler);
+  load_checkpoint(input, model, optimizer, {.scaler = scaler});
 }
 
 }  // namespace tessera::paddle

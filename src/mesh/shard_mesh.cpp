@@ -4,29 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "comm/host_all_reduce.h"
+#include "mesh/ranks.h"
 
 namespace tessera {
 namespace {
-
-// The parts, each after its length, as one text, and back.
-std::string pack(const std::vector<std::string>& parts) {
-  std::string text;
-  for (const std::string& part : parts) text += std::to_string(part.size()) + ":" + part;
-  return text;
-}
-
-void unpack(const std::string& text, std::vector<std::string>& parts) {
-  for (size_t next = 0; next < text.size();) {
-    const size_t colon = text.find(':', next);
-    const size_t length = std::stoull(text.substr(next, colon - next));
-    parts.push_back(text.substr(colon + 1, length));
-    next = colon + 1 + length;
-  }
-}
 
 // "" if all ranks of `dim` stand at the same place of the other dim.
 std::string compare_places(ProcessGroup& dim, const char* name, const ProcessGroup& other,
@@ -63,12 +47,7 @@ void ShardMesh::check() const {
 
 std::vector<std::string> ShardMesh::all_gather_bytes(const std::string& bytes,
                                                      const CollectiveTag& tag) const {
-  std::vector<std::string> all = tessera::all_gather_bytes(*shard_, bytes, tag);
-  if (!replicates()) return all;
-  const auto replicas = tessera::all_gather_bytes(*replicate_, pack(all), tag);
-  all.clear();
-  for (const std::string& replica : replicas) unpack(replica, all);
-  return all;
+  return Ranks({shard_.get(), replicate_.get()}).all_gather_bytes(bytes, tag);
 }
 
 void ShardMesh::all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const {
@@ -81,40 +60,9 @@ void ShardMesh::broadcast(const at::Tensor& tensor, const CollectiveTag& tag) co
   if (replicates()) replicate_->broadcast(tensor, 0, tag)->wait();
 }
 
-namespace {
-
-void run_as_check(const std::function<void()>& check, const char* subject) {
-  try {
-    check();
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "[", subject, "] ", error.what());
-  }
-}
-
-}  // namespace
-
 void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check,
                         const char* subject) {
-  std::string error;
-  std::exception_ptr exception;
-  try {
-    run_as_check(check, subject);
-  } catch (const c10::Error& e) {
-    error = e.what_without_backtrace();
-    exception = std::current_exception();
-  }
-  if (mesh.size() == 1) {
-    if (exception) std::rethrow_exception(exception);
-    return;
-  }
-  const auto errors = mesh.all_gather_bytes(error, {"check of the arguments", Channel::kControl});
-  if (exception) std::rethrow_exception(exception);
-  for (size_t rank = 0; rank < errors.size(); ++rank) {
-    TORCH_CHECK_VALUE(errors[rank].empty(), errors[rank], " (on rank ", rank, " of ", errors.size(),
-                      ")");
-  }
+  Ranks({&mesh.shard(), &mesh.replicate()}).check(check, subject);
 }
 
 }  // namespace tessera

@@ -63,7 +63,7 @@ std::vector<ParameterSize> read_checkpoint_index(const File& directory) {
   std::string text(file.nbytes(), '\0');
   file.read(text.data(), text.size(), 0);
   std::vector<ParameterSize> sizes;
-  for (TensorRecord& tensor : index_from_json(text).tensors) {
+  for (TensorRecord& tensor : index_from_json(text, file.path()).tensors) {
     if (tensor.kind != "param") continue;
     sizes.push_back(parameter_from(std::move(tensor.names), std::move(tensor.shape),
                                    scalar_type_of(tensor.dtype)));

@@ -67,12 +67,13 @@ TEST(MasterCheckpoint, AScalerThatWasNotSavedIsMissed) {
     auto sharded = fully_shard(make_net(1));
     GradScaler scaler({.init_scale = 8}), disabled({.enabled = false});
     save_checkpoint(directory / "without", sharded, nullptr);
-    load_checkpoint(directory / "without", sharded, nullptr, &disabled);
-    expect_error([&] { load_checkpoint(directory / "without", sharded, nullptr, &scaler); },
-                 {"scaler: the checkpoint was saved without one"});
+    load_checkpoint(directory / "without", sharded, nullptr, {.scaler = &disabled});
+    expect_error(
+        [&] { load_checkpoint(directory / "without", sharded, nullptr, {.scaler = &scaler}); },
+        {"scaler: the checkpoint was saved without one"});
     save_checkpoint(directory / "with", sharded, nullptr, {.scaler = &scaler});
     GradScaler other;
-    load_checkpoint(directory / "with", sharded, nullptr, &other);
+    load_checkpoint(directory / "with", sharded, nullptr, {.scaler = &other});
     EXPECT_EQ(other.get_scale(), 8);
   });
 }

@@ -54,7 +54,7 @@ void expect_goes_on(const Saved& saved, int ranks, const ShardPlan& plan) {
   run_world(ranks, [&](World& world) {
     auto module = make_picture(2);
     AdamW inner(module->parameters(), adamw_options(0.1));
-    EXPECT_EQ(load_checkpoint(saved.path, *module, &inner).at("step"), 2) << what;
+    EXPECT_EQ(load_checkpoint(saved.path, *module, &inner).numbers.at("step"), 2) << what;
     auto sharded = fully_shard(module, plan);
     ShardedOptimizer optimizer(sharded, inner);
     const auto state = sharded.full_state();
@@ -77,7 +77,7 @@ TEST_P(CheckpointPlainLoad, TakesAllThatWasSavedAndIsShardedAfterwards) {
     const Saved saved = save_in_middle(ranks, plan, whole, scratch / "one");
     Plain plain(3);
     const void* memory = plain.module->conv->weight.data_ptr();
-    EXPECT_EQ(load_checkpoint(saved.path, *plain.module, &plain.adamw).at("step"), 2);
+    EXPECT_EQ(load_checkpoint(saved.path, *plain.module, &plain.adamw).numbers.at("step"), 2);
     expect_same_tensors(all_of(*plain.module, plain.adamw), read_all(saved.path), saved.describe());
     EXPECT_EQ(plain.adamw.param_groups()[0].options().get_lr(), 0.005);
     EXPECT_EQ(plain.module->conv->weight.data_ptr(), memory);

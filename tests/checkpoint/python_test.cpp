@@ -85,7 +85,8 @@ TEST_F(CheckpointPython, ReadsTheRankFilesOfEitherKind) {
     int64_t lines = 0;
     const auto index = read_index(scratch / "one");
     for (const auto& tensor : index.at("tensors")) {
-      const bool in_rank_file = !whole || tensor.at("kind") == "state";
+      const bool in_rank_file =
+          !whole || tensor.at("kind") == "state" || tensor.at("kind") == "rank";
       for (const auto& chunk : tensor.at("chunks")) {
         if (!in_rank_file) continue;
         ++lines;

@@ -15,7 +15,7 @@ void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan,
   run_world(ranks, [&](World& world) {
     Job job(2, plan);
     job.train(7, 8);
-    const auto numbers = load_checkpoint(saved.path, job.sharded, &job.optimizer);
+    const auto numbers = load_checkpoint(saved.path, job.sharded, &job.optimizer).numbers;
     EXPECT_EQ(numbers.at("step"), 2) << what;
     EXPECT_EQ(job.inner.param_groups()[0].options().get_lr(), 0.005) << what;
     save_checkpoint(again, job.sharded, &job.optimizer, {.numbers = numbers});
@@ -126,7 +126,7 @@ TEST(Checkpoint, NumbersComeBackToTheBit) {
   run_world(2, [&](World&) {
     auto sharded = fully_shard(make_picture(1));
     save_checkpoint(scratch / "one", sharded, nullptr, {.numbers = numbers});
-    auto loaded = load_checkpoint(scratch / "one", sharded, nullptr);
+    auto loaded = load_checkpoint(scratch / "one", sharded, nullptr).numbers;
     EXPECT_TRUE(std::isnan(loaded.extract("odd").mapped()));
     auto expected = numbers;
     expected.erase("odd");

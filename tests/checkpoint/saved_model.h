@@ -100,6 +100,7 @@ inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path
   std::map<std::string, ParsedFile> files;
   std::map<std::string, torch::Tensor> all;
   for (const auto& tensor : index.at("tensors")) {
+    if (tensor.at("kind") == "rank") continue;  // what a rank has for itself
     const auto shape = tensor.at("shape").get<std::vector<int64_t>>();
     const auto strides = tensor.at("strides").get<std::vector<int64_t>>();
     const torch::Tensor value = torch::empty_strided(shape, strides, dtypes.at(tensor.at("dtype")));

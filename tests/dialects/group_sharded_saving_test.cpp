@@ -209,7 +209,7 @@ TEST(GroupSharded, GS_45_ReplicasSaveOneCopyTogether) {
     run_world(2, [&](World&) {
       Job job("p_g_os", at::kBFloat16);
       load_checkpoint(directory / kind, job.sharded->model, &job.sharded->optimizer,
-                      std::string(kind) == "hybrid" ? &job.scaler : nullptr);
+                      {.scaler = std::string(kind) == "hybrid" ? &job.scaler : nullptr});
       for (int i = 0; i < 2; ++i) job.step();
       // Sums over ranks of equal gradients are exact: two halves or four quarters.
       expect_same_state(job.sharded->model.full_state(), expected, 0, kind);

@@ -3,6 +3,7 @@
 
 #include "access/sharded_state.h"
 #include "dialects/colossalai.h"
+#include "support/scratch_directory.h"
 
 namespace tessera::testing {
 namespace {
@@ -154,6 +155,7 @@ void step_experts(std::vector<Experts>& nets, int64_t step) {
 }
 
 TEST(ZeroInit, CO_03_ExpertsAreEachRanksOwn) {
+  const ScratchDirectory directory;
   for (const int ranks : {1, 2, 3}) {
     for (const auto& strategy : {kTensor, kBucket}) {
       run_world(ranks, [&](World& world) {
@@ -194,8 +196,9 @@ TEST(ZeroInit, CO_03_ExpertsAreEachRanksOwn) {
         optimizer.zero_grad();
         optimizer.backward(tower_loss(model, 9, world.rank(), ranks));
         EXPECT_NEAR(optimizer.clip_grad_norm(model, 1e9), std::sqrt(squares), 1e-5);
-        if (ranks > 1)
-          expect_error([&] { optimizer.state_dict(); }, {"expert.weight", "each rank's own"});
+        expect_error([&] { optimizer.state_dict(); }, {"expert.weight", "each rank's own"});
+        expect_error([&] { save_checkpoint(directory / "job", model.sharded(), nullptr); },
+                     {"[checkpoint]", "expert.weight", "each rank's own"});
       });
     }
   }

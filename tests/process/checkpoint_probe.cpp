@@ -58,7 +58,7 @@ double look(const fs::path& path) {
   if (!fs::exists(path) && !fs::exists(path.string() + ".old")) return 0;
   auto net = make_net();
   AdamW adamw(net->parameters());
-  const double found = tessera::load_checkpoint(path, *net, &adamw).at("save");
+  const double found = tessera::load_checkpoint(path, *net, &adamw).numbers.at("save");
   check_values(*net, adamw, found);
   return found;
 }

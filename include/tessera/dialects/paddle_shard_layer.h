@@ -1,11 +1,13 @@
 #pragma once
 
+#include <tessera/checkpoint.h>
 #include <tessera/dist_dataloader.h>
 #include <tessera/dist_optimizer.h>
 #include <tessera/distribute_module.h>
 #include <tessera/grad_scaler.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <initializer_list>
 #include <memory>
@@ -192,6 +194,18 @@ class TESSERA_API ShardScaler {
 };
 
 inline ShardScaler shard_scaler(GradScaler& scaler) { return ShardScaler(scaler); }
+
+/// Saved and loaded by name; see `save_state_dict()` and `load_state_dict()` in
+/// `tessera/checkpoint.h`. Nested dicts are flattened with dots by `flatten_state_dict()`.
+using tessera::flatten_state_dict;
+using tessera::StateDict;
+inline void save_state_dict(const StateDict& state_dict, const std::filesystem::path& path) {
+  tessera::save_state_dict(path, state_dict);
+}
+inline std::vector<std::string> load_state_dict(const StateDict& state_dict,
+                                                const std::filesystem::path& path) {
+  return tessera::load_state_dict(path, state_dict);
+}
 
 /// The optional arguments of `shard_dataloader`; see `DistDataloaderOptions`.
 struct ShardDataloaderOptions {

@@ -1,0 +1,123 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/ne.h>
+#include <ATen/ops/sub.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/checkpoint_files.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+
+#include "checkpoint/chunk_reader.h"
+#include "checkpoint/single_process.h"
+
+namespace tessera {
+namespace {
+
+using Records = std::map<std::string, const TensorRecord*>;
+
+// By id under each name, but for what ranks had for themselves.
+Records records_of(const CheckpointIndex& index) {
+  Records records;
+  for (const TensorRecord& record : index.tensors) {
+    if (record.kind == "rank") continue;
+    for (size_t name = 0; name < record.names.size(); ++name) records[record.id(name)] = &record;
+  }
+  return records;
+}
+
+// The same bits: NaN equals itself, and 0 is not -0.
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  return a.nbytes() == b.nbytes() &&
+         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+std::string describe_values(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  return fmt::format("{} of {} values differ, by at most {:.6g}", x.ne(y).sum().item<int64_t>(),
+                     a.numel(), at::sub(x, y).abs().max().item<double>());
+}
+
+template <class Map>
+void compare_maps(const std::string& what, const Map& a, const Map& b,
+                  std::vector<std::string>& differences) {
+  std::set<std::string> names;
+  for (const auto& [name, value] : a) names.insert(name);
+  for (const auto& [name, value] : b) names.insert(name);
+  const auto text = [](const Map& map, const std::string& name) {
+    const auto it = map.find(name);
+    return it == map.end() ? std::string("none") : fmt::format("{}", it->second);
+  };
+  for (const std::string& name : names) {
+    if (text(a, name) != text(b, name))
+      differences.push_back(
+          fmt::format("{} '{}': {} against {}", what, name, text(a, name), text(b, name)));
+  }
+}
+
+void compare_optimizers(const CheckpointIndex& a, const CheckpointIndex& b,
+                        std::vector<std::string>& differences) {
+  if (!a.optimizer || !b.optimizer) {
+    if (a.optimizer.has_value() != b.optimizer.has_value())
+      differences.push_back(fmt::format("optimizer: only {} has one", a.optimizer ? "A" : "B"));
+    return;
+  }
+  const OptimizerRecord &x = *a.optimizer, &y = *b.optimizer;
+  if (x.kind != y.kind)
+    differences.push_back(fmt::format("optimizer: {} against {}", x.kind, y.kind));
+  if (x.steps != y.steps)
+    differences.push_back(fmt::format("optimizer steps: {} against {}", x.steps, y.steps));
+  compare_maps("step counts of", x.counts, y.counts, differences);
+  if (x.param_groups.size() != y.param_groups.size()) {
+    differences.push_back(fmt::format("optimizer: {} param groups against {}",
+                                      x.param_groups.size(), y.param_groups.size()));
+    return;
+  }
+  for (size_t group = 0; group < x.param_groups.size(); ++group) {
+    const auto &left = x.param_groups[group], &right = y.param_groups[group];
+    compare_maps(fmt::format("option of param group {}", group), left.options, right.options,
+                 differences);
+    if (left.params != right.params)
+      differences.push_back(fmt::format("param group {} has other parameters", group));
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
+                                             const std::filesystem::path& b,
+                                             const CheckpointProgress& progress) {
+  at::NoGradGuard no_grad;
+  ChunkReader left(a), right(b);
+  const Records lefts = records_of(left.index()), rights = records_of(right.index());
+  std::vector<std::string> differences;
+  ProgressCount count(progress, total_nbytes(left.index()));
+  std::set<const TensorRecord*> compared;
+  for (const auto& [id, x] : lefts) {
+    const auto it = rights.find(id);
+    const TensorRecord* y = it == rights.end() ? nullptr : it->second;
+    if (!y) {
+      differences.push_back(fmt::format("'{}': only A has it", id));
+    } else if (x->shape != y->shape || x->dtype != y->dtype) {
+      differences.push_back(fmt::format("'{}': {} [{}] against {} [{}]", id, x->dtype,
+                                        fmt::join(x->shape, ", "), y->dtype,
+                                        fmt::join(y->shape, ", ")));
+    } else if (compared.insert(x).second) {
+      const at::Tensor u = left.read_whole(*x), v = right.read_whole(*y);
+      if (!is_same(u, v)) differences.push_back(fmt::format("'{}': {}", id, describe_values(u, v)));
+      count.add(x->nbytes());
+    }
+  }
+  for (const auto& [id, y] : rights)
+    if (!lefts.contains(id)) differences.push_back(fmt::format("'{}': only B has it", id));
+  compare_maps("number", left.index().numbers, right.index().numbers, differences);
+  compare_maps("scaler", left.index().scaler, right.index().scaler, differences);
+  compare_optimizers(left.index(), right.index(), differences);
+  return differences;
+}
+
+}  // namespace tessera

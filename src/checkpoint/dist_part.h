@@ -1,0 +1,39 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/region.h"
+#include "mesh/dist_meta.h"
+
+namespace tessera {
+
+/// What this rank has of a DistTensor of these global sizes, in the order of its local part; empty
+/// without a box: nothing. Throws `c10::NotImplementedError`, naming `name`, for placements that
+/// are `Partial`: the terms are not the tensor's values.
+Region part_of(const DistSpec& spec, at::IntArrayRef global_sizes, const std::string& name);
+
+/// Lets ranks that have the same values take turns in storing them, so that each stores as many
+/// bytes. All ranks must ask for the same tensors in the same order.
+class ReplicaTurns {
+ public:
+  /// Which of `replicas` equal ranks stores the next `nbytes`.
+  int64_t next(int64_t replicas, int64_t nbytes);
+
+ private:
+  std::map<int64_t, std::vector<int64_t>> stored_;  // bytes, by the number of replicas
+};
+
+/// Which of the ranks that have equal parts this one is, and how many there are, along the mesh
+/// dims in which a DistTensor is replicated.
+struct Replica {
+  int64_t index = 0, count = 1;
+};
+Replica replica_of(const DistSpec& spec);
+
+}  // namespace tessera

@@ -1,0 +1,99 @@
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <tessera/checkpoint_files.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "checkpoint/chunk_reader.h"
+#include "checkpoint/safetensors.h"
+#include "checkpoint/single_process.h"
+#include "checkpoint/torch_file.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+ExportFormat format_of(const fs::path& file, const ExportOptions& options) {
+  if (options.format) return *options.format;
+  const std::string extension = file.extension().string();
+  if (extension == ".safetensors") return ExportFormat::kSafetensors;
+  TORCH_CHECK_VALUE(extension == ".pt" || extension == ".pth" || extension == ".bin",
+                    "[export_checkpoint] options.format must be given for a file that ends with "
+                    "none of .safetensors, .pt, .pth and .bin; got '", file.string(), "'");
+  return ExportFormat::kTorch;
+}
+
+// The model's tensors in the order of the index.
+std::vector<const TensorRecord*> model_of(const CheckpointIndex& index) {
+  std::vector<const TensorRecord*> tensors;
+  for (const TensorRecord& record : index.tensors) {
+    if (record.kind == "param" || record.kind == "buffer" || record.kind == "tensor")
+      tensors.push_back(&record);
+  }
+  return tensors;
+}
+
+at::ScalarType dtype_of(const TensorRecord& record, const ExportOptions& options) {
+  const at::ScalarType stored = scalar_type_of(record.dtype);
+  return options.dtype && c10::isFloatingType(stored) ? *options.dtype : stored;
+}
+
+void write_safetensors(const fs::path& file, ChunkReader& reader, const ExportOptions& options,
+                       ProgressCount& count) {
+  const auto records = model_of(reader.index());
+  std::vector<TensorHeader> headers;
+  std::map<std::string, std::string> metadata = {{"format", "pt"}};
+  for (const TensorRecord* record : records) {
+    headers.push_back(
+        {record->names.front(), safetensors_dtype(dtype_of(*record, options)), record->shape});
+    for (size_t name = 1; name < record->names.size(); ++name)
+      metadata[record->names[name]] = record->names.front();
+  }
+  SafetensorsWriter writer(File::create(file), std::move(headers), metadata);
+  for (const TensorRecord* record : records) {
+    writer.write(record->names.front(), reader.read_whole(*record).to(dtype_of(*record, options)));
+    count.add(record->nbytes());
+  }
+  writer.sync();
+}
+
+void write_torch(const fs::path& file, ChunkReader& reader, const ExportOptions& options,
+                 ProgressCount& count) {
+  TorchFileWriter writer(file);
+  for (const TensorRecord* record : model_of(reader.index())) {
+    writer.write(record->names, reader.read_whole(*record).to(dtype_of(*record, options)));
+    count.add(record->nbytes());
+  }
+  writer.finish();
+  File::open_file(file).sync();
+}
+
+}  // namespace
+
+void export_checkpoint(const fs::path& path, const fs::path& file, const ExportOptions& options) {
+  at::NoGradGuard no_grad;
+  const ExportFormat format = format_of(file, options);
+  ChunkReader reader(path);
+  TORCH_CHECK_VALUE(!fs::is_directory(file), "[export_checkpoint] '", file.string(),
+                    "' must be a file, which is replaced if it is there; got a directory");
+  int64_t total = 0;
+  for (const TensorRecord* record : model_of(reader.index())) total += record->nbytes();
+  ProgressCount count(options.progress, total);
+  const fs::path draft = file.string() + ".tmp";
+  try {
+    format == ExportFormat::kTorch ? write_torch(draft, reader, options, count)
+                                   : write_safetensors(draft, reader, options, count);
+    fs::rename(draft, file);
+  } catch (...) {
+    std::error_code ignored;
+    fs::remove(draft, ignored);
+    throw;
+  }
+}
+
+}  // namespace tessera

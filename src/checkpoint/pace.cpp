@@ -1,0 +1,17 @@
+#include "checkpoint/pace.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace tessera {
+
+void Pace::wait_for(size_t nbytes) {
+  if (bytes_per_second_ <= 0) return;
+  std::this_thread::sleep_until(next_);
+  // What was not used is lost: after a pause there is no burst.
+  next_ = std::max(next_, Clock::now()) +
+          std::chrono::duration_cast<Clock::duration>(
+              std::chrono::duration<double>(static_cast<double>(nbytes) / bytes_per_second_));
+}
+
+}  // namespace tessera

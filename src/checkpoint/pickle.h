@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+/// A tensor of a file that Python's `torch.save` made.
+struct PickledTensor {
+  std::string storage;  ///< the record `data/STORAGE` has its bytes
+  std::string dtype;    ///< as in safetensors
+  int64_t offset = 0;   ///< elements from the beginning of the storage
+  std::vector<int64_t> shape, strides;
+};
+
+/// The tensors of a pickled dict by name, in its order; those of dicts in it as `OUTER.INNER`. What
+/// is no tensor is left out. Nothing is executed: only what `torch.save` writes for dicts of
+/// tensors is understood.
+///
+/// Throws `c10::ValueError` for anything else.
+std::vector<std::pair<std::string, PickledTensor>> unpickle_tensors(const std::string& bytes);
+
+}  // namespace tessera

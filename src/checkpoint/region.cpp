@@ -1,0 +1,143 @@
+#include "checkpoint/region.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+/// Goes through the runs of a region: elements that are consecutive in the tensor, too.
+class Runs {
+ public:
+  explicit Runs(const Region& region) : region_(region), position_(region.begin) {
+    if (region.box) measure(*region.box);
+    place();
+  }
+
+  bool done() const { return position_ >= region_.end; }
+  int64_t first() const { return first_; }  // in the tensor
+  int64_t last() const { return first_ + count_; }
+  /// Where an element of the tensor, which the run has, is in the region.
+  int64_t position(int64_t element) const { return position_ - region_.begin + (element - first_); }
+  void next() {
+    position_ += count_;
+    place();
+  }
+
+ private:
+  // Dims behind the last one that is cut are whole: with it they make one run.
+  void measure(const Box& box) {
+    int64_t stride = 1;
+    size_t dim = box.shape.size();
+    bool whole = true;
+    while (dim-- > 0) {
+      if (whole) {
+        length_ *= box.sizes[dim];
+        whole = box.sizes[dim] == box.shape[dim];
+      } else {
+        outer_.push_back({box.sizes[dim], stride});
+      }
+      origin_ += box.offset[dim] * stride;
+      stride *= box.shape[dim];
+    }
+  }
+
+  void place() {
+    if (done()) return;
+    if (!region_.box) {
+      first_ = position_;
+      count_ = region_.end - position_;
+      return;
+    }
+    const int64_t inside = position_ % length_;
+    int64_t run = position_ / length_;
+    first_ = origin_ + inside;
+    for (const auto& [size, stride] : outer_) {
+      first_ += run % size * stride;
+      run /= size;
+    }
+    count_ = std::min(length_ - inside, region_.end - position_);
+  }
+
+  const Region& region_;
+  int64_t length_ = 1, origin_ = 0;                 // of a box's runs; of its first element
+  std::vector<std::pair<int64_t, int64_t>> outer_;  // size and stride of dims, innermost first
+  int64_t position_ = 0, first_ = 0, count_ = 0;
+};
+
+bool are_apart(const Box& a, const Box& b) {
+  for (size_t dim = 0; dim < a.shape.size(); ++dim) {
+    if (a.offset[dim] + a.sizes[dim] <= b.offset[dim] ||
+        b.offset[dim] + b.sizes[dim] <= a.offset[dim])
+      return true;
+  }
+  return false;
+}
+
+// The ranges of one box must be the box.
+std::string describe_gap_in_box(int64_t numel, std::vector<const Region*> ranges) {
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Region* a, const Region* b) { return a->begin < b->begin; });
+  int64_t end = 0;
+  for (const Region* range : ranges) {
+    if (range->begin != end || range->end <= end)
+      return fmt::format("has a gap or an overlap at element {}", end);
+    end = range->end;
+  }
+  if (end != numel) return fmt::format("has {} elements, but {} are stored", numel, end);
+  return "";
+}
+
+}  // namespace
+
+int64_t Box::numel() const {
+  int64_t numel = 1;
+  for (const int64_t size : sizes) numel *= size;
+  return numel;
+}
+
+void for_each_overlap(const Region& a, const Region& b,
+                      const std::function<void(const Overlap&)>& visit) {
+  Runs x(a), y(b);
+  while (!x.done() && !y.done()) {
+    const int64_t from = std::max(x.first(), y.first()), to = std::min(x.last(), y.last());
+    if (from < to) visit({x.position(from), y.position(from), to - from});
+    x.last() <= y.last() ? x.next() : y.next();
+  }
+}
+
+bool overlap(const Region& a, const Region& b) {
+  if (a.box && b.box && a.box->shape == b.box->shape && are_apart(*a.box, *b.box)) return false;
+  bool found = false;
+  for_each_overlap(a, b, [&](const Overlap&) { found = true; });
+  return found;
+}
+
+std::string describe_gap(int64_t numel, const std::vector<const Region*>& regions) {
+  std::vector<std::pair<const std::optional<Box>*, std::vector<const Region*>>> boxes;
+  for (const Region* region : regions) {
+    auto it = std::find_if(boxes.begin(), boxes.end(),
+                           [&](const auto& box) { return *box.first == region->box; });
+    if (it == boxes.end()) it = boxes.insert(boxes.end(), {&region->box, {}});
+    it->second.push_back(region);
+  }
+  int64_t stored = 0;
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    const auto& box = *boxes[i].first;
+    const int64_t size = box ? box->numel() : numel;
+    const std::string gap = describe_gap_in_box(size, boxes[i].second);
+    if (!gap.empty()) return gap;
+    stored += size;
+    for (size_t other = 0; other < i; ++other) {
+      const auto& before = *boxes[other].first;
+      if (!box || !before || box->shape != before->shape || !are_apart(*box, *before))
+        return "has pieces that overlap";
+    }
+  }
+  if (stored != numel) return fmt::format("has {} elements, but {} are stored", numel, stored);
+  return "";
+}
+
+}  // namespace tessera

@@ -1,0 +1,44 @@
+#include "checkpoint/single_process.h"
+
+#include <atomic>
+#include <memory>
+#include <random>
+#include <utility>
+
+#include "checkpoint/checkpoint_writer.h"
+
+namespace tessera {
+
+ProgressCount::ProgressCount(const CheckpointProgress& progress, int64_t total)
+    : progress_(progress), total_(total) {
+  add(0);
+}
+
+void ProgressCount::add(int64_t nbytes) {
+  done_ += nbytes;
+  if (progress_) progress_(done_, total_);
+}
+
+void write_for_all(const std::filesystem::path& path, std::vector<RankContents> ranks,
+                   ProgressCount& progress) {
+  const int size = static_cast<int>(ranks.size());
+  const std::string id = new_save_id();
+  CheckpointWriter first(path, 0, size);
+  first.set_id(id);
+  first.begin();
+  for (int rank = 0; rank < size; ++rank) {
+    for (ChunkData& chunk : ranks[rank].chunks) {
+      chunk.get = [get = std::move(chunk.get), nbytes = chunk.nbytes(), &progress] {
+        progress.add(nbytes);
+        return get();
+      };
+    }
+    CheckpointWriter writer(path, rank, size);
+    writer.set_id(id);
+    writer.write(ranks[rank], nullptr);
+  }
+  const std::atomic<bool> never = false;
+  first.commit(std::chrono::minutes(1), never);
+}
+
+}  // namespace tessera

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace tessera::tools {
+
+/// Writes the bytes in blocks of 1 MiB, and returns when they are on the disk: what
+/// `dd bs=1M conv=fsync` does. Throws `std::system_error`.
+void write_to_disk(const std::string& file, const std::vector<char>& bytes);
+
+/// Reads the file in blocks of 1 MiB into `bytes`.
+void read_from_disk(const std::string& file, std::vector<char>& bytes);
+
+/// Lets the system forget the contents of all files in a directory, so that they are read from the
+/// disk. (What is not on the disk yet stays.)
+void drop_from_cache(const std::string& directory);
+
+}  // namespace tessera::tools

@@ -1,0 +1,214 @@
+#include "ckpt/ckpt_command.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/checkpoint_files.h>
+#include <tessera/plan_report.h>
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "ckpt/progress_line.h"
+
+namespace tessera::tools {
+namespace {
+
+constexpr const char* kFooter = R"(
+CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
+difference; 2 if the arguments are wrong or the work could not be done.)";
+
+// What the commands share: exit status 2 for errors, which are not findings.
+int run(const std::string& command, const std::function<int()>& work) {
+  try {
+    return work();
+  } catch (const c10::Error& error) {
+    fmt::print(stderr, "tessera ckpt {}: {}\n", command, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "tessera ckpt {}: {}\n", command, error.what());
+  }
+  return 2;
+}
+
+struct Arguments {
+  std::string from, to, format, dtype;
+  int ranks = 0;
+  bool json = false, quiet = false;
+
+  CheckpointProgress progress(const std::string& what) const {
+    return quiet ? CheckpointProgress() : progress_line(what);
+  }
+};
+using ArgumentsPtr = std::shared_ptr<Arguments>;
+
+CLI::App* add_command(CLI::App& ckpt, const std::string& name, const std::string& text,
+                      int& exit_code, const ArgumentsPtr& arguments,
+                      const std::function<int(const Arguments&)>& work) {
+  CLI::App* command = ckpt.add_subcommand(name, text);
+  command->footer(kFooter);
+  command->callback([name, arguments, work, &exit_code] {
+    exit_code = run(name, [&] { return work(*arguments); });
+  });
+  return command;
+}
+
+void add_path(CLI::App* command, const char* name, std::string& value, const char* text) {
+  command->add_option(name, value, text)->required()->type_name("");
+}
+void add_quiet(CLI::App* command, Arguments& arguments) {
+  command->add_flag("--quiet", arguments.quiet, "Show no progress");
+}
+
+nlohmann::json to_json(const CheckpointSummary& summary) {
+  nlohmann::json tensors = nlohmann::json::array();
+  for (const CheckpointTensor& tensor : summary.tensors) {
+    tensors.push_back({{"kind", tensor.kind},
+                       {"names", tensor.names},
+                       {"state", tensor.state},
+                       {"dtype", tensor.dtype},
+                       {"shape", tensor.shape},
+                       {"bytes", tensor.nbytes},
+                       {"pieces", tensor.pieces}});
+  }
+  return {{"id", summary.id},
+          {"plan", summary.plan},
+          {"ranks", summary.ranks},
+          {"numbers", summary.numbers},
+          {"optimizer", summary.optimizer},
+          {"optimizer_steps", summary.optimizer_steps},
+          {"has_scaler", summary.has_scaler},
+          {"schedulers", summary.schedulers},
+          {"files", summary.files},
+          {"tensors", std::move(tensors)}};
+}
+
+void print_summary(const CheckpointSummary& summary) {
+  fmt::print("saved by {} ranks ({}), id {}\n", summary.ranks, summary.plan, summary.id);
+  for (const auto& [name, value] : summary.numbers) fmt::print("number {} = {}\n", name, value);
+  if (!summary.optimizer.empty())
+    fmt::print("optimizer {} after {} steps\n", summary.optimizer, summary.optimizer_steps);
+  if (summary.has_scaler) fmt::print("a gradient scaler\n");
+  if (summary.schedulers > 0) fmt::print("{} schedulers\n", summary.schedulers);
+  std::map<std::string, std::pair<int64_t, int64_t>> kinds;  // tensors and bytes
+  for (const CheckpointTensor& tensor : summary.tensors) {
+    auto& [count, nbytes] = kinds[tensor.kind];
+    count += 1;
+    nbytes += tensor.nbytes;
+  }
+  for (const auto& [kind, sum] : kinds)
+    fmt::print("{:<7} {:>6} tensors {:>14} bytes\n", kind, sum.first, sum.second);
+  fmt::print("\n{:<7} {:<5} {:>14} {:>7}  name [shape]\n", "kind", "dtype", "bytes", "pieces");
+  for (const CheckpointTensor& tensor : summary.tensors) {
+    std::string name = fmt::format("{}", fmt::join(tensor.names, " = "));
+    if (!tensor.state.empty()) name += (tensor.kind == "rank" ? " of rank " : " ") + tensor.state;
+    fmt::print("{:<7} {:<5} {:>14} {:>7}  {} [{}]\n", tensor.kind, tensor.dtype, tensor.nbytes,
+               tensor.pieces, name, fmt::join(tensor.shape, ", "));
+  }
+}
+
+int inspect(const Arguments& arguments) {
+  const CheckpointSummary summary = inspect_checkpoint(arguments.from);
+  if (arguments.json) {
+    fmt::print("{}\n", to_json(summary).dump());
+  } else {
+    print_summary(summary);
+  }
+  return 0;
+}
+
+// Findings on stdout, one line each.
+int report(const std::vector<std::string>& findings, const std::string& all_well) {
+  for (const std::string& finding : findings) fmt::print("{}\n", finding);
+  if (findings.empty()) fmt::print("{}\n", all_well);
+  return findings.empty() ? 0 : 1;
+}
+
+int verify(const Arguments& arguments) {
+  return report(verify_checkpoint(arguments.from, arguments.progress("verify")),
+                "all checksums are right");
+}
+
+int diff(const Arguments& arguments) {
+  return report(compare_checkpoints(arguments.from, arguments.to, arguments.progress("diff")),
+                "no difference");
+}
+
+int reshard(const Arguments& arguments) {
+  reshard_checkpoint(arguments.from, arguments.to, arguments.ranks, arguments.progress("reshard"));
+  return 0;
+}
+
+int export_file(const Arguments& arguments) {
+  ExportOptions options{.progress = arguments.progress("export")};
+  if (!arguments.format.empty())
+    options.format =
+        arguments.format == "torch" ? ExportFormat::kTorch : ExportFormat::kSafetensors;
+  if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
+  export_checkpoint(arguments.from, arguments.to, options);
+  return 0;
+}
+
+int import_file(const Arguments& arguments) {
+  import_checkpoint(arguments.from, arguments.to, arguments.progress("import"));
+  return 0;
+}
+
+void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments) {
+  const auto add = [&](const char* name, const char* text, auto work) {
+    return add_command(ckpt, name, text, exit_code, arguments, work);
+  };
+  CLI::App* command = add("inspect", "Tells what a checkpoint holds", inspect);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  command->add_flag("--json", arguments->json, "Print one line of JSON");
+
+  command = add("verify", "Reads everything and compares the checksums", verify);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  add_quiet(command, *arguments);
+
+  command = add("diff", "Compares what two checkpoints hold, however it is cut", diff);
+  add_path(command, "A", arguments->from, "A checkpoint");
+  add_path(command, "B", arguments->to, "Another one");
+  add_quiet(command, *arguments);
+
+  command = add("reshard", "Writes a checkpoint as another number of ranks would", reshard);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  add_path(command, "TO", arguments->to, "The directory of the new one");
+  command->add_option("--ranks", arguments->ranks, "How many")
+      ->required()
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("N");
+  add_quiet(command, *arguments);
+
+  command = add("export", "Writes the model whole into one file for other tools", export_file);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  add_path(command, "FILE", arguments->to, "Ends with .safetensors, or with .pt, .pth or .bin");
+  command
+      ->add_option("--format", arguments->format,
+                   "safetensors, or torch for Python's torch.load (default: by FILE's name)")
+      ->check(CLI::IsMember({"safetensors", "torch"}))
+      ->type_name("");
+  command->add_option("--dtype", arguments->dtype, "Of floating tensors (default: as stored)")
+      ->type_name("DTYPE");
+  add_quiet(command, *arguments);
+
+  command = add("import", "Makes a checkpoint of another tool's files", import_file);
+  add_path(command, "FILE", arguments->from,
+           "A safetensors file, a directory of such, or a file of Python's torch.save");
+  add_path(command, "CKPT", arguments->to, "The directory of the checkpoint");
+  add_quiet(command, *arguments);
+}
+
+}  // namespace
+
+void add_ckpt(CLI::App& app, int& exit_code) {
+  CLI::App* ckpt = app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");
+  ckpt->footer(kFooter);
+  add_commands(*ckpt, exit_code, std::make_shared<Arguments>());
+}
+
+}  // namespace tessera::tools

@@ -1,0 +1,12 @@
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+namespace tessera::tools {
+
+/// Adds `ckpt`: what can be done with checkpoints on disk.
+void add_ckpt(CLI::App& app, int& exit_code);
+
+}  // namespace tessera::tools
