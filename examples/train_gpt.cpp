@@ -20,7 +20,7 @@ struct Options : GptOptions {
   std::string data = "data/corpus.txt", save, losses, level = "p_g_os";
   std::string dtype = "float", offload;
   bool resume = false, scaler = false;
-  int threads = 0, replicas = 1;
+  int threads = 0, replicas = 1, keep = 2;
   int64_t steps = 400, batch = 16, seed = 1;
   int64_t warmup = 20, save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
   double lr = 1e-3, clip = 1.0;
@@ -129,8 +129,10 @@ struct Job {
     tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
     tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
     int64_t step = 0;
-    if (o.resume && mean_over_ranks(std::filesystem::exists(o.save)) > 0)
-      step = tessera::load_checkpoint(o.save, sharded, &optimizer).numbers.at("step");  // (*)
+    if (const auto latest = tessera::latest_checkpoint(o.save); o.resume && latest)
+      step = tessera::load_checkpoint(*latest, sharded, &optimizer, {.scaler = &scaler})
+                 .numbers.at("step");       // (*)
+    tessera::AsyncCheckpointer checkpointer;  // (*)
     const auto first = step;
     const auto start = std::chrono::steady_clock::now();
     const double unigram = text.unigram_loss(), bit = M_LN2;
@@ -159,15 +161,18 @@ struct Job {
             pace * (o.steps - step));
       }
       if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
-        tessera::save_checkpoint(o.save, sharded, &optimizer,
-                                 {.numbers = {{"step", double(step)}}});  // (*)
+        checkpointer.save(fmt::format("{}/step-{}", o.save, step), sharded, &optimizer,
+                          {.numbers = {{"step", double(step)}},
+                           .scaler = &scaler,
+                           .keep_last = o.keep});  // (*)
     }
+    checkpointer.wait();  // (*)
     held_out = held_out_loss(std::numeric_limits<int64_t>::max());
     say("all held-out bytes: {:.4f} nats = {:.3f} bits; unigram model: {:.4f} = {:.3f} bits\n",
         held_out, held_out / bit, unigram, unigram / bit);
     const auto unsharded = sharded.keep_unsharded();  // (*)
     if (o.sample > 0) say("--- it writes:\n{}\n---\n", sample("namespace torch {\n"));
-    if (!o.save.empty()) say("checkpoint: {} (go on with --resume)\n", o.save);
+    if (!o.save.empty()) say("checkpoint: {}/step-{} (go on with --resume)\n", o.save, step);
   }
 
   const Options& o;
@@ -193,15 +198,18 @@ int main(int argc, char** argv) {
       ->check(natural);
   app.add_option("--replicas", o.replicas, "shards are the same on so many ranks")->check(positive);
   app.add_option("--offload", o.offload, "directory for optimizer state and master weights");
-  app.add_option("--save", o.save, "directory of the checkpoint");
-  app.add_flag("--resume", o.resume, "go on from --save, if it exists")->needs("--save");
+  app.add_option("--save", o.save, "directory of the checkpoints");
+  app.add_option("--keep", o.keep, "the newest of them that are kept; 0: all")->check(natural);
+  app.add_flag("--resume", o.resume, "go on from the latest in --save, if there is one")
+      ->needs("--save");
   app.add_option("--losses", o.losses, "file for the loss of each step, one per line");
   app.add_option("--lr", o.lr, "highest learning rate");
   app.add_option("--clip", o.clip, "largest norm of the gradients; 0: any");
   app.add_option("--steps", o.steps, "steps, those before --resume included")->check(positive);
   app.add_option("--batch", o.batch, "windows per step, over all ranks")->check(positive);
   o.add_to(app);
-  app.add_option("--save-every", o.save_every, "steps between checkpoints")->check(positive);
+  app.add_option("--save-every", o.save_every, "steps between checkpoints, which are written meanwhile")
+      ->check(positive);
   app.add_option("--eval-every", o.eval_every, "steps between held-out losses")->check(positive);
   app.add_option("--seed", o.seed, "of initial values, batches and sample")->check(natural);
   app.add_option("--sample", o.sample, "bytes to write at the end")->check(natural);

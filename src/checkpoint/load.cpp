@@ -57,18 +57,22 @@ Region region_of(const at::Tensor& tensor, const std::string& name) {
 // Plans a load, which can fail, before it changes anything.
 class Loader {
  public:
-  Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank)
+  Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank,
+         int ranks)
       : reader_(path),
         table_(reader_.index()),
         view_(std::move(view)),
         options_(options),
-        rank_(rank) {
+        rank_(rank),
+        ranks_(ranks) {
     check_fit(reader_.index(), table_, view_, options, path.string(), loaded_);
     plan_model();
     if (view_.optimizer) plan_optimizer();
     plan_rank_state();
     for (const Target& target : targets_) {
-      const bool reordered = target.strides != target.source->strides;
+      const bool reordered =
+          target.region.box ? !is_row_major(*target.source)
+                            : target.strides != target.source->strides;
       reader_.check(*target.source, reordered ? Region{0, target.source->numel()} : target.region);
     }
     loaded_.numbers = index().numbers;
@@ -106,9 +110,18 @@ class Loader {
     for (const ParamView& param : view_.params)
       add_target(table_.source_of(param), param.strides, param.region(), param.values);
     for (const NamedTensor& buffer : view_.buffers) {
-      add_target(table_.find("buffer", buffer.name), row_major(buffer.tensor.sizes()),
+      add_target(source_of(buffer), row_major(buffer.tensor.sizes()),
                  region_of(buffer.tensor, buffer.name), local_of(buffer.tensor));
     }
+  }
+
+  // Of as many ranks, each has its own back, where it was not rank 0's.
+  const TensorRecord* source_of(const NamedTensor& buffer) const {
+    const TensorRecord* own = table_.find("rank/" + std::to_string(rank_), "buffer/" + buffer.name);
+    const TensorRecord* of_all = table_.find("buffer", buffer.name);
+    const bool fits = own && of_all && index().world_size == ranks_ && !is_dist(buffer.tensor) &&
+                      own->shape == of_all->shape && own->dtype == of_all->dtype;
+    return fits ? own : of_all;
   }
 
   // By their first names in the checkpoint.
@@ -152,6 +165,7 @@ class Loader {
       if (record.kind != "rank" || record.state != std::to_string(rank_)) continue;
       const std::string& name = record.names.front();
       const size_t slash = name.find('/');
+      if (name.starts_with("buffer/")) continue;
       const bool is_random = name.substr(0, slash) == "random";
       if (is_random && !options_.random_state) continue;
       const at::Tensor value = at::empty(record.shape, scalar_type_of(record.dtype));
@@ -210,7 +224,7 @@ class Loader {
   TensorTable table_;
   ModelView view_;
   const LoadOptions& options_;
-  int rank_;
+  int rank_, ranks_;
   LoadedCheckpoint loaded_;
   std::map<std::string, at::Tensor> random_state_;
   std::vector<Target> targets_;
@@ -243,7 +257,8 @@ class StateLoader {
       Target target{source, row_major(tensor.sizes()), region_of(tensor, name),
                     local_of(tensor).detach()};
       if (target.region.numel() == 0) continue;
-      reader_.check(*source, Region{0, source->numel()});
+      const bool reordered = !is_row_major(*source);
+      reader_.check(*source, reordered ? Region{0, source->numel()} : target.region);
       targets_.push_back(std::move(target));
     }
     TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the checkpoint '", path.string(),
@@ -278,8 +293,10 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModul
   ShardedState& state = *module.state();
   const Ranks ranks = Ranks::of(state.mesh());
   std::optional<Loader> loader;
-  ranks.check([&] { loader.emplace(path, view_of(state, optimizer), options, ranks.rank()); },
-              "checkpoint");
+  ranks.check([&] { 
+        loader.emplace(path, view_of(state, optimizer), options, ranks.rank(), ranks.size());
+      },
+      "checkpoint");
   check_same_checkpoint(ranks, loader->index().id);
   LoadedCheckpoint loaded;
   state.overwrite([&] { ranks.check([&] { loaded = loader->load(); }, "checkpoint"); });
@@ -293,7 +310,8 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModul
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                                  torch::optim::Optimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  Loader loader(path, view_of(module, optimizer), options, default_process_group()->rank());
+  const ProcessGroupPtr all = default_process_group();
+  Loader loader(path, view_of(module, optimizer), options, all->rank(), all->size());
   return loader.load();
 }
 

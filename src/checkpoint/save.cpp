@@ -4,8 +4,10 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tessera/dist_tensor.h>
 #include <tessera/grad_scaler.h>
 #include <tessera/world.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <atomic>
@@ -80,6 +82,31 @@ void check_same_names(const Ranks& ranks, const std::vector<std::string>& names)
                     fmt::format("{}", fmt::join(differences, ", ")));
 }
 
+// The buffers of this rank that differ from rank 0's, such as statistics that ranks do not
+// synchronize: a run that is resumed goes on with each rank's own.
+std::map<std::string, at::Tensor> own_buffers(const SaveJob& job) {
+  std::string sums;
+  for (const NamedTensor& buffer : job.buffers) {
+    const at::Tensor value = buffer.tensor.cpu().contiguous();
+    sums += checksum_text(checksum(value.const_data_ptr(), value.nbytes()));
+  }
+  const auto all = job.ranks.all_gather_bytes(sums, kTag);
+  std::map<std::string, at::Tensor> own;
+  for (size_t i = 0; i < job.buffers.size(); ++i) {
+    constexpr size_t kDigits = 16;
+    if (sums.compare(i * kDigits, kDigits, all[0], i * kDigits, kDigits) != 0)
+      own[job.buffers[i].name] = job.buffers[i].tensor;
+  }
+  return own;
+}
+
+std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
+  std::vector<NamedTensor> result;
+  for (const NamedTensor& buffer : buffers)
+    if (buffer.tensor.defined() && !is_dist(buffer.tensor)) result.push_back(buffer);
+  return result;
+}
+
 // An id for this save, the same on all ranks. Throws on all if they want to store differently: then
 // some would gather, and wait for the others.
 std::string agree_on_id(const SaveJob& job) {
@@ -129,6 +156,7 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
       "checkpoint");
   begun.writer->set_id(agree_on_id(job));
   begun.writer->set_keep_last(job.keep_last);
+  contents.add_rank_state("buffer", own_buffers(job));
   if (job.whole)
     contents.add_stored(
         write_whole_model(*job.whole, plan, begun.writer->draft(), begun.writer->id()));
@@ -141,6 +169,7 @@ SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
   ShardedState& state = *module.state();
   SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state()};
   job.keep_last = options.keep_last;
+  job.buffers = ordinary(state.buffers());
   if (options.whole_parameters) job.whole = &state;
   job.collect = [&state, optimizer, &options](ChunkCollector& contents) {
     const ModelView view = view_of(state, optimizer);
@@ -160,6 +189,8 @@ SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   SaveJob job = job_of_world();
   const int rank = job.ranks.rank(), size = job.ranks.size();
   job.keep_last = options.keep_last;
+  for (const auto& item : module.named_buffers()) job.buffers.push_back({item.key(), item.value()});
+  job.buffers = ordinary(job.buffers);
   TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
                               "[save_checkpoint] options.whole_parameters is for what "
                               "fully_shard() returned; export_checkpoint() makes one file of any "

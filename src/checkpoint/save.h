@@ -25,6 +25,9 @@ struct SaveJob {
   /// Names that all ranks must have.
   std::vector<std::string> names = {};
   int keep_last = 0;
+  /// Ordinary tensors that each rank may have changed by itself. Rank 0's are the model's; others'
+  /// that differ are stored with what the rank has for itself.
+  std::vector<NamedTensor> buffers = {};
 };
 
 /// `options` and all that they point to must outlive the job.

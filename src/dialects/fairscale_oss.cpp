@@ -142,6 +142,12 @@ at::Tensor AnyOss::gradient(const at::Tensor& param) {
   TORCH_CHECK_VALUE(false, "[OSS] the tensor must be a parameter of the optimizer; got one of shape ", param.sizes());
 }
 
+void AnyOss::with_sharded(const std::function<void(ShardedOptimizer&)>& use) {
+  ShardedOptimizer& optimizer = impl_->ready_to_change();
+  const detail::LentGroups lent(*impl_);
+  use(optimizer);
+}
+
 ShardMemory AnyOss::memory() const {
   return impl_->sharded ? impl_->sharded->memory() : ShardMemory{};
 }

@@ -4,7 +4,8 @@
 //
 // All values of save number N (parameters, buffers, optimizer state, the caller's number) are N, so
 // that parts of two saves would be seen. Prints "found N" or "found none"; then, unless --look is
-// given, "ready", and "saved N" after each save. Every other save is one of whole parameters.
+// given, "ready", and "saved N" after each save. Of three saves, one is of whole parameters and one
+// goes on in the background while the values change.
 
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -72,11 +73,19 @@ double look(const fs::path& path) {
   sharded(torch::randn({8, 24})).sum().backward();
   optimizer.step();  // so that there is state
   std::puts("ready");
+  tessera::AsyncCheckpointer checkpointer;
   while (true) {
     set_values(*net, adamw, ++number);
-    save_checkpoint(
-        path, sharded, &optimizer,
-        {.numbers = {{"save", number}}, .whole_parameters = static_cast<int>(number) % 2 == 0});
+    const int kind = static_cast<int>(number) % 3;
+    const tessera::SaveOptions options{.numbers = {{"save", number}},
+                                       .whole_parameters = kind == 0};
+    if (kind == 1) {
+      checkpointer.save(path, sharded, &optimizer, options);
+      set_values(*net, adamw, -1);
+      checkpointer.wait();
+    } else {
+      save_checkpoint(path, sharded, &optimizer, options);
+    }
     std::printf("saved %.0f\n", number);
   }
 }

@@ -83,6 +83,14 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
   /// Bytes that this rank keeps. Not collective.
   ShardMemory memory() const;
 
+  /// Calls `use` with the engine's optimizer, which has the options of `param_groups()` meanwhile:
+  /// for checkpoints that nothing is gathered for, of what `ShardedDataParallel` has made of it.
+  ///
+  ///     optimizer.with_sharded([&](tessera::ShardedOptimizer& sharded) {
+  ///       tessera::save_checkpoint(path, model.sharded(), &sharded);
+  ///     });
+  void with_sharded(const std::function<void(ShardedOptimizer&)>& use);
+
  protected:
   /// `inner` was made with all parameters and has no state that ranks do not share.
   AnyOss(std::unique_ptr<torch::optim::Optimizer> inner, const OssOptions& options);
