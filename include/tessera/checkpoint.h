@@ -49,7 +49,7 @@ struct SaveOptions {
 
   /// When the checkpoint is in its place, removes the oldest ones beside it, so that this many are
   /// left: directories whose names differ from `path`'s in the number at the end (`step-100`), of
-  /// which a higher one is newer. 0: none is removed.
+  /// which a lower one is older. Higher ones don't count. 0, or no number: none is removed.
   int keep_last = 0;
 };
 
@@ -129,8 +129,9 @@ TESSERA_API LoadedCheckpoint load_checkpoint(const std::filesystem::path& path,
                                              torch::optim::Optimizer* optimizer,
                                              const LoadOptions& options = {});
 
-/// The checkpoint in `directory` whose name ends with the highest number (`step-100`); none if
-/// there is none. Where a job saves meanwhile, ranks may find different ones: ask before training.
+/// The checkpoint in `directory` whose name ends with the highest number (`step-100`), whatever is
+/// before it; none if there is none. Where a job saves meanwhile, ranks may find different ones: ask
+/// before training.
 TESSERA_API std::optional<std::filesystem::path> latest_checkpoint(
     const std::filesystem::path& directory);
 
@@ -144,6 +145,7 @@ TESSERA_API void save_state_dict(const std::filesystem::path& path, const StateD
 /// Reads tensors of a checkpoint into those of `state`, in place, wherever and however they were
 /// saved: by `save_state_dict`, or as parameters or buffers of a model. Collective, as above.
 ///
+/// What a checkpoint has in several dtypes is read as the model used it, not from master weights.
 /// Names that the checkpoint lacks are left alone, with a warning that lists them (their values are
 /// not touched); what it has besides is left out. Returns those names. Throws `c10::ValueError` on
 /// every rank, and changes nothing, for other shapes and for what can't be converted.

@@ -48,7 +48,7 @@ struct CheckpointSummary {
 TESSERA_API CheckpointSummary inspect_checkpoint(const std::filesystem::path& path);
 
 /// Reads everything. Returns what is wrong, one line each that names the file and the piece; empty
-/// if all is well.
+/// if all is well. A damaged index is one of those; a directory without one is an error.
 TESSERA_API std::vector<std::string> verify_checkpoint(const std::filesystem::path& path,
                                                        const CheckpointProgress& progress = {});
 
@@ -67,13 +67,16 @@ TESSERA_API void reshard_checkpoint(const std::filesystem::path& from,
 
 enum class ExportFormat : uint8_t {
   kSafetensors,  ///< one file, as Python's `safetensors.torch.load_file` reads it
-  kTorch,        ///< one file, as Python's `torch.load(weights_only=True)` reads it
+  /// One file, as Python's `torch.load(weights_only=True)` reads it. Not of float8 and unsigned
+  /// tensors of more than a byte, which throw `c10::NotImplementedError`.
+  kTorch,
 };
 
 struct ExportOptions {
   /// None: by the file's name, `.safetensors`, or `.pt`, `.pth` or `.bin`.
   std::optional<ExportFormat> format = std::nullopt;
-  /// Of all floating tensors; none: as stored, which for a model with master weights is theirs.
+  /// Of all floating tensors; none: as stored, which is that of master weights, if there are any,
+  /// unless the checkpoint has `whole_parameters`.
   std::optional<at::ScalarType> dtype = std::nullopt;
   CheckpointProgress progress = {};
 };

@@ -18,7 +18,7 @@ std::string checksum_text(uint64_t checksum) { return fmt::format("{:016x}", che
 uint64_t checksum_from_text(const std::string& text) {
   TORCH_CHECK_VALUE(text.size() == 16 && std::all_of(text.begin(), text.end(),
                                                      [](unsigned char c) { return std::isxdigit(c); }),
-                    "[load_checkpoint] a checksum must be 16 hexadecimal digits; got '", text, "'");
+                    "[checkpoint] a checksum must be 16 hexadecimal digits; got '", text, "'");
   return std::stoull(text, nullptr, 16);
 }
 

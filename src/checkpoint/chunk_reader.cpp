@@ -86,18 +86,15 @@ ChunkReader::ChunkReader(const std::filesystem::path& path)
     : directory_(File::open_directory(readable_checkpoint(path))), index_(read_index(directory_)) {}
 
 SafetensorsFile& ChunkReader::file(const std::string& name) {
-  auto it = open_.find(name);
-  if (it == open_.end()) {
-    if (open_.size() >= kMostOpen) open_.clear();
-    it = open_.emplace(name, SafetensorsFile(directory_.open(name))).first;
-    const auto& metadata = it->second.metadata();
-    const auto id = metadata.find("id");
-    TORCH_CHECK_VALUE(id != metadata.end() && id->second == index_.id, "[load_checkpoint] '",
-                      directory_.path(), "/", name,
-                      "' is of another save than the index; expected id ", index_.id, ", got ",
-                      id == metadata.end() ? "none" : id->second);
-  }
-  return it->second;
+  const auto it = open_.find(name);
+  if (it != open_.end()) return it->second;
+  SafetensorsFile file(directory_.open(name));
+  const auto id = file.metadata().find("id");
+  TORCH_CHECK_VALUE(id != file.metadata().end() && id->second == index_.id, "[checkpoint] '",
+                    file.path(), "' is of another save than the index; expected id ", index_.id,
+                    ", got ", id == file.metadata().end() ? "none" : id->second);
+  if (open_.size() >= kMostOpen) open_.clear();
+  return open_.emplace(name, std::move(file)).first->second;
 }
 
 void ChunkReader::check(const TensorRecord& tensor, const Region& region) {

@@ -85,6 +85,7 @@ void export_checkpoint(const fs::path& path, const fs::path& file, const ExportO
   for (const TensorRecord* record : model_of(reader.index())) total += record->nbytes();
   ProgressCount count(options.progress, total);
   const fs::path draft = file.string() + ".tmp";
+  File::create(draft);  // whose error says why it can't be
   try {
     format == ExportFormat::kTorch ? write_torch(draft, reader, options, count)
                                    : write_safetensors(draft, reader, options, count);

@@ -28,7 +28,7 @@ File::~File() {
 
 File File::create(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  TORCH_CHECK(fd >= 0, "[save_checkpoint] could not create '", path.string(),
+  TORCH_CHECK(fd >= 0, "[checkpoint] could not create '", path.string(),
               "': ", std::strerror(errno));
   return File(fd, path.string());
 }
@@ -50,7 +50,7 @@ File File::open_file(const std::filesystem::path& path) {
 File File::open(const std::string& name) const {
   const std::string path = path_ + "/" + name;
   const int fd = ::openat(fd_, name.c_str(), O_RDONLY | O_CLOEXEC);
-  TORCH_CHECK_VALUE(fd >= 0, "[load_checkpoint] could not open '", path,
+  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open '", path,
                     "': ", std::strerror(errno));
   return File(fd, path);
 }
@@ -60,7 +60,7 @@ void File::write(const void* data, size_t nbytes, int64_t offset) {
   while (nbytes > 0) {
     const ssize_t count = ::pwrite(fd_, next, std::min(nbytes, kMostPerCall), offset);
     if (count < 0 && errno == EINTR) continue;
-    TORCH_CHECK(count > 0, "[save_checkpoint] could not write '", path_,
+    TORCH_CHECK(count > 0, "[checkpoint] could not write '", path_,
                 "': ", std::strerror(errno));
     next += count;
     offset += count;
@@ -73,7 +73,7 @@ void File::read(void* data, size_t nbytes, int64_t offset) const {
   while (nbytes > 0) {
     const ssize_t count = ::pread(fd_, next, std::min(nbytes, kMostPerCall), offset);
     if (count < 0 && errno == EINTR) continue;
-    TORCH_CHECK(count > 0, "[load_checkpoint] could not read ", nbytes, " bytes at ", offset,
+    TORCH_CHECK(count > 0, "[checkpoint] could not read ", nbytes, " bytes at ", offset,
                 " of '", path_, "': ", count < 0 ? std::strerror(errno) : "the file ends before");
     next += count;
     offset += count;
@@ -110,7 +110,7 @@ void File::start_sync(int64_t offset, size_t nbytes) const {
 }
 
 void File::sync() const {
-  TORCH_CHECK(::fsync(fd_) == 0, "[save_checkpoint] could not write '", path_,
+  TORCH_CHECK(::fsync(fd_) == 0, "[checkpoint] could not write '", path_,
               "' to the disk: ", std::strerror(errno));
 }
 

@@ -105,6 +105,9 @@ void add_indexed(const fs::path& index, std::vector<Source>& sources) {
 }
 
 void add_directory(const fs::path& path, std::vector<Source>& sources) {
+  TORCH_CHECK_VALUE(!fs::exists(path / kIndexFile), "[import_checkpoint] '", path.string(),
+                    "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() make "
+                    "something else of it");
   std::vector<fs::path> files, indices;
   for (const auto& entry : fs::directory_iterator(path)) {
     const std::string name = entry.path().filename().string();
@@ -160,8 +163,7 @@ void import_checkpoint(const fs::path& from, const fs::path& path,
     }
     index.tensors.push_back(std::move(record));
   }
-  ProgressCount count(progress, total_nbytes(index));
-  write_for_all(path, std::move(contents), count);
+  write_for_all(path, std::move(contents), progress);
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -332,6 +333,12 @@ void collect(const Value& dict, const std::string& prefix, int depth,
 }
 
 }  // namespace
+
+bool is_pickled_dtype(const std::string& dtype) {
+  const auto& dtypes = storage_dtypes();
+  return std::any_of(dtypes.begin(), dtypes.end(),
+                     [&](const auto& item) { return item.second == dtype; });
+}
 
 std::vector<std::pair<std::string, PickledTensor>> unpickle_tensors(const std::string& bytes) {
   const ValuePtr value = Machine(bytes).run();

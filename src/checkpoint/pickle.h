@@ -15,6 +15,9 @@ struct PickledTensor {
   std::vector<int64_t> shape, strides;
 };
 
+/// True if `torch.save` has a storage class of that dtype (as in safetensors).
+bool is_pickled_dtype(const std::string& dtype);
+
 /// The tensors of a pickled dict by name, in its order; those of dicts in it as `OUTER.INNER`. What
 /// is no tensor is left out. Nothing is executed: only what `torch.save` writes for dicts of
 /// tensors is understood.

@@ -20,9 +20,9 @@ using Places = std::map<const c10::TensorImpl*, size_t>;
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   std::vector<NamedTensor> params;
   for (const auto& item : module.named_parameters()) {
-    TORCH_CHECK_VALUE(!item.value().is_meta(), "[load_checkpoint] parameter '", item.key(),
+    TORCH_CHECK_VALUE(!item.value().is_meta(), "[checkpoint] parameter '", item.key(),
                       "' has no data (device meta): give it memory before it is loaded");
-    TORCH_CHECK_VALUE(unit_of(item.value()) == nullptr, "[load_checkpoint] parameter '", item.key(),
+    TORCH_CHECK_VALUE(unit_of(item.value()) == nullptr, "[checkpoint] parameter '", item.key(),
                       "' is sharded; expected a plain module, or what fully_shard() returned");
     params.push_back({item.key(), item.value()});
   }
@@ -65,7 +65,7 @@ std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& opt
     for (const at::Tensor& tensor : groups[group].params()) {
       const auto it = places.find(tensor.unsafeGetTensorImpl());
       TORCH_CHECK_VALUE(it != places.end(),
-                        "[load_checkpoint] the optimizer's parameters must be the module's; one of "
+                        "[checkpoint] the optimizer's parameters must be the module's; one of "
                         "param group ",
                         group, ", of shape ", tensor.sizes(), ", is not");
       if (seen.insert(it->second).second) optimized.push_back({it->second, group, tensor});

@@ -52,7 +52,7 @@ int64_t numel_of(const std::vector<int64_t>& shape) {
 std::string safetensors_dtype(at::ScalarType dtype) {
   const auto it =
       std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.first == dtype; });
-  TORCH_CHECK_NOT_IMPLEMENTED(it != kDtypes.end(), "[save_checkpoint] tensors of dtype ", dtype,
+  TORCH_CHECK_NOT_IMPLEMENTED(it != kDtypes.end(), "[checkpoint] tensors of dtype ", dtype,
                               " can't be stored: the safetensors format has no such dtype");
   return it->second;
 }
@@ -60,7 +60,7 @@ std::string safetensors_dtype(at::ScalarType dtype) {
 at::ScalarType scalar_type_of(const std::string& name) {
   const auto it =
       std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.second == name; });
-  TORCH_CHECK_VALUE(it != kDtypes.end(), "[load_checkpoint] a tensor has the dtype '", name,
+  TORCH_CHECK_VALUE(it != kDtypes.end(), "[checkpoint] a tensor has the dtype '", name,
                     "', which is not known here");
   return it->first;
 }
@@ -138,14 +138,14 @@ SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
   const int64_t nbytes = file_.nbytes();
   if (nbytes >= 8) file_.read(&length, sizeof(length), 0);
   TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8),
-                    "[load_checkpoint] '", file_.path(), "' must be a safetensors file; its ",
+                    "[checkpoint] '", file_.path(), "' must be a safetensors file; its ",
                     nbytes, " bytes are too few for a header of ", length);
   std::string header(length, '\0');
   file_.read(header.data(), length, 8);
   try {
     parse(header, 8 + static_cast<int64_t>(length));
   } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[load_checkpoint] '", file_.path(),
+    TORCH_CHECK_VALUE(false, "[checkpoint] '", file_.path(),
                       "' must have a safetensors header: ", error.what());
   }
 }
@@ -163,7 +163,7 @@ void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
     entry.offset = data_offset + begin;
     entry.nbytes = end - begin;
     TORCH_CHECK_VALUE(0 <= begin && begin <= end && data_offset + end <= file_.nbytes(),
-                      "[load_checkpoint] '", file_.path(), "' is cut off: '", key,
+                      "[checkpoint] '", file_.path(), "' is cut off: '", key,
                       "' ends at byte ", data_offset + end, " of ", file_.nbytes());
     entries_[key] = std::move(entry);
   }
@@ -182,12 +182,12 @@ std::vector<TensorHeader> SafetensorsFile::tensors() const {
 
 void SafetensorsFile::check(const std::string& key, const std::string& dtype, int64_t numel) const {
   const auto it = entries_.find(key);
-  TORCH_CHECK_VALUE(it != entries_.end(), "[load_checkpoint] '", file_.path(), "' lacks '", key,
+  TORCH_CHECK_VALUE(it != entries_.end(), "[checkpoint] '", file_.path(), "' lacks '", key,
                     "', which the index names");
   const Entry& entry = it->second;
   const int64_t item = item_size(dtype);
   TORCH_CHECK_VALUE(entry.dtype == dtype && entry.numel == numel && entry.nbytes == numel * item,
-                    "[load_checkpoint] '", key, "' of '", file_.path(), "' must be ", numel,
+                    "[checkpoint] '", key, "' of '", file_.path(), "' must be ", numel,
                     " elements of ", dtype, "; got ", entry.numel, " of ", entry.dtype, " in ",
                     entry.nbytes, " bytes");
 }

@@ -91,6 +91,11 @@ std::map<std::string, at::Tensor> own_buffers(const SaveJob& job) {
     sums += checksum_text(checksum(value.const_data_ptr(), value.nbytes()));
   }
   const auto all = job.ranks.all_gather_bytes(sums, kTag);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    TORCH_CHECK_VALUE(all[rank].size() == all[0].size(),
+                      "[save_checkpoint] all ranks must have the same buffers; rank 0 has ",
+                      all[0].size() / 16, ", rank ", rank, " has ", all[rank].size() / 16);
+  }
   std::map<std::string, at::Tensor> own;
   for (size_t i = 0; i < job.buffers.size(); ++i) {
     constexpr size_t kDigits = 16;

@@ -87,6 +87,10 @@ TorchFileWriter::TorchFileWriter(const std::filesystem::path& path)
 TorchFileWriter::~TorchFileWriter() = default;
 
 void TorchFileWriter::write(const std::vector<std::string>& names, const at::Tensor& value) {
+  TORCH_CHECK_NOT_IMPLEMENTED(is_pickled_dtype(safetensors_dtype(value.scalar_type())),
+                              "[export_checkpoint] '", names.front(), "' has the dtype ",
+                              value.scalar_type(), ", which Python's torch.load does not take from "
+                              "such a file: export to a safetensors file");
   const at::Tensor data = value.contiguous();
   writer_->writeRecord("data/" + std::to_string(written_.size()), data.const_data_ptr(),
                        data.nbytes());
