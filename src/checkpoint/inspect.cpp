@@ -1,10 +1,14 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint_files.h>
 
+#include <algorithm>
+#include <functional>
+#include <optional>
 #include <set>
 #include <utility>
 
 #include "checkpoint/chunk_reader.h"
+#include "checkpoint/directory.h"
 #include "checkpoint/single_process.h"
 
 namespace tessera {
@@ -30,19 +34,32 @@ CheckpointSummary inspect_checkpoint(const std::filesystem::path& path) {
   return summary;
 }
 
+namespace {
+
+// What `read` throws, without repetitions: a file that is missing is told once.
+void collect_errors(const std::function<void()>& read, std::vector<std::string>& errors) {
+  try {
+    read();
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    if (std::find(errors.begin(), errors.end(), text) == errors.end()) errors.push_back(text);
+  }
+}
+
+}  // namespace
+
 std::vector<std::string> verify_checkpoint(const std::filesystem::path& path,
                                            const CheckpointProgress& progress) {
-  ChunkReader reader(path);
   std::vector<std::string> damage;
-  ProgressCount count(progress, total_nbytes(reader.index()));
-  for (const TensorRecord& record : reader.index().tensors) {
-    for (const ChunkRecord& chunk : record.chunks) {
-      try {
-        reader.verify(record, chunk);
-      } catch (const c10::Error& error) {
-        damage.emplace_back(error.what_without_backtrace());
-      }
-    }
+  std::optional<ChunkReader> reader;
+  const bool has_index = std::filesystem::exists(readable_checkpoint(path) / kIndexFile);
+  if (has_index) collect_errors([&] { reader.emplace(path); }, damage);
+  if (!damage.empty()) return damage;
+  if (!reader) reader.emplace(path);  // throws
+  ProgressCount count(progress, total_nbytes(reader->index()));
+  for (const TensorRecord& record : reader->index().tensors) {
+    for (const ChunkRecord& chunk : record.chunks)
+      collect_errors([&] { reader->verify(record, chunk); }, damage);
     count.add(record.nbytes());
   }
   return damage;

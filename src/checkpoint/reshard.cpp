@@ -58,8 +58,7 @@ void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem
         add_range(reader, record, range, rank, ranks, contents[rank]);
     }
   }
-  ProgressCount count(progress, total_nbytes(index));
-  write_for_all(to, std::move(contents), count);
+  write_for_all(to, std::move(contents), progress);
 }
 
 }  // namespace tessera

@@ -20,16 +20,20 @@ void ProgressCount::add(int64_t nbytes) {
 }
 
 void write_for_all(const std::filesystem::path& path, std::vector<RankContents> ranks,
-                   ProgressCount& progress) {
+                   const CheckpointProgress& progress) {
   const int size = static_cast<int>(ranks.size());
+  int64_t total = 0;
+  for (const RankContents& rank : ranks)
+    for (const ChunkData& chunk : rank.chunks) total += chunk.nbytes();
+  ProgressCount count(progress, total);
   const std::string id = new_save_id();
   CheckpointWriter first(path, 0, size);
   first.set_id(id);
   first.begin();
   for (int rank = 0; rank < size; ++rank) {
     for (ChunkData& chunk : ranks[rank].chunks) {
-      chunk.get = [get = std::move(chunk.get), nbytes = chunk.nbytes(), &progress] {
-        progress.add(nbytes);
+      chunk.get = [get = std::move(chunk.get), nbytes = chunk.nbytes(), &count] {
+        count.add(nbytes);
         return get();
       };
     }

@@ -22,6 +22,6 @@ class ProgressCount {
 
 /// Writes a checkpoint as if each of `ranks` had written its contents.
 void write_for_all(const std::filesystem::path& path, std::vector<RankContents> ranks,
-                   ProgressCount& progress);
+                   const CheckpointProgress& progress);
 
 }  // namespace tessera
