@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "checkpoint/chunk_reader.h"
 #include "checkpoint/single_process.h"
@@ -59,6 +60,15 @@ void compare_maps(const std::string& what, const Map& a, const Map& b,
   }
 }
 
+void compare_schedulers(const std::vector<std::map<std::string, double>>& a,
+                        const std::vector<std::map<std::string, double>>& b,
+                        std::vector<std::string>& differences) {
+  if (a.size() != b.size())
+    differences.push_back(fmt::format("schedulers: {} against {}", a.size(), b.size()));
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i)
+    compare_maps(fmt::format("scheduler {}", i), a[i], b[i], differences);
+}
+
 void compare_optimizers(const CheckpointIndex& a, const CheckpointIndex& b,
                         std::vector<std::string>& differences) {
   if (!a.optimizer || !b.optimizer) {
@@ -95,8 +105,13 @@ std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
   ChunkReader left(a), right(b);
   const Records lefts = records_of(left.index()), rights = records_of(right.index());
   std::vector<std::string> differences;
-  ProgressCount count(progress, total_nbytes(left.index()));
-  std::set<const TensorRecord*> compared;
+  int64_t total = 0;
+  for (const TensorRecord& record : left.index().tensors)
+    if (record.kind != "rank") total += record.nbytes();
+  ProgressCount count(progress, total);
+  // Of tied tensors, each pair once: what is tied in one need not be in the other.
+  std::set<std::pair<const TensorRecord*, const TensorRecord*>> compared;
+  std::set<const TensorRecord*> counted;
   for (const auto& [id, x] : lefts) {
     const auto it = rights.find(id);
     const TensorRecord* y = it == rights.end() ? nullptr : it->second;
@@ -106,16 +121,17 @@ std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
       differences.push_back(fmt::format("'{}': {} [{}] against {} [{}]", id, x->dtype,
                                         fmt::join(x->shape, ", "), y->dtype,
                                         fmt::join(y->shape, ", ")));
-    } else if (compared.insert(x).second) {
+    } else if (compared.insert({x, y}).second) {
       const at::Tensor u = left.read_whole(*x), v = right.read_whole(*y);
       if (!is_same(u, v)) differences.push_back(fmt::format("'{}': {}", id, describe_values(u, v)));
-      count.add(x->nbytes());
     }
+    if (counted.insert(x).second) count.add(x->nbytes());
   }
   for (const auto& [id, y] : rights)
     if (!lefts.contains(id)) differences.push_back(fmt::format("'{}': only B has it", id));
   compare_maps("number", left.index().numbers, right.index().numbers, differences);
   compare_maps("scaler", left.index().scaler, right.index().scaler, differences);
+  compare_schedulers(left.index().schedulers, right.index().schedulers, differences);
   compare_optimizers(left.index(), right.index(), differences);
   return differences;
 }

@@ -11,6 +11,7 @@
 #include <future>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/index.h"
@@ -119,29 +120,32 @@ void CheckpointDirectory::prepare() {
 
 void CheckpointDirectory::take_draft() {
   // Another save may publish or remove the draft between two steps here: then there is a new one.
-  do {
+  while (!held_) {
     fs::create_directories(draft_);
-    held_.emplace(File::open_directory(draft_));
-    TORCH_CHECK(held_->lock(), "[save_checkpoint] another save to '", path_.string(),
+    File draft = File::open_directory(draft_);
+    TORCH_CHECK(draft.lock(), "[save_checkpoint] another save to '", path_.string(),
                 "' is under way, of this job or another one; give each job a path of its own");
-  } while (!held_->is_there());
+    if (draft.is_there()) held_.emplace(std::move(draft));
+  }
 }
 
 void CheckpointDirectory::publish() {
   File::open_directory(draft_).sync();
   const fs::path parent = path_.parent_path();
+  // Locked, so that no other save takes the old one for a draft while it is removed.
+  std::optional<File> old;
+  if (fs::exists(path_)) old.emplace(File::open_directory(path_)).lock();
+  bool exchanged = false;
   if (::rename(draft_.c_str(), path_.c_str()) != 0) {  // works if there was none
-    const int exchanged =
-        ::renameat2(AT_FDCWD, draft_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE);
-    if (exchanged != 0 && cannot_exchange(errno)) {
-      replace_by_renames();
-    } else {
-      TORCH_CHECK(exchanged == 0, "[save_checkpoint] could not replace '", path_.string(),
-                  "': ", std::strerror(errno));
-    }
+    exchanged =
+        ::renameat2(AT_FDCWD, draft_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE) == 0;
+    TORCH_CHECK(exchanged || cannot_exchange(errno), "[save_checkpoint] could not replace '",
+                path_.string(), "': ", std::strerror(errno));
+    if (!exchanged) replace_by_renames();
   }
   File::open_directory(parent).sync();
-  remove_checkpoint(draft_);
+  // Else a draft that is there by now is another save's.
+  if (exchanged) remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
   held_.reset();
 }

@@ -78,6 +78,9 @@ void write_torch(const fs::path& file, ChunkReader& reader, const ExportOptions&
 void export_checkpoint(const fs::path& path, const fs::path& file, const ExportOptions& options) {
   at::NoGradGuard no_grad;
   const ExportFormat format = format_of(file, options);
+  TORCH_CHECK_VALUE(!options.dtype || c10::isFloatingType(*options.dtype),
+                    "[export_checkpoint] options.dtype must be a floating one; got ",
+                    c10::toString(options.dtype.value_or(at::kFloat)));
   ChunkReader reader(path);
   TORCH_CHECK_VALUE(!fs::is_directory(file), "[export_checkpoint] '", file.string(),
                     "' must be a file, which is replaced if it is there; got a directory");

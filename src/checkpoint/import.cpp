@@ -41,15 +41,29 @@ std::vector<std::string> names_in(const SafetensorsFile& file, const std::string
   return names;
 }
 
+void check_stored(const SafetensorsFile& file, const TensorHeader& tensor) {
+  try {
+    int64_t numel = 1;
+    for (const int64_t size : tensor.shape) {
+      TORCH_CHECK_VALUE(size >= 0, "its sizes must be 0 or more; got ", size);
+      numel *= size;
+    }
+    file.check(tensor.name, tensor.dtype, numel);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK_VALUE(false, "[import_checkpoint] '", tensor.name, "' of '", file.path(),
+                      "' can't be read: ", error.what_without_backtrace());
+  }
+}
+
 void add_safetensors(const fs::path& path, const std::function<bool(const std::string&)>& wanted,
                      std::vector<Source>& sources) {
   const auto file = std::make_shared<SafetensorsFile>(File::open_file(path));
   for (const TensorHeader& tensor : file->tensors()) {
     if (!wanted(tensor.name)) continue;
+    check_stored(*file, tensor);
     sources.push_back({names_in(*file, tensor.name), tensor.dtype, tensor.shape, [file, tensor] {
                          const at::Tensor value =
                              at::empty(tensor.shape, scalar_type_of(tensor.dtype));
-                         file->check(tensor.name, tensor.dtype, value.numel());
                          file->read(tensor.name, 0, value.nbytes(), value.mutable_data_ptr());
                          return value;
                        }});

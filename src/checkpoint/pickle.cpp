@@ -21,7 +21,17 @@ struct Value;
 using ValuePtr = std::shared_ptr<Value>;
 
 struct Value {
-  enum class Kind : uint8_t { kOther, kMark, kInt, kText, kGlobal, kItems, kDict, kTensor };
+  enum class Kind : uint8_t {
+    kOther,
+    kMark,
+    kInt,
+    kText,
+    kGlobal,
+    kItems,
+    kDict,
+    kStorage,
+    kTensor
+  };
   Kind kind = Kind::kOther;
   int64_t number = 0;
   std::string text;             // of a text; "module name" of a global
@@ -287,7 +297,7 @@ class Machine {
     if (items.size() < 3 || items[0]->text != "storage") refuse("a reference that is no storage");
     const auto dtype = storage_dtypes().find(items[1]->text);
     if (dtype == storage_dtypes().end()) refuse("a storage of class " + items[1]->text);
-    auto value = make(Kind::kTensor);
+    auto value = make(Kind::kStorage);
     value->tensor.storage = items[2]->text;
     value->tensor.dtype = dtype->second;
     return value;
@@ -299,16 +309,23 @@ class Machine {
     return result;
   }
 
+  // (storage, offset, shape, strides, requires_grad, hooks[, metadata])
+  static ValuePtr tensor(const std::vector<ValuePtr>& given) {
+    if (given[0]->kind != Kind::kStorage) refuse("a tensor without a storage");
+    if (given.size() > 6 && !given[6]->items.empty()) refuse("a conjugated or negated view");
+    auto value = std::make_shared<Value>(*given[0]);
+    value->kind = Kind::kTensor;
+    value->tensor.offset = given[1]->number;
+    value->tensor.shape = numbers(*given[2]);
+    value->tensor.strides = numbers(*given[3]);
+    return value;
+  }
+
   static ValuePtr call(const Value& function, const ValuePtr& arguments) {
     const auto& given = arguments->items;
     if (function.text == "collections OrderedDict") return make(Kind::kDict);
-    if (function.text == "torch._utils _rebuild_tensor_v2" && given.size() >= 4) {
-      auto value = std::make_shared<Value>(*given[0]);
-      value->tensor.offset = given[1]->number;
-      value->tensor.shape = numbers(*given[2]);
-      value->tensor.strides = numbers(*given[3]);
-      return value;
-    }
+    if (function.text == "torch._utils _rebuild_tensor_v2" && given.size() >= 4)
+      return tensor(given);
     if (function.text == "torch._utils _rebuild_parameter" && !given.empty()) return given[0];
     if (function.text.find("_rebuild") != std::string::npos)
       refuse("a tensor that needs '" + function.text + "'");
@@ -325,7 +342,9 @@ void collect(const Value& dict, const std::string& prefix, int depth,
              std::vector<std::pair<std::string, PickledTensor>>& tensors) {
   TORCH_CHECK_VALUE(depth < 100, "its dicts hold each other");
   for (size_t i = 0; i + 1 < dict.items.size(); i += 2) {
-    const std::string name = prefix + dict.items[i]->text;
+    const Value& key = *dict.items[i];
+    const std::string name =
+        prefix + (key.kind == Value::Kind::kInt ? std::to_string(key.number) : key.text);
     const Value& value = *dict.items[i + 1];
     if (value.kind == Value::Kind::kTensor) tensors.emplace_back(name, value.tensor);
     if (value.kind == Value::Kind::kDict) collect(value, name + ".", depth + 1, tensors);

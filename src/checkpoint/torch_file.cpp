@@ -34,16 +34,30 @@ int64_t reach(const PickledTensor& tensor) {
   return last + 1;
 }
 
-void check_tensor(const PyTorchStreamReader& reader, const std::string& name,
-                  const PickledTensor& tensor) {
+// The header of a record in a zip file has the method after 8 bytes; 0: stored as it is.
+bool is_compressed(const std::filesystem::path& path, size_t header_offset) {
+  uint16_t method = 0;
+  File::open_file(path).read(&method, sizeof(method), static_cast<int64_t>(header_offset) + 8);
+  return method != 0;
+}
+
+bool is_little_endian(PyTorchStreamReader& file) {
+  if (!file.hasRecord("byteorder")) return true;
+  const auto [data, size] = file.getRecord("byteorder");
+  return std::string(static_cast<const char*>(data.get()), size) == "little";
+}
+
+void check_tensor(const std::filesystem::path& path, PyTorchStreamReader& file,
+                  const std::string& name, const PickledTensor& tensor) {
   const auto is_negative = [](int64_t value) { return value < 0; };
   const std::string record = "data/" + tensor.storage;
-  auto& file = const_cast<PyTorchStreamReader&>(reader);  // whose questions are not const
   TORCH_CHECK_VALUE(tensor.shape.size() == tensor.strides.size() && tensor.offset >= 0 &&
                         std::none_of(tensor.shape.begin(), tensor.shape.end(), is_negative) &&
                         std::none_of(tensor.strides.begin(), tensor.strides.end(), is_negative),
                     "'", name, "' is no tensor");
   TORCH_CHECK_VALUE(file.hasRecord(record), "it lacks '", record, "' of '", name, "'");
+  TORCH_CHECK_VALUE(!is_compressed(path, file.getRecordHeaderOffset(record)), "'", record,
+                    "' of '", name, "' is compressed, which torch.save does not do");
   const auto nbytes = static_cast<int64_t>(file.getRecordSize(record));
   TORCH_CHECK_VALUE((tensor.offset + reach(tensor)) * item_size(tensor) <= nbytes, "'", name,
                     "' does not fit into the ", nbytes, " bytes of '", record, "'");
@@ -55,9 +69,10 @@ TorchFile::TorchFile(const std::filesystem::path& path) : path_(path) {
   try {
     File::open_file(path);
     reader_ = std::make_unique<PyTorchStreamReader>(path.string());
+    TORCH_CHECK_VALUE(is_little_endian(*reader_), "it was written by a big-endian machine");
     const auto [data, size] = reader_->getRecord("data.pkl");
     tensors_ = unpickle_tensors({static_cast<const char*>(data.get()), size});
-    for (const auto& [name, tensor] : tensors_) check_tensor(*reader_, name, tensor);
+    for (const auto& [name, tensor] : tensors_) check_tensor(path, *reader_, name, tensor);
   } catch (const c10::Error& error) {
     TORCH_CHECK_VALUE(false, "[import_checkpoint] '", path.string(),
                       "' must be a state dict as torch.save writes it since PyTorch 1.6; ",

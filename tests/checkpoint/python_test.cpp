@@ -1,9 +1,4 @@
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
-#include <cstdio>
-#include <sstream>
-
+#include "checkpoint/python_lines.h"
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
@@ -11,38 +6,16 @@ namespace {
 
 // What read_safetensors.py prints of the files of a checkpoint whose names start with `prefix`.
 std::string read_by_python(const std::filesystem::path& checkpoint, const std::string& prefix) {
-  std::string command = fmt::format("'{}' -B '{}'", TESSERA_PYTHON, SAFETENSORS_SCRIPT);
+  std::vector<std::string> files;
   for (const std::string& name : names_in(checkpoint)) {
-    if (name.starts_with(prefix)) command += fmt::format(" '{}'", (checkpoint / name).string());
+    if (name.starts_with(prefix)) files.push_back(checkpoint / name);
   }
-  std::FILE* pipe = ::popen((command + " 2>&1").c_str(), "r");
-  std::string text;
-  char buffer[4096];
-  while (const size_t count = std::fread(buffer, 1, sizeof(buffer), pipe))
-    text.append(buffer, count);
-  EXPECT_EQ(::pclose(pipe), 0) << text;
+  const std::string text = run_python(SAFETENSORS_SCRIPT, files);
   EXPECT_NE(text.find("\npackage "), std::string::npos) << text;
   if (text.ends_with("package none\n")) {
     std::printf("read by the script alone: its Python has no package 'safetensors'\n");
   }
   return text;
-}
-
-std::string hex_of(const torch::Tensor& value) {
-  const torch::Tensor ordered = value.contiguous();
-  const auto* bytes = static_cast<const unsigned char*>(ordered.data_ptr());
-  std::string text;
-  for (size_t i = 0; i < ordered.nbytes(); ++i) text += fmt::format("{:02x}", bytes[i]);
-  return text.empty() ? "-" : text;
-}
-
-std::string line_of(const std::string& name, const torch::Tensor& value) {
-  const std::map<torch::Dtype, std::string> dtypes = {
-      {torch::kFloat, "F32"}, {torch::kLong, "I64"}, {torch::kBFloat16, "BF16"}};
-  return fmt::format(
-      "{} {} {} {}\n", name, dtypes.at(value.scalar_type()),
-      value.dim() == 0 ? "-" : fmt::format("{}", fmt::join(value.sizes().vec(), ",")),
-      hex_of(value));
 }
 
 class CheckpointPython : public ::testing::Test {
@@ -64,13 +37,11 @@ TEST_F(CheckpointPython, ReadsWholeParametersAsAStateDict) {
     if (world.rank() == 0) state = full;
   });
   const std::string text = read_by_python(scratch / "one", "model-");
-  std::set<std::string> expected, found;
+  std::set<std::string> expected;
   for (const auto& [name, value] : state) {
     if (name != "encode.weight") expected.insert(line_of(name, value));  // stored as 'decode'
   }
-  std::istringstream lines(text.substr(0, text.rfind("package ")));
-  for (std::string line; std::getline(lines, line);) found.insert(line + "\n");
-  EXPECT_EQ(found, expected);
+  EXPECT_EQ(lines_in(text.substr(0, text.rfind("package "))), expected);
 }
 
 TEST_F(CheckpointPython, ReadsTheRankFilesOfEitherKind) {

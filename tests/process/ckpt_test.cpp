@@ -1,0 +1,273 @@
+// `tessera ckpt`: what it prints, what it makes, and its exit status.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "launch/reserved_port.h"
+#include "launched.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+ProgramEnd ckpt(const Command& arguments, ProgramRun::Options options = {}) {
+  Command command = {TESSERA_CLI, "ckpt"};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  return run_program(command, std::move(options));
+}
+
+/// A safetensors file with two tensors of float32, whose values begin with `first`.
+void write_model(const std::string& path, float first) {
+  std::vector<float> values(2000, 1.0F);
+  values[0] = first;
+  const json header = {
+      {"__metadata__", {{"format", "pt"}, {"tied", "weight"}}},
+      {"weight", {{"dtype", "F32"}, {"shape", {30, 60}}, {"data_offsets", {0, 7200}}}},
+      {"bias", {{"dtype", "F32"}, {"shape", {200}}, {"data_offsets", {7200, 8000}}}}};
+  const std::string text = header.dump();
+  const uint64_t length = text.size();
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(&length), 8) << text;
+  file.write(reinterpret_cast<const char*>(values.data()), 8000);
+}
+
+/// The header of a safetensors file.
+json header_of(const std::string& path) {
+  const std::string text = read_file(path);
+  uint64_t length = 0;
+  std::memcpy(&length, text.data(), 8);
+  return json::parse(text.substr(8, length));
+}
+
+/// A directory with `one.safetensors` and the checkpoint `one` that was made of it.
+class Ckpt : public ::testing::Test {
+ protected:
+  Ckpt() {
+    write_model(path("one.safetensors"), 1);
+    const auto end = ckpt({"import", path("one.safetensors"), path("one"), "--quiet"});
+    EXPECT_EQ(end.status, 0) << end.err;
+    EXPECT_EQ(end.out + end.err, "");
+  }
+  std::string path(const std::string& name) const { return directory_.path(name); }
+
+  void damage(const std::string& file) const {
+    std::string text = read_file(file);
+    text.back() = static_cast<char>(text.back() ^ 1);
+    std::ofstream(file, std::ios::binary) << text;
+  }
+
+  TemporaryDirectory directory_;
+};
+
+TEST(CkptHelp, NamesEveryCommandAndTheExitStatus) {
+  const auto all = ckpt({});
+  EXPECT_EQ(all.status, 0) << all.err;
+  for (const std::string name : {"inspect", "verify", "diff", "reshard", "export", "import"}) {
+    EXPECT_TRUE(contains(all.out, "\n  " + name)) << all.out;
+    const auto end = ckpt({name, "--help"});
+    EXPECT_EQ(end.status, 0) << end.err;
+    EXPECT_TRUE(contains(end.out, "Usage: tessera ckpt " + name)) << end.out;
+    EXPECT_TRUE(contains(end.out, "Exit status: 0 if all is well")) << end.out;
+    EXPECT_EQ(contains(end.out, "--quiet"), name != "inspect") << end.out;
+  }
+}
+
+TEST_F(Ckpt, InspectTellsWhatIsThere) {
+  const auto end = ckpt({"inspect", path("one")});
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_EQ(end.err, "");
+  EXPECT_TRUE(contains(end.out, "saved by 1 ranks (imported), id ")) << end.out;
+  EXPECT_TRUE(contains(end.out, "tensor       2 tensors           8000 bytes")) << end.out;
+  EXPECT_TRUE(contains(end.out, "weight = tied [30, 60]")) << end.out;
+  EXPECT_TRUE(contains(end.out, "bias [200]")) << end.out;
+  const auto machine = ckpt({"inspect", path("one"), "--json"});
+  EXPECT_EQ(machine.status, 0) << machine.err;
+  EXPECT_EQ(std::count(machine.out.begin(), machine.out.end(), '\n'), 1);
+  const json summary = json::parse(machine.out);
+  EXPECT_EQ(summary.at("ranks"), 1);
+  EXPECT_EQ(summary.at("optimizer"), "");
+  EXPECT_EQ(summary.at("files"), json({"index.json", "rank-00000-of-00001.safetensors"}));
+  json weight;
+  for (const json& tensor : summary.at("tensors"))
+    if (tensor.at("names").at(0) == "weight") weight = tensor;
+  EXPECT_EQ(weight, json({{"kind", "tensor"},
+                          {"names", {"weight", "tied"}},
+                          {"state", ""},
+                          {"dtype", "F32"},
+                          {"shape", {30, 60}},
+                          {"bytes", 7200},
+                          {"pieces", 1}}));
+}
+
+TEST_F(Ckpt, InspectTellsOfTheOptimizerAndTheNumbers) {
+  const std::string trained = path("trained");
+  {
+    const tools::ReservedPort port(0);
+    ProgramRun probe({CHECKPOINT_PROBE, trained},
+                     {.environment = environment_of(0, 1, port.number())});
+    ASSERT_TRUE(probe.wait_for_output("saved 1\n"));
+    probe.signal(SIGKILL);
+    probe.wait();
+  }
+  const auto end = ckpt({"inspect", trained});
+  EXPECT_EQ(end.status, 0) << end.err;
+  for (const std::string part : {"saved by 1 ranks (fully_shard: level p_g_os", "number save = ",
+                                 "optimizer AdamW after 1 steps", "exp_avg_sq", "random/"})
+    EXPECT_TRUE(contains(end.out, part)) << part << " in " << end.out;
+  const json summary = json::parse(ckpt({"inspect", trained, "--json"}).out);
+  EXPECT_EQ(summary.at("optimizer"), "AdamW");
+  EXPECT_EQ(summary.at("optimizer_steps"), 1);
+  EXPECT_GE(summary.at("numbers").at("save"), 1);
+}
+
+TEST_F(Ckpt, VerifyEndsWithOneIfThereIsDamage) {
+  const auto well = ckpt({"verify", path("one")});
+  EXPECT_EQ(well.status, 0) << well.err;
+  EXPECT_EQ(well.out, "all checksums are right\n");
+  EXPECT_TRUE(contains(well.err, "verify: 0.0 of 0.0 MB (100 %)\n")) << well.err;
+  EXPECT_EQ(ckpt({"verify", path("one"), "--quiet"}).err, "");
+  const std::string file = path("one/rank-00000-of-00001.safetensors");
+  damage(file);
+  const auto damaged = ckpt({"verify", path("one"), "--quiet"});
+  EXPECT_EQ(damaged.status, 1);
+  EXPECT_EQ(damaged.err, "");
+  EXPECT_TRUE(contains(damaged.out, "'" + file + "' is damaged")) << damaged.out;
+  EXPECT_EQ(std::count(damaged.out.begin(), damaged.out.end(), '\n'), 1);
+}
+
+TEST_F(Ckpt, DiffEndsWithOneIfThereIsADifference) {
+  write_model(path("other.safetensors"), 3);
+  ASSERT_EQ(ckpt({"import", path("other.safetensors"), path("other"), "--quiet"}).status, 0);
+  const auto same = ckpt({"diff", path("one"), path("one")});
+  EXPECT_EQ(same.status, 0) << same.err;
+  EXPECT_EQ(same.out, "no difference\n");
+  EXPECT_TRUE(contains(same.err, "diff: ")) << same.err;
+  const auto differs = ckpt({"diff", path("one"), path("other"), "--quiet"});
+  EXPECT_EQ(differs.status, 1);
+  EXPECT_EQ(differs.err, "");
+  EXPECT_TRUE(contains(differs.out, "': 1 of 1800 values differ, by at most 2\n")) << differs.out;
+}
+
+TEST_F(Ckpt, ReshardWritesForAnotherNumberOfRanks) {
+  const auto end = ckpt({"reshard", path("one"), path("on3"), "--ranks", "3"});
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_EQ(end.out, "");
+  EXPECT_TRUE(contains(end.err, "reshard: ") && contains(end.err, "(100 %)\n")) << end.err;
+  for (const std::string rank : {"0", "1", "2"})
+    EXPECT_TRUE(fs::exists(path("on3/rank-0000" + rank + "-of-00003.safetensors")));
+  EXPECT_EQ(json::parse(ckpt({"inspect", path("on3"), "--json"}).out).at("ranks"), 3);
+  EXPECT_EQ(ckpt({"diff", path("one"), path("on3")}).status, 0);
+  EXPECT_EQ(ckpt({"verify", path("on3")}).status, 0);
+}
+
+TEST_F(Ckpt, ExportAndImportAreInverse) {
+  for (const std::string name : {"again.safetensors", "again.pt"}) {
+    const auto written = ckpt({"export", path("one"), path(name)});
+    EXPECT_EQ(written.status, 0) << written.err;
+    EXPECT_EQ(written.out, "");
+    EXPECT_TRUE(contains(written.err, "export: ")) << written.err;
+    const auto read = ckpt({"import", path(name), path("again")});
+    EXPECT_EQ(read.status, 0) << read.err;
+    EXPECT_TRUE(contains(read.err, "import: ")) << read.err;
+    EXPECT_EQ(ckpt({"diff", path("one"), path("again")}).out, "no difference\n");
+  }
+  EXPECT_EQ(read_file(path("again.pt")).substr(0, 2), "PK");
+}
+
+TEST_F(Ckpt, ExportTakesAFormatAndADtype) {
+  const Command torch = {"export",   path("one"), path("one.safetensors"),
+                         "--format", "torch",     "--quiet"};
+  EXPECT_EQ(ckpt(torch).status, 0);
+  EXPECT_EQ(read_file(path("one.safetensors")).substr(0, 2), "PK");
+  const auto end = ckpt({"export", path("one"), path("weights"), "--format", "safetensors",
+                         "--dtype", "bf16", "--quiet"});
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_EQ(end.out + end.err, "");
+  EXPECT_EQ(header_of(path("weights")).at("weight").at("dtype"), "BF16");
+  EXPECT_EQ(header_of(path("weights")).at("__metadata__").at("tied"), "weight");
+}
+
+TEST_F(Ckpt, ProgressIsOneLineOnATerminal) {
+  const auto end =
+      ckpt({"reshard", path("one"), path("on2"), "--ranks", "2"}, {.on_terminal = true});
+  EXPECT_EQ(end.status, 0) << end.out;
+  EXPECT_TRUE(contains(end.out, "\rreshard") || contains(end.out, "\r\033[Kreshard: ")) << end.out;
+  EXPECT_EQ(std::count(end.out.begin(), end.out.end(), '\n'), 1) << end.out;
+}
+
+TEST_F(Ckpt, WhatCantBeDoneIsStatusTwoAndNamesTheFile) {
+  fs::create_directories(path("empty"));
+  std::ofstream(path("text.pt")) << "text";
+  std::ofstream(path("short.safetensors")) << "text";
+  const std::string none = path("none"), one = path("one"), to = path("to");
+  const std::vector<std::pair<Command, std::string>> cases = {
+      {{"inspect", none}, none},
+      {{"inspect", path("empty")}, path("empty/index.json")},
+      {{"verify", none}, none},
+      {{"diff", one, none}, none},
+      {{"diff", none, one}, none},
+      {{"reshard", none, to, "--ranks", "2"}, none},
+      {{"reshard", one, path("text.pt"), "--ranks", "2"}, path("text.pt")},
+      {{"reshard", one, "/proc/tessera-test", "--ranks", "2"}, "/proc/tessera-test"},
+      {{"export", none, path("to.pt")}, none},
+      {{"export", one, to}, "'" + to + "'"},
+      {{"export", one, path("empty"), "--format", "torch"}, path("empty")},
+      {{"export", one, path("none/to.pt")}, none},
+      {{"export", one, path("none/to.safetensors")}, none},
+      {{"export", one, path("to.pt"), "--dtype", "float9"}, "float9"},
+      {{"export", one, path("to.pt"), "--dtype", "int64"}, "options.dtype"},
+      {{"import", path("none.pt"), to}, path("none.pt")},
+      {{"import", path("text.pt"), to}, path("text.pt")},
+      {{"import", path("short.safetensors"), to}, path("short.safetensors")},
+      {{"import", path("empty"), to}, path("empty")},
+      {{"import", path("one.safetensors"), path("text.pt")}, path("text.pt")},
+  };
+  for (const auto& [arguments, named] : cases) {
+    const auto end = ckpt(arguments);
+    EXPECT_EQ(end.status, 2) << arguments[0] << ' ' << named;
+    EXPECT_EQ(end.out, "") << arguments[0] << ' ' << named;
+    EXPECT_TRUE(contains(end.err, "tessera ckpt " + arguments[0] + ": ")) << end.err;
+    EXPECT_TRUE(contains(end.err, named)) << end.err;
+    EXPECT_FALSE(fs::exists(to) || fs::exists(to + ".tmp") || fs::exists(path("to.pt"))) << named;
+  }
+}
+
+TEST_F(Ckpt, AnswersWrongUsageWithStatusTwo) {
+  const std::string one = path("one"), to = path("to");
+  const std::vector<std::pair<Command, std::string>> cases = {
+      {{"unknown"}, "unknown"},
+      {{"inspect"}, "CKPT"},
+      {{"inspect", one, one}, one},
+      {{"inspect", one, "--quiet"}, "--quiet"},
+      {{"verify"}, "CKPT"},
+      {{"verify", one, "--json"}, "--json"},
+      {{"diff", one}, "B is required"},
+      {{"reshard", one, "--ranks", "2"}, "TO"},
+      {{"reshard", one, to}, "--ranks"},
+      {{"reshard", one, to, "--ranks", "0"}, "--ranks"},
+      {{"reshard", one, to, "--ranks", "-1"}, "--ranks"},
+      {{"reshard", one, to, "--ranks", "two"}, "--ranks"},
+      {{"export", one}, "FILE"},
+      {{"export", one, to, "--format", "zip"}, "--format"},
+      {{"import", one}, "CKPT"},
+      {{"import", one, to, "--dtype", "float16"}, "--dtype"},
+  };
+  for (const auto& [arguments, named] : cases) {
+    const auto end = ckpt(arguments);
+    EXPECT_EQ(end.status, 2) << arguments[0] << ' ' << named;
+    EXPECT_EQ(end.out, "") << named;
+    EXPECT_TRUE(contains(end.err, named)) << end.err;
+    EXPECT_TRUE(contains(end.err, "Usage: tessera ckpt")) << end.err;
+    EXPECT_FALSE(fs::exists(to)) << named;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
