@@ -131,7 +131,7 @@ struct Job {
     int64_t step = 0;
     if (const auto latest = tessera::latest_checkpoint(o.save); o.resume && latest)
       step = tessera::load_checkpoint(*latest, sharded, &optimizer, {.scaler = &scaler})
-                 .numbers.at("step");       // (*)
+                 .numbers.at("step");         // (*)
     tessera::AsyncCheckpointer checkpointer;  // (*)
     const auto first = step;
     const auto start = std::chrono::steady_clock::now();
@@ -161,10 +161,9 @@ struct Job {
             pace * (o.steps - step));
       }
       if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
-        checkpointer.save(fmt::format("{}/step-{}", o.save, step), sharded, &optimizer,
-                          {.numbers = {{"step", double(step)}},
-                           .scaler = &scaler,
-                           .keep_last = o.keep});  // (*)
+        checkpointer.save(
+            fmt::format("{}/step-{}", o.save, step), sharded, &optimizer,
+            {.numbers = {{"step", double(step)}}, .scaler = &scaler, .keep_last = o.keep});  // (*)
     }
     checkpointer.wait();  // (*)
     held_out = held_out_loss(std::numeric_limits<int64_t>::max());
@@ -208,7 +207,8 @@ int main(int argc, char** argv) {
   app.add_option("--steps", o.steps, "steps, those before --resume included")->check(positive);
   app.add_option("--batch", o.batch, "windows per step, over all ranks")->check(positive);
   o.add_to(app);
-  app.add_option("--save-every", o.save_every, "steps between checkpoints, which are written meanwhile")
+  app.add_option("--save-every", o.save_every,
+                 "steps between checkpoints, which are written meanwhile")
       ->check(positive);
   app.add_option("--eval-every", o.eval_every, "steps between held-out losses")->check(positive);
   app.add_option("--seed", o.seed, "of initial values, batches and sample")->check(natural);

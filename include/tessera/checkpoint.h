@@ -130,8 +130,8 @@ TESSERA_API LoadedCheckpoint load_checkpoint(const std::filesystem::path& path,
                                              const LoadOptions& options = {});
 
 /// The checkpoint in `directory` whose name ends with the highest number (`step-100`), whatever is
-/// before it; none if there is none. Where a job saves meanwhile, ranks may find different ones: ask
-/// before training.
+/// before it; none if there is none. Where a job saves meanwhile, ranks may find different ones:
+/// ask before training.
 TESSERA_API std::optional<std::filesystem::path> latest_checkpoint(
     const std::filesystem::path& directory);
 

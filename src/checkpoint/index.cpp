@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <tessera/version.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cmath>
@@ -263,6 +264,7 @@ std::string to_json(const CheckpointIndex& index) {
   result["format_version"] = kFormatVersion;
   result["tessera_version"] =
       fmt::format("{}.{}.{}", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR, TESSERA_VERSION_PATCH);
+  result["torch_version"] = TORCH_VERSION;
   result["checksum_block_bytes"] = kChecksumBlock;
   result["id"] = index.id;
   result["world_size"] = index.world_size;

@@ -70,9 +70,8 @@ class Loader {
     if (view_.optimizer) plan_optimizer();
     plan_rank_state();
     for (const Target& target : targets_) {
-      const bool reordered =
-          target.region.box ? !is_row_major(*target.source)
-                            : target.strides != target.source->strides;
+      const bool reordered = target.region.box ? !is_row_major(*target.source)
+                                               : target.strides != target.source->strides;
       reader_.check(*target.source, reordered ? Region{0, target.source->numel()} : target.region);
     }
     loaded_.numbers = index().numbers;
@@ -293,9 +292,8 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModul
   ShardedState& state = *module.state();
   const Ranks ranks = Ranks::of(state.mesh());
   std::optional<Loader> loader;
-  ranks.check([&] { 
-        loader.emplace(path, view_of(state, optimizer), options, ranks.rank(), ranks.size());
-      },
+  ranks.check(
+      [&] { loader.emplace(path, view_of(state, optimizer), options, ranks.rank(), ranks.size()); },
       "checkpoint");
   check_same_checkpoint(ranks, loader->index().id);
   LoadedCheckpoint loaded;

@@ -136,135 +136,59 @@ class Machine {
     all.insert(all.end(), items.begin(), items.end());
   }
 
-  // NOLINTNEXTLINE(readability-function-size): one line an operation
   void step(char code) {
+    // clang-format off
     switch (code) {
-      case '\x80':
-        take(1);
-        break;  // the protocol's version
-      case '\x95':
-        take(8);
-        break;  // the length of a frame
-      case '(':
-        push(make(Kind::kMark));
-        break;
-      case ')':
-        push_items({});
-        break;
-      case ']':
-        push_items({});
-        break;
-      case '}':
-        push(make(Kind::kDict));
-        break;
-      case 't':
-        push_items(pop_to_mark());
-        break;
-      case 'l':
-        push_items(pop_to_mark());
-        break;
-      case '\x85':
-        push_last(1);
-        break;
-      case '\x86':
-        push_last(2);
-        break;
-      case '\x87':
-        push_last(3);
-        break;
-      case 'a':
-        add_items({pop()});
-        break;
-      case 'e':
-        add_items(pop_to_mark());
-        break;
-      case 's': {
-        ValuePtr value = pop(), key = pop();
-        add_items({key, value});
-        break;
-      }
-      case 'u':
-        add_items(pop_to_mark());
-        break;
-      case 'N':
-        push(make(Kind::kOther));
-        break;
-      case '\x88':
-        push_int(1);
-        break;
-      case '\x89':
-        push_int(0);
-        break;
-      case 'K':
-        push_int(take_number<uint8_t>());
-        break;
-      case 'M':
-        push_int(take_number<uint16_t>());
-        break;
-      case 'J':
-        push_int(take_number<int32_t>());
-        break;
-      case '\x8a':
-        push_long();
-        break;
-      case 'G':
-        take(8);
-        push(make(Kind::kOther));
-        break;
-      case 'X':
-        push_text(take(take_number<uint32_t>()));
-        break;
-      case '\x8c':
-        push_text(take(take_number<uint8_t>()));
-        break;
-      case 'c':
-        push_global();
-        break;
-      case '\x93': {
-        ValuePtr name = pop(), module = pop();
-        push_global(module->text, name->text);
-        break;
-      }
-      case 'q':
-        remember(take_number<uint8_t>());
-        break;
-      case 'r':
-        remember(take_number<uint32_t>());
-        break;
-      case '\x94':
-        remember(memo_.size());
-        break;
-      case 'h':
-        push(recall(take_number<uint8_t>()));
-        break;
-      case 'j':
-        push(recall(take_number<uint32_t>()));
-        break;
-      case 'Q':
-        push(storage(*pop()));
-        break;
-      case 'R': {
-        ValuePtr arguments = pop(), function = pop();
-        push(call(*function, arguments));
-        break;
-      }
-      case '\x81': {
-        pop();
-        pop();
-        push(make(Kind::kOther));
-        break;
-      }
-      case 'b':
-        pop();
-        break;  // attributes, such as a state dict's _metadata
-      case '0':
-        pop();
-        break;
-      default:
-        refuse("operation " + std::to_string(static_cast<unsigned char>(code)));
+      case '\x80': take(1); return;  // the protocol's version
+      case '\x95': take(8); return;  // the length of a frame
+      case '(': push(make(Kind::kMark)); return;
+      case '}': push(make(Kind::kDict)); return;
+      case ')': case ']': push_items({}); return;
+      case 't': case 'l': push_items(pop_to_mark()); return;
+      case '\x85': push_last(1); return;
+      case '\x86': push_last(2); return;
+      case '\x87': push_last(3); return;
+      case 'a': add_items({pop()}); return;
+      case 's': add_last_two(); return;
+      case 'e': case 'u': add_items(pop_to_mark()); return;
+      case 'N': push(make(Kind::kOther)); return;
+      case '\x88': push_int(1); return;
+      case '\x89': push_int(0); return;
+      case 'K': push_int(take_number<uint8_t>()); return;
+      case 'M': push_int(take_number<uint16_t>()); return;
+      case 'J': push_int(take_number<int32_t>()); return;
+      case '\x8a': push_long(); return;
+      case 'G': take(8); push(make(Kind::kOther)); return;
+      case 'X': push_text(take(take_number<uint32_t>())); return;
+      case '\x8c': push_text(take(take_number<uint8_t>())); return;
+      case 'c': push_global(); return;
+      case '\x93': push_stack_global(); return;
+      case 'q': remember(take_number<uint8_t>()); return;
+      case 'r': remember(take_number<uint32_t>()); return;
+      case '\x94': remember(memo_.size()); return;
+      case 'h': push(recall(take_number<uint8_t>())); return;
+      case 'j': push(recall(take_number<uint32_t>())); return;
+      case 'Q': push(storage(*pop())); return;
+      case 'R': push_result(); return;
+      case '\x81': pop(); pop(); push(make(Kind::kOther)); return;
+      case 'b': case '0': pop(); return;  // 'b': attributes, such as a state dict's _metadata
+      default: refuse("operation " + std::to_string(static_cast<unsigned char>(code)));
     }
+    // clang-format on
   }
 
+  void add_last_two() {
+    const ValuePtr value = pop(), key = pop();
+    add_items({key, value});
+  }
+  void push_stack_global() {
+    const ValuePtr name = pop(), module = pop();
+    push_global(module->text, name->text);
+  }
+  void push_result() {
+    const ValuePtr arguments = pop(), function = pop();
+    push(call(*function, arguments));
+  }
   void push_long() {
     const std::string_view bytes = take(take_number<uint8_t>());
     if (bytes.size() > 8) refuse("a number of more than 64 bits");

@@ -96,8 +96,8 @@ class Job {
     fill(seed);
   }
 
-  void save(const std::filesystem::path& path) {
-    const SaveOptions options{.numbers = {{"step", 3}}};
+  void save(const std::filesystem::path& path, bool whole = false) {
+    const SaveOptions options{.numbers = {{"step", 3}}, .whole_parameters = whole};
     layout_.plan ? save_checkpoint(path, *sharded_, &*optimizer_, options)
                  : save_checkpoint(path, *net_, &*adamw_, options);
   }
@@ -171,6 +171,19 @@ TEST_P(CheckpointMatrixSlow, EveryLayoutLoadsWhatEveryOtherSaved) {
       EXPECT_EQ(differences, std::vector<std::string>()) << from.name << " -> " << to.name;
     }
   }
+}
+
+TEST(CheckpointDist, WholeParametersAreThoseOfTheParts) {
+  const ScratchDirectory scratch;
+  const Layout& layout = layouts().back();
+  ASSERT_EQ(layout.name, "p_g_os x columns on 4");
+  run_world(layout.ranks, [&](World& world) {
+    Job job(layout, world, 1);
+    job.save(scratch / "parts");
+    job.save(scratch / "whole", true);
+  });
+  EXPECT_EQ(compare_checkpoints(scratch / "parts", scratch / "whole"), std::vector<std::string>());
+  EXPECT_EQ(verify_checkpoint(scratch / "whole"), std::vector<std::string>());
 }
 
 TEST(CheckpointDist, EachValueIsStoredOnceAndReplicasTakeTurns) {

@@ -70,5 +70,32 @@ TEST_F(CheckpointPython, ReadsTheRankFilesOfEitherKind) {
   }
 }
 
+TEST_F(CheckpointPython, TheReaderOfTheGuideReadsShardsAndBoxes) {
+  const ScratchDirectory scratch;
+  run_world(3, [&](World&) {
+    Job job(1, plans()[3]);
+    save_checkpoint(scratch / "shards", job.sharded, &job.optimizer);
+  });
+  run_world(4, [&](World& world) {
+    const auto mesh = DeviceMesh::over_world(world, {2, 2});
+    const torch::Tensor values = torch::arange(120.).view({12, 10});
+    save_state_dict(scratch / "boxes",
+                    {{"cut", distribute(values, mesh, {Shard{1}, Shard{0}})},
+                     {"in blocks", distribute(values, mesh, {Replicate{}, Shard{0, 3}})},
+                     {"whole", distribute(values, mesh, {})}});
+  });
+  const std::filesystem::path folder = std::filesystem::path(SAFETENSORS_SCRIPT).parent_path();
+  for (const char* name : {"shards", "boxes"}) {
+    const std::filesystem::path file = scratch / (name + std::string(".pt"));
+    export_checkpoint(scratch / name, file);
+    const std::string text =
+        run_python((folder / "compare_with_guide.py").string(),
+                   {folder.parent_path().parent_path() / "docs" / "guide", scratch / name, file});
+    if (text.find("no safetensors") != std::string::npos)
+      GTEST_SKIP() << "its Python has no package 'safetensors'";
+    EXPECT_NE(text.find(" tensors"), std::string::npos) << text;
+  }
+}
+
 }  // namespace
 }  // namespace tessera::testing

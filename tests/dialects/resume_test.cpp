@@ -1,5 +1,5 @@
-// A run that is saved and resumed gives the same bits as one that is not interrupted, by the names of
-// each dialect: parameters, optimizer state, scaler, schedulers and random numbers come back.
+// A run that is saved and resumed gives the same bits as one that is not interrupted, by the names
+// of each dialect: parameters, optimizer state, scaler, schedulers and random numbers come back.
 #include <gtest/gtest.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -193,8 +193,7 @@ class ShardedDdpJob : public Job {
     const at::Tensor loss = loss_of(model_, batch_of(world_, step));
     loss.backward();
     oss_.step();
-    for (auto& group : oss_.param_groups())
-      group.options().set_lr(group.options().get_lr() * 0.9);
+    for (auto& group : oss_.param_groups()) group.options().set_lr(group.options().get_lr() * 0.9);
     return loss.item<double>();
   }
   void save(const fs::path& path) override {
@@ -274,15 +273,13 @@ const std::map<std::string, MakeJob>& jobs() {
       {"ShardLayer", [](World& world) { return std::make_unique<ShardLayerJob>(world, false); }},
       {"ShardLayerPlacedState",
        [](World& world) { return std::make_unique<ShardLayerJob>(world, true); }},
-      {"ShardedDataParallel",
-       [](World& world) { return std::make_unique<ShardedDdpJob>(world); }},
+      {"ShardedDataParallel", [](World& world) { return std::make_unique<ShardedDdpJob>(world); }},
       {"ShardedModelV2", [](World& world) { return std::make_unique<ShardedModelJob>(world); }}};
   return kJobs;
 }
 
 class Resume : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Of, Resume,
-                         ::testing::ValuesIn([] {
+INSTANTIATE_TEST_SUITE_P(Of, Resume, ::testing::ValuesIn([] {
                            std::vector<std::string> names;
                            for (const auto& [name, make] : jobs()) names.push_back(name);
                            return names;

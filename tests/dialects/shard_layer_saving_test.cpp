@@ -34,14 +34,18 @@ TEST(StateDict, SL_60_EachRankWritesAFileAndNestedDictsHaveDots) {
                     scratch / "one");
   });
   const CheckpointSummary summary = inspect_checkpoint(scratch / "one");
-  EXPECT_EQ(summary.files, (std::vector<std::string>{"index.json", "rank-00000-of-00002.safetensors",
-                                                     "rank-00001-of-00002.safetensors"}));
+  EXPECT_EQ(summary.files,
+            (std::vector<std::string>{"index.json", "rank-00000-of-00002.safetensors",
+                                      "rank-00001-of-00002.safetensors"}));
   ASSERT_EQ(summary.tensors.size(), 2U);
   EXPECT_EQ(summary.tensors[0].names.front(), "model.w1");
   EXPECT_EQ(summary.tensors[0].pieces, 2);
   EXPECT_EQ(summary.tensors[1].names.front(), "more.w2");
-  expect_error([] { flatten_state_dict({{"a", {{"b.c", w1()}}}, {"a.b", {{"c", w1()}}}}); },
-               {"two tensors would be 'a.b.c'"});
+  expect_error(
+      [] {
+        flatten_state_dict({{"a", {{"b.c", w1()}}}, {"a.b", {{"c", w1()}}}});
+      },
+      {"two tensors would be 'a.b.c'"});
 }
 
 TEST(StateDict, SL_60_ASecondSaveReplacesTheFirst) {
@@ -102,8 +106,7 @@ TEST(StateDict, SL_62_LoadsAtOtherNumbersOfRanksMeshesAndPlacements) {
   const ScratchDirectory scratch;
   for (const auto& [ranks, layouts] : kLayouts) {
     for (const Layout& layout : layouts) {
-      run_world(ranks,
-                [&](World&) { save_state_dict(make_state(layout, true), scratch / "one"); });
+      run_world(ranks, [&](World&) { save_state_dict(make_state(layout, true), scratch / "one"); });
       for (const auto& [others, other_layouts] : kLayouts) {
         for (const Layout& other : other_layouts) {
           run_world(others, [&](World&) {
@@ -148,8 +151,11 @@ TEST(StateDict, SL_63_MissingNamesAreWarnedOfAndMissingFilesAreErrors) {
     expect_error([&] { load_state_dict(wrong, scratch / "one"); },
                  {"'w1' has the shape [8, 4] (the checkpoint's: [4, 8])"});
     EXPECT_TRUE((wrong.at("w1") == 0).all().item<bool>());
-    expect_error([&] { load_state_dict({{"w1", torch::zeros({4, 8})}}, scratch / "one"); },
-                 {"'w1' is F32 (the checkpoint's: I64)"});
+    expect_error(
+        [&] {
+          load_state_dict({{"w1", torch::zeros({4, 8})}}, scratch / "one");
+        },
+        {"'w1' is F32 (the checkpoint's: I64)"});
     world.process_group()->barrier({"test"});
     if (world.rank() == 0) fs::remove(scratch / "one" / "rank-00001-of-00002.safetensors");
     world.process_group()->barrier({"test"});
@@ -157,11 +163,11 @@ TEST(StateDict, SL_63_MissingNamesAreWarnedOfAndMissingFilesAreErrors) {
                  {"could not open", "rank-00001-of-00002.safetensors"});
     if (world.rank() == 0) fs::remove(scratch / "one" / "index.json");
     world.process_group()->barrier({"test"});
-    expect_error([&] { load_state_dict(state, scratch / "one"); }, {"could not open", "index.json"});
+    expect_error([&] { load_state_dict(state, scratch / "one"); },
+                 {"could not open", "index.json"});
   });
 }
 
-// On one rank of eight, no more is read than it needs: files that it does not need may be away.
 TEST(StateDict, SL_64_ARankReadsWhatItNeeds) {
   const ScratchDirectory scratch;
   run_world(2, [&](World&) {
@@ -169,16 +175,17 @@ TEST(StateDict, SL_64_ARankReadsWhatItNeeds) {
   });
   fs::rename(scratch / "one" / "rank-00001-of-00002.safetensors", scratch / "away");
   run_world(2, [&](World& world) {
-    const StateDict state = {{"w1", distribute(torch::zeros({4, 8}, torch::kLong),
-                                               DeviceMesh::over_world({1, 2}), {})}};
+    const StateDict state = {
+        {"w1", distribute(torch::zeros({4, 8}, torch::kLong), DeviceMesh::over_world({1, 2}), {})}};
     // Both need all of it here.
     expect_error([&] { load_state_dict(state, scratch / "one"); }, {"rank-00001-of-00002"});
     world.process_group()->barrier({"test"});
     // Here rank 1 alone needs what is away: the error says so, on both.
     const StateDict rows = {
         {"w1", distribute(torch::zeros({4, 8}, torch::kLong), ProcessMesh({0, 1}), {Shard{0}})}};
-    expect_error([&] { load_state_dict(rows, scratch / "one"); },
-                 {"rank-00001-of-00002", world.rank() == 0 ? "(on rank 1 of 2)" : "could not open"});
+    expect_error(
+        [&] { load_state_dict(rows, scratch / "one"); },
+        {"rank-00001-of-00002", world.rank() == 0 ? "(on rank 1 of 2)" : "could not open"});
   });
 }
 

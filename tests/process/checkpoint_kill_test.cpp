@@ -91,7 +91,9 @@ TEST(CheckpointKill, LeavesAWholeCheckpoint) { expect_whole_after_kills(1, 20); 
 
 TEST(CheckpointKill, OfTwoRanksLeavesAWholeCheckpoint) { expect_whole_after_kills(2, 20); }
 
-TEST(CheckpointKillNightly, LeavesAWholeCheckpointEachOf200Times) { expect_whole_after_kills(1, 200); }
+TEST(CheckpointKillNightly, LeavesAWholeCheckpointEachOf200Times) {
+  expect_whole_after_kills(1, 200);
+}
 
 TEST(CheckpointKillNightly, OfTwoRanksLeavesAWholeCheckpointEachOf200Times) {
   expect_whole_after_kills(2, 200);

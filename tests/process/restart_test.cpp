@@ -1,4 +1,5 @@
-// A job whose rank is killed starts again from its last checkpoint, and ends as if nothing had been.
+// A job whose rank is killed starts again from its last checkpoint, and ends as if nothing had
+// been.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -17,11 +18,41 @@ namespace {
 namespace fs = std::filesystem;
 
 Command train(const TemporaryDirectory& directory, const std::string& name, int restarts) {
-  return {TESSERA_CLI, "run", "-n", "2", "--grace", "0.3", "--max-restarts",
-          std::to_string(restarts), TRAIN_GPT, "--data", directory.path("text"), "--level",
-          "p_g_os", "--layers", "1", "--width", "32", "--heads", "2", "--seq", "32", "--batch", "4",
-          "--steps", "120", "--save-every", "10", "--eval-every", "1000", "--sample", "0",
-          "--losses", directory.path(name + ".losses"), "--save", directory.path(name),
+  return {TESSERA_CLI,
+          "run",
+          "-n",
+          "2",
+          "--grace",
+          "0.3",
+          "--max-restarts",
+          std::to_string(restarts),
+          TRAIN_GPT,
+          "--data",
+          directory.path("text"),
+          "--level",
+          "p_g_os",
+          "--layers",
+          "1",
+          "--width",
+          "32",
+          "--heads",
+          "2",
+          "--seq",
+          "32",
+          "--batch",
+          "4",
+          "--steps",
+          "120",
+          "--save-every",
+          "10",
+          "--eval-every",
+          "1000",
+          "--sample",
+          "0",
+          "--losses",
+          directory.path(name + ".losses"),
+          "--save",
+          directory.path(name),
           "--resume"};
 }
 
@@ -76,12 +107,13 @@ TEST(Restart, AKilledRankIsMadeUpForFromTheLastCheckpoint) {
   for (size_t i = 1; i <= losses.size(); ++i)
     EXPECT_EQ(losses[losses.size() - i], expected[expected.size() - i]) << i << " from the end";
   // All that both hold is the same; the newest two are left.
-  const ProgramEnd diff = run_program({TESSERA_CLI, "ckpt", "diff", "--quiet",
-                                       directory.path("whole/step-120"),
-                                       directory.path("killed/step-120")});
+  const ProgramEnd diff =
+      run_program({TESSERA_CLI, "ckpt", "diff", "--quiet", directory.path("whole/step-120"),
+                   directory.path("killed/step-120")});
   EXPECT_EQ(diff.status, 0) << diff.out << diff.err;
   int kept = 0;
-  for ([[maybe_unused]] const auto& entry : fs::directory_iterator(directory.path("killed"))) ++kept;
+  for ([[maybe_unused]] const auto& entry : fs::directory_iterator(directory.path("killed")))
+    ++kept;
   EXPECT_EQ(kept, 2);
 }
 

@@ -8,7 +8,7 @@ namespace tessera::tools {
 struct CkptBenchOptions {
   int ranks = 2;               ///< threads of this process
   int64_t megabytes = 512;     ///< that all ranks store together
-  int rounds = 5;              ///< turns of each kind
+  int rounds = 6;              ///< turns of each kind, half of them in either order
   std::string directory = "";  ///< on the disk to measure; empty: the current one
   bool json = false;
 };

@@ -34,9 +34,11 @@ void transfer(const std::string& file, Call call, int fd, Bytes* bytes, size_t n
 }  // namespace
 
 void write_to_disk(const std::string& file, const std::vector<char>& bytes) {
-  const UniqueFd fd = open_file(file, O_WRONLY | O_CREAT | O_TRUNC);
-  transfer(file, ::write, fd.get(), bytes.data(), bytes.size());
-  if (::fsync(fd.get()) != 0) throw std::system_error(errno, std::generic_category(), file);
+  const std::string draft = file + ".new";
+  const UniqueFd fd = open_file(draft, O_WRONLY | O_CREAT | O_EXCL);
+  transfer(draft, ::write, fd.get(), bytes.data(), bytes.size());
+  if (::fsync(fd.get()) != 0) throw std::system_error(errno, std::generic_category(), draft);
+  std::filesystem::rename(draft, file);
 }
 
 void read_from_disk(const std::string& file, std::vector<char>& bytes) {

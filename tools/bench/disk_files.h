@@ -6,8 +6,8 @@
 
 namespace tessera::tools {
 
-/// Writes the bytes in blocks of 1 MiB, and returns when they are on the disk: what
-/// `dd bs=1M conv=fsync` does. Throws `std::system_error`.
+/// Writes the bytes in blocks of 1 MiB to a new file, which replaces the old one when they are on
+/// the disk: `dd bs=1M conv=fsync` and `mv`. Throws `std::system_error`.
 void write_to_disk(const std::string& file, const std::vector<char>& bytes);
 
 /// Reads the file in blocks of 1 MiB into `bytes`.
