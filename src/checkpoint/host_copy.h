@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <new>
 
 #include "checkpoint/chunks.h"
 
@@ -14,8 +15,15 @@ class HostCopy {
   /// Copies the chunks, and lets `contents` have the copies. What it copied before is lost.
   void take(RankContents& contents);
 
+  static constexpr size_t kAlignment = 64;  ///< bytes, of each copy
+
  private:
-  std::unique_ptr<char[]> memory_;
+  struct Delete {
+    void operator()(char* memory) const {
+      ::operator delete[](memory, std::align_val_t(kAlignment));
+    }
+  };
+  std::unique_ptr<char[], Delete> memory_;
   size_t nbytes_ = 0;
 };
 
