@@ -111,8 +111,16 @@ struct AsyncCheckpointer::Impl {
                 "often, or let saves wait (WhenBusy::kWait)");
   }
 
-  void save(const std::filesystem::path& path, const SaveJob& job) {
+  void save(const std::filesystem::path& path, SaveJob job) {
     at::NoGradGuard no_grad;
+    // Refused where all ranks hear of it: one that threw by itself would leave the others waiting.
+    job.collect = [collect = std::move(job.collect), whole = job.whole](ChunkCollector& contents) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!whole,
+                                  "[AsyncCheckpointer] options.whole_parameters can't be saved "
+                                  "while training goes on, as all ranks gather for it: use "
+                                  "save_checkpoint(), or export_checkpoint() of what this saves");
+      collect(contents);
+    };
     if (options.when_busy == WhenBusy::kRefuse) refuse_if_busy(job.ranks);
     finish();
     BegunSave begun = begin_save(path, job);
@@ -141,10 +149,6 @@ AsyncCheckpointer::~AsyncCheckpointer() {
 
 void AsyncCheckpointer::save(const std::filesystem::path& path, const ShardedModule& module,
                              const ShardedOptimizer* optimizer, const SaveOptions& options) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
-                              "[AsyncCheckpointer] options.whole_parameters can't be saved while "
-                              "training goes on, as all ranks gather for it: use save_checkpoint(), "
-                              "or export_checkpoint() of what this saves");
   impl_->save(path, job_of(module, optimizer, options));
 }
 

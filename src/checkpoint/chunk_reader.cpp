@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
-#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,21 +13,13 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
+#include "checkpoint/model_view.h"
 
 namespace tessera {
 namespace {
 
 // A checkpoint of many ranks has more files than a process may open.
 constexpr size_t kMostOpen = 64;
-
-CheckpointIndex read_index(const File& directory) {
-  const File file = directory.open(kIndexFile);
-  std::string text(static_cast<size_t>(file.nbytes()), '\0');
-  file.read(text.data(), text.size(), 0);
-  CheckpointIndex index = index_from_json(text, file.path());
-  check_whole(index, file.path());
-  return index;
-}
 
 int64_t item_size(const TensorRecord& tensor) {
   return static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
@@ -80,10 +71,25 @@ class CheckedBytes {
   int64_t held_ = -1;
 };
 
+// In which order a region's elements are counted: row by row in a box.
+std::vector<int64_t> order_of(const TensorRecord& tensor, at::IntArrayRef strides,
+                              const Region& region) {
+  return region.box ? row_major(tensor.shape) : strides.vec();
+}
+
 }  // namespace
 
+CheckpointIndex read_index(const File& directory) {
+  const File file = directory.open(kIndexFile);
+  std::string text(static_cast<size_t>(file.nbytes()), '\0');
+  file.read(text.data(), text.size(), 0);
+  return index_from_json(text, file.path());
+}
+
 ChunkReader::ChunkReader(const std::filesystem::path& path)
-    : directory_(File::open_directory(readable_checkpoint(path))), index_(read_index(directory_)) {}
+    : directory_(File::open_directory(readable_checkpoint(path))), index_(read_index(directory_)) {
+  check_whole(index_, directory_.path() + "/" + kIndexFile);
+}
 
 SafetensorsFile& ChunkReader::file(const std::string& name) {
   const auto it = open_.find(name);
@@ -97,22 +103,26 @@ SafetensorsFile& ChunkReader::file(const std::string& name) {
   return open_.emplace(name, std::move(file)).first->second;
 }
 
-void ChunkReader::check(const TensorRecord& tensor, const Region& region) {
-  const int64_t item = item_size(tensor);
-  for (const ChunkRecord& chunk : tensor.chunks) {
-    if (!overlap(chunk.region, region)) continue;
-    const SafetensorsFile& stored = file(chunk.file);
-    stored.check(chunk.key, tensor.dtype, chunk.region.numel());
-    const int64_t blocks = (chunk.region.numel() * item + kChecksumBlock - 1) / kChecksumBlock;
-    TORCH_CHECK_VALUE(static_cast<int64_t>(chunk.checksums.size()) == blocks,
-                      "[checkpoint] the index must have ", blocks, " checksums of '", chunk.key,
-                      "' in '", stored.path(), "'; got ", chunk.checksums.size());
-  }
+void ChunkReader::check_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
+  const SafetensorsFile& stored = file(chunk.file);
+  stored.check(chunk.key, tensor.dtype, chunk.region.numel());
+  const int64_t nbytes = chunk.region.numel() * item_size(tensor);
+  const int64_t blocks = (nbytes + kChecksumBlock - 1) / kChecksumBlock;
+  TORCH_CHECK_VALUE(std::ssize(chunk.checksums) == blocks, "[checkpoint] the index must have ",
+                    blocks, " checksums of '", chunk.key, "' in '", stored.path(), "'; got ",
+                    chunk.checksums.size());
+}
+
+void ChunkReader::check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region) {
+  const bool reorders =
+      !is_same_order(tensor.shape, order_of(tensor, strides, region), tensor.strides);
+  for (const ChunkRecord& chunk : tensor.chunks)
+    if (reorders || overlap(chunk.region, region)) check_chunk(tensor, chunk);
 }
 
 void ChunkReader::verify(const TensorRecord& tensor, const ChunkRecord& chunk) {
   const int64_t item = item_size(tensor), nbytes = chunk.region.numel() * item;
-  check(tensor, chunk.region);
+  check_chunk(tensor, chunk);
   CheckedBytes bytes(file(chunk.file), chunk, nbytes, block_);
   std::vector<char> out(static_cast<size_t>(kChecksumBlock));
   for (int64_t begin = 0; begin < nbytes; begin += kChecksumBlock)
@@ -142,17 +152,16 @@ at::Tensor ChunkReader::read_reordered(const TensorRecord& tensor, at::IntArrayR
 }
 
 at::Tensor ChunkReader::read_whole(const TensorRecord& tensor) {
-  return read_reordered(tensor, c10::contiguous_strides(tensor.shape)).view(tensor.shape);
+  return read_reordered(tensor, row_major(tensor.shape)).view(tensor.shape);
 }
 
 void ChunkReader::read(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region,
                        const at::Tensor& out) {
-  // Boxes are counted row by row.
-  const auto rows = c10::contiguous_strides(tensor.shape);
-  const at::IntArrayRef order = region.box ? at::IntArrayRef(rows) : strides;
+  const std::vector<int64_t> order = order_of(tensor, strides, region);
   const bool reorders = !is_same_order(tensor.shape, order, tensor.strides);
-  if (!reorders && out.is_cpu() && out.is_contiguous())
-    return read_stored(tensor, region, out.mutable_data_ptr());
+  const bool fits =
+      out.is_cpu() && out.is_contiguous() && out.scalar_type() == scalar_type_of(tensor.dtype);
+  if (!reorders && fits) return read_stored(tensor, region, out.mutable_data_ptr());
   const at::Tensor staged = at::empty({region.numel()}, scalar_type_of(tensor.dtype));
   if (reorders) {
     const at::Tensor whole = read_reordered(tensor, order);

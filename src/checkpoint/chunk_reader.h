@@ -13,6 +13,9 @@
 
 namespace tessera {
 
+/// The index of the checkpoint in `directory`; see `index_from_json()`.
+CheckpointIndex read_index(const File& directory);
+
 /// Reads parts of a checkpoint's tensors from the files that have them.
 ///
 /// The directory is opened once: if a save replaces it in the meantime, nothing of the new
@@ -25,12 +28,12 @@ class ChunkReader {
   const CheckpointIndex& index() const { return index_; }
   const std::string& path() const { return directory_.path(); }
 
-  /// Throws unless the files have all that `region` needs.
-  void check(const TensorRecord& tensor, const Region& region);
+  /// Throws unless the files have all that `read()` of the same would take from them.
+  void check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region);
 
-  /// Reads a region into `out`, whose elements are taken in its logical order. Without a box its
-  /// elements are counted in the order of memory that `strides` describe. Takes the memory of the
-  /// whole tensor, twice, if it was stored in another order.
+  /// Reads a region into `out`, whose elements are taken in its logical order, and converted to its
+  /// dtype. Without a box the region's elements are counted in the order of memory that `strides`
+  /// describe. Takes the memory of the whole tensor, twice, if it was stored in another order.
   void read(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region,
             const at::Tensor& out);
   /// The whole tensor, contiguous.
@@ -41,6 +44,7 @@ class ChunkReader {
 
  private:
   SafetensorsFile& file(const std::string& name);
+  void check_chunk(const TensorRecord& tensor, const ChunkRecord& chunk);
   void read_stored(const TensorRecord& tensor, const Region& region, void* out);
   at::Tensor read_reordered(const TensorRecord& tensor, at::IntArrayRef strides);
 

@@ -32,8 +32,7 @@ ExportFormat format_of(const fs::path& file, const ExportOptions& options) {
 std::vector<const TensorRecord*> model_of(const CheckpointIndex& index) {
   std::vector<const TensorRecord*> tensors;
   for (const TensorRecord& record : index.tensors) {
-    if (record.kind == "param" || record.kind == "buffer" || record.kind == "tensor")
-      tensors.push_back(&record);
+    if (is_of_model(record)) tensors.push_back(&record);
   }
   return tensors;
 }
@@ -51,8 +50,7 @@ void write_safetensors(const fs::path& file, ChunkReader& reader, const ExportOp
   for (const TensorRecord* record : records) {
     headers.push_back(
         {record->names.front(), safetensors_dtype(dtype_of(*record, options)), record->shape});
-    for (size_t name = 1; name < record->names.size(); ++name)
-      metadata[record->names[name]] = record->names.front();
+    add_other_names(*record, metadata);
   }
   SafetensorsWriter writer(File::create(file), std::move(headers), metadata);
   for (const TensorRecord* record : records) {

@@ -117,10 +117,6 @@ void compare_param(const TensorTable& table, const ParamView& param, Misfits& mi
   }
 }
 
-bool is_of_model(const TensorRecord& record) {
-  return record.kind == "param" || record.kind == "buffer" || record.kind == "tensor";
-}
-
 void compare_model(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
                    Misfits& misfits) {
   std::set<std::string> in_model;  // "KIND/NAME"

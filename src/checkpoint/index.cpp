@@ -231,6 +231,15 @@ int64_t TensorRecord::nbytes() const {
   return numel() * static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
 }
 
+bool is_of_model(const TensorRecord& record) {
+  return record.kind == "param" || record.kind == "buffer" || record.kind == "tensor";
+}
+
+void add_other_names(const TensorRecord& record, std::map<std::string, std::string>& metadata) {
+  for (size_t name = 1; name < record.names.size(); ++name)
+    metadata[record.names[name]] = record.names.front();
+}
+
 int64_t total_nbytes(const CheckpointIndex& index) {
   int64_t total = 0;
   for (const TensorRecord& tensor : index.tensors) total += tensor.nbytes();

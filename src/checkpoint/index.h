@@ -64,6 +64,13 @@ struct CheckpointIndex {
   std::string plan;  ///< how the model was sharded, for people
 };
 
+/// True for what a model computes with: a `param`, a `buffer` or a `tensor`.
+bool is_of_model(const TensorRecord& record);
+
+/// Notes the names that a tied tensor has besides the one it is stored under, in the metadata of a
+/// safetensors file, as `save_model` of Python's safetensors does.
+void add_other_names(const TensorRecord& record, std::map<std::string, std::string>& metadata);
+
 /// Of all tensors.
 int64_t total_nbytes(const CheckpointIndex& index);
 

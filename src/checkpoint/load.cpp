@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
-#include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <tessera/checkpoint.h>
@@ -69,18 +68,16 @@ class Loader {
     plan_model();
     if (view_.optimizer) plan_optimizer();
     plan_rank_state();
-    for (const Target& target : targets_) {
-      const bool reordered = target.region.box ? !is_row_major(*target.source)
-                                               : target.strides != target.source->strides;
-      reader_.check(*target.source, reordered ? Region{0, target.source->numel()} : target.region);
-    }
+    for (const Target& target : targets_)
+      reader_.check(*target.source, target.strides, target.region);
     loaded_.numbers = index().numbers;
   }
 
   const CheckpointIndex& index() const { return reader_.index(); }
 
   LoadedCheckpoint load() {
-    for (const Target& target : targets_) read(target);
+    for (const Target& target : targets_)
+      reader_.read(*target.source, target.strides, target.region, target.out);
     if (view_.optimizer) set_optimizer();
     if (options_.scaler) options_.scaler->load_state(index().scaler);
     for (size_t i = 0; i < options_.schedulers.size(); ++i)
@@ -90,15 +87,6 @@ class Loader {
   }
 
  private:
-  void read(const Target& target) {
-    const at::ScalarType dtype = scalar_type_of(target.source->dtype);
-    const bool converts = target.out.scalar_type() != dtype;
-    const at::Tensor out =
-        converts ? at::empty(target.out.sizes(), target.out.options().dtype(dtype)) : target.out;
-    reader_.read(*target.source, target.strides, target.region, out);
-    if (converts) target.out.copy_(out);
-  }
-
   void add_target(const TensorRecord* source, const std::vector<int64_t>& strides, Region region,
                   at::Tensor out) {
     if (source && region.numel() > 0)
@@ -177,11 +165,8 @@ class Loader {
   at::Tensor memory_for(const at::Tensor& param, const std::string& state,
                         at::ScalarType dtype) const {
     if (is_dist(param)) return dist_memory_for(param, state, dtype);
-    std::vector<int64_t> strides = param.strides().vec();
-    if (!param.is_non_overlapping_and_dense()) {
-      const auto contiguous = c10::contiguous_strides(param.sizes());
-      strides.assign(contiguous.begin(), contiguous.end());
-    }
+    const std::vector<int64_t> strides =
+        param.is_non_overlapping_and_dense() ? param.strides().vec() : row_major(param.sizes());
     const ParamState present = read_param_state(*view_.optimizer, param);
     const auto it = present.tensors.find(state);
     if (it != present.tensors.end() && it->second.sizes() == param.sizes() &&
@@ -251,13 +236,14 @@ class StateLoader {
         continue;
       }
       const std::string error = describe_misfit(*source, name, tensor);
-      if (!error.empty()) errors.push_back(error);
-      if (!error.empty()) continue;
+      if (!error.empty()) {
+        errors.push_back(error);
+        continue;
+      }
       Target target{source, row_major(tensor.sizes()), region_of(tensor, name),
                     local_of(tensor).detach()};
       if (target.region.numel() == 0) continue;
-      const bool reordered = !is_row_major(*source);
-      reader_.check(*source, reordered ? Region{0, source->numel()} : target.region);
+      reader_.check(*source, target.strides, target.region);
       targets_.push_back(std::move(target));
     }
     TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the checkpoint '", path.string(),
@@ -268,13 +254,8 @@ class StateLoader {
   const std::vector<std::string>& missing() const { return missing_; }
 
   void load() {
-    for (const Target& target : targets_) {
-      const at::ScalarType dtype = scalar_type_of(target.source->dtype);
-      const at::Tensor value = at::empty(target.out.sizes(), dtype);
-      const bool direct = target.out.scalar_type() == dtype;
-      reader_.read(*target.source, target.strides, target.region, direct ? target.out : value);
-      if (!direct) target.out.copy_(value);
-    }
+    for (const Target& target : targets_)
+      reader_.read(*target.source, target.strides, target.region, target.out);
   }
 
  private:

@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-// A part begins with this if all went well; what a rank that failed says begins otherwise.
+// What a rank that failed says begins with this; a part is JSON.
 constexpr const char* kFailed = "failed: ";
 
 fs::path part_file(const fs::path& draft, int rank, int size) {

@@ -13,7 +13,9 @@
 #include <atomic>
 #include <set>
 #include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/model_view.h"
@@ -49,28 +51,32 @@ std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
   return text;
 }
 
-// Throws on all ranks if one lacks a name that another has.
-void check_same_names(const Ranks& ranks, const std::vector<std::string>& names) {
-  const std::string mine = fmt::format("{}", fmt::join(names, "\n"));
-  const auto sums = ranks.all_gather_bytes(checksum_text(checksum(mine.data(), mine.size())), kTag);
-  if (std::all_of(sums.begin(), sums.end(), [&](const auto& sum) { return sum == sums[0]; }))
-    return;
-  const auto all = ranks.all_gather_bytes(mine, kTag);
+std::string checksum_of(const std::string& text) {
+  return checksum_text(checksum(text.data(), text.size()));
+}
+
+std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
+  std::vector<NamedTensor> result;
+  for (const NamedTensor& buffer : buffers)
+    if (buffer.tensor.defined() && !is_dist(buffer.tensor)) result.push_back(buffer);
+  return result;
+}
+
+// Throws on all ranks, some of which have other names.
+[[noreturn]] void refuse_names(const Ranks& ranks, const std::string& names) {
+  std::vector<std::set<std::string>> all;
+  for (const std::string& lines : ranks.all_gather_bytes(names, kTag)) {
+    std::istringstream stream(lines);
+    std::set<std::string>& of_rank = all.emplace_back();
+    for (std::string line; std::getline(stream, line);) of_rank.insert(line);
+  }
   std::vector<std::string> differences;
-  const auto set_of = [&](size_t rank) {
-    std::istringstream stream(all[rank]);
-    std::set<std::string> lines;
-    for (std::string line; std::getline(stream, line);) lines.insert(line);
-    return lines;
-  };
-  const auto first = set_of(0);
   for (size_t rank = 1; rank < all.size(); ++rank) {
-    const auto other = set_of(rank);
-    for (const auto& name : first)
-      if (!other.contains(name))
+    for (const auto& name : all[0])
+      if (!all[rank].contains(name))
         differences.push_back(fmt::format("rank {} lacks '{}'", rank, name));
-    for (const auto& name : other)
-      if (!first.contains(name))
+    for (const auto& name : all[rank])
+      if (!all[0].contains(name))
         differences.push_back(fmt::format("rank 0 lacks '{}' of rank {}", name, rank));
   }
   if (differences.size() > 10) {
@@ -82,46 +88,58 @@ void check_same_names(const Ranks& ranks, const std::vector<std::string>& names)
                     fmt::format("{}", fmt::join(differences, ", ")));
 }
 
-// The buffers of this rank that differ from rank 0's, such as statistics that ranks do not
-// synchronize: a run that is resumed goes on with each rank's own.
-std::map<std::string, at::Tensor> own_buffers(const SaveJob& job) {
-  std::string sums;
+// What ranks tell each other before a save.
+struct Offer {
+  std::string kind;                  // some gather for a save of whole parameters
+  std::string id;                    // for the save; rank 0's is taken
+  std::string names;                 // checksum of what must be the same
+  std::vector<std::string> buffers;  // checksum of each
+
+  std::string text() const {
+    return fmt::format("{} {} {} {}", kind, id, names, fmt::join(buffers, " "));
+  }
+  static Offer of(const std::string& text) {
+    std::istringstream stream(text);
+    Offer offer;
+    stream >> offer.kind >> offer.id >> offer.names;
+    for (std::string sum; stream >> sum;) offer.buffers.push_back(sum);
+    return offer;
+  }
+};
+
+struct Agreement {
+  std::string id;
+  /// Of this rank those that differ from rank 0's, such as statistics that ranks do not
+  /// synchronize: a run that is resumed goes on with each rank's own.
+  std::map<std::string, at::Tensor> own_buffers;
+};
+
+// Throws on all ranks if they want to store differently: some would wait for others for ever.
+Agreement agree(const SaveJob& job) {
+  const std::string names = fmt::format("{}", fmt::join(job.names, "\n"));
+  Offer mine{job.whole ? "whole" : "shards", new_save_id(), checksum_of(names), {}};
   for (const NamedTensor& buffer : job.buffers) {
     const at::Tensor value = buffer.tensor.cpu().contiguous();
-    sums += checksum_text(checksum(value.const_data_ptr(), value.nbytes()));
+    mine.buffers.push_back(checksum_text(checksum(value.const_data_ptr(), value.nbytes())));
   }
-  const auto all = job.ranks.all_gather_bytes(sums, kTag);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK_VALUE(all[rank].size() == all[0].size(),
-                      "[save_checkpoint] all ranks must have the same buffers; rank 0 has ",
-                      all[0].size() / 16, ", rank ", rank, " has ", all[rank].size() / 16);
-  }
-  std::map<std::string, at::Tensor> own;
-  for (size_t i = 0; i < job.buffers.size(); ++i) {
-    constexpr size_t kDigits = 16;
-    if (sums.compare(i * kDigits, kDigits, all[0], i * kDigits, kDigits) != 0)
-      own[job.buffers[i].name] = job.buffers[i].tensor;
-  }
-  return own;
-}
-
-std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
-  std::vector<NamedTensor> result;
-  for (const NamedTensor& buffer : buffers)
-    if (buffer.tensor.defined() && !is_dist(buffer.tensor)) result.push_back(buffer);
-  return result;
-}
-
-// An id for this save, the same on all ranks. Throws on all if they want to store differently: then
-// some would gather, and wait for the others.
-std::string agree_on_id(const SaveJob& job) {
-  const std::string kind = job.whole ? "whole " : "shards ";
-  const auto offers = job.ranks.all_gather_bytes(kind + new_save_id(), kTag);
-  for (const std::string& offer : offers) {
-    TORCH_CHECK_VALUE(offer.starts_with(offers[0].substr(0, offers[0].find(' '))),
+  std::vector<Offer> offers;
+  for (const std::string& text : job.ranks.all_gather_bytes(mine.text(), kTag))
+    offers.push_back(Offer::of(text));
+  const Offer& first = offers.front();
+  for (size_t rank = 0; rank < offers.size(); ++rank) {
+    const Offer& offer = offers[rank];
+    TORCH_CHECK_VALUE(offer.kind == first.kind,
                       "[save_checkpoint] options.whole_parameters must be the same on all ranks");
+    if (offer.names != first.names) refuse_names(job.ranks, names);
+    TORCH_CHECK_VALUE(offer.buffers.size() == first.buffers.size(),
+                      "[save_checkpoint] all ranks must have the same buffers; rank 0 has ",
+                      first.buffers.size(), ", rank ", rank, " has ", offer.buffers.size());
   }
-  return offers[0].substr(kind.size());
+  Agreement agreement{first.id, {}};
+  for (size_t i = 0; i < job.buffers.size(); ++i)
+    if (mine.buffers[i] != first.buffers[i])
+      agreement.own_buffers[job.buffers[i].name] = job.buffers[i].tensor;
+  return agreement;
 }
 
 SaveJob job_of_world() {
@@ -145,26 +163,25 @@ void save(const std::filesystem::path& path, const SaveJob& job) {
 BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
   at::NoGradGuard no_grad;
   const int rank = job.ranks.rank();
+  const Agreement agreement = agree(job);
   BegunSave begun;
   std::vector<WholeTensor> plan;
   ChunkCollector contents(rank, job.ranks.size());
-  check_same_names(job.ranks, job.names);
   job.ranks.check(
       [&] {
         if (job.whole) plan = plan_whole_model(*job.whole);
         job.collect(contents);
+        contents.add_rank_state("buffer", agreement.own_buffers);
         TORCH_CHECK_VALUE(job.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
                           "number of checkpoints to keep, or 0; got ", job.keep_last);
         begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size());
+        begun.writer->set_id(agreement.id);
+        begun.writer->set_keep_last(job.keep_last);
         if (rank == 0) begun.writer->begin();
       },
       "checkpoint");
-  begun.writer->set_id(agree_on_id(job));
-  begun.writer->set_keep_last(job.keep_last);
-  contents.add_rank_state("buffer", own_buffers(job));
   if (job.whole)
-    contents.add_stored(
-        write_whole_model(*job.whole, plan, begun.writer->draft(), begun.writer->id()));
+    contents.add_stored(write_whole_model(*job.whole, plan, begun.writer->draft(), agreement.id));
   begun.contents = std::move(contents).take();
   return begun;
 }
@@ -196,11 +213,11 @@ SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   job.keep_last = options.keep_last;
   for (const auto& item : module.named_buffers()) job.buffers.push_back({item.key(), item.value()});
   job.buffers = ordinary(job.buffers);
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
-                              "[save_checkpoint] options.whole_parameters is for what "
-                              "fully_shard() returned; export_checkpoint() makes one file of any "
-                              "checkpoint");
   job.collect = [&module, optimizer, &options, rank, size](ChunkCollector& contents) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
+                                "[save_checkpoint] options.whole_parameters is for what "
+                                "fully_shard() returned; export_checkpoint() makes one file of any "
+                                "checkpoint");
     const ModelView view = view_of(module, optimizer, rank, size);
     contents.index().plan = fmt::format("not sharded, {} ranks", size);
     contents.add_model(view);

@@ -21,15 +21,10 @@ int count_writers(const ShardedState& state) {
 
 int writer_of(const Unit& unit, int writers) { return unit.index() % writers; }
 
-// The names that a tied parameter has besides the one it is stored under are listed as `save_model`
-// of Python's safetensors does.
 std::map<std::string, std::string> metadata_of(const std::vector<TensorRecord>& records,
                                                const std::string& id) {
   std::map<std::string, std::string> metadata;
-  for (const TensorRecord& record : records) {
-    for (size_t i = 1; i < record.names.size(); ++i)
-      metadata[record.names[i]] = record.names.front();
-  }
+  for (const TensorRecord& record : records) add_other_names(record, metadata);
   metadata["format"] = "pt";
   metadata["id"] = id;
   return metadata;

@@ -9,6 +9,7 @@
 #include <map>
 #include <sstream>
 
+#include "checkpoint/chunk_reader.h"
 #include "checkpoint/file.h"
 #include "checkpoint/index.h"
 #include "checkpoint/safetensors.h"
@@ -59,11 +60,9 @@ void append_safetensors(const File& directory, const std::string& name,
 }
 
 std::vector<ParameterSize> read_checkpoint_index(const File& directory) {
-  const File file = directory.open(kIndexFile);
-  std::string text(file.nbytes(), '\0');
-  file.read(text.data(), text.size(), 0);
+  CheckpointIndex index = read_index(directory);
   std::vector<ParameterSize> sizes;
-  for (TensorRecord& tensor : index_from_json(text, file.path()).tensors) {
+  for (TensorRecord& tensor : index.tensors) {
     if (tensor.kind != "param") continue;
     sizes.push_back(parameter_from(std::move(tensor.names), std::move(tensor.shape),
                                    scalar_type_of(tensor.dtype)));

@@ -1,10 +1,8 @@
 // Saves that go on while training does.
-#include <sys/resource.h>
-
-#include <csignal>
 #include <thread>
 
 #include "checkpoint/saved_job.h"
+#include "support/file_size_limit.h"
 
 namespace tessera::testing {
 namespace {
@@ -64,21 +62,6 @@ TEST(AsyncCheckpoint, ComesToItsPlaceEvenIfNobodyAsks) {
   run_world(2, [&](World&) { expect_holds(scratch / "one", 3); });
 }
 
-// A limit on the size of files stands for a full disk.
-class FileLimit {
- public:
-  explicit FileLimit(rlim_t nbytes) {
-    std::signal(SIGXFSZ, SIG_IGN);
-    getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit{nbytes, before_.rlim_max};
-    setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FileLimit() { setrlimit(RLIMIT_FSIZE, &before_); }
-
- private:
-  rlimit before_{};
-};
-
 TEST(AsyncCheckpoint, AnErrorComesWithTheNextCallOnEveryRankAndNothingIsLost) {
   const ScratchDirectory scratch;
   run_world(2, [&](World& world) {
@@ -87,7 +70,7 @@ TEST(AsyncCheckpoint, AnErrorComesWithTheNextCallOnEveryRankAndNothingIsLost) {
     AsyncCheckpointer checkpointer;
     const auto fail = [&] {
       world.process_group()->barrier({"test"});
-      std::optional<FileLimit> limit;
+      std::optional<FileSizeLimit> limit;
       if (world.rank() == 0) limit.emplace(200);
       world.process_group()->barrier({"test"});
       checkpointer.save(scratch / "one", *Filled(2).sharded, nullptr);
@@ -114,7 +97,7 @@ TEST(AsyncCheckpoint, AnErrorThatNobodyAskedForIsPrinted) {
   ::testing::internal::CaptureStderr();
   run_world(1, [&](World&) {
     Filled model(1);
-    const FileLimit limit(200);
+    const FileSizeLimit limit(200);
     AsyncCheckpointer checkpointer;
     checkpointer.save(scratch / "one", *model.sharded, nullptr);
   });
@@ -122,14 +105,26 @@ TEST(AsyncCheckpoint, AnErrorThatNobodyAskedForIsPrinted) {
                   {"AsyncCheckpointer: ", "could not write"});
 }
 
-TEST(AsyncCheckpoint, WholeParametersAreRefusedWithTheWayOut) {
+TEST(AsyncCheckpoint, WholeParametersAreRefusedOnAllRanksWithTheWayOut) {
   const ScratchDirectory scratch;
-  run_world(2, [&](World&) {
+  run_world(2, [&](World& world) {
     Filled model(1);
+    auto plain = std::make_shared<torch::nn::LinearImpl>(2, 2);
     AsyncCheckpointer checkpointer;
-    EXPECT_THROW(
-        checkpointer.save(scratch / "one", *model.sharded, nullptr, {.whole_parameters = true}),
-        c10::NotImplementedError);
+    const auto error_with = [&](bool whole) {
+      return error_of([&] {
+        checkpointer.save(scratch / "one", *model.sharded, nullptr, {.whole_parameters = whole});
+      });
+    };
+    expect_contains(error_with(true), {"export_checkpoint()"});
+    expect_contains(error_with(world.rank() == 1), {"must be the same on all ranks"});
+    // A module that is not sharded has nothing to gather; others hear which rank asked for it.
+    expect_contains(error_of([&] {
+                      checkpointer.save(scratch / "one", *plain, nullptr,
+                                        {.whole_parameters = world.rank() == 1});
+                    }),
+                    {world.rank() == 0 ? "rank 1" : "save_checkpoint", "export_checkpoint()"});
+    checkpointer.save(scratch / "one", *model.sharded, nullptr);  // the ranks are still together
   });
 }
 

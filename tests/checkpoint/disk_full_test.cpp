@@ -1,31 +1,10 @@
-#include <sys/resource.h>
-
-#include <csignal>
-
 #include "checkpoint/saved_model.h"
+#include "support/file_size_limit.h"
 
 namespace tessera::testing {
 namespace {
 
 namespace fs = std::filesystem;
-
-// While it lives, no file of this process can grow above `nbytes`: as if the disk were full.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t nbytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
-    ::getrlimit(RLIMIT_FSIZE, &before_);
-    const rlimit limit{nbytes, before_.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~FileSizeLimit() {
-    ::setrlimit(RLIMIT_FSIZE, &before_);
-    std::signal(SIGXFSZ, handler_);
-  }
-
- private:
-  void (*handler_)(int);
-  rlimit before_;
-};
 
 // The error of each rank that saves while files can't be larger than `nbytes`.
 std::vector<std::string> errors_of(int ranks, rlim_t nbytes, const std::function<void()>& save) {

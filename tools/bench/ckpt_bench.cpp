@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "bench/disk_files.h"
-#include "bench/exit_code.h"
 #include "bench/median.h"
+#include "exit_code.h"
 
 namespace tessera::tools {
 namespace {

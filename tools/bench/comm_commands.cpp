@@ -2,8 +2,8 @@
 #include <memory>
 
 #include "bench/comm_bench.h"
-#include "bench/exit_code.h"
 #include "bench_commands.h"
+#include "exit_code.h"
 
 namespace tessera::tools {
 namespace {

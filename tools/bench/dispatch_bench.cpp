@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "bench/exit_code.h"
 #include "bench/median.h"
+#include "exit_code.h"
 
 namespace tessera::tools {
 namespace {

@@ -12,9 +12,9 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "bench/exit_code.h"
 #include "bench/median.h"
 #include "bench/optim_steps.h"
+#include "exit_code.h"
 
 namespace tessera::tools {
 namespace {

@@ -12,8 +12,8 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "bench/exit_code.h"
 #include "bench/median.h"
+#include "exit_code.h"
 #include "level_names.h"
 
 namespace tessera::tools {

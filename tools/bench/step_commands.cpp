@@ -4,8 +4,8 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 
-#include "bench/exit_code.h"
 #include "bench/step_bench.h"
+#include "exit_code.h"
 
 namespace tessera::tools {
 namespace {

@@ -1,6 +1,5 @@
 #include "ckpt/ckpt_command.h"
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <tessera/checkpoint_files.h>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "ckpt/progress_line.h"
+#include "exit_code.h"
 
 namespace tessera::tools {
 namespace {
@@ -23,17 +23,7 @@ constexpr const char* kFooter = R"(
 CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
 difference; 2 if the arguments are wrong or the work could not be done.)";
 
-// What the commands share: exit status 2 for errors, which are not findings.
-int run(const std::string& command, const std::function<int()>& work) {
-  try {
-    return work();
-  } catch (const c10::Error& error) {
-    fmt::print(stderr, "tessera ckpt {}: {}\n", command, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "tessera ckpt {}: {}\n", command, error.what());
-  }
-  return 2;
-}
+constexpr int kNotDone = 2;  // which is no finding
 
 struct Arguments {
   std::string from, to, format, dtype;
@@ -52,7 +42,8 @@ CLI::App* add_command(CLI::App& ckpt, const std::string& name, const std::string
   CLI::App* command = ckpt.add_subcommand(name, text);
   command->footer(kFooter);
   command->callback([name, arguments, work, &exit_code] {
-    exit_code = run(name, [&] { return work(*arguments); });
+    exit_code = exit_code_of(
+        "tessera ckpt " + name, [&] { return work(*arguments); }, kNotDone);
   });
   return command;
 }

@@ -9,9 +9,9 @@
 
 namespace tessera::tools {
 
-/// That of `run()`; if it throws, 1 after the error was printed in the name of `who`.
+/// That of `run()`; if it throws, `failure`, after the error was printed in the name of `who`.
 template <class Run>
-int exit_code_of(const std::string& who, Run run) {
+int exit_code_of(const std::string& who, Run run, int failure = 1) {
   try {
     return run();
   } catch (const c10::Error& error) {
@@ -19,7 +19,7 @@ int exit_code_of(const std::string& who, Run run) {
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}: {}\n", who, error.what());
   }
-  return 1;
+  return failure;
 }
 
 }  // namespace tessera::tools
