@@ -1,11 +1,12 @@
 // Trains a small model and prints what came of it.
 //
-//   arena_probe STEPS [die RANK STEP | stay | exchange]
+//   arena_probe STEPS [die RANK STEP | late RANK | stay | exchange]
 //
 // Each rank prints "rank R over TRANSPORT", "rank R step S" after each step and, at the end, "rank
 // R sum HEX" with the bits of a sum over all parameters. With `die`, RANK kills itself in STEP,
-// between backward and step. With `stay`, all wait to be killed. With `exchange`, each sends all
-// others messages of many lengths, and prints "rank R exchanged".
+// between backward and step. With `late`, RANK comes to each backward after the others. With
+// `stay`, all wait to be killed. With `exchange`, each sends all others messages of many lengths,
+// and prints "rank R exchanged".
 
 #include <signal.h>
 #include <tessera/tessera.h>
@@ -26,7 +27,12 @@ int value(char** arguments, int count, int index) {
   return index < count ? std::atoi(arguments[index]) : -1;
 }
 
-void train(const tessera::World& world, int steps, int dying_rank, int last_step) {
+struct Mishap {
+  int dying_rank = -1, last_step = -1;
+  int late_rank = -1;
+};
+
+void train(const tessera::World& world, int steps, const Mishap& mishap) {
   tessera::manual_seed(5);
   auto model = torch::nn::Sequential(torch::nn::Linear(64, 512), torch::nn::GELU(),
                                      torch::nn::Linear(512, 512), torch::nn::GELU(),
@@ -37,8 +43,10 @@ void train(const tessera::World& world, int steps, int dying_rank, int last_step
   tessera::manual_seed(100 + world.rank());
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
-    model->forward(torch::randn({16, 64})).pow(2).mean().backward();
-    if (world.rank() == dying_rank && step == last_step) ::kill(::getpid(), SIGKILL);
+    const auto loss = model->forward(torch::randn({16, 64})).pow(2).mean();
+    if (world.rank() == mishap.late_rank) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    loss.backward();
+    if (world.rank() == mishap.dying_rank && step == mishap.last_step) ::kill(::getpid(), SIGKILL);
     optimizer.step();
     std::printf("rank %d step %d\n", world.rank(), step);
     std::fflush(stdout);
@@ -76,8 +84,11 @@ int main(int count, char** arguments) {
     std::printf("rank %d over %s\n", world.rank(), world.process_group()->backend_name().c_str());
     std::fflush(stdout);
     const std::string mode = count > 2 ? arguments[2] : "";
-    train(world, value(arguments, count, 1), mode == "die" ? value(arguments, count, 3) : -1,
-          value(arguments, count, 4));
+    const int rank = value(arguments, count, 3);
+    train(world, value(arguments, count, 1),
+          {.dying_rank = mode == "die" ? rank : -1,
+           .last_step = value(arguments, count, 4),
+           .late_rank = mode == "late" ? rank : -1});
     if (mode == "exchange") exchange(world);
     if (mode == "stay") {
       std::printf("rank %d stays\n", world.rank());

@@ -57,6 +57,24 @@ TEST(ArenaProcesses, GiveTheBitsOfGloo) {
   EXPECT_EQ(std::set<std::string>(sums.begin(), sums.end()).size(), 1U);
 }
 
+// The others do its part of the sums, into its memory.
+TEST(ArenaProcesses, GiveTheBitsOfGlooWhereARankIsLate) {
+  std::vector<std::string> sums;
+  for (const char* transport : {"gloo", "arena"}) {
+    for (const char* late : {"0", "2"}) {
+      const auto ends =
+          StartedRanks(3, {ARENA_PROBE, "10", "late", late}, {{"TESSERA_TRANSPORT", transport}})
+              .wait();
+      for (const auto& end : ends) {
+        EXPECT_EQ(end.status, 0) << end.err;
+        sums.push_back(after(end.out, " sum "));
+      }
+    }
+  }
+  EXPECT_FALSE(sums[0].empty());
+  EXPECT_EQ(std::set<std::string>(sums.begin(), sums.end()).size(), 1U);
+}
+
 // Messages in the shared heap, and, without it, copies.
 TEST(ArenaProcesses, SendEachOtherMessages) {
   using Settings = std::map<std::string, std::string>;

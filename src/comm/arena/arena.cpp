@@ -1,6 +1,7 @@
 #include "comm/arena/arena.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -26,6 +27,11 @@ namespace tessera {
 // A channel's collectives have numbers, equal on all ranks; the post of number n lies in slot
 // n % kSlots. A rank that comes with another collective than the rest is found by the fingerprint.
 //
+// A rank that comes to a reduction long after others offers them its part, and goes on: they are
+// ahead, and have the time. It does the part itself if they have not by the time that it waits. Who
+// does a part, in whose memory, changes no bit of it. So what ranks exchange evens out what else
+// they did, and a rank that is slowed down does not slow down all by as much.
+//
 // Each rank has a bell. Who shows or has read something rings the others' bells. Who waits looks at
 // its bell, then does what it can, and sleeps only if the bell has not rung since: for a short
 // while on its core, then in the kernel. It wakes now and then to see whether the others live.
@@ -34,6 +40,8 @@ namespace {
 constexpr auto kLongestSleep = std::chrono::milliseconds(100);
 // About what it costs to sleep and be woken.
 constexpr auto kSpin = std::chrono::microseconds(100);
+// A rank is behind if it comes so much later than another.
+constexpr auto kBehind = std::chrono::microseconds(100);
 
 bool has_a_core_each(int ranks) {
   return ranks <= static_cast<int>(std::thread::hardware_concurrency());
@@ -48,6 +56,11 @@ void keep_for_ever(std::vector<at::Tensor> tensors) {
 }
 
 uint32_t count_of(const ArenaPlace& place) { return static_cast<uint32_t>(place.number + 1); }
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 void pause() {
 #if defined(__x86_64__)
@@ -124,20 +137,26 @@ std::byte* Arena::allocate(size_t nbytes) {
 bool Arena::reaches(const void* data) const { return all_are_threads_ || heap_.owns(data); }
 
 void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
-                 std::vector<at::Tensor> kept, void* block) {
-  auto* const post = new (allocate(sizeof(Post) + pieces.size() * sizeof(ShownPiece))) Post();
+                 std::vector<at::Tensor> kept, void* block,
+                 std::span<const ArenaReduction> offers) {
+  auto* const post = new (allocate(Post::nbytes(pieces.size(), offers.size()))) Post();
   post->fingerprint = place.fingerprint;
   post->pieces = static_cast<int64_t>(pieces.size());
+  post->offers = static_cast<int64_t>(offers.size());
   const std::string what =
       fmt::format("{} of unit '{}'", place.name.collective, place.name.subject);
   what.copy(post->what, Post::kMaxText - 1);
   std::uninitialized_copy(pieces.begin(), pieces.end(), post->first_piece());
+  std::uninitialized_copy(offers.begin(), offers.end(), post->first_offer());
+  for (const at::Tensor& tensor : kept) shown_nbytes_ += static_cast<int64_t>(tensor.nbytes());
   {
     const std::lock_guard lock(mutex_);
     shown_.push_back({place, std::move(kept), post, block});
   }
   PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
   slot.address = reinterpret_cast<uint64_t>(post);
+  slot.shown_at = now_ns();
+  if (!offers.empty()) slot.offered.store(count_of(place), std::memory_order_relaxed);
   slot.shown.store(count_of(place), std::memory_order_release);
   ledger_->ring_others(rank_);
 }
@@ -166,15 +185,48 @@ const std::byte* Arena::data(int rank, const ShownPiece& piece) const {
 }
 
 // What `rank` has at `address`.
-const void* Arena::seen(int rank, uint64_t address) const {
-  return rank == rank_ ? reinterpret_cast<const void*>(address)
+void* Arena::seen(int rank, uint64_t address) const {
+  return rank == rank_ ? reinterpret_cast<void*>(address)
                        : neighbours_[rank]->seen_from_here(address);
 }
 
-void Arena::done_reading(const ArenaPlace& place) {
-  PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
+void Arena::done_reading(const ArenaPlace& place, int rank) {
+  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
   slot.read.store(count_of(place), std::memory_order_release);
+  if (rank != rank_) ++parts_done_for_others_;
   ledger_->ring_others(rank_);
+}
+
+bool Arena::is_behind(const ArenaPlace& place) const {
+  const int64_t long_ago = now_ns() - std::chrono::nanoseconds(kBehind).count();
+  for (int rank = 0; rank < size(); ++rank) {
+    const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+    if (slot.shown.load(std::memory_order_acquire) == count_of(place) && slot.shown_at < long_ago)
+      return true;
+  }
+  return false;
+}
+
+bool Arena::take_offer(int rank, const ArenaPlace& place) {
+  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  uint32_t offered = count_of(place);
+  // The slot does not go to a later collective: this rank has not read its own part of this one, or
+  // the offering rank has not been told that its is done.
+  if (slot.offered.load(std::memory_order_relaxed) != offered ||
+      !slot.offered.compare_exchange_strong(offered, 0, std::memory_order_acq_rel))
+    return false;
+  slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_release);
+  return true;
+}
+
+int Arena::taker_of_own(const ArenaPlace& place) const {
+  const PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
+  const bool is_open = slot.offered.load(std::memory_order_acquire) == count_of(place);
+  return is_open ? rank_ : static_cast<int>(slot.taker.load(std::memory_order_acquire));
+}
+
+std::byte* Arena::out(int rank, const ArenaReduction& offer) const {
+  return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(offer.out)));
 }
 
 bool Arena::has_read(int rank, const ArenaPlace& place) const {
@@ -220,8 +272,12 @@ void Arena::progress_locked() {
 
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
                        const CollectiveName& name, Lock& lock) {
+  progress_locked();
+  if (done()) return;
   const auto start = Clock::now();
   Bell& bell = ledger_->bell(rank_);
+  ++idle_;
+  const auto no_longer_idle = c10::make_scope_exit([this] { --idle_; });
   while (true) {
     const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
     progress_locked();
@@ -243,7 +299,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
 void Arena::wait(ArenaTask& task, bool inputs) {
   Lock lock(mutex_);
   wait_until([&] { return task.is_done_ || task.error_; },
-             [&](int rank) { return !shown(rank, task.awaited()); }, task.place().name, lock);
+             [&](int rank) { return task.lacks(*this, rank); }, task.place().name, lock);
   if (task.error_) std::rethrow_exception(task.error_);
   if (!inputs) return;
   wait_until([&] { return all_have_read(task.awaited()); },
@@ -313,6 +369,8 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
   if (std::exchange(closed_, true)) return;
   ledger_->bell(rank_).closed.store(1, std::memory_order_release);
   ledger_->ring_others(rank_);
+  // What it offered it does itself, if there is time.
+  ++idle_;
   const auto end = Clock::now() + grace;
   while (true) {
     progress_locked();
@@ -321,8 +379,13 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();
   }
+  keep_all_for_ever();
+}
+
+void Arena::keep_all_for_ever() {
   for (Shown& shown : shown_) keep_for_ever(std::move(shown.kept));
   shown_.clear();
+  for (const auto& task : tasks_) keep_for_ever(task->written_by_others());
 }
 
 // True if a rank that takes part has not read all that this one shows.

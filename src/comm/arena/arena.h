@@ -9,9 +9,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "comm/arena/arena_reduction.h"
 #include "comm/arena/ledger.h"
 #include "comm/arena/neighbour.h"
 #include "comm/collective_name.h"
@@ -30,10 +32,21 @@ struct Post {
 
   uint64_t fingerprint = 0;  ///< of all that ranks must agree on
   int64_t pieces = 0;        ///< how many follow
+  int64_t offers = 0;        ///< how many reductions follow on these
   char what[kMaxText] = {};  ///< for errors
 
+  static size_t nbytes(size_t pieces, size_t offers) {
+    return sizeof(Post) + pieces * sizeof(ShownPiece) + offers * sizeof(ArenaReduction);
+  }
   ShownPiece* first_piece() { return reinterpret_cast<ShownPiece*>(this + 1); }
   const ShownPiece* first_piece() const { return reinterpret_cast<const ShownPiece*>(this + 1); }
+  ArenaReduction* first_offer() {
+    return reinterpret_cast<ArenaReduction*>(first_piece() + pieces);
+  }
+  std::span<const ArenaReduction> all_offers() const {
+    return {reinterpret_cast<const ArenaReduction*>(first_piece() + pieces),
+            static_cast<size_t>(offers)};
+  }
 };
 
 class ArenaTask;
@@ -65,9 +78,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
                         int count = 1);
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
-  /// `block` (of `allocate`) until they have read it.
+  /// `block` (of `allocate`) until they have read it. `offers`: this rank's part of the collective,
+  /// if another rank may do it, into memory that it can reach.
   void show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
-            std::vector<at::Tensor> kept, void* block = nullptr);
+            std::vector<at::Tensor> kept, void* block = nullptr,
+            std::span<const ArenaReduction> offers = {});
   /// What `rank` shows at `place`; null as long as it does not. Throws `c10::DistBackendError` if
   /// it came with another collective.
   const Post* shown(int rank, const ArenaPlace& place) const;
@@ -78,7 +93,24 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// Where a piece that `rank` shows lies here.
   const std::byte* data(int rank, const ShownPiece& piece) const;
   /// Tells all other ranks that this one has read what they show at `place`.
-  void done_reading(const ArenaPlace& place);
+  void done_reading(const ArenaPlace& place) { done_reading(place, rank_); }
+  /// The same of a part that `rank` offered and this rank has done.
+  void done_reading(const ArenaPlace& place, int rank);
+
+  /// True if another rank came to `place` so long ago that it has time to do this rank's part.
+  bool is_behind(const ArenaPlace& place) const;
+  /// True if this rank, which shows `place`, is the one to do the part that `rank` offers there.
+  bool take_offer(int rank, const ArenaPlace& place);
+  /// Which rank has taken what this one offered at `place`; itself if none has.
+  int taker_of_own(const ArenaPlace& place) const;
+  /// Where a rank that offers a reduction wants it.
+  std::byte* out(int rank, const ArenaReduction& offer) const;
+  /// True while a thread of this rank has nothing to do but to wait.
+  bool is_idle() const { return idle_ > 0; }
+  /// Bytes that this rank has shown so far.
+  int64_t shown_nbytes() const { return shown_nbytes_; }
+  /// How often this rank did the part of another.
+  int64_t parts_done_for_others() const { return parts_done_for_others_; }
 
   /// True if the other ranks can read what lies at `data`.
   bool reaches(const void* data) const;
@@ -115,12 +147,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// True for a rank that has not done yet what is waited for.
   using Lacks = std::function<bool(int rank)>;
 
-  const void* seen(int rank, uint64_t address) const;
+  void* seen(int rank, uint64_t address) const;
   void progress_locked();
   void free_what_is_read();
   void wait_for_slot(const ArenaPlace& place);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
                   Lock& lock);
+  void keep_all_for_ever();
   bool anybody_may_read() const;
   bool spin(uint32_t seen) const;
   void check_neighbours(const Lacks& lacks, const CollectiveName& name,
@@ -140,6 +173,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::array<int64_t, Ledger::kChannels> next_{};
   std::vector<std::shared_ptr<ArenaTask>> tasks_;  // under way, oldest first
   std::deque<Shown> shown_;                        // oldest first
+  std::atomic<int> idle_ = 0;                      // threads that wait
+  std::atomic<int64_t> shown_nbytes_ = 0;
+  std::atomic<int64_t> parts_done_for_others_ = 0;
 };
 
 /// This rank's part of a collective.
@@ -152,6 +188,10 @@ class ArenaTask {
   virtual bool advance(Arena& arena) = 0;
   /// What it waits for: the posts of the other ranks at this place.
   virtual const ArenaPlace& awaited() const { return place_; }
+  /// True if it waits for `rank`, which has not done what it must.
+  virtual bool lacks(const Arena& arena, int rank) const { return !arena.shown(rank, awaited()); }
+  /// What other ranks may be writing to.
+  virtual std::vector<at::Tensor> written_by_others() const { return {}; }
   const ArenaPlace& place() const { return place_; }
 
  protected:

@@ -40,15 +40,14 @@ class ArenaWork final : public Work {
 
 }  // namespace
 
-ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena, ProcessGroupPtr inner)
-    : arena_(std::move(arena)), inner_(std::move(inner)) {}
+ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
+  // Nobody lets go of what connected them while another still uses it.
+  barrier({.subject = "shared memory", .channel = Channel::kControl});
+}
 
 ArenaProcessGroup::~ArenaProcessGroup() { close(); }
 
-void ArenaProcessGroup::close() noexcept {
-  arena_->close(closing_grace(timeout()));
-  tessera::close(inner_);
-}
+void ArenaProcessGroup::close() noexcept { arena_->close(closing_grace(timeout())); }
 
 std::shared_ptr<SharedMemory> ArenaProcessGroup::share_memory(int64_t nbytes, bool reserve,
                                                               const CollectiveTag& tag) {
@@ -148,7 +147,8 @@ ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& co
 }
 
 // Shows tensors that the others reach where they are, and copies of the rest.
-void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> pieces) {
+void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
+                                    std::span<const ArenaReduction> offers) {
   size_t copied = 0;
   for (const Piece& piece : pieces) {
     if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
@@ -163,7 +163,7 @@ void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> 
     if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
       kept.push_back(std::move(piece.data));
   }
-  arena_->show(place, shown, std::move(kept), block);
+  arena_->show(place, shown, std::move(kept), block, offers);
 }
 
 WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
@@ -186,8 +186,13 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
   fingerprint.mix(static_cast<int64_t>(dtype));
   for (const Piece& piece : pieces) fingerprint.mix(piece.begin).mix(piece.numel);
   ArenaPlace place = arena_->take_place("reduce_scatter", tag, fingerprint_of(fingerprint));
-  show_pieces(place, std::move(pieces));
-  return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions)));
+  const bool is_offered =
+      out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(place);
+  show_pieces(
+      place, std::move(pieces),
+      is_offered ? std::span<const ArenaReduction>(reductions) : std::span<const ArenaReduction>());
+  return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions),
+                                                   is_offered, arena_->shown_nbytes()));
 }
 
 WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
@@ -249,7 +254,7 @@ ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {
   std::string why_not;
   auto arena = Arena::connect(*inner, why_not);
   TORCH_CHECK_NOT_IMPLEMENTED(arena, "[arena_process_group] the ranks can't share memory: ", why_not);
-  return std::make_shared<ArenaProcessGroup>(std::move(arena), std::move(inner));
+  return std::make_shared<ArenaProcessGroup>(std::move(arena));
 }
 
 }  // namespace tessera

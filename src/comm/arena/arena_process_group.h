@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,11 +18,10 @@
 
 namespace tessera {
 
-/// A process group of ranks of one host, whose collectives go through an `Arena`. Keeps `inner`,
-/// which connected them, and closes it.
+/// A process group of ranks of one host, whose collectives go through an `Arena`.
 class ArenaProcessGroup : public ProcessGroup, public Closable {
  public:
-  ArenaProcessGroup(std::shared_ptr<Arena> arena, ProcessGroupPtr inner);
+  explicit ArenaProcessGroup(std::shared_ptr<Arena> arena);
   ~ArenaProcessGroup() override;
 
   void close() noexcept override;
@@ -73,11 +73,11 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
   /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
   bool show(const ArenaPlace& place, const at::Tensor& tensor);
   void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
-  void show_pieces(const ArenaPlace& place, std::vector<Piece> pieces);
+  void show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
+                   std::span<const ArenaReduction> offers = {});
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
 
   const std::shared_ptr<Arena> arena_;
-  const ProcessGroupPtr inner_;
   std::atomic<int64_t> next_buffer_ = 0;
   SharedBuffers<NumberedBuffer> buffers_;
 };

@@ -26,6 +26,36 @@ const std::byte* zeros() {
   return memory.data();
 }
 
+// How much a rank may show, and how much time may pass, before it does itself what it offered:
+// whole gradients are kept until then.
+constexpr int64_t kLongestOfferBytes = int64_t{8} << 20;
+constexpr auto kLongestOffer = std::chrono::milliseconds(20);
+
+// Does `part` out of what all ranks show, into `out`, where this rank has the part's memory.
+void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& part,
+             std::byte* out) {
+  std::vector<const Post*> posts;
+  for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, place));
+  const int64_t item = item_size(part.reduction.dtype);
+  const int64_t out_item = item_size(part.reduction.dtype_of_out());
+  std::vector<const void*> inputs(posts.size());
+  for (int64_t p = 0; p < posts[0]->pieces; ++p) {
+    const ShownPiece& piece = posts[0]->first_piece()[p];
+    const int64_t stop = std::min(part.end, piece.begin + piece.numel);
+    for (int64_t at = std::max(part.begin, piece.begin); at < stop;) {
+      int64_t numel = stop - at;
+      for (int rank = 0; rank < arena.size(); ++rank) {
+        const ShownPiece& theirs = posts[rank]->first_piece()[p];
+        inputs[rank] =
+            theirs.address != 0 ? arena.data(rank, theirs) + (at - theirs.begin) * item : zeros();
+        if (theirs.address == 0) numel = std::min(numel, kZeroBytes / item);
+      }
+      reduce_in_order(part.reduction, out + (at - part.begin) * out_item, inputs, numel);
+      at += numel;
+    }
+  }
+}
+
 }  // namespace
 
 bool ArrivalTask::advance(Arena& arena) {
@@ -105,37 +135,45 @@ std::string AllToAllTask::disagreement(const Arena& arena) const {
       [&](int sender, int receiver) { return form(posts[receiver][arena.size() + sender]); });
 }
 
-void ArenaReduction::run(const Arena& arena, const ArenaPlace& place) const {
-  std::vector<const Post*> posts;
-  for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, place));
-  const int64_t item = item_size(reduction.dtype), out_item = item_size(reduction.dtype_of_out());
-  std::vector<const void*> inputs(posts.size());
-  for (int64_t p = 0; p < posts[0]->pieces; ++p) {
-    const ShownPiece& piece = posts[0]->first_piece()[p];
-    const int64_t stop = std::min(end, piece.begin + piece.numel);
-    for (int64_t at = std::max(begin, piece.begin); at < stop;) {
-      int64_t numel = stop - at;
-      for (int rank = 0; rank < arena.size(); ++rank) {
-        const ShownPiece& theirs = posts[rank]->first_piece()[p];
-        inputs[rank] =
-            theirs.address != 0 ? arena.data(rank, theirs) + (at - theirs.begin) * item : zeros();
-        if (theirs.address == 0) numel = std::min(numel, kZeroBytes / item);
-      }
-      reduce_in_order(reduction, out + (at - begin) * out_item, inputs, numel);
-      at += numel;
-    }
+ReduceScatterTask::ReduceScatterTask(ArenaPlace place, at::Tensor out,
+                                     std::vector<ArenaReduction> reductions, bool is_offered,
+                                     int64_t shown_nbytes)
+    : ArenaTask(std::move(place)),
+      out_(std::move(out)),
+      reductions_(std::move(reductions)),
+      is_offered_(is_offered),
+      shown_nbytes_(shown_nbytes),
+      start_(Clock::now()) {}
+
+bool ReduceScatterTask::advance(Arena& arena) {
+  if (is_offered_) {
+    if (arena.has_read(arena.rank(), place_)) return true;
+    const bool takes_back = arena.is_idle() ||
+                            arena.shown_nbytes() - shown_nbytes_ > kLongestOfferBytes ||
+                            Clock::now() - start_ > kLongestOffer;
+    // Until then it must not look at the posts: once another rank has done this part, they may go.
+    if (!takes_back || !arena.take_offer(arena.rank(), place_)) return false;
+    is_offered_ = false;
+  }
+  if (!arena.all_show(place_)) return false;
+  for (const ArenaReduction& part : reductions_) do_part(arena, place_, part, part.out);
+  arena.done_reading(place_);
+  help_others(arena);
+  return true;
+}
+
+void ReduceScatterTask::help_others(Arena& arena) {
+  for (int rank = 0; rank < arena.size(); ++rank) {
+    if (!arena.take_offer(rank, place_)) continue;
+    for (const ArenaReduction& part : arena.shown(rank, place_)->all_offers())
+      do_part(arena, place_, part, arena.out(rank, part));
+    arena.done_reading(place_, rank);
   }
 }
 
-ReduceScatterTask::ReduceScatterTask(ArenaPlace place, at::Tensor out,
-                                     std::vector<ArenaReduction> reductions)
-    : ArenaTask(std::move(place)), out_(std::move(out)), reductions_(std::move(reductions)) {}
-
-bool ReduceScatterTask::advance(Arena& arena) {
-  if (!arena.all_show(place_)) return false;
-  for (const ArenaReduction& reduction : reductions_) reduction.run(arena, place_);
-  arena.done_reading(place_);
-  return true;
+bool ReduceScatterTask::lacks(const Arena& arena, int rank) const {
+  if (!is_offered_) return ArenaTask::lacks(arena, rank);
+  return !arena.has_read(arena.rank(), place_) && arena.taker_of_own(place_) == rank;
 }
 
 AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,
@@ -151,7 +189,8 @@ AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,
 bool AllReduceTask::advance(Arena& arena) {
   if (!arena.all_show(awaited())) return false;
   if (bounds_.empty()) {
-    ArenaReduction{0, tensor_.numel(), bytes_of(tensor_), reduction_}.run(arena, place_);
+    std::byte* const out = bytes_of(tensor_);
+    do_part(arena, place_, {0, tensor_.numel(), out, reduction_}, out);
     arena.done_reading(place_);
     return true;
   }
@@ -164,7 +203,7 @@ bool AllReduceTask::advance(Arena& arena) {
 void AllReduceTask::reduce_part(Arena& arena) {
   const int64_t begin = bounds_[arena.rank()], end = bounds_[arena.rank() + 1];
   std::byte* const part = arena.allocate((end - begin) * item_size(reduction_.dtype));
-  ArenaReduction{begin, end, part, reduction_}.run(arena, place_);
+  do_part(arena, place_, {begin, end, part, reduction_}, part);
   arena.done_reading(place_);
   has_reduced_ = true;
   arena.show(second_, {{begin, end - begin, reinterpret_cast<uint64_t>(part)}}, {}, part);

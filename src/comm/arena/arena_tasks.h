@@ -2,12 +2,12 @@
 
 #include <tessera/process_group.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/arena/arena.h"
-#include "comm/local_sum.h"
 
 namespace tessera {
 
@@ -56,24 +56,27 @@ class AllToAllTask final : public ArenaTask {
   std::vector<at::Tensor> from_;
 };
 
-/// Reduces elements [begin, end) of what all ranks show, in rank order.
-struct ArenaReduction {
-  int64_t begin = 0, end = 0;
-  std::byte* out = nullptr;  ///< first element of the range
-  LocalReduction reduction;
-
-  void run(const Arena& arena, const ArenaPlace& place) const;
-};
-
-/// Reduces one range, or several, into `out`.
+/// Reduces one range, or several, into `out`; or has that done by a rank that is ahead.
 class ReduceScatterTask final : public ArenaTask {
  public:
-  ReduceScatterTask(ArenaPlace place, at::Tensor out, std::vector<ArenaReduction> reductions);
+  /// `is_offered`: the others may do it, until this rank waits, has shown much else, or loses
+  /// patience.
+  ReduceScatterTask(ArenaPlace place, at::Tensor out, std::vector<ArenaReduction> reductions,
+                    bool is_offered, int64_t shown_nbytes);
   bool advance(Arena& arena) override;
+  bool lacks(const Arena& arena, int rank) const override;
+  std::vector<at::Tensor> written_by_others() const override { return {out_}; }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  void help_others(Arena& arena);
+
   at::Tensor out_;  // keeps the memory
   std::vector<ArenaReduction> reductions_;
+  bool is_offered_;
+  int64_t shown_nbytes_;  // by this rank, when it came to this place
+  Clock::time_point start_;
 };
 
 /// Reduces all of `tensor` in place, out of copies that all ranks show. Large tensors in two turns:

@@ -226,7 +226,7 @@ ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
     TORCH_CHECK_NOT_IMPLEMENTED(failure.empty(),
                                 "[arena] the ranks of a host can't share memory: ", failure);
   return std::make_shared<HostedProcessGroup>(
-      table, std::make_shared<ArenaProcessGroup>(std::move(arena), inside), rail, std::move(whole));
+      table, std::make_shared<ArenaProcessGroup>(std::move(arena)), rail, std::move(whole));
 }
 
 }  // namespace tessera

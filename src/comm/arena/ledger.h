@@ -14,9 +14,12 @@ namespace tessera {
 /// A rank's part of one collective, as the other ranks see it. Numbers are counted from 1 here, so
 /// that 0 is before the first.
 struct alignas(64) PostSlot {
-  std::atomic<uint32_t> shown{0};  ///< the collective that `address` belongs to
-  std::atomic<uint32_t> read{0};   ///< the one of which this rank has read what others show
-  uint64_t address = 0;            ///< of a `Post`, in the memory of this rank
+  std::atomic<uint32_t> shown{0};    ///< the collective that `address` belongs to
+  std::atomic<uint32_t> read{0};     ///< the one of which this rank's part has been read and done
+  std::atomic<uint32_t> offered{0};  ///< the one of which another rank may do this rank's part
+  std::atomic<uint32_t> taker{0};    ///< the rank that does so, or has done so last
+  uint64_t address = 0;              ///< of a `Post`, in the memory of this rank
+  int64_t shown_at = 0;              ///< when, in nanoseconds of the steady clock
 };
 
 /// Wakes a rank that sleeps: an event count.

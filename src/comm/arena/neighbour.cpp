@@ -11,7 +11,7 @@
 namespace tessera {
 
 Neighbour::Neighbour(const SharedMemoryHandle& heap, uint64_t base) : pid_(heap.pid), base_(base) {
-  auto memory = SharedMemory::open(heap, SharedMemory::Access::kRead);
+  auto memory = SharedMemory::open(heap, SharedMemory::Access::kWrite);
   if (reinterpret_cast<uint64_t>(memory->data()) == base && pid_ == ::getpid()) return;
   heap_ = std::move(memory);
   heap_->close_descriptor();
@@ -25,8 +25,8 @@ Neighbour::~Neighbour() {
   if (pidfd_ >= 0) ::close(pidfd_);
 }
 
-const void* Neighbour::seen_from_here(uint64_t address) const {
-  if (is_thread_here()) return reinterpret_cast<const void*>(address);
+void* Neighbour::seen_from_here(uint64_t address) const {
+  if (is_thread_here()) return reinterpret_cast<void*>(address);
   return heap_->data() + (address - base_);
 }
 

@@ -21,8 +21,9 @@ class Neighbour {
   /// True if its addresses are this process' own.
   bool is_thread_here() const { return heap_ == nullptr; }
   int64_t pid() const { return pid_; }
-  /// What it has at `address`, which must be in its shared heap unless it is a thread here.
-  const void* seen_from_here(uint64_t address) const;
+  /// What it has at `address`, which must be in its shared heap unless it is a thread here. To be
+  /// written only where it asks for that.
+  void* seen_from_here(uint64_t address) const;
   /// True once its process has ended. A system call.
   bool has_died() const;
 
