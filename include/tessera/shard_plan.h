@@ -81,8 +81,9 @@ struct ShardPlan {
   Partition partition = Partition::kFlatEven;
 
   /// Parameters are packed into units of about this many bytes, in registration order. A larger
-  /// parameter makes a unit of its own. 0: one unit per parameter. None: as suits the transport, 10
-  /// MiB where units travel in messages, 1 MiB where ranks share memory.
+  /// parameter makes a unit of its own; what its module has after it and is tiny (1/64 of this)
+  /// goes with it. 0: one unit per parameter. None: as suits the transport, 10 MiB where units
+  /// travel in messages, 1 MiB where ranks share memory.
   std::optional<int64_t> unit_bytes = std::nullopt;
 
   /// With `Partition::kWholeParam`: the owners of these parameters, by name, as ranks in

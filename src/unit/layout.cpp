@@ -193,6 +193,22 @@ std::vector<int> user_units(const std::vector<ParamSlot>& params, const ShardPla
   return result;
 }
 
+std::string module_of(const ParamSlot& param) {
+  const std::string& name = param.names.front();
+  return name.substr(0, name.rfind('.') + 1);
+}
+
+// True if the unit is not full; or nearly nothing is added to what is used together with it, as a
+// bias to its weight: a unit more would cost more than its bytes.
+bool has_room(const UnitMembers& unit, const std::vector<ParamSlot>& params, const ParamSlot& param,
+              int64_t unit_bytes) {
+  constexpr int64_t kNearlyNothing = 64;
+  const int64_t nbytes = nbytes_of(param);
+  return unit.nbytes + nbytes <= unit_bytes ||
+         (nbytes <= unit_bytes / kNearlyNothing &&
+          module_of(param) == module_of(params[unit.params.back()]));
+}
+
 // Packs parameters by size, in registration order. Parameters that differ in what the unit must
 // have in common (dtypes, device, trainable, level, the user's unit) are packed separately.
 std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardPlan& plan,
@@ -209,9 +225,9 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
                         static_cast<int>(param.device.index()), param.requires_grad,
                         param.is_replicated, levels[i], user_unit[i]);
     const auto it = open.find(key);
-    const bool fits = it != open.end() &&
-                      (user_unit[i] >= 0 ||
-                       units[it->second].nbytes + nbytes_of(param) <= plan.unit_bytes.value());
+    const bool fits =
+        it != open.end() &&
+        (user_unit[i] >= 0 || has_room(units[it->second], params, param, plan.unit_bytes.value()));
     if (!fits) {
       open[key] = units.size();
       units.emplace_back();
