@@ -198,15 +198,13 @@ std::string module_of(const ParamSlot& param) {
   return name.substr(0, name.rfind('.') + 1);
 }
 
-// True if the unit is not full; or nearly nothing is added to what is used together with it, as a
-// bias to its weight: a unit more would cost more than its bytes.
-bool has_room(const UnitMembers& unit, const std::vector<ParamSlot>& params, const ParamSlot& param,
-              int64_t unit_bytes) {
+// Up to how many bytes `param` may fill a unit that begins with `first`. A large parameter takes
+// along what its module has after it, if that is nearly nothing, as a bias: a unit more would cost
+// more.
+int64_t room_for(const ParamSlot& param, const ParamSlot& first, int64_t unit_bytes) {
   constexpr int64_t kNearlyNothing = 64;
-  const int64_t nbytes = nbytes_of(param);
-  return unit.nbytes + nbytes <= unit_bytes ||
-         (nbytes <= unit_bytes / kNearlyNothing &&
-          module_of(param) == module_of(params[unit.params.back()]));
+  if (module_of(param) != module_of(first)) return unit_bytes;
+  return std::max(unit_bytes, nbytes_of(first) + unit_bytes / kNearlyNothing);
 }
 
 // Packs parameters by size, in registration order. Parameters that differ in what the unit must
@@ -225,9 +223,11 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
                         static_cast<int>(param.device.index()), param.requires_grad,
                         param.is_replicated, levels[i], user_unit[i]);
     const auto it = open.find(key);
-    const bool fits =
-        it != open.end() &&
-        (user_unit[i] >= 0 || has_room(units[it->second], params, param, plan.unit_bytes.value()));
+    const auto is_room_in = [&](const UnitMembers& unit) {
+      const ParamSlot& first = params[unit.params.front()];
+      return unit.nbytes + nbytes_of(param) <= room_for(param, first, plan.unit_bytes.value());
+    };
+    const bool fits = it != open.end() && (user_unit[i] >= 0 || is_room_in(units[it->second]));
     if (!fits) {
       open[key] = units.size();
       units.emplace_back();

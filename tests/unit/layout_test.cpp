@@ -139,6 +139,26 @@ TEST(Units, ArePackedBySizeInRegistrationOrder) {
   EXPECT_EQ(model.lay_out({.unit_bytes = 0}, 2).size(), 5U);
 }
 
+TEST(Units, OfALargeParameterTakeItsBiasAlongAndNoMore) {
+  const Model model({{"a.weight", {2000}},  // 8,000 bytes
+                     {"a.bias", {8}},       // 32; 1/64 of a unit is 100
+                     {"a.scale", {16}},     // 64
+                     {"a.shift", {16}},     // 64: too much in all
+                     {"b.weight", {2000}},
+                     {"c.bias", {8}}});  // of another module
+  std::vector<std::vector<std::string>> names;
+  for (const UnitLayout& unit : model.lay_out({.unit_bytes = 6400}, 2))
+    names.push_back(names_of(unit));
+  EXPECT_EQ(names, (std::vector<std::vector<std::string>>{
+                       {"a.weight", "a.bias", "a.scale"}, {"a.shift"}, {"b.weight"}, {"c.bias"}}));
+  EXPECT_EQ(model.lay_out({.unit_bytes = 0}, 2).size(), 6U);
+}
+
+TEST(Units, OfOneModuleWithManySmallParametersDoNotGrow) {
+  const Model model({{"a", {2000}}, {"b", {8}}, {"c", {16}}, {"d", {16}}, {"e", {16}}});
+  EXPECT_EQ(model.lay_out({.unit_bytes = 6400}, 2).size(), 2U);
+}
+
 TEST(Units, HoldParametersOfOneKind) {
   const Model model({{"a", {9}},
                      {"half", {9}, at::kHalf},
