@@ -19,7 +19,7 @@ class PageHeap {
  public:
   /// Reserves addresses, not memory.
   explicit PageHeap(size_t reserved_bytes);
-  /// Out of pages that other processes may read.
+  /// Out of pages that other processes may have mapped.
   explicit PageHeap(std::shared_ptr<SharedMemory> memory);
   ~PageHeap();
   PageHeap(const PageHeap&) = delete;

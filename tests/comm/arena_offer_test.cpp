@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <functional>
 #include <latch>
 #include <thread>
 #include <vector>
@@ -55,9 +56,9 @@ class LateSum {
   std::latch first_has_come_{1};
 };
 
-void expect_right(const World& world, const Sum& sum) {
+void expect_right(int rank, const Sum& sum) {
   const auto whole = (values_of(0) + values_of(1)) * 0.5F;
-  EXPECT_TRUE(torch::equal(sum.out, whole.narrow(0, world.rank() * kNumel / 2, kNumel / 2)));
+  EXPECT_TRUE(torch::equal(sum.out, whole.narrow(0, rank * kNumel / 2, kNumel / 2)));
 }
 
 TEST(ArenaOffer, IsTakenByARankThatIsAhead) {
@@ -76,35 +77,33 @@ TEST(ArenaOffer, IsTakenByARankThatIsAhead) {
       done.count_down();
     }
     sum.work->wait();
-    expect_right(world, sum);
+    expect_right(world.rank(), sum);
     EXPECT_EQ(parts_done_for_others(world), is_late ? 0 : 1);
   });
 }
 
-TEST(ArenaOffer, IsTakenBackByARankThatWaits) {
+// The rank that is ahead does not call in until the late one has done with its sum.
+void expect_taken_back(const std::function<void(Work&)>& finish) {
   LateSum late_sum;
   std::latch done(1);
   run_arena(2, [&](World& world) {
     const bool is_late = world.rank() == 1;
     const Sum sum = late_sum.start(world);
     if (!is_late) done.wait();
-    sum.work->wait();
+    finish(*sum.work);
     if (is_late) done.count_down();
-    expect_right(world, sum);
+    expect_right(world.rank(), sum);
     EXPECT_EQ(parts_done_for_others(world), 0);
   });
 }
 
+TEST(ArenaOffer, IsTakenBackByARankThatWaits) {
+  expect_taken_back([](Work& work) { work.wait(); });
+}
+
 TEST(ArenaOffer, IsTakenBackByARankThatOnlyAsks) {
-  LateSum late_sum;
-  std::latch done(1);
-  run_arena(2, [&](World& world) {
-    const bool is_late = world.rank() == 1;
-    const Sum sum = late_sum.start(world);
-    if (!is_late) done.wait();
-    while (!sum.work->is_completed()) std::this_thread::sleep_for(milliseconds(1));
-    if (is_late) done.count_down();
-    expect_right(world, sum);
+  expect_taken_back([](Work& work) {
+    while (!work.is_completed()) std::this_thread::sleep_for(milliseconds(1));
   });
 }
 
@@ -124,20 +123,26 @@ TEST(ArenaOffer, IsTakenBackWhenMuchElseWasShown) {
     }
     for (const Sum& sum : sums) {
       sum.work->wait();
-      expect_right(world, sum);
+      expect_right(world.rank(), sum);
     }
   });
 }
 
-TEST(ArenaOffer, OfARankThatLeavesIsNotWrittenTo) {
+TEST(ArenaOffer, OfARankThatLeavesIsDoneByItself) {
   LateSum late_sum;
+  std::latch left(1);
   run_arena(2, [&](World& world) {
+    const int rank = world.rank();
     const Sum sum = late_sum.start(world);
-    if (world.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(6));  // until the other leaves
+    if (rank == 1) {
+      { const World leaving = std::move(world); }
+      left.count_down();
+    } else {
+      left.wait();
       sum.work->wait();
-      expect_right(world, sum);
+      EXPECT_EQ(parts_done_for_others(world), 0);
     }
+    expect_right(rank, sum);
   });
 }
 

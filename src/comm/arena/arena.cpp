@@ -225,8 +225,9 @@ int Arena::taker_of_own(const ArenaPlace& place) const {
   return is_open ? rank_ : static_cast<int>(slot.taker.load(std::memory_order_acquire));
 }
 
-std::byte* Arena::out(int rank, const ArenaReduction& offer) const {
-  return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(offer.out)));
+ArenaReduction Arena::seen_from_here(int rank, ArenaReduction offer) const {
+  offer.out = static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(offer.out)));
+  return offer;
 }
 
 bool Arena::has_read(int rank, const ArenaPlace& place) const {

@@ -103,8 +103,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool take_offer(int rank, const ArenaPlace& place);
   /// Which rank has taken what this one offered at `place`; itself if none has.
   int taker_of_own(const ArenaPlace& place) const;
-  /// Where a rank that offers a reduction wants it.
-  std::byte* out(int rank, const ArenaReduction& offer) const;
+  /// A reduction that `rank` offers, with its memory as this rank has it.
+  ArenaReduction seen_from_here(int rank, ArenaReduction offer) const;
   /// True while a thread of this rank has nothing to do but to wait.
   bool is_idle() const { return idle_ > 0; }
   /// Bytes that this rank has shown so far.

@@ -31,9 +31,8 @@ const std::byte* zeros() {
 constexpr int64_t kLongestOfferBytes = int64_t{8} << 20;
 constexpr auto kLongestOffer = std::chrono::milliseconds(20);
 
-// Does `part` out of what all ranks show, into `out`, where this rank has the part's memory.
-void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& part,
-             std::byte* out) {
+// Does `part`, whose memory is this rank's or seen from here, out of what all ranks show.
+void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& part) {
   std::vector<const Post*> posts;
   for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, place));
   const int64_t item = item_size(part.reduction.dtype);
@@ -50,7 +49,7 @@ void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& 
             theirs.address != 0 ? arena.data(rank, theirs) + (at - theirs.begin) * item : zeros();
         if (theirs.address == 0) numel = std::min(numel, kZeroBytes / item);
       }
-      reduce_in_order(part.reduction, out + (at - part.begin) * out_item, inputs, numel);
+      reduce_in_order(part.reduction, part.out + (at - part.begin) * out_item, inputs, numel);
       at += numel;
     }
   }
@@ -156,7 +155,7 @@ bool ReduceScatterTask::advance(Arena& arena) {
     is_offered_ = false;
   }
   if (!arena.all_show(place_)) return false;
-  for (const ArenaReduction& part : reductions_) do_part(arena, place_, part, part.out);
+  for (const ArenaReduction& part : reductions_) do_part(arena, place_, part);
   arena.done_reading(place_);
   help_others(arena);
   return true;
@@ -166,7 +165,7 @@ void ReduceScatterTask::help_others(Arena& arena) {
   for (int rank = 0; rank < arena.size(); ++rank) {
     if (!arena.take_offer(rank, place_)) continue;
     for (const ArenaReduction& part : arena.shown(rank, place_)->all_offers())
-      do_part(arena, place_, part, arena.out(rank, part));
+      do_part(arena, place_, arena.seen_from_here(rank, part));
     arena.done_reading(place_, rank);
   }
 }
@@ -189,8 +188,7 @@ AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,
 bool AllReduceTask::advance(Arena& arena) {
   if (!arena.all_show(awaited())) return false;
   if (bounds_.empty()) {
-    std::byte* const out = bytes_of(tensor_);
-    do_part(arena, place_, {0, tensor_.numel(), out, reduction_}, out);
+    do_part(arena, place_, {0, tensor_.numel(), bytes_of(tensor_), reduction_});
     arena.done_reading(place_);
     return true;
   }
@@ -203,7 +201,7 @@ bool AllReduceTask::advance(Arena& arena) {
 void AllReduceTask::reduce_part(Arena& arena) {
   const int64_t begin = bounds_[arena.rank()], end = bounds_[arena.rank() + 1];
   std::byte* const part = arena.allocate((end - begin) * item_size(reduction_.dtype));
-  do_part(arena, place_, {begin, end, part, reduction_}, part);
+  do_part(arena, place_, {begin, end, part, reduction_});
   arena.done_reading(place_);
   has_reduced_ = true;
   arena.show(second_, {{begin, end - begin, reinterpret_cast<uint64_t>(part)}}, {}, part);
