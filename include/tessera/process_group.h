@@ -68,6 +68,8 @@ struct ReduceScatterOptions {
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 
+struct PendingUpdates;  // internal
+
 /// Host memory that the ranks of a process group have in common. It lives as long as a tensor on
 /// any rank shows it.
 struct SharedBuffer {
@@ -77,6 +79,9 @@ struct SharedBuffer {
   /// False on several hosts: each has such memory of its own, in which `release()` may leave only
   /// the shards of its own ranks, until the next gather.
   bool stays_whole = true;
+  /// Internal: how the next gather into `bytes` is to bring this rank's shard up to date. Null
+  /// where a gather can't; the same on all ranks.
+  std::shared_ptr<PendingUpdates> updates = nullptr;
 };
 
 /// An ordered set of ranks that communicate.

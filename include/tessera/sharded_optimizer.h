@@ -19,6 +19,14 @@ struct ShardedOptimizerOptions {
   /// `Adagrad`. The results agree with the plain step to rounding.
   bool fused = true;
 
+  /// Where the ranks of a host share memory, and the step is a fused one of `AdamW` or `Adam`, do
+  /// not update parameters in `step()`, but each unit before it is used, on whichever rank comes to
+  /// it first: the same bits sooner, as ranks wait less for each other. All of Tessera, and all
+  /// operators on parameters and on the optimizer's tensors, wait for it; a raw `data_ptr()` throws
+  /// until then, unless `inner()` was called after the step. Reduced gradients stay in memory until
+  /// then, also after `zero_grad()`.
+  bool defer = true;
+
   /// Clip the gradients to this norm at the beginning of each step; 0: do not.
   double max_grad_norm = 0;
   ClipOptions clip = {};
@@ -48,6 +56,7 @@ class TESSERA_API ShardedOptimizer {
   ShardedOptimizer& operator=(ShardedOptimizer&&) noexcept;
 
   /// Waits for the reductions, updates this rank's shards, and starts gathering what stays whole.
+  /// May leave the update to who uses the parameters: see `ShardedOptimizerOptions::defer`.
   ///
   /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one
   /// process. Throws if there was no backward since the last `zero_grad()`. Where state is
@@ -78,6 +87,7 @@ class TESSERA_API ShardedOptimizer {
   int64_t steps() const;
   void set_steps(int64_t steps);
 
+  /// The user's optimizer. Waits until the last step is over; all ranks must have come to it.
   torch::optim::Optimizer& inner() const;
   ShardedModule module() const;
 

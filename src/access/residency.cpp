@@ -273,7 +273,9 @@ void Residency::on_step(const std::vector<bool>& changed) {
     if (unit->frees() && held_ > 0) unit->unshard();
     // Not in the order, so nobody is known to use it: gathered when it is used after all.
     const bool is_stale = changed[unit->index()] && unit->layout().level != ShardLevel::kNone;
-    if (!unit->frees() && is_stale) unit->reshard();
+    if (unit->frees() || !is_stale) continue;
+    unit->reshard();
+    if (unit->can_defer()) unit->unshard();
   }
   if (held_ > 0 || training_.steps.empty()) return;
   for (const int index : training_.steps.front().gather) {

@@ -212,6 +212,10 @@ void ShardedState::wait_until_unread(const WorkPtr& stopped) {
   if (stopped) stopped->wait();
 }
 
+void ShardedState::finish_updates() const {
+  for (const auto& unit : units_) unit->finish_update();
+}
+
 void ShardedState::on_backward_end(bool synced, bool learn) {
   if (synced && learn) learn_order();
   if (budget_) budget_->end_pass(synced && learn);

@@ -62,6 +62,8 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
 
   /// Waits until no rank reads this one's shards any more. `stopped`: of `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
+  /// Waits until the last step of the optimizer is over, on all ranks' shards.
+  void finish_updates() const;
   /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old
   /// ones.
   void overwrite(const std::function<void()>& write);

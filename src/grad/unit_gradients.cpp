@@ -177,6 +177,7 @@ at::Tensor UnitGradients::shard_part() const {
 void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
+  unit_.finish_update();
   unit_.context().watch.before_change();
   const bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();
@@ -199,6 +200,7 @@ void UnitGradients::launch() {
 // part and no more. What earlier backwards left goes there first, or (`apart`) stays where it is.
 std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart) {
   TORCH_INTERNAL_ASSERT(!is_reducing());
+  unit_.finish_update();
   unit_.context().watch.before_change();
   const bool is_view = !apart && unit_.layout().level != ShardLevel::kNone;
   const bool has_earlier = any_live();
@@ -248,7 +250,7 @@ void UnitGradients::settle(const std::vector<bool>& used) {
     if (used[slot] && !cleared_[slot]) live_[slot] = true;
     cleared_[slot] = false;
   }
-  if (!any_live()) reduced_.reset();
+  if (!any_live()) drop_reduced();
   unit_.context().watch.tell(MemoryEvent::kUnitReduced, unit_.layout().name);
 }
 
@@ -266,7 +268,7 @@ void UnitGradients::clear(size_t slot) {
   }
   live_[slot] = false;
   cleared_[slot] = is_reducing();
-  if (!any_live() && !is_reducing()) reduced_.reset();
+  if (!any_live() && !is_reducing()) drop_reduced();
   if (held && !holds_any())
     unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
@@ -278,7 +280,7 @@ void UnitGradients::clear_all() {
   std::fill(live_.begin(), live_.end(), false);
   std::fill(cleared_.begin(), cleared_.end(), false);
   if (is_reducing()) finish_reduction();
-  reduced_.reset();
+  drop_reduced();
   if (held) unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
 
@@ -290,11 +292,20 @@ bool UnitGradients::any_live() const {
 }
 
 at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
+  unit_.finish_update();
   return reduced_.narrow(0, begin - unit_.updated_begin(), end - begin);
 }
 
+// A step that was deferred reads it still.
+void UnitGradients::drop_reduced() {
+  if (unit_.is_updating() && reduced_.defined())
+    stepped_ = Sent{reduced_.storage().getWeakStorageImpl(), nbytes()};
+  reduced_.reset();
+}
+
 int64_t UnitGradients::nbytes() const {
-  return reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
+  if (reduced_.defined()) return static_cast<int64_t>(reduced_.nbytes());
+  return stepped_ && !stepped_->memory.expired() ? stepped_->nbytes : 0;
 }
 
 int64_t UnitGradients::in_flight_nbytes() const {

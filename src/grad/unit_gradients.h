@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "grad/grad_gate.h"
@@ -80,6 +81,7 @@ class UnitGradients : public GradSink {
   at::Tensor predivided(const at::Tensor& grad) const;
   bool holds_any() const;
   void note_sent(const std::vector<Piece>& pieces);
+  void drop_reduced();
 
   Unit& unit_;
   double scale_;
@@ -100,7 +102,8 @@ class UnitGradients : public GradSink {
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;
     int64_t nbytes;
   };
-  std::vector<Sent> sent_;  // while somebody watches
+  std::vector<Sent> sent_;       // while somebody watches
+  std::optional<Sent> stepped_;  // what `reduced_` was at a step that is not over
 };
 
 }  // namespace tessera

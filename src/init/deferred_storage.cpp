@@ -4,19 +4,17 @@
 
 #include <utility>
 
-#include "mesh/unit_key.h"
-
 namespace tessera {
 
 DeferredStorage::DeferredStorage(Recipe recipe)
-    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(recipe->nbytes)),
+    : SettlingStorage(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(recipe->nbytes)),
                        at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)),
                        c10::GetCPUAllocator(), /*resizable=*/true) {
   defer(std::move(recipe));
 }
 
 DeferredStorage::DeferredStorage(c10::StorageImpl& storage)
-    : c10::StorageImpl(
+    : SettlingStorage(
           use_byte_size_t(), c10::SymInt(static_cast<int64_t>(storage.nbytes())),
           storage.set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU))),
           c10::GetCPUAllocator(), /*resizable=*/true) {}
@@ -58,18 +56,6 @@ void DeferredStorage::drop() {
 void DeferredStorage::release_resources() {
   recipe_.reset();
   c10::StorageImpl::release_resources();
-}
-
-DeferredStorage* deferred_storage(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
-  return dynamic_cast<DeferredStorage*>(tensor.storage().unsafeGetStorageImpl());
-}
-
-at::Tensor make_deferred(const at::Tensor& result, c10::intrusive_ptr<DeferredStorage> storage) {
-  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)),
-                                                   result.key_set().add(kUnitKey), result.dtype());
-  impl->set_sizes_and_strides(result.sizes(), result.strides());
-  return at::Tensor(std::move(impl));
 }
 
 void read_into(const at::Tensor& tensor, const at::Tensor& target) {

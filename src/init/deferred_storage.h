@@ -1,11 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
 
 #include <mutex>
 
 #include "init/recipe.h"
+#include "mesh/settling_storage.h"
 
 namespace tessera {
 
@@ -14,7 +14,7 @@ namespace tessera {
 /// Uninitialized tensors (`torch::empty`) have memory, so that code may fill them through raw
 /// pointers; no page of it is there before somebody does. Once an operator gives them values, the
 /// recipe takes the memory's place.
-class DeferredStorage final : public c10::StorageImpl {
+class DeferredStorage final : public SettlingStorage {
  public:
   /// Without memory.
   explicit DeferredStorage(Recipe recipe);
@@ -30,7 +30,7 @@ class DeferredStorage final : public c10::StorageImpl {
   /// Makes the values if they are not there. Threads may call it at the same time.
   void materialize();
   /// Makes them for good: the memory is the value from now on.
-  void settle();
+  void settle() override;
   /// Frees the memory of a storage that was materialized but not settled.
   void drop();
 
@@ -45,10 +45,9 @@ class DeferredStorage final : public c10::StorageImpl {
 };
 
 /// The storage of `tensor` if it is a deferred one, with or without memory; else null.
-DeferredStorage* deferred_storage(const at::Tensor& tensor);
-
-/// A tensor like `result` on another storage that carries `kUnitKey`.
-at::Tensor make_deferred(const at::Tensor& result, c10::intrusive_ptr<DeferredStorage> storage);
+inline DeferredStorage* deferred_storage(const at::Tensor& tensor) {
+  return settling_storage<DeferredStorage>(tensor);
+}
 
 /// Copies the values of `tensor` to `target`. A deferred tensor stays without memory.
 void read_into(const at::Tensor& tensor, const at::Tensor& target);

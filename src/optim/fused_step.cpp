@@ -2,92 +2,23 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_adagrad.h>
-#include <ATen/ops/_fused_adam.h>
-#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-#include <map>
 #include <typeinfo>
 #include <vector>
+
+#include "optim/fused_adam.h"
+#include "optim/state_of.h"
 
 namespace tessera {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
 using Tensors = std::vector<at::Tensor>;
-
-// The kernels take a tensor per step count; parameters of equal counts share one.
-class StepTensors {
- public:
-  at::Tensor operator()(int64_t step) {
-    at::Tensor& tensor = tensors_[step];
-    if (!tensor.defined()) tensor = at::full({}, static_cast<double>(step), at::kFloat);
-    return tensor;
-  }
-
- private:
-  std::map<int64_t, at::Tensor> tensors_;
-};
-
-template <class State>
-State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param, bool& is_new) {
-  auto& state = optimizer.state()[param.unsafeGetTensorImpl()];
-  is_new = state == nullptr;
-  if (is_new) state = std::make_unique<State>();
-  return static_cast<State&>(*state);
-}
-
-struct AdamLists {
-  Tensors params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
-};
-
-template <class Options, class State>
-AdamLists collect_adam(torch::optim::Optimizer& optimizer, OptimizerParamGroup& group,
-                       StepTensors& step_tensors) {
-  const auto& options = static_cast<const Options&>(group.options());
-  AdamLists lists;
-  for (const at::Tensor& param : group.params()) {
-    if (!param.grad().defined()) continue;
-    bool is_new = false;
-    State& state = state_of<State>(optimizer, param, is_new);
-    if (is_new) {
-      state.step(0);
-      state.exp_avg(at::zeros_like(param));
-      state.exp_avg_sq(at::zeros_like(param));
-      if (options.amsgrad()) state.max_exp_avg_sq(at::zeros_like(param));
-    }
-    state.step(state.step() + 1);
-    lists.params.push_back(param);
-    lists.grads.push_back(param.grad());
-    lists.exp_avgs.push_back(state.exp_avg());
-    lists.exp_avg_sqs.push_back(state.exp_avg_sq());
-    if (options.amsgrad()) lists.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
-    lists.steps.push_back(step_tensors(state.step()));
-  }
-  return lists;
-}
-
-template <class Options, class State, class Kernel>
-void step_adam(torch::optim::Optimizer& optimizer, Kernel&& kernel) {
-  StepTensors step_tensors;
-  for (OptimizerParamGroup& group : optimizer.param_groups()) {
-    const auto& options = static_cast<const Options&>(group.options());
-    const auto lists = collect_adam<Options, State>(optimizer, group, step_tensors);
-    if (lists.params.empty()) continue;
-    kernel(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs,
-           lists.steps, options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()),
-           options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
-           std::nullopt, std::nullopt);
-  }
-}
 
 struct SgdLists {
   Tensors params, grads, buffers;
@@ -166,13 +97,8 @@ bool fused_step(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   if (!has_only_floating_gradients(optimizer)) return false;
   const std::type_info& type = typeid(optimizer);
-  if (type == typeid(AdamW)) {
-    step_adam<AdamWOptions, AdamWParamState>(optimizer, [](auto&&... args) {
-      at::_fused_adamw_(std::forward<decltype(args)>(args)...);
-    });
-  } else if (type == typeid(Adam)) {
-    step_adam<AdamOptions, AdamParamState>(
-        optimizer, [](auto&&... args) { at::_fused_adam_(std::forward<decltype(args)>(args)...); });
+  if (is_adam(optimizer)) {
+    collect_adam(optimizer, [](const FusedAdam& call) { call.run(); });
   } else if (type == typeid(SGD)) {
     step_sgd(optimizer);
   } else if (type == typeid(Adagrad)) {

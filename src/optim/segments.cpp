@@ -74,7 +74,7 @@ at::Tensor make_placeholder(const ShardedState& state, const ParamPlace& place) 
 }
 
 Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t param_group) {
-  const Unit& unit = *state.units()[place.unit];
+  Unit& unit = *state.units()[place.unit];
   const ParamSlot& slot = state.slot(place);
   Segment segment{.place = place, .param_group = param_group};
   std::tie(segment.begin, segment.end) = unit.updated_range(slot);
@@ -84,6 +84,7 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
   segment.tensor = unit.layout().partition == Partition::kWholeParam && is_whole
                        ? at::as_strided(unit.updated(), slot.sizes, slot.strides, offset)
                        : at::as_strided(unit.updated(), {segment.end - segment.begin}, {1}, offset);
+  segment.tensor = unit.guard(segment.tensor);
   install_grad_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
                     foreign_step_error(slot));
   return segment;

@@ -12,6 +12,7 @@
 #include "access/sharded_state.h"
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"
+#include "optim/deferred_step.h"
 #include "optim/fused_step.h"
 #include "optim/joined_training.h"
 #include "optim/kept_units.h"
@@ -37,8 +38,10 @@ struct ShardedOptimizer::Impl {
   void offload_state(const Segment& segment);
   void offload_state();
   RoundedParams rounded_params(const std::vector<const Segment*>& live);
-  void run(const std::vector<const Segment*>& live);
-  std::vector<bool> step();
+  std::vector<std::vector<const Segment*>> live_segments(std::vector<bool>& changed);
+  bool can_defer(const std::vector<std::vector<const Segment*>>& live);
+  void run(const std::vector<const Segment*>& live, bool defers);
+  std::vector<bool> step(const WorkPtr& stopped_reading);
 };
 
 // Takes the room for the state that the optimizer will make at its first steps, while all ranks can
@@ -116,7 +119,7 @@ void ShardedOptimizer::Impl::tell(MemoryEvent event) {
 }
 
 // A step of the optimizer that concerns these segments only: it is shown their reduced gradients.
-void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
+void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live, bool defers) {
   OpenGates gates;
   for (const Segment* segment : live) {
     const at::Tensor& tensor = segment->tensor;
@@ -124,7 +127,9 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
     tensor.mutable_grad() =
         at::as_strided(grad, tensor.sizes(), tensor.strides(), grad.storage_offset());
   }
-  if (steps_rounding()) {
+  if (defers) {
+    defer_step(state(), *optimizer, live);
+  } else if (steps_rounding()) {
     step_cpu_adam(static_cast<CPUAdam&>(*optimizer), rounded_params(live));
   } else if (!options.fused || !fused_step(*optimizer)) {
     optimizer->step();
@@ -132,26 +137,43 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
 }
 
-// Returns which units have changed, on this rank or another. Where state is offloaded, one unit is
-// stepped after the other.
-std::vector<bool> ShardedOptimizer::Impl::step() {
-  const auto& units = state().units();
-  const auto& memory = state().context().offload;
-  std::vector<bool> changed(units.size(), false);
-  std::vector<std::vector<const Segment*>> live(memory ? units.size() : 1);
+// What this rank steps, in the lists that it steps one after the other: of each unit where state is
+// offloaded, else one. Sets which units change, on this rank or another.
+std::vector<std::vector<const Segment*>> ShardedOptimizer::Impl::live_segments(
+    std::vector<bool>& changed) {
+  const bool by_unit = state().context().offload != nullptr;
+  std::vector<std::vector<const Segment*>> live(by_unit ? changed.size() : 1);
   for (const Segment& segment : segments) {
     const auto [unit, slot] = segment.place;
     const bool is_live = state().reducer().gradients()[unit]->is_live(slot);
     // Where the user reduces, ranks may differ in what has a gradient.
     if (is_live || !state().reducer().reduces()) changed[unit] = true;
     if (!is_live) continue;
-    if (segment.tensor.defined()) live[memory ? unit : 0].push_back(&segment);
+    if (segment.tensor.defined()) live[by_unit ? unit : 0].push_back(&segment);
   }
-  if (!memory) run(live[0]);
+  return live;
+}
+
+// Gradients that are the user's own may be overwritten after the step. Ranks need not agree.
+bool ShardedOptimizer::Impl::can_defer(const std::vector<std::vector<const Segment*>>& live) {
+  return options.defer && options.fused && !state().context().offload &&
+         state().reducer().reduces() && can_defer_step(state(), *optimizer, live[0]);
+}
+
+// Returns which units have changed, on this rank or another.
+std::vector<bool> ShardedOptimizer::Impl::step(const WorkPtr& stopped_reading) {
+  const auto& units = state().units();
+  const auto& memory = state().context().offload;
+  std::vector<bool> changed(units.size(), false);
+  const auto live = live_segments(changed);
+  const bool defers = can_defer(live);
+  if (!defers) state().wait_until_unread(stopped_reading);
+  tell(MemoryEvent::kStepBegin);
+  if (!memory) run(live[0], defers);
   for (const auto& unit : units) {
     const int index = unit->index();
     if (memory && !live[index].empty()) {
-      run(live[index]);
+      run(live[index], /*defers=*/false);
       for (const Segment* segment : live[index]) offload_state(*segment);
     }
     const bool is_published = steps_rounding() && publish_target(*unit).defined();
@@ -197,6 +219,7 @@ void ShardedOptimizer::step() {
   at::NoGradGuard no_grad;
   ShardedState& state = impl_->state();
   announce_step(state, *impl_->optimizer);
+  state.finish_updates();
   const WorkPtr stopped = state.stop_reading();
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
@@ -204,9 +227,7 @@ void ShardedOptimizer::step() {
   if (impl_->options.max_grad_norm > 0)
     ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
   for (const auto& unit : state.units()) unit->check_views();
-  state.wait_until_unread(stopped);
-  impl_->tell(MemoryEvent::kStepBegin);
-  const std::vector<bool> changed = impl_->step();
+  const std::vector<bool> changed = impl_->step(stopped);
   ++impl_->steps;
   impl_->tell(MemoryEvent::kStepEnd);
   // What autocast has converted and kept is out of date.
@@ -248,7 +269,10 @@ int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
 int64_t ShardedOptimizer::steps() const { return impl_->steps; }
 void ShardedOptimizer::set_steps(int64_t steps) { impl_->steps = steps; }
 
-torch::optim::Optimizer& ShardedOptimizer::inner() const { return *impl_->optimizer; }
+torch::optim::Optimizer& ShardedOptimizer::inner() const {
+  impl_->state().finish_updates();
+  return *impl_->optimizer;
+}
 ShardedModule ShardedOptimizer::module() const { return impl_->module; }
 
 ShardMemory ShardedOptimizer::memory() const {
@@ -265,11 +289,13 @@ void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state
 
 void give_back_optimizer(ShardedOptimizer& optimizer) {
   auto& impl = *optimizer.impl_;
+  impl.state().finish_updates();
   give_back_optimizer(impl.state(), *impl.optimizer, impl.segments);
   impl.segments.clear();
 }
 
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer) {
+  optimizer.impl_->state().finish_updates();
   return optimizer.impl_->segments;
 }
 

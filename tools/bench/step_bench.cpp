@@ -64,6 +64,7 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
   number("--unit-bytes", options.unit_bytes);
   number("--resident-bytes", options.resident_bytes);
   number("--prefetch", options.prefetch);
+  number("--defer", options.defer);
   number("--rank", rank);
   number("--core", cores[rank % cores.size()]);
   number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));

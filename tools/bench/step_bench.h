@@ -22,6 +22,7 @@ struct StepBenchOptions {
   int steps = 10;        ///< timed steps in a turn
   bool in_step = false;  ///< also measure `StepRole::kInStep`
   bool json = false;
+  bool defer = true;  ///< `ShardedOptimizerOptions::defer`
 
   // As in `ShardPlan`.
   int64_t unit_bytes = -1;  ///< the library's choice

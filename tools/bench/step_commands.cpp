@@ -22,6 +22,8 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.add_option("--resident-bytes", options.resident_bytes,
                      "unsharded bytes that may stay between two uses (p_g_os)");
   command.add_option("--prefetch", options.prefetch, "units gathered ahead of use (p_g_os)");
+  command.add_option("--defer", options.defer,
+                     "whether the optimizer's step is left to who uses the parameters (native)");
 }
 
 }  // namespace

@@ -66,11 +66,12 @@ KeptBytes kept_of(const ShardMemory& memory) {
 class ShardedTrainer : public Trainer {
  public:
   ShardedTrainer(std::shared_ptr<BenchModel> model, const ShardPlan& plan,
-                 std::shared_ptr<CountingProcessGroup> counting)
+                 std::shared_ptr<CountingProcessGroup> counting,
+                 const ShardedOptimizerOptions& options)
       : counting_(std::move(counting)),
         sharded_(fully_shard(std::move(model), plan)),
         adamw_(sharded_->parameters(), adamw_options()),
-        optimizer_(sharded_, adamw_) {}
+        optimizer_(sharded_, adamw_, options) {}
 
   TrainedStep step(const Batch& batch) override { return timed_step(*sharded_, optimizer_, batch); }
   KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
@@ -173,10 +174,11 @@ class LocalTrainer : public Trainer {
 
 }  // namespace
 
-std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {
+std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan,
+                                              const ShardedOptimizerOptions& options) {
   auto counting = counting_process_group(plan.process_group);
   plan.process_group = counting;
-  return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting));
+  return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting), options);
 }
 
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {

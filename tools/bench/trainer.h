@@ -2,6 +2,7 @@
 
 #include <tessera/process_group.h>
 #include <tessera/shard_plan.h>
+#include <tessera/sharded_optimizer.h>
 
 #include <memory>
 
@@ -47,7 +48,8 @@ class Trainer {
 };
 
 /// Trains with the others of `plan.process_group`.
-std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
+std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan,
+                                              const ShardedOptimizerOptions& options);
 
 /// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan` only the
 /// process group and the size of units hold.

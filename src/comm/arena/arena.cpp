@@ -57,6 +57,11 @@ void keep_for_ever(std::vector<at::Tensor> tensors) {
 
 uint32_t count_of(const ArenaPlace& place) { return static_cast<uint32_t>(place.number + 1); }
 
+// Not equal: the slot may have gone to a later collective.
+bool has_come_to(const std::atomic<uint32_t>& count, const ArenaPlace& place) {
+  return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(place)) >= 0;
+}
+
 int64_t now_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
@@ -137,17 +142,18 @@ std::byte* Arena::allocate(size_t nbytes) {
 bool Arena::reaches(const void* data) const { return all_are_threads_ || heap_.owns(data); }
 
 void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
-                 std::vector<at::Tensor> kept, void* block,
-                 std::span<const ArenaReduction> offers) {
-  auto* const post = new (allocate(Post::nbytes(pieces.size(), offers.size()))) Post();
+                 std::vector<at::Tensor> kept, void* block, std::span<const std::byte> offer,
+                 int updates) {
+  const size_t nbytes = sizeof(Post) + pieces.size() * sizeof(ShownPiece) + offer.size();
+  auto* const post = new (allocate(nbytes)) Post();
   post->fingerprint = place.fingerprint;
   post->pieces = static_cast<int64_t>(pieces.size());
-  post->offers = static_cast<int64_t>(offers.size());
+  post->offer_bytes = static_cast<int64_t>(offer.size());
   const std::string what =
       fmt::format("{} of unit '{}'", place.name.collective, place.name.subject);
   what.copy(post->what, Post::kMaxText - 1);
   std::uninitialized_copy(pieces.begin(), pieces.end(), post->first_piece());
-  std::uninitialized_copy(offers.begin(), offers.end(), post->first_offer());
+  std::copy(offer.begin(), offer.end(), post->offer());
   for (const at::Tensor& tensor : kept) shown_nbytes_ += static_cast<int64_t>(tensor.nbytes());
   {
     const std::lock_guard lock(mutex_);
@@ -156,7 +162,10 @@ void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
   PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
   slot.address = reinterpret_cast<uint64_t>(post);
   slot.shown_at = now_ns();
-  if (!offers.empty()) slot.offered.store(count_of(place), std::memory_order_relaxed);
+  slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_relaxed);
+  if (!offer.empty()) slot.offered.store(count_of(place), std::memory_order_relaxed);
+  slot.missing.store(updates, std::memory_order_relaxed);
+  if (updates == 0) slot.updated.store(count_of(place), std::memory_order_relaxed);
   slot.shown.store(count_of(place), std::memory_order_release);
   ledger_->ring_others(rank_);
 }
@@ -219,21 +228,30 @@ bool Arena::take_offer(int rank, const ArenaPlace& place) {
   return true;
 }
 
-int Arena::taker_of_own(const ArenaPlace& place) const {
-  const PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
+int Arena::taker(int rank, const ArenaPlace& place) const {
+  const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
   const bool is_open = slot.offered.load(std::memory_order_acquire) == count_of(place);
-  return is_open ? rank_ : static_cast<int>(slot.taker.load(std::memory_order_acquire));
+  return is_open ? rank : static_cast<int>(slot.taker.load(std::memory_order_acquire));
 }
 
-ArenaReduction Arena::seen_from_here(int rank, ArenaReduction offer) const {
-  offer.out = static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(offer.out)));
-  return offer;
+std::byte* Arena::seen_from_here(int rank, std::byte* data) const {
+  return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(data)));
+}
+
+void Arena::done_updating(const ArenaPlace& place, int rank) {
+  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  if (slot.missing.fetch_sub(1, std::memory_order_acq_rel) == 1)
+    slot.updated.store(count_of(place), std::memory_order_release);
+  if (rank != rank_) ++parts_done_for_others_;
+  ledger_->ring_others(rank_);
+}
+
+bool Arena::is_updated(int rank, const ArenaPlace& place) const {
+  return has_come_to(ledger_->slot(rank, place.channel(), place.number).updated, place);
 }
 
 bool Arena::has_read(int rank, const ArenaPlace& place) const {
-  const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
-  // Not equal: the slot may have gone to a later collective.
-  return static_cast<int32_t>(slot.read.load(std::memory_order_acquire) - count_of(place)) >= 0;
+  return has_come_to(ledger_->slot(rank, place.channel(), place.number).read, place);
 }
 
 bool Arena::all_have_read(const ArenaPlace& place) const {
@@ -271,8 +289,15 @@ void Arena::progress_locked() {
   free_what_is_read();
 }
 
+// One part only, so that who waits sees soon whether what it waits for is there.
+bool Arena::help_locked(ArenaTask* first) {
+  if (first && !first->is_done_ && first->help(*this)) return true;
+  return std::any_of(tasks_.begin(), tasks_.end(),
+                     [&](const auto& task) { return task->help(*this); });
+}
+
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
-                       const CollectiveName& name, Lock& lock) {
+                       const CollectiveName& name, Lock& lock, ArenaTask* awaited) {
   progress_locked();
   if (done()) return;
   const auto start = Clock::now();
@@ -285,6 +310,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
     if (done()) return;
     TORCH_CHECK_WITH(DistBackendError, !gave_up_.load(std::memory_order_acquire), name.describe(),
                      " gave up waiting: the process group was closed");
+    if (help_locked(awaited)) continue;
     lock.unlock();
     if (!may_spin_ || !spin(seen)) {
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -300,17 +326,19 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
 void Arena::wait(ArenaTask& task, bool inputs) {
   Lock lock(mutex_);
   wait_until([&] { return task.is_done_ || task.error_; },
-             [&](int rank) { return task.lacks(*this, rank); }, task.place().name, lock);
+             [&](int rank) { return task.lacks(*this, rank); }, task.place().name, lock, &task);
   if (task.error_) std::rethrow_exception(task.error_);
   if (!inputs) return;
   wait_until([&] { return all_have_read(task.awaited()); },
              [&](int rank) { return !has_read(rank, task.awaited()); }, task.place().name, lock);
 }
 
-bool Arena::is_done(const ArenaTask& task) {
+bool Arena::is_done(ArenaTask& task) {
   const std::lock_guard lock(mutex_);
-  if (!task.is_done_ && !task.error_) progress_locked();
-  return task.is_done_ || task.error_;
+  const auto is_over = [&] { return task.is_done_ || task.error_; };
+  if (!is_over()) progress_locked();
+  if (!is_over() && task.help(*this)) progress_locked();
+  return is_over();
 }
 
 // Only after very many collectives that somebody has not come to.
@@ -376,6 +404,7 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
   while (true) {
     progress_locked();
     if (!anybody_may_read() || Clock::now() >= end) break;
+    if (help_locked(nullptr)) continue;
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();

@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "comm/arena/arena_reduction.h"
 #include "comm/arena/ledger.h"
 #include "comm/arena/neighbour.h"
 #include "comm/collective_name.h"
@@ -32,20 +31,16 @@ struct Post {
 
   uint64_t fingerprint = 0;  ///< of all that ranks must agree on
   int64_t pieces = 0;        ///< how many follow
-  int64_t offers = 0;        ///< how many reductions follow on these
+  int64_t offer_bytes = 0;   ///< what follows on these: this rank's part, if others may do it
   char what[kMaxText] = {};  ///< for errors
 
-  static size_t nbytes(size_t pieces, size_t offers) {
-    return sizeof(Post) + pieces * sizeof(ShownPiece) + offers * sizeof(ArenaReduction);
-  }
   ShownPiece* first_piece() { return reinterpret_cast<ShownPiece*>(this + 1); }
   const ShownPiece* first_piece() const { return reinterpret_cast<const ShownPiece*>(this + 1); }
-  ArenaReduction* first_offer() {
-    return reinterpret_cast<ArenaReduction*>(first_piece() + pieces);
-  }
-  std::span<const ArenaReduction> all_offers() const {
-    return {reinterpret_cast<const ArenaReduction*>(first_piece() + pieces),
-            static_cast<size_t>(offers)};
+  std::byte* offer() { return reinterpret_cast<std::byte*>(first_piece() + pieces); }
+  /// The part as a list of what collectives of this kind offer.
+  template <class T>
+  std::span<const T> offer_of() const {
+    return {reinterpret_cast<const T*>(first_piece() + pieces), offer_bytes / sizeof(T)};
   }
 };
 
@@ -79,10 +74,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
   /// `block` (of `allocate`) until they have read it. `offers`: this rank's part of the collective,
-  /// if another rank may do it, into memory that it can reach.
+  /// if another rank may do it, in memory that it can reach. `updates`: how many parts it takes to
+  /// bring this rank's shard up to date.
   void show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
             std::vector<at::Tensor> kept, void* block = nullptr,
-            std::span<const ArenaReduction> offers = {});
+            std::span<const std::byte> offer = {}, int updates = 0);
   /// What `rank` shows at `place`; null as long as it does not. Throws `c10::DistBackendError` if
   /// it came with another collective.
   const Post* shown(int rank, const ArenaPlace& place) const;
@@ -101,10 +97,14 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool is_behind(const ArenaPlace& place) const;
   /// True if this rank, which shows `place`, is the one to do the part that `rank` offers there.
   bool take_offer(int rank, const ArenaPlace& place);
-  /// Which rank has taken what this one offered at `place`; itself if none has.
-  int taker_of_own(const ArenaPlace& place) const;
-  /// A reduction that `rank` offers, with its memory as this rank has it.
-  ArenaReduction seen_from_here(int rank, ArenaReduction offer) const;
+  /// Which rank has taken what `rank` offered at `place`; itself if none has.
+  int taker(int rank, const ArenaPlace& place) const;
+  /// What `rank` has at `data`, as this rank has it.
+  std::byte* seen_from_here(int rank, std::byte* data) const;
+  /// Tells all that one of the parts is done that bring the shard of `rank` up to date.
+  void done_updating(const ArenaPlace& place, int rank);
+  /// False until the shard that `rank` shows at `place` is up to date.
+  bool is_updated(int rank, const ArenaPlace& place) const;
   /// True while a thread of this rank has nothing to do but to wait.
   bool is_idle() const { return idle_ > 0; }
   /// Bytes that this rank has shown so far.
@@ -121,7 +121,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// Has `task` done by the waits and calls that follow, now if it can be.
   void start(const std::shared_ptr<ArenaTask>& task);
   /// True if `wait()` for its outputs would return at once; does what can be done of all tasks.
-  bool is_done(const ArenaTask& task);
+  bool is_done(ArenaTask& task);
   /// Waits until `task` has written its outputs, or also until its inputs are read.
   void wait(ArenaTask& task, bool inputs);
 
@@ -152,7 +152,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void free_what_is_read();
   void wait_for_slot(const ArenaPlace& place);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
-                  Lock& lock);
+                  Lock& lock, ArenaTask* awaited = nullptr);
+  bool help_locked(ArenaTask* first);
   void keep_all_for_ever();
   bool anybody_may_read() const;
   bool spin(uint32_t seen) const;
@@ -186,6 +187,8 @@ class ArenaTask {
 
   /// Does what the other ranks' posts allow; true when the outputs are written. Never waits.
   virtual bool advance(Arena& arena) = 0;
+  /// Called while this rank waits: does one part that is anybody's; false if there is none.
+  virtual bool help(Arena& arena) { return false; }
   /// What it waits for: the posts of the other ranks at this place.
   virtual const ArenaPlace& awaited() const { return place_; }
   /// True if it waits for `rank`, which has not done what it must.

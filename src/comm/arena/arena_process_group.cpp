@@ -80,17 +80,14 @@ std::optional<SharedBuffer> ArenaProcessGroup::share(int64_t nbytes, const Colle
   const auto memory = share_memory(nbytes, /*reserve=*/true, tag);
   if (!memory) return std::nullopt;
   const auto buffer = std::make_shared<NumberedBuffer>(NumberedBuffer{memory, next_buffer_++});
-  return buffers_.add(buffer, *memory, nbytes);
+  SharedBuffer shared = buffers_.add(buffer, *memory, nbytes);
+  shared.updates = buffer->updates;
+  return shared;
 }
 
 WorkPtr ArenaProcessGroup::start(const std::shared_ptr<ArenaTask>& task) {
   arena_->start(task);
   return std::make_shared<ArenaWork>(arena_, task);
-}
-
-WorkPtr ArenaProcessGroup::start_arrival(const char* collective, const CollectiveTag& tag,
-                                         uint64_t fingerprint) {
-  return arrive_at(arena_->take_place(collective, tag, fingerprint));
 }
 
 WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
@@ -99,7 +96,8 @@ WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
 }
 
 WorkPtr ArenaProcessGroup::arrive(const CollectiveTag& tag) {
-  return start_arrival("barrier", tag, fingerprint_of(start_fingerprint("barrier", tag)));
+  return arrive_at(
+      arena_->take_place("barrier", tag, fingerprint_of(start_fingerprint("barrier", tag))));
 }
 
 bool ArenaProcessGroup::show(const ArenaPlace& place, const at::Tensor& tensor) {
@@ -125,12 +123,34 @@ WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& 
   fingerprint.mix(bounds).mix(static_cast<int64_t>(flat.scalar_type()));
   if (const auto buffer = buffers_.holding(flat)) {
     check_in_place(*this, flat, shard, bounds, tag);
-    return start_arrival("all_gather", tag, fingerprint_of(fingerprint.mix(buffer->number)));
+    return start(show_updates(
+        arena_->take_place("all_gather", tag, fingerprint_of(fingerprint.mix(buffer->number))),
+        flat, std::exchange(*buffer->updates, {})));
   }
   ArenaPlace place = arena_->take_place("all_gather", tag, fingerprint_of(fingerprint));
   show(place, shard);
   return start(std::make_shared<GatherTask>(std::move(place), flat,
                                             std::vector<int64_t>(bounds.begin(), bounds.end())));
+}
+
+// What lies where the others reach it they may compute.
+std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaPlace place, const at::Tensor& flat,
+                                                           PendingUpdates pending) {
+  auto& updates = pending.updates;
+  const auto first_own = std::stable_partition(
+      updates.begin(), updates.end(), [&](const ShardUpdate& update) {
+        return std::all_of(
+            update.tensors.begin() + 1, update.tensors.end(),
+            [&](const std::byte* tensor) { return !tensor || arena_->reaches(tensor); });
+      });
+  const std::vector<ShardUpdate> offered(updates.begin(), first_own);
+  updates.erase(updates.begin(), first_own);
+  for (ShardUpdate& update : updates)
+    update.tensors[0] = static_cast<std::byte*>(flat.mutable_data_ptr()) +
+                        update.begin * static_cast<int64_t>(flat.element_size());
+  arena_->show(place, {}, pending.kept, nullptr, std::as_bytes(std::span(offered)),
+               static_cast<int>(!offered.empty()) + static_cast<int>(!updates.empty()));
+  return std::make_shared<SharedGatherTask>(std::move(place), flat, std::move(pending));
 }
 
 // Where the others find `piece`: `copy` moves on behind its copy, if it needs one.
@@ -148,7 +168,7 @@ ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& co
 
 // Shows tensors that the others reach where they are, and copies of the rest.
 void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
-                                    std::span<const ArenaReduction> offers) {
+                                    std::span<const std::byte> offer) {
   size_t copied = 0;
   for (const Piece& piece : pieces) {
     if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
@@ -163,7 +183,7 @@ void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> 
     if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
       kept.push_back(std::move(piece.data));
   }
-  arena_->show(place, shown, std::move(kept), block, offers);
+  arena_->show(place, shown, std::move(kept), block, offer);
 }
 
 WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
@@ -188,9 +208,8 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
   ArenaPlace place = arena_->take_place("reduce_scatter", tag, fingerprint_of(fingerprint));
   const bool is_offered =
       out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(place);
-  show_pieces(
-      place, std::move(pieces),
-      is_offered ? std::span<const ArenaReduction>(reductions) : std::span<const ArenaReduction>());
+  show_pieces(place, std::move(pieces),
+              is_offered ? std::as_bytes(std::span(reductions)) : std::span<const std::byte>());
   return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions),
                                                    is_offered, arena_->shown_nbytes()));
 }

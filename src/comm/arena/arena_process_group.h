@@ -66,15 +66,18 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
   struct NumberedBuffer {
     std::shared_ptr<SharedMemory> memory;
     int64_t number = 0;
+    std::shared_ptr<PendingUpdates> updates = std::make_shared<PendingUpdates>();
   };
 
-  WorkPtr start_arrival(const char* collective, const CollectiveTag& tag, uint64_t fingerprint);
   WorkPtr start(const std::shared_ptr<ArenaTask>& task);
   /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
   bool show(const ArenaPlace& place, const at::Tensor& tensor);
   void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
   void show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
-                   std::span<const ArenaReduction> offers = {});
+                   std::span<const std::byte> offer = {});
+  /// Shows how this rank's shard of `flat` gets its new values.
+  std::shared_ptr<ArenaTask> show_updates(ArenaPlace place, const at::Tensor& flat,
+                                          PendingUpdates pending);
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
 
   const std::shared_ptr<Arena> arena_;

@@ -63,6 +63,62 @@ bool ArrivalTask::advance(Arena& arena) {
   return true;
 }
 
+SharedGatherTask::SharedGatherTask(ArenaPlace place, at::Tensor flat, PendingUpdates own)
+    : ArenaTask(std::move(place)), flat_(std::move(flat)), own_(std::move(own)) {}
+
+// The posts of all ranks stay from then on until this one has said that it has read.
+bool SharedGatherTask::have_all_come(Arena& arena) {
+  if (all_have_come_) return true;
+  if (!arena.all_show(place_)) return false;
+  all_have_come_ = true;
+  if (own_.updates.empty()) return true;
+  compute(own_.updates);
+  arena.done_updating(place_, arena.rank());
+  return true;
+}
+
+bool SharedGatherTask::advance(Arena& arena) {
+  if (!have_all_come(arena)) return false;
+  for (int rank = 0; rank < arena.size(); ++rank)
+    if (!arena.is_updated(rank, place_)) return false;
+  arena.done_reading(place_);
+  return true;
+}
+
+bool SharedGatherTask::help(Arena& arena) {
+  if (!all_have_come_) return false;
+  for (int i = 0; i < arena.size(); ++i) {
+    const int rank = (arena.rank() + i) % arena.size();
+    if (!arena.take_offer(rank, place_)) continue;
+    const auto offer = arena.shown(rank, place_)->offer_of<ShardUpdate>();
+    std::vector<ShardUpdate> updates(offer.begin(), offer.end());
+    for (ShardUpdate& update : updates) {
+      for (std::byte*& tensor : update.tensors)
+        if (tensor) tensor = arena.seen_from_here(rank, tensor);
+      update.tensors[0] = bytes_of(flat_) + update.begin * item_size(update.dtype);
+    }
+    compute(updates);
+    arena.done_updating(place_, rank);
+    return true;
+  }
+  return false;
+}
+
+bool SharedGatherTask::lacks(const Arena& arena, int rank) const {
+  if (!all_have_come_) return ArenaTask::lacks(arena, rank);
+  for (int owner = 0; owner < arena.size(); ++owner) {
+    if (!arena.is_updated(owner, place_) && (owner == rank || arena.taker(owner, place_) == rank))
+      return true;
+  }
+  return false;
+}
+
+std::vector<at::Tensor> SharedGatherTask::written_by_others() const {
+  std::vector<at::Tensor> written = own_.kept;
+  written.push_back(flat_);
+  return written;
+}
+
 GatherTask::GatherTask(ArenaPlace place, at::Tensor flat, std::vector<int64_t> bounds)
     : ArenaTask(std::move(place)),
       flat_(std::move(flat)),
@@ -164,15 +220,17 @@ bool ReduceScatterTask::advance(Arena& arena) {
 void ReduceScatterTask::help_others(Arena& arena) {
   for (int rank = 0; rank < arena.size(); ++rank) {
     if (!arena.take_offer(rank, place_)) continue;
-    for (const ArenaReduction& part : arena.shown(rank, place_)->all_offers())
-      do_part(arena, place_, arena.seen_from_here(rank, part));
+    for (ArenaReduction part : arena.shown(rank, place_)->offer_of<ArenaReduction>()) {
+      part.out = arena.seen_from_here(rank, part.out);
+      do_part(arena, place_, part);
+    }
     arena.done_reading(place_, rank);
   }
 }
 
 bool ReduceScatterTask::lacks(const Arena& arena, int rank) const {
   if (!is_offered_) return ArenaTask::lacks(arena, rank);
-  return !arena.has_read(arena.rank(), place_) && arena.taker_of_own(place_) == rank;
+  return !arena.has_read(arena.rank(), place_) && arena.taker(arena.rank(), place_) == rank;
 }
 
 AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,

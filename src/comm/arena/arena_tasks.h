@@ -8,15 +8,36 @@
 #include <vector>
 
 #include "comm/arena/arena.h"
+#include "comm/arena/arena_reduction.h"
+#include "comm/shard_update.h"
 
 namespace tessera {
 
-/// Waits until all ranks have come, and reads nothing: a barrier, or a gather of shards that lie
-/// in shared memory already.
+/// Waits until all ranks have come, and reads nothing: a barrier.
 class ArrivalTask final : public ArenaTask {
  public:
   using ArenaTask::ArenaTask;
   bool advance(Arena& arena) override;
+};
+
+/// A gather of shards that lie in shared memory already: waits until all are up to date. A rank may
+/// show, in place of new values, how to compute them. Who waits for a unit that is not up to date
+/// does so, whosever the shard is; not before all ranks have come, and so read no old values.
+class SharedGatherTask final : public ArenaTask {
+ public:
+  /// `flat`: the shared memory. `own`: updates that only this rank can compute.
+  SharedGatherTask(ArenaPlace place, at::Tensor flat, PendingUpdates own);
+  bool advance(Arena& arena) override;
+  bool help(Arena& arena) override;
+  bool lacks(const Arena& arena, int rank) const override;
+  std::vector<at::Tensor> written_by_others() const override;
+
+ private:
+  bool have_all_come(Arena& arena);
+
+  at::Tensor flat_;
+  PendingUpdates own_;
+  bool all_have_come_ = false;
 };
 
 /// Copies each rank's shard to where it belongs in `flat`.
