@@ -299,13 +299,14 @@ at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
 // A step that was deferred reads it still.
 void UnitGradients::drop_reduced() {
   if (unit_.is_updating() && reduced_.defined())
-    stepped_ = Sent{reduced_.storage().getWeakStorageImpl(), nbytes()};
+    stepped_ = Sent{reduced_.storage().getWeakStorageImpl(),
+                    static_cast<int64_t>(reduced_.nbytes())};
   reduced_.reset();
 }
 
 int64_t UnitGradients::nbytes() const {
-  if (reduced_.defined()) return static_cast<int64_t>(reduced_.nbytes());
-  return stepped_ && !stepped_->memory.expired() ? stepped_->nbytes : 0;
+  const int64_t stepped = stepped_ && !stepped_->memory.expired() ? stepped_->nbytes : 0;
+  return stepped + (reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0);
 }
 
 int64_t UnitGradients::in_flight_nbytes() const {

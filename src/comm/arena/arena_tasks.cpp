@@ -81,6 +81,7 @@ bool SharedGatherTask::advance(Arena& arena) {
   if (!have_all_come(arena)) return false;
   for (int rank = 0; rank < arena.size(); ++rank)
     if (!arena.is_updated(rank, place_)) return false;
+  own_ = {};  // gradients among it; who has this task's work may keep that for long
   arena.done_reading(place_);
   return true;
 }
