@@ -23,8 +23,8 @@ void set_update_rule(int number, UpdateRule rule) { rule_of(number) = rule; }
 void compute(std::span<const ShardUpdate> updates) {
   for (auto first = updates.begin(); first != updates.end();) {
     const int number = first->rule;
-    const auto end = std::find_if(
-        first, updates.end(), [&](const ShardUpdate& update) { return update.rule != number; });
+    const auto end = std::find_if(first, updates.end(),
+                                  [&](const ShardUpdate& update) { return update.rule != number; });
     const UpdateRule rule = rule_of(number);
     TORCH_INTERNAL_ASSERT(rule);
     rule({first, end});

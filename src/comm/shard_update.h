@@ -24,9 +24,6 @@ struct ShardUpdate {
   std::array<std::byte*, kTensors> tensors{};  ///< the first: the range itself; null: not used
   int64_t step = 0;
   std::array<double, kNumbers> numbers{};  ///< what they say is the rule's matter
-  bool flag = false;
-
-  int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
 
 static_assert(std::is_trivially_copyable_v<ShardUpdate>);

@@ -299,8 +299,8 @@ at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
 // A step that was deferred reads it still.
 void UnitGradients::drop_reduced() {
   if (unit_.is_updating() && reduced_.defined())
-    stepped_ = Sent{reduced_.storage().getWeakStorageImpl(),
-                    static_cast<int64_t>(reduced_.nbytes())};
+    stepped_ =
+        Sent{reduced_.storage().getWeakStorageImpl(), static_cast<int64_t>(reduced_.nbytes())};
   reduced_.reset();
 }
 

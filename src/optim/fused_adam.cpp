@@ -8,7 +8,7 @@
 
 #include <typeinfo>
 
-#include "optim/state_of.h"
+#include "optim/fused_state.h"
 
 namespace tessera {
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "optim/fused_adam.h"
-#include "optim/state_of.h"
+#include "optim/fused_state.h"
 
 namespace tessera {
 namespace {

@@ -347,11 +347,19 @@ void Unit::defer(PendingUpdates pending) {
   for_each_guarded([&](UpdatedStorage& storage) { storage.hide(why_hidden()); });
 }
 
+void Unit::finish_update() {
+  if (!is_updating_) return;
+  TORCH_CHECK(state_ == State::kUnsharding, "[tessera] the optimizer's last step on ", label_,
+              " failed, and left it undone. Go on from a checkpoint");
+  wait();
+}
+
 std::string Unit::why_hidden() const {
-  return fmt::format("[tessera] the optimizer's last step on {} is not over yet, so its memory "
-                     "can't be read by data_ptr(). Call ShardedOptimizer::inner() first, or use it "
-                     "through operators: both wait for that",
-                     label_);
+  return fmt::format(
+      "[tessera] the optimizer's last step on {} is not over yet, so its memory "
+      "can't be read by data_ptr(). Call ShardedOptimizer::inner() first, or use it "
+      "through operators: both wait for that",
+      label_);
 }
 
 at::Tensor Unit::guard(const at::Tensor& tensor) {
@@ -374,9 +382,10 @@ void Unit::for_each_guarded(F&& f) {
 void Unit::leave_guarded() {
   const auto end = std::chrono::steady_clock::now() + kLongestLeave;
   try {
-    while (is_updating_ && gather_ && !gather_->is_completed() &&
-           std::chrono::steady_clock::now() < end)
+    while (is_updating_ && gather_ && !context_.is_left_alone && !gather_->is_completed()) {
+      context_.is_left_alone = std::chrono::steady_clock::now() >= end;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   } catch (const std::exception&) {  // a rank is gone, and with it what it had
   }
   for_each_guarded([](UpdatedStorage& storage) { storage.forget_unit(); });

@@ -29,6 +29,7 @@ struct UnitContext {
   /// ranks of a host have them once.
   int64_t unsharded_bytes = 0;
   int64_t peak_unsharded_bytes = 0;  ///< and at most
+  bool is_left_alone = false;  ///< a unit was destroyed whose last step the others did not come to
   /// One for all contexts of a model.
   std::shared_ptr<MemoryWatch> shared_watch = std::make_shared<MemoryWatch>();
   MemoryWatch& watch = *shared_watch;
@@ -111,9 +112,7 @@ class Unit {
   at::Tensor guard(const at::Tensor& tensor);
   bool is_updating() const { return is_updating_; }
   /// Waits until nothing that was deferred is left. All ranks must have come to the `unshard()`.
-  void finish_update() {
-    if (is_updating_) wait();
-  }
+  void finish_update();
 
   /// To be called before the shard is changed: peers may still be reading it. Does not wait for
   /// those that share its memory.
@@ -198,7 +197,7 @@ class Unit {
   at::Tensor master_;    // undefined if the shard is what is updated
   c10::weak_intrusive_ptr<UnitStorage> storage_;
   std::vector<c10::weak_intrusive_ptr<UpdatedStorage>> guarded_;  // what `guard()` gave
-  WorkPtr gather_;               // the latest
+  WorkPtr gather_;                                                // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard
 };
 

@@ -61,8 +61,8 @@ template <class N>
 std::vector<NamedTensor> train(World& world, const Recipe& recipe, ShardLevel level, bool defer) {
   const auto net = seeded(7, [] { return std::make_shared<N>(); });
   const auto inner = make_optimizer(*net, recipe);
-  auto sharded = fully_shard(
-      net, {.level = level, .partition = recipe.partition, .unit_bytes = 4000});
+  auto sharded =
+      fully_shard(net, {.level = level, .partition = recipe.partition, .unit_bytes = 4000});
   ShardedOptimizer optimizer(sharded, *inner, {.defer = defer});
   for (int step = 0; step < 6; ++step) {
     const Batch batch = global_batch(step, 12, 37, 5);
@@ -257,6 +257,52 @@ TEST(DeferredStep, IsNotUsedWhereItIsNotWantedOrNotKnown) {
     optimizer.step();
     EXPECT_NE(first_param(inner).data_ptr(), nullptr);
     sharded.full_state();
+  });
+}
+
+// More of them than the arena has places for: the first are over before the last are shown.
+TEST(DeferredStep, ThereMayBeVeryManyUnits) {
+  std::array<std::vector<NamedTensor>, 2> states;
+  for (const bool defer : {false, true}) {
+    run_arena(2, [&](World& world) {
+      torch::nn::Sequential net;
+      for (int i = 0; i < 150; ++i) net->push_back(torch::nn::Linear(5, 5));
+      for (auto& parameter : net->parameters()) {
+        torch::NoGradGuard no_grad;
+        parameter.fill_(0.1);
+      }
+      torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(0.1));
+      auto sharded = fully_shard(net.ptr(), {.unit_bytes = 0});
+      ShardedOptimizer optimizer(sharded, inner, {.defer = defer});
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        net->forward(torch::full({2, 5}, 1. + world.rank())).pow(2).sum().backward();
+        optimizer.step();
+      }
+      if (world.rank() == 1) {
+        states[defer] = sharded.full_state();
+      } else {
+        sharded.full_state();
+      }
+    });
+  }
+  EXPECT_EQ(states[0].size(), 300);
+  expect_same_state(states[1], states[0], 0, "300 units");
+}
+
+// They are kept until the step is over, and no longer.
+TEST(DeferredStep, GradientsOfTheLastStepAreLetGo) {
+  run_arena(2, [](World&) {
+    Stepped job;
+    const int64_t kept = job.sharded.memory().gradients;
+    EXPECT_GT(kept, 0);
+    for (int step = 0; step < 3; ++step) {
+      job.optimizer.zero_grad();
+      EXPECT_EQ(job.sharded.memory().gradients, kept) << "the step has not read them yet";
+      job.net->forward(torch::ones({4, 37})).pow(2).sum().backward();
+      job.optimizer.step();
+      EXPECT_EQ(job.sharded.memory().gradients, kept) << "those of one step";
+    }
   });
 }
 

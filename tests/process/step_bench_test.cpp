@@ -22,8 +22,9 @@ ProgramEnd measured(int ranks, const Command& more) {
   return run_program(command);
 }
 
-json report_of(int ranks, const std::string& level) {
-  const auto end = measured(ranks, {"--level", level, "--json"});
+json report_of(int ranks, const std::string& level, std::vector<std::string> more = {}) {
+  more.insert(more.end(), {"--level", level, "--json"});
+  const auto end = measured(ranks, more);
   EXPECT_EQ(end.status, 0) << end.err;
   return json::parse(end.out);
 }
@@ -67,6 +68,7 @@ TEST(StepBench, ADialectIsMeasuredAgainstFullyShardToo) {
   expect_near_relatively(report.at("ratio_to_native_of_rounds").at(0), sharded / native);
   EXPECT_GT(report.at("ratio_to_native_of_minimums"), 0);
   EXPECT_FALSE(report_of(1, "os").contains("native_seconds"));
+  EXPECT_GT(report_of(2, "os", {"--at-once"}).at("ratio_to_native"), 0);
 }
 
 // The median of the two ranks' one step each is their mean: what holds for each step, holds for

@@ -41,6 +41,8 @@ void check_options(const StepBenchOptions& options) {
                     "[bench step] --dialect must be native or fairscale; got '", options.dialect, "'");
   TORCH_CHECK_VALUE(options.dialect == "native" || options.level == "os" || options.level == "os_g",
                     "[bench step] --dialect fairscale has the levels os and os_g; got '", options.level, "'");
+  TORCH_CHECK_VALUE(!options.at_once || options.dialect == "native",
+                    "[bench step] --at-once goes with --dialect native; got '", options.dialect, "'");
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);
@@ -64,7 +66,7 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
   number("--unit-bytes", options.unit_bytes);
   number("--resident-bytes", options.resident_bytes);
   number("--prefetch", options.prefetch);
-  number("--defer", options.defer);
+  number("--defer", options.defer && !(options.at_once && role == StepRole::kNative));
   number("--rank", rank);
   number("--core", cores[rank % cores.size()]);
   number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));
@@ -158,7 +160,8 @@ int bench_step(const StepBenchOptions& options) {
   add(StepRole::kSharded, result.sharded);
   add(StepRole::kLocal, result.local);
   if (options.in_step) add(StepRole::kInStep, result.in_step.emplace());
-  if (options.dialect != "native") add(StepRole::kNative, result.native.emplace());
+  if (options.dialect != "native" || options.at_once)
+    add(StepRole::kNative, result.native.emplace());
 
   progress(fmt::format("{} at {}, {} ranks: {} warm-up steps", options.size, options.level,
                        options.ranks, kWarmupSteps));

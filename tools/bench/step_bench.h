@@ -21,6 +21,7 @@ struct StepBenchOptions {
   int rounds = 5;        ///< turns of each, the sharded job and the local reference
   int steps = 10;        ///< timed steps in a turn
   bool in_step = false;  ///< also measure `StepRole::kInStep`
+  bool at_once = false;  ///< also measure `StepRole::kNative`, with `defer` false
   bool json = false;
   bool defer = true;  ///< `ShardedOptimizerOptions::defer`
 
@@ -43,7 +44,8 @@ enum class StepRole {
   kSharded,  ///< train together
   kLocal,    ///< each trains alone
   kInStep,   ///< as `kLocal`, but after each backward they wait for each other
-  kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured
+  kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured, or with
+             ///< a step at once
 };
 
 const char* to_string(StepRole role);

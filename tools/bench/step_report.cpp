@@ -148,7 +148,8 @@ std::string time_lines(const ordered_json& report) {
              both(seconds["sharded"], report["in_step_limit_seconds"]), 1, 4);
   }
   if (report.contains("native_seconds")) {
-    lines += line("  by fully_shard", both(seconds["sharded"], report["native_seconds"]), 1, 4) +
+    lines += line(report["dialect"] == "native" ? "  stepping at once" : "  by fully_shard",
+                  both(seconds["sharded"], report["native_seconds"]), 1, 4) +
              fmt::format("{:<58}{:>9.3f}\n", "    of the fastest steps",
                          report["ratio_to_native_of_minimums"].get<double>());
   }

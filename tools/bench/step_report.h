@@ -46,7 +46,7 @@ struct StepResult {
 ///   same of `StepRole::kInStep`, with `--in-step`: what noise costs any ranks that wait for each
 ///   other once a step is in both.
 /// - `native_seconds`, `ratio_to_native`, `ratio_to_native_of_rounds` and
-///   `ratio_to_native_of_minimums`, with a dialect: the same of `StepRole::kNative`.
+///   `ratio_to_native_of_minimums`, with a dialect or `at_once`: the same of `StepRole::kNative`.
 /// - `breakdown_ms`: medians of the parts of a step, waits for other ranks included.
 /// - `kept_bytes`: what a process keeps between steps, by our own accounting.
 /// - `peak_unsharded_bytes`, `peak_in_flight_bytes`: what comes on top in a step (`ShardMemory`).

@@ -279,6 +279,7 @@ void Arena::start(const std::shared_ptr<ArenaTask>& task) {
 
 void Arena::progress_locked() {
   std::erase_if(tasks_, [&](const std::shared_ptr<ArenaTask>& task) {
+    if (task->error_) return true;
     try {
       task->is_done_ = task->advance(*this);
     } catch (...) {
@@ -289,11 +290,20 @@ void Arena::progress_locked() {
   free_what_is_read();
 }
 
+bool Arena::help_locked(ArenaTask& task) {
+  try {
+    return !task.is_done_ && !task.error_ && task.help(*this);
+  } catch (...) {
+    task.error_ = std::current_exception();
+    return true;
+  }
+}
+
 // One part only, so that who waits sees soon whether what it waits for is there.
-bool Arena::help_locked(ArenaTask* first) {
-  if (first && !first->is_done_ && first->help(*this)) return true;
+bool Arena::help_any_locked(ArenaTask* first) {
+  if (first && help_locked(*first)) return true;
   return std::any_of(tasks_.begin(), tasks_.end(),
-                     [&](const auto& task) { return task->help(*this); });
+                     [&](const auto& task) { return help_locked(*task); });
 }
 
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
@@ -310,7 +320,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
     if (done()) return;
     TORCH_CHECK_WITH(DistBackendError, !gave_up_.load(std::memory_order_acquire), name.describe(),
                      " gave up waiting: the process group was closed");
-    if (help_locked(awaited)) continue;
+    if (help_any_locked(awaited)) continue;
     lock.unlock();
     if (!may_spin_ || !spin(seen)) {
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -337,7 +347,7 @@ bool Arena::is_done(ArenaTask& task) {
   const std::lock_guard lock(mutex_);
   const auto is_over = [&] { return task.is_done_ || task.error_; };
   if (!is_over()) progress_locked();
-  if (!is_over() && task.help(*this)) progress_locked();
+  if (!is_over() && help_locked(task)) progress_locked();
   return is_over();
 }
 
@@ -404,7 +414,7 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
   while (true) {
     progress_locked();
     if (!anybody_may_read() || Clock::now() >= end) break;
-    if (help_locked(nullptr)) continue;
+    if (help_any_locked(nullptr)) continue;
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();

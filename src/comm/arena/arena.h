@@ -153,7 +153,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void wait_for_slot(const ArenaPlace& place);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
                   Lock& lock, ArenaTask* awaited = nullptr);
-  bool help_locked(ArenaTask* first);
+  bool help_locked(ArenaTask& task);
+  bool help_any_locked(ArenaTask* first);
   void keep_all_for_ever();
   bool anybody_may_read() const;
   bool spin(uint32_t seen) const;

@@ -137,8 +137,8 @@ WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& 
 std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaPlace place, const at::Tensor& flat,
                                                            PendingUpdates pending) {
   auto& updates = pending.updates;
-  const auto first_own = std::stable_partition(
-      updates.begin(), updates.end(), [&](const ShardUpdate& update) {
+  const auto first_own =
+      std::stable_partition(updates.begin(), updates.end(), [&](const ShardUpdate& update) {
         return std::all_of(
             update.tensors.begin() + 1, update.tensors.end(),
             [&](const std::byte* tensor) { return !tensor || arena_->reaches(tensor); });
