@@ -16,13 +16,14 @@ namespace tessera {
 /// from tensors of as many elements beside it, which may change, too. Plain data, as it is copied
 /// into shared memory: any rank of the host may compute it, by the rule of this number.
 struct ShardUpdate {
-  static constexpr size_t kTensors = 5, kNumbers = 6;
+  static constexpr size_t kTensors = 5, kNumbers = 7;
 
   int64_t begin = 0, numel = 0;  ///< elements of the flat buffer
   at::ScalarType dtype = at::kFloat;
   int rule = 0;
-  std::array<std::byte*, kTensors> tensors{};  ///< the first: the range itself; null: not used
-  int64_t step = 0;
+  /// The first is the range itself, and null until somebody computes; others that are null are not
+  /// used.
+  std::array<std::byte*, kTensors> tensors{};
   std::array<double, kNumbers> numbers{};  ///< what they say is the rule's matter
 };
 

@@ -144,9 +144,7 @@ void UnitGradients::note_sent(const std::vector<Piece>& pieces) {
   std::erase_if(sent_, [](const Sent& sent) { return sent.memory.expired(); });
   if (!unit_.context().watch.is_active()) return;
   for (const Piece& piece : pieces) {
-    if (!piece.data.defined()) continue;
-    sent_.push_back(
-        {piece.data.storage().getWeakStorageImpl(), static_cast<int64_t>(piece.data.nbytes())});
+    if (piece.data.defined()) sent_.emplace_back(piece.data);
   }
 }
 
@@ -298,9 +296,7 @@ at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
 
 // A step that was deferred reads it still.
 void UnitGradients::drop_reduced() {
-  if (unit_.is_updating() && reduced_.defined())
-    stepped_ =
-        Sent{reduced_.storage().getWeakStorageImpl(), static_cast<int64_t>(reduced_.nbytes())};
+  if (unit_.is_updating() && reduced_.defined()) stepped_.emplace(reduced_);
   reduced_.reset();
 }
 

@@ -99,6 +99,9 @@ class UnitGradients : public GradSink {
 
   // A gradient that was handed to the process group, which lets it go when all have read it.
   struct Sent {
+    explicit Sent(const at::Tensor& tensor)
+        : memory(tensor.storage().getWeakStorageImpl()),
+          nbytes(static_cast<int64_t>(tensor.nbytes())) {}
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;
     int64_t nbytes;
   };

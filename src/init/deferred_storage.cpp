@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "mesh/storage_memory.h"
+
 namespace tessera {
 
 DeferredStorage::DeferredStorage(Recipe recipe)
@@ -20,9 +22,8 @@ DeferredStorage::DeferredStorage(c10::StorageImpl& storage)
 
 void DeferredStorage::defer(Recipe recipe) {
   recipe_ = std::move(recipe);
-  // The size stays: views must pass LibTorch's bounds checks.
-  set_data_ptr_noswap(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)));
-  release_data_and_set_meta_custom_data_ptr_error_msg_(
+  take_memory(
+      *this,
       "[tessera] this tensor was made in a DeferredInit scope and has no memory yet, so it can't "
       "be read by data_ptr(). Call tessera::materialize() on it first, or use it through "
       "operators, which do that");
@@ -32,8 +33,7 @@ void DeferredStorage::defer(Recipe recipe) {
 void DeferredStorage::make_values() {
   if (!is_deferred()) return;
   const c10::Storage value = evaluate(recipe_);
-  clear_data_ptr_access_error_msg_();
-  set_data_ptr_noswap(std::move(value.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
+  give_memory(*this, std::move(value.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks()));
   has_memory_ = true;
 }
 

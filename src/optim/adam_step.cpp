@@ -1,8 +1,6 @@
 #include "optim/adam_step.h"
 
 #include <ATen/TensorIterator.h>
-#include <ATen/ops/_fused_adam.h>
-#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 
@@ -14,6 +12,7 @@
 #include <string>
 
 #include "optim/adam_loop.h"
+#include "optim/fused_adam.h"
 
 namespace tessera {
 namespace {
@@ -33,23 +32,21 @@ AdamNumbers numbers_of(const AdamRule& rule, int64_t step) {
 
 // Parameters of one device, as the operators take them.
 struct FusedLists {
-  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, steps;
-  std::vector<at::Tensor> originals;  // of `params`, which are copies where the dtype is another
+  FusedAdam call;
+  std::vector<at::Tensor> originals;  // of its parameters, copies where the dtype is another
 };
 
-void run(const AdamRule& rule, const FusedLists& lists) {
-  const auto call = [&](auto&& fused) {
-    fused(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, at::TensorList(),
-          lists.steps, rule.lr, rule.beta1, rule.beta2, rule.weight_decay, rule.eps,
-          /*amsgrad=*/false, /*maximize=*/false, std::nullopt, std::nullopt);
-  };
-  if (rule.adamw_mode) {
-    call([](auto&&... args) { at::_fused_adamw_(args...); });
-  } else {
-    call([](auto&&... args) { at::_fused_adam_(args...); });
-  }
-  for (size_t i = 0; i < lists.params.size(); ++i)
-    if (!lists.params[i].is_same(lists.originals[i])) lists.originals[i].copy_(lists.params[i]);
+void run(const AdamRule& rule, FusedLists& lists) {
+  auto& [call, originals] = lists;
+  call.is_adamw = rule.adamw_mode;
+  call.lr = rule.lr;
+  call.beta1 = rule.beta1;
+  call.beta2 = rule.beta2;
+  call.weight_decay = rule.weight_decay;
+  call.eps = rule.eps;
+  call.run();
+  for (size_t i = 0; i < originals.size(); ++i)
+    if (!call.params[i].is_same(originals[i])) originals[i].copy_(call.params[i]);
 }
 
 }  // namespace
@@ -88,19 +85,19 @@ void step_on_host(const AdamRule& rule, const AdamParam& param) {
 void step_by_operators(const AdamRule& rule, const std::vector<AdamParam>& params) {
   std::map<std::string, FusedLists> devices;
   for (const AdamParam& param : params) {
-    FusedLists& lists = devices[param.param.device().str()];
+    auto& [call, originals] = devices[param.param.device().str()];
     const at::ScalarType dtype = param.exp_avg.scalar_type();
-    lists.originals.push_back(param.param);
-    lists.params.push_back(param.param.to(dtype));
-    lists.grads.push_back(param.grad.to(dtype));
-    lists.exp_avgs.push_back(param.exp_avg);
-    lists.exp_avg_sqs.push_back(param.exp_avg_sq);
+    originals.push_back(param.param);
+    call.params.push_back(param.param.to(dtype));
+    call.grads.push_back(param.grad.to(dtype));
+    call.exp_avgs.push_back(param.exp_avg);
+    call.exp_avg_sqs.push_back(param.exp_avg_sq);
     // After infinitely many steps nothing is left to correct.
     const double step = rule.bias_correction ? static_cast<double>(param.step)
                                              : std::numeric_limits<double>::infinity();
-    lists.steps.push_back(at::full({}, step, at::device(param.param.device()).dtype(at::kFloat)));
+    call.steps.push_back(at::full({}, step, at::device(param.param.device()).dtype(at::kFloat)));
   }
-  for (const auto& [device, lists] : devices) run(rule, lists);
+  for (auto& [device, lists] : devices) run(rule, lists);
 }
 
 }  // namespace tessera

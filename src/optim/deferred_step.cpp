@@ -9,10 +9,12 @@
 #include <algorithm>
 #include <map>
 #include <span>
+#include <utility>
 
 #include "comm/shard_update.h"
 #include "mesh/unit_key.h"
 #include "optim/fused_adam.h"
+#include "optim/fused_state.h"
 #include "optim/param_state.h"
 
 namespace tessera {
@@ -50,9 +52,8 @@ ShardUpdate update_of(const FusedAdam& call, size_t i, const Segment& segment) {
                      .numel = segment.end - segment.begin,
                      .dtype = call.params[i].scalar_type(),
                      .rule = kAdamRule,
-                     .step = call.steps[i],
                      .numbers = {call.lr, call.beta1, call.beta2, call.weight_decay, call.eps,
-                                 call.is_adamw ? 1. : 0.}};
+                                 call.is_adamw ? 1. : 0., call.steps[i].item<double>()}};
   const auto put = [&](Tensor place, const at::Tensor& tensor) {
     update.tensors[place] = static_cast<std::byte*>(tensor.mutable_data_ptr());
   };
@@ -79,6 +80,7 @@ void compute_adam(std::span<const ShardUpdate> updates) {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard not_a_use(kUnitKey);
+  StepTensors step_tensors;
   FusedAdam call;
   for (size_t i = 0; i < updates.size(); ++i) {
     const ShardUpdate& update = updates[i];
@@ -91,7 +93,7 @@ void compute_adam(std::span<const ShardUpdate> updates) {
     add(call.exp_avgs, kExpAvg);
     add(call.exp_avg_sqs, kExpAvgSq);
     add(call.max_exp_avg_sqs, kMaxExpAvgSq);
-    call.steps.push_back(update.step);
+    call.steps.push_back(step_tensors(static_cast<int64_t>(update.numbers[6])));
     const bool is_last = i + 1 == updates.size() || updates[i + 1].numbers != update.numbers ||
                          updates[i + 1].dtype != update.dtype ||
                          !updates[i + 1].tensors[kMaxExpAvgSq] != !update.tensors[kMaxExpAvgSq];

@@ -15,7 +15,7 @@ namespace {
 
 template <class Options, class State>
 FusedAdam collect_group(torch::optim::Optimizer& optimizer,
-                        torch::optim::OptimizerParamGroup& group) {
+                        torch::optim::OptimizerParamGroup& group, StepTensors& step_tensors) {
   const auto& options = static_cast<const Options&>(group.options());
   FusedAdam call{.lr = options.lr(),
                  .beta1 = std::get<0>(options.betas()),
@@ -38,7 +38,7 @@ FusedAdam collect_group(torch::optim::Optimizer& optimizer,
     call.exp_avgs.push_back(state.exp_avg());
     call.exp_avg_sqs.push_back(state.exp_avg_sq());
     if (options.amsgrad()) call.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
-    call.steps.push_back(state.step());
+    call.steps.push_back(step_tensors(state.step()));
   }
   return call;
 }
@@ -46,11 +46,8 @@ FusedAdam collect_group(torch::optim::Optimizer& optimizer,
 }  // namespace
 
 void FusedAdam::run() const {
-  StepTensors step_tensors;
-  std::vector<at::Tensor> step_list;
-  for (const int64_t step : steps) step_list.push_back(step_tensors(step));
   const auto call = [&](auto&& fused) {
-    fused(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, step_list, lr, beta1, beta2,
+    fused(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, beta1, beta2,
           weight_decay, eps, /*amsgrad=*/!max_exp_avg_sqs.empty(), /*maximize=*/false, std::nullopt,
           std::nullopt);
   };
@@ -70,9 +67,11 @@ void collect_adam(torch::optim::Optimizer& optimizer,
                   const std::function<void(const FusedAdam&)>& take) {
   using namespace torch::optim;
   const bool is_adamw = typeid(optimizer) == typeid(AdamW);
+  StepTensors step_tensors;
   for (OptimizerParamGroup& group : optimizer.param_groups()) {
-    FusedAdam call = is_adamw ? collect_group<AdamWOptions, AdamWParamState>(optimizer, group)
-                              : collect_group<AdamOptions, AdamParamState>(optimizer, group);
+    FusedAdam call =
+        is_adamw ? collect_group<AdamWOptions, AdamWParamState>(optimizer, group, step_tensors)
+                 : collect_group<AdamOptions, AdamParamState>(optimizer, group, step_tensors);
     call.is_adamw = is_adamw;
     if (!call.params.empty()) take(call);
   }

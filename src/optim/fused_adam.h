@@ -16,7 +16,7 @@ namespace tessera {
 struct FusedAdam {
   std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs;
   std::vector<at::Tensor> max_exp_avg_sqs;  ///< with AMSGrad; else empty
-  std::vector<int64_t> steps;               ///< of each parameter, this one included
+  std::vector<at::Tensor> steps;            ///< of each parameter, this one included
   bool is_adamw = false;
   double lr = 0, beta1 = 0, beta2 = 0, weight_decay = 0, eps = 0;
 

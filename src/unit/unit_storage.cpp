@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "mesh/dist_meta.h"
+#include "mesh/storage_memory.h"
 
 namespace tessera {
 
@@ -22,15 +23,9 @@ void UnitStorage::release_resources() {
 }
 
 void UnitStorage::show(const at::Tensor& full, const std::string& why_not) {
-  const at::Device device = this->_mutable_data_ptr_no_checks().device();
-  if (full.defined()) {
-    clear_data_ptr_access_error_msg_();
-    set_data_ptr_noswap(at::DataPtr(full.mutable_data_ptr(), device));
-  } else {
-    // The size stays: views of a unit that is not gathered must pass LibTorch's bounds checks.
-    set_data_ptr_noswap(at::DataPtr(nullptr, device));
-    release_data_and_set_meta_custom_data_ptr_error_msg_(why_not);
-  }
+  if (!full.defined()) return take_memory(*this, why_not);
+  const at::Device device = _mutable_data_ptr_no_checks().device();
+  give_memory(*this, at::DataPtr(full.mutable_data_ptr(), device));
 }
 
 Unit* unit_of(const at::Tensor& maybe_dist) {

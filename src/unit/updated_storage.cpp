@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "mesh/storage_memory.h"
 #include "unit/unit.h"
 
 namespace tessera {
@@ -17,14 +18,10 @@ void UpdatedStorage::settle() {
   if (unit_) unit_->finish_update();
 }
 
-void UpdatedStorage::hide(const std::string& why) {
-  set_data_ptr_noswap(at::DataPtr(nullptr, memory_.device()));
-  release_data_and_set_meta_custom_data_ptr_error_msg_(why);
-}
+void UpdatedStorage::hide(const std::string& why) { take_memory(*this, why); }
 
 void UpdatedStorage::show() {
-  clear_data_ptr_access_error_msg_();
-  set_data_ptr_noswap(at::DataPtr(memory_.mutable_data_ptr(), memory_.device()));
+  give_memory(*this, at::DataPtr(memory_.mutable_data_ptr(), memory_.device()));
 }
 
 void UpdatedStorage::forget_unit() {

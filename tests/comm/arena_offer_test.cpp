@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/arena/arena_process_group.h"
+#include "support/arena_parts.h"
 #include "support/run_world.h"
 
 namespace tessera {
@@ -19,10 +19,6 @@ using std::chrono::milliseconds;
 
 constexpr CollectiveTag kTag{.subject = "offers", .channel = Channel::kGrads};
 constexpr int64_t kNumel = 200'000;
-
-int64_t parts_done_for_others(const World& world) {
-  return dynamic_cast<ArenaProcessGroup&>(*world.process_group()).arena()->parts_done_for_others();
-}
 
 torch::Tensor values_of(int rank) { return torch::arange(kNumel) * 0.37F + 11.F * rank; }
 

@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/arena/arena_process_group.h"
 #include "comm/shard_update.h"
+#include "support/arena_parts.h"
 #include "support/run_world.h"
 
 namespace tessera {
@@ -29,10 +29,6 @@ void add(std::span<const ShardUpdate> updates) {
     for (int64_t i = 0; i < update.numel; ++i)
       values[i] += other[i] * static_cast<float>(update.numbers[0]);
   }
-}
-
-int64_t parts_done_for_others(const World& world) {
-  return dynamic_cast<ArenaProcessGroup&>(*world.process_group()).arena()->parts_done_for_others();
 }
 
 std::vector<int64_t> bounds_of(int size) {

@@ -1,10 +1,12 @@
 // Steps of the optimizer that are left to who uses the parameters, where ranks share memory.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <latch>
 #include <thread>
 
+#include "access/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 
@@ -71,6 +73,10 @@ std::vector<NamedTensor> train(World& world, const Recipe& recipe, ShardLevel le
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     rank_loss(*net, batch, world.rank(), world.size(), step).backward();
     optimizer.step();
+    const auto& units = sharded.state()->units();
+    const bool defers = std::any_of(units.begin(), units.end(),
+                                    [](const auto& unit) { return unit->is_updating(); });
+    EXPECT_EQ(defers, defer && world.size() > 1);
     // A scheduler does this. The step that waits was called before.
     set_lr(*inner, 0.01 / (step + 2));
   }

@@ -43,6 +43,8 @@ void check_options(const StepBenchOptions& options) {
                     "[bench step] --dialect fairscale has the levels os and os_g; got '", options.level, "'");
   TORCH_CHECK_VALUE(!options.at_once || options.dialect == "native",
                     "[bench step] --at-once goes with --dialect native; got '", options.dialect, "'");
+  TORCH_CHECK_VALUE(options.defer || options.dialect == "native",
+                    "[bench step] --defer false goes with --dialect native; got '", options.dialect, "'");
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);

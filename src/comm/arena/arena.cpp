@@ -230,8 +230,7 @@ bool Arena::take_offer(int rank, const ArenaPlace& place) {
 
 int Arena::taker(int rank, const ArenaPlace& place) const {
   const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
-  const bool is_open = slot.offered.load(std::memory_order_acquire) == count_of(place);
-  return is_open ? rank : static_cast<int>(slot.taker.load(std::memory_order_acquire));
+  return static_cast<int>(slot.taker.load(std::memory_order_acquire));
 }
 
 std::byte* Arena::seen_from_here(int rank, std::byte* data) const {

@@ -97,7 +97,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool is_behind(const ArenaPlace& place) const;
   /// True if this rank, which shows `place`, is the one to do the part that `rank` offers there.
   bool take_offer(int rank, const ArenaPlace& place);
-  /// Which rank has taken what `rank` offered at `place`; itself if none has.
+  /// Which rank has taken what `rank`, which shows `place`, offers there; itself if none has.
   int taker(int rank, const ArenaPlace& place) const;
   /// What `rank` has at `data`, as this rank has it.
   std::byte* seen_from_here(int rank, std::byte* data) const;

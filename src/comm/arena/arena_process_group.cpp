@@ -145,12 +145,9 @@ std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaPlace place, con
       });
   const std::vector<ShardUpdate> offered(updates.begin(), first_own);
   updates.erase(updates.begin(), first_own);
-  for (ShardUpdate& update : updates)
-    update.tensors[0] = static_cast<std::byte*>(flat.mutable_data_ptr()) +
-                        update.begin * static_cast<int64_t>(flat.element_size());
-  arena_->show(place, {}, pending.kept, nullptr, std::as_bytes(std::span(offered)),
+  arena_->show(place, {}, std::move(pending.kept), nullptr, std::as_bytes(std::span(offered)),
                static_cast<int>(!offered.empty()) + static_cast<int>(!updates.empty()));
-  return std::make_shared<SharedGatherTask>(std::move(place), flat, std::move(pending));
+  return std::make_shared<SharedGatherTask>(std::move(place), flat, std::move(updates));
 }
 
 // Where the others find `piece`: `copy` moves on behind its copy, if it needs one.

@@ -63,7 +63,7 @@ bool ArrivalTask::advance(Arena& arena) {
   return true;
 }
 
-SharedGatherTask::SharedGatherTask(ArenaPlace place, at::Tensor flat, PendingUpdates own)
+SharedGatherTask::SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own)
     : ArenaTask(std::move(place)), flat_(std::move(flat)), own_(std::move(own)) {}
 
 // The posts of all ranks stay from then on until this one has said that it has read.
@@ -71,9 +71,7 @@ bool SharedGatherTask::have_all_come(Arena& arena) {
   if (all_have_come_) return true;
   if (!arena.all_show(place_)) return false;
   all_have_come_ = true;
-  if (own_.updates.empty()) return true;
-  compute(own_.updates);
-  arena.done_updating(place_, arena.rank());
+  if (!own_.empty()) update(arena, arena.rank(), own_);
   return true;
 }
 
@@ -81,7 +79,6 @@ bool SharedGatherTask::advance(Arena& arena) {
   if (!have_all_come(arena)) return false;
   for (int rank = 0; rank < arena.size(); ++rank)
     if (!arena.is_updated(rank, place_)) return false;
-  own_ = {};  // gradients among it; who has this task's work may keep that for long
   arena.done_reading(place_);
   return true;
 }
@@ -91,18 +88,22 @@ bool SharedGatherTask::help(Arena& arena) {
   for (int i = 0; i < arena.size(); ++i) {
     const int rank = (arena.rank() + i) % arena.size();
     if (!arena.take_offer(rank, place_)) continue;
-    const auto offer = arena.shown(rank, place_)->offer_of<ShardUpdate>();
-    std::vector<ShardUpdate> updates(offer.begin(), offer.end());
-    for (ShardUpdate& update : updates) {
-      for (std::byte*& tensor : update.tensors)
-        if (tensor) tensor = arena.seen_from_here(rank, tensor);
-      update.tensors[0] = bytes_of(flat_) + update.begin * item_size(update.dtype);
-    }
-    compute(updates);
-    arena.done_updating(place_, rank);
+    update(arena, rank, arena.shown(rank, place_)->offer_of<ShardUpdate>());
     return true;
   }
   return false;
+}
+
+// Computes one of the parts of `rank`, whose addresses are as that rank has them.
+void SharedGatherTask::update(Arena& arena, int rank, std::span<const ShardUpdate> updates) {
+  std::vector<ShardUpdate> seen(updates.begin(), updates.end());
+  for (ShardUpdate& update : seen) {
+    for (std::byte*& tensor : update.tensors)
+      if (tensor) tensor = arena.seen_from_here(rank, tensor);
+    update.tensors[0] = bytes_of(flat_) + update.begin * item_size(update.dtype);
+  }
+  compute(seen);
+  arena.done_updating(place_, rank);
 }
 
 bool SharedGatherTask::lacks(const Arena& arena, int rank) const {
@@ -112,12 +113,6 @@ bool SharedGatherTask::lacks(const Arena& arena, int rank) const {
       return true;
   }
   return false;
-}
-
-std::vector<at::Tensor> SharedGatherTask::written_by_others() const {
-  std::vector<at::Tensor> written = own_.kept;
-  written.push_back(flat_);
-  return written;
 }
 
 GatherTask::GatherTask(ArenaPlace place, at::Tensor flat, std::vector<int64_t> bounds)

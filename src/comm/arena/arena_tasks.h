@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,17 +27,18 @@ class ArrivalTask final : public ArenaTask {
 class SharedGatherTask final : public ArenaTask {
  public:
   /// `flat`: the shared memory. `own`: updates that only this rank can compute.
-  SharedGatherTask(ArenaPlace place, at::Tensor flat, PendingUpdates own);
+  SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own);
   bool advance(Arena& arena) override;
   bool help(Arena& arena) override;
   bool lacks(const Arena& arena, int rank) const override;
-  std::vector<at::Tensor> written_by_others() const override;
+  std::vector<at::Tensor> written_by_others() const override { return {flat_}; }
 
  private:
   bool have_all_come(Arena& arena);
+  void update(Arena& arena, int rank, std::span<const ShardUpdate> updates);
 
   at::Tensor flat_;
-  PendingUpdates own_;
+  std::vector<ShardUpdate> own_;
   bool all_have_come_ = false;
 };
 
