@@ -69,6 +69,8 @@ TEST(StepBench, ADialectIsMeasuredAgainstFullyShardToo) {
   EXPECT_GT(report.at("ratio_to_native_of_minimums"), 0);
   EXPECT_FALSE(report_of(1, "os").contains("native_seconds"));
   EXPECT_GT(report_of(2, "os", {"--at-once"}).at("ratio_to_native"), 0);
+  for (const char* ignored : {"--at-once", "--defer=false"})
+    EXPECT_NE(measured(1, {"--level", "os", "--dialect", "fairscale", ignored}).status, 0);
 }
 
 // The median of the two ranks' one step each is their mean: what holds for each step, holds for
