@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <barrier>
 #include <chrono>
 #include <latch>
 #include <span>
@@ -168,6 +169,48 @@ TEST(ArenaUpdate, IsDoneByARankThatOnlyAsks) {
     const WorkPtr work = buffer.gather();
     while (!work->is_completed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     EXPECT_TRUE(torch::equal(buffer.values(), ranks_of(2)));
+  });
+}
+
+// So that the ranks are not all at the memory at once.
+TEST(ArenaUpdate, RanksTakeTurnsInComputingThoseOfUnitsToCome) {
+  constexpr int kUnits = 8;
+  std::barrier turn(2);
+  run_arena(2, [&](World& world) {
+    std::vector<Buffer> units;
+    std::vector<WorkPtr> works;
+    for (int unit = 0; unit < kUnits; ++unit) units.emplace_back(world);
+    for (Buffer& unit : units) {
+      unit.defer(torch::ones({unit.numel()}), 1);
+      works.push_back(unit.gather());
+    }
+    // How many units are up to date from the first on, in the part of this rank.
+    const auto ahead = [&] {
+      int count = 0;
+      while (count < kUnits && units[count].values()[units[count].begin()].item<float>() == 1)
+        ++count;
+      return count;
+    };
+    turn.arrive_and_wait();
+    std::vector<int> seen;
+    for (int unit = 0; unit + 2 < kUnits; ++unit) {
+      // One after the other, so that nobody waits, and helps.
+      if (world.rank() == 0) works[unit]->wait();
+      turn.arrive_and_wait();
+      if (world.rank() == 1) works[unit]->wait();
+      turn.arrive_and_wait();
+      seen.push_back(ahead() - unit);
+    }
+    // Its turn is each second unit: three are up to date, then two. The first part of the second
+    // rank was done by the other one.
+    for (size_t i = 3; i < seen.size(); ++i) {
+      EXPECT_EQ(seen[i] + seen[i - 1], 5);
+      EXPECT_EQ(seen[i], seen[i - 2]);
+    }
+    turn.arrive_and_wait();
+    for (const WorkPtr& work : works) work->wait();
+    for (const Buffer& unit : units)
+      EXPECT_TRUE(torch::equal(unit.values(), torch::ones({kNumel})));
   });
 }
 

@@ -169,11 +169,11 @@ int bench_step(const StepBenchOptions& options) {
                        options.ranks, kWarmupSteps));
   for (const auto& team : teams) team->prepare();
   for (int round = 0; round < options.rounds; ++round) {
-    // There and back: each is first as often as last.
+    // Each takes each place as often; and whether it had the last turn, too, is the same for all.
     for (const auto& team : teams) team->train(options.steps);
     progress(
         fmt::format("round {} of {}: {}", round + 1, options.rounds, describe_turn(teams, round)));
-    std::ranges::reverse(teams);
+    std::ranges::rotate(teams, teams.begin() + 1);
   }
   for (const auto& team : teams) team->measure_memory();
 

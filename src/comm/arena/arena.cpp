@@ -305,6 +305,16 @@ bool Arena::help_any_locked(ArenaTask* first) {
                      [&](const auto& task) { return help_locked(*task); });
 }
 
+void Arena::work_ahead_locked(const ArenaPlace& place) {
+  for (const auto& task : tasks_) {
+    try {
+      if (!task->error_) task->work_ahead(*this, place);
+    } catch (...) {
+      task->error_ = std::current_exception();
+    }
+  }
+}
+
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
                        const CollectiveName& name, Lock& lock, ArenaTask* awaited) {
   progress_locked();
@@ -337,6 +347,7 @@ void Arena::wait(ArenaTask& task, bool inputs) {
   wait_until([&] { return task.is_done_ || task.error_; },
              [&](int rank) { return task.lacks(*this, rank); }, task.place().name, lock, &task);
   if (task.error_) std::rethrow_exception(task.error_);
+  work_ahead_locked(task.place());
   if (!inputs) return;
   wait_until([&] { return all_have_read(task.awaited()); },
              [&](int rank) { return !has_read(rank, task.awaited()); }, task.place().name, lock);

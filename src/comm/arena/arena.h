@@ -154,6 +154,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
                   Lock& lock, ArenaTask* awaited = nullptr);
   bool help_locked(ArenaTask& task);
+  void work_ahead_locked(const ArenaPlace& place);
   bool help_any_locked(ArenaTask* first);
   void keep_all_for_ever();
   bool anybody_may_read() const;
@@ -190,6 +191,9 @@ class ArenaTask {
   virtual bool advance(Arena& arena) = 0;
   /// Called while this rank waits: does one part that is anybody's; false if there is none.
   virtual bool help(Arena& arena) { return false; }
+  /// Called when this rank has waited for what was at `place`: does what it should have done before
+  /// it comes to this task. See [Note: Turns at the memory] in arena_tasks.cpp.
+  virtual void work_ahead(Arena& arena, const ArenaPlace& place) {}
   /// What it waits for: the posts of the other ranks at this place.
   virtual const ArenaPlace& awaited() const { return place_; }
   /// True if it waits for `rank`, which has not done what it must.

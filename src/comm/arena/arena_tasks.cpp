@@ -86,12 +86,31 @@ bool SharedGatherTask::advance(Arena& arena) {
 bool SharedGatherTask::help(Arena& arena) {
   if (!all_have_come_) return false;
   for (int i = 0; i < arena.size(); ++i) {
-    const int rank = (arena.rank() + i) % arena.size();
-    if (!arena.take_offer(rank, place_)) continue;
-    update(arena, rank, arena.shown(rank, place_)->offer_of<ShardUpdate>());
-    return true;
+    if (update_part_of(arena, (arena.rank() + i) % arena.size())) return true;
   }
   return false;
+}
+
+// [Note: Turns at the memory]
+//
+// An optimizer's update is bound by memory, and slower when several ranks are at it at once, beside
+// which matrix work goes on as it is. Ranks that train together come to each unit at the same time.
+// If each then did its part, all would be at the memory, and soon all at matrix work. So they take
+// turns: at the unit with number n rank n % N does its parts of the next N units, and finds none to
+// do when it comes to those. The others go on with their matrix work. The ranks need not agree on
+// whose turn it is, as whoever comes to a unit whose part is missing does it.
+void SharedGatherTask::work_ahead(Arena& arena, const ArenaPlace& place) {
+  const int64_t ahead = place_.number - place.number;
+  if (place.channel() != place_.channel() || ahead <= 0 || ahead > arena.size()) return;
+  if (place.number % arena.size() == arena.rank() && have_all_come(arena))
+    update_part_of(arena, arena.rank());
+}
+
+// False if it is done or somebody is at it.
+bool SharedGatherTask::update_part_of(Arena& arena, int rank) {
+  if (!arena.take_offer(rank, place_)) return false;
+  update(arena, rank, arena.shown(rank, place_)->offer_of<ShardUpdate>());
+  return true;
 }
 
 // Computes one of the parts of `rank`, whose addresses are as that rank has them.

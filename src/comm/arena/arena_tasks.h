@@ -30,11 +30,13 @@ class SharedGatherTask final : public ArenaTask {
   SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own);
   bool advance(Arena& arena) override;
   bool help(Arena& arena) override;
+  void work_ahead(Arena& arena, const ArenaPlace& place) override;
   bool lacks(const Arena& arena, int rank) const override;
   std::vector<at::Tensor> written_by_others() const override { return {flat_}; }
 
  private:
   bool have_all_come(Arena& arena);
+  bool update_part_of(Arena& arena, int rank);
   void update(Arena& arena, int rank, std::span<const ShardUpdate> updates);
 
   at::Tensor flat_;
