@@ -41,6 +41,9 @@ void expect_ratios_fit(const json& report) {
   expect_near_relatively(report.at("ratio_to_limit"),
                          sharded / report.at("limit_seconds").get<double>());
   EXPECT_GT(report.at("ratio_of_minimums"), 0);
+  // Nothing is faster than the best.
+  EXPECT_GE(report.at("core_noise"), 1);
+  EXPECT_EQ(report.at("core_noise_of_rounds").size(), report.at("rounds"));
 }
 
 void expect_parts_fit(const json& report, const std::string& role) {
@@ -102,6 +105,14 @@ TEST(StepBench, MeasuresLocalProcessesInStepIfAsked) {
   EXPECT_FALSE(report_of(1, "os").contains("in_step_seconds"));
 }
 
+// Less noise than none would be waited for in vain.
+TEST(StepBench, WaitsForQuietThatCanCome) {
+  const auto end = measured(1, {"--level", "os", "--quiet", "1"});
+  EXPECT_NE(end.status, 0);
+  EXPECT_TRUE(contains(end.err, "--quiet must be 0, or above 1")) << end.err;
+  EXPECT_EQ(report_of(1, "os", {"--quiet", "9"}).at("quiet"), 9);
+}
+
 TEST(StepBench, OneRankHasTheLocalReferenceAsItsLimit) {
   const auto report = report_of(1, "p_g_os");
   EXPECT_EQ(report.at("limit_seconds"), report.at("seconds").at("local"));
@@ -113,8 +124,9 @@ TEST(StepBench, OneRankHasTheLocalReferenceAsItsLimit) {
 TEST(StepBench, PrintsATableWithTheLimitAndTheParts) {
   const auto end = measured(2, {"--level", "os_g"});
   EXPECT_EQ(end.status, 0) << end.err;
-  for (const std::string row : {"seconds per step (median)", "local with 1/2 of its optimizer",
-                                "of the fastest steps", "page faults per step"}) {
+  for (const std::string row :
+       {"seconds per step (median)", "local with 1/2 of its optimizer", "of the fastest steps",
+        "page faults per step", "cores by themselves"}) {
     EXPECT_TRUE(contains(end.out, row)) << end.out;
   }
   for (const auto& part : kParts) {

@@ -4,9 +4,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <thread>
 
+#include "bench/core_noise.h"
 #include "bench/step_report.h"
 #include "bench/worker_process.h"
 #include "bench/workload.h"
@@ -23,6 +25,8 @@ using nlohmann::json;
 constexpr int kWarmupSteps = 3;
 constexpr int kMemorySteps = 2;
 constexpr std::chrono::seconds kLongestTurn(900);
+constexpr std::chrono::milliseconds kNoiseOfTurn(50), kNoiseOfRound(500);
+constexpr std::chrono::seconds kLongestWaitForQuiet(60);
 
 void check_options(const StepBenchOptions& options) {
   const auto& sizes = workload_names();
@@ -45,6 +49,8 @@ void check_options(const StepBenchOptions& options) {
                     "[bench step] --at-once goes with --dialect native; got '", options.dialect, "'");
   TORCH_CHECK_VALUE(options.defer || options.dialect == "native",
                     "[bench step] --defer false goes with --dialect native; got '", options.dialect, "'");
+  TORCH_CHECK_VALUE(options.quiet == 0 || options.quiet > 1,
+                    "[bench step] --quiet must be 0, or above 1, which is no noise; got ", options.quiet);
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);
@@ -107,8 +113,6 @@ struct Team {
   }
 
   void train(int steps) {
-    // What the last team left to its background threads must not disturb this one.
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
     result.turns.push_back(ask(workers, fmt::format("train {}", steps), kLongestTurn));
   }
 
@@ -124,6 +128,20 @@ std::string describe_turn(const std::vector<std::unique_ptr<Team>>& teams, int r
         fmt::format("{} {:.4f} s", to_string(team->role), team->result.turn_median(round)));
   }
   return fmt::format("{}", fmt::join(medians, ", "));
+}
+
+// Noise comes and goes within seconds to minutes.
+void wait_for_quiet(CoreNoise& noise, double quiet) {
+  const auto start = std::chrono::steady_clock::now();
+  while (true) {
+    const double now = noise.sample(kNoiseOfRound);
+    if (now <= quiet) return;
+    if (std::chrono::steady_clock::now() - start > kLongestWaitForQuiet) {
+      progress(fmt::format("cores take {:.2f} times as long as at best after {} s: goes on", now,
+                           kLongestWaitForQuiet.count()));
+      return;
+    }
+  }
 }
 
 }  // namespace
@@ -168,9 +186,19 @@ int bench_step(const StepBenchOptions& options) {
   progress(fmt::format("{} at {}, {} ranks: {} warm-up steps", options.size, options.level,
                        options.ranks, kWarmupSteps));
   for (const auto& team : teams) team->prepare();
+  auto cores = available_cores().ids;
+  cores.resize(std::min(cores.size(), static_cast<size_t>(options.ranks)));
+  CoreNoise noise(cores);
+  noise.sample(kNoiseOfRound);  // to know the best
   for (int round = 0; round < options.rounds; ++round) {
+    if (options.quiet > 0) wait_for_quiet(noise, options.quiet);
     // Each takes each place as often; and whether it had the last turn, too, is the same for all.
-    for (const auto& team : teams) team->train(options.steps);
+    for (const auto& team : teams) {
+      // What the last team left to its background threads must not disturb this one.
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      result.core_noise.push_back(noise.sample(kNoiseOfTurn));
+      team->train(options.steps);
+    }
     progress(
         fmt::format("round {} of {}: {}", round + 1, options.rounds, describe_turn(teams, round)));
     std::ranges::rotate(teams, teams.begin() + 1);

@@ -21,6 +21,7 @@ struct StepBenchOptions {
   int rounds = 5;        ///< turns of each, the sharded job and the local reference
   int steps = 10;        ///< timed steps in a turn
   bool in_step = false;  ///< also measure `StepRole::kInStep`
+  double quiet = 0;      ///< noise of the cores at which a round may begin; 0: any
   bool at_once = false;  ///< also measure `StepRole::kNative`, with `defer` false
   bool json = false;
   bool defer = true;  ///< `ShardedOptimizerOptions::defer`

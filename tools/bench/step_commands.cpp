@@ -38,6 +38,10 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
   step->add_option("--steps", options->steps, "timed steps in a turn");
   step->add_flag("--in-step", options->in_step,
                  "also measure local processes that wait for each other once a step");
+  step->add_option(
+      "--quiet", options->quiet,
+      "begin a round when the cores, by themselves, take at most so many times as long as at "
+      "best, or after a minute; 0: at once");
   step->add_flag("--at-once", options->at_once,
                  "also measure the same with steps of the optimizer that are not deferred");
   step->add_flag("--json", options->json, "print one line of JSON");

@@ -102,13 +102,21 @@ ordered_json native_times(const RoleResult& sharded, const RoleResult& native) {
            std::ranges::min(seconds) / std::ranges::min(native_seconds)}};
 }
 
+ordered_json core_noise(const std::vector<double>& samples, int rounds) {
+  std::vector<double> of_rounds;
+  const auto in_round = static_cast<std::ptrdiff_t>(samples.size()) / rounds;
+  for (auto first = samples.begin(); first != samples.end(); first += in_round)
+    of_rounds.push_back(*std::max_element(first, first + in_round));
+  return {{"core_noise", median_of(samples)}, {"core_noise_of_rounds", of_rounds}};
+}
+
 template <class T>
 ordered_json both(const T& sharded, const T& local) {
   return {{"sharded", sharded}, {"local", local}};
 }
 
 ordered_json times(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local, in_step, native] = result;
+  const auto &sharded = result.sharded, &local = result.local;
   const auto sharded_seconds = sharded.seconds(), local_seconds = local.seconds();
   const double median = median_of(sharded_seconds), local_median = median_of(local_seconds);
   const double limit = limit_seconds(local, options.ranks);
@@ -153,6 +161,8 @@ std::string time_lines(const ordered_json& report) {
              fmt::format("{:<58}{:>9.3f}\n", "    of the fastest steps",
                          report["ratio_to_native_of_minimums"].get<double>());
   }
+  lines += fmt::format("{:<58}{:>9.3f}\n", "  cores by themselves, to their best (median)",
+                       report["core_noise"].get<double>());
   const auto& parts = report.at("breakdown_ms");
   for (const char* part : kParts) {
     lines += line(fmt::format("  {} (ms)", part),
@@ -188,7 +198,7 @@ std::vector<double> RoleResult::part_seconds(const std::string& part) const {
 }
 
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local, in_step, native] = result;
+  const auto& [warmup_steps, sharded, local, in_step, native, noise] = result;
   ordered_json report = {
       {"bench", "step"},
       {"size", options.size},
@@ -198,6 +208,7 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
       {"transport", options.transport},
       {"rounds", options.rounds},
       {"steps", options.steps},
+      {"quiet", options.quiet},
       {"warmup_steps", warmup_steps},
       {"parameters", sharded.prepared.front().at("parameters")},
   };
@@ -207,6 +218,7 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
     report.update(in_step_times(median, *in_step, options.ranks));
   }
   if (native) report.update(native_times(sharded, *native));
+  report.update(core_noise(noise, options.rounds));
   const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
   report.update({
       {"kept_bytes", both(kept_bytes(sharded), kept_bytes(local))},

@@ -30,6 +30,7 @@ struct StepResult {
   RoleResult local;
   std::optional<RoleResult> in_step;
   std::optional<RoleResult> native;
+  std::vector<double> core_noise;  ///< before each turn: as many in each round
 };
 
 /// The numbers that `tessera bench step --json` prints. Of those given per process, the largest.
@@ -47,6 +48,8 @@ struct StepResult {
 ///   other once a step is in both.
 /// - `native_seconds`, `ratio_to_native`, `ratio_to_native_of_rounds` and
 ///   `ratio_to_native_of_minimums`, with a dialect or `at_once`: the same of `StepRole::kNative`.
+/// - `core_noise`: how many times as long as at best the cores took for arithmetic, by themselves,
+///   before each turn (`CoreNoise`); median. `core_noise_of_rounds`: the largest of each round.
 /// - `breakdown_ms`: medians of the parts of a step, waits for other ranks included.
 /// - `kept_bytes`: what a process keeps between steps, by our own accounting.
 /// - `peak_unsharded_bytes`, `peak_in_flight_bytes`: what comes on top in a step (`ShardMemory`).

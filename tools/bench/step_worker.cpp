@@ -1,4 +1,3 @@
-#include <sched.h>
 #include <sys/prctl.h>
 #include <tessera/page_heap.h>
 #include <tessera/process_memory.h>
@@ -15,6 +14,7 @@
 #include "bench/process_memory.h"
 #include "bench/step_bench.h"
 #include "bench/trainer.h"
+#include "launch/cores.h"
 
 namespace tessera::tools {
 namespace {
@@ -139,19 +139,12 @@ json answer(StepWorker& worker, const std::string& line) {
                     line, "'");
 }
 
-void stay_on_core(int core) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  TORCH_CHECK(::sched_setaffinity(0, sizeof(set), &set) == 0, "[bench_step_worker] core ", core,
-              " must be one that this process may use");
-}
-
 }  // namespace
 
 int bench_step_worker(const StepWorkerOptions& options) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlives the measurement
-  if (options.core >= 0) stay_on_core(options.core);
+  TORCH_CHECK(options.core < 0 || stay_on_core(options.core), "[bench_step_worker] core ",
+              options.core, " must be one that this process may use");
   at::set_num_threads(1);
   // What libraries print must not end up among the answers.
   const int answers = ::dup(STDOUT_FILENO);

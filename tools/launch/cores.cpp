@@ -77,4 +77,12 @@ std::vector<int> core_slice(const std::vector<int>& ids, int rank, int ranks) {
   return {begin, begin + static_cast<ptrdiff_t>(size)};
 }
 
+bool stay_on_core(int core) {
+  if (core < 0 || core >= CPU_SETSIZE) return false;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  return ::sched_setaffinity(0, sizeof(set), &set) == 0;
+}
+
 }  // namespace tessera::tools

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <chrono>
+#include <vector>
+
+namespace tessera::tools {
+
+/// How much slower the cores are than they can be, for reasons outside this machine's programs: the
+/// host runs something else on the same hardware, or lowers its clock. Measured with arithmetic
+/// that needs no memory, on all cores at once.
+class CoreNoise {
+ public:
+  /// `cores`: ids as `Cores::ids` has them.
+  explicit CoreNoise(std::vector<int> cores) : cores_(std::move(cores)) {}
+
+  /// Takes `time`; to be called while the cores have nothing else to do. Returns the mean time of
+  /// the slowest core's blocks of arithmetic by that of the fastest block of all cores so far: at
+  /// least 1, which is no noise.
+  double sample(std::chrono::milliseconds time);
+
+ private:
+  std::vector<int> cores_;
+  double fastest_ = 1;  // seconds of a block
+};
+
+}  // namespace tessera::tools
