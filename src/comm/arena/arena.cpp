@@ -276,26 +276,32 @@ void Arena::start(const std::shared_ptr<ArenaTask>& task) {
   progress_locked();
 }
 
+// Calls `f` if the task is not over; who waits for the task gets what it throws.
+template <class F>
+void Arena::call_locked(ArenaTask& task, F&& f) {
+  if (task.is_over()) return;
+  try {
+    f();
+  } catch (...) {
+    task.error_ = std::current_exception();
+  }
+}
+
 void Arena::progress_locked() {
   std::erase_if(tasks_, [&](const std::shared_ptr<ArenaTask>& task) {
-    if (task->error_) return true;
-    try {
-      task->is_done_ = task->advance(*this);
-    } catch (...) {
-      task->error_ = std::current_exception();
-    }
-    return task->is_done_ || task->error_;
+    call_locked(*task, [&] { task->is_done_ = task->advance(*this); });
+    return task->is_over();
   });
   free_what_is_read();
 }
 
 bool Arena::help_locked(ArenaTask& task) {
-  try {
-    return !task.is_done_ && !task.error_ && task.help(*this);
-  } catch (...) {
-    task.error_ = std::current_exception();
-    return true;
-  }
+  bool has_helped = false;
+  call_locked(task, [&] {
+    has_helped = true;  // an error ends a wait, too
+    has_helped = task.help(*this);
+  });
+  return has_helped;
 }
 
 // One part only, so that who waits sees soon whether what it waits for is there.
@@ -306,13 +312,7 @@ bool Arena::help_any_locked(ArenaTask* first) {
 }
 
 void Arena::work_ahead_locked(const ArenaPlace& place) {
-  for (const auto& task : tasks_) {
-    try {
-      if (!task->error_) task->work_ahead(*this, place);
-    } catch (...) {
-      task->error_ = std::current_exception();
-    }
-  }
+  for (const auto& task : tasks_) call_locked(*task, [&] { task->work_ahead(*this, place); });
 }
 
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
@@ -344,8 +344,8 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
 
 void Arena::wait(ArenaTask& task, bool inputs) {
   Lock lock(mutex_);
-  wait_until([&] { return task.is_done_ || task.error_; },
-             [&](int rank) { return task.lacks(*this, rank); }, task.place().name, lock, &task);
+  wait_until([&] { return task.is_over(); }, [&](int rank) { return task.lacks(*this, rank); },
+             task.place().name, lock, &task);
   if (task.error_) std::rethrow_exception(task.error_);
   work_ahead_locked(task.place());
   if (!inputs) return;
@@ -355,10 +355,9 @@ void Arena::wait(ArenaTask& task, bool inputs) {
 
 bool Arena::is_done(ArenaTask& task) {
   const std::lock_guard lock(mutex_);
-  const auto is_over = [&] { return task.is_done_ || task.error_; };
-  if (!is_over()) progress_locked();
-  if (!is_over() && help_locked(task)) progress_locked();
-  return is_over();
+  if (!task.is_over()) progress_locked();
+  if (help_locked(task)) progress_locked();
+  return task.is_over();
 }
 
 // Only after very many collectives that somebody has not come to.

@@ -73,7 +73,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
                         int count = 1);
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
-  /// `block` (of `allocate`) until they have read it. `offers`: this rank's part of the collective,
+  /// `block` (of `allocate`) until they have read it. `offer`: this rank's part of the collective,
   /// if another rank may do it, in memory that it can reach. `updates`: how many parts it takes to
   /// bring this rank's shard up to date.
   void show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
@@ -148,6 +148,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   using Lacks = std::function<bool(int rank)>;
 
   void* seen(int rank, uint64_t address) const;
+  template <class F>
+  void call_locked(ArenaTask& task, F&& f);
   void progress_locked();
   void free_what_is_read();
   void wait_for_slot(const ArenaPlace& place);
@@ -207,6 +209,8 @@ class ArenaTask {
 
  private:
   friend class Arena;
+  bool is_over() const { return is_done_ || error_; }
+
   bool is_done_ = false;
   std::exception_ptr error_;
 };
