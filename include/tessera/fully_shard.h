@@ -51,6 +51,8 @@ struct ClipOptions {
   double epsilon = 1e-6;
   /// Names of parameters that are left alone: neither counted nor scaled.
   std::vector<std::string> exclude = {};
+
+  bool operator==(const ClipOptions&) const = default;
 };
 
 /// A model whose parameters are managed by Tessera.

@@ -173,7 +173,8 @@ struct ShardPlan {
 
   Offload offload = Offload::kNone;
 
-  /// For `Offload::kDirectory`: where the files are made; it is created if need be.
+  /// For `Offload::kDirectory`: where the files are made; it is created if need be. Refused with
+  /// others.
   std::string offload_directory;
 };
 

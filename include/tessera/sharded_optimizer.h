@@ -29,7 +29,7 @@ struct ShardedOptimizerOptions {
 
   /// Clip the gradients to this norm at the beginning of each step; 0: do not.
   double max_grad_norm = 0;
-  ClipOptions clip = {};
+  ClipOptions clip = {};  ///< how; refused without `max_grad_norm`
 };
 
 class ShardedOptimizer;
@@ -48,7 +48,8 @@ void give_back_optimizer(ShardedOptimizer& optimizer);                       // 
 class TESSERA_API ShardedOptimizer {
  public:
   /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two
-  /// param groups, and `c10::NotImplementedError` for LBFGS on flat shards.
+  /// param groups, or for options that don't fit, and `c10::NotImplementedError` for LBFGS on flat
+  /// shards.
   ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                    const ShardedOptimizerOptions& options = {});
   ~ShardedOptimizer();

@@ -59,6 +59,8 @@ void check_plan(const ShardPlan& plan) {
                     "[fully_shard] plan.device must be the CPU or a CUDA device of this machine; got ", *plan.device);
   TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
                     "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
+  TORCH_CHECK_VALUE(plan.offload_directory.empty() || plan.offload == Offload::kDirectory,
+                    "[fully_shard] plan.offload_directory needs Offload::kDirectory; got '", plan.offload_directory, "'");
   if (plan.reduce_gradients) return;
   TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
                     "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");

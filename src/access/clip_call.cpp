@@ -14,6 +14,8 @@ void ClipCall::count_all(const ShardedState& state) {
 ClipCall::ClipCall(const ShardedState& state, double max_norm, const ClipOptions& options)
     : max_norm(max_norm), norm_type(options.norm_type), epsilon(options.epsilon) {
   TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ", max_norm);
+  TORCH_CHECK_VALUE(norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ", norm_type);
+  TORCH_CHECK_VALUE(epsilon >= 0, "[clip_grad_norm_] epsilon must not be negative; got ", epsilon);
   count_all(state);
   for (const std::string& name : options.exclude) {
     const auto place = state.find(name);

@@ -42,8 +42,6 @@ double local_norm(const at::Tensor& part, double norm_type) {
 
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
                  const ShardMesh& mesh, double norm_type, const IsCounted& is_counted) {
-  TORCH_CHECK_VALUE(norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ",
-                    norm_type);
   at::NoGradGuard no_grad;
   const bool is_max = std::isinf(norm_type);
   // A NaN must win over any number, as it does in one process; std::max would drop it.

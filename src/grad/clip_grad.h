@@ -13,7 +13,7 @@ using IsCounted = std::function<bool(size_t unit, size_t slot)>;
 
 /// The norm of all reduced gradients together. Collective; they must be settled. Each element
 /// counts once: padding, ties and other ranks' copies do not. `mesh`: the ranks that the
-/// gradients are sharded over.
+/// gradients are sharded over. `norm_type`: positive.
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
                  const ShardMesh& mesh, double norm_type, const IsCounted& is_counted);
 

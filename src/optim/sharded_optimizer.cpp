@@ -196,12 +196,21 @@ static bool has_state_like_parameters(const torch::optim::Optimizer& optimizer,
   return true;
 }
 
+static void check_clipping(const ShardedState& state, const ShardedOptimizerOptions& options) {
+  TORCH_CHECK_VALUE(options.max_grad_norm >= 0, "[ShardedOptimizer] options.max_grad_norm must be positive, or 0 not to "
+                    "clip; got ", options.max_grad_norm);
+  TORCH_CHECK_VALUE(options.max_grad_norm > 0 || options.clip == ClipOptions{},
+                    "[ShardedOptimizer] options.clip needs options.max_grad_norm, which is 0: nothing is clipped");
+  if (options.max_grad_norm > 0) ClipCall(state, options.max_grad_norm, options.clip);
+}
+
 ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                                    const ShardedOptimizerOptions& options)
     : impl_(new Impl{module, &optimizer, options, {}}) {
   ShardedState& state = impl_->state();
   check_on_all_ranks(state.mesh(), [&] {
     check_optimizer(state, optimizer);
+    check_clipping(state, options);
     impl_->reserve_state();
   });
   impl_->segments = adopt_optimizer(state, optimizer);

@@ -92,6 +92,24 @@ TEST(ShardLayer, SL_05_AShardedParameterKeepsNameFlagAndHandles) {
   });
 }
 
+TEST(ShardLayer, SL_05_AShardedParameterKeepsDtypeAndDevice) {
+  run_world(2, [](World&) {
+    const ProcessMesh mesh({0, 1});
+    const auto with = [&](const paddle::ShardTensorOptions& options) {
+      TwoLayers model;
+      shard_layer(model, mesh,
+                  [&](const std::string& name, nn::Module& layer, const DeviceMesh& mesh) {
+                    if (name == "fc1")
+                      paddle::shard_tensor(layer.named_parameters()["weight"], mesh, {}, options);
+                  });
+      EXPECT_TRUE(is_dist(model->fc1->weight));
+    };
+    with({.dtype = torch::kFloat, .place = torch::kCPU});
+    expect_error([&] { with({.dtype = torch::kDouble}); }, {"[shard_tensor]", "keeps its dtype"});
+    expect_error([&] { with({.place = torch::kMeta}); }, {"[shard_tensor]", "and device"});
+  });
+}
+
 TEST(ShardLayer, SL_06_BuffersThatAreAddedLaterAreShardedByTheNextCall) {
   run_world(2, [](World&) {
     const ProcessMesh mesh({0, 1});

@@ -164,6 +164,8 @@ TEST(ShardTensor, SL_27_OfNumbersListsAndTensors) {
     EXPECT_EQ(to_local(list).numel(), world.rank() == 0 ? 2 : 1);
     const at::Tensor typed = shard_tensor(values({4}), mesh, {}, {.dtype = torch::kDouble});
     EXPECT_EQ(typed.scalar_type(), torch::kDouble);
+    const at::Tensor placed = shard_tensor(values({4}), mesh, {Shard{0}}, {.place = torch::kMeta});
+    EXPECT_TRUE(placed.is_meta() && to_local(placed).is_meta());
     // A partial one has the value on the first rank, zeros on the others.
     const at::Tensor partial = shard_tensor(torch::full({2}, 66.0), mesh, {Partial{}});
     EXPECT_TRUE(to_local(partial).equal(torch::full({2}, world.rank() == 0 ? 66.0 : 0.0)));

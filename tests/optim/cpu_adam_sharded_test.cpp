@@ -51,7 +51,7 @@ TEST(ShardedCPUAdam, GivesTheBitsOfOneProcessAtEveryLevelAndPlace) {
                                .partition = partition,
                                .unit_bytes = 6000,
                                .offload = offload,
-                               .offload_directory = directory.path()};
+                               .offload_directory = directory.path_for(offload)};
           // Whether LibTorch's kernels may be used does not matter.
           expect_parity(adam_run(), ranks, plan, describe(ranks, plan),
                         {.fused = offload == Offload::kNone}, ranks == 3 ? 1e-4 : 0);
@@ -102,7 +102,7 @@ TEST(ShardedCPUAdam, OfNarrowParametersKeepsFloatStateWhereItBelongs) {
           const ShardPlan plan{.partition = partition,
                                .unit_bytes = 3000,
                                .offload = offload,
-                               .offload_directory = directory.path()};
+                               .offload_directory = directory.path_for(offload)};
           const std::string what = describe(ranks, plan);
           NarrowJob job(world, plan);
           job.train(0, 3);

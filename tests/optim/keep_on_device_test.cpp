@@ -92,7 +92,7 @@ TEST_P(KeepOnDevice, GivesTheSameBits) {
                                    .partition = partition,
                                    .unit_bytes = 6000,
                                    .offload = offload,
-                                   .offload_directory = directory.path()};
+                                   .offload_directory = directory.path_for(offload)};
               const auto expected = train(world, make_optimizer, plan, When::kNever);
               for (const When when : {When::kAtStart, When::kInParts}) {
                 expect_same_state(
@@ -135,7 +135,7 @@ TEST_P(KeepOnDevice, MemoryMovesFromOffloadedToMastersAndState) {
             Job job(make_adamw, {.partition = partition,
                                  .unit_bytes = 6000,
                                  .offload = offload,
-                                 .offload_directory = directory.path()});
+                                 .offload_directory = directory.path_for(offload)});
             ASSERT_GE(job.units().size(), 4);
             // Three tensors of state (amsgrad), none of which has been made yet.
             const int64_t first = job.bytes_of(*job.units()[0], 3);

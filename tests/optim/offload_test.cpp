@@ -50,7 +50,8 @@ TEST(Offload, GivesTheSameBitsAtEveryLevelPlaceAndPrecision) {
           const auto expected = train(run, ranks, plan);
           for (const auto offload : {Offload::kHost, Offload::kDirectory}) {
             plan.offload = offload;
-            plan.offload_directory = directory.path() / "made" / "when_needed";
+            if (offload == Offload::kDirectory)
+              plan.offload_directory = directory.path() / "made" / "when_needed";
             expect_same_state(
                 train(run, ranks, plan), expected, 0,
                 fmt::format("{} ranks, level {}, offload {}", ranks, int(level), int(offload)));
@@ -74,7 +75,7 @@ TEST(Offload, OfHalfModelsGivesTheSameBits) {
                                          .unit_bytes = 3000,
                                          .precision = {.master_dtype = at::kFloat},
                                          .offload = offload,
-                                         .offload_directory = directory.path()});
+                                         .offload_directory = directory.path_for(offload)});
         ShardedOptimizer optimizer(sharded, inner);
         for (int step = 0; step < 3; ++step) {
           const Batch batch = global_batch(step, kRows, kWidth, kOut);
@@ -174,6 +175,15 @@ TEST(Offload, ADirectoryThatCannotBeUsedIsAnErrorOnAllRanks) {
         [&] { fully_shard(net, {.offload = Offload::kDirectory, .offload_directory = path}); },
         {"offload_directory must be a directory", "file"});
     expect_same_state(plain_state(*net), before, 0, "unchanged");
+  });
+}
+
+TEST(Offload, ADirectoryThatWouldNotBeUsedIsRefused) {
+  const auto net = std::make_shared<Mlp>(8, 1, 3);
+  run_world(1, [&](World&) {
+    expect_error(
+        [&] { fully_shard(net, {.offload = Offload::kHost, .offload_directory = "/some/where"}); },
+        {"offload_directory needs Offload::kDirectory", "/some/where"});
   });
 }
 

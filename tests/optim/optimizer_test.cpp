@@ -230,6 +230,27 @@ TEST(RefusedOptimizers, AParameterInTwoParamGroupsIsNamed) {
   });
 }
 
+TEST(RefusedOptimizers, OptionsOfClippingMustFitAndBeUsed) {
+  run_world(2, [&](World& world) {
+    const auto net = make_mlp();
+    const auto sharded = fully_shard(net);
+    SGD sgd(net->parameters(), SGDOptions(0.1));
+    const auto refuses = [&](const ShardedOptimizerOptions& options,
+                             const std::vector<std::string>& what) {
+      // On one rank only: the other hears of it.
+      const ShardedOptimizerOptions& own = world.rank() == 1 ? options : ShardedOptimizerOptions{};
+      expect_error([&] { ShardedOptimizer(sharded, sgd, own); }, what);
+    };
+    refuses({.max_grad_norm = -1}, {"options.max_grad_norm", "-1"});
+    refuses({.max_grad_norm = NAN}, {"options.max_grad_norm", "nan"});
+    refuses({.clip = {.norm_type = 1}}, {"options.clip needs options.max_grad_norm"});
+    refuses({.max_grad_norm = 1, .clip = {.norm_type = -2}}, {"norm_type", "-2"});
+    refuses({.max_grad_norm = 1, .clip = {.epsilon = -1}}, {"epsilon", "-1"});
+    refuses({.max_grad_norm = 1, .clip = {.exclude = {"fc9.weight"}}}, {"exclude", "fc9.weight"});
+    ShardedOptimizer(sharded, sgd, {.max_grad_norm = 1});  // nothing was changed
+  });
+}
+
 TEST(RefusedOptimizers, ASecondWrapOfModuleOrOptimizerIsRefused) {
   on_ranks([](World&, Sharded<Mlp>& sharded) {
     expect_error([&] { fully_shard(sharded.ptr()); }, {"[fully_shard]", "fc0.weight", "already"});

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <tessera/shard_plan.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +26,10 @@ class ScratchDirectory {
   ScratchDirectory(const ScratchDirectory&) = delete;
   ScratchDirectory& operator=(const ScratchDirectory&) = delete;
   const std::filesystem::path& path() const { return path_; }
+  /// What a plan with this `Offload` has as `offload_directory`.
+  std::string path_for(Offload offload) const {
+    return offload == Offload::kDirectory ? path_.string() : "";
+  }
   std::filesystem::path operator/(const std::filesystem::path& name) const { return path_ / name; }
 
  private:

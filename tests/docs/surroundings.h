@@ -1,0 +1,66 @@
+#pragma once
+
+// What the documents' snippets use without saying where it comes from: a user's model, data and
+// loop. They are compiled and linked, to see that they can be; nothing of this runs.
+#include <fmt/format.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace snippets {
+
+namespace dist = tessera::paddle;
+
+/// Something that exists already.
+template <class T>
+T& some() {
+  std::abort();
+}
+
+struct Net : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) { return x; }
+  template <class Batch>
+  at::Tensor loss(const Batch&) {
+    return {};
+  }
+};
+struct Gpt : Net {
+  explicit Gpt(int64_t width) {}
+};
+struct Mlp : Net {
+  torch::nn::Linear up = nullptr, down = nullptr;
+};
+struct Layers : torch::nn::Module {
+  std::vector<torch::nn::Linear> blocks;
+  torch::nn::Linear head = nullptr;
+};
+
+inline at::Tensor loss_of(const at::Tensor& output) { return output; }
+inline auto make_dataset() { return some<torch::data::datasets::MNIST>(); }
+template <class... Arguments>
+void train(Arguments&&...) {}
+
+inline auto& net = some<std::shared_ptr<Net>>();
+inline auto& model = some<std::shared_ptr<Net>>();
+inline auto& mlp = some<std::shared_ptr<Mlp>>();
+inline auto& blocks = some<std::vector<torch::nn::Linear>>();
+inline auto& sharded = some<tessera::Sharded<Net>>();
+inline auto& adamw = some<torch::optim::AdamW>();
+inline auto& optimizer = some<tessera::ShardedOptimizer>();
+inline auto& encoder = some<tessera::StateDict>();
+inline auto& decoder = some<tessera::StateDict>();
+inline auto& plan = some<tessera::ShardPlan>();
+inline auto& x = some<at::Tensor>();
+inline auto& path = some<std::string>();
+inline auto& options = some<int64_t>();
+inline auto& step = some<int>();
+
+namespace in_shard_layer {
+inline auto& optimizer = some<tessera::DistOptimizer>();
+}
+
+}  // namespace snippets
