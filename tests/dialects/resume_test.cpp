@@ -142,13 +142,12 @@ class ShardLayerJob : public Job {
     optimizer_.step();
     return full_tensor(loss).item<double>();
   }
-  void save(const fs::path& path) override { paddle::save_state_dict(state_dict(), path); }
+  void save(const fs::path& path) override {
+    paddle::save_state_dict(state_dict(optimizer_.state_dict()), path);
+  }
   void load(const fs::path& path) override {
-    auto state = state_dict();
-    EXPECT_EQ(paddle::load_state_dict(state, path), std::vector<std::string>());
-    StateDict of_optimizer;
-    for (const auto& [name, tensor] : state)
-      if (name.starts_with("optimizer.")) of_optimizer[name.substr(10)] = tensor;
+    const StateDict of_optimizer = optimizer_.state_dict();
+    EXPECT_EQ(paddle::load_state_dict(state_dict(of_optimizer), path), std::vector<std::string>());
     optimizer_.load_state_dict(of_optimizer);
   }
   std::vector<NamedTensor> state() override {
@@ -161,11 +160,11 @@ class ShardLayerJob : public Job {
   }
 
  private:
-  StateDict state_dict() {
-    StateDict model;
-    for (const auto& item : net_->named_parameters()) model[item.key()] = item.value().detach();
-    for (const auto& item : net_->named_buffers()) model[item.key()] = item.value();
-    return paddle::flatten_state_dict({{"model", model}, {"optimizer", optimizer_.state_dict()}});
+  StateDict state_dict(const StateDict& of_optimizer) {
+    StateDict of_model;
+    for (const auto& item : net_->named_parameters()) of_model[item.key()] = item.value();
+    for (const auto& item : net_->named_buffers()) of_model[item.key()] = item.value();
+    return paddle::flatten_state_dict({{"model", of_model}, {"optimizer", of_optimizer}});
   }
   static void place(const std::string& name, torch::nn::Module& layer, const DeviceMesh& mesh) {
     auto* linear = layer.as<torch::nn::LinearImpl>();

@@ -55,7 +55,6 @@ inline auto& encoder = some<tessera::StateDict>();
 inline auto& decoder = some<tessera::StateDict>();
 inline auto& plan = some<tessera::ShardPlan>();
 inline auto& x = some<at::Tensor>();
-inline auto& path = some<std::string>();
 inline auto& options = some<int64_t>();
 inline auto& step = some<int>();
 
