@@ -83,7 +83,7 @@ class TESSERA_API ShardedModule {
 
   /// While the returned guard lives, all parameters are and stay unsharded, for example to sample
   /// from a model or to evaluate it often. Collective: all ranks make and drop it at the same
-  /// point.
+  /// point. Its end waits for nobody.
   class TESSERA_API KeepUnsharded {
    public:
     explicit KeepUnsharded(std::shared_ptr<ShardedState> state);

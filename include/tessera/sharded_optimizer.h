@@ -42,7 +42,9 @@ void give_back_optimizer(ShardedOptimizer& optimizer);                       // 
 ///
 /// The optimizer's param groups are changed in place: each parameter is replaced by the 1-D part of
 /// it that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of
-/// the optimizer keep working; `optimizer` must outlive this object. Optimizers must be
+/// the optimizer keep working; `optimizer` must outlive this object. Parameters of the model that
+/// are put into param groups later, say by `inner().add_param_group()` to thaw layers, are taken
+/// over by the next step, checkpoint or full state; all ranks must do it alike. Optimizers must be
 /// elementwise; `LBFGS` is refused. With `Offload` they must be of a class whose state can be read:
 /// Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
 class TESSERA_API ShardedOptimizer {

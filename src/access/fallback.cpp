@@ -39,6 +39,11 @@ bool is_view(const c10::FunctionSchema& schema) {
   });
 }
 
+// `set_data()` asks whether one tensor can take the other's place; no value is read.
+bool reads_no_data(const c10::OperatorHandle& op) {
+  return op.operator_name().name == "aten::_has_compatible_shallow_copy_type";
+}
+
 void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
   Unit* unit = unit_of(tensor);
   if (unit && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
@@ -47,7 +52,7 @@ void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, kUnitKey);
-  if (is_view(schema)) {
+  if (is_view(schema) || (schema.returns().size() == 1 && reads_no_data(op))) {
     op.redispatchBoxed(keys & below, stack);
     return;
   }

@@ -45,6 +45,7 @@ at::Tensor whole_buffer(const at::Tensor& buffer) {
 
 void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
   check_no_join("gathering the whole model");
+  take_in_replaced();
   residency_->free_everything();  // so that all ranks gather the same units
   for (const auto& unit : units_) {
     const bool was_sharded = unit->state() == Unit::State::kSharded;
@@ -74,12 +75,12 @@ std::vector<NamedTensor> ShardedState::full_state() {
 void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
   at::NoGradGuard no_grad;
   check_no_join("load_full_state()");
+  take_in_replaced();
   Values values, rest;
   for (const NamedTensor& item : state) rest[item.name] = item.tensor;
   check_on_all_ranks(mesh(), [&] {
     std::vector<std::string> errors;
     for (const auto& unit : units_) {
-      unit->check_views();
       for (const ParamSlot& slot : unit->layout().slots)
         for (const std::string& name : slot.names)
           take(rest, values, name, slot.global_sizes(), strict, errors);
@@ -105,6 +106,39 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
     for (const NamedTensor& buffer : buffers_) {
       if (values.contains(buffer.name)) buffer.tensor.copy_(values[buffer.name]);
     }
+  });
+}
+
+bool ShardedState::has_replaced() const {
+  for (const auto& unit : units_)
+    for (const ParamSlot& slot : unit->layout().slots)
+      if (unit->replacement(slot).defined()) return true;
+  return false;
+}
+
+void ShardedState::take_in_replaced() {
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
+  std::string names;
+  for (const auto& unit : units_) {
+    for (const ParamSlot& slot : unit->layout().slots) {
+      if (!unit->replacement(slot).defined()) continue;
+      replaced.emplace_back(unit.get(), &slot);
+      names += fmt::format("'{}' ", slot.name());
+    }
+  }
+  const auto all =
+      mesh().all_gather_bytes(names, {"parameters with other data", Channel::kControl});
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    TORCH_CHECK_VALUE(all[rank] == all[0], "[tessera] all ranks must give the same parameters other data (by set_data(), "
+                      "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ", all[0],
+                      "], rank ", rank, " to [ ", all[rank], "]");
+  if (replaced.empty()) return;
+  check_on_all_ranks(mesh(), [&] {
+    for (const auto& [unit, slot] : replaced) unit->check_replacement(*slot);
+  });
+  at::NoGradGuard no_grad;
+  overwrite([&] {
+    for (const auto& [unit, slot] : replaced) unit->take_in(*slot, shared_from_this());
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include "access/named_tensors.h"
 #include "access/sharded_state.h"
+#include "grad/grad_gate.h"
 
 namespace tessera {
 namespace {
@@ -17,11 +18,18 @@ std::vector<NamedTensor> scripted_tensors(const Items& items) {
   return result;
 }
 
+// The unit of a parameter, also of one that was given other data.
+const Unit* owner_of(const at::Tensor& param) {
+  if (const Unit* const unit = unit_of(param)) return unit;
+  const auto gradients = std::dynamic_pointer_cast<UnitGradients>(grad_sink_of(param));
+  return gradients ? &gradients->unit() : nullptr;
+}
+
 }  // namespace
 
 std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module) {
   for (const at::Tensor& param : module.parameters()) {
-    Unit* unit = unit_of(param);
+    const Unit* const unit = owner_of(param);
     auto* state = unit ? dynamic_cast<ShardedState*>(&unit->listener()) : nullptr;
     if (state) return state->shared_from_this();
   }

@@ -23,9 +23,17 @@ namespace tessera {
 // and the error names the unit. (In the first pass, where uses out of the order of registration are
 // usual, only those in between may differ.)
 //
-// Without gradients (evaluation, sampling) there is no backward to end a pass: uses follow the
-// forward part of the order, again and again. What is left of it is done when training goes on. If
-// it came in the middle of a pass, it leaves the units of that pass where they are.
+// A pass ends with its backward. Grad mode alone does not tell what belongs to one: layers look at
+// their weights under no_grad (norms, statistics), and frozen parts run under it. So:
+//
+// - Between passes, uses without gradients follow the forward part of the order. One that lies
+//   behind begins the next evaluation: what is left of this one is done first, as all ranks do it.
+//   The first use with gradients begins a pass. If it lies ahead, what was used so far was the
+//   beginning of that pass, and nothing is gathered again; if not, the evaluation ends here.
+// - In a pass, uses without gradients belong to it, but for those from the first unit of the order
+//   on, where the pass does not expect it: that is an evaluation between forward and backward. It
+//   has a cursor of its own, ends at the next use with gradients, and leaves the units of the pass
+//   where they are.
 namespace {
 
 // Evaluation in grad mode, without a backward, must not grow the record without end.
@@ -50,7 +58,7 @@ Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefe
   for (const Unit* unit : units_) any_frees_ |= unit->frees();
   order_ = registration_order(static_cast<int>(units_.size()));
   training_ = make_cursor(order_.joined());
-  evaluation_ = make_cursor(order_.forward);
+  sweep_ = make_cursor(order_.forward);
 }
 
 std::vector<int64_t> Residency::freed_nbytes() const {
@@ -68,9 +76,12 @@ Residency::Cursor Residency::make_cursor(UseOrder order) const {
 
 void Residency::on_use(const std::vector<Unit*>& units) {
   // Nearly always the unit of the last operator again.
-  if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded) return;
+  if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded &&
+      (last_trained_ || !in_training()))
+    return;
   const MemoryWatch& watch = units_.front()->context().watch;
   watch.before_change();
+  free_released();
   in_use_ = in_order(units);
   for (Unit* unit : std::exchange(postponed_, {})) free(*unit);
   for (Unit* unit : in_use_) use_one(*unit);
@@ -83,7 +94,7 @@ void Residency::on_use(const std::vector<Unit*>& units) {
 // (`addmm` takes the bias first): taking them as they come would jump over the uses between them.
 std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   if (units.size() == 1) return units;
-  const Cursor& cursor = in_training() ? training_ : evaluation_;
+  const Cursor& cursor = sweep_.position >= 0 && !in_training() ? sweep_ : training_;
   const auto from = cursor.order.begin() + std::max(cursor.position, 0);
   auto next_use = [&](const Unit* unit) {
     return std::find(from, cursor.order.end(), unit->index());
@@ -95,16 +106,32 @@ std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
 }
 
 void Residency::use_one(Unit& unit) {
-  const bool training = in_training();
-  if (training) record(unit);
+  const bool trains = in_training();
   last_ = &unit;
+  last_trained_ = trains;
   if (held_ == 0 && any_frees_) {
-    training ? resume_training() : interrupt_training();
-    const bool expected = advance(training ? training_ : evaluation_, unit.index());
-    if (!expected && training) deviated_ = true;
+    Cursor& cursor = cursor_for(unit, trains);
+    if (trains_ && &cursor == &training_) record(unit);
+    const bool expected = advance(cursor, unit.index());
+    if (!trains_) append_use(prelude_, unit.index());
+    if (!expected && trains_ && &cursor == &training_) deviated_ = true;
     if (!expected && unit.frees()) postponed_.push_back(&unit);
+  } else if (trains) {
+    record(unit);
   }
   if (unit.state() == Unit::State::kSharded) unit.unshard();
+}
+
+// The order that this use follows. See [Note: One order of gathers].
+Residency::Cursor& Residency::cursor_for(const Unit& unit, bool trains) {
+  if (trains) {
+    end_sweep();
+    if (!trains_) begin_pass(unit);
+  } else if (trains_ && (sweep_.position >= 0 || begins_sweep(unit))) {
+    begin_sweep();
+    return sweep_;
+  }
+  return training_;
 }
 
 void Residency::record(const Unit& unit) {
@@ -121,16 +148,40 @@ void Residency::record(const Unit& unit) {
   append_use(used_.backward, unit.index());
 }
 
-void Residency::interrupt_training() {
-  if (training_.position < 0 || !pinned_.empty()) return;
+// True if a use without gradients, in a pass, begins an evaluation.
+bool Residency::begins_sweep(const Unit& unit) const {
+  if (order_.forward.empty() || unit.index() != order_.forward.front()) return false;
+  if (training_.position < 0 || training_.order[training_.position] == unit.index()) return false;
+  return find_ahead(training_, unit.index(), forward_end()) < 0;
+}
+
+void Residency::begin_sweep() {
+  if (!pinned_.empty()) return;
   for (const Unit* unit : units_) pinned_.push_back(unit->state() != Unit::State::kSharded);
 }
 
-void Residency::resume_training() {
-  const bool evaluated = evaluation_.position >= 0;
-  finish(evaluation_);
+void Residency::end_sweep() {
+  finish(sweep_);
   pinned_.clear();
-  if (evaluated && training_.position < 0 && resident_bytes_ >= 0) free_all();
+}
+
+// The first use with gradients.
+void Residency::begin_pass(const Unit& unit) {
+  const bool goes_on =
+      training_.position >= 0 && (training_.order[training_.position] == unit.index() ||
+                                  find_ahead(training_, unit.index(), forward_end()) >= 0);
+  if (!goes_on) finish_evaluation();
+  trains_ = true;
+  for (const int used : std::exchange(prelude_, {})) record(*units_[used]);
+}
+
+// Between passes: does what is left of the evaluation, as all ranks do.
+void Residency::finish_evaluation() {
+  prelude_.clear();
+  if (training_.position < 0) return;
+  execute(training_, training_.position + 1, static_cast<int>(forward_end()));
+  training_.position = -1;
+  if (resident_bytes_ >= 0) free_all();
 }
 
 // Does what the plan has after the last use, as all ranks do.
@@ -140,29 +191,35 @@ void Residency::finish(Cursor& cursor) {
   cursor.position = -1;
 }
 
-// How far uses may move the cursor. The order of registration is a guess: a forward that comes back
-// to a unit is not in backward yet.
+// How far uses may move the cursor: without gradients not into backward. The order of registration
+// is a guess: a forward that comes back to a unit is not in backward yet, either.
 ptrdiff_t Residency::reach(const Cursor& cursor) const {
-  const bool guesses = &cursor == &training_ && !learned_ && !in_backward();
-  return std::ssize(guesses ? order_.forward : cursor.order);
+  const bool is_forward = !in_training() || (!learned_ && !in_backward());
+  return is_forward ? forward_end() : std::ssize(cursor.order);
+}
+
+// The position of the next use of `unit` before `end`, or -1.
+ptrdiff_t Residency::find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const {
+  const auto begin = cursor.order.begin();
+  const auto next =
+      std::find(begin + std::min<ptrdiff_t>(cursor.position + 1, end), begin + end, unit);
+  return next == begin + end ? -1 : next - begin;
 }
 
 // Moves to the next use of `unit` in the order, doing what the plan says on the way.
 bool Residency::advance(Cursor& cursor, int unit) {
-  const UseOrder& order = cursor.order;
-  if (cursor.position >= 0 && order[cursor.position] == unit) return true;
-  const auto end = order.begin() + reach(cursor);
-  auto next = std::find(std::min(order.begin() + cursor.position + 1, end), end, unit);
-  if (next == end && &cursor == &evaluation_) {
+  if (cursor.position >= 0 && cursor.order[cursor.position] == unit) return true;
+  ptrdiff_t target = find_ahead(cursor, unit, reach(cursor));
+  const bool evaluates = &cursor == &sweep_ || !trains_;
+  if (target < 0 && evaluates) {
     // The next evaluation begins: end this one, then look again.
-    finish(cursor);
+    &cursor == &sweep_ ? finish(sweep_) : finish_evaluation();
     free_all();
-    next = std::find(order.begin(), end, unit);
+    target = find_ahead(cursor, unit, reach(cursor));
   }
-  if (next == end) return false;
-  const int target = static_cast<int>(next - order.begin());
-  execute(cursor, cursor.position + 1, target + 1);
-  cursor.position = target;
+  if (target < 0) return false;
+  execute(cursor, cursor.position + 1, static_cast<int>(target) + 1);
+  cursor.position = static_cast<int>(target);
   return true;
 }
 
@@ -199,7 +256,9 @@ void Residency::free_all() {
 }
 
 void Residency::restart() {
-  training_.position = evaluation_.position = -1;
+  training_.position = sweep_.position = -1;
+  trains_ = false;
+  prelude_.clear();
   last_ = nullptr;
   postponed_.clear();
   pinned_.clear();
@@ -208,8 +267,9 @@ void Residency::restart() {
 
 void Residency::end_pass() {
   if (held_ > 0 || !any_frees_) return;
-  finish(evaluation_);
-  pinned_.clear();
+  free_released();
+  end_sweep();
+  if (!trains_) finish_evaluation();
   execute(training_, training_.position + 1, static_cast<int>(training_.order.size()));
   restart();
   if (resident_bytes_ >= 0) {
@@ -241,7 +301,7 @@ void Residency::learn(const PassOrder& pass) {
   }
   insert_missing(order_, trainable);
   training_ = make_cursor(order_.joined());
-  evaluation_ = make_cursor(order_.forward);
+  sweep_ = make_cursor(order_.forward);
   learned_ = true;
   deviated_ = false;
 }
@@ -249,13 +309,14 @@ void Residency::learn(const PassOrder& pass) {
 void Residency::set_resident_bytes(int64_t resident_bytes) { next_limit_ = resident_bytes; }
 
 void Residency::on_step(const std::vector<bool>& changed) {
+  released_ = false;
   finish_both();
   free_all();
   restart();
   if (next_limit_ != resident_bytes_) {
     resident_bytes_ = next_limit_;
     training_ = make_cursor(order_.joined());
-    evaluation_ = make_cursor(order_.forward);
+    sweep_ = make_cursor(order_.forward);
   }
   // Units that always exist whole are gathered now, in order of use, while the next forward begins;
   // of the others, the first ones.
@@ -285,13 +346,13 @@ void Residency::on_step(const std::vector<bool>& changed) {
 }
 
 void Residency::finish_both() {
-  finish(evaluation_);
-  pinned_.clear();
-  finish(training_);
+  end_sweep();
+  trains_ ? finish(training_) : finish_evaluation();
 }
 
 void Residency::free_everything() {
   if (held_ > 0) return;
+  released_ = false;
   finish_both();
   free_all();
   restart();
@@ -306,9 +367,21 @@ void Residency::hold_all() {
   for (Unit* unit : units_) unit->wait();
 }
 
-void Residency::release_all() {
-  --held_;
-  free_everything();
+// Called while an exception unwinds the stack, maybe because another rank is gone: a gather that is
+// under way is not waited for.
+void Residency::release_all() noexcept {
+  if (--held_ > 0) return;
+  released_ = true;
+  last_ = nullptr;
+  try {
+    for (Unit* unit : units_)
+      if (unit->frees() && unit->state() == Unit::State::kUnsharded) unit->reshard();
+  } catch (const std::exception&) {  // the next use says it
+  }
+}
+
+void Residency::free_released() {
+  if (released_) free_everything();
 }
 
 }  // namespace tessera

@@ -51,7 +51,8 @@ class Residency {
 
   /// All ranks: gathers everything and leaves it so until the matching call.
   void hold_all();
-  void release_all();
+  /// Waits for nothing and does not throw: what can't be freed at once goes with the next use.
+  void release_all() noexcept;
 
  private:
   // A position in an order of use, and what to do on the way.
@@ -64,13 +65,20 @@ class Residency {
   std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
-  void interrupt_training();
-  void resume_training();
+  bool begins_sweep(const Unit& unit) const;
+  Cursor& cursor_for(const Unit& unit, bool trains);
+  void begin_sweep();
+  void end_sweep();
+  void begin_pass(const Unit& unit);
   void finish(Cursor& cursor);
+  void finish_evaluation();
   void finish_both();
+  ptrdiff_t forward_end() const { return std::ssize(order_.forward); }
   ptrdiff_t reach(const Cursor& cursor) const;
+  ptrdiff_t find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const;
   bool advance(Cursor& cursor, int unit);
   void execute(const Cursor& cursor, int from, int to);
+  void free_released();
   void gather(Unit& unit);
   void free(Unit& unit);
   void free_all();
@@ -85,15 +93,19 @@ class Residency {
   bool learned_ = false;
   bool deviated_ = false;
   int held_ = 0;
+  bool released_ = false;  // the last hold has ended, and not everything is freed yet
+  bool trains_ = false;    // gradients were wanted since the last `restart()`
   PassOrder order_;
-  Cursor training_;
-  Cursor evaluation_;  // the forward part of the order, again and again
+  Cursor training_;   // evaluations between passes follow its forward part, again and again
+  Cursor sweep_;      // the same part, for an evaluation in the middle of a pass
+  UseOrder prelude_;  // uses without gradients since the cursor left its start
   PassOrder used_;
   PassOrder mine_;  // what this rank used in the pass that the order was learned from
   Unit* last_ = nullptr;
+  bool last_trained_ = false;     // gradients were wanted at its use
   std::vector<Unit*> in_use_;     // by the current operator
   std::vector<Unit*> postponed_;  // to be freed when the current operator is over
-  std::vector<bool> pinned_;      // belong to the training pass that an evaluation interrupts
+  std::vector<bool> pinned_;      // belong to the pass that an evaluation interrupts
   std::vector<bool> ahead_;       // gathered before the plan came to it
 };
 

@@ -16,6 +16,7 @@
 #include "access/join_scope.h"
 #include "access/live_memory.h"
 #include "access/memory_budget.h"
+#include "grad/grad_gate.h"
 #include "init/recorder.h"
 #include "memory/trim.h"
 #include "unit/agreement.h"
@@ -62,6 +63,15 @@ UseOrder to_order(const std::string& bytes) {
   return order;
 }
 
+std::optional<ParamPlace> find_in(const Unit& unit, const at::Tensor& tensor) {
+  const auto& slots = unit.layout().slots;
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    for (size_t i = 0; i < slots[slot].handles.size(); ++i)
+      if (slots[slot].tensor(i).is_same(tensor))
+        return ParamPlace{static_cast<size_t>(unit.index()), slot};
+  return std::nullopt;
+}
+
 UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
   std::vector<UseOrder> orders;
   for (const std::string& bytes :
@@ -87,6 +97,9 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   check_on_all_ranks(mesh, [&] {
     check_plan(plan);
     ignored = take_ignored(parameters, plan);
+    for (const NamedTensor& parameter : parameters)
+      TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '", parameter.name,
+                        "' is sharded already: a module can be wrapped only once");
     TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
                 "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
@@ -149,11 +162,9 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
                 if (join_scope_)
                   join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
               },
-          .wants_attention =
-              [this] {
-                return residency_->wants_to_learn() || (budget_ && budget_->wants_attention());
-              },
-          .backward_ended = [this](bool synced, bool learn) { on_backward_end(synced, learn); }});
+          .wants_attention = [this] { return wanted_attention(); },
+          .backward_ended = [this](bool synced,
+                                   Attention most) { on_backward_end(synced, most); }});
 }
 
 ShardedState::~ShardedState() = default;
@@ -212,11 +223,32 @@ void ShardedState::wait_until_unread(const WorkPtr& stopped) {
   if (stopped) stopped->wait();
 }
 
+void ShardedState::thaw_trained() {
+  for (const auto& unit : units_) {
+    const UnitLayout& layout = unit->layout();
+    if (layout.thawed_dtype == layout.master_dtype) continue;
+    const bool is_trained =
+        std::any_of(layout.slots.begin(), layout.slots.end(), [](const ParamSlot& slot) {
+          const at::Tensor tensor = slot.tensor();
+          return tensor.defined() && tensor.requires_grad();
+        });
+    if (is_trained) unit->thaw();
+  }
+}
+
 void ShardedState::finish_updates() const {
   for (const auto& unit : units_) unit->finish_update();
 }
 
-void ShardedState::on_backward_end(bool synced, bool learn) {
+Attention ShardedState::wanted_attention() const {
+  if (has_replaced()) return Attention::kTakeIn;
+  const bool learns = residency_->wants_to_learn() || (budget_ && budget_->wants_attention());
+  return learns ? Attention::kLearn : Attention::kNone;
+}
+
+void ShardedState::on_backward_end(bool synced, Attention attention) {
+  const bool learn = attention != Attention::kNone;
+  if (synced && attention == Attention::kTakeIn) take_in_replaced();
   if (synced && learn) learn_order();
   if (budget_) budget_->end_pass(synced && learn);
   // Only a pass that ends in a reduction is learned from: of several, the record would be all
@@ -296,16 +328,11 @@ std::optional<ParamPlace> ShardedState::find(const std::string& name) const {
 }
 
 std::optional<ParamPlace> ShardedState::find(const at::Tensor& tensor) const {
-  const Unit* unit = unit_of(tensor);
-  if (!unit || &unit->listener() != this) return std::nullopt;
-  const auto& slots = unit->layout().slots;
-  for (size_t slot = 0; slot < slots.size(); ++slot) {
-    for (size_t i = 0; i < slots[slot].handles.size(); ++i) {
-      if (slots[slot].tensor(i).is_same(tensor)) {
-        return ParamPlace{static_cast<size_t>(unit->index()), slot};
-      }
-    }
-  }
+  if (const Unit* unit = unit_of(tensor))
+    return &unit->listener() == this ? find_in(*unit, tensor) : std::nullopt;
+  // It may have been given other data.
+  for (const auto& unit : units_)
+    if (const auto place = find_in(*unit, tensor)) return place;
   return std::nullopt;
 }
 

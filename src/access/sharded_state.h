@@ -64,9 +64,16 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void wait_until_unread(const WorkPtr& stopped);
   /// Waits until the last step of the optimizer is over, on all ranks' shards.
   void finish_updates() const;
+  /// Gives units that were frozen and are trained now their master copies.
+  void thaw_trained();
   /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old
   /// ones.
   void overwrite(const std::function<void()>& write);
+  /// True if this rank's user has given a parameter other data: see [Note: Replaced data].
+  bool has_replaced() const;
+  /// Takes such data in. Collective. Throws on every rank, and changes nothing, if it does not fit,
+  /// or ranks have given it to different parameters.
+  void take_in_replaced();
   /// Gathers the units one after another, and calls `visit` with each while it is whole. Never is
   /// more than one whole that is freed between uses. Collective, and so `visit` must not throw
   /// unless it does on all ranks.
@@ -105,7 +112,8 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
                std::vector<UnitLayout> layouts);
   void adopt();
   void convert_buffers();
-  void on_backward_end(bool synced, bool learn);
+  Attention wanted_attention() const;
+  void on_backward_end(bool synced, Attention attention);
   void learn_order();
 
   ShardPlan plan_;

@@ -271,6 +271,8 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModul
                                  ShardedOptimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
+  state.take_in_replaced();
+  state.thaw_trained();
   const Ranks ranks = Ranks::of(state.mesh());
   std::optional<Loader> loader;
   ranks.check(

@@ -9,6 +9,7 @@
 
 #include "checkpoint/dist_part.h"
 #include "checkpoint/model_view.h"
+#include "grad/grad_gate.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
@@ -22,7 +23,7 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
     TORCH_CHECK_VALUE(!item.value().is_meta(), "[checkpoint] parameter '", item.key(),
                       "' has no data (device meta): give it memory before it is loaded");
-    TORCH_CHECK_VALUE(unit_of(item.value()) == nullptr, "[checkpoint] parameter '", item.key(),
+    TORCH_CHECK_VALUE(unit_of(item.value()) == nullptr && !has_grad_gate(item.value()), "[checkpoint] parameter '", item.key(),
                       "' is sharded; expected a plain module, or what fully_shard() returned");
     params.push_back({item.key(), item.value()});
   }

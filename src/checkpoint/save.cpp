@@ -189,6 +189,8 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
 SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
                const SaveOptions& options) {
   ShardedState& state = *module.state();
+  state.take_in_replaced();
+  state.thaw_trained();
   SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state()};
   job.keep_last = options.keep_last;
   job.buffers = ordinary(state.buffers());

@@ -51,6 +51,7 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
   state.check_replicated("checkpoint");
   state.finish_updates();
+  if (optimizer) segments_of(*optimizer);  // adopts what is new, before values are looked at
   ModelView view;
   std::vector<size_t> first_param;  // of each unit
   for (const auto& unit : state.units()) {

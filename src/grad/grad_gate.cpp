@@ -59,9 +59,11 @@ void remove_grad_gate(const at::Tensor& tensor) {
   replace_meta(tensor, std::make_unique<torch::autograd::AutogradMeta>());
 }
 
-bool has_grad_gate(const at::Tensor& tensor) {
+std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor) {
   const auto* gate = dynamic_cast<const GradGate*>(tensor.unsafeGetTensorImpl()->autograd_meta());
-  return gate && !gate->sink.expired();
+  return gate ? gate->sink.lock() : nullptr;
 }
+
+bool has_grad_gate(const at::Tensor& tensor) { return grad_sink_of(tensor) != nullptr; }
 
 }  // namespace tessera

@@ -34,6 +34,9 @@ void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, s
 /// Undoes `install_grad_gate()`: `.grad` is the tensor's own again, and undefined.
 void remove_grad_gate(const at::Tensor& tensor);
 
+/// Whom the gate of `tensor` tells; null without one, or if that is gone.
+std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor);
+
 /// True for a parameter of a sharded model, and for what its optimizer has in place of one.
 bool has_grad_gate(const at::Tensor& tensor);
 

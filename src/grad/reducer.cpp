@@ -261,8 +261,8 @@ void Reducer::limit_in_flight() {
   }
 }
 
-// Makes `used_` the same on all ranks; returns whether any rank wants attention.
-bool Reducer::agree_on_use() {
+// Makes `used_` the same on all ranks; returns the most that any rank wants.
+Attention Reducer::agree_on_use() {
   std::vector<uint8_t> bits;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
@@ -270,7 +270,7 @@ bool Reducer::agree_on_use() {
       bits.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
     }
   }
-  bits.push_back(callbacks_.wants_attention());
+  bits.push_back(static_cast<uint8_t>(callbacks_.wants_attention()));
   const std::vector<uint8_t> own = bits;
   if (mesh_.size() > 1) {
     const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
@@ -289,7 +289,7 @@ bool Reducer::agree_on_use() {
       late_[unit] = late_[unit] || bit == kLate;
     }
   }
-  return bits.back() != 0;
+  return static_cast<Attention>(bits.back());
 }
 
 void Reducer::end_backward() {
@@ -298,7 +298,7 @@ void Reducer::end_backward() {
   callbacks_.backward_ends();
   if (no_sync_ > 0) {
     accumulating_ = true;
-    callbacks_.backward_ended(false, false);
+    callbacks_.backward_ended(false, Attention::kNone);
   } else {
     callbacks_.backward_ended(true, reduce_arrived());
   }
@@ -319,11 +319,10 @@ void Reducer::join_backward(bool has_earlier) {
   callbacks_.backward_ended(true, reduce_arrived());
 }
 
-// All ranks: starts the reductions that this one still owes. Returns whether any rank wants
-// attention.
-bool Reducer::reduce_arrived() {
+// All ranks: starts the reductions that this one still owes. Returns the most that any rank wants.
+Attention Reducer::reduce_arrived() {
   callbacks_.reductions_end(any_live());
-  const bool attention = agree_on_use();
+  const Attention attention = agree_on_use();
   for (; next_ < buckets_.size(); ++next_) {
     std::vector<size_t> used;
     for (const size_t unit : buckets_[next_].units) {

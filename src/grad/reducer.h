@@ -13,6 +13,14 @@
 
 namespace tessera {
 
+/// What a rank wants the ranks to do together at the end of a backward. All do the most that any
+/// wants.
+enum class Attention : uint8_t {
+  kNone,
+  kLearn,   ///< learn the order of use, or choose what memory is for
+  kTakeIn,  ///< take in parameters that were given other data, and learn
+};
+
 struct ReducerOptions {
   double scale = 1;          ///< sums over ranks are multiplied by this
   double predivide = 1;      ///< and local gradients are divided by this before
@@ -34,8 +42,8 @@ class Reducer {
     std::function<void()> settles;
     /// Before ranks agree on what was used. `has_earlier`: earlier backwards have left gradients.
     std::function<void(bool has_earlier)> reductions_end;
-    std::function<bool()> wants_attention;                      ///< this rank's vote
-    std::function<void(bool synced, bool any)> backward_ended;  ///< `any`: some rank voted
+    std::function<Attention()> wants_attention;  ///< this rank's vote
+    std::function<void(bool synced, Attention most)> backward_ended;
   };
 
   Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
@@ -78,7 +86,7 @@ class Reducer {
  private:
   void begin_backward();
   void end_backward();
-  bool reduce_arrived();
+  Attention reduce_arrived();
   bool any_live() const;
   void settle_earlier();
   void abandon_backward();
@@ -88,7 +96,7 @@ class Reducer {
   void replicate_reduced();
   void replicate_all();
   void limit_in_flight();
-  bool agree_on_use();
+  Attention agree_on_use();
 
   std::vector<Unit*> units_;
   ShardMesh mesh_;

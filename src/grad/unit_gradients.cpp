@@ -176,6 +176,7 @@ void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
   unit_.finish_update();
+  unit_.thaw();
   unit_.context().watch.before_change();
   const bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();

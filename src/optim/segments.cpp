@@ -73,21 +73,35 @@ at::Tensor make_placeholder(const ShardedState& state, const ParamPlace& place) 
   return empty;
 }
 
+// This rank's part of a parameter, as a view of what its unit updates.
+at::Tensor part_of(const Unit& unit, const ParamSlot& slot, const Segment& segment) {
+  const bool is_whole = segment.end - segment.begin == slot.numel;
+  const at::Tensor& own = unit.updated();
+  const int64_t offset = segment.begin - unit.updated_begin() + own.storage_offset();
+  return unit.layout().partition == Partition::kWholeParam && is_whole
+             ? at::as_strided(own, slot.sizes, slot.strides, offset)
+             : at::as_strided(own, {segment.end - segment.begin}, {1}, offset);
+}
+
 Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t param_group) {
   Unit& unit = *state.units()[place.unit];
   const ParamSlot& slot = state.slot(place);
   Segment segment{.place = place, .param_group = param_group};
   std::tie(segment.begin, segment.end) = unit.updated_range(slot);
-  if (segment.begin == segment.end) return segment;
-  const bool is_whole = segment.end - segment.begin == slot.numel;
-  const int64_t offset = segment.begin - unit.updated_begin() + unit.updated().storage_offset();
-  segment.tensor = unit.layout().partition == Partition::kWholeParam && is_whole
-                       ? at::as_strided(unit.updated(), slot.sizes, slot.strides, offset)
-                       : at::as_strided(unit.updated(), {segment.end - segment.begin}, {1}, offset);
-  segment.tensor = unit.guard(segment.tensor);
+  if (segment.begin == segment.end) {
+    segment.held = make_placeholder(state, place);
+    return segment;
+  }
+  segment.held = segment.tensor = unit.guard(part_of(unit, slot, segment));
   install_grad_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
                     foreign_step_error(slot));
   return segment;
+}
+
+const Segment* find_held(const std::vector<Segment>& segments, const at::Tensor& param) {
+  const auto it = std::find_if(segments.begin(), segments.end(),
+                               [&](const Segment& segment) { return segment.held.is_same(param); });
+  return it == segments.end() ? nullptr : &*it;
 }
 
 }  // namespace
@@ -98,7 +112,22 @@ at::Tensor reduced_gradient(ShardedState& state, const Segment& segment) {
   return unit.reduced(segment.begin, segment.end);
 }
 
-void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer) {
+bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segment>& segments) {
+  size_t next = 0;
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (const at::Tensor& param : groups[group].params()) {
+      if (next == segments.size() || !segments[next].held.is_same(param) ||
+          segments[next].param_group != group)
+        return false;
+      ++next;
+    }
+  }
+  return next == segments.size();
+}
+
+void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
+                     const std::vector<Segment>& adopted) {
   TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
                               "[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step "
                               "needs products over all parameters, which shards don't give");
@@ -107,7 +136,8 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
   for (size_t group = 0; group < groups.size(); ++group) {
     const auto& params = groups[group].params();
     for (size_t i = 0; i < params.size(); ++i) {
-      const auto place = state.find(params[i]);
+      const Segment* const known = find_held(adopted, params[i]);
+      const auto place = known ? known->place : state.find(params[i]);
       TORCH_CHECK_VALUE(place, "[ShardedOptimizer] the optimizer's parameters must be the model's; ",
                         describe_unknown(state, params[i], group, i));
       const auto [it, is_new] = group_of_place.emplace(std::pair(place->unit, place->slot), group);
@@ -139,8 +169,8 @@ void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& opt
   }
 }
 
-std::vector<Segment> adopt_optimizer(const ShardedState& state,
-                                     torch::optim::Optimizer& optimizer) {
+std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                                     const std::vector<Segment>& adopted) {
   at::NoGradGuard no_grad;
   std::vector<Segment> segments;
   std::set<std::pair<size_t, size_t>> seen;  // tied parameters may be listed more than once
@@ -148,17 +178,40 @@ std::vector<Segment> adopt_optimizer(const ShardedState& state,
   for (size_t group = 0; group < groups.size(); ++group) {
     std::vector<at::Tensor> replaced;
     for (const at::Tensor& param : groups[group].params()) {
-      const ParamPlace place = *state.find(param);
+      const Segment* const known = find_held(adopted, param);
+      const ParamPlace place = known ? known->place : *state.find(param);
       if (!seen.emplace(place.unit, place.slot).second) continue;
-      Segment segment = make_segment(state, place, group);
-      const bool is_mine = segment.tensor.defined();
-      move_state(optimizer, param, state.slot(place), is_mine ? &segment : nullptr);
-      replaced.push_back(is_mine ? segment.tensor : make_placeholder(state, place));
+      Segment segment = known ? *known : make_segment(state, place, group);
+      segment.param_group = group;
+      if (!known)
+        move_state(optimizer, param, state.slot(place),
+                   segment.tensor.defined() ? &segment : nullptr);
+      replaced.push_back(segment.held);
       segments.push_back(std::move(segment));
     }
     groups[group].params() = std::move(replaced);
   }
   return segments;
+}
+
+void follow_thawed(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                   const std::vector<Segment>& segments) {
+  at::NoGradGuard no_grad;
+  for (const Segment& segment : segments) {
+    const Unit& unit = *state.units()[segment.place.unit];
+    if (segment.held.scalar_type() == unit.updated().scalar_type()) continue;
+    if (!segment.tensor.defined()) {
+      segment.held.set_data(at::as_strided(unit.updated(), {0}, {1}, 0));
+      continue;
+    }
+    segment.tensor.set_data(part_of(unit, state.slot(segment.place), segment));
+    if (!knows_state(optimizer)) continue;
+    ParamState kept = read_param_state(optimizer, segment.tensor);
+    if (kept.tensors.empty()) continue;
+    const auto dtype = state_dtype(optimizer, segment.tensor.scalar_type());
+    for (auto& [name, tensor] : kept.tensors) tensor = tensor.to(dtype);
+    write_param_state(optimizer, segment.tensor, kept);
+  }
 }
 
 }  // namespace tessera

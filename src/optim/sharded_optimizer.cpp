@@ -26,7 +26,8 @@ struct ShardedOptimizer::Impl {
   ShardedModule module;
   torch::optim::Optimizer* optimizer;
   ShardedOptimizerOptions options;
-  std::vector<Segment> segments;
+  bool fuses = options.fused;
+  std::vector<Segment> segments = {};
   int64_t steps = 0;
 
   ShardedState& state() { return *module.state(); }
@@ -34,6 +35,8 @@ struct ShardedOptimizer::Impl {
   // A class derived from it may step as it likes.
   bool steps_rounding() const { return typeid(*optimizer) == typeid(CPUAdam); }
   void reserve_state();
+  void adopt();
+  void follow();
   void tell(MemoryEvent event);
   void offload_state(const Segment& segment);
   void offload_state();
@@ -52,9 +55,10 @@ void ShardedOptimizer::Impl::reserve_state() {
   std::vector<int64_t> nbytes;
   for (auto& param_group : optimizer->param_groups()) {
     for (const at::Tensor& param : param_group.params()) {
-      const ParamPlace place = *state().find(param);
-      const Unit& unit = *state().units()[place.unit];
-      const auto [begin, end] = unit.updated_range(state().slot(place));
+      const auto place = state().find(param);
+      if (!place) continue;  // adopted before
+      const Unit& unit = *state().units()[place->unit];
+      const auto [begin, end] = unit.updated_range(state().slot(*place));
       const at::ScalarType dtype = state_dtype(*optimizer, unit.layout().master_dtype);
       const auto item = static_cast<int64_t>(c10::elementSize(dtype));
       nbytes.insert(nbytes.end(), state_names(*optimizer, param_group).size(),
@@ -131,7 +135,7 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live, bool d
     defer_step(state(), *optimizer, live);
   } else if (steps_rounding()) {
     step_cpu_adam(static_cast<CPUAdam&>(*optimizer), rounded_params(live));
-  } else if (!options.fused || !fused_step(*optimizer)) {
+  } else if (!fuses || !fused_step(*optimizer)) {
     optimizer->step();
   }
   for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
@@ -156,8 +160,8 @@ std::vector<std::vector<const Segment*>> ShardedOptimizer::Impl::live_segments(
 
 // Gradients that are the user's own may be overwritten after the step. Ranks need not agree.
 bool ShardedOptimizer::Impl::can_defer(const std::vector<std::vector<const Segment*>>& live) {
-  return options.defer && options.fused && !state().context().offload &&
-         state().reducer().reduces() && can_defer_step(state(), *optimizer, live[0]);
+  return options.defer && fuses && !state().context().offload && state().reducer().reduces() &&
+         can_defer_step(state(), *optimizer, live[0]);
 }
 
 // Returns which units have changed, on this rank or another.
@@ -196,6 +200,25 @@ static bool has_state_like_parameters(const torch::optim::Optimizer& optimizer,
   return true;
 }
 
+// Takes over what the param groups have.
+void ShardedOptimizer::Impl::adopt() {
+  segments = adopt_optimizer(state(), *optimizer, segments);
+  fuses = options.fused && has_state_like_parameters(*optimizer, segments);
+  offload_state();
+}
+
+// Takes over parameters that the user has put into the param groups since, and the master copies of
+// those that are trained and were frozen.
+void ShardedOptimizer::Impl::follow() {
+  state().finish_updates();
+  state().thaw_trained();
+  follow_thawed(state(), *optimizer, segments);
+  if (has_only(*optimizer, segments)) return;
+  check_optimizer(state(), *optimizer, segments);
+  reserve_state();
+  adopt();
+}
+
 static void check_clipping(const ShardedState& state, const ShardedOptimizerOptions& options) {
   TORCH_CHECK_VALUE(options.max_grad_norm >= 0, "[ShardedOptimizer] options.max_grad_norm must be positive, or 0 not to "
                     "clip; got ", options.max_grad_norm);
@@ -206,16 +229,15 @@ static void check_clipping(const ShardedState& state, const ShardedOptimizerOpti
 
 ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                                    const ShardedOptimizerOptions& options)
-    : impl_(new Impl{module, &optimizer, options, {}}) {
+    : impl_(new Impl{module, &optimizer, options}) {
   ShardedState& state = impl_->state();
+  state.thaw_trained();
   check_on_all_ranks(state.mesh(), [&] {
     check_optimizer(state, optimizer);
     check_clipping(state, options);
     impl_->reserve_state();
   });
-  impl_->segments = adopt_optimizer(state, optimizer);
-  impl_->options.fused = options.fused && has_state_like_parameters(optimizer, impl_->segments);
-  impl_->offload_state();
+  impl_->adopt();
   state.context().watch.add_optimizer(impl_.get(),
                                       [&optimizer] { return state_nbytes(optimizer); });
 }
@@ -228,7 +250,7 @@ void ShardedOptimizer::step() {
   at::NoGradGuard no_grad;
   ShardedState& state = impl_->state();
   announce_step(state, *impl_->optimizer);
-  state.finish_updates();
+  impl_->follow();
   const WorkPtr stopped = state.stop_reading();
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
@@ -272,6 +294,7 @@ int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
   TORCH_CHECK(state.context().offload,
               "[keep_on_device] the plan must offload master weights and state; expected Offload::kHost or "
               "Offload::kDirectory, got Offload::kNone");
+  impl_->follow();
   return bring_units_back(state, *impl_->optimizer, impl_->segments, nbytes);
 }
 
@@ -298,13 +321,13 @@ void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state
 
 void give_back_optimizer(ShardedOptimizer& optimizer) {
   auto& impl = *optimizer.impl_;
-  impl.state().finish_updates();
+  impl.follow();
   give_back_optimizer(impl.state(), *impl.optimizer, impl.segments);
   impl.segments.clear();
 }
 
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer) {
-  optimizer.impl_->state().finish_updates();
+  optimizer.impl_->follow();
   return optimizer.impl_->segments;
 }
 

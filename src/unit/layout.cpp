@@ -47,18 +47,20 @@ int64_t nbytes_of(const ParamSlot& slot) {
   return slot.numel * static_cast<int64_t>(c10::elementSize(slot.dtype));
 }
 
-// What a parameter is used in and what the optimizer updates. The values that it was made with are
-// kept even if it is frozen, so that none are lost.
+// The dtypes that a parameter is used in and that the optimizer updates. The values that it was
+// made with are kept even if it is frozen, so that none are lost; wider ones come when it is
+// trained.
 void choose_dtypes(ParamSlot& param, const Precision& precision) {
-  param.master_dtype = param.dtype;
+  param.master_dtype = param.thawed_dtype = param.dtype;
   if (!c10::isFloatingType(param.dtype)) return;
-  const auto size_of = [](at::ScalarType dtype) { return c10::elementSize(dtype); };
-  if (precision.master_dtype && param.requires_grad &&
-      size_of(*precision.master_dtype) > size_of(param.dtype)) {
-    param.master_dtype = *precision.master_dtype;
-  }
-  if (precision.param_dtype) param.dtype = *precision.param_dtype;
-  if (size_of(param.dtype) > size_of(param.master_dtype)) param.master_dtype = param.dtype;
+  const auto wider = [](at::ScalarType a, at::ScalarType b) {
+    return c10::elementSize(b) > c10::elementSize(a) ? b : a;
+  };
+  const at::ScalarType used = precision.param_dtype.value_or(param.dtype);
+  const at::ScalarType own = wider(param.dtype, used);
+  param.thawed_dtype = wider(own, precision.master_dtype.value_or(own));
+  param.master_dtype = param.requires_grad ? param.thawed_dtype : own;
+  param.dtype = used;
 }
 
 // Each parameter's owner: the plan's, or else the rank with the fewest trainable elements so far,
@@ -245,6 +247,7 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
                   .partition = plan.partition,
                   .dtype = param.dtype,
                   .master_dtype = param.master_dtype,
+                  .thawed_dtype = param.thawed_dtype,
                   .reduce_dtype = param.dtype,
                   .gather_dtype = param.dtype,
                   .device = param.device,

@@ -35,6 +35,7 @@ struct ParamSlot {
   std::vector<int64_t> strides;
   at::ScalarType dtype = at::kFloat;         ///< in use, and gathered
   at::ScalarType master_dtype = at::kFloat;  ///< of the values that the optimizer updates
+  at::ScalarType thawed_dtype = at::kFloat;  ///< the same, once it is trained
   at::Device device = at::kCPU;
   bool requires_grad = true;
   bool is_replicated = true;  ///< false: each rank has its own
@@ -66,6 +67,8 @@ struct UnitLayout {
   Partition partition = Partition::kFlatEven;
   at::ScalarType dtype = at::kFloat;         ///< of the parameters
   at::ScalarType master_dtype = at::kFloat;  ///< of what the optimizer updates, and its gradients
+  at::ScalarType thawed_dtype =
+      at::kFloat;  ///< what that becomes when frozen parameters are trained
   at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients that are sent
   at::ScalarType gather_dtype = at::kFloat;  ///< to which parameters are rounded when updated
   at::Device device = at::kCPU;

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/where.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <fmt/format.h>
 
@@ -87,7 +88,7 @@ void Unit::count_unsharded(bool is_there) {
 void Unit::show_full() {
   auto storage = storage_.lock();
   if (!storage) return;  // all parameters of the unit are gone
-  if (state_ == State::kUnsharded)
+  if (state_ == State::kUnsharded || context_.mesh.shard().size() == 1)
     return storage->show(shared_ ? flat_view(shared_->read_only) : full_, "");
   storage->show(at::Tensor(),
                 fmt::format("[tessera] the parameters of unit '{}' are sharded over {} ranks and "
@@ -135,14 +136,18 @@ void Unit::move_to_shared_memory() {
 }
 
 void Unit::install_views(const std::shared_ptr<void>& keep_alive) {
-  auto storage =
-      c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
-  storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
-  for (const ParamSlot& slot : layout_.slots) {
-    point_to(slot, [&] {
-      return make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset);
-    });
+  for (const ParamSlot& slot : layout_.slots) install_view(slot, keep_alive);
+}
+
+void Unit::install_view(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive) {
+  auto storage = storage_.lock();
+  if (!storage) {
+    storage = c10::make_intrusive<UnitStorage>(*this, keep_alive, layout_.nbytes(), layout_.device);
+    storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
   }
+  point_to(slot, [&] {
+    return make_unit_view(storage, slot.dtype, slot.sizes, slot.strides, slot.offset);
+  });
 }
 
 // Makes the parameter's tensors views that `make_view` gives.
@@ -203,6 +208,23 @@ void Unit::keep_part_of(const at::Tensor& values) {
   } else if (!master_.defined() || !(is_offloaded_ || context_.master_only)) {
     shard_ = shard_of(full_).clone();
   }
+}
+
+void Unit::thaw() {
+  if (layout_.thawed_dtype == layout_.master_dtype) return;
+  at::NoGradGuard no_grad;
+  wait_until_unread();
+  const at::Tensor& own = updated();
+  const auto numel = own.numel();
+  if (is_offloaded_)
+    context_.offload->reserve({numel * int64_t(c10::elementSize(layout_.thawed_dtype))});
+  const at::Tensor master = is_offloaded_
+                                ? context_.offload->empty(numel, layout_.thawed_dtype)
+                                : at::empty({numel}, options().dtype(layout_.thawed_dtype));
+  master.copy_(own);
+  master_ = master;
+  layout_.master_dtype = layout_.thawed_dtype;
+  for (ParamSlot& slot : layout_.slots) slot.master_dtype = layout_.thawed_dtype;
 }
 
 void Unit::bring_back() {
@@ -313,12 +335,17 @@ void Unit::reshard() {
 
 void Unit::begin_write() {
   const auto storage = storage_.lock();
-  if (!shared_ || !storage) return;
-  written_ = full_.clone();
-  storage->show(written_, "");
+  if (!storage) return;
+  if (shared_) {
+    written_ = full_.clone();
+    storage->show(written_, "");
+  } else if (layout_.has_master()) {
+    before_write_ = updated_of(full_).clone();
+  }
 }
 
 void Unit::cancel_write() {
+  before_write_.reset();
   if (!written_.defined()) return;
   written_.reset();
   show_full();
@@ -330,14 +357,27 @@ void Unit::write_back() {
   if (shared_) {
     // The others have read the old values when they have come as far as this.
     context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
-    updated_of(full_).copy_(updated_of(written_));
+    keep_written(updated_of(full_), updated_of(written_));
+    updated_of(full_).copy_(rounded(updated_of(written_)));
     written_.reset();
-  } else if (frees_) {
-    wait_until_unread();
-    if (shard_.defined()) shard_.copy_(shard_of(full_));
+  } else {
+    if (frees_) wait_until_unread();
+    if (frees_ && shard_.defined()) shard_.copy_(shard_of(full_));
+    keep_written(std::exchange(before_write_, at::Tensor()), updated_of(full_));
   }
-  if (master_.defined()) master_.copy_(updated_of(full_));
   reshard();
+}
+
+// Brings what was written into the master copy: where the value that is seen has changed, and
+// nowhere else, as the master copy has bits that are not seen.
+void Unit::keep_written(const at::Tensor& before, const at::Tensor& after) {
+  if (!master_.defined()) return;
+  if (!layout_.has_master()) {
+    master_.copy_(after);
+    return;
+  }
+  const at::Tensor is_new = after.ne(before).to(master_.device());
+  master_.copy_(at::where(is_new, after.to(master_.options()), master_));
 }
 
 void Unit::defer(PendingUpdates pending) {
@@ -395,17 +435,6 @@ void Unit::wait_until_unread() {
   finish_update();
   for (const WorkPtr& work : unread_) work->wait_inputs();
   unread_.clear();
-}
-
-void Unit::check_views() const {
-  const auto storage = storage_.lock();
-  for (const ParamSlot& slot : layout_.slots) {
-    const at::Tensor tensor = slot.local();
-    TORCH_CHECK(!tensor.defined() || tensor.storage().unsafeGetStorageImpl() == storage.get(),
-                "[tessera] parameter '", slot.name(), "' no longer belongs to ", label_,
-                ": was it given other data by set_data() or Module::to() after it was sharded? Convert "
-                "the model before sharding it");
-  }
 }
 
 const at::Tensor& Unit::updated() const {

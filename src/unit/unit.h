@@ -77,6 +77,11 @@ class Unit {
   /// and makes them views of this unit. Collective if `broadcast`.
   void adopt(const std::shared_ptr<void>& keep_alive, bool broadcast);
 
+  /// Gives a unit that was frozen when it was laid out the master copy that the plan has for
+  /// parameters that are trained; does nothing for others. Not collective. Views of the old
+  /// `updated()` have no say any more.
+  void thaw();
+
   /// Undoes `adopt()`: the parameters are ordinary tensors with memory of their own again. The unit
   /// is of no use then. Collective. What has a master copy gets the values of that on its owner.
   void give_back();
@@ -91,8 +96,8 @@ class Unit {
   /// Before an operator writes to parameters, which must be unsharded: the other ranks must not see
   /// it, as each of them does the same.
   void begin_write();
-  /// After it: copies this rank's part into the shard and the master copy, and marks the rest as
-  /// out of date. All ranks, where memory is shared.
+  /// After it: copies this rank's part into the shard and, where values have changed, into the
+  /// master copy, and marks the rest as out of date. All ranks, where memory is shared.
   void write_back();
   /// After it has thrown.
   void cancel_write();
@@ -118,8 +123,15 @@ class Unit {
   /// those that share its memory.
   void wait_until_unread();
 
-  /// Throws if a parameter was taken out of the unit (`set_data`, `Module::to`).
+  /// Throws if a parameter was given other data. See [Note: Replaced data] in replaced_data.cpp.
   void check_views() const;
+  /// A parameter's tensor that was given other data; undefined if there is none.
+  at::Tensor replacement(const ParamSlot& slot) const;
+  /// Throws `c10::ValueError` if such data can't be the parameter's.
+  void check_replacement(const ParamSlot& slot) const;
+  /// Takes this rank's part of it into what is updated, which must not be in use, and makes the
+  /// parameter a view of this unit again.
+  void take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
 
   State state() const { return state_; }
   /// True if the full parameters are freed between uses.
@@ -161,10 +173,12 @@ class Unit {
   at::Tensor flat_view(const at::Tensor& bytes) const;
   at::Tensor collect_values(bool broadcast) const;
   void install_views(const std::shared_ptr<void>& keep_alive);
+  void install_view(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
   void point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const;
   void move_to_shared_memory();
   void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   void keep_part_of(const at::Tensor& values);
+  void keep_written(const at::Tensor& before, const at::Tensor& after);
   at::Tensor shard_of(const at::Tensor& flat) const;
   at::Tensor updated_of(const at::Tensor& flat) const;
   at::Tensor gather_source() const;
@@ -191,10 +205,11 @@ class Unit {
   State state_ = State::kUnsharded;
   std::optional<SharedBuffer> shared_;  // what `full_` lies in
   at::Tensor full_;
-  at::Tensor arriving_;  // what a gather fills in place of `full_` where parameters are rounded
-  at::Tensor written_;   // in place of a shared `full_` while an operator writes
-  at::Tensor shard_;     // undefined if the master copy serves as such
-  at::Tensor master_;    // undefined if the shard is what is updated
+  at::Tensor arriving_;      // what a gather fills in place of `full_` where parameters are rounded
+  at::Tensor written_;       // in place of a shared `full_` while an operator writes
+  at::Tensor before_write_;  // this rank's part of another `full_`, if a master copy keeps more
+  at::Tensor shard_;         // undefined if the master copy serves as such
+  at::Tensor master_;        // undefined if the shard is what is updated
   c10::weak_intrusive_ptr<UnitStorage> storage_;
   std::vector<c10::weak_intrusive_ptr<UpdatedStorage>> guarded_;  // what `guard()` gave
   WorkPtr gather_;                                                // the latest

@@ -151,6 +151,84 @@ TEST(Order, AnAbandonedForwardDoesNotGrowTheTrafficOfLaterSteps) {
   });
 }
 
+// Looks at its weights without gradients, at one of several points.
+struct Watching : Net {
+  explicit Watching(int when) : when(when) {
+    for (int i = 0; i < 6; ++i)
+      layers.push_back(
+          register_module("layer" + std::to_string(i), torch::nn::Linear(37, i == 5 ? 5 : 37)));
+  }
+  void look(torch::nn::Linear& layer) {
+    torch::NoGradGuard no_grad;
+    norms += layer->weight.norm();
+  }
+  torch::Tensor forward(torch::Tensor x) override {
+    for (size_t i = 0; i < layers.size(); ++i) {
+      if (when == 1) look(layers[i]);
+      x = layers[i]->forward(x);
+      if (when == 2) look(layers[i]);
+      if (when == 3 && i > 0) look(layers[i - 1]);
+      if (i + 1 < layers.size()) x = torch::gelu(x);
+    }
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+  torch::Tensor norms = torch::zeros({});
+  int when;
+};
+
+std::vector<int64_t> gathers_of(World& world, int when, int steps) {
+  auto counter = counting_process_group(world.process_group());
+  const auto net = std::make_shared<Watching>(when);
+  torch::optim::SGD inner(net->parameters(), 0.1);
+  auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
+  ShardedOptimizer optimizer(sharded, inner);
+  std::vector<int64_t> gathers;
+  for (int step = 0; step < steps; ++step) {
+    counter->reset_counts();
+    optimizer.zero_grad();
+    rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
+    optimizer.step();
+    gathers.push_back(counter->counts().all_gather.calls);
+  }
+  return gathers;
+}
+
+TEST(Order, AForwardThatLooksAtItsWeightsWithoutGradientsGathersNothingMore) {
+  run_world(2, [](World& world) {
+    const int64_t plain = gathers_of(world, 0, 4).back();
+    EXPECT_EQ(gathers_of(world, 1, 4), gathers_of(world, 0, 4)) << "before each layer";
+    EXPECT_EQ(gathers_of(world, 2, 4), gathers_of(world, 0, 4)) << "after each layer";
+    // The window of two units does not hold the one before: each is gathered once more.
+    EXPECT_LE(gathers_of(world, 3, 4).back(), 3 * plain) << "one layer later";
+  });
+}
+
+// A part that is frozen and runs without gradients.
+TEST(Order, AForwardThatBeginsWithoutGradientsIsOnePass) {
+  run_world(2, [](World& world) {
+    auto counter = counting_process_group(world.process_group());
+    const auto body = std::make_shared<Choosing>([](int, int) { return std::vector<int>{}; });
+    torch::optim::SGD inner(body->last->parameters(), 0.1);
+    auto sharded = fully_shard(body, {.unit_bytes = 6000, .process_group = counter});
+    ShardedOptimizer optimizer(sharded, inner);
+    for (int step = 0; step < 4; ++step) {
+      counter->reset_counts();
+      torch::Tensor x = torch::ones({3, 37});
+      {
+        torch::NoGradGuard no_grad;
+        x = body->first->forward(x);
+        for (auto& layer : body->layers) x = torch::gelu(layer->forward(x));
+      }
+      optimizer.zero_grad();
+      body->last->forward(x).sum().backward();
+      optimizer.step();
+      if (step < 2) continue;
+      EXPECT_EQ(counter->counts().all_gather.calls, 6) << "step " << step;
+    }
+  });
+}
+
 // Evaluation passes between steps, in which ranks may take different branches.
 TEST(Order, EvaluationBetweenStepsChangesNothing) {
   const Choosing::Choice choose = [](int rank, int step) {

@@ -421,12 +421,12 @@ TEST(RefusedFullOptimizerStateDict, ReplicasMustWantOneRecipient) {
   });
 }
 
-TEST(RefusedFullOptimizerStateDict, AddedParametersAreNotTheModels) {
+TEST(RefusedFullOptimizerStateDict, AddedParametersMustBeTheModels) {
   expect_refused([](World&, Job& job) {
     auto& params = job.inner->param_groups()[0].params();
     params.push_back(torch::zeros({3}));
     expect_error([&] { full_state_dict(job.optimizer); },
-                 {"when the ShardedOptimizer was made; expected 8, got 9"});
+                 {"the optimizer's parameters must be the model's", "of shape [3]"});
     params.pop_back();
   });
 }

@@ -221,6 +221,53 @@ TEST(Precision, FrozenHalfParametersHaveNoMasters) {
   });
 }
 
+// A layer of ones that is frozen at the wrap. The steps that it is trained in later are too small
+// for bfloat16.
+TEST(Precision, FrozenHalfParametersGetMastersWhenTheyThaw) {
+  for (const auto transport : {Transport::kGloo, Transport::kArena}) {
+    for (const auto offload : {Offload::kNone, Offload::kHost}) {
+      for (const ShardLevel level : kAllLevels) {
+        for (const bool is_known : {true, false}) {
+          run_world(
+              3,
+              [&](World&) {
+                const auto net = std::make_shared<torch::nn::LinearImpl>(7, 5);
+                net->to(at::kBFloat16);
+                torch::nn::init::ones_(net->weight);
+                net->weight.requires_grad_(false);
+                torch::optim::SGD inner({net->bias}, torch::optim::SGDOptions(3e-4));
+                if (is_known) inner.param_groups()[0].params().push_back(net->weight);
+                auto sharded = fully_shard(net, {.level = level,
+                                                 .precision = {.master_dtype = at::kFloat},
+                                                 .offload = offload});
+                ShardedOptimizer optimizer(sharded, inner);
+                const auto train = [&](int steps) {
+                  for (int step = 0; step < steps; ++step) {
+                    optimizer.zero_grad();
+                    (net->weight.sum() + net->bias.sum()).backward();
+                    optimizer.step();
+                  }
+                };
+                train(2);
+                EXPECT_TRUE(sharded.full_state()[0].tensor.eq(1).all().item<bool>());
+                net->weight.requires_grad_(true);
+                if (!is_known)
+                  optimizer.inner().add_param_group(
+                      torch::optim::OptimizerParamGroup({net->weight}));
+                train(100);
+                const auto weight = sharded.full_state()[0].tensor.to(at::kFloat);
+                EXPECT_NEAR(weight.min().item<float>(), 0.97, 0.003);
+                EXPECT_NEAR(weight.max().item<float>(), 0.97, 0.003);
+                for (const auto& unit : sharded.state()->units())
+                  EXPECT_EQ(unit->layout().master_dtype, at::kFloat);
+              },
+              std::chrono::seconds(30), transport);
+        }
+      }
+    }
+  }
+}
+
 TEST(Precision, WritesByOperatorsReachTheMasters) {
   for (const ShardLevel level : kAllLevels) {
     run_world(3, [&](World&) {
