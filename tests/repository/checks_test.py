@@ -50,6 +50,42 @@ class CheckLayers(unittest.TestCase):
         self.assert_finds({"examples/x.cpp": '#include "unit/b.h"\n', "src/unit/b.h": ""}, "which is not in examples/")
 
 
+class CheckTypes(unittest.TestCase):
+    def assert_clash(self, files, message):
+        self.assertEqual(run("check_types.py", files), (1, message + "\n"))
+
+    def assert_none(self, files):
+        self.assertEqual(run("check_types.py", files), (0, "types: no program has two of one name\n"))
+
+    def test_finds_two_types_of_one_name(self):
+        self.assert_clash({"src/comm/a.h": "namespace tessera {\n\n/// A part.\nstruct Part {\n  int x;\n};\n}\n",
+                           "src/optim/b.cpp": "namespace tessera { class TESSERA_API Part final : public Base<int> { }; }\n"},
+                          "type tessera::Part is defined in src/comm/a.h:4 and in src/optim/b.cpp:1")
+
+    def test_finds_them_in_a_program_and_the_library(self):
+        self.assert_clash({"include/tessera/a.h": "namespace a::b { enum class Kind : int { kOne }; }\n",
+                           "tools/b.h": "namespace a { namespace b { template <class T> struct Kind {}; } }\n"},
+                          "type a::b::Kind is defined in include/tessera/a.h:1 and in tools/b.h:1")
+        self.assert_clash({"tests/comm/a.cpp": "union U {};\n", "tests/support/b.h": "struct U {};\n"},
+                          "type U is defined in tests/support/b.h:1 and in tests/comm/a.cpp:1")
+
+    def test_finds_members_of_one_name(self):
+        self.assert_clash({"src/unit/a.cpp": "struct A::Impl { struct [[nodiscard]] Part {}; };\n",
+                           "src/unit/b.cpp": "struct A { private: struct Impl {}; };\n"},
+                          "type A::Impl is defined in src/unit/a.cpp:1 and in src/unit/b.cpp:1")
+
+    def test_takes_types_that_no_other_file_sees(self):
+        text = ("struct A;\nnamespace {\nstruct A { int x = 1; };\n}\nnamespace t {\nvoid f() {\n  struct A {};\n}\n}\n"
+                "// struct B {\nconst char* text = \"struct B {\";\n")
+        self.assert_none({"src/unit/a.cpp": text, "src/unit/b.cpp": text})
+
+    def test_takes_types_of_different_scopes_programs_and_arguments(self):
+        self.assert_none({"src/unit/a.cpp": "namespace a { struct A {}; template <> struct B<int> {}; }\n",
+                          "src/unit/b.cpp": "namespace b { struct A {}; }\nnamespace a { template <> struct B<a::A> {}; }\n",
+                          "tests/comm/a.cpp": "struct C {};\n", "tests/unit/a.cpp": "struct C {};\n",
+                          "src/comm/x.cpp": "struct D {};\n", "src/comm/no_x.cpp": "struct D {};\n"})
+
+
 class CheckWords(unittest.TestCase):
     def assert_finds(self, files, message):
         status, output = run("check_words.py", files)
