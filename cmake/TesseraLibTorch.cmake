@@ -53,9 +53,10 @@ macro(tessera_load_libtorch folder version)
     set(Torch_VERSION "${version}")
     set(TORCH_INCLUDE_DIRS "${TORCH_INSTALL_PREFIX}/include" "${TORCH_INSTALL_PREFIX}/include/torch/csrc/api/include")
     set(TORCH_CXX_FLAGS "")
-    # No program needs a symbol of libtorch.so; it brings those of the devices.
-    set(TORCH_LIBRARIES "-Wl,--no-as-needed" "${TORCH_INSTALL_PREFIX}/lib/libtorch.so" "-Wl,--as-needed"
-        "${TORCH_INSTALL_PREFIX}/lib/libtorch_cpu.so" "${TORCH_INSTALL_PREFIX}/lib/libc10.so")
+    # Programs name them all, needed or not: libtorch.so brings the devices, and the others must not come from where
+    # the installed libtessera.so would look.
+    set(TORCH_LIBRARIES "-Wl,--push-state,--no-as-needed" "${TORCH_INSTALL_PREFIX}/lib/libtorch.so"
+        "${TORCH_INSTALL_PREFIX}/lib/libtorch_cpu.so" "${TORCH_INSTALL_PREFIX}/lib/libc10.so" "-Wl,--pop-state")
   else()
     set(tessera_log_level "${CMAKE_MESSAGE_LOG_LEVEL}")
     set(CMAKE_MESSAGE_LOG_LEVEL ERROR)  # Torch warns of parts that the wheel is made without
