@@ -17,13 +17,13 @@ inline constexpr int64_t kMaxMessageBytes = int64_t{1} << 20;
 inline constexpr int64_t kMaxPackedBytes = int64_t{32} << 10;
 
 /// A part of one piece.
-struct Segment {
+struct PiecePart {
   size_t piece = 0;
   int64_t begin = 0;  ///< in the flat buffer
   int64_t numel = 0;
 };
 
-/// Segments `[first, last)` of the plan, one after another.
+/// Parts `[first, last)` of the plan, one after another.
 struct Message {
   size_t first = 0;
   size_t last = 0;
@@ -33,7 +33,7 @@ struct Message {
 /// How a range of a flat buffer that is given in pieces is cut into messages. It depends on nothing
 /// but the arguments, so that sender and receiver come to the same plan.
 struct MessagePlan {
-  std::vector<Segment> segments;
+  std::vector<PiecePart> parts;
   std::vector<Message> messages;
 };
 

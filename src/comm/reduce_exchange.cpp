@@ -74,25 +74,25 @@ void ReduceExchange::send_message(const MessagePlan& plan, size_t message, int p
   const Message& cut = plan.messages[message];
   const int64_t bytes = cut.numel * element_size_;
   if (cut.last - cut.first == 1) {
-    sends_.push_back(mailbox_.send(own_data(plan.segments[cut.first]), bytes, peer, task_.tag));
+    sends_.push_back(mailbox_.send(own_data(plan.parts[cut.first]), bytes, peer, task_.tag));
     return;
   }
   std::byte* to = packed_.emplace_back(pool_->take()).get();
-  for (size_t s = cut.first; s < cut.last; ++s) {
-    const int64_t part = plan.segments[s].numel * element_size_;
-    std::memcpy(to, own_data(plan.segments[s]), part);
-    to += part;
+  for (size_t i = cut.first; i < cut.last; ++i) {
+    const PiecePart& part = plan.parts[i];
+    std::memcpy(to, own_data(part), part.numel * element_size_);
+    to += part.numel * element_size_;
   }
   sends_.push_back(mailbox_.send(packed_.back().get(), bytes, peer, task_.tag));
 }
 
-const std::byte* ReduceExchange::own_data(const Segment& segment) const {
-  const Piece& piece = task_.pieces[segment.piece];
+const std::byte* ReduceExchange::own_data(const PiecePart& part) const {
+  const Piece& piece = task_.pieces[part.piece];
   if (!piece.data.defined()) {
     return zeros();
   }
   return static_cast<const std::byte*>(piece.data.const_data_ptr()) +
-         (segment.begin - piece.begin) * element_size_;
+         (part.begin - piece.begin) * element_size_;
 }
 
 void ReduceExchange::complete_outputs() {
@@ -113,15 +113,15 @@ void ReduceExchange::reduce_message(const Message& message, std::span<const Arri
   const int64_t range_begin = task_.ranges[mailbox_.rank()].begin;
   std::vector<const void*> inputs(mailbox_.size());
   int64_t offset = 0;
-  for (size_t s = message.first; s < message.last; ++s) {
-    const Segment& segment = plan_.segments[s];
+  for (size_t i = message.first; i < message.last; ++i) {
+    const PiecePart& part = plan_.parts[i];
     for (const Arrival& arrival : arrivals) {
       inputs[arrival.transfer.peer] = arrival.block.get() + offset * element_size_;
     }
-    inputs[mailbox_.rank()] = own_data(segment);
-    reduce_in_order(task_.reduction, task_.out + (segment.begin - range_begin) * out_element_size_,
-                    inputs, segment.numel);
-    offset += segment.numel;
+    inputs[mailbox_.rank()] = own_data(part);
+    reduce_in_order(task_.reduction, task_.out + (part.begin - range_begin) * out_element_size_,
+                    inputs, part.numel);
+    offset += part.numel;
   }
 }
 

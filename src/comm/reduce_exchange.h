@@ -57,7 +57,7 @@ class ReduceExchange : public Exchange {
   void post_receives(size_t message);
   void send_message(const MessagePlan& plan, size_t message, int peer);
   void reduce_message(const Message& message, std::span<const Arrival> arrivals);
-  const std::byte* own_data(const Segment& segment) const;
+  const std::byte* own_data(const PiecePart& part) const;
 
   const std::shared_ptr<BlockPool> pool_;
   const Mailbox mailbox_;

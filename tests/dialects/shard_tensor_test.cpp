@@ -136,8 +136,8 @@ TEST(ShardTensor, SL_25_EmptyPartsWorkEverywhere) {
     torch::optim::AdamW optimizer(linear->parameters()), other(expected->parameters());
     linear(values({3, 4}, 2)).square().sum().backward();
     expected(values({3, 4}, 2)).square().sum().backward();
-    EXPECT_NEAR(nn::utils::clip_grad_norm_(linear->parameters(), 0.5),
-                nn::utils::clip_grad_norm_(expected->parameters(), 0.5), 1e-4);
+    const double norm = nn::utils::clip_grad_norm_(expected->parameters(), 0.5);
+    EXPECT_NEAR(nn::utils::clip_grad_norm_(linear->parameters(), 0.5), norm, 1e-5 * norm);
     optimizer.step();
     other.step();
     expect_values(linear->weight, expected->weight, 1e-5);

@@ -185,13 +185,13 @@ TEST(ShardedOptimizerV2, CO_33_ClippingSeesUnscaledGradients) {
       for (int rank = 0; rank < ranks; ++rank)
         (tower_loss(*plain, 5, rank, ranks) / ranks).backward();
       const double norm = torch::nn::utils::clip_grad_norm_(plain->parameters(), 1e9);
-      EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-4);
+      EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-5 * norm);
       expect_error([&] { job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks)); },
                    {"unscaled by clip_grad_norm()"});
       // Forgotten, they may be made again.
       job.optimizer.zero_grad();
       job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks));
-      EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-4);
+      EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-5 * norm);
       EXPECT_TRUE(job.optimizer.step());
       Job other;
       expect_error([&] { job.optimizer.clip_grad_norm(other.model, 1); },

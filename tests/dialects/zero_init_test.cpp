@@ -195,7 +195,8 @@ TEST(ZeroInit, CO_03_ExpertsAreEachRanksOwn) {
             squares += param.grad().square().sum().item<double>();
         optimizer.zero_grad();
         optimizer.backward(tower_loss(model, 9, world.rank(), ranks));
-        EXPECT_NEAR(optimizer.clip_grad_norm(model, 1e9), std::sqrt(squares), 1e-5);
+        EXPECT_NEAR(optimizer.clip_grad_norm(model, 1e9), std::sqrt(squares),
+                    1e-5 * std::sqrt(squares));
         expect_error([&] { optimizer.state_dict(); }, {"expert.weight", "each rank's own"});
         expect_error([&] { save_checkpoint(directory / "job", model.sharded(), nullptr); },
                      {"[checkpoint]", "expert.weight", "each rank's own"});

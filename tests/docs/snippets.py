@@ -4,8 +4,8 @@
     snippets.py OUTPUT DOCUMENT...
 
 A block with a main() stands in a namespace, one that defines forward() in a class, and any other in a function; all of
-guide.md in a namespace in_guide. What they use without declaring it is in surroundings.h. Errors name the document's
-line.
+guide.md in a namespace in_guide. What they use without declaring it is in surroundings.h. Programs come first, after no
+other headers than those that each of them includes: they compile with what they show. Errors name the document's line.
 """
 import pathlib
 import re
@@ -15,9 +15,16 @@ BLOCK = re.compile(r"^```cpp\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
 
 
+PROGRAM_HEADERS = ["#include <tessera/tessera.h>", "#include <torch/torch.h>"]
+
+
+def is_program(code):
+    return "int main()" in code
+
+
 def frame(number, code):
     """What stands before a block and after it."""
-    if "int main()" in code:
+    if is_program(code):
         return f"namespace snippet_{number} {{", "}"
     if re.search(r"^torch::Tensor forward\(", code, re.MULTILINE):
         return f"struct Snippet{number} : Layers {{", "};"
@@ -25,28 +32,30 @@ def frame(number, code):
 
 
 def translated(document):
-    """The includes of its blocks, and the blocks."""
+    """For each block its code, and what it becomes."""
     text = document.read_text()
-    includes, parts = [], []
-    for match in BLOCK.finditer(text):
+    for number, match in enumerate(BLOCK.finditer(text)):
         code = match[1]
-        includes += INCLUDE.findall(code)
-        before, after = frame(len(parts), code)
+        before, after = frame(number, code)
         line = text.count("\n", 0, match.start(1)) + 1
         # Only the program's main() may end without a return.
         body = INCLUDE.sub("", code).replace("int main()", "void start()")
-        parts.append(f'{before}\n#line {line} "{document}"\n{body}{after}\n')
-    return includes, [f"namespace in_{document.stem} {{", *parts, "}\n"] if parts else []
+        yield code, f'namespace in_{document.stem} {{\n{before}\n#line {line} "{document}"\n{body}{after}\n}}\n'
 
 
 def main(output, documents):
-    includes, parts = [], []
+    headers, programs, others = {}, [], []
     for document in documents:
-        more_includes, more_parts = translated(document)
-        includes += more_includes
-        parts += more_parts
-    head = dict.fromkeys(['#include "docs/surroundings.h"', *includes])
-    lines = [*head, "", "namespace snippets {", *parts, "}  // namespace snippets", "", "int main() {}", ""]
+        for code, text in translated(document):
+            if is_program(code):
+                programs.append(text)
+                if INCLUDE.findall(code) != PROGRAM_HEADERS:
+                    sys.exit(f"{document}: a program includes {INCLUDE.findall(code)}; expected {PROGRAM_HEADERS}")
+            else:
+                others.append(text)
+                headers |= dict.fromkeys(INCLUDE.findall(code))
+    lines = [*PROGRAM_HEADERS, '#include "docs/surroundings.h"', "namespace snippets {", *programs, "}", *headers,
+             "namespace snippets {", *others, "}", "int main() {}", ""]
     pathlib.Path(output).write_text("\n".join(lines))
 
 

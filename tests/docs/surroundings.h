@@ -1,16 +1,8 @@
 #pragma once
 
 // What the documents' snippets use without saying where it comes from: a user's model, data and
-// loop. They are compiled and linked, to see that they can be; nothing of this runs.
-#include <fmt/format.h>
-#include <tessera/tessera.h>
-#include <torch/torch.h>
-
-#include <cstdlib>
-#include <memory>
-#include <string>
-#include <vector>
-
+// loop. They are compiled and linked, to see that they can be; nothing of this runs. No header is
+// included here: the programs of the documents include what they and this need.
 namespace snippets {
 
 namespace dist = tessera::paddle;
