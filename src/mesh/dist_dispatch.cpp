@@ -79,7 +79,7 @@ std::shared_ptr<ViewSource> source_of(const OpPlan& plan, const at::Tensor& base
                                       const at::Tensor& given, const c10::IValue& result) {
   const DistMeta* const meta = find_dist_meta(base);
   if (!meta) return nullptr;
-  const bool is_copy = plan.is_reshape && !result.toTensor().is_alias_of(given);
+  const bool is_copy = plan.reshape && !result.toTensor().is_alias_of(given);
   if (!is_copy && plan.inputs[0] == meta->spec) return meta->source;
   return std::make_shared<ViewSource>(base, plan.inputs[0], is_copy ? result.toTensor() : given,
                                       given.sizes());
@@ -138,8 +138,8 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
     }));
   for (const auto& [index, value] : plan.arguments) local[index] = value;
   const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
-  if (plan.is_reshape) {
-    local = {local[0].toTensor().reshape(local[1].toIntVector())};
+  if (plan.reshape) {
+    local = {local[0].toTensor().reshape(*plan.reshape)};
   } else if (plan.local) {
     plan.local(op, plan.parts, local);
   } else {

@@ -16,10 +16,6 @@
 namespace tessera {
 namespace {
 
-const RuleEntry* rule_of(const c10::FunctionSchema& schema) {
-  return find_rule(std::string_view(schema.name()).substr(6));  // aten::
-}
-
 std::vector<PlacedInput> collect_inputs(const c10::FunctionSchema& schema,
                                         at::ArrayRef<c10::IValue> arguments, const DeviceMesh& mesh,
                                         std::vector<int>& first_input) {
@@ -137,14 +133,14 @@ bool returns_views(const c10::FunctionSchema& schema) {
 }
 
 bool ignores_reals(const c10::FunctionSchema& schema) {
-  const RuleEntry* const entry = rule_of(schema);
+  const RuleEntry* const entry = find_rule(schema);
   return entry && is_elementwise(*entry);
 }
 
 std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                               const DeviceMesh& mesh) {
   const c10::FunctionSchema& schema = op.schema();
-  const RuleEntry* const entry = rule_of(schema);
+  const RuleEntry* const entry = find_rule(schema);
   if (!entry) return std::nullopt;
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
   OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};
@@ -164,7 +160,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   plan.writes = std::any_of(inputs.begin(), inputs.end(),
                             [](const PlacedInput& input) { return input.is_written; });
   set_local_kernel(plan, call, *entry, mesh);
-  plan.is_reshape = entry->name == "view" || entry->name == "_unsafe_view";
+  if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);
   return plan;
 }
 

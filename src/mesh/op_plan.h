@@ -26,8 +26,9 @@ struct OpPlan {
   std::vector<Output> outputs;
   /// Arguments that are replaced by what suits the local part.
   std::vector<std::pair<size_t, c10::IValue>> arguments;
-  /// The local part need not be laid out as the whole is: a view of it may have to be a copy.
-  bool is_reshape = false;
+  /// The local part gets these sizes in place of a call. It need not be laid out as the whole is:
+  /// a view of it may have to be a copy.
+  std::optional<std::vector<int64_t>> reshape;
   bool is_view = false;  ///< results are views of the first argument
   bool writes = false;   ///< to one of its arguments
   /// See `RuleEntry::local`; null where the operator is called as it is.

@@ -71,13 +71,16 @@ Strategies along_other_dims(const OpCall& call) {
 }
 
 std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim) {
-  std::vector<bool> named(ndim, true);
-  if (dim && !dim->isNone()) {
+  const bool names_none = dim && dim->isIntList() && dim->toIntVector().empty();
+  return listed_dims(names_none ? nullptr : dim, ndim);
+}
+
+std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim) {
+  const bool is_given = dim && !dim->isNone();
+  std::vector<bool> named(ndim, !is_given);
+  if (is_given && ndim > 0) {
     const auto dims = dim->isInt() ? std::vector<int64_t>{dim->toInt()} : dim->toIntVector();
-    if (!dims.empty()) named.assign(ndim, false);
-    for (const int64_t d : dims) {
-      if (ndim > 0) named[c10::maybe_wrap_dim(d, ndim)] = true;
-    }
+    for (const int64_t d : dims) named[c10::maybe_wrap_dim(d, ndim)] = true;
   }
   std::vector<int64_t> result;
   for (int64_t d = 0; d < ndim; ++d) {
@@ -96,7 +99,7 @@ void add_pending(Strategies& ways, const OpCall& call) {
                     Placements(call.outputs.size(), Partial{op})});
 }
 
-const RuleEntry* find_rule(std::string_view name) {
+const RuleEntry* find_rule(const c10::FunctionSchema& schema) {
   static const auto* const rules = [] {
     auto* const map = new std::unordered_map<std::string_view, const RuleEntry*>();
     for (const auto family :
@@ -106,6 +109,11 @@ const RuleEntry* find_rule(std::string_view name) {
     }
     return map;
   }();
+  const std::string_view name = std::string_view(schema.name()).substr(6);  // aten::
+  if (!schema.overload_name().empty()) {
+    const auto found = rules->find(std::string(name) + "." + schema.overload_name());
+    if (found != rules->end()) return found->second;
+  }
   const auto found = rules->find(name);
   return found == rules->end() ? nullptr : found->second;
 }

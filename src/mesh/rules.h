@@ -85,7 +85,7 @@ using LocalKernel = void (*)(const c10::OperatorHandle& op, const std::vector<Lo
                              torch::jit::Stack& stack);
 
 struct RuleEntry {
-  std::string_view name;  ///< of the operator, without namespace and overload
+  std::string_view name;  ///< of the operator, without namespace; "view.dtype" for one overload
   Rule rule;
   OutputSizes sizes = nullptr;
   /// The argument that says how large the output is: ranks give their own part's size.
@@ -98,6 +98,9 @@ struct RuleEntry {
   /// Each way also holds with all its `Shard`s split by one factor: along a dim that is cut, the
   /// operator does to elements in any order what it does to them in order.
   bool splits = false;
+  /// The output has the input's elements in their order: the local part gets the sizes of its place
+  /// in the output, and the operator is not called. It would see the sizes of the part.
+  bool reshapes = false;
 };
 
 /// The entries, with `splits` for those that have no local kernel.
@@ -123,6 +126,8 @@ Strategies along_other_dims(const OpCall& call);
 
 /// The dims in the argument `dim`, in order: all of them if it names none.
 std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim);
+/// The same; all of them only if there is no such argument: an empty list names none.
+std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim);
 
 /// Adds that a reduction by any operator, pending in all inputs, stays so in the outputs.
 void add_pending(Strategies& ways, const OpCall& call);
@@ -145,7 +150,7 @@ std::span<const RuleEntry> normalization_rules();
 std::span<const RuleEntry> convolution_rules();
 std::span<const RuleEntry> loss_rules();
 
-/// The rule of an operator; null if it has none.
-const RuleEntry* find_rule(std::string_view name);
+/// The rule of an operator: that of the overload, or else of the name; null if it has none.
+const RuleEntry* find_rule(const c10::FunctionSchema& schema);
 
 }  // namespace tessera

@@ -5,10 +5,14 @@
 namespace tessera {
 namespace {
 
-// Per dim, whether it is reduced.
+// Per dim, whether it is reduced. An empty list names all dims, but to `any` and `all` none.
 std::vector<bool> reduced_dims(const OpCall& call) {
-  std::vector<bool> reduced(call.inputs[0].ndim(), false);
-  for (const int64_t d : named_dims(call.find("dim"), call.inputs[0].ndim())) reduced[d] = true;
+  const int64_t ndim = call.inputs[0].ndim();
+  const bool takes_none = call.schema.name() == "aten::any" || call.schema.name() == "aten::all";
+  const c10::IValue* const dim = call.find("dim");
+  std::vector<bool> reduced(ndim, false);
+  for (const int64_t d : takes_none ? listed_dims(dim, ndim) : named_dims(dim, ndim))
+    reduced[d] = true;
   return reduced;
 }
 

@@ -35,7 +35,8 @@ Strategies transpose(const OpCall& call) {
 }
 
 Strategies t(const OpCall& call) {
-  return moved_dims(call, call.inputs[0].ndim() == 2 ? std::vector<int64_t>{1, 0} : same_dims(1));
+  const int64_t ndim = call.inputs[0].ndim();
+  return moved_dims(call, ndim == 2 ? std::vector<int64_t>{1, 0} : same_dims(ndim));
 }
 
 Strategies permute(const OpCall& call) {
@@ -53,16 +54,15 @@ Strategies unsqueeze(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// Dims of one element may go; of the others the order stays.
+// Of the dims that are named, those of one element go.
 Strategies squeeze(const OpCall& call) {
-  const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
-  std::vector<int64_t> to(in.size(), -1);
-  size_t next = 0;
-  for (size_t d = 0; d < in.size(); ++d) {
-    if (in[d] == 1 && in.size() - d > out.size() - next) continue;
-    if (in[d] != 1) to[d] = static_cast<int64_t>(next);
-    ++next;
+  const int64_t ndim = call.inputs[0].ndim();
+  auto to = same_dims(ndim);
+  for (const int64_t dim : listed_dims(call.find("dim"), ndim)) {
+    if (call.inputs[0].sizes[dim] == 1) to[dim] = -1;
   }
+  int64_t next = 0;
+  for (int64_t& d : to) d = d < 0 ? d : next++;
   return moved_dims(call, to);
 }
 
@@ -105,6 +105,18 @@ Strategies view(const OpCall& call) {
   each_split(out, in, [&](int64_t d, int64_t e, int64_t factor) {
     ways.push_back({{Shard{e}}, {Shard{d, factor}}});
   });
+  return ways;
+}
+
+// The bytes as elements of another dtype: of the last dim there are more or fewer of these if they
+// are of another size. Terms of a reduction are none as other numbers.
+Strategies view_as_dtype(const OpCall& call) {
+  const c10::ScalarType from = call.inputs[0].dtype, to = call.argument("dtype").toScalarType();
+  Strategies ways;
+  const bool is_same_size = c10::elementSize(from) == c10::elementSize(to);
+  const int64_t kept = call.inputs[0].ndim() - (is_same_size ? 0 : 1);
+  for (int64_t d = 0; d < kept; ++d) ways.push_back({{Shard{d}}, {Shard{d}}});
+  if (from == to) add_pending(ways, call);
   return ways;
 }
 
@@ -241,9 +253,11 @@ constexpr auto kRules = with_splits({
     {"transpose", transpose},
     {"permute", permute},
     {"unsqueeze", unsqueeze},
-    {"squeeze", squeeze},
-    {"view", view, nullptr, "size"},
-    {"_unsafe_view", view, nullptr, "size"},
+    {.name = "squeeze", .rule = squeeze, .reshapes = true},
+    {.name = "view", .rule = view, .reshapes = true},
+    {.name = "_unsafe_view", .rule = view, .reshapes = true},
+    {.name = "_reshape_alias", .rule = view, .reshapes = true},
+    {"view.dtype", view_as_dtype},
     {"expand", expand, nullptr, "size"},
     {"slice", along_dim},
     {"select", select},
