@@ -19,6 +19,7 @@
 #include "comm/check_arguments.h"
 #include "comm/local_sum.h"
 #include "comm/peer_message.h"
+#include "memory/process_mark.h"
 
 namespace tessera {
 namespace {
@@ -76,6 +77,11 @@ class BackendProcessGroup : public ProcessGroup {
         // c10d's Gloo gathers and scatters through temporaries and, worse, all-reduces.
         has_fast_base_collectives_(backend_->getBackendName() != "gloo") {}
 
+  // A child leaves its parent's connections as they are.
+  ~BackendProcessGroup() override {
+    if (mark_.is_inherited()) static_cast<void>(backend_.release());
+  }
+
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
   std::chrono::milliseconds timeout() const override { return timeout_; }
@@ -86,7 +92,8 @@ class BackendProcessGroup : public ProcessGroup {
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
     at::NoGradGuard no_grad;
     check_all_gather(*this, flat, shard, bounds, tag);
-    return make_work("all_gather", tag, start_gather(flat, shard, bounds));
+    CollectiveName name = next_name("all_gather", tag);
+    return make_work(std::move(name), start_gather(flat, shard, bounds));
   }
 
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
@@ -94,6 +101,7 @@ class BackendProcessGroup : public ProcessGroup {
                          const CollectiveTag& tag) override {
     at::NoGradGuard no_grad;
     check_reduce_scatter(*this, out, pieces, bounds, options, tag);
+    CollectiveName name = next_name("reduce_scatter", tag);
     const auto dtype = options.dtype.value_or(out.scalar_type());
     // Of one dtype, the backend knows what it can sum.
     if (dtype != out.scalar_type())
@@ -111,26 +119,29 @@ class BackendProcessGroup : public ProcessGroup {
     auto finish = [out, own, pieces = cut_of(pieces), options, begin = bounds[rank()]] {
       store_pieces(out, own, pieces, begin, options);
     };
-    return make_work("reduce_scatter", tag, std::move(works), std::move(finish));
+    return make_work(std::move(name), std::move(works), std::move(finish));
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
     check_all_reduce(*this, tensor, tag);
+    CollectiveName name = next_name("all_reduce", tag);
     std::vector<at::Tensor> tensors{tensor};
-    return make_work("all_reduce", tag, {backend_->allreduce(tensors, {.reduceOp = to_c10d(op)})});
+    return make_work(std::move(name), {backend_->allreduce(tensors, {.reduceOp = to_c10d(op)})});
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
     check_broadcast(*this, tensor, root, tag);
+    CollectiveName name = next_name("broadcast", tag);
     std::vector<at::Tensor> tensors{tensor};
-    return make_work("broadcast", tag, {backend_->broadcast(tensors, {.rootRank = root})});
+    return make_work(std::move(name), {backend_->broadcast(tensors, {.rootRank = root})});
   }
 
   WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
                      const CollectiveTag& tag) override {
     at::NoGradGuard no_grad;
     check_all_to_all(*this, from, to, tag);
-    check_agreement(from, to, tag);
+    CollectiveName name = next_name("all_to_all", tag);
+    check_agreement(from, to, name);
     // As bytes: a rank without a message need not know the dtype.
     const at::Device device = device_of(from, to);
     MessageRow sent(to, device), received(from, device);
@@ -146,14 +157,15 @@ class BackendProcessGroup : public ProcessGroup {
         message.copy_(place, /*non_blocking=*/true);
       });
     };
-    return make_work("all_to_all", tag, std::move(works), std::move(finish));
+    return make_work(std::move(name), std::move(works), std::move(finish));
   }
 
   void barrier(const CollectiveTag& tag) override {
     // Not the backend's: Gloo's rethrows the error of an earlier collective.
+    CollectiveName name = next_name("barrier", tag);
     const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
-    make_work("barrier", tag, {backend_->allreduce(tensors)})->wait();
+    make_work(std::move(name), {backend_->allreduce(tensors)})->wait();
     one.item();  // on a device, waiting only orders the stream
   }
 
@@ -194,7 +206,7 @@ class BackendProcessGroup : public ProcessGroup {
   // fit, c10d's Gloo takes what there is, or ends the process. On a device this would hold up what
   // is queued there.
   void check_agreement(std::span<const at::Tensor> from, std::span<const at::Tensor> to,
-                       const CollectiveTag& tag) {
+                       const CollectiveName& name) {
     if (size() == 1 || backend_name() == "nccl") return;
     static_assert(sizeof(MessageForm) == 2 * sizeof(int64_t));
     const int row = 2 * size();  // what a rank sends each, then what it expects of each
@@ -205,12 +217,11 @@ class BackendProcessGroup : public ProcessGroup {
     MessageForm* own = forms + rank() * row;
     for (const auto& messages : {to, from})
       own = std::transform(messages.begin(), messages.end(), own, form_of);
-    make_work("all_to_all", tag, start_gather(all, part_of(all, bounds, rank()), bounds))->wait();
+    make_work(name, start_gather(all, part_of(all, bounds, rank()), bounds))->wait();
     const std::string why = disagreement(
         size(), [&](int sender, int receiver) { return forms[sender * row + receiver]; },
         [&](int sender, int receiver) { return forms[receiver * row + size() + sender]; });
-    TORCH_CHECK_WITH(DistBackendError, why.empty(), "[all_to_all] unit '", tag.subject, "': rank ",
-                     rank(), " of ", size(), ": ", why);
+    TORCH_CHECK_WITH(DistBackendError, why.empty(), name.describe(), ": ", why);
   }
 
   // Starts the sums of all parts; `own` is this rank's part of `flat`, or becomes a tensor of its
@@ -269,16 +280,22 @@ class BackendProcessGroup : public ProcessGroup {
     }
   }
 
-  WorkPtr make_work(const char* collective, const CollectiveTag& tag,
-                    std::vector<BackendWork> works, std::function<void()> finish = nullptr) {
+  CollectiveName next_name(const char* collective, const CollectiveTag& tag) {
     CollectiveName name{collective,  std::string(tag.subject),
                         tag.channel, sequences_.at(static_cast<size_t>(tag.channel))++,
                         rank(),      size()};
+    check_process(mark_, name);
+    return name;
+  }
+
+  WorkPtr make_work(CollectiveName name, std::vector<BackendWork> works,
+                    std::function<void()> finish = nullptr) const {
     return std::make_shared<BackendProcessGroupWork>(std::move(name), timeout_, std::move(works),
                                                      std::move(finish));
   }
 
-  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const ProcessMark mark_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
   const std::chrono::milliseconds timeout_;
   const bool has_fast_base_collectives_;
   std::array<std::atomic<int64_t>, 3> sequences_{};

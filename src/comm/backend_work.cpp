@@ -16,6 +16,7 @@ BackendProcessGroupWork::BackendProcessGroupWork(CollectiveName name,
       finish_(std::move(finish)) {}
 
 void BackendProcessGroupWork::wait() {
+  check_process(mark_, name_);
   std::lock_guard lock(mutex_);
   const auto start = std::chrono::steady_clock::now();
   for (const BackendWork& work : works_) {

@@ -27,6 +27,7 @@ class BackendProcessGroupWork : public Work {
  private:
   void wait_for(const BackendWork& work, std::chrono::steady_clock::time_point start);
 
+  const ProcessMark mark_;
   const CollectiveName name_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;

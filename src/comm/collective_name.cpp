@@ -33,6 +33,14 @@ void throw_wait_failed(const CollectiveName& name, const std::string& whom,
   C10_THROW_ERROR(DistBackendError, name.describe() + " " + why);
 }
 
+void check_process(const ProcessMark& mark, const CollectiveName& name) {
+  TORCH_CHECK_WITH(
+      DistBackendError, !mark.is_inherited(), name.describe(),
+      ": only the process that joined the ranks may communicate; this one was forked "
+      "from it. Leave collectives, and optimizers and checkpoints of sharded models, to "
+      "the parent");
+}
+
 std::string exception_text(const std::exception_ptr& exception) {
   try {
     std::rethrow_exception(exception);

@@ -7,6 +7,8 @@
 #include <exception>
 #include <string>
 
+#include "memory/process_mark.h"
+
 namespace tessera {
 
 /// What errors call a collective.
@@ -27,6 +29,10 @@ struct CollectiveName {
 [[noreturn]] void throw_wait_failed(const CollectiveName& name, const std::string& whom,
                                     std::chrono::duration<double> waited,
                                     std::chrono::milliseconds timeout, std::exception_ptr cause);
+
+/// Throws `c10::DistBackendError` in a child that was forked after `mark` was made: it has its
+/// parent's connections, but no thread that serves them, and no place among the ranks.
+void check_process(const ProcessMark& mark, const CollectiveName& name);
 
 /// The text of an exception, without LibTorch's stack trace.
 std::string exception_text(const std::exception_ptr& exception);

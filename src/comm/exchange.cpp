@@ -18,6 +18,7 @@ Exchange::Exchange(CollectiveName name, std::chrono::milliseconds timeout, bool 
     : name_(std::move(name)), timeout_(timeout), runs_in_wait_(runs_in_wait) {}
 
 bool Exchange::outputs_done() {
+  if (is_inherited()) return step_ >= Step::kOutputsDone;
   std::lock_guard lock(mutex_);
   return error_ != nullptr || step_ >= Step::kOutputsDone;
 }
@@ -55,6 +56,10 @@ void Exchange::abort() noexcept {
 }
 
 void Exchange::wait_until(Step step) {
+  if (is_inherited()) {  // a thread that is not here may have the lock
+    if (step_ < step) check_process(mark_, name_);
+    return;
+  }
   const auto start = Clock::now();
   std::unique_lock lock(mutex_);
   while (step_ < step) {
@@ -141,6 +146,11 @@ ExchangeWork::ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<Job
     : exchange_(std::move(exchange)), thread_(std::move(thread)) {}
 
 ExchangeWork::~ExchangeWork() {
+  // What threads of the parent wait on can't be destroyed without them.
+  if (exchange_->is_inherited()) {
+    static_cast<void>(new std::shared_ptr<Exchange>(std::move(exchange_)));
+    return;
+  }
   // Dropping messages on their way would break the connections of the peers.
   if (!exchange_->inputs_done()) {
     try {
@@ -154,6 +164,7 @@ bool ExchangeWork::is_completed() {
   if (exchange_->outputs_done()) {
     return true;
   }
+  if (exchange_->is_inherited()) return false;
   // Gloo can't be asked whether a message has come: a thread waits for it instead.
   queue();
   return false;

@@ -11,6 +11,7 @@
 #include "comm/collective_name.h"
 #include "comm/job_thread.h"
 #include "comm/mailbox.h"
+#include "memory/process_mark.h"
 
 namespace tessera {
 
@@ -27,6 +28,8 @@ class Exchange : public Job {
   void wait_inputs() { wait_until(Step::kInputsDone); }
   bool outputs_done();
   bool inputs_done();
+  /// True in a forked child, where nobody ends what was not done before.
+  bool is_inherited() const { return mark_.is_inherited(); }
   /// True the first time: the caller then gives the exchange to a thread.
   bool claim_queueing();
 
@@ -59,6 +62,7 @@ class Exchange : public Job {
   void advance(std::unique_lock<std::mutex>& lock);
   void perform(Step step);
 
+  const ProcessMark mark_;
   const CollectiveName name_;
   const std::chrono::milliseconds timeout_;
   const bool runs_in_wait_;

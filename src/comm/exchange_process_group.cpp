@@ -36,6 +36,7 @@ ExchangeProcessGroup::ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> bac
 ExchangeProcessGroup::~ExchangeProcessGroup() { close(); }
 
 void ExchangeProcessGroup::close() noexcept {
+  if (mark_.is_inherited()) return mailbox_.leave_to_parent();
   const auto grace = closing_grace(timeout_);
   for (auto& channel : channels_) {
     channel.thread->stop(grace);
@@ -48,8 +49,10 @@ ExchangeProcessGroup::ChannelState& ExchangeProcessGroup::channel(const Collecti
 }
 
 CollectiveName ExchangeProcessGroup::next_name(const char* collective, const CollectiveTag& tag) {
-  return {collective, std::string(tag.subject), tag.channel, channel(tag).sequence++, rank(),
-          size()};
+  CollectiveName name{
+      collective, std::string(tag.subject), tag.channel, channel(tag).sequence++, rank(), size()};
+  check_process(mark_, name);
+  return name;
 }
 
 WorkPtr ExchangeProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,

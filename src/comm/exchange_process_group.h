@@ -63,6 +63,7 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable {
   WorkPtr all_reduce_parts(const at::Tensor& tensor, ReduceOp op, CollectiveName name,
                            const CollectiveTag& tag);
 
+  const ProcessMark mark_;
   Mailbox mailbox_;
   const std::string backend_name_;
   const std::chrono::milliseconds timeout_;

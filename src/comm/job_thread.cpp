@@ -6,58 +6,71 @@
 
 namespace tessera {
 
-JobThread::~JobThread() { stop(std::chrono::milliseconds(0)); }
+JobThread::JobThread() : queue_(std::make_unique<Queue>()) {}
+
+JobThread::~JobThread() {
+  // A child has what the thread was waiting on, which can't be destroyed without the thread.
+  if (mark_.is_inherited()) {
+    static_cast<void>(queue_.release());
+  } else {
+    stop(std::chrono::milliseconds(0));
+  }
+}
 
 bool JobThread::push(std::shared_ptr<Job> job) {
-  std::lock_guard lock(mutex_);
-  if (stopped_) {
+  if (mark_.is_inherited()) return false;
+  Queue& queue = *queue_;
+  std::lock_guard lock(queue.mutex);
+  if (queue.stopped) {
     return false;
   }
-  jobs_.push_back(std::move(job));
-  if (!thread_.joinable()) {
+  queue.jobs.push_back(std::move(job));
+  if (!queue.thread.joinable()) {
     const NoSigpipe no_sigpipe;  // for all that it sends
-    thread_ = std::thread([this] { run_jobs(); });
+    queue.thread = std::thread([&queue] { run_jobs(queue); });
   }
-  changed_.notify_all();
+  queue.changed.notify_all();
   return true;
 }
 
 void JobThread::stop(std::chrono::milliseconds grace) noexcept {
+  if (mark_.is_inherited()) return;
+  Queue& queue = *queue_;
   std::deque<std::shared_ptr<Job>> dropped;
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, grace, [&] { return jobs_.empty(); });
-    stopped_ = true;
+    std::unique_lock lock(queue.mutex);
+    queue.changed.wait_for(lock, grace, [&] { return queue.jobs.empty(); });
+    queue.stopped = true;
     // Aborted before the running one, so that none starts to wait when that one returns.
-    for (auto job = jobs_.rbegin(); job != jobs_.rend(); ++job) {
+    for (auto job = queue.jobs.rbegin(); job != queue.jobs.rend(); ++job) {
       (*job)->abort();
     }
-    changed_.notify_all();
+    queue.changed.notify_all();
   }
-  if (thread_.joinable()) {
-    thread_.join();
+  if (queue.thread.joinable()) {
+    queue.thread.join();
   }
-  std::lock_guard lock(mutex_);
-  dropped.swap(jobs_);
+  std::lock_guard lock(queue.mutex);
+  dropped.swap(queue.jobs);
 }
 
-void JobThread::run_jobs() {
-  std::unique_lock lock(mutex_);
+void JobThread::run_jobs(Queue& queue) {
+  std::unique_lock lock(queue.mutex);
   while (true) {
-    changed_.wait(lock, [&] { return stopped_ || !jobs_.empty(); });
-    if (stopped_) {
+    queue.changed.wait(lock, [&] { return queue.stopped || !queue.jobs.empty(); });
+    if (queue.stopped) {
       return;
     }
-    std::shared_ptr<Job> job = jobs_.front();
+    std::shared_ptr<Job> job = queue.jobs.front();
     lock.unlock();
     job->run();
     job.reset();
     lock.lock();
-    if (!stopped_) {
+    if (!queue.stopped) {
       // Destroyed without the lock: a job may own tensors with deleters of their own.
-      std::shared_ptr<Job> done = std::move(jobs_.front());
-      jobs_.pop_front();
-      changed_.notify_all();
+      std::shared_ptr<Job> done = std::move(queue.jobs.front());
+      queue.jobs.pop_front();
+      queue.changed.notify_all();
       lock.unlock();
       done.reset();
       lock.lock();

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <thread>
 
+#include "memory/process_mark.h"
+
 namespace tessera {
 
 /// Something to be done by a `JobThread`.
@@ -20,10 +22,14 @@ class Job {
 
 /// A thread that runs jobs in the order in which they were pushed. It starts with the first job.
 ///
-/// Jobs may be pushed from several threads. The owner calls `stop()` once, before destruction.
+/// Jobs may be pushed from several threads. The owner calls `stop()` once, before destruction. In a
+/// forked child, where the thread is not, jobs are dropped.
 class JobThread {
  public:
+  JobThread();
   ~JobThread();
+  JobThread(const JobThread&) = delete;
+  JobThread& operator=(const JobThread&) = delete;
 
   /// Returns false, and drops the job, after `stop()`.
   bool push(std::shared_ptr<Job> job);
@@ -32,13 +38,18 @@ class JobThread {
   void stop(std::chrono::milliseconds grace) noexcept;
 
  private:
-  void run_jobs();
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::shared_ptr<Job>> jobs;  // the front one runs
+    bool stopped = false;
+    std::thread thread;
+  };
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<Job>> jobs_;  // the front one runs
-  bool stopped_ = false;
-  std::thread thread_;
+  static void run_jobs(Queue& queue);
+
+  const ProcessMark mark_;
+  std::unique_ptr<Queue> queue_;
 };
 
 }  // namespace tessera

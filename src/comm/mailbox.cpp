@@ -23,6 +23,10 @@ Mailbox::Mailbox(c10::intrusive_ptr<c10d::Backend> backend)
       rank_((*backend_)->getRank()),
       size_((*backend_)->getSize()) {}
 
+void Mailbox::leave_to_parent() noexcept {
+  if (backend_->defined()) static_cast<void>(backend_->release());
+}
+
 c10d::Backend& Mailbox::open_backend() const {
   TORCH_CHECK_WITH(DistBackendError, backend_->defined(),
                    "the process group was closed, as it is with its world");

@@ -38,6 +38,9 @@ class Mailbox {
   /// be using them meanwhile.
   void close() { backend_->reset(); }
 
+  /// In a forked child: keeps the connections, whose threads are the parent's, from being closed.
+  void leave_to_parent() noexcept;
+
   Transfer send(const void* data, int64_t bytes, int peer, int tag) const;
   Transfer receive(void* data, int64_t bytes, int peer, int tag) const;
 

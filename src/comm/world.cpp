@@ -15,15 +15,21 @@
 #include "comm/rendezvous.h"
 #include "comm/spawned_rank.h"
 #include "comm/transport.h"
+#include "memory/process_mark.h"
 
 namespace tessera {
 
 struct World::Impl {
   c10::intrusive_ptr<c10d::Store> store;  // closed after the process groups
   std::shared_ptr<ProcessGroups> process_groups;
+  ProcessMark mark{};
 
   ~Impl() {
-    if (SpawnedRank* rank = SpawnedRank::current()) rank->note_closing();
+    if (mark.is_inherited()) {  // a forked child leaves its parent's connections as they are
+      static_cast<void>(store.release());
+    } else if (SpawnedRank* rank = SpawnedRank::current()) {
+      rank->note_closing();
+    }
     process_groups->close();
   }
 };

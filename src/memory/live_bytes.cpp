@@ -1,5 +1,7 @@
 #include "memory/live_bytes.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
@@ -28,7 +30,12 @@ class LiveBlocks {
  public:
   // Never destroyed: tensors in static variables may be the last to go.
   static LiveBlocks& instance() {
-    static auto* const blocks = new LiveBlocks();
+    static auto* const blocks = [] {
+      const auto lock = [] { instance().mutex.lock(); };
+      const auto unlock = [] { instance().mutex.unlock(); };
+      ::pthread_atfork(lock, unlock, unlock);
+      return new LiveBlocks();
+    }();
     return *blocks;
   }
 

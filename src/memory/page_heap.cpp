@@ -48,12 +48,13 @@ void PageHeap::erase_free(std::map<Address, size_t>::iterator range) {
 void* PageHeap::allocate(size_t nbytes) {
   const size_t length = (std::max<size_t>(nbytes, 1) + kPage - 1) / kPage * kPage;
   std::lock_guard lock(mutex_);
+  if (!kept_.empty()) give_back_unseen();
   const auto best = free_by_length_.lower_bound({length, 0});
   if (best == free_by_length_.end()) return nullptr;
   const auto [available, begin] = *best;
   erase_free(free_by_address_.find(begin));
   if (available > length) insert_free(begin + length, available - length);
-  used_.emplace(begin, length);
+  used_.emplace(begin, Block{length, children_.forks()});
   used_bytes_ += length;
   extent_ = std::max(extent_, begin + length - begin_);
   return reinterpret_cast<void*>(begin);
@@ -64,10 +65,27 @@ bool PageHeap::free(void* data) {
   std::lock_guard lock(mutex_);
   const auto used = used_.find(address);
   if (used == used_.end()) return false;
-  Address begin = address;
-  size_t length = used->second;
-  used_bytes_ -= length;
+  const Block block = used->second;
   used_.erase(used);
+  if (shared_ && block.forks < children_.last_seeing()) {
+    kept_.push_back({address, block});
+  } else {
+    give_back(address, block.length);
+  }
+  return true;
+}
+
+void PageHeap::give_back_unseen() {
+  const int64_t last = children_.last_seeing();
+  std::erase_if(kept_, [&](const Kept& kept) {
+    if (kept.block.forks < last) return false;
+    give_back(kept.begin, kept.block.length);
+    return true;
+  });
+}
+
+void PageHeap::give_back(Address begin, size_t length) {
+  used_bytes_ -= length;
   const auto next = free_by_address_.lower_bound(begin);
   if (next != free_by_address_.end() && next->first == begin + length) {
     length += next->second;
@@ -83,7 +101,6 @@ bool PageHeap::free(void* data) {
     }
   }
   insert_free(begin, length);
-  return true;
 }
 
 bool PageHeap::owns(const void* data) const {
@@ -94,7 +111,22 @@ bool PageHeap::owns(const void* data) const {
 size_t PageHeap::block_bytes(const void* data) const {
   std::lock_guard lock(mutex_);
   const auto used = used_.find(reinterpret_cast<Address>(data));
-  return used == used_.end() ? 0 : used->second;
+  return used == used_.end() ? 0 : used->second.length;
+}
+
+void PageHeap::before_fork() {
+  mutex_.lock();
+  if (shared_) children_.before_fork();
+}
+
+void PageHeap::after_fork_in_parent() {
+  if (shared_) children_.after_fork_in_parent();
+  mutex_.unlock();
+}
+
+void PageHeap::after_fork_in_child() {
+  if (shared_) children_.after_fork_in_child();
+  mutex_.unlock();
 }
 
 void PageHeap::trim() {

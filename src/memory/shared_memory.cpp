@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/mount.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -12,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -83,7 +85,34 @@ std::map<uint64_t, std::weak_ptr<SharedMemory>>& registry() {
   return *made;
 }
 
+// All that this process has.
+std::set<const SharedMemory*>& present() {
+  static auto* const memories = new std::set<const SharedMemory*>();
+  return *memories;
+}
+
 }  // namespace
+
+// A child has them mapped as its parent does, and would write into the tensors of all ranks.
+SharedMemory::SharedMemory() {
+  [[maybe_unused]] static const int registered =
+      ::pthread_atfork([] { registry_mutex.lock(); }, [] { registry_mutex.unlock(); },
+                       [] {
+                         for (const SharedMemory* const memory : present())
+                           memory->keep_from_writing();
+                         registry_mutex.unlock();
+                       });
+  std::lock_guard lock(registry_mutex);
+  present().insert(this);
+}
+
+// Of a child: its pages become copies as it writes to them, for which the file is needed.
+void SharedMemory::keep_from_writing() const noexcept {
+  if (!data_) return;
+  constexpr int kOwn = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
+  if (fd_ < 0 || ::mmap(data_, mapped_, PROT_READ | PROT_WRITE, kOwn, fd_, 0) == MAP_FAILED)
+    ::mprotect(data_, mapped_, PROT_READ);
+}
 
 std::string SharedMemoryHandle::to_text() const {
   std::ostringstream text;
@@ -117,8 +146,6 @@ std::byte* SharedMemory::map(Access access) const {
   const uintptr_t end = data + mapped_;
   if (data > begin) ::munmap(range, data - begin);
   if (begin + reserved > end) ::munmap(reinterpret_cast<void*>(end), begin + reserved - end);
-  // A forked child would write into its parent's tensors.
-  ::madvise(mapped, mapped_, MADV_DONTFORK);
   ask_for_huge_pages(mapped, mapped_);
   return reinterpret_cast<std::byte*>(data);
 }
@@ -200,6 +227,7 @@ SharedMemory::~SharedMemory() {
     std::lock_guard lock(registry_mutex);
     const auto made = registry().find(handle_.id);
     if (made != registry().end() && made->second.expired()) registry().erase(made);
+    present().erase(this);
   }
   for (std::byte* const data : {data_, read_only_}) {
     if (data) ::munmap(data, mapped_);

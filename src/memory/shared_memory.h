@@ -23,6 +23,9 @@ struct SharedMemoryHandle {
 
 /// Pages that several processes have mapped: a file without a name, which goes with the last of
 /// them, however they end. Memory is taken when a page is first touched.
+///
+/// A child that this process forks sees the pages as they are, and what it writes itself. Its
+/// writes reach no other process; where the descriptor was closed before the fork, they end it.
 class SharedMemory {
  public:
   enum class Access : uint8_t { kRead, kWrite };
@@ -63,8 +66,9 @@ class SharedMemory {
   void close_descriptor();
 
  private:
-  SharedMemory() = default;
+  SharedMemory();
   std::byte* map(Access access) const;
+  void keep_from_writing() const noexcept;
 
   int fd_ = -1;
   std::byte* data_ = nullptr;

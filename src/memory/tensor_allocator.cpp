@@ -2,14 +2,17 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <malloc.h>
+#include <pthread.h>
 #include <tessera/page_heap.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <string_view>
+#include <vector>
 
 #include "memory/live_bytes.h"
 #include "memory/page_heap.h"
@@ -17,6 +20,16 @@
 #include "memory/trim.h"
 
 namespace tessera {
+
+// [Note: Heaps after a fork]
+//
+// Tensors lie on a heap of private pages, of which a child has a copy, as of malloc's; and, where
+// ranks share memory, on one that is mapped by all of them. There the child sees what the parent
+// had made: its parent uses none of those blocks for anything else before the child has ended or
+// started another program (`PageHeap`), and what the child writes goes into copies of the pages
+// (`SharedMemory`). What the parent changes in place the child may see, though. The child takes its
+// own tensors from the heap of private pages, and what it frees on its parent's heap stays as it
+// is: the books there are the parent's. If it joins a world, it makes a shared heap of its own.
 namespace {
 
 // What glibc's malloc, by default, maps from the system and gives back when it is freed.
@@ -34,6 +47,13 @@ size_t addresses_to_reserve() {
 
 // Made once, never destroyed: tensors in static variables may be the last to go.
 std::atomic<PageHeap*> shared_pages = nullptr;
+
+// In a child, the shared heaps of the processes that it descends from.
+std::vector<PageHeap*>& inherited_pages() {
+  static auto* const heaps = new std::vector<PageHeap*>();
+  return *heaps;
+}
+std::atomic<bool> has_inherited_pages = false;
 
 bool is_allowed() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -70,7 +90,7 @@ class TensorAllocator final : public c10::Allocator {
     default_copy_data(to, from, nbytes);
   }
 
-  void trim() { pages_.trim(); }
+  PageHeap& pages() { return pages_; }
 
  private:
   void* take_pages(size_t nbytes) {
@@ -85,14 +105,26 @@ class TensorAllocator final : public c10::Allocator {
         pages_(has_pages_ ? addresses_to_reserve() : 0),
         malloc_(c10::GetDefaultCPUAllocator()) {}
 
+  // The heap that `data` lies on; null: malloc's.
+  PageHeap* heap_of(const void* data) {
+    PageHeap* const shared = shared_pages;
+    if (shared && shared->owns(data)) return shared;
+    if (pages_.owns(data)) return &pages_;
+    return has_inherited_pages ? inherited_heap_of(data) : nullptr;
+  }
+
+  static PageHeap* inherited_heap_of(const void* data) {
+    for (PageHeap* const heap : inherited_pages())
+      if (heap->owns(data)) return heap;
+    return nullptr;
+  }
+
   static void release(void* data) {
     TensorAllocator& self = instance();
-    PageHeap* const shared = shared_pages;
-    PageHeap* const pages = shared && shared->owns(data) ? shared : &self.pages_;
-    const bool is_page = pages->owns(data);
+    PageHeap* const pages = self.heap_of(data);
     if (counting_live_bytes && data)
-      note_freed(data, is_page ? pages->block_bytes(data) : ::malloc_usable_size(data));
-    if (!is_page) return self.malloc_->raw_deleter()(data);
+      note_freed(data, pages ? pages->block_bytes(data) : ::malloc_usable_size(data));
+    if (!pages) return self.malloc_->raw_deleter()(data);
     c10::profiledCPUMemoryReporter().Delete(data);
     pages->free(data);
   }
@@ -105,12 +137,53 @@ class TensorAllocator final : public c10::Allocator {
 // The allocator if it was ever taken: making it reserves addresses.
 std::atomic<TensorAllocator*> installed = nullptr;
 
+// Those in which no thread is while this one forks.
+struct HeldHeaps {
+  std::mutex mutex;
+  std::vector<PageHeap*> heaps;
+};
+HeldHeaps& held_heaps() {
+  static auto* const held = new HeldHeaps();
+  return *held;
+}
+
+void before_fork() {
+  HeldHeaps& held = held_heaps();
+  held.mutex.lock();
+  held.heaps = inherited_pages();
+  if (TensorAllocator* const allocator = installed) held.heaps.push_back(&allocator->pages());
+  if (PageHeap* const shared = shared_pages) held.heaps.push_back(shared);
+  for (PageHeap* const heap : held.heaps) heap->before_fork();
+}
+
+void after_fork_in_parent() {
+  HeldHeaps& held = held_heaps();
+  for (PageHeap* const heap : held.heaps) heap->after_fork_in_parent();
+  held.mutex.unlock();
+}
+
+void after_fork_in_child() {
+  HeldHeaps& held = held_heaps();
+  for (PageHeap* const heap : held.heaps) heap->after_fork_in_child();
+  if (PageHeap* const shared = shared_pages.exchange(nullptr)) {
+    inherited_pages().push_back(shared);
+    has_inherited_pages = true;
+  }
+  held.mutex.unlock();
+}
+
+void survive_forks() {
+  [[maybe_unused]] static const int registered =
+      ::pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
 }  // namespace
 
 bool serve_tensors() {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) {
+    survive_forks();
     installed = &TensorAllocator::instance();
     c10::SetAllocator(c10::DeviceType::CPU, installed);
   }
@@ -120,18 +193,20 @@ bool serve_tensors() {
 bool use_page_heap() { return is_allowed() && serve_tensors(); }
 
 PageHeap& shared_heap(int ranks) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  survive_forks();
   if (!shared_pages) {
     const size_t nbytes = std::min(addresses_to_reserve(), kMostAddresses / ranks);
-    shared_pages = new PageHeap(SharedMemory::create("tessera heap", nbytes));
+    auto made = std::make_unique<PageHeap>(SharedMemory::create("tessera heap", nbytes));
+    // Ranks that are threads come at once.
+    PageHeap* none = nullptr;
+    if (shared_pages.compare_exchange_strong(none, made.get())) made.release();
   }
   return *shared_pages;
 }
 
 void trim_heaps() {
   if (PageHeap* const shared = shared_pages) shared->trim();
-  if (TensorAllocator* const allocator = installed) allocator->trim();
+  if (TensorAllocator* const allocator = installed) allocator->pages().trim();
   malloc_trim(0);
 }
 

@@ -9,9 +9,12 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <thread>
 #include <vector>
+
+#include "support/forked.h"
 
 namespace tessera {
 namespace {
@@ -75,6 +78,40 @@ TEST(PageHeap, TrimKeepsBlocksAndClearsTheRest) {
   EXPECT_EQ(*kept, std::byte{7});
   EXPECT_EQ(heap.allocate(kPage), freed);
   EXPECT_EQ(*freed, std::byte{0});
+}
+
+// Forks as the allocator does.
+std::unique_ptr<Forked> fork_with(PageHeap& heap, const std::function<void()>& fn) {
+  heap.before_fork();
+  auto child = std::make_unique<Forked>([&] {
+    heap.after_fork_in_child();
+    fn();
+  });
+  heap.after_fork_in_parent();
+  return child;
+}
+
+TEST(PageHeap, KeepsSharedBlocksThatAChildSees) {
+  PageHeap heap(SharedMemory::create("test", 64 * kPage));
+  auto* const seen = bytes(heap.allocate(8 * kPage));
+  auto child = fork_with(heap, [] { ::pause(); });
+  auto* const unseen = bytes(heap.allocate(8 * kPage));
+  EXPECT_TRUE(heap.free(seen));
+  EXPECT_FALSE(heap.free(seen));
+  EXPECT_TRUE(heap.free(unseen));
+  EXPECT_EQ(heap.allocate(8 * kPage), unseen);
+  EXPECT_EQ(heap.used_bytes(), 16 * kPage);
+  child.reset();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(heap.allocate(8 * kPage), seen);
+}
+
+TEST(PageHeap, UsesPrivateBlocksAgainThatAChildHasACopyOf) {
+  PageHeap heap(64 * kPage);
+  void* const block = heap.allocate(8 * kPage);
+  const auto child = fork_with(heap, [] { ::pause(); });
+  heap.free(block);
+  EXPECT_EQ(heap.allocate(8 * kPage), block);
 }
 
 TEST(PageHeap, BlocksOfManyThreadsDoNotOverlap) {

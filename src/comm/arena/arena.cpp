@@ -120,6 +120,7 @@ ArenaPlace Arena::take_place(const char* collective, const CollectiveTag& tag, u
                              int count) {
   ArenaPlace place{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
                    .fingerprint = fingerprint};
+  check_process(mark_, place.name);
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !closed_, "[", collective, "] unit '", tag.subject,
@@ -343,6 +344,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
 }
 
 void Arena::wait(ArenaTask& task, bool inputs) {
+  if (mark_.is_inherited()) return wait_in_child(task);
   Lock lock(mutex_);
   wait_until([&] { return task.is_over(); }, [&](int rank) { return task.lacks(*this, rank); },
              task.place().name, lock, &task);
@@ -353,7 +355,14 @@ void Arena::wait(ArenaTask& task, bool inputs) {
              [&](int rank) { return !has_read(rank, task.awaited()); }, task.place().name, lock);
 }
 
+// What was done before the fork is done; what was not never will be.
+void Arena::wait_in_child(ArenaTask& task) const {
+  if (task.error_) std::rethrow_exception(task.error_);
+  if (!task.is_done_) check_process(mark_, task.place().name);
+}
+
 bool Arena::is_done(ArenaTask& task) {
+  if (mark_.is_inherited()) return task.is_over();
   const std::lock_guard lock(mutex_);
   if (!task.is_over()) progress_locked();
   if (help_locked(task)) progress_locked();
@@ -408,11 +417,13 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
 }
 
 void Arena::give_up() noexcept {
+  if (mark_.is_inherited()) return;
   gave_up_.store(true, std::memory_order_release);
   ledger_->ring(rank_);
 }
 
 void Arena::close(std::chrono::milliseconds grace) noexcept {
+  if (mark_.is_inherited()) return;
   Lock lock(mutex_);
   if (std::exchange(closed_, true)) return;
   ledger_->bell(rank_).closed.store(1, std::memory_order_release);

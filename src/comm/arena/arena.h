@@ -16,6 +16,7 @@
 #include "comm/arena/ledger.h"
 #include "comm/arena/neighbour.h"
 #include "comm/collective_name.h"
+#include "memory/process_mark.h"
 
 namespace tessera {
 
@@ -155,6 +156,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void wait_for_slot(const ArenaPlace& place);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
                   Lock& lock, ArenaTask* awaited = nullptr);
+  void wait_in_child(ArenaTask& task) const;
   bool help_locked(ArenaTask& task);
   void work_ahead_locked(const ArenaPlace& place);
   bool help_any_locked(ArenaTask* first);
@@ -164,6 +166,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void check_neighbours(const Lacks& lacks, const CollectiveName& name,
                         Clock::time_point start) const;
 
+  const ProcessMark mark_;
   const int rank_;
   const std::chrono::milliseconds timeout_;
   PageHeap& heap_;  // of this process

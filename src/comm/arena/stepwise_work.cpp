@@ -95,6 +95,7 @@ void StepwiseWork::abort() noexcept {
 }
 
 std::vector<WorkPtr> StepwiseWork::works_of_last_step() {
+  check_process(mark_, name_);
   const auto start = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   if (!changed_.wait_for(lock, timeout_ + kGrace, [&] { return state_ == State::kLastStep; })) {
@@ -122,6 +123,7 @@ void StepwiseWork::wait_inputs() {
 }
 
 bool StepwiseWork::is_completed() {
+  if (mark_.is_inherited()) return false;
   {
     const std::lock_guard lock(mutex_);
     if (state_ != State::kLastStep) return false;

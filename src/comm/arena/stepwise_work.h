@@ -41,6 +41,7 @@ class StepwiseWork final : public Work, public Job {
   void name_errors(const std::function<void()>& step) const;
   std::vector<WorkPtr> works_of_last_step();
 
+  const ProcessMark mark_;
   const CollectiveName name_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Arena> arena_;
