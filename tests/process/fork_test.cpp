@@ -25,7 +25,6 @@ TEST_P(RanksThatFork, TrainAsThoseThatDoNot) {
       for (const auto& end : ends) {
         EXPECT_EQ(end.status, 0) << transport << ": " << end.err;
         EXPECT_TRUE(contains(end.out, std::string(" over ") + transport)) << end.out;
-        EXPECT_LT(end.seconds, 25);
         sums.insert(sum_in(end));
       }
     }
