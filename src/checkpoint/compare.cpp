@@ -33,7 +33,8 @@ Records records_of(const CheckpointIndex& index) {
 
 // The same bits: NaN equals itself, and 0 is not -0.
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
-  return a.nbytes() == b.nbytes() &&
+  if (a.nbytes() != b.nbytes()) return false;
+  return a.nbytes() == 0 ||  // memcmp takes no null pointer, not even to nothing
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
