@@ -1,4 +1,5 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -117,6 +118,10 @@ bool ShardedState::has_replaced() const {
 }
 
 void ShardedState::take_in_replaced() {
+  const at::Tensor any = at::full({1}, has_replaced(), at::kByte);
+  if (mesh().size() > 1)
+    mesh().all_reduce(any, ReduceOp::kMax, {"parameters with other data", Channel::kControl});
+  if (any.item<uint8_t>() == 0) return;
   std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
   std::string names;
   for (const auto& unit : units_) {
@@ -132,7 +137,6 @@ void ShardedState::take_in_replaced() {
     TORCH_CHECK_VALUE(all[rank] == all[0], "[tessera] all ranks must give the same parameters other data (by set_data(), "
                       "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ", all[0],
                       "], rank ", rank, " to [ ", all[rank], "]");
-  if (replaced.empty()) return;
   check_on_all_ranks(mesh(), [&] {
     for (const auto& [unit, slot] : replaced) unit->check_replacement(*slot);
   });
