@@ -47,8 +47,8 @@ struct TESSERA_API CPUAdamParamState
 /// Adam and AdamW in one pass over memory, with state in float for parameters of any dtype.
 ///
 /// Parameters are Float, BFloat16, Half or Double; moments are Float, for Double parameters Double.
-/// Gradients have the dtype of their parameter, or Float. The step computes in the moments' dtype
-/// and rounds the parameter once.
+/// Gradients have the dtype of their parameter, or Float; those of Float parameters may also be
+/// BFloat16 or Half. The step computes in the moments' dtype and rounds the parameter once.
 ///
 /// Each element gets the same bits whatever the number of threads, its place in a tensor and the
 /// way the tensor is cut over ranks. They agree with `torch::optim::AdamW` (`adamw_mode`) and

@@ -37,11 +37,11 @@ std::vector<bool> trainable_mask(const torch::nn::Module& module) {
 }
 
 // `Module::to` would convert counters, too.
-void convert_floating(torch::nn::Module& module, at::ScalarType dtype) {
+void convert_floating(torch::nn::Module& module, at::ScalarType dtype, bool non_blocking) {
   std::vector<at::Tensor> tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype));
+    if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype, non_blocking));
   }
 }
 
@@ -114,6 +114,7 @@ ShardedModule::NoSync AnyShardedDataParallel::no_sync() { return sharded().no_sy
 void AnyShardedDataParallel::reduce() { sharded().reduce(); }
 void AnyShardedDataParallel::sync_buffers(bool blocking) { sharded().sync_buffers(blocking); }
 void AnyShardedDataParallel::train(bool on) { module_->train(on); }
+bool AnyShardedDataParallel::training() const { return module_->is_training(); }
 bool AnyShardedDataParallel::is_multi_device_module() const { return false; }
 
 at::Tensor AnyShardedDataParallel::full_grad(const at::Tensor& param) {
@@ -169,7 +170,7 @@ void AnyShardedDataParallel::join(const std::function<void()>& train) {
 }
 
 void AnyShardedDataParallel::convert(std::optional<at::Device> device,
-                                     std::optional<at::ScalarType> dtype) {
+                                     std::optional<at::ScalarType> dtype, bool non_blocking) {
   check_on_all_ranks(sharding_->sharded->state()->mesh(), [&] {
     TORCH_CHECK_VALUE(!device || device->type() == device_type(),
                       "[ShardedDataParallel] the type of device can't change, because the optimizers have their state "
@@ -177,10 +178,10 @@ void AnyShardedDataParallel::convert(std::optional<at::Device> device,
     TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[ShardedDataParallel] dtype must be floating; got ", *dtype);
   });
   sharding_->rebuild([&] {
-    if (device) module_->to(*device);
+    if (device) module_->to(*device, non_blocking);
     if (!dtype) return;
     round_as_sent(*sharding_, *dtype);
-    convert_floating(*module_, *dtype);
+    convert_floating(*module_, *dtype, non_blocking);
   });
 }
 

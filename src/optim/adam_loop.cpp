@@ -134,6 +134,13 @@ AdamLoop loop_for(at::ScalarType param, at::ScalarType grad) {
   return nullptr;
 }
 
+AdamLoop float_loop(at::ScalarType grad) {
+  if (grad == at::kFloat) return &step<float, float>;
+  if (grad == at::kBFloat16) return &step<float, c10::BFloat16>;
+  if (grad == at::kHalf) return &step<float, c10::Half>;
+  return nullptr;
+}
+
 AdamLoop rounding_loop(at::ScalarType rounded) {
   if (rounded == at::kBFloat16) return &step<float, float, c10::BFloat16>;
   if (rounded == at::kHalf) return &step<float, float, c10::Half>;
@@ -147,7 +154,7 @@ AdamLoop adam_loop(at::ScalarType param, at::ScalarType grad, at::ScalarType rou
     return param == at::kFloat && grad == at::kFloat ? rounding_loop(rounded) : nullptr;
   switch (param) {
     case at::kFloat:
-      return loop_for<float>(param, grad);
+      return float_loop(grad);
     case at::kDouble:
       return loop_for<double>(param, grad);
     case at::kBFloat16:

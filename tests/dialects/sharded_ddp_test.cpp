@@ -480,6 +480,45 @@ TEST(ShardedDdp, FS_18_ToConvertsAndReturnsTheModel) {
   });
 }
 
+// Notes how it was asked to move.
+struct MovedNetImpl : PlainNetImpl {
+  using torch::nn::Module::to;
+  void to(torch::Device device, bool non_blocking) override {
+    asked.push_back(non_blocking);
+    PlainNetImpl::to(device, non_blocking);
+  }
+  std::vector<bool> asked;
+};
+TORCH_MODULE(MovedNet);
+
+TEST(ShardedDdp, FS_18_ToMayBeNonBlocking) {
+  run_world(2, [](World& world) {
+    MovedNet net = make_net<MovedNet>();
+    OSS<SGD> optimizer(net->parameters(), kSgd);
+    ShardedDataParallel<MovedNet> model(net, optimizer);
+    const at::Device cpu(at::kCPU);
+    model.to(cpu).to(cpu, /*non_blocking=*/true).to(cpu, at::kDouble, /*non_blocking=*/true);
+    model.to(at::kFloat, /*non_blocking=*/true).to(cpu, at::kFloat);
+    EXPECT_EQ(net->asked, (std::vector<bool>{false, true, true, false}));
+    train(model, optimizer, world, 1);
+    expect_replicas(world, *net);
+  });
+}
+
+TEST(ShardedDdp, FS_19_TheModeIsTheModules) {
+  run_world(2, [](World&) {
+    PlainNet net = make_net<PlainNet>();
+    OSS<SGD> optimizer(net->parameters(), kSgd);
+    ShardedDataParallel<PlainNet> model(net, optimizer);
+    EXPECT_TRUE(model.training());
+    model.eval();
+    EXPECT_FALSE(model.training());
+    EXPECT_FALSE(net->is_training());
+    net->train();
+    EXPECT_TRUE(model.training());
+  });
+}
+
 struct TwoDevicesImpl : torch::nn::Module {
   TwoDevicesImpl() : first(register_module("first", torch::nn::Linear(6, 3))) {
     register_parameter("second", torch::empty({2}, at::kMeta));

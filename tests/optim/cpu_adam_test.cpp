@@ -111,6 +111,28 @@ TEST(CPUAdam, NarrowParametersHaveFloatStateAndAreRoundedOnce) {
   }
 }
 
+// A narrow gradient counts as its values in float: nothing else changes.
+TEST(CPUAdam, GradientsMayBeNarrowerThanTheirParameter) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    for (const CPUAdamOptions& mode : all_modes()) {
+      Tensor own = random({1000}, 1), reference = own.clone();
+      CPUAdam adam({own}, mode), expected({reference}, mode);
+      for (int step = 0; step < 4; ++step) {
+        const Tensor grad = random({1000}, 10 + step).to(dtype);
+        own.mutable_grad() = grad;
+        reference.mutable_grad() = grad.to(at::kFloat);
+        adam.step();
+        expected.step();
+        EXPECT_TRUE(torch::equal(own, reference)) << dtype << ", step " << step;
+      }
+      for (const auto& [name, tensor] : read_param_state(adam, own).tensors) {
+        EXPECT_EQ(tensor.scalar_type(), at::kFloat);
+        EXPECT_TRUE(torch::equal(tensor, read_param_state(expected, reference).tensors.at(name)));
+      }
+    }
+  }
+}
+
 // Every value of 16 bits, and every rounding: a step of size `lr` against the gradient's sign.
 TEST(CPUAdam, ConvertsAsLibTorch) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {

@@ -166,6 +166,7 @@ class TESSERA_API AnyShardedDataParallel {
   /// Switch the module's mode. Not collective.
   void train(bool on = true);
   void eval() { train(false); }
+  bool training() const;  ///< the module's mode
 
   c10::DeviceType device_type() const;  ///< of all parameters
   bool is_multi_device_module() const;  ///< always false: one device for each rank
@@ -178,7 +179,8 @@ class TESSERA_API AnyShardedDataParallel {
                          const ShardedDataParallelOptions& options);
   ~AnyShardedDataParallel();
   void begin_forward();
-  void convert(std::optional<at::Device> device, std::optional<at::ScalarType> dtype);
+  void convert(std::optional<at::Device> device, std::optional<at::ScalarType> dtype,
+               bool non_blocking);
 
  private:
   void check(const std::vector<AnyOss*>& optimizers) const;
@@ -237,11 +239,16 @@ class ShardedDataParallel final : public AnyShardedDataParallel {
   Module& module() const { return *net_; }
 
   /// Converts floating parameters and buffers, and keeps the optimizers' state. The type of device
-  /// can't change. Gradients are forgotten.
-  ShardedDataParallel& to(at::ScalarType dtype) { return to(std::nullopt, dtype); }
-  ShardedDataParallel& to(at::Device device) { return to(device, std::nullopt); }
-  ShardedDataParallel& to(std::optional<at::Device> device, std::optional<at::ScalarType> dtype) {
-    convert(device, dtype);
+  /// can't change. Gradients are forgotten. `non_blocking`: as `torch::nn::Module::to` has it.
+  ShardedDataParallel& to(at::ScalarType dtype, bool non_blocking = false) {
+    return to(std::nullopt, dtype, non_blocking);
+  }
+  ShardedDataParallel& to(at::Device device, bool non_blocking = false) {
+    return to(device, std::nullopt, non_blocking);
+  }
+  ShardedDataParallel& to(std::optional<at::Device> device, std::optional<at::ScalarType> dtype,
+                          bool non_blocking = false) {
+    convert(device, dtype, non_blocking);
     return *this;
   }
 
