@@ -107,6 +107,10 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
     world.process_group()->barrier(kTag);
     if (world.rank() != 0) return world.process_group()->barrier(kTag);
     const auto made = torch::arange(100'000);
+    // Threads of a child fail in LibTorch if its parent had a pool of one thread
+    // (ParallelOpenMP.cpp).
+    const int threads = at::get_num_threads();
+    at::set_num_threads(2);
     EXPECT_EQ(status_of_child([&] {
                 const auto store = c10::make_intrusive<c10d::HashStore>();
                 std::vector<std::jthread> ranks;
@@ -120,6 +124,7 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
                 }
               }),
               0);
+    at::set_num_threads(threads);
     world.process_group()->barrier(kTag);
   });
 }
