@@ -107,11 +107,10 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
     world.process_group()->barrier(kTag);
     if (world.rank() != 0) return world.process_group()->barrier(kTag);
     const auto made = torch::arange(100'000);
-    // Threads of a child fail in LibTorch if its parent had a pool of one thread
-    // (ParallelOpenMP.cpp).
-    const int threads = at::get_num_threads();
-    at::set_num_threads(2);
     EXPECT_EQ(status_of_child([&] {
+                // A child makes LibTorch's thread pool anew at its first use, which two threads
+                // must not do at the same time.
+                at::init_num_threads();
                 const auto store = c10::make_intrusive<c10d::HashStore>();
                 std::vector<std::jthread> ranks;
                 for (int rank = 0; rank < 2; ++rank) {
@@ -124,7 +123,6 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
                 }
               }),
               0);
-    at::set_num_threads(threads);
     world.process_group()->barrier(kTag);
   });
 }
