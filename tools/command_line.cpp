@@ -4,16 +4,25 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
 
 namespace tessera::tools {
 namespace {
+
+constexpr int kNotDone = 2;
+
+// Never throws: where nobody takes the message, the status still tells.
+void complain(const std::string& text) { std::fputs(("tessera: " + text + "\n").c_str(), stderr); }
 
 int usage_error(const CLI::App& app, const CLI::ParseError& error) {
   const std::string help = app.help();  // of the subcommand that was given
   const size_t begin = help.find("Usage:");
   const std::string usage = help.substr(begin, help.find('\n', begin) - begin);
-  fmt::print(stderr, "tessera: {}\n{}\nMore is shown by --help.\n", error.what(), usage);
-  return 2;
+  complain(fmt::format("{}\n{}\nMore is shown by --help.", error.what(), usage));
+  return kNotDone;
 }
 
 /// Whether the arguments stop at a command that only holds others.
@@ -23,9 +32,7 @@ bool names_no_action(const CLI::App& app) {
   return !innermost->get_subcommands([](const CLI::App*) { return true; }).empty();
 }
 
-}  // namespace
-
-int run_command_line(CLI::App& app, std::vector<std::string> arguments, const int& exit_code) {
+int run(CLI::App& app, std::vector<std::string> arguments, const int& exit_code) {
   std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them from the back
   try {
     app.parse(arguments);
@@ -34,11 +41,22 @@ int run_command_line(CLI::App& app, std::vector<std::string> arguments, const in
   } catch (const CLI::ParseError& error) {
     return usage_error(app, error);
   } catch (const std::exception& error) {
-    fmt::print(stderr, "tessera: {}\n", error.what());
+    complain(error.what());
     return 1;
   }
-  if (names_no_action(app)) fmt::print("{}", app.help());
+  if (names_no_action(app)) std::fputs(app.help().c_str(), stdout);
   return exit_code;
+}
+
+}  // namespace
+
+int run_command_line(CLI::App& app, std::vector<std::string> arguments, const int& exit_code) {
+  const int status = run(app, std::move(arguments), exit_code);
+  errno = 0;
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return status;
+  complain(fmt::format("could not write the output{}{}", errno == 0 ? "" : ": ",
+                       errno == 0 ? "" : std::strerror(errno)));
+  return kNotDone;
 }
 
 }  // namespace tessera::tools

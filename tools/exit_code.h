@@ -10,14 +10,15 @@
 namespace tessera::tools {
 
 /// That of `run()`; if it throws, `failure`, after the error was printed in the name of `who`.
+/// Where nobody takes the message, the status still tells.
 template <class Run>
 int exit_code_of(const std::string& who, Run run, int failure = 1) {
   try {
     return run();
   } catch (const c10::Error& error) {
-    fmt::print(stderr, "{}: {}\n", who, error.what_without_backtrace());
+    std::fputs(fmt::format("{}: {}\n", who, error.what_without_backtrace()).c_str(), stderr);
   } catch (const std::exception& error) {
-    fmt::print(stderr, "{}: {}\n", who, error.what());
+    std::fputs(fmt::format("{}: {}\n", who, error.what()).c_str(), stderr);
   }
   return failure;
 }

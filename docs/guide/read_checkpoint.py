@@ -20,9 +20,12 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def read_checkpoint(path):
-    index = json.loads((pathlib.Path(path) / "index.json").read_text())
+    path = pathlib.Path(path)
+    if not (path / "index.json").exists() and (path / "checkpoint").exists():  # at a mount point
+        path = path / "checkpoint"
+    index = json.loads((path / "index.json").read_text())
     assert index["format_version"] == 2, f"{path} has another format version than 2: {index['format_version']}"
-    opened = functools.cache(lambda name: safe_open(pathlib.Path(path) / name, framework="pt"))
+    opened = functools.cache(lambda name: safe_open(path / name, framework="pt"))
     state = {}
     for tensor in index["tensors"]:
         if tensor["kind"] not in ("param", "buffer", "tensor"):  # "state", "master" and "rank" are for going on

@@ -49,7 +49,8 @@ struct SaveOptions {
 
   /// When the checkpoint is in its place, removes the oldest ones beside it, so that this many are
   /// left: directories whose names differ from `path`'s in the number at the end (`step-100`), of
-  /// which a lower one is older. Higher ones don't count. 0, or no number: none is removed.
+  /// which a lower one is older. Higher ones don't count, nor does what was saved without
+  /// `keep_last`, renamed, or made by another tool: it stays. 0, or no number: none is removed.
   int keep_last = 0;
 };
 
@@ -84,7 +85,8 @@ struct LoadedCheckpoint {
 /// Collective over all ranks that train the model, with the same options. `optimizer` may be null.
 /// Each rank writes its own files in the safetensors format, every value once; rank 0 adds an index
 /// (JSON) and renames the finished directory to `path`, so that a reader sees the old checkpoint or
-/// the new one, never a part. Returns when everything is on the disk.
+/// the new one, never a part. (A mount point can't be replaced: there it is `path`/checkpoint,
+/// which is read by the name `path`, too.) Returns when everything is on the disk.
 /// **Memory**: none, or that of one gathered unit if `options.whole_parameters`.
 /// **Throws** on every rank, and leaves the old checkpoint, if a file can't be written on any, or
 /// if another job is saving to `path`.

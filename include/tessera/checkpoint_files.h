@@ -16,7 +16,8 @@ namespace tessera {
 // What can be done with a checkpoint without a model and without ranks: `tessera ckpt` is made of
 // these. None is collective. All throw `c10::ValueError` for a directory that is no checkpoint.
 
-/// Is told how many of how many bytes are done, now and then.
+/// Is told how many of how many bytes are done, now and then. What it throws ends the work, which
+/// leaves nothing that was begun.
 using CheckpointProgress = std::function<void(int64_t done, int64_t total)>;
 
 struct CheckpointTensor {
@@ -89,8 +90,9 @@ TESSERA_API void export_checkpoint(const std::filesystem::path& path,
                                    const ExportOptions& options = {});
 
 /// Makes a checkpoint of a safetensors file, of a file that Python's `torch.save` made of a state
-/// dict, or of a directory of safetensors files with or without an index
-/// (`model.safetensors.index.json`). `load_checkpoint` then reads it into a model with these names;
+/// dict, or of a directory of safetensors files: those that its index names
+/// (`model.safetensors.index.json`), or all of them, of which none may be missing where they are
+/// numbered. `load_checkpoint` then reads it into a model with these names;
 /// it has no optimizer. Tensors that `torch.save` found sharing memory stay tied. Memory: one
 /// tensor.
 TESSERA_API void import_checkpoint(const std::filesystem::path& from,

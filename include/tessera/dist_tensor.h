@@ -16,7 +16,8 @@ namespace tessera {
 // A *DistTensor* is an `at::Tensor` that stands for a global tensor of which each rank of a device
 // mesh holds a part. It has the global sizes, dtype and values: operators on it give what they
 // would give on the whole tensor in one process, and `backward()` and `torch::optim` work on it. It
-// has no memory of its own: `data_ptr()` is null.
+// has no memory of its own: `data_ptr()`, `storage()` and so `torch::save()` throw, naming what to
+// call in their place.
 //
 // Operators are collective over the mesh: all its ranks call the same ones in the same order.
 //
@@ -59,7 +60,8 @@ TESSERA_API at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mes
                                   std::optional<std::vector<int64_t>> sizes = std::nullopt);
 
 /// This rank's part, which shares memory with the DistTensor. Differentiable: gradients of it have
-/// the placements of `tensor`, those of `Partial` ones are replicated.
+/// the placements of `tensor`, those of `Partial` ones are replicated. A `Partial` result of an
+/// operator shares it until an operator reduces it.
 /// Throws `c10::ValueError` for an ordinary tensor.
 TESSERA_API at::Tensor to_local(const at::Tensor& tensor);
 
@@ -76,7 +78,8 @@ TESSERA_API at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& 
 /// The global values as an ordinary tensor, on every rank of the mesh. Collective; differentiable.
 TESSERA_API at::Tensor full_tensor(const at::Tensor& tensor);
 
-/// Where `tensor` lies. Throw `c10::ValueError` for an ordinary tensor.
+/// Where `tensor` lies. A `Partial` result of an operator may become `Replicate` or `Shard` when an
+/// operator that needs its values reduces it. Throw `c10::ValueError` for an ordinary tensor.
 TESSERA_API const DeviceMesh& mesh_of(const at::Tensor& tensor);
 TESSERA_API const Placements& placements_of(const at::Tensor& tensor);
 

@@ -58,6 +58,15 @@ TESSERA_API void distribute_module(torch::nn::Module& module, const DeviceMesh& 
 /// have the same values on all of them. Collective.
 TESSERA_API void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh);
 
+/// Makes all parameters and buffers of `module` ordinary tensors with memory of their own, which
+/// hold the full values, whatever made them something else: `fully_shard()`, `distribute_module()`
+/// or `distribute_()`. Names, identity and `requires_grad` stay; gradients are forgotten.
+///
+/// Collective over the ranks that have parts. **Memory**: takes that of the whole model. **Throws**
+/// `c10::ValueError` if no tensor of the module is sharded or distributed, or one lies on a mesh
+/// without this rank, and as `ShardedModule::unwrap()` does; nothing is changed then.
+TESSERA_API void unwrap(torch::nn::Module& module);
+
 namespace detail {
 
 /// True while a `PartitionFn` runs on this thread and `tensor` is one that it may place.
@@ -69,6 +78,7 @@ TESSERA_API std::vector<at::Tensor> call_hook(const char* which, const ForwardHo
 /// A tensor that requires a gradient as a DistTensor; others as they are.
 TESSERA_API at::Tensor as_input(const at::Tensor& tensor, const DeviceMesh& mesh);
 [[noreturn]] TESSERA_API void refuse_output();
+[[noreturn]] TESSERA_API void refuse_unwrapped();
 
 template <class T>
 concept TensorTuple = requires {
@@ -134,8 +144,15 @@ class DistModule {
   const std::shared_ptr<M>& ptr() const { return module_; }
   const DeviceMesh& mesh() const { return mesh_; }
 
+  /// See `tessera::unwrap()`. The module is as any other then, and this of no use.
+  void unwrap() {
+    tessera::unwrap(*module_);
+    is_unwrapped_ = true;
+  }
+
   template <class... Args>
   auto forward(Args&&... args) {
+    if (is_unwrapped_) detail::refuse_unwrapped();
     std::vector<at::Tensor> tensors;
     (collect(tensors, args), ...);
     if (input_fn_) tensors = detail::call_hook("input_fn", input_fn_, std::move(tensors), mesh_);
@@ -175,6 +192,7 @@ class DistModule {
   std::shared_ptr<M> module_;
   DeviceMesh mesh_;
   ForwardHook input_fn_, output_fn_;
+  bool is_unwrapped_ = false;
 };
 
 /// `distribute_module()` and a handle that calls `input_fn` and `output_fn`; either may be empty.

@@ -60,6 +60,11 @@ struct ClipOptions {
 /// The module itself was changed in place: its parameters are gathered when an operator uses them
 /// and their gradients are reduced as backward makes them. So the module can be called directly,
 /// and this handle only adds what has no place in it. Copies share one state.
+///
+/// Every backward is collective. At `ShardLevel::kParameters`, the default, so is every forward,
+/// evaluation included: all ranks run it equally often, each on data of its own. (Where all ranks
+/// share the memory of one host, a rank may evaluate alone; a warning says that elsewhere it would
+/// wait for the others until the timeout.)
 class TESSERA_API ShardedModule {
  public:
   explicit ShardedModule(std::shared_ptr<ShardedState> state);
@@ -112,8 +117,9 @@ class TESSERA_API ShardedModule {
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
 
-  /// Forgets all gradients.
-  void zero_grad();
+  /// Forgets all gradients. Not `set_to_none`: they become zeros, and parameters that the next
+  /// backward does not use are stepped with those. Not collective; all ranks must do it.
+  void zero_grad(bool set_to_none = true);
 
   /// Scales the reduced gradients so that the norm of all of them is at most `max_norm`, and
   /// returns the norm before. Collective. `norm_type`: 1, 2 or infinity. The formula is that of
@@ -132,12 +138,24 @@ class TESSERA_API ShardedModule {
   /// stays as it is, and what the model does not have is left out.
   void load_full_state(const std::vector<NamedTensor>& state, bool strict = true);
 
+  /// Undoes the sharding: the module's parameters are ordinary tensors with memory of their own, of
+  /// the dtype in which they were used and with the values that `full_state()` gives, and have none
+  /// of Tessera's hooks. Buffers stay as they are; gradients and master weights are forgotten. The
+  /// module may be sharded again. All handles of the sharded model are of no use then, and throw.
+  ///
+  /// Collective. **Memory**: takes that of the whole model; what was sharded is freed unit by unit.
+  /// **Throws** on every rank, and changes nothing, under `no_sync()`, `keep_unsharded()` and
+  /// `join()`, and while there is a `ShardedOptimizer` for the model: call its `unwrap()` first, or
+  /// destroy it.
+  void unwrap();
+
   ShardMemory memory() const;
 
   /// A table of the units: names, elements, shard of this rank, level.
   std::string describe() const;
 
-  const std::shared_ptr<ShardedState>& state() const { return state_; }
+  /// Throws if the model was unwrapped.
+  const std::shared_ptr<ShardedState>& state() const;
 
  protected:
   bool casts_inputs() const;

@@ -61,11 +61,14 @@ TESSERA_API void load_state_dict(torch::optim::Optimizer& optimizer,
 
 /// Returns on rank `recipient` of the process group that shards the model (on that rank of each
 /// replica), or on all for -1, what the optimizer would have without sharding: `load_state_dict()`
-/// of an optimizer of the whole model takes it. `state` is empty on the other ranks. Master weights
-/// are not part of it.
+/// of an optimizer of the whole model takes it. `state` is empty on the other ranks.
+///
+/// Master weights come along as `extra["master_weights"]`, whole tensors by parameter number: they
+/// have digits that the parameters do not show. Other optimizers take no notice of them.
 ///
 /// Collective. **Memory**: the ranks' shares travel one after another: a recipient has all state
-/// and two copies of one share, others two copies of their own.
+/// and two copies of one share, others two copies of their own. Master weights are gathered unit by
+/// unit, on all ranks.
 /// **Throws** on all ranks if one fails; `c10::ValueError` for a `recipient` that is no rank or
 /// not the same on all, `c10::NotImplementedError` for parameters that are DistTensors, which
 /// `DistOptimizer` saves.
@@ -77,6 +80,10 @@ TESSERA_API OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int 
 /// Replaces the optimizer's state and options by this rank's part of `state_dict`, which is that of
 /// an optimizer that is not sharded, or of a sharded one, on any number of ranks, of any level and
 /// partition. `ShardedOptimizer::steps()` stays. References to the options stay valid.
+///
+/// Parameters stay as they are. Master weights in the state give back their digits, now and until
+/// the next step, wherever a parameter has the value that they round to: so it does not matter
+/// whether parameters are loaded before or after this.
 ///
 /// Collective: every rank gives the same state.
 /// **Throws** `c10::ValueError` unless the param groups have as many parameters as the optimizer's

@@ -34,11 +34,10 @@ TESSERA_API std::vector<ParameterSize> parameter_sizes(const torch::nn::Module& 
 
 /// Reads the sizes of a model's parameters; no tensor is read. `path`:
 /// - a safetensors file, whose name ends in `.safetensors`,
-/// - a directory: a checkpoint of Tessera's, or one with safetensors files (which are taken by
-/// name),
+/// - a directory: a checkpoint of Tessera's, or one with safetensors files, which are chosen as
+///   `import_checkpoint()` does: by its index, or all of them,
 /// - any other file is a list: a line for each parameter, `name dtype size...`, with ` frozen` at
-/// the
-///   end if it is not trained. `#` begins a comment.
+///   the end if it is not trained. `#` begins a comment. It may be a pipe.
 ///
 /// Files hold buffers like parameters: those of integers are taken as frozen parameters, the others
 /// as trained ones. Tensors of a safetensors file come in the order of their bytes.
@@ -72,6 +71,11 @@ struct PlanReportOptions {
   /// registration order, and back. What backward reads nothing of, such as the weights of a first
   /// layer, is used in forward only; trainable units in neither are taken along as the engine does.
   std::vector<int> forward_order, backward_order;
+
+  /// True: all ranks are on one host, and share its memory (the arena). At all levels but `kNone`,
+  /// each rank then counts its shard of the parameters, which are there once for all of them and
+  /// stay whole, and sends nothing.
+  bool shares_memory = false;
 };
 
 /// A unit on paper.
@@ -139,7 +143,7 @@ struct PlanReport {
 /// those that a job measures in steady state: a step after the first one, of one forward, one
 /// backward in which each trainable parameter gets a gradient on some rank, and one optimizer step
 /// of all trainable parameters; no clipping (16 bytes more are reduced), no activation checkpoints.
-/// Buffers and ignored parameters are not counted. Ranks send messages: none share memory.
+/// Buffers and ignored parameters are not counted. Ranks send messages, or `options.shares_memory`.
 ///
 /// `plan.process_group` and `replicate_group` are not looked at: `options` stands for them. Throws
 /// `c10::ValueError` as `fully_shard()` does, for ranks, replicas, state or an order that can't be,

@@ -44,8 +44,9 @@ using WorkPtr = std::shared_ptr<Work>;
 /// in the same order by all ranks; nothing is assumed between channels.
 enum class Channel : uint8_t { kParams, kGrads, kControl };
 
-/// What a collective is for: shown in errors and traces, and on Gloo part of the message tag, so
-/// that ranks that disagree on the order time out instead of mixing up tensors.
+/// What a collective is for: shown in errors and traces, and part of what ranks compare, so that
+/// those that issue collectives in another order get an error instead of another's tensor: at once
+/// over the arena and c10d backends on the CPU, by the timeout over Gloo. (NCCL compares nothing.)
 struct CollectiveTag {
   std::string_view subject;  ///< for example the name of the unit; must outlive the `Work`
   Channel channel = Channel::kControl;

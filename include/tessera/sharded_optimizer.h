@@ -34,9 +34,10 @@ struct ShardedOptimizerOptions {
 
 class ShardedOptimizer;
 struct Segment;
-const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);  // internal
-void offload_state(ShardedOptimizer& optimizer);                             // internal
-void give_back_optimizer(ShardedOptimizer& optimizer);                       // internal
+const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);          // internal
+void offload_state(ShardedOptimizer& optimizer);                                     // internal
+void give_back_optimizer(ShardedOptimizer& optimizer);                               // internal
+void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);  // internal
 
 /// Steps the user's own optimizer on this rank's shards.
 ///
@@ -72,6 +73,14 @@ class TESSERA_API ShardedOptimizer {
   /// Forgets all gradients. (The optimizer's and the module's own `zero_grad()` do the same.)
   void zero_grad();
 
+  /// Undoes the constructor: the user's optimizer has the module's parameters again and, on every
+  /// rank, all of its state, as `full_state_dict()` gives it without master weights. This is of no
+  /// use then, and throws. To be called before `ShardedModule::unwrap()`, without which the
+  /// optimizer has nothing to step with.
+  ///
+  /// Collective. **Throws** on every rank, and changes nothing, as `full_state_dict()` does.
+  void unwrap();
+
   /// See `ShardedModule::clip_grad_norm_`.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
@@ -101,6 +110,7 @@ class TESSERA_API ShardedOptimizer {
   friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
   friend void offload_state(ShardedOptimizer& optimizer);
   friend void give_back_optimizer(ShardedOptimizer& optimizer);
+  friend void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -63,10 +63,11 @@ struct HybridProcessGroups {
 
 /// The ranks of one job: owns the rendezvous store and the process group of all ranks.
 ///
-/// A `World` made by `init()` is the default of the thread that made it until it is destroyed.
-/// Several threads may each have one: then several ranks live in one process. The destructor closes
-/// the connections, even if a model still holds the process group, whose collectives throw from
-/// then on.
+/// A `World` made by `init()` is the default of the thread that made it until it is destroyed, and
+/// of the process's other threads, if one thread has made all worlds that are there. Several
+/// threads may each have one: then several ranks live in one process. The destructor closes the
+/// connections, even if a model still holds the process group, whose collectives throw from then
+/// on.
 class TESSERA_API World {
  public:
   World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
@@ -111,6 +112,10 @@ class TESSERA_API World {
 ///
 /// Collective: returns when all ranks have called it. Keep the returned object until training ends;
 /// its destructor closes the connections.
+///
+/// From the first call on, errors of LibTorch (and Tessera's are such) end without the frames of
+/// the stack, unless the environment has `TORCH_SHOW_CPP_STACKTRACES=1`, as in Python.
+///
 /// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError` naming the
 /// address when the rendezvous is not reached within the timeout.
 [[nodiscard]] TESSERA_API World init(const WorldOptions& options = {});
@@ -119,7 +124,9 @@ class TESSERA_API World {
 [[nodiscard]] TESSERA_API World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                      const WorldOptions& options = {});
 
-/// The default process group of this thread: that of its `World`, else one rank alone.
+/// The default process group of this thread: that of the newest `World` that it has made, else of
+/// the rank that it works for, else one rank alone. Throws `c10::Error` on a thread that has made
+/// none where the ranks of the process are threads: nobody knows which rank it is.
 TESSERA_API ProcessGroupPtr default_process_group();
 
 }  // namespace tessera

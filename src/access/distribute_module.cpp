@@ -45,6 +45,31 @@ class Before {
           {copy_of_handle(item.tensor), item.tensor.grad(), item.tensor.requires_grad()});
       impls_.insert(item.tensor.unsafeGetTensorImpl());
     }
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      kept_[i].handles = tensors_[i].tensor.use_count();
+      kept_[i].place = find_dist_meta(tensors_[i].tensor);
+    }
+  }
+
+  // Throws if the module has lost a handle of a tensor that it still has registered, other than by
+  // placing it: the member that was this handle is another tensor now. C++ has no way to look at
+  // it.
+  void check_members(const torch::nn::Module& module) const {
+    std::set<const c10::TensorImpl*> registered;
+    for (const NamedTensor& item : tensors_of(module, true))
+      registered.insert(item.tensor.unsafeGetTensorImpl());
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const auto& [name, tensor] = tensors_[i];
+      const bool is_lost = tensor.use_count() < kept_[i].handles &&
+                           find_dist_meta(tensor) == kept_[i].place &&
+                           registered.contains(tensor.unsafeGetTensorImpl());
+      TORCH_CHECK_VALUE(!is_lost, "[distribute_module] a partition (shard_fn) must place tensors in "
+                        "place, by distribute_(linear->weight, mesh, placements) or its dialect's "
+                        "shard_tensor(); it assigned another tensor to the member that was '", name,
+                        "', so the module would compute with a tensor that its parameters() and "
+                        "buffers() don't have. Build the module anew: its member keeps what it was "
+                        "assigned");
+    }
   }
 
   void restore() const {
@@ -61,6 +86,8 @@ class Before {
   struct Kept {
     at::Tensor data, grad;
     bool requires_grad = false;
+    size_t handles = 0;
+    const DistMeta* place = nullptr;
   };
 
   static at::Tensor copy_of_handle(const at::Tensor& tensor) {
@@ -86,21 +113,22 @@ class BeingPlaced {
   const std::set<const c10::TensorImpl*>* const outer_;
 };
 
-void place(const std::string& name, torch::nn::Module& module, const DeviceMesh& mesh,
-           const PartitionFn& partition) {
-  if (partition) partition(name, module, mesh);
-  for (const NamedTensor& item : tensors_of(module, /*recurse=*/false)) {
-    at::Tensor tensor = item.tensor;
-    if (!is_dist(tensor)) distribute_(tensor, mesh, {});
+void run_partition(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionFn& partition) {
+  std::set<const torch::nn::Module*> seen{&root};
+  partition("", root, mesh);
+  // A partition may add modules: the list is made after the root's.
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
+    if (seen.insert(item.value().get()).second) partition(item.key(), *item.value(), mesh);
   }
 }
 
-void place_all(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionFn& partition) {
-  std::set<const torch::nn::Module*> seen{&root};
-  place("", root, mesh, partition);
-  // A partition may add modules: the list is made after the root's.
-  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
-    if (seen.insert(item.value().get()).second) place(item.key(), *item.value(), mesh, partition);
+void place_all(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionFn& partition,
+               const Before& before) {
+  if (partition) run_partition(root, mesh, partition);
+  before.check_members(root);
+  for (const NamedTensor& item : tensors_of(root, true)) {
+    at::Tensor tensor = item.tensor;
+    if (!is_dist(tensor)) distribute_(tensor, mesh, {});
   }
 }
 
@@ -175,7 +203,7 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
   const Before before(tensors);
   const auto run = [&] {
     const BeingPlaced scope(before.impls());
-    place_all(module, mesh, partition);
+    place_all(module, mesh, partition, before);
   };
   try {
     if (mesh.is_member()) {
@@ -210,6 +238,10 @@ at::Tensor detail::as_input(const at::Tensor& tensor, const DeviceMesh& mesh) {
   const bool is_plain = tensor.defined() && tensor.requires_grad() && !is_dist(tensor);
   // A leaf: its gradient must reach it.
   return is_plain ? distribute(tensor.view_as(tensor), mesh, {}) : tensor;
+}
+
+void detail::refuse_unwrapped() {
+  TORCH_CHECK(false, "[DistModule] the module was unwrapped: its tensors are ordinary ones again; call the module itself");
 }
 
 void detail::refuse_output() {

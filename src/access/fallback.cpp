@@ -1,9 +1,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "init/origin.h"
@@ -49,6 +51,48 @@ void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
   if (unit && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
 }
 
+// An operator uses parameters, mostly of one model. Each model hears of its own: its units have
+// their place in its order.
+class UseScope {
+ public:
+  UseScope(const std::vector<Unit*>& used, const std::vector<Unit*>& written) {
+    for_each_model(used, [&](UseListener& model, const std::vector<Unit*>& units) {
+      const bool writes = std::any_of(written.begin(), written.end(), [&](const Unit* unit) {
+        return &unit->listener() == &model;
+      });
+      models_.emplace_back().model = model.on_use(units, writes);
+    });
+  }
+
+  template <class F>
+  static void for_each_model(const std::vector<Unit*>& units, F&& f) {
+    auto is_of_first = [&](const Unit* unit) {
+      return &unit->listener() == &units.front()->listener();
+    };
+    if (std::all_of(units.begin(), units.end(), is_of_first))
+      return f(units.front()->listener(), units);
+    std::vector<Unit*> rest = units;
+    while (!rest.empty()) {
+      UseListener& model = rest.front()->listener();
+      const auto others = std::stable_partition(
+          rest.begin(), rest.end(), [&](const Unit* unit) { return &unit->listener() == &model; });
+      f(model, std::vector<Unit*>(rest.begin(), others));
+      rest.erase(rest.begin(), others);
+    }
+  }
+
+ private:
+  struct Use {
+    std::shared_ptr<UseListener> model;
+    Use() = default;
+    Use(Use&&) = default;
+    ~Use() {
+      if (model) model->on_used();
+    }
+  };
+  c10::SmallVector<Use, 1> models_;
+};
+
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, kUnitKey);
@@ -67,7 +111,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   if (used.empty()) return call_deferred(op, keys & below, stack);
   c10::impl::ExcludeDispatchKeyGuard exclude(kUnitKey);
   settle(arguments);
-  used.front()->listener().on_use(used);
+  const UseScope scope(used, written);
   if (written.empty()) return op.redispatchBoxed(keys & below, stack);
   for (Unit* unit : written) unit->begin_write();
   try {
@@ -76,7 +120,8 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     for (Unit* unit : written) unit->cancel_write();
     throw;
   }
-  written.front()->listener().on_write(written);
+  UseScope::for_each_model(
+      written, [](UseListener& model, const std::vector<Unit*>& units) { model.on_write(units); });
 }
 
 bool writes(const c10::FunctionSchema& schema) {

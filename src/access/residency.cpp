@@ -43,10 +43,6 @@ bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
 bool in_training() { return at::GradMode::is_enabled() || in_backward(); }
 
-bool contains(const std::vector<Unit*>& units, const Unit* unit) {
-  return std::find(units.begin(), units.end(), unit) != units.end();
-}
-
 }  // namespace
 
 Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch)
@@ -55,7 +51,11 @@ Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefe
       next_limit_(resident_bytes),
       prefetch_(prefetch),
       ahead_(units_.size(), false) {
-  for (const Unit* unit : units_) any_frees_ |= unit->frees();
+  for (const Unit* unit : units_) {
+    any_frees_ |= unit->frees();
+    stays_shared_ |= unit->layout().level == ShardLevel::kParameters && unit->is_shared();
+    several_ranks_ |= unit->context().mesh.size() > 1;
+  }
   order_ = registration_order(static_cast<int>(units_.size()));
   training_ = make_cursor(order_.joined());
   sweep_ = make_cursor(order_.forward);
@@ -74,7 +74,29 @@ Residency::Cursor Residency::make_cursor(UseOrder order) const {
   return cursor;
 }
 
-void Residency::on_use(const std::vector<Unit*>& units) {
+void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
+  const auto guard = lock();
+  running_.enter(units, writes && several_ranks_, /*frees=*/any_frees_ && held_ == 0);
+  try {
+    use(units);
+  } catch (...) {
+    running_.leave();
+    throw;
+  }
+}
+
+void Residency::on_used() noexcept {
+  const auto guard = lock();
+  running_.leave();
+}
+
+void Residency::check_unused(const char* call) const {
+  if (!several_ranks_) return;
+  const auto guard = lock();
+  running_.check_none(call);
+}
+
+void Residency::use(const std::vector<Unit*>& units) {
   // Nearly always the unit of the last operator again.
   if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded &&
       (last_trained_ || !in_training()))
@@ -118,6 +140,8 @@ void Residency::use_one(Unit& unit) {
     if (!expected && unit.frees()) postponed_.push_back(&unit);
   } else if (trains) {
     record(unit);
+  } else if (stays_shared_ && !any_frees_ && held_ == 0 && used_.forward.empty()) {
+    ++uses_in_evaluation_;
   }
   if (unit.state() == Unit::State::kSharded) unit.unshard();
 }
@@ -242,7 +266,7 @@ void Residency::gather(Unit& unit) {
 
 void Residency::free(Unit& unit) {
   if (!pinned_.empty() && pinned_[unit.index()]) return;
-  if (contains(in_use_, &unit)) {
+  if (running_.uses(&unit)) {
     postponed_.push_back(&unit);
   } else {
     unit.reshard();
@@ -266,6 +290,7 @@ void Residency::restart() {
 }
 
 void Residency::end_pass() {
+  const auto guard = lock();
   if (held_ > 0 || !any_frees_) return;
   free_released();
   end_sweep();
@@ -281,6 +306,7 @@ void Residency::end_pass() {
 }
 
 bool Residency::wants_to_learn() const {
+  const auto guard = lock();
   if (!learned_) return true;
   // A second backward of the same forward tells nothing of the next pass.
   if (used_.forward.empty()) return false;
@@ -289,7 +315,11 @@ bool Residency::wants_to_learn() const {
   return deviated_ || (4 * uses < 3 * training_.order.size() && used_ != mine_);
 }
 
-void Residency::forget_pass() { used_ = {}; }
+void Residency::forget_pass() {
+  const auto guard = lock();
+  used_ = {};
+  uses_in_evaluation_ = 0;
+}
 
 void Residency::learn(const PassOrder& pass) {
   order_ = pass;
@@ -309,6 +339,7 @@ void Residency::learn(const PassOrder& pass) {
 void Residency::set_resident_bytes(int64_t resident_bytes) { next_limit_ = resident_bytes; }
 
 void Residency::on_step(const std::vector<bool>& changed) {
+  const auto guard = lock();
   released_ = false;
   finish_both();
   free_all();
@@ -351,6 +382,7 @@ void Residency::finish_both() {
 }
 
 void Residency::free_everything() {
+  const auto guard = lock();
   if (held_ > 0) return;
   released_ = false;
   finish_both();
@@ -359,6 +391,7 @@ void Residency::free_everything() {
 }
 
 void Residency::hold_all() {
+  const auto guard = lock();
   free_everything();
   if (held_++ > 0) return;
   for (Unit* unit : units_) {
@@ -370,12 +403,15 @@ void Residency::hold_all() {
 // Called while an exception unwinds the stack, maybe because another rank is gone: a gather that is
 // under way is not waited for.
 void Residency::release_all() noexcept {
+  const auto guard = lock();
   if (--held_ > 0) return;
   released_ = true;
   last_ = nullptr;
   try {
-    for (Unit* unit : units_)
-      if (unit->frees() && unit->state() == Unit::State::kUnsharded) unit->reshard();
+    for (Unit* unit : units_) {
+      const bool is_free = unit->state() == Unit::State::kUnsharded && !running_.uses(unit);
+      if (unit->frees() && is_free) unit->reshard();
+    }
   } catch (const std::exception&) {  // the next use says it
   }
 }

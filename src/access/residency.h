@@ -3,8 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
+#include "access/running_operators.h"
 #include "access/use_order.h"
 #include "unit/unit.h"
 
@@ -18,8 +20,15 @@ class Residency {
  public:
   Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch);
 
-  /// Makes `units`, which one operator uses together, unsharded.
-  void on_use(const std::vector<Unit*>& units);
+  /// Makes `units`, which one operator uses together, unsharded. Any thread: see [Note: Several
+  /// threads] in running_operators.cpp.
+  void on_use(const std::vector<Unit*>& units, bool writes);
+  /// The operator is over.
+  void on_used() noexcept;
+  /// While it is held, other threads wait in all that they call here.
+  std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
+  /// Throws if an operator of another thread uses the model, where there are several ranks.
+  void check_unused(const char* call) const;
 
   /// All ranks, at the end of backward: does the gathers that this rank did not come to in this
   /// pass, so that all have done the same ones, and frees what is not to stay.
@@ -30,6 +39,9 @@ class Residency {
   /// What this rank used since the last `forget_pass()`.
   const PassOrder& used() const { return used_; }
   void forget_pass();
+  /// How often units were used outside of training since then, where nobody waits for ranks that
+  /// don't use them only because the ranks share their memory; else 0.
+  int64_t uses_in_evaluation() const { return uses_in_evaluation_; }
   /// All ranks, with equal arguments: follow `pass` from the next pass on.
   void learn(const PassOrder& pass);
   /// The order that training passes follow.
@@ -53,6 +65,7 @@ class Residency {
   void hold_all();
   /// Waits for nothing and does not throw: what can't be freed at once goes with the next use.
   void release_all() noexcept;
+  bool is_held() const { return held_ > 0; }
 
  private:
   // A position in an order of use, and what to do on the way.
@@ -62,6 +75,7 @@ class Residency {
     int position = -1;
   };
 
+  void use(const std::vector<Unit*>& units);
   std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
@@ -90,6 +104,8 @@ class Residency {
   int64_t next_limit_;  // `resident_bytes_` from the next step on
   int prefetch_;
   bool any_frees_ = false;
+  bool several_ranks_ = false;
+  bool stays_shared_ = false;  // would be freed, but for memory that the ranks share
   bool learned_ = false;
   bool deviated_ = false;
   int held_ = 0;
@@ -100,6 +116,7 @@ class Residency {
   Cursor sweep_;      // the same part, for an evaluation in the middle of a pass
   UseOrder prelude_;  // uses without gradients since the cursor left its start
   PassOrder used_;
+  int64_t uses_in_evaluation_ = 0;
   PassOrder mine_;  // what this rank used in the pass that the order was learned from
   Unit* last_ = nullptr;
   bool last_trained_ = false;     // gradients were wanted at its use
@@ -107,6 +124,8 @@ class Residency {
   std::vector<Unit*> postponed_;  // to be freed when the current operator is over
   std::vector<bool> pinned_;      // belong to the pass that an evaluation interrupts
   std::vector<bool> ahead_;       // gathered before the plan came to it
+  RunningOperators running_;
+  mutable std::recursive_mutex mutex_;
 };
 
 }  // namespace tessera

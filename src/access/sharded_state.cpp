@@ -16,6 +16,7 @@
 #include "access/join_scope.h"
 #include "access/live_memory.h"
 #include "access/memory_budget.h"
+#include "grad/capture_watch.h"
 #include "grad/grad_gate.h"
 #include "init/recorder.h"
 #include "memory/trim.h"
@@ -53,6 +54,12 @@ std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, cons
   return taken;
 }
 
+void check_countable(const ShardPlan& plan, at::Device device) {
+  TORCH_CHECK(!plan.memory_budget || live_memory(device),
+              "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
+              "has set one of its own");
+}
+
 std::string to_bytes(const UseOrder& order) {
   return {reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int)};
 }
@@ -87,6 +94,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& wanted) {
   use_page_heap();
+  take_over_released(parameters);
   const ShardMesh mesh = shard_mesh_of(parameters, wanted);
   mesh.check();
   const ShardPlan plan = with_defaults(wanted, mesh.shard().sends_to().empty());
@@ -103,6 +111,9 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
                 "not in it: build the model in the scope, shard it outside");
     params = collect_parameters(parameters);
+    check_own_memory(params, "buffer", buffers);
+    check_own_memory(params, "ignored parameter", ignored);
+    if (plan.reduce_gradients) check_gradients(params);
     if (plan.device) {
       for (ParamSlot& param : params) param.device = *plan.device;
     }
@@ -110,9 +121,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     layouts = lay_out(params, plan, mesh.shard().size());
     offload = make_state_memory(plan);
     if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
-    TORCH_CHECK(!plan.memory_budget || live_memory(layouts.front().device),
-                "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
-                "has set one of its own");
+    check_countable(plan, layouts.front().device);
   });
   check_same_model(mesh, params, plan);
   std::shared_ptr<ShardedState> state(new ShardedState(
@@ -162,9 +171,9 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
                 if (join_scope_)
                   join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
               },
-          .wants_attention = [this] { return wanted_attention(); },
+          .vote = [this] { return vote(); },
           .backward_ended = [this](bool synced,
-                                   Attention most) { on_backward_end(synced, most); }});
+                                   const PassVote& most) { on_backward_end(synced, most); }});
 }
 
 ShardedState::~ShardedState() = default;
@@ -186,18 +195,16 @@ void ShardedState::adopt() {
   trim_heaps();
 }
 
-void ShardedState::give_back() {
-  reducer_->uninstall();
-  const auto keep_alive = shared_from_this();
-  wait_until_unread(stop_reading());
-  for (const auto& unit : units_) unit->give_back();
-  // The memory may go when no peer reads it any more.
-  wait_until_unread(stop_reading());
+std::shared_ptr<UseListener> ShardedState::on_use(const std::vector<Unit*>& units, bool writes) {
+  note_use_in_backward();
+  residency_->on_use(units, writes);
+  return shared_from_this();
 }
 
-void ShardedState::on_use(const std::vector<Unit*>& units) { residency_->on_use(units); }
+void ShardedState::on_used() noexcept { residency_->on_used(); }
 
 void ShardedState::on_write(const std::vector<Unit*>& units) {
+  const auto guard = residency_->lock();
   for (Unit* unit : units) unit->write_back();
 }
 
@@ -240,13 +247,35 @@ void ShardedState::finish_updates() const {
   for (const auto& unit : units_) unit->finish_update();
 }
 
-Attention ShardedState::wanted_attention() const {
-  if (has_replaced()) return Attention::kTakeIn;
-  const bool learns = residency_->wants_to_learn() || (budget_ && budget_->wants_attention());
-  return learns ? Attention::kLearn : Attention::kNone;
+PassVote ShardedState::vote() const {
+  PassVote vote;
+  if (residency_->wants_to_learn() || (budget_ && budget_->wants_attention()))
+    vote.attention = Attention::kLearn;
+  if (has_replaced()) vote.attention = Attention::kTakeIn;
+  const int64_t uses = residency_->uses_in_evaluation();
+  vote.uses_in_evaluation = static_cast<uint8_t>(std::min<int64_t>(uses, PassVote::kMostUses));
+  return vote;
 }
 
-void ShardedState::on_backward_end(bool synced, Attention attention) {
+// Where ranks share memory nobody waits for a rank that does not evaluate, and so it could go
+// unnoticed until the program runs elsewhere.
+void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
+  const bool took_part = vote().uses_in_evaluation >= most.uses_in_evaluation;
+  if (took_part || std::exchange(warned_, true)) return;
+  TORCH_WARN(
+      "[tessera] another rank has used parameters outside of training (as in an evaluation) "
+      "more often than rank ",
+      mesh().rank(),
+      ". That goes well only where all ranks share the memory of one host: "
+      "over messages, or on several hosts, ranks wait for each other in every forward. Evaluate "
+      "on all ranks, equally often, or on a copy of the model that has full_state(). Said once "
+      "per model");
+}
+
+void ShardedState::on_backward_end(bool synced, const PassVote& most) {
+  const Attention attention = most.attention;
+  if (synced) warn_of_lone_evaluation(most);
+  const auto guard = residency_->lock();
   const bool learn = attention != Attention::kNone;
   if (synced && attention == Attention::kTakeIn) take_in_replaced();
   if (synced && learn) learn_order();

@@ -38,12 +38,22 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
                                               const ShardPlan& plan);
   ~ShardedState() override;
 
-  void on_use(const std::vector<Unit*>& units) override;
+  std::shared_ptr<UseListener> on_use(const std::vector<Unit*>& units, bool writes) override;
   void on_write(const std::vector<Unit*>& units) override;
+  void on_used() noexcept override;
 
   /// Undoes `create()`: the parameters are ordinary tensors again, and gradients are forgotten.
   /// Collective. Nothing else may be asked of the state then.
-  void give_back();
+  void give_back(GivenValues which);
+  /// True after it.
+  bool is_given_back() const { return is_given_back_; }
+  /// See `ShardedModule::unwrap()`. Collective; the first part checks only, and says nothing of
+  /// optimizers.
+  void check_unwrap();
+  void unwrap();
+  /// All ranks, each in its own time: the same for those who are gone. Starts no collective: where
+  /// parameters are not here, or an exception is on its way, the next `create()` with them does it.
+  void release() noexcept;
 
   /// Collective: takes rank 0's buffers, in two steps. The second does nothing without the first.
   void start_sync_buffers();
@@ -90,6 +100,10 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   /// What every rank has whole, and no unit: buffers, and parameters that the plan ignores.
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
+  c10::ArrayRef<NamedTensor> module_buffers() const { return synced_; }  ///< the first of them
+  c10::ArrayRef<NamedTensor> ignored_parameters() const {                ///< the others
+    return c10::ArrayRef<NamedTensor>(buffers_).slice(synced_.size());
+  }
   const ShardPlan& plan() const { return plan_; }
   /// Throws `c10::NotImplementedError` if ranks have parameters of their own, of which `what` would
   /// keep one rank's.
@@ -110,10 +124,12 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
  private:
   ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan, UnitContext context,
                std::vector<UnitLayout> layouts);
+  static void take_over_released(const std::vector<NamedTensor>& parameters);
   void adopt();
   void convert_buffers();
-  Attention wanted_attention() const;
-  void on_backward_end(bool synced, Attention attention);
+  PassVote vote() const;
+  void on_backward_end(bool synced, const PassVote& most);
+  void warn_of_lone_evaluation(const PassVote& most);
   void learn_order();
 
   ShardPlan plan_;
@@ -127,6 +143,9 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Reducer> reducer_;
   JoinScope* join_scope_ = nullptr;
+  bool is_given_back_ = false;
+  bool warned_ = false;                   // of an evaluation that this rank took no part in
+  bool is_released_ = false;              // the next `create()` with the parameters may have them
   std::unique_ptr<MemoryBudget> budget_;  // null: the plan has none
 };
 

@@ -23,6 +23,11 @@ void write_index(const std::filesystem::path& path, const CheckpointIndex& index
 
 }  // namespace
 
+void CheckpointWriter::begin() {
+  directory_.prepare();
+  remove_abandoned_drafts(directory_.path());
+}
+
 std::string new_save_id() {
   std::random_device random;
   return fmt::format("{:08x}{:08x}", random(), random());
@@ -67,6 +72,7 @@ void CheckpointWriter::write(const RankContents& contents, Pace* pace) {
 void CheckpointWriter::commit(std::chrono::milliseconds timeout, const std::atomic<bool>& stop) {
   CheckpointIndex index = collect_parts(draft(), size_, timeout, stop);
   index.id = id_;
+  if (keep_last_ > 0) index.saved_as = directory_.path().filename().string();
   check_whole(index, (draft() / kIndexFile).string());
   write_index(draft() / kIndexFile, index);
   directory_.publish();

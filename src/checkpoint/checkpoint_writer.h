@@ -32,7 +32,8 @@ class CheckpointWriter {
   void set_id(std::string id) { id_ = std::move(id); }
   const std::string& id() const { return id_; }
 
-  void begin() { directory_.prepare(); }
+  /// Also removes drafts that killed saves of the same series have left.
+  void begin();
 
   /// Writes this rank's file, if it has anything to store there, and brings it to the disk, and
   /// says so to rank 0, or that it failed. `pace` may be null.

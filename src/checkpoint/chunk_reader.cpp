@@ -14,6 +14,8 @@
 #include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
 #include "checkpoint/model_view.h"
+#include "checkpoint/shortened.h"
+#include "comm/math_bits.h"
 
 namespace tessera {
 namespace {
@@ -60,7 +62,7 @@ class CheckedBytes {
     file_.read(chunk_.key, begin, static_cast<size_t>(size), out);
     TORCH_CHECK_VALUE(checksum(out, static_cast<size_t>(size)) == chunk_.checksums[index],
                       "[checkpoint] '", file_.path(), "' is damaged: bytes ", begin, " to ",
-                      begin + size - 1, " of '", chunk_.key,
+                      begin + size - 1, " of '", shortened(chunk_.key),
                       "' don't have the checksum that the index has for them");
   }
 
@@ -79,13 +81,6 @@ std::vector<int64_t> order_of(const TensorRecord& tensor, at::IntArrayRef stride
 
 }  // namespace
 
-CheckpointIndex read_index(const File& directory) {
-  const File file = directory.open(kIndexFile);
-  std::string text(static_cast<size_t>(file.nbytes()), '\0');
-  file.read(text.data(), text.size(), 0);
-  return index_from_json(text, file.path());
-}
-
 ChunkReader::ChunkReader(const std::filesystem::path& path)
     : directory_(File::open_directory(readable_checkpoint(path))), index_(read_index(directory_)) {
   check_whole(index_, directory_.path() + "/" + kIndexFile);
@@ -103,27 +98,28 @@ SafetensorsFile& ChunkReader::file(const std::string& name) {
   return open_.emplace(name, std::move(file)).first->second;
 }
 
-void ChunkReader::check_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
-  const SafetensorsFile& stored = file(chunk.file);
+// The file, in which the chunk is; that the index has its checksums was asked when it was read. The
+// only way to a chunk's bytes.
+SafetensorsFile& ChunkReader::open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
+  SafetensorsFile& stored = file(chunk.file);
   stored.check(chunk.key, tensor.dtype, chunk.region.numel());
-  const int64_t nbytes = chunk.region.numel() * item_size(tensor);
-  const int64_t blocks = (nbytes + kChecksumBlock - 1) / kChecksumBlock;
-  TORCH_CHECK_VALUE(std::ssize(chunk.checksums) == blocks, "[checkpoint] the index must have ",
-                    blocks, " checksums of '", chunk.key, "' in '", stored.path(), "'; got ",
-                    chunk.checksums.size());
+  return stored;
 }
 
 void ChunkReader::check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region) {
   const bool reorders =
       !is_same_order(tensor.shape, order_of(tensor, strides, region), tensor.strides);
   for (const ChunkRecord& chunk : tensor.chunks)
-    if (reorders || overlap(chunk.region, region)) check_chunk(tensor, chunk);
+    if (reorders || overlap(chunk.region, region)) open_chunk(tensor, chunk);
+}
+
+void ChunkReader::check(const TensorRecord& tensor) {
+  for (const ChunkRecord& chunk : tensor.chunks) open_chunk(tensor, chunk);
 }
 
 void ChunkReader::verify(const TensorRecord& tensor, const ChunkRecord& chunk) {
   const int64_t item = item_size(tensor), nbytes = chunk.region.numel() * item;
-  check_chunk(tensor, chunk);
-  CheckedBytes bytes(file(chunk.file), chunk, nbytes, block_);
+  CheckedBytes bytes(open_chunk(tensor, chunk), chunk, nbytes, block_);
   std::vector<char> out(static_cast<size_t>(kChecksumBlock));
   for (int64_t begin = 0; begin < nbytes; begin += kChecksumBlock)
     bytes.read(begin, std::min(kChecksumBlock, nbytes - begin), out.data());
@@ -134,7 +130,8 @@ void ChunkReader::read_stored(const TensorRecord& tensor, const Region& region, 
   for (const ChunkRecord& chunk : tensor.chunks) {
     std::optional<CheckedBytes> bytes;
     for_each_overlap(chunk.region, region, [&](const Overlap& common) {
-      if (!bytes) bytes.emplace(file(chunk.file), chunk, chunk.region.numel() * item, block_);
+      if (!bytes)
+        bytes.emplace(open_chunk(tensor, chunk), chunk, chunk.region.numel() * item, block_);
       bytes->read(common.a * item, common.count * item, static_cast<char*>(out) + common.b * item);
     });
   }
@@ -152,6 +149,7 @@ at::Tensor ChunkReader::read_reordered(const TensorRecord& tensor, at::IntArrayR
 }
 
 at::Tensor ChunkReader::read_whole(const TensorRecord& tensor) {
+  check(tensor);
   return read_reordered(tensor, row_major(tensor.shape)).view(tensor.shape);
 }
 
@@ -159,8 +157,8 @@ void ChunkReader::read(const TensorRecord& tensor, at::IntArrayRef strides, cons
                        const at::Tensor& out) {
   const std::vector<int64_t> order = order_of(tensor, strides, region);
   const bool reorders = !is_same_order(tensor.shape, order, tensor.strides);
-  const bool fits =
-      out.is_cpu() && out.is_contiguous() && out.scalar_type() == scalar_type_of(tensor.dtype);
+  const bool fits = out.is_cpu() && out.is_contiguous() && !has_math_bits(out) &&
+                    out.scalar_type() == scalar_type_of(tensor.dtype);
   if (!reorders && fits) return read_stored(tensor, region, out.mutable_data_ptr());
   const at::Tensor staged = at::empty({region.numel()}, scalar_type_of(tensor.dtype));
   if (reorders) {

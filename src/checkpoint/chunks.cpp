@@ -11,6 +11,7 @@
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
+#include "comm/math_bits.h"
 #include "mesh/dist_meta.h"
 #include "optim/param_state.h"
 
@@ -28,7 +29,8 @@ at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
 }  // namespace
 
 ChunkData chunk_of(std::string key, const at::Tensor& data) {
-  return {std::move(key), data.scalar_type(), data.numel(), [data] { return data; }};
+  return {std::move(key), data.scalar_type(), data.numel(),
+          [data] { return with_plain_memory(data); }};
 }
 
 ChunkCollector::ChunkCollector(int rank, int size) : rank_(rank) {

@@ -20,7 +20,7 @@ struct ChunkData {
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
   /// Called once, when they are written: a view of the memory of shards or optimizer state, or what
-  /// is read only then.
+  /// is read only then. Its memory holds the values.
   std::function<at::Tensor()> get;
 
   int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "checkpoint/index.h"
+#include "checkpoint/mount_point.h"
 #include "checkpoint/parts.h"
 
 namespace tessera {
@@ -27,11 +28,18 @@ namespace fs = std::filesystem;
 // one, which now has the draft's name, is removed. Where the file system can't exchange, the old
 // one is renamed to `<path>.old` before the draft gets its name; if that is cut off in between,
 // `<path>.old` is taken for the checkpoint by the next load or save. A save that is cut off earlier
-// leaves a draft, which the next one removes. Two saves at once would mix their files: the draft is
-// locked, and the lock goes with the process that has it.
+// leaves a draft, which the next one to the same path removes, or the next one of the same series
+// (`step-100`, `step-200`). Two saves at once would mix their files: the draft is locked, and the
+// lock goes with the process that has it.
+//
+// A mount point has no place beside it on its own file system, and can't be renamed. So a
+// checkpoint that is to be there is in the directory `checkpoint` in it, and those who read find it
+// there.
 //
 // Only files with a checkpoint's names are ever removed.
 namespace {
+
+constexpr const char* kInMountPoint = "checkpoint";
 
 fs::path with_suffix(const fs::path& path, const char* suffix) { return path.string() + suffix; }
 
@@ -100,10 +108,22 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
   TORCH_CHECK_VALUE(path_.has_filename(), "[save_checkpoint] path must name a directory; got '",
                     path.string(), "'");
   if (fs::is_symlink(path_)) path_ = fs::canonical(path_);
+  if (is_mount_point(path_)) {
+    mount_point_ = path_;
+    path_ /= kInMountPoint;
+  }
   draft_ = with_suffix(path_, ".tmp");
 }
 
+// Who reads would find that one first.
+void CheckpointDirectory::check_mount_point() const {
+  TORCH_CHECK_VALUE(mount_point_.empty() || !fs::exists(mount_point_ / kIndexFile),
+                    "[save_checkpoint] '", mount_point_.string(), "' is a mount point, which can't be "
+                    "replaced, and has the files of a checkpoint: move them to '", path_.string(), "'");
+}
+
 void CheckpointDirectory::prepare() {
+  check_mount_point();
   check_removable(draft_);
   take_draft();
   const fs::path old = with_suffix(path_, ".old");
@@ -123,7 +143,7 @@ void CheckpointDirectory::take_draft() {
   while (!held_) {
     fs::create_directories(draft_);
     File draft = File::open_directory(draft_);
-    TORCH_CHECK(draft.lock(), "[save_checkpoint] another save to '", path_.string(),
+    TORCH_CHECK(draft.lock() != File::Lock::kHeld, "[save_checkpoint] another save to '", path_.string(),
                 "' is under way, of this job or another one; give each job a path of its own");
     if (draft.is_there()) held_.emplace(std::move(draft));
   }
@@ -169,9 +189,27 @@ void CheckpointDirectory::discard() noexcept {
   held_.reset();
 }
 
-fs::path readable_checkpoint(const fs::path& path) {
+void remove_abandoned_draft(const fs::path& draft) noexcept {
+  try {
+    check_removable(draft);
+    File directory = File::open_directory(draft);
+    if (directory.lock() == File::Lock::kTaken && directory.is_there()) remove_checkpoint(draft);
+  } catch (const std::exception&) {
+    // It is somebody else's, or is gone by now.
+  }
+}
+
+fs::path checkpoint_or_old(const fs::path& path) {
   const fs::path old = with_suffix(path, ".old");
   return !fs::exists(path) && fs::exists(old / kIndexFile) ? old : path;
+}
+
+fs::path readable_checkpoint(const fs::path& path) {
+  for (const fs::path& place : {path, path / kInMountPoint}) {
+    const fs::path readable = checkpoint_or_old(place);
+    if (fs::exists(readable / kIndexFile)) return readable;
+  }
+  return path;
 }
 
 }  // namespace tessera

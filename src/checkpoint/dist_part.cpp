@@ -52,11 +52,10 @@ Region part_of(const DistSpec& spec, at::IntArrayRef sizes, const std::string& n
 }
 
 int64_t ReplicaTurns::next(int64_t replicas, int64_t nbytes) {
-  std::vector<int64_t>& stored = stored_[replicas];
-  stored.resize(static_cast<size_t>(replicas));
-  const auto least = std::min_element(stored.begin(), stored.end());
-  *least += nbytes;
-  return least - stored.begin();
+  LeastLoaded& ranks = stored_.try_emplace(replicas, static_cast<int>(replicas)).first->second;
+  const int rank = ranks.next();
+  ranks.add(rank, nbytes);
+  return rank;
 }
 
 Replica replica_of(const DistSpec& spec) {

@@ -10,6 +10,7 @@
 
 #include "checkpoint/region.h"
 #include "mesh/dist_meta.h"
+#include "unit/least_loaded.h"
 
 namespace tessera {
 
@@ -26,7 +27,7 @@ class ReplicaTurns {
   int64_t next(int64_t replicas, int64_t nbytes);
 
  private:
-  std::map<int64_t, std::vector<int64_t>> stored_;  // bytes, by the number of replicas
+  std::map<int64_t, LeastLoaded> stored_;  // bytes, by the number of replicas
 };
 
 /// Which of the ranks that have equal parts this one is, and how many there are, along the mesh

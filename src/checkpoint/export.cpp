@@ -80,10 +80,14 @@ void export_checkpoint(const fs::path& path, const fs::path& file, const ExportO
                     "[export_checkpoint] options.dtype must be a floating one; got ",
                     c10::toString(options.dtype.value_or(at::kFloat)));
   ChunkReader reader(path);
-  TORCH_CHECK_VALUE(!fs::is_directory(file), "[export_checkpoint] '", file.string(),
-                    "' must be a file, which is replaced if it is there; got a directory");
+  TORCH_CHECK_VALUE(!fs::exists(file) || fs::is_regular_file(file), "[export_checkpoint] '",
+                    file.string(), "' must be a file, which is replaced if it is there; got ",
+                    fs::is_directory(file) ? "a directory" : "a device or a pipe");
   int64_t total = 0;
-  for (const TensorRecord* record : model_of(reader.index())) total += record->nbytes();
+  for (const TensorRecord* record : model_of(reader.index())) {
+    reader.check(*record);
+    total += record->nbytes();
+  }
   ProgressCount count(options.progress, total);
   const fs::path draft = file.string() + ".tmp";
   File::create(draft);  // whose error says why it can't be

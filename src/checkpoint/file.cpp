@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -10,12 +11,31 @@
 #include <cerrno>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 namespace tessera {
 namespace {
 
 // Linux transfers at most 2 GiB at once.
 constexpr size_t kMostPerCall = size_t{1} << 30;
+
+// In milliseconds, for the first that comes through a pipe.
+constexpr int kWaitForWriter = 10'000;
+
+// Not waiting for whoever may open the other end of a pipe.
+constexpr int kReadOnly = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+
+int check_open(int fd, const std::string& path) {
+  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open '", path, "': ", std::strerror(errno));
+  return fd;
+}
+
+const char* kind_of(mode_t mode) {
+  if (S_ISFIFO(mode)) return "a pipe";
+  if (S_ISDIR(mode)) return "a directory";
+  if (S_ISSOCK(mode)) return "a socket";
+  return "a device";
+}
 
 }  // namespace
 
@@ -41,18 +61,22 @@ File File::open_directory(const std::filesystem::path& path) {
 }
 
 File File::open_file(const std::filesystem::path& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open '", path.string(),
-                    "': ", std::strerror(errno));
-  return File(fd, path.string());
+  return regular(::open(path.c_str(), kReadOnly), path.string());
 }
 
 File File::open(const std::string& name) const {
-  const std::string path = path_ + "/" + name;
-  const int fd = ::openat(fd_, name.c_str(), O_RDONLY | O_CLOEXEC);
-  TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open '", path,
-                    "': ", std::strerror(errno));
-  return File(fd, path);
+  return regular(::openat(fd_, name.c_str(), kReadOnly), path_ + "/" + name);
+}
+
+File File::regular(int fd, std::string path) {
+  check_open(fd, path);
+  File file(fd, std::move(path));
+  struct stat status {};
+  TORCH_CHECK(::fstat(fd, &status) == 0, "[checkpoint] could not look at '", file.path_,
+              "': ", std::strerror(errno));
+  TORCH_CHECK_VALUE(S_ISREG(status.st_mode), "[checkpoint] '", file.path_,
+                    "' must be a file; it is ", kind_of(status.st_mode));
+  return file;
 }
 
 void File::write(const void* data, size_t nbytes, int64_t offset) {
@@ -88,13 +112,46 @@ int64_t File::nbytes() const {
   return status.st_size;
 }
 
-bool File::lock() {
+std::string File::read_all(int64_t most) const {
+  const int64_t size = nbytes();
+  TORCH_CHECK_VALUE(size <= most, "[checkpoint] '", path_, "' must have at most ", most,
+                    " bytes; it has ", size);
+  std::string text(static_cast<size_t>(size), '\0');
+  read(text.data(), text.size(), 0);
+  return text;
+}
+
+File File::open_any(const std::filesystem::path& path) {
+  return File(check_open(::open(path.c_str(), kReadOnly), path.string()), path.string());
+}
+
+std::string File::read_to_end(int64_t most) const {
+  std::string text;
+  std::vector<char> some(size_t{1} << 16);
+  pollfd first{fd_, POLLIN, 0};
+  ::poll(&first, 1, kWaitForWriter);
+  while (true) {
+    const ssize_t count = ::read(fd_, some.data(), some.size());
+    if (count == 0) return text;
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
+      pollfd wanted{fd_, POLLIN, 0};
+      ::poll(&wanted, 1, -1);
+      continue;
+    }
+    TORCH_CHECK_VALUE(count > 0, "[checkpoint] could not read '", path_,
+                      "': ", std::strerror(errno));
+    text.append(some.data(), static_cast<size_t>(count));
+    TORCH_CHECK_VALUE(std::ssize(text) <= most, "[checkpoint] '", path_, "' must have at most ",
+                      most, " bytes");
+  }
+}
+
+File::Lock File::lock() {
   while (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EINTR) continue;
-    // File systems without locks are used without.
-    return errno != EWOULDBLOCK;
+    return errno == EWOULDBLOCK ? Lock::kHeld : Lock::kUnknown;
   }
-  return true;
+  return Lock::kTaken;
 }
 
 bool File::is_there() const {

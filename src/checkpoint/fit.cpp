@@ -138,6 +138,7 @@ void compare_model(const CheckpointIndex& index, const TensorTable& table, const
       const bool any = record.kind == "tensor";
       if ((any || record.kind == "param") && in_model.contains("param/" + name)) continue;
       if ((any || record.kind == "buffer") && in_model.contains("buffer/" + name)) continue;
+      if (table.find("param", name) == &record && in_model.contains("param/" + name)) continue;
       misfits.add(Misfits::kExtra,
                   fmt::format("{}'{}'", record.kind == "buffer" ? "buffer " : "", name), name);
     }
@@ -243,6 +244,8 @@ TensorTable::TensorTable(const CheckpointIndex& index) : index_(index) {
 const TensorRecord* TensorTable::find(const std::string& kind, const std::string& name) const {
   auto it = by_id_.find(kind + "/" + name);
   if (it == by_id_.end() && kind != "master") it = by_id_.find("tensor/" + name);
+  // As which parameters that a plan ignored were stored once.
+  if (it == by_id_.end() && kind == "param") it = by_id_.find("buffer/" + name);
   return it == by_id_.end() ? nullptr : it->second;
 }
 

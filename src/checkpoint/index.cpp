@@ -5,15 +5,18 @@
 #include <tessera/version.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <utility>
 
+#include "checkpoint/checked_shape.h"
 #include "checkpoint/checksum.h"
+#include "checkpoint/index_check.h"
+#include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"
 
 namespace tessera {
@@ -23,6 +26,8 @@ using nlohmann::json;
 
 constexpr const char* kFormat = "tessera checkpoint";
 constexpr int kFormatVersion = 2;
+constexpr int64_t kMostRanks = std::numeric_limits<int>::max();
+constexpr int64_t kMostIndexBytes = int64_t{1} << 31;
 // The checksum of the text in which it has these digits.
 constexpr const char* kNoChecksum = "0000000000000000";
 
@@ -33,8 +38,12 @@ json to_json_number(double value) {
 }
 
 double from_json_number(const json& value) {
-  return value.is_string() ? std::strtod(value.get<std::string>().c_str(), nullptr)
-                           : value.get<double>();
+  if (!value.is_string()) return value.get<double>();
+  const auto text = value.get<std::string>();
+  const double number = std::strtod(text.c_str(), nullptr);
+  TORCH_CHECK_VALUE(text == fmt::format("{}", number) && !std::isfinite(number), "'",
+                    shortened(text), "' must be a number");
+  return number;
 }
 
 json to_json_numbers(const std::map<std::string, double>& numbers) {
@@ -44,9 +53,7 @@ json to_json_numbers(const std::map<std::string, double>& numbers) {
 }
 
 std::map<std::string, double> from_json_numbers(const json& values) {
-  std::map<std::string, double> result;
-  for (const auto& [name, value] : values.items()) result[name] = from_json_number(value);
-  return result;
+  return named_values(values, from_json_number);
 }
 
 json to_json_chunk(const ChunkRecord& chunk) {
@@ -61,10 +68,14 @@ json to_json_chunk(const ChunkRecord& chunk) {
 }
 
 ChunkRecord from_json_chunk(const json& value) {
-  ChunkRecord chunk{value.at("file"), value.at("key"), {value.at("begin"), value.at("end")}};
+  ChunkRecord chunk{value.at("file"), value.at("key")};
+  chunk.region.begin = whole_number(value.at("begin"), "the begin of a piece");
+  chunk.region.end = whole_number(value.at("end"), "the end of a piece");
   if (value.contains("box")) {
-    const json& box = value.at("box");
-    chunk.region.box = {box.at("shape"), box.at("offset"), box.at("sizes")};
+    const auto numbers = [&](const char* name) {
+      return whole_numbers(value.at("box").at(name), "a number of a box");
+    };
+    chunk.region.box = {numbers("shape"), numbers("offset"), numbers("sizes")};
   }
   for (const json& block : value.at("xxh3")) chunk.checksums.push_back(checksum_from_text(block));
   return chunk;
@@ -86,8 +97,8 @@ TensorRecord from_json_tensor(const json& value) {
   tensor.state = value.value("state", "");
   value.at("names").get_to(tensor.names);
   value.at("dtype").get_to(tensor.dtype);
-  value.at("shape").get_to(tensor.shape);
-  value.at("strides").get_to(tensor.strides);
+  tensor.shape = whole_numbers(value.at("shape"), "a size");
+  tensor.strides = whole_numbers(value.at("strides"), "a stride");
   for (const json& item : value.at("chunks")) tensor.chunks.push_back(from_json_chunk(item));
   return tensor;
 }
@@ -109,20 +120,23 @@ OptimizerRecord from_json_optimizer(const json& value) {
   for (const json& item : value.at("param_groups")) {
     optimizer.param_groups.push_back({from_json_numbers(item.at("options")), item.at("params")});
   }
-  value.at("counts").get_to(optimizer.counts);
-  optimizer.steps = value.value("steps", int64_t{0});
+  optimizer.counts = named_values(value.at("counts"), [](const json& counts) {
+    return named_values(counts, [](const json& count) { return whole_number(count, "a count"); });
+  });
+  if (value.contains("steps")) optimizer.steps = whole_number(value.at("steps"), "the steps");
   return optimizer;
 }
 
 void check_format(const json& value) {
-  const json format = value.at("format"), version = value.at("format_version");
+  const json &format = value.at("format"), &version = value.at("format_version");
   TORCH_CHECK_VALUE(format == json(kFormat), "the format must be '", kFormat, "'; got ",
-                    format.dump());
-  TORCH_CHECK_VALUE(!(version > json(kFormatVersion)), "it has format version ", version.dump(),
-                    " and was written by tessera ", value.value("tessera_version", "?"),
-                    "; this one reads version ", kFormatVersion, ": load it with a newer tessera");
-  TORCH_CHECK_VALUE(version == json(kFormatVersion), "it has format version ", version.dump(),
-                    "; expected ", kFormatVersion);
+                    shortened(format.dump()));
+  TORCH_CHECK_VALUE(!(version > json(kFormatVersion)), "it has format version ",
+                    shortened(version.dump()), " and was written by tessera ",
+                    shortened(value.value("tessera_version", "?")), "; this one reads version ",
+                    kFormatVersion, ": load it with a newer tessera");
+  TORCH_CHECK_VALUE(version == json(kFormatVersion), "it has format version ",
+                    shortened(version.dump()), "; expected ", kFormatVersion);
   TORCH_CHECK_VALUE(value.at("checksum_block_bytes") == kChecksumBlock,
                     "checksums must be of blocks of ", kChecksumBlock, " bytes");
 }
@@ -131,10 +145,17 @@ CheckpointIndex from_json_index(const json& value) {
   check_format(value);
   CheckpointIndex index;
   value.at("id").get_to(index.id);
-  value.at("world_size").get_to(index.world_size);
+  index.world_size =
+      static_cast<int>(whole_number(value.at("world_size"), "world_size", 1, kMostRanks));
   index.plan = value.value("plan", "");
+  index.saved_as = value.value("saved_as", "");
   index.numbers = from_json_numbers(value.at("numbers"));
-  for (const json& item : value.at("tensors")) index.tensors.push_back(from_json_tensor(item));
+  int64_t nbytes = 0;
+  for (const json& item : value.at("tensors")) {
+    const TensorRecord& tensor = index.tensors.emplace_back(from_json_tensor(item));
+    check_record(tensor, index.world_size);
+    nbytes = checked_sum(nbytes, tensor.nbytes());
+  }
   if (value.contains("optimizer")) index.optimizer = from_json_optimizer(value.at("optimizer"));
   if (value.contains("scaler")) index.scaler = from_json_numbers(value.at("scaler"));
   if (value.contains("schedulers")) {
@@ -160,75 +181,13 @@ void check_text(std::string text) {
                     "it is damaged or was changed: it does not have the checksum that it names");
 }
 
-// The position of the last element; elements fill the memory without gaps if it is numel - 1.
-int64_t last_position(const TensorRecord& tensor) {
-  int64_t last = 0;
-  for (size_t dim = 0; dim < tensor.shape.size(); ++dim)
-    last += (tensor.shape[dim] - 1) * tensor.strides[dim];
-  return last;
-}
-
-bool are_sizes(const std::vector<int64_t>& values) {
-  return std::none_of(values.begin(), values.end(), [](int64_t value) { return value < 0; });
-}
-
-bool is_tensor(const TensorRecord& tensor) {
-  return !tensor.names.empty() && tensor.shape.size() == tensor.strides.size() &&
-         are_sizes(tensor.shape) && are_sizes(tensor.strides) &&
-         (tensor.numel() == 0 || last_position(tensor) == tensor.numel() - 1);
-}
-
-bool is_box_of(const Box& box, const TensorRecord& tensor) {
-  if (box.offset.size() != box.shape.size() || box.sizes.size() != box.shape.size()) return false;
-  int64_t numel = 1;
-  for (size_t dim = 0; dim < box.shape.size(); ++dim) {
-    numel *= box.shape[dim];
-    if (box.offset[dim] < 0 || box.sizes[dim] < 1 ||
-        box.offset[dim] + box.sizes[dim] > box.shape[dim])
-      return false;
-  }
-  return numel == tensor.numel() && is_row_major(tensor);
-}
-
-void check_tensor(const TensorRecord& tensor) {
-  TORCH_CHECK_VALUE(is_tensor(tensor), "the shape and strides of '",
-                    tensor.names.empty() ? "" : tensor.id(), "' don't describe a tensor");
-  std::vector<const Region*> regions;
-  for (const ChunkRecord& chunk : tensor.chunks) {
-    TORCH_CHECK_VALUE(!chunk.file.empty() && chunk.file.find('/') == std::string::npos, "'",
-                      chunk.file, "' must be the name of a file beside the index");
-    TORCH_CHECK_VALUE(!chunk.region.box || is_box_of(*chunk.region.box, tensor),
-                      "a box of the stored '", tensor.id(), "' is not in the tensor");
-    regions.push_back(&chunk.region);
-  }
-  const std::string gap = describe_gap(tensor.numel(), regions);
-  TORCH_CHECK_VALUE(gap.empty(), "the stored '", tensor.id(), "' ", gap);
-}
-
-// Lets errors of `f` begin with what is wrong: the index.
-template <class F>
-auto naming(const std::string& path, F&& f) {
-  try {
-    return f();
-  } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[checkpoint] '", path, "' must be the index of a checkpoint: ",
-                      error.what());
-  } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(false, "[checkpoint] '", path, "' can't be read: ",
-                      error.what_without_backtrace());
-  }
-}
-
 }  // namespace
 
-int64_t TensorRecord::numel() const {
-  int64_t numel = 1;
-  for (const int64_t size : shape) numel *= size;
-  return numel;
-}
+int64_t TensorRecord::numel() const { return CheckedShape(shape).numel(); }
 
 int64_t TensorRecord::nbytes() const {
-  return numel() * static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
+  return CheckedShape(shape, static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype))))
+      .nbytes();
 }
 
 bool is_of_model(const TensorRecord& record) {
@@ -259,14 +218,6 @@ std::string model_file(int number, int count) {
   return fmt::format("model-{:05}-of-{:05}.safetensors", number, count);
 }
 
-bool is_row_major(const TensorRecord& tensor) {
-  int64_t stride = 1;
-  for (size_t dim = tensor.shape.size(); dim-- > 0; stride *= tensor.shape[dim]) {
-    if (tensor.shape[dim] != 1 && tensor.strides[dim] != stride && tensor.numel() > 0) return false;
-  }
-  return true;
-}
-
 std::string to_json(const CheckpointIndex& index) {
   json result;
   result["format"] = kFormat;
@@ -278,6 +229,7 @@ std::string to_json(const CheckpointIndex& index) {
   result["id"] = index.id;
   result["world_size"] = index.world_size;
   result["plan"] = index.plan;
+  if (!index.saved_as.empty()) result["saved_as"] = index.saved_as;
   result["numbers"] = to_json_numbers(index.numbers);
   if (index.optimizer) result["optimizer"] = to_json_optimizer(*index.optimizer);
   if (!index.scaler.empty()) result["scaler"] = to_json_numbers(index.scaler);
@@ -293,16 +245,15 @@ std::string to_json(const CheckpointIndex& index) {
 }
 
 CheckpointIndex index_from_json(const std::string& text, const std::string& path) {
-  return naming(path, [&] {
+  return naming_file("checkpoint", path, "can't be read", [&] {
     check_text(text);
-    return from_json_index(json::parse(text));
+    return from_json_index(parse_json(text));
   });
 }
 
-void check_whole(const CheckpointIndex& index, const std::string& path) {
-  naming(path, [&] {
-    for (const TensorRecord& tensor : index.tensors) check_tensor(tensor);
-  });
+CheckpointIndex read_index(const File& directory) {
+  const File file = directory.open(kIndexFile);
+  return index_from_json(file.read_all(kMostIndexBytes), file.path());
 }
 
 CheckpointIndex merged(std::vector<CheckpointIndex> parts) {

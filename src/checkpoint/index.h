@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/file.h"
 #include "checkpoint/region.h"
 
 namespace tessera {
@@ -26,7 +27,7 @@ struct TensorRecord {
   /// updates if `param` has another; `tensor` for what was saved by its name alone, and `rank` for
   /// what one rank has for itself.
   std::string kind;
-  /// For a `state`: its name, such as `exp_avg`; for what a `rank` has: which.
+  /// For a `state`: its name, such as `exp_avg`; for what a `rank` has: which, as text.
   std::string state;
   std::vector<std::string> names;  ///< of the parameter or buffer; several if it is tied
   std::string dtype;               ///< as in safetensors
@@ -38,6 +39,8 @@ struct TensorRecord {
   int64_t nbytes() const;
   /// `KIND/NAME` or `state/STATE/NAME`: unique in a checkpoint for every name.
   std::string id(size_t name = 0) const;
+  /// Of what a `rank` has.
+  int rank() const;
 };
 
 struct ParamGroupRecord {
@@ -62,6 +65,8 @@ struct CheckpointIndex {
   std::map<std::string, double> scaler;  ///< its state; empty if there is none
   std::vector<std::map<std::string, double>> schedulers;
   std::string plan;  ///< how the model was sharded, for people
+  /// Of one that `SaveOptions::keep_last` may remove later: the name of its directory.
+  std::string saved_as;
 };
 
 /// True for what a model computes with: a `param`, a `buffer` or a `tensor`.
@@ -73,9 +78,6 @@ void add_other_names(const TensorRecord& record, std::map<std::string, std::stri
 
 /// Of all tensors.
 int64_t total_nbytes(const CheckpointIndex& index);
-
-/// True if the elements are stored row by row.
-bool is_row_major(const TensorRecord& tensor);
 
 constexpr const char* kIndexFile = "index.json";
 
@@ -89,8 +91,14 @@ std::string to_json(const CheckpointIndex& index);
 /// Reads what `to_json` wrote; `path` is for messages. Throws `c10::ValueError` for anything else,
 /// for an index of another format version, and if the text does not have the checksum that it
 /// names. (One that was written by hand may name none.)
+///
+/// What it returns can be counted with: shapes are those of tensors, chunks lie in them and have a
+/// checksum for each block, ranks are those of `world_size`, and the bytes of all are a number.
 CheckpointIndex index_from_json(const std::string& text, const std::string& path);
-/// Throws `c10::ValueError` unless the chunks of each tensor are the whole tensor.
+/// The index in a directory.
+CheckpointIndex read_index(const File& directory);
+/// Throws `c10::ValueError` unless the chunks of each tensor are the whole tensor, and each tensor
+/// is there once.
 void check_whole(const CheckpointIndex& index, const std::string& path);
 
 /// What all ranks wrote together; `parts` by rank.

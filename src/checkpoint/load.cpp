@@ -94,19 +94,23 @@ class Loader {
   }
 
   void plan_model() {
-    for (const ParamView& param : view_.params)
-      add_target(table_.source_of(param), param.strides, param.region(), param.values);
+    for (const ParamView& param : view_.params) {
+      const TensorRecord* source = table_.source_of(param);
+      add_target(param.is_rank_own ? own_or(source, param.name()) : source, param.strides,
+                 param.region(), param.values);
+    }
     for (const NamedTensor& buffer : view_.buffers) {
-      add_target(source_of(buffer), row_major(buffer.tensor.sizes()),
-                 region_of(buffer.tensor, buffer.name), local_of(buffer.tensor));
+      const TensorRecord* source = table_.find("buffer", buffer.name);
+      add_target(is_dist(buffer.tensor) ? source : own_or(source, buffer.name),
+                 row_major(buffer.tensor.sizes()), region_of(buffer.tensor, buffer.name),
+                 local_of(buffer.tensor));
     }
   }
 
   // Of as many ranks, each has its own back, where it was not rank 0's.
-  const TensorRecord* source_of(const NamedTensor& buffer) const {
-    const TensorRecord* own = table_.find("rank/" + std::to_string(rank_), "buffer/" + buffer.name);
-    const TensorRecord* of_all = table_.find("buffer", buffer.name);
-    const bool fits = own && of_all && index().world_size == ranks_ && !is_dist(buffer.tensor) &&
+  const TensorRecord* own_or(const TensorRecord* of_all, const std::string& name) const {
+    const TensorRecord* own = table_.find("rank/" + std::to_string(rank_), "buffer/" + name);
+    const bool fits = own && of_all && index().world_size == ranks_ &&
                       own->shape == of_all->shape && own->dtype == of_all->dtype;
     return fits ? own : of_all;
   }
@@ -149,12 +153,13 @@ class Loader {
   // What this rank had for itself.
   void plan_rank_state() {
     for (const TensorRecord& record : index().tensors) {
-      if (record.kind != "rank" || record.state != std::to_string(rank_)) continue;
+      if (record.kind != "rank" || record.rank() != rank_) continue;
       const std::string& name = record.names.front();
       const size_t slash = name.find('/');
       if (name.starts_with("buffer/")) continue;
       const bool is_random = name.substr(0, slash) == "random";
       if (is_random && !options_.random_state) continue;
+      reader_.check(record);  // before it takes memory
       const at::Tensor value = at::empty(record.shape, scalar_type_of(record.dtype));
       add_target(&record, record.strides, {0, record.numel()}, value);
       (is_random ? random_state_ : loaded_.rank_state)[name.substr(slash + 1)] = value;

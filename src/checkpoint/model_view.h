@@ -14,6 +14,8 @@
 
 namespace tessera {
 
+class ReplicaTurns;
+
 /// A distinct parameter, and what this process has of it. Elements are counted in the order of the
 /// parameter's memory, which `strides` describe; of a DistTensor, row by row in `box`.
 struct ParamView {
@@ -26,6 +28,8 @@ struct ParamView {
   at::Tensor
       values;  ///< those elements, as the optimizer updates them; undefined if there are none
   int64_t stored_begin = 0, stored_end = 0;  ///< those of them that it stores in a checkpoint
+  /// Every rank has it for itself, as it has a buffer; rank 0's belongs to the model.
+  bool is_rank_own = false;
 
   const std::string& name() const { return names.front(); }
   Region region() const { return {begin, end, box}; }
@@ -59,6 +63,14 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer);
 /// module's, and for a module that is sharded.
 ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank = 0,
                   int ranks = 1);
+
+/// The parameters that the plan ignores: other plans, and models that are not sharded, have them
+/// among theirs, and so do checkpoints.
+std::vector<ParamSlot> ignored_slots(const ShardedState& state);
+
+/// A parameter that this process has whole, or as a DistTensor. `turns`: which of `ranks` equal
+/// ones store it.
+ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns& turns);
 
 /// Strides of a contiguous tensor.
 std::vector<int64_t> row_major(at::IntArrayRef sizes);

@@ -6,6 +6,7 @@
 namespace tessera {
 
 void Pace::wait_for(size_t nbytes) {
+  if (count_) count_(static_cast<int64_t>(nbytes));
   if (bytes_per_second_ <= 0) return;
   std::this_thread::sleep_until(next_);
   // What was not used is lost: after a pause there is no burst.

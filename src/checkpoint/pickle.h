@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,8 @@ bool is_pickled_dtype(const std::string& dtype);
 /// is no tensor is left out. Nothing is executed: only what `torch.save` writes for dicts of
 /// tensors is understood.
 ///
-/// Throws `c10::ValueError` for anything else.
-std::vector<std::pair<std::string, PickledTensor>> unpickle_tensors(const std::string& bytes);
+/// Throws `c10::ValueError` for anything else, and for a program that would take more memory or
+/// time than a state dict does; see [Note: Reading a pickle].
+std::vector<std::pair<std::string, PickledTensor>> unpickle_tensors(std::string_view bytes);
 
 }  // namespace tessera

@@ -10,6 +10,7 @@
 #include "checkpoint/dist_part.h"
 #include "checkpoint/model_view.h"
 #include "grad/grad_gate.h"
+#include "optim/optimizer_parameters.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
@@ -30,7 +31,23 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   return params;
 }
 
-ParamView view_of_param(const ParamSlot& slot, int rank, int ranks, ReplicaTurns& turns) {
+std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& optimizer,
+                                              const Places& places) {
+  std::vector<OptimizedParam> optimized;
+  std::set<size_t> seen;  // tied parameters may be listed more than once
+  const auto& groups = optimizer.param_groups();
+  for (size_t group = 0; group < groups.size(); ++group) {
+    for (const at::Tensor& tensor : groups[group].params()) {
+      const size_t place = places.at(tensor.unsafeGetTensorImpl());
+      if (seen.insert(place).second) optimized.push_back({place, group, tensor});
+    }
+  }
+  return optimized;
+}
+
+}  // namespace
+
+ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns& turns) {
   ParamView param{.names = slot.names,
                   .sizes = slot.global_sizes(),
                   .strides = slot.dist ? row_major(slot.dist->sizes) : slot.strides,
@@ -57,44 +74,29 @@ ParamView view_of_param(const ParamSlot& slot, int rank, int ranks, ReplicaTurns
   return param;
 }
 
-std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& optimizer,
-                                              const Places& places) {
-  std::vector<OptimizedParam> optimized;
-  std::set<size_t> seen;  // tied parameters may be listed more than once
-  const auto& groups = optimizer.param_groups();
-  for (size_t group = 0; group < groups.size(); ++group) {
-    for (const at::Tensor& tensor : groups[group].params()) {
-      const auto it = places.find(tensor.unsafeGetTensorImpl());
-      TORCH_CHECK_VALUE(it != places.end(),
-                        "[checkpoint] the optimizer's parameters must be the module's; one of "
-                        "param group ",
-                        group, ", of shape ", tensor.sizes(), ", is not");
-      if (seen.insert(it->second).second) optimized.push_back({it->second, group, tensor});
-    }
-  }
-  return optimized;
-}
-
-}  // namespace
-
 ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank,
                   int ranks) {
   ModelView view{.optimizer = optimizer};
   Places places;
+  std::vector<NamedTensor> handles;  // of the parameters
   ReplicaTurns turns;
   const std::vector<NamedTensor> params = named_parameters(module);
   if (!params.empty()) {
     for (const ParamSlot& slot : collect_parameters(params)) {
       for (size_t i = 0; i < slot.handles.size(); ++i) {
-        places[slot.tensor(i).unsafeGetTensorImpl()] = view.params.size();
+        handles.push_back({slot.name(), slot.tensor(i)});
+        places[handles.back().tensor.unsafeGetTensorImpl()] = view.params.size();
       }
-      view.params.push_back(view_of_param(slot, rank, ranks, turns));
+      view.params.push_back(view_of_whole(slot, rank, ranks, turns));
     }
   }
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) view.buffers.push_back({item.key(), item.value()});
   }
-  if (optimizer) view.optimized = view_of_optimizer(*optimizer, places);
+  if (optimizer) {
+    check_optimized_once("checkpoint", handles, {optimizer});
+    view.optimized = view_of_optimizer(*optimizer, places);
+  }
   return view;
 }
 

@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
+
+#include "checkpoint/checked_shape.h"
 
 namespace tessera {
 namespace {
@@ -90,13 +93,58 @@ std::string describe_gap_in_box(int64_t numel, std::vector<const Region*> ranges
   return "";
 }
 
+// Tells whether boxes of one shape have nothing in common, without comparing each with each: the
+// parts of a mesh are cut apart along one dim, what is left along another, and so on. Boxes that
+// can't be cut apart are compared, if they are few.
+class BoxSeparation {
+ public:
+  explicit BoxSeparation(std::vector<const Box*> boxes)
+      : most_work_(4'000'000 + 64 * boxes.size()) {
+    left_.push_back(std::move(boxes));
+  }
+
+  /// Empty, or what is wrong.
+  std::string describe() {
+    while (!left_.empty()) {
+      std::vector<const Box*> boxes = std::move(left_.back());
+      left_.pop_back();
+      if (boxes.size() < 2 || cut(boxes)) continue;
+      work_ += boxes.size() * boxes.size();
+      if (work_ > most_work_) return "has pieces that are cut in too many ways";
+      for (size_t i = 0; i < boxes.size(); ++i)
+        for (size_t other = 0; other < i; ++other)
+          if (!are_apart(*boxes[i], *boxes[other])) return "has pieces that overlap";
+    }
+    return work_ > most_work_ ? "has pieces that are cut in too many ways" : "";
+  }
+
+ private:
+  // Cuts them along the first dim in which that can be done; then what comes of it is left to do.
+  bool cut(std::vector<const Box*>& boxes) {
+    const size_t dims = boxes.front()->shape.size(), before = left_.size();
+    for (size_t dim = 0; dim < dims && work_ <= most_work_; ++dim) {
+      work_ += boxes.size();
+      std::sort(boxes.begin(), boxes.end(),
+                [&](const Box* a, const Box* b) { return a->offset[dim] < b->offset[dim]; });
+      int64_t end = 0;
+      for (const Box* box : boxes) {
+        if (box->offset[dim] >= end || left_.size() == before) left_.emplace_back();
+        left_.back().push_back(box);
+        end = std::max(end, box->offset[dim] + box->sizes[dim]);
+      }
+      if (left_.size() > before + 1) return true;
+      left_.pop_back();
+    }
+    return work_ > most_work_;
+  }
+
+  std::vector<std::vector<const Box*>> left_;
+  size_t most_work_, work_ = 0;
+};
+
 }  // namespace
 
-int64_t Box::numel() const {
-  int64_t numel = 1;
-  for (const int64_t size : sizes) numel *= size;
-  return numel;
-}
+int64_t Box::numel() const { return CheckedShape(sizes).numel(); }
 
 void for_each_overlap(const Region& a, const Region& b,
                       const std::function<void(const Overlap&)>& visit) {
@@ -116,28 +164,22 @@ bool overlap(const Region& a, const Region& b) {
 }
 
 std::string describe_gap(int64_t numel, const std::vector<const Region*>& regions) {
-  std::vector<std::pair<const std::optional<Box>*, std::vector<const Region*>>> boxes;
-  for (const Region* region : regions) {
-    auto it = std::find_if(boxes.begin(), boxes.end(),
-                           [&](const auto& box) { return *box.first == region->box; });
-    if (it == boxes.end()) it = boxes.insert(boxes.end(), {&region->box, {}});
-    it->second.push_back(region);
-  }
+  std::map<std::optional<Box>, std::vector<const Region*>> boxes;
+  for (const Region* region : regions) boxes[region->box].push_back(region);
   int64_t stored = 0;
-  for (size_t i = 0; i < boxes.size(); ++i) {
-    const auto& box = *boxes[i].first;
+  std::vector<const Box*> different;
+  for (const auto& [box, ranges] : boxes) {
     const int64_t size = box ? box->numel() : numel;
-    const std::string gap = describe_gap_in_box(size, boxes[i].second);
+    const std::string gap = describe_gap_in_box(size, ranges);
     if (!gap.empty()) return gap;
+    if (boxes.size() > 1 && (!box || box->shape != boxes.rbegin()->first->shape))
+      return "has pieces that overlap";
+    if (box) different.push_back(&*box);
+    if (size > numel - stored) return "has pieces that overlap";
     stored += size;
-    for (size_t other = 0; other < i; ++other) {
-      const auto& before = *boxes[other].first;
-      if (!box || !before || box->shape != before->shape || !are_apart(*box, *before))
-        return "has pieces that overlap";
-    }
   }
   if (stored != numel) return fmt::format("has {} elements, but {} are stored", numel, stored);
-  return "";
+  return BoxSeparation(std::move(different)).describe();
 }
 
 }  // namespace tessera

@@ -15,6 +15,7 @@ struct Box {
 
   int64_t numel() const;
   bool operator==(const Box&) const = default;
+  auto operator<=>(const Box&) const = default;
 };
 
 /// Elements [begin, end) of a box, counted row by row; without a box, of the whole tensor in the
@@ -40,7 +41,8 @@ void for_each_overlap(const Region& a, const Region& b,
 bool overlap(const Region& a, const Region& b);
 
 /// Empty if the regions, in any order, are each element of a tensor of `numel` elements once; else
-/// what is wrong. Boxes must be equal or have nothing in common.
+/// what is wrong. Boxes must lie in the tensor, and be equal or have nothing in common. Boxes that
+/// are neither cut out of a grid nor few are refused, too: see `BoxSeparation`.
 std::string describe_gap(int64_t numel, const std::vector<const Region*>& regions);
 
 }  // namespace tessera

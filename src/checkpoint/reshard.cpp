@@ -44,10 +44,12 @@ void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem
   std::vector<RankContents> contents(static_cast<size_t>(ranks));
   contents[0].index = index;
   contents[0].index.tensors.clear();
+  contents[0].index.saved_as.clear();  // nobody numbered the new one
   for (RankContents& rank : contents) rank.index.world_size = ranks;
   for (const TensorRecord& record : index.tensors) {
+    reader.check(record);
     if (record.kind == "rank") {
-      const int owner = std::stoi(record.state);
+      const int owner = record.rank();
       if (owner < ranks)
         add_range(reader, record, {0, record.numel()}, owner, ranks, contents[owner]);
       continue;

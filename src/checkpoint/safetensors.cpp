@@ -5,12 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <utility>
 
+#include "checkpoint/checked_shape.h"
 #include "checkpoint/checksum.h"
+#include "checkpoint/json_text.h"
+#include "comm/math_bits.h"
 
 namespace tessera {
 namespace {
@@ -19,6 +20,10 @@ static_assert(std::endian::native == std::endian::little, "the format is little 
 
 // What is copied to the host or given to the disk at once.
 constexpr int64_t kStagedBytes = 32 * kChecksumBlock;
+
+// Of the format.
+constexpr uint64_t kMostHeaderBytes = 100'000'000;
+constexpr const char* kMetadata = "__metadata__";
 
 constexpr std::array<std::pair<at::ScalarType, const char*>, 16> kDtypes = {{
     {at::kDouble, "F64"},
@@ -43,10 +48,6 @@ int64_t item_size(const std::string& dtype) {
   return static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
 }
 
-int64_t numel_of(const std::vector<int64_t>& shape) {
-  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-}
-
 }  // namespace
 
 std::string safetensors_dtype(at::ScalarType dtype) {
@@ -60,7 +61,7 @@ std::string safetensors_dtype(at::ScalarType dtype) {
 at::ScalarType scalar_type_of(const std::string& name) {
   const auto it =
       std::find_if(kDtypes.begin(), kDtypes.end(), [&](const auto& d) { return d.second == name; });
-  TORCH_CHECK_VALUE(it != kDtypes.end(), "[checkpoint] a tensor has the dtype '", name,
+  TORCH_CHECK_VALUE(it != kDtypes.end(), "[checkpoint] a tensor has the dtype '", shortened(name),
                     "', which is not known here");
   return it->first;
 }
@@ -73,24 +74,29 @@ SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensor
     return item_size(a.dtype) > item_size(b.dtype);
   });
   nlohmann::json header;
-  header["__metadata__"] = metadata;
+  header[kMetadata] = metadata;
   int64_t end = 0;
   for (const TensorHeader& tensor : tensors) {
     const int64_t begin = end;
-    end += numel_of(tensor.shape) * item_size(tensor.dtype);
+    end = checked_sum(end, CheckedShape(tensor.shape, item_size(tensor.dtype)).nbytes());
+    TORCH_CHECK_VALUE(tensor.name != kMetadata && offsets_.emplace(tensor.name, begin).second,
+                      "[checkpoint] '", tensor.name, "' can't be the name of a tensor in '",
+                      file_.path(), "': it has that name already");
     header[tensor.name] = {
         {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
-    offsets_[tensor.name] = begin;
   }
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
   const uint64_t length = text.size();
+  TORCH_CHECK_VALUE(length <= kMostHeaderBytes, "[checkpoint] the header of '", file_.path(),
+                    "' must have at most ", kMostHeaderBytes, " bytes; it would have ", length);
   file_.write(&length, sizeof(length), 0);
   file_.write(text.data(), length, sizeof(length));
   for (auto& [name, offset] : offsets_) offset += static_cast<int64_t>(sizeof(length) + length);
 }
 
-std::vector<uint64_t> SafetensorsWriter::write(const std::string& name, const at::Tensor& value) {
+std::vector<uint64_t> SafetensorsWriter::write(const std::string& name, const at::Tensor& given) {
+  const at::Tensor value = with_plain_memory(given);
   const int64_t offset = offsets_.at(name), item = static_cast<int64_t>(value.element_size());
   if (value.is_cpu() && value.is_contiguous())
     return write_blocks(value.const_data_ptr(), value.numel() * item, offset);
@@ -140,33 +146,76 @@ SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
   TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8),
                     "[checkpoint] '", file_.path(), "' must be a safetensors file; its ",
                     nbytes, " bytes are too few for a header of ", length);
+  TORCH_CHECK_VALUE(length <= kMostHeaderBytes, "[checkpoint] '", file_.path(),
+                    "' must have a safetensors header of at most ", kMostHeaderBytes,
+                    " bytes; it has one of ", length);
   std::string header(length, '\0');
   file_.read(header.data(), length, 8);
-  try {
+  naming_file("checkpoint", file_.path(), "must have a safetensors header", [&] {
     parse(header, 8 + static_cast<int64_t>(length));
-  } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[checkpoint] '", file_.path(),
-                      "' must have a safetensors header: ", error.what());
-  }
+    check_apart();
+  });
 }
 
 void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
-  const nlohmann::json json = nlohmann::json::parse(header);
+  const nlohmann::json json = parse_json(header);
+  TORCH_CHECK_VALUE(json.is_object(), "it is ", json.type_name(), ", not an object");
   for (const auto& [key, value] : json.items()) {
-    if (key == "__metadata__") {
+    if (key == kMetadata) {
       metadata_ = value.get<std::map<std::string, std::string>>();
       continue;
     }
-    Entry entry{.dtype = value.at("dtype"), .shape = value.at("shape")};
-    entry.numel = numel_of(entry.shape);
-    const int64_t begin = value.at("data_offsets").at(0), end = value.at("data_offsets").at(1);
-    entry.offset = data_offset + begin;
-    entry.nbytes = end - begin;
-    TORCH_CHECK_VALUE(0 <= begin && begin <= end && data_offset + end <= file_.nbytes(),
-                      "[checkpoint] '", file_.path(), "' is cut off: '", key,
-                      "' ends at byte ", data_offset + end, " of ", file_.nbytes());
-    entries_[key] = std::move(entry);
+    try {
+      entries_[key] = parse_entry(value, data_offset);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK_VALUE(false, "'", shortened(key), "': ", error.what_without_backtrace());
+    }
   }
+}
+
+SafetensorsFile::Entry SafetensorsFile::parse_entry(const nlohmann::json& value,
+                                                    int64_t data_offset) const {
+  Entry result{.dtype = value.at("dtype"), .shape = whole_numbers(value.at("shape"), "a size")};
+  result.numel = CheckedShape(result.shape).numel();
+  const std::vector<int64_t> offsets = whole_numbers(value.at("data_offsets"), "an offset");
+  TORCH_CHECK_VALUE(offsets.size() == 2 && offsets[0] <= offsets[1],
+                    "its data_offsets must be where it begins and where it ends");
+  const int64_t data_bytes = file_.nbytes() - data_offset;
+  TORCH_CHECK_VALUE(offsets[1] <= data_bytes, "it is cut off: it ends at byte ", offsets[1], " of ",
+                    data_bytes);
+  result.offset = data_offset + offsets[0];
+  result.nbytes = offsets[1] - offsets[0];
+  return result;
+}
+
+// Else a small file could make a large model.
+void SafetensorsFile::check_apart() const {
+  const std::pair<const std::string, Entry>* before = nullptr;
+  std::vector<const std::pair<const std::string, Entry>*> placed;
+  for (const auto& item : entries_)
+    if (item.second.nbytes > 0) placed.push_back(&item);
+  std::sort(placed.begin(), placed.end(),
+            [](const auto* a, const auto* b) { return a->second.offset < b->second.offset; });
+  for (const auto* item : placed) {
+    TORCH_CHECK_VALUE(!before || before->second.offset + before->second.nbytes <= item->second.offset,
+                      "'", shortened(before ? before->first : ""), "' and '",
+                      shortened(item->first), "' lie over each other");
+    before = item;
+  }
+}
+
+std::map<std::string, std::vector<std::string>> SafetensorsFile::other_names() const {
+  std::map<std::string, std::vector<std::string>> names;
+  for (const auto& [other, kept] : metadata_)
+    if (other != kept) names[kept].push_back(other);
+  return names;
+}
+
+const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& key) const {
+  const auto it = entries_.find(key);
+  TORCH_CHECK_VALUE(it != entries_.end(), "[checkpoint] '", file_.path(), "' lacks '", shortened(key),
+                    "', which the index names");
+  return it->second;
 }
 
 std::vector<TensorHeader> SafetensorsFile::tensors() const {
@@ -181,19 +230,20 @@ std::vector<TensorHeader> SafetensorsFile::tensors() const {
 }
 
 void SafetensorsFile::check(const std::string& key, const std::string& dtype, int64_t numel) const {
-  const auto it = entries_.find(key);
-  TORCH_CHECK_VALUE(it != entries_.end(), "[checkpoint] '", file_.path(), "' lacks '", key,
-                    "', which the index names");
-  const Entry& entry = it->second;
-  const int64_t item = item_size(dtype);
-  TORCH_CHECK_VALUE(entry.dtype == dtype && entry.numel == numel && entry.nbytes == numel * item,
-                    "[checkpoint] '", key, "' of '", file_.path(), "' must be ", numel,
-                    " elements of ", dtype, "; got ", entry.numel, " of ", entry.dtype, " in ",
-                    entry.nbytes, " bytes");
+  const Entry& found = entry(key);
+  const int64_t nbytes = checked_product(numel, item_size(dtype));
+  TORCH_CHECK_VALUE(found.dtype == dtype && found.numel == numel && found.nbytes == nbytes,
+                    "[checkpoint] '", shortened(key), "' of '", file_.path(), "' must be ", numel,
+                    " elements of ", dtype, "; got ", found.numel, " of ", found.dtype, " in ",
+                    found.nbytes, " bytes");
 }
 
 void SafetensorsFile::read(const std::string& key, int64_t offset, size_t nbytes, void* out) const {
-  file_.read(out, nbytes, entries_.at(key).offset + offset);
+  const Entry& found = entry(key);
+  TORCH_CHECK_VALUE(is_inside(offset, static_cast<int64_t>(nbytes), found.nbytes), "[checkpoint] '",
+                    shortened(key), "' of '", file_.path(), "' has ", found.nbytes, " bytes; expected ", nbytes,
+                    " from ", offset, " on");
+  file_.read(out, nbytes, found.offset + offset);
 }
 
 }  // namespace tessera

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -31,8 +32,8 @@ struct TensorHeader {
 /// A file that is being written: first its header, then the tensors in any order.
 class SafetensorsWriter {
  public:
-  /// Writes the header.
-  /// `pace` may be null: as fast as it goes.
+  /// Writes the header. Throws `c10::ValueError` if two tensors have one name, or one has the name
+  /// of the metadata. `pace` may be null: as fast as it goes.
   SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
                     const std::map<std::string, std::string>& metadata, Pace* pace = nullptr);
 
@@ -60,17 +61,21 @@ class SafetensorsWriter {
 /// A file that is open for reading.
 class SafetensorsFile {
  public:
-  /// Reads the header. Throws `c10::ValueError` if the file is of another format.
+  /// Reads the header. Throws `c10::ValueError` if the file is of another format, or if its tensors
+  /// are not in it or lie over each other.
   explicit SafetensorsFile(File file);
 
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  /// The names that tied tensors have beside the one that they are stored under, by that; as
+  /// `save_model` of Python's safetensors notes them in the metadata.
+  std::map<std::string, std::vector<std::string>> other_names() const;
   /// What the header says of each tensor, in the order of their bytes.
   std::vector<TensorHeader> tensors() const;
 
   /// Throws `c10::ValueError` unless the file has this tensor, of any shape.
   void check(const std::string& key, const std::string& dtype, int64_t numel) const;
 
-  /// Reads some bytes of a tensor that was checked.
+  /// Reads some bytes of a tensor. Throws `c10::ValueError` if it has not as many.
   void read(const std::string& key, int64_t offset, size_t nbytes, void* out) const;
 
   const std::string& path() const { return file_.path(); }
@@ -85,6 +90,9 @@ class SafetensorsFile {
   };
 
   void parse(const std::string& header, int64_t data_offset);
+  Entry parse_entry(const nlohmann::json& value, int64_t data_offset) const;
+  void check_apart() const;
+  const Entry& entry(const std::string& key) const;
 
   File file_;
   std::map<std::string, std::string> metadata_;

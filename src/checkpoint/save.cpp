@@ -23,6 +23,7 @@
 #include "checkpoint/random_state.h"
 #include "checkpoint/schedulers.h"
 #include "checkpoint/whole_model.h"
+#include "comm/math_bits.h"
 
 namespace tessera {
 namespace {
@@ -119,7 +120,7 @@ Agreement agree(const SaveJob& job) {
   const std::string names = fmt::format("{}", fmt::join(job.names, "\n"));
   Offer mine{job.whole ? "whole" : "shards", new_save_id(), checksum_of(names), {}};
   for (const NamedTensor& buffer : job.buffers) {
-    const at::Tensor value = buffer.tensor.cpu().contiguous();
+    const at::Tensor value = with_plain_memory(buffer.tensor).cpu().contiguous();
     mine.buffers.push_back(checksum_text(checksum(value.const_data_ptr(), value.nbytes())));
   }
   std::vector<Offer> offers;

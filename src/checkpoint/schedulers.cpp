@@ -4,7 +4,7 @@
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 
-#include <set>
+#include <limits>
 #include <type_traits>
 
 namespace tessera {
@@ -54,6 +54,16 @@ void visit(const SchedulerPtr& scheduler, F&& f) {
   f("last_epoch", plateau.*revealed(LastEpoch{}));
 }
 
+template <class T>
+bool can_be(double value) {
+  if constexpr (std::is_integral_v<T>) {
+    return value >= static_cast<double>(std::numeric_limits<T>::min()) &&
+           value < static_cast<double>(std::numeric_limits<T>::max());
+  } else {
+    return true;
+  }
+}
+
 }  // namespace
 
 std::map<std::string, double> read_scheduler(const SchedulerPtr& scheduler) {
@@ -66,8 +76,13 @@ std::map<std::string, double> read_scheduler(const SchedulerPtr& scheduler) {
 std::string check_scheduler(const SchedulerPtr& scheduler,
                             const std::map<std::string, double>& state) {
   std::string error;
-  visit(scheduler, [&](const char* name, auto&) {
-    if (!state.contains(name)) error = fmt::format("the checkpoint's has no '{}'", name);
+  visit(scheduler, [&](const char* name, auto& value) {
+    const auto it = state.find(name);
+    if (it == state.end()) {
+      error = fmt::format("the checkpoint's has no '{}'", name);
+    } else if (!can_be<std::remove_reference_t<decltype(value)>>(it->second)) {
+      error = fmt::format("the checkpoint's has {} for '{}'", it->second, name);
+    }
   });
   return error;
 }

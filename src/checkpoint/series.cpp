@@ -18,6 +18,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// Behind the name of a checkpoint that is being removed.
+constexpr const char* kRemoved = ".removed";
+
 struct Numbered {
   std::string prefix;
   std::string digits;  // without leading zeros
@@ -39,22 +42,57 @@ std::optional<Numbered> numbered(const fs::path& path) {
   return Numbered{{name.begin(), digits}, std::move(number), path};
 }
 
-// The directories of `directory` whose names end with a number; a checkpoint whose replacement was
-// cut off under its own name.
-std::vector<Numbered> list(const fs::path& directory) {
+// The directories of `directory` that are called by a number and then `suffix`, without that.
+std::vector<Numbered> list(const fs::path& directory, const std::string& suffix) {
   std::vector<Numbered> found;
   for (const auto& entry : fs::directory_iterator(directory)) {
-    fs::path path = entry.path();
-    if (path.extension() == ".old") path.replace_extension();
-    const auto item = numbered(path);
-    if (item && fs::is_directory(readable_checkpoint(path))) found.push_back(*item);
+    const std::string name = entry.path().filename().string();
+    if (!name.ends_with(suffix) || !fs::is_directory(entry.path())) continue;
+    if (const auto item = numbered(directory / name.substr(0, name.size() - suffix.size())))
+      found.push_back(*item);
   }
   std::sort(found.begin(), found.end());
   return found;
 }
 
-bool is_checkpoint(const fs::path& path) {
-  return fs::exists(readable_checkpoint(path) / kIndexFile);
+// Those whose names end with a number; a checkpoint whose replacement was cut off under its own
+// name.
+std::vector<Numbered> list_checkpoints(const fs::path& directory) {
+  std::vector<Numbered> found = list(directory, "");
+  for (Numbered& item : list(directory, ".old"))
+    if (checkpoint_or_old(item.path) != item.path) found.push_back(std::move(item));
+  std::erase_if(found, [](const Numbered& item) {
+    return !fs::exists(checkpoint_or_old(item.path) / kIndexFile);
+  });
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+// Whether what lies in `directory` was saved by this name, to be removed when newer ones are there.
+bool was_saved_as(const fs::path& directory, const std::string& name) {
+  try {
+    return read_index(File::open_directory(directory)).saved_as == name;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// What is called as `path` but for the number, and then `suffix`.
+void remove_abandoned(const fs::path& path, const std::string& suffix) {
+  const auto own = numbered(path);
+  if (!own) return;
+  for (const Numbered& item : list(path.parent_path(), suffix))
+    if (item.prefix == own->prefix && item.path != path)
+      remove_abandoned_draft(item.path.string() + suffix);
+}
+
+// By its new name it is no checkpoint to anybody, whatever is left of it when this is cut off.
+void remove_renamed(const fs::path& path) noexcept {
+  fs::path removed = path;
+  removed += kRemoved;
+  std::error_code error;
+  fs::rename(checkpoint_or_old(path), removed, error);
+  if (!error) remove_checkpoint(removed);
 }
 
 }  // namespace
@@ -64,27 +102,33 @@ void remove_older(const fs::path& path, int keep) noexcept {
     const fs::path newest = fs::absolute(path).lexically_normal();
     const auto last = numbered(newest);
     if (keep <= 0 || !last) return;
-    std::vector<Numbered> older;
-    for (Numbered& item : list(newest.parent_path()))
-      if (item.prefix == last->prefix && item < *last) older.push_back(std::move(item));
-    int kept = 1;
-    for (auto item = older.rbegin(); item != older.rend(); ++item) {
-      // What has no index is what a removal that was cut off has left.
-      if (is_checkpoint(item->path) && kept++ < keep) continue;
-      remove_checkpoint(item->path);
-    }
+    const fs::path directory = newest.parent_path();
+    remove_abandoned(newest, kRemoved);
+    std::vector<Numbered> older = list_checkpoints(directory);
+    std::erase_if(older, [&](const Numbered& item) {
+      return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
+             !was_saved_as(checkpoint_or_old(item.path), item.path.filename());
+    });
+    for (int64_t item = std::ssize(older) - keep; item >= 0; --item)
+      remove_renamed(older[static_cast<size_t>(item)].path);
   } catch (const std::exception&) {
     // The new checkpoint is there: that an old one is, too, is no reason to fail.
   }
 }
 
+void remove_abandoned_drafts(const fs::path& path) noexcept {
+  try {
+    remove_abandoned(path, ".tmp");
+  } catch (const std::exception&) {
+    // What is left takes room, and does no harm.
+  }
+}
+
 std::optional<fs::path> latest_checkpoint(const fs::path& directory) {
   if (!fs::is_directory(directory)) return std::nullopt;
-  const auto found = list(directory);
-  const auto latest = std::find_if(found.rbegin(), found.rend(),
-                                   [](const Numbered& item) { return is_checkpoint(item.path); });
-  if (latest == found.rend()) return std::nullopt;
-  return latest->path;
+  const auto found = list_checkpoints(directory);
+  if (found.empty()) return std::nullopt;
+  return found.back().path;
 }
 
 }  // namespace tessera

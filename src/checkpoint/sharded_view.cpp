@@ -5,6 +5,7 @@
 
 #include "checkpoint/dist_part.h"
 #include "checkpoint/model_view.h"
+#include "mesh/ranks.h"
 #include "optim/sharded_optimizer_access.h"
 
 namespace tessera {
@@ -48,6 +49,11 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
 
 }  // namespace
 
+std::vector<ParamSlot> ignored_slots(const ShardedState& state) {
+  if (state.ignored_parameters().empty()) return {};
+  return collect_parameters(state.ignored_parameters().vec());
+}
+
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
   state.check_replicated("checkpoint");
   state.finish_updates();
@@ -60,7 +66,12 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
     for (const ParamSlot& slot : unit->layout().slots)
       view.params.push_back(view_of_param(*unit, slot));
   }
-  for (const NamedTensor& buffer : state.buffers()) {
+  ReplicaTurns turns;
+  for (const ParamSlot& slot : ignored_slots(state)) {
+    view.params.push_back(view_of_whole(slot, Ranks::of(state.mesh()).rank(), /*ranks=*/1, turns));
+    view.params.back().is_rank_own = !slot.dist;
+  }
+  for (const NamedTensor& buffer : state.module_buffers()) {
     if (buffer.tensor.defined()) view.buffers.push_back(buffer);
   }
   if (!optimizer) return view;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "checkpoint/checkpoint_writer.h"
+#include "checkpoint/pace.h"
 
 namespace tessera {
 
@@ -26,20 +27,15 @@ void write_for_all(const std::filesystem::path& path, std::vector<RankContents> 
   for (const RankContents& rank : ranks)
     for (const ChunkData& chunk : rank.chunks) total += chunk.nbytes();
   ProgressCount count(progress, total);
+  Pace pace(0, [&](int64_t nbytes) { count.add(nbytes); });
   const std::string id = new_save_id();
   CheckpointWriter first(path, 0, size);
   first.set_id(id);
   first.begin();
   for (int rank = 0; rank < size; ++rank) {
-    for (ChunkData& chunk : ranks[rank].chunks) {
-      chunk.get = [get = std::move(chunk.get), nbytes = chunk.nbytes(), &count] {
-        count.add(nbytes);
-        return get();
-      };
-    }
     CheckpointWriter writer(path, rank, size);
     writer.set_id(id);
-    writer.write(ranks[rank], nullptr);
+    writer.write(ranks[rank], &pace);
   }
   const std::atomic<bool> never = false;
   first.commit(std::chrono::minutes(1), never);

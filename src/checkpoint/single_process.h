@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// Counts bytes for a `CheckpointProgress`, which may be empty.
+/// Counts bytes for a `CheckpointProgress`, which may be empty, and may throw to end the work.
 class ProgressCount {
  public:
   ProgressCount(const CheckpointProgress& progress, int64_t total);

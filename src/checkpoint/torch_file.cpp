@@ -11,14 +11,25 @@
 #include <torch/csrc/jit/serialization/pickler.h>
 
 #include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
 
-#include "checkpoint/file.h"
+#include "checkpoint/checked_shape.h"
+#include "checkpoint/json_text.h"
+#include "comm/math_bits.h"
 
 namespace tessera {
 namespace {
 
-using caffe2::serialize::PyTorchStreamReader;
 using caffe2::serialize::PyTorchStreamWriter;
+
+// As in pickle.cpp: more than the names of a large model take.
+constexpr int64_t kMostPickleBytes = int64_t{64} << 20;
+
+// What the tensors of one storage may have together: they may lie over each other, and repeat
+// elements, but a small file is not to make a large model.
+constexpr int64_t kMostViews = 8, kMostSmallBytes = int64_t{16} << 20;
 
 int64_t item_size(const PickledTensor& tensor) {
   return static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
@@ -26,73 +37,71 @@ int64_t item_size(const PickledTensor& tensor) {
 
 // Elements of the storage that the tensor reaches, from its offset on.
 int64_t reach(const PickledTensor& tensor) {
-  int64_t last = 0;
-  for (size_t dim = 0; dim < tensor.shape.size(); ++dim) {
-    if (tensor.shape[dim] == 0) return 0;
-    last += (tensor.shape[dim] - 1) * tensor.strides[dim];
-  }
-  return last + 1;
+  return CheckedShape(tensor.shape).reach(tensor.strides);
 }
 
-// The header of a record in a zip file has the method after 8 bytes; 0: stored as it is.
-bool is_compressed(const std::filesystem::path& path, size_t header_offset) {
-  uint16_t method = 0;
-  File::open_file(path).read(&method, sizeof(method), static_cast<int64_t>(header_offset) + 8);
-  return method != 0;
-}
-
-bool is_little_endian(PyTorchStreamReader& file) {
-  if (!file.hasRecord("byteorder")) return true;
-  const auto [data, size] = file.getRecord("byteorder");
-  return std::string(static_cast<const char*>(data.get()), size) == "little";
-}
-
-void check_tensor(const std::filesystem::path& path, PyTorchStreamReader& file,
-                  const std::string& name, const PickledTensor& tensor) {
-  const auto is_negative = [](int64_t value) { return value < 0; };
-  const std::string record = "data/" + tensor.storage;
-  TORCH_CHECK_VALUE(tensor.shape.size() == tensor.strides.size() && tensor.offset >= 0 &&
-                        std::none_of(tensor.shape.begin(), tensor.shape.end(), is_negative) &&
-                        std::none_of(tensor.strides.begin(), tensor.strides.end(), is_negative),
-                    "'", name, "' is no tensor");
-  TORCH_CHECK_VALUE(file.hasRecord(record), "it lacks '", record, "' of '", name, "'");
-  TORCH_CHECK_VALUE(!is_compressed(path, file.getRecordHeaderOffset(record)), "'", record,
-                    "' of '", name, "' is compressed, which torch.save does not do");
-  const auto nbytes = static_cast<int64_t>(file.getRecordSize(record));
-  TORCH_CHECK_VALUE((tensor.offset + reach(tensor)) * item_size(tensor) <= nbytes, "'", name,
-                    "' does not fit into the ", nbytes, " bytes of '", record, "'");
-}
+std::string record_of(const PickledTensor& tensor) { return "data/" + tensor.storage; }
 
 }  // namespace
 
-TorchFile::TorchFile(const std::filesystem::path& path) : path_(path) {
-  try {
-    File::open_file(path);
-    reader_ = std::make_unique<PyTorchStreamReader>(path.string());
-    TORCH_CHECK_VALUE(is_little_endian(*reader_), "it was written by a big-endian machine");
-    const auto [data, size] = reader_->getRecord("data.pkl");
-    tensors_ = unpickle_tensors({static_cast<const char*>(data.get()), size});
-    for (const auto& [name, tensor] : tensors_) check_tensor(path, *reader_, name, tensor);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(false, "[import_checkpoint] '", path.string(),
-                      "' must be a state dict as torch.save writes it since PyTorch 1.6; ",
-                      error.what_without_backtrace());
-  }
+TorchFile::TorchFile(const std::filesystem::path& path) : file_(File::open_file(path)) {
+  naming_file("import_checkpoint", path.string(),
+              "must be a state dict as torch.save writes it since PyTorch 1.6", [&] {
+                records_.emplace(file_);
+                const std::string order = read_record("byteorder", 16, "little");
+                TORCH_CHECK_VALUE(order == "little", "it was written by a big-endian machine");
+                tensors_ = unpickle_tensors(read_record("data.pkl", kMostPickleBytes));
+                check_tensors();
+              });
 }
 
-TorchFile::~TorchFile() = default;
+std::string TorchFile::read_record(const std::string& name, int64_t most,
+                                   const std::optional<std::string>& otherwise) const {
+  const ZipDirectory::Record* const record = records_->find(name);
+  if (!record && otherwise) return *otherwise;
+  TORCH_CHECK_VALUE(record, "it lacks '", name, "'");
+  TORCH_CHECK_VALUE(record->nbytes <= most, "its '", name, "' must have at most ", most,
+                    " bytes; it has ", record->nbytes);
+  std::string bytes(static_cast<size_t>(record->nbytes), '\0');
+  file_.read(bytes.data(), bytes.size(), record->offset);
+  return bytes;
+}
+
+void TorchFile::check_tensors() const {
+  // Equal views are one tensor.
+  using View =
+      std::tuple<std::string, std::string, int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+  std::set<View> seen;
+  std::map<std::string, int64_t> used;  // bytes of the tensors of a storage
+  for (const auto& [name, tensor] : tensors_) {
+    const ZipDirectory::Record* const record = records_->find(record_of(tensor));
+    TORCH_CHECK_VALUE(record, "it lacks '", record_of(tensor), "' of '", name, "'");
+    try {
+      const CheckedShape shape(tensor.shape, item_size(tensor));
+      const int64_t end = checked_sum(tensor.offset, shape.reach(tensor.strides));
+      TORCH_CHECK_VALUE(tensor.offset >= 0 && checked_product(end, item_size(tensor)) <= record->nbytes,
+                        "it does not fit into the ", record->nbytes, " bytes of its storage");
+      const View view{tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.strides};
+      if (!seen.insert(view).second) continue;
+      int64_t& bytes = used[tensor.storage];
+      bytes = checked_sum(bytes, shape.nbytes());
+      TORCH_CHECK_VALUE(bytes <= std::max(kMostSmallBytes, kMostViews * record->nbytes),
+                        "it and others repeat the ", record->nbytes, " bytes of its storage; clone() "
+                        "what was expanded before torch.save");
+    } catch (const c10::Error& error) {
+      TORCH_CHECK_VALUE(false, "'", name, "': ", error.what_without_backtrace());
+    }
+  }
+}
 
 // Straight from the file, as torch.save compresses nothing: no more than the tensor is in memory.
 at::Tensor TorchFile::read(const PickledTensor& tensor) const {
   const int64_t count = reach(tensor), item = item_size(tensor);
   const auto dtype = scalar_type_of(tensor.dtype);
-  const at::Tensor flat = at::empty({count}, dtype);
-  if (count > 0) {
-    const auto start = static_cast<int64_t>(reader_->getRecordOffset("data/" + tensor.storage));
-    File::open_file(path_).read(flat.mutable_data_ptr(), static_cast<size_t>(count * item),
-                                start + tensor.offset * item);
-  }
   if (count == 0) return at::empty(tensor.shape, dtype);
+  const at::Tensor flat = at::empty({count}, dtype);
+  file_.read(flat.mutable_data_ptr(), static_cast<size_t>(count * item),
+             records_->find(record_of(tensor))->offset + tensor.offset * item);
   return at::as_strided(flat, tensor.shape, tensor.strides).contiguous();
 }
 
@@ -106,7 +115,7 @@ void TorchFileWriter::write(const std::vector<std::string>& names, const at::Ten
                               "[export_checkpoint] '", names.front(), "' has the dtype ",
                               value.scalar_type(), ", which Python's torch.load does not take from "
                               "such a file: export to a safetensors file");
-  const at::Tensor data = value.contiguous();
+  const at::Tensor data = with_plain_memory(value).contiguous();
   writer_->writeRecord("data/" + std::to_string(written_.size()), data.const_data_ptr(),
                        data.nbytes());
   written_.push_back({names, data.scalar_type(), data.sizes().vec()});

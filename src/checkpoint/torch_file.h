@@ -4,15 +4,17 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/file.h"
 #include "checkpoint/pickle.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/zip_directory.h"
 
 namespace caffe2::serialize {
-class PyTorchStreamReader;
 class PyTorchStreamWriter;
 }  // namespace caffe2::serialize
 
@@ -23,15 +25,18 @@ class TorchFile {
  public:
   /// Throws `c10::ValueError`, naming the file, for what is no such file.
   explicit TorchFile(const std::filesystem::path& path);
-  ~TorchFile();
 
   const std::vector<std::pair<std::string, PickledTensor>>& tensors() const { return tensors_; }
   /// Contiguous.
   at::Tensor read(const PickledTensor& tensor) const;
 
  private:
-  std::filesystem::path path_;
-  std::unique_ptr<caffe2::serialize::PyTorchStreamReader> reader_;
+  std::string read_record(const std::string& name, int64_t most,
+                          const std::optional<std::string>& otherwise = std::nullopt) const;
+  void check_tensors() const;
+
+  File file_;
+  std::optional<ZipDirectory> records_;
   std::vector<std::pair<std::string, PickledTensor>> tensors_;
 };
 

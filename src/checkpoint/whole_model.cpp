@@ -99,7 +99,9 @@ std::vector<WholeTensor> plan_whole_model(const ShardedState& state) {
       plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype),
                       writer_of(*unit, writers)});
   }
-  for (const NamedTensor& buffer : state.buffers()) {
+  for (const ParamSlot& slot : ignored_slots(state))
+    plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype), 0});
+  for (const NamedTensor& buffer : state.module_buffers()) {
     if (buffer.tensor.defined()) plan.push_back({record_of(buffer), 0});
   }
   return plan;
@@ -124,7 +126,9 @@ std::vector<TensorRecord> write_whole_model(ShardedState& state,
     if (is_mine) error.attempt([&] { file->write(name, value); });
   };
   // All ranks gather what is spread over them, whoever writes it, and whether or not it can.
-  for (const NamedTensor& buffer : state.buffers()) {
+  for (const ParamSlot& slot : ignored_slots(state))
+    write(rank == 0, slot.name(), whole_value(slot.tensor()));
+  for (const NamedTensor& buffer : state.module_buffers()) {
     if (buffer.tensor.defined()) write(rank == 0, buffer.name, whole_value(buffer.tensor));
   }
   state.visit_whole_units([&](const Unit& unit) {

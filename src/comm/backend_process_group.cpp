@@ -10,6 +10,7 @@
 #include <atomic>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
@@ -17,7 +18,9 @@
 
 #include "comm/backend_work.h"
 #include "comm/check_arguments.h"
+#include "comm/collective_form.h"
 #include "comm/local_sum.h"
+#include "comm/math_bits.h"
 #include "comm/peer_message.h"
 #include "memory/process_mark.h"
 
@@ -90,15 +93,18 @@ class BackendProcessGroup : public ProcessGroup {
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
     at::NoGradGuard no_grad;
     check_all_gather(*this, flat, shard, bounds, tag);
     CollectiveName name = next_name("all_gather", tag);
-    return make_work(std::move(name), start_gather(flat, shard, bounds));
+    auto comparison = compare(form_of_all_gather(flat, bounds, tag));
+    return make_work(std::move(name), std::move(comparison), start_gather(flat, shard, bounds));
   }
 
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
     at::NoGradGuard no_grad;
     check_reduce_scatter(*this, out, pieces, bounds, options, tag);
     CollectiveName name = next_name("reduce_scatter", tag);
@@ -115,33 +121,41 @@ class BackendProcessGroup : public ProcessGroup {
       // From here on only the cut is needed: the tensors may go.
     }
     at::Tensor own = part_of(flat, bounds, rank());
+    auto comparison = compare(form_of_reduce_scatter(dtype, pieces, bounds, tag));
     std::vector<BackendWork> works = start_reductions(flat, own, bounds);
     auto finish = [out, own, pieces = cut_of(pieces), options, begin = bounds[rank()]] {
       store_pieces(out, own, pieces, begin, options);
     };
-    return make_work(std::move(name), std::move(works), std::move(finish));
+    return make_work(std::move(name), std::move(comparison), std::move(works), std::move(finish));
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
     check_all_reduce(*this, tensor, tag);
     CollectiveName name = next_name("all_reduce", tag);
     std::vector<at::Tensor> tensors{tensor};
-    return make_work(std::move(name), {backend_->allreduce(tensors, {.reduceOp = to_c10d(op)})});
+    auto comparison = compare(form_of_all_reduce(tensor, op, tag));
+    return make_work(std::move(name), std::move(comparison),
+                     {backend_->allreduce(tensors, {.reduceOp = to_c10d(op)})});
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
     check_broadcast(*this, tensor, root, tag);
     CollectiveName name = next_name("broadcast", tag);
     std::vector<at::Tensor> tensors{tensor};
-    return make_work(std::move(name), {backend_->broadcast(tensors, {.rootRank = root})});
+    auto comparison = compare(form_of_broadcast(tensor, root, tag));
+    return make_work(std::move(name), std::move(comparison),
+                     {backend_->broadcast(tensors, {.rootRank = root})});
   }
 
   WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
                      const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
     at::NoGradGuard no_grad;
     check_all_to_all(*this, from, to, tag);
     CollectiveName name = next_name("all_to_all", tag);
-    check_agreement(from, to, name);
+    check_agreement(from, to, name, tag);
     // As bytes: a rank without a message need not know the dtype.
     const at::Device device = device_of(from, to);
     MessageRow sent(to, device), received(from, device);
@@ -157,7 +171,7 @@ class BackendProcessGroup : public ProcessGroup {
         message.copy_(place, /*non_blocking=*/true);
       });
     };
-    return make_work(std::move(name), std::move(works), std::move(finish));
+    return make_work(std::move(name), /*comparison=*/{}, std::move(works), std::move(finish));
   }
 
   void barrier(const CollectiveTag& tag) override {
@@ -165,7 +179,8 @@ class BackendProcessGroup : public ProcessGroup {
     CollectiveName name = next_name("barrier", tag);
     const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
-    make_work(std::move(name), {backend_->allreduce(tensors)})->wait();
+    auto comparison = compare(CollectiveForm("barrier", tag));
+    make_work(std::move(name), std::move(comparison), {backend_->allreduce(tensors)})->wait();
     one.item();  // on a device, waiting only orders the stream
   }
 
@@ -177,7 +192,17 @@ class BackendProcessGroup : public ProcessGroup {
         if (message_numel(message) > 0) return message.device();
       }
     }
-    return backend_name() == "nccl" ? at::kCUDA : at::kCPU;
+    return is_on_device() ? at::kCUDA : at::kCPU;
+  }
+
+  bool is_on_device() const { return backend_name() == "nccl"; }
+
+  // To be called before the collective is issued. On a device nobody can look at the answer without
+  // holding up what is queued there: NCCL's own checks (TORCH_DISTRIBUTED_DEBUG=DETAIL) are for
+  // that.
+  std::optional<FormComparison> compare(const CollectiveForm& form) const {
+    if (size() == 1 || is_on_device()) return std::nullopt;
+    return FormComparison(*backend_, form);
   }
 
   std::vector<BackendWork> start_gather(const at::Tensor& flat, const at::Tensor& shard,
@@ -206,8 +231,8 @@ class BackendProcessGroup : public ProcessGroup {
   // fit, c10d's Gloo takes what there is, or ends the process. On a device this would hold up what
   // is queued there.
   void check_agreement(std::span<const at::Tensor> from, std::span<const at::Tensor> to,
-                       const CollectiveName& name) {
-    if (size() == 1 || backend_name() == "nccl") return;
+                       const CollectiveName& name, const CollectiveTag& tag) {
+    if (size() == 1 || is_on_device()) return;
     static_assert(sizeof(MessageForm) == 2 * sizeof(int64_t));
     const int row = 2 * size();  // what a rank sends each, then what it expects of each
     std::vector<int64_t> bounds{0};
@@ -217,7 +242,9 @@ class BackendProcessGroup : public ProcessGroup {
     MessageForm* own = forms + rank() * row;
     for (const auto& messages : {to, from})
       own = std::transform(messages.begin(), messages.end(), own, form_of);
-    make_work(name, start_gather(all, part_of(all, bounds, rank()), bounds))->wait();
+    auto comparison = compare(CollectiveForm("all_to_all", tag));
+    make_work(name, std::move(comparison), start_gather(all, part_of(all, bounds, rank()), bounds))
+        ->wait();
     const std::string why = disagreement(
         size(), [&](int sender, int receiver) { return forms[sender * row + receiver]; },
         [&](int sender, int receiver) { return forms[receiver * row + size() + sender]; });
@@ -288,10 +315,10 @@ class BackendProcessGroup : public ProcessGroup {
     return name;
   }
 
-  WorkPtr make_work(CollectiveName name, std::vector<BackendWork> works,
-                    std::function<void()> finish = nullptr) const {
-    return std::make_shared<BackendProcessGroupWork>(std::move(name), timeout_, std::move(works),
-                                                     std::move(finish));
+  WorkPtr make_work(CollectiveName name, std::optional<FormComparison> comparison,
+                    std::vector<BackendWork> works, std::function<void()> finish = nullptr) const {
+    return std::make_shared<BackendProcessGroupWork>(
+        std::move(name), timeout_, std::move(comparison), std::move(works), std::move(finish));
   }
 
   const ProcessMark mark_;

@@ -15,6 +15,7 @@ bool is_meant(const CommDebug::Entry& entry, const std::string& kind, const std:
 }  // namespace
 
 void count_collective(const char* kind, int64_t bytes, std::string_view subject) {
+  subject = subject.substr(0, subject.find(" ("));
   for (CommDebug* scope = innermost; scope; scope = scope->outer_) scope->add(kind, bytes, subject);
 }
 

@@ -33,6 +33,16 @@ void throw_wait_failed(const CollectiveName& name, const std::string& whom,
   C10_THROW_ERROR(DistBackendError, name.describe() + " " + why);
 }
 
+std::string differing_order(const CollectiveName& name, int64_t sequence, const std::string& own,
+                            int rank, const std::string& theirs) {
+  return fmt::format(
+      "{}: rank {} came with another collective at place #{} of this channel: {}; this rank came "
+      "with {}{}. Expected all ranks to issue the same ones in the same order, with equal sizes "
+      "and dtypes",
+      name.describe(), rank, sequence, theirs, own,
+      own == theirs ? ", whose parts or pieces are others" : "");
+}
+
 void check_process(const ProcessMark& mark, const CollectiveName& name) {
   TORCH_CHECK_WITH(
       DistBackendError, !mark.is_inherited(), name.describe(),

@@ -30,6 +30,11 @@ struct CollectiveName {
                                     std::chrono::duration<double> waited,
                                     std::chrono::milliseconds timeout, std::exception_ptr cause);
 
+/// The message where `rank` came to place `sequence` of a channel with `theirs`, this rank with
+/// `own` (of `CollectiveForm::text()`).
+std::string differing_order(const CollectiveName& name, int64_t sequence, const std::string& own,
+                            int rank, const std::string& theirs);
+
 /// Throws `c10::DistBackendError` in a child that was forked after `mark` was made: it has its
 /// parent's connections, but no thread that serves them, and no place among the ranks.
 void check_process(const ProcessMark& mark, const CollectiveName& name);

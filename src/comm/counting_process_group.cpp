@@ -7,6 +7,7 @@
 
 #include "comm/check_arguments.h"
 #include "comm/peer_message.h"
+#include "comm/sent_bytes.h"
 
 namespace tessera {
 
@@ -54,8 +55,7 @@ class CountingDecorator : public CountingProcessGroup {
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
     WorkPtr work = inner_->all_reduce(tensor, op, tag);
-    count(&CollectiveCounts::all_reduce,
-          2 * receivers() * static_cast<int64_t>(tensor.nbytes()) / (receivers() + 1));
+    count(&CollectiveCounts::all_reduce, bytes_of_all_reduce(tensor));
     return work;
   }
 
@@ -68,9 +68,10 @@ class CountingDecorator : public CountingProcessGroup {
 
   WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
                      const CollectiveTag& tag) override {
+    // Where anything is sent, every message is.
     int64_t bytes = 0;
-    for (const int r : inner_->sends_to()) {
-      if (static_cast<size_t>(r) < to.size()) bytes += message_bytes(to[r]);
+    for (size_t r = 0; r < to.size() && receivers() > 0; ++r) {
+      if (static_cast<int>(r) != rank()) bytes += message_bytes(to[r]);
     }
     WorkPtr work = inner_->all_to_all(std::move(from), std::move(to), tag);
     count(&CollectiveCounts::all_to_all, bytes);
@@ -106,6 +107,16 @@ class CountingDecorator : public CountingProcessGroup {
 
  private:
   int64_t receivers() const { return static_cast<int64_t>(inner_->sends_to().size()); }
+
+  // Ranks that share memory have a part each, which they reduce with those they send to. A c10d
+  // backend, which has no channels, is taken to send no more than it must.
+  int64_t bytes_of_all_reduce(const at::Tensor& tensor) const {
+    const auto nbytes = static_cast<int64_t>(tensor.nbytes());
+    const int64_t ranks = receivers() + 1;
+    if (!has_channels()) return 2 * receivers() * nbytes / ranks;
+    const int64_t sharing = is_reduced_whole(tensor) ? 1 : size() / ranks;
+    return all_reduce_bytes(nbytes / sharing, ranks);
+  }
 
   void count(Entry CollectiveCounts::*kind, int64_t bytes) {
     std::lock_guard lock(mutex_);

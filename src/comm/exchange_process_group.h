@@ -10,8 +10,10 @@
 
 #include "comm/block_pool.h"
 #include "comm/closable.h"
+#include "comm/collective_form.h"
 #include "comm/exchange.h"
 #include "comm/reduce_exchange.h"
+#include "comm/sends_messages.h"
 
 namespace tessera {
 
@@ -24,7 +26,7 @@ namespace tessera {
 /// collectives in one order, so whatever such a thread waits for has been issued before by its
 /// peers, or will be without regard to what stands behind it in the queue: it can't deadlock.
 /// Between channels no order is known, hence a thread for each.
-class ExchangeProcessGroup : public ProcessGroup, public Closable {
+class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsMessages {
  public:
   ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::string backend_name,
                        std::chrono::milliseconds timeout);
@@ -32,6 +34,7 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable {
   ~ExchangeProcessGroup() override;
 
   void close() noexcept override;
+  int64_t sent_nbytes() const override { return mailbox_.sent_nbytes(); }
 
   int rank() const override { return mailbox_.rank(); }
   int size() const override { return mailbox_.size(); }

@@ -2,6 +2,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -44,6 +45,9 @@ class Mailbox {
   Transfer send(const void* data, int64_t bytes, int peer, int tag) const;
   Transfer receive(void* data, int64_t bytes, int peer, int tag) const;
 
+  /// Bytes that were sent so far, by all copies.
+  int64_t sent_nbytes() const { return *sent_nbytes_; }
+
   int rank() const { return rank_; }
   int size() const { return size_; }
 
@@ -52,6 +56,7 @@ class Mailbox {
   static int tag_for(int tag, int from, int to);
 
   std::shared_ptr<c10::intrusive_ptr<c10d::Backend>> backend_;
+  std::shared_ptr<std::atomic<int64_t>> sent_nbytes_ = std::make_shared<std::atomic<int64_t>>(0);
   int rank_;
   int size_;
 };

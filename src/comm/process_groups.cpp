@@ -4,22 +4,72 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
+#include <mutex>
 #include <set>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "comm/connect.h"
+#include "comm/spawned_rank.h"
 
 namespace tessera {
 namespace {
 
-// Those of the worlds that this thread made, the newest last; some may have gone.
-thread_local std::vector<std::weak_ptr<ProcessGroups>> default_worlds;
+// [Note: Default worlds]
+//
+// Ranks may be threads, so each thread has a default world of its own: the newest of those that it
+// has made. A thread that has made none may work for a rank: a loader, one that evaluates, one of
+// autograd's. To be alone in the world would be wrong, and nobody would notice: a model that it
+// shards would be whole on each rank. If all worlds of the process were made by one thread, the
+// process is one rank, and they are the other threads', too. LibTorch's own threads have the rank
+// that they work for with them. Otherwise nobody knows which rank a thread is to be, and it is an
+// error to ask.
 
-bool has_gone(const std::weak_ptr<ProcessGroups>& world) {
-  const auto process_groups = world.lock();
+// A world, while it is there, and who made it.
+struct MadeWorld {
+  std::weak_ptr<ProcessGroups> process_groups;
+  uint64_t thread;
+  const SpawnedRank* rank;  // null: no rank of spawn()
+};
+
+std::mutex made_worlds_mutex;
+std::vector<MadeWorld> made_worlds;  // of all threads; the newest last
+
+uint64_t number_of_thread() {
+  static std::atomic<uint64_t> next = 0;
+  thread_local const uint64_t number = next++;
+  return number;
+}
+
+bool has_gone(const MadeWorld& world) {
+  const auto process_groups = world.process_groups.lock();
   return !process_groups || process_groups->closed();
+}
+
+std::vector<MadeWorld> open_worlds() {
+  const std::lock_guard lock(made_worlds_mutex);
+  std::erase_if(made_worlds, has_gone);
+  return made_worlds;
+}
+
+// The world that the calling thread belongs to, though it has not made it. Null: it is alone.
+std::shared_ptr<ProcessGroups> world_of_others(std::vector<MadeWorld> worlds) {
+  const SpawnedRank* const rank = SpawnedRank::current();
+  std::erase_if(worlds, [rank](const MadeWorld& world) {
+    const auto process_groups = world.process_groups.lock();
+    return !process_groups || process_groups->size() == 1 || (rank && world.rank != rank);
+  });
+  if (worlds.empty()) return nullptr;
+  const MadeWorld& newest = worlds.back();
+  const bool is_one_rank = std::all_of(worlds.begin(), worlds.end(), [&](const MadeWorld& world) {
+    return world.thread == newest.thread && world.rank == rank;
+  });
+  TORCH_CHECK(is_one_rank, "[default_process_group] this thread must belong to a rank; it has made no world, and the "
+              "ranks of this process are other threads. Call this on the thread that called init(), or "
+              "name the process group (ShardPlan::process_group)");
+  return newest.process_groups.lock();
 }
 
 std::string text_of(const std::vector<int>& ranks) { return c10::str(c10::ArrayRef<int>(ranks)); }
@@ -158,17 +208,20 @@ bool ProcessGroups::closed() const {
 }
 
 std::shared_ptr<ProcessGroups> default_process_groups() {
-  std::erase_if(default_worlds, has_gone);
-  if (!default_worlds.empty()) {
-    if (auto process_groups = default_worlds.back().lock()) return process_groups;
-  }
+  const std::vector<MadeWorld> worlds = open_worlds();
+  const auto own = std::find_if(
+      worlds.rbegin(), worlds.rend(),
+      [thread = number_of_thread()](const auto& world) { return world.thread == thread; });
+  auto found = own != worlds.rend() ? own->process_groups.lock() : world_of_others(worlds);
+  if (found) return found;
   return std::make_shared<ProcessGroups>(RankInfo(), c10::make_intrusive<c10d::HashStore>(),
                                          single_process_group(), Transport::kAuto);
 }
 
 void set_default(const std::shared_ptr<ProcessGroups>& process_groups) {
-  std::erase_if(default_worlds, has_gone);
-  default_worlds.push_back(process_groups);
+  const std::lock_guard lock(made_worlds_mutex);
+  std::erase_if(made_worlds, has_gone);
+  made_worlds.push_back({process_groups, number_of_thread(), SpawnedRank::current()});
 }
 
 ProcessGroupPtr default_process_group() { return default_process_groups()->world(); }

@@ -9,6 +9,7 @@
 #include "comm/check_arguments.h"
 #include "comm/completed_work.h"
 #include "comm/local_sum.h"
+#include "comm/math_bits.h"
 #include "comm/peer_message.h"
 
 namespace tessera {
@@ -23,6 +24,7 @@ class SingleProcessGroup : public ProcessGroup {
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
     check_all_gather(*this, flat, shard, bounds, tag);
     if (flat.numel() == 0 || flat.mutable_data_ptr() == shard.const_data_ptr()) {
       return completed_;
@@ -39,6 +41,7 @@ class SingleProcessGroup : public ProcessGroup {
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
     check_reduce_scatter(*this, out, pieces, bounds, options, tag);
     const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
     check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
@@ -53,17 +56,20 @@ class SingleProcessGroup : public ProcessGroup {
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
     check_all_reduce(*this, tensor, tag);
     return completed_;
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
     check_broadcast(*this, tensor, root, tag);
     return completed_;
   }
 
   WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
                      const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
     check_all_to_all(*this, from, to, tag);
     take_own_message(from[0], to[0]);
     return completed_;

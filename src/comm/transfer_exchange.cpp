@@ -113,14 +113,11 @@ void post_broadcast(TransferExchange& exchange, const Mailbox& mailbox, int tag,
   }
 }
 
-void post_all_to_all(TransferExchange& exchange, const Mailbox& mailbox, const MessageTag& tag,
+void post_all_to_all(TransferExchange& exchange, const Mailbox& mailbox,
+                     const std::function<int(const at::Tensor& message)>& tag_of,
                      std::span<const at::Tensor> from, std::span<const at::Tensor> to) {
   const int rank = mailbox.rank();
   const int size = mailbox.size();
-  const auto tag_of = [&](const at::Tensor& message) {
-    MessageTag mixed = tag;
-    return mixed.mix(message.numel()).mix(static_cast<int64_t>(message.scalar_type())).value();
-  };
   // Receives come first, as above.
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + size - step) % size;

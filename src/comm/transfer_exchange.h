@@ -1,10 +1,10 @@
 #pragma once
 
+#include <functional>
 #include <span>
 #include <vector>
 
 #include "comm/exchange.h"
-#include "comm/message_tag.h"
 
 namespace tessera {
 
@@ -41,9 +41,10 @@ void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag
 void post_broadcast(TransferExchange& exchange, const Mailbox& mailbox, int tag,
                     const at::Tensor& tensor, int root);
 
-/// Posts the messages of an all-to-all. See `ProcessGroup::all_to_all()`. What a message's two
-/// ranks must agree on, and others can't know, is mixed into `tag`.
-void post_all_to_all(TransferExchange& exchange, const Mailbox& mailbox, const MessageTag& tag,
+/// Posts the messages of an all-to-all. See `ProcessGroup::all_to_all()`. `tag_of`: the tag of a
+/// message, in which is what its two ranks must agree on, and others can't know.
+void post_all_to_all(TransferExchange& exchange, const Mailbox& mailbox,
+                     const std::function<int(const at::Tensor& message)>& tag_of,
                      std::span<const at::Tensor> from, std::span<const at::Tensor> to);
 
 }  // namespace tessera

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
+#include <c10/util/env.h>
 #include <tessera/world.h>
 
 #include <memory>
@@ -54,11 +55,21 @@ void check_backend(const std::string& backend) {
                     "[init] `backend` must be \"gloo\" or \"nccl\"; got \"", backend, "\"");
 }
 
+// What LibTorch does in Python only: it reads TORCH_CPP_LOG_LEVEL, and ends errors with the frames
+// of the stack if TORCH_SHOW_CPP_STACKTRACES asks for them. Ten of a rank hide what it says.
+void settle_messages() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::initLogging();
+    const auto shows = c10::utils::check_env("TORCH_SHOW_CPP_STACKTRACES");
+    if (!shows.value_or(false))
+      c10::SetStackTraceFetcher(
+          []() -> std::string { return "(not shown: set TORCH_SHOW_CPP_STACKTRACES=1)\n"; });
+  });
+}
+
 World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options,
            std::chrono::milliseconds timeout) {
-  // LibTorch reads TORCH_CPP_LOG_LEVEL in Python only.
-  static std::once_flag log_level;
-  std::call_once(log_level, c10::initLogging);
   const Transport transport = transport_of(options);
   ProcessGroupPtr process_group =
       connect({info, store, options.backend, transport, timeout}, "init", "init()");
@@ -131,6 +142,7 @@ void World::set_process_group(ProcessGroupPtr process_group) {
 }
 
 World init(const WorldOptions& options) {
+  settle_messages();
   check_backend(options.backend);
   const auto timeout = timeout_of(options);
   if (const SpawnedRank* rank = SpawnedRank::current()) {
@@ -145,6 +157,7 @@ World init(const WorldOptions& options) {
 }
 
 World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
+  settle_messages();
   check_backend(options.backend);
   TORCH_CHECK_VALUE(store.defined(), "[init] `store` must be given");
   TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,

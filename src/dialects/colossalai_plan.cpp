@@ -173,6 +173,7 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   plan.precision.param_dtype = plan.precision.buffer_dtype = first.options.param_dtype;
   if (options.fp32_reduce_scatter) plan.precision.reduce_dtype = at::kFloat;
   plan.precision.master_only = options.reuse_fp16_shard;
+  plan.sync_buffers = options.sync_buffers;
   const double mib = options.reduce_scatter_bucket_size_mb;
   plan.bucket_bytes = mib > 0 ? std::llround(mib * (1 << 20)) : 0;
   plan.predivide = options.gradient_predivide_factor

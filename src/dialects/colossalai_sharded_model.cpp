@@ -59,9 +59,8 @@ void AnyShardedModelV2::backward_by_grad(const at::Tensor& tensor, const at::Ten
 }
 
 void AnyShardedModelV2::zero_grad(bool set_to_none) {
-  TORCH_CHECK_NOT_IMPLEMENTED(set_to_none, "[zero_grad] set_to_none must be true: sharded gradients are "
-                              "forgotten, not filled with zeros");
-  state_->sharded.zero_grad();
+  state_->sharded.zero_grad(set_to_none);
+  state_->loss_scale = detail::LossScale::kUnknown;  // zeros are of any
 }
 
 std::vector<NamedTensor> AnyShardedModelV2::state_dict() {
@@ -81,6 +80,8 @@ void AnyShardedModelV2::dump_memory_stats(const std::string& filename) const {
   state_->tracer->write_svg(filename + ".svg");
   state_->tracer->write_chrome_trace(filename + ".json");
 }
+
+void AnyShardedModelV2::unwrap() { state_->sharded.unwrap(); }
 
 ShardedModule AnyShardedModelV2::sharded() const { return state_->sharded; }
 

@@ -159,6 +159,8 @@ void ShardedOptimizerV2::load_state_dict(const ShardedOptimizerV2State& state) {
   }
 }
 
+void ShardedOptimizerV2::unwrap() { impl_->sharded.unwrap(); }
+
 double ShardedOptimizerV2::loss_scale() const { return impl_->scaler.get_scale(); }
 
 std::pair<int64_t, int64_t> ShardedOptimizerV2::get_memory_usage() const {

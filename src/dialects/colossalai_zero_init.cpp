@@ -4,6 +4,7 @@
 #include <tessera/deferred_init.h>
 #include <tessera/generator.h>
 
+#include <limits>
 #include <mutex>
 #include <set>
 #include <utility>
@@ -46,8 +47,9 @@ void check_options(at::Device device, const ShardStrategyPtr& strategy,
   TORCH_CHECK_VALUE(dtypes.contains(options.param_dtype), "[ZeroInitContext] param_dtype must be Half, BFloat16 or "
                     "Float; got ", options.param_dtype);
   const at::Tensor& numel = options.model_numel_tensor;
-  TORCH_CHECK_VALUE(!numel.defined() || (numel.numel() == 1 && numel.scalar_type() == at::kLong),
-                    "[ZeroInitContext] model_numel_tensor must be one element of dtype Long; got ",
+  TORCH_CHECK_VALUE(!numel.defined() || (numel.numel() == 1 && (numel.scalar_type() == at::kLong ||
+                                                                numel.scalar_type() == at::kInt)),
+                    "[ZeroInitContext] model_numel_tensor must be one element of dtype Long or Int; got ",
                     numel.numel(), " of ", numel.scalar_type());
 }
 
@@ -73,6 +75,19 @@ int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
     if (tensor.is_leaf() && tensor.requires_grad()) numel += tensor.numel();
   }
   return numel;
+}
+
+void add_numel(const at::Tensor& total, int64_t numel) {
+  const at::NoGradGuard no_grad;
+  const int64_t most = total.scalar_type() == at::kInt ? std::numeric_limits<int32_t>::max()
+                                                       : std::numeric_limits<int64_t>::max();
+  const int64_t before = total.item<int64_t>();
+  const bool fits = before <= most - numel;
+  if (!fits) {
+    TORCH_WARN("[ZeroInitContext] model_numel_tensor can't hold ", before, " + ", numel,
+               " elements; it gets ", most);
+  }
+  total.fill_(fits ? before + numel : most);
 }
 
 }  // namespace
@@ -103,8 +118,7 @@ ZeroInitContext::~ZeroInitContext() {
     generator.set_state(state_->generator_state);
   }
   if (const auto& made = state_->origin->made) {
-    const at::NoGradGuard no_grad;
-    *state_->origin->options.model_numel_tensor.data_ptr<int64_t>() += trainable_numel(*made);
+    add_numel(state_->origin->options.model_numel_tensor, trainable_numel(*made));
     made->clear();
   }
 }

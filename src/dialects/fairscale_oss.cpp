@@ -53,7 +53,7 @@ AnyOss::AnyOss(std::unique_ptr<torch::optim::Optimizer> inner, const OssOptions&
   impl_->inner = std::move(inner);
   impl_->options = options;
   const auto group = options.group ? options.group : default_process_group();
-  impl_->load.assign(group->size(), 0);
+  impl_->ranks = LeastLoaded(group->size());
   impl_->choose_owners();
   TORCH_CHECK_VALUE(!impl_->owners.empty(), "[OSS] the optimizer must have parameters; it got none");
 }
@@ -120,7 +120,7 @@ void AnyOss::load(torch::serialize::InputArchive& archive) {
 }
 
 std::vector<std::vector<at::Tensor>> AnyOss::partition_parameters() const {
-  std::vector<std::vector<at::Tensor>> ranks(impl_->load.size());
+  std::vector<std::vector<at::Tensor>> ranks(impl_->ranks.ranks());
   for (const auto& group : param_groups()) {
     for (const at::Tensor& param : group.params())
       ranks[impl_->owners.at(param.unsafeGetTensorImpl())].push_back(param);
@@ -140,6 +140,14 @@ at::Tensor AnyOss::gradient(const at::Tensor& param) {
     return at::as_strided(gradient, param.sizes(), param.strides(), gradient.storage_offset());
   }
   TORCH_CHECK_VALUE(false, "[OSS] the tensor must be a parameter of the optimizer; got one of shape ", param.sizes());
+}
+
+void AnyOss::unwrap() {
+  if (!impl_->sharding)
+    return;  // on all ranks: it has parameters from its first collective call on
+  TORCH_CHECK(!impl_->sharding->has_wrapper,
+              "[OSS] the optimizer serves a ShardedDataParallel: call unwrap() of that");
+  impl_->sharding->unwrap();
 }
 
 void AnyOss::with_sharded(const std::function<void(ShardedOptimizer&)>& use) {

@@ -1,3 +1,4 @@
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <tessera/world.h>
 
@@ -7,6 +8,7 @@
 #include "access/sharded_state.h"
 #include "dialects/element_bytes.h"
 #include "dialects/fairscale_sharding.h"
+#include "grad/grad_gate.h"
 #include "optim/joined_training.h"
 #include "unit/agreement.h"
 
@@ -36,33 +38,6 @@ std::vector<bool> trainable_mask(const torch::nn::Module& module) {
   return mask;
 }
 
-// `Module::to` would convert counters, too.
-void convert_floating(torch::nn::Module& module, at::ScalarType dtype, bool non_blocking) {
-  std::vector<at::Tensor> tensors = module.parameters();
-  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype, non_blocking));
-  }
-}
-
-// Beyond what is sent, a parameter's owner has digits of its own. A dtype as narrow as that of the
-// messages must be made of the same values on all ranks.
-void round_as_sent(const Sharding& sharding, at::ScalarType dtype) {
-  if (!sharding.optimizers.front()->options.broadcast_fp16 ||
-      c10::elementSize(dtype) > c10::elementSize(at::kHalf)) {
-    return;
-  }
-  for (const OssImpl* optimizer : sharding.optimizers) {
-    for (const auto& group : std::as_const(*optimizer->oss).param_groups()) {
-      for (const at::Tensor& param : group.params()) {
-        if (param.requires_grad() &&
-            c10::elementSize(param.scalar_type()) > c10::elementSize(at::kHalf))
-          param.set_data(param.detach().to(at::kHalf));
-      }
-    }
-  }
-}
-
 }  // namespace
 
 void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const {
@@ -79,7 +54,7 @@ void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const
                       item.value().device());
   }
   for (const AnyOss* oss : optimizers) {
-    TORCH_CHECK_VALUE(!oss->impl_->sharding || !oss->impl_->sharding->module,
+    TORCH_CHECK_VALUE(!oss->impl_->sharding || !oss->impl_->sharding->has_wrapper,
                       "[ShardedDataParallel] an OSS can serve one module only; one of these serves another already");
   }
 }
@@ -97,19 +72,29 @@ AnyShardedDataParallel::AnyShardedDataParallel(std::shared_ptr<torch::nn::Module
   sharding_->plan = plan_of(*module_, options_);
   for (AnyOss* oss : optimizers) {
     oss->impl_->adopt_new_groups();
-    // It has stepped by itself; from now on it does so with this module's gradients.
-    if (oss->impl_->sharded) oss->impl_->sharding->take_apart();
+    // It has stepped by itself, or for a wrapper that is gone; from now on it does so with this
+    // module's gradients.
+    if (const auto before = oss->impl_->sharding) before->dissolve();
     sharding_->optimizers.push_back(oss->impl_.get());
   }
   sharding_->build();
   for (OssImpl* optimizer : sharding_->optimizers) optimizer->sharding = sharding_;
+  sharding_->has_wrapper = true;
   if (options_.sync_models_at_startup) sync_buffers(/*blocking=*/true);
   trainable_ = trainable_mask(*module_);
 }
 
-AnyShardedDataParallel::~AnyShardedDataParallel() = default;
+AnyShardedDataParallel::~AnyShardedDataParallel() { sharding_->has_wrapper = false; }
 
-ShardedModule AnyShardedDataParallel::sharded() const { return *sharding_->sharded; }
+ShardedModule AnyShardedDataParallel::sharded() const {
+  TORCH_CHECK(sharding_->sharded, "[ShardedDataParallel] the model was unwrapped: its parameters are ordinary "
+              "tensors again, and the module itself is to be used");
+  return *sharding_->sharded;
+}
+void AnyShardedDataParallel::unwrap() {
+  sharded();
+  sharding_->unwrap();
+}
 ShardedModule::NoSync AnyShardedDataParallel::no_sync() { return sharded().no_sync(); }
 void AnyShardedDataParallel::reduce() { sharded().reduce(); }
 void AnyShardedDataParallel::sync_buffers(bool blocking) { sharded().sync_buffers(blocking); }
@@ -121,7 +106,14 @@ at::Tensor AnyShardedDataParallel::full_grad(const at::Tensor& param) {
   return sharded().full_grad(param);
 }
 
-void AnyShardedDataParallel::zero_grad(bool set_to_none) { module_->zero_grad(set_to_none); }
+void AnyShardedDataParallel::zero_grad(bool set_to_none) {
+  sharded().zero_grad(set_to_none);
+  for (const at::Tensor& param : module_->parameters()) {
+    if (has_grad_gate(param)) continue;
+    at::Tensor& gradient = param.mutable_grad();  // of what no optimizer has
+    if (gradient.defined()) gradient = set_to_none ? at::Tensor() : at::zeros_like(gradient);
+  }
+}
 
 c10::DeviceType AnyShardedDataParallel::device_type() const {
   return module_->parameters().front().device().type();
@@ -130,7 +122,8 @@ c10::DeviceType AnyShardedDataParallel::device_type() const {
 // What is trainable needs no preparation: hooks are on all parameters, and ranks agree on what was
 // used at the end of each backward.
 void AnyShardedDataParallel::refresh_trainable() {
-  ShardedState& state = *sharding_->sharded->state();
+  const ShardedModule model = sharded();
+  ShardedState& state = *model.state();
   std::vector<std::string> lines;
   for (const auto& item : module_->named_parameters())
     lines.push_back("'" + item.key() + "' " +
@@ -154,7 +147,7 @@ void AnyShardedDataParallel::begin_forward() {
           "[ShardedDataParallel] some parameters were frozen or unfrozen since the last forward");
     trainable_ = std::move(mask);
   }
-  sharding_->sharded->begin_forward();
+  sharded().begin_forward();
 }
 
 void AnyShardedDataParallel::join(const std::function<void()>& train) {
@@ -166,40 +159,7 @@ void AnyShardedDataParallel::join(const std::function<void()>& train) {
                         sharded.step();
                       }});
   }
-  train_joined(*sharding_->sharded->state(), joined, train);
-}
-
-void AnyShardedDataParallel::convert(std::optional<at::Device> device,
-                                     std::optional<at::ScalarType> dtype, bool non_blocking) {
-  check_on_all_ranks(sharding_->sharded->state()->mesh(), [&] {
-    TORCH_CHECK_VALUE(!device || device->type() == device_type(),
-                      "[ShardedDataParallel] the type of device can't change, because the optimizers have their state "
-                      "there; expected ", device_type(), ", got ", *device);
-    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[ShardedDataParallel] dtype must be floating; got ", *dtype);
-  });
-  sharding_->rebuild([&] {
-    if (device) module_->to(*device, non_blocking);
-    if (!dtype) return;
-    round_as_sent(*sharding_, *dtype);
-    convert_floating(*module_, *dtype, non_blocking);
-  });
-}
-
-void ShardedGradScaler::unscale_(AnyOss& optimizer) {
-  ShardedOptimizer& sharded = optimizer.impl_->ready();
-  GradScaler::unscale_(sharded);
-}
-
-bool ShardedGradScaler::step(AnyOss& optimizer) {
-  ShardedOptimizer& sharded = optimizer.impl_->ready_to_change();
-  LentGroups lent(*optimizer.impl_);
-  return GradScaler::step(sharded);
-}
-
-bool ShardedGradScaler::step(AnyOss& optimizer, const std::function<at::Tensor()>& closure) {
-  if (is_enabled()) return GradScaler::step(optimizer.impl_->ready(), closure);
-  optimizer.step(closure);
-  return true;
+  train_joined(*sharded().state(), joined, train);
 }
 
 }  // namespace tessera::fairscale

@@ -8,13 +8,13 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <map>
-#include <set>
 #include <stdexcept>
 
+#include "access/named_tensors.h"
 #include "access/sharded_state.h"
 #include "dialects/element_bytes.h"
 #include "mesh/shard_mesh.h"
+#include "optim/optimizer_parameters.h"
 
 namespace tessera::paddle {
 namespace {
@@ -97,20 +97,8 @@ std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
 void check_optimizer_of(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
   TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
                               "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
-  std::set<const void*> owned;
-  for (const at::Tensor& param : model.parameters()) owned.insert(param.unsafeGetTensorImpl());
-  std::map<const void*, size_t> group_of;
-  const auto& groups = optimizer.param_groups();
-  for (size_t group = 0; group < groups.size(); ++group) {
-    for (const at::Tensor& param : groups[group].params()) {
-      TORCH_CHECK_VALUE(owned.contains(param.unsafeGetTensorImpl()), "[group_sharded_parallel] the optimizer's "
-                        "parameters must be the model's; one of shape ", param.sizes(), " in param group ", group,
-                        " is not");
-      const size_t first = group_of.emplace(param.unsafeGetTensorImpl(), group).first->second;
-      TORCH_CHECK_VALUE(first == group, "[group_sharded_parallel] a parameter must be in one param group; one of "
-                        "shape ", param.sizes(), " is in groups ", first, " and ", group);
-    }
-  }
+  check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
+                       {&optimizer});
 }
 
 }  // namespace

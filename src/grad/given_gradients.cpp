@@ -42,6 +42,16 @@ void GivenGradients::clear_all() {
   for (const ParamSlot& slot : unit().layout().slots) clear_handles(slot);
 }
 
+void GivenGradients::zero_all() {
+  at::NoGradGuard no_grad;
+  for (const ParamSlot& slot : unit().layout().slots) {
+    for (size_t i = 0; i < slot.handles.size(); ++i) {
+      const at::Tensor tensor = slot.tensor(i);
+      if (tensor.defined() && tensor.grad().defined()) tensor.mutable_grad().zero_();
+    }
+  }
+}
+
 bool GivenGradients::is_live(size_t slot) const {
   return gradient_of(unit().layout().slots[slot]).defined();
 }

@@ -13,6 +13,7 @@ class GivenGradients final : public UnitGradients {
 
   void clear(size_t slot) override;
   void clear_all() override;
+  void zero_all() override;
   bool is_live(size_t slot) const override;
   at::Tensor reduced(int64_t begin, int64_t end) const override;
 };

@@ -2,38 +2,91 @@
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <typeinfo>
+#include <unordered_map>
+#include <utility>
 
 namespace tessera {
 namespace {
 
+using torch::autograd::AutogradMeta;
+
 thread_local int open_gates = 0;
 
-struct GradGate final : torch::autograd::AutogradMeta {
-  GradGate(std::weak_ptr<GradSink> sink, size_t slot, std::string error)
-      : sink(std::move(sink)), slot(slot), error(std::move(error)) {}
+struct GradGate;
+
+// [Note: Gradients that are arriving]
+//
+// LibTorch locks a leaf while it adds to `.grad`, but not while it calls the hook that follows and
+// takes the gradient out. With two threads in backward, one would add to what the other takes away.
+// So while autograd is at a gated leaf, `.grad` is this thread's own: it has the gradient that has
+// just come, and nothing that was there before.
+thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
+
+struct GradGate final : AutogradMeta {
+  GradGate(std::weak_ptr<GradSink> sink, size_t slot, std::string error, TakeGradient take,
+           bool for_good)
+      : sink(std::move(sink)),
+        slot(slot),
+        error(std::move(error)),
+        take(std::move(take)),
+        for_good(for_good) {}
 
   const at::Tensor& grad() const override {
-    TORCH_CHECK(open_gates > 0 || sink.expired(), error);
+    if (is_arriving()) return arriving[this];
+    const bool has_ended = !for_good && sink.expired();
+    TORCH_CHECK(open_gates > 0 || has_ended, error);
     return grad_;
   }
 
   at::Tensor& mutable_grad() override {
-    const bool is_autograd = torch::autograd::get_current_node() != nullptr;
-    if (open_gates == 0 && !is_autograd) {
+    if (is_arriving()) {
+      const std::lock_guard lock(chaining);
+      chain_hook(post_acc_grad_hooks_, take);
+      return arriving[this];
+    }
+    if (open_gates == 0) {
       if (auto owner = sink.lock()) owner->clear(slot);
     }
     return grad_;
   }
 
+  // True while autograd adds to `.grad` of this tensor and calls the hook that follows.
+  bool is_arriving() const {
+    if (!take || sink.expired()) return false;
+    const auto node = torch::autograd::get_current_node();
+    const auto* adds = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
+    return adds && adds->variable.unsafeGetTensorImpl()->autograd_meta() == this;
+  }
+
   std::weak_ptr<GradSink> sink;
   size_t slot;
   std::string error;
+  TakeGradient take;
+  bool for_good;
+  std::mutex chaining;
 };
 
+const GradGate* gate_of(const at::Tensor& tensor) {
+  const auto* meta = tensor.unsafeGetTensorImpl()->autograd_meta();
+  return meta && typeid(*meta) == typeid(GradGate) ? static_cast<const GradGate*>(meta) : nullptr;
+}
+
+// Newer versions of LibTorch let the user choose a dtype for gradients.
+template <class Meta>
+void move_grad_dtype(Meta& to, const Meta& from) {
+  if constexpr (requires { to.grad_dtype_ = from.grad_dtype_; }) to.grad_dtype_ = from.grad_dtype_;
+  if constexpr (requires { to.allow_grad_dtype_mismatch_; })
+    to.allow_grad_dtype_mismatch_ = from.allow_grad_dtype_mismatch_;
+}
+
 // Gives the tensor another metadata that knows what the one it has knows, but for the gradient.
-void replace_meta(const at::Tensor& tensor, std::unique_ptr<torch::autograd::AutogradMeta> meta) {
+void replace_meta(const at::Tensor& tensor, std::unique_ptr<AutogradMeta> meta) {
   auto* old = torch::autograd::impl::materialize_autograd_meta(tensor);
   meta->name_ = std::move(old->name_);
   meta->grad_accumulator_ = std::move(old->grad_accumulator_);
@@ -42,6 +95,7 @@ void replace_meta(const at::Tensor& tensor, std::unique_ptr<torch::autograd::Aut
   meta->post_acc_grad_hooks_ = std::move(old->post_acc_grad_hooks_);
   meta->requires_grad_ = old->requires_grad_;
   meta->output_nr_ = old->output_nr_;
+  move_grad_dtype(*meta, *old);
   tensor.unsafeGetTensorImpl()->set_autograd_meta(std::move(meta));
 }
 
@@ -51,19 +105,38 @@ OpenGates::OpenGates() { ++open_gates; }
 OpenGates::~OpenGates() { --open_gates; }
 
 void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
-                       std::string error) {
-  replace_meta(tensor, std::make_unique<GradGate>(std::move(sink), slot, std::move(error)));
+                       std::string error, const TakeGradient& take, bool for_good) {
+  auto gate = std::make_unique<GradGate>(std::move(sink), slot, std::move(error), take, for_good);
+  GradGate& installed = *gate;
+  replace_meta(tensor, std::move(gate));
+  if (take) chain_hook(installed.post_acc_grad_hooks_, take);
 }
 
 void remove_grad_gate(const at::Tensor& tensor) {
-  replace_meta(tensor, std::make_unique<torch::autograd::AutogradMeta>());
+  unchain_hook(torch::autograd::impl::materialize_autograd_meta(tensor)->post_acc_grad_hooks_);
+  replace_meta(tensor, std::make_unique<AutogradMeta>());
 }
 
 std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor) {
-  const auto* gate = dynamic_cast<const GradGate*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+  const GradGate* const gate = gate_of(tensor);
   return gate ? gate->sink.lock() : nullptr;
 }
 
 bool has_grad_gate(const at::Tensor& tensor) { return grad_sink_of(tensor) != nullptr; }
+
+bool holds_gradient(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta && meta->grad_.defined();
+}
+
+at::Tensor take_gradient(const at::Tensor& tensor) {
+  const GradGate* const gate = gate_of(tensor);
+  if (gate && gate->is_arriving()) {
+    auto own = arriving.extract(gate);
+    return own ? std::move(own.mapped()) : at::Tensor();
+  }
+  auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta ? std::exchange(meta->grad_, at::Tensor()) : at::Tensor();
+}
 
 }  // namespace tessera

@@ -3,14 +3,15 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <numeric>
 #include <thread>
 
+#include "grad/capture_watch.h"
 #include "grad/given_gradients.h"
 #include "mesh/redistribute.h"
 
@@ -48,25 +49,26 @@ constexpr auto kPollInterval = std::chrono::microseconds(100);
 // each other's every breath.
 constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
 
-// What ranks say of a parameter: not used (0), used (1), or this.
+// What ranks say of a parameter: not used (0), used (1), one of these.
 constexpr uint8_t kLate = 2;
+constexpr uint8_t kLostGate = 3;  // and higher: of the rank that is so much higher
 
-class GradHook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  GradHook(Reducer* reducer, std::weak_ptr<UnitGradients> alive, size_t unit, size_t slot,
-           size_t handle)
-      : reducer_(reducer), alive_(std::move(alive)), unit_(unit), slot_(slot), handle_(handle) {}
+uint8_t lost_gate_of(int rank) {
+  constexpr int kHighest = std::numeric_limits<uint8_t>::max();
+  return static_cast<uint8_t>(std::min(kLostGate + rank, kHighest));
+}
 
-  void operator()(const at::Tensor& tensor) override {
-    // The reducer lives as long as its gradients do.
-    if (const auto alive = alive_.lock()) reducer_->on_grad(unit_, slot_, handle_, tensor);
-  }
+// In one byte, of which ranks take the highest.
+uint8_t to_byte(const PassVote& vote) {
+  const auto attention = static_cast<uint8_t>(vote.attention);
+  return attention * (PassVote::kMostUses + 1) +
+         std::min(vote.uses_in_evaluation, PassVote::kMostUses);
+}
 
- private:
-  Reducer* reducer_;
-  std::weak_ptr<UnitGradients> alive_;
-  size_t unit_, slot_, handle_;
-};
+PassVote to_vote(uint8_t byte) {
+  return {.attention = static_cast<Attention>(byte / (PassVote::kMostUses + 1)),
+          .uses_in_evaluation = static_cast<uint8_t>(byte % (PassVote::kMostUses + 1))};
+}
 
 // This rank's part of the gradient of a DistTensor. Mostly it is placed already: see
 // place_gradients().
@@ -99,7 +101,8 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       callbacks_(std::move(callbacks)),
       launched_(units_.size(), false),
       late_(units_.size(), false),
-      in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0) {
+      in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
+      backwards_(/*may_overlap=*/mesh.size() == 1) {
   for (Unit* unit : units_) {
     // What each rank has its own of is not averaged.
     const bool is_own = !unit->layout().is_replicated;
@@ -115,35 +118,89 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
   set_order(std::move(order));
 }
 
-void Reducer::install() {
-  if (!options_.reduces) return;
+template <class F>
+void Reducer::for_each_handle(F&& f) const {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& slots = units_[unit]->layout().slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       for (size_t i = 0; i < slots[slot].handles.size(); ++i) {
         const at::Tensor tensor = slots[slot].tensor(i);
-        tensor.mutable_grad().reset();
-        install_grad_gate(tensor, gradients_[unit], slot, read_error(slots[slot]));
-        torch::autograd::impl::set_post_acc_grad_hooks(
-            tensor, std::make_unique<GradHook>(this, gradients_[unit], unit, slot, i));
+        if (tensor.defined()) f(unit, slot, i, tensor);
       }
     }
   }
 }
 
+void Reducer::install() {
+  if (!options_.reduces) return;
+  *told_captures_ = mesh_.size() == 1;
+  for (const auto& gradients : gradients_) gradients->begin_backward();
+  for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
+    const at::Tensor grad = take_gradient(tensor);
+    const ParamSlot& param = units_[unit]->layout().slots[slot];
+    // The reducer lives as long as its gradients do.
+    const std::weak_ptr<UnitGradients> alive = gradients_[unit];
+    install_grad_gate(tensor, alive, slot, read_error(param),
+                      [this, alive, unit, slot, i](const at::Tensor& accumulated) {
+                        if (alive.lock()) on_grad(unit, slot, i, accumulated);
+                      });
+    watch_captures(tensor, param.name(), told_captures_);
+    if (grad.defined()) take_given(unit, slot, i, grad);
+  });
+}
+
 void Reducer::uninstall() {
   if (!options_.reduces) return;
   clear_all();
-  for (const Unit* unit : units_) {
-    for (const ParamSlot& slot : unit->layout().slots) {
-      for (size_t i = 0; i < slot.handles.size(); ++i) {
-        const at::Tensor tensor = slot.tensor(i);
-        if (!tensor.defined()) continue;
-        torch::autograd::impl::set_post_acc_grad_hooks(tensor, nullptr);
-        remove_grad_gate(tensor);
-      }
-    }
+  *told_captures_ = true;
+  for_each_handle(
+      [](size_t, size_t, size_t, const at::Tensor& tensor) { remove_grad_gate(tensor); });
+}
+
+// A gradient that is there without a backward of this model: as after one under `no_sync()`.
+void Reducer::take_given(size_t unit, size_t slot, size_t handle, const at::Tensor& grad) {
+  const UnitLayout& layout = units_[unit]->layout();
+  gradients_[unit]->arrive(slot, handle,
+                           local_gradient(layout.slots[slot], grad).to(layout.device));
+  accumulating_ = true;
+}
+
+void Reducer::take_all_given() {
+  if (!options_.reduces) return;
+  for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
+    const at::Tensor grad = take_gradient(tensor);
+    if (grad.defined()) take_given(unit, slot, i, grad);
+  });
+}
+
+void Reducer::drop_given() {
+  if (!options_.reduces) return;
+  for_each_handle([](size_t, size_t, size_t, const at::Tensor& tensor) { take_gradient(tensor); });
+}
+
+// Before a step: no gradient may be where nobody reduces it.
+void Reducer::check_taken() const {
+  for_each_handle([&](size_t unit, size_t slot, size_t, const at::Tensor& tensor) {
+    TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '", units_[unit]->layout().slots[slot].name(),
+                "' has a gradient that backward did not give it (.grad was set by hand). Call ShardedModule::reduce() "
+                "on all ranks first, which reduces it with the others");
+  });
+}
+
+bool Reducer::has_lost_gate(size_t unit, size_t slot) const {
+  const ParamSlot& param = units_[unit]->layout().slots[slot];
+  for (size_t i = 0; i < param.handles.size(); ++i) {
+    const at::Tensor tensor = param.tensor(i);
+    if (tensor.defined() && !has_grad_gate(tensor)) return true;
   }
+  return false;
+}
+
+// All ranks alike, when everything else of the backward is done.
+void Reducer::check_gates() const {
+  TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
+              " was replaced after the model was sharded, and with it the hook that reduces its gradient. Set hooks "
+              "with Tensor::register_hook() or torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
 }
 
 void Reducer::set_order(std::vector<int> order) {
@@ -159,25 +216,32 @@ void Reducer::set_order(std::vector<int> order) {
 }
 
 void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) {
-  const at::Tensor grad = std::move(tensor.mutable_grad());
-  tensor.mutable_grad().reset();
+  const at::Tensor grad = take_gradient(tensor);
+  if (!grad.defined()) return;  // a hook of the user's has cleared it
+  const std::lock_guard lock(mutex_);
   begin_backward();
   gradients_[unit]->arrive(slot, handle, local_gradient(units_[unit]->layout().slots[slot], grad));
   if (no_sync_ == 0) launch_ready();
 }
 
 // The callback holds a token; if backward ends by an exception, the token goes without the callback
-// having run. A backward inside a backward (recomputation) counts as part of the outer one.
+// having run. A backward inside a backward (recomputation) counts as part of the outer one. See
+// OpenBackwards.
 void Reducer::begin_backward() {
-  if (!backward_.expired()) return;
-  if (in_backward_) abandon_backward();
-  settle_earlier();
-  for (const auto& gradients : gradients_) gradients->begin_backward();
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backwards_.is_latest(backward)) return;
+  const bool is_outermost = backwards_.empty();
   const auto token = std::make_shared<int>(0);
-  backward_ = token;
-  in_backward_ = true;
-  units_.front()->context().watch.tell(MemoryEvent::kBackwardBegin);
-  torch::autograd::Engine::get_default_engine().queue_callback([this, token] { end_backward(); });
+  if (!backwards_.add(backward, token)) return;
+  if (is_outermost) {
+    if (in_backward_) abandon_backward();
+    settle_earlier();
+    for (const auto& gradients : gradients_) gradients->begin_backward();
+    in_backward_ = true;
+    units_.front()->context().watch.tell(MemoryEvent::kBackwardBegin);
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [this, backward, token] { end_backward(backward); });
 }
 
 // Waits for what the last backward left under way, so that another one adds to it.
@@ -261,16 +325,17 @@ void Reducer::limit_in_flight() {
   }
 }
 
-// Makes `used_` the same on all ranks; returns the most that any rank wants.
-Attention Reducer::agree_on_use() {
+// Makes `used_` the same on all ranks; returns the highest vote.
+PassVote Reducer::agree_on_use() {
   std::vector<uint8_t> bits;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
       const bool arrived = gradients_[unit]->has_arrived(slot);
       bits.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
+      if (has_lost_gate(unit, slot)) bits.back() = lost_gate_of(mesh_.rank());
     }
   }
-  bits.push_back(static_cast<uint8_t>(callbacks_.wants_attention()));
+  bits.push_back(to_byte(callbacks_.vote()));
   const std::vector<uint8_t> own = bits;
   if (mesh_.size() > 1) {
     const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
@@ -287,42 +352,52 @@ Attention Reducer::agree_on_use() {
       const uint8_t bit = units_[unit]->layout().is_replicated ? bits[i] : own[i];
       used_[unit][slot] = bit != 0;
       late_[unit] = late_[unit] || bit == kLate;
+      if (bit >= kLostGate)
+        lost_gate_ = "'" + units_[unit]->layout().slots[slot].name() + "' on rank " +
+                     std::to_string(bit - kLostGate);
     }
   }
-  return static_cast<Attention>(bits.back());
+  return to_vote(bits.back());
 }
 
-void Reducer::end_backward() {
+void Reducer::end_backward(int backward) {
+  const std::lock_guard lock(mutex_);
+  if (!backwards_.end(backward)) return;
   in_backward_ = false;
-  backward_.reset();
   callbacks_.backward_ends();
   if (no_sync_ > 0) {
     accumulating_ = true;
-    callbacks_.backward_ended(false, Attention::kNone);
+    callbacks_.backward_ended(false, {});
   } else {
     callbacks_.backward_ended(true, reduce_arrived());
   }
   units_.front()->context().watch.tell(MemoryEvent::kBackwardEnd);
+  check_gates();
 }
 
 bool Reducer::reduce_waiting() {
+  const std::lock_guard lock(mutex_);
   settle_earlier();
   reduce_arrived();
+  check_gates();
   return std::any_of(used_.begin(), used_.end(), is_used);
 }
 
 void Reducer::join_backward(bool has_earlier) {
+  const std::lock_guard lock(mutex_);
   settle();
   if (!has_earlier) clear_all();
   for (const auto& gradients : gradients_) gradients->begin_backward();
   callbacks_.backward_ends();
   callbacks_.backward_ended(true, reduce_arrived());
+  check_gates();
 }
 
-// All ranks: starts the reductions that this one still owes. Returns the most that any rank wants.
-Attention Reducer::reduce_arrived() {
+// All ranks: starts the reductions that this one still owes. Returns the highest vote.
+PassVote Reducer::reduce_arrived() {
+  take_all_given();
   callbacks_.reductions_end(any_live());
-  const Attention attention = agree_on_use();
+  const PassVote vote = agree_on_use();
   for (; next_ < buckets_.size(); ++next_) {
     std::vector<size_t> used;
     for (const size_t unit : buckets_[next_].units) {
@@ -336,7 +411,7 @@ Attention Reducer::reduce_arrived() {
   in_flight_.clear();
   in_flight_bytes_ = 0;
   accumulating_ = false;
-  return attention;
+  return vote;
 }
 
 void Reducer::launch_late() {
@@ -350,6 +425,7 @@ void Reducer::launch_late() {
 }
 
 void Reducer::settle() {
+  const std::lock_guard lock(mutex_);
   replicate_all();
   for (const int unit : order_) {
     gradients_[unit]->settle(used_[unit]);
@@ -359,16 +435,31 @@ void Reducer::settle() {
 
 bool Reducer::any_gradient() {
   if (!options_.reduces) return true;
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(backwards_.empty(), "[step] backward must be over; one of this model runs still, in another thread or around "
+              "this call (was step() called by a hook?)");
+  check_taken();
   settle();
   return has_own_ || any_live();
 }
 
 void Reducer::clear_all() {
+  const std::lock_guard lock(mutex_);
+  drop_given();
   replicate_all();
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    gradients_[unit]->clear_all();
-    std::fill(used_[unit].begin(), used_[unit].end(), false);
-  }
+  for (const auto& gradients : gradients_) gradients->clear_all();
+  forget_progress();
+}
+
+void Reducer::zero_all() {
+  settle_earlier();  // what a parameter has is known then
+  for (const auto& gradients : gradients_) gradients->zero_all();
+  forget_progress();
+}
+
+// Of a backward whose gradients are gone.
+void Reducer::forget_progress() {
+  for (auto& slots : used_) std::fill(slots.begin(), slots.end(), false);
   next_ = 0;
   std::fill(launched_.begin(), launched_.end(), false);
   in_flight_.clear();

@@ -1,14 +1,17 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "grad/grad_bucket.h"
+#include "grad/open_backwards.h"
 #include "grad/unit_gradients.h"
 
 namespace tessera {
@@ -19,6 +22,16 @@ enum class Attention : uint8_t {
   kNone,
   kLearn,   ///< learn the order of use, or choose what memory is for
   kTakeIn,  ///< take in parameters that were given other data, and learn
+};
+
+/// What a rank says of itself at the end of a backward. All hear the most.
+struct PassVote {
+  Attention attention = Attention::kNone;
+  /// How often units were used outside of training since the last vote; told of those ranks only
+  /// that want most attention.
+  uint8_t uses_in_evaluation = 0;
+
+  static constexpr uint8_t kMostUses = 63;
 };
 
 struct ReducerOptions {
@@ -42,19 +55,20 @@ class Reducer {
     std::function<void()> settles;
     /// Before ranks agree on what was used. `has_earlier`: earlier backwards have left gradients.
     std::function<void(bool has_earlier)> reductions_end;
-    std::function<Attention()> wants_attention;  ///< this rank's vote
-    std::function<void(bool synced, Attention most)> backward_ended;
+    std::function<PassVote()> vote;  ///< this rank's
+    std::function<void(bool synced, const PassVote& most)> backward_ended;
   };
 
   Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
           Callbacks callbacks);
 
-  /// Watches the gradients of all parameters.
+  /// Watches the gradients of all parameters. Those that they have count as of a backward under
+  /// `no_sync()`.
   void install();
   /// Leaves them alone again. What was reduced is forgotten; what stayed with the user is kept.
   void uninstall();
 
-  /// Called by the parameters' hooks.
+  /// Called by the parameters' hooks, on any thread.
   void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor);
 
   void set_order(std::vector<int> order);
@@ -79,14 +93,23 @@ class Reducer {
   /// the user reduces, or ranks have parameters of their own, nobody knows, and so it is true.
   bool any_gradient();
   void clear_all();
+  /// All ranks: makes zeros of all gradients, which count as used in the next reduction.
+  void zero_all();
 
   const std::vector<std::shared_ptr<UnitGradients>>& gradients() const { return gradients_; }
   int64_t peak_in_flight_bytes() const { return peak_in_flight_bytes_; }
 
  private:
+  template <class F>
+  void for_each_handle(F&& f) const;
+  void take_given(size_t unit, size_t slot, size_t handle, const at::Tensor& grad);
+  void take_all_given();
+  void drop_given();
+  void check_taken() const;
+  bool has_lost_gate(size_t unit, size_t slot) const;
   void begin_backward();
-  void end_backward();
-  Attention reduce_arrived();
+  void end_backward(int backward);
+  PassVote reduce_arrived();
   bool any_live() const;
   void settle_earlier();
   void abandon_backward();
@@ -96,7 +119,9 @@ class Reducer {
   void replicate_reduced();
   void replicate_all();
   void limit_in_flight();
-  Attention agree_on_use();
+  PassVote agree_on_use();
+  void check_gates() const;
+  void forget_progress();
 
   std::vector<Unit*> units_;
   ShardMesh mesh_;
@@ -119,7 +144,11 @@ class Reducer {
   int no_sync_ = 0;
   bool accumulating_ = false;  // gradients of a no_sync() backward are waiting
   bool in_backward_ = false;
-  std::weak_ptr<void> backward_;  // lives as long as the backward that is running
+  OpenBackwards backwards_;
+  std::string lost_gate_;  // of which parameter, and on which rank; agreed by all
+  // While true, nothing is said of gradients that nobody reduces.
+  std::shared_ptr<std::atomic<bool>> told_captures_ = std::make_shared<std::atomic<bool>>(false);
+  std::recursive_mutex mutex_;  // autograd works in several threads
 };
 
 }  // namespace tessera

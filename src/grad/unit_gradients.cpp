@@ -84,6 +84,9 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   TORCH_CHECK_NOT_IMPLEMENTED(!grad.requires_grad(), "[tessera] the gradient of parameter '",
                               param.name(), "' requires a gradient itself (create_graph = true); "
                               "sharded gradients can't be differentiated again");
+  TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(param.sizes), "[tessera] the gradient of parameter '", param.name(),
+                    "' must have its shape; expected ", at::IntArrayRef(param.sizes), ", got ", grad.sizes(),
+                    " (set by a hook, or by hand?)");
   arrived_[slot] = seen_[slot][handle] = true;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;
@@ -281,6 +284,14 @@ void UnitGradients::clear_all() {
   if (is_reducing()) finish_reduction();
   drop_reduced();
   if (held) unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
+}
+
+// As after a backward that has made zeros: they count as arrived, without being there.
+void UnitGradients::zero_all() {
+  std::vector<bool> any = arrived_;
+  for (size_t slot = 0; slot < any.size(); ++slot) any[slot] = any[slot] || is_live(slot);
+  clear_all();
+  arrived_ = std::move(any);
 }
 
 bool UnitGradients::any_live() const {

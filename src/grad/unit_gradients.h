@@ -52,6 +52,9 @@ class UnitGradients : public GradSink {
   /// reduced.
   void clear(size_t slot) override;
   virtual void clear_all();
+  /// Those that there are become zeros: of what the next backward does not use they are reduced
+  /// with it all the same.
+  virtual void zero_all();
 
   /// True if the parameter has a reduced gradient. All ranks agree.
   virtual bool is_live(size_t slot) const { return live_[slot]; }

@@ -5,9 +5,11 @@
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -17,10 +19,12 @@
 
 #include "mesh/decompositions.h"
 #include "mesh/each_tensor.h"
+#include "mesh/gradient_placement.h"
 #include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
 #include "mesh/out_variants.h"
 #include "mesh/outside_mesh.h"
+#include "mesh/pending.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
 #include "mesh/random_operators.h"
@@ -85,15 +89,29 @@ std::shared_ptr<ViewSource> source_of(const OpPlan& plan, const at::Tensor& base
                                       given.sizes());
 }
 
+// A view of an ordinary tensor is one, too, in InferenceMode: autograd shares its version with it.
+class ModeOf {
+ public:
+  explicit ModeOf(const at::Tensor& base) {
+    if (c10::InferenceMode::is_enabled() && !base.is_inference()) off_.emplace(false);
+  }
+
+ private:
+  std::optional<c10::InferenceMode> off_;
+};
+
 void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& given,
                 const Stack& results, Stack* stack) {
+  const ModeOf mode(base);
   const auto source = source_of(plan, base, given, results[0]);
   size_t output = 0;
   for (const c10::IValue& result : results)
     stack->push_back(map_tensors(result, [&](const at::Tensor& part) {
       const OpPlan::Output& made = plan.outputs[output++];
-      return make_dist_view(part, made.spec, made.sizes, made.strides,
-                            base.storage_offset() + made.offset, source);
+      const at::Tensor view = make_dist_view(part, made.spec, made.sizes, made.strides,
+                                             base.storage_offset() + made.offset, source);
+      reduce_once(view, base);
+      return view;
     }));
 }
 
@@ -110,7 +128,9 @@ void push_results(const c10::FunctionSchema& schema, const OpPlan& plan, const S
     }
     stack->push_back(map_tensors(results[i], [&](const at::Tensor& part) {
       const OpPlan::Output& made = plan.outputs[output++];
-      return make_dist(part, made.spec, made.sizes, made.strides);
+      const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);
+      reduce_once(result);
+      return result;
     }));
   }
 }
@@ -125,6 +145,17 @@ void write_back(const c10::FunctionSchema& schema, const Stack& arguments) {
   }
 }
 
+// See [Note: Where gradients lie].
+void reduce_gradients_of(const OpPlan& plan, const Stack& arguments) {
+  if (plan.whole_inputs.empty() || !at::GradMode::is_enabled()) return;
+  size_t input = 0;
+  for (const c10::IValue& argument : arguments) {
+    each_tensor(argument, [&](const at::Tensor& tensor) {
+      if (std::ranges::binary_search(plan.whole_inputs, input++)) reduce_gradients(tensor);
+    });
+  }
+}
+
 void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -134,7 +165,9 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   local.reserve(count);
   for (const c10::IValue& argument : arguments)
     local.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
-      return placed(tensor, *plan.inputs[input++], schema.name());
+      const DistSpecPtr& wanted = plan.inputs[input++];
+      return plan.writes ? placed(tensor, *wanted, schema.name())
+                         : placed_argument(tensor, wanted, schema.name());
     }));
   for (const auto& [index, value] : plan.arguments) local[index] = value;
   const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
@@ -145,6 +178,7 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   } else {
     op.callBoxed(local);
   }
+  reduce_gradients_of(plan, arguments);
   if (plan.is_view) return push_views(plan, arguments[0].toTensor(), given, local, stack);
   if (plan.writes) write_back(schema, arguments);
   push_results(schema, plan, arguments, local, stack);
@@ -178,6 +212,7 @@ void shift_offset(const c10::FunctionSchema& schema, const at::Tensor& tensor, S
 
 void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at::Tensor& given,
                       const Stack& results, Stack* stack) {
+  const ModeOf mode(base);
   const DistMeta& meta = *find_dist_meta(base);
   const auto source = given.is_same(meta.local)
                           ? meta.source
@@ -197,12 +232,14 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
   const DistSpecPtr whole = intern(mesh, replicated(mesh));
   const bool is_view =
       returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
+  const bool writes = schema.is_mutable();
   std::vector<std::pair<at::Tensor, at::Tensor>> written;
   Stack local;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* const alias = schema.arguments()[i].alias_info();
     local.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
-      const at::Tensor part = placed(tensor, *whole, schema.name());
+      const at::Tensor part = writes ? placed(tensor, *whole, schema.name())
+                                     : placed_argument(tensor, whole, schema.name());
       if (alias && alias->isWrite() && find_dist_meta(tensor)) written.emplace_back(tensor, part);
       return is_view ? laid_out_as(tensor, part) : part;
     }));
@@ -240,6 +277,7 @@ void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack*
 
 void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  place_gradients_of(arguments);
   const auto cached = plan_of(op, arguments);
   const DeviceMesh& mesh = cached->keys.front()->mesh;
   at::AutoDispatchBelowADInplaceOrView below;
@@ -254,6 +292,7 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
 }
 
 void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  place_gradients_of(torch::jit::last(*stack, op.schema().arguments().size()));
   {
     at::AutoDispatchBelowADInplaceOrView below;
     if (call_random(op, stack)) return;
@@ -262,6 +301,8 @@ void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
 }
 
 void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const KeepTerms keep;
+  place_gradients_of(torch::jit::last(*stack, op.schema().arguments().size()));
   at::AutoDispatchBelowADInplaceOrView below;
   call_on_lists(op, stack);
 }
@@ -269,6 +310,8 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
 // For operators that may be a sequence of others.
 void decomposing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const KeepTerms keep;
+  place_gradients_of(arguments);
   if (mesh_of_arguments(op, arguments).is_member()) {
     at::AutoDispatchBelowADInplaceOrView below;
     if (find_decomposition(op.schema().name())(op, *stack)) return;

@@ -17,6 +17,12 @@ namespace tessera {
 
 namespace {
 
+// Of `storage()` and `data_ptr()`, which LibTorch's own ways to save a tensor call.
+constexpr const char* kNoMemory =
+    "A DistTensor has no memory of its own. To save it call save_checkpoint() or "
+    "save_state_dict(); "
+    "full_tensor() gives all values, to_local() those of this rank";
+
 at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset) {
   const at::Tensor& local = meta->local;
@@ -24,6 +30,7 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));
+  impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
   return at::Tensor(std::move(impl));
 }
 

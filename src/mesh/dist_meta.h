@@ -48,11 +48,22 @@ struct DistMeta final : c10::BackendMeta {
         source(std::move(view_of)),
         parameter(std::move(known)) {}
 
-  const at::Tensor local;  ///< without autograd
-  const DistSpecPtr spec;
+  /// The same tensor with pending reductions done; see mesh/pending.h, which alone changes one.
+  void reduce_to(at::Tensor part, DistSpecPtr where) {
+    before_ = std::exchange(spec, std::move(where));
+    local = std::move(part);
+  }
+
+  at::Tensor local;  ///< without autograd
+  DistSpecPtr spec;
   /// Of a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
-  const std::shared_ptr<ViewSource> source;
+  std::shared_ptr<ViewSource> source;
   const std::shared_ptr<const DistParameter> parameter;  ///< null for others
+  bool reduces_once = false;  ///< the first operator that needs it reduces it for all
+  bool is_shown = false;      ///< other DistTensors may show the memory of `local`
+
+ private:
+  DistSpecPtr before_;  // users may hold references to it
 };
 
 /// The dispatch keys of a DistTensor on the device of `local`.

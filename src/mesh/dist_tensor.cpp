@@ -12,6 +12,7 @@
 
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
+#include "mesh/gradient_placement.h"
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
@@ -113,6 +114,13 @@ struct ToLocal : Function<ToLocal> {
   }
 };
 
+// By its name, ranks know parameters apart that are alike otherwise.
+std::string subject_of(const DistMeta& meta) {
+  const bool has_name = meta.parameter && !meta.parameter->name.empty();
+  return has_name ? "redistributed tensor (parameter '" + meta.parameter->name + "')"
+                  : "redistributed tensor";
+}
+
 struct Redistribute : Function<Redistribute> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
                             const DistSpecPtr& to) {
@@ -121,8 +129,8 @@ struct Redistribute : Function<Redistribute> {
     const at::Tensor& own = local_part(meta);
     const at::Tensor local =
         meta.spec->mesh == to->mesh
-            ? convert(own, *meta.spec, to->placements, tensor.sizes(), "redistributed tensor")
-            : transfer(own, *meta.spec, *to, tensor.sizes(), "redistributed tensor");
+            ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
+            : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
     return make_dist(local.detach(), to, tensor.sizes());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -149,23 +157,6 @@ void check_part(const at::Tensor& local, const DistSpec& spec, at::IntArrayRef s
                     "part of a tensor of sizes ", sizes, " with placements ",
                     to_string(spec.placements), "; expected sizes ", at::IntArrayRef(expected), ", got ",
                     local.sizes());
-}
-
-// Gives gradients of `leaf` its own placements as they come, so that they are reduced once.
-void place_gradients(const at::Tensor& leaf) {
-  // The leaf may get other placements later. It owns its hooks: they must not own it.
-  const c10::weak_intrusive_ptr<c10::TensorImpl> weak(leaf.getIntrusivePtr());
-  leaf.register_hook([weak](const at::Tensor& gradient) {
-    const auto alive = weak.lock();
-    if (!alive) return gradient;
-    const DistMeta* const meta = find_dist_meta(at::Tensor(alive));
-    if (!meta) return gradient;  // it was made an ordinary tensor again
-    const bool has_own = meta->parameter && meta->parameter->gradients;
-    const DeviceMesh& mesh = meta->spec->mesh;
-    return redistribute(
-        as_dist(gradient, mesh), mesh,
-        has_own ? meta->parameter->gradients->placements : placements_of_gradient(*meta->spec));
-  });
 }
 
 }  // namespace
@@ -207,7 +198,7 @@ void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh, Placements pl
   const DistMeta& meta = dist_meta("distribute_", placed);
   tensor.set_data(
       make_dist_parameter(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
-  if (tensor.requires_grad() && !was_dist) place_gradients(tensor);
+  if (tensor.requires_grad()) place_gradients(tensor);
 }
 
 at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placements placements,

@@ -96,7 +96,7 @@ bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> a
                       OpPlan& plan) {
   if (const auto outputs = outputs_on_meta(op, arguments)) {
     for (const at::Tensor& output : *outputs) {
-      call.outputs.push_back({output.sizes().vec()});
+      call.outputs.push_back(info_of(output));
       plan.outputs.push_back(
           {nullptr, output.sizes().vec(), output.strides().vec(), output.storage_offset()});
     }
@@ -104,6 +104,7 @@ bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> a
   }
   if (!entry.sizes) return false;
   call.outputs = entry.sizes(call);
+  for (TensorInfo& output : call.outputs) output.dtype = c10::ScalarType::Undefined;
   if (is_elementwise(entry) && !entry.creates) check_broadcast(call, inputs);
   for (const TensorInfo& output : call.outputs) {
     const auto strides = c10::contiguous_strides(output.sizes);
@@ -121,6 +122,20 @@ void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
     plan.parts.push_back({local_box(call.inputs[t].sizes, plan.inputs[t]->placements, mesh.shape(),
                                     *mesh.coordinate()),
                           call.inputs[t].sizes});
+}
+
+std::vector<size_t> whole_inputs_of(const OpPlan& plan) {
+  std::vector<size_t> found;
+  for (size_t t = 0; t < plan.inputs.size(); ++t) {
+    const Placements& input = plan.inputs[t]->placements;
+    bool is_whole = false;
+    for (const OpPlan::Output& output : plan.outputs) {
+      for (size_t i = 0; i < input.size(); ++i)
+        is_whole |= is_replicate(input[i]) && is_shard(output.spec->placements[i]);
+    }
+    if (is_whole) found.push_back(t);
+  }
+  return found;
 }
 
 }  // namespace
@@ -159,6 +174,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   plan.is_view = returns_views(schema);
   plan.writes = std::any_of(inputs.begin(), inputs.end(),
                             [](const PlacedInput& input) { return input.is_written; });
+  plan.whole_inputs = whole_inputs_of(plan);
   set_local_kernel(plan, call, *entry, mesh);
   if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);
   return plan;

@@ -24,6 +24,9 @@ struct OpPlan {
   /// Per tensor among the arguments: the placements it is given before the call.
   std::vector<DistSpecPtr> inputs;
   std::vector<Output> outputs;
+  /// Those among them, in order, that every rank has whole to compute parts of the outputs: their
+  /// gradients come as terms.
+  std::vector<size_t> whole_inputs;
   /// Arguments that are replaced by what suits the local part.
   std::vector<std::pair<size_t, c10::IValue>> arguments;
   /// The local part gets these sizes in place of a call. It need not be laid out as the whole is:

@@ -8,6 +8,7 @@
 
 #include "mesh/dry_run.h"
 #include "mesh/each_tensor.h"
+#include "mesh/pending.h"
 #include "mesh/placed.h"
 
 namespace tessera {
@@ -20,6 +21,16 @@ Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IVal
   return results ? std::move(*results) : run_on_constants(op, arguments);
 }
 
+// What the ranks of the mesh do to the arguments of an operator that does not write to them.
+void note_placed(at::ArrayRef<c10::IValue> arguments, const OpPlan* plan,
+                 const DistSpecPtr& whole) {
+  size_t input = 0;
+  for (const c10::IValue& argument : arguments)
+    each_tensor(argument, [&](const at::Tensor& tensor) {
+      note_placed_argument(tensor, plan ? plan->inputs[input++] : whole);
+    });
+}
+
 }  // namespace
 
 void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const OpPlan* plan,
@@ -28,6 +39,9 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
   const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
   const DistSpecPtr whole = intern(mesh, replicated(mesh));
   const c10::Device device = device_of(arguments);
+  if (plan ? !plan->writes : !schema.is_mutable()) note_placed(arguments, plan, whole);
+  const bool is_view =
+      returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
   size_t output = 0;
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     if (const c10::IValue* const written = written_argument(schema, i, arguments)) {
@@ -42,7 +56,9 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
     stack->push_back(map_tensors(result, [&](const at::Tensor& like) {
       const DistSpecPtr& spec = plan ? plan->outputs[output++].spec : whole;
       const at::Tensor part = at::empty({0}, like.options().device(device));
-      return make_dist(part, spec, like.sizes(), like.strides());
+      const at::Tensor made = make_dist(part, spec, like.sizes(), like.strides());
+      is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
+      return made;
     }));
   }
 }

@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>
@@ -99,7 +101,16 @@ class Converter {
     const auto sizes = local_sizes_of({mesh_, along}, sizes_);
     const Placement from = std::exchange(now_[mesh_dim], to);
     if (mesh_.size(mesh_dim) == 1) return local;
-    return convert_along({*mesh_.process_group(mesh_dim)}, local, from, to, sizes, subject_);
+    return convert_along({*mesh_.process_group(mesh_dim)}, local, from, to, sizes,
+                         subject_of_change(from, to, sizes));
+  }
+
+  // Part of what ranks compare before they take each other's tensors: those of other sizes or
+  // placements may have as many elements.
+  std::string subject_of_change(const Placement& from, const Placement& to,
+                                at::IntArrayRef sizes) const {
+    return fmt::format("{} ([{}], {} to {})", subject_, fmt::join(sizes, ", "), to_string(from),
+                       to_string(to));
   }
 
   const DeviceMesh& mesh_;

@@ -22,7 +22,7 @@ namespace tessera {
 /// A tensor as a rule sees it: the global sizes, and of inputs the dtype.
 struct TensorInfo {
   std::vector<int64_t> sizes;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< of outputs it means nothing
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< so of outputs, if nothing tells
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
 };
 

@@ -1,6 +1,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <map>
@@ -141,7 +143,9 @@ at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpe
   const bool is_scalar = sizes.empty();
   const std::vector<int64_t> shape = is_scalar ? std::vector<int64_t>{1} : sizes.vec();
   const at::Tensor source = is_scalar && from.mesh.is_member() ? reduced.reshape(shape) : reduced;
-  const at::Tensor moved = Transfer(whole, placed, shape).run(source, subject);
+  const std::string moved_subject =
+      fmt::format("{} ([{}], to another mesh)", subject, fmt::join(sizes, ", "));
+  const at::Tensor moved = Transfer(whole, placed, shape).run(source, moved_subject);
   if (!to.mesh.is_member()) return moved;
   return convert(is_scalar ? moved.reshape(sizes) : moved, placed, to.placements, sizes, subject);
 }

@@ -30,6 +30,12 @@ c10::intrusive_ptr<const DistMeta> shared_meta(const at::Tensor& tensor) {
       tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr());
 }
 
+// What `tensor` is now, for when it will be something else.
+c10::intrusive_ptr<const DistMeta> copy_of_meta(const at::Tensor& tensor) {
+  const DistMeta& meta = *find_dist_meta(tensor);
+  return c10::make_intrusive<DistMeta>(meta.local, meta.spec, meta.source, meta.parameter);
+}
+
 }  // namespace
 
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
@@ -46,6 +52,15 @@ ViewSource::ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy
       spec_(std::move(spec)),
       copy_(std::move(copy)),
       version_(base.unsafeGetTensorImpl()->version_counter()),
+      seen_(current(version_)) {}
+
+ViewSource::ViewSource(const at::Tensor& tensor, DistSpecPtr spec, at::Tensor copy)
+    : base_(copy_of_meta(tensor)),
+      sizes_(tensor.sizes().vec()),
+      placed_sizes_(copy.sizes().vec()),
+      spec_(std::move(spec)),
+      copy_(std::move(copy)),
+      version_(tensor.unsafeGetTensorImpl()->version_counter()),
       seen_(current(version_)) {}
 
 void ViewSource::refresh() {

@@ -20,6 +20,8 @@ class ViewSource {
   /// other sizes.
   ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
              at::IntArrayRef placed_sizes);
+  /// Of a tensor itself, which from now on shows `copy`: its values placed as `spec` says.
+  ViewSource(const at::Tensor& tensor, DistSpecPtr spec, at::Tensor copy);
 
   /// To be called before a view is read: takes over what was written to the base since.
   /// Collective over the mesh.

@@ -1,11 +1,13 @@
 #include "mesh/way_choice.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <set>
 #include <utility>
 
+#include "mesh/line_conversion.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 
@@ -163,7 +165,42 @@ class Choice {
       const double weight = inputs_[t].is_parameter ? kParameterWeight : 1;
       cost += kChange + weight * cost_of(mesh_, inputs_[t].placements, to, nbytes);
     }
+    return cost + cost_of_later(way, mesh_dim);
+  }
+
+  // What is left to do for outputs of pending inputs, until all ranks have them whole. So a
+  // reduction is done where that moves least, and not cut in two that others have to put together.
+  double cost_of_later(const Strategy& way, int64_t mesh_dim) const {
+    bool keeps_terms = false, cuts_terms = false;
+    for (size_t t = 0; t < inputs_.size(); ++t) {
+      if (!is_partial(inputs_[t].placements[mesh_dim])) continue;
+      keeps_terms |= is_partial(way.inputs[t]);
+      cuts_terms |= is_shard(way.inputs[t]);
+    }
+    double cost = 0;
+    for (size_t t = 0; t < way.outputs.size(); ++t) {
+      const Placement& output = way.outputs[t];
+      if ((keeps_terms && is_partial(output)) || (cuts_terms && is_shard(output)))
+        cost += conversion_cost(output, Replicate{}, line_bytes_of_output(t, mesh_dim),
+                                mesh_.size(mesh_dim)) +
+                (cuts_terms ? kChange : 0);
+    }
     return cost;
+  }
+
+  // Of the part that the ranks of a line have together, as far as the ways are chosen.
+  double line_bytes_of_output(size_t t, int64_t mesh_dim) const {
+    const auto dtype = call_.outputs[t].dtype == c10::ScalarType::Undefined
+                           ? call_.inputs[0].dtype
+                           : call_.outputs[t].dtype;
+    auto nbytes = static_cast<double>(c10::multiply_integers(call_.outputs[t].sizes)) *
+                  static_cast<double>(c10::elementSize(dtype));
+    for (int64_t i = 0; i < mesh_.ndim(); ++i) {
+      if (i == mesh_dim) continue;
+      const Placement& other = i < mesh_dim ? chosen_[i]->outputs[t] : inputs_[0].placements[i];
+      if (is_shard(other)) nbytes /= static_cast<double>(mesh_.size(i));
+    }
+    return nbytes;
   }
 
   const OpCall& call_;

@@ -14,6 +14,7 @@
 
 #include "access/sharded_state.h"
 #include "optim/full_state_check.h"
+#include "optim/master_digits.h"
 #include "optim/optimizer_archive.h"
 #include "optim/sharded_optimizer_access.h"
 #include "optim/state_shape.h"
@@ -195,6 +196,7 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
     if (failure) std::rethrow_exception(failure);
   });
   own.options.state = join.take();
+  add_master_weights(optimizer, receives, own.options);
   return std::move(own.options);
 }
 

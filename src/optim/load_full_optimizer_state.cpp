@@ -10,6 +10,7 @@
 
 #include "access/sharded_state.h"
 #include "optim/full_state_check.h"
+#include "optim/master_digits.h"
 #include "optim/sharded_optimizer_access.h"
 #include "optim/state_replacement.h"
 #include "optim/state_shape.h"
@@ -72,13 +73,15 @@ void check_same_state(const ShardMesh& mesh, const OptimizerStateDict& state_dic
   }
 }
 
-void load_part(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict,
-               std::optional<PreviousState>& previous) {
+// Returns this rank's part of the master weights in the state.
+std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict,
+                                  std::optional<PreviousState>& previous) {
   torch::optim::Optimizer& inner = optimizer.inner();
   check_segments(optimizer, kLoad);
   const std::vector<int64_t> numbers = match_params(inner, state_dict, kLoad);
   const auto params = values_of_params(optimizer, state_dict, numbers);
   check_shapes(params, kLoad);
+  std::vector<at::Tensor> masters = cut_master_weights(optimizer, state_dict, numbers);
   const std::set<std::string> others = names_of_others(params);
   previous.emplace(inner, kLoad);
   const auto convert = [&](int64_t number, const Values& values) {
@@ -86,6 +89,7 @@ void load_part(ShardedOptimizer& optimizer, const OptimizerStateDict& state_dict
     return cut(optimizer.module().state()->slot(segment.place), segment, values, others);
   };
   set_state(inner, state_dict, numbers, convert, kLoad);
+  return masters;
 }
 
 }  // namespace
@@ -95,8 +99,10 @@ void load_full_state_dict(ShardedOptimizer& optimizer, const OptimizerStateDict&
   const ShardMesh& mesh = optimizer.module().state()->mesh();
   check_same_state(mesh, state_dict);
   std::optional<PreviousState> previous;
-  check_on_all_ranks(mesh, [&] { load_part(optimizer, state_dict, previous); });
+  std::vector<at::Tensor> masters;
+  check_on_all_ranks(mesh, [&] { masters = load_part(optimizer, state_dict, previous); });
   previous->drop();
+  set_master_digits(optimizer, std::move(masters));
   check_on_all_ranks(mesh, [&] { offload_state(optimizer); });
 }
 

@@ -3,40 +3,37 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <map>
 #include <set>
 #include <tuple>
 
 #include "grad/grad_gate.h"
+#include "optim/optimizer_parameters.h"
 #include "optim/param_state.h"
 
 namespace tessera {
 namespace {
 
-std::string describe_unknown(const ShardedState& state, const at::Tensor& param, size_t group,
-                             size_t index) {
-  std::vector<std::string> alike;
+std::vector<NamedTensor> parameters_of(const ShardedState& state) {
+  std::vector<NamedTensor> params;
   for (const auto& unit : state.units()) {
     for (const ParamSlot& slot : unit->layout().slots) {
-      if (at::IntArrayRef(slot.global_sizes()) == param.sizes()) alike.push_back(slot.name());
+      for (size_t i = 0; i < slot.handles.size(); ++i) {
+        const at::Tensor tensor = slot.tensor(i);
+        if (tensor.defined()) params.push_back({slot.name(), tensor});
+      }
     }
   }
-  std::string text = fmt::format("parameter {} of param group {}, of shape [{}], is not one", index,
-                                 group, fmt::join(param.sizes().vec(), ", "));
-  if (!alike.empty()) text += fmt::format("; the model's '{}' has that shape", alike.front());
-  return text;
+  return params;
 }
 
 std::string foreign_step_error(const ParamSlot& slot) {
   return "[tessera] the optimizer of a sharded model must be stepped by ShardedOptimizer::step(), "
-         "which waits "
-         "for the gradients (parameter '" +
+         "which waits for the gradients, or, after ShardedOptimizer::unwrap(), with the parameters "
+         "that it then has again (parameter '" +
          slot.name() + "')";
 }
 
@@ -69,7 +66,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
 at::Tensor make_placeholder(const ShardedState& state, const ParamPlace& place) {
   const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
   install_grad_gate(empty, state.grad_sink(place.unit), place.slot,
-                    foreign_step_error(state.slot(place)));
+                    foreign_step_error(state.slot(place)), /*take=*/nullptr, /*for_good=*/true);
   return empty;
 }
 
@@ -94,7 +91,7 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
   }
   segment.held = segment.tensor = unit.guard(part_of(unit, slot, segment));
   install_grad_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
-                    foreign_step_error(slot));
+                    foreign_step_error(slot), /*take=*/nullptr, /*for_good=*/true);
   return segment;
 }
 
@@ -131,20 +128,18 @@ void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& o
   TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
                               "[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step "
                               "needs products over all parameters, which shards don't give");
-  std::map<std::pair<size_t, size_t>, size_t> group_of_place;
-  const auto& groups = optimizer.param_groups();
-  for (size_t group = 0; group < groups.size(); ++group) {
-    const auto& params = groups[group].params();
-    for (size_t i = 0; i < params.size(); ++i) {
-      const Segment* const known = find_held(adopted, params[i]);
-      const auto place = known ? known->place : state.find(params[i]);
-      TORCH_CHECK_VALUE(place, "[ShardedOptimizer] the optimizer's parameters must be the model's; ",
-                        describe_unknown(state, params[i], group, i));
-      const auto [it, is_new] = group_of_place.emplace(std::pair(place->unit, place->slot), group);
-      TORCH_CHECK_VALUE(it->second == group, "[ShardedOptimizer] a parameter must be in one param group; '",
-                        state.slot(*place).name(), "' is in groups ", it->second, " and ", group);
-    }
-  }
+  std::vector<NamedTensor> params = parameters_of(state);
+  for (const Segment& segment : adopted)
+    params.push_back({state.slot(segment.place).name(), segment.held});
+  check_optimized_once("ShardedOptimizer", params, {&optimizer});
+}
+
+void give_back_parameters(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                          const std::vector<Segment>& segments) {
+  for (auto& param_group : optimizer.param_groups()) param_group.params().clear();
+  for (const Segment& segment : segments)
+    optimizer.param_groups()[segment.param_group].params().push_back(
+        state.slot(segment.place).tensor());
 }
 
 void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& optimizer,
@@ -155,11 +150,10 @@ void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& opt
                                 "[ShardedOptimizer] only whole parameters can be given back; '", slot.name(),
                                 "' is cut");
   }
-  for (auto& param_group : optimizer.param_groups()) param_group.params().clear();
+  give_back_parameters(state, optimizer, segments);
   auto& states = optimizer.state();
   for (const Segment& segment : segments) {
     const at::Tensor param = state.slot(segment.place).tensor();
-    optimizer.param_groups()[segment.param_group].params().push_back(param);
     if (!segment.tensor.defined()) continue;
     const auto it = states.find(segment.tensor.unsafeGetTensorImpl());
     if (it == states.end()) continue;

@@ -20,6 +20,7 @@ struct Segment {
   int64_t begin = 0, end = 0;  ///< elements of the unit's flat buffer
   at::Tensor tensor;  ///< 1-D view of the shard; in the parameter's shape under kWholeParam
   at::Tensor held;    ///< what the param group has: `tensor`, or one without elements
+  at::Tensor digits;  ///< of master weights, to be restored; mostly undefined
 };
 
 /// The segment's reduced gradient; undefined if its parameter has none, or lies elsewhere.
@@ -42,6 +43,10 @@ std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Op
 /// Makes segments of units that have got a master copy since, and their state, part of that.
 void follow_thawed(const ShardedState& state, torch::optim::Optimizer& optimizer,
                    const std::vector<Segment>& segments);
+
+/// Lets the param groups hold the user's parameters again. The state stays that of the segments.
+void give_back_parameters(const ShardedState& state, torch::optim::Optimizer& optimizer,
+                          const std::vector<Segment>& segments);
 
 /// Undoes `adopt_optimizer()`: the param groups hold the user's parameters again, and the optimizer
 /// has the state of those that this rank has updated. Throws `c10::NotImplementedError`, and

@@ -16,9 +16,11 @@
 #include "optim/fused_step.h"
 #include "optim/joined_training.h"
 #include "optim/kept_units.h"
+#include "optim/master_digits.h"
 #include "optim/param_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
+#include "optim/state_replacement.h"
 
 namespace tessera {
 
@@ -29,9 +31,17 @@ struct ShardedOptimizer::Impl {
   bool fuses = options.fused;
   std::vector<Segment> segments = {};
   int64_t steps = 0;
+  std::shared_ptr<ShardedState> used = module.state();  // null after unwrap()
 
-  ShardedState& state() { return *module.state(); }
-  ~Impl() { state().context().watch.forget_optimizer(this); }
+  ShardedState& state() {
+    TORCH_CHECK(used, "[ShardedOptimizer] was unwrapped: step the optimizer that it was made for");
+    return *module.state();
+  }
+  ~Impl() { leave(); }
+  void leave() {
+    if (used) used->context().watch.forget_optimizer(this);
+    used.reset();
+  }
   // A class derived from it may step as it likes.
   bool steps_rounding() const { return typeid(*optimizer) == typeid(CPUAdam); }
   void reserve_state();
@@ -249,15 +259,18 @@ ShardedOptimizer& ShardedOptimizer::operator=(ShardedOptimizer&&) noexcept = def
 void ShardedOptimizer::step() {
   at::NoGradGuard no_grad;
   ShardedState& state = impl_->state();
+  state.residency().check_unused("step");
   announce_step(state, *impl_->optimizer);
   impl_->follow();
   const WorkPtr stopped = state.stop_reading();
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
-              "has a gradient (a backward under no_sync() alone reduces nothing)");
+              "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");
   if (impl_->options.max_grad_norm > 0)
     ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
   for (const auto& unit : state.units()) unit->check_views();
+  restore_digits(state, impl_->segments);
+  for (Segment& segment : impl_->segments) segment.digits.reset();
   const std::vector<bool> changed = impl_->step(stopped);
   ++impl_->steps;
   impl_->tell(MemoryEvent::kStepEnd);
@@ -322,13 +335,37 @@ void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state
 void give_back_optimizer(ShardedOptimizer& optimizer) {
   auto& impl = *optimizer.impl_;
   impl.follow();
+  restore_digits(impl.state(), impl.segments);
   give_back_optimizer(impl.state(), *impl.optimizer, impl.segments);
   impl.segments.clear();
 }
 
+void ShardedOptimizer::unwrap() {
+  at::NoGradGuard no_grad;
+  const OptimizerStateDict whole = full_state_dict(*this, /*recipient=*/-1);
+  torch::optim::Optimizer& optimizer = *impl_->optimizer;
+  give_back_parameters(impl_->state(), optimizer, impl_->segments);
+  optimizer.state().clear();
+  const std::vector<int64_t> numbers = match_params(optimizer, whole, "unwrap");
+  const auto convert = [&](int64_t number, OptimizerStateDict::Values values) {
+    const at::Device device = impl_->state().slot(impl_->segments[number].place).device;
+    for (auto& [name, value] : values) value = move_to(value, device);
+    return values;
+  };
+  set_state(optimizer, whole, numbers, convert, "unwrap");
+  impl_->leave();
+}
+
+void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts) {
+  std::vector<Segment>& segments = optimizer.impl_->segments;
+  for (size_t i = 0; i < parts.size(); ++i) segments[i].digits = std::move(parts[i]);
+}
+
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer) {
-  optimizer.impl_->follow();
-  return optimizer.impl_->segments;
+  auto& impl = *optimizer.impl_;
+  impl.follow();
+  restore_digits(impl.state(), impl.segments);
+  return impl.segments;
 }
 
 }  // namespace tessera

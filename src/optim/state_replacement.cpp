@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "optim/master_digits.h"
 #include "optim/optimizer_archive.h"
 
 namespace tessera {
@@ -100,6 +101,7 @@ void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& sta
                const std::vector<int64_t>& numbers, const ConvertValuesFn& convert,
                const char* function) {
   OptimizerStateDict own{{}, list_params(optimizer, true), state_dict.extra};
+  own.extra.erase(kMasterWeights);  // of the parameters, and nothing to the class of the optimizer
   for (size_t i = 0; i < own.param_groups.size(); ++i)
     own.param_groups[i].options = state_dict.param_groups[i].options;
   for (size_t number = 0; number < numbers.size(); ++number) {

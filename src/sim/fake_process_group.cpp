@@ -9,6 +9,7 @@
 #include "comm/check_arguments.h"
 #include "comm/completed_work.h"
 #include "comm/local_sum.h"
+#include "comm/math_bits.h"
 #include "comm/part_maker.h"
 #include "comm/peer_message.h"
 
@@ -50,6 +51,7 @@ class FakeProcessGroup : public ProcessGroup, public PartMaker {
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
     check_host_all_gather(*this, flat, shard, bounds, tag);
     if (flat.numel() == 0) return completed_;
     auto* const to = static_cast<std::byte*>(flat.mutable_data_ptr());
@@ -64,6 +66,7 @@ class FakeProcessGroup : public ProcessGroup, public PartMaker {
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
                          const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
     const at::ScalarType dtype =
         check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
     for (const Piece& piece : pieces) {
@@ -75,6 +78,7 @@ class FakeProcessGroup : public ProcessGroup, public PartMaker {
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
     check_host_all_reduce(*this, tensor, op, tag);
     if (op != ReduceOp::kSum || tensor.numel() == 0) return completed_;
     void* const data = tensor.mutable_data_ptr();
@@ -85,12 +89,14 @@ class FakeProcessGroup : public ProcessGroup, public PartMaker {
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
     check_host_broadcast(*this, tensor, root, tag);
     return completed_;
   }
 
   WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
                      const CollectiveTag& tag) override {
+    if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
     check_host_all_to_all(*this, from, to, tag);
     const at::Tensor& own = to[rank_];
     for (const at::Tensor& message : from) {

@@ -1,18 +1,18 @@
 #include <c10/util/Exception.h>
-#include <c10/util/safe_numerics.h>
 #include <tessera/plan_report.h>
 
 #include <algorithm>
 #include <charconv>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <sstream>
 
-#include "checkpoint/chunk_reader.h"
+#include "checkpoint/checked_shape.h"
+#include "checkpoint/directory.h"
 #include "checkpoint/file.h"
 #include "checkpoint/index.h"
-#include "checkpoint/safetensors.h"
+#include "checkpoint/model_files.h"
+#include "checkpoint/shortened.h"
 
 namespace tessera {
 namespace {
@@ -34,12 +34,28 @@ const std::map<std::string, at::ScalarType>& dtypes() {
   return dtypes;
 }
 
+// What is read of a file: errors name it.
+template <class F>
+auto naming(const fs::path& path, F&& f) {
+  try {
+    return f();
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    if (text.find(path.string()) != std::string::npos) throw;
+    TORCH_CHECK_VALUE(false, "[read_parameter_sizes] '", path.string(), "': ", text);
+  }
+}
+
+// Of all parameters. More elements than any model has could not be counted with.
+constexpr int64_t kMostElements = 9'000'000'000'000'000;
+constexpr int64_t kMostListBytes = int64_t{64} << 20;
+
 void check_sizes(const ParameterSize& parameter) {
-  int64_t nbytes = static_cast<int64_t>(c10::elementSize(parameter.dtype));
-  for (const int64_t size : parameter.shape) {
-    TORCH_CHECK_VALUE(size >= 0 && !c10::mul_overflows(nbytes, size, &nbytes),
-                      "[read_parameter_sizes] the sizes of '", parameter.names.front(),
-                      "' must be those of a tensor; got ", parameter.shape);
+  try {
+    CheckedShape(parameter.shape, static_cast<int64_t>(c10::elementSize(parameter.dtype)));
+  } catch (const c10::Error& error) {
+    TORCH_CHECK_VALUE(false, "the sizes of '", shortened(parameter.names.front()),
+                      "' must be those of a tensor: ", error.what_without_backtrace());
   }
 }
 
@@ -51,19 +67,21 @@ ParameterSize parameter_from(std::vector<std::string> names, std::vector<int64_t
   return parameter;
 }
 
-void append_safetensors(const File& directory, const std::string& name,
-                        std::vector<ParameterSize>& sizes) {
-  for (TensorHeader& tensor : SafetensorsFile(directory.open(name)).tensors()) {
-    sizes.push_back(parameter_from({std::move(tensor.name)}, std::move(tensor.shape),
-                                   scalar_type_of(tensor.dtype)));
+std::vector<ParameterSize> read_model(const fs::path& path) {
+  std::vector<ParameterSize> sizes;
+  for (ModelTensor& tensor : open_model(path)) {
+    sizes.push_back(parameter_from(std::move(tensor.names), std::move(tensor.header.shape),
+                                   scalar_type_of(tensor.header.dtype)));
   }
+  return sizes;
 }
 
-std::vector<ParameterSize> read_checkpoint_index(const File& directory) {
-  CheckpointIndex index = read_index(directory);
+// Of a checkpoint, in which an import has tensors that may be parameters or buffers.
+std::vector<ParameterSize> read_checkpoint(const fs::path& path) {
+  CheckpointIndex index = read_index(File::open_directory(path));
   std::vector<ParameterSize> sizes;
   for (TensorRecord& tensor : index.tensors) {
-    if (tensor.kind != "param") continue;
+    if (tensor.kind != "param" && tensor.kind != "tensor") continue;
     sizes.push_back(parameter_from(std::move(tensor.names), std::move(tensor.shape),
                                    scalar_type_of(tensor.dtype)));
   }
@@ -71,31 +89,24 @@ std::vector<ParameterSize> read_checkpoint_index(const File& directory) {
 }
 
 std::vector<ParameterSize> read_directory(const fs::path& path) {
-  const File directory = File::open_directory(path);
-  if (fs::exists(path / kIndexFile)) return read_checkpoint_index(directory);
-  std::vector<std::string> files;
-  for (const auto& entry : fs::directory_iterator(path)) {
-    if (entry.path().extension() == ".safetensors") files.push_back(entry.path().filename());
-  }
-  std::sort(files.begin(), files.end());
-  std::vector<ParameterSize> sizes;
-  for (const std::string& file : files) append_safetensors(directory, file, sizes);
-  return sizes;
+  const fs::path checkpoint = readable_checkpoint(path);
+  return fs::exists(checkpoint / kIndexFile) ? read_checkpoint(checkpoint) : read_model(path);
 }
 
 int64_t parse_size(const std::string& word, const std::string& where) {
   int64_t size = 0;
   const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), size);
   TORCH_CHECK_VALUE(error == std::errc() && end == word.data() + word.size() && size >= 0,
-                    "[read_parameter_sizes] ", where, " must be `name dtype size... [frozen]`; got '", word,
-                    "' for a size");
+                    "[read_parameter_sizes] ", where, " must be `name dtype size... [frozen]`; got '",
+                    shortened(word), "' for a size");
   return size;
 }
 
 // One line of a list.
 ParameterSize parse_line(const std::vector<std::string>& words, const std::string& where) {
   TORCH_CHECK_VALUE(words.size() >= 2, "[read_parameter_sizes] ", where,
-                    " must be `name dtype size... [frozen]`; got '", words.front(), "' alone");
+                    " must be `name dtype size... [frozen]`; got '",
+                    shortened(words.front()), "' alone");
   ParameterSize parameter{.names = {words[0]}};
   try {
     parameter.dtype = parse_dtype(words[1]);
@@ -111,9 +122,7 @@ ParameterSize parse_line(const std::vector<std::string>& words, const std::strin
 }
 
 std::vector<ParameterSize> read_list(const fs::path& path) {
-  std::ifstream file(path);
-  TORCH_CHECK_VALUE(file.is_open(), "[read_parameter_sizes] '", path.string(),
-                    "' must be a file that can be read");
+  std::istringstream file(File::open_any(path).read_to_end(kMostListBytes));
   std::vector<ParameterSize> sizes;
   std::string line;
   for (int number = 1; std::getline(file, line); ++number) {
@@ -129,11 +138,18 @@ std::vector<ParameterSize> read_list(const fs::path& path) {
 
 std::vector<ParameterSize> read_any(const fs::path& path) {
   if (fs::is_directory(path)) return read_directory(path);
-  if (path.extension() != ".safetensors") return read_list(path);
-  const fs::path parent = path.has_parent_path() ? path.parent_path() : fs::path(".");
-  std::vector<ParameterSize> sizes;
-  append_safetensors(File::open_directory(parent), path.filename(), sizes);
-  return sizes;
+  return path.extension() == ".safetensors" ? read_model(path) : read_list(path);
+}
+
+void check_total(const std::vector<ParameterSize>& sizes, const std::string& path) {
+  int64_t total = 0;
+  for (const ParameterSize& size : sizes) {
+    const int64_t numel = CheckedShape(size.shape).numel();
+    TORCH_CHECK_VALUE(numel <= kMostElements - total, "[read_parameter_sizes] '", path,
+                      "' must have ", kMostElements, " elements at most; '",
+                      shortened(size.names.front()), "' makes them more");
+    total += numel;
+  }
 }
 
 }  // namespace
@@ -144,14 +160,15 @@ at::ScalarType parse_dtype(const std::string& name) {
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   const auto it = dtypes().find(lower);
   TORCH_CHECK_VALUE(it != dtypes().end(), "[parse_dtype] a dtype must be one such as float32, bfloat16, "
-                    "float16 or int64; got '", name, "'");
+                    "float16 or int64; got '", shortened(name), "'");
   return it->second;
 }
 
 std::vector<ParameterSize> read_parameter_sizes(const std::string& path) {
   TORCH_CHECK_VALUE(fs::exists(path), "[read_parameter_sizes] '", path, "' must exist");
-  std::vector<ParameterSize> sizes = read_any(path);
+  std::vector<ParameterSize> sizes = naming(path, [&] { return read_any(path); });
   TORCH_CHECK_VALUE(!sizes.empty(), "[read_parameter_sizes] '", path, "' holds no parameters");
+  check_total(sizes, path);
   return sizes;
 }
 

@@ -5,12 +5,11 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <set>
 
 #include "access/check_plan.h"
 #include "access/named_tensors.h"
+#include "checkpoint/checked_shape.h"
 #include "optim/param_state.h"
 #include "sim/planned_units.h"
 
@@ -43,14 +42,14 @@ void check_foreseeable(const ShardPlan& plan) {
 
 ParamSlot slot_of(const ParameterSize& parameter) {
   TORCH_CHECK_VALUE(!parameter.names.empty(), "[plan_report] each parameter must have a name");
+  const int64_t numel = CheckedShape(parameter.shape, item_size(parameter.dtype)).numel();
   const auto strides = c10::contiguous_strides(parameter.shape);
   return {.names = parameter.names,
           .sizes = parameter.shape,
           .strides = {strides.begin(), strides.end()},
           .dtype = parameter.dtype,
           .requires_grad = parameter.trainable,
-          .numel = std::accumulate(parameter.shape.begin(), parameter.shape.end(), int64_t{1},
-                                   std::multiplies<>())};
+          .numel = numel};
 }
 
 // Those that the plan shards.
@@ -115,12 +114,13 @@ PlanReport plan_report(const std::vector<ParameterSize>& parameters, const Shard
   check_options(options);
   check_plan(wanted);
   check_foreseeable(wanted);
-  const ShardPlan plan = with_defaults(wanted, options.ranks == 1);
+  const ShardPlan plan = with_defaults(wanted, options.ranks == 1 || options.shares_memory);
   const auto units = lay_out(slots_of(parameters, plan), plan, options.ranks);
   const PlannedGathers gathers = plan_gathers(units, plan, options);
   const auto planned = [&](int rank) {
-    PlannedRank result{rank, planned_memory(units, plan, options, rank),
-                       planned_traffic(units, gathers, plan, options, rank)};
+    PlannedRank result{rank, planned_memory(units, plan, options, rank)};
+    if (options.shares_memory) return result;  // nothing is gathered, and nothing sent
+    result.traffic = planned_traffic(units, gathers, plan, options, rank);
     result.memory.peak_unsharded = gathers.peak_bytes;
     return result;
   };

@@ -22,7 +22,9 @@ ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan
   for (const UnitLayout& unit : units) {
     const auto [begin, end] = updated_range(unit, rank);
     const int64_t item = item_size(unit.master_dtype);
-    if (!frees(unit, options.ranks)) {
+    if (options.shares_memory && unit.level != ShardLevel::kNone) {
+      memory.parameters += unit.shard_numel(rank) * item_size(unit.dtype);
+    } else if (!frees(unit, options.ranks)) {
       memory.parameters += unit.nbytes();
     } else if (!is_offloaded && !(plan.precision.master_only && unit.has_master())) {
       // Else the master copy serves as the shard.

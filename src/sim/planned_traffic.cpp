@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "access/use_order.h"
+#include "checkpoint/checked_shape.h"
+#include "comm/sent_bytes.h"
 #include "grad/grad_bucket.h"
 #include "sim/planned_units.h"
 
@@ -32,13 +34,19 @@ PassOrder order_of_use(const std::vector<UnitLayout>& units, const PlanReportOpt
   return pass;
 }
 
+// So that the entries have a sum, too.
+constexpr int64_t kMostBytes = int64_t{1} << 59;
+
 void add(Entry& entry, int64_t calls, int64_t bytes) {
   entry.calls += calls;
-  entry.bytes_sent += calls * bytes;
+  entry.bytes_sent = checked_sum(entry.bytes_sent, checked_product(calls, bytes));
+  TORCH_CHECK_VALUE(entry.bytes_sent <= kMostBytes, "[plan_report] a rank must send at most ",
+                    kMostBytes, " bytes in a step; got ", entry.bytes_sent);
 }
 
-// What a rank sends of an all-reduce over `size` ranks.
-int64_t all_reduce_bytes(int64_t nbytes, int size) { return 2 * (size - 1) * nbytes / size; }
+int64_t gathered_bytes(int64_t numel, at::ScalarType dtype, const PlanReportOptions& options) {
+  return checked_product(options.ranks - 1, checked_product(numel, item_size(dtype)));
+}
 
 // The gradients of the units of one bucket.
 void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*>& units,
@@ -50,7 +58,7 @@ void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*
     sent += (unit->numel() - own) * item_size(unit->reduce_dtype);
     kept += own_bytes;
     if (unit->level == ShardLevel::kNone && options.ranks > 1)
-      add(traffic.gather_reduced, 1, (options.ranks - 1) * own_bytes);
+      add(traffic.gather_reduced, 1, gathered_bytes(own, unit->master_dtype, options));
   }
   add(traffic.reduce, 1, sent);
   if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));
@@ -96,8 +104,7 @@ PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const Plann
     const UnitLayout& unit = units[i];
     slots += static_cast<int64_t>(unit.slots.size());
     if (!unit.is_replicated) continue;  // others have nothing to do with it
-    const int64_t gathered =
-        (options.ranks - 1) * unit.shard_numel(rank) * item_size(unit.gather_dtype);
+    const int64_t gathered = gathered_bytes(unit.shard_numel(rank), unit.gather_dtype, options);
     add(traffic.gather_forward, gathers.forward[i], gathered);
     add(traffic.gather_backward, gathers.backward[i], gathered);
     if (!is_trainable(unit)) continue;

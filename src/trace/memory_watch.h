@@ -40,6 +40,7 @@ class MemoryWatch {
   /// another.
   void add_optimizer(const void* optimizer, std::function<int64_t()> state_nbytes);
   void forget_optimizer(const void* optimizer) { optimizers_.erase(optimizer); }
+  bool has_optimizers() const { return !optimizers_.empty(); }
   /// Counts the state of all optimizers.
   void count_optimizer_state();
   /// As it was counted last.

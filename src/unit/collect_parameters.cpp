@@ -7,6 +7,7 @@
 
 #include "mesh/dist_meta.h"
 #include "unit/layout.h"
+#include "unit/memory_range.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
@@ -26,14 +27,6 @@ bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
-std::pair<int64_t, int64_t> memory_range(const at::Tensor& tensor) {
-  int64_t last = tensor.storage_offset();
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  }
-  return {tensor.storage_offset(), last + 1};
-}
-
 void check_parameter(const NamedTensor& named) {
   TORCH_CHECK_VALUE(named.tensor.defined(), "[fully_shard] parameter '", named.name,
                     "' is undefined");
@@ -47,6 +40,9 @@ void check_parameter(const NamedTensor& named) {
                     "' has no data (device meta): give it values before sharding");
   TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] parameter '", named.name,
                     "' is sharded already: a module can be wrapped only once");
+  TORCH_CHECK_VALUE(named.tensor.is_leaf(), "[fully_shard] parameter '", named.name,
+                    "' must be a leaf, so that gradients reach it; got the result of an operator (",
+                    named.tensor.grad_fn()->name(), "). Register what it was made of, or detach() it");
 }
 
 class Collector {
@@ -79,8 +75,8 @@ class Collector {
                            .sizes = handle.sizes().vec(),
                            .strides = handle.strides().vec(),
                            .is_first_replica = is_first_replica(*meta->spec)};
-    if (tensor.numel() > 0)
-      by_storage_[tensor.storage().unsafeGetStorageImpl()].push_back(slots_.size());
+    if (const auto range = memory_range(tensor))
+      by_memory_[range->place()] = {range->end, slots_.size()};
     by_impl_[handle.unsafeGetTensorImpl()] = slots_.size();
     slots_.push_back(std::move(slot));
   }
@@ -92,24 +88,29 @@ class Collector {
     const at::Tensor& tensor = local_of(named.tensor);
     const auto same_impl = by_impl_.find(named.tensor.unsafeGetTensorImpl());
     if (same_impl != by_impl_.end()) return &slots_[same_impl->second];
-    if (tensor.numel() == 0) return nullptr;
-    const auto same_storage = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
-    if (same_storage == by_storage_.end()) return nullptr;
-    for (const size_t index : same_storage->second) {
-      const at::Tensor other = slots_[index].local();
-      if (is_same_memory(tensor, other)) return &slots_[index];
-      const auto [a_begin, a_end] = memory_range(tensor);
-      const auto [b_begin, b_end] = memory_range(other);
-      TORCH_CHECK_VALUE(a_end <= b_begin || b_end <= a_begin, "[fully_shard] parameters '",
-                        slots_[index].name(), "' and '", named.name,
-                        "' overlap in memory without being the same tensor");
-    }
-    return nullptr;
+    const auto range = memory_range(tensor);
+    ParamSlot* const other = range ? in_memory(*range) : nullptr;
+    TORCH_CHECK_VALUE(!other || is_same_memory(tensor, other->local()), "[fully_shard] parameters '",
+                      other ? other->name() : "", "' and '", named.name,
+                      "' overlap in memory without being the same tensor");
+    return other;
   }
 
+  // The first parameter that lies there, if only in part. No two overlap.
+  ParamSlot* in_memory(const MemoryRange& range) {
+    auto next = by_memory_.lower_bound({range.storage, range.end});
+    if (next == by_memory_.begin()) return nullptr;
+    const auto& [place, last] = *--next;
+    return place.first == range.storage && last.end > range.begin ? &slots_[last.slot] : nullptr;
+  }
+
+  struct End {
+    uint64_t end;
+    size_t slot;
+  };
   std::vector<ParamSlot> slots_;
   std::map<const c10::TensorImpl*, size_t> by_impl_;
-  std::map<const c10::StorageImpl*, std::vector<size_t>> by_storage_;
+  std::map<std::pair<const void*, uint64_t>, End> by_memory_;
 };
 
 }  // namespace
@@ -119,6 +120,27 @@ bool is_first_replica(const DistSpec& spec) {
     if (is_replicate(spec.placements[i]) && (*spec.mesh.coordinate())[i] != 0) return false;
   }
   return true;
+}
+
+void check_own_memory(const std::vector<ParamSlot>& params, const char* kind,
+                      const std::vector<NamedTensor>& others) {
+  std::vector<std::pair<MemoryRange, const ParamSlot*>> ranges;
+  for (const ParamSlot& param : params)
+    if (const auto range = memory_range(param.local())) ranges.emplace_back(*range, &param);
+  for (const NamedTensor& other : others) {
+    if (!other.tensor.defined()) continue;
+    const at::Tensor& tensor = local_of(other.tensor);
+    TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] ", kind, " '", other.name,
+                      "' is sharded already, or a view of a parameter that is. Shard a module whole, and once");
+    const auto range = memory_range(tensor);
+    if (!range) continue;
+    for (const auto& [memory, param] : ranges) {
+      TORCH_CHECK_VALUE(!memory.overlaps(*range), "[fully_shard] ", kind, " '", other.name,
+                        "' lies in the memory of parameter '", param->name(), "', which moves to its unit: it would "
+                        "keep the values of now. Give it memory of its own (clone() it), or register the "
+                        "parameter itself under both names");
+    }
+  }
 }
 
 std::vector<ParamSlot> collect_parameters(const std::vector<NamedTensor>& named_parameters) {

@@ -15,6 +15,7 @@
 #include "comm/local_sum.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
+#include "unit/least_loaded.h"
 
 namespace tessera {
 
@@ -67,11 +68,11 @@ void choose_dtypes(ParamSlot& param, const Precision& precision) {
 // the lowest of equals.
 std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const ShardPlan& plan,
                                int world_size) {
-  std::vector<int64_t> load(world_size, 0);
+  LeastLoaded ranks(world_size);
   std::vector<int> owners;
   std::map<std::string, int> given = plan.owners;
   for (const ParamSlot& param : params) {
-    int owner = static_cast<int>(std::min_element(load.begin(), load.end()) - load.begin());
+    int owner = ranks.next();
     for (const std::string& name : param.names) {
       const auto it = given.find(name);
       if (it == given.end()) continue;
@@ -81,7 +82,7 @@ std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const Shard
       given.erase(it);
     }
     owners.push_back(param.is_replicated ? owner : 0);  // of those who have it, which is one
-    if (param.requires_grad && param.is_replicated) load[owner] += param.numel;
+    if (param.requires_grad && param.is_replicated) ranks.add(owner, param.numel);
   }
   TORCH_CHECK_VALUE(given.empty(), "[fully_shard] plan.owners names '", given.empty() ? "" : given.begin()->first,
                     "', which the model does not have");

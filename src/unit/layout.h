@@ -108,9 +108,15 @@ at::Tensor local_value(const ParamSlot& slot, const at::Tensor& global);
 
 /// Lists the distinct parameters of a model in registration order, ties merged.
 ///
-/// Throws `c10::ValueError` for a model without parameters, one that is sharded already, and
-/// parameters that overlap in part.
+/// Throws `c10::ValueError` for a model without parameters, one that is sharded already, parameters
+/// that overlap in part, and those that an operator made.
 std::vector<ParamSlot> collect_parameters(const std::vector<NamedTensor>& named_parameters);
+
+/// Throws `c10::ValueError` with both names if one of `others` lies in the memory of a parameter,
+/// or of a model that is sharded already: it would keep the memory that the parameter leaves.
+/// `kind`: of tensors they are.
+void check_own_memory(const std::vector<ParamSlot>& params, const char* kind,
+                      const std::vector<NamedTensor>& others);
 
 /// Cuts the parameters into units and lays each unit out for `world_size` ranks.
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,

@@ -34,6 +34,11 @@ at::Tensor dist_around(const at::Tensor& view, const DistSlot& slot, const at::T
                              std::make_shared<const DistParameter>(std::move(parameter)));
 }
 
+bool is_in_use(const ParamSlot& slot) {
+  return std::any_of(slot.handles.begin(), slot.handles.end(),
+                     [](const auto& handle) { return !handle.expired(); });
+}
+
 }  // namespace
 
 Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& listener)
@@ -161,22 +166,32 @@ void Unit::point_to(const ParamSlot& slot, const std::function<at::Tensor()>& ma
   }
 }
 
-void Unit::give_back() {
-  TORCH_CHECK_NOT_IMPLEMENTED(layout_.master_dtype == layout_.dtype, "[tessera] ", label_,
-                              " has master weights of another dtype, and can't be given back");
+void Unit::give_back(GivenValues which) {
+  TORCH_CHECK_NOT_IMPLEMENTED(which == GivenValues::kUsed || layout_.master_dtype == layout_.dtype, "[tessera] ", label_,
+                              " has master weights of another dtype, and can't be given back with them");
   at::NoGradGuard no_grad;
   if (state_ == State::kSharded) unshard();
   wait();
-  const at::Tensor values = full_.clone();
-  if (master_.defined()) updated_of(values).copy_(master_);
+  if (!full_.defined()) return;  // it was, before another unit failed
+  const at::Tensor values = values_to_give(which);
   for (const ParamSlot& slot : layout_.slots) {
     if (slot.local().defined() && unit_of(slot.local()) != this) {
-      restore_taken_out(slot, values);
-      continue;
+      if (which == GivenValues::kUpdated) restore_taken_out(slot, values);
+    } else if (is_in_use(slot)) {
+      const at::Tensor own = view_param(slot, values).clone(at::MemoryFormat::Preserve);
+      point_to(slot, [&] { return own.alias(); });
     }
-    const at::Tensor own = view_param(slot, values).clone(at::MemoryFormat::Preserve);
-    point_to(slot, [&] { return own.alias(); });
   }
+  if (const auto storage = storage_.lock()) storage->leave_unit(shared_ ? full_.clone() : full_);
+  count_unsharded(false);
+  for (at::Tensor* memory : {&full_, &shard_, &master_}) memory->reset();
+}
+
+at::Tensor Unit::values_to_give(GivenValues which) const {
+  if (which == GivenValues::kUsed || !master_.defined()) return full_;
+  const at::Tensor values = full_.clone();
+  updated_of(values).copy_(master_);
+  return values;
 }
 
 // The user has converted the parameter, and so its rounded values. Where those are all that it has,
@@ -269,7 +284,7 @@ void Unit::publish() {
 
 int64_t Unit::resident_nbytes() const {
   // One copy for all ranks of the host: each counts its shard.
-  if (shared_) return static_cast<int64_t>(shard_.nbytes());
+  if (shared_) return shard_.defined() ? static_cast<int64_t>(shard_.nbytes()) : 0;
   if (!frees_) return layout_.nbytes();
   return shard_.defined() ? static_cast<int64_t>(shard_.nbytes()) : 0;
 }

@@ -35,14 +35,23 @@ struct UnitContext {
   MemoryWatch& watch = *shared_watch;
 };
 
-/// Is told when an operator touches a unit's parameters.
+/// Is told when an operator touches parameters of a model's units.
 class UseListener {
  public:
   virtual ~UseListener() = default;
-  /// Before the operator: all `units` must be unsharded when this returns.
-  virtual void on_use(const std::vector<Unit*>& units) = 0;
-  /// After an operator that wrote to parameters of `units`.
+  /// Before the operator: all `units` must be unsharded when this returns. `writes`: it writes to
+  /// one of them. Returns the listener, to be kept until `on_used()`.
+  virtual std::shared_ptr<UseListener> on_use(const std::vector<Unit*>& units, bool writes) = 0;
+  /// After an operator that wrote to parameters of `units`, before `on_used()`.
   virtual void on_write(const std::vector<Unit*>& units) = 0;
+  /// After the operator, on the same thread, also if it has thrown.
+  virtual void on_used() noexcept = 0;
+};
+
+/// The values that parameters have after `Unit::give_back()`.
+enum class GivenValues : uint8_t {
+  kUsed,     ///< those that operators see, on all ranks alike
+  kUpdated,  ///< where this rank updates them, its own: those of its master copy, which are wider
 };
 
 /// The parameters that are gathered together, and this rank's shard of them.
@@ -83,8 +92,12 @@ class Unit {
   void thaw();
 
   /// Undoes `adopt()`: the parameters are ordinary tensors with memory of their own again. The unit
-  /// is of no use then. Collective. What has a master copy gets the values of that on its owner.
-  void give_back();
+  /// has no memory then and is of no use. Collective, unless `is_whole()`.
+  ///
+  /// `kUpdated`: throws `c10::NotImplementedError` for a master copy of another dtype.
+  void give_back(GivenValues which);
+  /// True if the full parameters are here, or on their way, on all ranks.
+  bool is_whole() const { return state_ != State::kSharded || context_.mesh.shard().size() == 1; }
 
   /// Starts gathering the full parameters, in place if they are there. Collective.
   void unshard();
@@ -176,6 +189,7 @@ class Unit {
   void install_view(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
   void point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const;
   void move_to_shared_memory();
+  at::Tensor values_to_give(GivenValues which) const;
   void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   void keep_part_of(const at::Tensor& values);
   void keep_written(const at::Tensor& before, const at::Tensor& after);

@@ -241,7 +241,7 @@ std::vector<std::vector<NamedTensor>> three_parts(const std::vector<NamedTensor>
 }
 
 std::string part_name(size_t part) {
-  return fmt::format("model-0000{}-of-00003.safetensors", part);
+  return fmt::format("model-0000{}-of-00003.safetensors", part + 1);
 }
 
 /// Those three files with their index, as Hugging Face's tools lay them out.
@@ -389,7 +389,7 @@ TEST(CheckpointExchange, BrokenFilesAreRefusedByName) {
       {"empty.safetensors", "too few for a header"},
       {"dtype.safetensors", "'F3'"},
       {"shape.safetensors", "must be 3 elements of F32"},
-      {"negative.safetensors", "sizes must be 0 or more; got -1"},
+      {"negative.safetensors", "whole number from 0 to"},
       {"nothing.safetensors", "has no tensors"}};
   for (const auto& [name, reason] : cases) {
     expect_contains(error_of([&] { import_checkpoint(sources / name, scratch / "one"); }),
@@ -414,17 +414,25 @@ TEST(CheckpointExchange, BrokenDirectoriesAreRefusedByName) {
   write_safetensors(model / part_name(1), {{"other", torch::ones({2})}});
   expect_refused({model / part_name(1), "lacks tensors", "model.safetensors.index.json"});
   std::ofstream(index) << R"({"weight_map": {"a": "../other.safetensors"}})";
-  expect_refused({index, "beside itself", "../other.safetensors"});
+  expect_refused({index, "beside the index", "../other.safetensors"});
   std::ofstream(index) << R"({"weight_map": ["a"]})";
   expect_refused({index, "weight_map"});
   std::ofstream(index) << text.substr(0, text.size() / 2);
   expect_refused({index, "weight_map"});
-  fs::copy_file(index, model / "other.safetensors.index.json");
-  expect_refused({model, "must have one index; it has 2"});
+  for (const char* name : {"one", "other"})
+    fs::copy_file(index, model / (std::string(name) + ".safetensors.index.json"));
+  expect_refused({index, "weight_map"});  // which is the one to read
   fs::remove(index);
-  fs::remove(model / "other.safetensors.index.json");
+  expect_refused({model, "must have one index", "it has 2"});
+  for (const char* name : {"one", "other"})
+    fs::remove(model / (std::string(name) + ".safetensors.index.json"));
   fs::copy_file(model / part_name(0), model / "copy.safetensors");
-  expect_refused({model, "twice"});
+  expect_refused({model, "must have the files of one model", "copy.safetensors"});
+  fs::remove(model / part_name(1));
+  expect_refused({model, "lacks '" + part_name(1) + "'"});
+  for (const size_t part : {0, 2})
+    fs::rename(model / part_name(part), model / fmt::format("part{}.safetensors", part));
+  expect_refused({model, "twice", "copy.safetensors", "part0.safetensors"});
 }
 
 TEST(CheckpointExchange, AnImportReplacesACheckpointAndNothingElse) {

@@ -167,5 +167,48 @@ TEST(CheckpointExtras, WhatMayDifferIsListedAndTheRestIsLoaded) {
   });
 }
 
+// LibTorch may only note that a tensor is conjugated or negated: its memory has other values.
+StateDict noted_tensors(double scale, const DeviceMesh& mesh) {
+  const auto z = torch::complex(torch::arange(5.), torch::ones({5}));
+  const auto own = torch::full({2}, 1. + mesh.process_group()->rank());
+  return {{"conjugate", torch::conj(z * scale)},
+          {"negative", at::_neg_view(torch::arange(6.) * scale)},
+          {"parts", from_local(at::_neg_view(own * scale), mesh, {Shard{0}})}};
+}
+
+at::Tensor plain(const at::Tensor& tensor) {
+  return (is_dist(tensor) ? full_tensor(tensor) : tensor).resolve_conj().resolve_neg();
+}
+
+TEST(CheckpointExtras, ConjugatedAndNegatedTensorsKeepTheirValues) {
+  const ScratchDirectory scratch;
+  run_world(2, [&](World& world) {
+    const auto mesh = DeviceMesh::over_world(world);
+    const StateDict saved = noted_tensors(1, mesh), noted = noted_tensors(3, mesh);
+    ASSERT_TRUE(saved.at("conjugate").is_conj() && saved.at("negative").is_neg());
+    StateDict loaded;
+    for (const auto& [name, tensor] : saved) loaded[name] = torch::zeros_like(plain(tensor));
+    save_state_dict(scratch / "one", saved);
+    load_state_dict(scratch / "one", noted);
+    load_state_dict(scratch / "one", loaded);
+    for (const auto& [name, tensor] : saved) {
+      EXPECT_TRUE(torch::equal(loaded.at(name), plain(tensor))) << name;
+      EXPECT_TRUE(torch::equal(plain(noted.at(name)), plain(tensor))) << name;
+    }
+    auto bag = std::make_shared<Bag>(), other = std::make_shared<Bag>();
+    for (const char* name : {"negative", "conjugate"}) {
+      bag->add_buffer(name, saved.at(name));
+      other->add_buffer(name, torch::zeros_like(plain(saved.at(name))));
+    }
+    AsyncCheckpointer checkpointer;
+    checkpointer.save(scratch / "async", *bag, nullptr);
+    checkpointer.wait();
+    load_checkpoint(scratch / "async", *other, nullptr);
+    for (const auto& item : other->named_buffers())
+      EXPECT_TRUE(torch::equal(item.value(), plain(saved.at(item.key())))) << item.key();
+  });
+  EXPECT_EQ(verify_checkpoint(scratch / "one"), std::vector<std::string>());
+}
+
 }  // namespace
 }  // namespace tessera::testing

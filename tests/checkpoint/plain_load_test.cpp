@@ -144,7 +144,7 @@ TEST(CheckpointPlain, WhatDoesNotFitIsRefusedAndTheModuleStays) {
   auto picture = make_picture(1);
   AdamW other(wide->parameters());
   expect_contains(error_of([&] { load_checkpoint(scratch / "one", *picture, &other); }),
-                  {"must be the module's", "[17, 14]"});
+                  {"must be the model's", "[17, 14]"});
   Bag empty;
   expect_contains(error_of([&] { load_checkpoint(scratch / "one", empty, nullptr); }),
                   {"not in the model: 'decode', 'encode.weight'"});

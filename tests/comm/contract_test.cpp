@@ -119,6 +119,45 @@ TEST_P(ProcessGroupContract, BroadcastCopiesFromEachRoot) {
   });
 }
 
+// A tensor of which LibTorch only notes that it is negated: its memory holds the opposite values.
+torch::Tensor noted(const torch::Tensor& tensor) { return at::_neg_view(-tensor); }
+
+TEST_P(ProcessGroupContract, NegatedAndConjugatedTensorsAreSentAndReceivedAsTheirValues) {
+  run([&](ProcessGroup& pg) {
+    const std::vector<int64_t> bounds = all_bounds()[1];
+    const auto whole = values(bounds.back(), torch::kFloat, 0);
+    const auto own = part(whole, bounds, pg.rank());
+    const auto sum = whole * pg.size() + pg.size() * (pg.size() - 1) / 2;
+    const auto flat = noted(torch::full_like(whole, 77));
+    pg.all_gather(flat, noted(own), bounds, kTag)->wait();
+    EXPECT_TRUE(torch::equal(flat, whole)) << flat << whole;
+    const auto z = torch::complex(whole, whole + 1), all = torch::zeros_like(z).conj();
+    const auto conjugate = torch::conj(part(z.conj().resolve_conj(), bounds, pg.rank()));
+    ASSERT_TRUE(conjugate.is_conj() && all.is_conj());
+    pg.all_gather(all, conjugate, bounds, kTag)->wait();
+    EXPECT_TRUE(torch::equal(all.resolve_conj(), z));
+    const auto term = whole + pg.rank(), out = noted(torch::zeros_like(own));
+    pg.reduce_scatter(out, {{0, noted(term), term.numel()}}, bounds, {}, kTag)->wait();
+    EXPECT_TRUE(torch::equal(out, part(sum, bounds, pg.rank()))) << out;
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
+      const auto reduced = noted(term);
+      pg.all_reduce(reduced, op, kTag)->wait();
+      EXPECT_TRUE(torch::equal(reduced, op == ReduceOp::kSum ? sum : whole + pg.size() - 1));
+    }
+    const auto copied = noted(term);
+    pg.broadcast(copied, pg.size() - 1, kTag)->wait();
+    EXPECT_TRUE(torch::equal(copied, whole + pg.size() - 1));
+    std::vector<at::Tensor> from, to;
+    for (int r = 0; r < pg.size(); ++r) {
+      from.push_back(noted(torch::zeros({3})));
+      to.push_back(noted(torch::full({3}, 10. * pg.rank() + r)));
+    }
+    pg.all_to_all(from, to, kTag)->wait();
+    for (int r = 0; r < pg.size(); ++r)
+      EXPECT_TRUE(torch::equal(from[r], torch::full({3}, 10. * r + pg.rank()))) << from[r];
+  });
+}
+
 TEST_P(ProcessGroupContract, BarrierWaitsForTheLastRank) {
   std::atomic<int> arrived{0};
   run([&](ProcessGroup& pg) {

@@ -2,7 +2,9 @@
 // mesh/mesh_process_group_test.cpp.
 #include "comm/process_groups.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
+#include <tessera/fake_world.h>
 #include <torch/torch.h>
 
 #include <future>
@@ -32,9 +34,64 @@ TEST(ProcessGroups, AreThoseOfTheDefaultWorld) {
     EXPECT_EQ(process_groups->rank(), world.rank());
     EXPECT_EQ(process_groups->size(), 2);
     EXPECT_EQ(&process_groups->shared({0, 1}), &process_groups->world());
-    std::thread([] { EXPECT_EQ(default_process_groups()->size(), 1); }).join();
   });
   EXPECT_EQ(default_process_groups()->size(), 1);
+}
+
+// Without spawn(): a rank that is a process has its world for all its threads.
+TEST(ProcessGroups, OfTheOneRankOfAProcessAreTheDefaultOfItsOtherThreads) {
+  const auto find = [] {
+    std::shared_ptr<ProcessGroups> found;
+    std::thread([&] { found = default_process_groups(); }).join();
+    return found;
+  };
+  const auto outer = fake_world(2, 1);
+  EXPECT_EQ(find(), default_process_groups());
+  EXPECT_EQ(find()->rank(), 1);
+  {
+    const auto newer = fake_world(4, 3);
+    EXPECT_EQ(find()->size(), 4);
+  }
+  EXPECT_EQ(find()->world(), outer.process_group());
+}
+
+TEST(ProcessGroups, AreRefusedToThreadsOfWhichNobodyKnowsTheRank) {
+  run_world(2, [](World&) {
+    std::thread([] {
+      expect_error([] { default_process_groups(); },
+                   {"[default_process_group]", "thread", "init()"});
+      // One that has a world of its own is not asked.
+      const World own = init(c10::make_intrusive<c10d::HashStore>(), 0, 1);
+      EXPECT_EQ(default_process_groups()->world(), own.process_group());
+    }).join();
+  });
+  // Ranks that are threads without spawn().
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto rank = [&](int number, const std::function<void()>& then) {
+    const World world = init(store, number, 2, {.transport = Transport::kGloo});
+    EXPECT_EQ(default_process_groups()->rank(), number);
+    sum_over(*world.process_group(), 1);
+    then();
+    sum_over(*world.process_group(), 1);
+  };
+  auto other = std::async(std::launch::async, [&] { rank(1, [] {}); });
+  rank(0, [] {
+    std::thread([] {
+      expect_error([] { default_process_groups(); }, {"[default_process_group]"});
+    }).join();
+  });
+  other.get();
+}
+
+TEST(ProcessGroups, OfARankAreThoseOfLibTorchsThreadsThatWorkForIt) {
+  run_world(2, [](World& world) {
+    const auto expected = default_process_groups();
+    at::ThreadLocalState state;
+    std::thread([&, state] {
+      const at::ThreadLocalStateGuard guard(state);
+      EXPECT_EQ(default_process_groups(), expected) << world.rank();
+    }).join();
+  });
 }
 
 TEST(ProcessGroups, AreNotTheDefaultOnesOnceTheirWorldHasGone) {

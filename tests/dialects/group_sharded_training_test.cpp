@@ -145,5 +145,41 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
   }
 }
 
+TEST(GroupSharded, UnwrapGivesTheModelAndTheOptimizerBack) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const std::string level : {"os_g", "p_g_os"}) {
+      run_world(ranks, [&](World& world) {
+        const auto net = make_mlp(), plain = make_mlp();
+        const auto inner = make_adamw(*net), alone = make_adamw(*plain);
+        auto parts = group_sharded_parallel(net, *inner, level, {.segment_size = 0});
+        const auto train_alone = [&](Net& some, torch::optim::Optimizer& optimizer, int step) {
+          optimizer.zero_grad();
+          for (int rank = 0; rank < ranks; ++rank)
+            (rank_loss(some, global_batch(step, kRows, kIn, kOut), rank, ranks, step) / ranks)
+                .backward();
+          optimizer.step();
+        };
+        for (int step = 0; step < 3; ++step) {
+          parts.optimizer.clear_grad();
+          rank_loss(*net, global_batch(step, kRows, kIn, kOut), world.rank(), ranks, step)
+              .backward();
+          parts.optimizer.step();
+          train_alone(*plain, *alone, step);
+        }
+        parts.unwrap();
+        expect_contains(message_of<c10::Error>([&] {
+                          parts.model(torch::ones({1, kIn}));
+                        }),
+                        "was unwrapped");
+        for (int step = 3; step < 5; ++step) {
+          train_alone(*net, *inner, step);
+          train_alone(*plain, *alone, step);
+        }
+        expect_same_state(plain_state(*net), plain_state(*plain), 1e-5, level);
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera

@@ -293,7 +293,7 @@ TEST(Oss, FS_52_GroupsThatCannotBeAddedChangeNothing) {
     EXPECT_EQ(optimizer.param_groups().size(), 1u);
     EXPECT_THROW(optimizer.add_param_group(OptimizerParamGroup({net->first->weight})), c10::Error);
     EXPECT_EQ(optimizer.param_groups().size(), 1u);
-    expect_error([&] { optimizer.add_param_group(foreign); }, {"must be the module's", "[3]"});
+    expect_error([&] { optimizer.add_param_group(foreign); }, {"must be the model's", "[3]"});
     EXPECT_EQ(optimizer.param_groups().size(), 1u);
     train_sharded(model, optimizer, world, 0, 2);
     expect_replicas(world, *net);

@@ -451,7 +451,6 @@ TEST(ShardedModelV2, OptionsMustFit) {
     expect_error([&] { ShardedModelV2<Tower>(zero_net<Tower>(), nullptr); }, {"shard_strategy"});
     ShardedModelV2<Tower> model(zero_net<Tower>(), kTensor,
                                 {.process_group = world.process_group()});
-    expect_error([&] { model.zero_grad(/*set_to_none=*/false); }, {"set_to_none"});
   });
 }
 

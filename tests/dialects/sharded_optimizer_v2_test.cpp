@@ -283,6 +283,40 @@ TEST(ShardedOptimizerV2, CO_36_StateGoesToAnyNumberOfRanks) {
   }
 }
 
+TEST(ShardedOptimizerV2, CO_36_RewoundStateRepeatsItsLosses) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World& world) {
+      for (const bool reuse : {false, true}) {
+        Job job({.initial_scale = 256}, {.shard_param = true}, {.reuse_fp16_shard = reuse});
+        const auto train = [&] {
+          std::vector<double> losses;
+          for (int step = 0; step < 4; ++step) {
+            const at::Tensor loss = tower_loss(job.model, step, world.rank(), ranks);
+            job.optimizer.zero_grad();
+            job.optimizer.backward(loss);
+            EXPECT_TRUE(job.optimizer.step());
+            losses.push_back(loss.item<double>());
+          }
+          return losses;
+        };
+        train();
+        const auto state = job.optimizer.state_dict();
+        const auto values = job.model.state_dict();
+        const auto expected = train();
+        const auto after = job.model.state_dict();
+        job.model.load_state_dict(values);
+        job.optimizer.load_state_dict(state);
+        EXPECT_EQ(train(), expected);
+        expect_same_state(job.model.state_dict(), after, 0, "model first");
+        job.optimizer.load_state_dict(state);
+        job.model.load_state_dict(values);
+        EXPECT_EQ(train(), expected);
+        expect_same_state(job.model.state_dict(), after, 0, "optimizer first");
+      }
+    });
+  }
+}
+
 TEST(ShardedOptimizerV2, CO_36_AMissingScalerIsWarnedOf) {
   run_world(1, [](World& world) {
     Job job;

@@ -71,17 +71,27 @@ TEST(ZeroInit, CO_02_ParametersAndBuffersAreOfTheContextsDtype) {
 
 TEST(ZeroInit, CO_02_ElementsAreCounted) {
   for (const bool on_the_fly : {true, false}) {
-    const at::Tensor numel = torch::zeros({1}, torch::kLong);
-    const ZeroInitOptions options{.rm_torch_payload_on_the_fly = on_the_fly,
-                                  .model_numel_tensor = numel};
-    int64_t expected = 0;
-    for (const at::Tensor& param : eager_net<Tower>()->parameters()) expected += param.numel();
-    Tower net = zero_net<Tower>(options);
-    EXPECT_EQ(numel.item<int64_t>(), expected);
-    Twice twice = zero_net<Twice>(options);
-    for (const at::Tensor& param : twice->parameters()) expected += param.numel();
-    EXPECT_EQ(numel.item<int64_t>(), expected);
+    for (const at::ScalarType dtype : {torch::kLong, torch::kInt}) {
+      const at::Tensor numel = torch::zeros({1}, dtype);
+      const ZeroInitOptions options{.rm_torch_payload_on_the_fly = on_the_fly,
+                                    .model_numel_tensor = numel};
+      int64_t expected = 0;
+      for (const at::Tensor& param : eager_net<Tower>()->parameters()) expected += param.numel();
+      Tower net = zero_net<Tower>(options);
+      EXPECT_EQ(numel.item<int64_t>(), expected);
+      Twice twice = zero_net<Twice>(options);
+      for (const at::Tensor& param : twice->parameters()) expected += param.numel();
+      EXPECT_EQ(numel.item<int64_t>(), expected);
+      EXPECT_EQ(numel.scalar_type(), dtype);
+    }
   }
+}
+
+TEST(ZeroInit, CO_02_ACountThatDoesNotFitStaysTheLargestNumber) {
+  const int64_t most = std::numeric_limits<int32_t>::max();
+  const at::Tensor numel = torch::full({1}, most - 5, torch::kInt);
+  zero_net<Tower>({.model_numel_tensor = numel});
+  EXPECT_EQ(numel.item<int64_t>(), most);
 }
 
 struct WideImpl : torch::nn::Module {

@@ -71,6 +71,8 @@ TEST(CommDebug, CountsByKindAndOperator) {
       EXPECT_EQ(inner.calls(), 1);
     }
     full_tensor(product);
+    EXPECT_EQ(all.calls(), 1);  // it was reduced for relu
+    full_tensor(torch::mm(a, b));
     EXPECT_EQ(all.calls(), 2);
     EXPECT_EQ(all.calls("all_reduce", "redistributed tensor"), 1);
     EXPECT_EQ(all.bytes("all_reduce", "redistributed tensor"), 4 * 3 * 4);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
+#include <tessera/distribute_module.h>
 #include <torch/torch.h>
 
 #include "mesh/chunks.h"
@@ -175,6 +176,109 @@ TEST(RedistributeOnALine, KeepsDtypesThatAreOnlyMoved) {
       EXPECT_TRUE(torch::equal(full_tensor(moved), whole)) << dtype;
     }
   });
+}
+
+// LibTorch marks what is conjugated or negated, and leaves the memory as it is.
+at::Tensor conjugated(const at::Tensor& dist) {
+  return from_local(to_local(dist).conj(), mesh_of(dist), placements_of(dist), dist.sizes().vec());
+}
+at::Tensor negated(const at::Tensor& dist) {
+  return from_local(at::_neg_view(to_local(dist)), mesh_of(dist), placements_of(dist),
+                    dist.sizes().vec());
+}
+
+void expect_whole(const at::Tensor& tensor, const at::Tensor& whole) {
+  EXPECT_TRUE(torch::equal(full_tensor(tensor).resolve_conj().resolve_neg(), whole))
+      << describe(tensor);
+}
+
+TEST(RedistributeMarked, ConjugatesAndNegativesKeepTheirValues) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [](World& world) {
+      const auto mesh = DeviceMesh::over_world();
+      std::vector<int> turned;
+      for (int r = world.size() - 1; r >= 0; --r) turned.push_back(r);
+      const DeviceMesh other({world.size()}, turned);
+      const at::Tensor z = torch::complex(numbers({5, 4}), numbers({5, 4}) + 1);
+      const std::vector<Placement> cuts = {Replicate{}, Shard{0}, Shard{1}};
+      for (const Placement& from : cuts) {
+        const at::Tensor conjugate = conjugated(distribute(z, mesh, {from}));
+        for (const Placement& to : cuts) {
+          SCOPED_TRACE(to_string(from) + " to " + to_string(to));
+          expect_whole(redistribute(conjugate, {to}), z.conj().resolve_conj());
+          expect_whole(redistribute(redistribute(conjugate, {to}), {from}),
+                       z.conj().resolve_conj());
+          expect_whole(redistribute(conjugate, other, {to}), z.conj().resolve_conj());
+        }
+      }
+    });
+  }
+}
+
+TEST(RedistributeMarked, NegatedTermsAreReducedWithTheirSign) {
+  run_world(3, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor whole = numbers({5, 4});
+    for (const Placement& from : {Placement(Shard{0}), Placement(Shard{1}), Placement(Partial{}),
+                                  Placement(Partial{PartialOp::kMax})}) {
+      const at::Tensor negative = negated(distribute(whole, mesh, {from}));
+      for (const Placement& to : placements_of_dims(2)) {
+        if (is_partial(to)) continue;
+        SCOPED_TRACE(to_string(from) + " to " + to_string(to));
+        expect_whole(redistribute(negative, {to}), -whole);
+      }
+    }
+  });
+}
+
+TEST(RedistributeMarked, OperatorsSeeTheValues) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor z = torch::complex(numbers({4, 6}), numbers({4, 6}) + 1);
+    for (const Placement& cut : {Placement(Shard{0}), Placement(Shard{1})}) {
+      const at::Tensor dist = distribute(z, mesh, {cut});
+      expect_whole(redistribute(dist.conj(), {cut}), z.conj().resolve_conj());
+      expect_whole(redistribute(torch::imag(conjugated(dist)), {cut}), -torch::imag(z));
+      expect_whole(conjugated(dist).sum(1), z.conj().sum(1));
+    }
+  });
+}
+
+// Ranks gather two tensors of equally many elements, rank 0 in the other order.
+void expect_told_apart(World& world, const at::Tensor& one, const at::Tensor& other) {
+  const bool swaps = world.rank() == 0;
+  EXPECT_THROW(
+      {
+        full_tensor(swaps ? other : one);
+        full_tensor(swaps ? one : other);
+      },
+      c10::DistBackendError);
+}
+
+TEST(RedistributeOrder, TensorsOfOtherShapesOrPlacementsAreToldApart) {
+  for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+    const auto run = [&](const std::function<void(World&, const DeviceMesh&)>& fn) {
+      run_world(
+          2, [&](World& world) { fn(world, DeviceMesh::over_world()); },
+          std::chrono::milliseconds(500), transport);
+    };
+    run([](World& world, const DeviceMesh& mesh) {
+      expect_told_apart(world, distribute(numbers({4, 8}), mesh, {Shard{0}}),
+                        distribute(numbers({8, 4}), mesh, {Shard{0}}));
+    });
+    run([](World& world, const DeviceMesh& mesh) {
+      expect_told_apart(world, distribute(numbers({4, 8}), mesh, {Shard{0}}),
+                        distribute(numbers({4, 8}), mesh, {Shard{1}}));
+    });
+    run([](World& world, const DeviceMesh& mesh) {
+      torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+      distribute_module(*model, mesh, [](const auto&, torch::nn::Module& module, const auto& on) {
+        for (at::Tensor& parameter : module.parameters(/*recurse=*/false))
+          distribute_(parameter, on, {Shard{0}});
+      });
+      expect_told_apart(world, model->parameters()[0], model->parameters()[2]);
+    });
+  }
 }
 
 }  // namespace

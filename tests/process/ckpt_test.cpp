@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "launch/reserved_port.h"
 #include "launched.h"
@@ -200,6 +202,116 @@ TEST_F(Ckpt, ProgressIsOneLineOnATerminal) {
   EXPECT_EQ(end.status, 0) << end.out;
   EXPECT_TRUE(contains(end.out, "\rreshard") || contains(end.out, "\r\033[Kreshard: ")) << end.out;
   EXPECT_EQ(std::count(end.out.begin(), end.out.end(), '\n'), 1) << end.out;
+}
+
+TEST_F(Ckpt, ToAFullDeviceEndsWithStatusTwo) {
+  ASSERT_EQ(ckpt({"reshard", path("one"), path("on2"), "--ranks", "2", "--quiet"}).status, 0);
+  const std::string one = " '" + path("one") + "'", other = " '" + path("on2") + "'";
+  const std::vector<std::string> commands = {"ckpt inspect" + one,
+                                             "ckpt inspect --json" + one,
+                                             "ckpt verify --quiet" + one,
+                                             "ckpt --help",
+                                             "ckpt diff --quiet" + one + other,
+                                             "ckpt",
+                                             "version",
+                                             "ckpt verify --quiet" + one + " >&-"};
+  for (const std::string& command : commands) {
+    const bool is_closed = command.ends_with(">&-");
+    const auto end =
+        run_program({"sh", "-c", TESSERA_CLI " " + command + (is_closed ? "" : " > /dev/full")});
+    EXPECT_EQ(end.status, 2) << command;
+    EXPECT_TRUE(contains(end.err, "could not write the output")) << command << ": " << end.err;
+  }
+  // Nobody hears what is wrong, and the status still tells.
+  const std::string none = " '" + path("none") + "'";
+  const auto end =
+      run_program({"sh", "-c", TESSERA_CLI " ckpt inspect" + none + " > /dev/full 2> /dev/full"});
+  EXPECT_EQ(end.status, 2);
+  const Command progress = {
+      "sh", "-c",
+      TESSERA_CLI " ckpt reshard --ranks 3" + one + " '" + path("on3") + "' 2> /dev/full"};
+  EXPECT_EQ(run_program(progress).status, 0);
+}
+
+/// A safetensors file of 64 tensors of 64 MiB, which takes no room on the disk.
+void write_sparse_model(const std::string& path) {
+  constexpr int64_t kTensors = 64, kBytes = int64_t{64} << 20;
+  json header;
+  for (int64_t i = 0; i < kTensors; ++i)
+    header["layers." + std::to_string(i)] = {
+        {"dtype", "U8"}, {"shape", {kBytes}}, {"data_offsets", {i * kBytes, (i + 1) * kBytes}}};
+  const std::string text = header.dump();
+  const uint64_t length = text.size();
+  std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(&length), 8) << text;
+  fs::resize_file(path, 8 + length + kTensors * kBytes);
+}
+
+TEST_F(Ckpt, AnInterruptLeavesNothingThatWasBegun) {
+  write_sparse_model(path("large.safetensors"));
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    ProgramRun import({TESSERA_CLI, "ckpt", "import", path("large.safetensors"), path("to")});
+    const std::string file = path("to.tmp/rank-00000-of-00001.safetensors");
+    const auto has_begun = [&] {
+      std::error_code error;
+      return fs::file_size(file, error) > (16 << 20) && !error;
+    };
+    while (!has_begun() && is_running(import.pid()))
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    import.signal(signal);
+    const auto end = import.wait();
+    EXPECT_EQ(end.status, 128 + signal) << end.err;
+    EXPECT_FALSE(fs::exists(path("to")) || fs::exists(path("to.tmp"))) << signal;
+  }
+  // What is ignored stays ignored, as by nohup.
+  ProgramRun ignoring({"sh", "-c",
+                       "trap '' HUP; exec " TESSERA_CLI " ckpt import '" + path("one.safetensors") +
+                           "' '" + path("to") + "'"});
+  ignoring.signal(SIGHUP);
+  EXPECT_LE(ignoring.wait().status, 128 + SIGHUP);
+}
+
+TEST_F(Ckpt, AnInterruptedExportLeavesNoDraft) {
+  ASSERT_EQ(ckpt({"import", path("one.safetensors"), path("to"), "--quiet"}).status, 0);
+  write_sparse_model(path("large.safetensors"));
+  fs::resize_file(path("large.safetensors"), fs::file_size(path("large.safetensors")));
+  for (const std::string name : {"to.safetensors", "to.pt"}) {
+    ProgramRun run({TESSERA_CLI, "ckpt", "export", path("one"), path(name)});
+    while (!fs::exists(path(name + ".tmp")) && is_running(run.pid())) {
+    }
+    run.signal(SIGINT);
+    const auto end = run.wait();
+    // It may have been too fast for this test.
+    EXPECT_TRUE(end.status == 128 + SIGINT || end.status == 0) << end.status;
+    EXPECT_EQ(fs::exists(path(name)), end.status == 0);
+    EXPECT_FALSE(fs::exists(path(name + ".tmp"))) << name;
+  }
+}
+
+// A mount point has no place beside it on its own file system.
+TEST_F(Ckpt, ToAMountPointIsWrittenInsideIt) {
+  if (run_program({"unshare", "-rm", "true"}).status != 0)
+    GTEST_SKIP() << "this process may not mount anything";
+  fs::create_directories(path("mount"));
+  const std::string script = R"(set -e
+mount -t tmpfs none "$1/mount"
+for i in 1 2; do "$0" ckpt import "$1/one.safetensors" "$1/mount" --quiet; done
+ls "$1" "$1/mount"
+"$0" ckpt verify "$1/mount" --quiet
+"$0" ckpt diff "$1/mount" "$1/one" --quiet
+"$0" ckpt reshard "$1/mount" "$1/mount/" --ranks 2 --quiet
+"$0" ckpt inspect "$1/mount" | head -1
+"$0" plan "$1/mount" > /dev/null
+cp "$1/one/"* "$1/mount/"
+! "$0" ckpt import "$1/one.safetensors" "$1/mount" --quiet
+)";
+  const auto end =
+      run_program({"unshare", "-rm", "sh", "-c", script, TESSERA_CLI, directory_.path()});
+  EXPECT_EQ(end.status, 0) << end.out << end.err;
+  EXPECT_TRUE(contains(end.out, "mount:\ncheckpoint\n")) << end.out;
+  EXPECT_TRUE(contains(end.out, "all checksums are right\nno difference\n")) << end.out;
+  EXPECT_TRUE(contains(end.out, "saved by 2 ranks")) << end.out;
+  EXPECT_TRUE(contains(end.err, "is a mount point")) << end.err;
+  EXPECT_FALSE(fs::exists(path("mount.tmp")));
 }
 
 TEST_F(Ckpt, WhatCantBeDoneIsStatusTwoAndNamesTheFile) {

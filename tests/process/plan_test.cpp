@@ -76,6 +76,56 @@ TEST(Plan, PrintsWhatARankKeepsAndSends) {
   EXPECT_EQ(sent.at("all"), json({{"calls", 6}, {"bytes", 643}}));
 }
 
+TEST(Plan, PrintsWhatRanksKeepThatShareMemory) {
+  const TemporaryDirectory directory;
+  const auto file = write_list(directory, "a float32 8 8\nb float32 64\n");
+  const json levels = report_of({file, "--ranks", "2"}).at("levels");
+  for (const json& level : levels) {
+    const bool is_none = level.at("level") == "none", is_all = level.at("level") == "p_g_os";
+    const json &sent = level.at("rank").at("memory"),
+               &shared = level.at("shared_memory").at("rank");
+    EXPECT_EQ(sent.at("parameters"), is_all ? 256 : 512) << level;
+    EXPECT_EQ(shared.at("parameters"), is_none ? 512 : 256) << level;
+    EXPECT_EQ(shared.at("optimizer_state"), sent.at("optimizer_state")) << level;
+    EXPECT_EQ(shared.at("peak_unsharded"), 0) << level;
+  }
+  const std::string text = plan({file, "--ranks", "2"}).out;
+  EXPECT_TRUE(contains(text, "kept by rank 0, if ranks send messages")) << text;
+  EXPECT_TRUE(contains(text, "kept by rank 0, if ranks share the memory of their host")) << text;
+}
+
+TEST(Plan, OfADirectoryWithAnIndexTakesTheFilesThatItNames) {
+  const TemporaryDirectory directory;
+  const auto write = [&](const std::string& name, const std::string& tensor) {
+    const std::string header =
+        R"({")" + tensor + R"(":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
+    const uint64_t length = header.size();
+    std::ofstream(directory.path(name), std::ios::binary)
+            .write(reinterpret_cast<const char*>(&length), 8)
+        << header << "12345678";
+  };
+  write("model-00001-of-00002.safetensors", "a");
+  write("consolidated.safetensors", "a");
+  std::ofstream(directory.path("model.safetensors.index.json"))
+      << R"({"weight_map":{"a":"model-00001-of-00002.safetensors",)"
+      << R"("b":"model-00002-of-00002.safetensors"}})";
+  const auto end = plan({directory.path()});
+  EXPECT_EQ(end.status, 2);
+  EXPECT_TRUE(contains(end.err, "model-00002-of-00002.safetensors")) << end.err;
+  write("model-00002-of-00002.safetensors", "b");
+  EXPECT_EQ(report_of({directory.path()}).at("parameters"), 4);
+}
+
+TEST(Plan, ToAFullDeviceEndsWithStatusTwo) {
+  for (const std::string json : {"", " --json"}) {
+    const auto end =
+        run_program({"sh", "-c", TESSERA_CLI " plan --parameters 1e6" + json + " > /dev/full"});
+    EXPECT_EQ(end.status, 2);
+    EXPECT_TRUE(contains(end.err, "could not write the output")) << end.err;
+    EXPECT_FALSE(contains(end.err, "Usage")) << end.err;
+  }
+}
+
 TEST(Plan, HonoursEveryOption) {
   const TemporaryDirectory directory;
   const auto file = write_list(directory, "a float32 100 100\nb float32 300\nc float32 700\n");

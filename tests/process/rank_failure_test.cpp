@@ -91,6 +91,21 @@ TEST(RankFailure, EndsWhatSuccessfulRanksLeaveBehind) {
   EXPECT_TRUE(all_end(numbers_after(end.out, "pid")));
 }
 
+TEST(RankFailure, RepeatsTheMessageAndNotTheFramesOfTheStack) {
+  std::vector<std::string> arguments{"--print-err", "what(): expected 3, got 4"};
+  for (int i = 0; i < 20; ++i) {
+    arguments.push_back("--print-err");
+    arguments.push_back("frame #" + std::to_string(i) + ": a function (0x1234)");
+  }
+  arguments.insert(arguments.end(), {"--exit", "1"});
+  const auto end = run_program(launched({"-n", "1"}, arguments));
+  EXPECT_TRUE(contains(end.err,
+                       "tessera run: the last lines that rank 0 wrote to stderr:\n"
+                       "    what(): expected 3, got 4\n"
+                       "tessera run: rank 0 failed first"))
+      << end.err;
+}
+
 TEST(RankFailure, LeavesNoRankWhenTheLauncherIsKilled) {
   ProgramRun run(launched({"-n", "3"}, {"--pid", "--child", "--sleep", "60"}));
   ASSERT_TRUE(run.wait_for_output("pid ", 6));

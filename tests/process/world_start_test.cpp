@@ -45,6 +45,20 @@ void expect_world(const ProgramEnd& end, int size, const std::string& launcher) 
 
 TEST(WorldStart, IsAWorldOfOneWithoutLauncher) { expect_world(probe_world({}), 1, "single"); }
 
+TEST(WorldStart, ErrorsShowTheFramesOfTheStackOnRequest) {
+  const auto end_of = [](const std::string& shows) {
+    return run_program({WORLD_PROBE, "expected 3, got 4"},
+                       {.environment = clean_environment({{"TORCH_SHOW_CPP_STACKTRACES", shows}}),
+                        .limit = kLimit});
+  };
+  for (const char* shows : {"", "0", "1"}) {
+    const auto end = end_of(shows);
+    EXPECT_EQ(end.status, 1);
+    EXPECT_TRUE(contains(end.err, "expected 3, got 4")) << end.err;
+    EXPECT_EQ(contains(end.err, "frame #"), shows == std::string("1")) << end.err;
+  }
+}
+
 TEST(WorldStart, WorksUnderTesseraRun) {
   const auto end =
       run_program({TESSERA_CLI, "run", "-n", "3", WORLD_PROBE},

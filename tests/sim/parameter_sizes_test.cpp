@@ -1,8 +1,13 @@
 // Sizes of parameters, from models, files and thin air.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <tessera/plan_report.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <fstream>
+#include <thread>
 
 #include "sim/paper_net.h"
 #include "support/models.h"
@@ -82,6 +87,63 @@ TEST(ParameterSizes, AreReadFromTheHeadersOfSafetensorsFilesInTheOrderOfTheirByt
                     {first[0], first[1], {{"c"}, {}, at::kLong, false}});
 }
 
+// The directory of a model as Hugging Face's tools write it.
+TEST(ParameterSizes, OfADirectoryWithAnIndexAreThoseOfTheFilesThatItNames) {
+  const ScratchDirectory directory;
+  const auto header = [](const std::string& name) {
+    return R"({")" + name + R"(":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
+  };
+  const std::string first = "model-00001-of-00002.safetensors",
+                    second = "model-00002-of-00002.safetensors";
+  write_safetensors(directory / first, header("a"), 8);
+  write_safetensors(directory / second, header("b"), 8);
+  write_safetensors(directory / "consolidated.safetensors", header("a"), 8);
+  write_text(directory / "model.safetensors.index.json",
+             R"({"weight_map":{"a":")" + first + R"(","b":")" + second + R"("}})");
+  expect_same_sizes(read_parameter_sizes(directory.path()),
+                    {{{"a"}, {2}, at::kFloat}, {{"b"}, {2}, at::kFloat}});
+  std::filesystem::remove(directory / second);
+  expect_error([&] { read_parameter_sizes(directory.path()); },
+               {directory / second, "No such file"});
+  // Without the index, the numbers still tell, and that there are two models.
+  std::filesystem::remove(directory / "model.safetensors.index.json");
+  expect_error([&] { read_parameter_sizes(directory.path()); }, {"lacks '" + second + "'"});
+  write_safetensors(directory / second, header("b"), 8);
+  expect_error([&] { read_parameter_sizes(directory.path()); },
+               {"files of one model", "consolidated.safetensors"});
+}
+
+TEST(ParameterSizes, AreReadFromTiesOfASafetensorsFile) {
+  const ScratchDirectory directory;
+  const auto path = write_safetensors(
+      directory / "model.safetensors",
+      R"({"__metadata__":{"b":"a"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 8);
+  expect_same_sizes(read_parameter_sizes(path), {{{"a", "b"}, {2}, at::kFloat}});
+}
+
+TEST(ParameterSizes, AreReadFromAnImportedCheckpoint) {
+  const ScratchDirectory directory;
+  save_state_dict(directory / "saved", {{"a", torch::ones({2, 3})}});
+  expect_same_sizes(read_parameter_sizes(directory / "saved"), {{{"a"}, {2, 3}, at::kFloat}});
+}
+
+TEST(ParameterSizes, AreReadFromAPipe) {
+  const ScratchDirectory directory;
+  const std::string path = directory / "list";
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  const int reader = ::open(path.c_str(), O_RDONLY | O_NONBLOCK);  // so that the writer can open it
+  std::thread writer([&] {
+    std::ofstream file(path);
+    file << "a float32 2\n" << std::flush;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    file << "b float32 3\n";
+  });
+  const auto sizes = read_parameter_sizes(path);
+  ::close(reader);
+  writer.join();
+  expect_same_sizes(sizes, {{{"a"}, {2}, at::kFloat}, {{"b"}, {3}, at::kFloat}});
+}
+
 TEST(ParameterSizes, AreReadFromACheckpointWithTies) {
   const ScratchDirectory directory;
   const auto net = std::make_shared<PaperNet>();
@@ -122,9 +184,13 @@ TEST(ParameterSizes, RefuseWhatIsNoList) {
   expect_refused("a float32 -2\n", {"'-2' for a size"});
   expect_refused("a float32 2.5\n", {"'2.5' for a size"});
   expect_refused("a float32 4611686018427387904 4\n", {"sizes of 'a'"});
+  expect_refused("a float32 0 4611686018427387904 4611686018427387904\n", {"sizes of 'a'"});
+  expect_refused("a float32 4294967296 4294967296 4\n", {"sizes of 'a'"});
+  expect_refused("a int8 9000000000000000\nb int8 1\n", {"'b' makes them more"});
+  expect_refused(std::string(100'000, 'a') + "\n", {"line 1", "aaa...' alone"});
   expect_error([&] { read_parameter_sizes(directory / "none"); }, {"none", "must exist"});
   std::filesystem::create_directory(directory / "empty");
-  expect_error([&] { read_parameter_sizes(directory / "empty"); }, {"holds no parameters"});
+  expect_error([&] { read_parameter_sizes(directory / "empty"); }, {"must have safetensors files"});
   const auto text = write_text(directory / "a.safetensors", "no header at all, but long enough");
   expect_error([&] { read_parameter_sizes(text); }, {"a.safetensors", "safetensors file"});
   const auto odd = write_safetensors(directory / "a.safetensors",

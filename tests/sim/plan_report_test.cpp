@@ -158,6 +158,54 @@ TEST_P(PlanReportMatrix, EqualsTheEngineWithEveryOptionOfUnitsAndResidency) {
   });
 }
 
+// Where ranks share memory: each counts its shard of the parameters, at every level but kNone.
+TEST(PlanReport, EqualsTheMemoryOfRanksThatShareIt) {
+  const std::vector<ShardPlan> plans = {
+      {},
+      {.partition = Partition::kWholeParam, .unit_bytes = 400},
+      {.unit_bytes = 400, .precision = {.param_dtype = at::kBFloat16}},
+      {.unit_bytes = 300, .precision = {.param_dtype = at::kBFloat16, .master_only = true}},
+      {.unit_bytes = 400, .precision = {.gather_dtype = at::kBFloat16}},
+      {.unit_bytes = 300, .offload = Offload::kHost},
+      {.unit_bytes = 0, .whole_numel = 50}};
+  for (const int ranks : {1, 2, 3, 4}) {
+    run_arena(ranks, [&](World& world) {
+      for (size_t i = 0; i < plans.size() * std::size(kAllLevels); ++i) {
+        ShardPlan plan = plans[i / std::size(kAllLevels)];
+        plan.level = kAllLevels[i % std::size(kAllLevels)];
+        if (plan.whole_numel > 0 && plan.level != ShardLevel::kParameters) continue;
+        if (plan.precision.master_only && plan.level != ShardLevel::kParameters) continue;
+        SCOPED_TRACE(fmt::format("plan {}, {} ranks", i, ranks));
+        const auto net = seeded(3, [] { return std::make_shared<PaperNet>(); });
+        const auto sizes = parameter_sizes(*net);
+        plan.process_group = counting_process_group(world.process_group());
+        PaperJob<PaperNet> job(net, plan);
+        for (int step = 0; step < 3; ++step) job.step(torch::ones({2, 13}));
+        const PlanReport report =
+            plan_report(sizes, plan, {.ranks = ranks, .rank = world.rank(), .shares_memory = true});
+        expect_same_memory(report.rank.memory, job.optimizer->memory());
+        EXPECT_EQ(report.rank.memory.peak_unsharded, job.optimizer->memory().peak_unsharded);
+        EXPECT_EQ(report.rank.traffic.bytes_sent(), 0);
+        EXPECT_EQ(report.units.size(), job.sharded.state()->units().size());
+      }
+    });
+  }
+}
+
+TEST(PlanReport, RefusesWhatCantBeCounted) {
+  const int64_t most = 1'000'000'000'000'000'000;
+  expect_error([&] { plan_report({{{"a"}, {most, 4}}}, {}); }, {"counted in 64 bits"});
+  expect_error([&] { plan_report({{{"a"}, {-1}}}, {}); }, {"0 or more; got -1"});
+  expect_error(
+      [&] {
+        plan_report({{{"a"}, {most}}}, {.partition = Partition::kWholeParam}, {.ranks = 100'000});
+      },
+      {"counted in 64 bits"});
+  // As much as can be: what is sent to a million replicas is more than 2^63 times a byte.
+  const auto report = plan_report({{{"a"}, {9'000'000'000'000'000}}}, {}, {.replicas = 1 << 20});
+  EXPECT_GT(report.rank.traffic.replicate.bytes_sent, 0);
+}
+
 TEST(PlanReport, CountsWhatEachRankHasItsOwnOfOnce) {
   for (const int ranks : {1, 2, 3}) {
     run_gloo(ranks, [&](World& world) {

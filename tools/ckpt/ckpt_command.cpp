@@ -6,6 +6,7 @@
 #include <tessera/plan_report.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "ckpt/interruption.h"
 #include "ckpt/progress_line.h"
 #include "exit_code.h"
 
@@ -21,7 +23,8 @@ namespace {
 
 constexpr const char* kFooter = R"(
 CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
-difference; 2 if the arguments are wrong or the work could not be done.)";
+difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
+interrupt leaves nothing that was begun.)";
 
 constexpr int kNotDone = 2;  // which is no finding
 
@@ -78,13 +81,10 @@ nlohmann::json to_json(const CheckpointSummary& summary) {
           {"tensors", std::move(tensors)}};
 }
 
-void print_summary(const CheckpointSummary& summary) {
-  fmt::print("saved by {} ranks ({}), id {}\n", summary.ranks, summary.plan, summary.id);
-  for (const auto& [name, value] : summary.numbers) fmt::print("number {} = {}\n", name, value);
-  if (!summary.optimizer.empty())
-    fmt::print("optimizer {} after {} steps\n", summary.optimizer, summary.optimizer_steps);
-  if (summary.has_scaler) fmt::print("a gradient scaler\n");
-  if (summary.schedulers > 0) fmt::print("{} schedulers\n", summary.schedulers);
+// Whether all of it was written is looked at when the command is over.
+void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
+
+void add_kinds(const CheckpointSummary& summary, std::string& text) {
   std::map<std::string, std::pair<int64_t, int64_t>> kinds;  // tensors and bytes
   for (const CheckpointTensor& tensor : summary.tensors) {
     auto& [count, nbytes] = kinds[tensor.kind];
@@ -92,30 +92,41 @@ void print_summary(const CheckpointSummary& summary) {
     nbytes += tensor.nbytes;
   }
   for (const auto& [kind, sum] : kinds)
-    fmt::print("{:<7} {:>6} tensors {:>14} bytes\n", kind, sum.first, sum.second);
-  fmt::print("\n{:<7} {:<5} {:>14} {:>7}  name [shape]\n", "kind", "dtype", "bytes", "pieces");
+    text += fmt::format("{:<7} {:>6} tensors {:>14} bytes\n", kind, sum.first, sum.second);
+}
+
+std::string text_of(const CheckpointSummary& summary) {
+  std::string text =
+      fmt::format("saved by {} ranks ({}), id {}\n", summary.ranks, summary.plan, summary.id);
+  for (const auto& [name, value] : summary.numbers)
+    text += fmt::format("number {} = {}\n", name, value);
+  if (!summary.optimizer.empty())
+    text +=
+        fmt::format("optimizer {} after {} steps\n", summary.optimizer, summary.optimizer_steps);
+  if (summary.has_scaler) text += "a gradient scaler\n";
+  if (summary.schedulers > 0) text += fmt::format("{} schedulers\n", summary.schedulers);
+  add_kinds(summary, text);
+  text +=
+      fmt::format("\n{:<7} {:<5} {:>14} {:>7}  name [shape]\n", "kind", "dtype", "bytes", "pieces");
   for (const CheckpointTensor& tensor : summary.tensors) {
     std::string name = fmt::format("{}", fmt::join(tensor.names, " = "));
     if (!tensor.state.empty()) name += (tensor.kind == "rank" ? " of rank " : " ") + tensor.state;
-    fmt::print("{:<7} {:<5} {:>14} {:>7}  {} [{}]\n", tensor.kind, tensor.dtype, tensor.nbytes,
-               tensor.pieces, name, fmt::join(tensor.shape, ", "));
+    text += fmt::format("{:<7} {:<5} {:>14} {:>7}  {} [{}]\n", tensor.kind, tensor.dtype,
+                        tensor.nbytes, tensor.pieces, name, fmt::join(tensor.shape, ", "));
   }
+  return text;
 }
 
 int inspect(const Arguments& arguments) {
   const CheckpointSummary summary = inspect_checkpoint(arguments.from);
-  if (arguments.json) {
-    fmt::print("{}\n", to_json(summary).dump());
-  } else {
-    print_summary(summary);
-  }
+  print(arguments.json ? to_json(summary).dump() + "\n" : text_of(summary));
   return 0;
 }
 
 // Findings on stdout, one line each.
 int report(const std::vector<std::string>& findings, const std::string& all_well) {
-  for (const std::string& finding : findings) fmt::print("{}\n", finding);
-  if (findings.empty()) fmt::print("{}\n", all_well);
+  for (const std::string& finding : findings) print(finding + "\n");
+  if (findings.empty()) print(all_well + "\n");
   return findings.empty() ? 0 : 1;
 }
 
@@ -130,23 +141,32 @@ int diff(const Arguments& arguments) {
 }
 
 int reshard(const Arguments& arguments) {
-  reshard_checkpoint(arguments.from, arguments.to, arguments.ranks, arguments.progress("reshard"));
-  return 0;
+  return run_interruptible([&](const Interruption& interruption) {
+    reshard_checkpoint(arguments.from, arguments.to, arguments.ranks,
+                       interruption.checked(arguments.progress("reshard")));
+    return 0;
+  });
 }
 
 int export_file(const Arguments& arguments) {
-  ExportOptions options{.progress = arguments.progress("export")};
+  ExportOptions options;
   if (!arguments.format.empty())
     options.format =
         arguments.format == "torch" ? ExportFormat::kTorch : ExportFormat::kSafetensors;
   if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
-  export_checkpoint(arguments.from, arguments.to, options);
-  return 0;
+  return run_interruptible([&](const Interruption& interruption) {
+    options.progress = interruption.checked(arguments.progress("export"));
+    export_checkpoint(arguments.from, arguments.to, options);
+    return 0;
+  });
 }
 
 int import_file(const Arguments& arguments) {
-  import_checkpoint(arguments.from, arguments.to, arguments.progress("import"));
-  return 0;
+  return run_interruptible([&](const Interruption& interruption) {
+    import_checkpoint(arguments.from, arguments.to,
+                      interruption.checked(arguments.progress("import")));
+    return 0;
+  });
 }
 
 void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments) {
@@ -189,7 +209,8 @@ void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments)
 
   command = add("import", "Makes a checkpoint of another tool's files", import_file);
   add_path(command, "FILE", arguments->from,
-           "A safetensors file, a directory of such, or a file of Python's torch.save");
+           "A safetensors file, a directory of such as Hugging Face writes them, or a file of "
+           "Python's torch.save");
   add_path(command, "CKPT", arguments->to, "The directory of the checkpoint");
   add_quiet(command, *arguments);
 }

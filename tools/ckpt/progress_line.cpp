@@ -20,7 +20,8 @@ CheckpointProgress progress_line(const std::string& what) {
     const auto line =
         fmt::format("{}: {:.1f} of {:.1f} MB ({} %)", what, done / 1e6, total / 1e6, percent);
     const bool ends = !is_terminal || percent == 100;
-    fmt::print(stderr, "{}{}{}", is_terminal ? "\r\033[K" : "", line, ends ? "\n" : "");
+    std::fputs((is_terminal ? "\r\033[K" + line : line).c_str(), stderr);
+    if (ends) std::fputs("\n", stderr);
     std::fflush(stderr);
   };
 }

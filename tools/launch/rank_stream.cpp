@@ -15,6 +15,8 @@ namespace {
 constexpr size_t kLinesKept = 10;
 constexpr size_t kBytesKeptOfLine = 400;
 constexpr int kReadsOfFullPipe = 64;
+// LibTorch ends an error with the frames of the stack, which would push the message out.
+constexpr std::string_view kFrame = "frame #";
 
 UniqueFd open_log(const std::string& path, bool append) {
   UniqueFd log(
@@ -75,7 +77,7 @@ void RankStream::feed(std::string_view data) {
 }
 
 void RankStream::end_line(std::string_view line, char end) {
-  last_lines_.emplace_back(line.substr(0, kBytesKeptOfLine));
+  if (!line.starts_with(kFrame)) last_lines_.emplace_back(line.substr(0, kBytesKeptOfLine));
   if (last_lines_.size() > kLinesKept) last_lines_.pop_front();
   if (options_.on_line) {
     options_.on_line(line);

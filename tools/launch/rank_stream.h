@@ -41,7 +41,7 @@ class RankStream {
   /// Reads all that is there, then closes.
   void finish();
 
-  /// The last lines, oldest first.
+  /// The last lines, oldest first, but for the frames of stacks.
   const std::deque<std::string>& last_lines() const { return last_lines_; }
 
  private:

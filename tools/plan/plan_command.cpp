@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cmath>
+#include <cstdio>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,13 +20,14 @@ namespace tessera::tools {
 namespace {
 
 constexpr const char* kFooter = R"(
-FILE is a safetensors file, a directory with such files, a checkpoint of Tessera's, or a list: a line for
-each parameter, `name dtype size...`, with ` frozen` at the end if it is not trained; # begins a comment.
-No tensor is read.
+FILE is a safetensors file, a directory with such files (an index says which of them are the model's), a
+checkpoint of Tessera's, or a list: a line for each parameter, `name dtype size...`, with ` frozen` at the end
+if it is not trained; # begins a comment. No tensor is read.
 
 A step is a forward, a backward that gives all parameters gradients, and a step of the optimizer, after
-those in which the order of use was learned. Units are used in the order of the list, and back. Ranks send
-messages; ranks that share memory send none.
+those in which the order of use was learned. Units are used in the order of the list, and back. What is kept
+is shown for ranks that send messages, and for ranks of one host that share memory: those send none, and keep
+parameters once for all of them at every level but none.
 
 The last line is what the formulas of the ZeRO paper (Rajbhandari et al., 2020) give. Its numbers:
   tessera plan --parameters 7.5e9 --ranks 64 --param-dtype float16)";
@@ -166,7 +168,7 @@ std::vector<ParameterSize> sizes_of(const PlanArguments& arguments) {
                                  at::kFloat);
 }
 
-void print_plan(const PlanArguments& arguments) {
+std::string text_of_plan(const PlanArguments& arguments) {
   PlanReportOptions options = arguments.options;
   options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
   const auto sizes = sizes_of(arguments);
@@ -175,13 +177,12 @@ void print_plan(const PlanArguments& arguments) {
   for (const auto& [name, level] : kLevels) {
     if (!arguments.level.empty() && arguments.level != name) continue;
     plan.level = level;
-    reports.push_back({name, plan_report(sizes, plan, options)});
+    options.shares_memory = false;
+    reports.push_back({name, plan_report(sizes, plan, options), {}});
+    options.shares_memory = true;
+    reports.back().shared = plan_report(sizes, plan, options);
   }
-  if (arguments.json) {
-    fmt::print("{}\n", plan_json(reports, options).dump());
-  } else {
-    fmt::print("{}", plan_table(reports, options));
-  }
+  return arguments.json ? plan_json(reports, options).dump() + "\n" : plan_table(reports, options);
 }
 
 }  // namespace
@@ -198,7 +199,8 @@ void add_plan(CLI::App& app, int& exit_code) {
   plan->footer(kFooter);
   plan->callback([arguments, &exit_code] {
     try {
-      print_plan(*arguments);
+      // Whether it was written is looked at when the command is over.
+      std::fputs(text_of_plan(*arguments).c_str(), stdout);
       exit_code = 0;
     } catch (const c10::Error& error) {
       throw CLI::ValidationError(error.what_without_backtrace());

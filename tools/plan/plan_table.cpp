@@ -67,20 +67,22 @@ int64_t calls_of(const PlannedTraffic& traffic) {
   return traffic.over_ranks().calls() + traffic.over_replicas().calls();
 }
 
-void add_memory(Table& table, int rank) {
-  table.title(fmt::format("kept by rank {}", rank));
+void add_memory(Table& table, const std::string& title, PlanReport LevelReport::*of) {
+  table.title(title);
+  const auto bytes = [&](const std::string& name,
+                         const std::function<int64_t(const PlanReport&)>& cell) {
+    table.line("  " + name, [&](const LevelReport& level) { return text_of(cell(level.*of)); });
+  };
   for (const auto& [kind, member] : kMemory)
-    table.bytes(fmt::format("  {}", kind.line),
-                [m = member](const PlanReport& report) { return report.rank.memory.*m; });
-  table.bytes("  in all", [](const PlanReport& report) { return report.rank.kept(); });
-  table.bytes("  by the rank with most",
-              [](const PlanReport& report) { return report.fullest.kept(); });
-  table.bytes("  gathered besides, at most",
-              [](const PlanReport& report) { return report.rank.memory.peak_unsharded; });
+    bytes(kind.line, [m = member](const PlanReport& report) { return report.rank.memory.*m; });
+  bytes("in all", [](const PlanReport& report) { return report.rank.kept(); });
+  bytes("by the rank with most", [](const PlanReport& report) { return report.fullest.kept(); });
+  bytes("gathered besides, at most",
+        [](const PlanReport& report) { return report.rank.memory.peak_unsharded; });
 }
 
 void add_traffic(Table& table, int rank) {
-  table.title(fmt::format("sent per step by rank {}", rank));
+  table.title(fmt::format("sent per step by rank {}, if ranks send messages", rank));
   for (const auto& [kind, member] : kTraffic)
     table.bytes(fmt::format("  {}", kind.line), [m = member](const PlanReport& report) {
       return (report.rank.traffic.*m).bytes_sent;
@@ -94,17 +96,27 @@ void add_traffic(Table& table, int rank) {
   });
 }
 
-ordered_json rank_json(const PlannedRank& rank) {
-  ordered_json memory, traffic;
+ordered_json memory_json(const PlannedRank& rank) {
+  ordered_json memory;
   for (const auto& [kind, member] : kMemory) memory[kind.key] = rank.memory.*member;
   memory["kept"] = rank.kept();
   memory["peak_unsharded"] = rank.memory.peak_unsharded;
+  return memory;
+}
+
+// Where ranks share memory; they send nothing.
+ordered_json shared_json(const PlanReport& report) {
+  return {{"rank", memory_json(report.rank)}, {"keeps_most", memory_json(report.fullest)}};
+}
+
+ordered_json rank_json(const PlannedRank& rank) {
+  ordered_json traffic;
   for (const auto& [kind, member] : kTraffic) {
     const auto& entry = rank.traffic.*member;
     traffic[kind.key] = {{"calls", entry.calls}, {"bytes", entry.bytes_sent}};
   }
   traffic["all"] = {{"calls", calls_of(rank.traffic)}, {"bytes", rank.traffic.bytes_sent()}};
-  return {{"rank", rank.rank}, {"memory", memory}, {"sent_per_step", traffic}};
+  return {{"rank", rank.rank}, {"memory", memory_json(rank)}, {"sent_per_step", traffic}};
 }
 
 ordered_json unit_json(const PlannedUnit& unit) {
@@ -122,7 +134,11 @@ std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportO
              [](const LevelReport& level) { return fmt::format("{}", level.report.units.size()); });
   table.bytes("largest unit",
               [](const PlanReport& report) { return report.units[report.largest_unit].nbytes; });
-  add_memory(table, options.rank);
+  add_memory(table, fmt::format("kept by rank {}, if ranks send messages", options.rank),
+             &LevelReport::report);
+  add_memory(table,
+             fmt::format("kept by rank {}, if ranks share the memory of their host", options.rank),
+             &LevelReport::shared);
   add_traffic(table, options.rank);
   table.line("formula of the ZeRO paper",
              [](const LevelReport& level) { return bytes_text(level.report.zero_paper_bytes); });
@@ -138,13 +154,14 @@ std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportO
 
 ordered_json plan_json(const std::vector<LevelReport>& levels, const PlanReportOptions& options) {
   ordered_json columns = ordered_json::array();
-  for (const auto& [level, report] : levels) {
+  for (const auto& [level, report, shared] : levels) {
     ordered_json units = ordered_json::array();
     for (const PlannedUnit& unit : report.units) units.push_back(unit_json(unit));
     columns.push_back({{"level", level},
                        {"rank", rank_json(report.rank)},
                        {"keeps_most", rank_json(report.fullest)},
                        {"sends_most", rank_json(report.busiest)},
+                       {"shared_memory", shared_json(shared)},
                        {"largest_unit", unit_json(report.units[report.largest_unit])},
                        {"zero_paper_bytes", report.zero_paper_bytes},
                        {"units", units}});

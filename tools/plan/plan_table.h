@@ -11,7 +11,8 @@ namespace tessera::tools {
 /// A report on a plan of one level.
 struct LevelReport {
   std::string level;  ///< `none`, `os`, `os_g` or `p_g_os`
-  PlanReport report;
+  PlanReport report;  ///< where ranks send messages
+  PlanReport shared;  ///< where they share memory
 };
 
 /// A table with a column for each level.

@@ -55,8 +55,9 @@ struct ZeroInitOptions {
   /// with them: no rank ever has the whole model. False: they have it at once. (ColossalAI's
   /// default; there, true breaks models that initialize parameters after construction.)
   bool rm_torch_payload_on_the_fly = true;
-  /// One integer; the number of elements of the trainable parameters that were made is added to it
-  /// when the context ends.
+  /// One element of dtype Int or Long; the number of elements of the trainable parameters that were
+  /// made is added to it when the context ends. (A sum that an Int can't hold is warned of, and is
+  /// the largest Int then.)
   at::Tensor model_numel_tensor = {};
   /// The ranks that the model is for; null: those that `ShardedModelV2` is given.
   ProcessGroupPtr dp_process_group = nullptr;
@@ -152,6 +153,9 @@ struct ShardedModelV2Options {
   /// Keep no shard in `param_dtype` beside the one that the optimizer updates: gathers round it.
   /// Any number of backwards may precede a step all the same.
   bool reuse_fp16_shard = false;
+  /// Take rank 0's buffers, such as the statistics of batch norms, before every forward. False, as
+  /// in ColossalAI, which can't do it: each rank has those of its own rows, which drift apart.
+  bool sync_buffers = false;
 };
 
 /// What `ShardedModelV2` is whatever module it wraps. All members are collective unless they say
@@ -165,7 +169,8 @@ class TESSERA_API AnyShardedModelV2 {
   void backward(const at::Tensor& loss);
   /// The same from the gradient of `tensor`, as between the stages of a pipeline.
   void backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad);
-  /// Forgets all gradients. Not collective; all ranks must do it.
+  /// Forgets all gradients; not `set_to_none`: makes zeros of them, and parameters that the next
+  /// backward does not use are stepped with those. Not collective; all ranks must do it.
   void zero_grad(bool set_to_none = true);
 
   /// All parameters and buffers on the CPU, as those of a module that was converted to
@@ -180,6 +185,11 @@ class TESSERA_API AnyShardedModelV2 {
   /// `filename`, a picture of the last one beside it (`filename.svg`), and a trace for Chrome's
   /// viewer (`filename.json`). Not collective; does nothing on other ranks.
   void dump_memory_stats(const std::string& filename = "dump_mem_stats.log") const;
+
+  /// Makes the module's parameters ordinary tensors of `param_dtype` with memory of their own,
+  /// which hold all values: the module is as any other, and this of no use. See
+  /// `ShardedModule::unwrap()`; an optimizer's `unwrap()` comes first.
+  void unwrap();
 
   /// The engine's handle.
   ShardedModule sharded() const;
@@ -315,10 +325,16 @@ class TESSERA_API ShardedOptimizerV2 {
   /// Forgets all gradients. Not collective; all ranks must do it.
   void zero_grad();
 
-  /// On every rank, of any number of ranks; `load_state_dict` takes it on any other.
+  /// On every rank, of any number of ranks; `load_state_dict` takes it on any other. With the
+  /// master weights, so that a run goes on from it and the model's to the bit, whichever is loaded
+  /// first; see `load_full_state_dict()`.
   ShardedOptimizerV2State state_dict();
   /// Warns if `state` has no scaler; that stays as it is then.
   void load_state_dict(const ShardedOptimizerV2State& state);
+
+  /// Gives the parameters and the whole state back to the optimizer that it was made for; this is
+  /// of no use then. See `ShardedOptimizer::unwrap()`.
+  void unwrap();
 
   double loss_scale() const;  ///< not collective
   /// Bytes of master weights and optimizer state on CUDA devices and on the CPU. Not collective.

@@ -38,6 +38,13 @@ struct Sharding;
 /// By itself it steps with the gradients in `.grad`, which whoever trains makes equal on all ranks;
 /// given to `ShardedDataParallel` it gets them from there. All members are collective unless they
 /// say otherwise.
+///
+/// **Destruction**: the parameters become ordinary tensors again, with the values that all ranks
+/// use, when the last one goes of the optimizer and those that share a `ShardedDataParallel` with
+/// it; another `OSS` may then have them. Nothing is sent: the destructor waits for what the last
+/// step has started. Where that would not do, because operators have written to parameters that
+/// nobody has used since, or an exception is on its way, they stay as they are until the next `OSS`
+/// or wrapper takes them over.
 class TESSERA_API AnyOss : public torch::optim::Optimizer {
  public:
   ~AnyOss() override;
@@ -57,7 +64,8 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
   double clip_grad_norm(double max_norm, double norm_type = 2.0,
                         const std::function<bool(const at::Tensor&)>& filter_params_fn = nullptr);
 
-  /// Brings the state of all ranks to `recipient_rank` of the group (-1: to all), on the CPU.
+  /// Brings the state of all ranks to `recipient_rank` of the group (-1: to all), on the CPU. With
+  /// `broadcast_fp16` also the values that owners go on from; see `full_state_dict()`.
   void consolidate_state_dict(int recipient_rank = 0);
 
   /// What was consolidated on this rank, as the plain optimizer would have it. Not collective;
@@ -82,6 +90,12 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
 
   /// Bytes that this rank keeps. Not collective.
   ShardMemory memory() const;
+
+  /// Makes the parameters of an `OSS` by itself ordinary tensors with memory of their own, which
+  /// hold what all ranks use: of `broadcast_fp16` what was sent. Its next collective call takes
+  /// them over again, and state stays. Throws for one that serves a `ShardedDataParallel`, which
+  /// has an `unwrap()` of its own.
+  void unwrap();
 
   /// Calls `use` with the engine's optimizer, which has the options of `param_groups()` meanwhile:
   /// for checkpoints that nothing is gathered for, of what `ShardedDataParallel` has made of it.
@@ -157,9 +171,11 @@ class TESSERA_API AnyShardedDataParallel {
   void refresh_trainable();
   /// Runs `train`, in which ranks may take different numbers of steps. See `tessera::join`.
   void join(const std::function<void()>& train);
-  /// Forgets all gradients. (Those of the module and of its optimizers do the same.) Not
-  /// collective; all ranks must do it.
-  void zero_grad(bool set_to_none = true);
+  /// Sets all gradients to zero: parameters that the next backward does not use are then stepped
+  /// with gradients of zeros, and `full_grad()` has them after it. `set_to_none`: forgets them, as
+  /// every other way of clearing does (the module's, the optimizers'). Not collective; all ranks
+  /// must do it.
+  void zero_grad(bool set_to_none = false);
   /// The gradient of a parameter, the mean over ranks, on every rank; undefined if it has none.
   at::Tensor full_grad(const at::Tensor& param);
 
@@ -167,6 +183,12 @@ class TESSERA_API AnyShardedDataParallel {
   void train(bool on = true);
   void eval() { train(false); }
   bool training() const;  ///< the module's mode
+
+  /// Makes the module's parameters ordinary tensors with memory of their own, which hold what all
+  /// ranks use, without hooks: the module is as any other, and this of no use. Its optimizers step
+  /// by themselves from then on, or serve another wrapper, and keep their state. Gradients are
+  /// forgotten. Throws on every rank, and changes nothing, under `no_sync()` and `join()`.
+  void unwrap();
 
   c10::DeviceType device_type() const;  ///< of all parameters
   bool is_multi_device_module() const;  ///< always false: one device for each rank

@@ -75,6 +75,14 @@ struct GroupSharded {
   Sharded<M> model;
   GroupShardedOptimizer optimizer;
   GradScaler* scaler;  ///< the one that was given
+
+  /// Undoes it: the optimizer steps on the module's parameters again, with all of its state, and
+  /// those are ordinary tensors. Collective; see `ShardedOptimizer::unwrap()` and
+  /// `ShardedModule::unwrap()`.
+  void unwrap() {
+    optimizer.unwrap();
+    model.unwrap();
+  }
 };
 
 /// Translates the arguments of the clipping.

@@ -116,10 +116,11 @@ std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not)
       new Arena(inner.rank(), inner.timeout(), *heap, std::move(ledger), std::move(neighbours)));
 }
 
-ArenaPlace Arena::take_place(const char* collective, const CollectiveTag& tag, uint64_t fingerprint,
-                             int count) {
+ArenaPlace Arena::take_place(const char* collective, const CollectiveTag& tag,
+                             const CollectiveForm& form, int count) {
   ArenaPlace place{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
-                   .fingerprint = fingerprint};
+                   .what = form.text(),
+                   .fingerprint = form.fingerprint()};
   check_process(mark_, place.name);
   {
     const std::lock_guard lock(mutex_);
@@ -150,9 +151,7 @@ void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
   post->fingerprint = place.fingerprint;
   post->pieces = static_cast<int64_t>(pieces.size());
   post->offer_bytes = static_cast<int64_t>(offer.size());
-  const std::string what =
-      fmt::format("{} of unit '{}'", place.name.collective, place.name.subject);
-  what.copy(post->what, Post::kMaxText - 1);
+  place.what.copy(post->what, Post::kMaxText - 1);
   std::uninitialized_copy(pieces.begin(), pieces.end(), post->first_piece());
   std::copy(offer.begin(), offer.end(), post->offer());
   for (const at::Tensor& tensor : kept) shown_nbytes_ += static_cast<int64_t>(tensor.nbytes());
@@ -175,11 +174,9 @@ const Post* Arena::shown(int rank, const ArenaPlace& place) const {
   const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
   if (slot.shown.load(std::memory_order_acquire) != count_of(place)) return nullptr;
   const auto* const post = static_cast<const Post*>(seen(rank, slot.address));
-  TORCH_CHECK_WITH(
-      DistBackendError, post->fingerprint == place.fingerprint, place.name.describe(), ": rank ",
-      rank, " came with another collective at this place: ",
-      std::string(post->what, strnlen(post->what, Post::kMaxText)),
-      "; expected all ranks to issue the same ones in the same order, with equal sizes and dtypes");
+  TORCH_CHECK_WITH(DistBackendError, post->fingerprint == place.fingerprint,
+                   differing_order(place.name, place.number, place.what, rank,
+                                   std::string(post->what, strnlen(post->what, Post::kMaxText))));
   return post;
 }
 

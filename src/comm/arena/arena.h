@@ -15,6 +15,7 @@
 
 #include "comm/arena/ledger.h"
 #include "comm/arena/neighbour.h"
+#include "comm/collective_form.h"
 #include "comm/collective_name.h"
 #include "memory/process_mark.h"
 
@@ -28,7 +29,7 @@ struct ShownPiece {
 
 /// What a rank shows for a collective. Lies in its shared heap.
 struct Post {
-  static constexpr size_t kMaxText = 160;
+  static constexpr size_t kMaxText = 256;
 
   uint64_t fingerprint = 0;  ///< of all that ranks must agree on
   int64_t pieces = 0;        ///< how many follow
@@ -50,6 +51,7 @@ class ArenaTask;
 /// What ranks must agree on for one collective, and its place in the order of its channel.
 struct ArenaPlace {
   CollectiveName name;
+  std::string what;  ///< for errors, of what ranks must agree on
   uint64_t fingerprint = 0;
   int64_t number = 0;  ///< of the slot
 
@@ -70,8 +72,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   /// Takes the next `count` places in the order of a channel, and returns the first. Waits only if
   /// very many collectives are under way.
-  ArenaPlace take_place(const char* collective, const CollectiveTag& tag, uint64_t fingerprint,
-                        int count = 1);
+  ArenaPlace take_place(const char* collective, const CollectiveTag& tag,
+                        const CollectiveForm& form, int count = 1);
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
   /// `block` (of `allocate`) until they have read it. `offer`: this rank's part of the collective,

@@ -8,6 +8,7 @@
 
 #include "comm/arena/handshake.h"
 #include "comm/check_arguments.h"
+#include "comm/math_bits.h"
 #include "comm/peer_message.h"
 
 namespace tessera {
@@ -17,12 +18,6 @@ namespace {
 constexpr size_t kMaxOneTurnBytes = size_t{64} << 10;
 // Larger tensors are broadcast from where they are, and their rank waits until they are read.
 constexpr size_t kMaxCopiedBytes = size_t{64} << 10;
-
-uint64_t fingerprint_of(const MessageTag& tag) { return static_cast<uint64_t>(tag.value()); }
-
-MessageTag start_fingerprint(const char* collective, const CollectiveTag& tag) {
-  return {collective, tag, /*sequence=*/0};
-}
 
 class ArenaWork final : public Work {
  public:
@@ -96,8 +91,7 @@ WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
 }
 
 WorkPtr ArenaProcessGroup::arrive(const CollectiveTag& tag) {
-  return arrive_at(
-      arena_->take_place("barrier", tag, fingerprint_of(start_fingerprint("barrier", tag))));
+  return arrive_at(arena_->take_place("barrier", tag, CollectiveForm("barrier", tag)));
 }
 
 bool ArenaProcessGroup::show(const ArenaPlace& place, const at::Tensor& tensor) {
@@ -118,19 +112,22 @@ void ArenaProcessGroup::show_copy(const ArenaPlace& place, const at::Tensor& ten
 
 WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
   check_host_all_gather(*this, flat, shard, bounds, tag);
-  MessageTag fingerprint = start_fingerprint("all_gather", tag);
-  fingerprint.mix(bounds).mix(static_cast<int64_t>(flat.scalar_type()));
+  CollectiveForm form = form_of_all_gather(flat, bounds, tag);
   if (const auto buffer = buffers_.holding(flat)) {
     check_in_place(*this, flat, shard, bounds, tag);
-    return start(show_updates(
-        arena_->take_place("all_gather", tag, fingerprint_of(fingerprint.mix(buffer->number))),
-        flat, std::exchange(*buffer->updates, {})));
+    return start(show_updates(arena_->take_place("all_gather", tag, form.mix(buffer->number)), flat,
+                              std::exchange(*buffer->updates, {})));
   }
-  ArenaPlace place = arena_->take_place("all_gather", tag, fingerprint_of(fingerprint));
-  show(place, shard);
-  return start(std::make_shared<GatherTask>(std::move(place), flat,
-                                            std::vector<int64_t>(bounds.begin(), bounds.end())));
+  return gather_at(arena_->take_place("all_gather", tag, form),
+                   {{bounds[rank()], shard, shard.numel()}}, flat);
+}
+
+WorkPtr ArenaProcessGroup::gather_at(ArenaPlace place, std::vector<Piece> pieces,
+                                     const at::Tensor& flat) {
+  show_pieces(place, std::move(pieces));
+  return start(std::make_shared<GatherTask>(std::move(place), flat));
 }
 
 // What lies where the others reach it they may compute.
@@ -187,22 +184,21 @@ WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Pie
                                           std::span<const int64_t> bounds,
                                           const ReduceScatterOptions& options,
                                           const CollectiveTag& tag) {
+  if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
   const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
   const ArenaReduction reduction{
       bounds[rank()],
       bounds[rank() + 1],
       static_cast<std::byte*>(out.mutable_data_ptr()),
       {dtype, ReduceOp::kSum, options.scale, options.accumulate, out.scalar_type()}};
-  return reduce(out, std::move(pieces), dtype, {reduction},
-                start_fingerprint("reduce_scatter", tag).mix(bounds), tag);
+  const CollectiveForm form = form_of_reduce_scatter(dtype, pieces, bounds, tag);
+  return reduce(out, std::move(pieces), {reduction}, form, tag);
 }
 
 WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> pieces,
-                                  at::ScalarType dtype, std::vector<ArenaReduction> reductions,
-                                  MessageTag fingerprint, const CollectiveTag& tag) {
-  fingerprint.mix(static_cast<int64_t>(dtype));
-  for (const Piece& piece : pieces) fingerprint.mix(piece.begin).mix(piece.numel);
-  ArenaPlace place = arena_->take_place("reduce_scatter", tag, fingerprint_of(fingerprint));
+                                  std::vector<ArenaReduction> reductions,
+                                  const CollectiveForm& form, const CollectiveTag& tag) {
+  ArenaPlace place = arena_->take_place("reduce_scatter", tag, form);
   const bool is_offered =
       out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(place);
   show_pieces(place, std::move(pieces),
@@ -213,25 +209,21 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
 
 WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
                                       const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
   check_host_all_reduce(*this, tensor, op, tag);
-  MessageTag fingerprint = start_fingerprint("all_reduce", tag);
-  fingerprint.mix(static_cast<int64_t>(op))
-      .mix(tensor.numel())
-      .mix(static_cast<int64_t>(tensor.scalar_type()));
   std::vector<int64_t> parts;
   if (tensor.nbytes() > kMaxOneTurnBytes) parts = even_bounds(tensor.numel(), size());
-  ArenaPlace place =
-      arena_->take_place("all_reduce", tag, fingerprint_of(fingerprint), parts.empty() ? 1 : 2);
+  ArenaPlace place = arena_->take_place("all_reduce", tag, form_of_all_reduce(tensor, op, tag),
+                                        parts.empty() ? 1 : 2);
   show_copy(place, tensor);  // the tensor itself is overwritten
   return start(std::make_shared<AllReduceTask>(std::move(place), tensor, op, std::move(parts)));
 }
 
 WorkPtr ArenaProcessGroup::broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
+  if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
   check_host_broadcast(*this, tensor, root, tag);
-  MessageTag fingerprint = start_fingerprint("broadcast", tag);
-  fingerprint.mix(root).mix(tensor.numel()).mix(static_cast<int64_t>(tensor.scalar_type()));
-  return broadcast_at(arena_->take_place("broadcast", tag, fingerprint_of(fingerprint)), tensor,
-                      root);
+  return broadcast_at(arena_->take_place("broadcast", tag, form_of_broadcast(tensor, root, tag)),
+                      tensor, root);
 }
 
 WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root) {
@@ -249,9 +241,9 @@ WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tens
 // Shows what it sends each rank, then what it expects of each: all ranks see whether they agree.
 WorkPtr ArenaProcessGroup::all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
                                       const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
   check_host_all_to_all(*this, from, to, tag);
-  ArenaPlace place =
-      arena_->take_place("all_to_all", tag, fingerprint_of(start_fingerprint("all_to_all", tag)));
+  ArenaPlace place = arena_->take_place("all_to_all", tag, CollectiveForm("all_to_all", tag));
   take_own_message(from[rank()], to[rank()]);
   std::vector<Piece> pieces;
   const auto add = [&](const at::Tensor& message, bool is_shown) {

@@ -14,7 +14,7 @@
 #include "comm/arena/arena_tasks.h"
 #include "comm/arena/shared_buffers.h"
 #include "comm/closable.h"
-#include "comm/message_tag.h"
+#include "comm/collective_form.h"
 
 namespace tessera {
 
@@ -53,12 +53,13 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
                                              const CollectiveTag& tag);
   /// An arrival at a place that was taken before.
   WorkPtr arrive_at(ArenaPlace place);
+  /// A gather at a place that was taken before: `flat` gets the pieces that all ranks give.
+  WorkPtr gather_at(ArenaPlace place, std::vector<Piece> pieces, const at::Tensor& flat);
   /// A broadcast at a place that was taken before.
   WorkPtr broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root);
-  /// A reduce-scatter in which this rank takes what `reductions` say, into memory of `out`. The
-  /// pieces are of dtype `dtype`; `fingerprint` is of all else that ranks must agree on.
-  WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces, at::ScalarType dtype,
-                 std::vector<ArenaReduction> reductions, MessageTag fingerprint,
+  /// A reduction of `pieces` in which this rank takes what `reductions` say, into memory of `out`.
+  WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces,
+                 std::vector<ArenaReduction> reductions, const CollectiveForm& form,
                  const CollectiveTag& tag);
 
  private:

@@ -134,14 +134,10 @@ bool SharedGatherTask::lacks(const Arena& arena, int rank) const {
   return false;
 }
 
-GatherTask::GatherTask(ArenaPlace place, at::Tensor flat, std::vector<int64_t> bounds)
-    : ArenaTask(std::move(place)),
-      flat_(std::move(flat)),
-      bounds_(std::move(bounds)),
-      copied_(bounds_.size() - 1, false) {}
+GatherTask::GatherTask(ArenaPlace place, at::Tensor flat)
+    : ArenaTask(std::move(place)), flat_(std::move(flat)), copied_(place_.name.size, false) {}
 
 bool GatherTask::advance(Arena& arena) {
-  const int64_t item = item_size(flat_.scalar_type());
   bool all = true;
   for (int rank = 0; rank < arena.size(); ++rank) {
     if (copied_[rank]) continue;
@@ -149,14 +145,21 @@ bool GatherTask::advance(Arena& arena) {
     all = all && post;
     if (!post) continue;
     copied_[rank] = true;
-    const int64_t begin = bounds_[rank] * item, nbytes = bounds_[rank + 1] * item - begin;
-    if (nbytes == 0) continue;
-    const std::byte* const from = arena.data(rank, *post->first_piece());
-    std::byte* const to = bytes_of(flat_) + begin;
-    if (from != to) std::memcpy(to, from, nbytes);
+    copy_from(arena, rank, *post);
   }
   if (all) arena.done_reading(place_);
   return all;
+}
+
+void GatherTask::copy_from(const Arena& arena, int rank, const Post& post) {
+  const int64_t item = item_size(flat_.scalar_type());
+  for (int64_t i = 0; i < post.pieces; ++i) {
+    const ShownPiece& piece = post.first_piece()[i];
+    if (piece.numel == 0) continue;
+    const std::byte* const from = arena.data(rank, piece);
+    std::byte* const to = bytes_of(flat_) + piece.begin * item;
+    if (from != to) std::memcpy(to, from, piece.numel * item);
+  }
 }
 
 BroadcastTask::BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers)

@@ -44,16 +44,17 @@ class SharedGatherTask final : public ArenaTask {
   bool all_have_come_ = false;
 };
 
-/// Copies each rank's shard to where it belongs in `flat`.
+/// Copies the pieces that each rank shows to where they belong in `flat`.
 class GatherTask final : public ArenaTask {
  public:
-  GatherTask(ArenaPlace place, at::Tensor flat, std::vector<int64_t> bounds);
+  GatherTask(ArenaPlace place, at::Tensor flat);
   bool advance(Arena& arena) override;
 
  private:
+  void copy_from(const Arena& arena, int rank, const Post& post);
+
   at::Tensor flat_;
-  std::vector<int64_t> bounds_;
-  std::vector<bool> copied_;
+  std::vector<bool> copied_;  // by rank
 };
 
 /// Copies what one rank shows to `tensor`, on the others.

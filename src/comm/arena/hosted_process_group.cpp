@@ -10,7 +10,8 @@
 
 #include "comm/check_arguments.h"
 #include "comm/local_sum.h"
-#include "comm/message_tag.h"
+#include "comm/math_bits.h"
+#include "comm/sent_bytes.h"
 
 namespace tessera {
 namespace {
@@ -44,6 +45,15 @@ void HostedProcessGroup::close() noexcept {
   local_->close();
   tessera::close(rail_);
   tessera::close(whole_);
+}
+
+int64_t HostedProcessGroup::sent_nbytes() const {
+  int64_t nbytes = 0;
+  for (const ProcessGroupPtr& part : {rail_, whole_}) {
+    if (const auto* const sender = dynamic_cast<const SendsMessages*>(part.get()))
+      nbytes += sender->sent_nbytes();
+  }
+  return nbytes;
 }
 
 std::vector<int> HostedProcessGroup::sends_to() const {
@@ -83,11 +93,43 @@ void HostedProcessGroup::release(const SharedBuffer& buffer) {
 
 WorkPtr HostedProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
                                        std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
   check_host_all_gather(*this, flat, shard, bounds, tag);
   const auto buffer = buffers_.holding(flat);
-  if (!buffer) return whole_->all_gather(flat, shard, bounds, tag);
+  if (!buffer) return gather_own(flat, shard, bounds, tag);
   check_in_place(*this, flat, shard, bounds, tag);
   return gather_shared(*buffer, flat, bounds, tag);
+}
+
+HostedProcessGroup::RailCut HostedProcessGroup::cut_for_rail(
+    std::span<const int64_t> bounds) const {
+  RailCut cut{.ranks = table_.rail(index()), .bounds = {0}};
+  for (const int r : cut.ranks) cut.bounds.push_back(cut.bounds.back() + bounds[r + 1] - bounds[r]);
+  return cut;
+}
+
+// Into memory that the ranks of a host do not share: each fetches what its rail owns, and gives it
+// to the others.
+WorkPtr HostedProcessGroup::gather_own(const at::Tensor& flat, const at::Tensor& shard,
+                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  ArenaPlace place =
+      local_->arena()->take_place("all_gather", tag, form_of_all_gather(flat, bounds, tag));
+  const RailCut cut = cut_for_rail(bounds);
+  // Not in `flat`: others may still be reading when its owner writes to it again.
+  const at::Tensor fetched = at::empty(
+      {cut.bounds.back()}, at::TensorOptions().dtype(flat.scalar_type()).requires_grad(false));
+  std::vector<Piece> pieces;
+  for (size_t h = 0; h < cut.ranks.size(); ++h) {
+    const int64_t numel = cut.bounds[h + 1] - cut.bounds[h];
+    pieces.push_back({bounds[cut.ranks[h]], fetched.narrow(0, cut.bounds[h], numel), numel});
+  }
+  return start(
+      "all_gather", tag,
+      {[fetched, shard, rail_bounds = cut.bounds, rail = rail_](const CollectiveTag& rail_tag) {
+         return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
+       },
+       [place = std::move(place), pieces = std::move(pieces), flat, local = local_](
+           const CollectiveTag&) { return std::vector{local->gather_at(place, pieces, flat)}; }});
 }
 
 // What ranks of other hosts own, neighbours joined: pages are given back whole.
@@ -110,9 +152,9 @@ WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const at::Tensor& 
                                           const CollectiveTag& tag) {
   const auto item = static_cast<int64_t>(flat.element_size());
   const size_t begin = buffer.offset_of(flat);
-  const MessageTag fingerprint =
-      MessageTag("all_gather", tag, 0).mix(bounds).mix(static_cast<int64_t>(begin)).mix(item);
-  ArenaPlace before = local_->arena()->take_place("all_gather", tag, fingerprint.value(), 2);
+  CollectiveForm form = form_of_all_gather(flat, bounds, tag);
+  form.mix(static_cast<int64_t>(begin));
+  ArenaPlace before = local_->arena()->take_place("all_gather", tag, form, 2);
   ArenaPlace after = before;
   after.number += 1;
   std::vector<at::Tensor> slices;
@@ -144,39 +186,40 @@ WorkPtr HostedProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Pi
                                            std::span<const int64_t> bounds,
                                            const ReduceScatterOptions& options,
                                            const CollectiveTag& tag) {
+  if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
   const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
-  const std::vector<int> rail_ranks = table_.rail(index());
-  std::vector<int64_t> rail_bounds{0};
-  for (const int r : rail_ranks)
-    rail_bounds.push_back(rail_bounds.back() + bounds[r + 1] - bounds[r]);
+  const RailCut cut = cut_for_rail(bounds);
   // The host's sums of what the ranks of this rail own.
   const at::Tensor sums =
-      at::empty({rail_bounds.back()}, at::TensorOptions().dtype(dtype).requires_grad(false));
+      at::empty({cut.bounds.back()}, at::TensorOptions().dtype(dtype).requires_grad(false));
   auto* const data = static_cast<std::byte*>(sums.mutable_data_ptr());
   const auto item = static_cast<int64_t>(sums.element_size());
   std::vector<ArenaReduction> reductions;
   std::vector<Piece> rail_pieces;
-  for (size_t h = 0; h < rail_ranks.size(); ++h) {
-    const int64_t begin = bounds[rail_ranks[h]], end = bounds[rail_ranks[h] + 1];
-    reductions.push_back({begin, end, data + rail_bounds[h] * item, {dtype, ReduceOp::kSum}});
-    add_pieces(rail_pieces, pieces, begin, end, rail_bounds[h], sums);
+  for (size_t h = 0; h < cut.ranks.size(); ++h) {
+    const int64_t begin = bounds[cut.ranks[h]], end = bounds[cut.ranks[h] + 1];
+    reductions.push_back({begin, end, data + cut.bounds[h] * item, {dtype, ReduceOp::kSum}});
+    add_pieces(rail_pieces, pieces, begin, end, cut.bounds[h], sums);
   }
-  const WorkPtr host_sums = local_->reduce(sums, std::move(pieces), dtype, std::move(reductions),
-                                           MessageTag("reduce_scatter", tag, 0).mix(bounds), tag);
+  const CollectiveForm form = form_of_reduce_scatter(dtype, pieces, bounds, tag);
+  const WorkPtr host_sums =
+      local_->reduce(sums, std::move(pieces), std::move(reductions), form, tag);
   ReduceScatterOptions rail_options = options;
   rail_options.dtype = dtype;
-  return start(
-      "reduce_scatter", tag,
-      {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
-       [out, rail_pieces, rail_bounds, rail_options, rail = rail_](const CollectiveTag& rail_tag) {
-         return std::vector{
-             rail->reduce_scatter(out, rail_pieces, rail_bounds, rail_options, rail_tag)};
-       }});
+  return start("reduce_scatter", tag,
+               {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
+                [out, rail_pieces, rail_bounds = cut.bounds, rail_options,
+                 rail = rail_](const CollectiveTag& rail_tag) {
+                  return std::vector{
+                      rail->reduce_scatter(out, rail_pieces, rail_bounds, rail_options, rail_tag)};
+                }});
 }
 
 WorkPtr HostedProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
                                        const CollectiveTag& tag) {
-  check_all_reduce(*this, tensor, tag);
+  if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
+  check_host_all_reduce(*this, tensor, op, tag);
+  if (!is_reduced_whole(tensor)) return all_reduce_parts(tensor, op, tag);
   const WorkPtr inside = local_->all_reduce(tensor, op, tag);
   return start("all_reduce", tag,
                {[inside](const CollectiveTag&) { return std::vector{inside}; },
@@ -185,14 +228,39 @@ WorkPtr HostedProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
                 }});
 }
 
+// Each rank sums a part for its host, then with those of the other hosts that have the same part.
+WorkPtr HostedProcessGroup::all_reduce_parts(const at::Tensor& tensor, ReduceOp op,
+                                             const CollectiveTag& tag) {
+  const std::vector<int64_t> bounds = even_bounds(tensor.numel(), local_->size());
+  const int64_t begin = bounds[index()], end = bounds[index() + 1];
+  const at::ScalarType dtype = tensor.scalar_type();
+  const at::Tensor part =
+      at::empty({end - begin}, at::TensorOptions().dtype(dtype).requires_grad(false));
+  const ArenaReduction reduction{
+      begin, end, static_cast<std::byte*>(part.mutable_data_ptr()), {dtype, op}};
+  CollectiveForm form = form_of_all_reduce(tensor, op, tag);
+  const WorkPtr inside =
+      local_->reduce(part, {{0, tensor, tensor.numel()}}, {reduction}, form, tag);
+  ArenaPlace place = local_->arena()->take_place("all_reduce", tag, form.mix("gather"));
+  return start(
+      "all_reduce", tag,
+      {[inside](const CollectiveTag&) { return std::vector{inside}; },
+       [part, op, rail = rail_](const CollectiveTag& rail_tag) {
+         return std::vector{rail->all_reduce(part, op, rail_tag)};
+       },
+       [inside, place = std::move(place), begin, part, tensor,
+        local = local_](const CollectiveTag&) {
+         inside->wait_inputs();  // the others have read what is overwritten now
+         return std::vector{local->gather_at(place, {{begin, part, part.numel()}}, tensor)};
+       }});
+}
+
 WorkPtr HostedProcessGroup::broadcast(const at::Tensor& tensor, int root,
                                       const CollectiveTag& tag) {
+  if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
   check_host_broadcast(*this, tensor, root, tag);
-  const MessageTag fingerprint = MessageTag("broadcast", tag, 0)
-                                     .mix(root)
-                                     .mix(tensor.numel())
-                                     .mix(static_cast<int64_t>(tensor.scalar_type()));
-  ArenaPlace place = local_->arena()->take_place("broadcast", tag, fingerprint.value());
+  ArenaPlace place =
+      local_->arena()->take_place("broadcast", tag, form_of_broadcast(tensor, root, tag));
   std::vector<StepwiseWork::Step> steps;
   if (table_.index_of(root) == index()) {
     steps.emplace_back(

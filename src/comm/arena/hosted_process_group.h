@@ -19,6 +19,7 @@
 #include "comm/arena/stepwise_work.h"
 #include "comm/closable.h"
 #include "comm/job_thread.h"
+#include "comm/sends_messages.h"
 
 namespace tessera {
 
@@ -28,18 +29,19 @@ namespace tessera {
 /// [Note: Hosts and rails]
 /// A rail is the ranks that have the same place on their hosts, one of each. What is gathered into
 /// shared memory goes over the network once for each host: a rank fetches, over its rail, the
-/// slices of the ranks of its rail, and those of one host together have them all. What is reduced
-/// is summed inside the host first, and the sums of the hosts over the rails: in the order of the
-/// ranks of a host, then of the hosts. That is not the order of other process groups, and messages
-/// of bfloat16 or half are rounded once more between; but it is the same in every run and on all
-/// ranks.
+/// slices of the ranks of its rail, and those of one host together have them all. So does what is
+/// gathered elsewhere, or reduced by all, which ranks of a host then copy from each other. What is
+/// reduced is summed inside the host first, and the sums of the hosts over the rails: in the order
+/// of the ranks of a host, then of the hosts. That is not the order of other process groups, and
+/// messages of bfloat16 or half are rounded once more between; but it is the same in every run and
+/// on all ranks.
 ///
 /// The steps of a collective follow on each other without its caller: a thread per channel, started
 /// when needed, takes the collectives of the channel in the order in which they were issued. What a
 /// step does inside the host has its place in the order of the arena from the call on. So all that
 /// such a thread waits for was issued by its peers before, or will be without regard to what
 /// stands behind it in the queue.
-class HostedProcessGroup : public ProcessGroup, public Closable {
+class HostedProcessGroup : public ProcessGroup, public Closable, public SendsMessages {
  public:
   /// `local`: the ranks of this host; `rail`: those of this rank's rail, by host; `whole`: all.
   HostedProcessGroup(HostTable table, std::shared_ptr<ArenaProcessGroup> local,
@@ -47,12 +49,13 @@ class HostedProcessGroup : public ProcessGroup, public Closable {
   ~HostedProcessGroup() override;
 
   void close() noexcept override;
+  int64_t sent_nbytes() const override;
 
   int rank() const override { return whole_->rank(); }
   int size() const override { return whole_->size(); }
   std::chrono::milliseconds timeout() const override { return whole_->timeout(); }
   std::string backend_name() const override { return "arena+" + whole_->backend_name(); }
-  /// The other ranks of the rail.
+  /// The other ranks of the rail. An all-to-all sends to all, also inside the host.
   std::vector<int> sends_to() const override;
 
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
@@ -82,6 +85,15 @@ class HostedProcessGroup : public ProcessGroup, public Closable {
   int index() const { return table_.index_of(rank()); }
   WorkPtr start(const char* collective, const CollectiveTag& tag,
                 std::vector<StepwiseWork::Step> steps);
+  /// What of a flat buffer the ranks of this rail own, by host.
+  struct RailCut {
+    std::vector<int> ranks;
+    std::vector<int64_t> bounds;  // of what they own, put together
+  };
+  RailCut cut_for_rail(std::span<const int64_t> bounds) const;
+  WorkPtr gather_own(const at::Tensor& flat, const at::Tensor& shard,
+                     std::span<const int64_t> bounds, const CollectiveTag& tag);
+  WorkPtr all_reduce_parts(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag);
   WorkPtr gather_shared(HostBuffer& buffer, const at::Tensor& flat, std::span<const int64_t> bounds,
                         const CollectiveTag& tag);
   std::vector<ByteRange> foreign_ranges(size_t begin, int64_t item,

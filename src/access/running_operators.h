@@ -1,0 +1,41 @@
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <thread>
+#include <vector>
+
+#include "unit/unit.h"
+
+namespace tessera {
+
+/// The operators that use parameters of one model now, on all threads of this rank.
+///
+/// See [Note: Several threads] in running_operators.cpp. Not thread-safe itself.
+class RunningOperators {
+ public:
+  /// An operator of this thread begins to use `units`, until `leave()`. `frees`: units are freed
+  /// between uses. Throws if an operator of another thread runs that it can't go with.
+  void enter(const std::vector<Unit*>& units, bool writes, bool frees);
+  /// The operator that this thread has entered last is over.
+  void leave();
+
+  /// Throws if an operator of another thread uses one of the model's units.
+  void check_none(const char* call) const;
+  bool uses(const Unit* unit) const;
+
+ private:
+  struct Use {
+    std::thread::id thread;
+    int backward;  // -1: none
+    bool writes;
+    c10::SmallVector<const Unit*, 2> units;
+
+    bool has(const Unit* unit) const;
+  };
+  bool goes_with(const Use& mine, const Use& other, bool frees) const;
+
+  std::vector<Use> uses_;
+};
+
+}  // namespace tessera

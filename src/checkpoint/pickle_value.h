@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "checkpoint/pickle.h"
+
+namespace tessera {
+
+/// What a pickle makes; see [Note: Reading a pickle].
+struct PickleValue {
+  enum class Kind : uint8_t {
+    kOther,  ///< is left out
+    kMark,
+    kInt,
+    kText,
+    kGlobal,
+    kTuple,
+    kList,
+    kDict,
+    kStorage,
+    kTensor
+  };
+  Kind kind = Kind::kOther;
+  int64_t number = 0;     ///< of an int; of a storage or a tensor: which of `PickleValues::tensors`
+  std::string_view text;  ///< of a text, or a global's name
+  std::string_view module;            ///< of a global
+  std::vector<PickleValue*> items{};  ///< keys and values of a dict in turns
+
+  bool is(Kind other) const { return kind == other; }
+  bool is_global(std::string_view in_module, std::string_view name) const {
+    return is(Kind::kGlobal) && module == in_module && text == name;
+  }
+};
+
+/// The values of one pickle. They refer to each other as they like, in circles and many levels
+/// deep, and go all at once. Their texts are those of the program, which must outlive them.
+class PickleValues {
+ public:
+  /// All marks are one, and so is all that is left out. Throws `c10::ValueError` if there are too
+  /// many values.
+  PickleValue* make(PickleValue::Kind kind);
+  PickleValue* empty_tuple() { return &empty_tuple_; }
+  PickleValue* make_int(int64_t number);
+  PickleValue* make_text(std::string_view text);
+  /// `kind`: a storage, or a tensor.
+  PickleValue* make_tensor(PickleValue::Kind kind, PickledTensor tensor);
+  const PickledTensor& tensor(const PickleValue& value) const { return tensors_[value.number]; }
+
+ private:
+  PickleValue mark_{.kind = PickleValue::Kind::kMark}, other_,
+      empty_tuple_{.kind = PickleValue::Kind::kTuple};
+  std::deque<PickleValue> values_;
+  std::deque<PickledTensor> tensors_;
+};
+
+/// The value that the program of a pickle makes. Throws `c10::ValueError`.
+const PickleValue* run_pickle(std::string_view program, PickleValues& values);
+
+/// The dtype (as in safetensors) of a storage class of the module `torch`; empty: it is not known.
+std::string_view storage_dtype(std::string_view storage_class);
+
+}  // namespace tessera

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+/// The beginning of a text that anybody may have written, for a message.
+inline std::string shortened(std::string_view text, size_t most = 100) {
+  return text.size() <= most ? std::string(text) : std::string(text.substr(0, most)) + "...";
+}
+
+}  // namespace tessera

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tessera {
+
+/// Smaller tensors are all-reduced in one round of messages: everyone sends everything to everyone.
+inline constexpr size_t kMaxOneRoundBytes = 4096;
+
+inline bool is_reduced_whole(const at::Tensor& tensor) {
+  return tensor.nbytes() <= kMaxOneRoundBytes;
+}
+
+/// Payload that each of `ranks` ranks sends to all-reduce `nbytes` by direct exchange. Of larger
+/// tensors each sends the other ranks' parts, and then the sums of its own.
+inline int64_t all_reduce_bytes(int64_t nbytes, int64_t ranks) {
+  if (nbytes <= static_cast<int64_t>(kMaxOneRoundBytes)) return (ranks - 1) * nbytes;
+  const int64_t times = 2 * (ranks - 1);  // the product with all bytes could overflow
+  return nbytes / ranks * times + nbytes % ranks * times / ranks;
+}
+
+}  // namespace tessera

@@ -1,0 +1,59 @@
+#include "grad/grad_hook.h"
+
+#include <utility>
+
+#include "grad/grad_gate.h"
+
+namespace tessera {
+
+// [Note: One place for two hooks]
+//
+// LibTorch keeps one post-accumulate hook per tensor, and setting one throws away the one that is
+// there. So a hook of the user's, set before the model was sharded, would be lost, and one set
+// later would take the place of ours: gradients would stay in `.grad`, unreduced. Therefore ours
+// holds the user's and calls it first, with `.grad` as autograd has left it: this rank's own
+// gradient, of this backward. What the hook makes of it is what is reduced; if it clears `.grad`,
+// the parameter got no gradient in this backward.
+//
+// Autograd takes `.grad` to write before it looks for the hook, and a GradGate hears of that. At
+// that moment it has ours put around whatever hook is there (`chain_hook`), so one that was set
+// meanwhile is called from then on, and one that was replaced is gone, as without sharding.
+namespace {
+
+class GradHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradHook(HookPlace users, TakeGradient take) : users_(std::move(users)), take_(std::move(take)) {}
+
+  void operator()(const at::Tensor& tensor) override {
+    if (users_) call_users(tensor);
+    take_(tensor);
+  }
+
+  HookPlace give_up_users() { return std::move(users_); }
+
+ private:
+  void call_users(const at::Tensor& tensor) {
+    try {
+      (*users_)(tensor);
+    } catch (...) {
+      take_gradient(tensor);  // this backward has failed: the next one shall not find it
+      throw;
+    }
+  }
+
+  HookPlace users_;
+  TakeGradient take_;
+};
+
+}  // namespace
+
+void chain_hook(HookPlace& place, const TakeGradient& take) {
+  if (dynamic_cast<GradHook*>(place.get())) return;
+  place = std::make_unique<GradHook>(std::move(place), take);
+}
+
+void unchain_hook(HookPlace& place) {
+  if (auto* own = dynamic_cast<GradHook*>(place.get())) place = own->give_up_users();
+}
+
+}  // namespace tessera

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "fuzz/draw.h"
+
+namespace tessera::testing {
+
+/// Changes a few values of `json`, wherever they are: to edges of numbers, other types, deep
+/// nesting; removes, repeats and exchanges parts.
+void change_json(nlohmann::json& json, Draw& draw);
+
+/// Some value that does not fit where any is expected.
+nlohmann::json odd_value(Draw& draw);
+
+}  // namespace tessera::testing
