@@ -15,7 +15,7 @@ constexpr double kRounding = 1e-9;  // relative
 const Command kParts = {"zero_grad", "forward", "backward", "optimizer"};
 
 ProgramEnd measured(int ranks, const Command& more) {
-  Command command = {TESSERA_CLI,          "bench", "step",    "--size", "mlp",
+  Command command = {TESSERA_CLI,          "bench", "step",    "--size", "tiny",
                      "--rounds",           "1",     "--steps", "1",      "--ranks",
                      std::to_string(ranks)};
   command.insert(command.end(), more.begin(), more.end());

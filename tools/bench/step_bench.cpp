@@ -31,7 +31,7 @@ constexpr std::chrono::seconds kLongestWaitForQuiet(60);
 void check_options(const StepBenchOptions& options) {
   const auto& sizes = workload_names();
   TORCH_CHECK_VALUE(std::ranges::find(sizes, options.size) != sizes.end(),
-                    "[bench step] --size must be a workload; expected small, medium or mlp, got '",
+                    "[bench step] --size must be a workload; expected tiny, small, medium or mlp, got '",
                     options.size, "'");
   TORCH_CHECK_VALUE(kLevels.contains(options.level), "[bench step] --level must be a level; ",
                     "expected none, os, os_g or p_g_os, got '", options.level, "'");

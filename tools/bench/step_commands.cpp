@@ -12,7 +12,7 @@ namespace {
 
 void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.option_defaults()->always_capture_default();
-  command.add_option("--size", options.size, "small, medium or mlp");
+  command.add_option("--size", options.size, "tiny (to try this out), small, medium or mlp");
   command.add_option("--level", options.level, "none, os, os_g or p_g_os");
   command.add_option("--dialect", options.dialect,
                      "train by the library's own names (native) or FairScale's (fairscale)");

@@ -20,6 +20,7 @@ struct GptSize {
 };
 
 const std::map<std::string, GptSize> kGpts = {
+    {"tiny", {2, 128, 2, 4, 478'720}},
     {"small", {6, 384, 6, 4, 10'893'312}},
     {"medium", {8, 768, 12, 2, 57'196'032}},
 };
@@ -130,7 +131,7 @@ void check_numel(const BenchModel& model, int64_t expected) {
 }  // namespace
 
 const std::vector<std::string>& workload_names() {
-  static const std::vector<std::string> names = {"small", "medium", "mlp"};
+  static const std::vector<std::string> names = {"tiny", "small", "medium", "mlp"};
   return names;
 }
 
