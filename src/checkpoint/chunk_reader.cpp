@@ -14,6 +14,7 @@
 #include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
 #include "checkpoint/model_view.h"
+#include "checkpoint/safetensors.h"
 #include "checkpoint/shortened.h"
 #include "comm/math_bits.h"
 
@@ -22,10 +23,6 @@ namespace {
 
 // A checkpoint of many ranks has more files than a process may open.
 constexpr size_t kMostOpen = 64;
-
-int64_t item_size(const TensorRecord& tensor) {
-  return static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
-}
 
 /// Reads bytes of one chunk, ascending, by blocks that have checksums.
 class CheckedBytes {
@@ -118,7 +115,7 @@ void ChunkReader::check(const TensorRecord& tensor) {
 }
 
 void ChunkReader::verify(const TensorRecord& tensor, const ChunkRecord& chunk) {
-  const int64_t item = item_size(tensor), nbytes = chunk.region.numel() * item;
+  const int64_t item = item_size(tensor.dtype), nbytes = chunk.region.numel() * item;
   CheckedBytes bytes(open_chunk(tensor, chunk), chunk, nbytes, block_);
   std::vector<char> out(static_cast<size_t>(kChecksumBlock));
   for (int64_t begin = 0; begin < nbytes; begin += kChecksumBlock)
@@ -126,7 +123,7 @@ void ChunkReader::verify(const TensorRecord& tensor, const ChunkRecord& chunk) {
 }
 
 void ChunkReader::read_stored(const TensorRecord& tensor, const Region& region, void* out) {
-  const int64_t item = item_size(tensor);
+  const int64_t item = item_size(tensor.dtype);
   for (const ChunkRecord& chunk : tensor.chunks) {
     std::optional<CheckedBytes> bytes;
     for_each_overlap(chunk.region, region, [&](const Overlap& common) {

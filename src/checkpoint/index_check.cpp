@@ -30,10 +30,6 @@ void naming_part(const std::string& part, F&& f) {
   }
 }
 
-int64_t item_size(const TensorRecord& tensor) {
-  return static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
-}
-
 bool is_row_major(const TensorRecord& tensor) {
   int64_t stride = 1;
   for (size_t dim = tensor.shape.size(); dim-- > 0; stride *= tensor.shape[dim]) {
@@ -57,7 +53,7 @@ void check_chunk(const ChunkRecord& chunk, const TensorRecord& tensor) {
   TORCH_CHECK_VALUE(0 <= region.begin && region.begin < region.end && region.end <= numel,
                     "it must be some of ", numel, " elements; got ", region.begin, " to ",
                     region.end);
-  const int64_t nbytes = region.numel() * item_size(tensor);
+  const int64_t nbytes = region.numel() * item_size(tensor.dtype);
   const int64_t blocks = (nbytes - 1) / kChecksumBlock + 1;
   TORCH_CHECK_VALUE(std::ssize(chunk.checksums) == blocks, "its ", nbytes, " bytes must have ",
                     blocks, " checksums; got ", chunk.checksums.size());
@@ -72,7 +68,7 @@ void check_rank(const std::string& text, int world_size) {
 }
 
 void check_parts(const TensorRecord& tensor, int world_size) {
-  const CheckedShape shape(tensor.shape, item_size(tensor));
+  const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
   shape.reach(tensor.strides);  // throws for what are no strides
   TORCH_CHECK_VALUE(shape.is_dense(tensor.strides), "its elements must lie one after another; got shape ",
                     c10::IntArrayRef(tensor.shape), " and strides ", c10::IntArrayRef(tensor.strides));

@@ -5,7 +5,7 @@
 namespace tessera {
 namespace {
 
-constexpr int kMostDepth = 64;
+constexpr int kMostJsonDepth = 64;
 
 // Of what a parser reads of it; more than that if it is no JSON. (A callback of the parser's could
 // count, too, but with one it looks at all members of an object for each of them.)
@@ -29,7 +29,7 @@ int depth_of(std::string_view text) {
 }  // namespace
 
 nlohmann::json parse_json(std::string_view text) {
-  TORCH_CHECK_VALUE(depth_of(text) <= kMostDepth, "its JSON must nest at most ", kMostDepth,
+  TORCH_CHECK_VALUE(depth_of(text) <= kMostJsonDepth, "its JSON must nest at most ", kMostJsonDepth,
                     " deep");
   return nlohmann::json::parse(text);
 }

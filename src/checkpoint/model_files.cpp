@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 constexpr const char* kExtension = ".safetensors";
 constexpr const char* kIndexExtension = ".safetensors.index.json";
 constexpr const char* kUsualIndex = "model.safetensors.index.json";
-constexpr int64_t kMostIndexBytes = int64_t{256} << 20;
+constexpr int64_t kMostModelIndexBytes = int64_t{256} << 20;
 
 // A file of a model, and what of it is wanted; none: all.
 struct Part {
@@ -61,7 +61,7 @@ void add_part(const Part& part, std::vector<ModelTensor>& tensors) {
 std::vector<Part> indexed_parts(const fs::path& index) {
   std::map<fs::path, std::set<std::string>> files;
   naming_file("checkpoint", index.string(), "must have a weight_map of names and files", [&] {
-    const auto json = parse_json(File::open_file(index).read_all(kMostIndexBytes));
+    const auto json = parse_json(File::open_file(index).read_all(kMostModelIndexBytes));
     for (const auto& [name, value] :
          json.at("weight_map").get<std::map<std::string, std::string>>()) {
       check_file_name(value);

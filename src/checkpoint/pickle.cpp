@@ -17,7 +17,7 @@ namespace {
 // See [Note: Reading a pickle].
 constexpr size_t kMostProgramBytes = size_t{64} << 20, kMostNameBytes = 4096,
                  kMostNamed = size_t{1} << 20;
-constexpr int kMostDepth = 100;
+constexpr int kMostPickleDepth = 100;
 // A dict of tensors may be one of several dicts' (`model` and `ema`, say).
 constexpr int kMostPlaces = 8;
 
@@ -54,7 +54,7 @@ class Collector {
   bool collect(const PickleValue& dict, const std::string& prefix, int depth) {
     Seen& seen = seen_[&dict];
     TORCH_CHECK_VALUE(!seen.is_open, "its dicts hold each other");
-    TORCH_CHECK_VALUE(depth < kMostDepth, "its dicts must nest at most ", kMostDepth, " deep");
+    TORCH_CHECK_VALUE(depth < kMostPickleDepth, "its dicts must nest at most ", kMostPickleDepth, " deep");
     if (seen.places > 0 && !seen.has_tensors) return false;
     TORCH_CHECK_VALUE(++seen.places <= kMostPlaces, "a dict with tensors must be in at most ",
                       kMostPlaces, " places");

@@ -44,10 +44,6 @@ constexpr std::array<std::pair<at::ScalarType, const char*>, 16> kDtypes = {{
     {at::kBool, "BOOL"},
 }};
 
-int64_t item_size(const std::string& dtype) {
-  return static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype)));
-}
-
 }  // namespace
 
 std::string safetensors_dtype(at::ScalarType dtype) {
@@ -64,6 +60,10 @@ at::ScalarType scalar_type_of(const std::string& name) {
   TORCH_CHECK_VALUE(it != kDtypes.end(), "[checkpoint] a tensor has the dtype '", shortened(name),
                     "', which is not known here");
   return it->first;
+}
+
+int64_t item_size(const std::string& safetensors_dtype) {
+  return static_cast<int64_t>(c10::elementSize(scalar_type_of(safetensors_dtype)));
 }
 
 SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensors,

@@ -21,6 +21,8 @@ namespace tessera {
 std::string safetensors_dtype(at::ScalarType dtype);
 /// The dtype of such a name. Throws `c10::ValueError`.
 at::ScalarType scalar_type_of(const std::string& safetensors_dtype);
+/// Bytes of an element of that dtype.
+int64_t item_size(const std::string& safetensors_dtype);
 
 /// What the header says of a tensor.
 struct TensorHeader {

@@ -31,10 +31,6 @@ constexpr int64_t kMostPickleBytes = int64_t{64} << 20;
 // elements, but a small file is not to make a large model.
 constexpr int64_t kMostViews = 8, kMostSmallBytes = int64_t{16} << 20;
 
-int64_t item_size(const PickledTensor& tensor) {
-  return static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
-}
-
 // Elements of the storage that the tensor reaches, from its offset on.
 int64_t reach(const PickledTensor& tensor) {
   return CheckedShape(tensor.shape).reach(tensor.strides);
@@ -77,9 +73,9 @@ void TorchFile::check_tensors() const {
     const ZipDirectory::Record* const record = records_->find(record_of(tensor));
     TORCH_CHECK_VALUE(record, "it lacks '", record_of(tensor), "' of '", name, "'");
     try {
-      const CheckedShape shape(tensor.shape, item_size(tensor));
+      const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
       const int64_t end = checked_sum(tensor.offset, shape.reach(tensor.strides));
-      TORCH_CHECK_VALUE(tensor.offset >= 0 && checked_product(end, item_size(tensor)) <= record->nbytes,
+      TORCH_CHECK_VALUE(tensor.offset >= 0 && checked_product(end, item_size(tensor.dtype)) <= record->nbytes,
                         "it does not fit into the ", record->nbytes, " bytes of its storage");
       const View view{tensor.storage, tensor.dtype, tensor.offset, tensor.shape, tensor.strides};
       if (!seen.insert(view).second) continue;
@@ -96,7 +92,7 @@ void TorchFile::check_tensors() const {
 
 // Straight from the file, as torch.save compresses nothing: no more than the tensor is in memory.
 at::Tensor TorchFile::read(const PickledTensor& tensor) const {
-  const int64_t count = reach(tensor), item = item_size(tensor);
+  const int64_t count = reach(tensor), item = item_size(tensor.dtype);
   const auto dtype = scalar_type_of(tensor.dtype);
   if (count == 0) return at::empty(tensor.shape, dtype);
   const at::Tensor flat = at::empty({count}, dtype);

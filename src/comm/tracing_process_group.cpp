@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kRecordsInErrors = 5;
 
 // Before the arguments were checked.
-int64_t bytes_of(const at::Tensor& tensor) {
+int64_t nbytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }
 
@@ -77,7 +77,7 @@ class TracingDecorator : public TracingProcessGroup {
 
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
                      std::span<const int64_t> bounds, const CollectiveTag& tag) override {
-    return trace("all_gather", bytes_of(flat), tag,
+    return trace("all_gather", nbytes_of(flat), tag,
                  [&] { return inner_->all_gather(flat, shard, bounds, tag); });
   }
 
@@ -92,12 +92,12 @@ class TracingDecorator : public TracingProcessGroup {
   }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
-    return trace("all_reduce", bytes_of(tensor), tag,
+    return trace("all_reduce", nbytes_of(tensor), tag,
                  [&] { return inner_->all_reduce(tensor, op, tag); });
   }
 
   WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
-    return trace("broadcast", bytes_of(tensor), tag,
+    return trace("broadcast", nbytes_of(tensor), tag,
                  [&] { return inner_->broadcast(tensor, root, tag); });
   }
 

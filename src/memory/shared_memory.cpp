@@ -25,11 +25,11 @@ namespace tessera {
 namespace {
 
 // The page after the data holds the id: an opened descriptor may, by accident, be another file.
-constexpr size_t kPage = 4096;
+constexpr size_t kIdPage = 4096;
 // So that huge pages, where the kernel has them, can begin with the data.
 constexpr size_t kHugePage = size_t{2} << 20;
 
-size_t mapped_size(size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage + kPage; }
+size_t mapped_size(size_t nbytes) { return (nbytes + kIdPage - 1) / kIdPage * kIdPage + kIdPage; }
 
 [[noreturn]] void throw_errno(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -161,7 +161,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(const char* name, size_t nbyt
     throw_errno("shared memory could not be given its size");
   memory->data_ = memory->map(Access::kWrite);
   memory->handle_ = {.pid = ::getpid(), .fd = memory->fd_, .nbytes = nbytes, .id = random_id()};
-  std::memcpy(memory->data_ + memory->mapped_ - kPage, &memory->handle_.id, sizeof(uint64_t));
+  std::memcpy(memory->data_ + memory->mapped_ - kIdPage, &memory->handle_.id, sizeof(uint64_t));
   std::lock_guard lock(registry_mutex);
   registry()[memory->handle_.id] = memory;
   return memory;
@@ -184,7 +184,7 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handl
   memory->fd_ = ::open(path.c_str(), (access == Access::kWrite ? O_RDWR : O_RDONLY) | O_CLOEXEC);
   if (memory->fd_ < 0) throw_errno("the memory of process " + std::to_string(handle.pid));
   uint64_t id = 0;
-  const auto at = static_cast<off_t>(memory->mapped_ - kPage);
+  const auto at = static_cast<off_t>(memory->mapped_ - kIdPage);
   if (::pread(memory->fd_, &id, sizeof(id), at) != sizeof(id) || id != handle.id) {
     throw std::runtime_error("process " + std::to_string(handle.pid) +
                              " here is not the one that made the memory");
@@ -205,15 +205,15 @@ void SharedMemory::reserve() {
 }
 
 void SharedMemory::reserve(size_t begin, size_t end) {
-  begin = begin / kPage * kPage;
+  begin = begin / kIdPage * kIdPage;
   if (begin >= end || ::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
   if (errno == EINVAL) return;  // the kernel does not know it
   throw_errno("no memory for " + std::to_string(end - begin) + " bytes to share");
 }
 
 void SharedMemory::give_back(size_t begin, size_t end) noexcept {
-  begin = (begin + kPage - 1) / kPage * kPage;
-  end = end / kPage * kPage;
+  begin = (begin + kIdPage - 1) / kIdPage * kIdPage;
+  end = end / kIdPage * kIdPage;
   if (begin < end) ::madvise(data_ + begin, end - begin, MADV_REMOVE);
 }
 

@@ -92,6 +92,8 @@ std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim) {
 std::vector<TensorInfo> like_first(const OpCall& call) { return {call.inputs[0]}; }
 std::vector<TensorInfo> like_second(const OpCall& call) { return {call.inputs[1]}; }
 
+std::vector<TensorInfo> like_self(const OpCall& call) { return {call.inputs[call.input("self")]}; }
+
 void add_pending(Strategies& ways, const OpCall& call) {
   for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
                         PartialOp::kProd, PartialOp::kAny, PartialOp::kAll, PartialOp::kNorm})

@@ -103,6 +103,9 @@ struct RuleEntry {
   bool reshapes = false;
 };
 
+/// A sum that is pending.
+inline constexpr Partial kSum{PartialOp::kSum};
+
 /// The entries, with `splits` for those that have no local kernel.
 template <size_t N>
 constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
@@ -138,6 +141,8 @@ std::vector<TensorInfo> broadcast_sizes(const OpCall& call);
 /// The output has the sizes of the first input, or of the second.
 std::vector<TensorInfo> like_first(const OpCall& call);
 std::vector<TensorInfo> like_second(const OpCall& call);
+/// The output has the sizes of the argument `self`.
+std::vector<TensorInfo> like_self(const OpCall& call);
 
 /// The rules, by family.
 std::span<const RuleEntry> elementwise_rules();

@@ -55,7 +55,7 @@ void check_gradient(const at::Tensor& param) {
                               param.scalar_type(), " parameter");
 }
 
-CPUAdamParamState& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+CPUAdamParamState& adam_state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
   auto& own = optimizer.state()[param.unsafeGetTensorImpl()];
   const at::ScalarType dtype = moment_dtype(param.scalar_type());
   if (!own) {
@@ -105,7 +105,7 @@ void step_group(CPUAdam& optimizer, OptimizerParamGroup& group, const RoundedPar
   std::vector<AdamParam> elsewhere;
   for (const at::Tensor& param : group.params()) {
     if (!param.grad().defined()) continue;
-    CPUAdamParamState& state = state_of(optimizer, param);
+    CPUAdamParamState& state = adam_state_of(optimizer, param);
     state.step(state.step() + 1);
     if (is_dist(param)) {
       step_dist(rule, param, state);

@@ -23,14 +23,6 @@
 namespace tessera {
 namespace {
 
-enum class Stage : uint8_t { kReady, kUnscaled, kStepped };
-
-// What happened to one optimizer since the last update.
-struct OptimizerProgress {
-  Stage stage = Stage::kReady;
-  std::optional<bool> found_inf;
-};
-
 void check_factors(const GradScalerOptions& options) {
   TORCH_CHECK_VALUE(options.init_scale > 0, "[GradScaler] init_scale must be positive; got ",
                     options.init_scale);
@@ -86,11 +78,18 @@ std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& opt
 }  // namespace
 
 struct GradScaler::Impl {
+  enum class Stage : uint8_t { kReady, kUnscaled, kStepped };
+  // What happened to one optimizer since the last update.
+  struct Progress {
+    Stage stage = Stage::kReady;
+    std::optional<bool> found_inf;
+  };
+
   GradScalerOptions options;
-  at::Tensor scale;                                   // float, one element
-  at::Tensor growth_tracker;                          // int, one element: steps without overflow
-  int64_t overflows = 0;                              // since the scale has grown
-  std::map<const void*, OptimizerProgress> progress;  // by the user's optimizer
+  at::Tensor scale;                          // float, one element
+  at::Tensor growth_tracker;                 // int, one element: steps without overflow
+  int64_t overflows = 0;                     // since the scale has grown
+  std::map<const void*, Progress> progress;  // by the user's optimizer
 
   static const void* key_of(ShardedOptimizer& optimizer) { return &optimizer.inner(); }
   static const void* key_of(torch::optim::Optimizer& optimizer) { return &optimizer; }
@@ -160,7 +159,7 @@ bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
 template <class Optimizer>
 void GradScaler::Impl::unscale_once(Optimizer& optimizer) {
   if (!options.enabled) return;
-  OptimizerProgress& own = progress[key_of(optimizer)];
+  Progress& own = progress[key_of(optimizer)];
   if (own.stage == Stage::kUnscaled) {
     throw std::runtime_error(
         "unscale_() has already been called on this optimizer since the last update().");
@@ -177,7 +176,7 @@ bool GradScaler::Impl::step(Optimizer& optimizer) {
     optimizer.step();
     return true;
   }
-  OptimizerProgress& own = progress[key_of(optimizer)];
+  Progress& own = progress[key_of(optimizer)];
   if (own.stage == Stage::kStepped)
     throw std::runtime_error("step() has already been called since the last update().");
   if (own.stage == Stage::kReady) unscale_once(optimizer);

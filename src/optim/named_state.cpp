@@ -25,7 +25,7 @@ namespace {
 using StateDict = std::map<std::string, at::Tensor>;
 
 constexpr const char* kLearningRates = "LR_Scheduler";
-constexpr const char* kMasterWeights = "master_weights.";
+constexpr const char* kMasterWeightsPrefix = "master_weights.";
 
 template <class F>
 void for_each_param(torch::optim::Optimizer& optimizer, F&& f) {
@@ -227,7 +227,7 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
                                          step == state.counts.end() ? -1 : step->second);
     if (count >= 0) dict[param.name + ".step"] = count_tensor(count, param.slot.tensor());
     if (param.unit.master().defined())
-      dict[kMasterWeights + param.name] = gather_part(param, part, master_dtype);
+      dict[kMasterWeightsPrefix + param.name] = gather_part(param, part, master_dtype);
   });
   return dict;
 }
@@ -250,7 +250,7 @@ void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTens
     if (step != dict.end()) state.counts["step"] = count_of(step->second);
     if (part.defined()) write_param_state(inner, part, state);
     if (param.unit.master().defined()) {
-      const at::Tensor value = cut(kMasterWeights + param.name, master_dtype);
+      const at::Tensor value = cut(kMasterWeightsPrefix + param.name, master_dtype);
       if (part.defined()) masters.emplace_back(part, value);
     }
   });

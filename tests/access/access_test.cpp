@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace access_test {
 
 using namespace testing;
 
@@ -255,5 +255,5 @@ TEST(Access, ConvertingTheModuleAfterShardingIsNoticedAtTheStep) {
   });
 }
 
-}  // namespace
+}  // namespace access_test
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace distribute_module_test {
 
 namespace nn = torch::nn;
 
@@ -116,5 +116,5 @@ TEST(DistributeModule, PlacingInPlaceAndReplacingModulesAreFine) {
   });
 }
 
-}  // namespace
+}  // namespace distribute_module_test
 }  // namespace tessera

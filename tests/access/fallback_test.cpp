@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace fallback_test {
 
 using namespace testing;
 
@@ -119,5 +119,5 @@ TEST(AShardedModelInsideAnother, IsRefusedWithItsNameAlsoIfThePlanIgnoresIt) {
   });
 }
 
-}  // namespace
+}  // namespace fallback_test
 }  // namespace tessera

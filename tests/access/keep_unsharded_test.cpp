@@ -5,7 +5,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace keep_unsharded_test {
 
 using namespace testing;
 
@@ -51,5 +51,5 @@ TEST(KeepUnsharded, ItsEndFreesTheUnitsAndTheNextUseGathersThem) {
   });
 }
 
-}  // namespace
+}  // namespace keep_unsharded_test
 }  // namespace tessera

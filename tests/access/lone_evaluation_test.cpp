@@ -12,7 +12,7 @@
 #include "support/warnings.h"
 
 namespace tessera {
-namespace {
+namespace lone_evaluation_test {
 
 using namespace testing;
 
@@ -89,5 +89,5 @@ TEST(LoneEvaluation, GoesWellAnywhereWhereParametersStay) {
             (Counts{0, 0}));
 }
 
-}  // namespace
+}  // namespace lone_evaluation_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace order_test {
 
 using namespace testing;
 
@@ -294,5 +294,5 @@ TEST(Order, AnExceptionInForwardLeavesTheModelUsable) {
   }
 }
 
-}  // namespace
+}  // namespace order_test
 }  // namespace tessera

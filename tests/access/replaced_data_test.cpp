@@ -9,7 +9,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace replaced_data_test {
 
 using namespace testing;
 
@@ -197,5 +197,5 @@ TEST(ReplacedData, AModuleWhoseParametersAllHaveItIsStillSharded) {
   });
 }
 
-}  // namespace
+}  // namespace replaced_data_test
 }  // namespace tessera

@@ -14,7 +14,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace running_operators_test {
 
 using namespace testing;
 
@@ -209,5 +209,5 @@ TEST(SeveralThreads, OfARankThatIsAloneAddTheirGradients) {
       {1});
 }
 
-}  // namespace
+}  // namespace running_operators_test
 }  // namespace tessera

@@ -9,7 +9,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace script_test {
 
 using namespace testing;
 
@@ -126,5 +126,5 @@ TEST(MemberHandles, SeeTheShardedValues) {
   }
 }
 
-}  // namespace
+}  // namespace script_test
 }  // namespace tessera

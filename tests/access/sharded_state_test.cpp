@@ -9,7 +9,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace sharded_state_test {
 
 using namespace testing;
 
@@ -205,5 +205,5 @@ TEST(AParameterThatAnOperatorMade, IsRefusedWithItsName) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_state_test
 }  // namespace tessera

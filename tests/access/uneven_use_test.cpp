@@ -6,7 +6,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace uneven_use_test {
 
 using namespace testing;
 
@@ -36,5 +36,5 @@ TEST(UnevenUse, ALayerMayBeUsedByAnotherRankInEachStep) {
   }
 }
 
-}  // namespace
+}  // namespace uneven_use_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace unwrap_module_test {
 
 using namespace testing;
 using torch::nn::Linear;
@@ -127,5 +127,5 @@ TEST(UnwrapModule, ShardedModulesBecomeOrdinaryOnes) {
   });
 }
 
-}  // namespace
+}  // namespace unwrap_module_test
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace use_order_test {
 
 bool contains_in_order(const UseOrder& order, const UseOrder& part) {
   size_t next = 0;
@@ -123,5 +123,5 @@ TEST(PlanResidency, UnitsThatAreNeverFreedTakeNoPart) {
   }
 }
 
-}  // namespace
+}  // namespace use_order_test
 }  // namespace tessera

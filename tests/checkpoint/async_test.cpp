@@ -5,7 +5,7 @@
 #include "support/file_size_limit.h"
 
 namespace tessera::testing {
-namespace {
+namespace async_test {
 
 namespace fs = std::filesystem;
 
@@ -163,5 +163,5 @@ TEST(CheckpointSeries, KeepsTheNewestAndFindsTheLatest) {
   run_world(2, [&](World&) { expect_holds(scratch / "step-10", 1); });
 }
 
-}  // namespace
+}  // namespace async_test
 }  // namespace tessera::testing

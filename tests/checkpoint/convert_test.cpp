@@ -6,7 +6,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace convert_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -351,5 +351,5 @@ TEST(CheckpointMemory, IsOfATensorOrTwo) {
   }
 }
 
-}  // namespace
+}  // namespace convert_test
 }  // namespace tessera::testing

@@ -3,7 +3,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace cpu_adam_test {
 
 struct AdamJob {
   AdamJob(uint64_t seed, const ShardPlan& plan, at::ScalarType dtype, double lr = 0.01)
@@ -92,5 +92,5 @@ TEST(CPUAdamCheckpoint, LoadsIntoOneProcessWithoutShards) {
   expect_same_state(plain_state(*net), later, 0, "plain");
 }
 
-}  // namespace
+}  // namespace cpu_adam_test
 }  // namespace tessera::testing

@@ -2,7 +2,7 @@
 #include "support/file_size_limit.h"
 
 namespace tessera::testing {
-namespace {
+namespace disk_full_test {
 
 namespace fs = std::filesystem;
 
@@ -55,5 +55,5 @@ TEST(CheckpointDiskFull, OnOneRankAloneDoesNotStopTheGathersOfTheOthers) {
   EXPECT_EQ(names_in(scratch / "one").size(), 4u);
 }
 
-}  // namespace
+}  // namespace disk_full_test
 }  // namespace tessera::testing

@@ -4,7 +4,7 @@
 #include "checkpoint/saved_model.h"
 
 namespace tessera::testing {
-namespace {
+namespace dist_test {
 
 using torch::optim::AdamW;
 
@@ -222,5 +222,5 @@ TEST(CheckpointDist, PartialTensorsAreRefusedByName) {
   EXPECT_TRUE(names_in(scratch / "").empty());
 }
 
-}  // namespace
+}  // namespace dist_test
 }  // namespace tessera::testing

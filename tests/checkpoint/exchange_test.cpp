@@ -3,7 +3,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace exchange_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -452,5 +452,5 @@ TEST(CheckpointExchange, AnImportReplacesACheckpointAndNothingElse) {
   EXPECT_EQ(names_in(scratch / "model").size(), 4u);
 }
 
-}  // namespace
+}  // namespace exchange_test
 }  // namespace tessera::testing

@@ -3,7 +3,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace extras_test {
 
 using torch::data::samplers::DistributedRandomSampler;
 
@@ -210,5 +210,5 @@ TEST(CheckpointExtras, ConjugatedAndNegatedTensorsKeepTheirValues) {
   EXPECT_EQ(verify_checkpoint(scratch / "one"), std::vector<std::string>());
 }
 
-}  // namespace
+}  // namespace extras_test
 }  // namespace tessera::testing

@@ -8,7 +8,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace faults_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -349,5 +349,5 @@ TEST(CheckpointPlaces, WhatCantBeWrittenIsAnErrorOnEveryRank) {
   EXPECT_EQ(names_in(scratch.path()), (Lines{"file", "one"}));
 }
 
-}  // namespace
+}  // namespace faults_test
 }  // namespace tessera::testing

@@ -1,7 +1,7 @@
 #include "checkpoint/saved_model.h"
 
 namespace tessera::testing {
-namespace {
+namespace files_test {
 
 namespace fs = std::filesystem;
 
@@ -183,5 +183,5 @@ TEST(CheckpointFiles, DamagedCheckpointsAreRefusedAndTheModelStays) {
   expect_refused("could not open the directory");
 }
 
-}  // namespace
+}  // namespace files_test
 }  // namespace tessera::testing

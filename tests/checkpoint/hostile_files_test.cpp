@@ -10,7 +10,7 @@
 #include "support/pickle_program.h"
 
 namespace tessera::testing {
-namespace {
+namespace hostile_files_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -245,5 +245,5 @@ TEST(HostileFiles, NamedPipesAreNoPartsOfACheckpoint) {
   }
 }
 
-}  // namespace
+}  // namespace hostile_files_test
 }  // namespace tessera::testing

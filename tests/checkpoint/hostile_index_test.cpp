@@ -8,7 +8,7 @@
 #include "checkpoint/saved_model.h"
 
 namespace tessera::testing {
-namespace {
+namespace hostile_index_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -205,5 +205,5 @@ TEST_F(HostileIndex, ManyBoxesAreReadInNoTime) {
   EXPECT_LT(std::clock() - begin, 10 * CLOCKS_PER_SEC);
 }
 
-}  // namespace
+}  // namespace hostile_index_test
 }  // namespace tessera::testing

@@ -4,7 +4,7 @@
 #include "checkpoint/saved_model.h"
 
 namespace tessera {
-namespace {
+namespace master_test {
 
 using namespace testing;
 
@@ -78,5 +78,5 @@ TEST(MasterCheckpoint, AScalerThatWasNotSavedIsMissed) {
   });
 }
 
-}  // namespace
+}  // namespace master_test
 }  // namespace tessera

@@ -1,7 +1,7 @@
 #include "checkpoint/saved_model.h"
 
 namespace tessera::testing {
-namespace {
+namespace misfit_test {
 
 std::shared_ptr<Bag> saved_bag() {
   auto bag = std::make_shared<Bag>();
@@ -129,5 +129,5 @@ TEST(CheckpointMisfit, UnknownOptimizersAreRefused) {
   EXPECT_EQ(read_index(scratch / "one").at("optimizer").at("kind"), "SGD");
 }
 
-}  // namespace
+}  // namespace misfit_test
 }  // namespace tessera::testing

@@ -2,7 +2,7 @@
 #include "optim/param_state.h"
 
 namespace tessera::testing {
-namespace {
+namespace plain_load_test {
 
 using torch::optim::AdamW;
 
@@ -150,5 +150,5 @@ TEST(CheckpointPlain, WhatDoesNotFitIsRefusedAndTheModuleStays) {
                   {"not in the model: 'decode', 'encode.weight'"});
 }
 
-}  // namespace
+}  // namespace plain_load_test
 }  // namespace tessera::testing

@@ -2,7 +2,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace python_test {
 
 // What read_safetensors.py prints of the files of a checkpoint whose names start with `prefix`.
 std::string read_by_python(const std::filesystem::path& checkpoint, const std::string& prefix) {
@@ -97,5 +97,5 @@ TEST_F(CheckpointPython, TheReaderOfTheGuideReadsShardsAndBoxes) {
   }
 }
 
-}  // namespace
+}  // namespace python_test
 }  // namespace tessera::testing

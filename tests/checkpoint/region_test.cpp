@@ -9,7 +9,7 @@
 #include <vector>
 
 namespace tessera {
-namespace {
+namespace region_test {
 
 // The elements of a region, in its order, found by indexing a tensor of element numbers.
 std::vector<int64_t> elements_of(const Region& region, int64_t numel) {
@@ -88,5 +88,5 @@ TEST(Region, GapsAndOverlapsOfPiecesAreFound) {
   EXPECT_EQ(gap(24, {{0, 24}, {0, 8, left}}), "has pieces that overlap");
 }
 
-}  // namespace
+}  // namespace region_test
 }  // namespace tessera

@@ -4,7 +4,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace round_trip_test {
 
 using torch::optim::AdamW;
 
@@ -181,5 +181,5 @@ TEST(Checkpoint, KeepsTheStateAndOptionsOfEachKindOfOptimizer) {
   }
 }
 
-}  // namespace
+}  // namespace round_trip_test
 }  // namespace tessera::testing

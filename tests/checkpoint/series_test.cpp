@@ -5,7 +5,7 @@
 #include "checkpoint/saved_model.h"
 
 namespace tessera::testing {
-namespace {
+namespace series_test {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
@@ -75,5 +75,5 @@ TEST(CheckpointSeries, DraftsOfKilledSavesAreRemovedByTheNextSave) {
   EXPECT_TRUE(fs::exists(scratch / "step-100.tmp"));
 }
 
-}  // namespace
+}  // namespace series_test
 }  // namespace tessera::testing

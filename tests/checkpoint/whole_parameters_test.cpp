@@ -2,7 +2,7 @@
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
-namespace {
+namespace whole_parameters_test {
 
 namespace fs = std::filesystem;
 
@@ -142,5 +142,5 @@ TEST(CheckpointWholeParameters, ModelFilesOfOtherToolsAreNotReplaced) {
   EXPECT_EQ(read_text((scratch / "one") / "model-00001-of-00002.safetensors"), "theirs");
 }
 
-}  // namespace
+}  // namespace whole_parameters_test
 }  // namespace tessera::testing

@@ -4,7 +4,7 @@
 #include "comm/contract.h"
 
 namespace tessera {
-namespace {
+namespace all_to_all_test {
 
 using namespace testing;
 using std::chrono::milliseconds;
@@ -375,5 +375,5 @@ INSTANTIATE_TEST_SUITE_P(
       return kind_name(std::get<0>(info.param)) + std::get<1>(info.param).name;
     });
 
-}  // namespace
+}  // namespace all_to_all_test
 }  // namespace tessera

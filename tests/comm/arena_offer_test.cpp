@@ -12,7 +12,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace arena_offer_test {
 
 using namespace testing;
 using std::chrono::milliseconds;
@@ -168,5 +168,5 @@ TEST(ArenaOffer, ChangesNoBit) {
   }
 }
 
-}  // namespace
+}  // namespace arena_offer_test
 }  // namespace tessera

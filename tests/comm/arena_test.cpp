@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace arena_test {
 
 using namespace testing;
 using std::chrono::milliseconds;
@@ -243,5 +243,5 @@ TEST(Arena, SharedMemoryIsOneForAllRanks) {
   });
 }
 
-}  // namespace
+}  // namespace arena_test
 }  // namespace tessera

@@ -14,7 +14,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace arena_update_test {
 
 using namespace testing;
 
@@ -232,5 +232,5 @@ TEST(ArenaUpdate, OfARankThatLeavesIsComplete) {
   });
 }
 
-}  // namespace
+}  // namespace arena_update_test
 }  // namespace tessera

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace tessera {
-namespace {
+namespace contract_test {
 
 using namespace testing;
 
@@ -244,5 +244,5 @@ INSTANTIATE_TEST_SUITE_P(SeveralHosts, ProcessGroupContract,
                            return "Hosts" + std::to_string(std::get<1>(info.param)) + "Ranks";
                          });
 
-}  // namespace
+}  // namespace contract_test
 }  // namespace tessera

@@ -4,7 +4,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace decorator_test {
 
 using namespace std::chrono_literals;
 
@@ -160,5 +160,5 @@ TEST(Faults, OfOneRankEndTheOthers) {
   }
 }
 
-}  // namespace
+}  // namespace decorator_test
 }  // namespace tessera

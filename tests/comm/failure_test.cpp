@@ -5,7 +5,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace failure_test {
 
 using namespace std::chrono_literals;
 
@@ -213,5 +213,5 @@ TEST(RunWorld, RethrowsTheFirstFailureWithItsRank) {
   }
 }
 
-}  // namespace
+}  // namespace failure_test
 }  // namespace tessera

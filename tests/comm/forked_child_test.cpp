@@ -14,7 +14,7 @@
 #include "support/forked.h"
 
 namespace tessera {
-namespace {
+namespace forked_child_test {
 
 using namespace testing;
 
@@ -127,5 +127,5 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
   });
 }
 
-}  // namespace
+}  // namespace forked_child_test
 }  // namespace tessera

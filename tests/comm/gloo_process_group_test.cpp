@@ -6,7 +6,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace gloo_process_group_test {
 
 std::vector<int64_t> bounds_of(int64_t numel, int size) {
   std::vector<int64_t> bounds(size + 1);
@@ -178,5 +178,5 @@ TEST(LocalSum, LetsNaNWinComparisons) {
   }
 }
 
-}  // namespace
+}  // namespace gloo_process_group_test
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace hosted_process_group_test {
 
 using namespace testing;
 
@@ -258,5 +258,5 @@ TEST(Hosts, AWorldCanBeLeftWithCollectivesUnderWay) {
   });
 }
 
-}  // namespace
+}  // namespace hosted_process_group_test
 }  // namespace tessera

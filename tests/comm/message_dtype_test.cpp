@@ -4,7 +4,7 @@
 #include "comm/contract.h"
 
 namespace tessera {
-namespace {
+namespace message_dtype_test {
 
 using namespace testing;
 
@@ -143,5 +143,5 @@ TEST_P(MessageDtypeContract, DecoratorsCountBytesOfMessages) {
 
 TESSERA_CONTRACT(MessageDtypeContract, 1, 2, 3);
 
-}  // namespace
+}  // namespace message_dtype_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "comm/contract.h"
 
 namespace tessera {
-namespace {
+namespace order_test {
 
 using namespace std::chrono_literals;
 using namespace testing;
@@ -111,5 +111,5 @@ TEST(CollectiveForm, DiffersWithEachOfItsParts) {
   EXPECT_EQ(fingerprints.size(), 9);
 }
 
-}  // namespace
+}  // namespace order_test
 }  // namespace tessera

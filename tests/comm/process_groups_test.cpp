@@ -15,7 +15,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace process_groups_test {
 
 using testing::expect_error;
 using Ranks = std::vector<int>;
@@ -140,5 +140,5 @@ TEST(ProcessGroups, OfTheirOwnAndSharedOnesAreNotMixedUp) {
   });
 }
 
-}  // namespace
+}  // namespace process_groups_test
 }  // namespace tessera

@@ -16,7 +16,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace rank_generator_test {
 
 using namespace testing;
 using torch::Tensor;
@@ -245,5 +245,5 @@ TEST(RankGenerator, NoOperatorDrawsBeforeItHasATensor) {
   }
 }
 
-}  // namespace
+}  // namespace rank_generator_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "comm/sends_messages.h"
 
 namespace tessera {
-namespace {
+namespace sent_bytes_test {
 
 using namespace testing;
 
@@ -93,5 +93,5 @@ TEST(SentBytes, CrossTheNetworkOnceForAHost) {
   });
 }
 
-}  // namespace
+}  // namespace sent_bytes_test
 }  // namespace tessera

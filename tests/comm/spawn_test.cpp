@@ -14,7 +14,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace spawn_test {
 
 using namespace std::chrono_literals;
 using namespace testing;
@@ -182,5 +182,5 @@ TEST(Spawn, TrainsAsOneProcessDoes) {
   }
 }
 
-}  // namespace
+}  // namespace spawn_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace world_parts_test {
 
 using namespace std::chrono_literals;
 using testing::expect_error;
@@ -278,5 +278,5 @@ TEST(HybridProcessGroups, OfAWorldOfOneAreOfOne) {
   });
 }
 
-}  // namespace
+}  // namespace world_parts_test
 }  // namespace tessera

@@ -13,7 +13,7 @@
 extern char** environ;
 
 namespace tessera {
-namespace {
+namespace world_test {
 
 using namespace std::chrono_literals;
 
@@ -402,5 +402,5 @@ TEST(Nccl, IsRefusedWithoutCuda) {
                c10::NotImplementedError);
 }
 
-}  // namespace
+}  // namespace world_test
 }  // namespace tessera

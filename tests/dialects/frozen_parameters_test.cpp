@@ -5,7 +5,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace frozen_parameters_test {
 
 using namespace testing;
 
@@ -173,5 +173,5 @@ TEST(FrozenParameters, EachRankHasItsOwnValuesBack) {
   });
 }
 
-}  // namespace
+}  // namespace frozen_parameters_test
 }  // namespace tessera

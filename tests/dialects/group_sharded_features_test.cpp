@@ -11,7 +11,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_features_test {
 
 using namespace testing;
 using namespace paddle;
@@ -315,5 +315,5 @@ TEST(GroupSharded, GS_48_ParametersOutsideOfBuffersWorkWithADpGroup) {
   }
 }
 
-}  // namespace
+}  // namespace group_sharded_features_test
 }  // namespace tessera

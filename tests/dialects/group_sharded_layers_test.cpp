@@ -8,7 +8,7 @@
 #include "dialects/training.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_layers_test {
 
 using namespace testing;
 using paddle::group_sharded_parallel;
@@ -183,5 +183,5 @@ TEST(GroupSharded, GS_29_ASharedLinearTrainsBesideAnExcludedGroupNorm) {
   });
 }
 
-}  // namespace
+}  // namespace group_sharded_layers_test
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include "dialects/training.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_plan_test {
 
 using namespace testing;
 using paddle::group_sharded_plan;
@@ -208,5 +208,5 @@ TEST(GroupShardedPlan, PrecisionClippingAndReplicasArePassedOn) {
                   "clip_norm must be positive");
 }
 
-}  // namespace
+}  // namespace group_sharded_plan_test
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_saving_test {
 
 using namespace testing;
 using namespace paddle;
@@ -243,5 +243,5 @@ TEST(GroupSharded, GS_46_AModelNeedsNotBeWholeOnARankBeforeItIsSharded) {
   }
 }
 
-}  // namespace
+}  // namespace group_sharded_saving_test
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include "dialects/scenario.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_scenario_amp_test {
 
 using namespace testing;
 
@@ -171,5 +171,5 @@ TEST(GroupShardedStage1, LateCollectivesAndSingleBuffersChangeNoBit) {
   }
 }
 
-}  // namespace
+}  // namespace group_sharded_scenario_amp_test
 }  // namespace tessera

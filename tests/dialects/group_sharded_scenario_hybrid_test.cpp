@@ -6,7 +6,7 @@
 #include "dialects/scenario.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_scenario_hybrid_test {
 
 using namespace testing;
 
@@ -99,5 +99,5 @@ TEST_P(GroupShardedHybrid, WhatWasSavedGoesOnOverAllRanksAndBack) {
 
 INSTANTIATE_TEST_SUITE_P(Levels, GroupShardedHybrid, ::testing::Values("os", "os_g", "p_g_os"));
 
-}  // namespace
+}  // namespace group_sharded_scenario_hybrid_test
 }  // namespace tessera

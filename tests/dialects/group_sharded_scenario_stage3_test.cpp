@@ -5,7 +5,7 @@
 #include "dialects/scenario.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_scenario_stage3_test {
 
 using namespace testing;
 
@@ -158,5 +158,5 @@ TEST(GroupShardedStage3, OffloadKeepsStateOnTheHost) {
   });
 }
 
-}  // namespace
+}  // namespace group_sharded_scenario_stage3_test
 }  // namespace tessera

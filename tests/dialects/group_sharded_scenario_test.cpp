@@ -4,7 +4,7 @@
 #include "dialects/scenario.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_scenario_test {
 
 using namespace testing;
 
@@ -191,5 +191,5 @@ TEST(GroupShardedApi, LevelsAgreeInHalfPrecisionO1) {
   }
 }
 
-}  // namespace
+}  // namespace group_sharded_scenario_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "dialects/training.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_test {
 
 using namespace testing;
 using paddle::group_sharded_parallel;
@@ -234,5 +234,5 @@ TEST(GroupSharded, GS_13_LearningRatePassesThroughToTheInnerOptimizer) {
   });
 }
 
-}  // namespace
+}  // namespace group_sharded_test
 }  // namespace tessera

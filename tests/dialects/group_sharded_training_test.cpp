@@ -5,7 +5,7 @@
 #include "dialects/training.h"
 
 namespace tessera {
-namespace {
+namespace group_sharded_training_test {
 
 using namespace testing;
 using paddle::group_sharded_parallel;
@@ -181,5 +181,5 @@ TEST(GroupSharded, UnwrapGivesTheModelAndTheOptimizerBack) {
   }
 }
 
-}  // namespace
+}  // namespace group_sharded_training_test
 }  // namespace tessera

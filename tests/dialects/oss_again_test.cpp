@@ -5,7 +5,7 @@
 #include "unit/unit_storage.h"
 
 namespace tessera {
-namespace {
+namespace oss_again_test {
 
 using namespace testing;
 using torch::optim::OptimizerParamGroup;
@@ -446,5 +446,5 @@ TEST(OssUnwrap, TheModelIsOrdinaryAndItsOptimizersGoOn) {
   });
 }
 
-}  // namespace
+}  // namespace oss_again_test
 }  // namespace tessera

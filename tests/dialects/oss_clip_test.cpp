@@ -6,7 +6,7 @@
 #include "dialects/fairscale.h"
 
 namespace tessera {
-namespace {
+namespace oss_clip_test {
 
 using namespace testing;
 using torch::nn::utils::clip_grad_norm_;
@@ -163,5 +163,5 @@ TEST(Oss, FS_48_CountsWhatIsTrainableNow) {
   });
 }
 
-}  // namespace
+}  // namespace oss_clip_test
 }  // namespace tessera

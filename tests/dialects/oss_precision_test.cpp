@@ -4,7 +4,7 @@
 #include "dialects/fairscale.h"
 
 namespace tessera {
-namespace {
+namespace oss_precision_test {
 
 using namespace testing;
 using torch::optim::OptimizerParamGroup;
@@ -235,5 +235,5 @@ TEST(Oss, FS_45_MastersOutliveConversionsOfTheModel) {
   });
 }
 
-}  // namespace
+}  // namespace oss_precision_test
 }  // namespace tessera

@@ -5,7 +5,7 @@
 #include "optim/saved_optimizers.h"
 
 namespace tessera {
-namespace {
+namespace oss_state_test {
 
 using namespace testing;
 
@@ -300,5 +300,5 @@ TEST(Oss, FS_52_GroupsThatCannotBeAddedChangeNothing) {
   });
 }
 
-}  // namespace
+}  // namespace oss_state_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "dialects/fairscale.h"
 
 namespace tessera {
-namespace {
+namespace oss_test {
 
 using namespace testing;
 using torch::optim::OptimizerParamGroup;
@@ -326,5 +326,5 @@ TEST(Oss, FS_54_AGroupOfEverySecondRank) {
   });
 }
 
-}  // namespace
+}  // namespace oss_test
 }  // namespace tessera

@@ -16,7 +16,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {
-namespace {
+namespace resume_test {
 
 namespace fs = std::filesystem;
 using torch::optim::AdamW;
@@ -332,5 +332,5 @@ TEST_P(Resume, GivesTheBitsOfAnUninterruptedRun) {
   }
 }
 
-}  // namespace
+}  // namespace resume_test
 }  // namespace tessera::testing

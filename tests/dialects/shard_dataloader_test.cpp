@@ -5,7 +5,7 @@
 #include "dialects/shard_layer.h"
 
 namespace tessera {
-namespace {
+namespace shard_dataloader_test {
 
 using namespace testing;
 using paddle::shard_dataloader;
@@ -164,5 +164,5 @@ TEST(ShardDataloader, SL_56_AModelTrainsOnItAsOnWholeBatches) {
   });
 }
 
-}  // namespace
+}  // namespace shard_dataloader_test
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace shard_layer_saving_test {
 
 using namespace testing;
 namespace fs = std::filesystem;
@@ -202,5 +202,5 @@ TEST(StateDict, SL_65_OtherNamesOnARankAreAnErrorThatNamesThemOnEveryRank) {
   EXPECT_FALSE(fs::exists(scratch / "one"));
 }
 
-}  // namespace
+}  // namespace shard_layer_saving_test
 }  // namespace tessera

@@ -5,7 +5,7 @@
 #include <map>
 
 namespace tessera {
-namespace {
+namespace shard_layer_test {
 
 using namespace testing;
 using paddle::shard_layer;
@@ -390,5 +390,5 @@ TEST(ShardLayer, AModelThatIsFullyShardedIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace shard_layer_test
 }  // namespace tessera

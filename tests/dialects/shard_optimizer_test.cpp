@@ -5,7 +5,7 @@
 #include "dialects/shard_layer.h"
 
 namespace tessera {
-namespace {
+namespace shard_optimizer_test {
 
 using namespace testing;
 using paddle::shard_layer;
@@ -408,5 +408,5 @@ TEST(ShardOptimizer, SL_55_CallsOutOfOrderAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace shard_optimizer_test
 }  // namespace tessera

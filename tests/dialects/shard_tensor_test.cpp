@@ -3,7 +3,7 @@
 #include "dialects/shard_layer.h"
 
 namespace tessera {
-namespace {
+namespace shard_tensor_test {
 
 using namespace testing;
 using paddle::dtensor_from_fn;
@@ -302,5 +302,5 @@ TEST(ShardTensor, SL_40_OnMeshesOfTwoDimsAndBetweenMeshes) {
   });
 }
 
-}  // namespace
+}  // namespace shard_tensor_test
 }  // namespace tessera

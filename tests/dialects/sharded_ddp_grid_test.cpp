@@ -9,7 +9,7 @@
 #include "optim/saved_optimizers.h"
 
 namespace tessera {
-namespace {
+namespace sharded_ddp_grid_test {
 
 using namespace testing;
 
@@ -258,5 +258,5 @@ INSTANTIATE_TEST_SUITE_P(Options, ShardedDdpGrid,
                                               kind_of(std::get<1>(info.param)).name);
                          });
 
-}  // namespace
+}  // namespace sharded_ddp_grid_test
 }  // namespace tessera

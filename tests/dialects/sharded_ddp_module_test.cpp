@@ -4,7 +4,7 @@
 #include "dialects/fairscale.h"
 
 namespace tessera {
-namespace {
+namespace sharded_ddp_module_test {
 
 using namespace testing;
 
@@ -99,5 +99,5 @@ TEST(ShardedDdp, FS_19_TheModeIsTheModules) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_ddp_module_test
 }  // namespace tessera

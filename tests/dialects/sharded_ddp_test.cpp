@@ -3,7 +3,7 @@
 #include "dialects/fairscale.h"
 
 namespace tessera {
-namespace {
+namespace sharded_ddp_test {
 
 using namespace testing;
 
@@ -722,5 +722,5 @@ TEST(ShardedDdp, FS_65_AnyWayOfClearingGradientsTrainsTheSame) {
   }
 }
 
-}  // namespace
+}  // namespace sharded_ddp_test
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include "dialects/fairscale.h"
 
 namespace tessera {
-namespace {
+namespace sharded_grad_scaler_test {
 
 using namespace testing;
 
@@ -298,5 +298,5 @@ TEST(ShardedGradScaler, FS_64_StateIsThatOfTheOptimizerAfterSkippedSteps) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_grad_scaler_test
 }  // namespace tessera

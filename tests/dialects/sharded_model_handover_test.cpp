@@ -4,7 +4,7 @@
 #include "dialects/colossalai.h"
 
 namespace tessera::testing {
-namespace {
+namespace sharded_model_handover_test {
 
 // Statistics of the rows that it has seen.
 struct NormTowerImpl : torch::nn::Module {
@@ -90,5 +90,5 @@ TEST(ShardedModelV2, IsUnwrappedToAnOrdinaryModule) {
   }
 }
 
-}  // namespace
+}  // namespace sharded_model_handover_test
 }  // namespace tessera::testing

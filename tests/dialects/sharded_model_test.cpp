@@ -8,7 +8,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {
-namespace {
+namespace sharded_model_test {
 
 // Trains `Net` sharded and in one process, from the same values.
 template <class Net>
@@ -454,5 +454,5 @@ TEST(ShardedModelV2, OptionsMustFit) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_model_test
 }  // namespace tessera::testing

@@ -7,7 +7,7 @@
 #include "dialects/colossalai.h"
 
 namespace tessera::testing {
-namespace {
+namespace sharded_optimizer_v2_test {
 
 // A model with its optimizer.
 struct Job {
@@ -353,5 +353,5 @@ TEST(ShardedOptimizerV2, CO_37_OverflowsAreFoundWithOneCollective) {
   });
 }
 
-}  // namespace
+}  // namespace sharded_optimizer_v2_test
 }  // namespace tessera::testing

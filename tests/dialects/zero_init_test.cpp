@@ -6,7 +6,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {
-namespace {
+namespace zero_init_test {
 
 size_t units_of(const ShardedModule& module) { return module.state()->units().size(); }
 
@@ -360,5 +360,5 @@ TEST(ZeroInit, CO_05_AStrategyMayBeTheUsersOwn) {
   });
 }
 
-}  // namespace
+}  // namespace zero_init_test
 }  // namespace tessera::testing

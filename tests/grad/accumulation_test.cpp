@@ -9,7 +9,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace accumulation_test {
 
 using namespace testing;
 
@@ -258,5 +258,5 @@ TEST(Accumulation, GradientsThatArriveAgainAfterTheirUnitWasReducedAreAdded) {
   }
 }
 
-}  // namespace
+}  // namespace accumulation_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace activation_checkpoint_state_test {
 
 using namespace testing;
 namespace nn = torch::nn;
@@ -215,5 +215,5 @@ TEST(ActivationCheckpointState, ASecondRunThatDoesSomethingElseIsNoticed) {
   }
 }
 
-}  // namespace
+}  // namespace activation_checkpoint_state_test
 }  // namespace tessera

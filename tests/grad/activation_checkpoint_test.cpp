@@ -6,7 +6,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace activation_checkpoint_test {
 
 using namespace testing;
 namespace nn = torch::nn;
@@ -326,5 +326,5 @@ TEST(ActivationCheckpoint, FunctionsMayReadWhatTheySavedTwice) {
                gradients([&] { return fn(x).sum(); }, {x}));
 }
 
-}  // namespace
+}  // namespace activation_checkpoint_test
 }  // namespace tessera

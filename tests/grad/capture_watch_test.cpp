@@ -8,7 +8,7 @@
 #include "support/warnings.h"
 
 namespace tessera {
-namespace {
+namespace capture_watch_test {
 
 using namespace testing;
 using torch::autograd::grad;
@@ -130,5 +130,5 @@ TEST(CaptureWatch, ABackwardThatHandsThemToTheOneAroundItIsNoReasonToWarn) {
   });
 }
 
-}  // namespace
+}  // namespace capture_watch_test
 }  // namespace tessera

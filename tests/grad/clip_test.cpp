@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace clip_test {
 
 using namespace testing;
 
@@ -163,5 +163,5 @@ TEST(RefusedGradients, OnesWithAGraphNameTheParameter) {
   }
 }
 
-}  // namespace
+}  // namespace clip_test
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace grad_hook_test {
 
 using namespace testing;
 
@@ -288,5 +288,5 @@ TEST(GradHook, AGradientSetByHandCountsInTheNextBackward) {
   });
 }
 
-}  // namespace
+}  // namespace grad_hook_test
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace kinds_test {
 
 using namespace testing;
 
@@ -236,5 +236,5 @@ TEST(ParameterKinds, RequiresGradMayChangeBetweenSteps) {
                            "requires_grad");
 }
 
-}  // namespace
+}  // namespace kinds_test
 }  // namespace tessera

@@ -12,7 +12,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace open_backwards_test {
 
 using namespace testing;
 
@@ -170,5 +170,5 @@ TEST(TwoThreadsInBackward, OfARankThatIsAloneAddTheirGradients) {
   }
 }
 
-}  // namespace
+}  // namespace open_backwards_test
 }  // namespace tessera

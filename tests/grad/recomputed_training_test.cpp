@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace recomputed_training_test {
 
 using namespace testing;
 using at::Tensor;
@@ -238,5 +238,5 @@ TEST(RecomputedTraining, IsTheSameWithDistTensors) {
   }
 }
 
-}  // namespace
+}  // namespace recomputed_training_test
 }  // namespace tessera

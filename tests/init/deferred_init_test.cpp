@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace deferred_init_test {
 
 using namespace testing;
 
@@ -446,5 +446,5 @@ TEST(DeferredInit, TheProcessDoesNotGrowByTheModel) {
   EXPECT_LT(resident_bytes() - before, 16 * kMiB);
 }
 
-}  // namespace
+}  // namespace deferred_init_test
 }  // namespace tessera

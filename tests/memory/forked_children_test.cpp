@@ -10,7 +10,7 @@
 #include "support/forked.h"
 
 namespace tessera {
-namespace {
+namespace forked_children_test {
 
 // Forks as the heaps do.
 std::unique_ptr<Forked> fork_with(ForkedChildren& children, const std::function<void()>& fn) {
@@ -63,5 +63,5 @@ TEST(ForkedChildren, TheirOwnChildrenCountAsTheyDo) {
   EXPECT_TRUE(soon(children, 0));
 }
 
-}  // namespace
+}  // namespace forked_children_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include <thread>
 
 namespace tessera {
-namespace {
+namespace live_bytes_test {
 
 using Scope = LiveBytes::Scope;
 
@@ -103,5 +103,5 @@ TEST(ProcessMemory, PssGrowsWithTouchedPages) {
          << " when they were written";
 }
 
-}  // namespace
+}  // namespace live_bytes_test
 }  // namespace tessera

@@ -17,7 +17,7 @@
 #include "support/forked.h"
 
 namespace tessera {
-namespace {
+namespace page_heap_test {
 
 constexpr size_t kPage = 4096;
 
@@ -204,5 +204,5 @@ TEST(UsePageHeap, LeavesAnAllocatorOfTheUserAlone) {
   c10::SetAllocator(c10::DeviceType::CPU, previous);
 }
 
-}  // namespace
+}  // namespace page_heap_test
 }  // namespace tessera

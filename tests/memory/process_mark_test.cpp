@@ -6,7 +6,7 @@
 #include "support/forked.h"
 
 namespace tessera {
-namespace {
+namespace process_mark_test {
 
 TEST(ProcessMark, IsInheritedByAChildOnly) {
   const ProcessMark parents;
@@ -22,5 +22,5 @@ TEST(ProcessMark, IsInheritedByAChildOnly) {
   EXPECT_FALSE(parents.is_inherited());
 }
 
-}  // namespace
+}  // namespace process_mark_test
 }  // namespace tessera

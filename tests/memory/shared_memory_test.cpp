@@ -9,7 +9,7 @@
 #include "support/forked.h"
 
 namespace tessera {
-namespace {
+namespace shared_memory_test {
 
 constexpr size_t kBytes = 64 * 4096;
 
@@ -58,5 +58,5 @@ TEST(SharedMemory, GoesInAChildAndStaysInTheParent) {
   EXPECT_EQ(memory->data()[1], std::byte{7});
 }
 
-}  // namespace
+}  // namespace shared_memory_test
 }  // namespace tessera

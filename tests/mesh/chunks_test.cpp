@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 namespace tessera {
-namespace {
+namespace chunks_test {
 
 using Sizes = std::vector<int64_t>;
 
@@ -120,5 +120,5 @@ TEST(LocalSizes, OfASplitDimAreThoseOfEqualParts) {
             Placements({Shard{1}, Partial{}, Shard{0}}));
 }
 
-}  // namespace
+}  // namespace chunks_test
 }  // namespace tessera

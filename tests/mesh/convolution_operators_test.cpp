@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera::testing {
-namespace {
+namespace convolution_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -123,5 +123,5 @@ TEST(Convolutions, SendNothingButSumsOfGradients) {
   });
 }
 
-}  // namespace
+}  // namespace convolution_operators_test
 }  // namespace tessera::testing

@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace debug_test {
 
 namespace nn = torch::nn;
 
@@ -118,10 +118,11 @@ TEST(Printing, ShowsGlobalSizesMeshPlacementsAndLocalValues) {
     EXPECT_EQ(ordinary.str().find("DistTensor"), std::string::npos);
     EXPECT_THROW(std::ostringstream() << tensor, c10::Error);
     const at::Tensor elsewhere = distribute(numbers({2}), DeviceMesh({1}, {0}), {});
-    if (world.rank() == 1)
+    if (world.rank() == 1) {
       EXPECT_NE(describe(elsewhere).find("this rank has no part"), std::string::npos);
+    }
   });
 }
 
-}  // namespace
+}  // namespace debug_test
 }  // namespace tessera

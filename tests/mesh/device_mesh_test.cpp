@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace device_mesh_test {
 
 using testing::expect_error;
 using Ranks = std::vector<int>;
@@ -244,5 +244,5 @@ TEST(DeviceMesh, NeedsNoWorldForOneRank) {
   EXPECT_EQ(mesh.process_group(0), mesh.process_group());
 }
 
-}  // namespace
+}  // namespace device_mesh_test
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace dispatch_test {
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
@@ -343,5 +343,5 @@ TEST(DistOutsideTheMesh, ModulesTrain) {
   });
 }
 
-}  // namespace
+}  // namespace dispatch_test
 }  // namespace tessera

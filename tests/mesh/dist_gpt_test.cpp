@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace dist_gpt_test {
 
 namespace nn = torch::nn;
 
@@ -131,5 +131,5 @@ TEST(DistGpt, OnOneDimOfASquare) {
       std::chrono::seconds(120));
 }
 
-}  // namespace
+}  // namespace dist_gpt_test
 }  // namespace tessera

@@ -13,7 +13,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace dist_modules_test {
 
 using namespace testing;
 
@@ -104,7 +104,9 @@ TEST(DistModules, ClippingSendsTheNormAlone) {
       const auto sent =
           count(world, [&] { norm = nn::utils::clip_grad_norm_(dist->parameters(), 0.5, order); });
       EXPECT_NEAR(norm, expected, 1e-4 * expected);
-      if (order == 2) EXPECT_LE(sent.calls(), 2);
+      if (order == 2) {
+        EXPECT_LE(sent.calls(), 2);
+      }
       EXPECT_LE(sent.bytes_sent(), 128);  // the largest gradient has 240
       const auto parameters = plain->named_parameters();
       for (const auto& parameter : dist->named_parameters())
@@ -137,5 +139,5 @@ TEST(DistModules, OrdinaryTensorsThatRequireGradientsAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace dist_modules_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace dist_tensor_test {
 
 namespace nn = torch::nn;
 
@@ -184,5 +184,5 @@ TEST(DistMemory, ATensorThatBecomesOrdinaryAgainHasMemory) {
   });
 }
 
-}  // namespace
+}  // namespace dist_tensor_test
 }  // namespace tessera

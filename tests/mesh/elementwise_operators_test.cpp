@@ -9,7 +9,7 @@
 #include "support/run_world.h"
 
 namespace tessera::testing {
-namespace {
+namespace elementwise_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -203,5 +203,5 @@ TEST(PendingSums, OfWholeNumbersAreDoneBeforeTheyAreRounded) {
   });
 }
 
-}  // namespace
+}  // namespace elementwise_operators_test
 }  // namespace tessera::testing

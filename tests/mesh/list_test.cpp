@@ -12,7 +12,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace list_test {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -396,5 +396,5 @@ TEST(DistLists, ForeachHasGradients) {
   });
 }
 
-}  // namespace
+}  // namespace list_test
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera::testing {
-namespace {
+namespace loss_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -149,5 +149,5 @@ TEST(Losses, OfTargetsThatAreAllIgnoredAreNotNumbers) {
   });
 }
 
-}  // namespace
+}  // namespace loss_operators_test
 }  // namespace tessera::testing

@@ -6,7 +6,7 @@
 #include "support/operator_parity.h"
 
 namespace tessera::testing {
-namespace {
+namespace matrix_operators_test {
 
 namespace F = torch::nn::functional;
 
@@ -49,5 +49,5 @@ TEST(MatrixOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(MatrixOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(MatrixOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
-}  // namespace
+}  // namespace matrix_operators_test
 }  // namespace tessera::testing

@@ -13,7 +13,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace mesh_process_group_test {
 
 using namespace std::chrono_literals;
 using testing::expect_error;
@@ -219,5 +219,5 @@ TEST(MeshProcessGroup, IsClosedWithTheWorld) {
   }
 }
 
-}  // namespace
+}  // namespace mesh_process_group_test
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera::testing {
-namespace {
+namespace model_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -70,5 +70,5 @@ TEST(ModelOperators, RefuseIndicesOutsideOfAVocabularyThatIsCut) {
   });
 }
 
-}  // namespace
+}  // namespace model_operators_test
 }  // namespace tessera::testing

@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera::testing {
-namespace {
+namespace normalization_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -128,5 +128,5 @@ TEST(Normalizations, OfShortDtypesAreAsExactAsOneProcess) {
   });
 }
 
-}  // namespace
+}  // namespace normalization_operators_test
 }  // namespace tessera::testing

@@ -9,7 +9,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace pending_test {
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
@@ -186,9 +186,10 @@ TEST(PendingReductions, RanksThatAreNotInTheMeshKnowOfThem) {
       EXPECT_EQ(all[0], all[2]) << describe(tensor);
     }
     const at::Tensor moved = redistribute(next, other, {Replicate{}});
-    if (world.rank() == 2)
+    if (world.rank() == 2) {
       EXPECT_TRUE(torch::allclose(full_tensor(moved), torch::mm(product.plain, numbers({6, 8})),
                                   1e-4, 1e-5));
+    }
   });
 }
 
@@ -217,5 +218,5 @@ TEST(PendingReductions, ViewsOfOrdinaryTensorsInInferenceMode) {
   });
 }
 
-}  // namespace
+}  // namespace pending_test
 }  // namespace tessera

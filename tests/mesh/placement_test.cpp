@@ -4,7 +4,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace placement_test {
 
 using testing::expect_error;
 
@@ -108,5 +108,5 @@ TEST(Normalize, RefusesASplitFactorBelowOne) {
   }
 }
 
-}  // namespace
+}  // namespace placement_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace random_test {
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
@@ -248,5 +248,5 @@ TEST(DistRandom, InitializersAreThoseOfOneProcess) {
     });
 }
 
-}  // namespace
+}  // namespace random_test
 }  // namespace tessera

@@ -9,7 +9,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace redistribute_test {
 
 const std::vector<PartialOp> kOps = {PartialOp::kSum, PartialOp::kAvg,  PartialOp::kMax,
                                      PartialOp::kMin, PartialOp::kProd, PartialOp::kNorm};
@@ -73,7 +73,7 @@ void expect_all_pairs(const DeviceMesh& mesh, const std::vector<int64_t>& sizes)
   }
 }
 
-class Redistribute : public testing::TestWithParam<std::tuple<int, std::vector<int64_t>>> {};
+class Redistribute : public ::testing::TestWithParam<std::tuple<int, std::vector<int64_t>>> {};
 
 TEST_P(Redistribute, AllPairsOnALine) {
   const auto& [ranks, sizes] = GetParam();
@@ -82,9 +82,9 @@ TEST_P(Redistribute, AllPairsOnALine) {
 
 INSTANTIATE_TEST_SUITE_P(
     Mesh, Redistribute,
-    testing::Combine(testing::Values(1, 2, 3),
-                     testing::Values(std::vector<int64_t>{5, 4}, std::vector<int64_t>{1, 3, 2},
-                                     std::vector<int64_t>{0, 2}, std::vector<int64_t>{})));
+    ::testing::Combine(::testing::Values(1, 2, 3),
+                       ::testing::Values(std::vector<int64_t>{5, 4}, std::vector<int64_t>{1, 3, 2},
+                                         std::vector<int64_t>{0, 2}, std::vector<int64_t>{})));
 
 TEST(RedistributeOnASquareSlow, AllPairs) {
   run_world(
@@ -281,5 +281,5 @@ TEST(RedistributeOrder, TensorsOfOtherShapesOrPlacementsAreToldApart) {
   }
 }
 
-}  // namespace
+}  // namespace redistribute_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/operator_parity.h"
 
 namespace tessera::testing {
-namespace {
+namespace reduction_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -160,5 +160,5 @@ TEST(ReductionOperators, OfACutDimSendWhatIsLeft) {
   });
 }
 
-}  // namespace
+}  // namespace reduction_operators_test
 }  // namespace tessera::testing

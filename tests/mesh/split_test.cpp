@@ -14,7 +14,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace split_test {
 
 namespace nn = torch::nn;
 using testing::expect_error;
@@ -457,5 +457,5 @@ TEST(SplitOnALine, TrainsAsOneProcess) {
   });
 }
 
-}  // namespace
+}  // namespace split_test
 }  // namespace tessera

@@ -14,7 +14,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace tensor_parallel_test {
 
 namespace nn = torch::nn;
 
@@ -252,5 +252,5 @@ TEST(TensorParallel, ALlamaTrainsAsOneProcessDoes) {
   }
 }
 
-}  // namespace
+}  // namespace tensor_parallel_test
 }  // namespace tessera

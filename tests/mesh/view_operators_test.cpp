@@ -6,7 +6,7 @@
 #include "support/operator_parity.h"
 
 namespace tessera::testing {
-namespace {
+namespace view_operators_test {
 
 std::vector<OperatorCase> cases() {
   return {
@@ -198,5 +198,5 @@ TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(ViewOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
 
-}  // namespace
+}  // namespace view_operators_test
 }  // namespace tessera::testing

@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace arena_test {
 
 using namespace testing;
 
@@ -163,5 +163,5 @@ TEST(ArenaTraining, ARankThatStillReadsIsWaitedFor) {
   });
 }
 
-}  // namespace
+}  // namespace arena_test
 }  // namespace tessera

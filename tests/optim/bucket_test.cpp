@@ -10,7 +10,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace bucket_test {
 
 using namespace testing;
 
@@ -402,5 +402,5 @@ TEST(BucketTraffic, WholeGradientsInFlightAreThoseOfABucketOrTwo) {
   EXPECT_LE(counted.memory.peak_in_flight, 3 * 6000);
 }
 
-}  // namespace
+}  // namespace bucket_test
 }  // namespace tessera

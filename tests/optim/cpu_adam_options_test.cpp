@@ -4,7 +4,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace cpu_adam_options_test {
 
 using torch::Tensor;
 using torch::optim::OptimizerParamGroup;
@@ -76,5 +76,5 @@ TEST(CPUAdamOptions, OutOfRangeAreRefused) {
   EXPECT_EQ(good.param_groups().size(), 1u);
 }
 
-}  // namespace
+}  // namespace cpu_adam_options_test
 }  // namespace tessera

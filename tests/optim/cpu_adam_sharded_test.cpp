@@ -10,7 +10,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace cpu_adam_sharded_test {
 
 using namespace testing;
 using torch::Tensor;
@@ -245,5 +245,5 @@ TEST(ShardedCPUAdam, StepsDistTensorsWhereTheirStateLies) {
   }
 }
 
-}  // namespace
+}  // namespace cpu_adam_sharded_test
 }  // namespace tessera

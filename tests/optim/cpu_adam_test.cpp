@@ -9,7 +9,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace cpu_adam_test {
 
 using namespace testing;
 using torch::Tensor;
@@ -323,5 +323,5 @@ TEST(CPUAdam, RefusesWhatItCannotStepAndChangesNothing) {
   EXPECT_TRUE(adam.state().empty() && integers.state().empty());
 }
 
-}  // namespace
+}  // namespace cpu_adam_test
 }  // namespace tessera

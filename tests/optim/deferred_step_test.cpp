@@ -11,7 +11,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace deferred_step_test {
 
 using namespace testing;
 
@@ -326,5 +326,5 @@ TEST(DeferredStep, RanksMayDifferInIt) {
   expect_same_state(states[1], states[0], 0, "rank 1 steps at once");
 }
 
-}  // namespace
+}  // namespace deferred_step_test
 }  // namespace tessera

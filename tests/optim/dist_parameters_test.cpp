@@ -11,7 +11,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace dist_parameters_test {
 
 using namespace testing;
 
@@ -191,5 +191,5 @@ TEST(DistParameters, WhatDoesNotFitIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace dist_parameters_test
 }  // namespace tessera

@@ -5,13 +5,13 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace full_state_dict_test {
 
 using namespace testing;
 
 struct Job {
   Job(const MakeOptimizer& make, const ShardPlan& plan)
-      : net(make_mlp()),
+      : net(make_saved_mlp()),
         inner(make(*net)),
         sharded(fully_shard(net, plan)),
         optimizer(sharded, *inner, {.fused = false}) {}
@@ -20,7 +20,7 @@ struct Job {
     ProcessGroup& ranks = sharded.state()->process_group();
     for (int step = first; step < last; ++step) {
       optimizer.zero_grad();
-      rank_loss(*net, global_batch(step, 12, kWidth, kOut), ranks.rank(), ranks.size(), step)
+      rank_loss(*net, global_batch(step, 12, kMlpWidth, kMlpOut), ranks.rank(), ranks.size(), step)
           .backward();
       optimizer.step();
     }
@@ -180,7 +180,7 @@ TEST(FullOptimizerStateDict, LeavesParametersThatWereNeverSteppedWithoutState) {
       run_world(ranks, [&](World& world) {
         Job job(make_groups, plan);
         EXPECT_TRUE(full_state_dict(job.optimizer, -1).state.empty());
-        torch::square(job.net->fcs[0](torch::ones({2, kWidth}))).sum().backward();
+        torch::square(job.net->fcs[0](torch::ones({2, kMlpWidth}))).sum().backward();
         job.optimizer.step();
         const OptimizerStateDict dict = full_state_dict(job.optimizer, -1);
         ASSERT_EQ(dict.state.size(), 2u) << describe(ranks, plan);
@@ -237,7 +237,7 @@ TEST(FullOptimizerStateDict, OfReplicasIsOnThatRankOfEach) {
                           .process_group = process_groups.shard,
                           .replicate_group = process_groups.replicate});
     job.optimizer.zero_grad();
-    rank_loss(*job.net, global_batch(0, 12, kWidth, kOut), world.rank(), 4, 0).backward();
+    rank_loss(*job.net, global_batch(0, 12, kMlpWidth, kMlpOut), world.rank(), 4, 0).backward();
     job.optimizer.step();
     const OptimizerStateDict all = full_state_dict(job.optimizer, -1);
     const OptimizerStateDict dict = full_state_dict(job.optimizer, 1);
@@ -334,10 +334,10 @@ TEST(RefusedFullOptimizerStateDict, ItMustHaveTheParametersOfTheOptimizer) {
     wrong.param_groups[0].params.pop_back();
     refuse(wrong, {"expected 5 in param group 0, got 4"});
     wrong = dict;
-    wrong.state[6]["exp_avg"] = torch::zeros({kWidth, kWidth + 1});
+    wrong.state[6]["exp_avg"] = torch::zeros({kMlpWidth, kMlpWidth + 1});
     refuse(wrong, {"'exp_avg' of 'fc1.weight'", "[9, 9]", "[9, 10]"});
     wrong = dict;
-    wrong.state[7]["exp_avg"] = torch::zeros({kWidth, kOut});
+    wrong.state[7]["exp_avg"] = torch::zeros({kMlpWidth, kMlpOut});
     refuse(wrong, {"'exp_avg' of 'head.weight'", "[5, 9]", "[9, 5]"});
     // Of another model altogether.
     wrong = dict;
@@ -380,7 +380,7 @@ TEST(RefusedFullOptimizerStateDict, AClassWithoutSaveOrOneThatThrowsStopsAllRank
       Job without([](Net& net) { return std::make_unique<WithoutSave>(net.parameters(), 0.1); },
                   {});
       EXPECT_THROW(full_state_dict(without.optimizer), c10::NotImplementedError);
-      OptimizerStateDict dict = state_dict_of(SGD(make_mlp()->parameters(), 0.1));
+      OptimizerStateDict dict = state_dict_of(SGD(make_saved_mlp()->parameters(), 0.1));
       EXPECT_THROW(load_full_state_dict(without.optimizer, dict), c10::NotImplementedError);
       Job fails([](Net& net) { return std::make_unique<FailsToSave>(net.parameters(), 0.1); }, {});
       static_cast<FailsToSave&>(*fails.inner).fails = world.rank() == 0;
@@ -431,5 +431,5 @@ TEST(RefusedFullOptimizerStateDict, AddedParametersMustBeTheModels) {
   });
 }
 
-}  // namespace
+}  // namespace full_state_dict_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace grad_scaler_test {
 
 using namespace testing;
 
@@ -248,5 +248,5 @@ TEST(GradScaler, StateGoesOnWhereItWas) {
   });
 }
 
-}  // namespace
+}  // namespace grad_scaler_test
 }  // namespace tessera

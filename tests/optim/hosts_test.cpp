@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace hosts_test {
 
 using namespace testing;
 
@@ -118,5 +118,5 @@ TEST(TrainingOnHosts, SendsAShardOncePerHost) {
   });
 }
 
-}  // namespace
+}  // namespace hosts_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace hybrid_test {
 
 using namespace testing;
 
@@ -244,5 +244,5 @@ TEST(Hybrid, AModelThatDiffersInAnotherReplicaIsNamedOnAllRanks) {
   });
 }
 
-}  // namespace
+}  // namespace hybrid_test
 }  // namespace tessera

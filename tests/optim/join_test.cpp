@@ -6,7 +6,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace join_test {
 
 using namespace testing;
 
@@ -168,5 +168,5 @@ TEST(Join, RefusesWhatItCanNotDo) {
   });
 }
 
-}  // namespace
+}  // namespace join_test
 }  // namespace tessera

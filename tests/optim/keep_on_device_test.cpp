@@ -10,7 +10,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace keep_on_device_test {
 
 using namespace testing;
 
@@ -257,5 +257,5 @@ TEST(KeepOnDevice, NeedsSomethingThatIsOffloaded) {
   });
 }
 
-}  // namespace
+}  // namespace keep_on_device_test
 }  // namespace tessera

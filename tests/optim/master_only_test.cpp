@@ -8,7 +8,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace master_only_test {
 
 using namespace testing;
 
@@ -136,5 +136,5 @@ TEST(MasterOnly, ValuesAreLoadedIntoTheMastersAndSeen) {
   });
 }
 
-}  // namespace
+}  // namespace master_only_test
 }  // namespace tessera

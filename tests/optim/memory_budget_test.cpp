@@ -14,7 +14,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace memory_budget_test {
 
 using namespace testing;
 using enum MemoryEvent;
@@ -336,5 +336,5 @@ TEST(MemoryBudgets, AccumulationAndATracerBesideIt) {
   });
 }
 
-}  // namespace
+}  // namespace memory_budget_test
 }  // namespace tessera

@@ -18,7 +18,7 @@
 #include "support/well_formed.h"
 
 namespace tessera {
-namespace {
+namespace memory_tracer_test {
 
 using namespace testing;
 using enum MemoryEvent;
@@ -388,5 +388,5 @@ TEST_P(MemoryTracing, FilesOfEachRankAndOfAllTogether) {
   }
 }
 
-}  // namespace
+}  // namespace memory_tracer_test
 }  // namespace tessera

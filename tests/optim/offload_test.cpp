@@ -12,7 +12,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace offload_test {
 
 using namespace testing;
 
@@ -211,5 +211,5 @@ TEST(Offload, OptimizersWhoseStateCannotBeReadAreRefused) {
   });
 }
 
-}  // namespace
+}  // namespace offload_test
 }  // namespace tessera

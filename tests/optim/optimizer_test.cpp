@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace optimizer_test {
 
 using namespace testing;
 using namespace torch::optim;
@@ -302,5 +302,5 @@ TEST(Optimizers, OneModelMayHaveSeveral) {
   }
 }
 
-}  // namespace
+}  // namespace optimizer_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace param_groups_test {
 
 using namespace testing;
 using torch::optim::AdamW;
@@ -162,5 +162,5 @@ TEST(ParamGroups, ARemovedParameterIsLeftAlone) {
   });
 }
 
-}  // namespace
+}  // namespace param_groups_test
 }  // namespace tessera

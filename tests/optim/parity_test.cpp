@@ -6,7 +6,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace parity_test {
 
 using namespace testing;
 
@@ -86,5 +86,5 @@ INSTANTIATE_TEST_SUITE_P(Over, Parity, ::testing::Values(Transport::kGloo, Trans
                            return info.param == Transport::kArena ? "Arena" : "Gloo";
                          });
 
-}  // namespace
+}  // namespace parity_test
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace precision_test {
 
 using namespace testing;
 
@@ -399,5 +399,5 @@ TEST(Precision, AutocastDoesNotGoOnWithWeightsOfBeforeTheStep) {
   });
 }
 
-}  // namespace
+}  // namespace precision_test
 }  // namespace tessera

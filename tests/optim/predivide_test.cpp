@@ -12,7 +12,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace predivide_test {
 
 using namespace testing;
 
@@ -200,5 +200,5 @@ TEST(Predivide, MustBeTheSameOnAllRanks) {
   });
 }
 
-}  // namespace
+}  // namespace predivide_test
 }  // namespace tessera

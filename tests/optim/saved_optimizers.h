@@ -17,10 +17,10 @@ namespace tessera::testing {
 
 using namespace torch::optim;
 
-constexpr int64_t kWidth = 9, kOut = 5;
+constexpr int64_t kMlpWidth = 9, kMlpOut = 5;
 
-inline std::shared_ptr<Mlp> make_mlp() {
-  return seeded(7, [] { return std::make_shared<Mlp>(kWidth, 2, kOut); });
+inline std::shared_ptr<Mlp> make_saved_mlp() {
+  return seeded(7, [] { return std::make_shared<Mlp>(kMlpWidth, 2, kMlpOut); });
 }
 
 struct HeavyBallOptions : OptimizerCloneableOptions<HeavyBallOptions> {
@@ -144,7 +144,7 @@ inline std::vector<NamedOptimizer> all_optimizers() {
 // Steps `first` to `last` - 1 with the sums of `ranks` ranks.
 inline void train(Net& net, Optimizer& optimizer, int ranks, int first, int last) {
   for (int step = first; step < last; ++step) {
-    const Batch batch = global_batch(step, 12, kWidth, kOut);
+    const Batch batch = global_batch(step, 12, kMlpWidth, kMlpOut);
     optimizer.zero_grad();
     for (int rank = 0; rank < ranks; ++rank)
       (rank_loss(net, batch, rank, ranks, step) / ranks).backward();
@@ -153,7 +153,7 @@ inline void train(Net& net, Optimizer& optimizer, int ranks, int first, int last
 }
 
 struct Plain {
-  explicit Plain(const MakeOptimizer& make) : net(make_mlp()), optimizer(make(*net)) {}
+  explicit Plain(const MakeOptimizer& make) : net(make_saved_mlp()), optimizer(make(*net)) {}
   std::shared_ptr<Mlp> net;
   std::unique_ptr<Optimizer> optimizer;
 };

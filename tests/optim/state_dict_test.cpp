@@ -6,7 +6,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace state_dict_test {
 
 using namespace testing;
 
@@ -43,7 +43,8 @@ TEST(OptimizerStateDict, HasTheWordsOfLibTorch) {
   EXPECT_EQ(dict.param_groups[1].options.at("amsgrad").toBool(), true);
   ASSERT_EQ(dict.state.size(), 8u);
   EXPECT_EQ(dict.state.at(5).at("step").toInt(), 2);
-  EXPECT_EQ(dict.state.at(5).at("exp_avg").toTensor().sizes(), (at::IntArrayRef{kWidth, kWidth}));
+  EXPECT_EQ(dict.state.at(5).at("exp_avg").toTensor().sizes(),
+            (at::IntArrayRef{kMlpWidth, kMlpWidth}));
   EXPECT_TRUE(dict.state.at(5).contains("max_exp_avg_sq"));
   EXPECT_FALSE(dict.state.at(0).contains("max_exp_avg_sq"));
 }
@@ -74,7 +75,7 @@ TEST(OptimizerStateDict, OfLbfgsKeepsListsAndNothings) {
     for (int step = first; step < last; ++step) {
       plain.optimizer->step([&] {
         plain.optimizer->zero_grad();
-        auto loss = rank_loss(*plain.net, global_batch(step, 12, kWidth, kOut), 0, 1, step);
+        auto loss = rank_loss(*plain.net, global_batch(step, 12, kMlpWidth, kMlpOut), 0, 1, step);
         loss.backward();
         return loss;
       });
@@ -168,7 +169,7 @@ TEST(RefusedOptimizerStateDict, NothingIsChangedByOneThatDoesNotFit) {
 
 TEST(RefusedOptimizerStateDict, AFileOfAModuleIsNone) {
   std::stringstream file;
-  torch::save(make_mlp(), file);
+  torch::save(make_saved_mlp(), file);
   torch::serialize::InputArchive archive;
   archive.load_from(file);
   EXPECT_THROW(OptimizerStateDict::load(archive), c10::ValueError);
@@ -204,5 +205,5 @@ TEST(OptimizerStateShapes, AValueForEachRowOrOneShapeForAllFits) {
   expect_error([&] { check({{4, 3}}, {{2}}); }, {"'value' of 'p0'", "[4, 3]", "[2]"});
 }
 
-}  // namespace
+}  // namespace state_dict_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace traffic_test {
 
 using namespace testing;
 
@@ -225,5 +225,5 @@ TEST_P(Traffic, ResidentBytesBoundTheGatheredParameters) {
   });
 }
 
-}  // namespace
+}  // namespace traffic_test
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include "unit/unit_storage.h"
 
 namespace tessera {
-namespace {
+namespace unwrap_test {
 
 using namespace testing;
 
@@ -26,7 +26,7 @@ void expect_ordinary(torch::nn::Module& module) {
 }
 
 at::Tensor loss_of(Net& net, int64_t step, int rank, int size) {
-  const Batch batch = global_batch(step, 12, kWidth, kOut);
+  const Batch batch = global_batch(step, 12, kMlpWidth, kMlpOut);
   const auto dtype = net.parameters()[0].scalar_type();
   return torch::mse_loss(net.forward(rows_of(batch.x, rank, size).to(dtype)),
                          rows_of(batch.y, rank, size).to(dtype));
@@ -64,7 +64,7 @@ void run_everywhere(const std::function<void(World&)>& f) {
 TEST(Unwrap, ParametersAreOrdinaryAndHaveTheFullValues) {
   run_everywhere([](World& world) {
     for (const Case& item : all_cases()) {
-      const auto net = make_mlp();
+      const auto net = make_saved_mlp();
       auto sharded = fully_shard(net, item.plan);
       {
         torch::optim::AdamW adamw(net->parameters(), torch::optim::AdamWOptions(0.02));
@@ -89,7 +89,7 @@ TEST(Unwrap, ParametersAreOrdinaryAndHaveTheFullValues) {
 TEST(Unwrap, AfterwardsNothingIsSent) {
   run_world(2, [](World& world) {
     world.set_process_group(counting_process_group(world.process_group()));
-    const auto net = make_mlp();
+    const auto net = make_saved_mlp();
     auto sharded = fully_shard(net, {.unit_bytes = 300});
     sharded.unwrap();
     const auto counts = count(world, [&] { loss_of(*net, 0, world.rank(), 2).backward(); });
@@ -101,7 +101,7 @@ TEST(Unwrap, AfterwardsNothingIsSent) {
 template <class MakeOptimizer>
 void expect_to_go_on(const std::string& what, const MakeOptimizer& make) {
   for (const int ranks : {1, 2, 3}) {
-    const auto plain = make_mlp();
+    const auto plain = make_saved_mlp();
     const auto alone = make(*plain);
     const auto train = [&](Net& net, torch::optim::Optimizer& optimizer, int first, int last) {
       for (int step = first; step < last; ++step) {
@@ -117,7 +117,7 @@ void expect_to_go_on(const std::string& what, const MakeOptimizer& make) {
         if (item.what.find("bfloat16") != std::string::npos ||
             item.what.find("rounded") != std::string::npos)
           continue;  // they lose their masters
-        const auto net = make_mlp();
+        const auto net = make_saved_mlp();
         const auto inner = make(*net);
         if (item.plan.offload != Offload::kNone && !knows_state(*inner)) continue;  // is refused
         auto sharded = fully_shard(net, item.plan);
@@ -154,7 +154,7 @@ TEST(Unwrap, TheOptimizerGoesOnWithItsWholeState) {
 
 TEST(Unwrap, TheModuleMayBeShardedAgain) {
   run_everywhere([](World& world) {
-    const auto net = make_mlp();
+    const auto net = make_saved_mlp();
     SGD sgd(net->parameters(), SGDOptions(0.1).momentum(0.9));
     for (const ShardLevel level : kAllLevels) {
       auto sharded = fully_shard(net, {.level = level, .unit_bytes = 300});
@@ -165,7 +165,7 @@ TEST(Unwrap, TheModuleMayBeShardedAgain) {
       optimizer.unwrap();
       sharded.unwrap();
     }
-    const auto plain = make_mlp();
+    const auto plain = make_saved_mlp();
     SGD alone(plain->parameters(), SGDOptions(0.1).momentum(0.9));
     for (int step = 0; step < 4; ++step) {
       alone.zero_grad();
@@ -179,7 +179,7 @@ TEST(Unwrap, TheModuleMayBeShardedAgain) {
 
 TEST(Unwrap, IsRefusedWhereParametersAreInUseOtherwise) {
   run_world(2, [](World& world) {
-    const auto net = make_mlp();
+    const auto net = make_saved_mlp();
     SGD sgd(net->parameters(), SGDOptions(0.1));
     auto sharded = fully_shard(net, {.level = ShardLevel::kGradients, .unit_bytes = 300});
     auto optimizer = std::make_unique<ShardedOptimizer>(sharded, sgd);
@@ -208,11 +208,11 @@ TEST(Unwrap, IsRefusedWhereParametersAreInUseOtherwise) {
 
 TEST(Unwrap, HandlesAreOfNoUseAfterIt) {
   run_world(2, [](World&) {
-    const auto net = make_mlp();
+    const auto net = make_saved_mlp();
     auto sharded = fully_shard(net, {.sync_buffers = true});
     const ShardedModule copy = sharded;
     sharded.unwrap();
-    const at::Tensor x = torch::ones({2, kWidth});
+    const at::Tensor x = torch::ones({2, kMlpWidth});
     const std::vector<std::function<void()>> calls = {
         [&] { sharded.forward(x); },         [&] { sharded.unwrap(); },
         [&] { sharded.full_state(); },       [&] { sharded.zero_grad(); },
@@ -227,7 +227,7 @@ TEST(Unwrap, HandlesAreOfNoUseAfterIt) {
 TEST(Unwrap, AGraphFromBeforeIsRight) {
   run_everywhere([](World& world) {
     for (const Case& item : all_cases()) {
-      const auto net = make_mlp(), plain = make_mlp();
+      const auto net = make_saved_mlp(), plain = make_saved_mlp();
       auto sharded = fully_shard(net, item.plan);
       if (net->parameters()[0].scalar_type() != at::kFloat) continue;
       const at::Tensor loss = loss_of(*net, 0, world.rank(), world.size());
@@ -248,7 +248,7 @@ TEST(Unwrap, AGraphFromBeforeIsRight) {
 // It would step on what nobody has any more, without a word.
 TEST(Unwrap, AnOptimizerThatWasLeftBehindSaysSo) {
   run_world(2, [](World& world) {
-    const auto net = make_mlp();
+    const auto net = make_saved_mlp();
     SGD sgd(net->parameters(), SGDOptions(0.1));
     {
       auto sharded = fully_shard(net, {.unit_bytes = 300});
@@ -295,5 +295,5 @@ TEST(Unwrap, WorksForScriptedModules) {
   });
 }
 
-}  // namespace
+}  // namespace unwrap_test
 }  // namespace tessera

@@ -13,7 +13,7 @@
 #include "started_ranks.h"
 
 namespace tessera {
-namespace {
+namespace arena_test {
 
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -138,5 +138,5 @@ TEST(ArenaProcesses, RefuseOnAllRanksWhereTheArenaIsForcedAndCanNotBe) {
   EXPECT_TRUE(contains(unknown[1].err, "got 'pigeon'")) << unknown[1].err;
 }
 
-}  // namespace
+}  // namespace arena_test
 }  // namespace tessera

@@ -13,7 +13,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace checkpoint_kill_test {
 
 using Seconds = std::chrono::duration<double>;
 
@@ -99,5 +99,5 @@ TEST(CheckpointKillNightly, OfTwoRanksLeavesAWholeCheckpointEachOf200Times) {
   expect_whole_after_kills(2, 200);
 }
 
-}  // namespace
+}  // namespace checkpoint_kill_test
 }  // namespace tessera

@@ -14,7 +14,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace ckpt_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -381,5 +381,5 @@ TEST_F(Ckpt, AnswersWrongUsageWithStatusTwo) {
   }
 }
 
-}  // namespace
+}  // namespace ckpt_test
 }  // namespace tessera

@@ -5,7 +5,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace command_line_test {
 
 ProgramEnd tool(const Command& arguments) {
   Command command = {TESSERA_CLI};
@@ -75,5 +75,5 @@ TEST(CommandLine, RunsAProgramThatIsCalledLikeACommand) {
   EXPECT_TRUE(contains(end.err, "cannot execute 'bench'")) << end.err;
 }
 
-}  // namespace
+}  // namespace command_line_test
 }  // namespace tessera

@@ -8,7 +8,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace dispatch_bench_test {
 
 using nlohmann::json;
 
@@ -34,5 +34,5 @@ TEST(DispatchBench, RefusesNoRounds) {
   EXPECT_NE(end.err.find("must be at least 1"), std::string::npos) << end.err;
 }
 
-}  // namespace
+}  // namespace dispatch_bench_test
 }  // namespace tessera

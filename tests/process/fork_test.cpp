@@ -7,7 +7,7 @@
 #include "started_ranks.h"
 
 namespace tessera {
-namespace {
+namespace fork_test {
 
 class RanksThatFork : public ::testing::TestWithParam<std::string> {};
 
@@ -36,5 +36,5 @@ TEST_P(RanksThatFork, TrainAsThoseThatDoNot) {
 INSTANTIATE_TEST_SUITE_P(All, RanksThatFork,
                          ::testing::Values("read", "workers", "programs", "leave", "collective"));
 
-}  // namespace
+}  // namespace fork_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace fuzz_test {
 
 namespace fs = std::filesystem;
 
@@ -78,5 +78,5 @@ std::string name_of(const ::testing::TestParamInfo<const char*>& info) { return 
 INSTANTIATE_TEST_SUITE_P(Of, Fuzz, ::testing::ValuesIn(kFormats), name_of);
 INSTANTIATE_TEST_SUITE_P(Of, FuzzNightly, ::testing::ValuesIn(kFormats), name_of);
 
-}  // namespace
+}  // namespace fuzz_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace hosts_test {
 
 constexpr std::chrono::seconds kLimit{100};
 
@@ -108,5 +108,5 @@ TEST(ProcessesOnHostsSlow, ShareMemoryInsideAHost) {
   }
 }
 
-}  // namespace
+}  // namespace hosts_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace optim_bench_test {
 
 using nlohmann::json;
 
@@ -70,5 +70,5 @@ TEST(OptimBench, RefusesWhatItDoesNotKnow) {
   }
 }
 
-}  // namespace
+}  // namespace optim_bench_test
 }  // namespace tessera

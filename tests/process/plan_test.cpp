@@ -8,7 +8,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace plan_test {
 
 using nlohmann::json;
 
@@ -219,5 +219,5 @@ TEST(RanksBench, PrintsTheTimesOfEachNumberOfRanks) {
   }
 }
 
-}  // namespace
+}  // namespace plan_test
 }  // namespace tessera

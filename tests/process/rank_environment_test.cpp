@@ -14,7 +14,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace rank_environment_test {
 
 Command print_variables(const std::vector<std::string>& names) {
   Command flags;
@@ -143,5 +143,5 @@ TEST(CoreSlice, IsEqualAndDisjointAndLeavesTheRest) {
   EXPECT_EQ(tools::core_slice(ids, 4, 5), (std::vector<int>{2}));
 }
 
-}  // namespace
+}  // namespace rank_environment_test
 }  // namespace tessera

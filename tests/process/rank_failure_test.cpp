@@ -6,7 +6,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace rank_failure_test {
 
 TEST(RankFailure, EndsTheOthersAndNamesTheFirstLast) {
   const auto end =
@@ -171,5 +171,5 @@ TEST(Restart, IsNotDoneAfterAnInterrupt) {
   EXPECT_FALSE(contains(end.err, "restart")) << end.err;
 }
 
-}  // namespace
+}  // namespace rank_failure_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace rank_output_test {
 
 TEST(RankOutput, PrefixesEveryLineAndKeepsTheStreamsApart) {
   const auto end =
@@ -163,5 +163,5 @@ TEST(Terminal, EndsTheProgressLineOfAnotherSource) {
   EXPECT_EQ(std::string(buffer, count), "1%\r2%\r\nother\n");
 }
 
-}  // namespace
+}  // namespace rank_output_test
 }  // namespace tessera

@@ -13,7 +13,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace restart_test {
 
 namespace fs = std::filesystem;
 
@@ -117,5 +117,5 @@ TEST(Restart, AKilledRankIsMadeUpForFromTheLastCheckpoint) {
   EXPECT_EQ(kept, 2);
 }
 
-}  // namespace
+}  // namespace restart_test
 }  // namespace tessera

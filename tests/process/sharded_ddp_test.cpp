@@ -8,7 +8,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace sharded_ddp_test {
 
 constexpr std::chrono::seconds kLimit{50};
 constexpr size_t kEpochs = 16, kStepsPerEpoch = 22;
@@ -106,5 +106,5 @@ TEST(ShardedDdpExample, SaysHowToMakeAFileThatIsMissingOrWrong) {
                        "must have pixels up to 16 and labels up to 9; got 1 and 10"));
 }
 
-}  // namespace
+}  // namespace sharded_ddp_test
 }  // namespace tessera

@@ -9,7 +9,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace sharded_model_test {
 
 constexpr std::chrono::seconds kLimit{100};
 
@@ -75,5 +75,5 @@ TEST_F(ShardedModelExample, RefusesABatchThatTheRanksCanNotShare) {
       << training.end.err;
 }
 
-}  // namespace
+}  // namespace sharded_model_test
 }  // namespace tessera

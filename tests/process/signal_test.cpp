@@ -9,7 +9,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace signal_test {
 
 TEST(Signal, IsPassedOnToAllRanks) {
   for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
@@ -124,5 +124,5 @@ TEST(Signal, EndsAJobWhoseOutputNobodyReads) {
   EXPECT_EQ(run.wait().status, 143);
 }
 
-}  // namespace
+}  // namespace signal_test
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace spawn_test {
 
 /// Loading LibTorch takes its time on a busy machine.
 constexpr std::chrono::seconds kLimit{100};
@@ -64,5 +64,5 @@ TEST(SpawnedTraining, SaysWhichRankFailed) {
   EXPECT_NE(threads.end.err.find("of 2"), std::string::npos) << threads.end.err;
 }
 
-}  // namespace
+}  // namespace spawn_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "started_ranks.h"
 
 namespace tessera {
-namespace {
+namespace start_test {
 
 // Under malloc alone: the limit is one of addresses, and the page heap reserves many.
 std::vector<ProgramEnd> start(int ranks, const std::string& mode, const std::string& mib) {
@@ -38,5 +38,5 @@ TEST(SlowStart, AModelThatDoesNotFitStartsSharded) {
   }
 }
 
-}  // namespace
+}  // namespace start_test
 }  // namespace tessera

@@ -7,7 +7,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace step_bench_test {
 
 using nlohmann::json;
 
@@ -134,5 +134,5 @@ TEST(StepBench, PrintsATableWithTheLimitAndTheParts) {
   }
 }
 
-}  // namespace
+}  // namespace step_bench_test
 }  // namespace tessera

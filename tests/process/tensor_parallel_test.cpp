@@ -7,7 +7,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace tensor_parallel_test {
 
 constexpr std::chrono::seconds kLimit{100};
 
@@ -78,5 +78,5 @@ TEST(TensorParallelExample, RefusesHeadsThatTheRanksCanNotShare) {
       << training.end.err;
 }
 
-}  // namespace
+}  // namespace tensor_parallel_test
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include "launched.h"
 
 namespace tessera {
-namespace {
+namespace world_start_test {
 
 /// Loading LibTorch takes its time on a busy machine.
 constexpr std::chrono::seconds kLimit{100};
@@ -155,5 +155,5 @@ TEST(WorldStart, LogsTheTransportOnceIfAsked) {
   EXPECT_EQ(text(run({})).find("transport:"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace world_start_test
 }  // namespace tessera

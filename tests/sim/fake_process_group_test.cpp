@@ -5,7 +5,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace fake_process_group_test {
 
 using namespace testing;
 
@@ -94,5 +94,5 @@ TEST(FakeProcessGroup, ChecksArgumentsAsOthersDo) {
     expect_error([&, r = rank, s = size] { fake_process_group(r, s); }, {"[fake_world]"});
 }
 
-}  // namespace
+}  // namespace fake_process_group_test
 }  // namespace tessera

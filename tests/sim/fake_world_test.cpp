@@ -12,7 +12,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace fake_world_test {
 
 using namespace testing;
 
@@ -227,5 +227,5 @@ TEST(FakeWorld, HoldsTheShardOfAModelThatIsLargerThanItsMemory) {
   EXPECT_LT(peak_resident_bytes() - before, int64_t{192} << 20);
 }
 
-}  // namespace
+}  // namespace fake_world_test
 }  // namespace tessera

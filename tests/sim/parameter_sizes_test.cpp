@@ -14,7 +14,7 @@
 #include "support/scratch_directory.h"
 
 namespace tessera {
-namespace {
+namespace parameter_sizes_test {
 
 using namespace testing;
 
@@ -198,5 +198,5 @@ TEST(ParameterSizes, RefuseWhatIsNoList) {
   expect_error([&] { read_parameter_sizes(odd); }, {"Q4"});
 }
 
-}  // namespace
+}  // namespace parameter_sizes_test
 }  // namespace tessera

@@ -11,7 +11,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace plan_report_test {
 
 using namespace testing;
 
@@ -346,5 +346,5 @@ TEST(PlanReport, RefusesWhatCantBeOrIsNotKnown) {
   expect_error([] { plan_report({}, {}); }, {"must have parameters"});
 }
 
-}  // namespace
+}  // namespace plan_report_test
 }  // namespace tessera

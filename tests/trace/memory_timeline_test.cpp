@@ -9,7 +9,7 @@
 #include "support/well_formed.h"
 
 namespace tessera {
-namespace {
+namespace memory_timeline_test {
 
 using nlohmann::json;
 using testing::xml_error;
@@ -179,5 +179,5 @@ TEST(ReadableBytes, HasOneDigitAfterThePointFromKibibytesOn) {
   EXPECT_EQ(readable_bytes(-2048), "-2.0 KiB");
 }
 
-}  // namespace
+}  // namespace memory_timeline_test
 }  // namespace tessera

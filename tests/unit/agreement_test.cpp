@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace agreement_test {
 
 using namespace testing;
 
@@ -103,5 +103,5 @@ TEST(Agreement, StartValuesAreThoseOfRankZero) {
   }
 }
 
-}  // namespace
+}  // namespace agreement_test
 }  // namespace tessera

@@ -5,7 +5,7 @@
 #include "support/models.h"
 
 namespace tessera {
-namespace {
+namespace layout_test {
 
 using namespace testing;
 
@@ -239,5 +239,5 @@ TEST(CollectParameters, RefusesWhatCannotBeSharded) {
       {"'a'", "dense"});
 }
 
-}  // namespace
+}  // namespace layout_test
 }  // namespace tessera

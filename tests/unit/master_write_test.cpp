@@ -8,7 +8,7 @@
 #include "support/run_world.h"
 
 namespace tessera {
-namespace {
+namespace master_write_test {
 
 using namespace testing;
 
@@ -107,5 +107,5 @@ TEST(MasterWrites, MastersOfOffloadedUnitsStayToo) {
   });
 }
 
-}  // namespace
+}  // namespace master_write_test
 }  // namespace tessera

@@ -28,8 +28,8 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 using Times = std::map<std::string, std::vector<double>>;  // seconds of each round
 
-struct Layers : torch::nn::Module {
-  explicit Layers(int64_t bytes) {
+struct SavedLayers : torch::nn::Module {
+  explicit SavedLayers(int64_t bytes) {
     constexpr int64_t kWidth = 1024;
     const auto options = torch::nn::LinearOptions(kWidth, kWidth).bias(false);
     for (int64_t i = 0; i * kWidth * kWidth * 4 < bytes; ++i)
@@ -38,12 +38,12 @@ struct Layers : torch::nn::Module {
 };
 
 /// One rank's job: a model whose parameters and AdamW state are spread over the ranks.
-class Job {
+class SavedJob {
  public:
-  Job(const World& world, const CkptBenchOptions& options, const fs::path& directory)
+  SavedJob(const World& world, const CkptBenchOptions& options, const fs::path& directory)
       : world_(world),
         directory_(directory),
-        net_(std::make_shared<Layers>(options.megabytes * 1'000'000 / 3)),
+        net_(std::make_shared<SavedLayers>(options.megabytes * 1'000'000 / 3)),
         sharded_(fully_shard(net_)),
         adamw_(net_->parameters(), torch::optim::AdamWOptions(1e-4)),
         optimizer_(sharded_, adamw_) {
@@ -105,8 +105,8 @@ class Job {
 
   const World& world_;
   fs::path directory_;
-  std::shared_ptr<Layers> net_;
-  Sharded<Layers> sharded_;
+  std::shared_ptr<SavedLayers> net_;
+  Sharded<SavedLayers> sharded_;
   torch::optim::AdamW adamw_;
   ShardedOptimizer optimizer_;
   std::vector<char> bytes_, other_;
@@ -136,7 +136,7 @@ Json report_of(const CkptBenchOptions& options, int64_t nbytes, const Times& tim
   return report;
 }
 
-std::string table_of(const Json& report) {
+std::string ckpt_table(const Json& report) {
   std::string text = fmt::format("{} ranks, {:.1f} MB each\n", report["ranks"].get<int>(),
                                  report["bytes_per_rank"].get<double>() / 1e6);
   for (const auto& [kind, seconds] : report["seconds"].items())
@@ -163,14 +163,14 @@ int bench_ckpt(const CkptBenchOptions& options) {
   at::set_num_threads(1);
   spawn(options.ranks, [&] {
     const World world = init();
-    Job job(world, options, directory);
+    SavedJob job(world, options, directory);
     Times own;
     for (int round = -2; round < options.rounds; ++round) job.round(round, own);
     if (world.rank() == 0) times = own, nbytes = job.nbytes();
   });
   fs::remove_all(directory);
   const Json report = report_of(options, nbytes, times);
-  fmt::print("{}", options.json ? report.dump() + "\n" : table_of(report));
+  fmt::print("{}", options.json ? report.dump() + "\n" : ckpt_table(report));
   return 0;
 }
 

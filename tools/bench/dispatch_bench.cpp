@@ -81,7 +81,7 @@ nlohmann::ordered_json measure(const Operator& op, const DispatchBenchOptions& o
           {"beyond_us", dist_median - plain_median}};
 }
 
-std::string table_of(const nlohmann::ordered_json& results) {
+std::string dispatch_table(const nlohmann::ordered_json& results) {
   std::string text =
       fmt::format("{:<14}{:>12}{:>12}{:>12}\n", "microseconds", "plain", "DistTensor", "beyond");
   for (const auto& result : results)
@@ -105,7 +105,7 @@ int bench_dispatch(const DispatchBenchOptions& options) {
                                          {"calls", options.calls},
                                          {"operators", results},
                                          {"versions", {{"torch", TORCH_VERSION}}}};
-  fmt::print("{}\n", options.json ? report.dump() : table_of(results));
+  fmt::print("{}\n", options.json ? report.dump() : dispatch_table(results));
   return 0;
 }
 

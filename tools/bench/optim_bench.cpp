@@ -73,7 +73,7 @@ Json measure(const OptimBenchOptions& options, const std::string& dtype, Triad& 
           {"ratio_with_write_allocate", ratio / kAllocate}};
 }
 
-std::string table_of(const Json& cases) {
+std::string optim_table(const Json& cases) {
   std::string text = fmt::format("{:<8}{:>8}{:>14}{:>8}{:>14}{:>8}{:>8}{:>10}{:>16}\n", "GB/s",
                                  "bytes", "triad median", "best", "step median", "best", "ratio",
                                  "of bests", "write-allocate");
@@ -111,7 +111,7 @@ int bench_optim(const OptimBenchOptions& options) {
                        {"rounds", options.rounds},
                        {"cases", cases},
                        {"versions", {{"torch", TORCH_VERSION}}}};
-  fmt::print("{}\n", options.json ? report.dump() : table_of(cases));
+  fmt::print("{}\n", options.json ? report.dump() : optim_table(cases));
   return 0;
 }
 

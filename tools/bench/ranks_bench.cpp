@@ -26,8 +26,8 @@ double processor_ms() {
   return 1e3 * static_cast<double>(now.tv_sec) + 1e-6 * static_cast<double>(now.tv_nsec);
 }
 
-struct Layers : torch::nn::Module {
-  Layers(int count, int width) {
+struct RankLayers : torch::nn::Module {
+  RankLayers(int count, int width) {
     for (int i = 0; i < count; ++i) {
       const auto options = torch::nn::LinearOptions(width, width).bias(false);
       layers.push_back(register_module("layer" + std::to_string(i), torch::nn::Linear(options)));
@@ -41,11 +41,11 @@ struct Layers : torch::nn::Module {
 };
 
 /// Rank 0 of a number of ranks, in training.
-class Job {
+class RankJob {
  public:
-  Job(int ranks, const RanksBenchOptions& options)
+  RankJob(int ranks, const RanksBenchOptions& options)
       : ranks(ranks),
-        net_(std::make_shared<Layers>(options.layers, options.width)),
+        net_(std::make_shared<RankLayers>(options.layers, options.width)),
         sharded_(fully_shard(net_, {.level = kLevels.at(options.level),
                                     .unit_bytes = 0,
                                     .process_group = fake_process_group(0, ranks)})),
@@ -78,15 +78,15 @@ class Job {
     optimizer_ms_ += processor_ms() - middle;
   }
 
-  std::shared_ptr<Layers> net_;
-  Sharded<Layers> sharded_;
+  std::shared_ptr<RankLayers> net_;
+  Sharded<RankLayers> sharded_;
   torch::optim::SGD sgd_;
   ShardedOptimizer optimizer_;
   torch::Tensor input_;
   double passes_ms_ = 0, optimizer_ms_ = 0;
 };
 
-nlohmann::ordered_json result_of(const Job& job) {
+nlohmann::ordered_json result_of(const RankJob& job) {
   const auto both = [](const std::vector<double>& values) -> nlohmann::ordered_json {
     return {{"median", median_of(values)}, {"least", *std::ranges::min_element(values)}};
   };
@@ -96,7 +96,7 @@ nlohmann::ordered_json result_of(const Job& job) {
           {"step_ms", both(job.totals)}};
 }
 
-std::string table_of(const nlohmann::ordered_json& results) {
+std::string ranks_table(const nlohmann::ordered_json& results) {
   std::string text = fmt::format("{:<14}{:>18}{:>18}{:>18}\n{:<14}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}\n",
                                  "milliseconds", "passes", "optimizer", "step", "ranks", "median",
                                  "least", "median", "least", "median", "least");
@@ -124,8 +124,8 @@ void check_options(const RanksBenchOptions& options) {
 int bench_ranks(const RanksBenchOptions& options) {
   check_options(options);
   at::set_num_threads(1);
-  std::vector<std::unique_ptr<Job>> jobs;
-  for (const int ranks : options.ranks) jobs.push_back(std::make_unique<Job>(ranks, options));
+  std::vector<std::unique_ptr<RankJob>> jobs;
+  for (const int ranks : options.ranks) jobs.push_back(std::make_unique<RankJob>(ranks, options));
   for (int round = 0; round < options.rounds; ++round) {
     for (const auto& job : jobs) job->turn(options.steps);
   }
@@ -136,7 +136,7 @@ int bench_ranks(const RanksBenchOptions& options) {
       {"layers", options.layers}, {"width", options.width},
       {"rounds", options.rounds}, {"steps", options.steps},
       {"results", results},       {"versions", {{"torch", TORCH_VERSION}}}};
-  fmt::print("{}\n", options.json ? report.dump() : table_of(results));
+  fmt::print("{}\n", options.json ? report.dump() : ranks_table(results));
   return 0;
 }
 

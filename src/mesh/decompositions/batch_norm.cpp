@@ -214,13 +214,13 @@ bool batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack
                  wanted[2] ? norm.channel_result(found.bias, dtype) : at::Tensor()});
 }
 
-constexpr DecompositionEntry kEntries[] = {
+constexpr DecompositionEntry kBatchNorms[] = {
     {"native_batch_norm", batch_norm},
     {"native_batch_norm_backward", batch_norm_backward},
 };
 
 }  // namespace
 
-std::span<const DecompositionEntry> batch_norm_decompositions() { return kEntries; }
+std::span<const DecompositionEntry> batch_norm_decompositions() { return kBatchNorms; }
 
 }  // namespace tessera

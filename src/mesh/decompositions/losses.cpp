@@ -71,7 +71,7 @@ bool nll_loss2d(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                          [](auto&&... arguments) { return at::nll_loss2d_forward(arguments...); });
 }
 
-constexpr DecompositionEntry kEntries[] = {
+constexpr DecompositionEntry kLosses[] = {
     {"mse_loss", mean_of_losses},
     {"mse_loss_backward", mean_of_losses_backward},
     {"smooth_l1_loss", mean_of_losses},
@@ -89,6 +89,6 @@ constexpr DecompositionEntry kEntries[] = {
 
 }  // namespace
 
-std::span<const DecompositionEntry> loss_decompositions() { return kEntries; }
+std::span<const DecompositionEntry> loss_decompositions() { return kLosses; }
 
 }  // namespace tessera

@@ -119,7 +119,7 @@ bool norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                 {norm_of_order(self.to(wide), order, dims, keeps_dims(arguments)).to(dtype)});
 }
 
-constexpr DecompositionEntry kEntries[] = {
+constexpr DecompositionEntry kReductions[] = {
     {"mean", uneven_mean},
     {"var", variance<false, false>},
     {"std", variance<true, false>},
@@ -131,6 +131,6 @@ constexpr DecompositionEntry kEntries[] = {
 
 }  // namespace
 
-std::span<const DecompositionEntry> reduction_decompositions() { return kEntries; }
+std::span<const DecompositionEntry> reduction_decompositions() { return kReductions; }
 
 }  // namespace tessera

@@ -5,7 +5,6 @@ namespace {
 
 // Convolutions, and pooling: rows of the batch and channels are cut, never the space.
 
-const Partial kSum{PartialOp::kSum};
 const Placement kRows = Shard{0}, kColumns = Shard{1};
 
 int64_t stretched(const OpCall& call, std::string_view name, size_t index) {
@@ -102,8 +101,6 @@ Strategies pooling(const OpCall& call) {
   return ways;
 }
 
-std::vector<TensorInfo> like_self(const OpCall& call) { return {call.inputs[call.input("self")]}; }
-
 // Of max_pool3d alone: LibTorch has no meta kernel for it.
 std::vector<TensorInfo> max_pool3d_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[0];
@@ -132,7 +129,7 @@ std::vector<TensorInfo> adapted_sizes(const OpCall& call) {
   return std::vector<TensorInfo>(kOutputs, output);
 }
 
-constexpr RuleEntry kRules[] = {
+constexpr RuleEntry kConvolutionRules[] = {
     {"convolution", convolution, convolution_sizes},
     {.name = "convolution_backward",
      .rule = convolution_backward,
@@ -158,6 +155,6 @@ constexpr RuleEntry kRules[] = {
 
 }  // namespace
 
-std::span<const RuleEntry> convolution_rules() { return kRules; }
+std::span<const RuleEntry> convolution_rules() { return kConvolutionRules; }
 
 }  // namespace tessera

@@ -198,7 +198,7 @@ std::string_view in_place(std::string_view name) {
   return *new std::string(std::string(name) + "_");
 }
 
-std::vector<RuleEntry> make_rules() {
+std::vector<RuleEntry> make_elementwise_rules() {
   std::vector<RuleEntry> rules;
   for (const Family& family : families()) {
     for (const auto name : family.names) {
@@ -237,7 +237,7 @@ std::vector<TensorInfo> broadcast_sizes(const OpCall& call) {
 }
 
 std::span<const RuleEntry> elementwise_rules() {
-  static const auto* const rules = new std::vector<RuleEntry>(make_rules());
+  static const auto* const rules = new std::vector<RuleEntry>(make_elementwise_rules());
   return *rules;
 }
 

@@ -9,8 +9,6 @@ namespace {
 
 // Operators that read or write elements at places that another tensor names.
 
-const Partial kSum{PartialOp::kSum};
-
 Strategies index_select(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
   Strategies ways;
@@ -122,7 +120,7 @@ Strategies index_put(const OpCall& call) {
   return ways;
 }
 
-constexpr auto kRules = with_splits({
+constexpr auto kIndexingRules = with_splits({
     {"gather", along_other_dims, like_second},
     {"scatter", along_other_dims, like_first},
     {"scatter_", along_other_dims, like_first},
@@ -141,6 +139,6 @@ constexpr auto kRules = with_splits({
 
 }  // namespace
 
-std::span<const RuleEntry> indexing_rules() { return kRules; }
+std::span<const RuleEntry> indexing_rules() { return kIndexingRules; }
 
 }  // namespace tessera

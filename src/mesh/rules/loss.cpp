@@ -5,7 +5,6 @@ namespace {
 
 // Losses. Their means over cut tensors are decomposed.
 
-const Partial kSum{PartialOp::kSum};
 constexpr int64_t kNone = 0, kMean = 1;  // at::Reduction
 
 int64_t reduction_of(const OpCall& call) { return call.argument("reduction").toInt(); }
@@ -42,8 +41,6 @@ Strategies elementwise_loss_backward(const OpCall& call) {
   }
   return ways;
 }
-
-std::vector<TensorInfo> like_self(const OpCall& call) { return {call.inputs[call.input("self")]}; }
 
 // The dims of the target that are those of `self`, other than the classes.
 std::vector<std::pair<int64_t, int64_t>> rows_of(const OpCall& call) {
@@ -86,7 +83,7 @@ std::vector<TensorInfo> nll_loss_sizes(const OpCall& call) {
   return {is_each ? TensorInfo{call.inputs[call.input("target")].sizes} : TensorInfo{}, {}};
 }
 
-std::vector<RuleEntry> make_rules() {
+std::vector<RuleEntry> make_loss_rules() {
   std::vector<RuleEntry> rules = {
       {"nll_loss_forward", nll_loss, nll_loss_sizes},
       {"nll_loss2d_forward", nll_loss, nll_loss_sizes},
@@ -106,7 +103,7 @@ std::vector<RuleEntry> make_rules() {
 }  // namespace
 
 std::span<const RuleEntry> loss_rules() {
-  static const auto* const rules = new std::vector<RuleEntry>(make_rules());
+  static const auto* const rules = new std::vector<RuleEntry>(make_loss_rules());
   return *rules;
 }
 

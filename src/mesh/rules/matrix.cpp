@@ -3,8 +3,6 @@
 namespace tessera {
 namespace {
 
-const Partial kSum{PartialOp::kSum};
-
 // Rows of `a` give rows of the product, columns of `b` its columns; where the summed dim is cut,
 // every rank has a term. A product is linear in each factor.
 Strategies mm(const OpCall& call) {
@@ -70,7 +68,7 @@ std::vector<TensorInfo> addr_sizes(const OpCall& call) {
 }
 std::vector<TensorInfo> dot_sizes(const OpCall& call) { return {TensorInfo{}}; }
 
-constexpr auto kRules = with_splits({
+constexpr auto kMatrixRules = with_splits({
     {"mm", mm},
     {"addmm", addmm},
     {"bmm", bmm},
@@ -83,6 +81,6 @@ constexpr auto kRules = with_splits({
 
 }  // namespace
 
-std::span<const RuleEntry> matrix_rules() { return kRules; }
+std::span<const RuleEntry> matrix_rules() { return kMatrixRules; }
 
 }  // namespace tessera

@@ -10,8 +10,6 @@ namespace {
 
 // Operators that models are made of and that LibTorch can't compute on meta tensors.
 
-const Partial kSum{PartialOp::kSum};
-
 std::vector<TensorInfo> embedding_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[1];
   output.sizes.push_back(call.inputs[0].sizes[1]);
@@ -111,7 +109,7 @@ std::vector<TensorInfo> attention_backward_sizes(const OpCall& call) {
           call.inputs[call.input("value")]};
 }
 
-constexpr auto kRules = with_splits({
+constexpr auto kModelRules = with_splits({
     {.name = "embedding", .rule = embedding, .sizes = embedding_sizes, .local = local_embedding},
     {"embedding_dense_backward", embedding_backward, embedding_backward_sizes},
     {"_scaled_dot_product_flash_attention_for_cpu", attention, attention_sizes},
@@ -120,6 +118,6 @@ constexpr auto kRules = with_splits({
 
 }  // namespace
 
-std::span<const RuleEntry> model_rules() { return kRules; }
+std::span<const RuleEntry> model_rules() { return kModelRules; }
 
 }  // namespace tessera

@@ -3,8 +3,6 @@
 namespace tessera {
 namespace {
 
-const Partial kSum{PartialOp::kSum};
-
 // Layer norm.
 
 int64_t leading_dims(const OpCall& call, size_t input) {
@@ -151,7 +149,7 @@ Strategies batch_norm_backward(const OpCall& call) {
   return ways;
 }
 
-constexpr auto kRules = with_splits({
+constexpr auto kNormalizationRules = with_splits({
     {"native_layer_norm", layer_norm, layer_norm_sizes},
     {"native_layer_norm_backward", layer_norm_backward, layer_norm_backward_sizes},
     {.name = "native_group_norm",
@@ -168,6 +166,6 @@ constexpr auto kRules = with_splits({
 
 }  // namespace
 
-std::span<const RuleEntry> normalization_rules() { return kRules; }
+std::span<const RuleEntry> normalization_rules() { return kNormalizationRules; }
 
 }  // namespace tessera

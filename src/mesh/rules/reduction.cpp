@@ -124,7 +124,7 @@ std::vector<TensorInfo> like_first_twice(const OpCall& call) {
   return {call.inputs[0], call.inputs[0]};
 }
 
-constexpr auto kRules = with_splits({
+constexpr auto kReductionRules = with_splits({
     {"sum", sum, reduced_sizes},
     {"mean", mean, reduced_sizes},
     {"amax", amax, reduced_sizes},
@@ -161,6 +161,6 @@ constexpr auto kRules = with_splits({
 
 }  // namespace
 
-std::span<const RuleEntry> reduction_rules() { return kRules; }
+std::span<const RuleEntry> reduction_rules() { return kReductionRules; }
 
 }  // namespace tessera

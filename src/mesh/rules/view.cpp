@@ -240,7 +240,7 @@ std::vector<TensorInfo> repeated_sizes(const OpCall& call) {
   return {output};
 }
 
-constexpr auto kRules = with_splits({
+constexpr auto kViewRules = with_splits({
     {"flip", flip, like_first},
     {"roll", roll, like_first},
     {"tril", triangle, like_first},
@@ -273,6 +273,6 @@ constexpr auto kRules = with_splits({
 
 }  // namespace
 
-std::span<const RuleEntry> view_rules() { return kRules; }
+std::span<const RuleEntry> view_rules() { return kViewRules; }
 
 }  // namespace tessera

@@ -13,7 +13,7 @@ void set_number(std::string& text, size_t place, Draw& draw) {
 }
 
 void change_once(std::string& text, Draw& draw, size_t most) {
-  if (text.empty()) text = "x";
+  if (text.empty()) text.push_back('x');
   const size_t place = draw.below(draw.chance(80) ? std::min(most, text.size()) : text.size());
   const size_t count =
       std::min<size_t>(1 + draw.below(draw.chance(80) ? 8 : 4096), text.size() - place);

@@ -1,0 +1,23 @@
+# Much of the time of compiling a file goes into LibTorch's headers, precompiled or not: the compiler instantiates the
+# same templates for each. So sources of one folder are compiled together, eight at a time. Names in anonymous
+# namespaces are therefore unique in their folder.
+function(tessera_unity_build target)
+  if(NOT TESSERA_UNITY_BUILD)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  get_target_property(sources ${target} SOURCES)
+  set(last_folder "")
+  set(count 0)
+  foreach(source IN LISTS sources)
+    get_filename_component(folder "${source}" DIRECTORY)
+    if(NOT folder STREQUAL last_folder)
+      set(last_folder "${folder}")
+      set(count 0)
+    endif()
+    math(EXPR number "${count} / 8")
+    math(EXPR count "${count} + 1")
+    get_filename_component(name "${folder}" NAME)
+    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${name}_${number}")
+  endforeach()
+endfunction()
