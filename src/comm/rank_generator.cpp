@@ -77,13 +77,14 @@ at::Generator copy_of(at::Generator generator) {
 }
 
 void register_rank_generator() {
-  // Kept to the end of the process: operators may run while static variables are destroyed.
-  static const auto* const fallback = [] {
+  // Kept to the end of the process: operators may run while static variables are destroyed. "Used",
+  // so that the compiler keeps the pointers, by which leak checkers find what they point to.
+  [[gnu::used]] static const auto* const fallback = [] {
     auto* library = new torch::Library(torch::Library::IMPL, "_", kRankKey, __FILE__, __LINE__);
     library->fallback(torch::CppFunction::makeFallthrough());
     return library;
   }();
-  static const auto* const kernels = [] {
+  [[gnu::used]] static const auto* const kernels = [] {
     auto* library = new torch::Library(torch::Library::IMPL, "aten", kRankKey, __FILE__, __LINE__);
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
       const auto op = c10::Dispatcher::singleton().findSchema(name);
@@ -94,7 +95,6 @@ void register_rank_generator() {
     }
     return library;
   }();
-  static_cast<void>(fallback), static_cast<void>(kernels);
 }
 
 GeneratorSeal::GeneratorSeal() : before_(copy_of(at::detail::getDefaultCPUGenerator())) {

@@ -28,14 +28,28 @@ struct GradGate;
 // just come, and nothing that was there before.
 thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
 
+// [Note: A DistTensor that is gone]
+//
+// A unit knows its parameters by weak pointers. Of a tensor to which only these are left LibTorch
+// gives up the storage and what autograd knows (`TensorImpl::release_resources()`), but not the
+// backend's metadata. A DistTensor has its local part there, which keeps the unit, and the model
+// would never go. The gate is a part of what autograd knows: it goes with the tensor, and gives up
+// the metadata in its place. Its own weak pointer has LibTorch release what the tensor holds before
+// the tensor's memory goes.
 struct GradGate final : AutogradMeta {
-  GradGate(std::weak_ptr<GradSink> sink, size_t slot, std::string error, TakeGradient take,
-           bool for_good)
-      : sink(std::move(sink)),
+  GradGate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot, std::string error,
+           TakeGradient take, bool for_good)
+      : tensor(tensor.getIntrusivePtr()),
+        sink(std::move(sink)),
         slot(slot),
         error(std::move(error)),
         take(std::move(take)),
         for_good(for_good) {}
+
+  ~GradGate() override {
+    c10::TensorImpl* const impl = tensor._unsafe_get_target();
+    if (tensor.expired() && impl->get_backend_meta()) impl->set_backend_meta(nullptr);
+  }
 
   const at::Tensor& grad() const override {
     if (is_arriving()) return arriving[this];
@@ -64,6 +78,7 @@ struct GradGate final : AutogradMeta {
     return adds && adds->variable.unsafeGetTensorImpl()->autograd_meta() == this;
   }
 
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // that has this gate
   std::weak_ptr<GradSink> sink;
   size_t slot;
   std::string error;
@@ -106,7 +121,8 @@ OpenGates::~OpenGates() { --open_gates; }
 
 void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
                        std::string error, const TakeGradient& take, bool for_good) {
-  auto gate = std::make_unique<GradGate>(std::move(sink), slot, std::move(error), take, for_good);
+  auto gate =
+      std::make_unique<GradGate>(tensor, std::move(sink), slot, std::move(error), take, for_good);
   GradGate& installed = *gate;
   replace_meta(tensor, std::move(gate));
   if (take) chain_hook(installed.post_acc_grad_hooks_, take);

@@ -7,6 +7,8 @@
 #include <tessera/sharded_optimizer.h>
 #include <torch/torch.h>
 
+#include "access/sharded_state.h"
+#include "support/models.h"
 #include "support/norm_mlp.h"
 #include "support/run_world.h"
 
@@ -167,6 +169,34 @@ TEST(DistParameters, AnOverflowOnOnePartSkipsTheStepOnAll) {
     for (size_t i = 0; i < before.size(); ++i)
       EXPECT_TRUE(after[i].tensor.equal(before[i].tensor)) << before[i].name;
   });
+}
+
+// The model knows its parameters by weak pointers, by which LibTorch keeps what makes them
+// DistTensors: with the first parameter that is gone goes what it has of the model.
+TEST(DistParameters, NothingIsKeptOnceModuleAndHandleAreGone) {
+  for (const ShardLevel level : kAllLevels) {
+    run_world(4, [&](World& world) {
+      const auto mesh = DeviceMesh::over_world(world, {2, 2});
+      std::weak_ptr<ShardedState> state;
+      at::Tensor detached;
+      {
+        NormMlp mlp = make_norm_mlp();
+        shard_columns_then_rows(mlp, mesh, {Replicate{}});
+        mlp->parameters().front().set_requires_grad(false);
+        auto model = fully_shard(mlp, {.level = level, .unit_bytes = 200, .mesh_dim = 0});
+        torch::optim::AdamW inner(mlp->parameters(), torch::optim::AdamWOptions(0.01));
+        ShardedOptimizer optimizer(model, inner);
+        loss_of(mlp(distribute(batch(8, 1), mesh, {Shard{0}, Replicate{}}))).backward();
+        optimizer.step();
+        state = model.state();
+        detached = mlp->parameters().back().detach();
+      }
+      EXPECT_FALSE(state.expired()) << "a tensor that shows a parameter keeps it";
+      EXPECT_GE(full_tensor(detached).numel(), 1);
+      detached.reset();
+      EXPECT_TRUE(state.expired()) << "level " << static_cast<int>(level);
+    });
+  }
 }
 
 TEST(DistParameters, WhatDoesNotFitIsRefused) {
