@@ -1,10 +1,15 @@
 #pragma once
 
-// A byte-level GPT in plain torch::nn code, which train_gpt.cpp and tensor_parallel.cpp train.
+// A byte-level GPT in plain torch::nn code, which several examples train.
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <fstream>
+#include <utility>
+#include <vector>
 
 namespace nn = torch::nn;
 using torch::Tensor;
@@ -90,3 +95,36 @@ inline Tensor random_starts(const Tensor& bytes, int64_t seq, int64_t count, int
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed * 1'000'003 + step);
   return torch::randint(bytes.size(0) - seq, {count}, generator, torch::kLong);
 }
+
+/// A linear warm-up to `highest`, then a cosine to a tenth of it.
+inline double learning_rate(double highest, int64_t step, int64_t warmup, int64_t steps) {
+  if (step < warmup) return highest * (step + 1) / warmup;
+  const double done = double(step - warmup) / std::max<int64_t>(1, steps - warmup);
+  return highest * (0.55 + 0.45 * std::cos(M_PI * done));
+}
+
+/// How fast a loop trains: the median of its steps. The first ones, which are slower, don't count
+/// where there are enough others; steps that evaluate or save are too few to matter.
+class Pace {
+ public:
+  void step_done() {
+    const auto last = std::exchange(last_, Clock::now());
+    seconds_.push_back(std::chrono::duration<double>(last_ - last).count());
+  }
+
+  /// 0 before the first step.
+  double seconds_per_step() const {
+    if (seconds_.empty()) return 0;
+    std::vector<double> counted(seconds_.begin() + (seconds_.size() > 2 * kFirst ? kFirst : 0),
+                                seconds_.end());
+    const auto middle = counted.begin() + counted.size() / 2;
+    std::nth_element(counted.begin(), middle, counted.end());
+    return *middle;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr size_t kFirst = 5;
+  Clock::time_point last_ = Clock::now();
+  std::vector<double> seconds_;
+};

@@ -54,12 +54,6 @@ struct Text {
 };
 
 // --- the job -------------------------------------------------------------------------------------
-double learning_rate(const Options& o, int64_t step) {  // linear warm-up, then a cosine to a tenth
-  if (step < o.warmup) return o.lr * (step + 1) / o.warmup;
-  const double done = double(step - o.warmup) / std::max<int64_t>(1, o.steps - o.warmup);
-  return o.lr * (0.55 + 0.45 * std::cos(M_PI * done));
-}
-
 struct Job {
   /// One rank reports.
   template <class... Args>
@@ -140,8 +134,9 @@ struct Job {
     say("{} ranks, {}, after step {}: held-out {:.4f} nats per byte; unigram model {:.4f}\n",
         world.size(), o.level, first, held_out, unigram);
     std::ofstream losses(world.rank() == 0 ? o.losses : "");
+    Pace pace;
     while (step < o.steps) {
-      adamw.param_groups()[0].options().set_lr(learning_rate(o, step));
+      adamw.param_groups()[0].options().set_lr(learning_rate(o.lr, step, o.warmup, o.steps));
       optimizer.zero_grad();
       const auto loss = gpt->loss(text.batch(step, world.rank() * rows, rows));
       scaler.scale(loss).backward();
@@ -151,14 +146,15 @@ struct Job {
       scaler.update();
       const double mean = mean_over_ranks(loss.item<double>());
       losses << fmt::format("{:.9g}\n", mean) << std::flush;
+      pace.step_done();
       if (step++ == first) show_memory(optimizer.memory());
       if (step % o.eval_every == 0) held_out = held_out_loss(o.eval_batches);
       if (step % 10 == 0 || step == o.steps) {
         const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-        const double pace = taken.count() / (step - first);
+        const double seconds = taken.count() / (step - first);
         say("step {}/{}  loss {:.4f}  held-out {:.4f} = {:.3f} bits  {:.0f} B/s  {:.0f} s left\n",
-            step, o.steps, mean, held_out, held_out / bit, o.batch * o.seq / pace,
-            pace * (o.steps - step));
+            step, o.steps, mean, held_out, held_out / bit, o.batch * o.seq / seconds,
+            seconds * (o.steps - step));
       }
       if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
         checkpointer.save(
@@ -170,6 +166,9 @@ struct Job {
     say("all held-out bytes: {:.4f} nats = {:.3f} bits; unigram model: {:.4f} = {:.3f} bits\n",
         held_out, held_out / bit, unigram, unigram / bit);
     const auto unsharded = sharded.keep_unsharded();  // (*)
+    if (const double seconds = pace.seconds_per_step(); seconds > 0)
+      say("speed: {:.0f} bytes per second on {} ranks (median step: {:.4f} s)\n",
+          o.batch * o.seq / seconds, world.size(), seconds);
     if (o.sample > 0) say("--- it writes:\n{}\n---\n", sample("namespace torch {\n"));
     if (!o.save.empty()) say("checkpoint: {}/step-{} (go on with --resume)\n", o.save, step);
   }

@@ -56,6 +56,26 @@ class Dev(unittest.TestCase):
         self.assertIn("apt-get update && apt-get install -y --no-install-recommends g++ cmake ninja-build ccache",
                       result.stderr)
 
+    def test_sanitize_builds_and_runs_with_both_presets(self):
+        with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
+            shutil.copy(ROOT / "dev", tree)
+            calls = pathlib.Path(tree) / "calls"
+            for name in ("cmake", "ninja", "ctest", "g++", "ccache"):
+                script = pathlib.Path(commands) / name
+                script.write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n')
+                script.chmod(0o755)
+            result = subprocess.run([pathlib.Path(tree) / "dev", "sanitize", "unit"], capture_output=True, text=True,
+                                    timeout=30, env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}",
+                                                     "Torch_DIR": tree, "TESSERA_PRESET": "release"})
+            calls = calls.read_text()
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertNotIn("readonly", result.stderr)
+        for preset in ("asan", "tsan"):
+            self.assertIn(f"cmake --preset {preset}", calls)
+            self.assertRegex(calls, rf"ninja -C \S+/build/{preset} .*unit_tests")
+            self.assertIn(f"ctest --test-dir build/{preset} ", calls)
+        self.assertNotIn("release", calls)
+
 
 if __name__ == "__main__":
     unittest.main()

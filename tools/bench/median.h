@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 namespace tessera::tools {
@@ -11,6 +12,28 @@ inline double median_of(std::vector<double> values) {
   std::nth_element(values.begin(), middle, values.end());
   if (values.size() % 2 == 1) return *middle;
   return 0.5 * (*middle + *std::max_element(values.begin(), middle));
+}
+
+struct Interval {
+  double low, high;
+};
+
+/// Of the median of what `values` are samples of: two of them between which it lies with a
+/// probability of 95 % at least, whatever its distribution; for fewer than six the least and the
+/// largest, which promise less.
+inline Interval median_interval(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  // So many of n values lie below the median as n coins show heads.
+  double chance = std::pow(0.5, values.size()), below = chance;
+  size_t skipped = 0;
+  while (true) {
+    chance *= static_cast<double>(values.size() - skipped) / static_cast<double>(skipped + 1);
+    if (below + chance > 0.025) break;
+    below += chance;
+    ++skipped;
+  }
+  if (below > 0.025) skipped = 0;
+  return {values[skipped], values[values.size() - 1 - skipped]};
 }
 
 }  // namespace tessera::tools

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "bench/core_noise.h"
+#include "bench/loop.h"
 #include "bench/step_report.h"
 #include "bench/worker_process.h"
 #include "bench/workload.h"
@@ -51,6 +52,8 @@ void check_options(const StepBenchOptions& options) {
                     "[bench step] --defer false goes with --dialect native; got '", options.dialect, "'");
   TORCH_CHECK_VALUE(options.quiet == 0 || options.quiet > 1,
                     "[bench step] --quiet must be 0, or above 1, which is no noise; got ", options.quiet);
+  TORCH_CHECK_VALUE(loop_switches(options.loop).is_plain() || options.dialect == "native",
+                    "[bench step] loops go with --dialect native; got '", options.dialect, "'");
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);
@@ -67,7 +70,8 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
       "--size",      options.size,
       "--level",     options.level,
       "--transport", options.transport,
-      "--dialect",   role == StepRole::kNative ? "native" : options.dialect};
+      "--dialect",   role == StepRole::kNative ? "native" : options.dialect,
+      "--loop",      options.loop};
   const auto number = [&](const char* name, int64_t value) {
     arguments.push_back(fmt::format("{}={}", name, value));
   };
@@ -75,8 +79,10 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
   number("--resident-bytes", options.resident_bytes);
   number("--prefetch", options.prefetch);
   number("--defer", options.defer && !(options.at_once && role == StepRole::kNative));
+  number("--ranks", options.ranks);
   number("--rank", rank);
-  number("--core", cores[rank % cores.size()]);
+  // Threads of one process go where they like.
+  number("--core", role == StepRole::kThreads ? -1 : cores[rank % cores.size()]);
   number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));
   return arguments;
 }
@@ -84,9 +90,11 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
 // All kinds get the launcher's environment, and so the same heap settings.
 WorkerProcesses start_workers(const StepBenchOptions& options, StepRole role, int port) {
   WorkerProcesses workers;
-  const LaunchOptions launch = {.environment = {{"OMP_NUM_THREADS", "1"}}};
-  for (int rank = 0; rank < options.ranks; ++rank) {
-    const RankPlace place = {.rank = rank, .ranks = options.ranks, .port = port};
+  const bool is_one = role == StepRole::kThreads;
+  const int ranks = is_one ? 1 : options.ranks, threads = is_one ? options.ranks : 1;
+  const LaunchOptions launch = {.environment = {{"OMP_NUM_THREADS", std::to_string(threads)}}};
+  for (int rank = 0; rank < ranks; ++rank) {
+    const RankPlace place = {.rank = rank, .ranks = ranks, .port = port};
     workers.push_back(std::make_unique<WorkerProcess>(
         fmt::format("{} process {}", to_string(role), rank), worker_arguments(options, role, rank),
         rank_environment(launch, place)));
@@ -156,6 +164,8 @@ const char* to_string(StepRole role) {
       return "in step";
     case StepRole::kNative:
       return "native";
+    case StepRole::kThreads:
+      return "threads";
   }
   return "?";
 }
@@ -167,10 +177,11 @@ ShardPlan step_bench_plan(const StepBenchOptions& options) {
   if (options.unit_bytes >= 0) plan.unit_bytes = options.unit_bytes;
   plan.resident_bytes = options.resident_bytes;
   plan.prefetch = options.prefetch;
+  if (loop_switches(options.loop).bf16) plan.precision.master_dtype = torch::kFloat;
   return plan;
 }
 
-int bench_step(const StepBenchOptions& options) {
+StepResult measure_steps(const StepBenchOptions& options) {
   check_options(options);
   StepResult result = {.warmup_steps = kWarmupSteps};
   std::vector<std::unique_ptr<Team>> teams;
@@ -182,9 +193,10 @@ int bench_step(const StepBenchOptions& options) {
   if (options.in_step) add(StepRole::kInStep, result.in_step.emplace());
   if (options.dialect != "native" || options.at_once)
     add(StepRole::kNative, result.native.emplace());
+  if (options.threads) add(StepRole::kThreads, result.threads.emplace());
 
-  progress(fmt::format("{} at {}, {} ranks: {} warm-up steps", options.size, options.level,
-                       options.ranks, kWarmupSteps));
+  progress(fmt::format("{} at {}, {} ranks, loop: {}: {} warm-up steps", options.size,
+                       options.level, options.ranks, options.loop, kWarmupSteps));
   for (const auto& team : teams) team->prepare();
   auto cores = available_cores().ids;
   cores.resize(std::min(cores.size(), static_cast<size_t>(options.ranks)));
@@ -203,9 +215,13 @@ int bench_step(const StepBenchOptions& options) {
         fmt::format("round {} of {}: {}", round + 1, options.rounds, describe_turn(teams, round)));
     std::ranges::rotate(teams, teams.begin() + 1);
   }
-  for (const auto& team : teams) team->measure_memory();
+  if (options.memory)
+    for (const auto& team : teams) team->measure_memory();
+  return result;
+}
 
-  const auto report = step_report(options, result);
+int bench_step(const StepBenchOptions& options) {
+  const auto report = step_report(options, measure_steps(options));
   fmt::print("{}\n", options.json ? report.dump() : step_table(report));
   return 0;
 }

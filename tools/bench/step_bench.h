@@ -20,11 +20,15 @@ struct StepBenchOptions {
   int ranks = 2;
   int rounds = 5;        ///< turns of each, the sharded job and the local reference
   int steps = 10;        ///< timed steps in a turn
+  bool memory = true;    ///< also measure memory, in steps of their own
   bool in_step = false;  ///< also measure `StepRole::kInStep`
+  bool threads = false;  ///< also measure `StepRole::kThreads`
   double quiet = 0;      ///< noise of the cores at which a round may begin; 0: any
   bool at_once = false;  ///< also measure `StepRole::kNative`, with `defer` false
   bool json = false;
   bool defer = true;  ///< `ShardedOptimizerOptions::defer`
+
+  std::string loop = "none";  ///< see `loop_switches()`; native only
 
   // As in `ShardPlan`.
   int64_t unit_bytes = -1;  ///< the library's choice
@@ -47,6 +51,8 @@ enum class StepRole {
   kInStep,   ///< as `kLocal`, but after each backward they wait for each other
   kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured, or with
              ///< a step at once
+  kThreads,  ///< one process with as many threads as there are ranks trains alone on the batches of
+             ///< all of them
 };
 
 const char* to_string(StepRole role);
@@ -67,7 +73,7 @@ int bench_step_worker(const StepWorkerOptions& options);
 /// The plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
 ShardPlan step_bench_plan(const StepBenchOptions& options);
 
-/// Adds the commands `step` and, hidden, `step-worker`.
+/// Adds the commands `step`, `loop` and, hidden, `step-worker`.
 void add_step_bench(CLI::App& bench, int& exit_code);
 
 }  // namespace tessera::tools

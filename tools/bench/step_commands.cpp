@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 
+#include "bench/loop_bench.h"
 #include "bench/step_bench.h"
 #include "exit_code.h"
 
@@ -26,6 +27,17 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
                      "whether the optimizer's step is left to who uses the parameters (native)");
 }
 
+void add_turns(CLI::App& command, StepBenchOptions& options) {
+  command.add_option("--ranks", options.ranks, "processes of each kind");
+  command.add_option("--rounds", options.rounds, "turns of each kind");
+  command.add_option("--steps", options.steps, "timed steps in a turn");
+  command.add_option(
+      "--quiet", options.quiet,
+      "begin a round when the cores, by themselves, take at most so many times as long as at "
+      "best, or after a minute; 0: at once");
+  command.add_flag("--json", options.json, "print one line of JSON");
+}
+
 }  // namespace
 
 void add_step_bench(CLI::App& bench, int& exit_code) {
@@ -33,25 +45,37 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
   auto* step = bench.add_subcommand(
       "step", "a training step of a sharded job against the same without any communication");
   add_workload(*step, *options);
-  step->add_option("--ranks", options->ranks, "processes of each kind");
-  step->add_option("--rounds", options->rounds, "turns of each kind");
-  step->add_option("--steps", options->steps, "timed steps in a turn");
+  add_turns(*step, *options);
   step->add_flag("--in-step", options->in_step,
                  "also measure local processes that wait for each other once a step");
-  step->add_option(
-      "--quiet", options->quiet,
-      "begin a round when the cores, by themselves, take at most so many times as long as at "
-      "best, or after a minute; 0: at once");
+  step->add_flag(
+      "--threads", options->threads,
+      "also measure one process that trains on the batches of all ranks, with as many threads");
   step->add_flag("--at-once", options->at_once,
                  "also measure the same with steps of the optimizer that are not deferred");
-  step->add_flag("--json", options->json, "print one line of JSON");
   step->callback([options, &exit_code] {
     exit_code = exit_code_of("tessera bench step", [&] { return bench_step(*options); });
+  });
+
+  auto loop_options = std::make_shared<LoopBenchOptions>();
+  auto* loop = bench.add_subcommand(
+      "loop", "steps of loops as users write them, with clipping, a schedule and so on");
+  add_workload(*loop, loop_options->step);
+  add_turns(*loop, loop_options->step);
+  loop->add_option(
+      "--loop", loop_options->loops,
+      "switches with commas between them: clip, schedule, accumulate, evaluate, bf16, "
+      "checkpoint, dropout; or all, or none. Several such loops are measured one after "
+      "another; without this option none, each switch alone, and all");
+  loop->callback([loop_options, &exit_code] {
+    exit_code = exit_code_of("tessera bench loop", [&] { return bench_loop(*loop_options); });
   });
 
   auto worker_options = std::make_shared<StepWorkerOptions>();
   auto* worker = bench.add_subcommand("step-worker", "one process of `step`")->group("");
   add_workload(*worker, worker_options->bench);
+  worker->add_option("--loop", worker_options->bench.loop);
+  worker->add_option("--ranks", worker_options->bench.ranks);
   worker->add_option("--rank", worker_options->rank);
   worker->add_option("--core", worker_options->core);
   worker->add_option("--role", worker_options->role);

@@ -19,10 +19,6 @@ using nlohmann::ordered_json;
 
 constexpr std::array kParts = {"zero_grad", "forward", "backward", "optimizer"};
 
-void append(std::vector<double>& to, const json& numbers) {
-  for (const double number : numbers) to.push_back(number);
-}
-
 int64_t most(const std::vector<json>& ranks, const char* key) {
   int64_t value = 0;
   for (const auto& rank : ranks) value = std::max(value, rank.at(key).get<int64_t>());
@@ -161,6 +157,10 @@ std::string time_lines(const ordered_json& report) {
              fmt::format("{:<58}{:>9.3f}\n", "    of the fastest steps",
                          report["ratio_to_native_of_minimums"].get<double>());
   }
+  if (report.contains("threads_seconds")) {
+    lines += line("  one process with as many threads",
+                  both(seconds["sharded"], report["threads_seconds"]), 1, 4);
+  }
   lines += fmt::format("{:<58}{:>9.3f}\n", "  cores by themselves, to their best (median)",
                        report["core_noise"].get<double>());
   const auto& parts = report.at("breakdown_ms");
@@ -175,30 +175,16 @@ std::string now() { return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std:
 
 }  // namespace
 
-double RoleResult::turn_median(int turn) const {
-  std::vector<double> seconds;
-  for (const auto& rank : turns[turn]) append(seconds, rank.at("seconds"));
-  return median_of(std::move(seconds));
-}
-
-std::vector<double> RoleResult::seconds() const {
-  std::vector<double> all;
-  for (const auto& turn : turns) {
-    for (const auto& rank : turn) append(all, rank.at("seconds"));
-  }
-  return all;
-}
-
-std::vector<double> RoleResult::part_seconds(const std::string& part) const {
-  std::vector<double> all;
-  for (const auto& turn : turns) {
-    for (const auto& rank : turn) append(all, rank.at("parts").at(part));
-  }
-  return all;
+ordered_json report_origin() {
+  return {{"versions",
+           {{"tessera", fmt::format("{}.{}.{}", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
+                                    TESSERA_VERSION_PATCH)},
+            {"torch", TORCH_VERSION}}},
+          {"date", now()}};
 }
 
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
-  const auto& [warmup_steps, sharded, local, in_step, native, noise] = result;
+  const auto& [warmup_steps, sharded, local, in_step, native, threads, noise] = result;
   ordered_json report = {
       {"bench", "step"},
       {"size", options.size},
@@ -218,6 +204,11 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
     report.update(in_step_times(median, *in_step, options.ranks));
   }
   if (native) report.update(native_times(sharded, *native));
+  if (threads) {
+    const double median = median_of(threads->seconds()),
+                 sharded_median = report["seconds"]["sharded"];
+    report.update({{"threads_seconds", median}, {"ratio_to_threads", sharded_median / median}});
+  }
   report.update(core_noise(noise, options.rounds));
   const auto sharded_pss = peak_pss(sharded), local_pss = peak_pss(local);
   report.update({
@@ -233,12 +224,8 @@ ordered_json step_report(const StepBenchOptions& options, const StepResult& resu
       {"unit_bytes", options.unit_bytes},
       {"resident_bytes", options.resident_bytes},
       {"prefetch", options.prefetch},
-      {"versions",
-       {{"tessera", fmt::format("{}.{}.{}", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
-                                TESSERA_VERSION_PATCH)},
-        {"torch", TORCH_VERSION}}},
-      {"date", now()},
   });
+  report.update(report_origin());
   return report;
 }
 

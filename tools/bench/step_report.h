@@ -1,37 +1,11 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
-#include <vector>
 
-#include "bench/step_bench.h"
+#include "bench/step_result.h"
 
 namespace tessera::tools {
-
-/// What the processes of one kind answered: one entry per rank.
-struct RoleResult {
-  std::vector<nlohmann::json> prepared;
-  std::vector<std::vector<nlohmann::json>> turns;
-  std::vector<nlohmann::json> memory;
-
-  /// Median seconds of the steps of one turn over all ranks.
-  double turn_median(int turn) const;
-
-  /// Seconds of all timed steps of all ranks.
-  std::vector<double> seconds() const;
-  /// The same of one of the parts of a step, in the same order.
-  std::vector<double> part_seconds(const std::string& part) const;
-};
-
-struct StepResult {
-  int warmup_steps = 0;
-  RoleResult sharded;
-  RoleResult local;
-  std::optional<RoleResult> in_step;
-  std::optional<RoleResult> native;
-  std::vector<double> core_noise;  ///< before each turn: as many in each round
-};
 
 /// The numbers that `tessera bench step --json` prints. Of those given per process, the largest.
 ///
@@ -48,6 +22,7 @@ struct StepResult {
 ///   other once a step is in both.
 /// - `native_seconds`, `ratio_to_native`, `ratio_to_native_of_rounds` and
 ///   `ratio_to_native_of_minimums`, with a dialect or `at_once`: the same of `StepRole::kNative`.
+/// - `threads_seconds`, `ratio_to_threads`, with `threads`: the same of `StepRole::kThreads`.
 /// - `core_noise`: how many times as long as at best the cores took for arithmetic, by themselves,
 ///   before each turn (`CoreNoise`); median. `core_noise_of_rounds`: the largest of each round.
 /// - `breakdown_ms`: medians of the parts of a step, waits for other ranks included.
@@ -60,7 +35,10 @@ struct StepResult {
 /// - `final_loss`: of rank 0's last timed step, number `warmup_steps + rounds * steps`.
 nlohmann::ordered_json step_report(const StepBenchOptions& options, const StepResult& result);
 
-/// The same for people.
+/// Versions and date, for any report.
+nlohmann::ordered_json report_origin();
+
+/// The same as `step_report()` for people.
 std::string step_table(const nlohmann::ordered_json& report);
 
 }  // namespace tessera::tools

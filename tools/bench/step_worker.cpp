@@ -43,7 +43,9 @@ class StepTimes {
       result["zero_grad"].push_back(step.zero_grad);
       result["forward"].push_back(step.forward);
       result["backward"].push_back(step.backward);
+      result["clip"].push_back(step.clip);
       result["optimizer"].push_back(step.optimizer);
+      result["evaluation"].push_back(step.evaluation);
     }
     return result;
   }
@@ -58,9 +60,13 @@ class StepWorker {
   explicit StepWorker(const StepWorkerOptions& options)
       : options_(options),
         plan_(step_bench_plan(options.bench)),
-        batches_(options.bench.size, options.rank) {
+        switches_(loop_switches(options.bench.loop)) {
+    const bool is_one = options.role == StepRole::kThreads;
+    at::set_num_threads(is_one ? options.bench.ranks : 1);
+    for (int i = 0; i < (is_one ? options.bench.ranks : 1); ++i)
+      streams_.emplace_back(options.bench.size, options.rank + i);
     use_page_heap();  // the local reference gets it, too
-    if (options.role == StepRole::kLocal) return;
+    if (options.role == StepRole::kLocal || is_one) return;
     const bool arena = options.bench.transport == "arena";
     world_.emplace(init({.transport = arena ? Transport::kArena : Transport::kGloo}));
   }
@@ -68,19 +74,20 @@ class StepWorker {
   json prepare(int steps) {
     pss_before_ = pss_bytes();
     PeakPss peak;
-    auto model = make_bench_model(options_.bench.size);
+    auto model = make_bench_model(options_.bench.size, switches_);
     int64_t numel = 0;
     for (const auto& parameter : model->parameters()) numel += parameter.numel();
     if (options_.role == StepRole::kSharded) {
       plan_.process_group = world_->process_group();
       const bool is_native = options_.bench.dialect == "native";
-      trainer_ =
-          is_native ? make_sharded_trainer(std::move(model), plan_, {.defer = options_.bench.defer})
-                    : make_fairscale_trainer(std::move(model), plan_);
+      trainer_ = is_native ? make_sharded_trainer(std::move(model), switches_, plan_,
+                                                  {.defer = options_.bench.defer})
+                           : make_fairscale_trainer(std::move(model), plan_);
     } else {
-      trainer_ = make_local_trainer(std::move(model), world_ ? world_->process_group() : nullptr);
+      trainer_ = make_local_trainer(std::move(model), switches_,
+                                    world_ ? world_->process_group() : nullptr);
     }
-    for (int i = 0; i < steps; ++i) trainer_->step(batches_.next());
+    for (int i = 0; i < steps; ++i) trainer_->step(next_batch());
     return {{"parameters", numel}, {"peak_pss", peak.stop() - pss_before_}};
   }
 
@@ -89,7 +96,7 @@ class StepWorker {
   // next.
   json train(int steps) {
     std::vector<Batch> batches;
-    for (int i = 0; i < steps; ++i) batches.push_back(batches_.next());
+    for (int i = 0; i < steps; ++i) batches.push_back(next_batch());
     StepTimes times(steps);
     torch::Tensor loss;
     const auto faults = minor_faults();
@@ -111,7 +118,7 @@ class StepWorker {
 
   json memory(int steps) {
     PeakPss peak;
-    for (int i = 0; i < steps; ++i) trainer_->step(batches_.next());
+    for (int i = 0; i < steps; ++i) trainer_->step(next_batch());
     const auto kept = trainer_->kept();
     return {{"peak_pss", peak.stop() - pss_before_}, {"parameters", kept.parameters},
             {"gradients", kept.gradients},           {"optimizer_state", kept.optimizer_state},
@@ -119,10 +126,21 @@ class StepWorker {
   }
 
  private:
+  Batch next_batch() {
+    std::vector<torch::Tensor> inputs, targets;
+    for (auto& stream : streams_) {
+      const Batch batch = stream.next();
+      inputs.push_back(batch.inputs);
+      targets.push_back(batch.targets);
+    }
+    return {torch::cat(inputs), torch::cat(targets)};
+  }
+
   StepWorkerOptions options_;
   ShardPlan plan_;
-  std::optional<World> world_;  // destroyed last: the trainer communicates
-  BatchStream batches_;
+  LoopSwitches switches_;
+  std::optional<World> world_;        // destroyed last: the trainer communicates
+  std::vector<BatchStream> streams_;  // of one rank, or of all
   std::unique_ptr<Trainer> trainer_;
   int64_t pss_before_ = 0;
 };
@@ -145,7 +163,6 @@ int bench_step_worker(const StepWorkerOptions& options) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlives the measurement
   TORCH_CHECK(options.core < 0 || stay_on_core(options.core), "[bench_step_worker] core ",
               options.core, " must be one that this process may use");
-  at::set_num_threads(1);
   // What libraries print must not end up among the answers.
   const int answers = ::dup(STDOUT_FILENO);
   ::dup2(STDERR_FILENO, STDOUT_FILENO);

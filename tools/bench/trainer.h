@@ -5,6 +5,7 @@
 #include <tessera/sharded_optimizer.h>
 
 #include <memory>
+#include <utility>
 
 #include "bench/workload.h"
 
@@ -24,7 +25,9 @@ struct StepParts {
   double zero_grad = 0;
   double forward = 0;  ///< the loss, too
   double backward = 0;
+  double clip = 0;
   double optimizer = 0;
+  double evaluation = 0;
 };
 
 struct TrainedStep {
@@ -35,20 +38,40 @@ struct TrainedStep {
 /// Trains a model of the step benchmark.
 class Trainer {
  public:
+  Trainer(std::shared_ptr<BenchModel> model, const LoopSwitches& switches)
+      : model_(std::move(model)), switches_(switches) {}
   virtual ~Trainer() = default;
 
-  /// One step: zero_grad, forward, loss, backward, optimizer step. Five looks at the clock are all
-  /// that its measurement costs.
-  virtual TrainedStep step(const Batch& batch) = 0;
+  /// One step: zero_grad, forward, loss, backward, optimizer step, and what the loop has besides.
+  /// Looks at the clock are all that its measurement costs.
+  TrainedStep step(const Batch& batch);
 
   virtual KeptBytes kept() const = 0;
 
   /// Bytes that this rank has sent so far.
   virtual int64_t bytes_sent() const = 0;
+
+ protected:
+  BenchModel& model() { return *model_; }
+
+  virtual void zero_grad() = 0;
+  /// Of one part of the batch; `is_last`: no other follows before the step.
+  virtual void backward(const torch::Tensor& loss, bool is_last) = 0;
+  virtual void clip(double max_norm) = 0;
+  virtual void set_learning_rate(double rate) = 0;
+  virtual void update() = 0;
+
+ private:
+  void evaluate(const Batch& batch);
+
+  std::shared_ptr<BenchModel> model_;
+  LoopSwitches switches_;
+  int64_t steps_ = 0;
 };
 
 /// Trains with the others of `plan.process_group`.
-std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan,
+std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
+                                              const LoopSwitches& switches, ShardPlan plan,
                                               const ShardedOptimizerOptions& options);
 
 /// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan` only the
@@ -56,8 +79,9 @@ std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
 
 /// Trains alone, unsharded, with LibTorch's fused AdamW: the reference. With a process group, after
-/// each backward it waits for the others' to have ended.
+/// the last backward of each step it waits for the others' to have ended.
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,
+                                            const LoopSwitches& switches,
                                             ProcessGroupPtr process_group = nullptr);
 
 }  // namespace tessera::tools

@@ -1,9 +1,18 @@
 #include "bench/workload.h"
 
+#include <tessera/activation_checkpoint.h>
+
 #include <cmath>
 #include <map>
 
 namespace tessera::tools {
+
+template <class Block>
+torch::Tensor BenchModel::pass(Block& block, const torch::Tensor& x) {
+  const auto y = switches_.checkpoint ? checkpoint(block, x) : block(x);
+  return switches_.dropout ? torch::dropout(y, 0.1, is_training()) : y;
+}
+
 namespace {
 
 namespace nn = torch::nn;
@@ -70,8 +79,9 @@ TORCH_MODULE(Block);
 
 class Gpt : public BenchModel {
  public:
-  explicit Gpt(const GptSize& size)
-      : tok_(register_module("tok", nn::Embedding(kVocabulary, size.width))),
+  Gpt(const GptSize& size, const LoopSwitches& switches)
+      : BenchModel(switches),
+        tok_(register_module("tok", nn::Embedding(kVocabulary, size.width))),
         pos_(register_module("pos", nn::Embedding(kLength, size.width))),
         blocks_(register_module("blocks", nn::ModuleList())),
         ln_f_(register_module("ln_f", nn::LayerNorm(nn::LayerNormOptions({size.width})))),
@@ -82,9 +92,12 @@ class Gpt : public BenchModel {
 
   Tensor loss(const Batch& batch) override {
     auto x = tok_(batch.inputs) + pos_(torch::arange(batch.inputs.size(1)));
-    for (auto& block : *blocks_) x = block->as<Block>()->forward(x);
-    return torch::cross_entropy_loss(head_(ln_f_(x)).view({-1, kVocabulary}),
-                                     batch.targets.reshape({-1}));
+    for (const auto& module : *blocks_) {
+      Block block(std::static_pointer_cast<BlockImpl>(module));
+      x = pass(block, x);
+    }
+    const auto logits = head_(ln_f_(x)).to(torch::kFloat);
+    return torch::cross_entropy_loss(logits.view({-1, kVocabulary}), batch.targets.reshape({-1}));
   }
 
  private:
@@ -96,14 +109,20 @@ class Gpt : public BenchModel {
 
 class Mlp : public BenchModel {
  public:
-  Mlp() : layers_(register_module("layers", nn::ModuleList())) {
+  explicit Mlp(const LoopSwitches& switches)
+      : BenchModel(switches), layers_(register_module("layers", nn::ModuleList())) {
     for (int64_t i = 0; i < kMlpLayers; ++i) layers_->push_back(nn::Linear(kMlpWidth, kMlpWidth));
   }
 
   Tensor loss(const Batch& batch) override {
-    auto x = batch.inputs;
-    for (auto& layer : *layers_) x = torch::gelu(layer->as<nn::Linear>()->forward(x));
-    return torch::mse_loss(x, batch.targets);
+    auto x = batch.inputs.to(layers_->at<nn::LinearImpl>(0).weight.scalar_type());
+    for (const auto& module : *layers_) {
+      auto block = [layer = std::static_pointer_cast<nn::LinearImpl>(module)](const Tensor& input) {
+        return torch::gelu(layer->forward(input));
+      };
+      x = pass(block, x);
+    }
+    return torch::mse_loss(x.to(torch::kFloat), batch.targets);
   }
 
  private:
@@ -135,18 +154,20 @@ const std::vector<std::string>& workload_names() {
   return names;
 }
 
-std::shared_ptr<BenchModel> make_bench_model(const std::string& workload) {
+std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
+                                             const LoopSwitches& switches) {
   std::shared_ptr<BenchModel> model;
   if (workload == "mlp") {
-    model = std::make_shared<Mlp>();
+    model = std::make_shared<Mlp>(switches);
     check_numel(*model, kMlpParameters);
     set_initial_values(*model, std::sqrt(2.0 / kMlpWidth));
   } else {
     const auto& size = kGpts.at(workload);
-    model = std::make_shared<Gpt>(size);
+    model = std::make_shared<Gpt>(size, switches);
     check_numel(*model, size.parameters);
     set_initial_values(*model, 0.02);
   }
+  if (switches.bf16) model->to(torch::kBFloat16);
   return model;
 }
 

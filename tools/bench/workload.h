@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "bench/loop.h"
+
 namespace tessera::tools {
 
 struct Batch {
@@ -16,17 +18,28 @@ struct Batch {
 /// A model of the step benchmark, with its loss.
 class BenchModel : public torch::nn::Module {
  public:
+  explicit BenchModel(const LoopSwitches& switches) : switches_(switches) {}
   virtual torch::Tensor loss(const Batch& batch) = 0;
+
+ protected:
+  /// What a block makes of `x`, by the loop's `checkpoint` and `dropout`.
+  template <class Block>
+  torch::Tensor pass(Block& block, const torch::Tensor& x);
+
+ private:
+  LoopSwitches switches_;
 };
 
-/// The names of the workloads: `small`, `medium` and `mlp`.
+/// The names of the workloads: `tiny`, `small`, `medium` and `mlp`.
 const std::vector<std::string>& workload_names();
 
 /// Makes the model of a workload with its initial values, which are fixed to the bit.
 ///
 /// The values come from a generator of their own in the order of `named_parameters()`, so that any
 /// framework with LibTorch's random numbers can make the same ones.
-std::shared_ptr<BenchModel> make_bench_model(const std::string& workload);
+/// With the switch `bf16` they are rounded.
+std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
+                                             const LoopSwitches& switches = {});
 
 /// The batches that one rank trains on, one after the other, fixed to the bit as well.
 class BatchStream {
