@@ -207,6 +207,10 @@ PageHeap& shared_heap(int ranks) {
 void trim_heaps() {
   if (PageHeap* const shared = shared_pages) shared->trim();
   if (TensorAllocator* const allocator = installed) allocator->pages().trim();
+  // Where another malloc stands in for glibc's, this call is the first to initialize glibc's heap,
+  // and two at once would see it half made.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   malloc_trim(0);
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <barrier>
 #include <latch>
 #include <thread>
 
@@ -298,18 +299,22 @@ TEST(DeferredStep, ThereMayBeVeryManyUnits) {
 
 // They are kept until the step is over, and no longer.
 TEST(DeferredStep, GradientsOfTheLastStepAreLetGo) {
-  run_arena(2, [](World& world) {
+  // A rank that uses the model does the step for all, and so does one that waits for others in a
+  // collective.
+  std::barrier ranks_look(2);
+  run_arena(2, [&](World&) {
     Stepped job;
     const int64_t kept = job.sharded.memory().gradients;
     EXPECT_GT(kept, 0);
+    ranks_look.arrive_and_wait();
     for (int step = 0; step < 3; ++step) {
       job.optimizer.zero_grad();
       EXPECT_EQ(job.sharded.memory().gradients, kept) << "the step has not read them yet";
-      // The other rank's forward would do the step.
-      world.process_group()->barrier({"test"});
+      ranks_look.arrive_and_wait();
       job.net->forward(torch::ones({4, 37})).pow(2).sum().backward();
       job.optimizer.step();
       EXPECT_EQ(job.sharded.memory().gradients, kept) << "those of one step";
+      ranks_look.arrive_and_wait();
     }
   });
 }
