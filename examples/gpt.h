@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,24 @@ struct GptOptions {
     app.add_option("--width", width, "numbers per byte inside the model")
         ->check(CLI::PositiveNumber);
     app.add_option("--heads", heads, "attention heads")->check(CLI::PositiveNumber);
+  }
+};
+
+/// How train_gpt.cpp and plain_gpt.cpp train: the same, unless told otherwise.
+struct TrainingOptions : GptOptions {
+  std::string data = "data/corpus.txt";
+  int64_t steps = 400, batch = 16, seed = 1, warmup = 20;
+  double lr = 1e-3, clip = 1.0;
+
+  void add_to(CLI::App& app) {
+    app.add_option("--data", data, "text to learn from")->check(CLI::ExistingFile);
+    app.add_option("--lr", lr, "highest learning rate");
+    app.add_option("--clip", clip, "largest norm of the gradients; 0: any");
+    app.add_option("--steps", steps, "steps in all")->check(CLI::PositiveNumber);
+    app.add_option("--batch", batch, "windows per step, over all ranks")
+        ->check(CLI::PositiveNumber);
+    app.add_option("--seed", seed, "of all random numbers")->check(CLI::NonNegativeNumber);
+    GptOptions::add_to(app);
   }
 };
 
@@ -96,11 +115,11 @@ inline Tensor random_starts(const Tensor& bytes, int64_t seq, int64_t count, int
   return torch::randint(bytes.size(0) - seq, {count}, generator, torch::kLong);
 }
 
-/// A linear warm-up to `highest`, then a cosine to a tenth of it.
-inline double learning_rate(double highest, int64_t step, int64_t warmup, int64_t steps) {
-  if (step < warmup) return highest * (step + 1) / warmup;
-  const double done = double(step - warmup) / std::max<int64_t>(1, steps - warmup);
-  return highest * (0.55 + 0.45 * std::cos(M_PI * done));
+/// A linear warm-up, then a cosine to a tenth.
+inline double learning_rate(const TrainingOptions& o, int64_t step) {
+  if (step < o.warmup) return o.lr * (step + 1) / o.warmup;
+  const double done = double(step - o.warmup) / std::max<int64_t>(1, o.steps - o.warmup);
+  return o.lr * (0.55 + 0.45 * std::cos(M_PI * done));
 }
 
 /// How fast a loop trains: the median of its steps. The first ones, which are slower, don't count

@@ -16,14 +16,12 @@
 
 #include "gpt.h"
 
-struct Options : GptOptions {
-  std::string data = "data/corpus.txt", save, losses, level = "p_g_os";
+struct Options : TrainingOptions {
+  std::string save, losses, level = "p_g_os";
   std::string dtype = "float", offload;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1, keep = 2;
-  int64_t steps = 400, batch = 16, seed = 1;
-  int64_t warmup = 20, save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
-  double lr = 1e-3, clip = 1.0;
+  int64_t save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
 };
 
 // --- the text ------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ struct Job {
     std::ofstream losses(world.rank() == 0 ? o.losses : "");
     Pace pace;
     while (step < o.steps) {
-      adamw.param_groups()[0].options().set_lr(learning_rate(o.lr, step, o.warmup, o.steps));
+      adamw.param_groups()[0].options().set_lr(learning_rate(o, step));
       optimizer.zero_grad();
       const auto loss = gpt->loss(text.batch(step, world.rank() * rows, rows));
       scaler.scale(loss).backward();
@@ -186,7 +184,6 @@ int main(int argc, char** argv) {
   CLI::App app{"Trains a byte-level GPT on a text, sharded over the ranks that it is started on"};
   const CLI::Validator positive = CLI::PositiveNumber, natural = CLI::NonNegativeNumber;
   app.option_defaults()->always_capture_default();
-  app.add_option("--data", o.data, "text to learn from")->check(CLI::ExistingFile);
   app.add_option("--level", o.level, "what is sharded")->check(CLI::IsMember(levels));
   app.add_option("--dtype", o.dtype, "of the parameters")
       ->check(CLI::IsMember({"float", "bfloat16", "half"}));
@@ -201,16 +198,11 @@ int main(int argc, char** argv) {
   app.add_flag("--resume", o.resume, "go on from the latest in --save, if there is one")
       ->needs("--save");
   app.add_option("--losses", o.losses, "file for the loss of each step, one per line");
-  app.add_option("--lr", o.lr, "highest learning rate");
-  app.add_option("--clip", o.clip, "largest norm of the gradients; 0: any");
-  app.add_option("--steps", o.steps, "steps, those before --resume included")->check(positive);
-  app.add_option("--batch", o.batch, "windows per step, over all ranks")->check(positive);
   o.add_to(app);
   app.add_option("--save-every", o.save_every,
                  "steps between checkpoints, which are written meanwhile")
       ->check(positive);
   app.add_option("--eval-every", o.eval_every, "steps between held-out losses")->check(positive);
-  app.add_option("--seed", o.seed, "of initial values, batches and sample")->check(natural);
   app.add_option("--sample", o.sample, "bytes to write at the end")->check(natural);
   CLI11_PARSE(app, argc, argv);
   std::setvbuf(stdout, nullptr, _IOLBF, 0);

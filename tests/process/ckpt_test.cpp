@@ -20,9 +20,7 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 ProgramEnd ckpt(const Command& arguments, ProgramRun::Options options = {}) {
-  Command command = {TESSERA_CLI, "ckpt"};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  return run_program(command, std::move(options));
+  return run_program(with({TESSERA_CLI, "ckpt"}, arguments), std::move(options));
 }
 
 /// A safetensors file with two tensors of float32, whose values begin with `first`.

@@ -7,11 +7,7 @@
 namespace tessera {
 namespace command_line_test {
 
-ProgramEnd tool(const Command& arguments) {
-  Command command = {TESSERA_CLI};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  return run_program(command);
-}
+ProgramEnd tool(const Command& arguments) { return run_program(with({TESSERA_CLI}, arguments)); }
 
 TEST(CommandLine, PrintsHelpAloneAndForEachCommand) {
   for (const Command& arguments :

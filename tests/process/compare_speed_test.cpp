@@ -14,11 +14,6 @@ namespace compare_speed_test {
 const Command kTiny = {"--layers", "1",  "--width", "16", "--heads", "2",
                        "--seq",    "16", "--batch", "4",  "--lr",    "0.01"};
 
-Command with(Command command, const Command& more) {
-  command.insert(command.end(), more.begin(), more.end());
-  return command;
-}
-
 std::string joined(const Command& command) {
   std::string text;
   for (const auto& word : command) text += word + " ";

@@ -4,6 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "bench/median.h"
 #include "launched.h"
 
 namespace tessera {
@@ -12,11 +13,10 @@ namespace loop_bench_test {
 using nlohmann::json;
 
 ProgramEnd measured(const Command& more, int steps = 1) {
-  Command command = {TESSERA_CLI,          "bench", "loop",    "--size", "tiny",
-                     "--rounds",           "1",     "--ranks", "2",      "--steps",
-                     std::to_string(steps)};
-  command.insert(command.end(), more.begin(), more.end());
-  return run_program(command);
+  const Command command = {TESSERA_CLI,          "bench", "loop",    "--size", "tiny",
+                           "--rounds",           "1",     "--ranks", "2",      "--steps",
+                           std::to_string(steps)};
+  return run_program(with(command, more));
 }
 
 TEST(LoopBench, MeasuresEachLoopAgainstThreeOthers) {
@@ -51,6 +51,26 @@ TEST(LoopBench, CountsTheEvaluationOfTheTenthStep) {
   const json result = json::parse(end.out).at("loops").at(0);
   for (const char* role : {"sharded", "local", "in_step", "threads"})
     EXPECT_GT(result.at("parts_ms").at(role).at("evaluation"), 0.05) << role;
+}
+
+// Of 5 and 20 tosses at most 0 and 5 are heads with a probability of 3.1 % and 2.07 %, at most 6 of
+// 20 with 5.8 %; at most 1 of 8 with 3.5 %.
+TEST(MedianInterval, LeavesAwayWhatCoinsWouldOnEachSide) {
+  for (const auto& [count, low] : {std::pair{1, 1}, {5, 1}, {8, 1}, {9, 2}, {20, 6}}) {
+    std::vector<double> values;
+    for (int i = count; i > 0; --i) values.push_back(i);
+    const auto interval = tools::median_interval(values);
+    EXPECT_EQ(interval.low, low) << count;
+    EXPECT_EQ(interval.high, count + 1 - low) << count;
+  }
+}
+
+TEST(LoopBench, RefusesOptionsOfALaterLoopBeforeItMeasures) {
+  const auto end =
+      measured({"--dialect", "fairscale", "--level", "os", "--loop", "none", "--loop", "clip"});
+  EXPECT_NE(end.status, 0);
+  EXPECT_TRUE(contains(end.err, "loops go with --dialect native; got 'fairscale'")) << end.err;
+  EXPECT_FALSE(contains(end.err, "round 1")) << end.err;
 }
 
 TEST(LoopBench, PrintsATable) {

@@ -15,11 +15,10 @@ namespace optim_bench_test {
 
 using nlohmann::json;
 
-json report_of(std::vector<std::string> arguments) {
-  std::vector<std::string> command = {TESSERA_CLI, "bench",    "optim", "--elements",
-                                      "5000",      "--rounds", "3",     "--json"};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  const auto end = run_program(command);
+json report_of(const Command& arguments) {
+  const Command command = {TESSERA_CLI, "bench",    "optim", "--elements",
+                           "5000",      "--rounds", "3",     "--json"};
+  const auto end = run_program(with(command, arguments));
   EXPECT_EQ(end.status, 0) << end.err;
   return json::parse(end.out);
 }

@@ -13,9 +13,7 @@ namespace plan_test {
 using nlohmann::json;
 
 ProgramEnd plan(const Command& arguments) {
-  Command command = {TESSERA_CLI, "plan"};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  return run_program(command);
+  return run_program(with({TESSERA_CLI, "plan"}, arguments));
 }
 
 json report_of(Command arguments) {
@@ -129,10 +127,8 @@ TEST(Plan, ToAFullDeviceEndsWithStatusTwo) {
 TEST(Plan, HonoursEveryOption) {
   const TemporaryDirectory directory;
   const auto file = write_list(directory, "a float32 100 100\nb float32 300\nc float32 700\n");
-  const auto kept = [&](Command more) {
-    Command command = {file, "--ranks", "4", "--level", "p_g_os"};
-    command.insert(command.end(), more.begin(), more.end());
-    return report_of(command).at("levels").at(0);
+  const auto kept = [&](const Command& more) {
+    return report_of(with({file, "--ranks", "4", "--level", "p_g_os"}, more)).at("levels").at(0);
   };
   const json plain = kept({});
   const std::vector<Command> options = {{"--replicas", "2"},

@@ -11,6 +11,11 @@ namespace tessera {
 
 using Command = std::vector<std::string>;
 
+inline Command with(Command command, const Command& more) {
+  command.insert(command.end(), more.begin(), more.end());
+  return command;
+}
+
 /// What a program left behind.
 struct ProgramEnd {
   int status = -1;  ///< exit status; 128 + N if signal N killed it

@@ -15,11 +15,10 @@ constexpr double kRounding = 1e-9;  // relative
 const Command kParts = {"zero_grad", "forward", "backward", "optimizer"};
 
 ProgramEnd measured(int ranks, const Command& more) {
-  Command command = {TESSERA_CLI,          "bench", "step",    "--size", "tiny",
-                     "--rounds",           "1",     "--steps", "1",      "--ranks",
-                     std::to_string(ranks)};
-  command.insert(command.end(), more.begin(), more.end());
-  return run_program(command);
+  const Command command = {TESSERA_CLI,          "bench", "step",    "--size", "tiny",
+                           "--rounds",           "1",     "--steps", "1",      "--ranks",
+                           std::to_string(ranks)};
+  return run_program(with(command, more));
 }
 
 json report_of(int ranks, const std::string& level, std::vector<std::string> more = {}) {

@@ -21,6 +21,13 @@ def folder_of_commands(folder, *names):
     return folder
 
 
+def add_scripts(folder, **texts):
+    for name, text in texts.items():
+        script = pathlib.Path(folder) / name
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+
+
 class Dev(unittest.TestCase):
     def test_prints_help_without_arguments_from_any_folder(self):
         result = dev(cwd="/")
@@ -42,14 +49,17 @@ class Dev(unittest.TestCase):
             self.assertIn(" sharded_ddp ", result.stderr)
             self.assertEqual(result.stdout, "")
 
+    def test_compares_the_demo_as_it_is(self):
+        result = dev("demo", "--compare", "--level", "none")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("--compare takes the demo as it is, without ARGS; got: --compare --level none", result.stderr)
+        self.assertIn("scripts/compare_speed.py", result.stderr)
+
     def test_names_the_packages_that_another_user_has_to_install(self):
         with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
             shutil.copy(ROOT / "dev", tree)
             path = folder_of_commands(commands, "bash", "dirname", "mkdir", "flock", "cat")
-            for name, text in {"id": "echo 1000", "apt-get": "exit 1"}.items():
-                script = pathlib.Path(commands) / name
-                script.write_text(f"#!/bin/sh\n{text}\n")
-                script.chmod(0o755)
+            add_scripts(commands, **{"id": "echo 1000", "apt-get": "exit 1"})
             result = subprocess.run([pathlib.Path(tree) / "dev", "build"], capture_output=True, text=True, timeout=30,
                                     env={"PATH": path})
         self.assertEqual(result.returncode, 1)
@@ -60,10 +70,8 @@ class Dev(unittest.TestCase):
         with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
             shutil.copy(ROOT / "dev", tree)
             calls = pathlib.Path(tree) / "calls"
-            for name in ("cmake", "ninja", "ctest", "g++", "ccache"):
-                script = pathlib.Path(commands) / name
-                script.write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n')
-                script.chmod(0o755)
+            add_scripts(commands, **{name: f'echo {name} "$@" >> {calls}'
+                                     for name in ("cmake", "ninja", "ctest", "g++", "ccache")})
             result = subprocess.run([pathlib.Path(tree) / "dev", "sanitize", "unit"], capture_output=True, text=True,
                                     timeout=30, env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}",
                                                      "Torch_DIR": tree, "TESSERA_PRESET": "release"})

@@ -8,6 +8,7 @@
 #include "bench/median.h"
 #include "bench/step_report.h"
 #include "bench/step_result.h"
+#include "bench/trainer.h"
 
 namespace tessera::tools {
 namespace {
@@ -31,12 +32,7 @@ ordered_json ratio(const RoleResult& sharded, const RoleResult& other) {
 
 ordered_json parts_ms(const RoleResult& role) {
   ordered_json parts;
-  for (const char* part : {"zero_grad", "forward", "backward", "clip", "optimizer", "evaluation"}) {
-    double sum = 0;
-    const auto seconds = role.part_seconds(part);
-    for (const double value : seconds) sum += value;
-    parts[part] = 1e3 * sum / static_cast<double>(seconds.size());
-  }
+  for (const auto& [name, part] : kStepParts) parts[name] = 1e3 * mean_of(role.part_seconds(name));
   return parts;
 }
 
@@ -88,24 +84,19 @@ int bench_loop(const LoopBenchOptions& options) {
     loops.insert(loops.begin(), "none");
     loops.push_back("all");
   }
-  for (const auto& loop : loops) loop_switches(loop);  // throws before any is measured
-  const auto& step = options.step;
-  ordered_json report = {{"bench", "loop"},
-                         {"size", step.size},
-                         {"level", step.level},
-                         {"ranks", step.ranks},
-                         {"transport", step.transport},
-                         {"rounds", step.rounds},
-                         {"steps", step.steps},
-                         {"loops", ordered_json::array()}};
-  for (const auto& loop : loops) {
-    StepBenchOptions one = step;
-    one.loop = loop;
-    report["loops"].push_back(loop_result(loop, measure_steps(one)));
+  std::vector<StepBenchOptions> steps(loops.size(), options.step);
+  for (size_t i = 0; i < loops.size(); ++i) {
+    steps[i].loop = loops[i];
+    step_bench_plan(steps[i]);  // throws before any is measured
+  }
+  auto report = report_head("loop", options.step);
+  report["loops"] = ordered_json::array();
+  for (const auto& step : steps) {
+    report["loops"].push_back(loop_result(step.loop, measure_steps(step)));
     if (!step.json) fmt::print(stderr, "{}", loop_line(report["loops"].back()));
   }
   report.update(report_origin());
-  fmt::print("{}\n", step.json ? report.dump() : loop_table(report));
+  fmt::print("{}\n", options.step.json ? report.dump() : loop_table(report));
   return 0;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 namespace tessera::tools {
@@ -12,6 +13,10 @@ inline double median_of(std::vector<double> values) {
   std::nth_element(values.begin(), middle, values.end());
   if (values.size() % 2 == 1) return *middle;
   return 0.5 * (*middle + *std::max_element(values.begin(), middle));
+}
+
+inline double mean_of(const std::vector<double>& values) {
+  return std::reduce(values.begin(), values.end()) / static_cast<double>(values.size());
 }
 
 struct Interval {
@@ -32,7 +37,6 @@ inline Interval median_interval(std::vector<double> values) {
     below += chance;
     ++skipped;
   }
-  if (below > 0.025) skipped = 0;
   return {values[skipped], values[values.size() - 1 - skipped]};
 }
 

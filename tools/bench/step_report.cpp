@@ -175,6 +175,14 @@ std::string now() { return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std:
 
 }  // namespace
 
+ordered_json report_head(const char* bench, const StepBenchOptions& options) {
+  return {{"bench", bench},           {"size", options.size},
+          {"level", options.level},   {"dialect", options.dialect},
+          {"ranks", options.ranks},   {"transport", options.transport},
+          {"rounds", options.rounds}, {"steps", options.steps},
+          {"quiet", options.quiet}};
+}
+
 ordered_json report_origin() {
   return {{"versions",
            {{"tessera", fmt::format("{}.{}.{}", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
@@ -185,19 +193,9 @@ ordered_json report_origin() {
 
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
   const auto& [warmup_steps, sharded, local, in_step, native, threads, noise] = result;
-  ordered_json report = {
-      {"bench", "step"},
-      {"size", options.size},
-      {"level", options.level},
-      {"dialect", options.dialect},
-      {"ranks", options.ranks},
-      {"transport", options.transport},
-      {"rounds", options.rounds},
-      {"steps", options.steps},
-      {"quiet", options.quiet},
-      {"warmup_steps", warmup_steps},
-      {"parameters", sharded.prepared.front().at("parameters")},
-  };
+  auto report = report_head("step", options);
+  report.update(
+      {{"warmup_steps", warmup_steps}, {"parameters", sharded.prepared.front().at("parameters")}});
   report.update(times(options, result));
   if (in_step) {
     const double median = report.at("seconds").at("sharded");

@@ -35,6 +35,9 @@ namespace tessera::tools {
 /// - `final_loss`: of rank 0's last timed step, number `warmup_steps + rounds * steps`.
 nlohmann::ordered_json step_report(const StepBenchOptions& options, const StepResult& result);
 
+/// What was measured, with which a report begins.
+nlohmann::ordered_json report_head(const char* bench, const StepBenchOptions& options);
+
 /// Versions and date, for any report.
 nlohmann::ordered_json report_origin();
 

@@ -1,7 +1,5 @@
 #include "bench/step_result.h"
 
-#include <numeric>
-
 #include "bench/median.h"
 
 namespace tessera::tools {
@@ -11,19 +9,17 @@ void append(std::vector<double>& to, const nlohmann::json& numbers) {
   for (const double number : numbers) to.push_back(number);
 }
 
+std::vector<double> seconds_of(const std::vector<nlohmann::json>& ranks) {
+  std::vector<double> seconds;
+  for (const auto& rank : ranks) append(seconds, rank.at("seconds"));
+  return seconds;
+}
+
 }  // namespace
 
-double RoleResult::turn_median(int turn) const {
-  std::vector<double> seconds;
-  for (const auto& rank : turns[turn]) append(seconds, rank.at("seconds"));
-  return median_of(std::move(seconds));
-}
+double RoleResult::turn_median(int turn) const { return median_of(seconds_of(turns[turn])); }
 
-double RoleResult::turn_mean(int turn) const {
-  std::vector<double> seconds;
-  for (const auto& rank : turns[turn]) append(seconds, rank.at("seconds"));
-  return std::reduce(seconds.begin(), seconds.end()) / static_cast<double>(seconds.size());
-}
+double RoleResult::turn_mean(int turn) const { return mean_of(seconds_of(turns[turn])); }
 
 std::vector<double> RoleResult::seconds() const {
   std::vector<double> all;

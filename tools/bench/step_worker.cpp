@@ -40,12 +40,7 @@ class StepTimes {
   json parts() const {
     json result;
     for (const auto& step : parts_) {
-      result["zero_grad"].push_back(step.zero_grad);
-      result["forward"].push_back(step.forward);
-      result["backward"].push_back(step.backward);
-      result["clip"].push_back(step.clip);
-      result["optimizer"].push_back(step.optimizer);
-      result["evaluation"].push_back(step.evaluation);
+      for (const auto& [name, part] : kStepParts) result[name].push_back(step.*part);
     }
     return result;
   }
@@ -62,9 +57,9 @@ class StepWorker {
         plan_(step_bench_plan(options.bench)),
         switches_(loop_switches(options.bench.loop)) {
     const bool is_one = options.role == StepRole::kThreads;
-    at::set_num_threads(is_one ? options.bench.ranks : 1);
-    for (int i = 0; i < (is_one ? options.bench.ranks : 1); ++i)
-      streams_.emplace_back(options.bench.size, options.rank + i);
+    const int ranks = is_one ? options.bench.ranks : 1;  // for which it trains
+    at::set_num_threads(ranks);
+    for (int i = 0; i < ranks; ++i) streams_.emplace_back(options.bench.size, options.rank + i);
     use_page_heap();  // the local reference gets it, too
     if (options.role == StepRole::kLocal || is_one) return;
     const bool arena = options.bench.transport == "arena";

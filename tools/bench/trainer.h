@@ -30,6 +30,13 @@ struct StepParts {
   double evaluation = 0;
 };
 
+/// Its members by name, in the order in which a step does them.
+inline constexpr std::pair<const char*, double StepParts::*> kStepParts[] = {
+    {"zero_grad", &StepParts::zero_grad}, {"forward", &StepParts::forward},
+    {"backward", &StepParts::backward},   {"clip", &StepParts::clip},
+    {"optimizer", &StepParts::optimizer}, {"evaluation", &StepParts::evaluation},
+};
+
 struct TrainedStep {
   torch::Tensor loss;
   StepParts seconds;
