@@ -12,8 +12,8 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["trace", "memory", "comm", "mesh", "offload", "init", "unit", "grad", "access", "optim", "checkpoint", "sim",
-          "dialects"]
+LAYERS = ["memory", "group", "message", "arena", "start", "dispatch", "mesh", "offload", "init", "unit", "grad",
+          "access", "model", "optim", "dist", "tracer", "checkpoint", "sim", "dialects"]
 DIALECT_NAMES = re.compile(r"paddle|fairscale|colossal|group_sharded", re.IGNORECASE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 SUFFIXES = {".h", ".cpp", ".hpp", ".cc"}

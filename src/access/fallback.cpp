@@ -8,9 +8,9 @@
 #include <memory>
 #include <vector>
 
+#include "dispatch/each_tensor.h"
 #include "init/origin.h"
 #include "init/recorder.h"
-#include "mesh/each_tensor.h"
 #include "unit/unit.h"
 
 namespace tessera {

@@ -16,7 +16,7 @@
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/shortened.h"
-#include "comm/math_bits.h"
+#include "group/math_bits.h"
 
 namespace tessera {
 namespace {

@@ -11,7 +11,7 @@
 
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
-#include "comm/math_bits.h"
+#include "group/math_bits.h"
 #include "mesh/dist_meta.h"
 #include "optim/param_state.h"
 

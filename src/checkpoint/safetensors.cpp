@@ -11,7 +11,7 @@
 #include "checkpoint/checked_shape.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/json_text.h"
-#include "comm/math_bits.h"
+#include "group/math_bits.h"
 
 namespace tessera {
 namespace {

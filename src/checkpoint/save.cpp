@@ -23,7 +23,7 @@
 #include "checkpoint/random_state.h"
 #include "checkpoint/schedulers.h"
 #include "checkpoint/whole_model.h"
-#include "comm/math_bits.h"
+#include "group/math_bits.h"
 
 namespace tessera {
 namespace {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "access/sharded_state.h"
 #include "checkpoint/index.h"
+#include "model/sharded_state.h"
 
 namespace tessera {
 

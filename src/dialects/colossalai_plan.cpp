@@ -5,8 +5,8 @@
 #include <set>
 #include <typeinfo>
 
-#include "access/named_tensors.h"
 #include "dialects/colossalai_state.h"
+#include "model/named_tensors.h"
 #include "unit/unit_storage.h"
 
 namespace tessera::colossalai {

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "access/named_tensors.h"
-#include "access/sharded_state.h"
 #include "dialects/colossalai_state.h"
+#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 
 namespace tessera::colossalai {
 namespace detail {

@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "access/sharded_state.h"
 #include "dialects/colossalai_state.h"
+#include "model/sharded_state.h"
 
 namespace tessera::colossalai {
 namespace {

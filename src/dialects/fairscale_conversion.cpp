@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "access/sharded_state.h"
 #include "dialects/fairscale_sharding.h"
+#include "model/sharded_state.h"
 
 namespace tessera::fairscale {
 namespace {

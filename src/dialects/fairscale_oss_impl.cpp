@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "access/sharded_state.h"
 #include "dialects/fairscale_sharding.h"
+#include "model/sharded_state.h"
 
 namespace tessera::fairscale::detail {
 

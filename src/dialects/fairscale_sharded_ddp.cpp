@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "access/sharded_state.h"
 #include "dialects/element_bytes.h"
 #include "dialects/fairscale_sharding.h"
 #include "grad/grad_gate.h"
+#include "model/sharded_state.h"
 #include "optim/joined_training.h"
 #include "unit/agreement.h"
 

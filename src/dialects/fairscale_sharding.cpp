@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "access/named_tensors.h"
-#include "access/sharded_state.h"
+#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 #include "optim/sharded_optimizer_access.h"
 

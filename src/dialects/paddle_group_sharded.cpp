@@ -10,10 +10,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "access/named_tensors.h"
-#include "access/sharded_state.h"
 #include "dialects/element_bytes.h"
 #include "mesh/shard_mesh.h"
+#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 
 namespace tessera::paddle {

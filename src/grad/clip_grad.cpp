@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "comm/host_all_reduce.h"
+#include "group/host_all_reduce.h"
 
 namespace tessera {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "mesh/storage_memory.h"
+#include "dispatch/storage_memory.h"
 
 namespace tessera {
 

@@ -4,8 +4,8 @@
 
 #include <mutex>
 
+#include "dispatch/settling_storage.h"
 #include "init/recipe.h"
-#include "mesh/settling_storage.h"
 
 namespace tessera {
 

@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "mesh/each_tensor.h"
-#include "mesh/unit_key.h"
+#include "dispatch/each_tensor.h"
+#include "dispatch/unit_key.h"
 
 namespace tessera {
 namespace {

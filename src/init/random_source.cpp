@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "comm/rank_generator.h"
-#include "mesh/unit_key.h"
+#include "dispatch/unit_key.h"
+#include "start/rank_generator.h"
 
 namespace tessera {
 namespace {

@@ -15,11 +15,11 @@
 #include <utility>
 #include <vector>
 
+#include "dispatch/each_tensor.h"
+#include "dispatch/unit_key.h"
 #include "init/deferred_storage.h"
 #include "init/random_source.h"
 #include "init/recipe.h"
-#include "mesh/each_tensor.h"
-#include "mesh/unit_key.h"
 
 namespace tessera {
 

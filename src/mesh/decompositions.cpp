@@ -6,7 +6,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "mesh/each_tensor.h"
+#include "dispatch/each_tensor.h"
 
 namespace tessera {
 

@@ -11,7 +11,7 @@
 #include <set>
 #include <utility>
 
-#include "comm/process_groups.h"
+#include "start/process_groups.h"
 
 namespace tessera {
 

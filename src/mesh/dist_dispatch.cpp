@@ -17,8 +17,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "dispatch/each_tensor.h"
 #include "mesh/decompositions.h"
-#include "mesh/each_tensor.h"
 #include "mesh/gradient_placement.h"
 #include "mesh/list_operators.h"
 #include "mesh/op_plan.h"

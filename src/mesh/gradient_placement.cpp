@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "dispatch/each_tensor.h"
 #include "mesh/dist_meta.h"
-#include "mesh/each_tensor.h"
 
 namespace tessera {
 namespace {

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <string>
 
+#include "dispatch/dry_run.h"
+#include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
-#include "mesh/dry_run.h"
-#include "mesh/each_tensor.h"
 #include "mesh/redistribute.h"
 #include "mesh/rules.h"
 #include "mesh/way_choice.h"

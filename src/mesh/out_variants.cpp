@@ -12,8 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "dispatch/each_tensor.h"
 #include "mesh/dist_meta.h"
-#include "mesh/each_tensor.h"
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
 

@@ -6,8 +6,8 @@
 
 #include <utility>
 
-#include "mesh/dry_run.h"
-#include "mesh/each_tensor.h"
+#include "dispatch/dry_run.h"
+#include "dispatch/each_tensor.h"
 #include "mesh/pending.h"
 #include "mesh/placed.h"
 

@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
-#include "mesh/each_tensor.h"
+#include "dispatch/each_tensor.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
 

@@ -13,15 +13,15 @@
 #include <utility>
 #include <vector>
 
-#include "comm/rank_generator.h"
+#include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
 #include "mesh/dist_meta.h"
-#include "mesh/each_tensor.h"
 #include "mesh/generator_check.h"
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/split_order.h"
 #include "mesh/view_source.h"
+#include "start/rank_generator.h"
 
 namespace tessera {
 

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "dispatch/unit_key.h"
 #include "mesh/chunks.h"
 #include "mesh/line_conversion.h"
-#include "mesh/unit_key.h"
 
 namespace tessera {
 

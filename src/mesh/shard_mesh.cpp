@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "comm/host_all_reduce.h"
+#include "group/host_all_reduce.h"
 #include "mesh/ranks.h"
 
 namespace tessera {

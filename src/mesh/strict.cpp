@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "mesh/each_tensor.h"
+#include "dispatch/each_tensor.h"
 
 namespace tessera {
 namespace {

@@ -11,8 +11,8 @@
 #include <span>
 #include <utility>
 
-#include "comm/shard_update.h"
-#include "mesh/unit_key.h"
+#include "dispatch/unit_key.h"
+#include "group/shard_update.h"
 #include "optim/fused_adam.h"
 #include "optim/fused_state.h"
 #include "optim/param_state.h"

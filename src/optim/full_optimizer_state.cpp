@@ -12,7 +12,7 @@
 #include <sstream>
 #include <utility>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "optim/full_state_check.h"
 #include "optim/master_digits.h"
 #include "optim/optimizer_archive.h"

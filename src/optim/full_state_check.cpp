@@ -2,7 +2,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "optim/sharded_optimizer_access.h"
 
 namespace tessera {

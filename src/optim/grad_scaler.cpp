@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "access/sharded_state.h"
-#include "comm/host_all_reduce.h"
+#include "group/host_all_reduce.h"
+#include "model/sharded_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
 

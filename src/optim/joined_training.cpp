@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "access/clip_call.h"
-#include "access/join_scope.h"
+#include "model/clip_call.h"
+#include "model/join_scope.h"
 
 namespace tessera {
 namespace {

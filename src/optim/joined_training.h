@@ -3,7 +3,7 @@
 #include <functional>
 #include <vector>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 
 namespace torch::optim {
 class Optimizer;

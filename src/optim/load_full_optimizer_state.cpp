@@ -8,7 +8,7 @@
 #include <set>
 #include <utility>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "optim/full_state_check.h"
 #include "optim/master_digits.h"
 #include "optim/sharded_optimizer_access.h"

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 
 namespace torch::optim {
 class Optimizer;

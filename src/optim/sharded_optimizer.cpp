@@ -8,8 +8,8 @@
 #include <typeinfo>
 #include <vector>
 
-#include "access/clip_call.h"
-#include "access/sharded_state.h"
+#include "model/clip_call.h"
+#include "model/sharded_state.h"
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"
 #include "optim/deferred_step.h"

@@ -6,12 +6,12 @@
 #include <cstring>
 #include <utility>
 
-#include "comm/check_arguments.h"
-#include "comm/completed_work.h"
-#include "comm/local_sum.h"
-#include "comm/math_bits.h"
-#include "comm/part_maker.h"
-#include "comm/peer_message.h"
+#include "group/check_arguments.h"
+#include "group/completed_work.h"
+#include "group/local_sum.h"
+#include "group/math_bits.h"
+#include "group/peer_message.h"
+#include "message/part_maker.h"
 
 namespace tessera {
 namespace {

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <set>
 
-#include "access/check_plan.h"
-#include "access/named_tensors.h"
 #include "checkpoint/checked_shape.h"
+#include "model/check_plan.h"
+#include "model/named_tensors.h"
 #include "optim/param_state.h"
 #include "sim/planned_units.h"
 

@@ -4,8 +4,8 @@
 
 #include "access/use_order.h"
 #include "checkpoint/checked_shape.h"
-#include "comm/sent_bytes.h"
 #include "grad/grad_bucket.h"
+#include "group/sent_bytes.h"
 #include "sim/planned_units.h"
 
 namespace tessera {

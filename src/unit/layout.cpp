@@ -12,7 +12,7 @@
 #include <tuple>
 #include <unordered_map>
 
-#include "comm/local_sum.h"
+#include "group/local_sum.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "unit/least_loaded.h"

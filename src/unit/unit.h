@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/shard_update.h"
+#include "group/shard_update.h"
+#include "memory/memory_watch.h"
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
-#include "trace/memory_watch.h"
 #include "unit/layout.h"
 #include "unit/unit_storage.h"
 #include "unit/updated_storage.h"

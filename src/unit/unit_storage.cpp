@@ -5,8 +5,8 @@
 
 #include <utility>
 
+#include "dispatch/storage_memory.h"
 #include "mesh/dist_meta.h"
-#include "mesh/storage_memory.h"
 
 namespace tessera {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "mesh/unit_key.h"
+#include "dispatch/unit_key.h"
 
 namespace tessera {
 

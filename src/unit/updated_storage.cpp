@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "mesh/storage_memory.h"
+#include "dispatch/storage_memory.h"
 #include "unit/unit.h"
 
 namespace tessera {

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "mesh/settling_storage.h"
+#include "dispatch/settling_storage.h"
 
 namespace tessera {
 

@@ -9,7 +9,7 @@
 #include <latch>
 #include <thread>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 

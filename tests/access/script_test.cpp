@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/script.h>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 

@@ -1,7 +1,7 @@
 // Ranks that use different parts of a model from step to step.
 #include <gtest/gtest.h>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 

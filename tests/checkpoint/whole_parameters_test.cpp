@@ -1,5 +1,5 @@
-#include "access/sharded_state.h"
 #include "checkpoint/saved_job.h"
+#include "model/sharded_state.h"
 
 namespace tessera::testing {
 namespace whole_parameters_test {

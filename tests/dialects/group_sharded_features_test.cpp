@@ -6,8 +6,8 @@
 #include <fstream>
 #include <tuple>
 
-#include "access/sharded_state.h"
 #include "dialects/training.h"
+#include "model/sharded_state.h"
 #include "support/scratch_directory.h"
 
 namespace tessera {

@@ -4,8 +4,8 @@
 #include <map>
 #include <set>
 
-#include "access/sharded_state.h"
 #include "dialects/training.h"
+#include "model/sharded_state.h"
 
 namespace tessera {
 namespace group_sharded_layers_test {

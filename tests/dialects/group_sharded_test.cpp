@@ -3,8 +3,8 @@
 
 #include <numeric>
 
-#include "access/sharded_state.h"
 #include "dialects/training.h"
+#include "model/sharded_state.h"
 
 namespace tessera {
 namespace group_sharded_test {

@@ -1,7 +1,7 @@
 // What a `ShardedModelV2` takes from rank 0, leaves of gradients and gives back.
 
-#include "access/sharded_state.h"
 #include "dialects/colossalai.h"
+#include "model/sharded_state.h"
 
 namespace tessera::testing {
 namespace sharded_model_handover_test {

@@ -3,8 +3,8 @@
 
 #include <filesystem>
 
-#include "access/sharded_state.h"
 #include "dialects/colossalai.h"
+#include "model/sharded_state.h"
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {

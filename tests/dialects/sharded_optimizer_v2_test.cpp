@@ -3,8 +3,8 @@
 
 #include <limits>
 
-#include "access/sharded_state.h"
 #include "dialects/colossalai.h"
+#include "model/sharded_state.h"
 
 namespace tessera::testing {
 namespace sharded_optimizer_v2_test {

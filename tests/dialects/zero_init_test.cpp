@@ -1,8 +1,8 @@
 // ZeroInitContext, no_shard_zero_context and the shard strategies.
 #include <set>
 
-#include "access/sharded_state.h"
 #include "dialects/colossalai.h"
+#include "model/sharded_state.h"
 #include "support/scratch_directory.h"
 
 namespace tessera::testing {

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <tessera/activation_checkpoint.h>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "support/autocast.h"
 #include "support/models.h"
 #include "support/norm_mlp.h"

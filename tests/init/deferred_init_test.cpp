@@ -5,7 +5,7 @@
 #include <fstream>
 #include <thread>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 

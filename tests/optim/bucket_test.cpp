@@ -3,8 +3,8 @@
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
-#include "access/sharded_state.h"
 #include "grad/grad_bucket.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/recomputed_layer.h"
 #include "support/run_world.h"

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <tessera/optimizer_state_dict.h>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "optim/sharded_optimizer_access.h"
 #include "support/models.h"
 #include "support/run_world.h"

@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 #include "support/scratch_directory.h"

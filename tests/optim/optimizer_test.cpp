@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "optim/param_state.h"
 #include "support/models.h"
 #include "support/run_world.h"

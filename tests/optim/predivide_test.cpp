@@ -6,8 +6,8 @@
 #include <limits>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "access/sharded_state.h"
-#include "comm/gloo_backend.h"
+#include "message/gloo_backend.h"
+#include "model/sharded_state.h"
 #include "support/models.h"
 #include "support/run_world.h"
 

@@ -26,14 +26,14 @@ class CheckLayers(unittest.TestCase):
         self.assertIn(message, output)
 
     def test_takes_an_include_of_a_layer_above(self):
-        status, output = run("check_layers.py", {"src/unit/a.cpp": '#include "comm/b.h"\n#include <vector>\n',
-                                                 "src/comm/b.h": "", "include/tessera/x.h": "#include <tessera/y.h>\n",
+        status, output = run("check_layers.py", {"src/unit/a.cpp": '#include "group/b.h"\n#include <vector>\n',
+                                                 "src/group/b.h": "", "include/tessera/x.h": "#include <tessera/y.h>\n",
                                                  "include/tessera/y.h": ""})
         self.assertEqual(status, 0, output)
 
     def test_finds_an_include_of_a_layer_below(self):
-        self.assert_finds({"src/comm/a.cpp": '\n#include "unit/b.h"\n', "src/unit/b.h": ""},
-                          "src/comm/a.cpp:2: layer comm includes unit/b.h")
+        self.assert_finds({"src/group/a.cpp": '\n#include "unit/b.h"\n', "src/unit/b.h": ""},
+                          "src/group/a.cpp:2: layer group includes unit/b.h")
 
     def test_finds_a_file_in_no_layer(self):
         self.assert_finds({"src/extra/a.cpp": ""}, "src/extra/a.cpp: lies in no layer")
@@ -58,16 +58,16 @@ class CheckTypes(unittest.TestCase):
         self.assertEqual(run("check_types.py", files), (0, "types: no program has two of one name\n"))
 
     def test_finds_two_types_of_one_name(self):
-        self.assert_clash({"src/comm/a.h": "namespace tessera {\n\n/// A part.\nstruct Part {\n  int x;\n};\n}\n",
+        self.assert_clash({"src/group/a.h": "namespace tessera {\n\n/// A part.\nstruct Part {\n  int x;\n};\n}\n",
                            "src/optim/b.cpp": "namespace tessera { class TESSERA_API Part final : public Base<int> { }; }\n"},
-                          "type tessera::Part is defined in src/comm/a.h:4 and in src/optim/b.cpp:1")
+                          "type tessera::Part is defined in src/group/a.h:4 and in src/optim/b.cpp:1")
 
     def test_finds_them_in_a_program_and_the_library(self):
         self.assert_clash({"include/tessera/a.h": "namespace a::b { enum class Kind : int { kOne }; }\n",
                            "tools/b.h": "namespace a { namespace b { template <class T> struct Kind {}; } }\n"},
                           "type a::b::Kind is defined in include/tessera/a.h:1 and in tools/b.h:1")
-        self.assert_clash({"tests/comm/a.cpp": "union U {};\n", "tests/support/b.h": "struct U {};\n"},
-                          "type U is defined in tests/support/b.h:1 and in tests/comm/a.cpp:1")
+        self.assert_clash({"tests/group/a.cpp": "union U {};\n", "tests/support/b.h": "struct U {};\n"},
+                          "type U is defined in tests/support/b.h:1 and in tests/group/a.cpp:1")
 
     def test_finds_members_of_one_name(self):
         self.assert_clash({"src/unit/a.cpp": "struct A::Impl { struct [[nodiscard]] Part {}; };\n",
@@ -82,8 +82,8 @@ class CheckTypes(unittest.TestCase):
     def test_takes_types_of_different_scopes_programs_and_arguments(self):
         self.assert_none({"src/unit/a.cpp": "namespace a { struct A {}; template <> struct B<int> {}; }\n",
                           "src/unit/b.cpp": "namespace b { struct A {}; }\nnamespace a { template <> struct B<a::A> {}; }\n",
-                          "tests/comm/a.cpp": "struct C {};\n", "tests/unit/a.cpp": "struct C {};\n",
-                          "src/comm/x.cpp": "struct D {};\n", "src/comm/no_x.cpp": "struct D {};\n"})
+                          "tests/group/a.cpp": "struct C {};\n", "tests/unit/a.cpp": "struct C {};\n",
+                          "src/group/x.cpp": "struct D {};\n", "src/group/no_x.cpp": "struct D {};\n"})
 
 
 class CheckWords(unittest.TestCase):
@@ -93,8 +93,8 @@ class CheckWords(unittest.TestCase):
         self.assertIn(message, output)
 
     def test_finds_vague_names(self):
-        self.assert_finds({"src/comm/tensor_utils.h": ""}, 'is named "utils"')
-        self.assert_finds({"src/comm/a.h": "class BufferManager {};\n"}, "type BufferManager")
+        self.assert_finds({"src/group/tensor_utils.h": ""}, 'is named "utils"')
+        self.assert_finds({"src/group/a.h": "class BufferManager {};\n"}, "type BufferManager")
 
     def test_finds_paths_of_a_machine(self):
         self.assert_finds({"docs/a.md": "see /home/" + "somebody/tessera\n"}, "a path of one machine")

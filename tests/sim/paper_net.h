@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 
 namespace tessera::testing {
 

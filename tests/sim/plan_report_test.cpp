@@ -5,7 +5,7 @@
 
 #include <numeric>
 
-#include "access/sharded_state.h"
+#include "model/sharded_state.h"
 #include "sim/paper_net.h"
 #include "support/models.h"
 #include "support/run_world.h"

@@ -2,7 +2,7 @@
 
 #include <tessera/world.h>
 
-#include "comm/arena/arena_process_group.h"
+#include "arena/arena_process_group.h"
 
 namespace tessera::testing {
 

@@ -13,8 +13,8 @@
 #include <string_view>
 #include <thread>
 
-#include "comm/rendezvous.h"
-#include "comm/spawned_rank.h"
+#include "start/rendezvous.h"
+#include "start/spawned_rank.h"
 
 namespace tessera {
 namespace {

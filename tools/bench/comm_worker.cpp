@@ -8,7 +8,7 @@
 #include <functional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "../../src/comm/gloo_backend.h"
+#include "../../src/message/gloo_backend.h"
 #include "bench/comm_bench.h"
 #include "bench/comm_report.h"
 #include "bench/median.h"

@@ -1,0 +1,462 @@
+#include "arena/arena.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "arena/handshake.h"
+#include "memory/shared_heap.h"
+
+namespace tessera {
+
+// [Note: Collectives without messages]
+//
+// Ranks of one host have mapped each other's heaps. In a collective each rank shows the others
+// where its data lies (a post), waits until those it needs show theirs, and reads them where they
+// are. Nobody copies for others, and there is no thread beside the rank's own: a rank does its part
+// of a collective when it waits, and of all others that are under way whenever it calls in. What a
+// rank shows it keeps until all others have said that they have read it.
+//
+// A channel's collectives have numbers, equal on all ranks; the post of number n lies in slot
+// n % kSlots. A rank that comes with another collective than the rest is found by the fingerprint.
+//
+// A rank that comes to a reduction long after others offers them its part, and goes on: they are
+// ahead, and have the time. It does the part itself if they have not by the time that it waits. Who
+// does a part, in whose memory, changes no bit of it. So what ranks exchange evens out what else
+// they did, and a rank that is slowed down does not slow down all by as much.
+//
+// Each rank has a bell. Who shows or has read something rings the others' bells. Who waits looks at
+// its bell, then does what it can, and sleeps only if the bell has not rung since: for a short
+// while on its core, then in the kernel. It wakes now and then to see whether the others live.
+namespace {
+
+constexpr auto kLongestSleep = std::chrono::milliseconds(100);
+// About what it costs to sleep and be woken.
+constexpr auto kSpin = std::chrono::microseconds(100);
+// A rank is behind if it comes so much later than another.
+constexpr auto kBehind = std::chrono::microseconds(100);
+
+bool has_a_core_each(int ranks) {
+  return ranks <= static_cast<int>(std::thread::hardware_concurrency());
+}
+
+// What others have not read when their rank left. Never given back: they may still read it.
+void keep_for_ever(std::vector<at::Tensor> tensors) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::vector<at::Tensor>>();
+  std::lock_guard lock(mutex);
+  kept->push_back(std::move(tensors));
+}
+
+uint32_t count_of(const ArenaPlace& place) { return static_cast<uint32_t>(place.number + 1); }
+
+// Not equal: the slot may have gone to a later collective.
+bool has_come_to(const std::atomic<uint32_t>& count, const ArenaPlace& place) {
+  return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(place)) >= 0;
+}
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace
+
+Arena::Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap,
+             std::shared_ptr<Ledger> ledger, std::vector<std::unique_ptr<Neighbour>> neighbours)
+    : rank_(rank),
+      timeout_(timeout),
+      heap_(heap),
+      ledger_(std::move(ledger)),
+      neighbours_(std::move(neighbours)),
+      all_are_threads_(
+          std::all_of(neighbours_.begin(), neighbours_.end(),
+                      [](const auto& other) { return !other || other->is_thread_here(); })),
+      may_spin_(has_a_core_each(ledger_->size())) {}
+
+std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not) {
+  PageHeap* heap = nullptr;
+  std::shared_ptr<Ledger> ledger;
+  std::vector<std::unique_ptr<Neighbour>> neighbours;
+  Handshake handshake(inner);
+  handshake.show([&] {
+    heap = &shared_heap(inner.size());
+    if (inner.rank() == 0) ledger = Ledger::create(inner.size());
+    const std::string own = fmt::format("{}\n{}", heap->shared()->handle().to_text(),
+                                        reinterpret_cast<uint64_t>(heap->shared()->data()));
+    return ledger ? own + "\n" + ledger->memory().handle().to_text() : own;
+  });
+  handshake.take([&](int rank, const std::vector<std::string>& lines) {
+    if (rank == 0 && inner.rank() != 0)
+      ledger = Ledger::open(SharedMemoryHandle::from_text(lines.at(2)), inner.size());
+    neighbours.push_back(rank == inner.rank() ? nullptr
+                                              : std::make_unique<Neighbour>(
+                                                    SharedMemoryHandle::from_text(lines.at(0)),
+                                                    std::stoull(lines.at(1))));
+  });
+  why_not = handshake.failure();
+  if (!why_not.empty()) return nullptr;
+  ledger->memory().close_descriptor();
+  return std::shared_ptr<Arena>(
+      new Arena(inner.rank(), inner.timeout(), *heap, std::move(ledger), std::move(neighbours)));
+}
+
+ArenaPlace Arena::take_place(const char* collective, const CollectiveTag& tag,
+                             const CollectiveForm& form, int count) {
+  ArenaPlace place{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
+                   .what = form.text(),
+                   .fingerprint = form.fingerprint()};
+  check_process(mark_, place.name);
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK_WITH(DistBackendError, !closed_, "[", collective, "] unit '", tag.subject,
+                     "': rank ", rank_, " of ", size(), " has left: its world was destroyed");
+    place.number = place.name.sequence = next_[place.channel()];
+    next_[place.channel()] += count;
+  }
+  for (ArenaPlace last = place; last.number < place.number + count; ++last.number)
+    wait_for_slot(last);
+  return place;
+}
+
+std::byte* Arena::allocate(size_t nbytes) {
+  void* const block = heap_.allocate(nbytes);
+  TORCH_CHECK_WITH(OutOfMemoryError, block, "[arena] rank ", rank_, " of ", size(),
+                   " has no addresses left in its shared heap for ", nbytes, " bytes");
+  return static_cast<std::byte*>(block);
+}
+
+bool Arena::reaches(const void* data) const { return all_are_threads_ || heap_.owns(data); }
+
+void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
+                 std::vector<at::Tensor> kept, void* block, std::span<const std::byte> offer,
+                 int updates) {
+  const size_t nbytes = sizeof(Post) + pieces.size() * sizeof(ShownPiece) + offer.size();
+  auto* const post = new (allocate(nbytes)) Post();
+  post->fingerprint = place.fingerprint;
+  post->pieces = static_cast<int64_t>(pieces.size());
+  post->offer_bytes = static_cast<int64_t>(offer.size());
+  place.what.copy(post->what, Post::kMaxText - 1);
+  std::uninitialized_copy(pieces.begin(), pieces.end(), post->first_piece());
+  std::copy(offer.begin(), offer.end(), post->offer());
+  for (const at::Tensor& tensor : kept) shown_nbytes_ += static_cast<int64_t>(tensor.nbytes());
+  {
+    const std::lock_guard lock(mutex_);
+    shown_.push_back({place, std::move(kept), post, block});
+  }
+  PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
+  slot.address = reinterpret_cast<uint64_t>(post);
+  slot.shown_at = now_ns();
+  slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_relaxed);
+  if (!offer.empty()) slot.offered.store(count_of(place), std::memory_order_relaxed);
+  slot.missing.store(updates, std::memory_order_relaxed);
+  if (updates == 0) slot.updated.store(count_of(place), std::memory_order_relaxed);
+  slot.shown.store(count_of(place), std::memory_order_release);
+  ledger_->ring_others(rank_);
+}
+
+const Post* Arena::shown(int rank, const ArenaPlace& place) const {
+  const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  if (slot.shown.load(std::memory_order_acquire) != count_of(place)) return nullptr;
+  const auto* const post = static_cast<const Post*>(seen(rank, slot.address));
+  TORCH_CHECK_WITH(DistBackendError, post->fingerprint == place.fingerprint,
+                   differing_order(place.name, place.number, place.what, rank,
+                                   std::string(post->what, strnlen(post->what, Post::kMaxText))));
+  return post;
+}
+
+bool Arena::all_show(const ArenaPlace& place) const {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (!shown(rank, place)) return false;
+  }
+  return true;
+}
+
+const std::byte* Arena::data(int rank, const ShownPiece& piece) const {
+  return static_cast<const std::byte*>(seen(rank, piece.address));
+}
+
+// What `rank` has at `address`.
+void* Arena::seen(int rank, uint64_t address) const {
+  return rank == rank_ ? reinterpret_cast<void*>(address)
+                       : neighbours_[rank]->seen_from_here(address);
+}
+
+void Arena::done_reading(const ArenaPlace& place, int rank) {
+  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  slot.read.store(count_of(place), std::memory_order_release);
+  if (rank != rank_) ++parts_done_for_others_;
+  ledger_->ring_others(rank_);
+}
+
+bool Arena::is_behind(const ArenaPlace& place) const {
+  const int64_t long_ago = now_ns() - std::chrono::nanoseconds(kBehind).count();
+  for (int rank = 0; rank < size(); ++rank) {
+    const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+    if (slot.shown.load(std::memory_order_acquire) == count_of(place) && slot.shown_at < long_ago)
+      return true;
+  }
+  return false;
+}
+
+bool Arena::take_offer(int rank, const ArenaPlace& place) {
+  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  uint32_t offered = count_of(place);
+  // The slot does not go to a later collective: this rank has not read its own part of this one, or
+  // the offering rank has not been told that its is done.
+  if (slot.offered.load(std::memory_order_relaxed) != offered ||
+      !slot.offered.compare_exchange_strong(offered, 0, std::memory_order_acq_rel))
+    return false;
+  slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_release);
+  return true;
+}
+
+int Arena::taker(int rank, const ArenaPlace& place) const {
+  const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  return static_cast<int>(slot.taker.load(std::memory_order_acquire));
+}
+
+std::byte* Arena::seen_from_here(int rank, std::byte* data) const {
+  return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(data)));
+}
+
+void Arena::done_updating(const ArenaPlace& place, int rank) {
+  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+  if (slot.missing.fetch_sub(1, std::memory_order_acq_rel) == 1)
+    slot.updated.store(count_of(place), std::memory_order_release);
+  if (rank != rank_) ++parts_done_for_others_;
+  ledger_->ring_others(rank_);
+}
+
+bool Arena::is_updated(int rank, const ArenaPlace& place) const {
+  return has_come_to(ledger_->slot(rank, place.channel(), place.number).updated, place);
+}
+
+bool Arena::has_read(int rank, const ArenaPlace& place) const {
+  return has_come_to(ledger_->slot(rank, place.channel(), place.number).read, place);
+}
+
+bool Arena::all_have_read(const ArenaPlace& place) const {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != rank_ && !has_read(rank, place)) return false;
+  }
+  return true;
+}
+
+void Arena::free_what_is_read() {
+  std::erase_if(shown_, [&](Shown& shown) {
+    // This rank reads what it shows itself, too.
+    if (!has_read(rank_, shown.place) || !all_have_read(shown.place)) return false;
+    free(shown.post);
+    if (shown.block) free(shown.block);
+    return true;
+  });
+}
+
+void Arena::start(const std::shared_ptr<ArenaTask>& task) {
+  const std::lock_guard lock(mutex_);
+  tasks_.push_back(task);
+  progress_locked();
+}
+
+// Calls `f` if the task is not over; who waits for the task gets what it throws.
+template <class F>
+void Arena::call_locked(ArenaTask& task, F&& f) {
+  if (task.is_over()) return;
+  try {
+    f();
+  } catch (...) {
+    task.error_ = std::current_exception();
+  }
+}
+
+void Arena::progress_locked() {
+  std::erase_if(tasks_, [&](const std::shared_ptr<ArenaTask>& task) {
+    call_locked(*task, [&] { task->is_done_ = task->advance(*this); });
+    return task->is_over();
+  });
+  free_what_is_read();
+}
+
+bool Arena::help_locked(ArenaTask& task) {
+  bool has_helped = false;
+  call_locked(task, [&] {
+    has_helped = true;  // an error ends a wait, too
+    has_helped = task.help(*this);
+  });
+  return has_helped;
+}
+
+// One part only, so that who waits sees soon whether what it waits for is there.
+bool Arena::help_any_locked(ArenaTask* first) {
+  if (first && help_locked(*first)) return true;
+  return std::any_of(tasks_.begin(), tasks_.end(),
+                     [&](const auto& task) { return help_locked(*task); });
+}
+
+void Arena::work_ahead_locked(const ArenaPlace& place) {
+  for (const auto& task : tasks_) call_locked(*task, [&] { task->work_ahead(*this, place); });
+}
+
+void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
+                       const CollectiveName& name, Lock& lock, ArenaTask* awaited) {
+  progress_locked();
+  if (done()) return;
+  const auto start = Clock::now();
+  Bell& bell = ledger_->bell(rank_);
+  ++idle_;
+  const auto no_longer_idle = c10::make_scope_exit([this] { --idle_; });
+  while (true) {
+    const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
+    progress_locked();
+    if (done()) return;
+    TORCH_CHECK_WITH(DistBackendError, !gave_up_.load(std::memory_order_acquire), name.describe(),
+                     " gave up waiting: the process group was closed");
+    if (help_any_locked(awaited)) continue;
+    lock.unlock();
+    if (!may_spin_ || !spin(seen)) {
+      bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      sleep_on(bell, seen, kLongestSleep);
+      bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      // What a rank showed before it left has been seen: it would have rung.
+      if (bell.rings.load(std::memory_order_acquire) == seen) check_neighbours(lacks, name, start);
+    }
+    lock.lock();
+  }
+}
+
+void Arena::wait(ArenaTask& task, bool inputs) {
+  if (mark_.is_inherited()) return wait_in_child(task);
+  Lock lock(mutex_);
+  wait_until([&] { return task.is_over(); }, [&](int rank) { return task.lacks(*this, rank); },
+             task.place().name, lock, &task);
+  if (task.error_) std::rethrow_exception(task.error_);
+  work_ahead_locked(task.place());
+  if (!inputs) return;
+  wait_until([&] { return all_have_read(task.awaited()); },
+             [&](int rank) { return !has_read(rank, task.awaited()); }, task.place().name, lock);
+}
+
+// What was done before the fork is done; what was not never will be.
+void Arena::wait_in_child(ArenaTask& task) const {
+  if (task.error_) std::rethrow_exception(task.error_);
+  if (!task.is_done_) check_process(mark_, task.place().name);
+}
+
+bool Arena::is_done(ArenaTask& task) {
+  if (mark_.is_inherited()) return task.is_over();
+  const std::lock_guard lock(mutex_);
+  if (!task.is_over()) progress_locked();
+  if (help_locked(task)) progress_locked();
+  return task.is_over();
+}
+
+// Only after very many collectives that somebody has not come to.
+void Arena::wait_for_slot(const ArenaPlace& place) {
+  if (place.number < Ledger::kSlots) return;
+  ArenaPlace last = place;
+  last.number -= Ledger::kSlots;
+  Lock lock(mutex_);
+  // This rank's own reading, too: it could not be told from that of the collective to come.
+  wait_until([&] { return has_read(rank_, last) && all_have_read(last); },
+             [&](int rank) { return !has_read(rank, last); }, place.name, lock);
+}
+
+bool Arena::spin(uint32_t seen) const {
+  const Bell& bell = ledger_->bell(rank_);
+  const auto end = Clock::now() + kSpin;
+  while (Clock::now() < end) {
+    for (int i = 0; i < 32; ++i) {
+      if (bell.rings.load(std::memory_order_acquire) != seen) return true;
+      pause();
+    }
+  }
+  return false;
+}
+
+void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
+                             Clock::time_point start) const {
+  const auto waited = Clock::now() - start;
+  const auto fail = [&](int rank, const std::string& why) {
+    throw_wait_failed(name, fmt::format("rank {}", rank), waited, timeout_,
+                      std::make_exception_ptr(std::runtime_error(why)));
+  };
+  int missing = -1, left = -1;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == rank_ || !lacks(rank)) continue;
+    if (missing < 0) missing = rank;
+    if (left < 0 && ledger_->bell(rank).closed.load(std::memory_order_acquire) != 0) left = rank;
+  }
+  // Who left may have done so because another died.
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == rank_ || !(left >= 0 || lacks(rank)) || !neighbours_[rank]->has_died()) continue;
+    if (ledger_->bell(rank).closed.load(std::memory_order_acquire) == 0)
+      fail(rank, fmt::format("its process, {}, has ended", neighbours_[rank]->pid()));
+  }
+  if (left >= 0) fail(left, "it has left: its world was destroyed");
+  if (waited >= timeout_)
+    throw_wait_failed(name, fmt::format("rank {}", missing), waited, timeout_, nullptr);
+}
+
+void Arena::give_up() noexcept {
+  if (mark_.is_inherited()) return;
+  gave_up_.store(true, std::memory_order_release);
+  ledger_->ring(rank_);
+}
+
+void Arena::close(std::chrono::milliseconds grace) noexcept {
+  if (mark_.is_inherited()) return;
+  Lock lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  ledger_->bell(rank_).closed.store(1, std::memory_order_release);
+  ledger_->ring_others(rank_);
+  // What it offered it does itself, if there is time.
+  ++idle_;
+  const auto end = Clock::now() + grace;
+  while (true) {
+    progress_locked();
+    if (!anybody_may_read() || Clock::now() >= end) break;
+    if (help_any_locked(nullptr)) continue;
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lock.lock();
+  }
+  keep_all_for_ever();
+}
+
+void Arena::keep_all_for_ever() {
+  for (Shown& shown : shown_) keep_for_ever(std::move(shown.kept));
+  shown_.clear();
+  for (const auto& task : tasks_) keep_for_ever(task->written_by_others());
+}
+
+// True if a rank that takes part has not read all that this one shows.
+bool Arena::anybody_may_read() const {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == rank_ || ledger_->bell(rank).closed.load(std::memory_order_acquire) != 0 ||
+        neighbours_[rank]->has_died())
+      continue;
+    const bool has_read_all = std::all_of(shown_.begin(), shown_.end(), [&](const Shown& shown) {
+      return has_read(rank, shown.place);
+    });
+    if (!has_read_all) return true;
+  }
+  return false;
+}
+
+}  // namespace tessera

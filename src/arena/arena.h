@@ -1,0 +1,223 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "arena/ledger.h"
+#include "arena/neighbour.h"
+#include "group/collective_form.h"
+#include "group/collective_name.h"
+#include "memory/process_mark.h"
+
+namespace tessera {
+
+/// A range of a flat buffer, and where the rank that shows it has it.
+struct ShownPiece {
+  int64_t begin = 0, numel = 0;  ///< elements; of an all-to-all, `begin` is the dtype
+  uint64_t address = 0;          ///< 0: zeros
+};
+
+/// What a rank shows for a collective. Lies in its shared heap.
+struct Post {
+  static constexpr size_t kMaxText = 256;
+
+  uint64_t fingerprint = 0;  ///< of all that ranks must agree on
+  int64_t pieces = 0;        ///< how many follow
+  int64_t offer_bytes = 0;   ///< what follows on these: this rank's part, if others may do it
+  char what[kMaxText] = {};  ///< for errors
+
+  ShownPiece* first_piece() { return reinterpret_cast<ShownPiece*>(this + 1); }
+  const ShownPiece* first_piece() const { return reinterpret_cast<const ShownPiece*>(this + 1); }
+  std::byte* offer() { return reinterpret_cast<std::byte*>(first_piece() + pieces); }
+  /// The part as a list of what collectives of this kind offer.
+  template <class T>
+  std::span<const T> offer_of() const {
+    return {reinterpret_cast<const T*>(first_piece() + pieces), offer_bytes / sizeof(T)};
+  }
+};
+
+class ArenaTask;
+
+/// What ranks must agree on for one collective, and its place in the order of its channel.
+struct ArenaPlace {
+  CollectiveName name;
+  std::string what;  ///< for errors, of what ranks must agree on
+  uint64_t fingerprint = 0;
+  int64_t number = 0;  ///< of the slot
+
+  int channel() const { return static_cast<int>(name.channel); }
+};
+
+/// The ranks of one host that read each other's memory. See [Note: Collectives without messages] in
+/// arena.cpp. Its members may be called by several threads of a rank.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  /// `inner` connects the ranks already. Collective; null, on all ranks, if one of them can't, and
+  /// then `why_not` says why.
+  static std::shared_ptr<Arena> connect(ProcessGroup& inner, std::string& why_not);
+
+  int rank() const { return rank_; }
+  int size() const { return ledger_->size(); }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+
+  /// Takes the next `count` places in the order of a channel, and returns the first. Waits only if
+  /// very many collectives are under way.
+  ArenaPlace take_place(const char* collective, const CollectiveTag& tag,
+                        const CollectiveForm& form, int count = 1);
+
+  /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
+  /// `block` (of `allocate`) until they have read it. `offer`: this rank's part of the collective,
+  /// if another rank may do it, in memory that it can reach. `updates`: how many parts it takes to
+  /// bring this rank's shard up to date.
+  void show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
+            std::vector<at::Tensor> kept, void* block = nullptr,
+            std::span<const std::byte> offer = {}, int updates = 0);
+  /// What `rank` shows at `place`; null as long as it does not. Throws `c10::DistBackendError` if
+  /// it came with another collective.
+  const Post* shown(int rank, const ArenaPlace& place) const;
+  bool all_show(const ArenaPlace& place) const;
+  /// False until `rank` has read what all ranks show at `place`.
+  bool has_read(int rank, const ArenaPlace& place) const;
+  bool all_have_read(const ArenaPlace& place) const;
+  /// Where a piece that `rank` shows lies here.
+  const std::byte* data(int rank, const ShownPiece& piece) const;
+  /// Tells all other ranks that this one has read what they show at `place`.
+  void done_reading(const ArenaPlace& place) { done_reading(place, rank_); }
+  /// The same of a part that `rank` offered and this rank has done.
+  void done_reading(const ArenaPlace& place, int rank);
+
+  /// True if another rank came to `place` so long ago that it has time to do this rank's part.
+  bool is_behind(const ArenaPlace& place) const;
+  /// True if this rank, which shows `place`, is the one to do the part that `rank` offers there.
+  bool take_offer(int rank, const ArenaPlace& place);
+  /// Which rank has taken what `rank`, which shows `place`, offers there; itself if none has.
+  int taker(int rank, const ArenaPlace& place) const;
+  /// What `rank` has at `data`, as this rank has it.
+  std::byte* seen_from_here(int rank, std::byte* data) const;
+  /// Tells all that one of the parts is done that bring the shard of `rank` up to date.
+  void done_updating(const ArenaPlace& place, int rank);
+  /// False until the shard that `rank` shows at `place` is up to date.
+  bool is_updated(int rank, const ArenaPlace& place) const;
+  /// True while a thread of this rank has nothing to do but to wait.
+  bool is_idle() const { return idle_ > 0; }
+  /// Bytes that this rank has shown so far.
+  int64_t shown_nbytes() const { return shown_nbytes_; }
+  /// How often this rank did the part of another.
+  int64_t parts_done_for_others() const { return parts_done_for_others_; }
+
+  /// True if the other ranks can read what lies at `data`.
+  bool reaches(const void* data) const;
+  /// Memory that the other ranks can read. Throws `c10::OutOfMemoryError`.
+  std::byte* allocate(size_t nbytes);
+  void free(void* block) { heap_.free(block); }
+
+  /// Has `task` done by the waits and calls that follow, now if it can be.
+  void start(const std::shared_ptr<ArenaTask>& task);
+  /// True if `wait()` for its outputs would return at once; does what can be done of all tasks.
+  bool is_done(ArenaTask& task);
+  /// Waits until `task` has written its outputs, or also until its inputs are read.
+  void wait(ArenaTask& task, bool inputs);
+
+  /// Makes the waits of this rank's threads fail soon. Called from another thread.
+  void give_up() noexcept;
+  /// This rank takes part no more: the others' waits for it fail. What they have not read within
+  /// `grace` is kept for ever.
+  void close(std::chrono::milliseconds grace) noexcept;
+
+ private:
+  struct Shown {
+    ArenaPlace place;
+    std::vector<at::Tensor> kept;
+    void* post;
+    void* block;
+  };
+  using Clock = std::chrono::steady_clock;
+
+  Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap, std::shared_ptr<Ledger> ledger,
+        std::vector<std::unique_ptr<Neighbour>> neighbours);
+
+  using Lock = std::unique_lock<std::recursive_mutex>;
+  /// True for a rank that has not done yet what is waited for.
+  using Lacks = std::function<bool(int rank)>;
+
+  void* seen(int rank, uint64_t address) const;
+  template <class F>
+  void call_locked(ArenaTask& task, F&& f);
+  void progress_locked();
+  void free_what_is_read();
+  void wait_for_slot(const ArenaPlace& place);
+  void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
+                  Lock& lock, ArenaTask* awaited = nullptr);
+  void wait_in_child(ArenaTask& task) const;
+  bool help_locked(ArenaTask& task);
+  void work_ahead_locked(const ArenaPlace& place);
+  bool help_any_locked(ArenaTask* first);
+  void keep_all_for_ever();
+  bool anybody_may_read() const;
+  bool spin(uint32_t seen) const;
+  void check_neighbours(const Lacks& lacks, const CollectiveName& name,
+                        Clock::time_point start) const;
+
+  const ProcessMark mark_;
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+  PageHeap& heap_;  // of this process
+  const std::shared_ptr<Ledger> ledger_;
+  const std::vector<std::unique_ptr<Neighbour>> neighbours_;  // by rank; null: this one
+  const bool all_are_threads_;
+  const bool may_spin_;
+
+  std::recursive_mutex mutex_;  // a task that advances may show something
+  bool closed_ = false;
+  std::atomic<bool> gave_up_ = false;
+  std::array<int64_t, Ledger::kChannels> next_{};
+  std::vector<std::shared_ptr<ArenaTask>> tasks_;  // under way, oldest first
+  std::deque<Shown> shown_;                        // oldest first
+  std::atomic<int> idle_ = 0;                      // threads that wait
+  std::atomic<int64_t> shown_nbytes_ = 0;
+  std::atomic<int64_t> parts_done_for_others_ = 0;
+};
+
+/// This rank's part of a collective.
+class ArenaTask {
+ public:
+  explicit ArenaTask(ArenaPlace place) : place_(std::move(place)) {}
+  virtual ~ArenaTask() = default;
+
+  /// Does what the other ranks' posts allow; true when the outputs are written. Never waits.
+  virtual bool advance(Arena& arena) = 0;
+  /// Called while this rank waits: does one part that is anybody's; false if there is none.
+  virtual bool help(Arena& arena) { return false; }
+  /// Called when this rank has waited for what was at `place`: does what it should have done before
+  /// it comes to this task. See [Note: Turns at the memory] in arena_tasks.cpp.
+  virtual void work_ahead(Arena& arena, const ArenaPlace& place) {}
+  /// What it waits for: the posts of the other ranks at this place.
+  virtual const ArenaPlace& awaited() const { return place_; }
+  /// True if it waits for `rank`, which has not done what it must.
+  virtual bool lacks(const Arena& arena, int rank) const { return !arena.shown(rank, awaited()); }
+  /// What other ranks may be writing to.
+  virtual std::vector<at::Tensor> written_by_others() const { return {}; }
+  const ArenaPlace& place() const { return place_; }
+
+ protected:
+  const ArenaPlace place_;
+
+ private:
+  friend class Arena;
+  bool is_over() const { return is_done_ || error_; }
+
+  bool is_done_ = false;
+  std::exception_ptr error_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,268 @@
+#include "arena/arena_process_group.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "arena/handshake.h"
+#include "group/check_arguments.h"
+#include "group/math_bits.h"
+#include "group/peer_message.h"
+
+namespace tessera {
+namespace {
+
+// Larger tensors are all-reduced in two turns, a part by each rank.
+constexpr size_t kMaxOneTurnBytes = size_t{64} << 10;
+// Larger tensors are broadcast from where they are, and their rank waits until they are read.
+constexpr size_t kMaxCopiedBytes = size_t{64} << 10;
+
+class ArenaWork final : public Work {
+ public:
+  ArenaWork(std::shared_ptr<Arena> arena, std::shared_ptr<ArenaTask> task)
+      : arena_(std::move(arena)), task_(std::move(task)) {}
+
+  void wait() override { arena_->wait(*task_, /*inputs=*/false); }
+  void wait_inputs() override { arena_->wait(*task_, /*inputs=*/true); }
+  bool is_completed() override { return arena_->is_done(*task_); }
+
+ private:
+  const std::shared_ptr<Arena> arena_;
+  const std::shared_ptr<ArenaTask> task_;
+};
+
+}  // namespace
+
+ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
+  // Nobody lets go of what connected them while another still uses it.
+  barrier({.subject = "shared memory", .channel = Channel::kControl});
+}
+
+ArenaProcessGroup::~ArenaProcessGroup() { close(); }
+
+void ArenaProcessGroup::close() noexcept { arena_->close(closing_grace(timeout())); }
+
+std::shared_ptr<SharedMemory> ArenaProcessGroup::share_memory(int64_t nbytes, bool reserve,
+                                                              const CollectiveTag& tag) {
+  std::shared_ptr<SharedMemory> memory;
+  Handshake handshake(*this);
+  handshake.show([&]() -> std::string {
+    if (rank() != 0) return "";
+    memory = SharedMemory::create("tessera parameters", nbytes);
+    if (reserve) memory->reserve();
+    memory->read_only();
+    return memory->handle().to_text();
+  });
+  handshake.take([&](int other, const std::vector<std::string>& lines) {
+    if (other != 0 || rank() == 0) return;
+    memory = SharedMemory::open(SharedMemoryHandle::from_text(lines.at(0)),
+                                SharedMemory::Access::kWrite);
+    memory->read_only();
+  });
+  if (!handshake.failure().empty()) {
+    if (rank() == 0)
+      TORCH_WARN("[tessera] unit '", tag.subject,
+                 "' is not kept in shared memory: ", handshake.failure());
+    return nullptr;
+  }
+  memory->close_descriptor();
+  return memory;
+}
+
+std::optional<SharedBuffer> ArenaProcessGroup::share(int64_t nbytes, const CollectiveTag& tag) {
+  const auto memory = share_memory(nbytes, /*reserve=*/true, tag);
+  if (!memory) return std::nullopt;
+  const auto buffer = std::make_shared<NumberedBuffer>(NumberedBuffer{memory, next_buffer_++});
+  SharedBuffer shared = buffers_.add(buffer, *memory, nbytes);
+  shared.updates = buffer->updates;
+  return shared;
+}
+
+WorkPtr ArenaProcessGroup::start(const std::shared_ptr<ArenaTask>& task) {
+  arena_->start(task);
+  return std::make_shared<ArenaWork>(arena_, task);
+}
+
+WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
+  arena_->show(place, {}, {});
+  return start(std::make_shared<ArrivalTask>(std::move(place)));
+}
+
+WorkPtr ArenaProcessGroup::arrive(const CollectiveTag& tag) {
+  return arrive_at(arena_->take_place("barrier", tag, CollectiveForm("barrier", tag)));
+}
+
+bool ArenaProcessGroup::show(const ArenaPlace& place, const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || !arena_->reaches(tensor.const_data_ptr())) {
+    show_copy(place, tensor);
+    return false;
+  }
+  arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(tensor.const_data_ptr())}},
+               {tensor});
+  return true;
+}
+
+void ArenaProcessGroup::show_copy(const ArenaPlace& place, const at::Tensor& tensor) {
+  std::byte* const copy = arena_->allocate(tensor.nbytes());
+  if (tensor.numel() > 0) std::memcpy(copy, tensor.const_data_ptr(), tensor.nbytes());
+  arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(copy)}}, {}, copy);
+}
+
+WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                                      std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
+  check_host_all_gather(*this, flat, shard, bounds, tag);
+  CollectiveForm form = form_of_all_gather(flat, bounds, tag);
+  if (const auto buffer = buffers_.holding(flat)) {
+    check_in_place(*this, flat, shard, bounds, tag);
+    return start(show_updates(arena_->take_place("all_gather", tag, form.mix(buffer->number)), flat,
+                              std::exchange(*buffer->updates, {})));
+  }
+  return gather_at(arena_->take_place("all_gather", tag, form),
+                   {{bounds[rank()], shard, shard.numel()}}, flat);
+}
+
+WorkPtr ArenaProcessGroup::gather_at(ArenaPlace place, std::vector<Piece> pieces,
+                                     const at::Tensor& flat) {
+  show_pieces(place, std::move(pieces));
+  return start(std::make_shared<GatherTask>(std::move(place), flat));
+}
+
+// What lies where the others reach it they may compute.
+std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaPlace place, const at::Tensor& flat,
+                                                           PendingUpdates pending) {
+  auto& updates = pending.updates;
+  const auto first_own =
+      std::stable_partition(updates.begin(), updates.end(), [&](const ShardUpdate& update) {
+        return std::all_of(
+            update.tensors.begin() + 1, update.tensors.end(),
+            [&](const std::byte* tensor) { return !tensor || arena_->reaches(tensor); });
+      });
+  const std::vector<ShardUpdate> offered(updates.begin(), first_own);
+  updates.erase(updates.begin(), first_own);
+  arena_->show(place, {}, std::move(pending.kept), nullptr, std::as_bytes(std::span(offered)),
+               static_cast<int>(!offered.empty()) + static_cast<int>(!updates.empty()));
+  return std::make_shared<SharedGatherTask>(std::move(place), flat, std::move(updates));
+}
+
+// Where the others find `piece`: `copy` moves on behind its copy, if it needs one.
+ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& copy) const {
+  ShownPiece shown{piece.begin, piece.numel, 0};
+  if (!piece.data.defined() || piece.numel == 0) return shown;
+  const void* data = piece.data.const_data_ptr();
+  if (!arena_->reaches(data)) {
+    data = std::memcpy(copy, data, piece.data.nbytes());
+    copy += (piece.data.nbytes() + 63) / 64 * 64;
+  }
+  shown.address = reinterpret_cast<uint64_t>(data);
+  return shown;
+}
+
+// Shows tensors that the others reach where they are, and copies of the rest.
+void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
+                                    std::span<const std::byte> offer) {
+  size_t copied = 0;
+  for (const Piece& piece : pieces) {
+    if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
+      copied += piece.data.nbytes() + 63;
+  }
+  std::byte* const block = copied > 0 ? arena_->allocate(copied) : nullptr;
+  std::byte* copy = block;
+  std::vector<ShownPiece> shown;
+  std::vector<at::Tensor> kept;
+  for (Piece& piece : pieces) {
+    shown.push_back(reachable_piece(piece, copy));
+    if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
+      kept.push_back(std::move(piece.data));
+  }
+  arena_->show(place, shown, std::move(kept), block, offer);
+}
+
+WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                                          std::span<const int64_t> bounds,
+                                          const ReduceScatterOptions& options,
+                                          const CollectiveTag& tag) {
+  if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
+  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
+  const ArenaReduction reduction{
+      bounds[rank()],
+      bounds[rank() + 1],
+      static_cast<std::byte*>(out.mutable_data_ptr()),
+      {dtype, ReduceOp::kSum, options.scale, options.accumulate, out.scalar_type()}};
+  const CollectiveForm form = form_of_reduce_scatter(dtype, pieces, bounds, tag);
+  return reduce(out, std::move(pieces), {reduction}, form, tag);
+}
+
+WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> pieces,
+                                  std::vector<ArenaReduction> reductions,
+                                  const CollectiveForm& form, const CollectiveTag& tag) {
+  ArenaPlace place = arena_->take_place("reduce_scatter", tag, form);
+  const bool is_offered =
+      out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(place);
+  show_pieces(place, std::move(pieces),
+              is_offered ? std::as_bytes(std::span(reductions)) : std::span<const std::byte>());
+  return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions),
+                                                   is_offered, arena_->shown_nbytes()));
+}
+
+WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
+                                      const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
+  check_host_all_reduce(*this, tensor, op, tag);
+  std::vector<int64_t> parts;
+  if (tensor.nbytes() > kMaxOneTurnBytes) parts = even_bounds(tensor.numel(), size());
+  ArenaPlace place = arena_->take_place("all_reduce", tag, form_of_all_reduce(tensor, op, tag),
+                                        parts.empty() ? 1 : 2);
+  show_copy(place, tensor);  // the tensor itself is overwritten
+  return start(std::make_shared<AllReduceTask>(std::move(place), tensor, op, std::move(parts)));
+}
+
+WorkPtr ArenaProcessGroup::broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
+  if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
+  check_host_broadcast(*this, tensor, root, tag);
+  return broadcast_at(arena_->take_place("broadcast", tag, form_of_broadcast(tensor, root, tag)),
+                      tensor, root);
+}
+
+WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root) {
+  bool is_read_in_place = false;
+  if (rank() != root || tensor.numel() == 0) {
+    arena_->show(place, {}, {});
+  } else if (tensor.nbytes() <= kMaxCopiedBytes) {
+    show_copy(place, tensor);
+  } else {
+    is_read_in_place = show(place, tensor);
+  }
+  return start(std::make_shared<BroadcastTask>(std::move(place), tensor, root, is_read_in_place));
+}
+
+// Shows what it sends each rank, then what it expects of each: all ranks see whether they agree.
+WorkPtr ArenaProcessGroup::all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                                      const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
+  check_host_all_to_all(*this, from, to, tag);
+  ArenaPlace place = arena_->take_place("all_to_all", tag, CollectiveForm("all_to_all", tag));
+  take_own_message(from[rank()], to[rank()]);
+  std::vector<Piece> pieces;
+  const auto add = [&](const at::Tensor& message, bool is_shown) {
+    const MessageForm form = form_of(message);
+    pieces.push_back({form.dtype, is_shown ? message : at::Tensor(), form.numel});
+  };
+  for (int r = 0; r < size(); ++r) add(to[r], r != rank());
+  for (const at::Tensor& message : from) add(message, false);
+  show_pieces(place, std::move(pieces));
+  return start(std::make_shared<AllToAllTask>(std::move(place), std::move(from)));
+}
+
+ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {
+  TORCH_CHECK_VALUE(inner != nullptr, "[arena_process_group] `inner` must be given");
+  if (inner->size() == 1) return inner;
+  std::string why_not;
+  auto arena = Arena::connect(*inner, why_not);
+  TORCH_CHECK_NOT_IMPLEMENTED(arena, "[arena_process_group] the ranks can't share memory: ", why_not);
+  return std::make_shared<ArenaProcessGroup>(std::move(arena));
+}
+
+}  // namespace tessera

@@ -1,0 +1,89 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "arena/arena.h"
+#include "arena/arena_tasks.h"
+#include "arena/shared_buffers.h"
+#include "group/closable.h"
+#include "group/collective_form.h"
+
+namespace tessera {
+
+/// A process group of ranks of one host, whose collectives go through an `Arena`.
+class ArenaProcessGroup : public ProcessGroup, public Closable {
+ public:
+  explicit ArenaProcessGroup(std::shared_ptr<Arena> arena);
+  ~ArenaProcessGroup() override;
+
+  void close() noexcept override;
+
+  int rank() const override { return arena_->rank(); }
+  int size() const override { return arena_->size(); }
+  std::chrono::milliseconds timeout() const override { return arena_->timeout(); }
+  std::string backend_name() const override { return "arena"; }
+  std::vector<int> sends_to() const override { return {}; }
+
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
+
+  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                     std::span<const int64_t> bounds, const CollectiveTag& tag) override;
+  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
+                         const CollectiveTag& tag) override;
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
+  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
+  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
+                     const CollectiveTag& tag) override;
+  void barrier(const CollectiveTag& tag) override { arrive(tag)->wait(); }
+  WorkPtr arrive(const CollectiveTag& tag) override;
+
+  /// For collectives that this is a part of; see `HostedProcessGroup`.
+  const std::shared_ptr<Arena>& arena() const { return arena_; }
+  /// Memory that all ranks have mapped, or null on all of them; taken now, if `reserve`.
+  std::shared_ptr<SharedMemory> share_memory(int64_t nbytes, bool reserve,
+                                             const CollectiveTag& tag);
+  /// An arrival at a place that was taken before.
+  WorkPtr arrive_at(ArenaPlace place);
+  /// A gather at a place that was taken before: `flat` gets the pieces that all ranks give.
+  WorkPtr gather_at(ArenaPlace place, std::vector<Piece> pieces, const at::Tensor& flat);
+  /// A broadcast at a place that was taken before.
+  WorkPtr broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root);
+  /// A reduction of `pieces` in which this rank takes what `reductions` say, into memory of `out`.
+  WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces,
+                 std::vector<ArenaReduction> reductions, const CollectiveForm& form,
+                 const CollectiveTag& tag);
+
+ private:
+  // Memory that all ranks have mapped; its number is the same on all of them.
+  struct NumberedBuffer {
+    std::shared_ptr<SharedMemory> memory;
+    int64_t number = 0;
+    std::shared_ptr<PendingUpdates> updates = std::make_shared<PendingUpdates>();
+  };
+
+  WorkPtr start(const std::shared_ptr<ArenaTask>& task);
+  /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
+  bool show(const ArenaPlace& place, const at::Tensor& tensor);
+  void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
+  void show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
+                   std::span<const std::byte> offer = {});
+  /// Shows how this rank's shard of `flat` gets its new values.
+  std::shared_ptr<ArenaTask> show_updates(ArenaPlace place, const at::Tensor& flat,
+                                          PendingUpdates pending);
+  ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
+
+  const std::shared_ptr<Arena> arena_;
+  std::atomic<int64_t> next_buffer_ = 0;
+  SharedBuffers<NumberedBuffer> buffers_;
+};
+
+}  // namespace tessera

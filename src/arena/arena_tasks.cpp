@@ -1,0 +1,296 @@
+#include "arena/arena_tasks.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "group/peer_message.h"
+
+namespace tessera {
+namespace {
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+// What a rank without data for a piece adds. As on other process groups it is added, not left out:
+// -0 + 0 is 0.
+constexpr int64_t kZeroBytes = int64_t{64} << 10;
+const std::byte* zeros() {
+  alignas(64) static const std::array<std::byte, kZeroBytes> memory{};
+  return memory.data();
+}
+
+// How much a rank may show, and how much time may pass, before it does itself what it offered:
+// whole gradients are kept until then.
+constexpr int64_t kLongestOfferBytes = int64_t{8} << 20;
+constexpr auto kLongestOffer = std::chrono::milliseconds(20);
+
+// Does `part`, whose memory is this rank's or seen from here, out of what all ranks show.
+void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& part) {
+  std::vector<const Post*> posts;
+  for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, place));
+  const int64_t item = item_size(part.reduction.dtype);
+  const int64_t out_item = item_size(part.reduction.dtype_of_out());
+  std::vector<const void*> inputs(posts.size());
+  for (int64_t p = 0; p < posts[0]->pieces; ++p) {
+    const ShownPiece& piece = posts[0]->first_piece()[p];
+    const int64_t stop = std::min(part.end, piece.begin + piece.numel);
+    for (int64_t at = std::max(part.begin, piece.begin); at < stop;) {
+      int64_t numel = stop - at;
+      for (int rank = 0; rank < arena.size(); ++rank) {
+        const ShownPiece& theirs = posts[rank]->first_piece()[p];
+        inputs[rank] =
+            theirs.address != 0 ? arena.data(rank, theirs) + (at - theirs.begin) * item : zeros();
+        if (theirs.address == 0) numel = std::min(numel, kZeroBytes / item);
+      }
+      reduce_in_order(part.reduction, part.out + (at - part.begin) * out_item, inputs, numel);
+      at += numel;
+    }
+  }
+}
+
+}  // namespace
+
+bool ArrivalTask::advance(Arena& arena) {
+  if (!arena.all_show(place_)) return false;
+  arena.done_reading(place_);
+  return true;
+}
+
+SharedGatherTask::SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own)
+    : ArenaTask(std::move(place)), flat_(std::move(flat)), own_(std::move(own)) {}
+
+// The posts of all ranks stay from then on until this one has said that it has read.
+bool SharedGatherTask::have_all_come(Arena& arena) {
+  if (all_have_come_) return true;
+  if (!arena.all_show(place_)) return false;
+  all_have_come_ = true;
+  if (!own_.empty()) update(arena, arena.rank(), own_);
+  return true;
+}
+
+bool SharedGatherTask::advance(Arena& arena) {
+  if (!have_all_come(arena)) return false;
+  for (int rank = 0; rank < arena.size(); ++rank)
+    if (!arena.is_updated(rank, place_)) return false;
+  arena.done_reading(place_);
+  return true;
+}
+
+bool SharedGatherTask::help(Arena& arena) {
+  if (!all_have_come_) return false;
+  for (int i = 0; i < arena.size(); ++i) {
+    if (update_part_of(arena, (arena.rank() + i) % arena.size())) return true;
+  }
+  return false;
+}
+
+// [Note: Turns at the memory]
+//
+// An optimizer's update is bound by memory, and slower when several ranks are at it at once, beside
+// which matrix work goes on as it is. Ranks that train together come to each unit at the same time.
+// If each then did its part, all would be at the memory, and soon all at matrix work. So they take
+// turns: at the unit with number n rank n % N does its parts of the next N units, and finds none to
+// do when it comes to those. The others go on with their matrix work. The ranks need not agree on
+// whose turn it is, as whoever comes to a unit whose part is missing does it.
+void SharedGatherTask::work_ahead(Arena& arena, const ArenaPlace& place) {
+  const int64_t ahead = place_.number - place.number;
+  if (place.channel() != place_.channel() || ahead <= 0 || ahead > arena.size()) return;
+  if (place.number % arena.size() == arena.rank() && have_all_come(arena))
+    update_part_of(arena, arena.rank());
+}
+
+// False if it is done or somebody is at it.
+bool SharedGatherTask::update_part_of(Arena& arena, int rank) {
+  if (!arena.take_offer(rank, place_)) return false;
+  update(arena, rank, arena.shown(rank, place_)->offer_of<ShardUpdate>());
+  return true;
+}
+
+// Computes one of the parts of `rank`, whose addresses are as that rank has them.
+void SharedGatherTask::update(Arena& arena, int rank, std::span<const ShardUpdate> updates) {
+  std::vector<ShardUpdate> seen(updates.begin(), updates.end());
+  for (ShardUpdate& update : seen) {
+    for (std::byte*& tensor : update.tensors)
+      if (tensor) tensor = arena.seen_from_here(rank, tensor);
+    update.tensors[0] = bytes_of(flat_) + update.begin * item_size(update.dtype);
+  }
+  compute(seen);
+  arena.done_updating(place_, rank);
+}
+
+bool SharedGatherTask::lacks(const Arena& arena, int rank) const {
+  if (!all_have_come_) return ArenaTask::lacks(arena, rank);
+  for (int owner = 0; owner < arena.size(); ++owner) {
+    if (!arena.is_updated(owner, place_) && (owner == rank || arena.taker(owner, place_) == rank))
+      return true;
+  }
+  return false;
+}
+
+GatherTask::GatherTask(ArenaPlace place, at::Tensor flat)
+    : ArenaTask(std::move(place)), flat_(std::move(flat)), copied_(place_.name.size, false) {}
+
+bool GatherTask::advance(Arena& arena) {
+  bool all = true;
+  for (int rank = 0; rank < arena.size(); ++rank) {
+    if (copied_[rank]) continue;
+    const Post* const post = arena.shown(rank, place_);
+    all = all && post;
+    if (!post) continue;
+    copied_[rank] = true;
+    copy_from(arena, rank, *post);
+  }
+  if (all) arena.done_reading(place_);
+  return all;
+}
+
+void GatherTask::copy_from(const Arena& arena, int rank, const Post& post) {
+  const int64_t item = item_size(flat_.scalar_type());
+  for (int64_t i = 0; i < post.pieces; ++i) {
+    const ShownPiece& piece = post.first_piece()[i];
+    if (piece.numel == 0) continue;
+    const std::byte* const from = arena.data(rank, piece);
+    std::byte* const to = bytes_of(flat_) + piece.begin * item;
+    if (from != to) std::memcpy(to, from, piece.numel * item);
+  }
+}
+
+BroadcastTask::BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers)
+    : ArenaTask(std::move(place)),
+      tensor_(std::move(tensor)),
+      root_(root),
+      wait_for_readers_(wait_for_readers) {}
+
+bool BroadcastTask::advance(Arena& arena) {
+  if (arena.rank() == root_) {
+    arena.done_reading(place_);
+    return !wait_for_readers_ || arena.all_have_read(place_);
+  }
+  const Post* const post = arena.shown(root_, place_);
+  if (!post) return false;
+  if (post->pieces > 0)
+    std::memcpy(bytes_of(tensor_), arena.data(root_, *post->first_piece()), tensor_.nbytes());
+  arena.done_reading(place_);
+  return true;
+}
+
+AllToAllTask::AllToAllTask(ArenaPlace place, std::vector<at::Tensor> from)
+    : ArenaTask(std::move(place)), from_(std::move(from)) {}
+
+bool AllToAllTask::advance(Arena& arena) {
+  if (!arena.all_show(place_)) return false;
+  const std::string why = disagreement(arena);
+  for (int rank = 0; rank < arena.size() && why.empty(); ++rank) {
+    if (rank == arena.rank() || message_numel(from_[rank]) == 0) continue;
+    const ShownPiece& piece = arena.shown(rank, place_)->first_piece()[arena.rank()];
+    std::memcpy(bytes_of(from_[rank]), arena.data(rank, piece), from_[rank].nbytes());
+  }
+  // Also of what does not fit, which all ranks find: nobody will read it.
+  arena.done_reading(place_);
+  TORCH_CHECK_WITH(DistBackendError, why.empty(), place_.name.describe(), ": ", why);
+  return true;
+}
+
+std::string AllToAllTask::disagreement(const Arena& arena) const {
+  std::vector<const ShownPiece*> posts;
+  for (int rank = 0; rank < arena.size(); ++rank)
+    posts.push_back(arena.shown(rank, place_)->first_piece());
+  const auto form = [](const ShownPiece& piece) { return MessageForm{piece.numel, piece.begin}; };
+  return tessera::disagreement(
+      arena.size(), [&](int sender, int receiver) { return form(posts[sender][receiver]); },
+      [&](int sender, int receiver) { return form(posts[receiver][arena.size() + sender]); });
+}
+
+ReduceScatterTask::ReduceScatterTask(ArenaPlace place, at::Tensor out,
+                                     std::vector<ArenaReduction> reductions, bool is_offered,
+                                     int64_t shown_nbytes)
+    : ArenaTask(std::move(place)),
+      out_(std::move(out)),
+      reductions_(std::move(reductions)),
+      is_offered_(is_offered),
+      shown_nbytes_(shown_nbytes),
+      start_(Clock::now()) {}
+
+bool ReduceScatterTask::advance(Arena& arena) {
+  if (is_offered_) {
+    if (arena.has_read(arena.rank(), place_)) return true;
+    const bool takes_back = arena.is_idle() ||
+                            arena.shown_nbytes() - shown_nbytes_ > kLongestOfferBytes ||
+                            Clock::now() - start_ > kLongestOffer;
+    // Until then it must not look at the posts: once another rank has done this part, they may go.
+    if (!takes_back || !arena.take_offer(arena.rank(), place_)) return false;
+    is_offered_ = false;
+  }
+  if (!arena.all_show(place_)) return false;
+  for (const ArenaReduction& part : reductions_) do_part(arena, place_, part);
+  arena.done_reading(place_);
+  help_others(arena);
+  return true;
+}
+
+void ReduceScatterTask::help_others(Arena& arena) {
+  for (int rank = 0; rank < arena.size(); ++rank) {
+    if (!arena.take_offer(rank, place_)) continue;
+    for (ArenaReduction part : arena.shown(rank, place_)->offer_of<ArenaReduction>()) {
+      part.out = arena.seen_from_here(rank, part.out);
+      do_part(arena, place_, part);
+    }
+    arena.done_reading(place_, rank);
+  }
+}
+
+bool ReduceScatterTask::lacks(const Arena& arena, int rank) const {
+  if (!is_offered_) return ArenaTask::lacks(arena, rank);
+  return !arena.has_read(arena.rank(), place_) && arena.taker(arena.rank(), place_) == rank;
+}
+
+AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,
+                             std::vector<int64_t> bounds)
+    : ArenaTask(std::move(place)),
+      tensor_(std::move(tensor)),
+      reduction_{.dtype = tensor_.scalar_type(), .op = op},
+      bounds_(std::move(bounds)),
+      second_(place_) {
+  second_.number += 1;
+}
+
+bool AllReduceTask::advance(Arena& arena) {
+  if (!arena.all_show(awaited())) return false;
+  if (bounds_.empty()) {
+    do_part(arena, place_, {0, tensor_.numel(), bytes_of(tensor_), reduction_});
+    arena.done_reading(place_);
+    return true;
+  }
+  if (!has_reduced_) reduce_part(arena);
+  if (!arena.all_show(second_)) return false;
+  take_parts(arena);
+  return true;
+}
+
+void AllReduceTask::reduce_part(Arena& arena) {
+  const int64_t begin = bounds_[arena.rank()], end = bounds_[arena.rank() + 1];
+  std::byte* const part = arena.allocate((end - begin) * item_size(reduction_.dtype));
+  do_part(arena, place_, {begin, end, part, reduction_});
+  arena.done_reading(place_);
+  has_reduced_ = true;
+  arena.show(second_, {{begin, end - begin, reinterpret_cast<uint64_t>(part)}}, {}, part);
+}
+
+void AllReduceTask::take_parts(Arena& arena) {
+  const int64_t item = item_size(reduction_.dtype);
+  for (int rank = 0; rank < arena.size(); ++rank) {
+    const ShownPiece& part = *arena.shown(rank, second_)->first_piece();
+    if (part.numel > 0)
+      std::memcpy(bytes_of(tensor_) + part.begin * item, arena.data(rank, part), part.numel * item);
+  }
+  arena.done_reading(second_);
+}
+
+}  // namespace tessera

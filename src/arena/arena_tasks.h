@@ -1,0 +1,128 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "arena/arena.h"
+#include "arena/arena_reduction.h"
+#include "group/shard_update.h"
+
+namespace tessera {
+
+/// Waits until all ranks have come, and reads nothing: a barrier.
+class ArrivalTask final : public ArenaTask {
+ public:
+  using ArenaTask::ArenaTask;
+  bool advance(Arena& arena) override;
+};
+
+/// A gather of shards that lie in shared memory already: waits until all are up to date. A rank may
+/// show, in place of new values, how to compute them. Who waits for a unit that is not up to date
+/// does so, whosever the shard is; not before all ranks have come, and so read no old values.
+class SharedGatherTask final : public ArenaTask {
+ public:
+  /// `flat`: the shared memory. `own`: updates that only this rank can compute.
+  SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own);
+  bool advance(Arena& arena) override;
+  bool help(Arena& arena) override;
+  void work_ahead(Arena& arena, const ArenaPlace& place) override;
+  bool lacks(const Arena& arena, int rank) const override;
+  std::vector<at::Tensor> written_by_others() const override { return {flat_}; }
+
+ private:
+  bool have_all_come(Arena& arena);
+  bool update_part_of(Arena& arena, int rank);
+  void update(Arena& arena, int rank, std::span<const ShardUpdate> updates);
+
+  at::Tensor flat_;
+  std::vector<ShardUpdate> own_;
+  bool all_have_come_ = false;
+};
+
+/// Copies the pieces that each rank shows to where they belong in `flat`.
+class GatherTask final : public ArenaTask {
+ public:
+  GatherTask(ArenaPlace place, at::Tensor flat);
+  bool advance(Arena& arena) override;
+
+ private:
+  void copy_from(const Arena& arena, int rank, const Post& post);
+
+  at::Tensor flat_;
+  std::vector<bool> copied_;  // by rank
+};
+
+/// Copies what one rank shows to `tensor`, on the others.
+class BroadcastTask final : public ArenaTask {
+ public:
+  BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers);
+  bool advance(Arena& arena) override;
+
+ private:
+  at::Tensor tensor_;
+  int root_;
+  bool wait_for_readers_;
+};
+
+/// Copies what each other rank shows for this one to the tensor of `from` that waits for it. A rank
+/// shows a piece for each rank, then one without an address for each that it expects.
+class AllToAllTask final : public ArenaTask {
+ public:
+  AllToAllTask(ArenaPlace place, std::vector<at::Tensor> from);
+  bool advance(Arena& arena) override;
+
+ private:
+  std::string disagreement(const Arena& arena) const;
+
+  std::vector<at::Tensor> from_;
+};
+
+/// Reduces one range, or several, into `out`; or has that done by a rank that is ahead.
+class ReduceScatterTask final : public ArenaTask {
+ public:
+  /// `is_offered`: the others may do it, until this rank waits, has shown much else, or loses
+  /// patience.
+  ReduceScatterTask(ArenaPlace place, at::Tensor out, std::vector<ArenaReduction> reductions,
+                    bool is_offered, int64_t shown_nbytes);
+  bool advance(Arena& arena) override;
+  bool lacks(const Arena& arena, int rank) const override;
+  std::vector<at::Tensor> written_by_others() const override { return {out_}; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void help_others(Arena& arena);
+
+  at::Tensor out_;  // keeps the memory
+  std::vector<ArenaReduction> reductions_;
+  bool is_offered_;
+  int64_t shown_nbytes_;  // by this rank, when it came to this place
+  Clock::time_point start_;
+};
+
+/// Reduces all of `tensor` in place, out of copies that all ranks show. Large tensors in two turns:
+/// each rank reduces a part, into memory that it shows at the next place, and takes the others'
+/// parts from there.
+class AllReduceTask final : public ArenaTask {
+ public:
+  AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op, std::vector<int64_t> bounds);
+  bool advance(Arena& arena) override;
+  const ArenaPlace& awaited() const override { return has_reduced_ ? second_ : place_; }
+
+ private:
+  void reduce_part(Arena& arena);
+  void take_parts(Arena& arena);
+
+  at::Tensor tensor_;
+  LocalReduction reduction_;
+  std::vector<int64_t> bounds_;  // of the parts; empty: one turn
+  ArenaPlace second_;
+  bool has_reduced_ = false;
+};
+
+}  // namespace tessera

@@ -1,0 +1,300 @@
+#include "arena/hosted_process_group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "group/check_arguments.h"
+#include "group/local_sum.h"
+#include "group/math_bits.h"
+#include "group/sent_bytes.h"
+
+namespace tessera {
+namespace {
+
+// The parts of `pieces` that lie in [begin, end), which is at `offset` of `sums`.
+void add_pieces(std::vector<Piece>& out, const std::vector<Piece>& pieces, int64_t begin,
+                int64_t end, int64_t offset, const at::Tensor& sums) {
+  for (const Piece& piece : pieces) {
+    const int64_t from = std::max(begin, piece.begin);
+    const int64_t numel = std::min(end, piece.begin + piece.numel) - from;
+    if (numel <= 0) continue;
+    const int64_t at = offset + from - begin;
+    out.push_back({at, sums.narrow(0, at, numel), numel});
+  }
+}
+
+}  // namespace
+
+HostedProcessGroup::HostedProcessGroup(HostTable table, std::shared_ptr<ArenaProcessGroup> local,
+                                       ProcessGroupPtr rail, ProcessGroupPtr whole)
+    : table_(std::move(table)),
+      local_(std::move(local)),
+      rail_(std::move(rail)),
+      whole_(std::move(whole)) {}
+
+HostedProcessGroup::~HostedProcessGroup() { close(); }
+
+void HostedProcessGroup::close() noexcept {
+  const auto grace = closing_grace(timeout());
+  for (ChannelState& channel : channels_) channel.thread.stop(grace);
+  local_->close();
+  tessera::close(rail_);
+  tessera::close(whole_);
+}
+
+int64_t HostedProcessGroup::sent_nbytes() const {
+  int64_t nbytes = 0;
+  for (const ProcessGroupPtr& part : {rail_, whole_}) {
+    if (const auto* const sender = dynamic_cast<const SendsMessages*>(part.get()))
+      nbytes += sender->sent_nbytes();
+  }
+  return nbytes;
+}
+
+std::vector<int> HostedProcessGroup::sends_to() const {
+  std::vector<int> ranks = table_.rail(index());
+  std::erase(ranks, rank());
+  return ranks;
+}
+
+WorkPtr HostedProcessGroup::start(const char* collective, const CollectiveTag& tag,
+                                  std::vector<StepwiseWork::Step> steps) {
+  ChannelState& channel = channels_.at(static_cast<size_t>(tag.channel));
+  const CollectiveName name{
+      collective, std::string(tag.subject), tag.channel, channel.sequence++, rank(), size()};
+  auto work = std::make_shared<StepwiseWork>(name, timeout(), local_->arena(), std::move(steps));
+  const bool is_open = channel.thread.push(work);
+  TORCH_CHECK_WITH(DistBackendError, is_open, name.describe(), ": the process group was closed");
+  return work;
+}
+
+std::optional<SharedBuffer> HostedProcessGroup::share(int64_t nbytes, const CollectiveTag& tag) {
+  const int ranks = local_->size();
+  // Not taken now: what other hosts own may never be here whole.
+  const auto memory = local_->share_memory(HostBuffer::nbytes_with_counters(nbytes, ranks),
+                                           /*reserve=*/false, tag);
+  const at::Tensor all_have = at::full({1}, memory ? 1 : 0, at::TensorOptions().dtype(at::kByte));
+  whole_->all_reduce(all_have, ReduceOp::kMin, tag)->wait();
+  if (*static_cast<const uint8_t*>(all_have.const_data_ptr()) == 0) return std::nullopt;
+  SharedBuffer buffer =
+      buffers_.add(std::make_shared<HostBuffer>(memory, nbytes, index(), ranks), *memory, nbytes);
+  buffer.stays_whole = false;
+  return buffer;
+}
+
+void HostedProcessGroup::release(const SharedBuffer& buffer) {
+  if (const auto found = buffers_.holding(buffer.bytes)) found->release();
+}
+
+WorkPtr HostedProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
+                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
+  check_host_all_gather(*this, flat, shard, bounds, tag);
+  const auto buffer = buffers_.holding(flat);
+  if (!buffer) return gather_own(flat, shard, bounds, tag);
+  check_in_place(*this, flat, shard, bounds, tag);
+  return gather_shared(*buffer, flat, bounds, tag);
+}
+
+HostedProcessGroup::RailCut HostedProcessGroup::cut_for_rail(
+    std::span<const int64_t> bounds) const {
+  RailCut cut{.ranks = table_.rail(index()), .bounds = {0}};
+  for (const int r : cut.ranks) cut.bounds.push_back(cut.bounds.back() + bounds[r + 1] - bounds[r]);
+  return cut;
+}
+
+// Into memory that the ranks of a host do not share: each fetches what its rail owns, and gives it
+// to the others.
+WorkPtr HostedProcessGroup::gather_own(const at::Tensor& flat, const at::Tensor& shard,
+                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
+  ArenaPlace place =
+      local_->arena()->take_place("all_gather", tag, form_of_all_gather(flat, bounds, tag));
+  const RailCut cut = cut_for_rail(bounds);
+  // Not in `flat`: others may still be reading when its owner writes to it again.
+  const at::Tensor fetched = at::empty(
+      {cut.bounds.back()}, at::TensorOptions().dtype(flat.scalar_type()).requires_grad(false));
+  std::vector<Piece> pieces;
+  for (size_t h = 0; h < cut.ranks.size(); ++h) {
+    const int64_t numel = cut.bounds[h + 1] - cut.bounds[h];
+    pieces.push_back({bounds[cut.ranks[h]], fetched.narrow(0, cut.bounds[h], numel), numel});
+  }
+  return start(
+      "all_gather", tag,
+      {[fetched, shard, rail_bounds = cut.bounds, rail = rail_](const CollectiveTag& rail_tag) {
+         return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
+       },
+       [place = std::move(place), pieces = std::move(pieces), flat, local = local_](
+           const CollectiveTag&) { return std::vector{local->gather_at(place, pieces, flat)}; }});
+}
+
+// What ranks of other hosts own, neighbours joined: pages are given back whole.
+std::vector<ByteRange> HostedProcessGroup::foreign_ranges(size_t begin, int64_t item,
+                                                          std::span<const int64_t> bounds) const {
+  std::vector<ByteRange> ranges;
+  bool joins = false;
+  for (int r = 0; r < size(); ++r) {
+    const bool is_foreign = table_.host_of(r) != host();
+    const size_t end = begin + bounds[r + 1] * item;
+    if (is_foreign && !joins) ranges.push_back({begin + bounds[r] * item, end});
+    if (is_foreign && joins) ranges.back().end = end;
+    joins = is_foreign;
+  }
+  return ranges;
+}
+
+WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const at::Tensor& flat,
+                                          std::span<const int64_t> bounds,
+                                          const CollectiveTag& tag) {
+  const auto item = static_cast<int64_t>(flat.element_size());
+  const size_t begin = buffer.offset_of(flat);
+  CollectiveForm form = form_of_all_gather(flat, bounds, tag);
+  form.mix(static_cast<int64_t>(begin));
+  ArenaPlace before = local_->arena()->take_place("all_gather", tag, form, 2);
+  ArenaPlace after = before;
+  after.number += 1;
+  std::vector<at::Tensor> slices;
+  std::vector<ByteRange> ranges;
+  for (const int r : table_.rail(index())) {
+    slices.push_back(flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]));
+    ranges.push_back({begin + bounds[r] * item, begin + bounds[r + 1] * item});
+  }
+  buffer.begin_gather(foreign_ranges(begin, item, bounds));
+  // Nobody of this host reads it any more, and the pages that were to go have gone.
+  const WorkPtr all_have_come = local_->arrive_at(std::move(before));
+  const auto fetch = [slices, ranges, memory = buffer.shared_memory(),
+                      rail = rail_](const CollectiveTag& rail_tag) {
+    std::vector<WorkPtr> works;
+    for (int h = 0; h < rail->size(); ++h) {
+      memory->reserve(ranges[h].begin, ranges[h].end);
+      works.push_back(rail->broadcast(slices[h], h, rail_tag));
+    }
+    return works;
+  };
+  return start("all_gather", tag,
+               {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
+                [local = local_, after](const CollectiveTag&) {
+                  return std::vector{local->arrive_at(after)};
+                }});
+}
+
+WorkPtr HostedProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
+                                           std::span<const int64_t> bounds,
+                                           const ReduceScatterOptions& options,
+                                           const CollectiveTag& tag) {
+  if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
+  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
+  const RailCut cut = cut_for_rail(bounds);
+  // The host's sums of what the ranks of this rail own.
+  const at::Tensor sums =
+      at::empty({cut.bounds.back()}, at::TensorOptions().dtype(dtype).requires_grad(false));
+  auto* const data = static_cast<std::byte*>(sums.mutable_data_ptr());
+  const auto item = static_cast<int64_t>(sums.element_size());
+  std::vector<ArenaReduction> reductions;
+  std::vector<Piece> rail_pieces;
+  for (size_t h = 0; h < cut.ranks.size(); ++h) {
+    const int64_t begin = bounds[cut.ranks[h]], end = bounds[cut.ranks[h] + 1];
+    reductions.push_back({begin, end, data + cut.bounds[h] * item, {dtype, ReduceOp::kSum}});
+    add_pieces(rail_pieces, pieces, begin, end, cut.bounds[h], sums);
+  }
+  const CollectiveForm form = form_of_reduce_scatter(dtype, pieces, bounds, tag);
+  const WorkPtr host_sums =
+      local_->reduce(sums, std::move(pieces), std::move(reductions), form, tag);
+  ReduceScatterOptions rail_options = options;
+  rail_options.dtype = dtype;
+  return start("reduce_scatter", tag,
+               {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
+                [out, rail_pieces, rail_bounds = cut.bounds, rail_options,
+                 rail = rail_](const CollectiveTag& rail_tag) {
+                  return std::vector{
+                      rail->reduce_scatter(out, rail_pieces, rail_bounds, rail_options, rail_tag)};
+                }});
+}
+
+WorkPtr HostedProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
+                                       const CollectiveTag& tag) {
+  if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
+  check_host_all_reduce(*this, tensor, op, tag);
+  if (!is_reduced_whole(tensor)) return all_reduce_parts(tensor, op, tag);
+  const WorkPtr inside = local_->all_reduce(tensor, op, tag);
+  return start("all_reduce", tag,
+               {[inside](const CollectiveTag&) { return std::vector{inside}; },
+                [tensor, op, rail = rail_](const CollectiveTag& rail_tag) {
+                  return std::vector{rail->all_reduce(tensor, op, rail_tag)};
+                }});
+}
+
+// Each rank sums a part for its host, then with those of the other hosts that have the same part.
+WorkPtr HostedProcessGroup::all_reduce_parts(const at::Tensor& tensor, ReduceOp op,
+                                             const CollectiveTag& tag) {
+  const std::vector<int64_t> bounds = even_bounds(tensor.numel(), local_->size());
+  const int64_t begin = bounds[index()], end = bounds[index() + 1];
+  const at::ScalarType dtype = tensor.scalar_type();
+  const at::Tensor part =
+      at::empty({end - begin}, at::TensorOptions().dtype(dtype).requires_grad(false));
+  const ArenaReduction reduction{
+      begin, end, static_cast<std::byte*>(part.mutable_data_ptr()), {dtype, op}};
+  CollectiveForm form = form_of_all_reduce(tensor, op, tag);
+  const WorkPtr inside =
+      local_->reduce(part, {{0, tensor, tensor.numel()}}, {reduction}, form, tag);
+  ArenaPlace place = local_->arena()->take_place("all_reduce", tag, form.mix("gather"));
+  return start(
+      "all_reduce", tag,
+      {[inside](const CollectiveTag&) { return std::vector{inside}; },
+       [part, op, rail = rail_](const CollectiveTag& rail_tag) {
+         return std::vector{rail->all_reduce(part, op, rail_tag)};
+       },
+       [inside, place = std::move(place), begin, part, tensor,
+        local = local_](const CollectiveTag&) {
+         inside->wait_inputs();  // the others have read what is overwritten now
+         return std::vector{local->gather_at(place, {{begin, part, part.numel()}}, tensor)};
+       }});
+}
+
+WorkPtr HostedProcessGroup::broadcast(const at::Tensor& tensor, int root,
+                                      const CollectiveTag& tag) {
+  if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
+  check_host_broadcast(*this, tensor, root, tag);
+  ArenaPlace place =
+      local_->arena()->take_place("broadcast", tag, form_of_broadcast(tensor, root, tag));
+  std::vector<StepwiseWork::Step> steps;
+  if (table_.index_of(root) == index()) {
+    steps.emplace_back(
+        [tensor, from = table_.host_of(root), rail = rail_](const CollectiveTag& rail_tag) {
+          return std::vector{rail->broadcast(tensor, from, rail_tag)};
+        });
+  }
+  steps.emplace_back([place = std::move(place), tensor, from = table_.index_of(root),
+                      local = local_](const CollectiveTag&) {
+    return std::vector{local->broadcast_at(place, tensor, from)};
+  });
+  return start("broadcast", tag, std::move(steps));
+}
+
+ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
+                                     const c10::intrusive_ptr<c10d::Store>& store,
+                                     const HostTable& table) {
+  const auto timeout = whole->timeout();
+  const int host = table.host_of(whole->rank()), index = table.index_of(whole->rank());
+  const auto connect = [&](const std::string& name, int rank, int size) {
+    const auto keys = c10::make_intrusive<c10d::PrefixStore>(name, store);
+    return gloo_process_group(keys, rank, size, timeout);
+  };
+  const ProcessGroupPtr inside =
+      connect("host_" + std::to_string(host), index, table.ranks_per_host());
+  const ProcessGroupPtr rail = connect("rail_" + std::to_string(index), host, table.hosts());
+  // What one host can't do, none does.
+  std::string why_not;
+  auto arena = Arena::connect(*inside, why_not);
+  for (const auto& failure : all_gather_bytes(*whole, why_not, {"hosts", Channel::kControl}))
+    TORCH_CHECK_NOT_IMPLEMENTED(failure.empty(),
+                                "[arena] the ranks of a host can't share memory: ", failure);
+  return std::make_shared<HostedProcessGroup>(
+      table, std::make_shared<ArenaProcessGroup>(std::move(arena)), rail, std::move(whole));
+}
+
+}  // namespace tessera

@@ -1,0 +1,136 @@
+#include "arena/stepwise_work.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "message/exchange.h"
+
+namespace tessera {
+namespace {
+
+// How much longer a caller waits than the thread that does the steps, whose error says more.
+constexpr std::chrono::milliseconds kGrace{500};
+
+}  // namespace
+
+StepwiseWork::StepwiseWork(CollectiveName name, std::chrono::milliseconds timeout,
+                           std::shared_ptr<Arena> arena, std::vector<Step> steps)
+    : name_(std::move(name)),
+      timeout_(timeout),
+      arena_(std::move(arena)),
+      steps_(std::move(steps)) {}
+
+void StepwiseWork::run() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) return;
+    state_ = State::kRunning;
+  }
+  std::exception_ptr error;
+  try {
+    perform_steps();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  steps_.clear();  // and what they hold
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_for_.reset();
+    error_ = error;
+    state_ = State::kLastStep;
+  }
+  changed_.notify_all();
+}
+
+void StepwiseWork::perform_steps() {
+  const CollectiveTag tag{name_.subject, name_.channel};
+  name_errors([&] {
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      std::vector<WorkPtr> works = steps_[i](tag);
+      if (i + 1 == steps_.size()) {
+        last_ = std::move(works);
+        return;
+      }
+      for (const WorkPtr& work : works) {
+        begin_wait(work);
+        work->wait();
+        earlier_.push_back(work);
+      }
+    }
+  });
+}
+
+// The ranks that a step's errors name are those of a host or a rail.
+void StepwiseWork::name_errors(const std::function<void()>& step) const {
+  try {
+    step();
+  } catch (const c10::DistBackendError&) {
+    C10_THROW_ERROR(DistBackendError, name_.describe() + ", in a step of it: " +
+                                          exception_text(std::current_exception()));
+  }
+}
+
+void StepwiseWork::begin_wait(const WorkPtr& work) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, !aborted_, "the process group was closed");
+  waiting_for_ = work;
+}
+
+void StepwiseWork::abort() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    if (auto* const exchange = dynamic_cast<ExchangeWork*>(waiting_for_.get())) exchange->abort();
+    if (state_ == State::kQueued) {
+      state_ = State::kLastStep;
+      error_ = std::make_exception_ptr(
+          c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                name_.describe() + " was not begun: the process group was closed"));
+    }
+  }
+  changed_.notify_all();
+  arena_->give_up();
+}
+
+std::vector<WorkPtr> StepwiseWork::works_of_last_step() {
+  check_process(mark_, name_);
+  const auto start = std::chrono::steady_clock::now();
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_for(lock, timeout_ + kGrace, [&] { return state_ == State::kLastStep; })) {
+    lock.unlock();
+    throw_wait_failed(name_, "the ranks of its host and its rail",
+                      std::chrono::steady_clock::now() - start, timeout_, nullptr);
+  }
+  if (error_) std::rethrow_exception(error_);
+  return last_;
+}
+
+void StepwiseWork::wait() {
+  const auto works = works_of_last_step();
+  name_errors([&] {
+    for (const WorkPtr& work : works) work->wait();
+  });
+}
+
+void StepwiseWork::wait_inputs() {
+  const auto works = works_of_last_step();
+  name_errors([&] {
+    for (const WorkPtr& work : works) work->wait_inputs();
+    for (const WorkPtr& work : earlier_) work->wait_inputs();
+  });
+}
+
+bool StepwiseWork::is_completed() {
+  if (mark_.is_inherited()) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ != State::kLastStep) return false;
+    if (error_) return true;
+  }
+  return std::all_of(last_.begin(), last_.end(),
+                     [](const WorkPtr& work) { return work->is_completed(); });
+}
+
+}  // namespace tessera

@@ -1,0 +1,53 @@
+#include "dispatch/dry_run.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include "dispatch/each_tensor.h"
+
+namespace tessera {
+namespace {
+
+using torch::jit::Stack;
+
+at::Tensor on_meta(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(),
+                           tensor.options().device(at::kMeta).requires_grad(false));
+}
+
+at::Tensor as_constants(const at::Tensor& tensor) {
+  const bool may_be_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+  return at::full(tensor.sizes(), may_be_index ? 0 : 1,
+                  at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+}  // namespace
+
+std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
+                                 at::ArrayRef<c10::IValue> arguments) {
+  Stack stack;
+  for (const c10::IValue& argument : arguments)
+    stack.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta))
+                                        : map_tensors(argument, on_meta));
+  try {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.callBoxed(stack);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  }
+  return stack;
+}
+
+Stack run_on_constants(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  Stack stack;
+  for (const c10::IValue& argument : arguments)
+    stack.push_back(map_tensors(argument, as_constants));
+  at::AutoDispatchBelowADInplaceOrView guard;
+  op.callBoxed(stack);
+  return stack;
+}
+
+}  // namespace tessera

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include "dispatch/unit_key.h"
+
+namespace tessera {
+
+/// A storage whose values may have to be waited for, or made, before an operator sees them. Its
+/// tensors carry `kUnitKey`.
+class SettlingStorage : public c10::StorageImpl {
+ public:
+  using c10::StorageImpl::StorageImpl;
+
+  /// Puts the values where the memory is.
+  virtual void settle() = 0;
+};
+
+/// The storage of `tensor` if it is a `T`, which is a kind of `SettlingStorage`; else null.
+template <class T = SettlingStorage>
+T* settling_storage(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
+  return dynamic_cast<T*>(tensor.storage().unsafeGetStorageImpl());
+}
+
+/// A tensor like `like`, from the beginning of `storage`, that carries `kUnitKey`.
+at::Tensor make_settling(const at::Tensor& like, c10::intrusive_ptr<SettlingStorage> storage);
+
+}  // namespace tessera

@@ -1,0 +1,66 @@
+#include "group/collective_name.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include "group/flight_record.h"
+
+namespace tessera {
+
+std::string CollectiveName::describe() const {
+  return fmt::format("[{}] unit '{}' (channel {}, #{}): rank {} of {}", collective, subject,
+                     channel_name(channel), sequence, rank, size);
+}
+
+void throw_wait_failed(const CollectiveName& name, const std::string& whom,
+                       std::chrono::duration<double> waited, std::chrono::milliseconds timeout,
+                       std::exception_ptr cause) {
+  const double limit = std::chrono::duration<double>(timeout).count();
+  const bool timed_out = waited.count() >= 0.99 * limit;
+  const std::string said = cause ? "; the backend said: " + exception_text(cause) : "";
+  const std::string why =
+      timed_out
+          ? fmt::format(
+                "waited {:.1f} s for {}, which is the timeout; likely causes: {} ended or is "
+                "stuck, it "
+                "issued its collectives in another order, or it disagrees on the sizes{}",
+                waited.count(), whom, whom, said)
+          : fmt::format(
+                "waited {:.1f} s for {} and failed before the timeout of {:.1f} s; likely causes: "
+                "{} "
+                "failed or ended, or an earlier collective failed and closed the connections{}",
+                waited.count(), whom, limit, whom, said);
+  C10_THROW_ERROR(DistBackendError, name.describe() + " " + why);
+}
+
+std::string differing_order(const CollectiveName& name, int64_t sequence, const std::string& own,
+                            int rank, const std::string& theirs) {
+  return fmt::format(
+      "{}: rank {} came with another collective at place #{} of this channel: {}; this rank came "
+      "with {}{}. Expected all ranks to issue the same ones in the same order, with equal sizes "
+      "and dtypes",
+      name.describe(), rank, sequence, theirs, own,
+      own == theirs ? ", whose parts or pieces are others" : "");
+}
+
+void check_process(const ProcessMark& mark, const CollectiveName& name) {
+  TORCH_CHECK_WITH(
+      DistBackendError, !mark.is_inherited(), name.describe(),
+      ": only the process that joined the ranks may communicate; this one was forked "
+      "from it. Leave collectives, and optimizers and checkpoints of sharded models, to "
+      "the parent");
+}
+
+std::string exception_text(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,181 @@
+#include "message/exchange.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+// How much longer a caller waits than the thread that does the work for it, whose error says more.
+constexpr std::chrono::milliseconds kGrace{500};
+
+}  // namespace
+
+Exchange::Exchange(CollectiveName name, std::chrono::milliseconds timeout, bool runs_in_wait)
+    : name_(std::move(name)), timeout_(timeout), runs_in_wait_(runs_in_wait) {}
+
+bool Exchange::outputs_done() {
+  if (is_inherited()) return step_ >= Step::kOutputsDone;
+  std::lock_guard lock(mutex_);
+  return error_ != nullptr || step_ >= Step::kOutputsDone;
+}
+
+bool Exchange::inputs_done() {
+  std::lock_guard lock(mutex_);
+  return error_ != nullptr || step_ == Step::kInputsDone;
+}
+
+bool Exchange::claim_queueing() {
+  std::lock_guard lock(mutex_);
+  return !std::exchange(queued_, true);
+}
+
+void Exchange::run() noexcept {
+  std::unique_lock lock(mutex_);
+  while (step_ != Step::kInputsDone && !error_) {
+    if (advancing_) {
+      changed_.wait(lock);  // the other thread is bounded by the timeout
+    } else {
+      advance(lock);
+    }
+  }
+}
+
+void Exchange::abort() noexcept {
+  std::lock_guard lock(mutex_);
+  aborted_ = true;
+  if (waiting_for_) {
+    try {
+      waiting_for_->abort();
+    } catch (...) {  // the wait then ends by its timeout
+    }
+  }
+}
+
+void Exchange::wait_until(Step step) {
+  if (is_inherited()) {  // a thread that is not here may have the lock
+    if (step_ < step) check_process(mark_, name_);
+    return;
+  }
+  const auto start = Clock::now();
+  std::unique_lock lock(mutex_);
+  while (step_ < step) {
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
+    if (runs_in_wait_ && !advancing_) {
+      advance(lock);
+    } else if (changed_.wait_until(lock, start + timeout_ + kGrace) == std::cv_status::timeout &&
+               step_ < step && !error_) {
+      lock.unlock();
+      throw_wait_failed(name_, "its peers", Clock::now() - start, timeout_, nullptr);
+    }
+  }
+}
+
+// Does the next step without the lock.
+void Exchange::advance(std::unique_lock<std::mutex>& lock) {
+  const Step next = step_ == Step::kPosted ? Step::kOutputsDone : Step::kInputsDone;
+  advancing_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    perform(next);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  advancing_ = false;
+  if (error) {
+    error_ = error;
+  } else {
+    step_ = next;
+  }
+  changed_.notify_all();
+}
+
+void Exchange::perform(Step step) {
+  started_ = Clock::now();
+  try {
+    if (step == Step::kOutputsDone) {
+      complete_outputs();
+    } else {
+      complete_inputs();
+    }
+  } catch (const c10::Error&) {  // has a name
+    throw;
+  } catch (...) {  // Gloo refused a message that was posted on the way
+    throw_wait_failed(name_, "its peers", Clock::now() - started_, timeout_,
+                      std::current_exception());
+  }
+}
+
+void Exchange::wait(const Transfer& transfer) {
+  const auto whom = [&] { return "rank " + std::to_string(transfer.peer); };
+  const auto left =
+      std::chrono::duration_cast<std::chrono::milliseconds>(started_ + timeout_ - Clock::now());
+  bool aborted = false;
+  {
+    std::lock_guard lock(mutex_);
+    aborted = aborted_;
+    waiting_for_ = transfer.work;
+  }
+  std::exception_ptr error;
+  bool completed = false;
+  try {
+    // Zero would mean no timeout at all.
+    completed = !aborted && transfer.work->wait(std::max(left, std::chrono::milliseconds(1)));
+  } catch (...) {
+    error = std::current_exception();
+  }
+  {
+    std::lock_guard lock(mutex_);
+    waiting_for_.reset();
+  }
+  if (error) {
+    throw_wait_failed(name_, whom(), Clock::now() - started_, timeout_, error);
+  }
+  TORCH_CHECK_WITH(DistBackendError, completed, name_.describe(), " gave up waiting for ", whom(),
+                   ": the process group was closed");
+}
+
+ExchangeWork::ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<JobThread> thread)
+    : exchange_(std::move(exchange)), thread_(std::move(thread)) {}
+
+ExchangeWork::~ExchangeWork() {
+  // What threads of the parent wait on can't be destroyed without them.
+  if (exchange_->is_inherited()) {
+    static_cast<void>(new std::shared_ptr<Exchange>(std::move(exchange_)));
+    return;
+  }
+  // Dropping messages on their way would break the connections of the peers.
+  if (!exchange_->inputs_done()) {
+    try {
+      queue();
+    } catch (...) {  // no thread can be started: the peers time out
+    }
+  }
+}
+
+bool ExchangeWork::is_completed() {
+  if (exchange_->outputs_done()) {
+    return true;
+  }
+  if (exchange_->is_inherited()) return false;
+  // Gloo can't be asked whether a message has come: a thread waits for it instead.
+  queue();
+  return false;
+}
+
+void ExchangeWork::queue() {
+  if (exchange_->claim_queueing()) {
+    if (const auto thread = thread_.lock()) {
+      thread->push(exchange_);
+    }
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,100 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+
+#include "group/collective_name.h"
+#include "memory/process_mark.h"
+#include "message/job_thread.h"
+#include "message/mailbox.h"
+
+namespace tessera {
+
+/// A collective made of messages between pairs of ranks that were posted before.
+///
+/// It has two steps, each done once: the outputs (wait for the messages of the peers, sum) and the
+/// inputs (wait until the peers have ours). One thread at a time does them: a thread of the process
+/// group or, if `runs_in_wait`, the one that waits.
+class Exchange : public Job {
+ public:
+  Exchange(CollectiveName name, std::chrono::milliseconds timeout, bool runs_in_wait);
+
+  void wait_outputs() { wait_until(Step::kOutputsDone); }
+  void wait_inputs() { wait_until(Step::kInputsDone); }
+  bool outputs_done();
+  bool inputs_done();
+  /// True in a forked child, where nobody ends what was not done before.
+  bool is_inherited() const { return mark_.is_inherited(); }
+  /// True the first time: the caller then gives the exchange to a thread.
+  bool claim_queueing();
+
+  void run() noexcept override;
+  void abort() noexcept override;
+
+  /// Runs `post`, which posts messages. What it throws becomes a named error.
+  template <class Post>
+  void post(const Post& post_messages) {
+    try {
+      post_messages();
+    } catch (...) {
+      throw_wait_failed(name_, "its peers", std::chrono::seconds(0), timeout_,
+                        std::current_exception());
+    }
+  }
+
+ protected:
+  virtual void complete_outputs() = 0;
+  virtual void complete_inputs() = 0;
+
+  /// Waits for one message until the deadline of the current step.
+  void wait(const Transfer& transfer);
+
+ private:
+  enum class Step : uint8_t { kPosted, kOutputsDone, kInputsDone };
+  using Clock = std::chrono::steady_clock;
+
+  void wait_until(Step step);
+  void advance(std::unique_lock<std::mutex>& lock);
+  void perform(Step step);
+
+  const ProcessMark mark_;
+  const CollectiveName name_;
+  const std::chrono::milliseconds timeout_;
+  const bool runs_in_wait_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Step step_ = Step::kPosted;
+  bool advancing_ = false;  // a thread is in complete_*()
+  bool queued_ = false;
+  bool aborted_ = false;
+  std::exception_ptr error_;
+  c10::intrusive_ptr<c10d::Work> waiting_for_;
+  Clock::time_point started_;  // of the current step; used by the advancing thread alone
+};
+
+/// The caller's handle. If it goes before the collective has ended, `thread` ends the collective.
+class ExchangeWork : public Work {
+ public:
+  ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<JobThread> thread);
+  ~ExchangeWork() override;
+
+  void wait() override { exchange_->wait_outputs(); }
+  void wait_inputs() override { exchange_->wait_inputs(); }
+  bool is_completed() override;
+  /// Makes a wait in progress fail soon. Called from another thread.
+  void abort() noexcept { exchange_->abort(); }
+
+ private:
+  void queue();
+
+  std::shared_ptr<Exchange> exchange_;
+  std::weak_ptr<JobThread> thread_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,157 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/dist_tensor.h>
+
+#include <map>
+
+#include "model/sharded_state.h"
+
+namespace tessera {
+namespace {
+
+using Values = std::map<std::string, at::Tensor>;
+
+// Takes the value of a tensor of the model; all that is wrong goes to `errors`.
+void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes, bool strict,
+          std::vector<std::string>& errors) {
+  const auto it = rest.find(name);
+  if (it == rest.end()) {
+    if (strict) errors.push_back(fmt::format("'{}' is missing", name));
+    return;
+  }
+  if (!it->second.defined() || it->second.sizes() != sizes) {
+    errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+  }
+  taken.insert(rest.extract(it));
+}
+
+// Copies this rank's part of a parameter.
+void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) {
+  const auto [begin, end] = unit.updated_range(slot);
+  if (begin == end) return;
+  unit.updated()
+      .narrow(0, begin - unit.updated_begin(), end - begin)
+      .copy_(flat_in_order(local_value(slot, value.detach()), slot.strides)
+                 .narrow(0, begin - slot.offset, end - begin));
+}
+
+at::Tensor whole_buffer(const at::Tensor& buffer) {
+  return is_dist(buffer) ? full_tensor(buffer).clone() : buffer.clone();
+}
+
+}  // namespace
+
+void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
+  check_no_join("gathering the whole model");
+  take_in_replaced();
+  residency_->free_everything();  // so that all ranks gather the same units
+  for (const auto& unit : units_) {
+    const bool was_sharded = unit->state() == Unit::State::kSharded;
+    if (was_sharded) unit->unshard();
+    unit->wait();
+    visit(*unit);
+    if (was_sharded && unit->frees()) unit->reshard();
+  }
+}
+
+std::vector<NamedTensor> ShardedState::full_state() {
+  at::NoGradGuard no_grad;
+  Values values;
+  visit_whole_units([&](const Unit& unit) {
+    for (const ParamSlot& slot : unit.layout().slots) {
+      const at::Tensor value = global_value(slot, view_param(slot, unit.full())).clone();
+      for (const std::string& name : slot.names) values[name] = value;
+    }
+  });
+  std::vector<NamedTensor> state;
+  for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
+  for (const NamedTensor& buffer : buffers_)
+    state.push_back({buffer.name, whole_buffer(buffer.tensor)});
+  return state;
+}
+
+void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
+  at::NoGradGuard no_grad;
+  check_no_join("load_full_state()");
+  take_in_replaced();
+  Values values, rest;
+  for (const NamedTensor& item : state) rest[item.name] = item.tensor;
+  check_on_all_ranks(mesh(), [&] {
+    std::vector<std::string> errors;
+    for (const auto& unit : units_) {
+      for (const ParamSlot& slot : unit->layout().slots)
+        for (const std::string& name : slot.names)
+          take(rest, values, name, slot.global_sizes(), strict, errors);
+    }
+    for (const NamedTensor& buffer : buffers_)
+      take(rest, values, buffer.name, buffer.tensor.sizes(), strict, errors);
+    for (const auto& [name, value] : rest) {
+      if (strict) errors.push_back(fmt::format("'{}' is not in the model", name));
+    }
+    TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
+                      fmt::format("{}", fmt::join(errors, ", ")));
+  });
+  overwrite([&] {
+    for (const auto& unit : units_) {
+      for (const ParamSlot& slot : unit->layout().slots) {
+        for (const std::string& name : slot.names) {
+          if (!values.contains(name)) continue;
+          set_part(*unit, slot, values[name]);
+          break;
+        }
+      }
+    }
+    for (const NamedTensor& buffer : buffers_) {
+      if (values.contains(buffer.name)) buffer.tensor.copy_(values[buffer.name]);
+    }
+  });
+}
+
+bool ShardedState::has_replaced() const {
+  for (const auto& unit : units_)
+    for (const ParamSlot& slot : unit->layout().slots)
+      if (unit->replacement(slot).defined()) return true;
+  return false;
+}
+
+void ShardedState::take_in_replaced() {
+  const at::Tensor any = at::full({1}, has_replaced(), at::kByte);
+  if (mesh().size() > 1)
+    mesh().all_reduce(any, ReduceOp::kMax, {"parameters with other data", Channel::kControl});
+  if (any.item<uint8_t>() == 0) return;
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
+  std::string names;
+  for (const auto& unit : units_) {
+    for (const ParamSlot& slot : unit->layout().slots) {
+      if (!unit->replacement(slot).defined()) continue;
+      replaced.emplace_back(unit.get(), &slot);
+      names += fmt::format("'{}' ", slot.name());
+    }
+  }
+  const auto all =
+      mesh().all_gather_bytes(names, {"parameters with other data", Channel::kControl});
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    TORCH_CHECK_VALUE(all[rank] == all[0], "[tessera] all ranks must give the same parameters other data (by set_data(), "
+                      "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ", all[0],
+                      "], rank ", rank, " to [ ", all[rank], "]");
+  check_on_all_ranks(mesh(), [&] {
+    for (const auto& [unit, slot] : replaced) unit->check_replacement(*slot);
+  });
+  at::NoGradGuard no_grad;
+  overwrite([&] {
+    for (const auto& [unit, slot] : replaced) unit->take_in(*slot, shared_from_this());
+  });
+}
+
+void ShardedState::overwrite(const std::function<void()>& write) {
+  for (const auto& unit : units_) unit->wait();
+  wait_until_unread(stop_reading());
+  write();
+  for (const auto& unit : units_) unit->publish();
+  residency_->on_step(std::vector<bool>(units_.size(), true));
+}
+
+}  // namespace tessera

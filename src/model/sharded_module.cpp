@@ -1,0 +1,148 @@
+#include <fmt/format.h>
+#include <tessera/fully_shard.h>
+
+#include "model/clip_call.h"
+#include "model/join_scope.h"
+#include "model/sharded_state.h"
+
+namespace tessera {
+namespace {
+
+const char* level_name(ShardLevel level) {
+  switch (level) {
+    case ShardLevel::kNone:
+      return "none";
+    case ShardLevel::kOptimizerState:
+      return "optimizer state";
+    case ShardLevel::kGradients:
+      return "gradients";
+    case ShardLevel::kParameters:
+      return "parameters";
+  }
+  return "?";
+}
+
+}  // namespace
+
+ShardedModule::ShardedModule(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
+ShardedModule::~ShardedModule() = default;
+ShardedModule::ShardedModule(const ShardedModule&) = default;
+ShardedModule& ShardedModule::operator=(const ShardedModule&) = default;
+
+ShardedModule::NoSync::NoSync(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {
+  state_->reducer().enter_no_sync();
+}
+ShardedModule::NoSync::~NoSync() { state_->reducer().leave_no_sync(); }
+ShardedModule::NoSync ShardedModule::no_sync() { return NoSync(state()); }
+
+ShardedModule::KeepUnsharded::KeepUnsharded(std::shared_ptr<ShardedState> state)
+    : state_(std::move(state)) {
+  state_->residency().hold_all();
+}
+ShardedModule::KeepUnsharded::~KeepUnsharded() { state_->residency().release_all(); }
+ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnsharded(state()); }
+
+const std::shared_ptr<ShardedState>& ShardedModule::state() const {
+  TORCH_CHECK(!state_->is_given_back(), "[tessera] the model was unwrapped: its parameters are ordinary tensors again, "
+              "and handles of the sharded model are of no use");
+  return state_;
+}
+
+void ShardedModule::begin_forward() {
+  ShardedState& model = *state();
+  model.finish_sync_buffers();
+  if (!model.plan().sync_buffers || model.reducer().is_no_sync()) return;
+  if (auto* scope = model.join_scope()) scope->announce(JoinCall::kForward);
+  sync_buffers();
+}
+
+void ShardedModule::sync_buffers(bool blocking) {
+  state()->start_sync_buffers();
+  if (blocking) state()->finish_sync_buffers();
+}
+
+void ShardedModule::reduce() {
+  TORCH_CHECK(!state()->reducer().is_no_sync(), "[reduce] must be called after the no_sync() guard has ended");
+  TORCH_CHECK(state()->reducer().reduce_waiting(), "[reduce] there must be gradients of a backward under no_sync(); no "
+              "rank has any, maybe reduce() was called twice or there was no backward pass");
+}
+
+bool ShardedModule::casts_inputs() const {
+  return state()->plan().precision.param_dtype && state()->plan().precision.cast_inputs;
+}
+
+at::Tensor ShardedModule::cast_tensor(const at::Tensor& input) const {
+  if (!input.defined() || !input.is_floating_point()) return input;
+  return input.to(*state()->plan().precision.param_dtype);
+}
+
+void ShardedModule::refuse_to_cast() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "[forward] inputs can't be converted to param_dtype, because the module's "
+                              "forward takes a tensor by reference to change it; set precision.cast_inputs to false "
+                              "and convert them yourself");
+}
+
+at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
+  const auto place = state()->find(parameter);
+  TORCH_CHECK_VALUE(place, "[full_grad] the tensor must be a parameter of the sharded model; got one of shape ",
+                    parameter.sizes());
+  return state()->full_grad(*place);
+}
+
+at::Tensor ShardedModule::full_grad(const std::string& name) {
+  const auto place = state()->find(name);
+  TORCH_CHECK_VALUE(place, "[full_grad] the sharded model has no parameter '", name, "'");
+  return state()->full_grad(*place);
+}
+
+void ShardedModule::zero_grad(bool set_to_none) {
+  Reducer& reducer = state()->reducer();
+  set_to_none ? reducer.clear_all() : reducer.zero_all();
+}
+
+void ShardedModule::unwrap() { state()->unwrap(); }
+
+double ShardedModule::clip_grad_norm_(double max_norm, double norm_type) {
+  return clip_grad_norm_(max_norm, ClipOptions{.norm_type = norm_type});
+}
+
+double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
+  const ClipCall call(*state(), max_norm, options);
+  if (auto* scope = state()->join_scope()) scope->announce(JoinCall::kClip, call.values());
+  return call.run(*state());
+}
+
+std::vector<NamedTensor> ShardedModule::full_state() { return state()->full_state(); }
+
+void ShardedModule::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
+  this->state()->load_full_state(state, strict);
+}
+
+ShardMemory ShardedModule::memory() const {
+  ShardMemory memory;
+  for (const auto& unit : state()->units()) {
+    memory.parameters += unit->resident_nbytes();
+    if (unit->master().defined())
+      (unit->is_offloaded() ? memory.offloaded : memory.master_weights) +=
+          static_cast<int64_t>(unit->master().nbytes());
+  }
+  for (const auto& gradients : state()->reducer().gradients())
+    memory.gradients += gradients->nbytes();
+  memory.peak_unsharded = state()->context().peak_unsharded_bytes;
+  memory.peak_in_flight = state()->reducer().peak_in_flight_bytes();
+  return memory;
+}
+
+std::string ShardedModule::describe() const {
+  std::string text = fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", "unit", "elements",
+                                 "my shard", "sharded", "parameters");
+  for (const auto& unit : state()->units()) {
+    const UnitLayout& layout = unit->layout();
+    text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
+                        layout.shard_numel(unit->context().mesh.shard().rank()),
+                        level_name(layout.level), layout.name);
+  }
+  return text;
+}
+
+}  // namespace tessera

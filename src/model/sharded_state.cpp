@@ -1,0 +1,368 @@
+#include "model/sharded_state.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <tessera/deferred_init.h>
+#include <tessera/page_heap.h>
+#include <tessera/world.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "grad/capture_watch.h"
+#include "grad/grad_gate.h"
+#include "init/recorder.h"
+#include "memory/trim.h"
+#include "model/check_plan.h"
+#include "model/dist_parameters.h"
+#include "model/join_scope.h"
+#include "model/live_memory.h"
+#include "model/memory_budget.h"
+#include "unit/agreement.h"
+
+namespace tessera {
+namespace {
+
+// Bytes of each unit's master copy on this rank, if all units have one.
+std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
+  std::vector<int64_t> nbytes;
+  for (const UnitLayout& layout : layouts) {
+    const bool is_whole = layout.level == ShardLevel::kNone;
+    const int64_t numel = is_whole ? layout.numel() : layout.shard_numel(rank);
+    nbytes.push_back(numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)));
+  }
+  return nbytes;
+}
+
+// Moves the parameters that the plan ignores, under any of their names, out of `parameters`.
+std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
+  std::set<std::string> names(plan.ignored.begin(), plan.ignored.end());
+  std::set<const c10::TensorImpl*> impls;
+  for (const NamedTensor& parameter : parameters) {
+    if (names.erase(parameter.name) > 0) impls.insert(parameter.tensor.unsafeGetTensorImpl());
+  }
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.ignored names '", names.empty() ? "" : *names.begin(),
+                    "', which the model does not have");
+  const auto ignored = std::stable_partition(
+      parameters.begin(), parameters.end(), [&](const NamedTensor& parameter) {
+        return !impls.contains(parameter.tensor.unsafeGetTensorImpl());
+      });
+  std::vector<NamedTensor> taken(ignored, parameters.end());
+  parameters.erase(ignored, parameters.end());
+  return taken;
+}
+
+void check_countable(const ShardPlan& plan, at::Device device) {
+  TORCH_CHECK(!plan.memory_budget || live_memory(device),
+              "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
+              "has set one of its own");
+}
+
+std::string to_bytes(const UseOrder& order) {
+  return {reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int)};
+}
+
+UseOrder to_order(const std::string& bytes) {
+  UseOrder order(bytes.size() / sizeof(int));
+  if (!order.empty()) std::memcpy(order.data(), bytes.data(), bytes.size());
+  return order;
+}
+
+std::optional<ParamPlace> find_in(const Unit& unit, const at::Tensor& tensor) {
+  const auto& slots = unit.layout().slots;
+  for (size_t slot = 0; slot < slots.size(); ++slot)
+    for (size_t i = 0; i < slots[slot].handles.size(); ++i)
+      if (slots[slot].tensor(i).is_same(tensor))
+        return ParamPlace{static_cast<size_t>(unit.index()), slot};
+  return std::nullopt;
+}
+
+UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
+  std::vector<UseOrder> orders;
+  for (const std::string& bytes :
+       mesh.all_gather_bytes(to_bytes(order), {"order of use", Channel::kControl})) {
+    orders.push_back(to_order(bytes));
+  }
+  return merge_orders(orders);
+}
+
+}  // namespace
+
+std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> parameters,
+                                                   std::vector<NamedTensor> buffers,
+                                                   const ShardPlan& wanted) {
+  use_page_heap();
+  take_over_released(parameters);
+  const ShardMesh mesh = shard_mesh_of(parameters, wanted);
+  mesh.check();
+  const ShardPlan plan = with_defaults(wanted, mesh.shard().sends_to().empty());
+  std::vector<ParamSlot> params;
+  std::vector<UnitLayout> layouts;
+  std::shared_ptr<StateMemory> offload;
+  std::vector<NamedTensor> ignored;
+  check_on_all_ranks(mesh, [&] {
+    check_plan(plan);
+    ignored = take_ignored(parameters, plan);
+    for (const NamedTensor& parameter : parameters)
+      TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '", parameter.name,
+                        "' is sharded already: a module can be wrapped only once");
+    TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
+                "not in it: build the model in the scope, shard it outside");
+    params = collect_parameters(parameters);
+    check_own_memory(params, "buffer", buffers);
+    check_own_memory(params, "ignored parameter", ignored);
+    if (plan.reduce_gradients) check_gradients(params);
+    if (plan.device) {
+      for (ParamSlot& param : params) param.device = *plan.device;
+    }
+    if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
+    layouts = lay_out(params, plan, mesh.shard().size());
+    offload = make_state_memory(plan);
+    if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
+    check_countable(plan, layouts.front().device);
+  });
+  check_same_model(mesh, params, plan);
+  std::shared_ptr<ShardedState> state(new ShardedState(
+      std::move(buffers), plan,
+      {.mesh = mesh, .offload = offload, .master_only = plan.precision.master_only},
+      std::move(layouts)));
+  for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
+  state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
+  state->adopt();
+  if (plan.memory_budget)
+    state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
+  return state;
+}
+
+ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
+                           UnitContext context, std::vector<UnitLayout> layouts)
+    : plan_(plan),
+      synced_(std::move(buffers)),
+      buffers_(synced_),
+      context_(std::move(context)),
+      own_context_{.mesh = ShardMesh(single_process_group(), nullptr),
+                   .offload = context_.offload,
+                   .shared_watch = context_.shared_watch} {
+  std::vector<Unit*> units;
+  for (UnitLayout& layout : layouts) {
+    const int index = static_cast<int>(units_.size());
+    UnitContext& used = layout.is_replicated ? context_ : own_context_;
+    units_.push_back(std::make_unique<Unit>(std::move(layout), index, used, *this));
+    units.push_back(units_.back().get());
+  }
+  residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
+  const double ranks = plan_.average && !plan_.mesh_dim ? mesh().size() : 1;
+  reducer_ = std::make_unique<Reducer>(
+      units, mesh(),
+      ReducerOptions{.scale = plan_.predivide / ranks,
+                     .predivide = plan_.predivide,
+                     .bucket_bytes = plan_.bucket_bytes,
+                     .reduces = plan_.reduce_gradients},
+      Reducer::Callbacks{
+          .backward_ends = [this] { residency_->end_pass(); },
+          .settles =
+              [this] {
+                if (join_scope_) join_scope_->announce(JoinCall::kSettle);
+              },
+          .reductions_end =
+              [this](bool has_earlier) {
+                if (join_scope_)
+                  join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
+              },
+          .vote = [this] { return vote(); },
+          .backward_ended = [this](bool synced,
+                                   const PassVote& most) { on_backward_end(synced, most); }});
+}
+
+ShardedState::~ShardedState() = default;
+
+void ShardedState::adopt() {
+  const bool broadcast = plan_.start_values == StartValues::kBroadcast;
+  for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
+  if (context_.offload) context_.offload->rest();
+  for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
+  convert_buffers();
+  reducer_->install();
+  if (plan_.sync_buffers) TakenFromFirst(mesh(), synced_).finish();
+  if (broadcast) {
+    // What is ignored comes after the model's buffers.
+    const auto ignored = buffers_.begin() + static_cast<ptrdiff_t>(synced_.size());
+    TakenFromFirst(mesh(), {ignored, buffers_.end()}).finish();
+  }
+  // The whole parameters are gone; where they lay, the heap would keep the pages.
+  trim_heaps();
+}
+
+std::shared_ptr<UseListener> ShardedState::on_use(const std::vector<Unit*>& units, bool writes) {
+  note_use_in_backward();
+  residency_->on_use(units, writes);
+  return shared_from_this();
+}
+
+void ShardedState::on_used() noexcept { residency_->on_used(); }
+
+void ShardedState::on_write(const std::vector<Unit*>& units) {
+  const auto guard = residency_->lock();
+  for (Unit* unit : units) unit->write_back();
+}
+
+void ShardedState::check_no_join(const char* what) const {
+  TORCH_CHECK(!join_scope_, "[join] ", what, " can't be called under join(), where ranks that are done take part in "
+              "training only");
+}
+
+void ShardedState::check_replicated(const char* what) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(plan_.unreplicated.empty(), "[", what, "] parameters must be the same on all ranks; '",
+                              plan_.unreplicated.empty() ? "" : plan_.unreplicated.front(), "' is each rank's own "
+                              "(plan.unreplicated), and would be kept of one rank only");
+}
+
+WorkPtr ShardedState::stop_reading() {
+  const bool any =
+      std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->is_shared(); });
+  return any ? process_group().arrive({"step", Channel::kControl}) : nullptr;
+}
+
+void ShardedState::wait_until_unread(const WorkPtr& stopped) {
+  for (const auto& unit : units_) unit->wait_until_unread();
+  if (stopped) stopped->wait();
+}
+
+void ShardedState::thaw_trained() {
+  for (const auto& unit : units_) {
+    const UnitLayout& layout = unit->layout();
+    if (layout.thawed_dtype == layout.master_dtype) continue;
+    const bool is_trained =
+        std::any_of(layout.slots.begin(), layout.slots.end(), [](const ParamSlot& slot) {
+          const at::Tensor tensor = slot.tensor();
+          return tensor.defined() && tensor.requires_grad();
+        });
+    if (is_trained) unit->thaw();
+  }
+}
+
+void ShardedState::finish_updates() const {
+  for (const auto& unit : units_) unit->finish_update();
+}
+
+PassVote ShardedState::vote() const {
+  PassVote vote;
+  if (residency_->wants_to_learn() || (budget_ && budget_->wants_attention()))
+    vote.attention = Attention::kLearn;
+  if (has_replaced()) vote.attention = Attention::kTakeIn;
+  const int64_t uses = residency_->uses_in_evaluation();
+  vote.uses_in_evaluation = static_cast<uint8_t>(std::min<int64_t>(uses, PassVote::kMostUses));
+  return vote;
+}
+
+// Where ranks share memory nobody waits for a rank that does not evaluate, and so it could go
+// unnoticed until the program runs elsewhere.
+void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
+  const bool took_part = vote().uses_in_evaluation >= most.uses_in_evaluation;
+  if (took_part || std::exchange(warned_, true)) return;
+  TORCH_WARN(
+      "[tessera] another rank has used parameters outside of training (as in an evaluation) "
+      "more often than rank ",
+      mesh().rank(),
+      ". That goes well only where all ranks share the memory of one host: "
+      "over messages, or on several hosts, ranks wait for each other in every forward. Evaluate "
+      "on all ranks, equally often, or on a copy of the model that has full_state(). Said once "
+      "per model");
+}
+
+void ShardedState::on_backward_end(bool synced, const PassVote& most) {
+  const Attention attention = most.attention;
+  if (synced) warn_of_lone_evaluation(most);
+  const auto guard = residency_->lock();
+  const bool learn = attention != Attention::kNone;
+  if (synced && attention == Attention::kTakeIn) take_in_replaced();
+  if (synced && learn) learn_order();
+  if (budget_) budget_->end_pass(synced && learn);
+  // Only a pass that ends in a reduction is learned from: of several, the record would be all
+  // forwards, then all backwards.
+  residency_->forget_pass();
+}
+
+std::string ShardedState::fit_memory() { return budget_ ? budget_->choose() : ""; }
+
+void ShardedState::learn_order() {
+  PassOrder pass = residency_->used();
+  if (mesh().size() > 1) {
+    pass.forward = merge_over_ranks(mesh(), pass.forward);
+    // Merged from its end, so that of two branches backward meets first the one that forward meets
+    // last.
+    std::reverse(pass.backward.begin(), pass.backward.end());
+    pass.backward = merge_over_ranks(mesh(), pass.backward);
+    std::reverse(pass.backward.begin(), pass.backward.end());
+  }
+  residency_->learn(pass);
+  reducer_->set_order(reduction_order(pass.backward, static_cast<int>(units_.size())));
+}
+
+void ShardedState::convert_buffers() {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const at::Tensor& buffer = buffers_[i].tensor;
+    if (!buffer.defined()) continue;
+    const bool is_ignored = i >= synced_.size();
+    const auto dtype = plan_.precision.buffer_dtype;
+    const bool converts = dtype && buffer.is_floating_point() && !is_ignored;
+    const at::ScalarType new_dtype = converts ? *dtype : buffer.scalar_type();
+    const at::Device device = plan_.device.value_or(buffer.device());
+    if (new_dtype != buffer.scalar_type() || device != buffer.device())
+      buffer.set_data(buffer.to(device, new_dtype));
+  }
+}
+
+void ShardedState::start_sync_buffers() {
+  finish_sync_buffers();
+  arriving_.emplace(mesh(), synced_);
+}
+
+void ShardedState::finish_sync_buffers() {
+  if (arriving_) std::exchange(arriving_, std::nullopt)->finish();
+}
+
+at::Tensor ShardedState::full_grad(const ParamPlace& place) {
+  at::NoGradGuard no_grad;
+  if (!plan_.reduce_gradients) return slot(place).tensor().grad();
+  check_no_join("full_grad()");
+  reducer_->settle();
+  const UnitGradients& gradients = *reducer_->gradients()[place.unit];
+  if (!gradients.is_live(place.slot)) return {};
+  Unit& unit = *units_[place.unit];
+  const ParamSlot& param = slot(place);
+  at::Tensor full = gradients.reduced();
+  if (unit.layout().level != ShardLevel::kNone) {
+    full = at::empty({unit.layout().numel()}, gradients.reduced().options());
+    const auto work = process_group().all_gather(full, gradients.reduced(), unit.layout().bounds,
+                                                 {unit.layout().name, Channel::kControl});
+    work->wait();
+    work->wait_inputs();
+  }
+  return global_value(param, view_param(param, full)).clone();
+}
+
+std::optional<ParamPlace> ShardedState::find(const std::string& name) const {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    const auto& slots = units_[unit]->layout().slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      const auto& names = slots[slot].names;
+      if (std::find(names.begin(), names.end(), name) != names.end()) return ParamPlace{unit, slot};
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<ParamPlace> ShardedState::find(const at::Tensor& tensor) const {
+  if (const Unit* unit = unit_of(tensor))
+    return &unit->listener() == this ? find_in(*unit, tensor) : std::nullopt;
+  // It may have been given other data.
+  for (const auto& unit : units_)
+    if (const auto place = find_in(*unit, tensor)) return place;
+  return std::nullopt;
+}
+
+}  // namespace tessera

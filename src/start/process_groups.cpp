@@ -1,0 +1,229 @@
+#include "start/process_groups.h"
+
+#include <c10/util/ArrayRef.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <set>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "start/connect.h"
+#include "start/spawned_rank.h"
+
+namespace tessera {
+namespace {
+
+// [Note: Default worlds]
+//
+// Ranks may be threads, so each thread has a default world of its own: the newest of those that it
+// has made. A thread that has made none may work for a rank: a loader, one that evaluates, one of
+// autograd's. To be alone in the world would be wrong, and nobody would notice: a model that it
+// shards would be whole on each rank. If all worlds of the process were made by one thread, the
+// process is one rank, and they are the other threads', too. LibTorch's own threads have the rank
+// that they work for with them. Otherwise nobody knows which rank a thread is to be, and it is an
+// error to ask.
+
+// A world, while it is there, and who made it.
+struct MadeWorld {
+  std::weak_ptr<ProcessGroups> process_groups;
+  uint64_t thread;
+  const SpawnedRank* rank;  // null: no rank of spawn()
+};
+
+std::mutex made_worlds_mutex;
+std::vector<MadeWorld> made_worlds;  // of all threads; the newest last
+
+uint64_t number_of_thread() {
+  static std::atomic<uint64_t> next = 0;
+  thread_local const uint64_t number = next++;
+  return number;
+}
+
+bool has_gone(const MadeWorld& world) {
+  const auto process_groups = world.process_groups.lock();
+  return !process_groups || process_groups->closed();
+}
+
+std::vector<MadeWorld> open_worlds() {
+  const std::lock_guard lock(made_worlds_mutex);
+  std::erase_if(made_worlds, has_gone);
+  return made_worlds;
+}
+
+// The world that the calling thread belongs to, though it has not made it. Null: it is alone.
+std::shared_ptr<ProcessGroups> world_of_others(std::vector<MadeWorld> worlds) {
+  const SpawnedRank* const rank = SpawnedRank::current();
+  std::erase_if(worlds, [rank](const MadeWorld& world) {
+    const auto process_groups = world.process_groups.lock();
+    return !process_groups || process_groups->size() == 1 || (rank && world.rank != rank);
+  });
+  if (worlds.empty()) return nullptr;
+  const MadeWorld& newest = worlds.back();
+  const bool is_one_rank = std::all_of(worlds.begin(), worlds.end(), [&](const MadeWorld& world) {
+    return world.thread == newest.thread && world.rank == rank;
+  });
+  TORCH_CHECK(is_one_rank, "[default_process_group] this thread must belong to a rank; it has made no world, and the "
+              "ranks of this process are other threads. Call this on the thread that called init(), or "
+              "name the process group (ShardPlan::process_group)");
+  return newest.process_groups.lock();
+}
+
+std::string text_of(const std::vector<int>& ranks) { return c10::str(c10::ArrayRef<int>(ranks)); }
+
+std::string name_of(const std::vector<int>& ranks) {
+  std::string name;
+  for (const int rank : ranks) name += std::to_string(rank) + ",";
+  return name;
+}
+
+bool is_world(const std::vector<int>& ranks, int size) {
+  if (static_cast<int>(ranks.size()) != size) return false;
+  for (int rank = 0; rank < size; ++rank)
+    if (ranks[rank] != rank) return false;
+  return true;
+}
+
+}  // namespace
+
+ProcessGroups::ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> store,
+                             ProcessGroupPtr world, Transport transport)
+    : info_(std::move(info)),
+      transport_(transport),
+      world_(std::move(world)),
+      closable_(std::dynamic_pointer_cast<Closable>(world_)),
+      part_maker_(std::dynamic_pointer_cast<PartMaker>(world_)),
+      store_(std::move(store)) {}
+
+ProcessGroups::~ProcessGroups() { close(); }
+
+void ProcessGroups::check(const char* function, const std::vector<int>& ranks) const {
+  const std::set<int> distinct(ranks.begin(), ranks.end());
+  TORCH_CHECK_VALUE(!ranks.empty() && distinct.size() == ranks.size() && *distinct.begin() >= 0 &&
+                        *distinct.rbegin() < size(),
+                    "[", function, "] `ranks` must be distinct ranks from 0 to ", size() - 1, "; got ",
+                    text_of(ranks));
+}
+
+ProcessGroupPtr ProcessGroups::make(const std::vector<int>& ranks) {
+  const char* const function = "new_process_group";
+  check(function, ranks);
+  if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return nullptr;
+  if (ranks.size() == 1) return single_process_group();
+  std::string name = name_of(ranks);
+  {
+    const std::lock_guard lock(mutex_);
+    name += std::to_string(made_[name]++);
+  }
+  return connect_part(ranks, name, function);
+}
+
+const ProcessGroupPtr& ProcessGroups::shared(const std::vector<int>& ranks) {
+  const char* const function = "process_group";
+  if (is_world(ranks, size())) return world_;
+  Place* place = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    auto found = places_.find(ranks);
+    if (found == places_.end()) {
+      check(function, ranks);
+      TORCH_CHECK_VALUE(std::find(ranks.begin(), ranks.end(), rank()) != ranks.end(), "[", function,
+                        "] this rank must be one of `ranks`; expected rank ", rank(),
+                        " among them, got ", text_of(ranks));
+      found = places_.emplace(ranks, std::make_unique<Place>()).first;
+    }
+    place = found->second.get();
+  }
+  // Not `mutex_`: see [Note: Order of process groups].
+  const std::lock_guard lock(place->making);
+  if (place->made) return place->made;
+  if (ranks.size() == 1) return place->made = single_process_group();
+  const std::string name = "shared " + name_of(ranks) + std::to_string(place->attempts++);
+  return place->made = connect_part(ranks, name, function);
+}
+
+ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const std::string& name,
+                                            const char* function) {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank());
+  RankInfo info = info_;
+  info.rank = static_cast<int>(own - ranks.begin());
+  info.size = static_cast<int>(ranks.size());
+  if (part_maker_) {
+    open_store(function);  // throws if the world has gone
+    return part_maker_->make_part(info.rank, info.size);
+  }
+  info.local_size = info_.local_size == size() ? info.size : 0;
+  const Meeting meeting{.info = std::move(info),
+                        .store = c10::make_intrusive<c10d::PrefixStore>(name, open_store(function)),
+                        .backend = world_->backend_name() == "nccl" ? "nccl" : "gloo",
+                        .transport = transport_,
+                        .timeout = world_->timeout()};
+  ProcessGroupPtr made =
+      connect(meeting, function, std::string(function) + "(" + text_of(ranks) + ")");
+  add(made);
+  return made;
+}
+
+void ProcessGroups::add(const ProcessGroupPtr& process_group) {
+  const auto closable = std::dynamic_pointer_cast<Closable>(process_group);
+  if (!closable) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      parts_.push_back(closable);
+      return;
+    }
+  }
+  // The world went while another thread connected.
+  closable->close();
+}
+
+c10::intrusive_ptr<c10d::Store> ProcessGroups::open_store(const char* function) const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, !closed_, "[", function,
+                   "] the world must be there; got one that was closed (rank ", rank(), " of ",
+                   size(), ")");
+  return store_;
+}
+
+void ProcessGroups::close() noexcept {
+  std::vector<std::shared_ptr<Closable>> parts;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    parts = std::move(parts_);
+    store_.reset();
+  }
+  for (const auto& part : parts) part->close();
+  if (closable_) closable_->close();
+}
+
+bool ProcessGroups::closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+std::shared_ptr<ProcessGroups> default_process_groups() {
+  const std::vector<MadeWorld> worlds = open_worlds();
+  const auto own = std::find_if(
+      worlds.rbegin(), worlds.rend(),
+      [thread = number_of_thread()](const auto& world) { return world.thread == thread; });
+  auto found = own != worlds.rend() ? own->process_groups.lock() : world_of_others(worlds);
+  if (found) return found;
+  return std::make_shared<ProcessGroups>(RankInfo(), c10::make_intrusive<c10d::HashStore>(),
+                                         single_process_group(), Transport::kAuto);
+}
+
+void set_default(const std::shared_ptr<ProcessGroups>& process_groups) {
+  const std::lock_guard lock(made_worlds_mutex);
+  std::erase_if(made_worlds, has_gone);
+  made_worlds.push_back({process_groups, number_of_thread(), SpawnedRank::current()});
+}
+
+ProcessGroupPtr default_process_group() { return default_process_groups()->world(); }
+
+}  // namespace tessera

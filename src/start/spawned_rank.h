@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <tessera/world.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+
+#include "start/rank_store.h"
+
+namespace tessera {
+
+/// What the ranks of one `spawn()` share.
+struct SpawnedWorld {
+  SpawnedWorld(int size, uint64_t sealed_seed) : size(size), sealed_seed(sealed_seed) {}
+
+  const int size;
+  const uint64_t sealed_seed;  ///< of the default generator while they run; see `GeneratorSeal`
+  const c10::intrusive_ptr<RankStore> store = c10::make_intrusive<RankStore>();
+  std::atomic<int> failures = 0;
+};
+
+/// A rank of `spawn()`. It belongs to the debug info of its thread, because LibTorch hands that on
+/// to threads that work for this one: autograd's of a device, those of TorchScript's `fork`.
+class SpawnedRank : public c10::DebugInfoBase {
+ public:
+  SpawnedRank(std::shared_ptr<SpawnedWorld> world, int rank, at::Generator generator);
+
+  /// That of the calling thread, or null.
+  static SpawnedRank* current();
+  /// What makes a rank the current one; LibTorch has a fixed list of kinds and leaves this one
+  /// free.
+  static c10::DebugInfoKind kind() { return c10::DebugInfoKind::INFERENCE_CONTEXT; }
+
+  RankInfo info() const;
+  SpawnedWorld& world() const { return *world_; }
+  at::Generator& generator() { return generator_; }
+
+  /// To be called before the rank's connections are closed: that makes the other ranks fail, too,
+  /// and whoever failed first is to be blamed.
+  void note_closing();
+  void fail(std::exception_ptr failure);
+
+  /// Null if the rank has not failed.
+  const std::exception_ptr& failure() const { return failure_; }
+  /// How many ranks failed before this one.
+  int failed_after() const { return failed_after_; }
+
+ private:
+  std::shared_ptr<SpawnedWorld> world_;
+  int rank_;
+  at::Generator generator_;
+  std::exception_ptr failure_;
+  int failed_after_ = -1;
+};
+
+}  // namespace tessera

@@ -1,0 +1,170 @@
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/env.h>
+#include <tessera/world.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <utility>
+#include <vector>
+
+#include "group/environment.h"
+#include "memory/process_mark.h"
+#include "start/connect.h"
+#include "start/process_groups.h"
+#include "start/rendezvous.h"
+#include "start/spawned_rank.h"
+#include "start/transport.h"
+
+namespace tessera {
+
+struct World::Impl {
+  c10::intrusive_ptr<c10d::Store> store;  // closed after the process groups
+  std::shared_ptr<ProcessGroups> process_groups;
+  ProcessMark mark{};
+
+  ~Impl() {
+    if (mark.is_inherited()) {  // a forked child leaves its parent's connections as they are
+      static_cast<void>(store.release());
+    } else if (SpawnedRank* rank = SpawnedRank::current()) {
+      rank->note_closing();
+    }
+    process_groups->close();
+  }
+};
+
+namespace {
+
+std::chrono::milliseconds timeout_of(const WorldOptions& options) {
+  TORCH_CHECK_VALUE(options.timeout.count() > 0, "[init] `timeout` must be positive; got ",
+                    options.timeout.count(), " ms");
+  if (options.timeout != WorldOptions().timeout) {
+    return options.timeout;
+  }
+  const auto seconds = environment_number("TESSERA_TIMEOUT");
+  TORCH_CHECK_VALUE(!seconds || *seconds > 0,
+                    "[init] TESSERA_TIMEOUT must be a positive number of seconds; got TESSERA_TIMEOUT=",
+                    *seconds);
+  return seconds ? std::chrono::seconds(*seconds) : options.timeout;
+}
+
+void check_backend(const std::string& backend) {
+  TORCH_CHECK_VALUE(backend.empty() || backend == "gloo" || backend == "nccl",
+                    "[init] `backend` must be \"gloo\" or \"nccl\"; got \"", backend, "\"");
+}
+
+// What LibTorch does in Python only: it reads TORCH_CPP_LOG_LEVEL, and ends errors with the frames
+// of the stack if TORCH_SHOW_CPP_STACKTRACES asks for them. Ten of a rank hide what it says.
+void settle_messages() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::initLogging();
+    const auto shows = c10::utils::check_env("TORCH_SHOW_CPP_STACKTRACES");
+    if (!shows.value_or(false))
+      c10::SetStackTraceFetcher(
+          []() -> std::string { return "(not shown: set TORCH_SHOW_CPP_STACKTRACES=1)\n"; });
+  });
+}
+
+World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options,
+           std::chrono::milliseconds timeout) {
+  const Transport transport = transport_of(options);
+  ProcessGroupPtr process_group =
+      connect({info, store, options.backend, transport, timeout}, "init", "init()");
+  if (info.rank == 0)
+    LOG(INFO) << "[init] " << info.size << " ranks; transport: " << process_group->backend_name();
+  return World(std::move(info), std::move(store), std::move(process_group), transport);
+}
+
+World world_of_one(RankInfo info) {
+  return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
+}
+
+// Joins the ranks that share `store`.
+World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info,
+                   const WorldOptions& options, std::chrono::milliseconds timeout) {
+  if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
+  store = fresh_store(store, info.size);
+  const HostPlace place = compare_hosts(*store, info.rank, info.size, timeout);
+  info.local_rank = place.local_rank;
+  info.local_size = place.local_size;
+  return join(std::move(info), std::move(store), options, timeout);
+}
+
+}  // namespace
+
+World::World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
+             Transport transport)
+    : impl_(new Impl{store, std::make_shared<ProcessGroups>(std::move(info), store,
+                                                            std::move(process_group), transport)}) {
+  set_default(impl_->process_groups);
+}
+
+World::~World() = default;
+World::World(World&&) noexcept = default;
+World& World::operator=(World&&) noexcept = default;
+
+int World::rank() const { return info().rank; }
+int World::size() const { return info().size; }
+int World::local_rank() const { return info().local_rank; }
+const RankInfo& World::info() const { return impl_->process_groups->info(); }
+const ProcessGroupPtr& World::process_group() const { return impl_->process_groups->world(); }
+const c10::intrusive_ptr<c10d::Store>& World::store() const { return impl_->store; }
+const std::shared_ptr<ProcessGroups>& World::process_groups() const {
+  return impl_->process_groups;
+}
+
+ProcessGroupPtr World::new_process_group(const std::vector<int>& ranks) const {
+  return impl_->process_groups->make(ranks);
+}
+
+HybridProcessGroups World::hybrid_process_groups(int shard_size) const {
+  TORCH_CHECK_VALUE(shard_size >= 1 && size() % shard_size == 0,
+                    "[hybrid_process_groups] `shard_size` must divide the number of ranks; got ",
+                    shard_size, " for ", size(), " ranks");
+  std::vector<int> shard, replicate;
+  for (int r = 0; r < size(); ++r) {
+    if (r / shard_size == rank() / shard_size) shard.push_back(r);
+    if (r % shard_size == rank() % shard_size) replicate.push_back(r);
+  }
+  return {.shard = new_process_group(shard), .replicate = new_process_group(replicate)};
+}
+
+void World::set_process_group(ProcessGroupPtr process_group) {
+  TORCH_CHECK_VALUE(process_group != nullptr, "[set_process_group] `process_group` must be given");
+  TORCH_CHECK_VALUE(process_group->rank() == rank() && process_group->size() == size(),
+                    "[set_process_group] `process_group` must have the ranks of the world; expected rank ",
+                    rank(), " of ", size(), ", got rank ", process_group->rank(), " of ",
+                    process_group->size());
+  impl_->process_groups->set_world(std::move(process_group));
+}
+
+World init(const WorldOptions& options) {
+  settle_messages();
+  check_backend(options.backend);
+  const auto timeout = timeout_of(options);
+  if (const SpawnedRank* rank = SpawnedRank::current()) {
+    return join_through(rank->world().store, rank->info(), options, timeout);
+  }
+  RankInfo info = rank_info_from_environment();
+  if (info.size == 1) {
+    return world_of_one(std::move(info));
+  }
+  auto store = rendezvous_store(info, timeout);
+  return join(std::move(info), std::move(store), options, timeout);
+}
+
+World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
+  settle_messages();
+  check_backend(options.backend);
+  TORCH_CHECK_VALUE(store.defined(), "[init] `store` must be given");
+  TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,
+                    "[init] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ", size);
+  const auto timeout = timeout_of(options);
+  RankInfo info{.rank = rank, .size = size, .source = "store"};
+  return join_through(std::move(store), std::move(info), options, timeout);
+}
+
+}  // namespace tessera

@@ -1,0 +1,248 @@
+// What every process group must do, checked for each implementation and for 1 to 4 ranks.
+#include "support/contract.h"
+
+#include <gtest/gtest.h>
+
+namespace tessera {
+namespace contract_test {
+
+using namespace testing;
+
+TEST_P(ProcessGroupContract, AllGatherConcatenatesTheShards) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      for (const auto dtype : kDtypes) {
+        const auto expected = values(bounds.back(), dtype, 0);
+        auto flat = torch::full({bounds.back()}, 77, dtype);
+        auto shard = part(expected, bounds, pg.rank()).clone();
+        pg.all_gather(flat, shard, bounds, kTag)->wait_inputs();
+        EXPECT_TRUE(torch::equal(flat, expected)) << "rank " << pg.rank() << ' ' << dtype << bounds;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, AllGatherWorksInPlace) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      const auto expected = values(bounds.back(), torch::kFloat, 0);
+      auto flat = torch::zeros({bounds.back()});
+      part(flat, bounds, pg.rank()).copy_(part(expected, bounds, pg.rank()));
+      pg.all_gather(flat, part(flat, bounds, pg.rank()), bounds, kTag)->wait();
+      EXPECT_TRUE(torch::equal(flat, expected)) << "rank " << pg.rank() << bounds;
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, ReduceScatterSumsAndScales) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      for (const auto dtype : kDtypes) {
+        auto sum = torch::zeros({bounds.back()}, dtype);
+        for (int r = 0; r < pg.size(); ++r) {
+          sum += values(bounds.back(), dtype, r);
+        }
+        const auto flat = values(bounds.back(), dtype, pg.rank());
+        auto out = torch::full_like(part(flat, bounds, pg.rank()), 5);
+        const double scale = dtype == torch::kInt64 ? 2.0 : 0.5;
+        pg.reduce_scatter(out, {{0, flat, flat.numel()}}, bounds, {.scale = scale}, kTag)->wait();
+        const auto expected = part(sum, bounds, pg.rank()) * torch::tensor(scale, dtype);
+        EXPECT_TRUE(torch::equal(out, expected)) << "rank " << pg.rank() << ' ' << dtype << bounds;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
+  run([&](ProcessGroup& pg) {
+    for (const auto& bounds : all_bounds()) {
+      for (const bool accumulate : {false, true}) {
+        auto sum = torch::zeros({bounds.back()});
+        std::vector<Piece> pieces;
+        torch::Tensor covered;
+        for (int r = 0; r < pg.size(); ++r) {
+          auto flat = values(bounds.back(), torch::kFloat, r);
+          Cut pieces_of_rank = cut(flat, /*with_undefined=*/r % 2 == 0);
+          sum += flat;
+          if (r == pg.rank()) {
+            pieces = pieces_of_rank.pieces;
+          }
+          covered = pieces_of_rank.covered;
+        }
+        auto out = torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0);
+        const auto base = accumulate ? out.clone() : torch::zeros_like(out);
+        const auto expected = torch::where(part(covered, bounds, pg.rank()),
+                                           base + 0.25 * part(sum, bounds, pg.rank()), out);
+        pg.reduce_scatter(out, std::move(pieces), bounds, {.scale = 0.25, .accumulate = accumulate},
+                          kTag)
+            ->wait();
+        EXPECT_TRUE(torch::equal(out, expected)) << "rank " << pg.rank() << bounds;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, AllReduceSumsAndCompares) {
+  run([&](ProcessGroup& pg) {
+    const int n = pg.size();
+    for (const int64_t numel : {0, 1, 5, 3000, 1'000'003}) {
+      for (const auto dtype : kDtypes) {
+        const auto own = values(numel, dtype, pg.rank());
+        auto sum = own.clone(), largest = own.clone(), smallest = own.clone();
+        std::vector<WorkPtr> works{pg.all_reduce(sum, ReduceOp::kSum, kTag),
+                                   pg.all_reduce(largest, ReduceOp::kMax, kTag),
+                                   pg.all_reduce(smallest, ReduceOp::kMin, kTag)};
+        for (const auto& work : works) {
+          work->wait();
+        }
+        auto expected = torch::zeros_like(own);
+        for (int r = 0; r < n; ++r) {
+          expected += values(numel, dtype, r);
+        }
+        EXPECT_TRUE(torch::equal(sum, expected)) << numel << ' ' << dtype;
+        EXPECT_TRUE(torch::equal(largest, values(numel, dtype, n - 1))) << numel << ' ' << dtype;
+        EXPECT_TRUE(torch::equal(smallest, values(numel, dtype, 0))) << numel << ' ' << dtype;
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, BroadcastCopiesFromEachRoot) {
+  run([&](ProcessGroup& pg) {
+    for (int root = 0; root < pg.size(); ++root) {
+      for (const int64_t numel : {0, 1, 500'000}) {
+        auto tensor = values(numel, torch::kDouble, pg.rank());
+        pg.broadcast(tensor, root, kTag)->wait();
+        EXPECT_TRUE(torch::equal(tensor, values(numel, torch::kDouble, root)));
+      }
+    }
+  });
+}
+
+// A tensor of which LibTorch only notes that it is negated: its memory holds the opposite values.
+torch::Tensor noted(const torch::Tensor& tensor) { return at::_neg_view(-tensor); }
+
+TEST_P(ProcessGroupContract, NegatedAndConjugatedTensorsAreSentAndReceivedAsTheirValues) {
+  run([&](ProcessGroup& pg) {
+    const std::vector<int64_t> bounds = all_bounds()[1];
+    const auto whole = values(bounds.back(), torch::kFloat, 0);
+    const auto own = part(whole, bounds, pg.rank());
+    const auto sum = whole * pg.size() + pg.size() * (pg.size() - 1) / 2;
+    const auto flat = noted(torch::full_like(whole, 77));
+    pg.all_gather(flat, noted(own), bounds, kTag)->wait();
+    EXPECT_TRUE(torch::equal(flat, whole)) << flat << whole;
+    const auto z = torch::complex(whole, whole + 1), all = torch::zeros_like(z).conj();
+    const auto conjugate = torch::conj(part(z.conj().resolve_conj(), bounds, pg.rank()));
+    ASSERT_TRUE(conjugate.is_conj() && all.is_conj());
+    pg.all_gather(all, conjugate, bounds, kTag)->wait();
+    EXPECT_TRUE(torch::equal(all.resolve_conj(), z));
+    const auto term = whole + pg.rank(), out = noted(torch::zeros_like(own));
+    pg.reduce_scatter(out, {{0, noted(term), term.numel()}}, bounds, {}, kTag)->wait();
+    EXPECT_TRUE(torch::equal(out, part(sum, bounds, pg.rank()))) << out;
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
+      const auto reduced = noted(term);
+      pg.all_reduce(reduced, op, kTag)->wait();
+      EXPECT_TRUE(torch::equal(reduced, op == ReduceOp::kSum ? sum : whole + pg.size() - 1));
+    }
+    const auto copied = noted(term);
+    pg.broadcast(copied, pg.size() - 1, kTag)->wait();
+    EXPECT_TRUE(torch::equal(copied, whole + pg.size() - 1));
+    std::vector<at::Tensor> from, to;
+    for (int r = 0; r < pg.size(); ++r) {
+      from.push_back(noted(torch::zeros({3})));
+      to.push_back(noted(torch::full({3}, 10. * pg.rank() + r)));
+    }
+    pg.all_to_all(from, to, kTag)->wait();
+    for (int r = 0; r < pg.size(); ++r)
+      EXPECT_TRUE(torch::equal(from[r], torch::full({3}, 10. * r + pg.rank()))) << from[r];
+  });
+}
+
+TEST_P(ProcessGroupContract, BarrierWaitsForTheLastRank) {
+  std::atomic<int> arrived{0};
+  run([&](ProcessGroup& pg) {
+    if (pg.rank() == pg.size() - 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    ++arrived;
+    pg.barrier(kTag);
+    EXPECT_EQ(arrived, pg.size());
+  });
+}
+
+TEST_P(ProcessGroupContract, AllGatherBytesReturnsEachRanksText) {
+  run([&](ProcessGroup& pg) {
+    const auto text = [](int rank) { return std::string(rank * 1000 % 1999, 'a' + rank); };
+    const auto all = all_gather_bytes(pg, text(pg.rank()), kTag);
+    ASSERT_EQ(all.size(), static_cast<size_t>(pg.size()));
+    for (int r = 0; r < pg.size(); ++r) {
+      EXPECT_EQ(all[r], text(r));
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, CompletionCanBePolled) {
+  run([&](ProcessGroup& pg) {
+    auto flat = torch::zeros({pg.size() * 1000});
+    auto shard = torch::ones({1000});
+    std::vector<int64_t> bounds(pg.size() + 1);
+    for (int r = 0; r <= pg.size(); ++r) {
+      bounds[r] = 1000 * r;
+    }
+    auto out = torch::zeros({1000});
+    const auto input = torch::ones_like(flat);
+    auto number = torch::ones({1}), other = torch::full({7}, pg.rank());
+    const std::vector<WorkPtr> works{
+        pg.all_gather(flat, shard, bounds, kTag),
+        pg.reduce_scatter(out, {{0, input, input.numel()}}, bounds, {}, kTag),
+        pg.all_reduce(number, ReduceOp::kSum, kTag), pg.broadcast(other, 0, kTag)};
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    for (const auto& work : works) {
+      while (!work->is_completed() && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::yield();
+      }
+      EXPECT_TRUE(work->is_completed());
+      work->wait();
+    }
+    EXPECT_EQ(out.sum().item<double>(), 1000.0 * pg.size());
+    EXPECT_EQ(flat.sum().item<double>(), 1000.0 * pg.size());
+    EXPECT_EQ(number.item<double>(), pg.size());
+    EXPECT_EQ(other.sum().item<double>(), 0);
+  });
+}
+
+TEST_P(ProcessGroupContract, RefusesWrongArgumentsOnThisRank) {
+  run([&](ProcessGroup& pg) {
+    const int n = pg.size();
+    std::vector<int64_t> bounds(n + 1);
+    for (int r = 0; r <= n; ++r) {
+      bounds[r] = 4 * r;
+    }
+    auto flat = torch::zeros({4 * n});
+    auto shard = torch::zeros({4});
+    auto gaps = torch::zeros({8}).slice(0, 0, 8, 2);
+    const auto long_bounds = std::vector<int64_t>(n + 2, 0);
+    EXPECT_THROW(pg.all_gather(flat, shard, long_bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, gaps, bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, torch::zeros({5}), bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, shard.to(torch::kDouble), bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(torch::Tensor(), shard, bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.reduce_scatter(shard, {{4 * n, shard, 4}}, bounds, {}, kTag), c10::ValueError);
+    EXPECT_THROW(pg.reduce_scatter(shard, {{0, shard, 3}}, bounds, {}, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_reduce(gaps, ReduceOp::kSum, kTag), c10::ValueError);
+    EXPECT_THROW(pg.broadcast(shard, n, kTag), c10::ValueError);
+    pg.barrier(kTag);  // and everything still works
+  });
+}
+
+TESSERA_CONTRACT(ProcessGroupContract, 1, 2, 3, 4);
+
+INSTANTIATE_TEST_SUITE_P(SeveralHosts, ProcessGroupContract,
+                         ::testing::Combine(::testing::Values(Kind::kHosts),
+                                            ::testing::Values(4, 6)),
+                         [](const auto& info) {
+                           return "Hosts" + std::to_string(std::get<1>(info.param)) + "Ranks";
+                         });
+
+}  // namespace contract_test
+}  // namespace tessera
