@@ -4,8 +4,15 @@
     check_words.py [ROOT]
 
 Files and types are named for a concept (no *_utils, *Helper, ...), no text holds a path of somebody's machine, text
-ends without blanks, and relative links in Markdown files lead somewhere. The exit status is 1 if one does not.
+ends without blanks, and relative links in Markdown files lead somewhere. Comments and documents name the actor and the
+thing: clauses that begin with "what" or "who" in place of a noun ("what is gathered", "who waits") are counted, and
+there may be at most CLAUSES_PER_THOUSAND in a thousand words. The exit status is 1 if a rule is broken.
+
+    check_words.py --clauses [ROOT]
+
+Prints each such clause, with its file and line.
 """
+import argparse
 import pathlib
 import re
 import subprocess
@@ -15,6 +22,15 @@ VAGUE_FILE = re.compile(r"(?:^|_)(utils?|helpers?|common|misc|manager|engine)(?:
 VAGUE_TYPE = re.compile(r"^\s*(?:class|struct)\s+(?:TESSERA_API\s+)?(\w*(?:Utils?|Helpers?|Common|Misc|Manager|Engine))\b")
 MACHINE_PATH = re.compile(r"(?<![\w.$}~/-])/(?:work|root|home/\w+|Users/\w+)/[\w.]")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
+CLAUSES_PER_THOUSAND = 2
+COMMENT = {".h": re.compile(r"(?:^|\s)//[/<!]*(.*)"), ".cpp": re.compile(r"(?:^|\s)//[/<!]*(.*)"), ".py": re.compile(r"(?:^|\s)#(?!!)(.*)")}
+WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+# "Tell what it is" is a question in a sentence, and "a rank who waits" or "the user, who pays" has its noun.
+ASKING = set("""ask asks asked say says said saying tell tells told telling show shows shown showing see sees seen know
+    knows known learn learns decide decides find finds found print prints printed describe describes described explain
+    explains check checks guess matter matters name names named choose chooses compare compares mean means list lists
+    listed read of""".split()) - {"of"}
+CLAUSE = re.compile(r"\b(what|who|whoever|whatever|whosever)\b", re.IGNORECASE)
 TEXT = {".h", ".cpp", ".hpp", ".py", ".md", ".txt", ".cmake", ".in", ".json", ".yaml", ".yml", ".sh", ""}
 SKIPPED = {".git", ".venv", ".cache", "build", "data", "runs", "__pycache__"}
 
@@ -47,11 +63,63 @@ def check(root, path):
                     yield f"{where}:{number}: link to {target}, which does not exist"
 
 
+def prose(path):
+    """The lines of a file's comments, or of a document outside of code, with their numbers; others as empty."""
+    in_code = False
+    for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+        if path.suffix == ".md":
+            in_code ^= line.lstrip().startswith("```")
+            yield number, "" if in_code else re.sub(r"`[^`]*`", "`x`", line)
+        else:
+            match = COMMENT[path.suffix].search(line)
+            yield number, re.sub(r"`[^`]*`", "`x`", match[1]) if match else ""
+
+
+def is_clause(before, text, match, after):
+    """True if the word stands in place of a noun."""
+    words = WORD.findall(before + " " + text[:match.start()])
+    last = words[-1].lower() if words else ""
+    begins = not re.search(r"[A-Za-z0-9`)\"'][,]?\s*$", text[:match.start()] or before)
+    sentence = re.split(r"[.;:|]\s", text[match.start():] + " " + after)[0]
+    if sentence.rstrip().endswith("?") or "?" in sentence:
+        return False
+    if match[1].lower() == "who":
+        return begins or last in {"of", "to", "by", "for", "from", "with", "and", "or", "but", "if", "that", "than", "as", "is"}
+    return begins or last not in ASKING
+
+
+def clauses(root, checked):
+    """Places of clauses that begin with "what" or "who" in place of a noun, and how many words there are."""
+    found, words = [], 0
+    for path in checked:
+        if path.suffix not in {*COMMENT, ".md"} or path.name == "CHANGELOG.md":
+            continue
+        lines = list(prose(path))
+        for i, (number, text) in enumerate(lines):
+            words += len(WORD.findall(text))
+            before, after = lines[i - 1][1] if i else "", lines[i + 1][1] if i + 1 < len(lines) else ""
+            found += [f"{path.relative_to(root)}:{number}: {text.strip()}" for match in CLAUSE.finditer(text)
+                      if is_clause(before, text, match, after)]
+    return found, words
+
+
 def main():
-    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent).resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clauses", action="store_true")
+    parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
+    arguments = parser.parse_args()
+    root = arguments.root.resolve()
     checked = files(root)
+    found, words = clauses(root, checked)
+    if arguments.clauses:
+        print("\n".join(found))
     problems = [problem for path in checked for problem in check(root, path)]
-    print("\n".join(problems) if problems else f"words: {len(checked)} files follow the rules")
+    rate = 1000 * len(found) / max(words, 1)
+    if rate > CLAUSES_PER_THOUSAND and words > 1000:
+        problems.append(f"{rate:.1f} clauses in a thousand words begin with \"what\" or \"who\" in place of a noun; expected at "
+                        f"most {CLAUSES_PER_THOUSAND}. They are listed by scripts/check_words.py --clauses")
+    print("\n".join(problems) if problems else f"words: {len(checked)} files follow the rules; {rate:.1f} clauses in a "
+          f"thousand words begin with \"what\" or \"who\" in place of a noun (at most {CLAUSES_PER_THOUSAND})")
     return 1 if problems else 0
 
 

@@ -1,11 +1,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <tessera/collective.h>
 #include <tessera/export.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tessera {
@@ -62,7 +64,7 @@ class TESSERA_API CommDebug {
   void reset() { entries_.clear(); }
 
  private:
-  friend void count_collective(const char* kind, int64_t bytes, std::string_view subject);
+  friend void count_collective(const Collective& collective);
   void add(const char* kind, int64_t bytes, std::string_view subject);
 
   std::vector<Entry> entries_;

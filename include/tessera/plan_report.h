@@ -3,7 +3,7 @@
 #include <c10/core/ScalarType.h>
 #include <tessera/export.h>
 #include <tessera/fully_shard.h>
-#include <tessera/process_group.h>
+#include <tessera/process_group_decorators.h>
 #include <tessera/shard_plan.h>
 
 #include <cstdint>

@@ -27,6 +27,7 @@
 #include <tessera/page_heap.h>
 #include <tessera/placement.h>
 #include <tessera/process_group.h>
+#include <tessera/process_group_decorators.h>
 #include <tessera/process_memory.h>
 #include <tessera/resumable_sampler.h>
 #include <tessera/shard_plan.h>

@@ -8,7 +8,7 @@
 
 #include "arena/handshake.h"
 #include "group/check_arguments.h"
-#include "group/math_bits.h"
+#include "group/collective.h"
 #include "group/peer_message.h"
 
 namespace tessera {
@@ -80,6 +80,10 @@ std::optional<SharedBuffer> ArenaProcessGroup::share(int64_t nbytes, const Colle
   return shared;
 }
 
+WorkPtr ArenaProcessGroup::issue(Collective collective) {
+  return std::visit([&](auto& call) { return start(call, collective.tag); }, collective.call);
+}
+
 WorkPtr ArenaProcessGroup::start(const std::shared_ptr<ArenaTask>& task) {
   arena_->start(task);
   return std::make_shared<ArenaWork>(arena_, task);
@@ -90,8 +94,8 @@ WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
   return start(std::make_shared<ArrivalTask>(std::move(place)));
 }
 
-WorkPtr ArenaProcessGroup::arrive(const CollectiveTag& tag) {
-  return arrive_at(arena_->take_place("barrier", tag, CollectiveForm("barrier", tag)));
+WorkPtr ArenaProcessGroup::start(Barrier& call, const CollectiveTag& tag) {
+  return arrive_at(arena_->take_place(call.kName, tag, form_of(call, tag)));
 }
 
 bool ArenaProcessGroup::show(const ArenaPlace& place, const at::Tensor& tensor) {
@@ -110,17 +114,15 @@ void ArenaProcessGroup::show_copy(const ArenaPlace& place, const at::Tensor& ten
   arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(copy)}}, {}, copy);
 }
 
-WorkPtr ArenaProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                                      std::span<const int64_t> bounds, const CollectiveTag& tag) {
-  if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
-  check_host_all_gather(*this, flat, shard, bounds, tag);
-  CollectiveForm form = form_of_all_gather(flat, bounds, tag);
+WorkPtr ArenaProcessGroup::start(AllGather& call, const CollectiveTag& tag) {
+  const auto& [flat, shard, bounds] = call;
+  CollectiveForm form = form_of(call, tag);
   if (const auto buffer = buffers_.holding(flat)) {
-    check_in_place(*this, flat, shard, bounds, tag);
-    return start(show_updates(arena_->take_place("all_gather", tag, form.mix(buffer->number)), flat,
+    check_in_place(*this, call, tag);
+    return start(show_updates(arena_->take_place(call.kName, tag, form.mix(buffer->number)), flat,
                               std::exchange(*buffer->updates, {})));
   }
-  return gather_at(arena_->take_place("all_gather", tag, form),
+  return gather_at(arena_->take_place(call.kName, tag, form),
                    {{bounds[rank()], shard, shard.numel()}}, flat);
 }
 
@@ -180,19 +182,15 @@ void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> 
   arena_->show(place, shown, std::move(kept), block, offer);
 }
 
-WorkPtr ArenaProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                                          std::span<const int64_t> bounds,
-                                          const ReduceScatterOptions& options,
-                                          const CollectiveTag& tag) {
-  if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
-  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
+WorkPtr ArenaProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag) {
+  const auto& [out, pieces, bounds, options] = call;
   const ArenaReduction reduction{
       bounds[rank()],
       bounds[rank() + 1],
       static_cast<std::byte*>(out.mutable_data_ptr()),
-      {dtype, ReduceOp::kSum, options.scale, options.accumulate, out.scalar_type()}};
-  const CollectiveForm form = form_of_reduce_scatter(dtype, pieces, bounds, tag);
-  return reduce(out, std::move(pieces), {reduction}, form, tag);
+      {call.dtype(), ReduceOp::kSum, options.scale, options.accumulate, out.scalar_type()}};
+  const CollectiveForm form = form_of(call, tag);
+  return reduce(out, std::move(call.pieces), {reduction}, form, tag);
 }
 
 WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> pieces,
@@ -207,23 +205,19 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
                                                    is_offered, arena_->shown_nbytes()));
 }
 
-WorkPtr ArenaProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
-                                      const CollectiveTag& tag) {
-  if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
-  check_host_all_reduce(*this, tensor, op, tag);
+WorkPtr ArenaProcessGroup::start(AllReduce& call, const CollectiveTag& tag) {
+  const auto& [tensor, op] = call;
   std::vector<int64_t> parts;
   if (tensor.nbytes() > kMaxOneTurnBytes) parts = even_bounds(tensor.numel(), size());
-  ArenaPlace place = arena_->take_place("all_reduce", tag, form_of_all_reduce(tensor, op, tag),
-                                        parts.empty() ? 1 : 2);
+  ArenaPlace place =
+      arena_->take_place(call.kName, tag, form_of(call, tag), parts.empty() ? 1 : 2);
   show_copy(place, tensor);  // the tensor itself is overwritten
   return start(std::make_shared<AllReduceTask>(std::move(place), tensor, op, std::move(parts)));
 }
 
-WorkPtr ArenaProcessGroup::broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
-  if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
-  check_host_broadcast(*this, tensor, root, tag);
-  return broadcast_at(arena_->take_place("broadcast", tag, form_of_broadcast(tensor, root, tag)),
-                      tensor, root);
+WorkPtr ArenaProcessGroup::start(Broadcast& call, const CollectiveTag& tag) {
+  return broadcast_at(arena_->take_place(call.kName, tag, form_of(call, tag)), call.tensor,
+                      call.root);
 }
 
 WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root) {
@@ -239,11 +233,9 @@ WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tens
 }
 
 // Shows what it sends each rank, then what it expects of each: all ranks see whether they agree.
-WorkPtr ArenaProcessGroup::all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                                      const CollectiveTag& tag) {
-  if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
-  check_host_all_to_all(*this, from, to, tag);
-  ArenaPlace place = arena_->take_place("all_to_all", tag, CollectiveForm("all_to_all", tag));
+WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
+  auto& [from, to] = call;
+  ArenaPlace place = arena_->take_place(call.kName, tag, form_of(call, tag));
   take_own_message(from[rank()], to[rank()]);
   std::vector<Piece> pieces;
   const auto add = [&](const at::Tensor& message, bool is_shown) {

@@ -15,11 +15,12 @@
 #include "arena/shared_buffers.h"
 #include "group/closable.h"
 #include "group/collective_form.h"
+#include "group/shares_memory.h"
 
 namespace tessera {
 
 /// A process group of ranks of one host, whose collectives go through an `Arena`.
-class ArenaProcessGroup : public ProcessGroup, public Closable {
+class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closable {
  public:
   explicit ArenaProcessGroup(std::shared_ptr<Arena> arena);
   ~ArenaProcessGroup() override;
@@ -32,19 +33,11 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
   std::string backend_name() const override { return "arena"; }
   std::vector<int> sends_to() const override { return {}; }
 
-  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
+  bool needs_host_memory() const override { return true; }
 
-  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) override;
-  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag) override;
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
-  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag) override;
-  void barrier(const CollectiveTag& tag) override { arrive(tag)->wait(); }
-  WorkPtr arrive(const CollectiveTag& tag) override;
+  std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
+  /// There are no other hosts.
+  void release(const SharedBuffer& /*buffer*/) override {}
 
   /// For collectives that this is a part of; see `HostedProcessGroup`.
   const std::shared_ptr<Arena>& arena() const { return arena_; }
@@ -69,6 +62,14 @@ class ArenaProcessGroup : public ProcessGroup, public Closable {
     int64_t number = 0;
     std::shared_ptr<PendingUpdates> updates = std::make_shared<PendingUpdates>();
   };
+
+  WorkPtr issue(Collective collective) override;
+  WorkPtr start(AllGather& call, const CollectiveTag& tag);
+  WorkPtr start(ReduceScatter& call, const CollectiveTag& tag);
+  WorkPtr start(AllReduce& call, const CollectiveTag& tag);
+  WorkPtr start(Broadcast& call, const CollectiveTag& tag);
+  WorkPtr start(AllToAll& call, const CollectiveTag& tag);
+  WorkPtr start(Barrier& call, const CollectiveTag& tag);
 
   WorkPtr start(const std::shared_ptr<ArenaTask>& task);
   /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.

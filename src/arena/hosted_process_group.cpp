@@ -10,7 +10,8 @@
 
 #include "group/check_arguments.h"
 #include "group/local_sum.h"
-#include "group/math_bits.h"
+#include "group/collective.h"
+#include "group/capability.h"
 #include "group/sent_bytes.h"
 
 namespace tessera {
@@ -41,7 +42,7 @@ HostedProcessGroup::~HostedProcessGroup() { close(); }
 
 void HostedProcessGroup::close() noexcept {
   const auto grace = closing_grace(timeout());
-  for (ChannelState& channel : channels_) channel.thread.stop(grace);
+  for (JobThread& thread : threads_) thread.stop(grace);
   local_->close();
   tessera::close(rail_);
   tessera::close(whole_);
@@ -50,7 +51,7 @@ void HostedProcessGroup::close() noexcept {
 int64_t HostedProcessGroup::sent_nbytes() const {
   int64_t nbytes = 0;
   for (const ProcessGroupPtr& part : {rail_, whole_}) {
-    if (const auto* const sender = dynamic_cast<const SendsMessages*>(part.get()))
+    if (const auto* const sender = capability<SendsMessages>(*part))
       nbytes += sender->sent_nbytes();
   }
   return nbytes;
@@ -62,13 +63,15 @@ std::vector<int> HostedProcessGroup::sends_to() const {
   return ranks;
 }
 
-WorkPtr HostedProcessGroup::start(const char* collective, const CollectiveTag& tag,
-                                  std::vector<StepwiseWork::Step> steps) {
-  ChannelState& channel = channels_.at(static_cast<size_t>(tag.channel));
-  const CollectiveName name{
-      collective, std::string(tag.subject), tag.channel, channel.sequence++, rank(), size()};
+WorkPtr HostedProcessGroup::issue(Collective collective) {
+  return std::visit([&](auto& call) { return start(call, collective.tag); }, collective.call);
+}
+
+WorkPtr HostedProcessGroup::start_steps(const char* collective, const CollectiveTag& tag,
+                                        std::vector<StepwiseWork::Step> steps) {
+  const CollectiveName name = order_.next(*this, collective, tag);
   auto work = std::make_shared<StepwiseWork>(name, timeout(), local_->arena(), std::move(steps));
-  const bool is_open = channel.thread.push(work);
+  const bool is_open = threads_.at(static_cast<size_t>(tag.channel)).push(work);
   TORCH_CHECK_WITH(DistBackendError, is_open, name.describe(), ": the process group was closed");
   return work;
 }
@@ -91,14 +94,11 @@ void HostedProcessGroup::release(const SharedBuffer& buffer) {
   if (const auto found = buffers_.holding(buffer.bytes)) found->release();
 }
 
-WorkPtr HostedProcessGroup::all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
-  if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
-  check_host_all_gather(*this, flat, shard, bounds, tag);
-  const auto buffer = buffers_.holding(flat);
-  if (!buffer) return gather_own(flat, shard, bounds, tag);
-  check_in_place(*this, flat, shard, bounds, tag);
-  return gather_shared(*buffer, flat, bounds, tag);
+WorkPtr HostedProcessGroup::start(AllGather& call, const CollectiveTag& tag) {
+  const auto buffer = buffers_.holding(call.flat);
+  if (!buffer) return gather_own(call, tag);
+  check_in_place(*this, call, tag);
+  return gather_shared(*buffer, call, tag);
 }
 
 HostedProcessGroup::RailCut HostedProcessGroup::cut_for_rail(
@@ -110,10 +110,9 @@ HostedProcessGroup::RailCut HostedProcessGroup::cut_for_rail(
 
 // Into memory that the ranks of a host do not share: each fetches what its rail owns, and gives it
 // to the others.
-WorkPtr HostedProcessGroup::gather_own(const at::Tensor& flat, const at::Tensor& shard,
-                                       std::span<const int64_t> bounds, const CollectiveTag& tag) {
-  ArenaPlace place =
-      local_->arena()->take_place("all_gather", tag, form_of_all_gather(flat, bounds, tag));
+WorkPtr HostedProcessGroup::gather_own(const AllGather& call, const CollectiveTag& tag) {
+  const auto& [flat, shard, bounds] = call;
+  ArenaPlace place = local_->arena()->take_place(call.kName, tag, form_of(call, tag));
   const RailCut cut = cut_for_rail(bounds);
   // Not in `flat`: others may still be reading when its owner writes to it again.
   const at::Tensor fetched = at::empty(
@@ -123,12 +122,12 @@ WorkPtr HostedProcessGroup::gather_own(const at::Tensor& flat, const at::Tensor&
     const int64_t numel = cut.bounds[h + 1] - cut.bounds[h];
     pieces.push_back({bounds[cut.ranks[h]], fetched.narrow(0, cut.bounds[h], numel), numel});
   }
-  return start(
-      "all_gather", tag,
-      {[fetched, shard, rail_bounds = cut.bounds, rail = rail_](const CollectiveTag& rail_tag) {
+  return start_steps(
+      call.kName, tag,
+      {[fetched, shard = shard, rail_bounds = cut.bounds, rail = rail_](const CollectiveTag& rail_tag) {
          return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
        },
-       [place = std::move(place), pieces = std::move(pieces), flat, local = local_](
+       [place = std::move(place), pieces = std::move(pieces), flat = flat, local = local_](
            const CollectiveTag&) { return std::vector{local->gather_at(place, pieces, flat)}; }});
 }
 
@@ -147,14 +146,14 @@ std::vector<ByteRange> HostedProcessGroup::foreign_ranges(size_t begin, int64_t 
   return ranges;
 }
 
-WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const at::Tensor& flat,
-                                          std::span<const int64_t> bounds,
+WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const AllGather& call,
                                           const CollectiveTag& tag) {
+  const auto& [flat, shard, bounds] = call;
   const auto item = static_cast<int64_t>(flat.element_size());
   const size_t begin = buffer.offset_of(flat);
-  CollectiveForm form = form_of_all_gather(flat, bounds, tag);
+  CollectiveForm form = form_of(call, tag);
   form.mix(static_cast<int64_t>(begin));
-  ArenaPlace before = local_->arena()->take_place("all_gather", tag, form, 2);
+  ArenaPlace before = local_->arena()->take_place(call.kName, tag, form, 2);
   ArenaPlace after = before;
   after.number += 1;
   std::vector<at::Tensor> slices;
@@ -175,19 +174,16 @@ WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const at::Tensor& 
     }
     return works;
   };
-  return start("all_gather", tag,
+  return start_steps(call.kName, tag,
                {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
                 [local = local_, after](const CollectiveTag&) {
                   return std::vector{local->arrive_at(after)};
                 }});
 }
 
-WorkPtr HostedProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                                           std::span<const int64_t> bounds,
-                                           const ReduceScatterOptions& options,
-                                           const CollectiveTag& tag) {
-  if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
-  const at::ScalarType dtype = check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
+WorkPtr HostedProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag) {
+  const auto& [out, pieces, bounds, options] = call;
+  const at::ScalarType dtype = call.dtype();
   const RailCut cut = cut_for_rail(bounds);
   // The host's sums of what the ranks of this rail own.
   const at::Tensor sums =
@@ -201,36 +197,37 @@ WorkPtr HostedProcessGroup::reduce_scatter(const at::Tensor& out, std::vector<Pi
     reductions.push_back({begin, end, data + cut.bounds[h] * item, {dtype, ReduceOp::kSum}});
     add_pieces(rail_pieces, pieces, begin, end, cut.bounds[h], sums);
   }
-  const CollectiveForm form = form_of_reduce_scatter(dtype, pieces, bounds, tag);
+  const CollectiveForm form = form_of(call, tag);
   const WorkPtr host_sums =
-      local_->reduce(sums, std::move(pieces), std::move(reductions), form, tag);
+      local_->reduce(sums, std::move(call.pieces), std::move(reductions), form, tag);
   ReduceScatterOptions rail_options = options;
   rail_options.dtype = dtype;
-  return start("reduce_scatter", tag,
+  return start_steps(call.kName, tag,
                {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
-                [out, rail_pieces, rail_bounds = cut.bounds, rail_options,
+                [out = out, rail_pieces, rail_bounds = cut.bounds, rail_options,
                  rail = rail_](const CollectiveTag& rail_tag) {
                   return std::vector{
                       rail->reduce_scatter(out, rail_pieces, rail_bounds, rail_options, rail_tag)};
                 }});
 }
 
-WorkPtr HostedProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op,
-                                       const CollectiveTag& tag) {
-  if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
-  check_host_all_reduce(*this, tensor, op, tag);
-  if (!is_reduced_whole(tensor)) return all_reduce_parts(tensor, op, tag);
-  const WorkPtr inside = local_->all_reduce(tensor, op, tag);
-  return start("all_reduce", tag,
+WorkPtr HostedProcessGroup::start(AllReduce& call, const CollectiveTag& tag) {
+  return is_reduced_whole(call.tensor) ? all_reduce_whole(call, tag) : all_reduce_parts(call, tag);
+}
+
+WorkPtr HostedProcessGroup::all_reduce_whole(const AllReduce& call, const CollectiveTag& tag) {
+  const auto& [tensor, op] = call;
+  const WorkPtr inside = issue_on(*local_, {tag, call});
+  return start_steps(call.kName, tag,
                {[inside](const CollectiveTag&) { return std::vector{inside}; },
-                [tensor, op, rail = rail_](const CollectiveTag& rail_tag) {
+                [tensor = tensor, op = op, rail = rail_](const CollectiveTag& rail_tag) {
                   return std::vector{rail->all_reduce(tensor, op, rail_tag)};
                 }});
 }
 
 // Each rank sums a part for its host, then with those of the other hosts that have the same part.
-WorkPtr HostedProcessGroup::all_reduce_parts(const at::Tensor& tensor, ReduceOp op,
-                                             const CollectiveTag& tag) {
+WorkPtr HostedProcessGroup::all_reduce_parts(const AllReduce& call, const CollectiveTag& tag) {
+  const auto& [tensor, op] = call;
   const std::vector<int64_t> bounds = even_bounds(tensor.numel(), local_->size());
   const int64_t begin = bounds[index()], end = bounds[index() + 1];
   const at::ScalarType dtype = tensor.scalar_type();
@@ -238,41 +235,38 @@ WorkPtr HostedProcessGroup::all_reduce_parts(const at::Tensor& tensor, ReduceOp 
       at::empty({end - begin}, at::TensorOptions().dtype(dtype).requires_grad(false));
   const ArenaReduction reduction{
       begin, end, static_cast<std::byte*>(part.mutable_data_ptr()), {dtype, op}};
-  CollectiveForm form = form_of_all_reduce(tensor, op, tag);
+  CollectiveForm form = form_of(call, tag);
   const WorkPtr inside =
       local_->reduce(part, {{0, tensor, tensor.numel()}}, {reduction}, form, tag);
-  ArenaPlace place = local_->arena()->take_place("all_reduce", tag, form.mix("gather"));
-  return start(
-      "all_reduce", tag,
+  ArenaPlace place = local_->arena()->take_place(call.kName, tag, form.mix("gather"));
+  return start_steps(
+      call.kName, tag,
       {[inside](const CollectiveTag&) { return std::vector{inside}; },
-       [part, op, rail = rail_](const CollectiveTag& rail_tag) {
+       [part, op = op, rail = rail_](const CollectiveTag& rail_tag) {
          return std::vector{rail->all_reduce(part, op, rail_tag)};
        },
-       [inside, place = std::move(place), begin, part, tensor,
+       [inside, place = std::move(place), begin, part, tensor = tensor,
         local = local_](const CollectiveTag&) {
          inside->wait_inputs();  // the others have read what is overwritten now
          return std::vector{local->gather_at(place, {{begin, part, part.numel()}}, tensor)};
        }});
 }
 
-WorkPtr HostedProcessGroup::broadcast(const at::Tensor& tensor, int root,
-                                      const CollectiveTag& tag) {
-  if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
-  check_host_broadcast(*this, tensor, root, tag);
-  ArenaPlace place =
-      local_->arena()->take_place("broadcast", tag, form_of_broadcast(tensor, root, tag));
+WorkPtr HostedProcessGroup::start(Broadcast& call, const CollectiveTag& tag) {
+  const auto& [tensor, root] = call;
+  ArenaPlace place = local_->arena()->take_place(call.kName, tag, form_of(call, tag));
   std::vector<StepwiseWork::Step> steps;
   if (table_.index_of(root) == index()) {
     steps.emplace_back(
-        [tensor, from = table_.host_of(root), rail = rail_](const CollectiveTag& rail_tag) {
+        [tensor = tensor, from = table_.host_of(root), rail = rail_](const CollectiveTag& rail_tag) {
           return std::vector{rail->broadcast(tensor, from, rail_tag)};
         });
   }
-  steps.emplace_back([place = std::move(place), tensor, from = table_.index_of(root),
+  steps.emplace_back([place = std::move(place), tensor = tensor, from = table_.index_of(root),
                       local = local_](const CollectiveTag&) {
     return std::vector{local->broadcast_at(place, tensor, from)};
   });
-  return start("broadcast", tag, std::move(steps));
+  return start_steps(call.kName, tag, std::move(steps));
 }
 
 ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,

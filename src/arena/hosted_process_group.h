@@ -4,7 +4,6 @@
 #include <tessera/process_group.h>
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -17,9 +16,11 @@
 #include "arena/host_buffer.h"
 #include "arena/host_table.h"
 #include "arena/stepwise_work.h"
+#include "group/channel_order.h"
 #include "group/closable.h"
 #include "message/job_thread.h"
-#include "message/sends_messages.h"
+#include "group/sends_messages.h"
+#include "group/shares_memory.h"
 
 namespace tessera {
 
@@ -41,7 +42,10 @@ namespace tessera {
 /// step does inside the host has its place in the order of the arena from the call on. So all that
 /// such a thread waits for was issued by its peers before, or will be without regard to what
 /// stands behind it in the queue.
-class HostedProcessGroup : public ProcessGroup, public Closable, public SendsMessages {
+class HostedProcessGroup : public ProcessGroup,
+                           public SharesMemory,
+                           public Closable,
+                           public SendsMessages {
  public:
   /// `local`: the ranks of this host; `rail`: those of this rank's rail, by host; `whole`: all.
   HostedProcessGroup(HostTable table, std::shared_ptr<ArenaProcessGroup> local,
@@ -55,47 +59,40 @@ class HostedProcessGroup : public ProcessGroup, public Closable, public SendsMes
   int size() const override { return whole_->size(); }
   std::chrono::milliseconds timeout() const override { return whole_->timeout(); }
   std::string backend_name() const override { return "arena+" + whole_->backend_name(); }
+  bool needs_host_memory() const override { return true; }
   /// The other ranks of the rail. An all-to-all sends to all, also inside the host.
   std::vector<int> sends_to() const override;
 
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
   void release(const SharedBuffer& buffer) override;
 
-  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) override;
-  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag) override;
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
-  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag) override {
-    return whole_->all_to_all(std::move(from), std::move(to), tag);
-  }
-  void barrier(const CollectiveTag& tag) override { whole_->barrier(tag); }
-  WorkPtr arrive(const CollectiveTag& tag) override { return whole_->arrive(tag); }
-
  private:
-  struct ChannelState {
-    std::atomic<int64_t> sequence{0};
-    JobThread thread;
-  };
+  WorkPtr issue(Collective collective) override;
+  WorkPtr start(AllGather& call, const CollectiveTag& tag);
+  WorkPtr start(ReduceScatter& call, const CollectiveTag& tag);
+  WorkPtr start(AllReduce& call, const CollectiveTag& tag);
+  WorkPtr start(Broadcast& call, const CollectiveTag& tag);
+  WorkPtr start(AllToAll& call, const CollectiveTag& tag) { return start_on(*whole_, call, tag); }
+  WorkPtr start(Barrier& call, const CollectiveTag& tag) { return start_on(*whole_, call, tag); }
 
   int host() const { return table_.host_of(rank()); }
   int index() const { return table_.index_of(rank()); }
-  WorkPtr start(const char* collective, const CollectiveTag& tag,
-                std::vector<StepwiseWork::Step> steps);
+  template <class Call>
+  static WorkPtr start_on(ProcessGroup& process_group, Call& call, const CollectiveTag& tag) {
+    return issue_on(process_group, {tag, std::move(call)});
+  }
+  WorkPtr start_steps(const char* collective, const CollectiveTag& tag,
+                      std::vector<StepwiseWork::Step> steps);
   /// What of a flat buffer the ranks of this rail own, by host.
   struct RailCut {
     std::vector<int> ranks;
     std::vector<int64_t> bounds;  // of what they own, put together
   };
   RailCut cut_for_rail(std::span<const int64_t> bounds) const;
-  WorkPtr gather_own(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag);
-  WorkPtr all_reduce_parts(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag);
-  WorkPtr gather_shared(HostBuffer& buffer, const at::Tensor& flat, std::span<const int64_t> bounds,
-                        const CollectiveTag& tag);
+  WorkPtr gather_own(const AllGather& call, const CollectiveTag& tag);
+  WorkPtr gather_shared(HostBuffer& buffer, const AllGather& call, const CollectiveTag& tag);
+  WorkPtr all_reduce_whole(const AllReduce& call, const CollectiveTag& tag);
+  WorkPtr all_reduce_parts(const AllReduce& call, const CollectiveTag& tag);
   std::vector<ByteRange> foreign_ranges(size_t begin, int64_t item,
                                         std::span<const int64_t> bounds) const;
 
@@ -103,7 +100,8 @@ class HostedProcessGroup : public ProcessGroup, public Closable, public SendsMes
   const std::shared_ptr<ArenaProcessGroup> local_;
   const ProcessGroupPtr rail_;
   const ProcessGroupPtr whole_;
-  std::array<ChannelState, 3> channels_;
+  ChannelOrder order_;
+  std::array<JobThread, 3> threads_;  // by channel
   SharedBuffers<HostBuffer> buffers_;
 };
 

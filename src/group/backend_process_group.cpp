@@ -6,8 +6,6 @@
 #include <tessera/process_group.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <functional>
 #include <numeric>
 #include <optional>
@@ -17,12 +15,10 @@
 #include <vector>
 
 #include "group/backend_work.h"
-#include "group/check_arguments.h"
+#include "group/channel_order.h"
 #include "group/collective_form.h"
 #include "group/local_sum.h"
-#include "group/math_bits.h"
 #include "group/peer_message.h"
-#include "memory/process_mark.h"
 
 namespace tessera {
 namespace {
@@ -82,7 +78,7 @@ class BackendProcessGroup : public ProcessGroup {
 
   // A child leaves its parent's connections as they are.
   ~BackendProcessGroup() override {
-    if (mark_.is_inherited()) static_cast<void>(backend_.release());
+    if (order_.is_inherited()) static_cast<void>(backend_.release());
   }
 
   int rank() const override { return backend_->getRank(); }
@@ -91,71 +87,61 @@ class BackendProcessGroup : public ProcessGroup {
   std::string backend_name() const override { return backend_->getBackendName(); }
   bool has_channels() const override { return false; }
 
-  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
+ private:
+  WorkPtr issue(Collective collective) override {
     at::NoGradGuard no_grad;
-    check_all_gather(*this, flat, shard, bounds, tag);
-    CollectiveName name = next_name("all_gather", tag);
-    auto comparison = compare(form_of_all_gather(flat, bounds, tag));
-    return make_work(std::move(name), std::move(comparison), start_gather(flat, shard, bounds));
+    return std::visit(
+        [&](auto& call) {
+          CollectiveName name = order_.next(*this, call.kName, collective.tag);
+          return start(call, std::move(name), form_of(call, collective.tag));
+        },
+        collective.call);
   }
 
-  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
-    at::NoGradGuard no_grad;
-    check_reduce_scatter(*this, out, pieces, bounds, options, tag);
-    CollectiveName name = next_name("reduce_scatter", tag);
-    const auto dtype = options.dtype.value_or(out.scalar_type());
+  WorkPtr start(AllGather& call, CollectiveName name, const CollectiveForm& form) {
+    auto comparison = compare(form);
+    return make_work(std::move(name), std::move(comparison),
+                     start_gather(call.flat, call.shard, call.bounds));
+  }
+
+  WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form) {
+    const auto& [out, pieces, bounds, options] = call;
+    const auto dtype = call.dtype();
     // Of one dtype, the backend knows what it can sum.
     if (dtype != out.scalar_type())
       check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
     const at::Tensor flat =
         at::zeros({bounds.back()}, out.options().dtype(dtype).requires_grad(false));
     for (const Piece& piece : pieces) {
-      if (piece.data.defined()) {
+      if (piece.data.defined())
         flat.narrow(0, piece.begin, piece.numel).copy_(piece.data.view(-1));
-      }
       // From here on only the cut is needed: the tensors may go.
     }
     at::Tensor own = part_of(flat, bounds, rank());
-    auto comparison = compare(form_of_reduce_scatter(dtype, pieces, bounds, tag));
+    auto comparison = compare(form);
     std::vector<BackendWork> works = start_reductions(flat, own, bounds);
-    auto finish = [out, own, pieces = cut_of(pieces), options, begin = bounds[rank()]] {
-      store_pieces(out, own, pieces, begin, options);
-    };
+    auto finish = [out, own, pieces = cut_of(std::move(call.pieces)), options,
+                   begin = bounds[rank()]] { store_pieces(out, own, pieces, begin, options); };
     return make_work(std::move(name), std::move(comparison), std::move(works), std::move(finish));
   }
 
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
-    check_all_reduce(*this, tensor, tag);
-    CollectiveName name = next_name("all_reduce", tag);
-    std::vector<at::Tensor> tensors{tensor};
-    auto comparison = compare(form_of_all_reduce(tensor, op, tag));
+  WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form) {
+    std::vector<at::Tensor> tensors{call.tensor};
+    auto comparison = compare(form);
     return make_work(std::move(name), std::move(comparison),
-                     {backend_->allreduce(tensors, {.reduceOp = to_c10d(op)})});
+                     {backend_->allreduce(tensors, {.reduceOp = to_c10d(call.op)})});
   }
 
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
-    check_broadcast(*this, tensor, root, tag);
-    CollectiveName name = next_name("broadcast", tag);
-    std::vector<at::Tensor> tensors{tensor};
-    auto comparison = compare(form_of_broadcast(tensor, root, tag));
+  WorkPtr start(Broadcast& call, CollectiveName name, const CollectiveForm& form) {
+    std::vector<at::Tensor> tensors{call.tensor};
+    auto comparison = compare(form);
     return make_work(std::move(name), std::move(comparison),
-                     {backend_->broadcast(tensors, {.rootRank = root})});
+                     {backend_->broadcast(tensors, {.rootRank = call.root})});
   }
 
-  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
-    at::NoGradGuard no_grad;
-    check_all_to_all(*this, from, to, tag);
-    CollectiveName name = next_name("all_to_all", tag);
-    check_agreement(from, to, name, tag);
+  WorkPtr start(AllToAll& call, CollectiveName name, const CollectiveForm& form) {
+    auto& [from, to] = call;
+    check_agreement(from, to, name, form);
     // As bytes: a rank without a message need not know the dtype.
     const at::Device device = device_of(from, to);
     MessageRow sent(to, device), received(from, device);
@@ -174,17 +160,15 @@ class BackendProcessGroup : public ProcessGroup {
     return make_work(std::move(name), /*comparison=*/{}, std::move(works), std::move(finish));
   }
 
-  void barrier(const CollectiveTag& tag) override {
+  WorkPtr start(Barrier& /*call*/, CollectiveName name, const CollectiveForm& form) {
     // Not the backend's: Gloo's rethrows the error of an earlier collective.
-    CollectiveName name = next_name("barrier", tag);
     const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
-    auto comparison = compare(CollectiveForm("barrier", tag));
-    make_work(std::move(name), std::move(comparison), {backend_->allreduce(tensors)})->wait();
-    one.item();  // on a device, waiting only orders the stream
+    auto comparison = compare(form);
+    return make_work(std::move(name), std::move(comparison), {backend_->allreduce(tensors)},
+                     [one] { one.item(); });  // on a device, waiting only orders the stream
   }
 
- private:
   // Where messages lie; if there are none, where the backend wants tensors.
   at::Device device_of(std::span<const at::Tensor> from, std::span<const at::Tensor> to) const {
     for (const auto& messages : {from, to}) {
@@ -231,7 +215,7 @@ class BackendProcessGroup : public ProcessGroup {
   // fit, c10d's Gloo takes what there is, or ends the process. On a device this would hold up what
   // is queued there.
   void check_agreement(std::span<const at::Tensor> from, std::span<const at::Tensor> to,
-                       const CollectiveName& name, const CollectiveTag& tag) {
+                       const CollectiveName& name, const CollectiveForm& form) {
     if (size() == 1 || is_on_device()) return;
     static_assert(sizeof(MessageForm) == 2 * sizeof(int64_t));
     const int row = 2 * size();  // what a rank sends each, then what it expects of each
@@ -242,7 +226,7 @@ class BackendProcessGroup : public ProcessGroup {
     MessageForm* own = forms + rank() * row;
     for (const auto& messages : {to, from})
       own = std::transform(messages.begin(), messages.end(), own, form_of);
-    auto comparison = compare(CollectiveForm("all_to_all", tag));
+    auto comparison = compare(form);
     make_work(name, std::move(comparison), start_gather(all, part_of(all, bounds, rank()), bounds))
         ->wait();
     const std::string why = disagreement(
@@ -307,25 +291,16 @@ class BackendProcessGroup : public ProcessGroup {
     }
   }
 
-  CollectiveName next_name(const char* collective, const CollectiveTag& tag) {
-    CollectiveName name{collective,  std::string(tag.subject),
-                        tag.channel, sequences_.at(static_cast<size_t>(tag.channel))++,
-                        rank(),      size()};
-    check_process(mark_, name);
-    return name;
-  }
-
   WorkPtr make_work(CollectiveName name, std::optional<FormComparison> comparison,
                     std::vector<BackendWork> works, std::function<void()> finish = nullptr) const {
     return std::make_shared<BackendProcessGroupWork>(
         std::move(name), timeout_, std::move(comparison), std::move(works), std::move(finish));
   }
 
-  const ProcessMark mark_;
+  ChannelOrder order_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   const std::chrono::milliseconds timeout_;
   const bool has_fast_base_collectives_;
-  std::array<std::atomic<int64_t>, 3> sequences_{};
 };
 
 }  // namespace

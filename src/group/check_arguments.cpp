@@ -9,18 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "group/collective_count.h"
 #include "group/local_sum.h"
 #include "group/peer_message.h"
 
 namespace tessera {
 namespace {
-
-// Ends every message: which unit, which rank.
-std::string where(const ProcessGroup& process_group, const CollectiveTag& tag) {
-  return fmt::format(" (unit '{}', rank {} of {})", tag.subject, process_group.rank(),
-                     process_group.size());
-}
 
 void check_tensor(const char* function, const char* name, const at::Tensor& tensor,
                   const std::string& where) {
@@ -82,38 +75,38 @@ void check_message(const char* name, size_t rank, const at::Tensor& message, at:
                     dtype, " and, as `", name, "[", rank, "]`, ", message.scalar_type(), where);
 }
 
-// Where a message lies.
-struct MessagePlace {
+// The memory of a message.
+struct MessageMemory {
   const std::byte* begin;
   const std::byte* end;
   const char* name;
   size_t rank;
 };
 
-std::vector<MessagePlace> places_of(const char* name, std::span<const at::Tensor> messages) {
-  std::vector<MessagePlace> places;
+std::vector<MessageMemory> memory_of(const char* name, std::span<const at::Tensor> messages) {
+  std::vector<MessageMemory> memory;
   for (size_t r = 0; r < messages.size(); ++r) {
     if (message_numel(messages[r]) == 0) continue;
     const auto* const begin = static_cast<const std::byte*>(messages[r].const_data_ptr());
-    places.push_back({begin, begin + messages[r].nbytes(), name, r});
+    memory.push_back({begin, begin + messages[r].nbytes(), name, r});
   }
-  return places;
+  return memory;
 }
 
-// What is received must not lie where something else is received or sent. `rank` may receive its
-// own message in place.
+// No message may be received into memory of another one. `rank` may receive its own message in
+// place.
 void check_disjoint(std::span<const at::Tensor> from, std::span<const at::Tensor> to, size_t rank,
                     const std::string& where) {
-  std::vector<MessagePlace> written = places_of("from", from), read = places_of("to", to);
+  std::vector<MessageMemory> written = memory_of("from", from), read = memory_of("to", to);
   const bool in_place =
       message_numel(to[rank]) > 0 && from[rank].const_data_ptr() == to[rank].const_data_ptr();
   if (in_place)
-    std::erase_if(written, [&](const MessagePlace& place) { return place.rank == rank; });
-  const auto by_begin = [](const MessagePlace& a, const MessagePlace& b) {
+    std::erase_if(written, [&](const MessageMemory& place) { return place.rank == rank; });
+  const auto by_begin = [](const MessageMemory& a, const MessageMemory& b) {
     return a.begin < b.begin;
   };
   std::sort(written.begin(), written.end(), by_begin);
-  const auto check = [&](const MessagePlace& a, const MessagePlace& b) {
+  const auto check = [&](const MessageMemory& a, const MessageMemory& b) {
     TORCH_CHECK_VALUE(a.end <= b.begin || b.end <= a.begin,
                       "[all_to_all] no `from` may overlap a `to` or another `from`, except that this "
                       "rank's own may be its `to` itself; got `", a.name, "[", a.rank, "]` over `",
@@ -121,87 +114,119 @@ void check_disjoint(std::span<const at::Tensor> from, std::span<const at::Tensor
   };
   for (size_t i = 1; i < written.size(); ++i) check(written[i - 1], written[i]);
   // Those that are written are disjoint: the first that ends behind `begin` tells.
-  for (const MessagePlace& place : read) {
+  for (const MessageMemory& place : read) {
     const auto next =
         std::partition_point(written.begin(), written.end(),
-                             [&](const MessagePlace& other) { return other.end <= place.begin; });
+                             [&](const MessageMemory& other) { return other.end <= place.begin; });
     if (next != written.end()) check(*next, place);
   }
 }
 
-}  // namespace
-
-void check_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
-                      const at::Tensor& shard, std::span<const int64_t> bounds,
-                      const CollectiveTag& tag) {
-  const std::string place = where(process_group, tag);
-  check_bounds("all_gather", bounds, process_group.size(), place);
-  check_shard("all_gather", "shard", shard, bounds, process_group.rank(), place);
-  check_tensor("all_gather", "flat", flat, place);
-  TORCH_CHECK_VALUE(flat.numel() == bounds.back(),
+// What every process group demands.
+void check(const ProcessGroup& process_group, const AllGather& call, const std::string& where) {
+  check_bounds("all_gather", call.bounds, process_group.size(), where);
+  check_shard("all_gather", "shard", call.shard, call.bounds, process_group.rank(), where);
+  check_tensor("all_gather", "flat", call.flat, where);
+  TORCH_CHECK_VALUE(call.flat.numel() == call.bounds.back(),
                     "[all_gather] `flat` must have `bounds.back()` elements; expected ",
-                    bounds.back(), ", got ", flat.numel(), place);
-  TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(),
-                    "[all_gather] `flat` and `shard` must have one dtype; got ", flat.scalar_type(),
-                    " and ", shard.scalar_type(), place);
-  count_collective("all_gather", static_cast<int64_t>(flat.nbytes()), tag.subject);
+                    call.bounds.back(), ", got ", call.flat.numel(), where);
+  TORCH_CHECK_VALUE(call.flat.scalar_type() == call.shard.scalar_type(),
+                    "[all_gather] `flat` and `shard` must have one dtype; got ",
+                    call.flat.scalar_type(), " and ", call.shard.scalar_type(), where);
 }
 
-void check_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
-                          std::span<const Piece> pieces, std::span<const int64_t> bounds,
-                          const ReduceScatterOptions& options, const CollectiveTag& tag) {
-  const std::string place = where(process_group, tag);
-  check_bounds("reduce_scatter", bounds, process_group.size(), place);
-  check_shard("reduce_scatter", "out", out, bounds, process_group.rank(), place);
+void check(const ProcessGroup& process_group, const ReduceScatter& call, const std::string& where) {
+  check_bounds("reduce_scatter", call.bounds, process_group.size(), where);
+  check_shard("reduce_scatter", "out", call.out, call.bounds, process_group.rank(), where);
   int64_t begin = 0;
-  for (const Piece& piece : pieces) {
-    check_piece(piece, begin, bounds.back(), options.dtype.value_or(out.scalar_type()), place);
+  for (const Piece& piece : call.pieces) {
+    check_piece(piece, begin, call.bounds.back(), call.dtype(), where);
     begin = piece.begin + piece.numel;
   }
-  count_collective("reduce_scatter", bounds.back() * message_item_size(out, options), tag.subject);
 }
 
-void check_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor,
-                      const CollectiveTag& tag) {
-  check_tensor("all_reduce", "tensor", tensor, where(process_group, tag));
-  count_collective("all_reduce", static_cast<int64_t>(tensor.nbytes()), tag.subject);
+void check(const ProcessGroup& /*process_group*/, const AllReduce& call, const std::string& where) {
+  check_tensor("all_reduce", "tensor", call.tensor, where);
 }
 
-void check_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
-                     const CollectiveTag& tag) {
-  const std::string place = where(process_group, tag);
-  check_tensor("broadcast", "tensor", tensor, place);
-  TORCH_CHECK_VALUE(root >= 0 && root < process_group.size(),
+void check(const ProcessGroup& process_group, const Broadcast& call, const std::string& where) {
+  check_tensor("broadcast", "tensor", call.tensor, where);
+  TORCH_CHECK_VALUE(call.root >= 0 && call.root < process_group.size(),
                     "[broadcast] `root` must be a rank; expected 0 to ", process_group.size() - 1,
-                    ", got ", root, place);
-  count_collective("broadcast", static_cast<int64_t>(tensor.nbytes()), tag.subject);
+                    ", got ", call.root, where);
 }
 
-void check_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
-                      std::span<const at::Tensor> to, const CollectiveTag& tag) {
-  const std::string place = where(process_group, tag);
+void check(const ProcessGroup& process_group, const AllToAll& call, const std::string& where) {
+  const auto& [from, to] = call;
   const auto size = static_cast<size_t>(process_group.size());
   TORCH_CHECK_VALUE(from.size() == size && to.size() == size,
                     "[all_to_all] `from` and `to` must have an entry for each rank; expected ", size,
-                    ", got ", from.size(), " and ", to.size(), place);
+                    ", got ", from.size(), " and ", to.size(), where);
   std::optional<at::ScalarType> dtype;
   for (size_t r = 0; r < size; ++r) {
     for (const bool is_sent : {true, false}) {
       const at::Tensor& message = is_sent ? to[r] : from[r];
       if (message_numel(message) == 0) continue;
       if (!dtype) dtype = message.scalar_type();
-      check_message(is_sent ? "to" : "from", r, message, *dtype, place);
+      check_message(is_sent ? "to" : "from", r, message, *dtype, where);
     }
   }
   const auto rank = static_cast<size_t>(process_group.rank());
   TORCH_CHECK_VALUE(message_numel(from[rank]) == message_numel(to[rank]),
-                    "[all_to_all] what a rank sends to itself must fit; expected ",
+                    "[all_to_all] a rank's message to itself must fit; expected ",
                     message_numel(from[rank]), " elements in `to[", rank, "]`, got ",
-                    message_numel(to[rank]), place);
-  check_disjoint(from, to, rank, place);
-  int64_t bytes = 0;
-  for (const at::Tensor& message : to) bytes += message_bytes(message);
-  count_collective("all_to_all", bytes, tag.subject);
+                    message_numel(to[rank]), where);
+  check_disjoint(from, to, rank, where);
+}
+
+void check(const ProcessGroup& /*process_group*/, const Barrier& /*call*/,
+           const std::string& /*where*/) {}
+
+// What process groups of tensors in host memory demand besides.
+void check_on_host(const AllGather& call, const CollectiveTag& tag) {
+  check_on_cpu("all_gather", call.flat, tag);
+  check_on_cpu("all_gather", call.shard, tag);
+}
+
+void check_on_host(const ReduceScatter& call, const CollectiveTag& tag) {
+  check_on_cpu("reduce_scatter", call.out, tag);
+  check_reducible("reduce_scatter", call.dtype(), ReduceOp::kSum, call.out.scalar_type());
+  for (const Piece& piece : call.pieces) {
+    if (piece.data.defined()) check_on_cpu("reduce_scatter", piece.data, tag);
+  }
+}
+
+void check_on_host(const AllReduce& call, const CollectiveTag& tag) {
+  check_on_cpu("all_reduce", call.tensor, tag);
+  check_reducible("all_reduce", call.tensor.scalar_type(), call.op);
+}
+
+void check_on_host(const Broadcast& call, const CollectiveTag& tag) {
+  check_on_cpu("broadcast", call.tensor, tag);
+}
+
+void check_on_host(const AllToAll& call, const CollectiveTag& tag) {
+  for (const auto& messages : {call.from, call.to}) {
+    for (const at::Tensor& message : messages) {
+      if (message_numel(message) > 0) check_on_cpu("all_to_all", message, tag);
+    }
+  }
+}
+
+void check_on_host(const Barrier& /*call*/, const CollectiveTag& /*tag*/) {}
+
+}  // namespace
+
+void check_arguments(const ProcessGroup& process_group, const Collective& collective) {
+  // Ends every message: which unit, which rank.
+  const std::string where = fmt::format(" (unit '{}', rank {} of {})", collective.tag.subject,
+                                        process_group.rank(), process_group.size());
+  std::visit(
+      [&](const auto& call) {
+        check(process_group, call, where);
+        if (process_group.needs_host_memory()) check_on_host(call, collective.tag);
+      },
+      collective.call);
 }
 
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag) {
@@ -210,67 +235,12 @@ void check_on_cpu(const char* function, const at::Tensor& tensor, const Collecti
                     " (unit '", tag.subject, "')");
 }
 
-void check_host_all_gather(const ProcessGroup& process_group, const at::Tensor& flat,
-                           const at::Tensor& shard, std::span<const int64_t> bounds,
-                           const CollectiveTag& tag) {
-  check_all_gather(process_group, flat, shard, bounds, tag);
-  check_on_cpu("all_gather", flat, tag);
-  check_on_cpu("all_gather", shard, tag);
-}
-
-at::ScalarType check_host_reduce_scatter(const ProcessGroup& process_group, const at::Tensor& out,
-                                         std::span<const Piece> pieces,
-                                         std::span<const int64_t> bounds,
-                                         const ReduceScatterOptions& options,
-                                         const CollectiveTag& tag) {
-  check_reduce_scatter(process_group, out, pieces, bounds, options, tag);
-  check_on_cpu("reduce_scatter", out, tag);
-  const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
-  check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
-  for (const Piece& piece : pieces) {
-    if (piece.data.defined()) check_on_cpu("reduce_scatter", piece.data, tag);
-  }
-  return dtype;
-}
-
-void check_host_all_reduce(const ProcessGroup& process_group, const at::Tensor& tensor, ReduceOp op,
-                           const CollectiveTag& tag) {
-  check_all_reduce(process_group, tensor, tag);
-  check_on_cpu("all_reduce", tensor, tag);
-  check_reducible("all_reduce", tensor.scalar_type(), op);
-}
-
-void check_host_broadcast(const ProcessGroup& process_group, const at::Tensor& tensor, int root,
-                          const CollectiveTag& tag) {
-  check_broadcast(process_group, tensor, root, tag);
-  check_on_cpu("broadcast", tensor, tag);
-}
-
-void check_host_all_to_all(const ProcessGroup& process_group, std::span<const at::Tensor> from,
-                           std::span<const at::Tensor> to, const CollectiveTag& tag) {
-  check_all_to_all(process_group, from, to, tag);
-  for (const auto& messages : {from, to}) {
-    for (const at::Tensor& message : messages) {
-      if (message_numel(message) > 0) check_on_cpu("all_to_all", message, tag);
-    }
-  }
-}
-
-void check_in_place(const ProcessGroup& process_group, const at::Tensor& flat,
-                    const at::Tensor& shard, std::span<const int64_t> bounds,
+void check_in_place(const ProcessGroup& process_group, const AllGather& call,
                     const CollectiveTag& tag) {
-  const auto* const own = static_cast<const std::byte*>(flat.const_data_ptr()) +
-                          bounds[process_group.rank()] * static_cast<int64_t>(flat.element_size());
-  TORCH_CHECK_VALUE(shard.numel() == 0 || own == shard.const_data_ptr(), "[all_gather] unit '",
+  const auto* const own = static_cast<const std::byte*>(call.flat.const_data_ptr()) +
+                          call.bounds[process_group.rank()] * static_cast<int64_t>(call.flat.element_size());
+  TORCH_CHECK_VALUE(call.shard.numel() == 0 || own == call.shard.const_data_ptr(), "[all_gather] unit '",
                     tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
-}
-
-std::vector<int64_t> even_bounds(int64_t numel, int size) {
-  std::vector<int64_t> bounds(size + 1);
-  for (int r = 0; r <= size; ++r) {
-    bounds[r] = numel * r / size;
-  }
-  return bounds;
 }
 
 }  // namespace tessera

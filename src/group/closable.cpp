@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <exception>
 
+#include "group/capability.h"
+
 namespace tessera {
 
 std::chrono::milliseconds closing_grace(std::chrono::milliseconds timeout) {
@@ -11,7 +13,7 @@ std::chrono::milliseconds closing_grace(std::chrono::milliseconds timeout) {
 }
 
 void close(const ProcessGroupPtr& process_group) noexcept {
-  if (const auto closable = std::dynamic_pointer_cast<Closable>(process_group)) closable->close();
+  if (auto* const closable = capability<Closable>(*process_group)) closable->close();
 }
 
 }  // namespace tessera

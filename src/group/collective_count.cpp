@@ -14,9 +14,11 @@ bool is_meant(const CommDebug::Entry& entry, const std::string& kind, const std:
 
 }  // namespace
 
-void count_collective(const char* kind, int64_t bytes, std::string_view subject) {
-  subject = subject.substr(0, subject.find(" ("));
-  for (CommDebug* scope = innermost; scope; scope = scope->outer_) scope->add(kind, bytes, subject);
+void count_collective(const Collective& collective) {
+  if (!innermost || std::holds_alternative<Barrier>(collective.call)) return;
+  const std::string_view whole = collective.tag.subject, subject = whole.substr(0, whole.find(" ("));
+  for (CommDebug* scope = innermost; scope; scope = scope->outer_)
+    scope->add(collective.name(), collective.nbytes(), subject);
 }
 
 CommDebug::CommDebug() : outer_(innermost) { innermost = this; }

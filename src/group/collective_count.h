@@ -1,12 +1,12 @@
 #pragma once
 
-#include <cstdint>
-#include <string_view>
+#include <tessera/collective.h>
 
 namespace tessera {
 
-/// Tells the `CommDebug` scopes of this thread that a collective is issued. Of `subject` it counts
-/// what comes before " (": shapes and placements behind are for ranks to compare.
-void count_collective(const char* kind, int64_t bytes, std::string_view subject);
+/// Tells the `CommDebug` scopes of this thread that a collective is issued. They count it by the
+/// subject up to " (": the shapes and placements behind are for ranks to compare. Barriers, which
+/// exchange nothing, are not counted.
+void count_collective(const Collective& collective);
 
 }  // namespace tessera

@@ -93,28 +93,33 @@ std::string CollectiveForm::text() const {
   return text;
 }
 
-CollectiveForm form_of_all_gather(const at::Tensor& flat, std::span<const int64_t> bounds,
-                                  const CollectiveTag& tag) {
-  return std::move(
-      CollectiveForm("all_gather", tag).elements(bounds.back(), flat.scalar_type()).cut(bounds));
+CollectiveForm form_of(const AllGather& call, const CollectiveTag& tag) {
+  CollectiveForm form(AllGather::kName, tag);
+  return std::move(form.elements(call.bounds.back(), call.flat.scalar_type()).cut(call.bounds));
 }
 
-CollectiveForm form_of_reduce_scatter(at::ScalarType dtype, std::span<const Piece> pieces,
-                                      std::span<const int64_t> bounds, const CollectiveTag& tag) {
-  return std::move(CollectiveForm("reduce_scatter", tag)
-                       .elements(bounds.back(), dtype)
-                       .cut(bounds)
-                       .pieces(pieces));
+CollectiveForm form_of(const ReduceScatter& call, const CollectiveTag& tag) {
+  CollectiveForm form(ReduceScatter::kName, tag);
+  form.elements(call.bounds.back(), call.dtype()).cut(call.bounds);
+  return std::move(form.pieces(call.pieces));
 }
 
-CollectiveForm form_of_all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) {
-  return std::move(
-      CollectiveForm("all_reduce", tag).elements(tensor.numel(), tensor.scalar_type()).op(op));
+CollectiveForm form_of(const AllReduce& call, const CollectiveTag& tag) {
+  CollectiveForm form(AllReduce::kName, tag);
+  return std::move(form.elements(call.tensor.numel(), call.tensor.scalar_type()).op(call.op));
 }
 
-CollectiveForm form_of_broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
-  return std::move(
-      CollectiveForm("broadcast", tag).elements(tensor.numel(), tensor.scalar_type()).root(root));
+CollectiveForm form_of(const Broadcast& call, const CollectiveTag& tag) {
+  CollectiveForm form(Broadcast::kName, tag);
+  return std::move(form.elements(call.tensor.numel(), call.tensor.scalar_type()).root(call.root));
+}
+
+CollectiveForm form_of(const AllToAll& /*call*/, const CollectiveTag& tag) {
+  return CollectiveForm(AllToAll::kName, tag);
+}
+
+CollectiveForm form_of(const Barrier& /*call*/, const CollectiveTag& tag) {
+  return CollectiveForm(Barrier::kName, tag);
 }
 
 }  // namespace tessera

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <tessera/process_group.h>
+#include <tessera/collective.h>
 
 #include <array>
 #include <cstddef>
@@ -53,13 +53,13 @@ class CollectiveForm {
   uint64_t hash_ = 0xCBF29CE484222325ull;
 };
 
-/// The forms of the collectives of `ProcessGroup`. What an all-to-all exchanges is between each two
-/// ranks, and a barrier exchanges nothing.
-CollectiveForm form_of_all_gather(const at::Tensor& flat, std::span<const int64_t> bounds,
-                                  const CollectiveTag& tag);
-CollectiveForm form_of_reduce_scatter(at::ScalarType dtype, std::span<const Piece> pieces,
-                                      std::span<const int64_t> bounds, const CollectiveTag& tag);
-CollectiveForm form_of_all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag);
-CollectiveForm form_of_broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag);
+/// The form of a collective. Each two ranks of an all-to-all agree on the message between them, and
+/// a barrier has none: neither is in the form.
+CollectiveForm form_of(const AllGather& call, const CollectiveTag& tag);
+CollectiveForm form_of(const ReduceScatter& call, const CollectiveTag& tag);
+CollectiveForm form_of(const AllReduce& call, const CollectiveTag& tag);
+CollectiveForm form_of(const Broadcast& call, const CollectiveTag& tag);
+CollectiveForm form_of(const AllToAll& call, const CollectiveTag& tag);
+CollectiveForm form_of(const Barrier& call, const CollectiveTag& tag);
 
 }  // namespace tessera

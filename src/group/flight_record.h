@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/process_group.h>
+#include <tessera/process_group_decorators.h>
 
 #include <cstddef>
 #include <cstdint>

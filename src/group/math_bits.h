@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <tessera/process_group.h>
 
-#include <span>
 #include <vector>
 
 namespace tessera {
@@ -23,20 +22,29 @@ inline bool has_math_bits(const at::Tensor& tensor) {
 /// `tensor`, or a copy of it whose memory holds the values.
 at::Tensor with_plain_memory(const at::Tensor& tensor);
 
-/// A collective of `process_group` on copies of its arguments whose memory holds their values,
-/// which the work brings back to those that are written to; null if no argument needs that. Process
-/// groups that read or write memory ask these first.
-WorkPtr plain_all_gather(ProcessGroup& process_group, const at::Tensor& flat,
-                         const at::Tensor& shard, std::span<const int64_t> bounds,
-                         const CollectiveTag& tag);
-WorkPtr plain_reduce_scatter(ProcessGroup& process_group, const at::Tensor& out,
-                             const std::vector<Piece>& pieces, std::span<const int64_t> bounds,
-                             const ReduceScatterOptions& options, const CollectiveTag& tag);
-WorkPtr plain_all_reduce(ProcessGroup& process_group, const at::Tensor& tensor, ReduceOp op,
-                         const CollectiveTag& tag);
-WorkPtr plain_broadcast(ProcessGroup& process_group, const at::Tensor& tensor, int root,
-                        const CollectiveTag& tag);
-WorkPtr plain_all_to_all(ProcessGroup& process_group, const std::vector<at::Tensor>& from,
-                         const std::vector<at::Tensor>& to, const CollectiveTag& tag);
+/// Replaces the arguments of a collective whose memory does not hold their values by copies.
+class PlainArguments {
+ public:
+  explicit PlainArguments(Collective& collective);
+
+  /// Makes a work that brings the outputs from the copies to the tensors that were given.
+  WorkPtr finish(WorkPtr work) &&;
+
+  struct Output {
+    at::Tensor target, plain;
+  };
+
+ private:
+  void replace_output(at::Tensor& tensor);
+
+  void replace(AllGather& call);
+  void replace(ReduceScatter& call);
+  void replace(AllReduce& call);
+  void replace(Broadcast& call);
+  void replace(AllToAll& call);
+  void replace(Barrier& /*call*/) {}
+
+  std::vector<Output> outputs_;
+};
 
 }  // namespace tessera

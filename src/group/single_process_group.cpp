@@ -9,7 +9,6 @@
 #include "group/check_arguments.h"
 #include "group/completed_work.h"
 #include "group/local_sum.h"
-#include "group/math_bits.h"
 #include "group/peer_message.h"
 
 namespace tessera {
@@ -22,62 +21,39 @@ class SingleProcessGroup : public ProcessGroup {
   std::chrono::milliseconds timeout() const override { return std::chrono::minutes(10); }
   std::string backend_name() const override { return "single"; }
 
-  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
-    check_all_gather(*this, flat, shard, bounds, tag);
-    if (flat.numel() == 0 || flat.mutable_data_ptr() == shard.const_data_ptr()) {
-      return completed_;
-    }
+ private:
+  WorkPtr issue(Collective collective) override {
+    std::visit([this](const auto& call) { perform(call); }, collective.call);
+    return completed_;
+  }
+
+  void perform(const AllGather& call) {
+    const auto& [flat, shard, bounds] = call;
+    if (flat.numel() == 0 || flat.mutable_data_ptr() == shard.const_data_ptr()) return;
     if (flat.device().is_cpu() && shard.device().is_cpu()) {
       std::memmove(flat.mutable_data_ptr(), shard.const_data_ptr(), flat.nbytes());
     } else {
       at::NoGradGuard no_grad;
       flat.view(-1).copy_(shard.view(-1));
     }
-    return completed_;
   }
 
-  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
-    check_reduce_scatter(*this, out, pieces, bounds, options, tag);
-    const at::ScalarType dtype = options.dtype.value_or(out.scalar_type());
-    check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
-    for (const Piece& piece : pieces) {
-      if (out.device().is_cpu()) {
-        store_on_cpu(out, piece, options);
+  void perform(const ReduceScatter& call) {
+    check_reducible("reduce_scatter", call.dtype(), ReduceOp::kSum, call.out.scalar_type());
+    for (const Piece& piece : call.pieces) {
+      if (call.out.device().is_cpu()) {
+        store_on_cpu(call.out, piece, call.options);
       } else {
-        store_on_device(out, piece, options);
+        store_on_device(call.out, piece, call.options);
       }
     }
-    return completed_;
   }
 
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
-    check_all_reduce(*this, tensor, tag);
-    return completed_;
-  }
+  void perform(const AllReduce& /*call*/) {}
+  void perform(const Broadcast& /*call*/) {}
+  void perform(const AllToAll& call) { take_own_message(call.from[0], call.to[0]); }
+  void perform(const Barrier& /*call*/) {}
 
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
-    check_broadcast(*this, tensor, root, tag);
-    return completed_;
-  }
-
-  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
-    check_all_to_all(*this, from, to, tag);
-    take_own_message(from[0], to[0]);
-    return completed_;
-  }
-
-  void barrier(const CollectiveTag& tag) override {}
-
- private:
   // Without operators of LibTorch, and with the arithmetic of the other process groups: results
   // agree to the bit.
   static void store_on_cpu(const at::Tensor& out, const Piece& piece,

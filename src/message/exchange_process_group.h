@@ -3,17 +3,17 @@
 #include <tessera/process_group.h>
 
 #include <array>
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "group/channel_order.h"
 #include "group/closable.h"
 #include "group/collective_form.h"
 #include "message/block_pool.h"
 #include "message/exchange.h"
 #include "message/reduce_exchange.h"
-#include "message/sends_messages.h"
+#include "group/sends_messages.h"
 
 namespace tessera {
 
@@ -40,38 +40,33 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsM
   int size() const override { return mailbox_.size(); }
   std::chrono::milliseconds timeout() const override { return timeout_; }
   std::string backend_name() const override { return backend_name_; }
-
-  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) override;
-  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag) override;
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override;
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override;
-  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag) override;
-  void barrier(const CollectiveTag& tag) override;
+  bool needs_host_memory() const override { return true; }
 
  private:
-  struct ChannelState {
-    std::atomic<int64_t> sequence{0};
-    std::shared_ptr<JobThread> thread = std::make_shared<JobThread>();
-  };
+  WorkPtr issue(Collective collective) override;
 
-  ChannelState& channel(const CollectiveTag& tag);
-  CollectiveName next_name(const char* collective, const CollectiveTag& tag);
-  WorkPtr start(const std::shared_ptr<ReduceExchange>& exchange, const CollectiveTag& tag);
-  WorkPtr all_reduce_whole(const at::Tensor& tensor, ReduceOp op, CollectiveName name,
-                           const CollectiveTag& tag);
-  WorkPtr all_reduce_parts(const at::Tensor& tensor, ReduceOp op, CollectiveName name,
-                           const CollectiveTag& tag);
+  // A collective, its name, and what ranks must agree on for it. Each posts its messages.
+  WorkPtr start(AllGather& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr start(Broadcast& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr start(AllToAll& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr start(Barrier& call, CollectiveName name, const CollectiveForm& form);
 
-  const ProcessMark mark_;
+  WorkPtr all_reduce_whole(AllReduce& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr all_reduce_parts(AllReduce& call, CollectiveName name, const CollectiveForm& form);
+  WorkPtr start_reduction(const std::shared_ptr<ReduceExchange>& exchange, Channel channel);
+  /// Posts messages by `post`, which the works end when they are waited for.
+  template <class Post>
+  WorkPtr transfer(CollectiveName name, bool wait_for_sends, const Post& post);
+  const std::shared_ptr<JobThread>& thread(Channel channel) const;
+
+  ChannelOrder order_;
   Mailbox mailbox_;
   const std::string backend_name_;
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<BlockPool> pool_;
-  std::array<ChannelState, 3> channels_;
+  std::array<std::shared_ptr<JobThread>, 3> threads_;  // by channel
 };
 
 }  // namespace tessera

@@ -6,12 +6,10 @@
 #include <cstring>
 #include <utility>
 
-#include "group/check_arguments.h"
 #include "group/completed_work.h"
 #include "group/local_sum.h"
-#include "group/math_bits.h"
 #include "group/peer_message.h"
-#include "message/part_maker.h"
+#include "group/makes_parts.h"
 
 namespace tessera {
 namespace {
@@ -37,7 +35,7 @@ void repeat(std::byte* flat, int64_t begin, int64_t end, int64_t total) {
   }
 }
 
-class FakeProcessGroup : public ProcessGroup, public PartMaker {
+class FakeProcessGroup : public ProcessGroup, public MakesParts {
  public:
   FakeProcessGroup(int rank, int size) : rank_(rank), size_(size) {}
 
@@ -45,61 +43,50 @@ class FakeProcessGroup : public ProcessGroup, public PartMaker {
   int size() const override { return size_; }
   std::chrono::milliseconds timeout() const override { return std::chrono::minutes(10); }
   std::string backend_name() const override { return "fake"; }
+  bool needs_host_memory() const override { return true; }
   ProcessGroupPtr make_part(int rank, int size) const override {
     return fake_process_group(rank, size);
   }
 
-  WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_gather(*this, flat, shard, bounds, tag)) return work;
-    check_host_all_gather(*this, flat, shard, bounds, tag);
-    if (flat.numel() == 0) return completed_;
+ private:
+  WorkPtr issue(Collective collective) override {
+    std::visit([this](const auto& call) { perform(call); }, collective.call);
+    return completed_;
+  }
+
+  void perform(const AllGather& call) const {
+    const auto& [flat, shard, bounds] = call;
+    if (flat.numel() == 0) return;
     auto* const to = static_cast<std::byte*>(flat.mutable_data_ptr());
     const auto item = static_cast<int64_t>(flat.element_size());
     const int64_t begin = bounds[rank_] * item;
     if (shard.numel() > 0 && to + begin != shard.const_data_ptr())
       std::memmove(to + begin, shard.const_data_ptr(), shard.nbytes());
     repeat(to, begin, bounds[rank_ + 1] * item, bounds.back() * item);
-    return completed_;
   }
 
-  WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
-                         std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_reduce_scatter(*this, out, pieces, bounds, options, tag)) return work;
-    const at::ScalarType dtype =
-        check_host_reduce_scatter(*this, out, pieces, bounds, options, tag);
-    for (const Piece& piece : pieces) {
-      const int64_t begin = std::max(piece.begin, bounds[rank_]);
-      const int64_t end = std::min(piece.begin + piece.numel, bounds[rank_ + 1]);
-      if (begin < end) store(out, piece, begin, end, bounds[rank_], options, dtype);
+  void perform(const ReduceScatter& call) const {
+    for (const Piece& piece : call.pieces) {
+      const int64_t begin = std::max(piece.begin, call.bounds[rank_]);
+      const int64_t end = std::min(piece.begin + piece.numel, call.bounds[rank_ + 1]);
+      if (begin < end) store(call, piece, begin, end);
     }
-    return completed_;
   }
 
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_reduce(*this, tensor, op, tag)) return work;
-    check_host_all_reduce(*this, tensor, op, tag);
-    if (op != ReduceOp::kSum || tensor.numel() == 0) return completed_;
+  void perform(const AllReduce& call) const {
+    const auto& [tensor, op] = call;
+    if (op != ReduceOp::kSum || tensor.numel() == 0) return;
     void* const data = tensor.mutable_data_ptr();
     const void* const inputs[] = {data};
     reduce_in_order({.dtype = tensor.scalar_type(), .op = op, .scale = static_cast<double>(size_)},
                     data, inputs, tensor.numel());
-    return completed_;
   }
 
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_broadcast(*this, tensor, root, tag)) return work;
-    check_host_broadcast(*this, tensor, root, tag);
-    return completed_;
-  }
+  void perform(const Broadcast& /*call*/) const {}
 
-  WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag) override {
-    if (WorkPtr work = plain_all_to_all(*this, from, to, tag)) return work;
-    check_host_all_to_all(*this, from, to, tag);
-    const at::Tensor& own = to[rank_];
-    for (const at::Tensor& message : from) {
+  void perform(const AllToAll& call) const {
+    const at::Tensor& own = call.to[rank_];
+    for (const at::Tensor& message : call.from) {
       if (message_numel(message) == 0) continue;
       auto* const data = static_cast<std::byte*>(message.mutable_data_ptr());
       const int64_t total = message_bytes(message), length = std::min(total, message_bytes(own));
@@ -107,22 +94,20 @@ class FakeProcessGroup : public ProcessGroup, public PartMaker {
         std::memcpy(data, own.const_data_ptr(), length);
       repeat(data, 0, length, total);
     }
-    return completed_;
   }
 
-  void barrier(const CollectiveTag& /*tag*/) override {}
+  void perform(const Barrier& /*call*/) const {}
 
- private:
-  // Elements [begin, end) of the sum of equal pieces; `out` begins at `out_begin`.
-  void store(const at::Tensor& out, const Piece& piece, int64_t begin, int64_t end,
-             int64_t out_begin, const ReduceScatterOptions& options, at::ScalarType dtype) const {
+  // Elements [begin, end) of the flat buffer: the sum of equal pieces.
+  void store(const ReduceScatter& call, const Piece& piece, int64_t begin, int64_t end) const {
+    const auto& [out, pieces, bounds, options] = call;
     auto* const to = static_cast<std::byte*>(out.mutable_data_ptr()) +
-                     (begin - out_begin) * static_cast<int64_t>(out.element_size());
+                     (begin - bounds[rank_]) * static_cast<int64_t>(out.element_size());
     if (piece.data.defined()) {
       const void* const inputs[] = {static_cast<const std::byte*>(piece.data.const_data_ptr()) +
                                     (begin - piece.begin) *
                                         static_cast<int64_t>(piece.data.element_size())};
-      reduce_in_order({.dtype = dtype,
+      reduce_in_order({.dtype = call.dtype(),
                        .scale = options.scale * size_,
                        .accumulate = options.accumulate,
                        .out_dtype = out.scalar_type()},

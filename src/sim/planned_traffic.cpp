@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <tessera/process_group_decorators.h>
 
 #include <algorithm>
 

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "group/capability.h"
 #include "start/connect.h"
 #include "start/spawned_rank.h"
 
@@ -94,8 +95,8 @@ ProcessGroups::ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> stor
     : info_(std::move(info)),
       transport_(transport),
       world_(std::move(world)),
-      closable_(std::dynamic_pointer_cast<Closable>(world_)),
-      part_maker_(std::dynamic_pointer_cast<PartMaker>(world_)),
+      closable_(world_, capability<Closable>(*world_)),
+      part_maker_(world_, capability<MakesParts>(*world_)),
       store_(std::move(store)) {}
 
 ProcessGroups::~ProcessGroups() { close(); }
@@ -168,7 +169,7 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
 }
 
 void ProcessGroups::add(const ProcessGroupPtr& process_group) {
-  const auto closable = std::dynamic_pointer_cast<Closable>(process_group);
+  const std::shared_ptr<Closable> closable(process_group, capability<Closable>(*process_group));
   if (!closable) return;
   {
     const std::lock_guard lock(mutex_);

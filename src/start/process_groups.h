@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "group/closable.h"
-#include "message/part_maker.h"
+#include "group/makes_parts.h"
 
 namespace tessera {
 
@@ -83,7 +83,7 @@ class ProcessGroups {
   /// What the world was made with, of which a decorator may have taken the place.
   const std::shared_ptr<Closable> closable_;
   /// The same; null if parts of it meet through the store.
-  const std::shared_ptr<PartMaker> part_maker_;
+  const std::shared_ptr<MakesParts> part_maker_;
 
   mutable std::mutex mutex_;  // of what follows
   bool closed_ = false;

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "group/capability.h"
 #include "init/deferred_storage.h"
 
 namespace tessera {
@@ -64,7 +65,8 @@ at::TensorOptions Unit::options() const {
 // Where nothing is sharded, all ranks write to everything.
 void Unit::share_memory() {
   if (layout_.level == ShardLevel::kNone || !layout_.device.is_cpu()) return;
-  shared_ = context_.mesh.shard().share(layout_.nbytes(), {layout_.name, Channel::kControl});
+  if (auto* const memory = capability<SharesMemory>(context_.mesh.shard()))
+    shared_ = memory->share(layout_.nbytes(), {layout_.name, Channel::kControl});
 }
 
 // The flat buffer that lies in `bytes`.
@@ -79,7 +81,7 @@ void Unit::allocate_full() {
 
 void Unit::free_full() {
   if (!frees_) return;
-  shared_ ? context_.mesh.shard().release(*shared_) : full_.reset();
+  shared_ ? capability<SharesMemory>(context_.mesh.shard())->release(*shared_) : full_.reset();
   count_unsharded(false);
 }
 

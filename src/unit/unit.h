@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "group/shard_update.h"
+#include "group/shares_memory.h"
 #include "memory/memory_watch.h"
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"

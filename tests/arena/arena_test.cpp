@@ -8,6 +8,7 @@
 
 #include "support/models.h"
 #include "support/run_world.h"
+#include "support/shared_memory_of.h"
 
 namespace tessera {
 namespace arena_test {
@@ -227,7 +228,7 @@ TEST(Arena, ALateRankIsNamedWhenTheTimeoutPasses) {
 TEST(Arena, SharedMemoryIsOneForAllRanks) {
   run_arena(2, [](World& world) {
     auto& group = *world.process_group();
-    const auto buffer = group.share(1000, kTag);
+    const auto buffer = shared_memory_of(group).share(1000, kTag);
     ASSERT_TRUE(buffer);
     const auto flat = buffer->bytes.view(torch::kFloat);
     const std::vector<int64_t> bounds{0, 100, 250};

@@ -12,6 +12,7 @@
 #include "group/shard_update.h"
 #include "support/arena_parts.h"
 #include "support/run_world.h"
+#include "support/shared_memory_of.h"
 
 namespace tessera {
 namespace arena_update_test {
@@ -45,7 +46,7 @@ class Buffer {
       : group_(*world.process_group()),
         rank_(world.rank()),
         bounds_(bounds_of(world.size())),
-        buffer_(*group_.share(kNumel * 4, kTag)),
+        buffer_(*shared_memory_of(group_).share(kNumel * 4, kTag)),
         values_(buffer_.bytes.view(torch::kFloat)) {
     set_update_rule(kAddRule, add);
   }

@@ -1,5 +1,6 @@
 // Ranks on several hosts that share memory with the others of their host.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <vector>
@@ -8,6 +9,7 @@
 #include "support/contract.h"
 #include "support/resident_pages.h"
 #include "support/run_world.h"
+#include "support/shared_memory_of.h"
 
 namespace tessera {
 namespace hosted_process_group_test {
@@ -80,7 +82,7 @@ TEST_P(SharedGather, FetchesWhatOtherHostsOwnAndGivesItBack) {
     const auto counter = counting_process_group(world.process_group());
     const int64_t numel = 100'003;  // a part has many pages, and ends inside of one
     const std::vector<int64_t> bounds{0, 25'001, 25'001, 70'000, numel};
-    const auto buffer = counter->share(numel * 4, kTag);
+    const auto buffer = shared_memory_of(*counter).share(numel * 4, kTag);
     ASSERT_TRUE(buffer);
     EXPECT_FALSE(buffer->stays_whole);
     const auto flat = buffer->bytes.view(torch::kFloat);
@@ -103,8 +105,8 @@ TEST_P(SharedGather, FetchesWhatOtherHostsOwnAndGivesItBack) {
       EXPECT_EQ(resident_pages(buffer->bytes), all_pages);
       counter->barrier(kTag);
       if (round % 3 == 2) continue;  // gathers again without
-      counter->release(*buffer);
-      counter->release(*buffer);
+      shared_memory_of(*counter).release(*buffer);
+      shared_memory_of(*counter).release(*buffer);
       counter->barrier(kTag);
       EXPECT_LE(resident_pages(buffer->bytes), own_pages) << "of " << all_pages;
       EXPECT_TRUE(torch::equal(own, part(expected, bounds, world.rank())));
@@ -119,7 +121,7 @@ TEST_P(SharedGather, WaitsForTheReadersOfTheHost) {
     auto& pg = *world.process_group();
     const std::vector<int64_t> bounds = even_pages(4, 8);
     std::vector<SharedBuffer> buffers;
-    for (int i = 0; i < 3; ++i) buffers.push_back(*pg.share(bounds.back() * 4, kTag));
+    for (int i = 0; i < 3; ++i) buffers.push_back(*shared_memory_of(pg).share(bounds.back() * 4, kTag));
     std::vector<WorkPtr> works(3);
     const auto own = [&](int i) {
       return part(buffers[i].bytes.view(torch::kFloat), bounds, world.rank());
@@ -137,7 +139,7 @@ TEST_P(SharedGather, WaitsForTheReadersOfTheHost) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const auto sum = buffers[i].read_only.view(torch::kFloat).sum().item<double>();
       ASSERT_EQ(sum, static_cast<double>((i + 1) * bounds.back())) << step;
-      pg.release(buffers[i]);
+      shared_memory_of(pg).release(buffers[i]);
     }
     pg.barrier(kTag);
   });
@@ -186,7 +188,7 @@ TEST(Hosts, MessagesGoBetweenAllRanks) {
     auto& pg = *world.process_group();
     const int rank = world.rank();
     const auto bounds = even_pages(4, 8);
-    const auto buffer = *pg.share(bounds.back() * 4, kTag);
+    const auto buffer = *shared_memory_of(pg).share(bounds.back() * 4, kTag);
     const auto flat = buffer.bytes.view(torch::kFloat);
     const auto numel = [](int sender, int receiver) { return 30'000 * sender + 10 * receiver; };
     for (int round = 0; round < 10; ++round) {
@@ -203,7 +205,7 @@ TEST(Hosts, MessagesGoBetweenAllRanks) {
       for (int r = 0; r < 4; ++r)
         EXPECT_TRUE((from[r] == 100 * round + 10 * r + rank).all().item<bool>()) << round;
       EXPECT_TRUE((buffer.read_only.view(torch::kFloat) == round).all().item<bool>()) << round;
-      pg.release(buffer);
+      shared_memory_of(pg).release(buffer);
       pg.barrier(kTag);  // before others write their parts again
     }
   });
@@ -218,7 +220,7 @@ TEST(Hosts, ARankThatNeverComesIsToldOf) {
         [&](World& world) {
           auto& pg = *world.process_group();
           const auto bounds = even_pages(4, 1);
-          const auto buffer = *pg.share(bounds.back() * 4, kTag);
+          const auto buffer = *shared_memory_of(pg).share(bounds.back() * 4, kTag);
           const auto flat = buffer.bytes.view(torch::kFloat);
           const auto start = std::chrono::steady_clock::now();
           const auto is_late = [&] {
@@ -251,7 +253,7 @@ TEST(Hosts, AWorldCanBeLeftWithCollectivesUnderWay) {
   run_hosts(4, by_halves, [](World& world) {
     auto& pg = *world.process_group();
     const auto bounds = even_pages(4, 1);
-    const auto buffer = *pg.share(bounds.back() * 4, kTag);
+    const auto buffer = *shared_memory_of(pg).share(bounds.back() * 4, kTag);
     const auto flat = buffer.bytes.view(torch::kFloat);
     if (world.rank() == 2) return;
     const auto work = pg.all_gather(flat, part(flat, bounds, world.rank()), bounds, kTag);

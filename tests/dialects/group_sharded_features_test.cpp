@@ -1,6 +1,7 @@
 // Clipping, offload, overlap, outputs, access to whole parameters and traffic of
 // `group_sharded_parallel`, by the ids of the project's list of behaviours.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include <filesystem>
 #include <fstream>

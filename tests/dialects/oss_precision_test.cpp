@@ -3,6 +3,8 @@
 
 #include "dialects/fairscale.h"
 
+#include <tessera/process_group_decorators.h>
+
 namespace tessera {
 namespace oss_precision_test {
 

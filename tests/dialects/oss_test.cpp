@@ -2,6 +2,7 @@
 // clipping and state have files of their own.
 
 #include <numeric>
+#include <tessera/process_group_decorators.h>
 #include <set>
 
 #include "dialects/fairscale.h"

@@ -3,6 +3,7 @@
 // Paddle's own tests of `group_sharded_parallel`, as far as they are alike: a classifier of three
 // Linear layers, AdamW with weight decay, clipping to norm 1, a scaler, automatic mixed precision.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include <algorithm>
 #include <cmath>

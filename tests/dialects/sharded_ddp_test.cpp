@@ -2,6 +2,8 @@
 
 #include "dialects/fairscale.h"
 
+#include <tessera/process_group_decorators.h>
+
 namespace tessera {
 namespace sharded_ddp_test {
 

@@ -1,5 +1,6 @@
 // ShardedModelV2.
 #include <fmt/format.h>
+#include <tessera/process_group_decorators.h>
 
 #include <filesystem>
 

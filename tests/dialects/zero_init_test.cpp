@@ -1,5 +1,6 @@
 // ZeroInitContext, no_shard_zero_context and the shard strategies.
 #include <set>
+#include <tessera/process_group_decorators.h>
 
 #include "dialects/colossalai.h"
 #include "model/sharded_state.h"

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/activation_checkpoint.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/autocast.h"

@@ -1,5 +1,6 @@
 // All-to-alls: every process group.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "support/contract.h"
 

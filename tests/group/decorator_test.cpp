@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include "support/run_world.h"

@@ -1,5 +1,6 @@
 // Reductions whose messages have another dtype than their result: every process group.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "support/contract.h"
 

@@ -85,11 +85,12 @@ INSTANTIATE_TEST_SUITE_P(All, OrderOfCollectives,
 
 TEST(CollectiveForm, TellsWhatIsExchanged) {
   const CollectiveTag tag{.subject = "blocks.3", .channel = Channel::kGrads};
-  EXPECT_EQ(form_of_all_reduce(torch::ones({100}), ReduceOp::kMax, tag).text(),
+  const std::vector<int64_t> parts{0, 2, 6};
+  EXPECT_EQ(form_of(AllReduce{torch::ones({100}), ReduceOp::kMax}, tag).text(),
             "all_reduce of unit 'blocks.3': 100 elements of Float, max");
-  EXPECT_EQ(form_of_all_gather(torch::ones({6}), std::vector<int64_t>{0, 2, 6}, tag).text(),
+  EXPECT_EQ(form_of(AllGather{torch::ones({6}), {}, parts}, tag).text(),
             "all_gather of unit 'blocks.3': 6 elements of Float, parts of 2, 4");
-  EXPECT_EQ(form_of_broadcast(torch::ones({6}), 1, tag).text(),
+  EXPECT_EQ(form_of(Broadcast{torch::ones({6}), 1}, tag).text(),
             "broadcast of unit 'blocks.3': 6 elements of Float, from rank 1");
 }
 
@@ -98,15 +99,15 @@ TEST(CollectiveForm, DiffersWithEachOfItsParts) {
   const auto flat = torch::ones({6});
   const std::vector<int64_t> some{0, 2, 6}, others{0, 4, 6};
   std::set<uint64_t> fingerprints{
-      form_of_all_gather(flat, some, tag).fingerprint(),
-      form_of_all_gather(flat, others, tag).fingerprint(),
-      form_of_all_gather(flat.to(torch::kInt), some, tag).fingerprint(),
-      form_of_all_gather(flat, some, {"blocks.4", Channel::kGrads}).fingerprint(),
-      form_of_all_gather(flat, some, {"blocks.3", Channel::kParams}).fingerprint(),
-      form_of_all_reduce(flat, ReduceOp::kSum, tag).fingerprint(),
-      form_of_all_reduce(flat, ReduceOp::kMin, tag).fingerprint(),
-      form_of_broadcast(flat, 0, tag).fingerprint(),
-      form_of_broadcast(flat, 1, tag).fingerprint(),
+      form_of(AllGather{flat, {}, some}, tag).fingerprint(),
+      form_of(AllGather{flat, {}, others}, tag).fingerprint(),
+      form_of(AllGather{flat.to(torch::kInt), {}, some}, tag).fingerprint(),
+      form_of(AllGather{flat, {}, some}, {"blocks.4", Channel::kGrads}).fingerprint(),
+      form_of(AllGather{flat, {}, some}, {"blocks.3", Channel::kParams}).fingerprint(),
+      form_of(AllReduce{flat, ReduceOp::kSum}, tag).fingerprint(),
+      form_of(AllReduce{flat, ReduceOp::kMin}, tag).fingerprint(),
+      form_of(Broadcast{flat, 0}, tag).fingerprint(),
+      form_of(Broadcast{flat, 1}, tag).fingerprint(),
   };
   EXPECT_EQ(fingerprints.size(), 9);
 }

@@ -1,6 +1,7 @@
 // The process groups of a mesh: when they are made, which are the same, and how they end.
 #include <gtest/gtest.h>
 #include <tessera/device_mesh.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <atomic>

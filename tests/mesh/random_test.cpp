@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
 #include <tessera/generator.h>
-#include <tessera/process_group.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <functional>

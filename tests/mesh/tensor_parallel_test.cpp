@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <tessera/dist_debug.h>
 #include <tessera/dist_tensor.h>
-#include <tessera/process_group.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <functional>

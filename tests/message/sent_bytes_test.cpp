@@ -2,12 +2,13 @@
 #include "group/sent_bytes.h"
 
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <functional>
 #include <vector>
 
-#include "message/sends_messages.h"
+#include "group/sends_messages.h"
 #include "support/contract.h"
 
 namespace tessera {

@@ -1,5 +1,6 @@
 // Sharded training on several hosts whose ranks share memory.
 #include <fmt/format.h>
+#include <tessera/process_group_decorators.h>
 #include <gtest/gtest.h>
 
 #include "model/sharded_state.h"

@@ -1,6 +1,7 @@
 // `ShardedModule::unwrap()` and `ShardedOptimizer::unwrap()`: a module and an optimizer as they
 // were before they were sharded, with what training has made of them.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/script.h>
 
 #include "optim/param_state.h"

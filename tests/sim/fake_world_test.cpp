@@ -4,6 +4,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 #include <tessera/fake_world.h>
+#include <tessera/process_group_decorators.h>
 
 #include <fstream>
 

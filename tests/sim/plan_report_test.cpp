@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/plan_report.h>
+#include <tessera/process_group_decorators.h>
 
 #include <numeric>
 

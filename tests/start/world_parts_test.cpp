@@ -1,5 +1,6 @@
 // Process groups of some ranks of a world.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <algorithm>

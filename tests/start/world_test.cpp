@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <tessera/world.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <map>

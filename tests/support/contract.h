@@ -2,6 +2,7 @@
 
 // The process groups that must do the same, and what they are given.
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <algorithm>

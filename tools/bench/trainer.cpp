@@ -2,7 +2,7 @@
 
 #include <tessera/dialects/fairscale.h>
 #include <tessera/fully_shard.h>
-#include <tessera/process_group.h>
+#include <tessera/process_group_decorators.h>
 #include <tessera/sharded_optimizer.h>
 
 #include <chrono>
