@@ -9,7 +9,8 @@ namespace tessera {
 /// agree on which parameters have one.
 class GivenGradients final : public UnitGradients {
  public:
-  explicit GivenGradients(Unit& unit) : UnitGradients(unit, /*scale=*/1, /*predivide=*/1) {}
+  GivenGradients(Unit& unit, GradTaker& taker)
+      : UnitGradients(unit, taker, /*scale=*/1, /*predivide=*/1) {}
 
   void clear(size_t slot) override;
   void clear_all() override;

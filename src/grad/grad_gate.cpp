@@ -37,14 +37,11 @@ thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
 // the metadata in its place. Its own weak pointer has LibTorch release what the tensor holds before
 // the tensor's memory goes.
 struct GradGate final : AutogradMeta {
-  GradGate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot, std::string error,
-           TakeGradient take, bool for_good)
+  GradGate(const at::Tensor& tensor, GradSource source, std::string error, bool is_segment)
       : tensor(tensor.getIntrusivePtr()),
-        sink(std::move(sink)),
-        slot(slot),
+        source(std::move(source)),
         error(std::move(error)),
-        take(std::move(take)),
-        for_good(for_good) {}
+        is_segment(is_segment) {}
 
   ~GradGate() override {
     c10::TensorImpl* const impl = tensor._unsafe_get_target();
@@ -53,7 +50,7 @@ struct GradGate final : AutogradMeta {
 
   const at::Tensor& grad() const override {
     if (is_arriving()) return arriving[this];
-    const bool has_ended = !for_good && sink.expired();
+    const bool has_ended = !is_segment && source.sink.expired();
     TORCH_CHECK(open_gates > 0 || has_ended, error);
     return grad_;
   }
@@ -61,29 +58,27 @@ struct GradGate final : AutogradMeta {
   at::Tensor& mutable_grad() override {
     if (is_arriving()) {
       const std::lock_guard lock(chaining);
-      chain_hook(post_acc_grad_hooks_, take);
+      chain_hook(post_acc_grad_hooks_, source);
       return arriving[this];
     }
     if (open_gates == 0) {
-      if (auto owner = sink.lock()) owner->clear(slot);
+      if (const auto sink = source.sink.lock()) sink->clear(source.slot);
     }
     return grad_;
   }
 
   // True while autograd adds to `.grad` of this tensor and calls the hook that follows.
   bool is_arriving() const {
-    if (!take || sink.expired()) return false;
+    if (is_segment || source.sink.expired()) return false;
     const auto node = torch::autograd::get_current_node();
     const auto* adds = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
     return adds && adds->variable.unsafeGetTensorImpl()->autograd_meta() == this;
   }
 
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // that has this gate
-  std::weak_ptr<GradSink> sink;
-  size_t slot;
+  GradSource source;
   std::string error;
-  TakeGradient take;
-  bool for_good;
+  bool is_segment;  // of an optimizer
   std::mutex chaining;
 };
 
@@ -119,13 +114,18 @@ void replace_meta(const at::Tensor& tensor, std::unique_ptr<AutogradMeta> meta) 
 OpenGates::OpenGates() { ++open_gates; }
 OpenGates::~OpenGates() { --open_gates; }
 
-void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
-                       std::string error, const TakeGradient& take, bool for_good) {
-  auto gate =
-      std::make_unique<GradGate>(tensor, std::move(sink), slot, std::move(error), take, for_good);
+void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string error) {
+  auto gate = std::make_unique<GradGate>(tensor, std::move(source), std::move(error),
+                                         /*is_segment=*/false);
   GradGate& installed = *gate;
   replace_meta(tensor, std::move(gate));
-  if (take) chain_hook(installed.post_acc_grad_hooks_, take);
+  chain_hook(installed.post_acc_grad_hooks_, installed.source);
+}
+
+void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
+                          std::string error) {
+  replace_meta(tensor, std::make_unique<GradGate>(tensor, GradSource{std::move(sink), slot},
+                                                  std::move(error), /*is_segment=*/true));
 }
 
 void remove_grad_gate(const at::Tensor& tensor) {
@@ -135,7 +135,7 @@ void remove_grad_gate(const at::Tensor& tensor) {
 
 std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor) {
   const GradGate* const gate = gate_of(tensor);
-  return gate ? gate->sink.lock() : nullptr;
+  return gate ? gate->source.sink.lock() : nullptr;
 }
 
 bool has_grad_gate(const at::Tensor& tensor) { return grad_sink_of(tensor) != nullptr; }

@@ -10,13 +10,6 @@
 
 namespace tessera {
 
-/// Is told that user code cleared, or is about to clear, the gradient of a parameter.
-class GradSink {
- public:
-  virtual ~GradSink() = default;
-  virtual void clear(size_t slot) = 0;
-};
-
 /// While it lives, `grad()` of gated tensors can be read on this thread.
 class OpenGates {
  public:
@@ -26,23 +19,26 @@ class OpenGates {
   OpenGates& operator=(const OpenGates&) = delete;
 };
 
-/// Watches `.grad` of `tensor`: reading it throws `error` (its gradient lives elsewhere, an
-/// undefined tensor would be a lie), and taking it to write, as every `zero_grad()` does, clears
-/// the gradient of `slot` in `sink`. Autograd itself is let through, and so are the hooks that it
-/// calls for this tensor. Gradients that it makes are handed to `take`, if there is one, after the
-/// user's own hook. Keeps what else autograd knows of the tensor. Once `sink` is gone, `.grad` is
-/// as any other's, unless `for_good`.
-void install_grad_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
-                       std::string error, const TakeGradient& take = nullptr,
-                       bool for_good = false);
+/// Puts a gate before `.grad` of a parameter's tensor. Reading it throws `error`: the gradient lives
+/// elsewhere, and an undefined tensor would be a lie. Taking it to write, as every `zero_grad()`
+/// does, clears the gradient in the sink of `source`. Autograd itself is let through, and so are
+/// the hooks that it calls for this tensor; then the sink takes the gradient. All else that autograd
+/// knows of the tensor stays. Once the sink is gone, `.grad` is as any other's.
+void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string error);
+
+/// Puts such a gate before `.grad` of a tensor that an optimizer holds in place of a parameter's. No
+/// backward reaches it; `zero_grad()` clears the gradient of `slot`, and reading throws also when
+/// the sink is gone.
+void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
+                          std::string error);
 
 /// Undoes `install_grad_gate()`: `.grad` and hooks are the tensor's own again; it is undefined.
 void remove_grad_gate(const at::Tensor& tensor);
 
-/// Whom the gate of `tensor` tells; null without one, or if that is gone.
+/// The sink behind the gate of `tensor`; null without a gate, or if the sink is gone.
 std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor);
 
-/// True for a parameter of a sharded model, and for what its optimizer has in place of one.
+/// True for a parameter of a sharded model, and for the tensor that an optimizer has in its place.
 bool has_grad_gate(const at::Tensor& tensor);
 
 /// True if `.grad` holds something, gated or not.

@@ -22,11 +22,12 @@ namespace {
 
 class GradHook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  GradHook(HookPlace users, TakeGradient take) : users_(std::move(users)), take_(std::move(take)) {}
+  GradHook(HookPlace users, GradSource source)
+      : users_(std::move(users)), source_(std::move(source)) {}
 
   void operator()(const at::Tensor& tensor) override {
     if (users_) call_users(tensor);
-    take_(tensor);
+    if (const auto sink = source_.sink.lock()) sink->take(source_.slot, source_.handle, tensor);
   }
 
   HookPlace give_up_users() { return std::move(users_); }
@@ -42,14 +43,14 @@ class GradHook final : public torch::autograd::PostAccumulateGradHook {
   }
 
   HookPlace users_;
-  TakeGradient take_;
+  GradSource source_;
 };
 
 }  // namespace
 
-void chain_hook(HookPlace& place, const TakeGradient& take) {
+void chain_hook(HookPlace& place, const GradSource& source) {
   if (dynamic_cast<GradHook*>(place.get())) return;
-  place = std::make_unique<GradHook>(std::move(place), take);
+  place = std::make_unique<GradHook>(std::move(place), source);
 }
 
 void unchain_hook(HookPlace& place) {

@@ -94,11 +94,11 @@ std::string read_error(const ParamSlot& slot) {
 }  // namespace
 
 Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
-                 Callbacks callbacks)
+                 BackwardListener& listener)
     : units_(std::move(units)),
       mesh_(mesh),
       options_(options),
-      callbacks_(std::move(callbacks)),
+      listener_(listener),
       launched_(units_.size(), false),
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
@@ -108,9 +108,10 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
     const bool is_own = !unit->layout().is_replicated;
     has_own_ = has_own_ || is_own;
     gradients_.push_back(options.reduces
-                             ? std::make_shared<UnitGradients>(*unit, is_own ? 1 : options.scale,
+                             ? std::make_shared<UnitGradients>(*unit, *this,
+                                                               is_own ? 1 : options.scale,
                                                                is_own ? 1 : options.predivide)
-                             : std::make_shared<GivenGradients>(*unit));
+                             : std::make_shared<GivenGradients>(*unit, *this));
     used_.emplace_back(unit->layout().slots.size(), false);
   }
   std::vector<int> order(units_.size());
@@ -138,12 +139,7 @@ void Reducer::install() {
   for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
     const at::Tensor grad = take_gradient(tensor);
     const ParamSlot& param = units_[unit]->layout().slots[slot];
-    // The reducer lives as long as its gradients do.
-    const std::weak_ptr<UnitGradients> alive = gradients_[unit];
-    install_grad_gate(tensor, alive, slot, read_error(param),
-                      [this, alive, unit, slot, i](const at::Tensor& accumulated) {
-                        if (alive.lock()) on_grad(unit, slot, i, accumulated);
-                      });
+    install_grad_gate(tensor, {gradients_[unit], slot, i}, read_error(param));
     watch_captures(tensor, param.name(), told_captures_);
     if (grad.defined()) take_given(unit, slot, i, grad);
   });
@@ -248,7 +244,7 @@ void Reducer::begin_backward() {
 void Reducer::settle_earlier() {
   const bool any = std::any_of(gradients_.begin(), gradients_.end(),
                                [](const auto& gradients) { return gradients->is_reducing(); });
-  if (any) callbacks_.settles();
+  if (any) listener_.on_settle();
   settle();
 }
 
@@ -335,7 +331,7 @@ PassVote Reducer::agree_on_use() {
       if (has_lost_gate(unit, slot)) bits.back() = lost_gate_of(mesh_.rank());
     }
   }
-  bits.push_back(to_byte(callbacks_.vote()));
+  bits.push_back(to_byte(listener_.vote()));
   const std::vector<uint8_t> own = bits;
   if (mesh_.size() > 1) {
     const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
@@ -364,12 +360,12 @@ void Reducer::end_backward(int backward) {
   const std::lock_guard lock(mutex_);
   if (!backwards_.end(backward)) return;
   in_backward_ = false;
-  callbacks_.backward_ends();
+  listener_.on_backward_end();
   if (no_sync_ > 0) {
     accumulating_ = true;
-    callbacks_.backward_ended(false, {});
+    listener_.on_pass_end(false, {});
   } else {
-    callbacks_.backward_ended(true, reduce_arrived());
+    listener_.on_pass_end(true, reduce_arrived());
   }
   units_.front()->context().watch.tell(MemoryEvent::kBackwardEnd);
   check_gates();
@@ -388,15 +384,15 @@ void Reducer::join_backward(bool has_earlier) {
   settle();
   if (!has_earlier) clear_all();
   for (const auto& gradients : gradients_) gradients->begin_backward();
-  callbacks_.backward_ends();
-  callbacks_.backward_ended(true, reduce_arrived());
+  listener_.on_backward_end();
+  listener_.on_pass_end(true, reduce_arrived());
   check_gates();
 }
 
 // All ranks: starts the reductions that this one still owes. Returns the highest vote.
 PassVote Reducer::reduce_arrived() {
   take_all_given();
-  callbacks_.reductions_end(any_live());
+  listener_.on_agreement(any_live());
   const PassVote vote = agree_on_use();
   for (; next_ < buckets_.size(); ++next_) {
     std::vector<size_t> used;

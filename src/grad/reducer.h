@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -34,6 +33,24 @@ struct PassVote {
   static constexpr uint8_t kMostUses = 63;
 };
 
+/// Is told of the ends of a model's backwards, on all ranks. A backward that ends calls these in
+/// their order, but for `on_settle()`.
+class BackwardListener {
+ public:
+  virtual ~BackwardListener() = default;
+  /// In a backward, before this rank waits for the reductions of the one before.
+  virtual void on_settle() = 0;
+  /// Before this rank waits for any other: starts the collectives that others may be waiting for.
+  virtual void on_backward_end() = 0;
+  /// Before ranks agree on the parameters that were used. `has_earlier`: earlier backwards have left
+  /// gradients.
+  virtual void on_agreement(bool has_earlier) = 0;
+  /// This rank's vote.
+  virtual PassVote vote() = 0;
+  /// `synced`: the backward was reduced, and `most` is the highest of the ranks' votes.
+  virtual void on_pass_end(bool synced, const PassVote& most) = 0;
+};
+
 struct ReducerOptions {
   double scale = 1;          ///< sums over ranks are multiplied by this
   double predivide = 1;      ///< and local gradients are divided by this before
@@ -45,31 +62,17 @@ struct ReducerOptions {
 /// Reduces the gradients of all units, in one order on all ranks, while backward runs.
 ///
 /// See [Note: One order of reductions] in reducer.cpp.
-class Reducer {
+class Reducer : public GradTaker {
  public:
-  /// What else the end of a backward means; called on all ranks, in this order.
-  struct Callbacks {
-    /// Before this rank waits for any other: starts what the others may be waiting for.
-    std::function<void()> backward_ends;
-    /// Before this rank, in a backward, waits for the reductions of the one before.
-    std::function<void()> settles;
-    /// Before ranks agree on what was used. `has_earlier`: earlier backwards have left gradients.
-    std::function<void(bool has_earlier)> reductions_end;
-    std::function<PassVote()> vote;  ///< this rank's
-    std::function<void(bool synced, const PassVote& most)> backward_ended;
-  };
-
+  /// `listener` lives as long as this.
   Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
-          Callbacks callbacks);
+          BackwardListener& listener);
 
   /// Watches the gradients of all parameters. Those that they have count as of a backward under
   /// `no_sync()`.
   void install();
   /// Leaves them alone again. What was reduced is forgotten; what stayed with the user is kept.
   void uninstall();
-
-  /// Called by the parameters' hooks, on any thread.
-  void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor);
 
   void set_order(std::vector<int> order);
 
@@ -100,6 +103,9 @@ class Reducer {
   int64_t peak_in_flight_bytes() const { return peak_in_flight_bytes_; }
 
  private:
+  /// Called by the parameters' hooks, on any thread.
+  void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) override;
+
   template <class F>
   void for_each_handle(F&& f) const;
   void take_given(size_t unit, size_t slot, size_t handle, const at::Tensor& grad);
@@ -127,7 +133,7 @@ class Reducer {
   ShardMesh mesh_;
   ReducerOptions options_;
   bool has_own_ = false;  // units that other ranks have nothing to do with
-  Callbacks callbacks_;
+  BackwardListener& listener_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
   std::vector<int> order_;               // of reductions: unit indices
   std::vector<GradBucket> buckets_;      // of that order

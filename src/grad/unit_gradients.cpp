@@ -31,8 +31,9 @@ at::Tensor flat_view(const at::Tensor& grad) {
 
 }  // namespace
 
-UnitGradients::UnitGradients(Unit& unit, double scale, double predivide)
+UnitGradients::UnitGradients(Unit& unit, GradTaker& taker, double scale, double predivide)
     : unit_(unit),
+      taker_(taker),
       scale_(scale),
       predivide_(predivide),
       chunk_of_slot_(unit.layout().slots.size(), 0),

@@ -13,14 +13,26 @@
 
 namespace tessera {
 
+/// Is handed the gradients of all units as autograd makes them.
+class GradTaker {
+ public:
+  virtual ~GradTaker() = default;
+  virtual void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) = 0;
+};
+
 /// The gradients of one unit: from what autograd makes to the reduced part that this rank keeps.
 ///
 /// See [Note: The way of a gradient] in unit_gradients.cpp.
 class UnitGradients : public GradSink {
  public:
-  /// Local gradients are divided by `predivide`, and their sum over ranks multiplied by `scale`.
-  UnitGradients(Unit& unit, double scale, double predivide);
+  /// `taker`, which lives as long as this, gets the gradients that autograd makes. Local gradients
+  /// are divided by `predivide`, and their sum over ranks multiplied by `scale`.
+  UnitGradients(Unit& unit, GradTaker& taker, double scale, double predivide);
   ~UnitGradients() override;
+
+  void take(size_t slot, size_t handle, const at::Tensor& tensor) override {
+    taker_.on_grad(static_cast<size_t>(unit_.index()), slot, handle, tensor);
+  }
 
   /// A backward begins: nothing has arrived in it yet.
   void begin_backward();
@@ -87,6 +99,7 @@ class UnitGradients : public GradSink {
   void drop_reduced();
 
   Unit& unit_;
+  GradTaker& taker_;
   double scale_;
   double predivide_;
   std::vector<size_t> chunk_of_slot_;

@@ -160,20 +160,7 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
                      .predivide = plan_.predivide,
                      .bucket_bytes = plan_.bucket_bytes,
                      .reduces = plan_.reduce_gradients},
-      Reducer::Callbacks{
-          .backward_ends = [this] { residency_->end_pass(); },
-          .settles =
-              [this] {
-                if (join_scope_) join_scope_->announce(JoinCall::kSettle);
-              },
-          .reductions_end =
-              [this](bool has_earlier) {
-                if (join_scope_)
-                  join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
-              },
-          .vote = [this] { return vote(); },
-          .backward_ended = [this](bool synced,
-                                   const PassVote& most) { on_backward_end(synced, most); }});
+      *this);
 }
 
 ShardedState::~ShardedState() = default;
@@ -247,7 +234,17 @@ void ShardedState::finish_updates() const {
   for (const auto& unit : units_) unit->finish_update();
 }
 
-PassVote ShardedState::vote() const {
+void ShardedState::on_settle() {
+  if (join_scope_) join_scope_->announce(JoinCall::kSettle);
+}
+
+void ShardedState::on_backward_end() { residency_->end_pass(); }
+
+void ShardedState::on_agreement(bool has_earlier) {
+  if (join_scope_) join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
+}
+
+PassVote ShardedState::vote() {
   PassVote vote;
   if (residency_->wants_to_learn() || (budget_ && budget_->wants_attention()))
     vote.attention = Attention::kLearn;
@@ -272,7 +269,7 @@ void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
       "per model");
 }
 
-void ShardedState::on_backward_end(bool synced, const PassVote& most) {
+void ShardedState::on_pass_end(bool synced, const PassVote& most) {
   const Attention attention = most.attention;
   if (synced) warn_of_lone_evaluation(most);
   const auto guard = residency_->lock();

@@ -30,7 +30,9 @@ struct ParamPlace {
 };
 
 /// All that belongs to one sharded model. Owned by the storages of its parameters and by handles.
-class ShardedState : public UseListener, public std::enable_shared_from_this<ShardedState> {
+class ShardedState : public UseListener,
+                     public std::enable_shared_from_this<ShardedState>,
+                     public BackwardListener {
  public:
   /// Collective; see `fully_shard`.
   static std::shared_ptr<ShardedState> create(std::vector<NamedTensor> parameters,
@@ -127,8 +129,11 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   static void take_over_released(const std::vector<NamedTensor>& parameters);
   void adopt();
   void convert_buffers();
-  PassVote vote() const;
-  void on_backward_end(bool synced, const PassVote& most);
+  void on_settle() override;
+  void on_backward_end() override;
+  void on_agreement(bool has_earlier) override;
+  PassVote vote() override;
+  void on_pass_end(bool synced, const PassVote& most) override;
   void warn_of_lone_evaluation(const PassVote& most);
   void learn_order();
 

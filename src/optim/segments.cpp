@@ -65,8 +65,8 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
 // it only carries the optimizer's zero_grad() to `slot`, which all ranks must clear alike.
 at::Tensor make_placeholder(const ShardedState& state, const ParamPlace& place) {
   const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
-  install_grad_gate(empty, state.grad_sink(place.unit), place.slot,
-                    foreign_step_error(state.slot(place)), /*take=*/nullptr, /*for_good=*/true);
+  install_segment_gate(empty, state.grad_sink(place.unit), place.slot,
+                       foreign_step_error(state.slot(place)));
   return empty;
 }
 
@@ -90,8 +90,8 @@ Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t 
     return segment;
   }
   segment.held = segment.tensor = unit.guard(part_of(unit, slot, segment));
-  install_grad_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
-                    foreign_step_error(slot), /*take=*/nullptr, /*for_good=*/true);
+  install_segment_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
+                       foreign_step_error(slot));
   return segment;
 }
 
