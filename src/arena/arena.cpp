@@ -55,11 +55,11 @@ void keep_for_ever(std::vector<at::Tensor> tensors) {
   kept->push_back(std::move(tensors));
 }
 
-uint32_t count_of(const ArenaPlace& place) { return static_cast<uint32_t>(place.number + 1); }
+uint32_t count_of(const ArenaTicket& ticket) { return static_cast<uint32_t>(ticket.number + 1); }
 
 // Not equal: the slot may have gone to a later collective.
-bool has_come_to(const std::atomic<uint32_t>& count, const ArenaPlace& place) {
-  return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(place)) >= 0;
+bool has_come_to(const std::atomic<uint32_t>& count, const ArenaTicket& ticket) {
+  return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(ticket)) >= 0;
 }
 
 int64_t now_ns() {
@@ -116,22 +116,22 @@ std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not)
       new Arena(inner.rank(), inner.timeout(), *heap, std::move(ledger), std::move(neighbours)));
 }
 
-ArenaPlace Arena::take_place(const char* collective, const CollectiveTag& tag,
+ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
                              const CollectiveForm& form, int count) {
-  ArenaPlace place{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
+  ArenaTicket ticket{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
                    .what = form.text(),
                    .fingerprint = form.fingerprint()};
-  check_process(mark_, place.name);
+  check_process(mark_, ticket.name);
   {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !closed_, "[", collective, "] unit '", tag.subject,
                      "': rank ", rank_, " of ", size(), " has left: its world was destroyed");
-    place.number = place.name.sequence = next_[place.channel()];
-    next_[place.channel()] += count;
+    ticket.number = ticket.name.sequence = next_[ticket.channel()];
+    next_[ticket.channel()] += count;
   }
-  for (ArenaPlace last = place; last.number < place.number + count; ++last.number)
+  for (ArenaTicket last = ticket; last.number < ticket.number + count; ++last.number)
     wait_for_slot(last);
-  return place;
+  return ticket;
 }
 
 std::byte* Arena::allocate(size_t nbytes) {
@@ -143,46 +143,46 @@ std::byte* Arena::allocate(size_t nbytes) {
 
 bool Arena::reaches(const void* data) const { return all_are_threads_ || heap_.owns(data); }
 
-void Arena::show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
+void Arena::show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
                  std::vector<at::Tensor> kept, void* block, std::span<const std::byte> offer,
                  int updates) {
   const size_t nbytes = sizeof(Post) + pieces.size() * sizeof(ShownPiece) + offer.size();
   auto* const post = new (allocate(nbytes)) Post();
-  post->fingerprint = place.fingerprint;
+  post->fingerprint = ticket.fingerprint;
   post->pieces = static_cast<int64_t>(pieces.size());
   post->offer_bytes = static_cast<int64_t>(offer.size());
-  place.what.copy(post->what, Post::kMaxText - 1);
+  ticket.what.copy(post->what, Post::kMaxText - 1);
   std::uninitialized_copy(pieces.begin(), pieces.end(), post->first_piece());
   std::copy(offer.begin(), offer.end(), post->offer());
   for (const at::Tensor& tensor : kept) shown_nbytes_ += static_cast<int64_t>(tensor.nbytes());
   {
     const std::lock_guard lock(mutex_);
-    shown_.push_back({place, std::move(kept), post, block});
+    shown_.push_back({ticket, std::move(kept), post, block});
   }
-  PostSlot& slot = ledger_->slot(rank_, place.channel(), place.number);
+  PostSlot& slot = ledger_->slot(rank_, ticket.channel(), ticket.number);
   slot.address = reinterpret_cast<uint64_t>(post);
   slot.shown_at = now_ns();
   slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_relaxed);
-  if (!offer.empty()) slot.offered.store(count_of(place), std::memory_order_relaxed);
+  if (!offer.empty()) slot.offered.store(count_of(ticket), std::memory_order_relaxed);
   slot.missing.store(updates, std::memory_order_relaxed);
-  if (updates == 0) slot.updated.store(count_of(place), std::memory_order_relaxed);
-  slot.shown.store(count_of(place), std::memory_order_release);
+  if (updates == 0) slot.updated.store(count_of(ticket), std::memory_order_relaxed);
+  slot.shown.store(count_of(ticket), std::memory_order_release);
   ledger_->ring_others(rank_);
 }
 
-const Post* Arena::shown(int rank, const ArenaPlace& place) const {
-  const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
-  if (slot.shown.load(std::memory_order_acquire) != count_of(place)) return nullptr;
+const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
+  const PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
+  if (slot.shown.load(std::memory_order_acquire) != count_of(ticket)) return nullptr;
   const auto* const post = static_cast<const Post*>(seen(rank, slot.address));
-  TORCH_CHECK_WITH(DistBackendError, post->fingerprint == place.fingerprint,
-                   differing_order(place.name, place.number, place.what, rank,
+  TORCH_CHECK_WITH(DistBackendError, post->fingerprint == ticket.fingerprint,
+                   differing_order(ticket.name, ticket.number, ticket.what, rank,
                                    std::string(post->what, strnlen(post->what, Post::kMaxText))));
   return post;
 }
 
-bool Arena::all_show(const ArenaPlace& place) const {
+bool Arena::all_show(const ArenaTicket& ticket) const {
   for (int rank = 0; rank < size(); ++rank) {
-    if (!shown(rank, place)) return false;
+    if (!shown(rank, ticket)) return false;
   }
   return true;
 }
@@ -197,26 +197,26 @@ void* Arena::seen(int rank, uint64_t address) const {
                        : neighbours_[rank]->seen_from_here(address);
 }
 
-void Arena::done_reading(const ArenaPlace& place, int rank) {
-  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
-  slot.read.store(count_of(place), std::memory_order_release);
+void Arena::done_reading(const ArenaTicket& ticket, int rank) {
+  PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
+  slot.read.store(count_of(ticket), std::memory_order_release);
   if (rank != rank_) ++parts_done_for_others_;
   ledger_->ring_others(rank_);
 }
 
-bool Arena::is_behind(const ArenaPlace& place) const {
+bool Arena::is_behind(const ArenaTicket& ticket) const {
   const int64_t long_ago = now_ns() - std::chrono::nanoseconds(kBehind).count();
   for (int rank = 0; rank < size(); ++rank) {
-    const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
-    if (slot.shown.load(std::memory_order_acquire) == count_of(place) && slot.shown_at < long_ago)
+    const PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
+    if (slot.shown.load(std::memory_order_acquire) == count_of(ticket) && slot.shown_at < long_ago)
       return true;
   }
   return false;
 }
 
-bool Arena::take_offer(int rank, const ArenaPlace& place) {
-  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
-  uint32_t offered = count_of(place);
+bool Arena::take_offer(int rank, const ArenaTicket& ticket) {
+  PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
+  uint32_t offered = count_of(ticket);
   // The slot does not go to a later collective: this rank has not read its own part of this one, or
   // the offering rank has not been told that its is done.
   if (slot.offered.load(std::memory_order_relaxed) != offered ||
@@ -226,8 +226,8 @@ bool Arena::take_offer(int rank, const ArenaPlace& place) {
   return true;
 }
 
-int Arena::taker(int rank, const ArenaPlace& place) const {
-  const PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+int Arena::taker(int rank, const ArenaTicket& ticket) const {
+  const PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
   return static_cast<int>(slot.taker.load(std::memory_order_acquire));
 }
 
@@ -235,25 +235,25 @@ std::byte* Arena::seen_from_here(int rank, std::byte* data) const {
   return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(data)));
 }
 
-void Arena::done_updating(const ArenaPlace& place, int rank) {
-  PostSlot& slot = ledger_->slot(rank, place.channel(), place.number);
+void Arena::done_updating(const ArenaTicket& ticket, int rank) {
+  PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
   if (slot.missing.fetch_sub(1, std::memory_order_acq_rel) == 1)
-    slot.updated.store(count_of(place), std::memory_order_release);
+    slot.updated.store(count_of(ticket), std::memory_order_release);
   if (rank != rank_) ++parts_done_for_others_;
   ledger_->ring_others(rank_);
 }
 
-bool Arena::is_updated(int rank, const ArenaPlace& place) const {
-  return has_come_to(ledger_->slot(rank, place.channel(), place.number).updated, place);
+bool Arena::is_updated(int rank, const ArenaTicket& ticket) const {
+  return has_come_to(ledger_->slot(rank, ticket.channel(), ticket.number).updated, ticket);
 }
 
-bool Arena::has_read(int rank, const ArenaPlace& place) const {
-  return has_come_to(ledger_->slot(rank, place.channel(), place.number).read, place);
+bool Arena::has_read(int rank, const ArenaTicket& ticket) const {
+  return has_come_to(ledger_->slot(rank, ticket.channel(), ticket.number).read, ticket);
 }
 
-bool Arena::all_have_read(const ArenaPlace& place) const {
+bool Arena::all_have_read(const ArenaTicket& ticket) const {
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_ && !has_read(rank, place)) return false;
+    if (rank != rank_ && !has_read(rank, ticket)) return false;
   }
   return true;
 }
@@ -261,7 +261,7 @@ bool Arena::all_have_read(const ArenaPlace& place) const {
 void Arena::free_what_is_read() {
   std::erase_if(shown_, [&](Shown& shown) {
     // This rank reads what it shows itself, too.
-    if (!has_read(rank_, shown.place) || !all_have_read(shown.place)) return false;
+    if (!has_read(rank_, shown.ticket) || !all_have_read(shown.ticket)) return false;
     free(shown.post);
     if (shown.block) free(shown.block);
     return true;
@@ -309,8 +309,8 @@ bool Arena::help_any_locked(ArenaTask* first) {
                      [&](const auto& task) { return help_locked(*task); });
 }
 
-void Arena::work_ahead_locked(const ArenaPlace& place) {
-  for (const auto& task : tasks_) call_locked(*task, [&] { task->work_ahead(*this, place); });
+void Arena::work_ahead_locked(const ArenaTicket& ticket) {
+  for (const auto& task : tasks_) call_locked(*task, [&] { task->work_ahead(*this, ticket); });
 }
 
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
@@ -344,18 +344,18 @@ void Arena::wait(ArenaTask& task, bool inputs) {
   if (mark_.is_inherited()) return wait_in_child(task);
   Lock lock(mutex_);
   wait_until([&] { return task.is_over(); }, [&](int rank) { return task.lacks(*this, rank); },
-             task.place().name, lock, &task);
+             task.ticket().name, lock, &task);
   if (task.error_) std::rethrow_exception(task.error_);
-  work_ahead_locked(task.place());
+  work_ahead_locked(task.ticket());
   if (!inputs) return;
   wait_until([&] { return all_have_read(task.awaited()); },
-             [&](int rank) { return !has_read(rank, task.awaited()); }, task.place().name, lock);
+             [&](int rank) { return !has_read(rank, task.awaited()); }, task.ticket().name, lock);
 }
 
 // What was done before the fork is done; what was not never will be.
 void Arena::wait_in_child(ArenaTask& task) const {
   if (task.error_) std::rethrow_exception(task.error_);
-  if (!task.is_done_) check_process(mark_, task.place().name);
+  if (!task.is_done_) check_process(mark_, task.ticket().name);
 }
 
 bool Arena::is_done(ArenaTask& task) {
@@ -367,14 +367,14 @@ bool Arena::is_done(ArenaTask& task) {
 }
 
 // Only after very many collectives that somebody has not come to.
-void Arena::wait_for_slot(const ArenaPlace& place) {
-  if (place.number < Ledger::kSlots) return;
-  ArenaPlace last = place;
+void Arena::wait_for_slot(const ArenaTicket& ticket) {
+  if (ticket.number < Ledger::kSlots) return;
+  ArenaTicket last = ticket;
   last.number -= Ledger::kSlots;
   Lock lock(mutex_);
   // This rank's own reading, too: it could not be told from that of the collective to come.
   wait_until([&] { return has_read(rank_, last) && all_have_read(last); },
-             [&](int rank) { return !has_read(rank, last); }, place.name, lock);
+             [&](int rank) { return !has_read(rank, last); }, ticket.name, lock);
 }
 
 bool Arena::spin(uint32_t seen) const {
@@ -452,7 +452,7 @@ bool Arena::anybody_may_read() const {
         neighbours_[rank]->has_died())
       continue;
     const bool has_read_all = std::all_of(shown_.begin(), shown_.end(), [&](const Shown& shown) {
-      return has_read(rank, shown.place);
+      return has_read(rank, shown.ticket);
     });
     if (!has_read_all) return true;
   }

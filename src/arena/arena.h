@@ -49,7 +49,7 @@ struct Post {
 class ArenaTask;
 
 /// What ranks must agree on for one collective, and its place in the order of its channel.
-struct ArenaPlace {
+struct ArenaTicket {
   CollectiveName name;
   std::string what;  ///< for errors, of what ranks must agree on
   uint64_t fingerprint = 0;
@@ -72,42 +72,42 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   /// Takes the next `count` places in the order of a channel, and returns the first. Waits only if
   /// very many collectives are under way.
-  ArenaPlace take_place(const char* collective, const CollectiveTag& tag,
+  ArenaTicket take_ticket(const char* collective, const CollectiveTag& tag,
                         const CollectiveForm& form, int count = 1);
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
   /// `block` (of `allocate`) until they have read it. `offer`: this rank's part of the collective,
   /// if another rank may do it, in memory that it can reach. `updates`: how many parts it takes to
   /// bring this rank's shard up to date.
-  void show(const ArenaPlace& place, const std::vector<ShownPiece>& pieces,
+  void show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
             std::vector<at::Tensor> kept, void* block = nullptr,
             std::span<const std::byte> offer = {}, int updates = 0);
-  /// What `rank` shows at `place`; null as long as it does not. Throws `c10::DistBackendError` if
+  /// What `rank` shows at `ticket`; null as long as it does not. Throws `c10::DistBackendError` if
   /// it came with another collective.
-  const Post* shown(int rank, const ArenaPlace& place) const;
-  bool all_show(const ArenaPlace& place) const;
-  /// False until `rank` has read what all ranks show at `place`.
-  bool has_read(int rank, const ArenaPlace& place) const;
-  bool all_have_read(const ArenaPlace& place) const;
+  const Post* shown(int rank, const ArenaTicket& ticket) const;
+  bool all_show(const ArenaTicket& ticket) const;
+  /// False until `rank` has read what all ranks show at `ticket`.
+  bool has_read(int rank, const ArenaTicket& ticket) const;
+  bool all_have_read(const ArenaTicket& ticket) const;
   /// Where a piece that `rank` shows lies here.
   const std::byte* data(int rank, const ShownPiece& piece) const;
-  /// Tells all other ranks that this one has read what they show at `place`.
-  void done_reading(const ArenaPlace& place) { done_reading(place, rank_); }
+  /// Tells all other ranks that this one has read what they show at `ticket`.
+  void done_reading(const ArenaTicket& ticket) { done_reading(ticket, rank_); }
   /// The same of a part that `rank` offered and this rank has done.
-  void done_reading(const ArenaPlace& place, int rank);
+  void done_reading(const ArenaTicket& ticket, int rank);
 
-  /// True if another rank came to `place` so long ago that it has time to do this rank's part.
-  bool is_behind(const ArenaPlace& place) const;
-  /// True if this rank, which shows `place`, is the one to do the part that `rank` offers there.
-  bool take_offer(int rank, const ArenaPlace& place);
-  /// Which rank has taken what `rank`, which shows `place`, offers there; itself if none has.
-  int taker(int rank, const ArenaPlace& place) const;
+  /// True if another rank came to `ticket` so long ago that it has time to do this rank's part.
+  bool is_behind(const ArenaTicket& ticket) const;
+  /// True if this rank, which shows `ticket`, is the one to do the part that `rank` offers there.
+  bool take_offer(int rank, const ArenaTicket& ticket);
+  /// Which rank has taken what `rank`, which shows `ticket`, offers there; itself if none has.
+  int taker(int rank, const ArenaTicket& ticket) const;
   /// What `rank` has at `data`, as this rank has it.
   std::byte* seen_from_here(int rank, std::byte* data) const;
   /// Tells all that one of the parts is done that bring the shard of `rank` up to date.
-  void done_updating(const ArenaPlace& place, int rank);
-  /// False until the shard that `rank` shows at `place` is up to date.
-  bool is_updated(int rank, const ArenaPlace& place) const;
+  void done_updating(const ArenaTicket& ticket, int rank);
+  /// False until the shard that `rank` shows at `ticket` is up to date.
+  bool is_updated(int rank, const ArenaTicket& ticket) const;
   /// True while a thread of this rank has nothing to do but to wait.
   bool is_idle() const { return idle_ > 0; }
   /// Bytes that this rank has shown so far.
@@ -136,7 +136,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
  private:
   struct Shown {
-    ArenaPlace place;
+    ArenaTicket ticket;
     std::vector<at::Tensor> kept;
     void* post;
     void* block;
@@ -155,12 +155,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void call_locked(ArenaTask& task, F&& f);
   void progress_locked();
   void free_what_is_read();
-  void wait_for_slot(const ArenaPlace& place);
+  void wait_for_slot(const ArenaTicket& ticket);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
                   Lock& lock, ArenaTask* awaited = nullptr);
   void wait_in_child(ArenaTask& task) const;
   bool help_locked(ArenaTask& task);
-  void work_ahead_locked(const ArenaPlace& place);
+  void work_ahead_locked(const ArenaTicket& ticket);
   bool help_any_locked(ArenaTask* first);
   void keep_all_for_ever();
   bool anybody_may_read() const;
@@ -191,26 +191,26 @@ class Arena : public std::enable_shared_from_this<Arena> {
 /// This rank's part of a collective.
 class ArenaTask {
  public:
-  explicit ArenaTask(ArenaPlace place) : place_(std::move(place)) {}
+  explicit ArenaTask(ArenaTicket ticket) : ticket_(std::move(ticket)) {}
   virtual ~ArenaTask() = default;
 
   /// Does what the other ranks' posts allow; true when the outputs are written. Never waits.
   virtual bool advance(Arena& arena) = 0;
   /// Called while this rank waits: does one part that is anybody's; false if there is none.
   virtual bool help(Arena& arena) { return false; }
-  /// Called when this rank has waited for what was at `place`: does what it should have done before
+  /// Called when this rank has waited for what was at `ticket`: does what it should have done before
   /// it comes to this task. See [Note: Turns at the memory] in arena_tasks.cpp.
-  virtual void work_ahead(Arena& arena, const ArenaPlace& place) {}
-  /// What it waits for: the posts of the other ranks at this place.
-  virtual const ArenaPlace& awaited() const { return place_; }
+  virtual void work_ahead(Arena& arena, const ArenaTicket& ticket) {}
+  /// What it waits for: the posts of the other ranks for this ticket.
+  virtual const ArenaTicket& awaited() const { return ticket_; }
   /// True if it waits for `rank`, which has not done what it must.
   virtual bool lacks(const Arena& arena, int rank) const { return !arena.shown(rank, awaited()); }
   /// What other ranks may be writing to.
   virtual std::vector<at::Tensor> written_by_others() const { return {}; }
-  const ArenaPlace& place() const { return place_; }
+  const ArenaTicket& ticket() const { return ticket_; }
 
  protected:
-  const ArenaPlace place_;
+  const ArenaTicket ticket_;
 
  private:
   friend class Arena;

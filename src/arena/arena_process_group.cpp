@@ -89,29 +89,29 @@ WorkPtr ArenaProcessGroup::start(const std::shared_ptr<ArenaTask>& task) {
   return std::make_shared<ArenaWork>(arena_, task);
 }
 
-WorkPtr ArenaProcessGroup::arrive_at(ArenaPlace place) {
-  arena_->show(place, {}, {});
-  return start(std::make_shared<ArrivalTask>(std::move(place)));
+WorkPtr ArenaProcessGroup::arrive_at(ArenaTicket ticket) {
+  arena_->show(ticket, {}, {});
+  return start(std::make_shared<ArrivalTask>(std::move(ticket)));
 }
 
 WorkPtr ArenaProcessGroup::start(Barrier& call, const CollectiveTag& tag) {
-  return arrive_at(arena_->take_place(call.kName, tag, form_of(call, tag)));
+  return arrive_at(arena_->take_ticket(call.kName, tag, form_of(call, tag)));
 }
 
-bool ArenaProcessGroup::show(const ArenaPlace& place, const at::Tensor& tensor) {
+bool ArenaProcessGroup::show(const ArenaTicket& ticket, const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !arena_->reaches(tensor.const_data_ptr())) {
-    show_copy(place, tensor);
+    show_copy(ticket, tensor);
     return false;
   }
-  arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(tensor.const_data_ptr())}},
+  arena_->show(ticket, {{0, tensor.numel(), reinterpret_cast<uint64_t>(tensor.const_data_ptr())}},
                {tensor});
   return true;
 }
 
-void ArenaProcessGroup::show_copy(const ArenaPlace& place, const at::Tensor& tensor) {
+void ArenaProcessGroup::show_copy(const ArenaTicket& ticket, const at::Tensor& tensor) {
   std::byte* const copy = arena_->allocate(tensor.nbytes());
   if (tensor.numel() > 0) std::memcpy(copy, tensor.const_data_ptr(), tensor.nbytes());
-  arena_->show(place, {{0, tensor.numel(), reinterpret_cast<uint64_t>(copy)}}, {}, copy);
+  arena_->show(ticket, {{0, tensor.numel(), reinterpret_cast<uint64_t>(copy)}}, {}, copy);
 }
 
 WorkPtr ArenaProcessGroup::start(AllGather& call, const CollectiveTag& tag) {
@@ -119,21 +119,21 @@ WorkPtr ArenaProcessGroup::start(AllGather& call, const CollectiveTag& tag) {
   CollectiveForm form = form_of(call, tag);
   if (const auto buffer = buffers_.holding(flat)) {
     check_in_place(*this, call, tag);
-    return start(show_updates(arena_->take_place(call.kName, tag, form.mix(buffer->number)), flat,
+    return start(show_updates(arena_->take_ticket(call.kName, tag, form.mix(buffer->number)), flat,
                               std::exchange(*buffer->updates, {})));
   }
-  return gather_at(arena_->take_place(call.kName, tag, form),
+  return gather_at(arena_->take_ticket(call.kName, tag, form),
                    {{bounds[rank()], shard, shard.numel()}}, flat);
 }
 
-WorkPtr ArenaProcessGroup::gather_at(ArenaPlace place, std::vector<Piece> pieces,
+WorkPtr ArenaProcessGroup::gather_at(ArenaTicket ticket, std::vector<Piece> pieces,
                                      const at::Tensor& flat) {
-  show_pieces(place, std::move(pieces));
-  return start(std::make_shared<GatherTask>(std::move(place), flat));
+  show_pieces(ticket, std::move(pieces));
+  return start(std::make_shared<GatherTask>(std::move(ticket), flat));
 }
 
 // What lies where the others reach it they may compute.
-std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaPlace place, const at::Tensor& flat,
+std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaTicket ticket, const at::Tensor& flat,
                                                            PendingUpdates pending) {
   auto& updates = pending.updates;
   const auto first_own =
@@ -144,9 +144,9 @@ std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaPlace place, con
       });
   const std::vector<ShardUpdate> offered(updates.begin(), first_own);
   updates.erase(updates.begin(), first_own);
-  arena_->show(place, {}, std::move(pending.kept), nullptr, std::as_bytes(std::span(offered)),
+  arena_->show(ticket, {}, std::move(pending.kept), nullptr, std::as_bytes(std::span(offered)),
                static_cast<int>(!offered.empty()) + static_cast<int>(!updates.empty()));
-  return std::make_shared<SharedGatherTask>(std::move(place), flat, std::move(updates));
+  return std::make_shared<SharedGatherTask>(std::move(ticket), flat, std::move(updates));
 }
 
 // Where the others find `piece`: `copy` moves on behind its copy, if it needs one.
@@ -163,7 +163,7 @@ ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& co
 }
 
 // Shows tensors that the others reach where they are, and copies of the rest.
-void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
+void ArenaProcessGroup::show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces,
                                     std::span<const std::byte> offer) {
   size_t copied = 0;
   for (const Piece& piece : pieces) {
@@ -179,7 +179,7 @@ void ArenaProcessGroup::show_pieces(const ArenaPlace& place, std::vector<Piece> 
     if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
       kept.push_back(std::move(piece.data));
   }
-  arena_->show(place, shown, std::move(kept), block, offer);
+  arena_->show(ticket, shown, std::move(kept), block, offer);
 }
 
 WorkPtr ArenaProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag) {
@@ -196,12 +196,12 @@ WorkPtr ArenaProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag) 
 WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> pieces,
                                   std::vector<ArenaReduction> reductions,
                                   const CollectiveForm& form, const CollectiveTag& tag) {
-  ArenaPlace place = arena_->take_place("reduce_scatter", tag, form);
+  ArenaTicket ticket = arena_->take_ticket("reduce_scatter", tag, form);
   const bool is_offered =
-      out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(place);
-  show_pieces(place, std::move(pieces),
+      out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(ticket);
+  show_pieces(ticket, std::move(pieces),
               is_offered ? std::as_bytes(std::span(reductions)) : std::span<const std::byte>());
-  return start(std::make_shared<ReduceScatterTask>(std::move(place), out, std::move(reductions),
+  return start(std::make_shared<ReduceScatterTask>(std::move(ticket), out, std::move(reductions),
                                                    is_offered, arena_->shown_nbytes()));
 }
 
@@ -209,33 +209,33 @@ WorkPtr ArenaProcessGroup::start(AllReduce& call, const CollectiveTag& tag) {
   const auto& [tensor, op] = call;
   std::vector<int64_t> parts;
   if (tensor.nbytes() > kMaxOneTurnBytes) parts = even_bounds(tensor.numel(), size());
-  ArenaPlace place =
-      arena_->take_place(call.kName, tag, form_of(call, tag), parts.empty() ? 1 : 2);
-  show_copy(place, tensor);  // the tensor itself is overwritten
-  return start(std::make_shared<AllReduceTask>(std::move(place), tensor, op, std::move(parts)));
+  ArenaTicket ticket =
+      arena_->take_ticket(call.kName, tag, form_of(call, tag), parts.empty() ? 1 : 2);
+  show_copy(ticket, tensor);  // the tensor itself is overwritten
+  return start(std::make_shared<AllReduceTask>(std::move(ticket), tensor, op, std::move(parts)));
 }
 
 WorkPtr ArenaProcessGroup::start(Broadcast& call, const CollectiveTag& tag) {
-  return broadcast_at(arena_->take_place(call.kName, tag, form_of(call, tag)), call.tensor,
+  return broadcast_at(arena_->take_ticket(call.kName, tag, form_of(call, tag)), call.tensor,
                       call.root);
 }
 
-WorkPtr ArenaProcessGroup::broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root) {
+WorkPtr ArenaProcessGroup::broadcast_at(ArenaTicket ticket, const at::Tensor& tensor, int root) {
   bool is_read_in_place = false;
   if (rank() != root || tensor.numel() == 0) {
-    arena_->show(place, {}, {});
+    arena_->show(ticket, {}, {});
   } else if (tensor.nbytes() <= kMaxCopiedBytes) {
-    show_copy(place, tensor);
+    show_copy(ticket, tensor);
   } else {
-    is_read_in_place = show(place, tensor);
+    is_read_in_place = show(ticket, tensor);
   }
-  return start(std::make_shared<BroadcastTask>(std::move(place), tensor, root, is_read_in_place));
+  return start(std::make_shared<BroadcastTask>(std::move(ticket), tensor, root, is_read_in_place));
 }
 
 // Shows what it sends each rank, then what it expects of each: all ranks see whether they agree.
 WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
   auto& [from, to] = call;
-  ArenaPlace place = arena_->take_place(call.kName, tag, form_of(call, tag));
+  ArenaTicket ticket = arena_->take_ticket(call.kName, tag, form_of(call, tag));
   take_own_message(from[rank()], to[rank()]);
   std::vector<Piece> pieces;
   const auto add = [&](const at::Tensor& message, bool is_shown) {
@@ -244,8 +244,8 @@ WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
   };
   for (int r = 0; r < size(); ++r) add(to[r], r != rank());
   for (const at::Tensor& message : from) add(message, false);
-  show_pieces(place, std::move(pieces));
-  return start(std::make_shared<AllToAllTask>(std::move(place), std::move(from)));
+  show_pieces(ticket, std::move(pieces));
+  return start(std::make_shared<AllToAllTask>(std::move(ticket), std::move(from)));
 }
 
 ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {

@@ -44,12 +44,12 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   /// Memory that all ranks have mapped, or null on all of them; taken now, if `reserve`.
   std::shared_ptr<SharedMemory> share_memory(int64_t nbytes, bool reserve,
                                              const CollectiveTag& tag);
-  /// An arrival at a place that was taken before.
-  WorkPtr arrive_at(ArenaPlace place);
-  /// A gather at a place that was taken before: `flat` gets the pieces that all ranks give.
-  WorkPtr gather_at(ArenaPlace place, std::vector<Piece> pieces, const at::Tensor& flat);
-  /// A broadcast at a place that was taken before.
-  WorkPtr broadcast_at(ArenaPlace place, const at::Tensor& tensor, int root);
+  /// An arrival with a ticket that was taken before.
+  WorkPtr arrive_at(ArenaTicket ticket);
+  /// A gather with a ticket that was taken before: `flat` gets the pieces that all ranks give.
+  WorkPtr gather_at(ArenaTicket ticket, std::vector<Piece> pieces, const at::Tensor& flat);
+  /// A broadcast with a ticket that was taken before.
+  WorkPtr broadcast_at(ArenaTicket ticket, const at::Tensor& tensor, int root);
   /// A reduction of `pieces` in which this rank takes what `reductions` say, into memory of `out`.
   WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces,
                  std::vector<ArenaReduction> reductions, const CollectiveForm& form,
@@ -73,12 +73,12 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
 
   WorkPtr start(const std::shared_ptr<ArenaTask>& task);
   /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
-  bool show(const ArenaPlace& place, const at::Tensor& tensor);
-  void show_copy(const ArenaPlace& place, const at::Tensor& tensor);
-  void show_pieces(const ArenaPlace& place, std::vector<Piece> pieces,
+  bool show(const ArenaTicket& ticket, const at::Tensor& tensor);
+  void show_copy(const ArenaTicket& ticket, const at::Tensor& tensor);
+  void show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces,
                    std::span<const std::byte> offer = {});
   /// Shows how this rank's shard of `flat` gets its new values.
-  std::shared_ptr<ArenaTask> show_updates(ArenaPlace place, const at::Tensor& flat,
+  std::shared_ptr<ArenaTask> show_updates(ArenaTicket ticket, const at::Tensor& flat,
                                           PendingUpdates pending);
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
 

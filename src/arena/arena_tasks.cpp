@@ -32,9 +32,9 @@ constexpr int64_t kLongestOfferBytes = int64_t{8} << 20;
 constexpr auto kLongestOffer = std::chrono::milliseconds(20);
 
 // Does `part`, whose memory is this rank's or seen from here, out of what all ranks show.
-void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& part) {
+void do_part(const Arena& arena, const ArenaTicket& ticket, const ArenaReduction& part) {
   std::vector<const Post*> posts;
-  for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, place));
+  for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, ticket));
   const int64_t item = item_size(part.reduction.dtype);
   const int64_t out_item = item_size(part.reduction.dtype_of_out());
   std::vector<const void*> inputs(posts.size());
@@ -58,18 +58,18 @@ void do_part(const Arena& arena, const ArenaPlace& place, const ArenaReduction& 
 }  // namespace
 
 bool ArrivalTask::advance(Arena& arena) {
-  if (!arena.all_show(place_)) return false;
-  arena.done_reading(place_);
+  if (!arena.all_show(ticket_)) return false;
+  arena.done_reading(ticket_);
   return true;
 }
 
-SharedGatherTask::SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own)
-    : ArenaTask(std::move(place)), flat_(std::move(flat)), own_(std::move(own)) {}
+SharedGatherTask::SharedGatherTask(ArenaTicket ticket, at::Tensor flat, std::vector<ShardUpdate> own)
+    : ArenaTask(std::move(ticket)), flat_(std::move(flat)), own_(std::move(own)) {}
 
 // The posts of all ranks stay from then on until this one has said that it has read.
 bool SharedGatherTask::have_all_come(Arena& arena) {
   if (all_have_come_) return true;
-  if (!arena.all_show(place_)) return false;
+  if (!arena.all_show(ticket_)) return false;
   all_have_come_ = true;
   if (!own_.empty()) update(arena, arena.rank(), own_);
   return true;
@@ -78,8 +78,8 @@ bool SharedGatherTask::have_all_come(Arena& arena) {
 bool SharedGatherTask::advance(Arena& arena) {
   if (!have_all_come(arena)) return false;
   for (int rank = 0; rank < arena.size(); ++rank)
-    if (!arena.is_updated(rank, place_)) return false;
-  arena.done_reading(place_);
+    if (!arena.is_updated(rank, ticket_)) return false;
+  arena.done_reading(ticket_);
   return true;
 }
 
@@ -99,17 +99,17 @@ bool SharedGatherTask::help(Arena& arena) {
 // turns: at the unit with number n rank n % N does its parts of the next N units, and finds none to
 // do when it comes to those. The others go on with their matrix work. The ranks need not agree on
 // whose turn it is, as whoever comes to a unit whose part is missing does it.
-void SharedGatherTask::work_ahead(Arena& arena, const ArenaPlace& place) {
-  const int64_t ahead = place_.number - place.number;
-  if (place.channel() != place_.channel() || ahead <= 0 || ahead > arena.size()) return;
-  if (place.number % arena.size() == arena.rank() && have_all_come(arena))
+void SharedGatherTask::work_ahead(Arena& arena, const ArenaTicket& ticket) {
+  const int64_t ahead = ticket_.number - ticket.number;
+  if (ticket.channel() != ticket_.channel() || ahead <= 0 || ahead > arena.size()) return;
+  if (ticket.number % arena.size() == arena.rank() && have_all_come(arena))
     update_part_of(arena, arena.rank());
 }
 
 // False if it is done or somebody is at it.
 bool SharedGatherTask::update_part_of(Arena& arena, int rank) {
-  if (!arena.take_offer(rank, place_)) return false;
-  update(arena, rank, arena.shown(rank, place_)->offer_of<ShardUpdate>());
+  if (!arena.take_offer(rank, ticket_)) return false;
+  update(arena, rank, arena.shown(rank, ticket_)->offer_of<ShardUpdate>());
   return true;
 }
 
@@ -122,32 +122,32 @@ void SharedGatherTask::update(Arena& arena, int rank, std::span<const ShardUpdat
     update.tensors[0] = bytes_of(flat_) + update.begin * item_size(update.dtype);
   }
   compute(seen);
-  arena.done_updating(place_, rank);
+  arena.done_updating(ticket_, rank);
 }
 
 bool SharedGatherTask::lacks(const Arena& arena, int rank) const {
   if (!all_have_come_) return ArenaTask::lacks(arena, rank);
   for (int owner = 0; owner < arena.size(); ++owner) {
-    if (!arena.is_updated(owner, place_) && (owner == rank || arena.taker(owner, place_) == rank))
+    if (!arena.is_updated(owner, ticket_) && (owner == rank || arena.taker(owner, ticket_) == rank))
       return true;
   }
   return false;
 }
 
-GatherTask::GatherTask(ArenaPlace place, at::Tensor flat)
-    : ArenaTask(std::move(place)), flat_(std::move(flat)), copied_(place_.name.size, false) {}
+GatherTask::GatherTask(ArenaTicket ticket, at::Tensor flat)
+    : ArenaTask(std::move(ticket)), flat_(std::move(flat)), copied_(ticket_.name.size, false) {}
 
 bool GatherTask::advance(Arena& arena) {
   bool all = true;
   for (int rank = 0; rank < arena.size(); ++rank) {
     if (copied_[rank]) continue;
-    const Post* const post = arena.shown(rank, place_);
+    const Post* const post = arena.shown(rank, ticket_);
     all = all && post;
     if (!post) continue;
     copied_[rank] = true;
     copy_from(arena, rank, *post);
   }
-  if (all) arena.done_reading(place_);
+  if (all) arena.done_reading(ticket_);
   return all;
 }
 
@@ -162,56 +162,56 @@ void GatherTask::copy_from(const Arena& arena, int rank, const Post& post) {
   }
 }
 
-BroadcastTask::BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers)
-    : ArenaTask(std::move(place)),
+BroadcastTask::BroadcastTask(ArenaTicket ticket, at::Tensor tensor, int root, bool wait_for_readers)
+    : ArenaTask(std::move(ticket)),
       tensor_(std::move(tensor)),
       root_(root),
       wait_for_readers_(wait_for_readers) {}
 
 bool BroadcastTask::advance(Arena& arena) {
   if (arena.rank() == root_) {
-    arena.done_reading(place_);
-    return !wait_for_readers_ || arena.all_have_read(place_);
+    arena.done_reading(ticket_);
+    return !wait_for_readers_ || arena.all_have_read(ticket_);
   }
-  const Post* const post = arena.shown(root_, place_);
+  const Post* const post = arena.shown(root_, ticket_);
   if (!post) return false;
   if (post->pieces > 0)
     std::memcpy(bytes_of(tensor_), arena.data(root_, *post->first_piece()), tensor_.nbytes());
-  arena.done_reading(place_);
+  arena.done_reading(ticket_);
   return true;
 }
 
-AllToAllTask::AllToAllTask(ArenaPlace place, std::vector<at::Tensor> from)
-    : ArenaTask(std::move(place)), from_(std::move(from)) {}
+AllToAllTask::AllToAllTask(ArenaTicket ticket, std::vector<at::Tensor> from)
+    : ArenaTask(std::move(ticket)), from_(std::move(from)) {}
 
 bool AllToAllTask::advance(Arena& arena) {
-  if (!arena.all_show(place_)) return false;
+  if (!arena.all_show(ticket_)) return false;
   const std::string why = disagreement(arena);
   for (int rank = 0; rank < arena.size() && why.empty(); ++rank) {
     if (rank == arena.rank() || message_numel(from_[rank]) == 0) continue;
-    const ShownPiece& piece = arena.shown(rank, place_)->first_piece()[arena.rank()];
+    const ShownPiece& piece = arena.shown(rank, ticket_)->first_piece()[arena.rank()];
     std::memcpy(bytes_of(from_[rank]), arena.data(rank, piece), from_[rank].nbytes());
   }
   // Also of what does not fit, which all ranks find: nobody will read it.
-  arena.done_reading(place_);
-  TORCH_CHECK_WITH(DistBackendError, why.empty(), place_.name.describe(), ": ", why);
+  arena.done_reading(ticket_);
+  TORCH_CHECK_WITH(DistBackendError, why.empty(), ticket_.name.describe(), ": ", why);
   return true;
 }
 
 std::string AllToAllTask::disagreement(const Arena& arena) const {
   std::vector<const ShownPiece*> posts;
   for (int rank = 0; rank < arena.size(); ++rank)
-    posts.push_back(arena.shown(rank, place_)->first_piece());
+    posts.push_back(arena.shown(rank, ticket_)->first_piece());
   const auto form = [](const ShownPiece& piece) { return MessageForm{piece.numel, piece.begin}; };
   return tessera::disagreement(
       arena.size(), [&](int sender, int receiver) { return form(posts[sender][receiver]); },
       [&](int sender, int receiver) { return form(posts[receiver][arena.size() + sender]); });
 }
 
-ReduceScatterTask::ReduceScatterTask(ArenaPlace place, at::Tensor out,
+ReduceScatterTask::ReduceScatterTask(ArenaTicket ticket, at::Tensor out,
                                      std::vector<ArenaReduction> reductions, bool is_offered,
                                      int64_t shown_nbytes)
-    : ArenaTask(std::move(place)),
+    : ArenaTask(std::move(ticket)),
       out_(std::move(out)),
       reductions_(std::move(reductions)),
       is_offered_(is_offered),
@@ -220,52 +220,52 @@ ReduceScatterTask::ReduceScatterTask(ArenaPlace place, at::Tensor out,
 
 bool ReduceScatterTask::advance(Arena& arena) {
   if (is_offered_) {
-    if (arena.has_read(arena.rank(), place_)) return true;
+    if (arena.has_read(arena.rank(), ticket_)) return true;
     const bool takes_back = arena.is_idle() ||
                             arena.shown_nbytes() - shown_nbytes_ > kLongestOfferBytes ||
                             Clock::now() - start_ > kLongestOffer;
     // Until then it must not look at the posts: once another rank has done this part, they may go.
-    if (!takes_back || !arena.take_offer(arena.rank(), place_)) return false;
+    if (!takes_back || !arena.take_offer(arena.rank(), ticket_)) return false;
     is_offered_ = false;
   }
-  if (!arena.all_show(place_)) return false;
-  for (const ArenaReduction& part : reductions_) do_part(arena, place_, part);
-  arena.done_reading(place_);
+  if (!arena.all_show(ticket_)) return false;
+  for (const ArenaReduction& part : reductions_) do_part(arena, ticket_, part);
+  arena.done_reading(ticket_);
   help_others(arena);
   return true;
 }
 
 void ReduceScatterTask::help_others(Arena& arena) {
   for (int rank = 0; rank < arena.size(); ++rank) {
-    if (!arena.take_offer(rank, place_)) continue;
-    for (ArenaReduction part : arena.shown(rank, place_)->offer_of<ArenaReduction>()) {
+    if (!arena.take_offer(rank, ticket_)) continue;
+    for (ArenaReduction part : arena.shown(rank, ticket_)->offer_of<ArenaReduction>()) {
       part.out = arena.seen_from_here(rank, part.out);
-      do_part(arena, place_, part);
+      do_part(arena, ticket_, part);
     }
-    arena.done_reading(place_, rank);
+    arena.done_reading(ticket_, rank);
   }
 }
 
 bool ReduceScatterTask::lacks(const Arena& arena, int rank) const {
   if (!is_offered_) return ArenaTask::lacks(arena, rank);
-  return !arena.has_read(arena.rank(), place_) && arena.taker(arena.rank(), place_) == rank;
+  return !arena.has_read(arena.rank(), ticket_) && arena.taker(arena.rank(), ticket_) == rank;
 }
 
-AllReduceTask::AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op,
+AllReduceTask::AllReduceTask(ArenaTicket ticket, at::Tensor tensor, ReduceOp op,
                              std::vector<int64_t> bounds)
-    : ArenaTask(std::move(place)),
+    : ArenaTask(std::move(ticket)),
       tensor_(std::move(tensor)),
       reduction_{.dtype = tensor_.scalar_type(), .op = op},
       bounds_(std::move(bounds)),
-      second_(place_) {
+      second_(ticket_) {
   second_.number += 1;
 }
 
 bool AllReduceTask::advance(Arena& arena) {
   if (!arena.all_show(awaited())) return false;
   if (bounds_.empty()) {
-    do_part(arena, place_, {0, tensor_.numel(), bytes_of(tensor_), reduction_});
-    arena.done_reading(place_);
+    do_part(arena, ticket_, {0, tensor_.numel(), bytes_of(tensor_), reduction_});
+    arena.done_reading(ticket_);
     return true;
   }
   if (!has_reduced_) reduce_part(arena);
@@ -277,8 +277,8 @@ bool AllReduceTask::advance(Arena& arena) {
 void AllReduceTask::reduce_part(Arena& arena) {
   const int64_t begin = bounds_[arena.rank()], end = bounds_[arena.rank() + 1];
   std::byte* const part = arena.allocate((end - begin) * item_size(reduction_.dtype));
-  do_part(arena, place_, {begin, end, part, reduction_});
-  arena.done_reading(place_);
+  do_part(arena, ticket_, {begin, end, part, reduction_});
+  arena.done_reading(ticket_);
   has_reduced_ = true;
   arena.show(second_, {{begin, end - begin, reinterpret_cast<uint64_t>(part)}}, {}, part);
 }

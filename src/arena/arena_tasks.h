@@ -27,10 +27,10 @@ class ArrivalTask final : public ArenaTask {
 class SharedGatherTask final : public ArenaTask {
  public:
   /// `flat`: the shared memory. `own`: updates that only this rank can compute.
-  SharedGatherTask(ArenaPlace place, at::Tensor flat, std::vector<ShardUpdate> own);
+  SharedGatherTask(ArenaTicket ticket, at::Tensor flat, std::vector<ShardUpdate> own);
   bool advance(Arena& arena) override;
   bool help(Arena& arena) override;
-  void work_ahead(Arena& arena, const ArenaPlace& place) override;
+  void work_ahead(Arena& arena, const ArenaTicket& ticket) override;
   bool lacks(const Arena& arena, int rank) const override;
   std::vector<at::Tensor> written_by_others() const override { return {flat_}; }
 
@@ -47,7 +47,7 @@ class SharedGatherTask final : public ArenaTask {
 /// Copies the pieces that each rank shows to where they belong in `flat`.
 class GatherTask final : public ArenaTask {
  public:
-  GatherTask(ArenaPlace place, at::Tensor flat);
+  GatherTask(ArenaTicket ticket, at::Tensor flat);
   bool advance(Arena& arena) override;
 
  private:
@@ -60,7 +60,7 @@ class GatherTask final : public ArenaTask {
 /// Copies what one rank shows to `tensor`, on the others.
 class BroadcastTask final : public ArenaTask {
  public:
-  BroadcastTask(ArenaPlace place, at::Tensor tensor, int root, bool wait_for_readers);
+  BroadcastTask(ArenaTicket ticket, at::Tensor tensor, int root, bool wait_for_readers);
   bool advance(Arena& arena) override;
 
  private:
@@ -73,7 +73,7 @@ class BroadcastTask final : public ArenaTask {
 /// shows a piece for each rank, then one without an address for each that it expects.
 class AllToAllTask final : public ArenaTask {
  public:
-  AllToAllTask(ArenaPlace place, std::vector<at::Tensor> from);
+  AllToAllTask(ArenaTicket ticket, std::vector<at::Tensor> from);
   bool advance(Arena& arena) override;
 
  private:
@@ -87,7 +87,7 @@ class ReduceScatterTask final : public ArenaTask {
  public:
   /// `is_offered`: the others may do it, until this rank waits, has shown much else, or loses
   /// patience.
-  ReduceScatterTask(ArenaPlace place, at::Tensor out, std::vector<ArenaReduction> reductions,
+  ReduceScatterTask(ArenaTicket ticket, at::Tensor out, std::vector<ArenaReduction> reductions,
                     bool is_offered, int64_t shown_nbytes);
   bool advance(Arena& arena) override;
   bool lacks(const Arena& arena, int rank) const override;
@@ -106,13 +106,13 @@ class ReduceScatterTask final : public ArenaTask {
 };
 
 /// Reduces all of `tensor` in place, out of copies that all ranks show. Large tensors in two turns:
-/// each rank reduces a part, into memory that it shows at the next place, and takes the others'
+/// each rank reduces a part, into memory that it shows for the next ticket, and takes the others'
 /// parts from there.
 class AllReduceTask final : public ArenaTask {
  public:
-  AllReduceTask(ArenaPlace place, at::Tensor tensor, ReduceOp op, std::vector<int64_t> bounds);
+  AllReduceTask(ArenaTicket ticket, at::Tensor tensor, ReduceOp op, std::vector<int64_t> bounds);
   bool advance(Arena& arena) override;
-  const ArenaPlace& awaited() const override { return has_reduced_ ? second_ : place_; }
+  const ArenaTicket& awaited() const override { return has_reduced_ ? second_ : ticket_; }
 
  private:
   void reduce_part(Arena& arena);
@@ -121,7 +121,7 @@ class AllReduceTask final : public ArenaTask {
   at::Tensor tensor_;
   LocalReduction reduction_;
   std::vector<int64_t> bounds_;  // of the parts; empty: one turn
-  ArenaPlace second_;
+  ArenaTicket second_;
   bool has_reduced_ = false;
 };
 

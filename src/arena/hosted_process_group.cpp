@@ -112,7 +112,7 @@ HostedProcessGroup::RailCut HostedProcessGroup::cut_for_rail(
 // to the others.
 WorkPtr HostedProcessGroup::gather_own(const AllGather& call, const CollectiveTag& tag) {
   const auto& [flat, shard, bounds] = call;
-  ArenaPlace place = local_->arena()->take_place(call.kName, tag, form_of(call, tag));
+  ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
   const RailCut cut = cut_for_rail(bounds);
   // Not in `flat`: others may still be reading when its owner writes to it again.
   const at::Tensor fetched = at::empty(
@@ -127,8 +127,8 @@ WorkPtr HostedProcessGroup::gather_own(const AllGather& call, const CollectiveTa
       {[fetched, shard = shard, rail_bounds = cut.bounds, rail = rail_](const CollectiveTag& rail_tag) {
          return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
        },
-       [place = std::move(place), pieces = std::move(pieces), flat = flat, local = local_](
-           const CollectiveTag&) { return std::vector{local->gather_at(place, pieces, flat)}; }});
+       [ticket = std::move(ticket), pieces = std::move(pieces), flat = flat, local = local_](
+           const CollectiveTag&) { return std::vector{local->gather_at(ticket, pieces, flat)}; }});
 }
 
 // What ranks of other hosts own, neighbours joined: pages are given back whole.
@@ -153,8 +153,8 @@ WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const AllGather& c
   const size_t begin = buffer.offset_of(flat);
   CollectiveForm form = form_of(call, tag);
   form.mix(static_cast<int64_t>(begin));
-  ArenaPlace before = local_->arena()->take_place(call.kName, tag, form, 2);
-  ArenaPlace after = before;
+  ArenaTicket before = local_->arena()->take_ticket(call.kName, tag, form, 2);
+  ArenaTicket after = before;
   after.number += 1;
   std::vector<at::Tensor> slices;
   std::vector<ByteRange> ranges;
@@ -238,23 +238,23 @@ WorkPtr HostedProcessGroup::all_reduce_parts(const AllReduce& call, const Collec
   CollectiveForm form = form_of(call, tag);
   const WorkPtr inside =
       local_->reduce(part, {{0, tensor, tensor.numel()}}, {reduction}, form, tag);
-  ArenaPlace place = local_->arena()->take_place(call.kName, tag, form.mix("gather"));
+  ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form.mix("gather"));
   return start_steps(
       call.kName, tag,
       {[inside](const CollectiveTag&) { return std::vector{inside}; },
        [part, op = op, rail = rail_](const CollectiveTag& rail_tag) {
          return std::vector{rail->all_reduce(part, op, rail_tag)};
        },
-       [inside, place = std::move(place), begin, part, tensor = tensor,
+       [inside, ticket = std::move(ticket), begin, part, tensor = tensor,
         local = local_](const CollectiveTag&) {
          inside->wait_inputs();  // the others have read what is overwritten now
-         return std::vector{local->gather_at(place, {{begin, part, part.numel()}}, tensor)};
+         return std::vector{local->gather_at(ticket, {{begin, part, part.numel()}}, tensor)};
        }});
 }
 
 WorkPtr HostedProcessGroup::start(Broadcast& call, const CollectiveTag& tag) {
   const auto& [tensor, root] = call;
-  ArenaPlace place = local_->arena()->take_place(call.kName, tag, form_of(call, tag));
+  ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
   std::vector<StepwiseWork::Step> steps;
   if (table_.index_of(root) == index()) {
     steps.emplace_back(
@@ -262,9 +262,9 @@ WorkPtr HostedProcessGroup::start(Broadcast& call, const CollectiveTag& tag) {
           return std::vector{rail->broadcast(tensor, from, rail_tag)};
         });
   }
-  steps.emplace_back([place = std::move(place), tensor = tensor, from = table_.index_of(root),
+  steps.emplace_back([ticket = std::move(ticket), tensor = tensor, from = table_.index_of(root),
                       local = local_](const CollectiveTag&) {
-    return std::vector{local->broadcast_at(place, tensor, from)};
+    return std::vector{local->broadcast_at(ticket, tensor, from)};
   });
   return start_steps(call.kName, tag, std::move(steps));
 }

@@ -17,7 +17,7 @@ namespace tessera {
 namespace {
 
 // The index of each parameter by its tensor; tied ones share it.
-using Places = std::map<const c10::TensorImpl*, size_t>;
+using IndexByTensor = std::map<const c10::TensorImpl*, size_t>;
 
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   std::vector<NamedTensor> params;
@@ -32,7 +32,7 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
 }
 
 std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& optimizer,
-                                              const Places& places) {
+                                              const IndexByTensor& places) {
   std::vector<OptimizedParam> optimized;
   std::set<size_t> seen;  // tied parameters may be listed more than once
   const auto& groups = optimizer.param_groups();
@@ -77,7 +77,7 @@ ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns
 ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank,
                   int ranks) {
   ModelView view{.optimizer = optimizer};
-  Places places;
+  IndexByTensor places;
   std::vector<NamedTensor> handles;  // of the parameters
   ReplicaTurns turns;
   const std::vector<NamedTensor> params = named_parameters(module);

@@ -101,13 +101,13 @@ class Before {
   std::set<const c10::TensorImpl*> impls_;
 };
 
-class BeingPlaced {
+class DistributingScope {
  public:
-  explicit BeingPlaced(const std::set<const c10::TensorImpl*>& impls)
+  explicit DistributingScope(const std::set<const c10::TensorImpl*>& impls)
       : outer_(std::exchange(being_placed, &impls)) {}
-  ~BeingPlaced() { being_placed = outer_; }
-  BeingPlaced(const BeingPlaced&) = delete;
-  BeingPlaced& operator=(const BeingPlaced&) = delete;
+  ~DistributingScope() { being_placed = outer_; }
+  DistributingScope(const DistributingScope&) = delete;
+  DistributingScope& operator=(const DistributingScope&) = delete;
 
  private:
   const std::set<const c10::TensorImpl*>* const outer_;
@@ -202,7 +202,7 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
   if (options.check_values) check_same_values(tensors, mesh);
   const Before before(tensors);
   const auto run = [&] {
-    const BeingPlaced scope(before.impls());
+    const DistributingScope scope(before.impls());
     place_all(module, mesh, partition, before);
   };
   try {

@@ -79,7 +79,7 @@ template <class F>
 void for_each_sharded(ShardedOptimizer& optimizer, const std::vector<NamedTensor>& params, F&& f) {
   const ShardedState& state = *optimizer.module().state();
   for (const NamedTensor& param : params) {
-    const ParamPlace place = *state.find(param.tensor);
+    const ParamIndex place = *state.find(param.tensor);
     for (const Segment& segment : segments_of(optimizer)) {
       if (segment.place.unit != place.unit || segment.place.slot != place.slot) continue;
       f(ShardedParam{param.name, *state.units()[place.unit], state.slot(place), segment});

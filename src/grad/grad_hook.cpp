@@ -22,7 +22,7 @@ namespace {
 
 class GradHook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  GradHook(HookPlace users, GradSource source)
+  GradHook(HookSlot users, GradSource source)
       : users_(std::move(users)), source_(std::move(source)) {}
 
   void operator()(const at::Tensor& tensor) override {
@@ -30,7 +30,7 @@ class GradHook final : public torch::autograd::PostAccumulateGradHook {
     if (const auto sink = source_.sink.lock()) sink->take(source_.slot, source_.handle, tensor);
   }
 
-  HookPlace give_up_users() { return std::move(users_); }
+  HookSlot give_up_users() { return std::move(users_); }
 
  private:
   void call_users(const at::Tensor& tensor) {
@@ -42,18 +42,18 @@ class GradHook final : public torch::autograd::PostAccumulateGradHook {
     }
   }
 
-  HookPlace users_;
+  HookSlot users_;
   GradSource source_;
 };
 
 }  // namespace
 
-void chain_hook(HookPlace& place, const GradSource& source) {
+void chain_hook(HookSlot& place, const GradSource& source) {
   if (dynamic_cast<GradHook*>(place.get())) return;
   place = std::make_unique<GradHook>(std::move(place), source);
 }
 
-void unchain_hook(HookPlace& place) {
+void unchain_hook(HookSlot& place) {
   if (auto* own = dynamic_cast<GradHook*>(place.get())) place = own->give_up_users();
 }
 

@@ -28,14 +28,14 @@ struct GradSource {
   size_t handle = 0;
 };
 
-using HookPlace = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
+using HookSlot = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
 
 /// Has the sink of `source` take gradients after the hook in `place`, which is a tensor's only place
 /// for one, was called. Does nothing if that is so already. See [Note: One place for two hooks] in
 /// grad_hook.cpp.
-void chain_hook(HookPlace& place, const GradSource& source);
+void chain_hook(HookSlot& place, const GradSource& source);
 
 /// Undoes `chain_hook()`: what the user has set stays.
-void unchain_hook(HookPlace& place);
+void unchain_hook(HookSlot& place);
 
 }  // namespace tessera

@@ -70,12 +70,12 @@ UseOrder to_order(const std::string& bytes) {
   return order;
 }
 
-std::optional<ParamPlace> find_in(const Unit& unit, const at::Tensor& tensor) {
+std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
   const auto& slots = unit.layout().slots;
   for (size_t slot = 0; slot < slots.size(); ++slot)
     for (size_t i = 0; i < slots[slot].handles.size(); ++i)
       if (slots[slot].tensor(i).is_same(tensor))
-        return ParamPlace{static_cast<size_t>(unit.index()), slot};
+        return ParamIndex{static_cast<size_t>(unit.index()), slot};
   return std::nullopt;
 }
 
@@ -322,7 +322,7 @@ void ShardedState::finish_sync_buffers() {
   if (arriving_) std::exchange(arriving_, std::nullopt)->finish();
 }
 
-at::Tensor ShardedState::full_grad(const ParamPlace& place) {
+at::Tensor ShardedState::full_grad(const ParamIndex& place) {
   at::NoGradGuard no_grad;
   if (!plan_.reduce_gradients) return slot(place).tensor().grad();
   check_no_join("full_grad()");
@@ -342,18 +342,18 @@ at::Tensor ShardedState::full_grad(const ParamPlace& place) {
   return global_value(param, view_param(param, full)).clone();
 }
 
-std::optional<ParamPlace> ShardedState::find(const std::string& name) const {
+std::optional<ParamIndex> ShardedState::find(const std::string& name) const {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& slots = units_[unit]->layout().slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       const auto& names = slots[slot].names;
-      if (std::find(names.begin(), names.end(), name) != names.end()) return ParamPlace{unit, slot};
+      if (std::find(names.begin(), names.end(), name) != names.end()) return ParamIndex{unit, slot};
     }
   }
   return std::nullopt;
 }
 
-std::optional<ParamPlace> ShardedState::find(const at::Tensor& tensor) const {
+std::optional<ParamIndex> ShardedState::find(const at::Tensor& tensor) const {
   if (const Unit* unit = unit_of(tensor))
     return &unit->listener() == this ? find_in(*unit, tensor) : std::nullopt;
   // It may have been given other data.

@@ -24,7 +24,7 @@ class ShardedState;
 std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module);
 
 /// Where a parameter lies.
-struct ParamPlace {
+struct ParamIndex {
   size_t unit = 0;
   size_t slot = 0;
 };
@@ -60,7 +60,7 @@ class ShardedState : public UseListener,
   /// Collective: takes rank 0's buffers, in two steps. The second does nothing without the first.
   void start_sync_buffers();
   void finish_sync_buffers();
-  at::Tensor full_grad(const ParamPlace& place);
+  at::Tensor full_grad(const ParamIndex& place);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state, bool strict);
   /// All ranks, before shards are changed: says that this rank reads no parameters until they are.
@@ -96,8 +96,8 @@ class ShardedState : public UseListener,
   std::string fit_memory();
 
   /// The place of a parameter by name (any of its names) or tensor; empty if it is not the model's.
-  std::optional<ParamPlace> find(const std::string& name) const;
-  std::optional<ParamPlace> find(const at::Tensor& tensor) const;
+  std::optional<ParamIndex> find(const std::string& name) const;
+  std::optional<ParamIndex> find(const at::Tensor& tensor) const;
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   /// What every rank has whole, and no unit: buffers, and parameters that the plan ignores.
@@ -119,7 +119,7 @@ class ShardedState : public UseListener,
   Reducer& reducer() { return *reducer_; }
   const Reducer& reducer() const { return *reducer_; }
   std::weak_ptr<GradSink> grad_sink(size_t unit) const { return reducer_->gradients()[unit]; }
-  const ParamSlot& slot(const ParamPlace& place) const {
+  const ParamSlot& slot(const ParamIndex& place) const {
     return units_[place.unit]->layout().slots[place.slot];
   }
 

@@ -30,8 +30,8 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
   std::map<const c10::TensorImpl*, std::string> names;
   for (const NamedTensor& param : model)
     names.emplace(param.tensor.unsafeGetTensorImpl(), param.name);
-  using Place = std::pair<const torch::optim::Optimizer*, size_t>;  // and the param group
-  std::map<std::string, Place> seen;
+  using GroupOfParam = std::pair<const torch::optim::Optimizer*, size_t>;  // and the param group
+  std::map<std::string, GroupOfParam> seen;
   for (const torch::optim::Optimizer* optimizer : optimizers) {
     const auto& groups = optimizer->param_groups();
     for (size_t group = 0; group < groups.size(); ++group) {
@@ -40,7 +40,7 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
         const auto name = names.find(params[i].unsafeGetTensorImpl());
         TORCH_CHECK_VALUE(name != names.end(), "[", function, "] the optimizer's parameters must be the model's; ",
                           describe_unknown(model, params[i], group, i));
-        const Place first = seen.emplace(name->second, Place(optimizer, group)).first->second;
+        const GroupOfParam first = seen.emplace(name->second, GroupOfParam(optimizer, group)).first->second;
         TORCH_CHECK_VALUE(first.first == optimizer, "[", function,
                           "] a parameter must be in one optimizer; '", name->second, "' is in two");
         TORCH_CHECK_VALUE(first.second == group, "[", function, "] a parameter must be in one param group; '",

@@ -2,83 +2,18 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
-#include <tessera/cpu_adam.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
-#include <type_traits>
 #include <utility>
 
-#include "optim/adam_step.h"
+#include "optim/optimizer_kinds.h"
 
 namespace tessera {
 namespace {
 
-using torch::optim::AdagradParamState;
-using torch::optim::AdamParamState;
-using torch::optim::AdamWParamState;
-using torch::optim::RMSpropParamState;
-using torch::optim::SGDParamState;
-
-// The fields of each kind of state. `tensor` and `count` are called with a name and a reference.
-template <class State, class Tensor, class Count>
-void visit_adam(State& state, Tensor&& tensor, Count&& count) {
-  tensor("exp_avg", state.exp_avg());
-  tensor("exp_avg_sq", state.exp_avg_sq());
-  tensor("max_exp_avg_sq", state.max_exp_avg_sq());
-  count("step", state.step());
-}
-template <class Tensor, class Count>
-void visit(AdamParamState& state, Tensor&& tensor, Count&& count) {
-  visit_adam(state, tensor, count);
-}
-template <class Tensor, class Count>
-void visit(AdamWParamState& state, Tensor&& tensor, Count&& count) {
-  visit_adam(state, tensor, count);
-}
-template <class Tensor, class Count>
-void visit(CPUAdamParamState& state, Tensor&& tensor, Count&& count) {
-  tensor("exp_avg", state.exp_avg());
-  tensor("exp_avg_sq", state.exp_avg_sq());
-  count("step", state.step());
-}
-template <class Tensor, class Count>
-void visit(SGDParamState& state, Tensor&& tensor, Count&&) {
-  tensor("momentum_buffer", state.momentum_buffer());
-}
-template <class Tensor, class Count>
-void visit(AdagradParamState& state, Tensor&& tensor, Count&& count) {
-  tensor("sum", state.sum());
-  count("step", state.step());
-}
-template <class Tensor, class Count>
-void visit(RMSpropParamState& state, Tensor&& tensor, Count&& count) {
-  tensor("square_avg", state.square_avg());
-  tensor("momentum_buffer", state.momentum_buffer());
-  tensor("grad_avg", state.grad_avg());
-  count("step", state.step());
-}
-
-// Calls `f` with a null pointer of the state's type; false if the optimizer is of another kind.
+// Calls `f` with the optimizer's kind; throws if it has none.
 template <class F>
-bool with_state_type(const torch::optim::Optimizer& optimizer, F&& f) {
-  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer))
-    return f((AdamWParamState*)nullptr), true;
-  if (dynamic_cast<const torch::optim::Adam*>(&optimizer)) return f((AdamParamState*)nullptr), true;
-  if (dynamic_cast<const CPUAdam*>(&optimizer)) return f((CPUAdamParamState*)nullptr), true;
-  if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return f((SGDParamState*)nullptr), true;
-  if (dynamic_cast<const torch::optim::Adagrad*>(&optimizer))
-    return f((AdagradParamState*)nullptr), true;
-  if (dynamic_cast<const torch::optim::RMSprop*>(&optimizer))
-    return f((RMSpropParamState*)nullptr), true;
-  return false;
-}
-
-[[noreturn]] void refuse_unknown_kind() {
-  TORCH_CHECK_NOT_IMPLEMENTED(false,
+void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
+  TORCH_CHECK_NOT_IMPLEMENTED(with_kind(optimizer, f),
                               "[tessera] the optimizer's state can be read only for Adagrad, Adam, AdamW, "
                               "CPUAdam, RMSprop and SGD; got another class");
 }
@@ -86,7 +21,7 @@ bool with_state_type(const torch::optim::Optimizer& optimizer, F&& f) {
 }  // namespace
 
 bool knows_state(const torch::optim::Optimizer& optimizer) {
-  return with_state_type(optimizer, [](auto*) {});
+  return with_kind(optimizer, [](auto) {});
 }
 
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
@@ -94,25 +29,22 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
   const auto& states = optimizer.state();
   const auto it = states.find(param.unsafeGetTensorImpl());
   if (it == states.end()) return result;
-  const bool known = with_state_type(optimizer, [&](auto* type) {
-    using State = std::remove_pointer_t<decltype(type)>;
-    visit(
-        static_cast<State&>(*it->second),
+  with_known_kind(optimizer, [&](auto kind) {
+    kind.visit_state(
+        static_cast<typename decltype(kind)::State&>(*it->second),
         [&](const char* name, const at::Tensor& tensor) {
           if (tensor.defined()) result.tensors[name] = tensor;
         },
         [&](const char* name, int64_t count) { result.counts[name] = count; });
   });
-  if (!known) refuse_unknown_kind();
   return result;
 }
 
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& source) {
-  const bool known = with_state_type(optimizer, [&](auto* type) {
-    using State = std::remove_pointer_t<decltype(type)>;
-    auto state = std::make_unique<State>();
-    visit(
+  with_known_kind(optimizer, [&](auto kind) {
+    auto state = std::make_unique<typename decltype(kind)::State>();
+    kind.visit_state(
         *state,
         [&](const char* name, at::Tensor& tensor) {
           const auto it = source.tensors.find(name);
@@ -124,36 +56,16 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
         });
     optimizer.state()[param.unsafeGetTensorImpl()] = std::move(state);
   });
-  if (!known) refuse_unknown_kind();
 }
 
 std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
                                      torch::optim::OptimizerParamGroup& param_group) {
-  using namespace torch::optim;
-  auto& options = param_group.options();
-  const auto adam_names = [](bool amsgrad) {
-    std::vector<std::string> names{"exp_avg", "exp_avg_sq"};
-    if (amsgrad) names.emplace_back("max_exp_avg_sq");
-    return names;
-  };
-  if (dynamic_cast<const AdamW*>(&optimizer))
-    return adam_names(static_cast<AdamWOptions&>(options).amsgrad());
-  if (dynamic_cast<const Adam*>(&optimizer))
-    return adam_names(static_cast<AdamOptions&>(options).amsgrad());
-  if (dynamic_cast<const CPUAdam*>(&optimizer)) return adam_names(false);
-  if (dynamic_cast<const SGD*>(&optimizer)) {
-    if (static_cast<SGDOptions&>(options).momentum() == 0) return {};
-    return {"momentum_buffer"};
-  }
-  if (dynamic_cast<const Adagrad*>(&optimizer)) return {"sum"};
-  if (dynamic_cast<const RMSprop*>(&optimizer)) {
-    auto& rms = static_cast<RMSpropOptions&>(options);
-    std::vector<std::string> names{"square_avg"};
-    if (rms.momentum() > 0) names.emplace_back("momentum_buffer");
-    if (rms.centered()) names.emplace_back("grad_avg");
-    return names;
-  }
-  refuse_unknown_kind();
+  std::vector<std::string> names;
+  with_known_kind(optimizer, [&](auto kind) {
+    using Options = typename decltype(kind)::Options;
+    names = kind.state_names(static_cast<Options&>(param_group.options()));
+  });
+  return names;
 }
 
 at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarType param) {
@@ -164,8 +76,12 @@ void make_param_state(torch::optim::Optimizer& optimizer,
                       torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param) {
   if (optimizer.state().count(param.unsafeGetTensorImpl())) return;
   const auto names = state_names(optimizer, param_group);
-  auto* const sgd = dynamic_cast<torch::optim::SGDOptions*>(&param_group.options());
-  if (names.empty() || (sgd && sgd->dampening() != 0)) return;
+  bool starts_with_zeros = false;
+  with_known_kind(optimizer, [&](auto kind) {
+    using Options = typename decltype(kind)::Options;
+    starts_with_zeros = kind.starts_with_zeros(static_cast<Options&>(param_group.options()));
+  });
+  if (names.empty() || !starts_with_zeros) return;
   ParamState state;
   const auto options = param.options().dtype(state_dtype(optimizer, param.scalar_type()));
   for (const std::string& name : names)
@@ -177,11 +93,10 @@ void make_param_state(torch::optim::Optimizer& optimizer,
 
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
   int64_t total = 0;
-  with_state_type(optimizer, [&](auto* type) {
-    using State = std::remove_pointer_t<decltype(type)>;
+  with_kind(optimizer, [&](auto kind) {
     for (const auto& entry : optimizer.state()) {
-      visit(
-          static_cast<State&>(*entry.second),
+      kind.visit_state(
+          static_cast<typename decltype(kind)::State&>(*entry.second),
           [&](const char*, const at::Tensor& tensor) {
             if (tensor.defined()) total += static_cast<int64_t>(tensor.nbytes());
           },

@@ -63,7 +63,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
 
 // What the optimizer holds for a parameter that lies on other ranks: without elements or gradient,
 // it only carries the optimizer's zero_grad() to `slot`, which all ranks must clear alike.
-at::Tensor make_placeholder(const ShardedState& state, const ParamPlace& place) {
+at::Tensor make_placeholder(const ShardedState& state, const ParamIndex& place) {
   const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
   install_segment_gate(empty, state.grad_sink(place.unit), place.slot,
                        foreign_step_error(state.slot(place)));
@@ -80,7 +80,7 @@ at::Tensor part_of(const Unit& unit, const ParamSlot& slot, const Segment& segme
              : at::as_strided(own, {segment.end - segment.begin}, {1}, offset);
 }
 
-Segment make_segment(const ShardedState& state, const ParamPlace& place, size_t param_group) {
+Segment make_segment(const ShardedState& state, const ParamIndex& place, size_t param_group) {
   Unit& unit = *state.units()[place.unit];
   const ParamSlot& slot = state.slot(place);
   Segment segment{.place = place, .param_group = param_group};
@@ -173,7 +173,7 @@ std::vector<Segment> adopt_optimizer(const ShardedState& state, torch::optim::Op
     std::vector<at::Tensor> replaced;
     for (const at::Tensor& param : groups[group].params()) {
       const Segment* const known = find_held(adopted, param);
-      const ParamPlace place = known ? known->place : *state.find(param);
+      const ParamIndex place = known ? known->place : *state.find(param);
       if (!seen.emplace(place.unit, place.slot).second) continue;
       Segment segment = known ? *known : make_segment(state, place, group);
       segment.param_group = group;

@@ -15,7 +15,7 @@ namespace tessera {
 
 /// The part of a parameter that this rank updates.
 struct Segment {
-  ParamPlace place;
+  ParamIndex place;
   size_t param_group = 0;
   int64_t begin = 0, end = 0;  ///< elements of the unit's flat buffer
   at::Tensor tensor;  ///< 1-D view of the shard; in the parameter's shape under kWholeParam

@@ -125,25 +125,25 @@ ProcessGroupPtr ProcessGroups::make(const std::vector<int>& ranks) {
 const ProcessGroupPtr& ProcessGroups::shared(const std::vector<int>& ranks) {
   const char* const function = "process_group";
   if (is_world(ranks, size())) return world_;
-  Place* place = nullptr;
+  SharedGroup* group = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    auto found = places_.find(ranks);
-    if (found == places_.end()) {
+    auto found = shared_.find(ranks);
+    if (found == shared_.end()) {
       check(function, ranks);
       TORCH_CHECK_VALUE(std::find(ranks.begin(), ranks.end(), rank()) != ranks.end(), "[", function,
                         "] this rank must be one of `ranks`; expected rank ", rank(),
                         " among them, got ", text_of(ranks));
-      found = places_.emplace(ranks, std::make_unique<Place>()).first;
+      found = shared_.emplace(ranks, std::make_unique<SharedGroup>()).first;
     }
-    place = found->second.get();
+    group = found->second.get();
   }
   // Not `mutex_`: see [Note: Order of process groups].
-  const std::lock_guard lock(place->making);
-  if (place->made) return place->made;
-  if (ranks.size() == 1) return place->made = single_process_group();
-  const std::string name = "shared " + name_of(ranks) + std::to_string(place->attempts++);
-  return place->made = connect_part(ranks, name, function);
+  const std::lock_guard lock(group->making);
+  if (group->made) return group->made;
+  if (ranks.size() == 1) return group->made = single_process_group();
+  const std::string name = "shared " + name_of(ranks) + std::to_string(group->attempts++);
+  return group->made = connect_part(ranks, name, function);
 }
 
 ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const std::string& name,

@@ -64,7 +64,7 @@ class ProcessGroups {
 
  private:
   /// A process group that is shared, or will be.
-  struct Place {
+  struct SharedGroup {
     std::mutex making;
     ProcessGroupPtr made;  // written once, under `making`
     int attempts = 0;
@@ -90,7 +90,7 @@ class ProcessGroups {
   c10::intrusive_ptr<c10d::Store> store_;                      // null once closed
   std::vector<std::shared_ptr<Closable>> parts_;               // process groups of some ranks
   std::map<std::string, int> made_;                            // how many by their ranks
-  std::map<std::vector<int>, std::unique_ptr<Place>> places_;  // of shared ones
+  std::map<std::vector<int>, std::unique_ptr<SharedGroup>> shared_;  // of shared ones
 };
 
 /// Those of this thread's default world; without one, those of one rank alone.

@@ -78,11 +78,11 @@ c10::intrusive_ptr<c10d::Store> rendezvous_store(const RankInfo& info,
   return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, store);
 }
 
-HostPlace compare_hosts(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
+LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
   const auto key = [](int r) { return "host_of_rank_" + std::to_string(r); };
   const std::string own = host_identity();
   store.set(key(rank), own);
-  HostPlace place{.local_rank = 0, .local_size = 0};
+  LocalRank own{.local_rank = 0, .local_size = 0};
   const auto start = std::chrono::steady_clock::now();
   for (int r = 0; r < size; ++r) {
     const auto elapsed = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -98,11 +98,11 @@ HostPlace compare_hosts(c10d::Store& store, int rank, int size, std::chrono::mil
                       exception_text(std::current_exception())));
     }
     if (store.get_to_str(key(r)) == own) {
-      place.local_size += 1;
-      place.local_rank += r < rank ? 1 : 0;
+      own.local_size += 1;
+      own.local_rank += r < rank ? 1 : 0;
     }
   }
-  return place;
+  return own;
 }
 
 c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store,

@@ -30,7 +30,7 @@ class SimulatedHost {
 };
 
 /// How many ranks run on this host, and how many of them come before this one.
-struct HostPlace {
+struct LocalRank {
   int local_rank = 0;
   int local_size = 1;
 };
@@ -38,7 +38,7 @@ struct HostPlace {
 /// Compares the hosts of all ranks through `store`. Collective.
 ///
 /// Throws `c10::DistNetworkError` if a rank does not come within `timeout`.
-HostPlace compare_hosts(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
+LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
 
 /// A part of `store` that is empty for all ranks, however often they joined through it before.
 /// Collective.

@@ -94,10 +94,10 @@ WorkerProcesses start_workers(const StepBenchOptions& options, StepRole role, in
   const int ranks = is_one ? 1 : options.ranks, threads = is_one ? options.ranks : 1;
   const LaunchOptions launch = {.environment = {{"OMP_NUM_THREADS", std::to_string(threads)}}};
   for (int rank = 0; rank < ranks; ++rank) {
-    const RankPlace place = {.rank = rank, .ranks = ranks, .port = port};
+    const RankAssignment assignment = {.rank = rank, .ranks = ranks, .port = port};
     workers.push_back(std::make_unique<WorkerProcess>(
         fmt::format("{} process {}", to_string(role), rank), worker_arguments(options, role, rank),
-        rank_environment(launch, place)));
+        rank_environment(launch, assignment)));
   }
   return workers;
 }

@@ -27,17 +27,17 @@ Variables inherited_variables() {
 
 }  // namespace
 
-std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place) {
+std::vector<std::string> rank_environment(const LaunchOptions& options, const RankAssignment& assignment) {
   Variables variables = inherited_variables();
-  const auto rank = std::to_string(place.rank);
-  const auto ranks = std::to_string(place.ranks);
+  const auto rank = std::to_string(assignment.rank);
+  const auto ranks = std::to_string(assignment.ranks);
   variables["RANK"] = variables["LOCAL_RANK"] = rank;
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = ranks;
   variables["MASTER_ADDR"] = "127.0.0.1";
-  variables["MASTER_PORT"] = std::to_string(place.port);
+  variables["MASTER_PORT"] = std::to_string(assignment.port);
   variables["TESSERA_RUN"] = "1";
-  variables["TESSERA_RESTART"] = std::to_string(place.attempt);
-  variables.emplace("OMP_NUM_THREADS", std::to_string(place.threads));  // unless it is set
+  variables["TESSERA_RESTART"] = std::to_string(assignment.attempt);
+  variables.emplace("OMP_NUM_THREADS", std::to_string(assignment.threads));  // unless it is set
   if (!options.default_malloc) {
     for (const auto& [name, value] : heap_settings()) variables.emplace(name, value);
   }

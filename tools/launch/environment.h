@@ -8,7 +8,7 @@
 namespace tessera::tools {
 
 /// One rank among those that are started together.
-struct RankPlace {
+struct RankAssignment {
   int rank = 0;
   int ranks = 1;
   int port = 0;     ///< where rank 0 listens
@@ -17,6 +17,6 @@ struct RankPlace {
 };
 
 /// The environment of a rank, as NAME=value: this process's own with the launcher's variables.
-std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place);
+std::vector<std::string> rank_environment(const LaunchOptions& options, const RankAssignment& assignment);
 
 }  // namespace tessera::tools

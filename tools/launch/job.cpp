@@ -62,7 +62,7 @@ Job::Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPi
       setup_(std::move(setup)),
       terminal_(terminal),
       signals_(signals),
-      guardian_(setup_.place.ranks) {}
+      guardian_(setup_.assignment.ranks) {}
 
 Job::~Job() {
   for (Rank& rank : ranks_) {
@@ -84,11 +84,11 @@ JobEnd Job::run() {
 }
 
 void Job::start_ranks() {
-  for (int rank = 0; rank < setup_.place.ranks; ++rank) {
-    RankPlace place = setup_.place;
-    place.rank = rank;
+  for (int rank = 0; rank < setup_.assignment.ranks; ++rank) {
+    RankAssignment assignment = setup_.assignment;
+    assignment.rank = rank;
     ChildOptions child_options{.command = options_.command,
-                               .environment = rank_environment(options_, place)};
+                               .environment = rank_environment(options_, assignment)};
     if (!setup_.cores.empty()) child_options.cores = setup_.cores[rank];
     // Ranks are no foreground job: one that read the terminal would be stopped.
     child_options.inherit_stdin = rank == 0 && ::isatty(STDIN_FILENO) == 0;
@@ -109,8 +109,8 @@ StreamOptions Job::stream_options(int rank, bool is_err) const {
   if (options_.prefix) result.prefix = prefix_of(rank, is_err);
   if (!options_.log_dir.empty()) {
     result.log_path = fmt::format("{}/rank_{}.{}", options_.log_dir, rank, is_err ? "err" : "out");
-    if (setup_.place.attempt > 0) {
-      result.log_header = fmt::format("--- tessera run: restart {} ---\n", setup_.place.attempt);
+    if (setup_.assignment.attempt > 0) {
+      result.log_header = fmt::format("--- tessera run: restart {} ---\n", setup_.assignment.attempt);
     }
   }
   if (options_.on_stdout && !is_err) {

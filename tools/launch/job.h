@@ -40,7 +40,7 @@ struct JobEnd {
 class Job {
  public:
   struct Setup {
-    RankPlace place;                      ///< of all ranks; `rank` is filled in
+    RankAssignment assignment;                      ///< of all ranks; `rank` is filled in
     std::vector<std::vector<int>> cores;  ///< of each rank; empty: not bound
   };
   Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPipe& signals);

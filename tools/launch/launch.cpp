@@ -110,13 +110,13 @@ int run_with_restarts(const LaunchOptions& options, const Plan& plan, Terminal& 
                       SignalPipe& signals) {
   for (int attempt = 0;; ++attempt) {
     const ReservedPort port(options.master_port);
-    const RankPlace place{
+    const RankAssignment assignment{
         .ranks = plan.ranks, .port = port.number(), .attempt = attempt, .threads = plan.threads};
     if (attempt > 0) {
       say(terminal, fmt::format("restart {} of {}: starting all {} ranks again, port {}", attempt,
-                                options.max_restarts, plan.ranks, place.port));
+                                options.max_restarts, plan.ranks, assignment.port));
     }
-    const JobEnd end = Job(options, {place, plan.cores}, terminal, signals).run();
+    const JobEnd end = Job(options, {assignment, plan.cores}, terminal, signals).run();
     const int status = report(end, terminal);
     if (end.interrupted_by == SIGPIPE) return 128 + SIGPIPE;
     const bool restarts = status != 0 && end.interrupted_by == 0 && end.immortal.empty() &&
