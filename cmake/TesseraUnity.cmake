@@ -1,7 +1,11 @@
 # Much of the time of compiling a file goes into LibTorch's headers, precompiled or not: the compiler instantiates the
-# same templates for each. So sources of one folder are compiled together, eight at a time. Names in anonymous
+# same templates for each. So sources of one folder are compiled together, `batch` (8) at a time. Names in anonymous
 # namespaces are therefore unique in their folder.
 function(tessera_unity_build target)
+  set(batch 8)
+  if(ARGC GREATER 1)
+    set(batch ${ARGV1})
+  endif()
   if(NOT TESSERA_UNITY_BUILD)
     return()
   endif()
@@ -15,7 +19,7 @@ function(tessera_unity_build target)
       set(last_folder "${folder}")
       set(count 0)
     endif()
-    math(EXPR number "${count} / 8")
+    math(EXPR number "${count} / ${batch}")
     math(EXPR count "${count} + 1")
     get_filename_component(name "${folder}" NAME)
     set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "${name}_${number}")
