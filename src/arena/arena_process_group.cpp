@@ -239,7 +239,7 @@ WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
   take_own_message(from[rank()], to[rank()]);
   std::vector<Piece> pieces;
   const auto add = [&](const at::Tensor& message, bool is_shown) {
-    const MessageForm form = form_of(message);
+    const MessageForm form = message_form_of(message);
     pieces.push_back({form.dtype, is_shown ? message : at::Tensor(), form.numel});
   };
   for (int r = 0; r < size(); ++r) add(to[r], r != rank());

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
-#include <tessera/process_group.h>
+#include "group/shares_memory.h"
 
 #include <cstddef>
 #include <cstdint>

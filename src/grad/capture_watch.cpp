@@ -13,11 +13,11 @@ namespace tessera {
 namespace {
 
 // The backward in which this thread last used a parameter to make a graph, until it is over.
-struct Recomputation {
+struct RecomputedCapture {
   int backward = -1;
   std::weak_ptr<void> alive;
 };
-thread_local Recomputation recomputation;
+thread_local RecomputedCapture recomputation;
 
 bool is_inside_recomputation() {
   return !recomputation.alive.expired() &&

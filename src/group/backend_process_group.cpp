@@ -225,7 +225,7 @@ class BackendProcessGroup : public ProcessGroup {
     auto* const forms = static_cast<MessageForm*>(all.mutable_data_ptr());
     MessageForm* own = forms + rank() * row;
     for (const auto& messages : {to, from})
-      own = std::transform(messages.begin(), messages.end(), own, form_of);
+      own = std::transform(messages.begin(), messages.end(), own, message_form_of);
     auto comparison = compare(form);
     make_work(name, std::move(comparison), start_gather(all, part_of(all, bounds, rank()), bounds))
         ->wait();

@@ -16,7 +16,7 @@ std::string text_of(const MessageForm& form) {
 
 }  // namespace
 
-MessageForm form_of(const at::Tensor& message) {
+MessageForm message_form_of(const at::Tensor& message) {
   const int64_t numel = message_numel(message);
   return {numel, numel > 0 ? static_cast<int64_t>(message.scalar_type()) : 0};
 }

@@ -26,7 +26,7 @@ struct MessageForm {
   bool operator==(const MessageForm&) const = default;
 };
 
-MessageForm form_of(const at::Tensor& message);
+MessageForm message_form_of(const at::Tensor& message);
 
 /// Names the first two ranks of `size` that disagree on what one sends the other; empty if there
 /// are none. `sent` and `expected`: the form of the message from `sender` to `receiver`, as the one

@@ -82,7 +82,7 @@ LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::mil
   const auto key = [](int r) { return "host_of_rank_" + std::to_string(r); };
   const std::string own = host_identity();
   store.set(key(rank), own);
-  LocalRank own{.local_rank = 0, .local_size = 0};
+  LocalRank result{.local_rank = 0, .local_size = 0};
   const auto start = std::chrono::steady_clock::now();
   for (int r = 0; r < size; ++r) {
     const auto elapsed = std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -98,11 +98,11 @@ LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::mil
                       exception_text(std::current_exception())));
     }
     if (store.get_to_str(key(r)) == own) {
-      own.local_size += 1;
-      own.local_rank += r < rank ? 1 : 0;
+      result.local_size += 1;
+      result.local_rank += r < rank ? 1 : 0;
     }
   }
-  return own;
+  return result;
 }
 
 c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store,
