@@ -19,14 +19,6 @@ struct ShardedOptimizerOptions {
   /// `Adagrad`. The results agree with the plain step to rounding.
   bool fused = true;
 
-  /// Where the ranks of a host share memory, and the step is a fused one of `AdamW` or `Adam`, do
-  /// not update parameters in `step()`, but each unit before it is used, on whichever rank comes to
-  /// it first: the same bits sooner, as ranks wait less for each other. All of Tessera, and all
-  /// operators on parameters and on the optimizer's tensors, wait for it; a raw `data_ptr()` throws
-  /// until then, unless `inner()` was called after the step. Reduced gradients stay in memory until
-  /// then, also after `zero_grad()`.
-  bool defer = true;
-
   /// Clip the gradients to this norm at the beginning of each step; 0: do not.
   double max_grad_norm = 0;
   ClipOptions clip = {};  ///< how; refused without `max_grad_norm`
@@ -60,7 +52,6 @@ class TESSERA_API ShardedOptimizer {
   ShardedOptimizer& operator=(ShardedOptimizer&&) noexcept;
 
   /// Waits for the reductions, updates this rank's shards, and starts gathering what stays whole.
-  /// May leave the update to who uses the parameters: see `ShardedOptimizerOptions::defer`.
   ///
   /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one
   /// process. Throws if there was no backward since the last `zero_grad()`. Where state is

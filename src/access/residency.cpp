@@ -367,7 +367,6 @@ void Residency::on_step(const std::vector<bool>& changed) {
     const bool is_stale = changed[unit->index()] && unit->layout().level != ShardLevel::kNone;
     if (unit->frees() || !is_stale) continue;
     unit->reshard();
-    if (unit->can_defer()) unit->unshard();
   }
   if (held_ > 0 || training_.steps.empty()) return;
   for (const int index : training_.steps.front().gather) {

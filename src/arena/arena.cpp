@@ -144,8 +144,7 @@ std::byte* Arena::allocate(size_t nbytes) {
 bool Arena::reaches(const void* data) const { return all_are_threads_ || heap_.owns(data); }
 
 void Arena::show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
-                 std::vector<at::Tensor> kept, void* block, std::span<const std::byte> offer,
-                 int updates) {
+                 std::vector<at::Tensor> kept, void* block, std::span<const std::byte> offer) {
   const size_t nbytes = sizeof(Post) + pieces.size() * sizeof(ShownPiece) + offer.size();
   auto* const post = new (allocate(nbytes)) Post();
   post->fingerprint = ticket.fingerprint;
@@ -164,8 +163,6 @@ void Arena::show(const ArenaTicket& ticket, const std::vector<ShownPiece>& piece
   slot.shown_at = now_ns();
   slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_relaxed);
   if (!offer.empty()) slot.offered.store(count_of(ticket), std::memory_order_relaxed);
-  slot.missing.store(updates, std::memory_order_relaxed);
-  if (updates == 0) slot.updated.store(count_of(ticket), std::memory_order_relaxed);
   slot.shown.store(count_of(ticket), std::memory_order_release);
   ledger_->ring_others(rank_);
 }
@@ -235,18 +232,6 @@ std::byte* Arena::seen_from_here(int rank, std::byte* data) const {
   return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(data)));
 }
 
-void Arena::done_updating(const ArenaTicket& ticket, int rank) {
-  PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
-  if (slot.missing.fetch_sub(1, std::memory_order_acq_rel) == 1)
-    slot.updated.store(count_of(ticket), std::memory_order_release);
-  if (rank != rank_) ++parts_done_for_others_;
-  ledger_->ring_others(rank_);
-}
-
-bool Arena::is_updated(int rank, const ArenaTicket& ticket) const {
-  return has_come_to(ledger_->slot(rank, ticket.channel(), ticket.number).updated, ticket);
-}
-
 bool Arena::has_read(int rank, const ArenaTicket& ticket) const {
   return has_come_to(ledger_->slot(rank, ticket.channel(), ticket.number).read, ticket);
 }
@@ -293,28 +278,8 @@ void Arena::progress_locked() {
   free_what_is_read();
 }
 
-bool Arena::help_locked(ArenaTask& task) {
-  bool has_helped = false;
-  call_locked(task, [&] {
-    has_helped = true;  // an error ends a wait, too
-    has_helped = task.help(*this);
-  });
-  return has_helped;
-}
-
-// One part only, so that who waits sees soon whether what it waits for is there.
-bool Arena::help_any_locked(ArenaTask* first) {
-  if (first && help_locked(*first)) return true;
-  return std::any_of(tasks_.begin(), tasks_.end(),
-                     [&](const auto& task) { return help_locked(*task); });
-}
-
-void Arena::work_ahead_locked(const ArenaTicket& ticket) {
-  for (const auto& task : tasks_) call_locked(*task, [&] { task->work_ahead(*this, ticket); });
-}
-
 void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
-                       const CollectiveName& name, Lock& lock, ArenaTask* awaited) {
+                       const CollectiveName& name, Lock& lock) {
   progress_locked();
   if (done()) return;
   const auto start = Clock::now();
@@ -327,7 +292,6 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
     if (done()) return;
     TORCH_CHECK_WITH(DistBackendError, !gave_up_.load(std::memory_order_acquire), name.describe(),
                      " gave up waiting: the process group was closed");
-    if (help_any_locked(awaited)) continue;
     lock.unlock();
     if (!may_spin_ || !spin(seen)) {
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -344,9 +308,8 @@ void Arena::wait(ArenaTask& task, bool inputs) {
   if (mark_.is_inherited()) return wait_in_child(task);
   Lock lock(mutex_);
   wait_until([&] { return task.is_over(); }, [&](int rank) { return task.lacks(*this, rank); },
-             task.ticket().name, lock, &task);
+             task.ticket().name, lock);
   if (task.error_) std::rethrow_exception(task.error_);
-  work_ahead_locked(task.ticket());
   if (!inputs) return;
   wait_until([&] { return all_have_read(task.awaited()); },
              [&](int rank) { return !has_read(rank, task.awaited()); }, task.ticket().name, lock);
@@ -362,7 +325,6 @@ bool Arena::is_done(ArenaTask& task) {
   if (mark_.is_inherited()) return task.is_over();
   const std::lock_guard lock(mutex_);
   if (!task.is_over()) progress_locked();
-  if (help_locked(task)) progress_locked();
   return task.is_over();
 }
 
@@ -431,7 +393,6 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
   while (true) {
     progress_locked();
     if (!anybody_may_read() || Clock::now() >= end) break;
-    if (help_any_locked(nullptr)) continue;
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();

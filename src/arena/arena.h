@@ -77,11 +77,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
   /// `block` (of `allocate`) until they have read it. `offer`: this rank's part of the collective,
-  /// if another rank may do it, in memory that it can reach. `updates`: how many parts it takes to
-  /// bring this rank's shard up to date.
+  /// if another rank may do it, in memory that it can reach.
   void show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
             std::vector<at::Tensor> kept, void* block = nullptr,
-            std::span<const std::byte> offer = {}, int updates = 0);
+            std::span<const std::byte> offer = {});
   /// What `rank` shows at `ticket`; null as long as it does not. Throws `c10::DistBackendError` if
   /// it came with another collective.
   const Post* shown(int rank, const ArenaTicket& ticket) const;
@@ -104,10 +103,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   int taker(int rank, const ArenaTicket& ticket) const;
   /// What `rank` has at `data`, as this rank has it.
   std::byte* seen_from_here(int rank, std::byte* data) const;
-  /// Tells all that one of the parts is done that bring the shard of `rank` up to date.
-  void done_updating(const ArenaTicket& ticket, int rank);
-  /// False until the shard that `rank` shows at `ticket` is up to date.
-  bool is_updated(int rank, const ArenaTicket& ticket) const;
   /// True while a thread of this rank has nothing to do but to wait.
   bool is_idle() const { return idle_ > 0; }
   /// Bytes that this rank has shown so far.
@@ -157,11 +152,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void free_what_is_read();
   void wait_for_slot(const ArenaTicket& ticket);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
-                  Lock& lock, ArenaTask* awaited = nullptr);
+                  Lock& lock);
   void wait_in_child(ArenaTask& task) const;
-  bool help_locked(ArenaTask& task);
-  void work_ahead_locked(const ArenaTicket& ticket);
-  bool help_any_locked(ArenaTask* first);
   void keep_all_for_ever();
   bool anybody_may_read() const;
   bool spin(uint32_t seen) const;
@@ -196,11 +188,6 @@ class ArenaTask {
 
   /// Does what the other ranks' posts allow; true when the outputs are written. Never waits.
   virtual bool advance(Arena& arena) = 0;
-  /// Called while this rank waits: does one part that is anybody's; false if there is none.
-  virtual bool help(Arena& arena) { return false; }
-  /// Called when this rank has waited for what was at `ticket`: does what it should have done before
-  /// it comes to this task. See [Note: Turns at the memory] in arena_tasks.cpp.
-  virtual void work_ahead(Arena& arena, const ArenaTicket& ticket) {}
   /// What it waits for: the posts of the other ranks for this ticket.
   virtual const ArenaTicket& awaited() const { return ticket_; }
   /// True if it waits for `rank`, which has not done what it must.

@@ -75,9 +75,7 @@ std::optional<SharedBuffer> ArenaProcessGroup::share(int64_t nbytes, const Colle
   const auto memory = share_memory(nbytes, /*reserve=*/true, tag);
   if (!memory) return std::nullopt;
   const auto buffer = std::make_shared<NumberedBuffer>(NumberedBuffer{memory, next_buffer_++});
-  SharedBuffer shared = buffers_.add(buffer, *memory, nbytes);
-  shared.updates = buffer->updates;
-  return shared;
+  return buffers_.add(buffer, *memory, nbytes);
 }
 
 WorkPtr ArenaProcessGroup::issue(Collective collective) {
@@ -119,8 +117,7 @@ WorkPtr ArenaProcessGroup::start(AllGather& call, const CollectiveTag& tag) {
   CollectiveForm form = form_of(call, tag);
   if (const auto buffer = buffers_.holding(flat)) {
     check_in_place(*this, call, tag);
-    return start(show_updates(arena_->take_ticket(call.kName, tag, form.mix(buffer->number)), flat,
-                              std::exchange(*buffer->updates, {})));
+    return arrive_at(arena_->take_ticket(call.kName, tag, form.mix(buffer->number)));
   }
   return gather_at(arena_->take_ticket(call.kName, tag, form),
                    {{bounds[rank()], shard, shard.numel()}}, flat);
@@ -130,23 +127,6 @@ WorkPtr ArenaProcessGroup::gather_at(ArenaTicket ticket, std::vector<Piece> piec
                                      const at::Tensor& flat) {
   show_pieces(ticket, std::move(pieces));
   return start(std::make_shared<GatherTask>(std::move(ticket), flat));
-}
-
-// What lies where the others reach it they may compute.
-std::shared_ptr<ArenaTask> ArenaProcessGroup::show_updates(ArenaTicket ticket, const at::Tensor& flat,
-                                                           PendingUpdates pending) {
-  auto& updates = pending.updates;
-  const auto first_own =
-      std::stable_partition(updates.begin(), updates.end(), [&](const ShardUpdate& update) {
-        return std::all_of(
-            update.tensors.begin() + 1, update.tensors.end(),
-            [&](const std::byte* tensor) { return !tensor || arena_->reaches(tensor); });
-      });
-  const std::vector<ShardUpdate> offered(updates.begin(), first_own);
-  updates.erase(updates.begin(), first_own);
-  arena_->show(ticket, {}, std::move(pending.kept), nullptr, std::as_bytes(std::span(offered)),
-               static_cast<int>(!offered.empty()) + static_cast<int>(!updates.empty()));
-  return std::make_shared<SharedGatherTask>(std::move(ticket), flat, std::move(updates));
 }
 
 // Where the others find `piece`: `copy` moves on behind its copy, if it needs one.

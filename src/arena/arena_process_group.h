@@ -60,7 +60,6 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   struct NumberedBuffer {
     std::shared_ptr<SharedMemory> memory;
     int64_t number = 0;
-    std::shared_ptr<PendingUpdates> updates = std::make_shared<PendingUpdates>();
   };
 
   WorkPtr issue(Collective collective) override;
@@ -77,9 +76,6 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   void show_copy(const ArenaTicket& ticket, const at::Tensor& tensor);
   void show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces,
                    std::span<const std::byte> offer = {});
-  /// Shows how this rank's shard of `flat` gets its new values.
-  std::shared_ptr<ArenaTask> show_updates(ArenaTicket ticket, const at::Tensor& flat,
-                                          PendingUpdates pending);
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
 
   const std::shared_ptr<Arena> arena_;

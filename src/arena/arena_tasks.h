@@ -10,38 +10,15 @@
 
 #include "arena/arena.h"
 #include "arena/arena_reduction.h"
-#include "group/shard_update.h"
 
 namespace tessera {
 
-/// Waits until all ranks have come, and reads nothing: a barrier.
+/// Waits until all ranks have come, and reads nothing: a barrier, or a gather of shards that lie in
+/// shared memory already.
 class ArrivalTask final : public ArenaTask {
  public:
   using ArenaTask::ArenaTask;
   bool advance(Arena& arena) override;
-};
-
-/// A gather of shards that lie in shared memory already: waits until all are up to date. A rank may
-/// show, in place of new values, how to compute them. Who waits for a unit that is not up to date
-/// does so, whosever the shard is; not before all ranks have come, and so read no old values.
-class SharedGatherTask final : public ArenaTask {
- public:
-  /// `flat`: the shared memory. `own`: updates that only this rank can compute.
-  SharedGatherTask(ArenaTicket ticket, at::Tensor flat, std::vector<ShardUpdate> own);
-  bool advance(Arena& arena) override;
-  bool help(Arena& arena) override;
-  void work_ahead(Arena& arena, const ArenaTicket& ticket) override;
-  bool lacks(const Arena& arena, int rank) const override;
-  std::vector<at::Tensor> written_by_others() const override { return {flat_}; }
-
- private:
-  bool have_all_come(Arena& arena);
-  bool update_part_of(Arena& arena, int rank);
-  void update(Arena& arena, int rank, std::span<const ShardUpdate> updates);
-
-  at::Tensor flat_;
-  std::vector<ShardUpdate> own_;
-  bool all_have_come_ = false;
 };
 
 /// Copies the pieces that each rank shows to where they belong in `flat`.

@@ -18,8 +18,6 @@ struct alignas(64) PostSlot {
   std::atomic<uint32_t> read{0};     ///< the one of which this rank's part has been read and done
   std::atomic<uint32_t> offered{0};  ///< the one of which another rank may do this rank's part
   std::atomic<uint32_t> taker{0};    ///< the rank that does so; itself, if none does
-  std::atomic<uint32_t> updated{0};  ///< the one for which this rank's shard is up to date
-  std::atomic<uint32_t> missing{0};  ///< how many parts that still takes
   uint64_t address = 0;              ///< of a `Post`, in the memory of this rank
   int64_t shown_at = 0;              ///< when, in nanoseconds of the steady clock
 };

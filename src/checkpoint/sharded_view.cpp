@@ -56,7 +56,6 @@ std::vector<ParamSlot> ignored_slots(const ShardedState& state) {
 
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
   state.check_replicated("checkpoint");
-  state.finish_updates();
   if (optimizer) segments_of(*optimizer);  // adopts what is new, before values are looked at
   ModelView view;
   std::vector<size_t> first_param;  // of each unit

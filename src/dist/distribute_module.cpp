@@ -93,7 +93,7 @@ class Before {
   static at::Tensor copy_of_handle(const at::Tensor& tensor) {
     const DeferredStorage* const storage = deferred_storage(tensor);
     if (!storage || !storage->is_deferred()) return tensor.detach();
-    return make_settling(tensor, c10::make_intrusive<DeferredStorage>(storage->recipe()));
+    return make_deferred(tensor, c10::make_intrusive<DeferredStorage>(storage->recipe()));
   }
 
   std::vector<NamedTensor> tensors_;

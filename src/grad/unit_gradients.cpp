@@ -179,7 +179,6 @@ at::Tensor UnitGradients::shard_part() const {
 void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
-  unit_.finish_update();
   unit_.thaw();
   unit_.context().watch.before_change();
   const bool accumulate = prepare_reduced();
@@ -203,7 +202,6 @@ void UnitGradients::launch() {
 // part and no more. What earlier backwards left goes there first, or (`apart`) stays where it is.
 std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart) {
   TORCH_INTERNAL_ASSERT(!is_reducing());
-  unit_.finish_update();
   unit_.context().watch.before_change();
   const bool is_view = !apart && unit_.layout().level != ShardLevel::kNone;
   const bool has_earlier = any_live();
@@ -253,7 +251,7 @@ void UnitGradients::settle(const std::vector<bool>& used) {
     if (used[slot] && !cleared_[slot]) live_[slot] = true;
     cleared_[slot] = false;
   }
-  if (!any_live()) drop_reduced();
+  if (!any_live()) reduced_.reset();
   unit_.context().watch.tell(MemoryEvent::kUnitReduced, unit_.layout().name);
 }
 
@@ -271,7 +269,7 @@ void UnitGradients::clear(size_t slot) {
   }
   live_[slot] = false;
   cleared_[slot] = is_reducing();
-  if (!any_live() && !is_reducing()) drop_reduced();
+  if (!any_live() && !is_reducing()) reduced_.reset();
   if (held && !holds_any())
     unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
@@ -283,7 +281,7 @@ void UnitGradients::clear_all() {
   std::fill(live_.begin(), live_.end(), false);
   std::fill(cleared_.begin(), cleared_.end(), false);
   if (is_reducing()) finish_reduction();
-  drop_reduced();
+  reduced_.reset();
   if (held) unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
 
@@ -303,19 +301,11 @@ bool UnitGradients::any_live() const {
 }
 
 at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
-  unit_.finish_update();
   return reduced_.narrow(0, begin - unit_.updated_begin(), end - begin);
 }
 
-// A step that was deferred reads it still.
-void UnitGradients::drop_reduced() {
-  if (unit_.is_updating() && reduced_.defined()) stepped_.emplace(reduced_);
-  reduced_.reset();
-}
-
 int64_t UnitGradients::nbytes() const {
-  const int64_t stepped = stepped_ && !stepped_->memory.expired() ? stepped_->nbytes : 0;
-  return stepped + (reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0);
+  return reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
 }
 
 int64_t UnitGradients::in_flight_nbytes() const {

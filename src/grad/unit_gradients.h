@@ -96,7 +96,6 @@ class UnitGradients : public GradSink {
   at::Tensor predivided(const at::Tensor& grad) const;
   bool holds_any() const;
   void note_sent(const std::vector<Piece>& pieces);
-  void drop_reduced();
 
   Unit& unit_;
   GradTaker& taker_;
@@ -121,8 +120,7 @@ class UnitGradients : public GradSink {
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;
     int64_t nbytes;
   };
-  std::vector<Sent> sent_;       // while somebody watches
-  std::optional<Sent> stepped_;  // what `reduced_` was at a step that is not over
+  std::vector<Sent> sent_;  // while somebody watches
 };
 
 }  // namespace tessera

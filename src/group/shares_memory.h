@@ -4,12 +4,9 @@
 #include <tessera/collective.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
 namespace tessera {
-
-struct PendingUpdates;
 
 /// Host memory that the ranks of a process group have in common. It lives as long as a tensor on
 /// any rank shows it.
@@ -20,9 +17,6 @@ struct SharedBuffer {
   /// False on several hosts: each has such memory of its own, in which `release()` may leave only
   /// the shards of its own ranks, until the next gather.
   bool stays_whole = true;
-  /// How the next gather into `bytes` is to bring this rank's shard up to date. Null where a gather
-  /// can't; the same on all ranks.
-  std::shared_ptr<PendingUpdates> updates = nullptr;
 };
 
 /// A process group whose ranks can have memory in common.

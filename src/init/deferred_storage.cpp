@@ -9,14 +9,14 @@
 namespace tessera {
 
 DeferredStorage::DeferredStorage(Recipe recipe)
-    : SettlingStorage(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(recipe->nbytes)),
+    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(recipe->nbytes)),
                       at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)),
                       c10::GetCPUAllocator(), /*resizable=*/true) {
   defer(std::move(recipe));
 }
 
 DeferredStorage::DeferredStorage(c10::StorageImpl& storage)
-    : SettlingStorage(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(storage.nbytes())),
+    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(storage.nbytes())),
                       storage.set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU))),
                       c10::GetCPUAllocator(), /*resizable=*/true) {}
 
@@ -55,6 +55,13 @@ void DeferredStorage::drop() {
 void DeferredStorage::release_resources() {
   recipe_.reset();
   c10::StorageImpl::release_resources();
+}
+
+at::Tensor make_deferred(const at::Tensor& like, c10::intrusive_ptr<DeferredStorage> storage) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(std::move(storage)),
+                                                   like.key_set().add(kUnitKey), like.dtype());
+  impl->set_sizes_and_strides(like.sizes(), like.strides());
+  return at::Tensor(std::move(impl));
 }
 
 void read_into(const at::Tensor& tensor, const at::Tensor& target) {

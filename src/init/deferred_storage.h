@@ -1,10 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 
 #include <mutex>
 
-#include "dispatch/settling_storage.h"
+#include "dispatch/unit_key.h"
 #include "init/recipe.h"
 
 namespace tessera {
@@ -14,7 +15,7 @@ namespace tessera {
 /// Uninitialized tensors (`torch::empty`) have memory, so that code may fill them through raw
 /// pointers; no page of it is there before somebody does. Once an operator gives them values, the
 /// recipe takes the memory's place.
-class DeferredStorage final : public SettlingStorage {
+class DeferredStorage final : public c10::StorageImpl {
  public:
   /// Without memory.
   explicit DeferredStorage(Recipe recipe);
@@ -30,7 +31,7 @@ class DeferredStorage final : public SettlingStorage {
   /// Makes the values if they are not there. Threads may call it at the same time.
   void materialize();
   /// Makes them for good: the memory is the value from now on.
-  void settle() override;
+  void settle();
   /// Frees the memory of a storage that was materialized but not settled.
   void drop();
 
@@ -46,8 +47,12 @@ class DeferredStorage final : public SettlingStorage {
 
 /// The storage of `tensor` if it is a deferred one, with or without memory; else null.
 inline DeferredStorage* deferred_storage(const at::Tensor& tensor) {
-  return settling_storage<DeferredStorage>(tensor);
+  if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
+  return dynamic_cast<DeferredStorage*>(tensor.storage().unsafeGetStorageImpl());
 }
+
+/// A tensor like `like`, from the beginning of `storage`, that carries `kUnitKey`.
+at::Tensor make_deferred(const at::Tensor& like, c10::intrusive_ptr<DeferredStorage> storage);
 
 /// Copies the values of `tensor` to `target`. A deferred tensor stays without memory.
 void read_into(const at::Tensor& tensor, const at::Tensor& target);

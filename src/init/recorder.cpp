@@ -148,7 +148,7 @@ class Call {
     op_.redispatchBoxed(below_, &stack_);
     const at::Tensor& result = stack_.back().toTensor();
     if (!is_fresh(result)) return;
-    stack_.back() = make_settling(
+    stack_.back() = make_deferred(
         result, c10::make_intrusive<DeferredStorage>(*result.storage().unsafeGetStorageImpl()));
   }
 
@@ -273,7 +273,7 @@ class Call {
     node_->nbytes = result.nbytes();
     fix_dtype(result.scalar_type());
     const auto storage = c10::make_intrusive<DeferredStorage>(node_);
-    result.set_data(make_settling(result, storage));
+    result.set_data(make_deferred(result, storage));
   }
 
   // The default dtype may be another one when the recipe is used.
@@ -329,7 +329,7 @@ void call_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet below,
 void settle(c10::ArrayRef<c10::IValue> arguments) {
   for (const c10::IValue& argument : arguments) {
     each_tensor(argument, [](const at::Tensor& tensor) {
-      if (SettlingStorage* storage = settling_storage(tensor)) storage->settle();
+      if (DeferredStorage* storage = deferred_storage(tensor)) storage->settle();
     });
   }
 }

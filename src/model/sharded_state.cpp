@@ -230,10 +230,6 @@ void ShardedState::thaw_trained() {
   }
 }
 
-void ShardedState::finish_updates() const {
-  for (const auto& unit : units_) unit->finish_update();
-}
-
 void ShardedState::on_settle() {
   if (join_scope_) join_scope_->announce(JoinCall::kSettle);
 }

@@ -74,8 +74,6 @@ class ShardedState : public UseListener,
 
   /// Waits until no rank reads this one's shards any more. `stopped`: of `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
-  /// Waits until the last step of the optimizer is over, on all ranks' shards.
-  void finish_updates() const;
   /// Gives units that were frozen and are trained now their master copies.
   void thaw_trained();
   /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old

@@ -89,7 +89,7 @@ Segment make_segment(const ShardedState& state, const ParamIndex& place, size_t 
     segment.held = make_placeholder(state, place);
     return segment;
   }
-  segment.held = segment.tensor = unit.guard(part_of(unit, slot, segment));
+  segment.held = segment.tensor = part_of(unit, slot, segment);
   install_segment_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
                        foreign_step_error(slot));
   return segment;

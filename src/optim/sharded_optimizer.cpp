@@ -12,7 +12,6 @@
 #include "model/sharded_state.h"
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"
-#include "optim/deferred_step.h"
 #include "optim/fused_step.h"
 #include "optim/joined_training.h"
 #include "optim/kept_units.h"
@@ -52,8 +51,7 @@ struct ShardedOptimizer::Impl {
   void offload_state();
   RoundedParams rounded_params(const std::vector<const Segment*>& live);
   std::vector<std::vector<const Segment*>> live_segments(std::vector<bool>& changed);
-  bool can_defer(const std::vector<std::vector<const Segment*>>& live);
-  void run(const std::vector<const Segment*>& live, bool defers);
+  void run(const std::vector<const Segment*>& live);
   std::vector<bool> step(const WorkPtr& stopped_reading);
 };
 
@@ -133,7 +131,7 @@ void ShardedOptimizer::Impl::tell(MemoryEvent event) {
 }
 
 // A step of the optimizer that concerns these segments only: it is shown their reduced gradients.
-void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live, bool defers) {
+void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   OpenGates gates;
   for (const Segment* segment : live) {
     const at::Tensor& tensor = segment->tensor;
@@ -141,9 +139,7 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live, bool d
     tensor.mutable_grad() =
         at::as_strided(grad, tensor.sizes(), tensor.strides(), grad.storage_offset());
   }
-  if (defers) {
-    defer_step(state(), *optimizer, live);
-  } else if (steps_rounding()) {
+  if (steps_rounding()) {
     step_cpu_adam(static_cast<CPUAdam&>(*optimizer), rounded_params(live));
   } else if (!fuses || !fused_step(*optimizer)) {
     optimizer->step();
@@ -168,26 +164,19 @@ std::vector<std::vector<const Segment*>> ShardedOptimizer::Impl::live_segments(
   return live;
 }
 
-// Gradients that are the user's own may be overwritten after the step. Ranks need not agree.
-bool ShardedOptimizer::Impl::can_defer(const std::vector<std::vector<const Segment*>>& live) {
-  return options.defer && fuses && !state().context().offload && state().reducer().reduces() &&
-         can_defer_step(state(), *optimizer, live[0]);
-}
-
 // Returns which units have changed, on this rank or another.
 std::vector<bool> ShardedOptimizer::Impl::step(const WorkPtr& stopped_reading) {
   const auto& units = state().units();
   const auto& memory = state().context().offload;
   std::vector<bool> changed(units.size(), false);
   const auto live = live_segments(changed);
-  const bool defers = can_defer(live);
-  if (!defers) state().wait_until_unread(stopped_reading);
+  state().wait_until_unread(stopped_reading);
   tell(MemoryEvent::kStepBegin);
-  if (!memory) run(live[0], defers);
+  if (!memory) run(live[0]);
   for (const auto& unit : units) {
     const int index = unit->index();
     if (memory && !live[index].empty()) {
-      run(live[index], /*defers=*/false);
+      run(live[index]);
       for (const Segment* segment : live[index]) offload_state(*segment);
     }
     const bool is_published = steps_rounding() && publish_target(*unit).defined();
@@ -220,7 +209,6 @@ void ShardedOptimizer::Impl::adopt() {
 // Takes over parameters that the user has put into the param groups since, and the master copies of
 // those that are trained and were frozen.
 void ShardedOptimizer::Impl::follow() {
-  state().finish_updates();
   state().thaw_trained();
   follow_thawed(state(), *optimizer, segments);
   if (has_only(*optimizer, segments)) return;
@@ -315,7 +303,7 @@ int64_t ShardedOptimizer::steps() const { return impl_->steps; }
 void ShardedOptimizer::set_steps(int64_t steps) { impl_->steps = steps; }
 
 torch::optim::Optimizer& ShardedOptimizer::inner() const {
-  impl_->state().finish_updates();
+  impl_->state();  // throws after unwrap()
   return *impl_->optimizer;
 }
 ShardedModule ShardedOptimizer::module() const { return impl_->module; }

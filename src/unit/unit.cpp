@@ -8,8 +8,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "group/capability.h"
@@ -20,8 +18,6 @@ namespace {
 
 // A unit may be gathered again before slow peers have read our shard for the last gathers.
 constexpr size_t kMostUnread = 4;
-// How long a unit that is destroyed waits for the step of the optimizer that is under way.
-constexpr auto kLongestLeave = std::chrono::seconds(1);
 
 c10::intrusive_ptr<UnitStorage> no_storage() { return {}; }
 
@@ -55,8 +51,6 @@ Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& list
   frees_ = layout_.level == ShardLevel::kParameters && context.mesh.shard().size() > 1 &&
            !(shared_ && shared_->stays_whole);
 }
-
-Unit::~Unit() { leave_guarded(); }
 
 at::TensorOptions Unit::options() const {
   return at::TensorOptions().dtype(layout_.dtype).device(layout_.device);
@@ -326,8 +320,6 @@ void Unit::wait() {
   if (state_ != State::kUnsharding) return;
   gather_->wait();
   gather_.reset();
-  if (std::exchange(is_updating_, false))
-    for_each_guarded([](UpdatedStorage& storage) { storage.show(); });
   context_.watch.before_change();
   if (arriving_.defined()) {
     at::NoGradGuard no_grad;
@@ -397,59 +389,7 @@ void Unit::keep_written(const at::Tensor& before, const at::Tensor& after) {
   master_.copy_(at::where(is_new, after.to(master_.options()), master_));
 }
 
-void Unit::defer(PendingUpdates pending) {
-  TORCH_INTERNAL_ASSERT(!is_updating_);
-  *shared_->updates = std::move(pending);
-  is_updating_ = true;
-  for_each_guarded([&](UpdatedStorage& storage) { storage.hide(why_hidden()); });
-}
-
-void Unit::finish_update() {
-  if (!is_updating_) return;
-  TORCH_CHECK(state_ == State::kUnsharding, "[tessera] the optimizer's last step on ", label_,
-              " failed, and left it undone. Go on from a checkpoint");
-  wait();
-}
-
-std::string Unit::why_hidden() const {
-  return fmt::format(
-      "[tessera] the optimizer's last step on {} is not over yet, so its memory "
-      "can't be read by data_ptr(). Call ShardedOptimizer::inner() first, or use it "
-      "through operators: both wait for that",
-      label_);
-}
-
-at::Tensor Unit::guard(const at::Tensor& tensor) {
-  if (!can_defer() || !tensor.is_non_overlapping_and_dense() ||
-      settling_storage<UpdatedStorage>(tensor))
-    return tensor;
-  const auto storage = c10::make_intrusive<UpdatedStorage>(*this, tensor);
-  std::erase_if(guarded_, [](const auto& guarded) { return guarded.expired(); });
-  guarded_.emplace_back(storage);
-  return make_settling(tensor, storage);
-}
-
-template <class F>
-void Unit::for_each_guarded(F&& f) {
-  for (const auto& guarded : guarded_)
-    if (const auto storage = guarded.lock()) f(*storage);
-}
-
-// Who still has the optimizer's state is to find it whole, if the other ranks have come so far.
-void Unit::leave_guarded() {
-  const auto end = std::chrono::steady_clock::now() + kLongestLeave;
-  try {
-    while (is_updating_ && gather_ && !context_.is_left_alone && !gather_->is_completed()) {
-      context_.is_left_alone = std::chrono::steady_clock::now() >= end;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  } catch (const std::exception&) {  // a rank is gone, and with it what it had
-  }
-  for_each_guarded([](UpdatedStorage& storage) { storage.forget_unit(); });
-}
-
 void Unit::wait_until_unread() {
-  finish_update();
   for (const WorkPtr& work : unread_) work->wait_inputs();
   unread_.clear();
 }

@@ -10,14 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "group/shard_update.h"
 #include "group/shares_memory.h"
 #include "memory/memory_watch.h"
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
 #include "unit/layout.h"
 #include "unit/unit_storage.h"
-#include "unit/updated_storage.h"
 
 namespace tessera {
 
@@ -30,7 +28,6 @@ struct UnitContext {
   /// ranks of a host have them once.
   int64_t unsharded_bytes = 0;
   int64_t peak_unsharded_bytes = 0;  ///< and at most
-  bool is_left_alone = false;  ///< a unit was destroyed whose last step the others did not come to
   /// One for all contexts of a model.
   std::shared_ptr<MemoryWatch> shared_watch = std::make_shared<MemoryWatch>();
   MemoryWatch& watch = *shared_watch;
@@ -79,7 +76,6 @@ class Unit {
 
   /// Collective, as it may make memory that ranks share.
   Unit(UnitLayout layout, int index, UnitContext& context, UseListener& listener);
-  ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
@@ -118,20 +114,6 @@ class Unit {
 
   /// Brings what the optimizer updated into the shard. All but the shard is out of date then.
   void publish();
-
-  /// True if new values of this rank's shard need not be there at the next `unshard()`, but can be
-  /// said by `defer()`, on all ranks: they then share the memory of the parameters.
-  bool can_defer() const { return shared_ && shared_->updates && !master_.defined(); }
-  /// Lets the next `unshard()` have `pending` computed before the unit is used. Until then, nothing
-  /// of what that reads and writes may be touched, but through `guard()`.
-  void defer(PendingUpdates pending);
-  /// A tensor of the same memory as `tensor`, which is dense: operators on it wait for what was
-  /// deferred, and until then its memory can't be read by `data_ptr()`. `tensor` itself, if that is
-  /// so already or nothing can be deferred.
-  at::Tensor guard(const at::Tensor& tensor);
-  bool is_updating() const { return is_updating_; }
-  /// Waits until nothing that was deferred is left. All ranks must have come to the `unshard()`.
-  void finish_update();
 
   /// To be called before the shard is changed: peers may still be reading it. Does not wait for
   /// those that share its memory.
@@ -202,10 +184,6 @@ class Unit {
   void free_full();
   void count_unsharded(bool is_there);
   void show_full();
-  template <class F>
-  void for_each_guarded(F&& f);
-  std::string why_hidden() const;
-  void leave_guarded();
 
   UnitLayout layout_;
   int index_;
@@ -214,7 +192,6 @@ class Unit {
   int rank_;
   bool frees_ = false;
   bool is_offloaded_ = false;
-  bool is_updating_ = false;
   bool counted_ = false;  // in the context's bytes
   std::string label_;     // "unit 'name'"
   State state_ = State::kUnsharded;
@@ -226,8 +203,7 @@ class Unit {
   at::Tensor shard_;         // undefined if the master copy serves as such
   at::Tensor master_;        // undefined if the shard is what is updated
   c10::weak_intrusive_ptr<UnitStorage> storage_;
-  std::vector<c10::weak_intrusive_ptr<UpdatedStorage>> guarded_;  // what `guard()` gave
-  WorkPtr gather_;                                                // the latest
+  WorkPtr gather_;  // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard
 };
 

@@ -70,9 +70,6 @@ TEST(StepBench, ADialectIsMeasuredAgainstFullyShardToo) {
   expect_near_relatively(report.at("ratio_to_native_of_rounds").at(0), sharded / native);
   EXPECT_GT(report.at("ratio_to_native_of_minimums"), 0);
   EXPECT_FALSE(report_of(1, "os").contains("native_seconds"));
-  EXPECT_GT(report_of(2, "os", {"--at-once"}).at("ratio_to_native"), 0);
-  for (const char* ignored : {"--at-once", "--defer=false"})
-    EXPECT_NE(measured(1, {"--level", "os", "--dialect", "fairscale", ignored}).status, 0);
 }
 
 // The median of the two ranks' one step each is their mean: what holds for each step, holds for

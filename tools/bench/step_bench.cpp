@@ -46,10 +46,6 @@ void check_options(const StepBenchOptions& options) {
                     "[bench step] --dialect must be native or fairscale; got '", options.dialect, "'");
   TORCH_CHECK_VALUE(options.dialect == "native" || options.level == "os" || options.level == "os_g",
                     "[bench step] --dialect fairscale has the levels os and os_g; got '", options.level, "'");
-  TORCH_CHECK_VALUE(!options.at_once || options.dialect == "native",
-                    "[bench step] --at-once goes with --dialect native; got '", options.dialect, "'");
-  TORCH_CHECK_VALUE(options.defer || options.dialect == "native",
-                    "[bench step] --defer false goes with --dialect native; got '", options.dialect, "'");
   TORCH_CHECK_VALUE(options.quiet == 0 || options.quiet > 1,
                     "[bench step] --quiet must be 0, or above 1, which is no noise; got ", options.quiet);
   TORCH_CHECK_VALUE(loop_switches(options.loop).is_plain() || options.dialect == "native",
@@ -78,7 +74,6 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
   number("--unit-bytes", options.unit_bytes);
   number("--resident-bytes", options.resident_bytes);
   number("--prefetch", options.prefetch);
-  number("--defer", options.defer && !(options.at_once && role == StepRole::kNative));
   number("--ranks", options.ranks);
   number("--rank", rank);
   // Threads of one process go where they like.
@@ -191,7 +186,7 @@ StepResult measure_steps(const StepBenchOptions& options) {
   add(StepRole::kSharded, result.sharded);
   add(StepRole::kLocal, result.local);
   if (options.in_step) add(StepRole::kInStep, result.in_step.emplace());
-  if (options.dialect != "native" || options.at_once)
+  if (options.dialect != "native")
     add(StepRole::kNative, result.native.emplace());
   if (options.threads) add(StepRole::kThreads, result.threads.emplace());
 

@@ -24,9 +24,7 @@ struct StepBenchOptions {
   bool in_step = false;  ///< also measure `StepRole::kInStep`
   bool threads = false;  ///< also measure `StepRole::kThreads`
   double quiet = 0;      ///< noise of the cores at which a round may begin; 0: any
-  bool at_once = false;  ///< also measure `StepRole::kNative`, with `defer` false
   bool json = false;
-  bool defer = true;  ///< `ShardedOptimizerOptions::defer`
 
   std::string loop = "none";  ///< see `loop_switches()`; native only
 

@@ -23,8 +23,6 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.add_option("--resident-bytes", options.resident_bytes,
                      "unsharded bytes that may stay between two uses (p_g_os)");
   command.add_option("--prefetch", options.prefetch, "units gathered ahead of use (p_g_os)");
-  command.add_option("--defer", options.defer,
-                     "whether the optimizer's step is left to who uses the parameters (native)");
 }
 
 void add_turns(CLI::App& command, StepBenchOptions& options) {
@@ -51,8 +49,6 @@ void add_step_bench(CLI::App& bench, int& exit_code) {
   step->add_flag(
       "--threads", options->threads,
       "also measure one process that trains on the batches of all ranks, with as many threads");
-  step->add_flag("--at-once", options->at_once,
-                 "also measure the same with steps of the optimizer that are not deferred");
   step->callback([options, &exit_code] {
     exit_code = exit_code_of("tessera bench step", [&] { return bench_step(*options); });
   });

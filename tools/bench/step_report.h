@@ -21,7 +21,7 @@ namespace tessera::tools {
 ///   same of `StepRole::kInStep`, with `--in-step`: what noise costs any ranks that wait for each
 ///   other once a step is in both.
 /// - `native_seconds`, `ratio_to_native`, `ratio_to_native_of_rounds` and
-///   `ratio_to_native_of_minimums`, with a dialect or `at_once`: the same of `StepRole::kNative`.
+///   `ratio_to_native_of_minimums`, with a dialect: the same of `StepRole::kNative`.
 /// - `threads_seconds`, `ratio_to_threads`, with `threads`: the same of `StepRole::kThreads`.
 /// - `core_noise`: how many times as long as at best the cores took for arithmetic, by themselves,
 ///   before each turn (`CoreNoise`); median. `core_noise_of_rounds`: the largest of each round.

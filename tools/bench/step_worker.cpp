@@ -75,8 +75,7 @@ class StepWorker {
     if (options_.role == StepRole::kSharded) {
       plan_.process_group = world_->process_group();
       const bool is_native = options_.bench.dialect == "native";
-      trainer_ = is_native ? make_sharded_trainer(std::move(model), switches_, plan_,
-                                                  {.defer = options_.bench.defer})
+      trainer_ = is_native ? make_sharded_trainer(std::move(model), switches_, plan_)
                            : make_fairscale_trainer(std::move(model), plan_);
     } else {
       trainer_ = make_local_trainer(std::move(model), switches_,

@@ -54,13 +54,12 @@ KeptBytes kept_of(const ShardMemory& memory) {
 class ShardedTrainer : public Trainer {
  public:
   ShardedTrainer(std::shared_ptr<BenchModel> model, const ShardPlan& plan,
-                 std::shared_ptr<CountingProcessGroup> counting, const LoopSwitches& switches,
-                 const ShardedOptimizerOptions& options)
+                 std::shared_ptr<CountingProcessGroup> counting, const LoopSwitches& switches)
       : Trainer(model, switches),
         counting_(std::move(counting)),
         sharded_(fully_shard(std::move(model), plan)),
         adamw_(sharded_->parameters(), adamw_options()),
-        optimizer_(sharded_, adamw_, options) {}
+        optimizer_(sharded_, adamw_) {}
 
   KeptBytes kept() const override { return kept_of(optimizer_.memory()); }
   int64_t bytes_sent() const override { return counting_->counts().bytes_sent(); }
@@ -213,12 +212,10 @@ void Trainer::evaluate(const Batch& batch) {
 }
 
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
-                                              const LoopSwitches& switches, ShardPlan plan,
-                                              const ShardedOptimizerOptions& options) {
+                                              const LoopSwitches& switches, ShardPlan plan) {
   auto counting = counting_process_group(plan.process_group);
   plan.process_group = counting;
-  return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting), switches,
-                                          options);
+  return std::make_unique<ShardedTrainer>(std::move(model), plan, std::move(counting), switches);
 }
 
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan) {

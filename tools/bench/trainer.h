@@ -78,8 +78,7 @@ class Trainer {
 
 /// Trains with the others of `plan.process_group`.
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
-                                              const LoopSwitches& switches, ShardPlan plan,
-                                              const ShardedOptimizerOptions& options);
+                                              const LoopSwitches& switches, ShardPlan plan);
 
 /// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan` only the
 /// process group and the size of units hold.
