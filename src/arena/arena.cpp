@@ -1,7 +1,6 @@
 #include "arena/arena.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -27,11 +26,6 @@ namespace tessera {
 // A channel's collectives have numbers, equal on all ranks; the post of number n lies in slot
 // n % kSlots. A rank that comes with another collective than the rest is found by the fingerprint.
 //
-// A rank that comes to a reduction long after others offers them its part, and goes on: they are
-// ahead, and have the time. It does the part itself if they have not by the time that it waits. Who
-// does a part, in whose memory, changes no bit of it. So what ranks exchange evens out what else
-// they did, and a rank that is slowed down does not slow down all by as much.
-//
 // Each rank has a bell. Who shows or has read something rings the others' bells. Who waits looks at
 // its bell, then does what it can, and sleeps only if the bell has not rung since: for a short
 // while on its core, then in the kernel. It wakes now and then to see whether the others live.
@@ -40,8 +34,6 @@ namespace {
 constexpr auto kLongestSleep = std::chrono::milliseconds(100);
 // About what it costs to sleep and be woken.
 constexpr auto kSpin = std::chrono::microseconds(100);
-// A rank is behind if it comes so much later than another.
-constexpr auto kBehind = std::chrono::microseconds(100);
 
 bool has_a_core_each(int ranks) {
   return ranks <= static_cast<int>(std::thread::hardware_concurrency());
@@ -60,11 +52,6 @@ uint32_t count_of(const ArenaTicket& ticket) { return static_cast<uint32_t>(tick
 // Not equal: the slot may have gone to a later collective.
 bool has_come_to(const std::atomic<uint32_t>& count, const ArenaTicket& ticket) {
   return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(ticket)) >= 0;
-}
-
-int64_t now_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 void pause() {
@@ -144,25 +131,19 @@ std::byte* Arena::allocate(size_t nbytes) {
 bool Arena::reaches(const void* data) const { return all_are_threads_ || heap_.owns(data); }
 
 void Arena::show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
-                 std::vector<at::Tensor> kept, void* block, std::span<const std::byte> offer) {
-  const size_t nbytes = sizeof(Post) + pieces.size() * sizeof(ShownPiece) + offer.size();
+                 std::vector<at::Tensor> kept, void* block) {
+  const size_t nbytes = sizeof(Post) + pieces.size() * sizeof(ShownPiece);
   auto* const post = new (allocate(nbytes)) Post();
   post->fingerprint = ticket.fingerprint;
   post->pieces = static_cast<int64_t>(pieces.size());
-  post->offer_bytes = static_cast<int64_t>(offer.size());
   ticket.what.copy(post->what, Post::kMaxText - 1);
   std::uninitialized_copy(pieces.begin(), pieces.end(), post->first_piece());
-  std::copy(offer.begin(), offer.end(), post->offer());
-  for (const at::Tensor& tensor : kept) shown_nbytes_ += static_cast<int64_t>(tensor.nbytes());
   {
     const std::lock_guard lock(mutex_);
     shown_.push_back({ticket, std::move(kept), post, block});
   }
   PostSlot& slot = ledger_->slot(rank_, ticket.channel(), ticket.number);
   slot.address = reinterpret_cast<uint64_t>(post);
-  slot.shown_at = now_ns();
-  slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_relaxed);
-  if (!offer.empty()) slot.offered.store(count_of(ticket), std::memory_order_relaxed);
   slot.shown.store(count_of(ticket), std::memory_order_release);
   ledger_->ring_others(rank_);
 }
@@ -194,42 +175,10 @@ void* Arena::seen(int rank, uint64_t address) const {
                        : neighbours_[rank]->seen_from_here(address);
 }
 
-void Arena::done_reading(const ArenaTicket& ticket, int rank) {
-  PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
+void Arena::done_reading(const ArenaTicket& ticket) {
+  PostSlot& slot = ledger_->slot(rank_, ticket.channel(), ticket.number);
   slot.read.store(count_of(ticket), std::memory_order_release);
-  if (rank != rank_) ++parts_done_for_others_;
   ledger_->ring_others(rank_);
-}
-
-bool Arena::is_behind(const ArenaTicket& ticket) const {
-  const int64_t long_ago = now_ns() - std::chrono::nanoseconds(kBehind).count();
-  for (int rank = 0; rank < size(); ++rank) {
-    const PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
-    if (slot.shown.load(std::memory_order_acquire) == count_of(ticket) && slot.shown_at < long_ago)
-      return true;
-  }
-  return false;
-}
-
-bool Arena::take_offer(int rank, const ArenaTicket& ticket) {
-  PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
-  uint32_t offered = count_of(ticket);
-  // The slot does not go to a later collective: this rank has not read its own part of this one, or
-  // the offering rank has not been told that its is done.
-  if (slot.offered.load(std::memory_order_relaxed) != offered ||
-      !slot.offered.compare_exchange_strong(offered, 0, std::memory_order_acq_rel))
-    return false;
-  slot.taker.store(static_cast<uint32_t>(rank_), std::memory_order_release);
-  return true;
-}
-
-int Arena::taker(int rank, const ArenaTicket& ticket) const {
-  const PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
-  return static_cast<int>(slot.taker.load(std::memory_order_acquire));
-}
-
-std::byte* Arena::seen_from_here(int rank, std::byte* data) const {
-  return static_cast<std::byte*>(seen(rank, reinterpret_cast<uint64_t>(data)));
 }
 
 bool Arena::has_read(int rank, const ArenaTicket& ticket) const {
@@ -284,8 +233,6 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
   if (done()) return;
   const auto start = Clock::now();
   Bell& bell = ledger_->bell(rank_);
-  ++idle_;
-  const auto no_longer_idle = c10::make_scope_exit([this] { --idle_; });
   while (true) {
     const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
     progress_locked();
@@ -307,7 +254,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
 void Arena::wait(ArenaTask& task, bool inputs) {
   if (mark_.is_inherited()) return wait_in_child(task);
   Lock lock(mutex_);
-  wait_until([&] { return task.is_over(); }, [&](int rank) { return task.lacks(*this, rank); },
+  wait_until([&] { return task.is_over(); }, [&](int rank) { return !shown(rank, task.awaited()); },
              task.ticket().name, lock);
   if (task.error_) std::rethrow_exception(task.error_);
   if (!inputs) return;
@@ -387,8 +334,6 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
   if (std::exchange(closed_, true)) return;
   ledger_->bell(rank_).closed.store(1, std::memory_order_release);
   ledger_->ring_others(rank_);
-  // What it offered it does itself, if there is time.
-  ++idle_;
   const auto end = Clock::now() + grace;
   while (true) {
     progress_locked();
@@ -403,7 +348,6 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
 void Arena::keep_all_for_ever() {
   for (Shown& shown : shown_) keep_for_ever(std::move(shown.kept));
   shown_.clear();
-  for (const auto& task : tasks_) keep_for_ever(task->written_by_others());
 }
 
 // True if a rank that takes part has not read all that this one shows.

@@ -9,7 +9,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -33,17 +32,10 @@ struct Post {
 
   uint64_t fingerprint = 0;  ///< of all that ranks must agree on
   int64_t pieces = 0;        ///< how many follow
-  int64_t offer_bytes = 0;   ///< what follows on these: this rank's part, if others may do it
   char what[kMaxText] = {};  ///< for errors
 
   ShownPiece* first_piece() { return reinterpret_cast<ShownPiece*>(this + 1); }
   const ShownPiece* first_piece() const { return reinterpret_cast<const ShownPiece*>(this + 1); }
-  std::byte* offer() { return reinterpret_cast<std::byte*>(first_piece() + pieces); }
-  /// The part as a list of what collectives of this kind offer.
-  template <class T>
-  std::span<const T> offer_of() const {
-    return {reinterpret_cast<const T*>(first_piece() + pieces), offer_bytes / sizeof(T)};
-  }
 };
 
 class ArenaTask;
@@ -76,11 +68,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
                         const CollectiveForm& form, int count = 1);
 
   /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
-  /// `block` (of `allocate`) until they have read it. `offer`: this rank's part of the collective,
-  /// if another rank may do it, in memory that it can reach.
+  /// `block` (of `allocate`) until they have read it.
   void show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
-            std::vector<at::Tensor> kept, void* block = nullptr,
-            std::span<const std::byte> offer = {});
+            std::vector<at::Tensor> kept, void* block = nullptr);
   /// What `rank` shows at `ticket`; null as long as it does not. Throws `c10::DistBackendError` if
   /// it came with another collective.
   const Post* shown(int rank, const ArenaTicket& ticket) const;
@@ -91,24 +81,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// Where a piece that `rank` shows lies here.
   const std::byte* data(int rank, const ShownPiece& piece) const;
   /// Tells all other ranks that this one has read what they show at `ticket`.
-  void done_reading(const ArenaTicket& ticket) { done_reading(ticket, rank_); }
-  /// The same of a part that `rank` offered and this rank has done.
-  void done_reading(const ArenaTicket& ticket, int rank);
-
-  /// True if another rank came to `ticket` so long ago that it has time to do this rank's part.
-  bool is_behind(const ArenaTicket& ticket) const;
-  /// True if this rank, which shows `ticket`, is the one to do the part that `rank` offers there.
-  bool take_offer(int rank, const ArenaTicket& ticket);
-  /// Which rank has taken what `rank`, which shows `ticket`, offers there; itself if none has.
-  int taker(int rank, const ArenaTicket& ticket) const;
-  /// What `rank` has at `data`, as this rank has it.
-  std::byte* seen_from_here(int rank, std::byte* data) const;
-  /// True while a thread of this rank has nothing to do but to wait.
-  bool is_idle() const { return idle_ > 0; }
-  /// Bytes that this rank has shown so far.
-  int64_t shown_nbytes() const { return shown_nbytes_; }
-  /// How often this rank did the part of another.
-  int64_t parts_done_for_others() const { return parts_done_for_others_; }
+  void done_reading(const ArenaTicket& ticket);
 
   /// True if the other ranks can read what lies at `data`.
   bool reaches(const void* data) const;
@@ -175,9 +148,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::array<int64_t, Ledger::kChannels> next_{};
   std::vector<std::shared_ptr<ArenaTask>> tasks_;  // under way, oldest first
   std::deque<Shown> shown_;                        // oldest first
-  std::atomic<int> idle_ = 0;                      // threads that wait
-  std::atomic<int64_t> shown_nbytes_ = 0;
-  std::atomic<int64_t> parts_done_for_others_ = 0;
 };
 
 /// This rank's part of a collective.
@@ -190,10 +160,6 @@ class ArenaTask {
   virtual bool advance(Arena& arena) = 0;
   /// What it waits for: the posts of the other ranks for this ticket.
   virtual const ArenaTicket& awaited() const { return ticket_; }
-  /// True if it waits for `rank`, which has not done what it must.
-  virtual bool lacks(const Arena& arena, int rank) const { return !arena.shown(rank, awaited()); }
-  /// What other ranks may be writing to.
-  virtual std::vector<at::Tensor> written_by_others() const { return {}; }
   const ArenaTicket& ticket() const { return ticket_; }
 
  protected:

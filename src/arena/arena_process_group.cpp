@@ -143,8 +143,7 @@ ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& co
 }
 
 // Shows tensors that the others reach where they are, and copies of the rest.
-void ArenaProcessGroup::show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces,
-                                    std::span<const std::byte> offer) {
+void ArenaProcessGroup::show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces) {
   size_t copied = 0;
   for (const Piece& piece : pieces) {
     if (piece.data.defined() && !arena_->reaches(piece.data.const_data_ptr()))
@@ -159,7 +158,7 @@ void ArenaProcessGroup::show_pieces(const ArenaTicket& ticket, std::vector<Piece
     if (piece.data.defined() && arena_->reaches(piece.data.const_data_ptr()))
       kept.push_back(std::move(piece.data));
   }
-  arena_->show(ticket, shown, std::move(kept), block, offer);
+  arena_->show(ticket, shown, std::move(kept), block);
 }
 
 WorkPtr ArenaProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag) {
@@ -177,12 +176,8 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, std::vector<Piece> piec
                                   std::vector<ArenaReduction> reductions,
                                   const CollectiveForm& form, const CollectiveTag& tag) {
   ArenaTicket ticket = arena_->take_ticket("reduce_scatter", tag, form);
-  const bool is_offered =
-      out.numel() > 0 && arena_->reaches(out.const_data_ptr()) && arena_->is_behind(ticket);
-  show_pieces(ticket, std::move(pieces),
-              is_offered ? std::as_bytes(std::span(reductions)) : std::span<const std::byte>());
-  return start(std::make_shared<ReduceScatterTask>(std::move(ticket), out, std::move(reductions),
-                                                   is_offered, arena_->shown_nbytes()));
+  show_pieces(ticket, std::move(pieces));
+  return start(std::make_shared<ReduceScatterTask>(std::move(ticket), out, std::move(reductions)));
 }
 
 WorkPtr ArenaProcessGroup::start(AllReduce& call, const CollectiveTag& tag) {

@@ -74,8 +74,7 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
   bool show(const ArenaTicket& ticket, const at::Tensor& tensor);
   void show_copy(const ArenaTicket& ticket, const at::Tensor& tensor);
-  void show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces,
-                   std::span<const std::byte> offer = {});
+  void show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces);
   ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
 
   const std::shared_ptr<Arena> arena_;

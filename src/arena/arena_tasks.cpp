@@ -26,11 +26,6 @@ const std::byte* zeros() {
   return memory.data();
 }
 
-// How much a rank may show, and how much time may pass, before it does itself what it offered:
-// whole gradients are kept until then.
-constexpr int64_t kLongestOfferBytes = int64_t{8} << 20;
-constexpr auto kLongestOffer = std::chrono::milliseconds(20);
-
 // Does `part`, whose memory is this rank's or seen from here, out of what all ranks show.
 void do_part(const Arena& arena, const ArenaTicket& ticket, const ArenaReduction& part) {
   std::vector<const Post*> posts;
@@ -138,46 +133,14 @@ std::string AllToAllTask::disagreement(const Arena& arena) const {
 }
 
 ReduceScatterTask::ReduceScatterTask(ArenaTicket ticket, at::Tensor out,
-                                     std::vector<ArenaReduction> reductions, bool is_offered,
-                                     int64_t shown_nbytes)
-    : ArenaTask(std::move(ticket)),
-      out_(std::move(out)),
-      reductions_(std::move(reductions)),
-      is_offered_(is_offered),
-      shown_nbytes_(shown_nbytes),
-      start_(Clock::now()) {}
+                                     std::vector<ArenaReduction> reductions)
+    : ArenaTask(std::move(ticket)), out_(std::move(out)), reductions_(std::move(reductions)) {}
 
 bool ReduceScatterTask::advance(Arena& arena) {
-  if (is_offered_) {
-    if (arena.has_read(arena.rank(), ticket_)) return true;
-    const bool takes_back = arena.is_idle() ||
-                            arena.shown_nbytes() - shown_nbytes_ > kLongestOfferBytes ||
-                            Clock::now() - start_ > kLongestOffer;
-    // Until then it must not look at the posts: once another rank has done this part, they may go.
-    if (!takes_back || !arena.take_offer(arena.rank(), ticket_)) return false;
-    is_offered_ = false;
-  }
   if (!arena.all_show(ticket_)) return false;
   for (const ArenaReduction& part : reductions_) do_part(arena, ticket_, part);
   arena.done_reading(ticket_);
-  help_others(arena);
   return true;
-}
-
-void ReduceScatterTask::help_others(Arena& arena) {
-  for (int rank = 0; rank < arena.size(); ++rank) {
-    if (!arena.take_offer(rank, ticket_)) continue;
-    for (ArenaReduction part : arena.shown(rank, ticket_)->offer_of<ArenaReduction>()) {
-      part.out = arena.seen_from_here(rank, part.out);
-      do_part(arena, ticket_, part);
-    }
-    arena.done_reading(ticket_, rank);
-  }
-}
-
-bool ReduceScatterTask::lacks(const Arena& arena, int rank) const {
-  if (!is_offered_) return ArenaTask::lacks(arena, rank);
-  return !arena.has_read(arena.rank(), ticket_) && arena.taker(arena.rank(), ticket_) == rank;
 }
 
 AllReduceTask::AllReduceTask(ArenaTicket ticket, at::Tensor tensor, ReduceOp op,

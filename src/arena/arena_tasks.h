@@ -2,9 +2,7 @@
 
 #include <tessera/process_group.h>
 
-#include <chrono>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -59,27 +57,15 @@ class AllToAllTask final : public ArenaTask {
   std::vector<at::Tensor> from_;
 };
 
-/// Reduces one range, or several, into `out`; or has that done by a rank that is ahead.
+/// Reduces one range, or several, into memory of `out`.
 class ReduceScatterTask final : public ArenaTask {
  public:
-  /// `is_offered`: the others may do it, until this rank waits, has shown much else, or loses
-  /// patience.
-  ReduceScatterTask(ArenaTicket ticket, at::Tensor out, std::vector<ArenaReduction> reductions,
-                    bool is_offered, int64_t shown_nbytes);
+  ReduceScatterTask(ArenaTicket ticket, at::Tensor out, std::vector<ArenaReduction> reductions);
   bool advance(Arena& arena) override;
-  bool lacks(const Arena& arena, int rank) const override;
-  std::vector<at::Tensor> written_by_others() const override { return {out_}; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
-  void help_others(Arena& arena);
-
   at::Tensor out_;  // keeps the memory
   std::vector<ArenaReduction> reductions_;
-  bool is_offered_;
-  int64_t shown_nbytes_;  // by this rank, when it came to this place
-  Clock::time_point start_;
 };
 
 /// Reduces all of `tensor` in place, out of copies that all ranks show. Large tensors in two turns:

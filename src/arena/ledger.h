@@ -15,11 +15,8 @@ namespace tessera {
 /// that 0 is before the first.
 struct alignas(64) PostSlot {
   std::atomic<uint32_t> shown{0};    ///< the collective that `address` belongs to
-  std::atomic<uint32_t> read{0};     ///< the one of which this rank's part has been read and done
-  std::atomic<uint32_t> offered{0};  ///< the one of which another rank may do this rank's part
-  std::atomic<uint32_t> taker{0};    ///< the rank that does so; itself, if none does
+  std::atomic<uint32_t> read{0};     ///< the last one of which this rank has read all posts
   uint64_t address = 0;              ///< of a `Post`, in the memory of this rank
-  int64_t shown_at = 0;              ///< when, in nanoseconds of the steady clock
 };
 
 /// Wakes a rank that sleeps: an event count.

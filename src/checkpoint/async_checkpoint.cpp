@@ -19,6 +19,8 @@ namespace {
 
 constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
+}  // namespace
+
 // One save that is being written. Its thread meets no other rank's but through the file system, so
 // that training may use the process groups meanwhile.
 class PendingSave {
@@ -88,8 +90,6 @@ class PendingSave {
   std::shared_future<void> written_;
   std::thread thread_;  // last: it uses the others
 };
-
-}  // namespace
 
 struct AsyncCheckpointer::Impl {
   explicit Impl(const AsyncCheckpointOptions& given) : options(given) {
