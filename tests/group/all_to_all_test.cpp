@@ -216,8 +216,8 @@ TEST_P(AllToAllContract, RefusesWrongArgumentsOnThisRank) {
                    "1-D and contiguous");
     expect_refused(pg, with(from, 0, torch::zeros({2, 3})), to, "1-D and contiguous");
     expect_refused(pg, from, with(to, 0, torch::zeros({6}).to_sparse()), "dense");
-    expect_refused(pg, from, with(to, own, torch::zeros({7})), "sends to itself");
-    expect_refused(pg, with(from, own, torch::Tensor()), to, "sends to itself");
+    expect_refused(pg, from, with(to, own, torch::zeros({7})), "message to itself");
+    expect_refused(pg, with(from, own, torch::Tensor()), to, "message to itself");
     pg.barrier(kTag);  // and everything still works
     pg.all_to_all(from, to, kTag)->wait();
     expect_received(pg, from, even(6), torch::kFloat);
