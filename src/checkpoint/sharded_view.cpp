@@ -60,7 +60,7 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
   ModelView view;
   std::vector<size_t> first_param;  // of each unit
   for (const auto& unit : state.units()) {
-    unit->check_views();
+    unit->views().check();
     first_param.push_back(view.params.size());
     for (const ParamSlot& slot : unit->layout().slots)
       view.params.push_back(view_of_param(*unit, slot));

@@ -226,7 +226,7 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
     const int64_t count = agree_on_count(param.unit.context().mesh.shard(),
                                          step == state.counts.end() ? -1 : step->second);
     if (count >= 0) dict[param.name + ".step"] = count_tensor(count, param.slot.tensor());
-    if (param.unit.master().defined())
+    if (param.unit.master().exists())
       dict[kMasterWeightsPrefix + param.name] = gather_part(param, part, master_dtype);
   });
   return dict;
@@ -249,7 +249,7 @@ void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTens
     const auto step = dict.find(param.name + ".step");
     if (step != dict.end()) state.counts["step"] = count_of(step->second);
     if (part.defined()) write_param_state(inner, part, state);
-    if (param.unit.master().defined()) {
+    if (param.unit.master().exists()) {
       const at::Tensor value = cut(kMasterWeightsPrefix + param.name, master_dtype);
       if (part.defined()) masters.emplace_back(part, value);
     }

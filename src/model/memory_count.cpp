@@ -39,9 +39,9 @@ MemoryCount::Held MemoryCount::model() const {
     bytes.parameters += unit->resident_nbytes();
     bytes.gathered += unit->gathered_nbytes();
     if (unit->is_shared()) shared += unit->resident_nbytes() + unit->gathered_nbytes();
-    if (unit->master().defined())
+    if (unit->master().exists())
       (is_offloaded ? bytes.offloaded : bytes.master_weights) +=
-          static_cast<int64_t>(unit->master().nbytes());
+          static_cast<int64_t>(unit->master().values().nbytes());
   }
   for (const auto& gradients : state_.reducer().gradients()) {
     bytes.gradients += gradients->nbytes();

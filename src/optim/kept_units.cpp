@@ -83,8 +83,8 @@ int64_t bring_units_back(ShardedState& state, torch::optim::Optimizer& optimizer
   int64_t taken = 0;
   for (const auto& unit : state.units()) {
     const UnitSegments& own = units[unit->index()];
-    if (!unit->is_offloaded() || !is_all_of(*unit, own)) continue;
-    auto wanted = static_cast<int64_t>(unit->master().nbytes());
+    if (!unit->master().is_offloaded() || !is_all_of(*unit, own)) continue;
+    auto wanted = static_cast<int64_t>(unit->master().values().nbytes());
     for (const Segment* segment : own) wanted += state_nbytes_of(optimizer, *segment);
     if (taken + wanted > nbytes) continue;
     bring_unit_back(*unit, optimizer, own);
@@ -97,7 +97,7 @@ int64_t kept_state_nbytes(const ShardedState& state, const torch::optim::Optimiz
                           const std::vector<Segment>& segments) {
   int64_t nbytes = 0;
   for (const Segment& segment : segments) {
-    if (!segment.tensor.defined() || state.units()[segment.place.unit]->is_offloaded()) continue;
+    if (!segment.tensor.defined() || state.units()[segment.place.unit]->master().is_offloaded()) continue;
     for (const auto& [name, tensor] : read_param_state(optimizer, segment.tensor).tensors)
       nbytes += static_cast<int64_t>(tensor.nbytes());
   }

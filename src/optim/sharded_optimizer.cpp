@@ -78,7 +78,7 @@ void ShardedOptimizer::Impl::reserve_state() {
 
 // Moves what the optimizer has made for a segment to where its state belongs.
 void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
-  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->is_offloaded()) return;
+  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->master().is_offloaded()) return;
   const auto& memory = state().context().offload;
   ParamState param_state = read_param_state(*optimizer, segment.tensor);
   bool moved = false;
@@ -102,7 +102,7 @@ void ShardedOptimizer::Impl::offload_state() {
 // masters' values go through memory once less. Undefined otherwise.
 static at::Tensor publish_target(const Unit& unit) {
   const UnitLayout& layout = unit.layout();
-  if (!unit.master().defined() || unit.frees() || layout.rounds() || !layout.device.is_cpu() ||
+  if (!unit.master().exists() || unit.frees() || layout.rounds() || !layout.device.is_cpu() ||
       !adam_loop(layout.master_dtype, layout.master_dtype, layout.dtype))
     return {};
   return unit.full().narrow(0, unit.updated_begin(), unit.updated_end() - unit.updated_begin());
@@ -256,7 +256,7 @@ void ShardedOptimizer::step() {
               "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");
   if (impl_->options.max_grad_norm > 0)
     ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
-  for (const auto& unit : state.units()) unit->check_views();
+  for (const auto& unit : state.units()) unit->views().check();
   restore_digits(state, impl_->segments);
   for (Segment& segment : impl_->segments) segment.digits.reset();
   const std::vector<bool> changed = impl_->step(stopped);

@@ -82,6 +82,8 @@ struct UnitLayout {
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
   bool rounds() const { return gather_dtype != dtype; }
   bool has_master() const { return master_dtype != dtype || rounds(); }
+  /// Of the full parameters.
+  at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
   /// Bytes of the full parameters.
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };

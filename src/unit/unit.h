@@ -4,17 +4,17 @@
 #include <tessera/process_group.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "group/shares_memory.h"
 #include "memory/memory_watch.h"
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
 #include "unit/layout.h"
+#include "unit/master_copy.h"
+#include "unit/parameter_views.h"
+#include "unit/unit_memory.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
@@ -52,24 +52,20 @@ enum class GivenValues : uint8_t {
   kUpdated,  ///< where this rank updates them, its own: those of its master copy, which are wider
 };
 
-/// The parameters that are gathered together, and this rank's shard of them.
+/// Parameters that are gathered together, and this rank's shard of them.
 ///
-/// States: kSharded (only the shard exists) -> `unshard()` -> kUnsharding (gather under way) ->
-/// `wait()`
-/// -> kUnsharded -> `reshard()` -> kSharded. A unit below `ShardLevel::kParameters` has its full
-/// buffer always; then the shard is a view of it, and kSharded means that the rest of it is out of
-/// date.
+/// A unit is kSharded (only the shard is of use), kUnsharding (a gather is under way) or
+/// kUnsharded:
 ///
-/// Where the ranks of a host share memory (`ProcessGroup::share`), the full buffer lies there, once
-/// for all of them, and the shard is a view of it: nothing is copied, each rank writes its shard
-/// only, and a gather waits until all have. On one host nothing is freed, either; on several, what
-/// other hosts own is, when all ranks of this one have resharded. User code sees that memory at an
-/// address where it can only be read.
+///   kSharded --unshard()--> kUnsharding --wait()--> kUnsharded --reshard()--> kSharded
 ///
-/// The optimizer updates the shard itself, or the master copy of it (`updated()`) if that has a
-/// wider dtype or is offloaded; `publish()` then brings the new values into the shard. A unit that
-/// is freed between uses keeps no shard beside a master copy that is offloaded, or if the context
-/// says so: what it gives to a gather is then rounded from the master copy.
+/// Three parts know the rest. `UnitMemory` is the full flat buffer: always there, freed while the
+/// unit is sharded, or shared by the ranks of a host. `ParameterViews` are the user's tensors, which
+/// are views of it. `MasterCopy`, if there is one, is updated by the optimizer in place of the
+/// shard; `publish()` brings its values into the shard.
+///
+/// A unit that is freed between uses keeps no shard beside an offloaded master copy, or beside any
+/// master copy if the context says so: a gather then sends values rounded from the master copy.
 class Unit {
  public:
   enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
@@ -119,36 +115,30 @@ class Unit {
   /// those that share its memory.
   void wait_until_unread();
 
-  /// Throws if a parameter was given other data. See [Note: Replaced data] in replaced_data.cpp.
-  void check_views() const;
-  /// A parameter's tensor that was given other data; undefined if there is none.
-  at::Tensor replacement(const ParamSlot& slot) const;
-  /// Throws `c10::ValueError` if such data can't be the parameter's.
-  void check_replacement(const ParamSlot& slot) const;
-  /// Takes this rank's part of it into what is updated, which must not be in use, and makes the
-  /// parameter a view of this unit again.
+  /// The parameters' tensors, which may have been given other data.
+  const ParameterViews& views() const { return views_; }
+  /// Takes this rank's part of such data over, into `updated()`, which must not be in use, and makes
+  /// the parameter a view of this unit again.
   void take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
 
   State state() const { return state_; }
   /// True if the full parameters are freed between uses.
-  bool frees() const { return frees_; }
+  bool frees() const { return memory_->frees(); }
   /// True if the other ranks have the same full parameters in memory as this one.
-  bool is_shared() const { return shared_.has_value(); }
+  bool is_shared() const { return memory_->is_shared(); }
   const UnitLayout& layout() const { return layout_; }
   int index() const { return index_; }
   UnitContext& context() const { return context_; }
   UseListener& listener() const { return listener_; }
   const std::string& label() const { return label_; }
   /// The full flat buffer; while sharded, undefined, or of no use but for the shard.
-  const at::Tensor& full() const { return full_; }
+  const at::Tensor& full() const { return memory_->full(); }
 
   /// What the optimizer of this rank updates: its part, which is everything if nothing is sharded.
   /// Of `layout().master_dtype`; in host memory if it is offloaded.
   const at::Tensor& updated() const;
-  /// The master copy; undefined if the optimizer updates the shard itself.
-  const at::Tensor& master() const { return master_; }
-  /// True if the master copy, and with it the state of what is updated, is away from the device.
-  bool is_offloaded() const { return is_offloaded_; }
+  /// The copy that the optimizer updates, if it does not update the shard itself.
+  const MasterCopy& master() const { return master_; }
   /// Brings an offloaded master copy to the parameters' device for good. Views of the old one have
   /// no say any more.
   void bring_back();
@@ -164,46 +154,32 @@ class Unit {
   }
 
  private:
-  at::TensorOptions options() const;
-  void share_memory();
-  at::Tensor flat_view(const at::Tensor& bytes) const;
   at::Tensor collect_values(bool broadcast) const;
-  void install_views(const std::shared_ptr<void>& keep_alive);
-  void install_view(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
-  void point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const;
-  void move_to_shared_memory();
-  at::Tensor values_to_give(GivenValues which) const;
-  void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   void keep_part_of(const at::Tensor& values);
   void keep_written(const at::Tensor& before, const at::Tensor& after);
+  at::Tensor values_to_give(GivenValues which) const;
+  void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   at::Tensor shard_of(const at::Tensor& flat) const;
   at::Tensor updated_of(const at::Tensor& flat) const;
   at::Tensor gather_source() const;
   at::Tensor rounded(const at::Tensor& values) const;
-  void allocate_full();
-  void free_full();
-  void count_unsharded(bool is_there);
-  void show_full();
+  void show() const;
 
   UnitLayout layout_;
-  int index_;
+  const int index_;
   UnitContext& context_;
   UseListener& listener_;
-  int rank_;
-  bool frees_ = false;
-  bool is_offloaded_ = false;
-  bool counted_ = false;  // in the context's bytes
-  std::string label_;     // "unit 'name'"
+  const int rank_;
+  const std::string label_;  // "unit 'name'"
   State state_ = State::kUnsharded;
-  std::optional<SharedBuffer> shared_;  // what `full_` lies in
-  at::Tensor full_;
-  at::Tensor arriving_;      // what a gather fills in place of `full_` where parameters are rounded
-  at::Tensor written_;       // in place of a shared `full_` while an operator writes
-  at::Tensor before_write_;  // this rank's part of another `full_`, if a master copy keeps more
+  const std::unique_ptr<UnitMemory> memory_;
+  ParameterViews views_;
+  MasterCopy master_;
   at::Tensor shard_;         // undefined if the master copy serves as such
-  at::Tensor master_;        // undefined if the shard is what is updated
-  c10::weak_intrusive_ptr<UnitStorage> storage_;
-  WorkPtr gather_;  // the latest
+  at::Tensor arriving_;      // filled by a gather in place of the memory, where parameters are rounded
+  at::Tensor written_;       // written by an operator in place of the memory, where that is shared
+  at::Tensor before_write_;  // the values of this rank's part before, if a master copy keeps more
+  WorkPtr gather_;           // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard
 };
 
