@@ -7,24 +7,24 @@
 
 namespace tessera {
 
-/// A storage whose values may have to be waited for, or made, before an operator sees them. Its
-/// tensors carry `kUnitKey`.
+/// A storage whose values may have to be waited for, or computed, before an operator reads them.
+/// Its tensors carry `kUnitKey`.
 class SettlingStorage : public c10::StorageImpl {
  public:
   using c10::StorageImpl::StorageImpl;
 
-  /// Puts the values where the memory is.
+  /// Puts the values into the memory.
   virtual void settle() = 0;
 };
 
-/// The storage of `tensor` if it is a `T`, which is a kind of `SettlingStorage`; else null.
+/// Returns the storage of `tensor` if it is a `T`, which is a kind of `SettlingStorage`; else null.
 template <class T = SettlingStorage>
 T* settling_storage(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
   return dynamic_cast<T*>(tensor.storage().unsafeGetStorageImpl());
 }
 
-/// A tensor like `like`, from the beginning of `storage`, that carries `kUnitKey`.
+/// Returns a tensor like `like` that begins at the start of `storage` and carries `kUnitKey`.
 at::Tensor make_settling(const at::Tensor& like, c10::intrusive_ptr<SettlingStorage> storage);
 
 }  // namespace tessera
