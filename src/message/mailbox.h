@@ -22,6 +22,7 @@ struct Transfer {
 /// not be reused, until the transfer's work has been waited for. Calls from several threads are
 /// safe, as Gloo's pairs take their own locks. Copies share the connections.
 ///
+/// [Note: One connection for each direction]
 /// Gloo's thread and a sending thread take the same lock of a connection. If Gloo's thread finds it
 /// taken, it polls the kernel again at once for data to read. If both share a core and the sender
 /// was preempted, that burns the rest of a time slice. So messages from rank a to b and messages
