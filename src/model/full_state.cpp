@@ -14,7 +14,7 @@ namespace {
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Takes the value of a tensor of the model; all that is wrong goes to `errors`.
+// Takes the value of a tensor of the model; all mismatches are added to `errors`.
 void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes, bool strict,
           std::vector<std::string>& errors) {
   const auto it = rest.find(name);
