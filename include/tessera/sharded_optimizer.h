@@ -91,7 +91,7 @@ class TESSERA_API ShardedOptimizer {
   int64_t steps() const;
   void set_steps(int64_t steps);
 
-  /// The user's optimizer. Waits until the last step is over; all ranks must have come to it.
+  /// Returns the user's optimizer.
   torch::optim::Optimizer& inner() const;
   ShardedModule module() const;
 
