@@ -20,8 +20,8 @@ std::vector<UnitSegments> by_unit(const ShardedState& state, const std::vector<S
   return units;
 }
 
-// True if this optimizer updates all of the unit that this rank has: another one's tensors would
-// go on with the old memory.
+// Returns true if this optimizer updates this rank's whole part of the unit: another optimizer's
+// tensors would still refer to the old memory.
 bool is_all_of(const Unit& unit, const UnitSegments& segments) {
   size_t mine = 0;
   for (const ParamSlot& slot : unit.layout().slots) {
@@ -31,7 +31,8 @@ bool is_all_of(const Unit& unit, const UnitSegments& segments) {
   return mine == segments.size();
 }
 
-// What the optimizer keeps for a segment, and what it will after its first steps.
+// Returns the bytes that the optimizer keeps for a segment, including state that its first steps
+// will make.
 int64_t state_nbytes_of(torch::optim::Optimizer& optimizer, const Segment& segment) {
   ParamState state = read_param_state(optimizer, segment.tensor);
   int64_t nbytes = 0;
@@ -54,8 +55,9 @@ void move_state(torch::optim::Optimizer& optimizer, const Segment& segment, at::
   write_param_state(optimizer, segment.tensor, state);
 }
 
-// Makes the optimizer's tensors that are views of `old` views of what the unit updates now. Those
-// of parameters that lie on other ranks are among them: they hold its memory, too.
+// Turns the optimizer's tensors that are views of `old` into views of the tensor that the unit
+// updates now. This includes the placeholders of parameters on other ranks, which keep the memory
+// alive, too.
 void point_to_updated(torch::optim::Optimizer& optimizer, const Unit& unit, const at::Tensor& old) {
   for (auto& param_group : optimizer.param_groups()) {
     for (at::Tensor& param : param_group.params()) {
