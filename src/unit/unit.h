@@ -19,21 +19,21 @@
 
 namespace tessera {
 
-/// What all units of a model share.
+/// State shared by all units of a model.
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
-  bool master_only = false;  ///< no shard is kept beside a master copy, where one can do
-  /// Gathered parameters of units that free them, now. Whole units, on each rank, also where the
-  /// ranks of a host have them once.
+  bool master_only = false;  ///< units keep no shard beside a master copy, if they are freed
+  /// Bytes of the units that are gathered now and will be freed. Each rank counts whole units, also
+  /// where the ranks of a host have one copy.
   int64_t unsharded_bytes = 0;
-  int64_t peak_unsharded_bytes = 0;  ///< and at most
+  int64_t peak_unsharded_bytes = 0;  ///< the most so far
   /// One for all contexts of a model.
   std::shared_ptr<MemoryWatch> shared_watch = std::make_shared<MemoryWatch>();
   MemoryWatch& watch = *shared_watch;
 };
 
-/// Is told when an operator touches parameters of a model's units.
+/// Listens to operators that use parameters of a model's units.
 class UseListener {
  public:
   virtual ~UseListener() = default;
@@ -42,14 +42,14 @@ class UseListener {
   virtual std::shared_ptr<UseListener> on_use(const std::vector<Unit*>& units, bool writes) = 0;
   /// After an operator that wrote to parameters of `units`, before `on_used()`.
   virtual void on_write(const std::vector<Unit*>& units) = 0;
-  /// After the operator, on the same thread, also if it has thrown.
+  /// After the operator, on the same thread, even if it has thrown.
   virtual void on_used() noexcept = 0;
 };
 
 /// The values that parameters have after `Unit::give_back()`.
 enum class GivenValues : uint8_t {
-  kUsed,     ///< those that operators see, on all ranks alike
-  kUpdated,  ///< where this rank updates them, its own: those of its master copy, which are wider
+  kUsed,     ///< the values that operators see, equal on all ranks
+  kUpdated,  ///< the wider ones of this rank's master copy, for the part that this rank updates
 };
 
 /// Parameters that are gathered together, and this rank's shard of them.
@@ -81,13 +81,13 @@ class Unit {
 
   /// Gives a unit that was frozen when it was laid out the master copy that the plan has for
   /// parameters that are trained; does nothing for others. Not collective. Views of the old
-  /// `updated()` have no say any more.
+  /// `updated()` are out of use then.
   void thaw();
 
-  /// Undoes `adopt()`: the parameters are ordinary tensors with memory of their own again. The unit
-  /// has no memory then and is of no use. Collective, unless `is_whole()`.
+  /// Undoes `adopt()`: makes the parameters ordinary tensors with memory of their own again. The
+  /// unit can't be used then. Collective, unless `is_whole()`.
   ///
-  /// `kUpdated`: throws `c10::NotImplementedError` for a master copy of another dtype.
+  /// With `kUpdated`, throws `c10::NotImplementedError` for a master copy of another dtype.
   void give_back(GivenValues which);
   /// True if the full parameters are here, or on their way, on all ranks.
   bool is_whole() const { return state_ != State::kSharded || context_.mesh.shard().size() == 1; }
@@ -99,20 +99,22 @@ class Unit {
   /// Frees the full parameters, or marks them as out of date if they always exist.
   void reshard();
 
-  /// Before an operator writes to parameters, which must be unsharded: the other ranks must not see
-  /// it, as each of them does the same.
+  /// Prepares the parameters, which must be unsharded, for an operator that writes to them. Other
+  /// ranks must not see the writes, as each of them executes the operator itself.
   void begin_write();
-  /// After it: copies this rank's part into the shard and, where values have changed, into the
-  /// master copy, and marks the rest as out of date. All ranks, where memory is shared.
+  /// Takes over the writes of the operator: copies this rank's part into the shard and, where values
+  /// have changed, into the master copy, and marks the rest as out of date. Collective if memory is
+  /// shared.
   void write_back();
-  /// After it has thrown.
+  /// Discards the writes of an operator that has thrown.
   void cancel_write();
 
-  /// Brings what the optimizer updated into the shard. All but the shard is out of date then.
+  /// Copies the values that the optimizer updated into the shard. The rest of the full parameters is
+  /// out of date then.
   void publish();
 
-  /// To be called before the shard is changed: peers may still be reading it. Does not wait for
-  /// those that share its memory.
+  /// Waits until no peer reads the shard any more, which must be called before the shard is changed.
+  /// Does not wait for ranks that share its memory.
   void wait_until_unread();
 
   /// The parameters' tensors, which may have been given other data.
@@ -131,24 +133,24 @@ class Unit {
   UnitContext& context() const { return context_; }
   UseListener& listener() const { return listener_; }
   const std::string& label() const { return label_; }
-  /// The full flat buffer; while sharded, undefined, or of no use but for the shard.
+  /// The full flat buffer. While the unit is sharded, it is undefined, or only the shard is valid.
   const at::Tensor& full() const { return memory_->full(); }
 
-  /// What the optimizer of this rank updates: its part, which is everything if nothing is sharded.
-  /// Of `layout().master_dtype`; in host memory if it is offloaded.
+  /// The values that this rank's optimizer updates: its shard or the master copy of it; all elements
+  /// if nothing is sharded. Of `layout().master_dtype`; in host memory if offloaded.
   const at::Tensor& updated() const;
   /// The copy that the optimizer updates, if it does not update the shard itself.
   const MasterCopy& master() const { return master_; }
-  /// Brings an offloaded master copy to the parameters' device for good. Views of the old one have
-  /// no say any more.
+  /// Brings an offloaded master copy to the parameters' device for good. Views of the old one are
+  /// out of use then.
   void bring_back();
   /// Bytes of parameters on their device between uses, master copies not counted.
   int64_t resident_nbytes() const;
-  /// Bytes of full parameters that come and go, and of what they arrive in or are written to.
+  /// Bytes of gathered parameters that will be freed, and of buffers for gathers and writes.
   int64_t gathered_nbytes() const;
   int64_t updated_begin() const;
   int64_t updated_end() const;
-  /// What this rank updates of a parameter, in elements of the flat buffer.
+  /// The range of a parameter that this rank updates, in elements of the flat buffer.
   std::pair<int64_t, int64_t> updated_range(const ParamSlot& slot) const {
     return overlap(slot, updated_begin(), updated_end());
   }
