@@ -1,4 +1,4 @@
-# Finds what the library stands on, or says what to do.
+# Finds the library's dependencies, or stops with instructions.
 find_package(Python3 COMPONENTS Interpreter QUIET)
 if(NOT Torch_DIR AND NOT DEFINED ENV{Torch_DIR} AND Python3_EXECUTABLE)
   # The package is located, not imported: an import takes seconds.
@@ -24,7 +24,7 @@ if(TESSERA_TORCH_LACKS_TOOLKIT)
   message(STATUS "LibTorch has CUDA, and its CUDA toolkit was not found: Tessera is built without NCCL")
 endif()
 
-# One target in place of Torch's variables. Its headers are system headers: their warnings are not ours.
+# One target in place of Torch's variables. Its headers are system headers, so that their warnings are not shown.
 add_library(tessera_torch INTERFACE)
 target_include_directories(tessera_torch SYSTEM INTERFACE
   "$<BUILD_INTERFACE:${TORCH_INCLUDE_DIRS}>")
@@ -37,7 +37,7 @@ FetchContent_Declare(fmt URL https://github.com/fmtlib/fmt/archive/refs/tags/9.1
 FetchContent_Declare(nlohmann_json URL https://github.com/nlohmann/json/archive/refs/tags/v3.11.2.tar.gz
                      FIND_PACKAGE_ARGS)
 FetchContent_MakeAvailable(fmt nlohmann_json)
-find_path(TESSERA_XXHASH_INCLUDE xxhash.h)  # one header, and all of it
+find_path(TESSERA_XXHASH_INCLUDE xxhash.h)  # a header-only library
 if(NOT TESSERA_XXHASH_INCLUDE)
   FetchContent_Declare(xxhash URL https://github.com/Cyan4973/xxHash/archive/refs/tags/v0.8.1.tar.gz
                        SOURCE_SUBDIR build/none)
@@ -54,7 +54,7 @@ if(TESSERA_BUILD_TESTS)
   FetchContent_MakeAvailable(googletest)
 endif()
 
-# NCCL is compiled in where LibTorch itself has it.
+# NCCL is compiled in if LibTorch itself has it.
 set(TESSERA_HAVE_NCCL OFF)
 if(TORCH_CUDA_LIBRARIES)
   find_path(TESSERA_NCCL_INCLUDE nccl.h)
@@ -63,13 +63,13 @@ if(TORCH_CUDA_LIBRARIES)
   endif()
 endif()
 
-# ProcessGroupGloo.hpp is included with declarations of gloo's types of our own: compile and run a program that
-# shows that they fit this LibTorch. The answer is kept until another LibTorch is taken.
+# ProcessGroupGloo.hpp is included with our own declarations of gloo's types: compile and run a program that shows that they
+# fit this LibTorch. The result is kept until another LibTorch is used.
 if(NOT TESSERA_GLOO_PROBED STREQUAL "${Torch_DIR} ${Torch_VERSION}")
   message(STATUS "Checking LibTorch's ProcessGroupGloo")
   unset(TESSERA_GLOO_COMPILES CACHE)
   unset(TESSERA_GLOO_RUNS CACHE)
-  # Files, not targets: LibTorch's targets name others that only its own build has.
+  # Files, not targets: LibTorch's targets name others that exist only in its own build.
   try_run(TESSERA_GLOO_RUNS TESSERA_GLOO_COMPILES "${CMAKE_CURRENT_BINARY_DIR}/gloo_probe"
     "${CMAKE_CURRENT_SOURCE_DIR}/cmake/gloo_probe.cpp"
     CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}/src/message/gloo_declarations;${TORCH_INCLUDE_DIRS}"

@@ -1,8 +1,8 @@
-# Flags that only our own files are compiled with: warnings and sanitizers.
+# Flags for our own files only: warnings and sanitizers.
 add_library(tessera_flags INTERFACE)
 target_compile_options(tessera_flags INTERFACE -Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers)
-# LibTorch brings fmt's headers, but not its library, and of another version than the system's. As headers alone
-# either works; all of our files do the same, because they share a precompiled header.
+# LibTorch brings fmt's headers, but not its library, and in a version that differs from the system's. Header-only, either
+# works; all of our files do the same, because they share a precompiled header.
 target_link_libraries(tessera_flags INTERFACE fmt::fmt-header-only)
 if(TESSERA_SANITIZE)
   list(JOIN TESSERA_SANITIZE "," sanitizers)
@@ -17,12 +17,12 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ 12 warns of std::string's own assignments at -O3: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105651
     target_compile_options(tessera_flags INTERFACE -Wno-restrict)
   endif()
-  # ccache can only keep what was compiled with a precompiled header if the compiler names the header.
+  # ccache can keep the results of compiling with a precompiled header only if the compiler names the header.
   target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
 endif()
 
-# Compile through ccache where there is one. The settings let it work with precompiled headers, and let
-# builds in several folders share what it keeps.
+# Compile through ccache if it is installed. The settings let it work with precompiled headers, and let builds in several
+# folders share its cache.
 find_program(TESSERA_CCACHE ccache)
 mark_as_advanced(TESSERA_CCACHE)
 if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)

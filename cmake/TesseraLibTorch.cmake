@@ -4,7 +4,7 @@
 # to "" if there is none. Reads only the version: the file itself may be fatal.
 function(tessera_locate_libtorch out_dir out_version)
   set(given "${Torch_DIR}")
-  find_package(Torch 1000000 QUIET)  # none is so new; CMake lists those that it refused for that
+  find_package(Torch 1000000 QUIET)  # none is so new; CMake lists the ones it rejected for that
   if(given)
     set(Torch_DIR "${given}" CACHE PATH "The folder of TorchConfig.cmake" FORCE)
   endif()
@@ -19,8 +19,8 @@ function(tessera_locate_libtorch out_dir out_version)
   endif()
 endfunction()
 
-# Sets out to true if LibTorch in `prefix` has CUDA and its package files don't find the toolkit, as after
-# `pip install torch` on an ordinary machine. That they end CMake then can only be seen from outside: a project tries.
+# Sets out to true if LibTorch in `prefix` has CUDA and its package files don't find the toolkit, as after `pip install
+# torch` on an ordinary machine. The package files then end CMake, so a separate project tries them.
 function(tessera_lacks_cuda_toolkit prefix out)
   set(${out} FALSE PARENT_SCOPE)
   if(NOT EXISTS "${prefix}/lib/libtorch_cuda.so")
@@ -43,7 +43,7 @@ function(tessera_lacks_cuda_toolkit prefix out)
   endif()
 endfunction()
 
-# Sets what find_package(Torch) sets, for the LibTorch that tessera_locate_libtorch() found in `folder`.
+# Sets the variables of find_package(Torch), for the LibTorch that tessera_locate_libtorch() found in `folder`.
 macro(tessera_load_libtorch folder version)
   set(Torch_DIR "${folder}" CACHE PATH "The folder of TorchConfig.cmake" FORCE)
   get_filename_component(TORCH_INSTALL_PREFIX "${folder}/../../.." ABSOLUTE)
@@ -53,13 +53,13 @@ macro(tessera_load_libtorch folder version)
     set(Torch_VERSION "${version}")
     set(TORCH_INCLUDE_DIRS "${TORCH_INSTALL_PREFIX}/include" "${TORCH_INSTALL_PREFIX}/include/torch/csrc/api/include")
     set(TORCH_CXX_FLAGS "")
-    # Programs name them all, needed or not: libtorch.so brings the devices, and the others must not come from where
-    # the installed libtessera.so would look.
+    # Programs link all of them, needed or not: libtorch.so brings the devices, and the others must not be loaded from the
+    # folders where the installed libtessera.so would look.
     set(TORCH_LIBRARIES "-Wl,--push-state,--no-as-needed" "${TORCH_INSTALL_PREFIX}/lib/libtorch.so"
         "${TORCH_INSTALL_PREFIX}/lib/libtorch_cpu.so" "${TORCH_INSTALL_PREFIX}/lib/libc10.so" "-Wl,--pop-state")
   else()
     set(tessera_log_level "${CMAKE_MESSAGE_LOG_LEVEL}")
-    set(CMAKE_MESSAGE_LOG_LEVEL ERROR)  # Torch warns of parts that the wheel is made without
+    set(CMAKE_MESSAGE_LOG_LEVEL ERROR)  # Torch warns of parts that the wheel lacks
     find_package(Torch QUIET)
     set(CMAKE_MESSAGE_LOG_LEVEL "${tessera_log_level}")
     unset(tessera_log_level)

@@ -1,6 +1,6 @@
-# Much of the time of compiling a file goes into LibTorch's headers, precompiled or not: the compiler instantiates the
-# same templates for each. So sources of one folder are compiled together, `batch` (8) at a time. Names in anonymous
-# namespaces are therefore unique in their folder.
+# Much of the time to compile a file goes into LibTorch's headers, precompiled or not: the compiler instantiates the same
+# templates for each file. So sources of one folder are compiled together, `batch` (8) at a time. Names in anonymous
+# namespaces must therefore be unique in their folder.
 function(tessera_unity_build target)
   set(batch 8)
   if(ARGC GREATER 1)

@@ -27,7 +27,7 @@ struct GptOptions {
   }
 };
 
-/// How train_gpt.cpp and plain_gpt.cpp train: the same, unless told otherwise.
+/// The options of train_gpt.cpp and plain_gpt.cpp: both train in the same way, by default.
 struct TrainingOptions : GptOptions {
   std::string data = "data/corpus.txt";
   int64_t steps = 400, batch = 16, seed = 1, warmup = 20;
@@ -82,7 +82,8 @@ struct GptImpl : nn::Module {
     return head(ln_f(x));
   }
 
-  /// Mean cross entropy, in nats per byte, of the bytes of each window given those before them.
+  /// Returns the mean cross entropy, in nats per byte, of each window's bytes given those before
+  /// them.
   Tensor loss(const Tensor& windows) {
     const auto logits = forward(windows.narrow(1, 0, o.seq)).to(torch::kFloat);
     return torch::cross_entropy_loss(logits.flatten(0, 1), windows.narrow(1, 1, o.seq).flatten());
@@ -103,27 +104,27 @@ inline Tensor read_bytes(const std::string& path) {
   return torch::from_blob(all.data(), {std::ssize(all)}, torch::kByte).to(torch::kLong);
 }
 
-/// Windows of `seq` bytes and the one after them, by where they start.
+/// Returns windows of `seq` bytes and the byte after each, by where they start.
 inline Tensor windows(const Tensor& bytes, const Tensor& starts, int64_t seq) {
   return bytes.index({starts.unsqueeze(1) + torch::arange(seq + 1)});
 }
 
-/// Where the windows of a step start: a pure function of seed and step.
+/// Returns where the windows of a step start: a pure function of seed and step.
 inline Tensor random_starts(const Tensor& bytes, int64_t seq, int64_t count, int64_t seed,
                             int64_t step) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed * 1'000'003 + step);
   return torch::randint(bytes.size(0) - seq, {count}, generator, torch::kLong);
 }
 
-/// A linear warm-up, then a cosine to a tenth.
+/// A linear warm-up, then a cosine down to a tenth.
 inline double learning_rate(const TrainingOptions& o, int64_t step) {
   if (step < o.warmup) return o.lr * (step + 1) / o.warmup;
   const double done = double(step - o.warmup) / std::max<int64_t>(1, o.steps - o.warmup);
   return o.lr * (0.55 + 0.45 * std::cos(M_PI * done));
 }
 
-/// How fast a loop trains: the median of its steps. The first ones, which are slower, don't count
-/// where there are enough others; steps that evaluate or save are too few to matter.
+/// The speed of a training loop: the median of its steps. The first ones, which are slower, don't
+/// count if there are enough others; steps that evaluate or save are too few to matter.
 class Pace {
  public:
   void step_done() {

@@ -5,9 +5,8 @@
 //
 // The second argument is a directory that the model is saved in; without it nothing is saved.
 //
-// What is Paddle's own about it: the level's names, `segment_size` and `buffer_max_size` in
-// elements, and the optimizer that comes back wrapped, with `clear_grad()`, `get_lr()` and
-// `set_lr()`.
+// Specific to Paddle: the names of the levels, `segment_size` and `buffer_max_size` in elements,
+// and the wrapped optimizer that is returned, with `clear_grad()`, `get_lr()` and `set_lr()`.
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/generator.h>
 #include <tessera/world.h>
@@ -19,7 +18,7 @@
 
 namespace nn = torch::nn;
 
-// A classifier as anybody would write it. Nothing in it knows that it will be sharded.
+// An ordinary classifier. Nothing in it knows that it will be sharded.
 struct ClassifierImpl : nn::Module {
   ClassifierImpl(int64_t features, int64_t width, int64_t classes)
       : in(register_module("in", nn::Linear(features, width))),

@@ -1,4 +1,4 @@
-// Trains the GPT of train_gpt.cpp in one process, by LibTorch alone, with OMP_NUM_THREADS threads.
+// Trains the GPT of train_gpt.cpp in one process, with LibTorch alone and OMP_NUM_THREADS threads.
 // Its steps are the same: initial values, batches, schedule, clipping, optimizer. `./dev demo
 // --compare` compares the two.
 #include <fmt/format.h>

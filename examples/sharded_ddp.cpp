@@ -1,11 +1,12 @@
-// Learns handwritten digits with FairScale's names: the optimizer's work and state are shared out
-// over the ranks, and each gradient is averaged where it is needed.
+// Learns handwritten digits with FairScale's interface: the optimizer's work and state are divided
+// among the ranks, and each gradient is averaged on the rank that needs it.
 //   ./dev example sharded_ddp
 // or, with images from `python scripts/export_digits.py data/digits.bin`,
 //   tessera run -n 2 build/release/examples/sharded_ddp --data data/digits.bin
 //
 // Each batch is a pure function of seed and step and is cut over the ranks: losses and accuracy are
-// those of one process. Batch norm would have statistics of a rank's own rows; the model has none.
+// those of one process. Batch norm would have statistics of each rank's own rows; the model has
+// none.
 #include <fmt/format.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -40,11 +41,12 @@ TORCH_MODULE(Net);
 struct Images {
   Tensor pixels, labels;  // (N, 1, 8, 8) from 0 to 1; (N)
 
-  /// Those of the given numbers, or those where a mask is true.
+  /// Returns the images of the given numbers, or those where a mask is true.
   Images at(const Tensor& rows) const { return {pixels.index({rows}), labels.index({rows})}; }
 };
 
-/// Reads what scripts/export_digits.py wrote: "digits N\n", N images of 64 bytes, N labels.
+/// Reads a file of scripts/export_digits.py: "digits N
+/// ", N images of 64 bytes, N labels.
 Images read_images(const std::string& path) {
   const auto make = fmt::format(
       " (`./dev example sharded_ddp` makes data/digits.bin; with scikit-learn, `python "
@@ -78,7 +80,7 @@ struct Job {
     return values;
   }
 
-  /// The loss of each step of an epoch. Images beyond the last full batch are left out of it.
+  /// Returns the loss of each step of an epoch, which leaves out images beyond the last full batch.
   Tensor train(int64_t epoch) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(o.seed * 1'000'003 + epoch);
     const auto order = torch::randperm(learned.labels.size(0), generator, torch::kLong);
@@ -96,7 +98,7 @@ struct Job {
     return sum_over_ranks(losses);
   }
 
-  /// Per cent of the held-out images that are recognized; each rank looks at its part of them.
+  /// Returns the percentage of held-out images that are recognized; each rank evaluates its part.
   double accuracy() {
     torch::NoGradGuard no_grad;
     model.eval();

@@ -1,7 +1,7 @@
-// Trains the GPT of train_gpt.cpp with ColossalAI's names: it is built without memory, kept in
-// parts, computed in half precision, and updated in fp32.
+// Trains the GPT of train_gpt.cpp with ColossalAI's interface: it is built without memory, kept in
+// shards, computed in half precision, and updated in fp32.
 //   ./dev example sharded_model
-// or, with a text of yours,
+// or, with a text of your own,
 //   tessera run -n 2 build/release/examples/sharded_model --data text --dtype fp32 --cpu-offload
 //
 // Each batch is a pure function of seed and step and is cut over the ranks, so that in fp32 every
@@ -35,7 +35,7 @@ Gpt build(const Options& o, const cai::ShardStrategyPtr& strategy, const Tensor&
 }
 
 struct Job {
-  // The mean over all ranks of the loss of this rank's windows.
+  // Returns the mean over all ranks of the loss of this rank's windows.
   double step(int64_t number) {
     const auto rows = o.batch / world.size();
     const auto starts = random_starts(text, o.seq, o.batch, o.seed, number);

@@ -2,9 +2,10 @@
 //   python scripts/make_corpus.py data/corpus.txt
 //   tessera run -n 2 build/dev/examples/tensor_parallel --data data/corpus.txt
 //
-// The model's code is the same. `shard_fn` says where parameters lie; all else follows from that.
-// All ranks see the same batches, and every loss is that of one process. With --sequence the ranks
-// also cut the positions between the matrices: norms and residuals take a part of the memory each.
+// The model's code is unchanged. `shard_fn` chooses the placements of parameters; all else follows
+// from them. All ranks see the same batches, and every loss is that of one process. With --sequence
+// the ranks also shard the positions between the matrices: norms and residuals then take a part of
+// the memory on each rank.
 #include <fmt/format.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -25,7 +26,7 @@ struct Options : GptOptions {
 };
 
 // Columns of a matrix (rows of LibTorch's weight) give each rank some heads, or some of the hidden
-// numbers; rows of the next one turn them into terms of a sum, which the ranks add up.
+// features; rows of the next matrix turn them into terms of a sum, which the ranks add up.
 void shard_fn(const std::string& name, nn::Module& layer, const tessera::DeviceMesh& mesh) {
   auto* linear = layer.as<nn::Linear>();
   if (!linear) return;

@@ -1,11 +1,11 @@
-// Trains a byte-level GPT on a text, sharded over the ranks that it is started on:
+// Trains a byte-level GPT on a text, sharded over the ranks that it runs on:
 //   python scripts/make_corpus.py data/corpus.txt
 //   tessera run -n 2 build/dev/examples/train_gpt --data data/corpus.txt --save runs/demo
 // or, with the ranks as threads of one process, `train_gpt --threads 2 ...`.
 //
 // Model (gpt.h), data and loop are plain torch::nn code; the lines that shard are marked with (*).
-// A batch is a pure function of (seed, step, row): any number of ranks at any level has the same
-// losses.
+// A batch is a pure function of (seed, step, row): the losses are the same with any number of ranks
+// at any level.
 #include <fmt/format.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -35,13 +35,13 @@ struct Text {
     held_out = bytes.narrow(0, size - held, held);
   }
 
-  /// Rows `first` to `first + rows` of the batch of `step`.
+  /// Returns rows `first` to `first + rows` of the batch of `step`.
   Tensor batch(int64_t step, int64_t first, int64_t rows) const {
     const auto starts = random_starts(train, o.seq, o.batch, o.seed, step);
     return windows(train, starts.narrow(0, first, rows), o.seq);
   }
 
-  /// Mean nats per held-out byte if only the frequency of each byte in `train` is known.
+  /// Returns the mean nats per held-out byte if only each byte's frequency in `train` is known.
   double unigram_loss() const {
     const auto frequency = (torch::bincount(train, {}, 256) + 1.0) / (train.size(0) + 256.0);
     return -frequency.log().index({held_out}).mean().item<double>();
@@ -53,7 +53,7 @@ struct Text {
 
 // --- the job -------------------------------------------------------------------------------------
 struct Job {
-  /// One rank reports.
+  /// Prints on one rank.
   template <class... Args>
   void say(fmt::format_string<Args...> format, Args&&... args) const {
     if (world.rank() == 0) fmt::print(format, std::forward<Args>(args)...);
@@ -65,7 +65,7 @@ struct Job {
     return sum.item<double>() / world.size();
   }
 
-  /// Mean loss of up to `batches` batches that lie evenly in the held-out text.
+  /// Returns the mean loss of up to `batches` batches, spread evenly over the held-out text.
   double held_out_loss(int64_t batches) {
     torch::NoGradGuard no_grad;
     const auto all = (text.held_out.size(0) - 1) / (o.batch * o.seq), n = std::min(batches, all);
@@ -102,7 +102,7 @@ struct Job {
     if (kept.offloaded > 0) say("in {}: {:.1f} MB per rank\n", o.offload, kept.offloaded / 1e6);
   }
 
-  /// Half precision has float master weights; state in a directory leaves memory.
+  /// Half precision has float master weights; with an offload directory, state is kept there.
   tessera::ShardPlan plan(tessera::ShardLevel level) const {
     tessera::ShardPlan plan{.level = level, .precision = {.master_dtype = torch::kFloat}};
     if (o.replicas > 1) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints how large files and functions are beside the budgets. A mirror: it never fails.
+"""Prints the sizes of files and functions beside their budgets. For information: it never fails.
 
     check_budgets.py [ROOT]
 """
@@ -15,7 +15,7 @@ NAME = re.compile(r"([~\w:]+(?:operator\W+)?)\s*\(")
 
 
 def blank(text):
-    """Replaces comments and literals by spaces, so that braces in them do not count; lines stay."""
+    """Replaces comments and literals by spaces, so that braces in them do not count; keeps lines."""
     return COMMENT_OR_TEXT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
 
 

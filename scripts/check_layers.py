@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the order of the layers over the #includes.
+"""Checks that the #includes follow the order of the layers.
 
     check_layers.py [ROOT]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that the reference which Doxygen made has each function that the library exports.
+"""Checks that the reference made by Doxygen has each function that the library exports.
 
     check_reference.py TAGFILE [ROOT]
 

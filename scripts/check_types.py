@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Checks that no program has two types of one name.
+"""Checks that no program has two types of the same name.
 
     check_types.py [ROOT]
 
-Types of one qualified name that two files define are undefined behaviour which neither compiler nor linker reports: the
-linker keeps one of the functions that both have, such as those of a std::vector of them. Looks at all that is linked
-together: the library with its tools, and with each folder of tests. Types in anonymous namespaces and in functions may
-share names. Prints one line per clash; the exit status is 1 if there is any.
+Two files that define types of the same qualified name cause undefined behaviour, which neither compiler nor linker
+reports: the linker keeps one of the functions that both have, such as those of a std::vector of the type. Checks all
+files that are linked together: the library with its tools, and with each folder of tests. Types in anonymous namespaces
+and in functions may share names. Prints one line per clash; the exit status is 1 if there is any.
 """
 import collections
 import pathlib
@@ -26,8 +26,8 @@ TYPE = re.compile(r"^\s*(?:struct|class|union|enum(?:\s+(?:class|struct))?)\b\s*
 
 
 def scope_of(head):
-    """The name of the scope that a brace after `head` opens, and if it is a type. The name is "" where it adds nothing to
-    those of types inside, None where those are no other file's business."""
+    """Returns the name of the scope that a brace after `head` opens, and whether it is a type. The name is "" if it adds
+    nothing to the names of types inside, None if types inside can't clash with those of other files."""
     namespace = NAMESPACE.match(head)
     if namespace:
         return namespace[1] or None, False
@@ -54,7 +54,7 @@ def types(text):
 
 
 def defined_in(root, folder):
-    """For each type that the files of a folder define, where."""
+    """Returns the places of each type that the files of a folder define."""
     places = collections.defaultdict(list)
     for path in sorted((root / folder).rglob("*")):
         # no_x.cpp is compiled in place of x.cpp; a probe is a program of its own.
@@ -65,12 +65,12 @@ def defined_in(root, folder):
 
 
 def programs(root):
-    """The folders that are linked together."""
+    """Yields the folders that are linked together."""
     library = ["include", "src"]
     yield library
     yield [*library, "tools"]
     for folder in sorted(p.name for p in (root / "tests").glob("*") if p.is_dir() and p.name != "support"):
-        # The programs of tests/process are not linked with what the library hides.
+        # The programs of tests/process are not linked with the hidden symbols of the library.
         yield ["include", "tests/process"] if folder == "process" else [*library, "tests/support", f"tests/{folder}"]
 
 

@@ -3,8 +3,8 @@
 
     check_words.py [ROOT]
 
-Files and types are named for a concept (no *_utils, *Helper, ...), no text holds a path of somebody's machine, text
-ends without blanks, and relative links in Markdown files lead somewhere. Comments and documents name the actor and the
+Files and types are named for a concept (no *_utils, *Helper, ...), no text holds a path of one machine, lines end
+without blanks, and the targets of relative links in Markdown files exist. Comments and documents name the actor and the
 thing: clauses that begin with "what" or "who" in place of a noun ("what is gathered", "who waits") are counted, and
 there may be at most CLAUSES_PER_THOUSAND in a thousand words. The exit status is 1 if a rule is broken.
 
@@ -36,7 +36,7 @@ SKIPPED = {".git", ".venv", ".cache", "build", "data", "runs", "__pycache__"}
 
 
 def files(root):
-    """What git would keep; without git, everything outside the folders that builds make."""
+    """Returns the files that git tracks or would add; without git, all outside the folders that builds make."""
     listed = subprocess.run(["git", "-C", root, "ls-files", "-co", "--exclude-standard", "-z"], capture_output=True, text=True) \
         if (root / ".git").exists() else None
     if listed and listed.returncode == 0:
@@ -64,7 +64,7 @@ def check(root, path):
 
 
 def prose(path):
-    """The lines of a file's comments, or of a document outside of code, with their numbers; others as empty."""
+    """Yields the lines of a file's comments, or of a document outside of code, with their numbers; others as empty."""
     in_code = False
     for number, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
         if path.suffix == ".md":
@@ -76,7 +76,7 @@ def prose(path):
 
 
 def is_clause(before, text, match, after):
-    """True if the word stands in place of a noun."""
+    """Returns true if the word stands in place of a noun."""
     words = WORD.findall(before + " " + text[:match.start()])
     last = words[-1].lower() if words else ""
     begins = not re.search(r"[A-Za-z0-9`)\"'][,]?\s*$", text[:match.start()] or before)
@@ -89,7 +89,7 @@ def is_clause(before, text, match, after):
 
 
 def clauses(root, checked):
-    """Places of clauses that begin with "what" or "who" in place of a noun, and how many words there are."""
+    """Returns the clauses that begin with "what" or "who" in place of a noun, and the number of words."""
     found, words = [], 0
     for path in checked:
         if path.suffix not in {*COMMENT, ".md"} or path.name == "CHANGELOG.md":

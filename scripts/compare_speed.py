@@ -4,8 +4,8 @@
     compare_speed.py --sharded COMMAND --plain COMMAND [--threads N] [--rounds N] [--steps N]
 
 Each command is a program with its arguments, to which `--steps N` is added; it prints the seconds of its median step as
-"median step: N s". A round runs both, in the other order than the round before. Prints their speed in each round, and
-the median of the ratios with the interval in which it lies with a probability of 95 %.
+"median step: N s". A round runs both, in the opposite order of the round before. Prints their speed in each round,
+and the median of the ratios with the interval in which it lies with a probability of 95 %.
 """
 import argparse
 import math
@@ -26,7 +26,8 @@ def seconds_per_step(command, environment):
 
 
 def interval(values):
-    """Of the median: so many values lie below it as coins show heads. The least and the largest of fewer than six."""
+    """Returns the interval of the median: the number of values below it is distributed as the heads of coins. Of fewer than
+    six, the least and the largest."""
     values = sorted(values)
     n, skipped = len(values), 0
     while sum(math.comb(n, k) for k in range(skipped + 2)) / 2**n <= 0.025:

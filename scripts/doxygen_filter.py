@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints a file as Doxygen should read it; docs/Doxyfile names it as the filter of its input.
+"""Prints a file in the form that Doxygen should read; docs/Doxyfile names this script as its input filter.
 
     doxygen_filter.py FILE
 
-Doxygen 1.9 knows no anchors by the text of a heading: each heading of a Markdown file gets the one that GitHub makes, and
-links name it. Headers are printed without their friends and without lines that end with "// internal".
+Doxygen 1.9 makes no anchors from the text of headings: each heading of a Markdown file gets the one that GitHub makes,
+and links refer to it. Headers are printed without their friends and without lines that end with "// internal".
 """
 import collections
 import pathlib
@@ -17,7 +17,7 @@ HIDDEN = re.compile(r"^.*// internal$|^ *friend [^;{]*;", re.MULTILINE)
 
 
 def anchor(page, slug):
-    """An anchor that no other page has."""
+    """Returns an anchor that no other page has."""
     return f"{pathlib.Path(page).stem}--{slug}"
 
 
@@ -40,7 +40,7 @@ def markdown(path, text):
 
 
 def header(text):
-    """Hidden lines stay as empty ones, so that messages name the right line."""
+    """Replaces hidden lines by empty ones, so that messages name the right line."""
     return HIDDEN.sub(lambda m: "\n" * m[0].count("\n"), text)
 
 

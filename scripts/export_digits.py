@@ -30,7 +30,7 @@ def main():
     images, labels = load()
     assert images.shape == (len(labels), 8, 8) and images.max() == 16 and labels.max() == 9, images.shape
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(out.name + ".part")  # nobody sees a half-written file
+    part = out.with_name(out.name + ".part")  # no reader sees a half-written file
     part.write_bytes(f"digits {len(labels)}\n".encode() + images.tobytes() + labels.tobytes())
     part.replace(out)
     print(f"{out}: {len(labels)} images, {out.stat().st_size} bytes")

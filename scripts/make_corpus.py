@@ -4,7 +4,7 @@
     make_corpus.py OUT [--include DIR]
 
 All headers under torch/csrc/api and c10 (about 2.7 MB), in the order of their paths. The include folder is that of
-`Torch_DIR` where it is set, else that of the `torch` package of this Python.
+`Torch_DIR` if it is set, else that of the `torch` package of this Python.
 """
 import argparse
 import importlib.util
@@ -40,7 +40,7 @@ def main():
     if not text:
         sys.exit(f"make_corpus.py: no headers under {include}; expected the folders {' and '.join(FOLDERS)}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    part = arguments.out.with_name(arguments.out.name + ".part")  # nobody sees a half-written file
+    part = arguments.out.with_name(arguments.out.name + ".part")  # no reader sees a half-written file
     part.write_bytes(text)
     part.replace(arguments.out)
     print(f"{arguments.out}: {len(text)} bytes of text")

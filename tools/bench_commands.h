@@ -21,7 +21,7 @@ void add_optim_bench(CLI::App& bench, int& exit_code);
 /// Adds `bench ckpt`: saving and loading against the disk and the memory.
 void add_ckpt_bench(CLI::App& bench, int& exit_code);
 
-/// Adds `bench ranks`: what a step costs the processor by the number of ranks.
+/// Adds `bench ranks`: the processor time of a step by the number of ranks.
 void add_ranks_bench(CLI::App& bench, int& exit_code);
 
 }  // namespace tessera::tools

@@ -1,5 +1,5 @@
 // The part of the command-line tool that is linked with LibTorch: `tessera bench`, `tessera plan`
-// and `tessera ckpt` run it with their own arguments.
+// and `tessera ckpt` execute it with their own arguments.
 
 #include <CLI/CLI.hpp>
 #include <string>

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kNotDone = 2;
 
-// Never throws: where nobody takes the message, the status still tells.
+// Never throws: if the message can't be written, the exit status still tells.
 void complain(const std::string& text) { std::fputs(("tessera: " + text + "\n").c_str(), stderr); }
 
 int usage_error(const CLI::App& app, const CLI::ParseError& error) {
@@ -25,7 +25,7 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error) {
   return kNotDone;
 }
 
-/// Whether the arguments stop at a command that only holds others.
+/// Returns whether the arguments stop at a command that only holds others.
 bool names_no_action(const CLI::App& app) {
   const CLI::App* innermost = &app;
   while (!innermost->get_subcommands().empty()) innermost = innermost->get_subcommands().front();

@@ -9,8 +9,8 @@
 
 namespace tessera::tools {
 
-/// That of `run()`; if it throws, `failure`, after the error was printed in the name of `who`.
-/// Where nobody takes the message, the status still tells.
+/// Returns the status of `run()`; if it throws, prints the error in the name of `who` and returns
+/// `failure`. If the message can't be written, the status still tells.
 template <class Run>
 int exit_code_of(const std::string& who, Run run, int failure = 1) {
   try {

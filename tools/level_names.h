@@ -7,7 +7,7 @@
 
 namespace tessera::tools {
 
-/// What is sharded, as arguments name it; from nothing to everything.
+/// The levels of sharding by their names in arguments, from nothing to everything.
 inline const std::map<std::string, ShardLevel> kLevels = {{"none", ShardLevel::kNone},
                                                           {"os", ShardLevel::kOptimizerState},
                                                           {"os_g", ShardLevel::kGradients},

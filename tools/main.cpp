@@ -1,4 +1,4 @@
-// The command-line tool: starts jobs, and passes all else on to tessera-bench.
+// The command-line tool: starts jobs, and passes all other commands on to tessera-bench.
 //
 // It is not linked with LibTorch, which takes longer to load than a job takes to start.
 
@@ -18,7 +18,7 @@
 
 namespace {
 
-/// Becomes the program beside this one that is linked with LibTorch. Returns only if that fails.
+/// Executes the program beside this one that is linked with LibTorch. Returns only if that fails.
 int become_bench(char** argv) {
   std::error_code error;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -47,7 +47,7 @@ int main(int argc, char** argv) {
   std::vector<std::string> command;
   CLI::App app("Tessera: sharded training for LibTorch", "tessera");
   tessera::tools::add_run(app, command, exit_code);
-  // For the help.
+  // Listed for the help.
   app.add_subcommand("bench", "Measures collectives, training steps, operators and checkpoints");
   app.add_subcommand("plan", "Tells what each rank would keep and send");
   app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");

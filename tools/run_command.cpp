@@ -82,7 +82,8 @@ Binding binding_from(const std::string& name) {
   return name == "none" ? Binding::kNone : Binding::kAuto;
 }
 
-/// Whether the value of an option is the argument after it ("-n 4", not "-n4" or "--ranks=4").
+/// Returns whether the value of an option is the argument after it ("-n 4", not "-n4" or
+/// "--ranks=4").
 bool value_follows(const CLI::App& run, const std::string& argument) {
   const bool is_long = argument.starts_with("--");
   if (is_long ? argument.find('=') != std::string::npos : argument.size() > 2) return false;

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Reads the model of a Tessera checkpoint, however many ranks saved it: a state dict of parameters and buffers, or of
-what was saved by name. A tied tensor is there under each of its names. Checksums are left to `tessera ckpt verify`.
+"""Reads the model of a Tessera checkpoint, saved by any number of ranks: a state dict of its parameters and buffers, or
+of the tensors that were saved by name. A tied tensor appears under each of its names. Checksums are not compared; use
+`tessera ckpt verify`.
 
     read_checkpoint.py CKPT
 """
@@ -28,13 +29,13 @@ def read_checkpoint(path):
     opened = functools.cache(lambda name: safe_open(path / name, framework="pt"))
     state = {}
     for tensor in index["tensors"]:
-        if tensor["kind"] not in ("param", "buffer", "tensor"):  # "state", "master" and "rank" are for going on
+        if tensor["kind"] not in ("param", "buffer", "tensor"):  # "state", "master" and "rank" are for resuming
             continue
         flat = torch.empty(math.prod(tensor["shape"]), dtype=DTYPES[tensor["dtype"]])
         for piece in tensor["chunks"]:
             box = piece.get("box", {"shape": [len(flat)], "offset": [0], "sizes": [len(flat)]})
             part = flat.view(box["shape"])[tuple(slice(o, o + s) for o, s in zip(box["offset"], box["sizes"]))]
-            values = part.flatten()  # the same memory, or a copy if that has gaps
+            values = part.flatten()  # shares memory with part, or copies it if that has gaps
             values[piece["begin"]:piece["end"]] = opened(piece["file"]).get_tensor(piece["key"]).flatten()
             if values.data_ptr() != part.data_ptr():
                 part.copy_(values.view(part.shape))

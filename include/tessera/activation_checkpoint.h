@@ -20,16 +20,16 @@
 namespace tessera {
 
 struct ActivationCheckpointOptions {
-  /// Has the function draw the same random numbers when it runs again. Without it, what the
-  /// checkpoint keeps is smaller by the state of a generator (5 kB for the CPU's); right only for
-  /// functions that draw none.
+  /// Restores the state of the random generators before the function runs again, so that it draws
+  /// the same numbers. False: each checkpoint keeps one generator state less (5 kB for the CPU's);
+  /// correct only for functions that draw no random numbers.
   bool preserve_random_state = true;
-  /// What error messages call this checkpoint.
+  /// Name of this checkpoint in error messages.
   std::string name = {};
 };
 
-/// True on a thread that runs a checkpoint's function again. For functions that do more than
-/// compute, such as counting their calls.
+/// Returns true on a thread that runs a checkpoint's function for the second time. For functions
+/// with side effects, such as counting their calls.
 TESSERA_API bool is_recomputing();
 
 namespace detail {
@@ -62,7 +62,7 @@ constexpr bool kIsVector = false;
 template <class T>
 constexpr bool kIsVector<std::vector<T>> = true;
 
-/// Calls `visit` with each tensor and generator in `value`, in one order.
+/// Calls `visit` with each tensor and generator in `value`, always in the same order.
 template <class Value, class Visit>
 void each_tensor(Value& value, const Visit& visit) {
   using T = std::remove_const_t<Value>;
@@ -79,7 +79,7 @@ void each_tensor(Value& value, const Visit& visit) {
   }
 }
 
-/// The tensors of a function's result, in one order.
+/// Returns the tensors in a function's result, always in the same order.
 template <class Result>
 Tensors tensors_of(const Result& result) {
   Tensors tensors;
@@ -89,13 +89,13 @@ Tensors tensors_of(const Result& result) {
   return tensors;
 }
 
-/// A pointer to something with a `forward`, or a holder of a module.
+/// A pointer to an object with a `forward`, or a holder of a module.
 template <class Fn, class... Inputs>
 concept HasForward = requires(Fn& fn, Inputs&&... inputs) {
   fn->forward(std::forward<Inputs>(inputs)...);
 };
 
-/// What checkpoint() can call. A const lambda that is `mutable` can't be.
+/// Anything that checkpoint() can call. A const lambda that is `mutable` can't be called.
 template <class Fn, class... Inputs>
 concept Callable = HasForward<Fn, Inputs...> || std::invocable<Fn&, Inputs...>;
 
@@ -108,8 +108,9 @@ auto call(Fn& fn, Inputs&&... inputs) {
   }
 }
 
-/// A call that can be made again: copies of the function and its inputs. The tensors among these
-/// are kept elsewhere. `Inputs` are as the caller has them: with `&` for lvalues.
+/// A call that can be repeated: holds copies of the function and its inputs, except for the tensors
+/// among the inputs, which are kept elsewhere. `Inputs` are the caller's types: with `&` for
+/// lvalues.
 template <class Fn, class... Inputs>
 class RepeatableCall {
  public:
@@ -118,11 +119,12 @@ class RepeatableCall {
     each_tensor(inputs_, [this](auto& item) { take(item); });
   }
 
-  /// What the constructor found, to be moved away.
+  /// The tensors and generators that the constructor found, for the caller to move out.
   Tensors tensors;
   std::vector<at::Generator> generators;
 
-  /// Each time from the start: what the function changes in itself or its inputs is dropped.
+  /// Works on fresh copies in each call: changes that the function makes to itself or its inputs
+  /// are discarded.
   Tensors operator()(const Tensors& given) const {
     Fn fn = fn_;
     auto inputs = inputs_;
@@ -152,20 +154,21 @@ class RepeatableCall {
   std::tuple<std::decay_t<Inputs>...> inputs_;
 };
 
-/// While it lives, what autograd saves on this thread is recorded. See [Note: Recomputation] in
-/// grad/activation_checkpoint.cpp.
+/// Records the tensors that autograd saves on this thread while the object lives. See
+/// [Note: Recomputation] in grad/activation_checkpoint.cpp.
 class TESSERA_API CheckpointRecording {
  public:
   using Rerun = std::function<Tensors(const Tensors& inputs)>;
 
   CheckpointRecording(const ActivationCheckpointOptions& options, const Tensors& inputs,
                       const std::vector<at::Generator>& generators, Rerun rerun);
-  /// Without finish(), as after an exception, everything stays as if nobody had recorded.
+  /// Without finish(), as after an exception, the saved tensors stay as if they had not been
+  /// recorded.
   ~CheckpointRecording();
   CheckpointRecording(const CheckpointRecording&) = delete;
   CheckpointRecording& operator=(const CheckpointRecording&) = delete;
 
-  /// Drops what was saved.
+  /// Drops the saved tensors. Throws if the function changed one of its inputs in place.
   void finish(const Tensors& outputs);
 
  private:
@@ -175,27 +178,28 @@ class TESSERA_API CheckpointRecording {
 
 }  // namespace detail
 
-/// Returns `fn(inputs...)` without keeping what autograd saves for backward: backward runs `fn`
-/// once more and gets it from there. The gradients are the same, bit for bit; memory falls to the
-/// inputs of `fn`, and the time of one more forward of `fn` is added. Not collective.
+/// Returns `fn(inputs...)` without keeping the tensors that autograd saves for backward: backward
+/// runs `fn` a second time to recompute them. Gradients are bit-identical. Only the inputs of `fn`
+/// stay in memory, at the cost of one more forward of `fn`. Not collective.
 ///
-/// `fn` is anything that can be called with the inputs, a `ModuleHolder`, or a pointer to something
-/// with a `forward` (`std::shared_ptr` of a module). It and all inputs are copied, and live until
-/// the backward: let lambdas capture modules by value (a holder or pointer), and no local variable
-/// by reference. Inputs and results are of any types. Tensors among the inputs, also within
-/// `std::vector`, `optional`, `tuple`, `pair` and `array`, may not be changed in place between here
-/// and the end of backward: backward then throws. Tensors that `fn` captures, or that are within
-/// other types, get their gradients, too, but nobody looks whether they changed, except parameters.
+/// `fn` is anything that can be called with the inputs, a `ModuleHolder`, or a pointer to an object
+/// with a `forward` (`std::shared_ptr` of a module). `fn` and all inputs are copied, and the copies
+/// live until the backward: let lambdas capture modules by value (a holder or pointer), and no
+/// local variable by reference. Inputs and results may have any types. Tensors among the inputs,
+/// also within `std::vector`, `optional`, `tuple`, `pair` and `array`, must not be changed in place
+/// between this call and the end of backward: backward then throws. Tensors that `fn` captures, or
+/// that are within other types, get their gradients, too, but a change of them goes undetected,
+/// except for parameters.
 ///
-/// When `fn` runs again, it finds the random numbers (of the calling rank's CPU generator, of
-/// generators among the inputs and of the devices of the inputs), the autocast state and the
-/// gradient mode of the first run, all put back afterwards. It must do the same as at first: if it
-/// saves other tensors, or returns others, in number, shape or dtype, backward throws. What else
-/// `fn` changes, such as the running averages of a BatchNorm, it changes twice: `is_recomputing()`
-/// tells.
+/// The second run of `fn` uses the random state (of the calling rank's CPU generator, of generators
+/// among the inputs and of the devices of the inputs), the autocast state and the gradient mode of
+/// the first run; all are restored afterwards. It must repeat the first run: if it saves or returns
+/// tensors that differ in number, shape or dtype, backward throws. Other side effects of `fn`, such
+/// as updates of the running averages of a BatchNorm, happen twice; `is_recomputing()` tells the
+/// second run from the first.
 ///
-/// Works with `torch::autograd::grad()`, `retain_graph`, `create_graph` (double backward), within
-/// another checkpoint, and under every sharding level. With gradients off, `fn` just runs.
+/// Works with `torch::autograd::grad()`, `retain_graph`, `create_graph` (double backward), nested
+/// checkpoints and every sharding level. With gradients disabled, `fn` just runs.
 ///
 /// Throws if `fn` changes an input in place.
 template <class Fn, class... Inputs>

@@ -9,19 +9,19 @@
 
 namespace tessera {
 
-/// What a save does that is asked for while the one before it is being written.
+/// How a save behaves that is requested while the previous save is still being written.
 enum class WhenBusy : uint8_t {
-  kWait,    ///< waits until that is done
-  kRefuse,  ///< throws, on all ranks if any is busy; nothing changes
+  kWait,    ///< waits until the previous save is done
+  kRefuse,  ///< throws on all ranks if any rank is still writing; changes nothing
 };
 
 struct AsyncCheckpointOptions {
   WhenBusy when_busy = WhenBusy::kWait;
-  /// The most that each rank writes; 0: as fast as it goes.
+  /// Maximum number of bytes that each rank writes per second; 0: unlimited.
   double bytes_per_second = 0;
 };
 
-/// Saves checkpoints while training goes on.
+/// Saves checkpoints in the background while training goes on.
 ///
 ///     AsyncCheckpointer checkpointer;
 ///     while (...) {
@@ -30,15 +30,15 @@ struct AsyncCheckpointOptions {
 ///     }
 ///     checkpointer.wait();
 ///
-/// A save blocks for as long as it takes to copy what the rank stores to host memory, which the
-/// next save uses again; a thread then writes it. What is saved is as of the call. The checkpoint
-/// is in its place when all ranks have written, even if none of them asks.
+/// A save blocks while this rank's data is copied to a buffer in host memory, which later saves
+/// reuse; a thread then writes the copy. The checkpoint holds the values at the time of the call.
+/// It appears at its path when all ranks have written their files, even if no rank calls `wait()`.
 ///
-/// **Memory**: that of what the rank stores.
-/// An error that comes later is thrown by the next `save()` or `wait()`, on all ranks; the
-/// destructor, which waits for what is being written, prints one that nobody has seen.
-/// `save()` and `wait()` are collective over the ranks that save. Not for
-/// `options.whole_parameters`, for which ranks would have to gather at the same time as they train.
+/// **Memory**: a copy of the data that this rank stores.
+/// A later error is thrown on all ranks by the next `save()` or `wait()`. The destructor waits for
+/// the save in progress, and prints an error that no call has thrown.
+/// `save()` and `wait()` are collective over the ranks that save. Does not support
+/// `options.whole_parameters`, for which ranks would have to gather while they train.
 class TESSERA_API AsyncCheckpointer {
  public:
   explicit AsyncCheckpointer(const AsyncCheckpointOptions& options = {});
@@ -46,19 +46,19 @@ class TESSERA_API AsyncCheckpointer {
   AsyncCheckpointer(const AsyncCheckpointer&) = delete;
   AsyncCheckpointer& operator=(const AsyncCheckpointer&) = delete;
 
-  /// See `save_checkpoint()` and `save_state_dict()`. Throws what they throw before they write, and
-  /// errors of the save before; in this case nothing is begun.
+  /// Starts a save; see `save_checkpoint()` and `save_state_dict()`. Throws the errors that these
+  /// throw before they write, and those of the previous save; in both cases no save is started.
   void save(const std::filesystem::path& path, const ShardedModule& module,
             const ShardedOptimizer* optimizer, const SaveOptions& options = {});
   void save(const std::filesystem::path& path, torch::nn::Module& module,
             torch::optim::Optimizer* optimizer, const SaveOptions& options = {});
   void save(const std::filesystem::path& path, const StateDict& state);
 
-  /// Returns when the last checkpoint is in its place, or throws why it is not. At once if there is
-  /// none.
+  /// Waits until the last checkpoint is in its place, or throws the error that prevented it.
+  /// Returns at once if no save was started.
   void wait();
 
-  /// True while this rank writes. Not collective.
+  /// Returns true while this rank is writing. Not collective.
   bool is_busy() const;
 
  private:

@@ -12,20 +12,20 @@
 
 namespace tessera {
 
-/// The streams of collectives that must not block each other. Collectives of one channel are issued
-/// in the same order by all ranks; nothing is assumed between channels.
+/// Streams of collectives, which must not block each other. All ranks issue the collectives of one
+/// channel in the same order; nothing is assumed about the order between channels.
 enum class Channel : uint8_t { kParams, kGrads, kControl };
 
-/// The purpose of a collective: shown in errors and traces, and part of what ranks compare, so that
-/// ranks that issue collectives in different orders get an error and never another tensor's values:
-/// at once over the arena and c10d backends on the CPU, by the timeout over Gloo. (NCCL compares
-/// nothing.)
+/// The purpose of a collective, shown in errors and traces. Ranks compare it with the rest of the
+/// call: ranks that issue collectives in different orders get an error and never another tensor's
+/// values. The error comes at once over the arena and over c10d backends on the CPU, and after the
+/// timeout over Gloo. (NCCL compares nothing.)
 struct CollectiveTag {
   std::string_view subject;  ///< for example the name of the unit; must outlive the `Work`
   Channel channel = Channel::kControl;
 };
 
-/// A contiguous range of a flat buffer and the tensor that holds it.
+/// A contiguous range of a flat buffer and the tensor that holds its values.
 struct Piece {
   int64_t begin = 0;  ///< offset of the first element in the flat buffer
   at::Tensor data;    ///< 1-D and contiguous; an undefined tensor stands for `numel` zeros
@@ -35,14 +35,14 @@ struct Piece {
 struct ReduceScatterOptions {
   double scale = 1.0;       ///< the sum over ranks is multiplied by this before it is stored
   bool accumulate = false;  ///< add to the values of `out` instead of overwriting them
-  /// Dtype of the pieces, and so of the messages; none: that of `out`. Float may go with an `out`
-  /// of bfloat16 or half and the other way round: sums are taken in float and rounded once.
+  /// Dtype of the pieces, and so of the messages; none: that of `out`. Float pieces may go with an
+  /// `out` of bfloat16 or half, and the reverse: sums are taken in float and rounded once.
   std::optional<at::ScalarType> dtype = std::nullopt;
 };
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 
-/// The arguments of each collective of `ProcessGroup`, whose methods say what they mean.
+/// The arguments of each collective; the methods of `ProcessGroup` document their meaning.
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   at::Tensor flat, shard;
@@ -76,14 +76,15 @@ struct Barrier {
   static constexpr const char* kName = "barrier";
 };
 
-/// One call of a collective: what a process group checks, counts, and hands to its transport.
+/// One call of a collective, as a process group checks it, counts it and passes it to its
+/// transport.
 struct TESSERA_API Collective {
   CollectiveTag tag;
   std::variant<AllGather, ReduceScatter, AllReduce, Broadcast, AllToAll, Barrier> call;
 
-  /// "all_gather", "reduce_scatter", ...
+  /// Returns "all_gather", "reduce_scatter", ...
   const char* name() const;
-  /// Size of the whole buffer; of an all-to-all, of all `to`; of a barrier, 0.
+  /// Returns the bytes of the whole buffer; for an all-to-all, of all `to`; for a barrier, 0.
   int64_t nbytes() const;
 };
 

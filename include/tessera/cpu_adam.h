@@ -12,8 +12,8 @@ namespace tessera {
 
 /// Options of `CPUAdam`, with ColossalAI's defaults.
 ///
-/// As with LibTorch's own optimizers, what the options of a param group leave at these defaults is
-/// taken from the options of the optimizer.
+/// As in LibTorch's own optimizers, an option that a param group leaves at its default is taken
+/// from the options of the optimizer.
 struct TESSERA_API CPUAdamOptions : torch::optim::OptimizerCloneableOptions<CPUAdamOptions> {
   CPUAdamOptions(double lr = 1e-3);
   using betas_t = std::tuple<double, double>;
@@ -22,7 +22,7 @@ struct TESSERA_API CPUAdamOptions : torch::optim::OptimizerCloneableOptions<CPUA
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   TORCH_ARG(double, eps) = 1e-8;
   TORCH_ARG(double, weight_decay) = 0;
-  /// True: weights decay by themselves, as in AdamW. False: by their gradients, as in Adam.
+  /// True: decoupled weight decay, as in AdamW. False: decay is added to the gradient, as in Adam.
   TORCH_ARG(bool, adamw_mode) = true;
 
  public:
@@ -32,7 +32,7 @@ struct TESSERA_API CPUAdamOptions : torch::optim::OptimizerCloneableOptions<CPUA
   void set_lr(double lr) override;
 };
 
-/// What `CPUAdam` keeps for a parameter, by the names of LibTorch's AdamW.
+/// State that `CPUAdam` keeps for a parameter, with the names of LibTorch's AdamW.
 struct TESSERA_API CPUAdamParamState
     : torch::optim::OptimizerCloneableParamState<CPUAdamParamState> {
   TORCH_ARG(int64_t, step) = 0;
@@ -46,22 +46,22 @@ struct TESSERA_API CPUAdamParamState
 
 /// Adam and AdamW in one pass over memory, with state in float for parameters of any dtype.
 ///
-/// Parameters are Float, BFloat16, Half or Double; moments are Float, for Double parameters Double.
-/// Gradients have the dtype of their parameter, or Float; those of Float parameters may also be
-/// BFloat16 or Half. The step computes in the moments' dtype and rounds the parameter once.
+/// Parameters are Float, BFloat16, Half or Double; moments are Float, and Double for Double
+/// parameters. Gradients have the dtype of their parameter, or Float; those of Float parameters may
+/// also be BFloat16 or Half. The step computes in the moments' dtype and rounds the parameter once.
 ///
-/// Each element gets the same bits whatever the number of threads, its place in a tensor and the
-/// way the tensor is cut over ranks. They agree with `torch::optim::AdamW` (`adamw_mode`) and
-/// `Adam` to rounding.
+/// The result for each element is bit-identical for any number of threads, any position of the
+/// element in a tensor, and any sharding of the tensor. Results agree with `torch::optim::AdamW`
+/// (`adamw_mode`) and `Adam` to rounding.
 ///
-/// Parameters on other devices are stepped by LibTorch's fused operators (in a copy of the moments'
-/// dtype, where theirs is another). DistTensors are stepped where their moments lie.
+/// Steps parameters on other devices with LibTorch's fused operators (on a copy in the moments'
+/// dtype if theirs differs). Steps DistTensors with the placements of their moments.
 ///
-/// As LibTorch's own it works alone or in a `ShardedOptimizer` with offload, checkpoints and whole
-/// state, with schedulers and with `torch::save`.
+/// Like LibTorch's own optimizers, it works alone or in a `ShardedOptimizer`, with offload,
+/// checkpoints, full state dicts, schedulers and `torch::save`.
 class TESSERA_API CPUAdam : public torch::optim::Optimizer {
  public:
-  /// Floats that training keeps per parameter: value, gradient and two moments.
+  /// Floats that training keeps per element of a parameter: value, gradient and two moments.
   static constexpr int num_fp32_shards_per_param = 4;
 
   /// Throws `c10::ValueError` for a negative rate, epsilon or decay and for betas outside [0, 1).
@@ -70,21 +70,22 @@ class TESSERA_API CPUAdam : public torch::optim::Optimizer {
   explicit CPUAdam(std::vector<at::Tensor> params, CPUAdamOptions defaults = {})
       : CPUAdam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
-  /// As LibTorch's, which knows the options of its own classes only: through a
-  /// `torch::optim::Optimizer&` a group gets those of the optimizer. Throws `c10::ValueError` as
-  /// the constructor does.
+  /// Adds a param group. LibTorch's version, which a call through a `torch::optim::Optimizer&`
+  /// uses, knows the options of its own classes only: there the group gets the options of the
+  /// optimizer. Throws `c10::ValueError` as the constructor does.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
-  /// Steps the parameters that have a gradient. Returns the loss of `closure`, evaluated first.
+  /// Steps the parameters that have a gradient. Evaluates `closure` first, if given, and returns
+  /// its loss.
   ///
-  /// Throws, with nothing changed, `c10::Error` for a sparse gradient and
-  /// `c10::NotImplementedError` for other dtypes than those above.
+  /// Throws, and changes nothing, `c10::Error` for a sparse gradient and `c10::NotImplementedError`
+  /// for dtypes other than those above.
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };
 
-/// ColossalAI's name for the optimizer that also takes parameters on a GPU, which `CPUAdam` does.
+/// ColossalAI's name for the optimizer that also steps parameters on a GPU, as `CPUAdam` does.
 using HybridAdam = CPUAdam;
 
 }  // namespace tessera

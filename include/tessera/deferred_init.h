@@ -11,8 +11,9 @@ class Module;
 
 namespace tessera {
 
-/// While it lives, large tensors that this thread makes get no lasting memory: how their values are
-/// made is recorded instead. So a model that fits on no rank can be built, and sharded:
+/// While an instance lives, large tensors that this thread makes get no lasting memory: instead,
+/// the operators that make their values are recorded. So a model that fits on no rank can be built
+/// and sharded:
 ///
 /// ```cpp
 /// auto model = [] {
@@ -22,16 +23,17 @@ namespace tessera {
 /// auto sharded = tessera::fully_shard(model);  // makes the values unit by unit
 /// ```
 ///
-/// Values, errors and the state of the random generator are bit for bit those of a model that was
-/// built without it. A deferred tensor that an operator uses after the scope gets its values then,
-/// for good, so a model that nobody shards works, too; code that reads memory by `data_ptr()` calls
-/// `materialize()` first.
+/// Values, errors and the state of the random generator are bit-identical to those of a model built
+/// without it. A deferred tensor that an operator uses after the scope gets its values then,
+/// permanently, so a model that is never sharded works, too; code that reads memory by `data_ptr()`
+/// must call `materialize()` first.
 ///
-/// Guards nest, and end on the thread that made them. `fully_shard()` must be called outside.
+/// Guards nest, and must end on the thread that made them. Call `fully_shard()` outside the scope.
 ///
-/// **Memory**: in the scope that of the largest tensor; what stays are tensors below 16 KiB, and
-/// those whose values are not made by an operator each (`orthogonal_()`, `torch::tensor()`). Calls
-/// `use_page_heap()`: malloc's heap keeps much of what is dropped.
+/// **Memory**: in the scope, that of the largest tensor. Tensors below 16 KiB keep their memory,
+/// and so do those whose values do not come from one operator each (`orthogonal_()`,
+/// `torch::tensor()`). Calls `use_page_heap()`, because malloc's heap retains much of the memory
+/// that is freed.
 class TESSERA_API DeferredInit {
  public:
   DeferredInit();
@@ -40,13 +42,13 @@ class TESSERA_API DeferredInit {
   DeferredInit& operator=(const DeferredInit&) = delete;
 };
 
-/// True if `tensor` has no values yet, only the record of how they are made.
+/// Returns true if `tensor` has no values yet, only the record of how to make them.
 TESSERA_API bool is_deferred(const at::Tensor& tensor);
 
-/// Gives a deferred tensor, and all that share its memory, their values for good. Does nothing to
-/// other tensors. Threads may call it at the same time.
+/// Makes the values of a deferred tensor, and of all tensors that share its memory, permanently.
+/// Does nothing to other tensors. May be called by several threads at the same time.
 TESSERA_API void materialize(const at::Tensor& tensor);
-/// The same for all parameters and buffers of `module`.
+/// Does the same for all parameters and buffers of `module`.
 TESSERA_API void materialize(const torch::nn::Module& module);
 template <class Holder>
 requires requires(const Holder& holder) { typename Holder::ContainedType; }

@@ -20,28 +20,28 @@ namespace tessera {
 using MeshDim = std::variant<std::monostate, std::string, int64_t>;
 
 struct DistDataloaderOptions {
-  /// For batches that are maps: the names in the order of the meshes. All names of a batch.
+  /// For batches that are maps: all names of a batch, in the order of the meshes.
   std::vector<std::string> keys = {};
-  /// The mesh dim over which batches are split along their first dim; empty: batches are
+  /// The mesh dim over which batches are sharded along their first dim; empty: batches are
   /// replicated. One for all meshes, or one for each.
   std::vector<MeshDim> mesh_dims = {};
-  /// True: each rank's loader gives what that rank shall have. False: all ranks' loaders give the
-  /// same whole batches.
+  /// True: each rank's loader returns that rank's part. False: all ranks' loaders return the same
+  /// whole batches.
   bool is_split = false;
-  /// Compare whole batches over the ranks: loaders that shuffle differently are an error then.
+  /// Compares whole batches over the ranks; loaders that shuffle differently are then an error.
   bool check_values = false;
 };
 
 namespace detail {
 
-/// What the options mean for each mesh.
+/// The placements that the options ask for, for each mesh.
 class TESSERA_API InputPlacement {
  public:
   InputPlacement(std::vector<DeviceMesh> meshes, DistDataloaderOptions options);
 
-  /// `input` as a DistTensor; it is number `index` of `count` in its batch.
+  /// Returns `input` as a DistTensor; it is number `index` of the `count` items in its batch.
   at::Tensor place(const at::Tensor& input, size_t index, size_t count) const;
-  /// By the order of `keys`.
+  /// Returns `input` as a DistTensor, on the mesh at the position of `key` in `keys`.
   at::Tensor place(const at::Tensor& input, const std::string& key, size_t count) const;
 
  private:
@@ -84,8 +84,8 @@ Map place_batch(const InputPlacement& placement, const Map& batch) {
 
 }  // namespace detail
 
-/// A loader whose batches are DistTensors: `for (auto& batch : loader)`, as often as the loader
-/// allows.
+/// A loader whose batches are DistTensors: `for (auto& batch : loader)`, as often as the wrapped
+/// loader allows.
 template <class Loader>
 class DistDataloader {
   using Inner = decltype(std::declval<Loader&>().begin());
@@ -133,14 +133,14 @@ class DistDataloader {
   detail::InputPlacement placement_;
 };
 
-/// Lets a loader of `torch::data` give DistTensors. A batch is a tensor, an `Example` of tensors
-/// (data, then target), a vector, or a map by name; with several meshes its items go to one each,
-/// in order.
+/// Wraps a loader of `torch::data` so that its batches are DistTensors. A batch is a tensor, an
+/// `Example` of tensors (data, then target), a vector, or a map by name; with several meshes, its
+/// items go to one mesh each, in order.
 ///
-/// Of a whole batch each rank keeps its part, and nothing is sent. With `is_split`, the
-/// ranks of a line tell each other how many rows they have, which must be as `torch::chunk` cuts.
-/// Throws `c10::ValueError` for mesh dims that are not one for all or one for each mesh, for items
-/// that are not one for each mesh, and for keys that are not those of the batch.
+/// Each rank keeps its part of a whole batch, and nothing is sent. With `is_split`, the ranks of a
+/// line exchange the numbers of their rows, which must be those of `torch::chunk`.
+/// Throws `c10::ValueError` for mesh dims that are not one for all or one for each mesh, for
+/// batches without one item for each mesh, and for keys that are not those of the batch.
 template <class Loader>
 DistDataloader<Loader> distribute_dataloader(std::unique_ptr<Loader> loader,
                                              std::vector<DeviceMesh> meshes,

@@ -12,13 +12,13 @@
 
 namespace tessera {
 
-/// While it lives, an operator on DistTensors that has no rule for its call throws
-/// `c10::NotImplementedError` on this thread, in place of computing on whole tensors on every rank.
-/// The message names the operator, how its tensors lie, and the module that it runs in or after, if
-/// `distribute_module()` placed that.
+/// While an instance lives, an operator on DistTensors that has no rule for its call throws
+/// `c10::NotImplementedError` on this thread, instead of computing on whole tensors on every rank.
+/// The message names the operator, the placements of its tensors, and, if `distribute_module()`
+/// placed it, the module in or after which the operator runs.
 ///
-/// Without one, the environment variable `TESSERA_STRICT=1` asks for the same. Guards nest. A
-/// backward on the CPU runs on the thread that asks for it.
+/// Outside of such a guard, the environment variable `TESSERA_STRICT=1` has the same effect. Guards
+/// nest. A backward on the CPU runs on the thread that calls it.
 class TESSERA_API StrictOperators {
  public:
   explicit StrictOperators(bool strict = true);
@@ -30,8 +30,8 @@ class TESSERA_API StrictOperators {
   int before_;
 };
 
-/// Counts the collectives that this thread issues while it lives, by kind and by what they are for:
-/// the operator (`aten::mm`) or `redistributed tensor`, and, of `fully_shard`, the unit.
+/// Counts the collectives that this thread issues while an instance lives, by kind and by purpose:
+/// the operator (`aten::mm`) or `redistributed tensor`, and, for `fully_shard`, the unit.
 ///
 /// ```cpp
 /// tessera::CommDebug debug;
@@ -39,14 +39,14 @@ class TESSERA_API StrictOperators {
 /// std::cout << debug.describe();
 /// ```
 ///
-/// Scopes nest; each counts all that happens in it. Barriers are not counted.
+/// Scopes nest; each counts all collectives issued in it. Barriers are not counted.
 class TESSERA_API CommDebug {
  public:
   struct Entry {
     std::string kind;     ///< all_gather, reduce_scatter, all_reduce, broadcast, all_to_all
-    std::string subject;  ///< what it was for
+    std::string subject;  ///< its purpose: the operator, the unit, ...
     int64_t calls = 0;
-    int64_t bytes = 0;  ///< of the whole buffer; of an all-to-all, of all that this rank sends
+    int64_t bytes = 0;  ///< of the whole buffer; for an all-to-all, of all that this rank sends
   };
 
   CommDebug();
@@ -54,12 +54,12 @@ class TESSERA_API CommDebug {
   CommDebug(const CommDebug&) = delete;
   CommDebug& operator=(const CommDebug&) = delete;
 
-  /// In the order of their first calls.
+  /// The entries in the order of their first calls.
   const std::vector<Entry>& entries() const { return entries_; }
-  /// All of them, those of one kind, or those of one kind and subject.
+  /// Totals over all entries, over those of one kind, or over those of one kind and subject.
   int64_t calls(const std::string& kind = "", const std::string& subject = "") const;
   int64_t bytes(const std::string& kind = "", const std::string& subject = "") const;
-  /// A table.
+  /// Returns the entries as a table.
   std::string describe() const;
   void reset() { entries_.clear(); }
 

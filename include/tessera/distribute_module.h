@@ -16,8 +16,8 @@
 
 namespace tessera {
 
-/// Places the parameters and buffers that `module` itself holds, by `distribute_()`. `name` is its
-/// dotted name in the model, empty for the root.
+/// Places the parameters and buffers that `module` itself holds, by `distribute_()`. `name` is the
+/// module's dotted name in the model, empty for the root.
 using PartitionFn =
     std::function<void(const std::string& name, torch::nn::Module& module, const DeviceMesh& mesh)>;
 
@@ -28,54 +28,54 @@ struct TensorList {
   std::vector<at::Tensor> tensors;
 };
 
-/// Changes the tensors that a forward is given, or what it returns; as many as came.
+/// Replaces the inputs of a forward, or its outputs; must return as many tensors as it is given.
 using ForwardHook =
     std::function<TensorList(std::vector<at::Tensor> tensors, const DeviceMesh& mesh)>;
 
 struct DistributeOptions {
-  /// Compare the values of all parameters and buffers over the ranks first: where they differ, so
+  /// Compares the values of all parameters and buffers over the ranks first: if they differ, so
   /// would the parts. Reads the whole model, and sends a few bytes for each tensor.
   bool check_values = false;
 };
 
-/// Makes all parameters and buffers of `module` DistTensors on `mesh`, in place: those that
-/// `partition` leaves as they are get replicated.
+/// Turns all parameters and buffers of `module` into DistTensors on `mesh`, in place. Those that
+/// `partition` does not place are replicated.
 ///
-/// `partition` is called once for each module, the outer before those in it, in the order of
-/// registration. Members see the result, since tensors are changed and not replaced. DistTensors
-/// stay what they are, so that a second call places only what is new. Values must be the same on
-/// all ranks; a deferred model is made tensor by tensor.
+/// Calls `partition` once for each module, parents before their children, in the order of
+/// registration. The module's members see the result, since tensors are changed and not replaced.
+/// Tensors that are DistTensors already are not changed, so a second call places new tensors only.
+/// Values must be equal on all ranks; those of a deferred model are made tensor by tensor.
 ///
-/// Collective over `mesh`: the ranks agree on what each has done. If `partition` throws on one of
-/// them, or places a tensor otherwise than on another, every rank throws, naming the rank, and the
-/// module is as it was. Ranks that are not in `mesh` may call it, and agree with nobody.
+/// Collective over `mesh`: the ranks compare the resulting placements. If `partition` throws on one
+/// of them, or places a tensor differently on one, every rank throws, naming the rank, and the
+/// module is unchanged. Ranks that are not in `mesh` may call it; they compare nothing.
 /// **Memory**: until it returns, that of the whole model and of this rank's parts.
 TESSERA_API void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                                    const PartitionFn& partition = {},
                                    const DistributeOptions& options = {});
 
-/// Throws `c10::ValueError` on all ranks of `mesh`, naming ranks and tensor, unless the tensors
-/// have the same values on all of them. Collective.
+/// Throws `c10::ValueError` on all ranks of `mesh`, naming ranks and tensor, unless the values of
+/// the tensors are equal on all of them. Skips DistTensors. Collective.
 TESSERA_API void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh);
 
-/// Makes all parameters and buffers of `module` ordinary tensors with memory of their own, which
-/// hold the full values, whatever made them something else: `fully_shard()`, `distribute_module()`
-/// or `distribute_()`. Names, identity and `requires_grad` stay; gradients are forgotten.
+/// Turns all parameters and buffers of `module` back into ordinary tensors with memory of their own
+/// and the full values, after `fully_shard()`, `distribute_module()` or `distribute_()`. Names,
+/// identity and `requires_grad` stay; gradients are dropped.
 ///
-/// Collective over the ranks that have parts. **Memory**: takes that of the whole model. **Throws**
-/// `c10::ValueError` if no tensor of the module is sharded or distributed, or one lies on a mesh
-/// without this rank, and as `ShardedModule::unwrap()` does; nothing is changed then.
+/// Collective over the ranks that have parts. **Memory**: that of the whole model. **Throws**
+/// `c10::ValueError`, and changes nothing, if no tensor of the module is sharded or distributed, or
+/// if one is on a mesh without this rank; also throws as `ShardedModule::unwrap()` does.
 TESSERA_API void unwrap(torch::nn::Module& module);
 
 namespace detail {
 
-/// True while a `PartitionFn` runs on this thread and `tensor` is one that it may place.
+/// Returns true if a `PartitionFn` runs on this thread and may place `tensor`.
 TESSERA_API bool is_being_placed(const at::Tensor& tensor);
 
 TESSERA_API std::vector<at::Tensor> call_hook(const char* which, const ForwardHook& hook,
                                               std::vector<at::Tensor> tensors,
                                               const DeviceMesh& mesh);
-/// A tensor that requires a gradient as a DistTensor; others as they are.
+/// Returns a tensor that requires a gradient as a replicated DistTensor, and others as they are.
 TESSERA_API at::Tensor as_input(const at::Tensor& tensor, const DeviceMesh& mesh);
 [[noreturn]] TESSERA_API void refuse_output();
 [[noreturn]] TESSERA_API void refuse_unwrapped();
@@ -119,16 +119,16 @@ R change_output(R output, const ForwardHook& hook, const DeviceMesh& mesh) {
 
 }  // namespace detail
 
-/// A module on DistTensors with what is done around its forward.
+/// A handle of a module on DistTensors that calls hooks around the module's forward.
 ///
 /// C++ modules have no hooks: `input_fn` and `output_fn` take effect when the model is called
 /// through this handle (`model(x)`, `model.forward(x)`), and not when a module calls another one.
 /// Without them the module can be called directly just as well.
 ///
-/// `input_fn` gets the tensors among the arguments, in order; others pass by. A tensor that
-/// requires a gradient is replicated first; of those that don't, operators take care. `output_fn`
-/// gets the tensor, or the tensors of the tuple or vector, that forward returns; anything else is
-/// `c10::NotImplementedError`.
+/// `input_fn` gets the tensors among the arguments, in order; other arguments are passed on as they
+/// are. A tensor that requires a gradient is replicated first; operators accept the others as they
+/// are. `output_fn` gets the tensor, or the tensors of the tuple or vector, that forward returns;
+/// any other result throws `c10::NotImplementedError`.
 template <class M>
 class DistModule {
  public:
@@ -144,7 +144,8 @@ class DistModule {
   const std::shared_ptr<M>& ptr() const { return module_; }
   const DeviceMesh& mesh() const { return mesh_; }
 
-  /// See `tessera::unwrap()`. The module is as any other then, and this of no use.
+  /// See `tessera::unwrap()`. Afterwards the module is an ordinary one, and calls of this handle
+  /// throw.
   void unwrap() {
     tessera::unwrap(*module_);
     is_unwrapped_ = true;
@@ -157,7 +158,7 @@ class DistModule {
     (collect(tensors, args), ...);
     if (input_fn_) tensors = detail::call_hook("input_fn", input_fn_, std::move(tensors), mesh_);
     size_t next = 0;
-    // Braces: the arguments are taken in their order.
+    // Braces guarantee that the arguments are evaluated in order.
     std::tuple<decltype(replace(std::forward<Args>(args), tensors, next))...> changed{
         replace(std::forward<Args>(args), tensors, next)...};
     auto output = std::apply(
@@ -195,7 +196,8 @@ class DistModule {
   bool is_unwrapped_ = false;
 };
 
-/// `distribute_module()` and a handle that calls `input_fn` and `output_fn`; either may be empty.
+/// Calls `distribute_module()`, and returns a handle that calls `input_fn` and `output_fn`; either
+/// may be empty.
 template <class M>
 DistModule<M> distribute_module(std::shared_ptr<M> module, const DeviceMesh& mesh,
                                 const PartitionFn& partition = {}, ForwardHook input_fn = {},

@@ -37,11 +37,11 @@ struct ShardMemory {
   int64_t gradients = 0;        ///< reduced gradients
   int64_t optimizer_state = 0;  ///< filled in by `ShardedOptimizer::memory()`
   int64_t master_weights = 0;   ///< copies in a wider dtype that the optimizer updates
-  int64_t offloaded = 0;        ///< master weights and optimizer state that are offloaded
-  /// Most bytes of gathered parameters at any time. Each rank counts whole units, also where the
-  /// ranks of a host have them in memory once.
+  int64_t offloaded = 0;        ///< offloaded master weights and optimizer state
+  /// Peak of the bytes of gathered parameters. Each rank counts whole units, even where the ranks
+  /// of a host share one copy of them.
   int64_t peak_unsharded = 0;
-  int64_t peak_in_flight = 0;  ///< most bytes of whole gradients waiting for their reduction
+  int64_t peak_in_flight = 0;  ///< peak of the bytes of whole gradients that await reduction
 };
 
 /// How gradients are clipped.
@@ -49,20 +49,20 @@ struct ClipOptions {
   double norm_type = 2.0;  ///< 1, 2, another positive number or infinity
   /// Gradients are multiplied by `min(1, max_norm / (norm + epsilon))`.
   double epsilon = 1e-6;
-  /// Names of parameters that are left alone: neither counted nor scaled.
+  /// Names of parameters to leave out: neither counted nor scaled.
   std::vector<std::string> exclude = {};
 
   bool operator==(const ClipOptions&) const = default;
 };
 
-/// A model whose parameters are managed by Tessera.
+/// A model that Tessera has sharded.
 ///
-/// The module itself was changed in place: its parameters are gathered when an operator uses them
-/// and their gradients are reduced as backward makes them. So the module can be called directly,
-/// and this handle only adds what has no place in it. Copies share one state.
+/// The module itself was changed in place: its parameters are gathered when an operator uses them,
+/// and their gradients are reduced as backward produces them. So the module can be called directly,
+/// and this handle only adds functions that the module lacks. Copies share one state.
 ///
 /// Every backward is collective. At `ShardLevel::kParameters`, the default, so is every forward,
-/// evaluation included: all ranks run it equally often, each on data of its own. (Where all ranks
+/// evaluation included: all ranks must run it equally often, each on its own data. (Where all ranks
 /// share the memory of one host, a rank may evaluate alone; a warning says that elsewhere it would
 /// wait for the others until the timeout.)
 class TESSERA_API ShardedModule {
@@ -72,8 +72,8 @@ class TESSERA_API ShardedModule {
   ShardedModule(const ShardedModule&);
   ShardedModule& operator=(const ShardedModule&);
 
-  /// While the returned guard lives, backward keeps whole local gradients and sends nothing; the
-  /// next backward after it reduces their sum. Guards nest; exceptions end them as they should.
+  /// While it lives, backward keeps whole local gradients and sends nothing; the next backward
+  /// after it reduces their sum. Guards nest, and also end correctly when an exception is thrown.
   class TESSERA_API NoSync {
    public:
     explicit NoSync(std::shared_ptr<ShardedState> state);
@@ -86,9 +86,9 @@ class TESSERA_API ShardedModule {
   };
   [[nodiscard]] NoSync no_sync();
 
-  /// While the returned guard lives, all parameters are and stay unsharded, for example to sample
-  /// from a model or to evaluate it often. Collective: all ranks make and drop it at the same
-  /// point. Its end waits for nobody.
+  /// While it lives, all parameters stay unsharded, for example to sample from a model or to
+  /// evaluate it often. Collective: all ranks must make and destroy it at the same point. The
+  /// constructor gathers the parameters; the destructor waits for no other rank.
   class TESSERA_API KeepUnsharded {
    public:
     explicit KeepUnsharded(std::shared_ptr<ShardedState> state);
@@ -101,57 +101,61 @@ class TESSERA_API ShardedModule {
   };
   [[nodiscard]] KeepUnsharded keep_unsharded();
 
-  /// Called by the wrapper before each forward: synchronizes buffers if the plan says so, but not
-  /// under `no_sync()`.
+  /// Synchronizes the buffers if the plan says so, but not under `no_sync()`. The wrapper calls
+  /// this before each forward.
   void begin_forward();
 
-  /// Takes rank 0's buffers. Collective. Not `blocking`: they may change until the next forward
-  /// through the wrapper begins, or the next call of this.
+  /// Copies rank 0's buffers to all ranks. Collective. If not `blocking`, the values may arrive as
+  /// late as when the next forward through the wrapper begins, or at the next call of this
+  /// function.
   void sync_buffers(bool blocking = true);
 
-  /// Reduces the gradients that backwards under `no_sync()` have left, as the next backward outside
-  /// would. Collective. Throws on every rank if none has any.
+  /// Reduces the gradients that were accumulated under `no_sync()`, as the next backward outside of
+  /// it would. Collective. Throws on every rank if no rank has any.
   void reduce();
 
-  /// The reduced gradient of a parameter, gathered whole; undefined if it has none. Collective.
+  /// Returns the reduced gradient of a parameter, gathered from all ranks; undefined if it has
+  /// none. Collective.
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
 
-  /// Forgets all gradients. Not `set_to_none`: they become zeros, and parameters that the next
-  /// backward does not use are stepped with those. Not collective; all ranks must do it.
+  /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
+  /// parameters that the next backward does not use with zero gradients. Not collective, but all
+  /// ranks must call it.
   void zero_grad(bool set_to_none = true);
 
-  /// Scales the reduced gradients so that the norm of all of them is at most `max_norm`, and
-  /// returns the norm before. Collective. `norm_type`: 1, 2 or infinity. The formula is that of
-  /// `torch::nn::utils::clip_grad_norm_`: gradients times `min(1, max_norm / (norm + 1e-6))`.
+  /// Scales the reduced gradients so that their total norm is at most `max_norm`, and returns the
+  /// norm before. Collective. `norm_type`: 1, 2, another positive number or infinity. The formula
+  /// is that of `torch::nn::utils::clip_grad_norm_`: gradients times
+  /// `min(1, max_norm / (norm + 1e-6))`.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
-  /// Throws `c10::ValueError` if `options.exclude` names what the model does not have.
+  /// Throws `c10::ValueError` if `options.exclude` has a name that the model does not have.
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
 
-  /// Copies of all parameters and buffers under their names, in the order of registration, on every
-  /// rank. Collective. Takes the memory of the whole model.
+  /// Returns copies of all parameters and buffers under their names, in the order of registration,
+  /// on every rank. Collective. Takes the memory of the whole model.
   std::vector<NamedTensor> full_state();
 
-  /// Sets all parameters and buffers, from the same values on all ranks (such as `full_state()`
-  /// returned, here or in another model). Collective. Throws `c10::ValueError` on every rank, and
-  /// changes nothing, if names or shapes are not those of the model. Not `strict`: what is missing
-  /// stays as it is, and what the model does not have is left out.
+  /// Sets all parameters and buffers from values that must be equal on all ranks (such as those
+  /// that `full_state()` returned, here or in another model). Collective. Throws `c10::ValueError`
+  /// on every rank, and changes nothing, if names or shapes differ from the model's. If not
+  /// `strict`, missing entries keep their values, and unknown names are ignored.
   void load_full_state(const std::vector<NamedTensor>& state, bool strict = true);
 
-  /// Undoes the sharding: the module's parameters are ordinary tensors with memory of their own, of
-  /// the dtype in which they were used and with the values that `full_state()` gives, and have none
-  /// of Tessera's hooks. Buffers stay as they are; gradients and master weights are forgotten. The
-  /// module may be sharded again. All handles of the sharded model are of no use then, and throw.
+  /// Undoes the sharding: the module's parameters become ordinary tensors with memory of their own,
+  /// in the dtype in which they were used and with the values that `full_state()` returns, and lose
+  /// Tessera's hooks. Buffers are not changed; gradients and master weights are dropped. The module
+  /// may be sharded again. Afterwards, all handles of the sharded model throw.
   ///
-  /// Collective. **Memory**: takes that of the whole model; what was sharded is freed unit by unit.
+  /// Collective. **Memory**: that of the whole model; shards are freed unit by unit.
   /// **Throws** on every rank, and changes nothing, under `no_sync()`, `keep_unsharded()` and
-  /// `join()`, and while there is a `ShardedOptimizer` for the model: call its `unwrap()` first, or
+  /// `join()`, and while a `ShardedOptimizer` for the model exists: call its `unwrap()` first, or
   /// destroy it.
   void unwrap();
 
   ShardMemory memory() const;
 
-  /// A table of the units: names, elements, shard of this rank, level.
+  /// Returns a table of the units: names, elements, this rank's shard, level.
   std::string describe() const;
 
   /// Throws if the model was unwrapped.
@@ -159,9 +163,9 @@ class TESSERA_API ShardedModule {
 
  protected:
   bool casts_inputs() const;
-  /// A floating tensor in the plan's `param_dtype`; other arguments as they are.
+  /// Returns a floating tensor in the plan's `param_dtype`, and other tensors as they are.
   at::Tensor cast_tensor(const at::Tensor& input) const;
-  /// The same, also of tensors in optionals, vectors, arrays, tuples, pairs and maps.
+  /// The same, also for tensors in optionals, vectors, arrays, tuples, pairs and maps.
   template <class T>
   decltype(auto) cast_input(T&& input) const {
     if constexpr (detail::NestedTensors<std::remove_cvref_t<T>>) {
@@ -178,7 +182,7 @@ class TESSERA_API ShardedModule {
   std::shared_ptr<ShardedState> state_;
 };
 
-/// A sharded model that still offers its own methods: `sharded->layer`, `sharded.forward(x)`.
+/// A sharded model that also gives access to the module: `sharded->layer`, `sharded.forward(x)`.
 template <class M>
 class Sharded : public ShardedModule {
  public:
@@ -189,8 +193,8 @@ class Sharded : public ShardedModule {
   M& operator*() const { return *module_; }
   const std::shared_ptr<M>& ptr() const { return module_; }
 
-  /// The module's own `forward`, after what the plan has before it: synchronized buffers, and
-  /// floating tensors converted to `precision.param_dtype`.
+  /// Calls the module's own `forward`, after the preparations that the plan asks for: synchronizes
+  /// buffers, and converts floating tensors to `precision.param_dtype`.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     begin_forward();
@@ -214,14 +218,15 @@ namespace detail {
 TESSERA_API std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& plan);
 TESSERA_API std::shared_ptr<ShardedState> shard(torch::jit::Module& module, const ShardPlan& plan);
 
-// A `torch::nn::ModuleHolder` (what TORCH_MODULE makes) is taken as the module it holds.
+// A `torch::nn::ModuleHolder` (a class made by TORCH_MODULE) is treated as the module that it
+// holds.
 template <class T>
 concept ModuleHolder = requires(const T& holder) {
   typename T::ContainedType;
   holder.ptr();
 };
 
-// A module's class, for it or for its holder.
+// The module's class, for that class or for its holder.
 template <class M>
 struct ContainedModule {
   using type = M;
@@ -235,7 +240,7 @@ struct ContainedModule<M> {
 /// Shards the parameters of `module` over the ranks of `plan.process_group`, in place.
 ///
 /// Collective: all ranks call it with models of the same structure. The module's code, its members
-/// and the optimizer classes stay as they are; give the optimizer to `ShardedOptimizer` afterwards.
+/// and the optimizer classes need no change; pass the optimizer to `ShardedOptimizer` afterwards.
 ///
 /// **Memory**: at `kParameters` each rank keeps 1/N of the parameters, and gathers units of
 /// `plan.unit_bytes` while they are in use.
@@ -243,7 +248,7 @@ struct ContainedModule<M> {
 /// a module that is sharded already, or models that differ between ranks (the message names the
 /// first differing parameter and the ranks).
 ///
-/// A parameter shared by several modules is found by itself and handled once.
+/// A parameter shared by several modules is detected, and sharded once.
 template <class M>
 Sharded<M> fully_shard(std::shared_ptr<M> module, const ShardPlan& plan = {}) {
   auto state = detail::shard(*module, plan);
@@ -253,7 +258,7 @@ template <detail::ModuleHolder Holder>
 auto fully_shard(const Holder& holder, const ShardPlan& plan = {}) {
   return fully_shard(holder.ptr(), plan);
 }
-/// The same for a scripted module, which is a handle itself.
+/// The same for a scripted module, which is itself a handle.
 TESSERA_API ShardedModule fully_shard(torch::jit::Module& module, const ShardPlan& plan = {});
 
 }  // namespace tessera

@@ -17,29 +17,29 @@ namespace tessera {
 
 /// The defaults are those of PyTorch's `GradScaler`.
 struct GradScalerOptions {
-  double init_scale = 65536.0;     ///< factor of the loss at the start
+  double init_scale = 65536.0;     ///< initial scale of the loss
   double growth_factor = 2.0;      ///< of the scale, after `growth_interval` steps without overflow
   double backoff_factor = 0.5;     ///< of the scale, after an overflow
   int64_t growth_interval = 2000;  ///< steps
-  /// Overflows since the scale has grown, from which on each one backs it off.
+  /// Number of overflows since the scale last grew, from which on each overflow reduces the scale.
   int64_t hysteresis = 1;
-  double min_scale = 0;  ///< the scale stays between these
+  double min_scale = 0;  ///< the scale stays between this and `max_scale`
   double max_scale = std::numeric_limits<double>::infinity();
-  /// Ranks beyond those of the model, such as those that have other parts of it: if one of them
-  /// finds an overflow, all skip the step, and all make the same calls. Null: none.
+  /// Further ranks beside those of the model, such as those that hold other parts of it: if one of
+  /// them finds an overflow, all skip the step; all must make the same calls. Null: none.
   ProcessGroupPtr process_group = nullptr;
-  bool enabled = true;  ///< false: every call does what it would do without a scaler
+  bool enabled = true;  ///< false: every call behaves as without a scaler
 };
 
-/// Keeps small gradients of half precision from becoming zero: the loss is multiplied by a scale
-/// that adapts itself, and a step whose gradients overflow is skipped, on all ranks or on none.
+/// Prevents small gradients in half precision from becoming zero: multiplies the loss by an
+/// adaptive scale, and skips a step whose gradients overflow, on all ranks or on none.
 ///
 ///     scaler.scale(loss).backward();
 ///     scaler.step(optimizer);  // unscales, and skips the step if a gradient is not finite
 ///     scaler.update();
 ///
 /// Works on the CPU as on a GPU. All ranks must make the same calls. Call orders that PyTorch
-/// refuses are refused here with the same messages (`std::runtime_error`).
+/// refuses are refused here, too, with the same messages (`std::runtime_error`).
 class TESSERA_API GradScaler {
  public:
   explicit GradScaler(const GradScalerOptions& options = {});
@@ -47,31 +47,32 @@ class TESSERA_API GradScaler {
   GradScaler(GradScaler&&) noexcept;
   GradScaler& operator=(GradScaler&&) noexcept;
 
-  /// `outputs` times the scale, for backward. The scale is a float: the product of a half loss
-  /// without dimensions is a float, which does not overflow.
+  /// Returns `outputs` times the scale, for backward. The scale is a float: the product with a half
+  /// loss without dimensions is a float, which does not overflow.
   at::Tensor scale(const at::Tensor& outputs) const;
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs) const;
 
   /// Divides the optimizer's reduced gradients by the scale, for example to clip them before the
-  /// step, and notes whether one is not finite on any rank. Collective over all mesh dims of the
-  /// model. Once per optimizer and update.
+  /// step, and records whether any rank has one that is not finite. Collective over all mesh dims
+  /// of the model. May be called once per optimizer and update.
   void unscale_(ShardedOptimizer& optimizer);
 
-  /// Unscales, unless that was done, and steps if all gradients of all ranks are finite. Returns
-  /// whether it stepped, the same on all ranks. Collective.
+  /// Unscales the gradients, if that was not done yet, and steps if all gradients of all ranks are
+  /// finite. Returns whether it stepped, the same on all ranks. Collective.
   bool step(ShardedOptimizer& optimizer);
-  /// The same for an optimizer of LibTorch's that steps on its own. Gradients that are DistTensors
-  /// are unscaled where they lie; collective over their meshes.
+  /// The same for an optimizer of LibTorch that is not sharded. Gradients that are DistTensors keep
+  /// their placements; collective over their meshes.
   void unscale_(torch::optim::Optimizer& optimizer);
   bool step(torch::optim::Optimizer& optimizer);
 
-  /// Throws `std::runtime_error`: a closure would need gradients of different scales. (Disabled:
-  /// `optimizer.step(closure)`.)
+  /// Throws `std::runtime_error`, because a closure would need gradients of different scales. If
+  /// disabled, calls `optimizer.step(closure)`.
   bool step(ShardedOptimizer& optimizer, const std::function<at::Tensor()>& closure);
 
-  /// Adapts the scale to what the steps since the last update met, or sets it to `new_scale`.
+  /// Adapts the scale to the overflows in the steps since the last update, or sets it to
+  /// `new_scale`.
   void update(std::optional<double> new_scale = std::nullopt);
-  void update(const at::Tensor& new_scale);  ///< of one element
+  void update(const at::Tensor& new_scale);  ///< a tensor of one element
 
   double get_scale() const;  ///< 1 if disabled
   bool is_enabled() const;
@@ -80,10 +81,10 @@ class TESSERA_API GradScaler {
   void set_backoff_factor(double factor);
   void set_growth_interval(int64_t steps);
 
-  /// Everything that a resumed run needs, under the names of PyTorch's `state_dict()`; empty if
-  /// disabled.
+  /// Returns everything that a resumed run needs, under the names of PyTorch's `state_dict()`;
+  /// empty if disabled.
   std::map<std::string, double> state() const;
-  /// Throws `c10::ValueError` if `state` lacks something.
+  /// Restores `state`. Throws `c10::ValueError` if an entry is missing.
   void load_state(const std::map<std::string, double>& state);
 
  private:

@@ -8,42 +8,42 @@
 
 namespace tessera {
 
-/// What has just happened to a sharded model.
+/// The event of a sharded model after which a sample is taken.
 enum class MemoryEvent : uint8_t {
   kStart,             ///< the tracer was made
   kForwardBegin,      ///< the first use of a parameter in a training pass
-  kUnitUsed,          ///< use has come to this unit, which is gathered
-  kGatherStarted,     ///< the unit's memory is there, its values are under way
-  kUnitGathered,      ///< they have arrived
-  kUnitFreed,         ///< the full parameters are gone
+  kUnitUsed,          ///< an operator begins to use this unit, which is gathered
+  kGatherStarted,     ///< the unit's buffer is allocated, and its gather has started
+  kUnitGathered,      ///< the gather of the unit is complete
+  kUnitFreed,         ///< the unit's full parameters were freed
   kBackwardBegin,     ///< the first gradient of a backward
-  kGradientMade,      ///< autograd has handed over a gradient of the unit
-  kReductionStarted,  ///< the unit's gradients are being sent
-  kUnitReduced,       ///< this rank's part of their sum is there
-  kGradientsCleared,  ///< the unit's gradients are forgotten
+  kGradientMade,      ///< autograd has produced a gradient of the unit
+  kReductionStarted,  ///< the reduction of the unit's gradients has started
+  kUnitReduced,       ///< this rank's part of the reduced gradients is available
+  kGradientsCleared,  ///< the unit's gradients were cleared
   kBackwardEnd,
   kStepBegin,  ///< the optimizer begins
   kStepEnd,
 };
 
-/// Its name in files: "unit gathered".
+/// Returns the event's name in files: "unit gathered".
 TESSERA_API const char* memory_event_name(MemoryEvent event);
 
 /// Bytes that one rank holds for a model, by kind.
 struct MemoryBytes {
   int64_t parameters = 0;  ///< shards, and units that stay whole: `ShardMemory::parameters`
-  int64_t gathered = 0;    ///< full parameters of units that are freed between uses
+  int64_t gathered = 0;    ///< full parameters of units that are resharded between uses
   int64_t gradients = 0;   ///< reduced: `ShardMemory::gradients`
   int64_t gradients_in_flight =
-      0;  ///< as autograd made them: waiting for their unit, or being sent
+      0;  ///< whole gradients that wait for the rest of their unit, or are being sent
   int64_t optimizer_state = 0;
   int64_t master_weights = 0;
-  int64_t offloaded = 0;  ///< master weights and optimizer state
+  int64_t offloaded = 0;  ///< offloaded master weights and optimizer state
   /// Activations and all else: tensors on the model's device that were made since the tracer was,
-  /// less those freed since, and less what is named above. Below 0 if older tensors were freed.
+  /// minus those freed since, and minus the kinds above. Negative if older tensors were freed.
   int64_t other = 0;
 
-  /// Bytes of the model itself: all but `other`.
+  /// Returns the bytes of the model itself: all but `other`.
   int64_t model() const {
     return parameters + gathered + gradients + gradients_in_flight + optimizer_state +
            master_weights + offloaded;
@@ -52,17 +52,17 @@ struct MemoryBytes {
   bool operator==(const MemoryBytes&) const = default;
 };
 
-/// What a rank held at one moment.
+/// The memory of a rank at one moment.
 struct MemorySample {
   int64_t time_us = 0;  ///< since the process started
-  int64_t step = 0;     ///< steps of the optimizer that the tracer had seen end
+  int64_t step = 0;     ///< number of optimizer steps that have ended since the tracer was made
   MemoryEvent event = MemoryEvent::kStart;
-  std::string unit;  ///< its name; empty where the event is not one of a unit
+  std::string unit;  ///< its name; empty if the event does not concern a unit
   MemoryBytes bytes;
-  /// Most bytes of `other` since the sample before: operators take more while they run than they
-  /// leave. On the CPU; on other devices that of now.
+  /// Maximum of `other` since the previous sample: operators take more memory while they run than
+  /// they leave. Known on the CPU; on other devices, the current value.
   int64_t peak_other = 0;
-  std::optional<int64_t> pss;  ///< of the process, where it was asked for
+  std::optional<int64_t> pss;  ///< of the process, if requested
 };
 
 }  // namespace tessera

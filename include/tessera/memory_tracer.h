@@ -12,15 +12,15 @@
 namespace tessera {
 
 struct MemoryTracerOptions {
-  /// Also read the process's memory (`pss_bytes()`) where forward, backward and step begin and end,
-  /// which takes the system a while.
+  /// Also reads the process's memory (`pss_bytes()`, which is slow) at the beginning and the end of
+  /// forward, backward and step.
   bool pss = false;
 
-  /// Samples of this many last steps are kept, beside those of the current one; 0: all.
+  /// Number of past steps whose samples are kept, besides those of the current step; 0: all.
   int64_t steps = 16;
 };
 
-/// Samples what a sharded model holds on this rank, at every event of its units, while it lives:
+/// Samples the memory of a sharded model on this rank, at every event of its units, while it lives:
 ///
 /// ```cpp
 /// tessera::MemoryTracer tracer(sharded);
@@ -29,14 +29,15 @@ struct MemoryTracerOptions {
 /// tracer.write_chrome_trace("memory.json");
 /// ```
 ///
-/// What the model holds is exact, by the library's own books. Activations are what remains of all
-/// tensors that this rank made since the tracer was: on the CPU counted as they are made and freed,
-/// where ranks are threads those made by the calling thread; elsewhere as the device's allocator
-/// says. A model beside this one is part of that. If the process has a CPU allocator of its own,
-/// they are not known.
+/// The bytes of the model are exact: the library accounts for them. Activations are the remainder
+/// of all tensors that this rank made since the tracer was made: on the CPU, counted as they are
+/// allocated and freed (where ranks are threads, those of the calling thread); elsewhere, as the
+/// device's allocator reports. They include the memory of any other model. If the process has set a
+/// CPU allocator of its own, activations are not known.
 ///
-/// Not collective, and makes no difference to results. It may be made and dropped at any time, best
-/// between two steps; several may live at once. Must be made and dropped by the thread that trains.
+/// Not collective, and does not change results. It may be made and destroyed at any time, best
+/// between two steps; several may live at once. Only the thread that trains may make and destroy
+/// it.
 class TESSERA_API MemoryTracer {
  public:
   explicit MemoryTracer(const ShardedModule& module, const MemoryTracerOptions& options = {});
@@ -44,28 +45,28 @@ class TESSERA_API MemoryTracer {
   MemoryTracer(MemoryTracer&&) noexcept;
   MemoryTracer& operator=(MemoryTracer&&) noexcept;
 
-  /// Begins the next step. An optimizer's `step()` does so by itself when it ends.
+  /// Begins the next step. An optimizer's `step()` calls this when it ends.
   void start_step();
 
-  /// Samples, ascending in time; never empty.
+  /// The samples in order of time; never empty.
   const std::vector<MemorySample>& samples() const;
-  /// The sample with most bytes, also if it is no longer kept.
+  /// The sample with the most bytes, even if it is no longer kept.
   const MemorySample& peak() const;
-  /// Most bytes of `MemoryBytes::model()` and of `other`, not at the same time.
+  /// Maxima of `MemoryBytes::model()` and of `other`, which need not be reached at the same time.
   int64_t peak_model_bytes() const;
   int64_t peak_other_bytes() const;
-  /// False if activations are not known; `other` is 0 then.
+  /// False if activations are not known; `other` is then 0.
   bool knows_other() const;
 
   /// Writes the samples as a JSON file for chrome://tracing and Perfetto. Give each rank its own
-  /// `path`. All of the functions that write throw `c10::Error` if a file can't be written.
+  /// `path`. All functions that write throw `c10::Error` if a file can't be written.
   void write_chrome_trace(const std::string& path) const;
-  /// One such file of all ranks, which rank 0 of the model writes. Collective; throws on every rank
-  /// if it can't be written.
+  /// Writes one such file for all ranks, on rank 0 of the model. Collective; throws on every rank
+  /// if the file can't be written.
   void write_merged_chrome_trace(const std::string& path) const;
 
-  /// Draws the last whole step, or all samples if there is none: areas by kind over time, the units
-  /// along it, and the peak with what caused it.
+  /// Draws the last complete step, or all samples if there is none: areas by kind over time, the
+  /// units along them, and the peak with its cause.
   void write_svg(const std::string& path) const;
 
   /// Writes the samples as a table, with the peak above it.

@@ -14,8 +14,8 @@
 
 namespace tessera::detail {
 
-/// True of tensors, and of optionals, vectors, arrays, maps (as values), pairs and tuples with
-/// tensors in them at any depth.
+/// True for tensors, and for optionals, vectors, arrays, maps (as values), pairs and tuples that
+/// contain tensors at any depth.
 template <class T>
 struct HoldsTensors : std::is_same<T, at::Tensor> {};
 template <class T>
@@ -36,7 +36,7 @@ struct HoldsTensors<std::tuple<T...>> : std::disjunction<HoldsTensors<T>...> {};
 template <class T>
 concept NestedTensors = HoldsTensors<T>::value;
 
-/// Replaces each tensor in `value` by what `f` makes of it.
+/// Replaces each tensor in `value` by the result of `f`.
 template <class T, std::invocable<const at::Tensor&> F>
 void replace_tensors(T& value, const F& f) {
   if constexpr (std::is_same_v<T, at::Tensor>) {

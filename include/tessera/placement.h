@@ -14,57 +14,57 @@ struct Replicate {
   bool operator==(const Replicate&) const = default;
 };
 
-/// The tensor is cut along its dim `dim` over the ranks of the mesh dim, as `torch::chunk` cuts:
-/// of n elements over k ranks, ceil(n / k) go to each of the front ranks, the rest to the last one
-/// that gets any, and nothing to those behind it.
+/// The tensor is sharded along its dim `dim` over the ranks of the mesh dim, as `torch::chunk`
+/// cuts: of n elements over k ranks, each of the first ranks gets ceil(n / k), the last one that
+/// gets any gets the rest, and the ranks behind it get none.
 ///
 /// With a `split_factor` f above 1 the dim is first cut into f equal blocks, and each block over
-/// the ranks: a rank has its part of every block, one after the other. So each rank has its heads
-/// of q, of k and of v if the rows of one weight are those of all three: `Shard{0, 3}`. The dim's
-/// size must be a multiple of f times the ranks, and no other mesh dim may shard it.
+/// the ranks: a rank has its part of every block, one after the other. So if the rows of one weight
+/// are those of q, k and v, `Shard{0, 3}` gives each rank its heads of all three. The dim's size
+/// must be a multiple of f times the number of ranks, and no other mesh dim may shard it.
 struct Shard {
-  /// A negative one counts from the end; see `normalize()`.
+  /// A negative value counts from the end; see `normalize()`.
   int64_t dim = 0;
   int64_t split_factor = 1;
   bool operator==(const Shard&) const = default;
 };
 
-/// How the terms of a `Partial` become values. `kNorm`: terms that are not negative become the
-/// square root of the sum of their squares, as the norms of parts become the norm of the whole.
+/// How the terms of a `Partial` are combined. `kNorm`: the square root of the sum of their squares,
+/// for terms that are not negative, as the norms of parts give the norm of the whole.
 enum class PartialOp : uint8_t { kSum, kAvg, kMax, kMin, kProd, kAny, kAll, kNorm };
 
-/// Each rank of the mesh dim has one term of a reduction that is still to be done.
+/// Each rank of the mesh dim has one term of a pending reduction.
 struct Partial {
   PartialOp op = PartialOp::kSum;
   bool operator==(const Partial&) const = default;
 };
 
-/// How a tensor lies on one dim of a `DeviceMesh`.
+/// How a tensor is placed on one dim of a `DeviceMesh`.
 using Placement = std::variant<Replicate, Shard, Partial>;
 
-/// One placement for each mesh dim, in their order. Mesh dims that shard the same tensor dim cut it
-/// one after the other: the first cuts the tensor, the second what the first left to a rank.
+/// One placement for each mesh dim, in order. Mesh dims that shard the same tensor dim cut it one
+/// after the other: the first cuts the tensor, the second the parts of the first.
 using Placements = std::vector<Placement>;
 
 inline bool is_replicate(const Placement& p) { return std::holds_alternative<Replicate>(p); }
 inline bool is_shard(const Placement& p) { return std::holds_alternative<Shard>(p); }
-/// Whatever the split factor.
+/// True for a `Shard` of `dim`, with any split factor.
 inline bool is_shard(const Placement& p, int64_t dim) {
   return is_shard(p) && std::get<Shard>(p).dim == dim;
 }
-/// A `Shard` with a split factor above 1.
+/// True for a `Shard` with a split factor above 1.
 inline bool is_split(const Placement& p) {
   return is_shard(p) && std::get<Shard>(p).split_factor > 1;
 }
 inline bool is_partial(const Placement& p) { return std::holds_alternative<Partial>(p); }
 
-/// "Shard(0)", "Shard(0, split_factor=3)", "Replicate", "Partial(sum)".
+/// Returns "Shard(0)", "Shard(0, split_factor=3)", "Replicate" or "Partial(sum)", for example.
 TESSERA_API std::string to_string(const Placement& placement);
-/// "[Shard(0), Replicate]".
+/// Returns "[Shard(0), Replicate]", for example.
 TESSERA_API std::string to_string(const Placements& placements);
 
-/// `placements` for each of `mesh_ndim` mesh dims and a tensor of `tensor_ndim` dims: mesh dims
-/// that none is given for become `Replicate`, negative dims of `Shard` are counted from the end.
+/// Returns `placements` completed for `mesh_ndim` mesh dims and a tensor of `tensor_ndim` dims:
+/// missing placements become `Replicate`, negative dims of `Shard` are counted from the end.
 ///
 /// Throws `c10::ValueError` for more placements than mesh dims, for a `Shard` of a dim that the
 /// tensor does not have, and for a split factor below 1.

@@ -21,7 +21,7 @@ class Optimizer;
 
 namespace tessera {
 
-/// A parameter on paper.
+/// A parameter's sizes, without its values.
 struct ParameterSize {
   std::vector<std::string> names;  ///< several if it is tied
   std::vector<int64_t> shape;
@@ -29,56 +29,58 @@ struct ParameterSize {
   bool trainable = true;
 };
 
-/// The distinct parameters of a model that is not sharded yet, in registration order.
+/// Returns the distinct parameters of a model that is not sharded yet, in registration order.
 TESSERA_API std::vector<ParameterSize> parameter_sizes(const torch::nn::Module& module);
 
-/// Reads the sizes of a model's parameters; no tensor is read. `path`:
+/// Reads the sizes of a model's parameters, and no values. `path` is one of:
 /// - a safetensors file, whose name ends in `.safetensors`,
 /// - a directory: a checkpoint of Tessera's, or one with safetensors files, which are chosen as
 ///   `import_checkpoint()` does: by its index, or all of them,
-/// - any other file is a list: a line for each parameter, `name dtype size...`, with ` frozen` at
+/// - any other file: a list with a line for each parameter, `name dtype size...`, with ` frozen` at
 ///   the end if it is not trained. `#` begins a comment. It may be a pipe.
 ///
-/// Files hold buffers like parameters: those of integers are taken as frozen parameters, the others
-/// as trained ones. Tensors of a safetensors file come in the order of their bytes.
-/// Throws `c10::ValueError` for what is none of these, or holds no parameter.
+/// Files hold buffers like parameters: those of integers are returned as frozen parameters, the
+/// others as trained ones. Tensors of a safetensors file are in the order of their bytes.
+/// Throws `c10::ValueError` if `path` is none of these, or holds no parameter.
 TESSERA_API std::vector<ParameterSize> read_parameter_sizes(const std::string& path);
 
-/// A made-up model: `numel` elements in `layers` parameters of equal size, to one element.
+/// Returns a made-up model: `numel` elements in `layers` parameters of equal size, to one element.
 TESSERA_API std::vector<ParameterSize> made_up_parameter_sizes(int64_t numel, int layers,
                                                                at::ScalarType dtype);
 
-/// The dtype of a name such as `float32`, `fp32`, `F32`, `bfloat16`, `bf16` or `int64`. Throws
-/// `c10::ValueError`.
+/// Returns the dtype of a name such as `float32`, `fp32`, `F32`, `bfloat16`, `bf16` or `int64`.
+/// Throws `c10::ValueError` for an unknown name.
 TESSERA_API at::ScalarType parse_dtype(const std::string& name);
 
-/// How many tensors of a parameter's size the optimizer keeps for each: 2 for Adam and AdamW.
-/// Throws `c10::NotImplementedError` for an optimizer other than LibTorch's Adagrad, Adam, AdamW,
-/// RMSprop and SGD, and `c10::ValueError` if its param groups differ.
+/// Returns how many tensors of a parameter's size the optimizer keeps for each parameter: 2 for
+/// Adam and AdamW. Throws `c10::NotImplementedError` for an optimizer other than LibTorch's
+/// Adagrad, Adam, AdamW, RMSprop and SGD, and CPUAdam, and `c10::ValueError` if its param groups
+/// differ in this.
 TESSERA_API int state_tensors_of(torch::optim::Optimizer& optimizer);
 
-/// What a plan is to be carried out on.
+/// The ranks and the optimizer for which a plan is evaluated.
 struct PlanReportOptions {
-  int ranks = 1;     ///< over which shards are spread: the size of `ShardPlan::process_group`
-  int replicas = 1;  ///< of each shard: the size of `ShardPlan::replicate_group`
-  int rank = 0;      ///< the one of `ranks` that is reported on; its replicas are like it
+  int ranks = 1;     ///< number of ranks that shard: the size of `ShardPlan::process_group`
+  int replicas = 1;  ///< copies of each shard: the size of `ShardPlan::replicate_group`
+  int rank = 0;      ///< the one of `ranks` to report on; its replicas are like it
 
-  /// See `state_tensors_of()`. They are kept in the dtype that the optimizer updates. (That of
-  /// Adagrad has the dtype that the parameters have when it is constructed.)
+  /// See `state_tensors_of()`. They are counted in the dtype that the optimizer updates. (Those of
+  /// Adagrad have the dtype that the parameters have when it is constructed.)
   int state_tensors = 2;
 
-  /// The units in the order in which forward and backward use them, by index. Both empty: in
-  /// registration order, and back. What backward reads nothing of, such as the weights of a first
-  /// layer, is used in forward only; trainable units in neither are taken along as the engine does.
+  /// Indices of the units in the order in which forward and backward use them. Both empty:
+  /// registration order, and the reverse. A unit that backward does not read, such as the weights
+  /// of a first layer, is used in forward only; trainable units in neither are inserted as the
+  /// engine does.
   std::vector<int> forward_order, backward_order;
 
   /// True: all ranks are on one host, and share its memory (the arena). At all levels but `kNone`,
-  /// each rank then counts its shard of the parameters, which are there once for all of them and
-  /// stay whole, and sends nothing.
+  /// each rank then counts only its shard of the parameters, of which all ranks share one copy that
+  /// stays whole, and sends nothing.
   bool shares_memory = false;
 };
 
-/// A unit on paper.
+/// A unit's sizes, without its values.
 struct PlannedUnit {
   std::string name;
   int64_t numel = 0;   ///< of its flat buffer, padding included
@@ -87,67 +89,70 @@ struct PlannedUnit {
   bool trainable = true;
 };
 
-/// What a rank sends in a step, by purpose. Bytes as a counting process group counts them where
-/// ranks send messages; in shared memory there are none.
+/// Traffic of a rank in a step, by purpose. Bytes are those that a counting process group counts
+/// where ranks send messages; in shared memory there are none.
 struct TESSERA_API PlannedTraffic {
   using Entry = CollectiveCounts::Entry;
-  Entry gather_forward;   ///< parameters, for forward (the first ones are sent at the last step)
+  Entry gather_forward;   ///< parameters, for forward (the first ones are sent in the step before)
   Entry gather_backward;  ///< parameters, for backward
-  Entry gather_updated;   ///< parameters that are whole between steps, after the step
+  Entry gather_updated;   ///< parameters that stay whole between steps, after the step
   Entry reduce;           ///< gradients, over the ranks that shard
   Entry gather_reduced;   ///< reduced gradients, at `ShardLevel::kNone`
   Entry replicate;        ///< reduced gradients, over the replicas
   Entry agree, agree_replicas;  ///< which parameters were used, over the ranks and the replicas
 
-  /// What goes through `ShardPlan::process_group` and `ShardPlan::replicate_group`.
+  /// Totals over `ShardPlan::process_group` and over `ShardPlan::replicate_group`.
   CollectiveCounts over_ranks() const;
   CollectiveCounts over_replicas() const;
   int64_t bytes_sent() const;
 };
 
-/// What one rank keeps and sends.
+/// Memory and traffic of one rank.
 struct TESSERA_API PlannedRank {
   int rank = 0;
-  /// As `ShardedOptimizer::memory()` says after a step, before `zero_grad()`. `peak_in_flight`,
-  /// which depends on how fast messages are, is 0. `peak_unsharded` is without what an operator
-  /// adds that uses parameters of several units at once.
+  /// As `ShardedOptimizer::memory()` returns it after a step, before `zero_grad()`.
+  /// `peak_in_flight`, which depends on the speed of messages, is 0. `peak_unsharded` does not
+  /// include the additional memory of an operator that uses parameters of several units at once.
   ShardMemory memory;
   PlannedTraffic traffic;
 
-  /// Bytes between steps: all of `memory` but the peaks.
+  /// Returns the bytes kept between steps: all of `memory` but the peaks.
   int64_t kept() const;
 };
 
-/// What a plan costs. See `plan_report()`.
+/// The cost of a plan. See `plan_report()`.
 struct PlanReport {
   std::vector<PlannedUnit> units;
-  size_t largest_unit = 0;  ///< the one with most bytes
+  size_t largest_unit = 0;  ///< index of the unit with the most bytes
   int64_t parameters = 0;   ///< elements, without padding
-  PlannedRank rank;         ///< `PlanReportOptions::rank`
-  PlannedRank fullest;      ///< the rank that keeps most, the lowest of equals
-  PlannedRank busiest;      ///< the rank that sends most, the lowest of equals
+  PlannedRank rank;         ///< the rank `PlanReportOptions::rank`
+  PlannedRank fullest;      ///< the rank that keeps the most, the lowest of equals
+  PlannedRank busiest;      ///< the rank that sends the most, the lowest of equals
 
-  /// By the formulas of the ZeRO paper (Rajbhandari et al., 2020), with P bytes of parameters, G of
-  /// gradients in their dtype, and K of optimizer state and master weights: P + G + K at `kNone`,
-  /// P + G + K/N at `kOptimizerState`, P + (G + K)/N at `kGradients` and (P + G + K)/N at
-  /// `kParameters`. Without padding.
+  /// Bytes by the formulas of the ZeRO paper (Rajbhandari et al., 2020), with P bytes of
+  /// parameters, G of gradients in their dtype, and K of optimizer state and master weights:
+  /// P + G + K at `kNone`, P + G + K/N at `kOptimizerState`, P + (G + K)/N at `kGradients` and
+  /// (P + G + K)/N at `kParameters`. Without padding.
   ///
   /// The engine differs in two points: it keeps reduced gradients in the dtype that the optimizer
   /// updates, and it keeps 1/N of them at `kOptimizerState`, too.
   double zero_paper_bytes = 0;
 };
 
-/// Tells what `plan` keeps and sends, from sizes alone: nothing is allocated, and nobody is asked.
+/// Computes the memory and the traffic of `plan` from sizes alone: allocates nothing, and contacts
+/// no other rank.
 ///
 /// Units are laid out by the functions that `fully_shard()` uses. So the figures are, to the byte,
-/// those that a job measures in steady state: a step after the first one, of one forward, one
+/// those that a job measures in steady state: a step after the first one, with one forward, one
 /// backward in which each trainable parameter gets a gradient on some rank, and one optimizer step
 /// of all trainable parameters; no clipping (16 bytes more are reduced), no activation checkpoints.
-/// Buffers and ignored parameters are not counted. Ranks send messages, or `options.shares_memory`.
+/// Buffers and ignored parameters are not counted. Ranks are taken to send messages, unless
+/// `options.shares_memory`.
 ///
-/// `plan.process_group` and `replicate_group` are not looked at: `options` stands for them. Throws
-/// `c10::ValueError` as `fully_shard()` does, for ranks, replicas, state or an order that can't be,
-/// and `c10::NotImplementedError` for `mesh_dim`, `sync_buffers` and `reduce_gradients = false`.
+/// `plan.process_group` and `replicate_group` are ignored: `options` takes their place. Throws
+/// `c10::ValueError` as `fully_shard()` does, and for impossible ranks, replicas, state or orders,
+/// and `c10::NotImplementedError` for `mesh_dim`, `memory_budget`, `sync_buffers` and
+/// `reduce_gradients = false`.
 TESSERA_API PlanReport plan_report(const std::vector<ParameterSize>& parameters,
                                    const ShardPlan& plan, const PlanReportOptions& options = {});
 

@@ -10,8 +10,8 @@
 
 namespace tessera {
 
-/// A process group that does something with each collective before or after it passes it on. To
-/// write one, implement `issue()` with `pass_on()`:
+/// A process group that acts on each collective before or after it passes it on to another process
+/// group. To write one, implement `issue()` with `pass_on()`:
 ///
 /// ```
 /// class Printing : public tessera::ProcessGroupDecorator {
@@ -42,7 +42,7 @@ class TESSERA_API ProcessGroupDecorator : public ProcessGroup {
   const ProcessGroupPtr inner_;
 };
 
-/// The collectives that went through a counting process group, by kind.
+/// The collectives that passed through a counting process group, by kind.
 struct TESSERA_API CollectiveCounts {
   struct Entry {
     int64_t calls = 0;
@@ -70,10 +70,10 @@ struct CollectiveRecord {
   Channel channel = Channel::kControl;
   int64_t bytes = 0;  ///< `Collective::nbytes()`
   int64_t issued_us = 0;
-  int64_t completed_us = -1;  ///< -1 while it runs
+  int64_t completed_us = -1;  ///< -1 while it is running
 };
 
-/// A process group that keeps the last `capacity` collectives (the flight record). When a wait on
+/// A process group that records the last `capacity` collectives (the flight record). When a wait on
 /// it throws, the message ends with the last few records of this rank.
 class TESSERA_API TracingProcessGroup : public ProcessGroupDecorator {
  public:
@@ -83,7 +83,7 @@ class TESSERA_API TracingProcessGroup : public ProcessGroupDecorator {
 TESSERA_API std::shared_ptr<TracingProcessGroup> tracing_process_group(ProcessGroupPtr inner,
                                                                        size_t capacity = 256);
 
-/// A fault for tests: the `nth` (from 0) collective named `name` (empty: any) fails or is late.
+/// A fault for tests: the `nth` (from 0) collective named `name` (empty: any) fails or is delayed.
 struct Fault {
   std::string name;
   int64_t nth = 0;

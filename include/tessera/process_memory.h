@@ -6,9 +6,9 @@
 
 namespace tessera {
 
-/// Bytes of memory of this process, pages that it shares with others counted in equal parts (PSS).
-/// The system walks all pages for it: not for inner loops. Throws `c10::Error` where the system has
-/// no /proc/self/smaps_rollup.
+/// Returns the bytes of memory of this process, in which pages that it shares with others count in
+/// equal parts (PSS). Slow, as the system walks all pages: not for inner loops. Throws `c10::Error`
+/// if the system has no /proc/self/smaps_rollup.
 TESSERA_API int64_t pss_bytes();
 
 }  // namespace tessera

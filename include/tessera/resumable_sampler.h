@@ -13,7 +13,7 @@
 
 namespace tessera {
 
-/// A sampler whose position can be saved and set while a data loader has it: copies share it.
+/// A sampler whose position can be saved and restored while a data loader uses it: copies share it.
 ///
 ///     ResumableSampler sampler(torch::data::samplers::DistributedRandomSampler(...));
 ///     auto loader = torch::data::make_data_loader(dataset, sampler, options);
@@ -23,8 +23,8 @@ namespace tessera {
 ///     sampler.load_state(loaded.rank_state.at("sampler"));
 ///     for (auto& batch : *loader) ...  // goes on behind the last batch
 ///
-/// The position is that of the batches that the loader has asked for: without workers those that
-/// training has had, with workers more (torch::data's loader asks ahead).
+/// The position counts the batches that the loader has requested: without workers, those that
+/// training has received; with workers more (torch::data's loader requests ahead).
 template <class Sampler>
 class ResumableSampler : public torch::data::samplers::Sampler<typename Sampler::BatchRequestType> {
  public:
@@ -33,7 +33,7 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename Sampler:
   explicit ResumableSampler(Sampler sampler)
       : shared_(std::make_shared<Shared>(Shared{std::move(sampler)})) {}
 
-  /// A loader that begins to iterate resets its sampler. Right after `load_state()` it goes on.
+  /// Called by a loader that begins to iterate. Right after `load_state()` it keeps the position.
   void reset(std::optional<size_t> new_size = std::nullopt) override {
     if (!std::exchange(shared_->is_loaded, false)) shared_->sampler.reset(new_size);
   }
@@ -45,7 +45,7 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename Sampler:
   }
   void load(torch::serialize::InputArchive& archive) override { shared_->sampler.load(archive); }
 
-  /// The position, as bytes. For `SaveOptions::rank_state`.
+  /// Returns the position as bytes, for `SaveOptions::rank_state`.
   at::Tensor state() const {
     torch::serialize::OutputArchive archive;
     save(archive);
@@ -56,7 +56,7 @@ class ResumableSampler : public torch::data::samplers::Sampler<typename Sampler:
     std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
     return state;
   }
-  /// Takes what `state()` gave of a sampler made in the same way.
+  /// Restores a position that `state()` of a sampler made in the same way returned.
   void load_state(const at::Tensor& state) {
     const at::Tensor bytes = state.contiguous();
     std::istringstream stream(

@@ -15,13 +15,13 @@ class Optimizer;
 namespace tessera {
 
 struct ShardedOptimizerOptions {
-  /// Step with LibTorch's fused kernels where the optimizer is exactly `AdamW`, `Adam`, `SGD` or
+  /// Steps with LibTorch's fused kernels if the optimizer is exactly `AdamW`, `Adam`, `SGD` or
   /// `Adagrad`. The results agree with the plain step to rounding.
   bool fused = true;
 
-  /// Clip the gradients to this norm at the beginning of each step; 0: do not.
+  /// Maximum norm to which the gradients are clipped at the beginning of each step; 0: no clipping.
   double max_grad_norm = 0;
-  ClipOptions clip = {};  ///< how; refused without `max_grad_norm`
+  ClipOptions clip = {};  ///< how to clip; refused without `max_grad_norm`
 };
 
 class ShardedOptimizer;
@@ -33,68 +33,69 @@ void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> part
 
 /// Steps the user's own optimizer on this rank's shards.
 ///
-/// The optimizer's param groups are changed in place: each parameter is replaced by the 1-D part of
-/// it that lies in this rank's shard (none, if it lies elsewhere). Options, schedulers and state of
-/// the optimizer keep working; `optimizer` must outlive this object. Parameters of the model that
-/// are put into param groups later, say by `inner().add_param_group()` to thaw layers, are taken
-/// over by the next step, checkpoint or full state; all ranks must do it alike. Optimizers must be
+/// Changes the optimizer's param groups in place: replaces each parameter by the 1-D part of it
+/// that lies in this rank's shard (empty if none does). Options, schedulers and state of the
+/// optimizer keep working; `optimizer` must outlive this object. Parameters of the model that are
+/// added to param groups later, say by `inner().add_param_group()` to unfreeze layers, are replaced
+/// by the next step, checkpoint or full state; all ranks must add the same ones. Optimizers must be
 /// elementwise; `LBFGS` is refused. With `Offload` they must be of a class whose state can be read:
 /// Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
 class TESSERA_API ShardedOptimizer {
  public:
-  /// Throws `c10::ValueError`, and changes nothing, if a parameter is not the model's or is in two
-  /// param groups, or for options that don't fit, and `c10::NotImplementedError` for LBFGS on flat
-  /// shards.
+  /// Throws `c10::ValueError`, and changes nothing, if a parameter does not belong to the model or
+  /// is in two param groups, or for invalid options, and `c10::NotImplementedError` for LBFGS on
+  /// flat shards.
   ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                    const ShardedOptimizerOptions& options = {});
   ~ShardedOptimizer();
   ShardedOptimizer(ShardedOptimizer&&) noexcept;
   ShardedOptimizer& operator=(ShardedOptimizer&&) noexcept;
 
-  /// Waits for the reductions, updates this rank's shards, and starts gathering what stays whole.
+  /// Waits for the reductions, updates this rank's shards, and starts gathering the units that stay
+  /// whole.
   ///
-  /// Collective. A parameter that no rank used since `zero_grad()` is left alone, as in one
-  /// process. Throws if there was no backward since the last `zero_grad()`. Where state is
-  /// offloaded, one unit is stepped after the other, so that little of it is in memory at a time.
+  /// Collective. A parameter that no rank used since `zero_grad()` is not changed, as in one
+  /// process. Throws if there was no backward since the last `zero_grad()`. If state is offloaded,
+  /// units are stepped one after another, so that little of the state is in memory at a time.
   void step();
 
-  /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first and returns its loss.
+  /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first, and returns its loss.
   at::Tensor step(const std::function<at::Tensor()>& closure);
 
-  /// Forgets all gradients. (The optimizer's and the module's own `zero_grad()` do the same.)
+  /// Clears all gradients. (The optimizer's and the module's own `zero_grad()` do the same.)
   void zero_grad();
 
   /// Undoes the constructor: the user's optimizer has the module's parameters again and, on every
-  /// rank, all of its state, as `full_state_dict()` gives it without master weights. This is of no
-  /// use then, and throws. To be called before `ShardedModule::unwrap()`, without which the
-  /// optimizer has nothing to step with.
+  /// rank, its full state, as `full_state_dict()` returns it, without master weights. Afterwards
+  /// this object throws. Call it before `ShardedModule::unwrap()`, without which the optimizer has
+  /// nothing to step with.
   ///
-  /// Collective. **Throws** on every rank, and changes nothing, as `full_state_dict()` does.
+  /// Collective. **Throws** on every rank, and changes nothing, if `full_state_dict()` would throw.
   void unwrap();
 
   /// See `ShardedModule::clip_grad_norm_`.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0);
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
 
-  /// Of what is offloaded, brings units back to the parameters' device for good: their master
-  /// copies, the state that the optimizer has for them, and what it will make. In the order of the
-  /// step, each unit that still fits into `nbytes`. Returns the bytes that this takes there, which
-  /// `memory()` then counts as `master_weights` and `optimizer_state`. Steps give the same bits.
-  /// Units that have parameters of another optimizer stay where they are.
+  /// Moves offloaded units back to the parameters' device permanently: their master weights, and
+  /// the optimizer's state for them, including state that it has not made yet. In the order of the
+  /// step, moves each unit that still fits into `nbytes`. Returns the bytes moved, which `memory()`
+  /// then counts as `master_weights` and `optimizer_state`. Steps stay bit-identical. Units that
+  /// have parameters of another optimizer are not moved.
   ///
-  /// Not collective: ranks may give different numbers. Waits for gathers that are under way. Room
-  /// that was taken in `ShardPlan::offload_directory` stays taken. Throws if nothing is offloaded.
+  /// Not collective: ranks may pass different numbers. Waits for gathers in progress. Space that
+  /// was taken in `ShardPlan::offload_directory` is not released. Throws if nothing is offloaded.
   int64_t keep_on_device(int64_t nbytes);
 
-  /// Steps taken so far, those before a checkpoint that was loaded included.
+  /// Returns the number of steps taken, including those before a checkpoint that was loaded.
   int64_t steps() const;
   void set_steps(int64_t steps);
 
-  /// The user's optimizer. Waits until the last step is over; all ranks must have come to it.
+  /// Returns the user's optimizer.
   torch::optim::Optimizer& inner() const;
   ShardedModule module() const;
 
-  /// `ShardedModule::memory()` plus this rank's optimizer state.
+  /// Returns `ShardedModule::memory()` plus this rank's optimizer state.
   ShardMemory memory() const;
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
 
-// Everything that a training program needs.
+// Includes everything that a training program needs.
 #include <tessera/activation_checkpoint.h>
 #include <tessera/async_checkpoint.h>
 #include <tessera/checkpoint.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-// The one place where the version is written; CMake reads it from here.
+// The version is defined only here; CMake reads it from this file.
 #define TESSERA_VERSION_MAJOR 0
 #define TESSERA_VERSION_MINOR 1
 #define TESSERA_VERSION_PATCH 0

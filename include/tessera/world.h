@@ -13,30 +13,30 @@ namespace tessera {
 
 class ProcessGroups;
 
-/// How tensors in host memory get from rank to rank.
+/// How data of tensors in host memory moves between ranks.
 enum class Transport : uint8_t {
-  kAuto,   ///< the arena where ranks share a host and its memory, else Gloo
+  kAuto,   ///< the arena where ranks share a host and its memory, otherwise Gloo
   kGloo,   ///< messages over TCP, also between ranks of one host
   kArena,  ///< ranks of one host read each other's memory; between hosts, messages over Gloo
 };
 
-/// How this process takes part in a job.
+/// How this process joins a job.
 struct WorldOptions {
-  /// Longest time that any wait may take, and that the rendezvous may take. The environment
-  /// variable `TESSERA_TIMEOUT` (seconds) wins over the default.
+  /// Longest time that any wait may take, the rendezvous included. The environment variable
+  /// `TESSERA_TIMEOUT` (seconds) overrides the default.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
   /// `gloo` or `nccl`; empty: `gloo`.
   std::string backend;
 
-  /// On the `gloo` backend. Where the arena can't be had, `kAuto` takes Gloo, and warns if that is
-  /// unexpected (it can't with a rank per host, or unequal numbers of them); `kArena` throws
-  /// `c10::NotImplementedError` on all ranks. The environment variable `TESSERA_TRANSPORT` (`gloo`,
-  /// `arena` or `auto`) wins over `kAuto`.
+  /// For the `gloo` backend. If the arena is not available, `kAuto` uses Gloo, and warns unless
+  /// this is expected (with one rank per host, or unequal numbers of ranks on the hosts); `kArena`
+  /// throws `c10::NotImplementedError` on all ranks. The environment variable `TESSERA_TRANSPORT`
+  /// (`gloo`, `arena` or `auto`) overrides `kAuto`.
   Transport transport = Transport::kAuto;
 };
 
-/// Where a rank stands, as told by the launcher.
+/// The position of a rank in its job, as given by the launcher.
 struct RankInfo {
   int rank = 0;
   int size = 1;
@@ -44,18 +44,19 @@ struct RankInfo {
   int local_size = 1;
   std::string master_addr;  ///< empty in a world of one
   int master_port = 0;
-  /// "torchrun", "mpirun", "srun", "tessera run", "environment", "spawn", "store" or "single".
+  /// "torchrun", "mpirun", "srun", "tessera run", "environment", "spawn", "store", "fake" or
+  /// "single".
   std::string source;
 };
 
 /// Reads the environment of torchrun, `tessera run` or a plain RANK/WORLD_SIZE (first choice),
-/// mpirun (OMPI_COMM_WORLD_*) or srun (SLURM_*). With none of them: a world of one.
+/// mpirun (OMPI_COMM_WORLD_*) or srun (SLURM_*). Without any of them, returns a world of one.
 ///
-/// Throws `c10::ValueError` for settings that contradict each other (a rank not below the world
-/// size, a missing MASTER_ADDR, text where a number is due).
+/// Throws `c10::ValueError` for settings that contradict each other or are invalid (a rank not
+/// below the world size, a missing MASTER_ADDR, text where a number is expected).
 TESSERA_API RankInfo rank_info_from_environment();
 
-/// The process groups that hybrid sharding needs; see `World::hybrid_process_groups`.
+/// The process groups for hybrid sharding; see `World::hybrid_process_groups`.
 struct HybridProcessGroups {
   ProcessGroupPtr shard;      ///< `ShardPlan::process_group`
   ProcessGroupPtr replicate;  ///< `ShardPlan::replicate_group`
@@ -64,10 +65,9 @@ struct HybridProcessGroups {
 /// The ranks of one job: owns the rendezvous store and the process group of all ranks.
 ///
 /// A `World` made by `init()` is the default of the thread that made it until it is destroyed, and
-/// of the process's other threads, if one thread has made all worlds that are there. Several
-/// threads may each have one: then several ranks live in one process. The destructor closes the
-/// connections, even if a model still holds the process group, whose collectives throw from then
-/// on.
+/// of the process's other threads, if one thread has made all existing worlds. Several threads may
+/// each have one: then several ranks live in one process. The destructor closes the connections,
+/// even if a model still holds the process group, whose collectives throw from then on.
 class TESSERA_API World {
  public:
   World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
@@ -83,12 +83,12 @@ class TESSERA_API World {
   const ProcessGroupPtr& process_group() const;
   const c10::intrusive_ptr<c10d::Store>& store() const;
 
-  /// Connects some ranks of this world, in this order, as a process group of their own.
+  /// Makes a process group of some ranks of this world, in this order.
   ///
   /// Collective over `ranks` alone; a rank that is not one of them gets null at once. Process
-  /// groups that have ranks in common must be made in the same order by those ranks. Closed with
-  /// the world. Throws `c10::ValueError` for ranks that the world does not have or that come twice,
-  /// and `c10::DistNetworkError` when one of them does not call it within the timeout.
+  /// groups with ranks in common must be made in the same order by those ranks. It is closed with
+  /// the world. Throws `c10::ValueError` for ranks that the world does not have and for duplicate
+  /// ranks, and `c10::DistNetworkError` if one of the ranks does not call this within the timeout.
   ProcessGroupPtr new_process_group(const std::vector<int>& ranks) const;
 
   /// Splits the world into process groups of `shard_size` neighbouring ranks, which shard a model,
@@ -96,7 +96,7 @@ class TESSERA_API World {
   /// Throws `c10::ValueError` unless `shard_size` divides the number of ranks.
   HybridProcessGroups hybrid_process_groups(int shard_size) const;
 
-  /// Puts a decorator (counting, tracing, faults) in place of the process group.
+  /// Replaces the world's process group, say by a decorator of it (counting, tracing, faults).
   void set_process_group(ProcessGroupPtr process_group);
 
  private:
@@ -107,26 +107,27 @@ class TESSERA_API World {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Joins the job that the environment describes, or that of `spawn()` on one of its ranks, and
-/// makes it the default world of this thread.
+/// Joins the job that the environment describes, or, on a rank of `spawn()`, the job of that call,
+/// and makes it the default world of this thread.
 ///
 /// Collective: returns when all ranks have called it. Keep the returned object until training ends;
 /// its destructor closes the connections.
 ///
-/// From the first call on, errors of LibTorch (and Tessera's are such) end without the frames of
-/// the stack, unless the environment has `TORCH_SHOW_CPP_STACKTRACES=1`, as in Python.
+/// From the first call on, errors of LibTorch, and so those of Tessera, show no stack frames,
+/// unless the environment has `TORCH_SHOW_CPP_STACKTRACES=1`, as in Python.
 ///
-/// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError` naming the
-/// address when the rendezvous is not reached within the timeout.
+/// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError`, naming
+/// the address, if the rendezvous is not reached within the timeout.
 [[nodiscard]] TESSERA_API World init(const WorldOptions& options = {});
 
 /// Joins a world whose ranks share `store` (for example threads with one `c10d::HashStore`).
 [[nodiscard]] TESSERA_API World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                      const WorldOptions& options = {});
 
-/// The default process group of this thread: that of the newest `World` that it has made, else of
-/// the rank that it works for, else one rank alone. Throws `c10::Error` on a thread that has made
-/// none where the ranks of the process are threads: nobody knows which rank it is.
+/// Returns the default process group of this thread: that of the newest `World` that the thread has
+/// made, else that of the rank that it works for, else one of a single rank. Throws `c10::Error` on
+/// a thread that has made no world if the ranks of the process are threads: its rank is then
+/// unknown.
 TESSERA_API ProcessGroupPtr default_process_group();
 
 }  // namespace tessera

@@ -20,17 +20,17 @@ namespace tessera {
 // C++ modules have no hooks, so parameters are watched one level below. All parameters of a unit
 // carry one more dispatch key, which nothing else uses and which comes before autograd and
 // autocast. The fallback registered here for that key therefore sees every operator that touches a
-// parameter, a view of one, or what autograd saved of one (all share the unit's storage), and has
-// the unit gathered before the operator runs. The key is excluded while it runs, so the operators
-// inside it are not seen again.
+// parameter, a view of one, or a tensor that autograd saved from one (all share the unit's
+// storage), and gathers the unit before the operator runs. The key is excluded while the operator
+// runs, so operators inside it are not seen again.
 //
-// Operators that make a view read no data and gather nothing; the view is seen when it is used.
-// Some of them copy after all (`reshape`, `contiguous`, `to`): the key is not excluded for them, so
-// that the operator that copies is seen. After an operator that writes to a parameter, this rank's
-// part is copied to its shard.
+// Operators that make a view read no data, so nothing is gathered for them; the view is seen when
+// it is used. Some of them may copy instead (`reshape`, `contiguous`, `to`): the key is not
+// excluded for them, so that the copying operator is seen. After an operator that writes to a
+// parameter, this rank's part is copied to its shard.
 //
-// Deferred tensors carry the same key; operators without a parameter of a unit are theirs. See
-// [Note: Deferred init] in init/recorder.cpp.
+// Deferred tensors carry the same key; operators without a parameter of a unit are passed to
+// deferred init. See [Note: Deferred init] in init/recorder.cpp.
 namespace {
 
 bool is_view(const c10::FunctionSchema& schema) {
@@ -41,7 +41,7 @@ bool is_view(const c10::FunctionSchema& schema) {
   });
 }
 
-// `set_data()` asks whether one tensor can take the other's place; no value is read.
+// `set_data()` asks whether one tensor can replace the other; no value is read.
 bool reads_no_data(const c10::OperatorHandle& op) {
   return op.operator_name().name == "aten::_has_compatible_shallow_copy_type";
 }
@@ -51,8 +51,8 @@ void add_unit(std::vector<Unit*>& units, const at::Tensor& tensor) {
   if (unit && std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
 }
 
-// An operator uses parameters, mostly of one model. Each model hears of its own: its units have
-// their place in its order.
+// An operator mostly uses parameters of a single model. Each model is notified of its own units
+// only, as their uses have positions in that model's order.
 class UseScope {
  public:
   UseScope(const std::vector<Unit*>& used, const std::vector<Unit*>& written) {

@@ -10,33 +10,33 @@ namespace tessera {
 // [Note: One order of gathers]
 //
 // A gather needs all ranks. Ranks may differ in which units they use (a branch taken by some, a
-// batch without images), and then on-demand gathers would wait for each other forever. So there is
-// one order of use, equal on all ranks: first the order of registration and back, and after the
-// first pass the merge of what the ranks really did. From the order follows a plan
-// (plan_residency): what to free and what to gather when use reaches each position. A rank that
-// uses a unit executes the plan up to the next position of that unit, and at the end of backward
-// what remains: the sequence of gathers is that of the plan on every rank, whatever each of them
-// used.
+// batch without images), and then on-demand gathers would wait for each other forever. So all ranks
+// follow one order of use: at first registration order and its reverse, and after the first pass
+// the merge of the orders that the ranks recorded. A plan is derived from the order
+// (plan_residency): which units to free and which to gather when use reaches each position. A rank
+// that uses a unit executes the plan up to the next position of that unit, and executes the rest at
+// the end of backward: every rank runs the plan's sequence of gathers, whichever units it used.
 //
-// A use that the order does not expect is served on demand. That is right if all ranks do it; the
-// order is then learned anew at the end of the pass. If one rank does it alone, its wait times out
-// and the error names the unit. (In the first pass, where uses out of the order of registration are
-// usual, only those in between may differ.)
+// A use that the order does not expect is served by a gather on demand. That is right if all ranks
+// have that use; the order is then learned anew at the end of the pass. If only one rank has it,
+// its wait times out and the error names the unit. (In the first pass, where uses out of
+// registration order are usual, ranks may differ only in the uses in between.)
 //
-// A pass ends with its backward. Grad mode alone does not tell what belongs to one: layers look at
-// their weights under no_grad (norms, statistics), and frozen parts run under it. So:
+// A pass ends with its backward. Grad mode alone does not tell which uses belong to a pass: layers
+// read their weights under no_grad (norms, statistics), and frozen parts run under it. So:
 //
-// - Between passes, uses without gradients follow the forward part of the order. One that lies
-//   behind begins the next evaluation: what is left of this one is done first, as all ranks do it.
-//   The first use with gradients begins a pass. If it lies ahead, what was used so far was the
-//   beginning of that pass, and nothing is gathered again; if not, the evaluation ends here.
-// - In a pass, uses without gradients belong to it, but for those from the first unit of the order
-//   on, where the pass does not expect it: that is an evaluation between forward and backward. It
-//   has a cursor of its own, ends at the next use with gradients, and leaves the units of the pass
-//   where they are.
+// - Between passes, uses without gradients follow the forward part of the order. A use whose
+//   position lies behind begins the next evaluation: the rest of the current one is executed first,
+//   as on all ranks. The first use with gradients begins a pass. If its position lies ahead, the
+//   uses so far were the beginning of that pass, and nothing is gathered again; if not, the
+//   evaluation ends here.
+// - In a pass, uses without gradients belong to it, except for those that start at the first unit
+//   of the order where the pass does not expect it: that is an evaluation between forward and
+//   backward. It has a cursor of its own, ends at the next use with gradients, and leaves the units
+//   of the pass where they are.
 namespace {
 
-// Evaluation in grad mode, without a backward, must not grow the record without end.
+// Evaluation in grad mode, without a backward, must not grow the record without bound.
 constexpr size_t kLongestRecord = 100'000;
 
 bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
@@ -97,7 +97,7 @@ void Residency::check_unused(const char* call) const {
 }
 
 void Residency::use(const std::vector<Unit*>& units) {
-  // Nearly always the unit of the last operator again.
+  // Nearly always, it is the unit of the last operator again.
   if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded &&
       (last_trained_ || !in_training()))
     return;
@@ -112,8 +112,8 @@ void Residency::use(const std::vector<Unit*>& units) {
   in_use_.clear();
 }
 
-// The units of one operator come as its arguments do, which need not be as the order has them
-// (`addmm` takes the bias first): taking them as they come would jump over the uses between them.
+// The units of one operator arrive in the order of its arguments, which need not be the order of
+// use (`addmm` takes the bias first): using them as they arrive would skip the uses in between.
 std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   if (units.size() == 1) return units;
   const Cursor& cursor = sweep_.position >= 0 && !in_training() ? sweep_ : training_;
@@ -146,7 +146,7 @@ void Residency::use_one(Unit& unit) {
   if (unit.state() == Unit::State::kSharded) unit.unshard();
 }
 
-// The order that this use follows. See [Note: One order of gathers].
+// Returns the cursor that this use follows. See [Note: One order of gathers].
 Residency::Cursor& Residency::cursor_for(const Unit& unit, bool trains) {
   if (trains) {
     end_sweep();
@@ -165,14 +165,14 @@ void Residency::record(const Unit& unit) {
     if (used_.forward.size() > kLongestRecord) forget_pass(), deviated_ = true;
     return;
   }
-  // Backward begins with the unit that forward ended with; as that was the last one, its use was
-  // not seen.
+  // Backward begins with the unit that forward ended with; as that was the last unit used, its use
+  // in backward was not seen.
   if (used_.backward.empty() && !used_.forward.empty())
     append_use(used_.backward, used_.forward.back());
   append_use(used_.backward, unit.index());
 }
 
-// True if a use without gradients, in a pass, begins an evaluation.
+// True if a use without gradients within a pass begins an evaluation.
 bool Residency::begins_sweep(const Unit& unit) const {
   if (order_.forward.empty() || unit.index() != order_.forward.front()) return false;
   if (training_.position < 0 || training_.order[training_.position] == unit.index()) return false;
@@ -189,7 +189,7 @@ void Residency::end_sweep() {
   pinned_.clear();
 }
 
-// The first use with gradients.
+// Called at the first use with gradients.
 void Residency::begin_pass(const Unit& unit) {
   const bool goes_on =
       training_.position >= 0 && (training_.order[training_.position] == unit.index() ||
@@ -199,7 +199,7 @@ void Residency::begin_pass(const Unit& unit) {
   for (const int used : std::exchange(prelude_, {})) record(*units_[used]);
 }
 
-// Between passes: does what is left of the evaluation, as all ranks do.
+// Between passes: executes the rest of the evaluation's plan, as all ranks do.
 void Residency::finish_evaluation() {
   prelude_.clear();
   if (training_.position < 0) return;
@@ -208,15 +208,16 @@ void Residency::finish_evaluation() {
   if (resident_bytes_ >= 0) free_all();
 }
 
-// Does what the plan has after the last use, as all ranks do.
+// Executes the rest of the plan after the last use, as all ranks do.
 void Residency::finish(Cursor& cursor) {
   if (cursor.position < 0) return;
   execute(cursor, cursor.position + 1, static_cast<int>(cursor.order.size()));
   cursor.position = -1;
 }
 
-// How far uses may move the cursor: without gradients not into backward. The order of registration
-// is a guess: a forward that comes back to a unit is not in backward yet, either.
+// How far uses may move the cursor: without gradients, not into backward. Registration order is a
+// guess: until an order is learned, a forward that returns to a unit is not in backward yet,
+// either.
 ptrdiff_t Residency::reach(const Cursor& cursor) const {
   const bool is_forward = !in_training() || (!learned_ && !in_backward());
   return is_forward ? forward_end() : std::ssize(cursor.order);
@@ -230,13 +231,14 @@ ptrdiff_t Residency::find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) c
   return next == begin + end ? -1 : next - begin;
 }
 
-// Moves to the next use of `unit` in the order, doing what the plan says on the way.
+// Moves to the next use of `unit` in the order and executes the plan up to it. False if there is
+// none.
 bool Residency::advance(Cursor& cursor, int unit) {
   if (cursor.position >= 0 && cursor.order[cursor.position] == unit) return true;
   ptrdiff_t target = find_ahead(cursor, unit, reach(cursor));
   const bool evaluates = &cursor == &sweep_ || !trains_;
   if (target < 0 && evaluates) {
-    // The next evaluation begins: end this one, then look again.
+    // The next evaluation begins: end the current one, then look again.
     &cursor == &sweep_ ? finish(sweep_) : finish_evaluation();
     free_all();
     target = find_ahead(cursor, unit, reach(cursor));
@@ -254,7 +256,7 @@ void Residency::execute(const Cursor& cursor, int from, int to) {
   }
 }
 
-// A planned gather always runs, even if the unit happens to be here: other ranks count on it.
+// A planned gather always runs, even if the unit is gathered here already: other ranks count on it.
 void Residency::gather(Unit& unit) {
   std::erase(postponed_, &unit);
   if (ahead_[unit.index()]) {
@@ -300,7 +302,7 @@ void Residency::end_pass() {
   if (resident_bytes_ >= 0) {
     free_all();
   } else {
-    // Everything stays until the step; the next pass need not gather it again.
+    // All units stay until the step; the next pass need not gather them again.
     for (const int unit : training_.order) ahead_[unit] = true;
   }
 }
@@ -308,7 +310,7 @@ void Residency::end_pass() {
 bool Residency::wants_to_learn() const {
   const auto guard = lock();
   if (!learned_) return true;
-  // A second backward of the same forward tells nothing of the next pass.
+  // A second backward of the same forward says nothing about the next pass.
   if (used_.forward.empty()) return false;
   // Far fewer uses than expected: the order was learned in an unusual pass.
   const size_t uses = used_.forward.size() + used_.backward.size();
@@ -349,8 +351,8 @@ void Residency::on_step(const std::vector<bool>& changed) {
     training_ = make_cursor(order_.joined());
     sweep_ = make_cursor(order_.forward);
   }
-  // Units that always exist whole are gathered now, in order of use, while the next forward begins;
-  // of the others, the first ones.
+  // Units that are never freed are gathered now, in order of use, while the next forward begins; of
+  // the others, only the first ones.
   std::vector<bool> done(units_.size(), false);
   for (const int index : training_.order) {
     Unit& unit = *units_[index];
@@ -363,7 +365,7 @@ void Residency::on_step(const std::vector<bool>& changed) {
   for (Unit* unit : units_) {
     if (done[unit->index()]) continue;
     if (unit->frees() && held_ > 0) unit->unshard();
-    // Not in the order, so nobody is known to use it: gathered when it is used after all.
+    // Not in the order, so no rank is known to use it: gathered if it is used after all.
     const bool is_stale = changed[unit->index()] && unit->layout().level != ShardLevel::kNone;
     if (unit->frees() || !is_stale) continue;
     unit->reshard();
@@ -399,8 +401,8 @@ void Residency::hold_all() {
   for (Unit* unit : units_) unit->wait();
 }
 
-// Called while an exception unwinds the stack, maybe because another rank is gone: a gather that is
-// under way is not waited for.
+// Called while an exception unwinds the stack, maybe because another rank is gone: does not wait
+// for a gather that is under way.
 void Residency::release_all() noexcept {
   const auto guard = lock();
   if (--held_ > 0) return;
@@ -411,7 +413,7 @@ void Residency::release_all() noexcept {
       const bool is_free = unit->state() == Unit::State::kUnsharded && !running_.uses(unit);
       if (unit->frees() && is_free) unit->reshard();
     }
-  } catch (const std::exception&) {  // the next use says it
+  } catch (const std::exception&) {  // the next use reports it
   }
 }
 

@@ -20,55 +20,57 @@ class Residency {
  public:
   Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch);
 
-  /// Makes `units`, which one operator uses together, unsharded. Any thread: see [Note: Several
-  /// threads] in running_operators.cpp.
+  /// Unshards `units`, which one operator uses together, and waits for them. Any thread may call
+  /// it: see [Note: Several threads] in running_operators.cpp.
   void on_use(const std::vector<Unit*>& units, bool writes);
-  /// The operator is over.
+  /// Ends the use that this thread began last.
   void on_used() noexcept;
-  /// While it is held, other threads wait in all that they call here.
+  /// While it is held, other threads block in their calls of this class.
   std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
-  /// Throws if an operator of another thread uses the model, where there are several ranks.
+  /// Throws if an operator of another thread uses the model. Does nothing with a single rank.
   void check_unused(const char* call) const;
 
-  /// All ranks, at the end of backward: does the gathers that this rank did not come to in this
-  /// pass, so that all have done the same ones, and frees what is not to stay.
+  /// Called by all ranks at the end of backward: runs the planned gathers that this rank has not
+  /// reached in this pass, so that all ranks have run the same ones, and frees units that are not
+  /// to stay.
   void end_pass();
 
-  /// True until an order is learned, and if this pass did not fit the order.
+  /// True until an order has been learned, and again if this pass did not fit the order.
   bool wants_to_learn() const;
-  /// What this rank used since the last `forget_pass()`.
+  /// The uses of units on this rank since the last `forget_pass()`.
   const PassOrder& used() const { return used_; }
   void forget_pass();
-  /// How often units were used outside of training since then, where nobody waits for ranks that
-  /// don't use them only because the ranks share their memory; else 0.
+  /// Number of unit uses outside of training since then. Counted only where units stay gathered
+  /// because the ranks share their memory, so that no rank waits for one that skips a unit; else 0.
   int64_t uses_in_evaluation() const { return uses_in_evaluation_; }
-  /// All ranks, with equal arguments: follow `pass` from the next pass on.
+  /// Called by all ranks, with equal arguments: follows `pass` from the next pass on.
   void learn(const PassOrder& pass);
   /// The order that training passes follow.
   const PassOrder& order() const { return order_; }
 
-  /// All ranks: the shards of the units with `changed[unit]` have new values. Frees or re-gathers
-  /// full parameters and starts the next pass.
+  /// Called by all ranks when the shards of the units with `changed[unit]` have new values. Frees
+  /// or re-gathers full parameters and starts the next pass.
   void on_step(const std::vector<bool>& changed);
 
-  /// All ranks, with equal arguments: another limit, from the next step of the optimizer on.
+  /// Called by all ranks, with equal arguments: sets the limit that holds from the next optimizer
+  /// step on.
   void set_resident_bytes(int64_t resident_bytes);
   int64_t resident_bytes() const { return resident_bytes_; }
   int prefetch() const { return prefetch_; }
-  /// Bytes of each unit's full parameters, 0 if they are not freed between uses.
+  /// Bytes of each unit's full parameters, 0 for units that are not freed between uses.
   std::vector<int64_t> freed_nbytes() const;
 
-  /// All ranks: frees all units that can be freed, unless they are held.
+  /// Called by all ranks: frees all units that can be freed; does nothing while units are held.
   void free_everything();
 
-  /// All ranks: gathers everything and leaves it so until the matching call.
+  /// Called by all ranks: gathers all units and keeps them until the matching `release_all()`.
   void hold_all();
-  /// Waits for nothing and does not throw: what can't be freed at once goes with the next use.
+  /// Neither waits nor throws: units that can't be freed at once are freed at the next use.
   void release_all() noexcept;
   bool is_held() const { return held_ > 0; }
 
  private:
-  // A position in an order of use, and what to do on the way.
+  // A position in an order of use, and the planned actions at each position.
   struct Cursor {
     UseOrder order;
     std::vector<ResidencyStep> steps;
@@ -105,25 +107,25 @@ class Residency {
   int prefetch_;
   bool any_frees_ = false;
   bool several_ranks_ = false;
-  bool stays_shared_ = false;  // would be freed, but for memory that the ranks share
+  bool stays_shared_ = false;  // would be freed if the ranks did not share their memory
   bool learned_ = false;
   bool deviated_ = false;
   int held_ = 0;
-  bool released_ = false;  // the last hold has ended, and not everything is freed yet
-  bool trains_ = false;    // gradients were wanted since the last `restart()`
+  bool released_ = false;  // the last hold has ended, but not all units are freed yet
+  bool trains_ = false;    // a use wanted gradients since the last `restart()`
   PassOrder order_;
-  Cursor training_;   // evaluations between passes follow its forward part, again and again
+  Cursor training_;   // evaluations between passes follow its forward part repeatedly
   Cursor sweep_;      // the same part, for an evaluation in the middle of a pass
   UseOrder prelude_;  // uses without gradients since the cursor left its start
   PassOrder used_;
   int64_t uses_in_evaluation_ = 0;
-  PassOrder mine_;  // what this rank used in the pass that the order was learned from
+  PassOrder mine_;  // this rank's uses in the pass from which the order was learned
   Unit* last_ = nullptr;
-  bool last_trained_ = false;     // gradients were wanted at its use
-  std::vector<Unit*> in_use_;     // by the current operator
-  std::vector<Unit*> postponed_;  // to be freed when the current operator is over
-  std::vector<bool> pinned_;      // belong to the pass that an evaluation interrupts
-  std::vector<bool> ahead_;       // gathered before the plan came to it
+  bool last_trained_ = false;     // its use wanted gradients
+  std::vector<Unit*> in_use_;     // units of the current operator
+  std::vector<Unit*> postponed_;  // to be freed when the current operator has ended
+  std::vector<bool> pinned_;      // units of the pass that an evaluation interrupts
+  std::vector<bool> ahead_;       // gathered before the plan reached them
   RunningOperators running_;
   mutable std::recursive_mutex mutex_;
 };

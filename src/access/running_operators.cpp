@@ -9,16 +9,16 @@ namespace tessera {
 
 // [Note: Several threads]
 //
-// A model may be used by several threads, one after another: forward on one, backward on another
-// one. What they must not do where units are freed between uses is to use it at the same time: the
-// order in which they would gather and free units is another one on each rank, and one would free
-// what the other's operator reads. So an operator that finds one of another thread running is an
-// error there, unless all that it needs is in use anyway.
+// A model may be used by several threads, one after another: forward on one, backward on another.
+// Where units are freed between uses, threads must not use the model at the same time: the order in
+// which they would gather and free units would differ between ranks, and one thread would free a
+// unit that the other's operator reads. So an operator that finds one of another thread running is
+// an error there, unless all units that it needs are in use anyway.
 //
-// All else is as in plain LibTorch. Where units are not freed (lower levels, a single rank, memory
-// that the ranks of a host share, `keep_unsharded()`), threads may use them at the same time, but
-// not read what another one writes, if there are other ranks that do the same. Autograd's own
-// threads, which work for one backward, each on its device, are one user.
+// Otherwise the rules are those of plain LibTorch. Where units are not freed (lower levels, a
+// single rank, memory that the ranks of a host share, `keep_unsharded()`), threads may use them at
+// the same time; with several ranks, however, a thread may not read a unit that another one writes.
+// Autograd's own threads, which work for one backward, each on its device, count as one user.
 
 bool RunningOperators::Use::has(const Unit* unit) const {
   return std::find(units.begin(), units.end(), unit) != units.end();

@@ -9,15 +9,15 @@
 
 namespace tessera {
 
-/// The operators that use parameters of one model now, on all threads of this rank.
+/// The operators, on all threads of this rank, that currently use parameters of one model.
 ///
 /// See [Note: Several threads] in running_operators.cpp. Not thread-safe itself.
 class RunningOperators {
  public:
-  /// An operator of this thread begins to use `units`, until `leave()`. `frees`: units are freed
-  /// between uses. Throws if an operator of another thread runs that it can't go with.
+  /// Registers an operator of this thread that uses `units` until `leave()`. `frees`: units are
+  /// freed between uses. Throws if a running operator of another thread conflicts with it.
   void enter(const std::vector<Unit*>& units, bool writes, bool frees);
-  /// The operator that this thread has entered last is over.
+  /// Ends the operator that this thread has entered last.
   void leave();
 
   /// Throws if an operator of another thread uses one of the model's units.

@@ -7,8 +7,8 @@
 namespace tessera {
 namespace {
 
-// Shortest common supersequence by dynamic programming; among equally short ones, that which takes
-// the lower unit first, which is where `insert_missing` would put it.
+// Shortest common supersequence by dynamic programming; among equally short ones, the one that
+// takes the lower unit first, which is where `insert_missing` would put it.
 UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
   const size_t rows = a.size(), columns = b.size();
   std::vector<std::vector<int>> length(rows + 1, std::vector<int>(columns + 1));
@@ -41,7 +41,7 @@ UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
   return merged;
 }
 
-// Units that stay in memory beyond the planned window, and when each is used next.
+// Units that stay in memory beyond the planned window, and the positions of their uses.
 class ResidentSet {
  public:
   ResidentSet(const UseOrder& order, const std::vector<int64_t>& nbytes, int64_t limit)
@@ -52,7 +52,8 @@ class ResidentSet {
 
   bool add(int unit) { return units_.insert(unit).second; }
 
-  // Frees what is neither in `window` nor within the limit, farthest next use first.
+  // Frees units outside `window` that exceed the limit or have no further use, farthest next use
+  // first.
   std::vector<int> shrink(size_t position, const std::set<int>& window) {
     std::vector<int> idle;
     int64_t idle_bytes = 0;
@@ -124,7 +125,7 @@ void insert_missing(PassOrder& pass, const std::vector<int>& all) {
     while (before >= 0 && !has(pass.forward, before)) --before;
     auto after = std::find(pass.forward.begin(), pass.forward.end(), before);
     pass.forward.insert(before < 0 ? pass.forward.begin() : after + 1, unit);
-    // Backward comes to it before it comes to that neighbour for the last time.
+    // In backward, it goes before the last use of that neighbour.
     auto last = std::find(pass.backward.rbegin(), pass.backward.rend(), before);
     pass.backward.insert(last == pass.backward.rend() ? pass.backward.end() : last.base() - 1,
                          unit);

@@ -8,12 +8,12 @@ namespace tessera {
 /// Unit indices in order of use; no two neighbours are equal.
 using UseOrder = std::vector<int>;
 
-/// Appends `unit` unless it is the last already.
+/// Appends `unit` unless it is already the last one.
 void append_use(UseOrder& order, int unit);
 
-/// The shortest order that contains each of `orders` as a subsequence, merged two at a time; a
-/// deterministic function of its argument, so ranks that exchanged their orders agree on the
-/// result.
+/// Merges `orders`, two at a time, into the shortest order that contains each of them as a
+/// subsequence. The result depends on the argument alone, so ranks that exchanged their orders
+/// agree on it.
 UseOrder merge_orders(const std::vector<UseOrder>& orders);
 
 /// The uses of one training pass.
@@ -25,33 +25,33 @@ struct PassOrder {
   bool operator==(const PassOrder&) const = default;
 };
 
-/// The order assumed before anything is known: registration order, and back.
+/// The order assumed before any pass was recorded: registration order, then its reverse.
 PassOrder registration_order(int units);
 
-/// Inserts the units of `all` that `pass` lacks beside their neighbours in registration order, so
+/// Inserts the units of `all` that `pass` lacks next to their neighbours in registration order, so
 /// that a rank that uses one of them for the first time finds it where the other ranks expect it.
 void insert_missing(PassOrder& pass, const std::vector<int>& all);
 
-/// Units by their last use in backward; those that it does not use come last, in reverse
-/// registration.
+/// Returns all units, sorted by their last use in `backward`. Units that it does not use count as
+/// used at its end; among equals, the order is reverse registration.
 std::vector<int> reduction_order(const UseOrder& backward, int units);
 
-/// What to do when use reaches a position of the order: first free, then gather.
+/// The actions at one position of the order: first free, then gather.
 struct ResidencyStep {
   std::vector<int> free;
   std::vector<int> gather;
 };
 
-/// Decides which units are in memory at each position of an order of use.
+/// Plans which units are in memory at each position of an order of use.
 ///
-/// At position p, the unit used there and the next `prefetch` others are gathered. Others may stay
-/// while their bytes sum to at most `resident_bytes` (-1: no limit); the one whose next use is
-/// farthest goes first (Belady's rule, which is optimal for equal sizes). Only units with `nbytes >
-/// 0` take part.
+/// At position p, the unit used there and those of the next `prefetch` positions are gathered.
+/// Others may stay while their bytes sum to at most `resident_bytes` (-1: no limit); the unit whose
+/// next use is farthest is freed first (Belady's rule, which is optimal for equal sizes). Only
+/// units with `nbytes > 0` take part.
 std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vector<int64_t>& nbytes,
                                           int64_t resident_bytes, int prefetch);
 
-/// How many bytes are gathered at each position of such a plan.
+/// Returns how many bytes are gathered at each position of such a plan.
 std::vector<int64_t> gathered_bytes(const std::vector<ResidencyStep>& steps,
                                     const std::vector<int64_t>& nbytes);
 

@@ -17,29 +17,31 @@ namespace tessera {
 
 // [Note: Collectives without messages]
 //
-// Ranks of one host have mapped each other's heaps. In a collective each rank shows the others
-// where its data lies (a post), waits until those it needs show theirs, and reads them where they
-// are. Nobody copies for others, and there is no thread beside the rank's own: a rank does its part
-// of a collective when it waits, and of all others that are under way whenever it calls in. What a
-// rank shows it keeps until all others have said that they have read it.
+// Ranks of one host have mapped each other's heaps. In a collective each rank publishes where its
+// data lies (a post), waits for the posts that it needs, and reads the data in place. No rank
+// copies on behalf of another, and there are no helper threads: a rank does its share of a
+// collective when it waits for it, and its share of all others under way whenever it calls into the
+// arena. A rank keeps published data until all other ranks have reported that they have read it.
 //
-// A channel's collectives have numbers, equal on all ranks; the post of number n lies in slot
-// n % kSlots. A rank that comes with another collective than the rest is found by the fingerprint.
+// A channel's collectives are numbered equally on all ranks; the post of number n lies in slot
+// n % kSlots. The fingerprint detects a rank that issues a different collective than the rest.
 //
-// Each rank has a bell. Who shows or has read something rings the others' bells. Who waits looks at
-// its bell, then does what it can, and sleeps only if the bell has not rung since: for a short
-// while on its core, then in the kernel. It wakes now and then to see whether the others live.
+// Each rank has a bell. A rank that publishes a post or finishes reading rings the others' bells. A
+// waiting rank notes its bell's count, does the work it can, and sleeps only if the bell has not
+// rung since: briefly by spinning, then in the kernel. It wakes at intervals to check that the
+// others are alive.
 namespace {
 
 constexpr auto kLongestSleep = std::chrono::milliseconds(100);
-// About what it costs to sleep and be woken.
+// About the cost of going to sleep and being woken.
 constexpr auto kSpin = std::chrono::microseconds(100);
 
 bool has_a_core_each(int ranks) {
   return ranks <= static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// What others have not read when their rank left. Never given back: they may still read it.
+// Holds tensors that other ranks had not read when this rank closed. Never freed: they may still be
+// read.
 void keep_for_ever(std::vector<at::Tensor> tensors) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::vector<at::Tensor>>();
@@ -49,7 +51,7 @@ void keep_for_ever(std::vector<at::Tensor> tensors) {
 
 uint32_t count_of(const ArenaTicket& ticket) { return static_cast<uint32_t>(ticket.number + 1); }
 
-// Not equal: the slot may have gone to a later collective.
+// Not a test for equality: a later collective may already use the slot.
 bool has_come_to(const std::atomic<uint32_t>& count, const ArenaTicket& ticket) {
   return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(ticket)) >= 0;
 }
@@ -169,7 +171,7 @@ const std::byte* Arena::data(int rank, const ShownPiece& piece) const {
   return static_cast<const std::byte*>(seen(rank, piece.address));
 }
 
-// What `rank` has at `address`.
+// Returns the address in this process of the memory that `rank` has at `address`.
 void* Arena::seen(int rank, uint64_t address) const {
   return rank == rank_ ? reinterpret_cast<void*>(address)
                        : neighbours_[rank]->seen_from_here(address);
@@ -194,7 +196,7 @@ bool Arena::all_have_read(const ArenaTicket& ticket) const {
 
 void Arena::free_what_is_read() {
   std::erase_if(shown_, [&](Shown& shown) {
-    // This rank reads what it shows itself, too.
+    // This rank also reads its own post.
     if (!has_read(rank_, shown.ticket) || !all_have_read(shown.ticket)) return false;
     free(shown.post);
     if (shown.block) free(shown.block);
@@ -208,7 +210,7 @@ void Arena::start(const std::shared_ptr<ArenaTask>& task) {
   progress_locked();
 }
 
-// Calls `f` if the task is not over; who waits for the task gets what it throws.
+// Calls `f` unless the task is over. An exception is stored, and rethrown by waits for the task.
 template <class F>
 void Arena::call_locked(ArenaTask& task, F&& f) {
   if (task.is_over()) return;
@@ -244,7 +246,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
       bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
       sleep_on(bell, seen, kLongestSleep);
       bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-      // What a rank showed before it left has been seen: it would have rung.
+      // No ring since `seen`, so all posts that a rank published before it left have been handled.
       if (bell.rings.load(std::memory_order_acquire) == seen) check_neighbours(lacks, name, start);
     }
     lock.lock();
@@ -262,7 +264,7 @@ void Arena::wait(ArenaTask& task, bool inputs) {
              [&](int rank) { return !has_read(rank, task.awaited()); }, task.ticket().name, lock);
 }
 
-// What was done before the fork is done; what was not never will be.
+// A task that was done before the fork stays done; any other never completes in the child.
 void Arena::wait_in_child(ArenaTask& task) const {
   if (task.error_) std::rethrow_exception(task.error_);
   if (!task.is_done_) check_process(mark_, task.ticket().name);
@@ -275,13 +277,14 @@ bool Arena::is_done(ArenaTask& task) {
   return task.is_over();
 }
 
-// Only after very many collectives that somebody has not come to.
+// Waits only if some rank is `kSlots` collectives behind.
 void Arena::wait_for_slot(const ArenaTicket& ticket) {
   if (ticket.number < Ledger::kSlots) return;
   ArenaTicket last = ticket;
   last.number -= Ledger::kSlots;
   Lock lock(mutex_);
-  // This rank's own reading, too: it could not be told from that of the collective to come.
+  // Includes this rank's own reading, which could not be told apart from that of the new
+  // collective.
   wait_until([&] { return has_read(rank_, last) && all_have_read(last); },
              [&](int rank) { return !has_read(rank, last); }, ticket.name, lock);
 }
@@ -311,7 +314,7 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
     if (missing < 0) missing = rank;
     if (left < 0 && ledger_->bell(rank).closed.load(std::memory_order_acquire) != 0) left = rank;
   }
-  // Who left may have done so because another died.
+  // A rank may have left because another one died; report the death.
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || !(left >= 0 || lacks(rank)) || !neighbours_[rank]->has_died()) continue;
     if (ledger_->bell(rank).closed.load(std::memory_order_acquire) == 0)
@@ -350,7 +353,7 @@ void Arena::keep_all_for_ever() {
   shown_.clear();
 }
 
-// True if a rank that takes part has not read all that this one shows.
+// Returns true if a rank that is still in the arena has not read all posts of this one.
 bool Arena::anybody_may_read() const {
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || ledger_->bell(rank).closed.load(std::memory_order_acquire) != 0 ||

@@ -20,19 +20,19 @@
 
 namespace tessera {
 
-/// A range of a flat buffer, and where the rank that shows it has it.
+/// A range of a flat buffer and the address of its data in the rank that published it.
 struct ShownPiece {
-  int64_t begin = 0, numel = 0;  ///< elements; of an all-to-all, `begin` is the dtype
-  uint64_t address = 0;          ///< 0: zeros
+  int64_t begin = 0, numel = 0;  ///< in elements; in an all-to-all, `begin` is the dtype
+  uint64_t address = 0;          ///< 0: no data; reductions read zeros
 };
 
-/// What a rank shows for a collective. Lies in its shared heap.
+/// The data that a rank publishes for one collective. It lies in the rank's shared heap.
 struct Post {
   static constexpr size_t kMaxText = 256;
 
-  uint64_t fingerprint = 0;  ///< of all that ranks must agree on
-  int64_t pieces = 0;        ///< how many follow
-  char what[kMaxText] = {};  ///< for errors
+  uint64_t fingerprint = 0;  ///< hash of everything the ranks must agree on
+  int64_t pieces = 0;        ///< number of `ShownPiece`s that follow this struct
+  char what[kMaxText] = {};  ///< description of the collective, for errors
 
   ShownPiece* first_piece() { return reinterpret_cast<ShownPiece*>(this + 1); }
   const ShownPiece* first_piece() const { return reinterpret_cast<const ShownPiece*>(this + 1); }
@@ -40,66 +40,68 @@ struct Post {
 
 class ArenaTask;
 
-/// What ranks must agree on for one collective, and its place in the order of its channel.
+/// Identifies one collective: its form, on which ranks must agree, and its position in its channel.
 struct ArenaTicket {
   CollectiveName name;
-  std::string what;  ///< for errors, of what ranks must agree on
+  std::string what;  ///< text of the collective's form, for errors
   uint64_t fingerprint = 0;
-  int64_t number = 0;  ///< of the slot
+  int64_t number = 0;  ///< the collective's number in its channel; selects the slot
 
   int channel() const { return static_cast<int>(name.channel); }
 };
 
-/// The ranks of one host that read each other's memory. See [Note: Collectives without messages] in
-/// arena.cpp. Its members may be called by several threads of a rank.
+/// The ranks of one host, which read each other's memory. See [Note: Collectives without messages]
+/// in arena.cpp. Several threads of a rank may call its members concurrently.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
-  /// `inner` connects the ranks already. Collective; null, on all ranks, if one of them can't, and
-  /// then `why_not` says why.
+  /// Makes an arena of the ranks that `inner` already connects. Collective. Returns null on all
+  /// ranks, with the reason in `why_not`, if any of them can't share memory.
   static std::shared_ptr<Arena> connect(ProcessGroup& inner, std::string& why_not);
 
   int rank() const { return rank_; }
   int size() const { return ledger_->size(); }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
-  /// Takes the next `count` places in the order of a channel, and returns the first. Waits only if
-  /// very many collectives are under way.
+  /// Reserves the next `count` positions in the order of a channel and returns the first. Waits
+  /// only if very many collectives are under way.
   ArenaTicket take_ticket(const char* collective, const CollectiveTag& tag,
                         const CollectiveForm& form, int count = 1);
 
-  /// Shows the other ranks `pieces`, which lie in memory that they can reach, and keeps `kept` and
-  /// `block` (of `allocate`) until they have read it.
+  /// Publishes `pieces`, which must lie in memory that the other ranks can reach. Keeps `kept` and
+  /// `block` (from `allocate()`, or null) alive until all ranks have read them.
   void show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
             std::vector<at::Tensor> kept, void* block = nullptr);
-  /// What `rank` shows at `ticket`; null as long as it does not. Throws `c10::DistBackendError` if
-  /// it came with another collective.
+  /// Returns the post of `rank` for `ticket`, or null if it has not published one yet. Throws
+  /// `c10::DistBackendError` if `rank` issued a different collective at this position.
   const Post* shown(int rank, const ArenaTicket& ticket) const;
   bool all_show(const ArenaTicket& ticket) const;
-  /// False until `rank` has read what all ranks show at `ticket`.
+  /// Returns true once `rank` has finished reading the posts for `ticket`.
   bool has_read(int rank, const ArenaTicket& ticket) const;
   bool all_have_read(const ArenaTicket& ticket) const;
-  /// Where a piece that `rank` shows lies here.
+  /// Returns the address in this process of a piece that `rank` published.
   const std::byte* data(int rank, const ShownPiece& piece) const;
-  /// Tells all other ranks that this one has read what they show at `ticket`.
+  /// Tells all other ranks that this rank has finished reading their posts for `ticket`.
   void done_reading(const ArenaTicket& ticket);
 
-  /// True if the other ranks can read what lies at `data`.
+  /// Returns true if the other ranks can read the memory at `data`.
   bool reaches(const void* data) const;
-  /// Memory that the other ranks can read. Throws `c10::OutOfMemoryError`.
+  /// Allocates `nbytes` of memory that the other ranks can read. Throws `c10::OutOfMemoryError`.
   std::byte* allocate(size_t nbytes);
   void free(void* block) { heap_.free(block); }
 
-  /// Has `task` done by the waits and calls that follow, now if it can be.
+  /// Starts `task`: advances it now as far as possible; later calls and waits do the rest.
   void start(const std::shared_ptr<ArenaTask>& task);
-  /// True if `wait()` for its outputs would return at once; does what can be done of all tasks.
+  /// Returns true if `wait()` for the outputs of `task` would return at once. Unless `task` is
+  /// over, advances all tasks as far as possible first. Never waits.
   bool is_done(ArenaTask& task);
-  /// Waits until `task` has written its outputs, or also until its inputs are read.
+  /// Waits until `task` has written its outputs and, if `inputs`, until the other ranks have read
+  /// its inputs.
   void wait(ArenaTask& task, bool inputs);
 
-  /// Makes the waits of this rank's threads fail soon. Called from another thread.
+  /// Makes the waits of this rank's threads fail soon. Called from another thread than theirs.
   void give_up() noexcept;
-  /// This rank takes part no more: the others' waits for it fail. What they have not read within
-  /// `grace` is kept for ever.
+  /// Removes this rank from the arena: the other ranks' waits for it fail. Waits at most `grace`
+  /// for them to read its posts; memory still unread after that is never freed.
   void close(std::chrono::milliseconds grace) noexcept;
 
  private:
@@ -115,7 +117,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
         std::vector<std::unique_ptr<Neighbour>> neighbours);
 
   using Lock = std::unique_lock<std::recursive_mutex>;
-  /// True for a rank that has not done yet what is waited for.
+  /// True for a rank that the caller is still waiting for.
   using Lacks = std::function<bool(int rank)>;
 
   void* seen(int rank, uint64_t address) const;
@@ -138,11 +140,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   const std::chrono::milliseconds timeout_;
   PageHeap& heap_;  // of this process
   const std::shared_ptr<Ledger> ledger_;
-  const std::vector<std::unique_ptr<Neighbour>> neighbours_;  // by rank; null: this one
+  const std::vector<std::unique_ptr<Neighbour>> neighbours_;  // by rank; null for this rank
   const bool all_are_threads_;
   const bool may_spin_;
 
-  std::recursive_mutex mutex_;  // a task that advances may show something
+  std::recursive_mutex mutex_;  // recursive: a task may publish while it advances
   bool closed_ = false;
   std::atomic<bool> gave_up_ = false;
   std::array<int64_t, Ledger::kChannels> next_{};
@@ -150,15 +152,16 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::deque<Shown> shown_;                        // oldest first
 };
 
-/// This rank's part of a collective.
+/// This rank's share of the work of a collective.
 class ArenaTask {
  public:
   explicit ArenaTask(ArenaTicket ticket) : ticket_(std::move(ticket)) {}
   virtual ~ArenaTask() = default;
 
-  /// Does what the other ranks' posts allow; true when the outputs are written. Never waits.
+  /// Does the work that the posts published so far allow; returns true when the outputs are
+  /// written. Never waits.
   virtual bool advance(Arena& arena) = 0;
-  /// What it waits for: the posts of the other ranks for this ticket.
+  /// The ticket whose posts, by the other ranks, the task is waiting for.
   virtual const ArenaTicket& awaited() const { return ticket_; }
   const ArenaTicket& ticket() const { return ticket_; }
 

@@ -14,9 +14,9 @@
 namespace tessera {
 namespace {
 
-// Larger tensors are all-reduced in two turns, a part by each rank.
+// Larger tensors are all-reduced in two rounds: each rank reduces a part, then all copy the parts.
 constexpr size_t kMaxOneTurnBytes = size_t{64} << 10;
-// Larger tensors are broadcast from where they are, and their rank waits until they are read.
+// Larger tensors are broadcast without a copy, and the root waits until they are read.
 constexpr size_t kMaxCopiedBytes = size_t{64} << 10;
 
 class ArenaWork final : public Work {
@@ -36,7 +36,7 @@ class ArenaWork final : public Work {
 }  // namespace
 
 ArenaProcessGroup::ArenaProcessGroup(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
-  // Nobody lets go of what connected them while another still uses it.
+  // No rank may release the process group that connected them while another still uses it.
   barrier({.subject = "shared memory", .channel = Channel::kControl});
 }
 
@@ -129,7 +129,8 @@ WorkPtr ArenaProcessGroup::gather_at(ArenaTicket ticket, std::vector<Piece> piec
   return start(std::make_shared<GatherTask>(std::move(ticket), flat));
 }
 
-// Where the others find `piece`: `copy` moves on behind its copy, if it needs one.
+// Describes `piece` for the other ranks. Copies it to `copy` if they can't reach it, and advances
+// `copy` past the copy.
 ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& copy) const {
   ShownPiece shown{piece.begin, piece.numel, 0};
   if (!piece.data.defined() || piece.numel == 0) return shown;
@@ -142,7 +143,7 @@ ShownPiece ArenaProcessGroup::reachable_piece(const Piece& piece, std::byte*& co
   return shown;
 }
 
-// Shows tensors that the others reach where they are, and copies of the rest.
+// Publishes the tensors that the other ranks can reach in place, and copies of the rest.
 void ArenaProcessGroup::show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces) {
   size_t copied = 0;
   for (const Piece& piece : pieces) {
@@ -207,7 +208,8 @@ WorkPtr ArenaProcessGroup::broadcast_at(ArenaTicket ticket, const at::Tensor& te
   return start(std::make_shared<BroadcastTask>(std::move(ticket), tensor, root, is_read_in_place));
 }
 
-// Shows what it sends each rank, then what it expects of each: all ranks see whether they agree.
+// Publishes the messages to each rank, then the forms of the messages expected from each, so that
+// every rank can check whether all agree.
 WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
   auto& [from, to] = call;
   ArenaTicket ticket = arena_->take_ticket(call.kName, tag, form_of(call, tag));

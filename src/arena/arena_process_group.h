@@ -19,7 +19,7 @@
 
 namespace tessera {
 
-/// A process group of ranks of one host, whose collectives go through an `Arena`.
+/// A process group of the ranks of one host. Its collectives go through an `Arena`.
 class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closable {
  public:
   explicit ArenaProcessGroup(std::shared_ptr<Arena> arena);
@@ -36,27 +36,29 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   bool needs_host_memory() const override { return true; }
 
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
-  /// There are no other hosts.
+  /// Does nothing: there are no shards of other hosts.
   void release(const SharedBuffer& /*buffer*/) override {}
 
-  /// For collectives that this is a part of; see `HostedProcessGroup`.
+  /// For collectives that span several hosts; see `HostedProcessGroup`.
   const std::shared_ptr<Arena>& arena() const { return arena_; }
-  /// Memory that all ranks have mapped, or null on all of them; taken now, if `reserve`.
+  /// Makes memory of `nbytes` that all ranks map; returns null on all ranks if one of them can't.
+  /// Reserves its pages now if `reserve`. Collective; blocks.
   std::shared_ptr<SharedMemory> share_memory(int64_t nbytes, bool reserve,
                                              const CollectiveTag& tag);
-  /// An arrival with a ticket that was taken before.
+  /// Starts an arrival (see `ArrivalTask`) with a ticket taken earlier.
   WorkPtr arrive_at(ArenaTicket ticket);
-  /// A gather with a ticket that was taken before: `flat` gets the pieces that all ranks give.
+  /// Starts a gather of the `pieces` of all ranks into `flat`, with a ticket taken earlier.
   WorkPtr gather_at(ArenaTicket ticket, std::vector<Piece> pieces, const at::Tensor& flat);
-  /// A broadcast with a ticket that was taken before.
+  /// Starts a broadcast with a ticket taken earlier.
   WorkPtr broadcast_at(ArenaTicket ticket, const at::Tensor& tensor, int root);
-  /// A reduction of `pieces` in which this rank takes what `reductions` say, into memory of `out`.
+  /// Starts a reduction of the `pieces` of all ranks. This rank computes the ranges that
+  /// `reductions` list, into memory of `out`.
   WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces,
                  std::vector<ArenaReduction> reductions, const CollectiveForm& form,
                  const CollectiveTag& tag);
 
  private:
-  // Memory that all ranks have mapped; its number is the same on all of them.
+  // Memory that all ranks map. Its number is the same on all of them.
   struct NumberedBuffer {
     std::shared_ptr<SharedMemory> memory;
     int64_t number = 0;
@@ -71,7 +73,8 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   WorkPtr start(Barrier& call, const CollectiveTag& tag);
 
   WorkPtr start(const std::shared_ptr<ArenaTask>& task);
-  /// Shows `tensor` where it is, if the others reach it, or else a copy; then returns false.
+  /// Publishes `tensor` in place and returns true if the other ranks can reach it. Otherwise, or if
+  /// it is empty, publishes a copy and returns false.
   bool show(const ArenaTicket& ticket, const at::Tensor& tensor);
   void show_copy(const ArenaTicket& ticket, const at::Tensor& tensor);
   void show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces);

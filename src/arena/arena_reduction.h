@@ -7,10 +7,10 @@
 
 namespace tessera {
 
-/// A part of a reduction: elements [begin, end) of what all ranks show, in rank order.
+/// A part of a reduction: elements [begin, end) of the pieces of all ranks, reduced in rank order.
 struct ArenaReduction {
   int64_t begin = 0, end = 0;
-  std::byte* out = nullptr;  ///< first element of the range
+  std::byte* out = nullptr;  ///< receives the range; its first element
   LocalReduction reduction;
 };
 

@@ -18,15 +18,15 @@ std::byte* bytes_of(const at::Tensor& tensor) {
 
 int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
-// What a rank without data for a piece adds. As on other process groups it is added, not left out:
-// -0 + 0 is 0.
+// The input of a rank that has no data for a piece. As in other process groups the zeros are added,
+// not skipped: -0 + 0 is 0.
 constexpr int64_t kZeroBytes = int64_t{64} << 10;
 const std::byte* zeros() {
   alignas(64) static const std::array<std::byte, kZeroBytes> memory{};
   return memory.data();
 }
 
-// Does `part`, whose memory is this rank's or seen from here, out of what all ranks show.
+// Computes `part` from the posts of all ranks. Its output lies in memory mapped by this rank.
 void do_part(const Arena& arena, const ArenaTicket& ticket, const ArenaReduction& part) {
   std::vector<const Post*> posts;
   for (int rank = 0; rank < arena.size(); ++rank) posts.push_back(arena.shown(rank, ticket));
@@ -116,7 +116,7 @@ bool AllToAllTask::advance(Arena& arena) {
     const ShownPiece& piece = arena.shown(rank, ticket_)->first_piece()[arena.rank()];
     std::memcpy(bytes_of(from_[rank]), arena.data(rank, piece), from_[rank].nbytes());
   }
-  // Also of what does not fit, which all ranks find: nobody will read it.
+  // Also after a disagreement: all ranks detect it, and none will read the messages.
   arena.done_reading(ticket_);
   TORCH_CHECK_WITH(DistBackendError, why.empty(), ticket_.name.describe(), ": ", why);
   return true;

@@ -11,15 +11,15 @@
 
 namespace tessera {
 
-/// Waits until all ranks have come, and reads nothing: a barrier, or a gather of shards that lie in
-/// shared memory already.
+/// Waits until all ranks have arrived, and reads nothing: a barrier, or a gather of shards that are
+/// already in shared memory.
 class ArrivalTask final : public ArenaTask {
  public:
   using ArenaTask::ArenaTask;
   bool advance(Arena& arena) override;
 };
 
-/// Copies the pieces that each rank shows to where they belong in `flat`.
+/// Copies the pieces that each rank published to their positions in `flat`.
 class GatherTask final : public ArenaTask {
  public:
   GatherTask(ArenaTicket ticket, at::Tensor flat);
@@ -32,7 +32,7 @@ class GatherTask final : public ArenaTask {
   std::vector<bool> copied_;  // by rank
 };
 
-/// Copies what one rank shows to `tensor`, on the others.
+/// Copies the root's tensor to `tensor` on the other ranks.
 class BroadcastTask final : public ArenaTask {
  public:
   BroadcastTask(ArenaTicket ticket, at::Tensor tensor, int root, bool wait_for_readers);
@@ -44,8 +44,8 @@ class BroadcastTask final : public ArenaTask {
   bool wait_for_readers_;
 };
 
-/// Copies what each other rank shows for this one to the tensor of `from` that waits for it. A rank
-/// shows a piece for each rank, then one without an address for each that it expects.
+/// Copies the message that each other rank published for this one to its tensor in `from`. A rank
+/// publishes a piece for each rank, then one without an address for each message that it expects.
 class AllToAllTask final : public ArenaTask {
  public:
   AllToAllTask(ArenaTicket ticket, std::vector<at::Tensor> from);
@@ -57,20 +57,20 @@ class AllToAllTask final : public ArenaTask {
   std::vector<at::Tensor> from_;
 };
 
-/// Reduces one range, or several, into memory of `out`.
+/// Reduces one or more ranges into memory of `out`.
 class ReduceScatterTask final : public ArenaTask {
  public:
   ReduceScatterTask(ArenaTicket ticket, at::Tensor out, std::vector<ArenaReduction> reductions);
   bool advance(Arena& arena) override;
 
  private:
-  at::Tensor out_;  // keeps the memory
+  at::Tensor out_;  // keeps the memory alive
   std::vector<ArenaReduction> reductions_;
 };
 
-/// Reduces all of `tensor` in place, out of copies that all ranks show. Large tensors in two turns:
-/// each rank reduces a part, into memory that it shows for the next ticket, and takes the others'
-/// parts from there.
+/// Reduces all of `tensor` in place, from copies that all ranks published. Large tensors take two
+/// rounds: each rank reduces one part into memory that it publishes for the next ticket, and copies
+/// the other ranks' parts from theirs.
 class AllReduceTask final : public ArenaTask {
  public:
   AllReduceTask(ArenaTicket ticket, at::Tensor tensor, ReduceOp op, std::vector<int64_t> bounds);
@@ -83,7 +83,7 @@ class AllReduceTask final : public ArenaTask {
 
   at::Tensor tensor_;
   LocalReduction reduction_;
-  std::vector<int64_t> bounds_;  // of the parts; empty: one turn
+  std::vector<int64_t> bounds_;  // of the parts; empty: one round
   ArenaTicket second_;
   bool has_reduced_ = false;
 };

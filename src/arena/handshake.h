@@ -12,13 +12,13 @@
 
 namespace tessera {
 
-/// Two rounds in which ranks tell each other where something lies and then open it. If anything
-/// fails on any rank, all ranks hear of it, and each round is still gone through by all.
+/// Two rounds in which ranks exchange the locations of resources and then open them. A failure on
+/// any rank is reported to all ranks, and every rank still takes part in both rounds.
 class Handshake {
  public:
   explicit Handshake(ProcessGroup& process_group) : process_group_(process_group) {}
 
-  /// Round one: tells all ranks what `make` returns.
+  /// Round one: sends the text returned by `make` to all ranks. Collective.
   void show(const std::function<std::string()>& make) {
     std::string own;
     try {
@@ -29,7 +29,8 @@ class Handshake {
     told_ = exchange(own);
   }
 
-  /// Round two: has `open` called with what each rank told, by lines.
+  /// Round two: calls `open` with the lines of each rank's text, unless a rank has failed.
+  /// Collective.
   void take(const std::function<void(int, const std::vector<std::string>&)>& open) {
     std::string own = "ok\n";
     try {
@@ -41,7 +42,7 @@ class Handshake {
     exchange(own);
   }
 
-  /// "rank 1: why", of the first rank that failed; empty if none did.
+  /// The error of the first rank that failed, as "rank 1: why"; empty if none did.
   const std::string& failure() const { return failure_; }
 
  private:

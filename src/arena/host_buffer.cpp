@@ -7,14 +7,14 @@ namespace {
 
 static_assert(std::atomic<int64_t>::is_always_lock_free, "ranks share atomics between processes");
 
-// The counters have pages to themselves, which are never given back.
+// The counters have pages of their own, which are never returned to the system.
 constexpr int64_t kPage = 4096;
 
 int64_t counters_begin(int64_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
 
-// Fresh pages are zero, as all counters begin.
+// The counters start at zero, as fresh pages do.
 int64_t HostBuffer::nbytes_with_counters(int64_t nbytes, int ranks) {
   return counters_begin(nbytes) + (1 + ranks) * static_cast<int64_t>(sizeof(Counter));
 }
@@ -44,7 +44,7 @@ void HostBuffer::release() {
   for (int index = 0; index < ranks_; ++index) {
     if (released(index).load(std::memory_order_seq_cst) < gathers_) return;
   }
-  // Two may find that they are the last.
+  // Two ranks may both find that they are the last.
   int64_t last = emptied().load(std::memory_order_seq_cst);
   if (last >= gathers_ || !emptied().compare_exchange_strong(last, gathers_)) return;
   for (const ByteRange& range : foreign_) memory_->give_back(range.begin, range.end);

@@ -6,22 +6,22 @@
 
 namespace tessera {
 
-/// Which ranks are on which host. Hosts are numbered in the order of their first ranks, the ranks
-/// of a host by their order.
+/// Maps ranks to hosts. Hosts are numbered in the order of their first ranks, and the ranks of a
+/// host (by index) in rank order.
 class HostTable {
  public:
-  /// `names`: of each rank's host.
+  /// `names`: the name of each rank's host, by rank.
   explicit HostTable(const std::vector<std::string>& names);
 
   int hosts() const { return static_cast<int>(ranks_.size()); }
-  /// Ranks of each host; 0 if not all have equally many.
+  /// Returns the number of ranks of each host; 0 if hosts differ in it.
   int ranks_per_host() const;
 
   int host_of(int rank) const { return places_[rank].first; }
-  /// Which of its host's ranks it is.
+  /// Returns the rank's index among the ranks of its host.
   int index_of(int rank) const { return places_[rank].second; }
   int rank_at(int host, int index) const { return ranks_[host][index]; }
-  /// The ranks with this index, by host: a rail.
+  /// Returns the ranks with this index, one per host, in host order: a rail.
   std::vector<int> rail(int index) const;
 
  private:

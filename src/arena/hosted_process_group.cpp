@@ -17,7 +17,7 @@
 namespace tessera {
 namespace {
 
-// The parts of `pieces` that lie in [begin, end), which is at `offset` of `sums`.
+// Appends the parts of `pieces` that lie in [begin, end), a range stored at `offset` of `sums`.
 void add_pieces(std::vector<Piece>& out, const std::vector<Piece>& pieces, int64_t begin,
                 int64_t end, int64_t offset, const at::Tensor& sums) {
   for (const Piece& piece : pieces) {
@@ -78,7 +78,7 @@ WorkPtr HostedProcessGroup::start_steps(const char* collective, const Collective
 
 std::optional<SharedBuffer> HostedProcessGroup::share(int64_t nbytes, const CollectiveTag& tag) {
   const int ranks = local_->size();
-  // Not taken now: what other hosts own may never be here whole.
+  // Pages are not reserved now: the shards of other hosts may never be here all at once.
   const auto memory = local_->share_memory(HostBuffer::nbytes_with_counters(nbytes, ranks),
                                            /*reserve=*/false, tag);
   const at::Tensor all_have = at::full({1}, memory ? 1 : 0, at::TensorOptions().dtype(at::kByte));
@@ -108,13 +108,13 @@ HostedProcessGroup::RailCut HostedProcessGroup::cut_for_rail(
   return cut;
 }
 
-// Into memory that the ranks of a host do not share: each fetches what its rail owns, and gives it
-// to the others.
+// Gathers into memory that the ranks of a host do not share: each rank fetches the shards of its
+// rail and publishes them to the other ranks of the host.
 WorkPtr HostedProcessGroup::gather_own(const AllGather& call, const CollectiveTag& tag) {
   const auto& [flat, shard, bounds] = call;
   ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
   const RailCut cut = cut_for_rail(bounds);
-  // Not in `flat`: others may still be reading when its owner writes to it again.
+  // Not in `flat`: other ranks may still be reading when the owner of `flat` writes to it again.
   const at::Tensor fetched = at::empty(
       {cut.bounds.back()}, at::TensorOptions().dtype(flat.scalar_type()).requires_grad(false));
   std::vector<Piece> pieces;
@@ -131,7 +131,8 @@ WorkPtr HostedProcessGroup::gather_own(const AllGather& call, const CollectiveTa
            const CollectiveTag&) { return std::vector{local->gather_at(ticket, pieces, flat)}; }});
 }
 
-// What ranks of other hosts own, neighbours joined: pages are given back whole.
+// Returns the ranges owned by ranks of other hosts. Adjacent ranges are merged, because only whole
+// pages can be returned to the system.
 std::vector<ByteRange> HostedProcessGroup::foreign_ranges(size_t begin, int64_t item,
                                                           std::span<const int64_t> bounds) const {
   std::vector<ByteRange> ranges;
@@ -163,7 +164,7 @@ WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const AllGather& c
     ranges.push_back({begin + bounds[r] * item, begin + bounds[r + 1] * item});
   }
   buffer.begin_gather(foreign_ranges(begin, item, bounds));
-  // Nobody of this host reads it any more, and the pages that were to go have gone.
+  // After this, no rank of the host reads the previous gather, and its pages have been returned.
   const WorkPtr all_have_come = local_->arrive_at(std::move(before));
   const auto fetch = [slices, ranges, memory = buffer.shared_memory(),
                       rail = rail_](const CollectiveTag& rail_tag) {
@@ -185,7 +186,7 @@ WorkPtr HostedProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag)
   const auto& [out, pieces, bounds, options] = call;
   const at::ScalarType dtype = call.dtype();
   const RailCut cut = cut_for_rail(bounds);
-  // The host's sums of what the ranks of this rail own.
+  // The host's sums of the ranges that the ranks of this rail own.
   const at::Tensor sums =
       at::empty({cut.bounds.back()}, at::TensorOptions().dtype(dtype).requires_grad(false));
   auto* const data = static_cast<std::byte*>(sums.mutable_data_ptr());
@@ -225,7 +226,7 @@ WorkPtr HostedProcessGroup::all_reduce_whole(const AllReduce& call, const Collec
                 }});
 }
 
-// Each rank sums a part for its host, then with those of the other hosts that have the same part.
+// Each rank sums one part over its host, then over its rail, whose ranks hold the same part.
 WorkPtr HostedProcessGroup::all_reduce_parts(const AllReduce& call, const CollectiveTag& tag) {
   const auto& [tensor, op] = call;
   const std::vector<int64_t> bounds = even_bounds(tensor.numel(), local_->size());
@@ -247,7 +248,7 @@ WorkPtr HostedProcessGroup::all_reduce_parts(const AllReduce& call, const Collec
        },
        [inside, ticket = std::move(ticket), begin, part, tensor = tensor,
         local = local_](const CollectiveTag&) {
-         inside->wait_inputs();  // the others have read what is overwritten now
+         inside->wait_inputs();  // `tensor` is overwritten now: others must have read it
          return std::vector{local->gather_at(ticket, {{begin, part, part.numel()}}, tensor)};
        }});
 }
@@ -281,7 +282,7 @@ ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
   const ProcessGroupPtr inside =
       connect("host_" + std::to_string(host), index, table.ranks_per_host());
   const ProcessGroupPtr rail = connect("rail_" + std::to_string(index), host, table.hosts());
-  // What one host can't do, none does.
+  // If one host can't share memory, all hosts fail.
   std::string why_not;
   auto arena = Arena::connect(*inside, why_not);
   for (const auto& failure : all_gather_bytes(*whole, why_not, {"hosts", Channel::kControl}))

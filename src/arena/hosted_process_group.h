@@ -24,30 +24,31 @@
 
 namespace tessera {
 
-/// A process group of ranks on several hosts, equally many on each, that share memory with the
-/// others of their host.
+/// A process group of ranks on several hosts, with the same number of ranks on each. The ranks of a
+/// host share memory.
 ///
 /// [Note: Hosts and rails]
-/// A rail is the ranks that have the same place on their hosts, one of each. What is gathered into
-/// shared memory goes over the network once for each host: a rank fetches, over its rail, the
-/// slices of the ranks of its rail, and those of one host together have them all. So does what is
-/// gathered elsewhere, or reduced by all, which ranks of a host then copy from each other. What is
-/// reduced is summed inside the host first, and the sums of the hosts over the rails: in the order
-/// of the ranks of a host, then of the hosts. That is not the order of other process groups, and
-/// messages of bfloat16 or half are rounded once more between; but it is the same in every run and
-/// on all ranks.
+/// A rail is the set of ranks with the same index on their hosts, one per host. A gather into
+/// shared memory crosses the network once for each host: a rank fetches the slices of its rail's
+/// ranks over its rail, and the ranks of one host together fetch all slices. Gathers into other
+/// memory and all-reduces cross it as often; the ranks of a host then copy the results from each
+/// other. Reductions sum inside the host first and then sum the hosts' results over the rails: in
+/// the order of a host's ranks, then of the hosts. Other process groups sum in another order, and
+/// messages of bfloat16 or half are rounded once more in between; but the result is the same in
+/// every run and on all ranks.
 ///
-/// The steps of a collective follow on each other without its caller: a thread per channel, started
-/// when needed, takes the collectives of the channel in the order in which they were issued. What a
-/// step does inside the host has its place in the order of the arena from the call on. So all that
-/// such a thread waits for was issued by its peers before, or will be without regard to what
-/// stands behind it in the queue.
+/// The steps of a collective run without its caller: a thread per channel, started when needed,
+/// runs the collectives of the channel in the order in which they were issued. The steps inside the
+/// host get their positions in the arena's order when the collective is issued. So the thread waits
+/// only for operations that its peers have issued already, or will issue regardless of the
+/// collectives behind this one in the queue.
 class HostedProcessGroup : public ProcessGroup,
                            public SharesMemory,
                            public Closable,
                            public SendsMessages {
  public:
-  /// `local`: the ranks of this host; `rail`: those of this rank's rail, by host; `whole`: all.
+  /// `local`: the ranks of this host; `rail`: the ranks of this rank's rail, in host order;
+  /// `whole`: all ranks.
   HostedProcessGroup(HostTable table, std::shared_ptr<ArenaProcessGroup> local,
                      ProcessGroupPtr rail, ProcessGroupPtr whole);
   ~HostedProcessGroup() override;
@@ -60,7 +61,7 @@ class HostedProcessGroup : public ProcessGroup,
   std::chrono::milliseconds timeout() const override { return whole_->timeout(); }
   std::string backend_name() const override { return "arena+" + whole_->backend_name(); }
   bool needs_host_memory() const override { return true; }
-  /// The other ranks of the rail. An all-to-all sends to all, also inside the host.
+  /// Returns the other ranks of the rail. An all-to-all sends to all ranks, also inside the host.
   std::vector<int> sends_to() const override;
 
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
@@ -83,10 +84,10 @@ class HostedProcessGroup : public ProcessGroup,
   }
   WorkPtr start_steps(const char* collective, const CollectiveTag& tag,
                       std::vector<StepwiseWork::Step> steps);
-  /// What of a flat buffer the ranks of this rail own, by host.
+  /// The parts of a flat buffer that the ranks of this rail own, in host order.
   struct RailCut {
     std::vector<int> ranks;
-    std::vector<int64_t> bounds;  // of what they own, put together
+    std::vector<int64_t> bounds;  // of their parts, concatenated
   };
   RailCut cut_for_rail(std::span<const int64_t> bounds) const;
   WorkPtr gather_own(const AllGather& call, const CollectiveTag& tag);
@@ -105,11 +106,11 @@ class HostedProcessGroup : public ProcessGroup,
   SharedBuffers<HostBuffer> buffers_;
 };
 
-/// Makes such a process group of the ranks that `whole` connects and that find each other through
-/// `store`; all hosts must have the same number of ranks, at least 2. Collective.
+/// Makes a `HostedProcessGroup` of the ranks that `whole` connects, which find each other through
+/// `store`. All hosts must have the same number of ranks, at least 2. Collective.
 ///
-/// Throws `c10::NotImplementedError`, on every rank, naming the rank and the reason, where ranks of
-/// a host can't share memory.
+/// Throws `c10::NotImplementedError` on every rank, naming the rank and the reason, if the ranks of
+/// any host can't share memory.
 ProcessGroupPtr hosted_process_group(ProcessGroupPtr whole,
                                      const c10::intrusive_ptr<c10d::Store>& store,
                                      const HostTable& table);

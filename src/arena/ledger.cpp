@@ -27,7 +27,7 @@ Ledger::Ledger(std::shared_ptr<SharedMemory> memory, int size)
       boards_(reinterpret_cast<RankBoard*>(memory_->data())) {}
 
 std::shared_ptr<Ledger> Ledger::create(int size) {
-  // Fresh pages are zero, as all members begin; nobody has them before this returns.
+  // All members start at zero, as fresh pages do; no other rank can see them before this returns.
   std::shared_ptr<Ledger> ledger(
       new Ledger(SharedMemory::create("tessera ledger", nbytes(size)), size));
   for (int rank = 0; rank < size; ++rank) new (&ledger->boards_[rank]) RankBoard();
@@ -47,7 +47,7 @@ Bell& Ledger::bell(int rank) const { return boards_[rank].bell; }
 
 void Ledger::ring(int rank) const {
   Bell& bell = boards_[rank].bell;
-  // Either the sleeper sees the new count, or we see the sleeper.
+  // Either the sleeper sees the new count, or this rank sees the sleeper.
   bell.rings.fetch_add(1, std::memory_order_seq_cst);
   if (bell.sleepers.load(std::memory_order_seq_cst) > 0) wake_all(bell.rings);
 }

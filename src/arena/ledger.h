@@ -11,32 +11,33 @@
 
 namespace tessera {
 
-/// A rank's part of one collective, as the other ranks see it. Numbers are counted from 1 here, so
-/// that 0 is before the first.
+/// A rank's part of one collective, as the other ranks see it. Collectives are counted from 1 here;
+/// 0 means none yet.
 struct alignas(64) PostSlot {
-  std::atomic<uint32_t> shown{0};    ///< the collective that `address` belongs to
-  std::atomic<uint32_t> read{0};     ///< the last one of which this rank has read all posts
-  uint64_t address = 0;              ///< of a `Post`, in the memory of this rank
+  std::atomic<uint32_t> shown{0};    ///< the collective to which `address` belongs
+  std::atomic<uint32_t> read{0};     ///< the last collective that this rank has finished reading
+  uint64_t address = 0;              ///< of a `Post`, in this rank's memory
 };
 
-/// Wakes a rank that sleeps: an event count.
+/// An event count that wakes a sleeping rank.
 struct alignas(64) Bell {
   std::atomic<uint32_t> rings{0};
   std::atomic<uint32_t> sleepers{0};
-  std::atomic<uint32_t> closed{0};  ///< the rank takes part no more
+  std::atomic<uint32_t> closed{0};  ///< nonzero once the rank has left the arena
 };
 
-/// The board in shared memory on which the ranks of an arena show each other what they have.
+/// The table in shared memory through which the ranks of an arena publish their posts.
 ///
-/// A rank writes its own slots and bell and counts up the others'; nothing is locked.
+/// A rank writes its own slots and bell, and increments the bells of other ranks. There are no
+/// locks.
 class Ledger {
  public:
   static constexpr int kChannels = 3;
-  static constexpr int64_t kSlots = 256;  ///< collectives of a channel that may be under way
+  static constexpr int64_t kSlots = 256;  ///< maximum of collectives under way per channel
 
-  /// Of rank 0. Throws `std::system_error`.
+  /// Makes a ledger for `size` ranks; called by rank 0. Throws `std::system_error`.
   static std::shared_ptr<Ledger> create(int size);
-  /// Of the others.
+  /// Maps the ledger that rank 0 made; called by the other ranks.
   static std::shared_ptr<Ledger> open(const SharedMemoryHandle& handle, int size);
 
   PostSlot& slot(int rank, int channel, int64_t sequence) const;
@@ -44,9 +45,9 @@ class Ledger {
   int size() const { return size_; }
   SharedMemory& memory() const { return *memory_; }
 
-  /// Wakes `rank`, or lets it find, before it sleeps, that something happened.
+  /// Wakes `rank` or, if it is about to sleep, keeps it from sleeping.
   void ring(int rank) const;
-  /// Wakes all ranks but `rank`, or lets them find, before they sleep, that something happened.
+  /// Does the same for all ranks but `rank`.
   void ring_others(int rank) const;
 
  private:
@@ -63,8 +64,9 @@ class Ledger {
   RankBoard* boards_;
 };
 
-/// Sleeps until `bell` rings or `longest` has passed, unless it has rung since `seen`. The calling
-/// rank must have counted itself among the sleepers before it looked for what it waits for.
+/// Sleeps until `bell` rings or `longest` has passed; returns at once if it has rung since `seen`.
+/// The caller must read `seen` before it tests its condition, and add itself to `sleepers` before
+/// this call.
 void sleep_on(Bell& bell, uint32_t seen, std::chrono::milliseconds longest);
 
 }  // namespace tessera

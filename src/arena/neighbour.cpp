@@ -15,8 +15,8 @@ Neighbour::Neighbour(const SharedMemoryHandle& heap, uint64_t base) : pid_(heap.
   if (reinterpret_cast<uint64_t>(memory->data()) == base && pid_ == ::getpid()) return;
   heap_ = std::move(memory);
   heap_->close_descriptor();
-  // A handle names the process for ever; a pid may come to name another one. The id of its memory
-  // was right just now, so this is the one.
+  // A pidfd always refers to the same process, while a pid may be reused. The id of its memory was
+  // checked just now, so this is the right process.
   pidfd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
   if (pidfd_ < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open");
 }

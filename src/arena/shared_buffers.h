@@ -16,12 +16,12 @@
 
 namespace tessera {
 
-/// What a process group has made of memory that ranks share, found by where a tensor lies. A buffer
-/// is a `T`; it lives as long as a tensor of `add()` shows it. Thread-safe.
+/// The shared-memory buffers that a process group has made, found by the address of a tensor. A
+/// buffer is a `T`; it lives as long as a tensor returned by `add()` refers to it. Thread-safe.
 template <class T>
 class SharedBuffers {
  public:
-  /// Tensors of the first `nbytes` of `memory`, which own `buffer`.
+  /// Registers `buffer` and returns tensors of the first `nbytes` of `memory`, which own it.
   SharedBuffer add(const std::shared_ptr<T>& buffer, SharedMemory& memory, int64_t nbytes) {
     const auto show = [&](const std::byte* data) {
       return at::from_blob(
@@ -34,7 +34,7 @@ class SharedBuffers {
     return {.bytes = show(memory.data()), .read_only = show(memory.read_only())};
   }
 
-  /// The buffer in which all of `flat` lies; null if there is none.
+  /// Returns the buffer that contains all of `flat`; null if there is none.
   std::shared_ptr<T> holding(const at::Tensor& flat) {
     const auto* const begin = static_cast<const std::byte*>(flat.const_data_ptr());
     const std::lock_guard lock(mutex_);
@@ -51,7 +51,7 @@ class SharedBuffers {
   };
 
   std::mutex mutex_;
-  std::map<const std::byte*, Known> known_;  // by their addresses here
+  std::map<const std::byte*, Known> known_;  // by address in this process
 };
 
 }  // namespace tessera

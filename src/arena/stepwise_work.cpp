@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-// How much longer a caller waits than the thread that does the steps, whose error says more.
+// How much longer a caller waits than the thread that runs the steps, whose error is more detailed.
 constexpr std::chrono::milliseconds kGrace{500};
 
 }  // namespace
@@ -34,7 +34,7 @@ void StepwiseWork::run() noexcept {
   } catch (...) {
     error = std::current_exception();
   }
-  steps_.clear();  // and what they hold
+  steps_.clear();  // also releases their captures
   {
     const std::lock_guard lock(mutex_);
     waiting_for_.reset();
@@ -62,7 +62,7 @@ void StepwiseWork::perform_steps() {
   });
 }
 
-// The ranks that a step's errors name are those of a host or a rail.
+// Adds the collective's name to errors of its steps, in which ranks are numbered by host or rail.
 void StepwiseWork::name_errors(const std::function<void()>& step) const {
   try {
     step();

@@ -16,11 +16,11 @@
 
 namespace tessera {
 
-/// A collective made of collectives of other process groups: each step begins when the one before
-/// it has ended, on the thread that runs the job. The end of the last one is left to who waits.
+/// A collective made of collectives of other process groups. Each step starts when the previous one
+/// has completed, on the thread that runs the job. The caller of `wait()` completes the last step.
 class StepwiseWork final : public Work, public Job {
  public:
-  /// Starts collectives.
+  /// Starts the collectives of one step and returns their works.
   using Step = std::function<std::vector<WorkPtr>(const CollectiveTag& tag)>;
 
   StepwiseWork(CollectiveName name, std::chrono::milliseconds timeout, std::shared_ptr<Arena> arena,

@@ -21,8 +21,8 @@ constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
 }  // namespace
 
-// One save that is being written. Its thread meets no other rank's but through the file system, so
-// that training may use the process groups meanwhile.
+// One save that is being written. Its thread communicates with other ranks through the file system
+// only, so that training may use the process groups meanwhile.
 class PendingSave {
  public:
   PendingSave(const SaveJob& job, BegunSave begun, double bytes_per_second)
@@ -38,12 +38,12 @@ class PendingSave {
 
   bool is_done() const { return done_; }
 
-  /// Waits until the checkpoint is in its place. Collective; throws on all ranks alike.
+  /// Waits until the checkpoint is published. Collective; if a rank fails, all ranks throw.
   void finish() {
     try {
       ranks_.check([&] { written_.get(); }, "checkpoint");
     } catch (...) {
-      stop_ = true;  // rank 0 may be waiting for a part that does not come
+      stop_ = true;  // rank 0 may be waiting for a part that will never come
       thread_.join();
       throw;
     }
@@ -55,7 +55,7 @@ class PendingSave {
         "checkpoint");
   }
 
-  /// The same of this rank alone. Returns what went wrong.
+  /// Waits for this rank's thread only, and returns its error; null if there was none.
   std::exception_ptr join() {
     thread_.join();
     return error_;
@@ -88,7 +88,7 @@ class PendingSave {
   std::exception_ptr error_;
   std::promise<void> written_promise_;
   std::shared_future<void> written_;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last: it uses the other members
 };
 
 struct AsyncCheckpointer::Impl {
@@ -113,7 +113,8 @@ struct AsyncCheckpointer::Impl {
 
   void save(const std::filesystem::path& path, SaveJob job) {
     at::NoGradGuard no_grad;
-    // Refused where all ranks hear of it: one that threw by itself would leave the others waiting.
+    // Checked inside `collect`, whose errors reach all ranks: throwing here would leave them
+    // waiting.
     job.collect = [collect = std::move(job.collect), whole = job.whole](ChunkCollector& contents) {
       TORCH_CHECK_NOT_IMPLEMENTED(!whole,
                                   "[AsyncCheckpointer] options.whole_parameters can't be saved "

@@ -9,8 +9,7 @@
 
 namespace tessera {
 
-/// Takes the bytes of a file that anybody may have written one after another, and none behind their
-/// end: then it throws `c10::ValueError`.
+/// Reads the bytes of an untrusted file in order. Throws `c10::ValueError` on a read past the end.
 class ByteReader {
  public:
   explicit ByteReader(std::string_view bytes) : bytes_(bytes) {}
@@ -21,7 +20,7 @@ class ByteReader {
     next_ += count;
     return bytes_.substr(next_ - count, count);
   }
-  /// Little endian.
+  /// Reads a little-endian number.
   template <class T>
   T number() {
     static_assert(std::is_integral_v<T>);
@@ -29,7 +28,7 @@ class ByteReader {
     std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
     return value;
   }
-  /// Without its end.
+  /// Returns the next line, without its newline.
   std::string_view line() {
     const size_t end = bytes_.find('\n', next_);
     TORCH_CHECK_VALUE(end != std::string_view::npos, "it is cut off: a line has no end");

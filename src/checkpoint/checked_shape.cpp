@@ -32,7 +32,7 @@ bool CheckedShape::has_box(c10::IntArrayRef offset, c10::IntArrayRef sizes) cons
   return true;
 }
 
-// There is one way only: the dim of the smallest stride is filled first, and so on.
+// In a dense layout, the dim with the smallest stride is filled first, then the next, and so on.
 bool CheckedShape::is_dense(c10::IntArrayRef strides) const {
   if (strides.size() != sizes_.size()) return false;
   if (numel_ == 0) return true;

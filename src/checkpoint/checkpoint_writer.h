@@ -14,13 +14,13 @@
 
 namespace tessera {
 
-/// For a new save.
+/// Returns a random id for a new save.
 std::string new_save_id();
 
-/// One rank's part in one save. No member is collective: who calls them sees to the order.
+/// One rank's part in one save. No member is collective; the caller ensures the order:
 ///
-/// `begin()` on rank 0; then `write()` on all; then `commit()` on rank 0, which waits for the
-/// others' parts. A save that goes without a commit leaves what was there before.
+/// `begin()` on rank 0; then `write()` on all ranks; then `commit()` on rank 0, which waits for the
+/// other ranks' parts. A save that ends without a commit leaves the previous checkpoint unchanged.
 class CheckpointWriter {
  public:
   CheckpointWriter(const std::filesystem::path& path, int rank, int size)
@@ -28,19 +28,19 @@ class CheckpointWriter {
   ~CheckpointWriter() { directory_.discard(); }
 
   const std::filesystem::path& draft() const { return directory_.draft(); }
-  /// The same on all ranks, and in all files of this save.
+  /// Sets the save's id, the same on all ranks and in all files of this save.
   void set_id(std::string id) { id_ = std::move(id); }
   const std::string& id() const { return id_; }
 
-  /// Also removes drafts that killed saves of the same series have left.
+  /// Creates the draft. Also removes drafts that killed saves of the same series left behind.
   void begin();
 
-  /// Writes this rank's file, if it has anything to store there, and brings it to the disk, and
-  /// says so to rank 0, or that it failed. `pace` may be null.
+  /// Writes this rank's file, if it has anything to store there, and syncs it to disk; then reports
+  /// success or failure to rank 0. `pace` may be null.
   void write(const RankContents& contents, Pace* pace);
 
-  /// Puts the checkpoint in its place, and removes older ones; see `SaveOptions::keep_last`. Waits
-  /// for the ranks as `collect_parts()` does.
+  /// Publishes the checkpoint and removes older ones; see `SaveOptions::keep_last`. Waits for the
+  /// ranks as `collect_parts()` does.
   void commit(std::chrono::milliseconds timeout, const std::atomic<bool>& stop);
   void set_keep_last(int keep_last) { keep_last_ = keep_last; }
 

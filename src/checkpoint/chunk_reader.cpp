@@ -21,10 +21,10 @@
 namespace tessera {
 namespace {
 
-// A checkpoint of many ranks has more files than a process may open.
+// Most files to keep open: a checkpoint of many ranks has more than a process may open.
 constexpr size_t kMostOpen = 64;
 
-/// Reads bytes of one chunk, ascending, by blocks that have checksums.
+/// Reads bytes of one chunk in ascending order, by blocks that have checksums.
 class CheckedBytes {
  public:
   CheckedBytes(const SafetensorsFile& file, const ChunkRecord& chunk, int64_t nbytes,
@@ -66,11 +66,11 @@ class CheckedBytes {
   const SafetensorsFile& file_;
   const ChunkRecord& chunk_;
   int64_t nbytes_;
-  std::vector<char>& block_;  // of which `held_` says what is in it
+  std::vector<char>& block_;  // holds block number `held_`
   int64_t held_ = -1;
 };
 
-// In which order a region's elements are counted: row by row in a box.
+// Returns the strides by which a region's elements are counted: row by row in a box.
 std::vector<int64_t> order_of(const TensorRecord& tensor, at::IntArrayRef strides,
                               const Region& region) {
   return region.box ? row_major(tensor.shape) : strides.vec();
@@ -95,8 +95,8 @@ SafetensorsFile& ChunkReader::file(const std::string& name) {
   return open_.emplace(name, std::move(file)).first->second;
 }
 
-// The file, in which the chunk is; that the index has its checksums was asked when it was read. The
-// only way to a chunk's bytes.
+// Returns the file that contains the chunk. Reading the index has checked that it has the chunk's
+// checksums. All access to a chunk's bytes goes through this function.
 SafetensorsFile& ChunkReader::open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
   SafetensorsFile& stored = file(chunk.file);
   stored.check(chunk.key, tensor.dtype, chunk.region.numel());

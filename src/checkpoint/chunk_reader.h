@@ -13,11 +13,11 @@
 
 namespace tessera {
 
-/// Reads parts of a checkpoint's tensors from the files that have them.
+/// Reads parts of a checkpoint's tensors from the files that store them.
 ///
 /// The directory is opened once: if a save replaces it in the meantime, nothing of the new
-/// checkpoint is taken for a part of this one. Not more is read than asked for, in whole blocks
-/// whose checksums are compared. Every error names the file.
+/// checkpoint is mistaken for a part of this one. Reads only the blocks that contain the requested
+/// bytes, and verifies their checksums. Every error names the file.
 class ChunkReader {
  public:
   explicit ChunkReader(const std::filesystem::path& path);
@@ -25,20 +25,20 @@ class ChunkReader {
   const CheckpointIndex& index() const { return index_; }
   const std::string& path() const { return directory_.path(); }
 
-  /// Throws unless the files have all that `read()` of the same would take from them.
+  /// Throws unless the files have everything that `read()` with these arguments would read.
   void check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region);
-  /// The same of the whole tensor.
+  /// Checks the whole tensor.
   void check(const TensorRecord& tensor);
 
-  /// Reads a region into `out`, whose elements are taken in its logical order, and converted to its
-  /// dtype. Without a box the region's elements are counted in the order of memory that `strides`
-  /// describe. Takes the memory of the whole tensor, twice, if it was stored in another order.
+  /// Reads a region into `out`, filling its elements in logical order and converting to its dtype.
+  /// Without a box, the region counts elements in the memory order that `strides` describe. If the
+  /// tensor was stored in another order, takes twice the memory of the whole tensor.
   void read(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region,
             const at::Tensor& out);
-  /// The whole tensor, contiguous. Throws before it takes memory if the files have it not.
+  /// Returns the whole tensor, contiguous. Throws before it allocates memory if the files lack it.
   at::Tensor read_whole(const TensorRecord& tensor);
 
-  /// Reads all of a chunk, and throws `c10::ValueError` if something is wrong with it.
+  /// Reads all of a chunk. Throws `c10::ValueError` if it is damaged.
   void verify(const TensorRecord& tensor, const ChunkRecord& chunk);
 
  private:

@@ -18,7 +18,7 @@
 namespace tessera {
 namespace {
 
-// The state of a parameter in the parameter's memory order, 1-D.
+// Returns the state of a parameter as a 1-D tensor, in the parameter's memory order.
 at::Tensor flat_state(const at::Tensor& value, const at::Tensor& param) {
   TORCH_CHECK(value.sizes() == param.sizes(),
               "[save_checkpoint] the optimizer's state must have its parameter's shape ",
@@ -39,7 +39,7 @@ ChunkCollector::ChunkCollector(int rank, int size) : rank_(rank) {
 
 void ChunkCollector::add_model(const ModelView& view) {
   for (const ParamView& param : view.params) add_part(record_of(param), param, param.values);
-  // Buffers that ranks don't synchronize differ, and rank 0's belong together.
+  // Buffers that ranks don't synchronize differ; all are rank 0's, which belong together.
   for (const NamedTensor& buffer : view.buffers)
     add_shared(record_of(buffer), buffer.tensor, {.index = rank_, .count = 1});
 }
@@ -95,7 +95,7 @@ void ChunkCollector::add_stored(std::vector<TensorRecord> records) {
                  std::make_move_iterator(records.end()));
 }
 
-// `data` holds what the region says; records without data are rank 0's to list.
+// `data`: the values of `region`. Rank 0 alone lists records without data.
 void ChunkCollector::add(TensorRecord record, const Region& region, const at::Tensor& data) {
   const bool has_data = region.numel() > 0;
   if (!has_data && rank_ != 0) return;
@@ -109,7 +109,7 @@ void ChunkCollector::add(TensorRecord record, const Region& region, const at::Te
   contents_.index.tensors.push_back(std::move(record));
 }
 
-// Of `values`, which this rank has, those that it stores.
+// Adds those of `values`, this rank's elements of the parameter, that this rank stores.
 void ChunkCollector::add_part(TensorRecord record, const ParamView& param,
                               const at::Tensor& values) {
   const Region stored = param.stored();
@@ -119,8 +119,8 @@ void ChunkCollector::add_part(TensorRecord record, const ParamView& param,
   add(std::move(record), stored, data);
 }
 
-// Of a tensor that several ranks have, this one's part, if it is its turn: `replica`, or that of a
-// DistTensor.
+// Adds this rank's part of a tensor that several ranks have, if it is this rank's turn to store it.
+// `replica`: this rank among those with equal values; a DistTensor's own replaces it.
 void ChunkCollector::add_shared(TensorRecord record, const at::Tensor& tensor, Replica replica) {
   Region region{0, tensor.numel()};
   if (const DistMeta* meta = find_dist_meta(tensor)) {

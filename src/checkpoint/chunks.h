@@ -19,39 +19,39 @@ struct ChunkData {
   std::string key;
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
-  /// Called once, when they are written: a view of the memory of shards or optimizer state, or what
-  /// is read only then. Its memory holds the values.
+  /// Called once, when the elements are written. Returns a view of the memory of shards or
+  /// optimizer state, or reads the values only then. The memory of the result holds its values.
   std::function<at::Tensor()> get;
 
   int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
 };
-/// Of a tensor that is there.
+/// Makes a chunk of an existing tensor.
 ChunkData chunk_of(std::string key, const at::Tensor& data);
 
-/// What one rank contributes to a checkpoint.
+/// The data that one rank contributes to a checkpoint.
 struct RankContents {
-  CheckpointIndex index;  ///< of the chunks of this rank; rank 0 adds what all ranks know alike
+  CheckpointIndex index;  ///< of this rank's chunks; rank 0 adds the data common to all ranks
   std::vector<ChunkData> chunks;
 };
 
-/// Collects what this rank, `rank` of `size`, stores: each element of what all ranks add is in
-/// exactly one chunk of one rank. Changes and copies nothing (but what is not laid out like its
-/// parameter).
+/// Collects the data that this rank, `rank` of `size`, stores: each element that the ranks add is
+/// in exactly one chunk of one rank. Changes nothing, and copies only tensors that are not laid out
+/// like their parameter.
 class ChunkCollector {
  public:
   ChunkCollector(int rank, int size);
 
-  /// Parameters and buffers.
+  /// Adds parameters and buffers.
   void add_model(const ModelView& view);
-  /// Of parameters the master weights, if they have another dtype than what is in use.
+  /// Adds the master weights of parameters whose master dtype differs from the dtype in use.
   void add_masters(const ModelView& view);
-  /// What `view.optimizer` has: state, options and param groups.
+  /// Adds the state, options and param groups of `view.optimizer`.
   void add_optimizer(const ModelView& view);
-  /// Tensors by name: ordinary ones, which are the same on all ranks, and DistTensors.
+  /// Adds tensors by name: ordinary ones, which are the same on all ranks, and DistTensors.
   void add_tensors(const std::map<std::string, at::Tensor>& tensors);
-  /// What this rank has for itself, as `GROUP/NAME`.
+  /// Adds tensors that belong to this rank alone, as `GROUP/NAME`.
   void add_rank_state(const std::string& group, const std::map<std::string, at::Tensor>& tensors);
-  /// What was stored already.
+  /// Adds the records of tensors that are stored already.
   void add_stored(std::vector<TensorRecord> records);
 
   CheckpointIndex& index() { return contents_.index; }
@@ -68,7 +68,7 @@ class ChunkCollector {
   ReplicaTurns turns_;
 };
 
-/// True if both strides put the elements of `sizes` into the same order.
+/// Returns true if both strides put the elements of `sizes` into the same order.
 bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b);
 
 }  // namespace tessera

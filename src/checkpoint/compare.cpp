@@ -21,7 +21,7 @@ namespace {
 
 using Records = std::map<std::string, const TensorRecord*>;
 
-// By id under each name, but for what ranks had for themselves.
+// Maps each name's id to its record, except for tensors that belong to one rank alone.
 Records records_of(const CheckpointIndex& index) {
   Records records;
   for (const TensorRecord& record : index.tensors) {
@@ -31,10 +31,10 @@ Records records_of(const CheckpointIndex& index) {
   return records;
 }
 
-// The same bits: NaN equals itself, and 0 is not -0.
+// Compares bits: NaN equals itself, and 0 is not -0.
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
   if (a.nbytes() != b.nbytes()) return false;
-  return a.nbytes() == 0 ||  // memcmp takes no null pointer, not even to nothing
+  return a.nbytes() == 0 ||  // memcmp accepts no null pointer, not even for 0 bytes
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
@@ -110,7 +110,7 @@ std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
   for (const TensorRecord& record : left.index().tensors)
     if (record.kind != "rank") total += record.nbytes();
   ProgressCount count(progress, total);
-  // Of tied tensors, each pair once: what is tied in one need not be in the other.
+  // Compares each pair of tied tensors once: tensors tied in one may be separate in the other.
   std::set<std::pair<const TensorRecord*, const TensorRecord*>> compared;
   std::set<const TensorRecord*> counted;
   for (const auto& [id, x] : lefts) {

@@ -23,18 +23,18 @@ namespace fs = std::filesystem;
 
 // [Note: Replacing a checkpoint]
 //
-// A new checkpoint is written to `<path>.tmp`, the index last, and everything is brought to the
-// disk. Then the two directories exchange their names in one step of the file system, and the old
-// one, which now has the draft's name, is removed. Where the file system can't exchange, the old
-// one is renamed to `<path>.old` before the draft gets its name; if that is cut off in between,
-// `<path>.old` is taken for the checkpoint by the next load or save. A save that is cut off earlier
-// leaves a draft, which the next one to the same path removes, or the next one of the same series
-// (`step-100`, `step-200`). Two saves at once would mix their files: the draft is locked, and the
-// lock goes with the process that has it.
+// A new checkpoint is written to `<path>.tmp`, the index last, and everything is synced to disk.
+// Then the two directories exchange their names in one step of the file system, and the old one,
+// which now has the draft's name, is removed. Where the file system can't exchange, the old one is
+// renamed to `<path>.old` before the draft gets its name; if that is interrupted in between, the
+// next load or save takes `<path>.old` for the checkpoint. A save that is interrupted earlier
+// leaves a draft, which is removed by the next save to the same path, or by the next one of the
+// same series (`step-100`, `step-200`). Two saves at once would mix their files, so the draft is
+// locked; the lock ends with the process that holds it.
 //
-// A mount point has no place beside it on its own file system, and can't be renamed. So a
-// checkpoint that is to be there is in the directory `checkpoint` in it, and those who read find it
-// there.
+// A mount point can't be renamed, and a directory beside it is on another file system. So a
+// checkpoint that is saved to a mount point is put into its subdirectory `checkpoint`, where
+// readers find it.
 //
 // Only files with a checkpoint's names are ever removed.
 namespace {
@@ -62,7 +62,7 @@ void check_removable(const fs::path& path) {
   }
 }
 
-// The index first: what is left of a removal that was cut off is no checkpoint.
+// Removes the index first: the rest of an interrupted removal is then no checkpoint.
 void remove_files(const fs::path& path) noexcept {
   std::error_code ignored;
   fs::remove(path / kIndexFile, ignored);
@@ -71,7 +71,7 @@ void remove_files(const fs::path& path) noexcept {
        !ignored && entry != fs::directory_iterator(); entry.increment(ignored)) {
     if (is_checkpoint_file(entry->path())) files.push_back(entry->path());
   }
-  // It takes a file system as long to forget a file of many bytes as to take in a part of them.
+  // Removing a large file takes a file system as long as writing part of it: use several threads.
   std::atomic<size_t> next = 0;
   const auto remove_some = [&] {
     for (size_t i = next++; i < files.size(); i = next++) {
@@ -85,7 +85,7 @@ void remove_files(const fs::path& path) noexcept {
   remove_some();
 }
 
-// Absolute and without a slash at the end; empty if `path` is.
+// Returns `path` as an absolute one without a trailing slash; an empty one stays empty.
 fs::path normal(const fs::path& path) {
   if (path.empty()) return path;
   const fs::path result = fs::absolute(path).lexically_normal();
@@ -115,7 +115,7 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
   draft_ = with_suffix(path_, ".tmp");
 }
 
-// Who reads would find that one first.
+// Readers would find a checkpoint in the mount point itself first.
 void CheckpointDirectory::check_mount_point() const {
   TORCH_CHECK_VALUE(mount_point_.empty() || !fs::exists(mount_point_ / kIndexFile),
                     "[save_checkpoint] '", mount_point_.string(), "' is a mount point, which can't be "
@@ -129,7 +129,7 @@ void CheckpointDirectory::prepare() {
   const fs::path old = with_suffix(path_, ".old");
   if (!fs::exists(path_) && fs::exists(old / kIndexFile)) fs::rename(old, path_);
   check_removable(path_);
-  // Other tools name the files of a model as we do, but not the index.
+  // Other tools give model files the same names, but have no such index.
   TORCH_CHECK_VALUE(!fs::exists(path_) || fs::is_empty(path_) || fs::exists(path_ / kIndexFile),
                     "[save_checkpoint] '", path_.string(),
                     "' must be a new path or a checkpoint's directory, because it will be "
@@ -139,7 +139,7 @@ void CheckpointDirectory::prepare() {
 }
 
 void CheckpointDirectory::take_draft() {
-  // Another save may publish or remove the draft between two steps here: then there is a new one.
+  // Another save may publish or remove the draft between two steps here: then make a new one.
   while (!held_) {
     fs::create_directories(draft_);
     File draft = File::open_directory(draft_);
@@ -152,11 +152,11 @@ void CheckpointDirectory::take_draft() {
 void CheckpointDirectory::publish() {
   File::open_directory(draft_).sync();
   const fs::path parent = path_.parent_path();
-  // Locked, so that no other save takes the old one for a draft while it is removed.
+  // Locked, so that no other save takes the old checkpoint for a draft while it is removed.
   std::optional<File> old;
   if (fs::exists(path_)) old.emplace(File::open_directory(path_)).lock();
   bool exchanged = false;
-  if (::rename(draft_.c_str(), path_.c_str()) != 0) {  // works if there was none
+  if (::rename(draft_.c_str(), path_.c_str()) != 0) {  // works if there was no checkpoint
     exchanged =
         ::renameat2(AT_FDCWD, draft_.c_str(), AT_FDCWD, path_.c_str(), RENAME_EXCHANGE) == 0;
     TORCH_CHECK(exchanged || cannot_exchange(errno), "[save_checkpoint] could not replace '",
@@ -164,7 +164,7 @@ void CheckpointDirectory::publish() {
     if (!exchanged) replace_by_renames();
   }
   File::open_directory(parent).sync();
-  // Else a draft that is there by now is another save's.
+  // If the names were not exchanged, a draft that exists by now belongs to another save.
   if (exchanged) remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
   held_.reset();
@@ -195,7 +195,7 @@ void remove_abandoned_draft(const fs::path& draft) noexcept {
     File directory = File::open_directory(draft);
     if (directory.lock() == File::Lock::kTaken && directory.is_there()) remove_checkpoint(draft);
   } catch (const std::exception&) {
-    // It is somebody else's, or is gone by now.
+    // It belongs to another save, or no longer exists.
   }
 }
 

@@ -7,23 +7,25 @@
 
 namespace tessera {
 
-/// The place of a checkpoint while a new one is written: `path`, or `checkpoint` in it if that is a
-/// mount point, which can't be replaced. See [Note: Replacing a checkpoint] in directory.cpp.
+/// The location of a checkpoint while a new one is written: `path`, or its subdirectory
+/// `checkpoint` if `path` is a mount point, which can't be replaced.
+/// See [Note: Replacing a checkpoint] in directory.cpp.
 class CheckpointDirectory {
  public:
   explicit CheckpointDirectory(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return path_; }
-  /// Where files are written to until `publish()`: a directory beside the checkpoint's, on the same
-  /// file system.
+  /// The directory that files are written to until `publish()`: beside the checkpoint's, on the
+  /// same file system.
   const std::filesystem::path& draft() const { return draft_; }
 
-  /// Makes the empty draft, and holds it against other saves until this object goes. Throws if
-  /// something other than a checkpoint is in the way, or if another save holds the draft. One rank.
+  /// Creates the empty draft and locks it against other saves until it is published or this object
+  /// is destroyed. Throws if something other than a checkpoint is in the way, or if another save
+  /// holds the draft. Called on one rank.
   void prepare();
-  /// Puts the draft in the place of the checkpoint in one step, and removes the old one. One rank.
+  /// Replaces the checkpoint by the draft in one step, and removes the old one. Called on one rank.
   void publish();
-  /// Removes the draft, as far as that can be done. One rank.
+  /// Removes the draft, as far as possible. Called on one rank.
   void discard() noexcept;
 
  private:
@@ -33,21 +35,21 @@ class CheckpointDirectory {
 
   std::filesystem::path path_;
   std::filesystem::path draft_;
-  std::filesystem::path mount_point_;  // that `path_` is in; empty if it was given itself
+  std::filesystem::path mount_point_;  // the given mount point, which contains `path_`; else empty
   std::optional<File> held_;           // the draft's directory, locked
 };
 
 /// Removes a checkpoint's files, the index first, and then the directory if nothing else is in it;
-/// as far as that can be done.
+/// as far as possible.
 void remove_checkpoint(const std::filesystem::path& path) noexcept;
 
-/// Removes a draft that a save has left behind, such as one that was killed: one that nobody holds
-/// and that has nothing but a checkpoint's files. Where locks are not known, none is removed.
+/// Removes a draft that a save left behind, for example one that was killed: a draft that is not
+/// locked and contains only a checkpoint's files. Where locks are not supported, removes none.
 void remove_abandoned_draft(const std::filesystem::path& draft) noexcept;
 
-/// `path`, or what a replacement that was cut off left of it.
+/// Returns `path`, or the old checkpoint if its replacement was interrupted.
 std::filesystem::path checkpoint_or_old(const std::filesystem::path& path);
-/// The directory to read: that, or what a save to a mount point has put into it.
+/// Returns the directory to read: that, or the one that a save to a mount point put into `path`.
 std::filesystem::path readable_checkpoint(const std::filesystem::path& path);
 
 }  // namespace tessera

@@ -9,8 +9,8 @@
 namespace tessera {
 namespace {
 
-// The shape in which a dim that is cut into blocks first is two dims: blocks, and rows of a block.
-// `dims`: where each dim of the tensor is in it, that of the rows.
+// Returns a shape in which a dim that is first cut into blocks is two dims: blocks, and rows of a
+// block. `dims`: the index in it of each dim of the tensor; for two dims, that of the rows.
 std::vector<int64_t> shape_of_blocks(const DistSpec& spec, at::IntArrayRef sizes,
                                      std::vector<int64_t>& dims) {
   std::vector<int64_t> factors(sizes.size(), 1), shape;

@@ -14,24 +14,24 @@
 
 namespace tessera {
 
-/// What this rank has of a DistTensor of these global sizes, in the order of its local part; empty
-/// without a box: nothing. Throws `c10::NotImplementedError`, naming `name`, for placements that
-/// are `Partial`: the terms are not the tensor's values.
+/// Returns this rank's part of a DistTensor of these global sizes, in the order of its local part;
+/// an empty region without a box if it has none. Throws `c10::NotImplementedError`, naming `name`,
+/// for placements that are `Partial`: the terms are not the tensor's values.
 Region part_of(const DistSpec& spec, at::IntArrayRef global_sizes, const std::string& name);
 
-/// Lets ranks that have the same values take turns in storing them, so that each stores as many
-/// bytes. All ranks must ask for the same tensors in the same order.
+/// Lets ranks that have the same values take turns in storing them, to balance the bytes that each
+/// stores. All ranks must ask for the same tensors in the same order.
 class ReplicaTurns {
  public:
-  /// Which of `replicas` equal ranks stores the next `nbytes`.
+  /// Returns the one of `replicas` equal ranks that stores the next `nbytes`.
   int64_t next(int64_t replicas, int64_t nbytes);
 
  private:
   std::map<int64_t, LeastLoaded> stored_;  // bytes, by the number of replicas
 };
 
-/// Which of the ranks that have equal parts this one is, and how many there are, along the mesh
-/// dims in which a DistTensor is replicated.
+/// The index of this rank among the ranks with equal parts, and their number, along the mesh dims
+/// in which a DistTensor is replicated.
 struct Replica {
   int64_t index = 0, count = 1;
 };

@@ -28,7 +28,7 @@ ExportFormat format_of(const fs::path& file, const ExportOptions& options) {
   return ExportFormat::kTorch;
 }
 
-// The model's tensors in the order of the index.
+// Returns the model's tensors in the order of the index.
 std::vector<const TensorRecord*> model_of(const CheckpointIndex& index) {
   std::vector<const TensorRecord*> tensors;
   for (const TensorRecord& record : index.tensors) {
@@ -90,7 +90,7 @@ void export_checkpoint(const fs::path& path, const fs::path& file, const ExportO
   }
   ProgressCount count(options.progress, total);
   const fs::path draft = file.string() + ".tmp";
-  File::create(draft);  // whose error says why it can't be
+  File::create(draft);  // its error says why the file can't be created
   try {
     format == ExportFormat::kTorch ? write_torch(draft, reader, options, count)
                                    : write_safetensors(draft, reader, options, count);

@@ -16,13 +16,13 @@
 namespace tessera {
 namespace {
 
-// Linux transfers at most 2 GiB at once.
+// Linux transfers at most 2 GiB per call.
 constexpr size_t kMostPerCall = size_t{1} << 30;
 
-// In milliseconds, for the first that comes through a pipe.
+// Most milliseconds to wait for the first bytes of a pipe.
 constexpr int kWaitForWriter = 10'000;
 
-// Not waiting for whoever may open the other end of a pipe.
+// Opening a pipe does not wait for its other end to be opened.
 constexpr int kReadOnly = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
 
 int check_open(int fd, const std::string& path) {
@@ -162,7 +162,7 @@ bool File::is_there() const {
 }
 
 void File::start_sync(int64_t offset, size_t nbytes) const {
-  // A hint: where it fails, sync() has more to do.
+  // A hint: if it fails, sync() has more to write.
   ::sync_file_range(fd_, offset, static_cast<int64_t>(nbytes), SYNC_FILE_RANGE_WRITE);
 }
 

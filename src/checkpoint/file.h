@@ -10,15 +10,15 @@ namespace tessera {
 /// An open file or directory whose errors name it.
 class File {
  public:
-  /// Makes an empty file to write to.
+  /// Creates an empty file for writing.
   static File create(const std::filesystem::path& path);
   static File open_directory(const std::filesystem::path& path);
-  /// Opens a file for reading. Throws `c10::ValueError` for what is no regular file, such as a
-  /// named pipe, which would be waited for.
+  /// Opens a file for reading. Throws `c10::ValueError` for anything but a regular file, such as a
+  /// named pipe, on which a read would wait.
   static File open_file(const std::filesystem::path& path);
-  /// Opens a file, or a pipe, whose other end nobody may have opened yet: nobody is waited for.
+  /// Opens a file, or a pipe whose other end need not be open yet: does not wait for it.
   static File open_any(const std::filesystem::path& path);
-  /// The same of a file of this directory, even if the directory has another name by now.
+  /// Opens a regular file of this directory for reading, even if the directory was renamed since.
   File open(const std::string& name) const;
 
   ~File();
@@ -30,23 +30,24 @@ class File {
   /// Reads exactly `nbytes` from `offset`.
   void read(void* data, size_t nbytes, int64_t offset) const;
   int64_t nbytes() const;
-  /// All of it. Throws `c10::ValueError` if that is more than `most` bytes.
+  /// Returns the whole content. Throws `c10::ValueError` if it has more than `most` bytes.
   std::string read_all(int64_t most) const;
-  /// What comes until the end of the file, or until nobody has the pipe open to write to any more.
-  /// It must begin within 10 seconds. Throws `c10::ValueError` if that is more than `most` bytes.
+  /// Reads until the end of the file, or until no process has the pipe open for writing. Waits at
+  /// most 10 seconds for a pipe's first writer; without one, returns nothing. Throws
+  /// `c10::ValueError` for more than `most` bytes.
   std::string read_to_end(int64_t most) const;
   enum class Lock : uint8_t {
     kTaken,
-    kHeld,     ///< by another process, or another open file here
+    kHeld,     ///< by another process, or by another open file here
     kUnknown,  ///< the file system has no locks
   };
-  /// Takes the lock of the file or directory, which lasts as long as it is open, in this process.
+  /// Takes the lock of the file or directory, which is held while it is open in this process.
   Lock lock();
-  /// True if `path()` still leads to it.
+  /// Returns true if `path()` still leads to this file or directory.
   bool is_there() const;
-  /// Lets the disk begin with what was written there, and waits for nothing.
+  /// Starts writing these bytes to the disk, without waiting for anything.
   void start_sync(int64_t offset, size_t nbytes) const;
-  /// Returns when what was written is on the disk.
+  /// Returns when all written bytes are on the disk.
   void sync() const;
 
   const std::string& path() const { return path_; }

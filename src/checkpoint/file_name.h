@@ -9,9 +9,9 @@
 
 namespace tessera {
 
-/// Throws `c10::ValueError` unless `name`, which an index has, can be that of a file beside it.
+/// Throws `c10::ValueError` unless `name`, taken from an index, can name a file beside it.
 inline void check_file_name(const std::string& name) {
-  constexpr size_t kMostBytes = 255;  // of the file systems of Linux
+  constexpr size_t kMostBytes = 255;  // the limit of Linux's file systems
   const bool is_plain = name.find_first_of(std::string_view("/\0", 2)) == std::string::npos;
   TORCH_CHECK_VALUE(is_plain && !name.empty() && name.size() <= kMostBytes && name != "." &&
                         name != "..",

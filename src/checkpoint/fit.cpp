@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kMostListed = 10;
 
-// Collects what does not fit, so that one error tells all of it.
+// Collects all mismatches, so that one error lists them.
 class Misfits {
  public:
   enum Kind : uint8_t {
@@ -37,7 +37,7 @@ class Misfits {
   Misfits(const LoadOptions& options, LoadedCheckpoint& loaded)
       : options_(options), loaded_(loaded) {}
 
-  /// `name`: for those that may be allowed.
+  /// `name`: the one to report if `options` allow the mismatch.
   void add(Kind kind, std::string text, const std::string& name = "") {
     if (options_.allow_missing && (kind == kMissing || kind == kNoState)) {
       loaded_.missing.push_back(name);
@@ -81,7 +81,7 @@ class Misfits {
   std::vector<std::string> found_[kKinds];
 };
 
-// Between float and the half precisions, what is read is widened or rounded.
+// Values are widened or rounded between float and the half precisions.
 bool is_convertible(const std::string& from, const std::string& to) {
   const auto is_half = [](const std::string& dtype) { return dtype == "F16" || dtype == "BF16"; };
   return from == to || (from == "F32" && is_half(to)) || (is_half(from) && to == "F32");
@@ -244,7 +244,7 @@ TensorTable::TensorTable(const CheckpointIndex& index) : index_(index) {
 const TensorRecord* TensorTable::find(const std::string& kind, const std::string& name) const {
   auto it = by_id_.find(kind + "/" + name);
   if (it == by_id_.end() && kind != "master") it = by_id_.find("tensor/" + name);
-  // As which parameters that a plan ignored were stored once.
+  // Earlier checkpoints have parameters that a plan ignored as buffers.
   if (it == by_id_.end() && kind == "param") it = by_id_.find("buffer/" + name);
   return it == by_id_.end() ? nullptr : it->second;
 }

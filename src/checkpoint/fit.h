@@ -17,17 +17,17 @@ class TensorTable {
   /// `index` must outlive the table.
   explicit TensorTable(const CheckpointIndex& index);
 
-  /// A parameter or buffer by any of its names, or what was saved by that name alone; null if there
-  /// is none.
+  /// Returns a parameter or buffer by any of its names, or a tensor that was saved by that name
+  /// alone; null if there is none.
   const TensorRecord* find(const std::string& kind, const std::string& name) const;
-  /// A parameter, else a buffer.
+  /// Returns a parameter, or else a buffer.
   const TensorRecord* find_any(const std::string& name) const;
-  /// What a parameter is read from: its master weights, unless what was in use has the dtype that
-  /// is wanted. Null if it is not there.
+  /// Returns the tensor to read a parameter from: its master weights, unless the weights in use
+  /// have the wanted dtype. Null if there is none.
   const TensorRecord* source_of(const ParamView& param) const;
-  /// The optimizer's tensors for a parameter.
+  /// Returns the optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;
-  /// The optimizer's counts for a parameter.
+  /// Returns the optimizer's counts for a parameter.
   const std::map<std::string, int64_t>& counts_of(const TensorRecord& param) const;
 
  private:
@@ -36,12 +36,12 @@ class TensorTable {
   std::map<std::string, std::vector<const TensorRecord*>> states_;  // by the parameter's first name
 };
 
-/// Empty, or what keeps a stored tensor from being read into `tensor`.
+/// Returns why a stored tensor can't be read into `tensor`; empty if it can.
 std::string describe_misfit(const TensorRecord& record, const std::string& name,
                             const at::Tensor& tensor);
 
-/// Throws one `c10::ValueError` that lists everything in which the checkpoint does not fit the
-/// model, the optimizer or what else is to be loaded. What `options` allow is added to `loaded`.
+/// Throws one `c10::ValueError` that lists every mismatch between the checkpoint and the model, the
+/// optimizer or the other objects to load. Mismatches that `options` allow are added to `loaded`.
 void check_fit(const CheckpointIndex& index, const TensorTable& table, const ModelView& view,
                const LoadOptions& options, const std::string& path, LoadedCheckpoint& loaded);
 

@@ -18,12 +18,11 @@ size_t room_for(const ChunkData& chunk) {
   return (static_cast<size_t>(chunk.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Bytes that are fetched before they are copied.
+// Bytes to prefetch ahead of the copy.
 [[maybe_unused]] constexpr size_t kAhead = 1024;
 
-// Writes past the caches: nobody reads the copy soon, and the memory need not be read before it is
-// overwritten. (memcpy does that for pieces only that are larger than most shards.) `to` is
-// aligned.
+// Writes past the caches: the copy is not read soon, and its memory need not be read before it is
+// overwritten. (memcpy does so only for pieces that are larger than most shards.) `to` is aligned.
 void copy_past_caches(char* to, const char* from, size_t nbytes) {
   size_t done = 0;
 #ifdef __SSE2__
@@ -49,7 +48,7 @@ void HostCopy::take(RankContents& contents) {
   size_t nbytes = 0;
   for (const ChunkData& chunk : contents.chunks) nbytes += room_for(chunk);
   if (nbytes > nbytes_) {
-    memory_.reset();  // before there is more
+    memory_.reset();  // before more is allocated
     memory_.reset(new (std::align_val_t(kAlignment)) char[nbytes]);
     nbytes_ = nbytes;
   }

@@ -8,11 +8,11 @@
 
 namespace tessera {
 
-/// Host memory that is used again for each save: memory that was never touched costs more than the
+/// Host memory that each save reuses: touching new memory for the first time costs more than the
 /// copy into it.
 class HostCopy {
  public:
-  /// Copies the chunks, and lets `contents` have the copies. What it copied before is lost.
+  /// Copies the chunks and makes `contents` refer to the copies. Overwrites earlier copies.
   void take(RankContents& contents);
 
   static constexpr size_t kAlignment = 64;  ///< bytes, of each copy

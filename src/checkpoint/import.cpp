@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A tensor of another program's file.
+// A tensor of a file that another program wrote.
 struct Source {
   std::vector<std::string> names;
   std::string dtype;

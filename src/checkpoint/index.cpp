@@ -28,10 +28,10 @@ constexpr const char* kFormat = "tessera checkpoint";
 constexpr int kFormatVersion = 2;
 constexpr int64_t kMostRanks = std::numeric_limits<int>::max();
 constexpr int64_t kMostIndexBytes = int64_t{1} << 31;
-// The checksum of the text in which it has these digits.
+// The checksum is that of the text with these digits in place of the checksum.
 constexpr const char* kNoChecksum = "0000000000000000";
 
-// JSON has no infinities and no NaN: they become text.
+// JSON has no infinities and no NaN: they are stored as text.
 json to_json_number(double value) {
   if (std::isfinite(value)) return value;
   return fmt::format("{}", value);
@@ -165,7 +165,7 @@ CheckpointIndex from_json_index(const json& value) {
   return index;
 }
 
-// Where the digits of the checksum are in the text; npos if it has none.
+// Returns where the digits of the checksum begin in the text; npos if it has none.
 size_t place_of_checksum(const std::string& text) {
   const std::string name = "\"checksum\": \"";
   const size_t place = text.substr(0, 64).find(name);
@@ -239,7 +239,7 @@ std::string to_json(const CheckpointIndex& index) {
   for (const TensorRecord& tensor : index.tensors)
     result["tensors"].push_back(to_json_tensor(tensor));
   std::string text = fmt::format("{{\n \"checksum\": \"{}\",{}\n", kNoChecksum,
-                                 result.dump(1).substr(1));  // without its brace
+                                 result.dump(1).substr(1));  // without its opening brace
   const std::string digits = checksum_text(checksum(text.data(), text.size()));
   return text.replace(place_of_checksum(text), digits.size(), digits);
 }

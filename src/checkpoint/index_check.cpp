@@ -20,7 +20,7 @@ namespace {
 constexpr std::array<std::string_view, 6> kKinds = {"param",  "buffer", "state",
                                                     "master", "tensor", "rank"};
 
-// What `f` throws begins with `part`, a part of the index.
+// Prefixes the errors of `f` with `part`, a part of the index.
 template <class F>
 void naming_part(const std::string& part, F&& f) {
   try {
@@ -69,7 +69,7 @@ void check_rank(const std::string& text, int world_size) {
 
 void check_parts(const TensorRecord& tensor, int world_size) {
   const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
-  shape.reach(tensor.strides);  // throws for what are no strides
+  shape.reach(tensor.strides);  // throws for invalid strides
   TORCH_CHECK_VALUE(shape.is_dense(tensor.strides), "its elements must lie one after another; got shape ",
                     c10::IntArrayRef(tensor.shape), " and strides ", c10::IntArrayRef(tensor.strides));
   if (tensor.kind == "rank") check_rank(tensor.state, world_size);
@@ -92,7 +92,7 @@ void check_whole(const CheckpointIndex& index, const std::string& path) {
     std::unordered_set<std::string> seen;
     for (const TensorRecord& tensor : index.tensors) {
       for (size_t name = 0; name < tensor.names.size(); ++name) {
-        // Ranks have the same names for what each has for itself; `id()` has the rank.
+        // Ranks give their own tensors the same names; `id()` includes the rank.
         TORCH_CHECK_VALUE(seen.insert(tensor.id(name)).second, "it has '",
                           shortened(tensor.id(name)), "' twice");
       }

@@ -36,7 +36,7 @@ CheckpointSummary inspect_checkpoint(const std::filesystem::path& path) {
 
 namespace {
 
-// What `read` throws, without repetitions: a file that is missing is told once.
+// Collects the errors of `read` without repetitions: a missing file is reported once.
 void collect_errors(const std::function<void()>& read, std::vector<std::string>& errors) {
   try {
     read();

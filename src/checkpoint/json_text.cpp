@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kMostJsonDepth = 64;
 
-// Of what a parser reads of it; more than that if it is no JSON. (A callback of the parser's could
-// count, too, but with one it looks at all members of an object for each of them.)
+// Returns the nesting depth of the text that a parser reads; at least that if it is no JSON. (A
+// parser callback could count, too, but makes it scan all members of an object for each of them.)
 int depth_of(std::string_view text) {
   int depth = 0, most = 0;
   bool is_string = false;
@@ -35,7 +35,7 @@ nlohmann::json parse_json(std::string_view text) {
 }
 
 int64_t whole_number(const nlohmann::json& value, const char* what, int64_t least, int64_t most) {
-  // What is not negative is unsigned when it was parsed, up to 2^64.
+  // The parser makes numbers that are not negative unsigned, up to 2^64.
   const bool is_too_large =
       value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(most);
   TORCH_CHECK_VALUE(value.is_number_integer() && !is_too_large && value.get<int64_t>() >= least &&

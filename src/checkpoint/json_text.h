@@ -14,19 +14,19 @@
 
 namespace tessera {
 
-// JSON that anybody may have written: the index of a checkpoint, the header of a safetensors file,
-// the index of a directory of Hugging Face's. These throw `c10::ValueError` or
+// JSON from untrusted sources: the index of a checkpoint, the header of a safetensors file, the
+// index of a Hugging Face model directory. These functions throw `c10::ValueError` or
 // `nlohmann::json::exception`; see `naming_file()`.
 
-/// Refuses a text that nests deeper than any of ours: copying and printing values recurse.
+/// Parses a text. Refuses nesting deeper than any of ours: copying and printing values recurse.
 nlohmann::json parse_json(std::string_view text);
 
-/// A whole number from `least` to `most`; `what` names it in the error.
+/// Returns a whole number from `least` to `most`; `what` names it in the error.
 int64_t whole_number(const nlohmann::json& value, const char* what, int64_t least = 0,
                      int64_t most = std::numeric_limits<int64_t>::max());
 std::vector<int64_t> whole_numbers(const nlohmann::json& values, const char* what);
 
-/// By name. `read` makes a value of JSON.
+/// Returns the members of an object by name. `read` converts each value.
 template <class F>
 auto named_values(const nlohmann::json& object, F&& read) {
   TORCH_CHECK_VALUE(object.is_object(), "values by name are expected; got ", object.type_name());
@@ -35,10 +35,10 @@ auto named_values(const nlohmann::json& object, F&& read) {
   return values;
 }
 
-/// Of a message that a file's own text may be part of.
+/// Most bytes of a message that may quote the file's text.
 constexpr size_t kMostShown = 1000;
 
-/// Calls `f`; what it throws begins with the function, the file and `expected`, such as "must be
+/// Calls `f`, and prefixes its errors with the function, the file and `expected`, such as "must be
 /// the index of a checkpoint".
 template <class F>
 auto naming_file(const char* function, const std::string& path, const char* expected, F&& f) {

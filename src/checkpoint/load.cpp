@@ -34,10 +34,10 @@ namespace {
 
 constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
-// A part of a stored tensor, and the memory that it goes to.
+// A part of a stored tensor, and its destination in memory.
 struct Target {
   const TensorRecord* source;
-  std::vector<int64_t> strides;  // whose order of memory the elements are counted in
+  std::vector<int64_t> strides;  // the memory order in which `region` counts elements
   Region region;
   at::Tensor out;
 };
@@ -47,13 +47,13 @@ struct StateTarget {
   ParamState state;  // empty if the checkpoint has none
 };
 
-// Of a DistTensor or an ordinary one that this process has whole.
+// Returns the region of a DistTensor, or of an ordinary tensor, which this process has whole.
 Region region_of(const at::Tensor& tensor, const std::string& name) {
   const DistMeta* meta = find_dist_meta(tensor);
   return meta ? part_of(*meta->spec, tensor.sizes(), name) : Region{0, tensor.numel()};
 }
 
-// Plans a load, which can fail, before it changes anything.
+// Plans a load, which may fail, before anything is changed.
 class Loader {
  public:
   Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank,
@@ -107,7 +107,7 @@ class Loader {
     }
   }
 
-  // Of as many ranks, each has its own back, where it was not rank 0's.
+  // With as many ranks as saved, each rank gets its own values back if they differed from rank 0's.
   const TensorRecord* own_or(const TensorRecord* of_all, const std::string& name) const {
     const TensorRecord* own = table_.find("rank/" + std::to_string(rank_), "buffer/" + name);
     const bool fits = own && of_all && index().world_size == ranks_ &&
@@ -115,7 +115,7 @@ class Loader {
     return fits ? own : of_all;
   }
 
-  // By their first names in the checkpoint.
+  // Returns the first names, in the checkpoint, of the parameters that were saved in param groups.
   std::set<std::string> saved_with_optimizer() const {
     std::set<std::string> names;
     for (const ParamGroupRecord& group : index().optimizer->param_groups) {
@@ -150,7 +150,7 @@ class Loader {
     }
   }
 
-  // What this rank had for itself.
+  // Plans to restore the tensors that belong to this rank alone.
   void plan_rank_state() {
     for (const TensorRecord& record : index().tensors) {
       if (record.kind != "rank" || record.rank() != rank_) continue;
@@ -159,14 +159,14 @@ class Loader {
       if (name.starts_with("buffer/")) continue;
       const bool is_random = name.substr(0, slash) == "random";
       if (is_random && !options_.random_state) continue;
-      reader_.check(record);  // before it takes memory
+      reader_.check(record);  // before memory is allocated
       const at::Tensor value = at::empty(record.shape, scalar_type_of(record.dtype));
       add_target(&record, record.strides, {0, record.numel()}, value);
       (is_random ? random_state_ : loaded_.rank_state)[name.substr(slash + 1)] = value;
     }
   }
 
-  // The tensor that the optimizer has for this state, so that none is there twice, or a new one.
+  // Returns the optimizer's own tensor for this state, to avoid a second copy, or a new one.
   at::Tensor memory_for(const at::Tensor& param, const std::string& state,
                         at::ScalarType dtype) const {
     if (is_dist(param)) return dist_memory_for(param, state, dtype);
@@ -182,7 +182,7 @@ class Loader {
                              param.options().dtype(dtype).requires_grad(false));
   }
 
-  // The same of a DistTensor: placed as the state that is there, or as the parameter.
+  // The same for a DistTensor: placed like the existing state, or else like the parameter.
   at::Tensor dist_memory_for(const at::Tensor& param, const std::string& state,
                              at::ScalarType dtype) const {
     const ParamState present = read_param_state(*view_.optimizer, param);
@@ -228,7 +228,7 @@ void check_same_checkpoint(const Ranks& ranks, const std::string& id) {
   }
 }
 
-// Reads tensors by name; those that are not there are left alone.
+// Reads tensors by name; those that the checkpoint lacks stay unchanged.
 class StateLoader {
  public:
   StateLoader(const std::filesystem::path& path, const StateDict& state)

@@ -26,11 +26,11 @@ constexpr const char* kIndexExtension = ".safetensors.index.json";
 constexpr const char* kUsualIndex = "model.safetensors.index.json";
 constexpr int64_t kMostModelIndexBytes = int64_t{256} << 20;
 
-// A file of a model, and what of it is wanted; none: all.
+// A file of a model, and the names of the tensors wanted from it; none: all.
 struct Part {
   fs::path path;
   std::optional<std::set<std::string>> names = std::nullopt;
-  std::string index = "";  // that says so
+  std::string index = "";  // the name of the index that lists them
 };
 
 void check_stored(const SafetensorsFile& file, const TensorHeader& tensor) {
@@ -77,7 +77,7 @@ std::vector<Part> indexed_parts(const fs::path& index) {
   return parts;
 }
 
-// Of `model-00001-of-00003.safetensors` and its like: one set, and all of it.
+// Names such as `model-00001-of-00003.safetensors` must form one complete set.
 void check_numbered(const fs::path& directory, const std::vector<std::string>& files) {
   static const std::regex kNumbered(R"((.*)-(\d{5})-of-(\d{5})\.safetensors)");
   std::set<std::string> sets, missing;

@@ -11,27 +11,26 @@
 
 namespace tessera {
 
-/// A tensor of a model that another tool wrote.
+/// A tensor of a model in a file that another tool wrote.
 struct ModelTensor {
   std::shared_ptr<SafetensorsFile> file;
-  TensorHeader header;             ///< whose numbers were checked
-  std::vector<std::string> names;  ///< the header's, and others if it is tied
+  TensorHeader header;             ///< its numbers were checked
+  std::vector<std::string> names;  ///< the header's, and others if the tensor is tied
 
-  /// Contiguous.
+  /// Returns the values, contiguous.
   at::Tensor read() const;
 };
 
-/// The tensors of a safetensors file, or of a directory with such files as Hugging Face's tools
-/// write them, in the order of the files' names and of the bytes in each. Nothing but headers is
-/// read.
+/// Opens the tensors of a safetensors file, or of a directory of such files as Hugging Face's tools
+/// write it, in the order of the files' names and of the bytes in each. Reads headers only.
 ///
-/// If the directory has an index, `model.safetensors.index.json` or else the only one that is named
-/// alike, that says which file has which tensor; other files are left alone. Without an index all
-/// files are taken, and if their names are numbered (`model-00001-of-00003.safetensors`), all
-/// numbers must be there and nothing else.
+/// If the directory has an index, `model.safetensors.index.json` or else the only one with a name
+/// of that form, the index determines which file has which tensor; other files are ignored. Without
+/// an index all files are taken; if their names are numbered (`model-00001-of-00003.safetensors`),
+/// all numbers must be present, and no other files.
 ///
-/// Throws `c10::ValueError` that names the file, for one that is missing or damaged, a tensor that
-/// is missing or there twice, and for a directory without safetensors files or with several
+/// Throws `c10::ValueError`, naming the file, if a file is missing or damaged, or if a tensor is
+/// missing or present twice; also for a directory without safetensors files or with several
 /// indices.
 std::vector<ModelTensor> open_model(const std::filesystem::path& path);
 

@@ -16,8 +16,9 @@ namespace tessera {
 
 class ReplicaTurns;
 
-/// A distinct parameter, and what this process has of it. Elements are counted in the order of the
-/// parameter's memory, which `strides` describe; of a DistTensor, row by row in `box`.
+/// A distinct parameter, and the part of it that this process has. Elements are counted in the
+/// order of the parameter's memory, which `strides` describe; for a DistTensor, row by row in
+/// `box`.
 struct ParamView {
   std::vector<std::string> names;       ///< several if it is tied
   std::vector<int64_t> sizes, strides;  ///< global
@@ -27,8 +28,8 @@ struct ParamView {
   int64_t begin = 0, end = 0;                ///< elements that this process has
   at::Tensor
       values;  ///< those elements, as the optimizer updates them; undefined if there are none
-  int64_t stored_begin = 0, stored_end = 0;  ///< those of them that it stores in a checkpoint
-  /// Every rank has it for itself, as it has a buffer; rank 0's belongs to the model.
+  int64_t stored_begin = 0, stored_end = 0;  ///< the part of them that it stores in a checkpoint
+  /// Each rank has its own values, as for a buffer; rank 0's belong to the model.
   bool is_rank_own = false;
 
   const std::string& name() const { return names.front(); }
@@ -51,34 +52,34 @@ struct ModelView {
   std::vector<OptimizedParam> optimized;  ///< in the optimizer's order
 };
 
-/// Throws if `optimizer` (which may be null) is of another model, and for parameters that were
-/// taken out of their units.
+/// Views a sharded model. Throws if `optimizer` (which may be null) belongs to another model, or if
+/// parameters were taken out of their units.
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer);
 
-/// The same of a module that is not sharded, whose parameters may be DistTensors. Ranks that have
-/// the same elements take turns in storing them; ordinary tensors are the same on all `ranks`, of
-/// which this process is `rank`. `module` must outlive the view.
+/// Views a module that is not sharded, whose parameters may be DistTensors. Ranks that have the
+/// same elements take turns in storing them; ordinary tensors are the same on all `ranks`, of which
+/// this process is `rank`. `module` must outlive the view.
 ///
 /// Throws `c10::ValueError` if `optimizer` (which may be null) has parameters that are not the
-/// module's, and for a module that is sharded.
+/// module's, or if the module is sharded.
 ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank = 0,
                   int ranks = 1);
 
-/// The parameters that the plan ignores: other plans, and models that are not sharded, have them
-/// among theirs, and so do checkpoints.
+/// Returns the parameters that the plan ignores. Other plans, and models that are not sharded, have
+/// them among their parameters, and so do checkpoints.
 std::vector<ParamSlot> ignored_slots(const ShardedState& state);
 
-/// A parameter that this process has whole, or as a DistTensor. `turns`: which of `ranks` equal
-/// ones store it.
+/// Views a parameter that this process has whole, or as a DistTensor. `turns` chooses which of
+/// `ranks` equal ranks stores it.
 ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns& turns);
 
-/// Strides of a contiguous tensor.
+/// Returns the strides of a contiguous tensor.
 std::vector<int64_t> row_major(at::IntArrayRef sizes);
 
-/// How the index describes them; without chunks. A parameter is stored as the optimizer updates it.
+/// Return the records for the index, without chunks. A parameter has the optimizer's dtype.
 TensorRecord record_of(const ParamView& param);
 TensorRecord record_of(const NamedTensor& buffer);
-/// Of a tensor whose elements are stored in its logical order.
+/// Returns the record of a tensor whose elements are stored in its logical order.
 TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
                                std::vector<int64_t> shape, at::ScalarType dtype);
 

@@ -6,7 +6,7 @@
 namespace tessera {
 
 bool is_mount_point(const std::filesystem::path& path) {
-#ifdef STATX_ATTR_MOUNT_ROOT  // Linux 5.8; also finds what is mounted from the same file system
+#ifdef STATX_ATTR_MOUNT_ROOT  // Linux 5.8; also detects mounts from the same file system
   struct statx status {};
   if (::statx(AT_FDCWD, path.c_str(), 0, STATX_BASIC_STATS, &status) != 0) return false;
   if ((status.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0)

@@ -11,8 +11,8 @@ namespace tessera {
 /// Keeps writing below a number of bytes per second.
 class Pace {
  public:
-  /// 0: no bound. `count`, if there is one, is told of all that is written, some at a time; what it
-  /// throws ends the writing.
+  /// 0: no bound. `count`, if there is one, is called with the bytes of each write; an error that
+  /// it throws ends the writing.
   explicit Pace(double bytes_per_second, std::function<void(int64_t nbytes)> count = {})
       : bytes_per_second_(bytes_per_second), count_(std::move(count)) {}
 

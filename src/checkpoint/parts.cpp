@@ -19,14 +19,14 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-// What a rank that failed says begins with this; a part is JSON.
+// The beginning of a failed rank's message; a part is JSON.
 constexpr const char* kFailed = "failed: ";
 
 fs::path part_file(const fs::path& draft, int rank, int size) {
   return draft / (fs::path(rank_file(rank, size)).stem().string() + kPartSuffix);
 }
 
-// Whole, or not at all.
+// Writes the whole file, or none.
 void put(const fs::path& path, const std::string& text) {
   const fs::path unfinished = path.parent_path() / ("rank-unfinished-" + path.filename().string());
   File::create(unfinished).write(text.data(), text.size(), 0);
@@ -39,7 +39,7 @@ std::optional<std::string> read_text(const fs::path& path) {
   return std::string{std::istreambuf_iterator<char>(file), {}};
 }
 
-// Changes while somebody writes into the directory.
+// Changes while a rank writes into the directory.
 std::pair<size_t, uintmax_t> extent(const fs::path& directory) {
   std::pair<size_t, uintmax_t> result;
   for (const auto& entry : fs::directory_iterator(directory)) {
@@ -61,7 +61,7 @@ void write_failure(const fs::path& draft, int rank, int size, const std::string&
   try {
     put(part_file(draft, rank, size), kFailed + error);
   } catch (const std::exception&) {
-    // Then rank 0 hears of it when the ranks meet.
+    // Then rank 0 learns of it when the ranks meet.
   }
 }
 

@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kMostProgramBytes = size_t{64} << 20, kMostNameBytes = 4096,
                  kMostNamed = size_t{1} << 20;
 constexpr int kMostPickleDepth = 100;
-// A dict of tensors may be one of several dicts' (`model` and `ema`, say).
+// One dict of tensors may be in several dicts (`model` and `ema`, say).
 constexpr int kMostPlaces = 8;
 
 constexpr std::array<std::pair<std::string_view, std::string_view>, 11> kStorages = {{
@@ -35,7 +35,7 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 11> kStorage
     {"ComplexFloatStorage", "C64"},
 }};
 
-// The index of a checkpoint takes no other names.
+// The index of a checkpoint accepts no other names.
 void check_name(const std::string& name) {
   TORCH_CHECK_VALUE(name.size() <= kMostNameBytes, "the name '", shortened(name), "' must have ",
                     kMostNameBytes, " bytes at most; it has ", name.size());
@@ -50,7 +50,7 @@ class Collector {
  public:
   explicit Collector(const PickleValues& values) : values_(values) {}
 
-  // Returns whether the dict, or one in it, has a tensor.
+  // Returns whether the dict, or a dict in it, has a tensor.
   bool collect(const PickleValue& dict, const std::string& prefix, int depth) {
     Seen& seen = seen_[&dict];
     TORCH_CHECK_VALUE(!seen.is_open, "its dicts hold each other");

@@ -14,21 +14,21 @@ namespace tessera {
 
 // [Note: Reading a pickle]
 //
-// A pickle is a program for a machine with a stack and a memo. Python's runs what the program
-// names; this one knows a handful of names, and keeps what it does not know as something it leaves
-// out.
+// A pickle is a program for a machine with a stack and a memo. Python's machine runs the functions
+// that the program names; this one knows a handful of names, and represents other values by a
+// placeholder that is left out of the result.
 //
 // A program of a few bytes can make values that hold each other, or hold the same value 2^60 times,
 // or are a million levels deep. So values are owned by one list and refer to each other by plain
 // pointers, nothing here recurses into them, and their number is limited: a program takes memory
-// and time in proportion to its length. What walks through the dicts afterwards (`pickle.cpp`)
-// limits how often it comes to one.
+// and time in proportion to its length. The code that walks through the dicts afterwards
+// (`pickle.cpp`) limits how often it visits each one.
 namespace {
 
-// 400,000 tensors, each with its storage, have as many. Their memory is less than 1 GiB.
+// 400,000 tensors, each with its storage, need as many. They take less than 1 GiB of memory.
 constexpr size_t kMostValues = size_t{6} << 20, kMostRemembered = size_t{3} << 20,
                  kMostTensors = size_t{1} << 20;
-constexpr size_t kMostKeyBytes = 256;  // of a storage, which has a number
+constexpr size_t kMostKeyBytes = 256;  // of a storage's key, which is a number
 
 using Kind = PickleValue::Kind;
 
@@ -67,7 +67,7 @@ class Machine {
     return *stack_.back();
   }
 
-  // What was pushed since the last mark, which goes, too.
+  // Returns the values pushed since the last mark, and pops them and the mark.
   std::vector<PickleValue*> pop_to_mark() {
     const auto mark = std::find_if(stack_.rbegin(), stack_.rend(),
                                    [](const PickleValue* value) { return value->is(Kind::kMark); });
@@ -223,7 +223,7 @@ class Machine {
     } else {
       if (function.text.find("_rebuild") != std::string_view::npos)
         refuse("a tensor that needs '" + global_text(function) + "'");
-      push(values_.make(Kind::kOther));  // what it makes is left out
+      push(values_.make(Kind::kOther));  // the result is left out
     }
   }
 

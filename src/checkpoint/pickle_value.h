@@ -10,10 +10,10 @@
 
 namespace tessera {
 
-/// What a pickle makes; see [Note: Reading a pickle].
+/// A value that a pickle makes; see [Note: Reading a pickle].
 struct PickleValue {
   enum class Kind : uint8_t {
-    kOther,  ///< is left out
+    kOther,  ///< left out of the result
     kMark,
     kInt,
     kText,
@@ -25,10 +25,10 @@ struct PickleValue {
     kTensor
   };
   Kind kind = Kind::kOther;
-  int64_t number = 0;     ///< of an int; of a storage or a tensor: which of `PickleValues::tensors`
+  int64_t number = 0;     ///< of an int; of a storage or a tensor: index in `PickleValues::tensors`
   std::string_view text;  ///< of a text, or a global's name
   std::string_view module;            ///< of a global
-  std::vector<PickleValue*> items{};  ///< keys and values of a dict in turns
+  std::vector<PickleValue*> items{};  ///< elements; keys and values of a dict alternate
 
   bool is(Kind other) const { return kind == other; }
   bool is_global(std::string_view in_module, std::string_view name) const {
@@ -36,12 +36,12 @@ struct PickleValue {
   }
 };
 
-/// The values of one pickle. They refer to each other as they like, in circles and many levels
-/// deep, and go all at once. Their texts are those of the program, which must outlive them.
+/// The values of one pickle. They may refer to each other in any way, in cycles and many levels
+/// deep, and are freed all at once. Their texts are parts of the program, which must outlive them.
 class PickleValues {
  public:
-  /// All marks are one, and so is all that is left out. Throws `c10::ValueError` if there are too
-  /// many values.
+  /// All marks share one value, and so do all values that are left out. Throws `c10::ValueError` if
+  /// there are too many values.
   PickleValue* make(PickleValue::Kind kind);
   PickleValue* empty_tuple() { return &empty_tuple_; }
   PickleValue* make_int(int64_t number);
@@ -57,10 +57,11 @@ class PickleValues {
   std::deque<PickledTensor> tensors_;
 };
 
-/// The value that the program of a pickle makes. Throws `c10::ValueError`.
+/// Returns the value that the program of a pickle makes. Throws `c10::ValueError`.
 const PickleValue* run_pickle(std::string_view program, PickleValues& values);
 
-/// The dtype (as in safetensors) of a storage class of the module `torch`; empty: it is not known.
+/// Returns the dtype (as in safetensors) of a storage class of the module `torch`; empty if
+/// unknown.
 std::string_view storage_dtype(std::string_view storage_class);
 
 }  // namespace tessera

@@ -67,7 +67,7 @@ ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns
   }
   if (turns.next(replica.count, nbytes) == replica.index) param.stored_end = param.end;
   const at::Tensor value = slot.local().detach();
-  // One with gaps in its memory is seen in its logical order; then so are its elements.
+  // A tensor with gaps in its memory is seen in its logical order, as are its elements then.
   param.values = (slot.dist ? value.is_contiguous() : value.is_non_overlapping_and_dense())
                      ? at::as_strided(value, {slot.numel}, {1}, value.storage_offset())
                      : value;

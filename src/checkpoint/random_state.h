@@ -7,9 +7,9 @@
 
 namespace tessera {
 
-/// The states of the generators that this rank draws from when it names none, by device type.
+/// Returns the states of this rank's default generators, by device type.
 std::map<std::string, at::Tensor> read_random_state();
-/// Sets those that are there. Throws `c10::ValueError` for what is no state.
+/// Sets the generators that `state` contains. Throws `c10::ValueError` for an invalid state.
 void write_random_state(const std::map<std::string, at::Tensor>& state);
 
 }  // namespace tessera

@@ -11,7 +11,7 @@
 namespace tessera {
 namespace {
 
-/// Goes through the runs of a region: elements that are consecutive in the tensor, too.
+/// Iterates over the runs of a region: elements that are consecutive in the tensor, too.
 class Runs {
  public:
   explicit Runs(const Region& region) : region_(region), position_(region.begin) {
@@ -22,7 +22,7 @@ class Runs {
   bool done() const { return position_ >= region_.end; }
   int64_t first() const { return first_; }  // in the tensor
   int64_t last() const { return first_ + count_; }
-  /// Where an element of the tensor, which the run has, is in the region.
+  /// Returns the position in the region of an element of the tensor, which the run must contain.
   int64_t position(int64_t element) const { return position_ - region_.begin + (element - first_); }
   void next() {
     position_ += count_;
@@ -30,7 +30,7 @@ class Runs {
   }
 
  private:
-  // Dims behind the last one that is cut are whole: with it they make one run.
+  // Dims after the last one that is cut are whole: together with it they make one run.
   void measure(const Box& box) {
     int64_t stride = 1;
     size_t dim = box.shape.size();
@@ -79,7 +79,7 @@ bool are_apart(const Box& a, const Box& b) {
   return false;
 }
 
-// The ranges of one box must be the box.
+// The ranges of one box must cover it exactly.
 std::string describe_gap_in_box(int64_t numel, std::vector<const Region*> ranges) {
   std::sort(ranges.begin(), ranges.end(),
             [](const Region* a, const Region* b) { return a->begin < b->begin; });
@@ -93,9 +93,9 @@ std::string describe_gap_in_box(int64_t numel, std::vector<const Region*> ranges
   return "";
 }
 
-// Tells whether boxes of one shape have nothing in common, without comparing each with each: the
-// parts of a mesh are cut apart along one dim, what is left along another, and so on. Boxes that
-// can't be cut apart are compared, if they are few.
+// Checks that boxes of one shape are disjoint, without comparing all pairs: the parts of a mesh are
+// cut apart along one dim, each group along another, and so on. Boxes that can't be cut apart are
+// compared, if they are few.
 class BoxSeparation {
  public:
   explicit BoxSeparation(std::vector<const Box*> boxes)
@@ -103,7 +103,7 @@ class BoxSeparation {
     left_.push_back(std::move(boxes));
   }
 
-  /// Empty, or what is wrong.
+  /// Returns the problem; empty if there is none.
   std::string describe() {
     while (!left_.empty()) {
       std::vector<const Box*> boxes = std::move(left_.back());
@@ -119,7 +119,7 @@ class BoxSeparation {
   }
 
  private:
-  // Cuts them along the first dim in which that can be done; then what comes of it is left to do.
+  // Cuts them along the first dim where that is possible, and leaves the resulting groups to do.
   bool cut(std::vector<const Box*>& boxes) {
     const size_t dims = boxes.front()->shape.size(), before = left_.size();
     for (size_t dim = 0; dim < dims && work_ <= most_work_; ++dim) {

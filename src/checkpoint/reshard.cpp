@@ -14,7 +14,7 @@
 namespace tessera {
 namespace {
 
-// Adds elements [begin, end) of a tensor, in the order in which they are stored, to a rank's.
+// Adds elements [begin, end) of a tensor, in the order in which they are stored, to a rank's data.
 void add_range(ChunkReader& reader, const TensorRecord& record, Range range, int rank, int ranks,
                RankContents& contents) {
   TensorRecord part = record;
@@ -44,7 +44,7 @@ void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem
   std::vector<RankContents> contents(static_cast<size_t>(ranks));
   contents[0].index = index;
   contents[0].index.tensors.clear();
-  contents[0].index.saved_as.clear();  // nobody numbered the new one
+  contents[0].index.saved_as.clear();  // the new one was not saved under a number
   for (RankContents& rank : contents) rank.index.world_size = ranks;
   for (const TensorRecord& record : index.tensors) {
     reader.check(record);

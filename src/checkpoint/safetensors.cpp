@@ -18,10 +18,10 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
 
-// What is copied to the host or given to the disk at once.
+// Bytes that are copied to the host, or passed on to the disk, at once.
 constexpr int64_t kStagedBytes = 32 * kChecksumBlock;
 
-// Of the format.
+// Defined by the format.
 constexpr uint64_t kMostHeaderBytes = 100'000'000;
 constexpr const char* kMetadata = "__metadata__";
 
@@ -69,7 +69,7 @@ int64_t item_size(const std::string& safetensors_dtype) {
 SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
                                      const std::map<std::string, std::string>& metadata, Pace* pace)
     : file_(std::move(file)), pace_(pace) {
-  // Wide elements first: then all of them are aligned, as some readers expect.
+  // Wide elements first: that aligns all of them, as some readers expect.
   std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     return item_size(a.dtype) > item_size(b.dtype);
   });
@@ -116,7 +116,7 @@ void SafetensorsWriter::write_part(const std::string& name, const void* data, si
   put(data, nbytes, offsets_.at(name) + offset);
 }
 
-// A block at a time, while it is in the processor's cache.
+// Writes a block at a time, while it is in the processor's cache.
 std::vector<uint64_t> SafetensorsWriter::write_blocks(const void* data, int64_t nbytes,
                                                       int64_t offset) {
   std::vector<uint64_t> checksums;
@@ -188,7 +188,7 @@ SafetensorsFile::Entry SafetensorsFile::parse_entry(const nlohmann::json& value,
   return result;
 }
 
-// Else a small file could make a large model.
+// If tensors overlapped, a small file could make a large model.
 void SafetensorsFile::check_apart() const {
   const std::pair<const std::string, Entry>* before = nullptr;
   std::vector<const std::pair<const std::string, Entry>*> placed;

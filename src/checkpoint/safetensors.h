@@ -13,18 +13,18 @@
 
 namespace tessera {
 
-// The format: 8 bytes that hold the length of a JSON header (little endian), the header, and the
-// tensors' bytes. The header names each tensor with its dtype, shape and place after the header.
+// The format: 8 bytes with the length of a JSON header (little endian), the header, and the
+// tensors' bytes. The header has each tensor's name, dtype, shape and place after the header.
 
-/// The format's name of a dtype, such as `BF16`. Throws `c10::NotImplementedError` for one it
-/// lacks.
+/// Returns the format's name of a dtype, such as `BF16`. Throws `c10::NotImplementedError` if it
+/// has none.
 std::string safetensors_dtype(at::ScalarType dtype);
-/// The dtype of such a name. Throws `c10::ValueError`.
+/// Returns the dtype of such a name. Throws `c10::ValueError`.
 at::ScalarType scalar_type_of(const std::string& safetensors_dtype);
-/// Bytes of an element of that dtype.
+/// Returns the bytes of an element of that dtype.
 int64_t item_size(const std::string& safetensors_dtype);
 
-/// What the header says of a tensor.
+/// A tensor's entry in the header.
 struct TensorHeader {
   std::string name;
   std::string dtype;  ///< the format's name
@@ -34,20 +34,20 @@ struct TensorHeader {
 /// A file that is being written: first its header, then the tensors in any order.
 class SafetensorsWriter {
  public:
-  /// Writes the header. Throws `c10::ValueError` if two tensors have one name, or one has the name
-  /// of the metadata. `pace` may be null: as fast as it goes.
+  /// Writes the header. Throws `c10::ValueError` if two tensors have the same name, or one has the
+  /// name of the metadata. `pace` may be null: no limit.
   SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
                     const std::map<std::string, std::string>& metadata, Pace* pace = nullptr);
 
   /// Writes the elements of a tensor that the header names, and returns the checksums of their
-  /// blocks. Straight from memory if they lie there in their logical order and the memory is the
-  /// CPU's; else some at a time.
+  /// blocks. Writes straight from memory if it is the CPU's and holds the elements in their logical
+  /// order; else copies some at a time.
   std::vector<uint64_t> write(const std::string& name, const at::Tensor& value);
 
-  /// The same for what comes in pieces: `nbytes` of `data` at byte `offset` of the tensor.
+  /// Writes a piece of a tensor: `nbytes` of `data` at byte `offset` of the tensor.
   void write_part(const std::string& name, const void* data, size_t nbytes, int64_t offset);
 
-  /// Returns when what was written is on the disk.
+  /// Returns when all written bytes are on the disk.
   void sync() const { file_.sync(); }
 
  private:
@@ -63,21 +63,21 @@ class SafetensorsWriter {
 /// A file that is open for reading.
 class SafetensorsFile {
  public:
-  /// Reads the header. Throws `c10::ValueError` if the file is of another format, or if its tensors
-  /// are not in it or lie over each other.
+  /// Reads the header. Throws `c10::ValueError` if the file has another format, or if its tensors
+  /// overlap or exceed the file.
   explicit SafetensorsFile(File file);
 
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  /// The names that tied tensors have beside the one that they are stored under, by that; as
+  /// Returns the further names of tied tensors, by the name that each is stored under, as
   /// `save_model` of Python's safetensors notes them in the metadata.
   std::map<std::string, std::vector<std::string>> other_names() const;
-  /// What the header says of each tensor, in the order of their bytes.
+  /// Returns each tensor's entry in the header, in the order of their bytes.
   std::vector<TensorHeader> tensors() const;
 
   /// Throws `c10::ValueError` unless the file has this tensor, of any shape.
   void check(const std::string& key, const std::string& dtype, int64_t numel) const;
 
-  /// Reads some bytes of a tensor. Throws `c10::ValueError` if it has not as many.
+  /// Reads some bytes of a tensor. Throws `c10::ValueError` if it has fewer.
   void read(const std::string& key, int64_t offset, size_t nbytes, void* out) const;
 
   const std::string& path() const { return file_.path(); }

@@ -30,7 +30,7 @@ namespace {
 
 constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
-// What goes along with a model.
+// Adds the objects that are saved along with a model.
 void add_options(ChunkCollector& contents, const SaveOptions& options) {
   CheckpointIndex& index = contents.index();
   index.numbers = options.numbers;
@@ -63,7 +63,7 @@ std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
   return result;
 }
 
-// Throws on all ranks, some of which have other names.
+// Throws on all ranks: some have other names.
 [[noreturn]] void refuse_names(const Ranks& ranks, const std::string& names) {
   std::vector<std::set<std::string>> all;
   for (const std::string& lines : ranks.all_gather_bytes(names, kTag)) {
@@ -89,11 +89,11 @@ std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
                     fmt::format("{}", fmt::join(differences, ", ")));
 }
 
-// What ranks tell each other before a save.
+// The data that ranks exchange before a save.
 struct Offer {
-  std::string kind;                  // some gather for a save of whole parameters
-  std::string id;                    // for the save; rank 0's is taken
-  std::string names;                 // checksum of what must be the same
+  std::string kind;                  // "whole" or "shards": ranks gather for the first
+  std::string id;                    // proposed for the save; rank 0's is used
+  std::string names;                 // checksum of the names that all ranks must have
   std::vector<std::string> buffers;  // checksum of each
 
   std::string text() const {
@@ -110,12 +110,12 @@ struct Offer {
 
 struct Agreement {
   std::string id;
-  /// Of this rank those that differ from rank 0's, such as statistics that ranks do not
-  /// synchronize: a run that is resumed goes on with each rank's own.
+  /// This rank's buffers that differ from rank 0's, such as statistics that ranks do not
+  /// synchronize: a resumed run continues with each rank's own.
   std::map<std::string, at::Tensor> own_buffers;
 };
 
-// Throws on all ranks if they want to store differently: some would wait for others for ever.
+// Throws on all ranks if they want to store differently: some would wait for others forever.
 Agreement agree(const SaveJob& job) {
   const std::string names = fmt::format("{}", fmt::join(job.names, "\n"));
   Offer mine{job.whole ? "whole" : "shards", new_save_id(), checksum_of(names), {}};

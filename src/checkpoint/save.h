@@ -14,37 +14,38 @@
 
 namespace tessera {
 
-/// What is to be saved, and the ranks that do it together.
+/// The data to save, and the ranks that save it together.
 struct SaveJob {
   Ranks ranks;
   std::shared_ptr<const void> owner;  ///< of the process groups of `ranks`
-  /// What this rank stores; may throw. Not collective.
+  /// Collects the data that this rank stores; may throw. Not collective.
   std::function<void(ChunkCollector&)> collect;
-  /// Of which parameters are gathered and stored whole; null: none.
+  /// The model whose parameters are gathered and stored whole; null: none.
   ShardedState* whole = nullptr;
   /// Names that all ranks must have.
   std::vector<std::string> names = {};
   int keep_last = 0;
-  /// Ordinary tensors that each rank may have changed by itself. Rank 0's are the model's; others'
-  /// that differ are stored with what the rank has for itself.
+  /// Ordinary tensors that each rank may have changed by itself. Rank 0's are the model's; those of
+  /// other ranks, where they differ, are stored with the rank's own tensors.
   std::vector<NamedTensor> buffers = {};
 };
 
-/// `options` and all that they point to must outlive the job.
+/// `options`, and all that it points to, must outlive the job.
 SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
                const SaveOptions& options);
 SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
                const SaveOptions& options);
 SaveJob job_of(const StateDict& state);
 
-/// A save whose draft is there.
+/// A save whose draft exists.
 struct BegunSave {
   std::unique_ptr<CheckpointWriter> writer;
   RankContents contents;  ///< views of memory that may change once training goes on
 };
 
-/// Checks all that can be checked before a byte is written, makes the draft, and collects what this
-/// rank stores. Of `job.whole`, writes the model. Collective; throws on all ranks alike.
+/// Checks everything that can be checked before a byte is written, creates the draft, and collects
+/// the data that this rank stores. If `job.whole` is set, writes that model. Collective; if a rank
+/// fails, all ranks throw.
 BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job);
 
 }  // namespace tessera

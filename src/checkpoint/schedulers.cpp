@@ -13,8 +13,8 @@ namespace {
 using torch::optim::LRScheduler;
 using Plateau = torch::optim::ReduceLROnPlateauScheduler;
 
-// LibTorch's schedulers can't be saved, and keep what they count to themselves. A derived class may
-// name a protected member of its base, and an explicit instantiation a private one.
+// LibTorch's schedulers can't be saved, and don't expose their counters. A derived class may name a
+// protected member of its base, and an explicit instantiation a private one.
 struct Counted : LRScheduler {
   static constexpr auto kSteps = &Counted::step_count_;
 };

@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Behind the name of a checkpoint that is being removed.
+// The end of the name of a checkpoint that is being removed.
 constexpr const char* kRemoved = ".removed";
 
 struct Numbered {
@@ -26,7 +26,7 @@ struct Numbered {
   std::string digits;  // without leading zeros
   fs::path path;
 
-  // Of any length.
+  // Compares numbers of any length.
   bool operator<(const Numbered& other) const {
     return std::pair(digits.size(), digits) < std::pair(other.digits.size(), other.digits);
   }
@@ -42,7 +42,7 @@ std::optional<Numbered> numbered(const fs::path& path) {
   return Numbered{{name.begin(), digits}, std::move(number), path};
 }
 
-// The directories of `directory` that are called by a number and then `suffix`, without that.
+// Lists the directories in `directory` whose names, without `suffix` at the end, end with a number.
 std::vector<Numbered> list(const fs::path& directory, const std::string& suffix) {
   std::vector<Numbered> found;
   for (const auto& entry : fs::directory_iterator(directory)) {
@@ -55,8 +55,8 @@ std::vector<Numbered> list(const fs::path& directory, const std::string& suffix)
   return found;
 }
 
-// Those whose names end with a number; a checkpoint whose replacement was cut off under its own
-// name.
+// Lists checkpoints whose names end with a number; one whose replacement was interrupted is listed
+// under its own name.
 std::vector<Numbered> list_checkpoints(const fs::path& directory) {
   std::vector<Numbered> found = list(directory, "");
   for (Numbered& item : list(directory, ".old"))
@@ -68,7 +68,7 @@ std::vector<Numbered> list_checkpoints(const fs::path& directory) {
   return found;
 }
 
-// Whether what lies in `directory` was saved by this name, to be removed when newer ones are there.
+// Returns whether the checkpoint in `directory` was saved under this name, as one of a series.
 bool was_saved_as(const fs::path& directory, const std::string& name) {
   try {
     return read_index(File::open_directory(directory)).saved_as == name;
@@ -77,7 +77,7 @@ bool was_saved_as(const fs::path& directory, const std::string& name) {
   }
 }
 
-// What is called as `path` but for the number, and then `suffix`.
+// Removes abandoned directories named as `path` except for the number, followed by `suffix`.
 void remove_abandoned(const fs::path& path, const std::string& suffix) {
   const auto own = numbered(path);
   if (!own) return;
@@ -86,7 +86,7 @@ void remove_abandoned(const fs::path& path, const std::string& suffix) {
       remove_abandoned_draft(item.path.string() + suffix);
 }
 
-// By its new name it is no checkpoint to anybody, whatever is left of it when this is cut off.
+// Renamed first, it is no checkpoint to any reader, even if the removal is interrupted.
 void remove_renamed(const fs::path& path) noexcept {
   fs::path removed = path;
   removed += kRemoved;
@@ -112,7 +112,7 @@ void remove_older(const fs::path& path, int keep) noexcept {
     for (int64_t item = std::ssize(older) - keep; item >= 0; --item)
       remove_renamed(older[static_cast<size_t>(item)].path);
   } catch (const std::exception&) {
-    // The new checkpoint is there: that an old one is, too, is no reason to fail.
+    // The new checkpoint exists: failing to remove an old one is no reason to fail.
   }
 }
 
@@ -120,7 +120,7 @@ void remove_abandoned_drafts(const fs::path& path) noexcept {
   try {
     remove_abandoned(path, ".tmp");
   } catch (const std::exception&) {
-    // What is left takes room, and does no harm.
+    // A draft that stays takes space, and does no harm.
   }
 }
 

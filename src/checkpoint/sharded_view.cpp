@@ -11,13 +11,13 @@
 namespace tessera {
 namespace {
 
-// The elements of a parameter that lie in [from, to) of the unit's flat buffer.
+// Returns the elements of a parameter that lie in [from, to) of the unit's flat buffer.
 std::pair<int64_t, int64_t> part_of(const ParamSlot& slot, int64_t from, int64_t to) {
   const auto [begin, end] = overlap(slot, from, to);
   return {begin - slot.offset, end - slot.offset};
 }
 
-// Of a DistTensor: where this rank's part lies in it.
+// For a DistTensor: sets where this rank's part lies in it.
 void set_box(ParamView& param, const ParamSlot& slot) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       slot.strides == row_major(slot.sizes), "[checkpoint] '", slot.name(),
@@ -38,7 +38,7 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
     param.values = unit.updated().narrow(0, slot.offset + param.begin - unit.updated_begin(),
                                          param.end - param.begin);
   }
-  // A rank stores its shard, even if every rank has and updates all. Replicas take turns.
+  // A rank stores its shard, even if every rank has and updates all elements. Replicas take turns.
   const ShardMesh& mesh = unit.context().mesh;
   if (unit.index() % mesh.replicate().size() != mesh.replicate().rank()) return param;
   if (!(slot.dist ? slot.dist->is_first_replica : mesh.parts().rank() == 0)) return param;
@@ -56,11 +56,11 @@ std::vector<ParamSlot> ignored_slots(const ShardedState& state) {
 
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
   state.check_replicated("checkpoint");
-  if (optimizer) segments_of(*optimizer);  // adopts what is new, before values are looked at
+  if (optimizer) segments_of(*optimizer);  // adopts new parameters, before values are read
   ModelView view;
   std::vector<size_t> first_param;  // of each unit
   for (const auto& unit : state.units()) {
-    unit->check_views();
+    unit->views().check();
     first_param.push_back(view.params.size());
     for (const ParamSlot& slot : unit->layout().slots)
       view.params.push_back(view_of_param(*unit, slot));

@@ -5,7 +5,7 @@
 
 namespace tessera {
 
-/// The beginning of a text that anybody may have written, for a message.
+/// Returns the beginning of an untrusted text, for a message.
 inline std::string shortened(std::string_view text, size_t most = 100) {
   return text.size() <= most ? std::string(text) : std::string(text.substr(0, most)) + "...";
 }

@@ -27,11 +27,11 @@ using caffe2::serialize::PyTorchStreamWriter;
 // As in pickle.cpp: more than the names of a large model take.
 constexpr int64_t kMostPickleBytes = int64_t{64} << 20;
 
-// What the tensors of one storage may have together: they may lie over each other, and repeat
-// elements, but a small file is not to make a large model.
+// Limits of the tensors of one storage together: they may overlap, and repeat elements, but a small
+// file must not make a large model.
 constexpr int64_t kMostViews = 8, kMostSmallBytes = int64_t{16} << 20;
 
-// Elements of the storage that the tensor reaches, from its offset on.
+// Returns how many elements of the storage the tensor spans, from its offset on.
 int64_t reach(const PickledTensor& tensor) {
   return CheckedShape(tensor.shape).reach(tensor.strides);
 }
@@ -90,7 +90,7 @@ void TorchFile::check_tensors() const {
   }
 }
 
-// Straight from the file, as torch.save compresses nothing: no more than the tensor is in memory.
+// Reads straight from the file, as torch.save does not compress, and only the tensor's elements.
 at::Tensor TorchFile::read(const PickledTensor& tensor) const {
   const int64_t count = reach(tensor), item = item_size(tensor.dtype);
   const auto dtype = scalar_type_of(tensor.dtype);
@@ -118,8 +118,8 @@ void TorchFileWriter::write(const std::vector<std::string>& names, const at::Ten
 }
 
 void TorchFileWriter::finish() {
-  // The pickle names shapes and storages in the order in which it meets the tensors. It is made of
-  // tensors without data, which it does not look at.
+  // The pickle names shapes and storages in the order in which it meets the tensors. It is made
+  // from tensors without data, which it does not read.
   static char nowhere = 0;
   c10::impl::GenericDict dict(c10::StringType::get(), c10::TensorType::get());
   for (const Written& tensor : written_) {

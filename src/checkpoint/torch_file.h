@@ -23,11 +23,11 @@ namespace tessera {
 /// A file that Python's `torch.save` made of a state dict: a zip file with a pickle in it.
 class TorchFile {
  public:
-  /// Throws `c10::ValueError`, naming the file, for what is no such file.
+  /// Throws `c10::ValueError`, naming the file, if it is not such a file.
   explicit TorchFile(const std::filesystem::path& path);
 
   const std::vector<std::pair<std::string, PickledTensor>>& tensors() const { return tensors_; }
-  /// Contiguous.
+  /// Returns the values, contiguous.
   at::Tensor read(const PickledTensor& tensor) const;
 
  private:
@@ -46,7 +46,7 @@ class TorchFileWriter {
   explicit TorchFileWriter(const std::filesystem::path& path);
   ~TorchFileWriter();
 
-  /// One after the other. `names`: several for a tensor that is tied.
+  /// Writes one tensor after another. `names`: several for a tensor that is tied.
   void write(const std::vector<std::string>& names, const at::Tensor& value);
   void finish();
 

@@ -30,7 +30,7 @@ std::map<std::string, std::string> metadata_of(const std::vector<TensorRecord>& 
   return metadata;
 }
 
-// A model file of this rank's tensors, and their chunks as they are written.
+// A model file of this rank's tensors, and their chunks, added as they are written.
 class ModelFile {
  public:
   ModelFile(const std::filesystem::path& path, std::vector<TensorRecord> records,
@@ -125,7 +125,7 @@ std::vector<TensorRecord> write_whole_model(ShardedState& state,
   const auto write = [&](bool is_mine, const std::string& name, const at::Tensor& value) {
     if (is_mine) error.attempt([&] { file->write(name, value); });
   };
-  // All ranks gather what is spread over them, whoever writes it, and whether or not it can.
+  // All ranks take part in each gather, whichever rank writes the tensor, and even after an error.
   for (const ParamSlot& slot : ignored_slots(state))
     write(rank == 0, slot.name(), whole_value(slot.tensor()));
   for (const NamedTensor& buffer : state.module_buffers()) {

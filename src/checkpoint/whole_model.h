@@ -15,15 +15,15 @@ struct WholeTensor {
   int writer = 0;  ///< rank
 };
 
-/// Which rank of `Ranks::of(state.mesh())` stores what: those of unit u belong to rank `u % size`,
-/// the buffers to rank 0. The same on all ranks.
+/// Returns the rank of `Ranks::of(state.mesh())` that stores each tensor: those of unit u belong to
+/// rank `u % size`, ignored parameters and buffers to rank 0. The same on all ranks.
 std::vector<WholeTensor> plan_whole_model(const ShardedState& state);
 
 /// Gathers the units one after another; each is written by its rank into that rank's model file.
-/// Returns the plan with the chunks that this rank has written; rank 0's has all tensors, others'
-/// only their own.
+/// Returns the plan with the chunks that this rank has written; rank 0's has all tensors, other
+/// ranks' only their own.
 ///
-/// Collective. A rank that can't write goes on to gather with the others; then all throw its error.
+/// Collective. A rank that can't write still gathers with the others; then all throw its error.
 /// **Memory**: one gathered unit, and one parameter of it that is not laid out contiguously.
 std::vector<TensorRecord> write_whole_model(ShardedState& state,
                                             const std::vector<WholeTensor>& plan,

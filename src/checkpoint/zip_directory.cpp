@@ -14,16 +14,16 @@ namespace {
 
 // [Note: Reading a zip file]
 //
-// At the end of the file is a record that says where the list of its records is; another one before
-// it has the same in 64 bits, where 32 are too few. The list has for each record its name and the
-// place of its header, behind which are its bytes. Everything is little endian.
+// A record at the end of the file says where the list of its records is; another one before it has
+// the same in 64 bits, where 32 are too few. The list has, for each record, its name and the
+// position of its header, which its bytes follow. Everything is little endian.
 constexpr uint32_t kEnd = 0x06054b50, kEnd64 = 0x06064b50, kEnd64Place = 0x07064b50,
                    kListed = 0x02014b50, kHeader = 0x04034b50;
 constexpr int64_t kEndBytes = 22, kEnd64Bytes = 56, kEnd64PlaceBytes = 20, kHeaderBytes = 30;
 constexpr int64_t kMostComment = 0xffff;
-constexpr uint32_t kIn64 = 0xffffffff;  // the number is among the extras
-constexpr uint16_t kSizes64 = 1;        // the extra with numbers of 64 bits
-// As much as a million records of names of 200 bytes have.
+constexpr uint32_t kIn64 = 0xffffffff;  // the number is in the extra fields
+constexpr uint16_t kSizes64 = 1;        // the extra field with numbers of 64 bits
+// Enough for a million records with names of 200 bytes.
 constexpr int64_t kMostListBytes = int64_t{256} << 20;
 
 std::string read(const File& file, int64_t offset, int64_t nbytes) {
@@ -38,7 +38,7 @@ struct List {
   int64_t offset = 0, nbytes = 0;
 };
 
-// A number of 64 bits that must be one of 63.
+// Reads a number of 64 bits that must fit into 63.
 int64_t place(ByteReader& bytes) {
   const auto value = bytes.number<uint64_t>();
   TORCH_CHECK_VALUE(value <= static_cast<uint64_t>(INT64_MAX), "a place in it is ", value);
@@ -74,13 +74,13 @@ List find_list(const File& file) {
   TORCH_CHECK_VALUE(false, "it is no zip file, or is cut off");
 }
 
-// What the list says of a record.
+// A record's entry in the list.
 struct Listed {
   std::string name;
   int64_t nbytes = 0, header = 0;
 };
 
-// Numbers of 64 bits, in the order of those that they stand for.
+// Returns the numbers of 64 bits, in the order of the fields that they replace.
 ByteReader sizes64(std::string_view extras) {
   ByteReader bytes(extras);
   while (bytes.left() >= 4) {

@@ -13,7 +13,7 @@ namespace tessera::colossalai {
 
 namespace {
 
-// The parameters of each module itself, without those of its children, under their full names.
+// The parameters of one module, without those of its children, under their full names.
 struct OwnParameters {
   std::string module;
   std::vector<NamedTensor> parameters;
@@ -91,14 +91,14 @@ void check_options(const ShardedModelV2Options& options) {
                     "gathers do not wait for each other there, and need no second one");
 }
 
-// A power of two near the root of the number of ranks.
+// Returns a power of two near the square root of the number of ranks.
 double automatic_predivide(int ranks) {
   int factor = 1;
   while (ranks % factor == 0 && ranks / factor > factor) factor *= 2;
   return factor;
 }
 
-// The parameters of a module and what they remember, in order.
+// A parameter's name, and the origin that it remembers.
 struct Found {
   std::string name;
   std::shared_ptr<const ParamOrigin> origin;

@@ -60,7 +60,7 @@ void AnyShardedModelV2::backward_by_grad(const at::Tensor& tensor, const at::Ten
 
 void AnyShardedModelV2::zero_grad(bool set_to_none) {
   state_->sharded.zero_grad(set_to_none);
-  state_->loss_scale = detail::LossScale::kUnknown;  // zeros are of any
+  state_->loss_scale = detail::LossScale::kUnknown;  // zeros fit any scale
 }
 
 std::vector<NamedTensor> AnyShardedModelV2::state_dict() {

@@ -24,12 +24,12 @@ GradScalerOptions scaler_options(const ShardedOptimizerV2Options& options) {
           .process_group = options.mp_process_group};
 }
 
-// For gradients of a loss that was not scaled: they are checked only.
+// For gradients of a loss that was not scaled: only checks them.
 GradScalerOptions check_only(const ShardedOptimizerV2Options& options) {
   return {.init_scale = 1, .process_group = options.mp_process_group};
 }
 
-// The most that a model and its activations have taken of the device.
+// Returns the most memory of the device that the model and its activations have taken.
 int64_t peak_on_device(const MemoryTracer& tracer) {
   int64_t most = 0;
   for (const MemorySample& sample : tracer.samples()) {
@@ -66,8 +66,8 @@ struct ShardedOptimizerV2::Impl {
   ShardedOptimizerV2Options options;
   ShardedOptimizer sharded;
   GradScaler scaler, checker;
-  bool is_unscaled = false;                            // the gradients, by clip_grad_norm()
-  bool has_margin = options.gpu_margin_mem_ratio > 0;  // which is not filled yet
+  bool is_unscaled = false;                            // clip_grad_norm() unscaled the gradients
+  bool has_margin = options.gpu_margin_mem_ratio > 0;  // the margin is not filled yet
 
   void fill_margin() {
     if (!std::exchange(has_margin, false)) return;
@@ -84,7 +84,7 @@ struct ShardedOptimizerV2::Impl {
     is_unscaled = false;
     model->begin_backward(detail::LossScale::kScaled);
   }
-  // What knows how the gradients were scaled.
+  // Returns the scaler that fits the gradients' scale.
   GradScaler& current() {
     return model->loss_scale == detail::LossScale::kScaled ? scaler : checker;
   }
@@ -140,7 +140,7 @@ double ShardedOptimizerV2::clip_grad_norm(const AnyShardedModelV2& model, double
 
 void ShardedOptimizerV2::zero_grad() {
   impl_->sharded.zero_grad();
-  // What clip_grad_norm() has found is forgotten with the gradients; the scale stays.
+  // Discards the findings of clip_grad_norm() together with the gradients; the scale stays.
   GradScaler& scaler = impl_->current();
   if (std::exchange(impl_->is_unscaled, false)) scaler.update(scaler.get_scale());
   impl_->model->loss_scale = detail::LossScale::kUnknown;

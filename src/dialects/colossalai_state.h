@@ -11,7 +11,7 @@
 
 namespace tessera::colossalai::detail {
 
-/// What a parameter remembers of the contexts that it was made in.
+/// The contexts that a parameter was made in, which it remembers.
 struct ParamOrigin final : Origin {
   using Made = std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>>;
 
@@ -20,23 +20,23 @@ struct ParamOrigin final : Origin {
   ZeroInitOptions options;
   bool is_sharded = false;
   bool is_replicated = true;
-  std::shared_ptr<Made> made;  ///< all tensors that the context counts; null: it counts none
+  std::shared_ptr<Made> made;  ///< all tensors made in the context; null: it does not count them
 
   void on_made(const at::Tensor& tensor) const override;
 
-  /// That of the innermost context on this thread, or null.
+  /// Returns the origin of the innermost context on this thread, or null.
   static std::shared_ptr<const ParamOrigin> current();
 };
 
-/// The ranks that a module is to be sharded over.
+/// Returns the process group that a module is to be sharded over.
 ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options);
 
-/// The plan of a module that was built in a context. Throws `c10::ValueError` for another, and for
-/// options that don't fit. Not collective.
+/// Returns the plan of a module that was built in a context. Throws `c10::ValueError` if it was
+/// not, and for options that don't fit. Not collective.
 ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
                   const ShardedModelV2Options& options);
 
-/// How the gradients that wait for the step were made.
+/// The scale of the loss behind the gradients that wait for the step.
 enum class LossScale : uint8_t { kUnknown, kOne, kScaled };
 
 struct ModelState {
@@ -45,7 +45,7 @@ struct ModelState {
   LossScale loss_scale = LossScale::kUnknown;
   std::optional<MemoryTracer> tracer = std::nullopt;
 
-  /// Before a backward: throws if gradients wait that were scaled otherwise.
+  /// Called before a backward. Throws if gradients of another scale are waiting.
   void begin_backward(LossScale scale);
   bool has_gradients() const;
 };

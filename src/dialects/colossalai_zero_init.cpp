@@ -64,7 +64,7 @@ at::Tensor seeded_from(uint64_t seed) {
   return state;
 }
 
-// Parameters, unlike buffers, ask for gradients; what was made on the way to them is gone.
+// Parameters, unlike buffers, require gradients; intermediate tensors are freed by now.
 int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
   std::set<const c10::TensorImpl*> seen;
   int64_t numel = 0;

@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-/// Bytes of so many elements of the widest dtype among the module's parameters; the largest number
-/// if there are more. Where dialects count elements, plans count bytes.
+/// Returns the bytes of `elements` elements of the widest dtype among the module's parameters; at
+/// most the largest number. For dialects that count elements where plans count bytes.
 inline int64_t element_bytes(const torch::nn::Module& module, int64_t elements) {
   int64_t item = 1;
   for (const at::Tensor& param : module.parameters())

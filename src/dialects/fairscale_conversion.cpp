@@ -11,7 +11,7 @@ namespace {
 using detail::OssImpl;
 using detail::Sharding;
 
-// `Module::to` would convert counters, too.
+// `Module::to` would convert integer counters, too.
 void convert_floating(torch::nn::Module& module, at::ScalarType dtype, bool non_blocking) {
   std::vector<at::Tensor> tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
@@ -20,8 +20,8 @@ void convert_floating(torch::nn::Module& module, at::ScalarType dtype, bool non_
   }
 }
 
-// Beyond what is sent, a parameter's owner has digits of its own. A dtype as narrow as that of the
-// messages must be made of the same values on all ranks.
+// A parameter's owner has more digits than are sent. A conversion to a dtype as narrow as that of
+// the messages must start from the same values on all ranks.
 void round_as_sent(const Sharding& sharding, at::ScalarType dtype) {
   if (!sharding.optimizers.front()->options.broadcast_fp16 ||
       c10::elementSize(dtype) > c10::elementSize(at::kHalf)) {

@@ -17,8 +17,8 @@ namespace {
 using detail::LentGroups;
 using detail::OssImpl;
 
-// The names of parameters that clipping leaves alone: those of other optimizers, and those that the
-// user's filter does not want.
+// Returns the names of parameters that clipping ignores: those of other optimizers, and those that
+// the user's filter excludes.
 std::vector<std::string> not_clipped(const OssImpl& impl, const ShardedOptimizer& sharded,
                                      const std::function<bool(const at::Tensor&)>& filter) {
   const ShardedState& state = *sharded.module().state();

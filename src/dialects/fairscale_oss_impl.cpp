@@ -10,7 +10,7 @@ OssImpl::~OssImpl() {
   if (sharding) std::erase(sharding->optimizers, this);
 }
 
-// In the order of the groups. A frozen parameter counts as one element, as in FairScale.
+// Chooses in the order of the groups. A frozen parameter counts as one element, as in FairScale.
 void OssImpl::choose_owners() {
   for (const auto& group : std::as_const(*oss).param_groups()) {
     for (const at::Tensor& param : group.params()) {

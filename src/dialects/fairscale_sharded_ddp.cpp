@@ -72,8 +72,8 @@ AnyShardedDataParallel::AnyShardedDataParallel(std::shared_ptr<torch::nn::Module
   sharding_->plan = plan_of(*module_, options_);
   for (AnyOss* oss : optimizers) {
     oss->impl_->adopt_new_groups();
-    // It has stepped by itself, or for a wrapper that is gone; from now on it does so with this
-    // module's gradients.
+    // It has stepped by itself, or for a wrapper that no longer exists; from now on it steps with
+    // this module's gradients.
     if (const auto before = oss->impl_->sharding) before->dissolve();
     sharding_->optimizers.push_back(oss->impl_.get());
   }
@@ -110,7 +110,7 @@ void AnyShardedDataParallel::zero_grad(bool set_to_none) {
   sharded().zero_grad(set_to_none);
   for (const at::Tensor& param : module_->parameters()) {
     if (has_grad_gate(param)) continue;
-    at::Tensor& gradient = param.mutable_grad();  // of what no optimizer has
+    at::Tensor& gradient = param.mutable_grad();  // of a parameter without an optimizer
     if (gradient.defined()) gradient = set_to_none ? at::Tensor() : at::zeros_like(gradient);
   }
 }
@@ -119,8 +119,8 @@ c10::DeviceType AnyShardedDataParallel::device_type() const {
   return module_->parameters().front().device().type();
 }
 
-// What is trainable needs no preparation: hooks are on all parameters, and ranks agree on what was
-// used at the end of each backward.
+// Changes of trainable parameters need no preparation: hooks are on all parameters, and at the end
+// of each backward the ranks agree on the parameters that were used.
 void AnyShardedDataParallel::refresh_trainable() {
   const ShardedModule model = sharded();
   ShardedState& state = *model.state();

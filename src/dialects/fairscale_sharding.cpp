@@ -29,7 +29,7 @@ std::vector<NamedTensor> parameters_of(const Sharding& sharding) {
   return parameters;
 }
 
-// The owners that the optimizers have chosen. What none of them has is left alone.
+// Sets the owners that the optimizers have chosen. Ignores parameters without an optimizer.
 void set_owners(ShardPlan& plan, const std::vector<NamedTensor>& parameters,
                 const std::vector<OssImpl*>& optimizers) {
   plan.owners.clear();
@@ -122,7 +122,7 @@ void Sharding::unwrap() {
 }
 
 void Sharding::rebuild(const std::function<void()>& change) {
-  // What can't be built must be known before the old one is gone.
+  // Errors of the new model must be known before the old one is taken apart.
   check_on_all_ranks(sharded->state()->mesh(), [&] {
     TORCH_CHECK(!optimizers.empty(), "[ShardedDataParallel] the model has no optimizer any more: they are "
                 "gone, and what is to be reduced is not known");

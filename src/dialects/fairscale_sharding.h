@@ -12,16 +12,16 @@
 
 namespace tessera::fairscale::detail {
 
-/// The optimizers that share one sharded model, and how it is made: of a module's parameters, or,
-/// for an optimizer by itself, of what it was given.
+/// The optimizers that share one sharded model, and the way it is made: from a module's parameters
+/// or, for an optimizer by itself, from the optimizer's own.
 ///
-/// A sharded model is never changed. Where its parameters get another dtype, or there are more of
-/// them, it is taken apart and built anew; owners stay, so no state moves. With the last of those
-/// who use it (optimizers, and the wrapper of the module) the parameters are released.
+/// A sharded model is never changed. When its parameters get another dtype, or parameters are
+/// added, it is taken apart and built anew; owners stay, so no state moves. When the last of its
+/// users (the optimizers and the module's wrapper) is destroyed, the parameters are released.
 struct Sharding {
   std::shared_ptr<torch::nn::Module> module;  ///< null: an optimizer by itself
   bool has_wrapper = false;                   ///< of the module
-  ShardPlan plan;                             ///< but for what the optimizers say
+  ShardPlan plan;                             ///< without the optimizers' part
   std::vector<OssImpl*> optimizers;
   std::optional<ShardedModule> sharded;
 
@@ -30,16 +30,18 @@ struct Sharding {
   Sharding(const Sharding&) = delete;
   Sharding& operator=(const Sharding&) = delete;
 
-  /// Collective. Throws on every rank, and changes nothing, for optimizers that do not fit.
+  /// Builds the sharded model. Collective. Throws on every rank, and changes nothing, if the
+  /// optimizers do not fit.
   void build();
-  /// Collective. Gives the parameters back, as their owners have them, and leaves the optimizers by
-  /// themselves. Reduced gradients are forgotten.
+  /// Collective. Gives the parameters back with their owners' values, and leaves the optimizers by
+  /// themselves. Discards reduced gradients.
   void dissolve();
-  /// The same with the values that all ranks use. Throws on every rank, and changes nothing, under
-  /// `no_sync()` and where parameters are in use otherwise.
+  /// Collective. The same with the values that all ranks use. Throws on every rank, and changes
+  /// nothing, under `no_sync()` and `keep_unsharded()`, and inside a join.
   void unwrap();
-  /// Takes apart, changes, builds from the values that each owner has. Throws on every rank, and
-  /// changes nothing, under `no_sync()` and for groups that do not fit.
+  /// Collective. Takes the model apart, calls `change`, and builds it from each owner's values.
+  /// Throws on every rank, and changes nothing, under `no_sync()`, without optimizers, and for
+  /// groups that do not fit.
   void rebuild(const std::function<void()>& change);
 
  private:
@@ -50,26 +52,26 @@ struct Sharding {
 
 struct OssImpl {
   AnyOss* oss = nullptr;
-  std::unique_ptr<torch::optim::Optimizer> inner;  ///< steps on what this rank owns
+  std::unique_ptr<torch::optim::Optimizer> inner;  ///< steps the parameters that this rank owns
   OssOptions options;
-  LeastLoaded ranks{1};                            ///< elements that each has to step
+  LeastLoaded ranks{1};                            ///< elements that each rank has to step
   std::map<const c10::TensorImpl*, int> owners;    ///< of the parameters
   std::shared_ptr<Sharding> sharding;              ///< null until it is needed
-  std::optional<ShardedOptimizer> sharded;         ///< while that is built
-  std::optional<OptimizerStateDict> consolidated;  ///< of the last step
+  std::optional<ShardedOptimizer> sharded;         ///< while the model is built
+  std::optional<OptimizerStateDict> consolidated;  ///< unless a step followed
 
   ~OssImpl();
   void choose_owners();
   void adopt_new_groups();
   bool was_converted() const;
-  /// The optimizer, built if need be.
+  /// Returns the optimizer, and builds it if need be.
   ShardedOptimizer& ready();
-  /// The same, before it steps or its state is replaced: what was consolidated is old then.
+  /// The same before a step or a change of the state, which outdates the consolidated state.
   ShardedOptimizer& ready_to_change();
 };
 
 /// Lends the param groups, whose options the user and schedulers change, to the inner optimizer.
-/// The parameters stay: the inner one has its own.
+/// The parameters are not lent: the inner one has its own.
 class LentGroups {
  public:
   explicit LentGroups(OssImpl& impl) : impl_(impl) { swap(); }

@@ -59,7 +59,7 @@ void set_offload(ShardPlan& plan, const std::variant<bool, std::string>& offload
   }
 }
 
-// `Module::name()` is the C++ type, in which a layer that users call GroupNorm is
+// `Module::name()` is the C++ type: of a layer that users call GroupNorm, it is
 // torch::nn::GroupNormImpl.
 bool is_type(const std::string& type, const std::string& text) {
   const size_t scope = type.substr(0, type.find('<')).rfind("::");
@@ -75,7 +75,7 @@ bool is_excluded(const std::variant<std::string, const torch::nn::Module*>& whic
   return text == name || is_type(module.name(), text);
 }
 
-// The parameters of the excluded modules, with those of the modules in them.
+// Returns the parameters of the excluded modules, and of the modules inside them.
 std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
                                              const GroupShardedOptions& options) {
   std::vector<std::string> names;
@@ -139,7 +139,7 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
     plan.whole = excluded_parameters(model, options);
     plan.prefetch = options.sync_comm ? 0 : 1;
   } else {
-    // Paddle's stage 2: a parameter is never cut, the least loaded rank gets it.
+    // Paddle's stage 2: parameters are never cut; the least loaded rank gets each one.
     plan.partition = Partition::kWholeParam;
   }
   plan.sync_buffers = options.sync_buffers;

@@ -79,7 +79,7 @@ bool any_partial(const Placements& placements) {
   return std::any_of(placements.begin(), placements.end(), is_partial);
 }
 
-// A parameter of the layer that is being sharded.
+// Places a parameter of the layer that is being sharded.
 at::Tensor place_itself(at::Tensor tensor, const DeviceMesh& mesh, const Placements& placements,
                         const ShardTensorOptions& options) {
   const bool converts = (options.dtype && *options.dtype != tensor.scalar_type()) ||

@@ -7,14 +7,15 @@
 
 namespace tessera {
 
-/// What an operator returns for tensors like those among `arguments`, computed on meta tensors:
-/// sizes, strides and dtypes are right, and so are the errors of wrong arguments. Nothing where
-/// LibTorch can't do that.
+/// Runs an operator on meta tensors like the tensors among `arguments` and returns its results:
+/// sizes, strides and dtypes are right, and wrong arguments raise the operator's own errors.
+/// Nullopt where LibTorch can't run the operator on meta tensors.
 std::optional<torch::jit::Stack> run_on_meta(const c10::OperatorHandle& op,
                                              at::ArrayRef<c10::IValue> arguments);
 
-/// The same by running the operator on tensors of the global sizes, of ones, or zeros where they
-/// hold whole numbers, which may be indices: right for all, and dear.
+/// Returns the same by running the operator on tensors of the global sizes, filled with ones, or
+/// with zeros if the dtype is integral, as these may be indices. Works for all operators, but is
+/// expensive.
 torch::jit::Stack run_on_constants(const c10::OperatorHandle& op,
                                    at::ArrayRef<c10::IValue> arguments);
 

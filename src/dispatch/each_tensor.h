@@ -5,7 +5,8 @@
 
 namespace tessera {
 
-/// Calls `f` with each defined tensor in an operator's argument: itself, or those of a list.
+/// Calls `f` with each defined tensor in an operator's argument: the tensor itself, or those of a
+/// list.
 template <class F>
 void each_tensor(const c10::IValue& value, F&& f) {
   if (value.isTensor()) {
@@ -21,7 +22,7 @@ void each_tensor(const c10::IValue& value, F&& f) {
   }
 }
 
-/// `value` with each defined tensor in it replaced by what `f` makes of it.
+/// Returns `value` with each defined tensor in it replaced by the result of `f`.
 template <class F>
 c10::IValue map_tensors(const c10::IValue& value, F&& f) {
   if (value.isTensor())

@@ -61,7 +61,7 @@ at::Tensor InputPlacement::place(const at::Tensor& input, const std::string& key
   return place(input, static_cast<size_t>(found - keys.begin()), count);
 }
 
-// The batch of which each rank of the line has its rows.
+// Joins the rows of each rank of the mesh dim into one batch.
 at::Tensor InputPlacement::join(const at::Tensor& part, const DeviceMesh& mesh,
                                 int64_t mesh_dim) const {
   TORCH_CHECK_VALUE(part.dim() > 0, "[distribute_dataloader] an input that is split must have a first dim; got a scalar");

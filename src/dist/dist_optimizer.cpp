@@ -56,7 +56,7 @@ struct DistOptimizer::Impl {
   DistOptimizerOptions options;
   std::vector<NamedTensor> params;
   std::optional<ShardedOptimizer> sharded;
-  std::set<const c10::TensorImpl*> placed;  // parameters whose state lies where it should
+  std::set<const c10::TensorImpl*> placed;  // parameters whose state has been placed
   bool has_stepped = false;
 
   void shard();
@@ -64,7 +64,7 @@ struct DistOptimizer::Impl {
   void after_step();
 };
 
-// The engine's own way, on parameters that have no module.
+// Shards the optimizer as fully_shard does, but on parameters that have no module.
 void DistOptimizer::Impl::shard() {
   ShardPlan plan{.level = options.level, .start_values = StartValues::kKeep};
   plan.precision.master_dtype = options.master_dtype;
@@ -82,7 +82,8 @@ void DistOptimizer::Impl::place_state() {
 
 void DistOptimizer::Impl::after_step() {
   has_stepped = true;
-  // SGD with dampening makes state in its steps. Without a function it lies as the parameters do.
+  // SGD with dampening makes state in its steps. Without a function it is placed as the parameters
+  // are.
   if (options.place_state) place_state();
 }
 

@@ -22,7 +22,7 @@ namespace {
 
 thread_local const std::set<const c10::TensorImpl*>* being_placed = nullptr;
 
-// Its distinct parameters and buffers, with those of the modules in it.
+// The distinct parameters and buffers of `module`; `recurse`: also those of its submodules.
 std::vector<NamedTensor> tensors_of(const torch::nn::Module& module, bool recurse) {
   std::vector<NamedTensor> tensors;
   std::set<const c10::TensorImpl*> seen;
@@ -35,8 +35,8 @@ std::vector<NamedTensor> tensors_of(const torch::nn::Module& module, bool recurs
   return tensors;
 }
 
-// What the tensors of a module were, so that they can be so again. Their memory is kept; deferred
-// ones still take none.
+// The former state of a module's tensors, from which it can be restored. Their memory is kept;
+// deferred tensors still have none.
 class Before {
  public:
   explicit Before(std::vector<NamedTensor> tensors) : tensors_(std::move(tensors)) {
@@ -52,8 +52,8 @@ class Before {
   }
 
   // Throws if the module has lost a handle of a tensor that it still has registered, other than by
-  // placing it: the member that was this handle is another tensor now. C++ has no way to look at
-  // it.
+  // placing the tensor: the member that was this handle now refers to another tensor. C++ has no
+  // way to look at the member itself.
   void check_members(const torch::nn::Module& module) const {
     std::set<const c10::TensorImpl*> registered;
     for (const NamedTensor& item : tensors_of(module, true))
@@ -116,7 +116,7 @@ class DistributingScope {
 void run_partition(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionFn& partition) {
   std::set<const torch::nn::Module*> seen{&root};
   partition("", root, mesh);
-  // A partition may add modules: the list is made after the root's.
+  // A partition may add modules: the list is made after the root's partition has run.
   for (const auto& item : root.named_modules("", /*include_self=*/false)) {
     if (seen.insert(item.value().get()).second) partition(item.key(), *item.value(), mesh);
   }
@@ -132,7 +132,7 @@ void place_all(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionF
   }
 }
 
-// One line for each tensor, that all ranks must have alike.
+// One line for each tensor; the lines must be the same on all ranks.
 std::vector<std::string> describe_all(const torch::nn::Module& module) {
   std::vector<std::string> lines;
   for (const NamedTensor& item : tensors_of(module, true))
@@ -143,7 +143,7 @@ std::vector<std::string> describe_all(const torch::nn::Module& module) {
   return lines;
 }
 
-// So that errors can tell which parameter an operator had.
+// Names the tensors, so that errors can tell which parameter an operator had.
 void name_tensors(const torch::nn::Module& module) {
   at::NoGradGuard no_grad;
   for (const NamedTensor& item : tensors_of(module, true)) {
@@ -157,7 +157,7 @@ void name_tensors(const torch::nn::Module& module) {
   }
 }
 
-// Errors that are not LibTorch's are told to the other ranks as well.
+// Turns other errors into LibTorch's, so that they are reported to the other ranks as well.
 void with_known_error(const std::function<void()>& f) {
   try {
     f();
@@ -184,7 +184,7 @@ void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh
   if (!mesh.is_member()) return;
   std::vector<std::string> lines;
   for (const NamedTensor& item : tensors) {
-    // What is distributed already differs by design.
+    // Parts of distributed tensors differ by design.
     if (!is_dist(item.tensor))
       lines.push_back(fmt::format("'{}' with values of hash {}", item.name, hash_of(item.tensor)));
   }

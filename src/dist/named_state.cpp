@@ -49,7 +49,7 @@ void set_learning_rates(torch::optim::Optimizer& optimizer, const at::Tensor& ra
     groups[i].options().set_lr(values.select(0, static_cast<int64_t>(i)).item<double>());
 }
 
-// A count as a tensor that lies where `param` does.
+// A count as a tensor on the mesh of `param`, if that is a DistTensor.
 at::Tensor count_tensor(int64_t count, const at::Tensor& param) {
   const at::Tensor value = at::full({1}, count, at::kLong);
   return is_dist(param) ? distribute(value, mesh_of(param), {}) : value;
@@ -87,7 +87,7 @@ void for_each_sharded(ShardedOptimizer& optimizer, const std::vector<NamedTensor
   }
 }
 
-// The whole of what ranks of the shard dim have a part of each, as a tensor like the parameter.
+// Gathers a tensor like the parameter, of which the ranks of the shard dim hold a part each.
 at::Tensor gather_part(const ShardedParam& param, const at::Tensor& part, at::ScalarType dtype) {
   const at::Tensor flat = at::zeros({param.slot.numel}, at::device(param.slot.device).dtype(dtype));
   const int64_t begin = param.segment.begin - param.slot.offset;
@@ -104,7 +104,8 @@ at::Tensor gather_part(const ShardedParam& param, const at::Tensor& part, at::Sc
   return make_dist(local, dist.spec, dist.sizes, dist.strides);
 }
 
-// This rank's part of `value`, in the shape that the optimizer has it; undefined if it has none.
+// This rank's part of `value`, in the shape in which the optimizer holds it; undefined if it has
+// none.
 at::Tensor cut_part(const ShardedParam& param, const at::Tensor& value) {
   at::Tensor local = value;
   // Collective: also on ranks without a part.
@@ -124,7 +125,7 @@ at::Tensor cut_part(const ShardedParam& param, const at::Tensor& value) {
   return at::as_strided(part.clone(), segment.tensor.sizes(), segment.tensor.strides());
 }
 
-// The highest count on any rank: those without a part of the parameter have none.
+// The highest count on any rank: ranks without a part of the parameter have no count.
 int64_t agree_on_count(ProcessGroup& process_group, int64_t count) {
   const at::Tensor most = at::full({1}, count, at::kLong);
   host_all_reduce(process_group, most, ReduceOp::kMax, {"optimizer state", Channel::kControl});
@@ -155,7 +156,7 @@ void make_optimizer_state(torch::optim::Optimizer& optimizer) {
 
 void place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place,
                            std::set<const c10::TensorImpl*>& placed) {
-  // Another one makes its state as it will, by operators on its parameters.
+  // An optimizer of another kind makes its state itself, by operators on its parameters.
   if (!place && !knows_state(optimizer)) return;
   at::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, ParamState>> changed;
@@ -226,7 +227,7 @@ StateDict sharded_state_dict(ShardedOptimizer& optimizer, const std::vector<Name
     const int64_t count = agree_on_count(param.unit.context().mesh.shard(),
                                          step == state.counts.end() ? -1 : step->second);
     if (count >= 0) dict[param.name + ".step"] = count_tensor(count, param.slot.tensor());
-    if (param.unit.master().defined())
+    if (param.unit.master().exists())
       dict[kMasterWeightsPrefix + param.name] = gather_part(param, part, master_dtype);
   });
   return dict;
@@ -249,7 +250,7 @@ void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTens
     const auto step = dict.find(param.name + ".step");
     if (step != dict.end()) state.counts["step"] = count_of(step->second);
     if (part.defined()) write_param_state(inner, part, state);
-    if (param.unit.master().defined()) {
+    if (param.unit.master().exists()) {
       const at::Tensor value = cut(kMasterWeightsPrefix + param.name, master_dtype);
       if (part.defined()) masters.emplace_back(part, value);
     }

@@ -10,16 +10,16 @@
 
 namespace tessera {
 
-/// The optimizer's parameters in the order of its param groups, with the names that
-/// `distribute_module` gave them; others are `param 0`, `param 1`, ... by their place.
+/// Returns the optimizer's parameters in the order of its param groups, with the names that
+/// `distribute_module` gave them; others are `param 0`, `param 1`, ... by their position.
 std::vector<NamedTensor> named_parameters(const torch::optim::Optimizer& optimizer);
 
-/// Makes the state that the first step would make, of zeros, where there is none.
+/// Creates the state that the first step would create, filled with zeros, where there is none.
 void make_optimizer_state(torch::optim::Optimizer& optimizer);
 
-/// Makes DistTensors of the state of DistTensors, and places it by `place` if that is given.
-/// `placed`: the parameters whose state was, which are left out; those that have state are added.
-/// On failure nothing is changed.
+/// Makes DistTensors of the state of DistTensor parameters, and places it by `place` if that is
+/// given. `placed`: parameters whose state has been placed; they are skipped, and parameters that
+/// have state are added. On failure nothing is changed.
 void place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacementFn& place,
                            std::set<const c10::TensorImpl*>& placed);
 
@@ -29,7 +29,7 @@ std::map<std::string, at::Tensor> placed_state_dict(torch::optim::Optimizer& opt
 std::map<std::string, at::Tensor> sharded_state_dict(ShardedOptimizer& optimizer,
                                                      const std::vector<NamedTensor>& params);
 
-/// Takes what these gave; names and sizes fit.
+/// Load the result of the functions above; names and sizes must fit.
 void load_placed_state(torch::optim::Optimizer& optimizer, const std::vector<NamedTensor>& params,
                        const std::map<std::string, at::Tensor>& state);
 void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTensor>& params,

@@ -13,17 +13,18 @@ namespace tessera {
 
 // [Note: Recomputation]
 //
-// A checkpoint's function runs with gradients on, so the graph is the one that it would be without
-// the checkpoint, and backward goes through it as always: once, gradients in their order, into
-// whatever they belong to. Only what the operators save is dropped at the function's end. When
-// backward first asks for some of it, the function runs again, on detached inputs; what it saves
-// now is handed out by number, and the graph that it makes now is thrown away.
+// A checkpoint's function runs with gradients enabled, so the graph is the same as without the
+// checkpoint, and backward traverses it as usual: once, with gradients in their order, into the
+// tensors that they belong to. Only the tensors that operators save for backward are dropped at the
+// function's end. When backward first asks for one of them, the function runs again, on detached
+// inputs; the tensors that it saves in this run are handed out by number, and the graph of this run
+// is discarded.
 //
-// Within the function all is still there, so it may itself run a backward.
+// While the function runs, nothing has been dropped yet, so it may itself run a backward.
 //
-// A checkpoint saves its inputs as an operator would: it learns from their versions whether they
-// were changed, and in a checkpoint around it they are dropped like everything else. Asking for
-// them then has the outer function run again first.
+// A checkpoint saves its inputs as an operator would: their versions show whether they were
+// changed, and an enclosing checkpoint drops them like all other saved tensors. Asking for them
+// then makes the outer function run again first.
 namespace detail {
 namespace {
 

@@ -12,7 +12,8 @@
 namespace tessera {
 namespace {
 
-// The backward in which this thread last used a parameter to make a graph, until it is over.
+// The backward in which this thread last used a parameter to build a graph; expires when that
+// backward ends.
 struct RecomputedCapture {
   int backward = -1;
   std::weak_ptr<void> alive;
@@ -24,8 +25,8 @@ bool is_inside_recomputation() {
          recomputation.backward != torch::autograd::get_current_graph_task_id();
 }
 
-// True if the backward that runs on this thread returns the gradient of `tensor` to who called it,
-// in place of adding it to `.grad`.
+// Returns true if the backward that runs on this thread returns the gradient of `tensor` to its
+// caller instead of adding it to `.grad`.
 bool is_captured(const at::Tensor& tensor) {
   const auto* nodes = torch::autograd::get_current_graph_task_exec_info();
   if (!nodes || nodes->empty() || is_inside_recomputation()) return false;
@@ -47,7 +48,7 @@ void note_use_in_backward() {
   if (!at::GradMode::is_enabled() || !torch::autograd::get_current_node()) return;
   const int backward = torch::autograd::get_current_graph_task_id();
   if (recomputation.backward == backward && !recomputation.alive.expired()) return;
-  const auto token = std::make_shared<int>(0);  // goes with the backward, however it ends
+  const auto token = std::make_shared<int>(0);  // destroyed with the backward, however it ends
   recomputation = {backward, token};
   torch::autograd::Engine::get_default_engine().queue_callback([token] {});
 }
@@ -56,7 +57,7 @@ void watch_captures(const at::Tensor& tensor, const std::string& name,
                     std::shared_ptr<std::atomic<bool>> warned) {
   auto* meta = torch::autograd::impl::materialize_autograd_meta(tensor);
   if (!meta->cpp_hooks_list_) {
-    if (!meta->hooks_.empty()) return;  // Python's, which would go
+    if (!meta->hooks_.empty()) return;  // set from Python; they would be lost
     torch::autograd::impl::create_cpp_hook(tensor);
   }
   // The tensor owns its hooks: they must not own it.

@@ -8,14 +8,14 @@
 
 namespace tessera {
 
-/// To be called before an operator uses a parameter. Inside a backward (recomputation), gradients
-/// of what it makes are handed on to that backward, which reduces them: then nothing is said of
-/// them.
+/// Must be called before an operator uses a parameter. Inside a backward (recomputation), the
+/// gradients of the operator's results flow into that backward, which reduces them; they cause no
+/// warning.
 void note_use_in_backward();
 
-/// Warns, once per model, of a gradient of `tensor` that `torch::autograd::grad()` returns: it is
-/// this rank's own, as nothing reduces it. `warned` is the model's; while it is true, nothing is
-/// said.
+/// Warns, once per model, when `torch::autograd::grad()` returns a gradient of `tensor`: it is this
+/// rank's own, as nothing reduces it. `warned` belongs to the model; while it is true, there is no
+/// warning.
 void watch_captures(const at::Tensor& tensor, const std::string& name,
                     std::shared_ptr<std::atomic<bool>> warned);
 

@@ -13,8 +13,9 @@
 namespace tessera {
 namespace {
 
-// The part of a live gradient that counts on this rank: its own shard, even where it has
-// everything. What several ranks have of a DistTensor counts on one of them.
+// Calls `f` with the part of each live gradient that counts on this rank: its own shard, even where
+// it holds the whole gradient. A part of a DistTensor that several ranks hold counts on one of
+// them.
 template <class F>
 void for_each_own_part(const UnitGradients& gradients, const ShardMesh& mesh,
                        const IsCounted& is_counted, F&& f) {
@@ -56,7 +57,7 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
       }
     });
   }
-  // Infinity stands for itself; NaN is sent apart, because MAX over ranks may drop it.
+  // Infinity is sent as it is; NaN is sent as a separate flag, because MAX over ranks may drop it.
   const at::Tensor sums = at::empty({2}, at::kDouble);
   auto* data = sums.mutable_data_ptr<double>();
   data[0] = std::isnan(total) ? 0 : total;

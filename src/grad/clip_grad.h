@@ -8,12 +8,12 @@
 
 namespace tessera {
 
-/// Whether the parameter in a unit's slot takes part.
+/// Returns whether the parameter in a unit's slot takes part.
 using IsCounted = std::function<bool(size_t unit, size_t slot)>;
 
-/// The norm of all reduced gradients together. Collective; they must be settled. Each element
-/// counts once: padding, ties and other ranks' copies do not. `mesh`: the ranks that the
-/// gradients are sharded over. `norm_type`: positive.
+/// Returns the norm of all reduced gradients together. Collective; the reductions must be settled.
+/// Each element counts once: padding, ties and other ranks' copies do not count. `mesh`: the ranks
+/// that the gradients are sharded over. `norm_type`: positive.
 double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
                  const ShardMesh& mesh, double norm_type, const IsCounted& is_counted);
 

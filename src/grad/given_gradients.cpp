@@ -9,8 +9,9 @@
 namespace tessera {
 namespace {
 
-// The gradient of a parameter; undefined if it has none. Laid out like the parameter, so that its
-// elements can be changed in place; of tensors that share their memory, the first has the sum.
+// Returns the gradient of a parameter; undefined if it has none. It is laid out like the parameter,
+// so that its elements can be changed in place. Of tensors that share memory, the first holds the
+// sum.
 at::Tensor gradient_of(const ParamSlot& slot) {
   const at::Tensor first = slot.tensor();
   if (!first.defined()) return {};

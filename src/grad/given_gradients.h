@@ -4,9 +4,10 @@
 
 namespace tessera {
 
-/// The gradients of a unit where somebody else reduces them: they stay in `.grad`, whole, and this
-/// rank's part of them is what `reduced()` shows. Nothing is copied or sent, and ranks need not
-/// agree on which parameters have one.
+/// The gradients of a unit that Tessera does not reduce: they stay whole in `.grad`, and
+/// `reduced()` is a view of this rank's part. Nothing is sent, nothing is copied unless a
+/// gradient's strides differ from its parameter's, and ranks need not agree on which parameters
+/// have a gradient.
 class GivenGradients final : public UnitGradients {
  public:
   GivenGradients(Unit& unit, GradTaker& taker)

@@ -13,20 +13,20 @@ namespace tessera {
 
 // [Note: Layout of a bucket]
 //
-// A bucket is a flat buffer that nobody makes. Each rank's range of it is that rank's range of each
-// unit, one after another, so that one reduce-scatter gives each rank its part of all units, side
-// by side in one buffer, of which the units' reduced gradients are views:
+// A bucket is a flat buffer that is never allocated as a whole. Each rank's range of it consists of
+// that rank's range of each unit, one after another, so that one reduce-scatter gives each rank its
+// part of all units, side by side in one buffer. The units' reduced gradients are views of that
+// buffer:
 //
 //   unit a |a0 a0 a0|a1 a1 a1|     unit b |b0 b0|b1 b1|     bucket |a0 a0 a0 b0 b0|a1 a1 a1 b1 b1|
 //
-// Rank r's range begins where the ranges of all ranks before it end, and that is the sum of the
-// units' own bounds. The units' chunks are cut at those bounds, and the parts are the pieces that
-// are sent: no gradient is copied for being in a bucket. (Transports put short pieces into one
-// message.)
+// Rank r's range begins where the ranges of all ranks before it end, which is the sum of the units'
+// own bounds. The units' chunks are cut at those bounds, and the resulting pieces are sent: no
+// gradient is copied to put it into a bucket. (Transports combine short pieces into one message.)
 //
-// A sum is made element by element in rank order, in whatever collective it travels, and so a
-// bucket changes no bit. Which units are in one depends on the order of reductions and the layouts
-// alone, and which of them take part on what all ranks have agreed on.
+// Each element is summed in rank order, whichever collective carries it, so a bucket changes no
+// bit. Which units share a bucket depends only on the order of reductions and the layouts, and
+// which of them take part only on facts that all ranks have agreed on.
 namespace {
 
 int64_t sent_bytes(const UnitLayout& layout) {
@@ -51,7 +51,8 @@ std::vector<int64_t> bounds_of(const std::vector<UnitGradients*>& units) {
   return bounds;
 }
 
-// Adds the parts of a unit's pieces that lie in [begin, end) of it, which is `to` in the bucket.
+// Appends the parts of a unit's pieces that lie in [begin, end) of the unit, a range that starts at
+// `to` in the bucket.
 void cut_pieces(const std::vector<Piece>& unit, int64_t begin, int64_t end, int64_t to,
                 std::vector<Piece>& pieces) {
   for (const Piece& piece : unit) {
@@ -79,8 +80,8 @@ std::vector<Piece> bucket_pieces(const std::vector<UnitGradients*>& units,
   return pieces;
 }
 
-// Where an earlier reduction of the same units has left their sums side by side; undefined if they
-// do not lie so.
+// Returns the buffer in which an earlier reduction of the same units left their sums side by side;
+// undefined if they do not lie side by side.
 at::Tensor earlier_buffer(const std::vector<UnitGradients*>& units, int64_t numel) {
   const at::Tensor& first = units[0]->reduced();
   if (!first.defined()) return {};
@@ -109,7 +110,7 @@ std::vector<GradBucket> cut_buckets(const std::vector<const UnitLayout*>& units,
   };
   for (const int unit : order) {
     const UnitLayout& layout = *units[unit];
-    // Others have nothing to do with what is this rank's own, and nobody with what is frozen.
+    // Each rank's own units are no concern of other ranks, and frozen units are not reduced.
     if (is_frozen(layout) || !layout.is_replicated) {
       buckets.push_back({{static_cast<size_t>(unit)}, layout.name});
       continue;

@@ -22,20 +22,20 @@ struct GradGate;
 
 // [Note: Gradients that are arriving]
 //
-// LibTorch locks a leaf while it adds to `.grad`, but not while it calls the hook that follows and
-// takes the gradient out. With two threads in backward, one would add to what the other takes away.
-// So while autograd is at a gated leaf, `.grad` is this thread's own: it has the gradient that has
-// just come, and nothing that was there before.
+// LibTorch locks a leaf while it adds to `.grad`, but not while it calls the following hook, which
+// takes the gradient out. With two threads in backward, one would add to the gradient that the
+// other is taking out. So while autograd is at a gated leaf, `.grad` is local to the thread: it
+// holds the gradient that has just arrived, and nothing that was there before.
 thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
 
 // [Note: A DistTensor that is gone]
 //
-// A unit knows its parameters by weak pointers. Of a tensor to which only these are left LibTorch
-// gives up the storage and what autograd knows (`TensorImpl::release_resources()`), but not the
-// backend's metadata. A DistTensor has its local part there, which keeps the unit, and the model
-// would never go. The gate is a part of what autograd knows: it goes with the tensor, and gives up
-// the metadata in its place. Its own weak pointer has LibTorch release what the tensor holds before
-// the tensor's memory goes.
+// A unit holds its parameters by weak pointers. When only weak pointers to a tensor are left,
+// LibTorch releases its storage and its autograd metadata (`TensorImpl::release_resources()`), but
+// not the backend's metadata. A DistTensor keeps its local part there, which keeps the unit alive,
+// so the model would never be freed. The gate is part of the autograd metadata: it is destroyed
+// when the tensor is, and then clears the backend's metadata. The gate's own weak pointer makes
+// LibTorch release the tensor's resources before the tensor's memory is freed.
 struct GradGate final : AutogradMeta {
   GradGate(const at::Tensor& tensor, GradSource source, std::string error, bool is_segment)
       : tensor(tensor.getIntrusivePtr()),
@@ -67,7 +67,7 @@ struct GradGate final : AutogradMeta {
     return grad_;
   }
 
-  // True while autograd adds to `.grad` of this tensor and calls the hook that follows.
+  // Returns true while autograd adds to `.grad` of this tensor and calls the hook that follows.
   bool is_arriving() const {
     if (is_segment || source.sink.expired()) return false;
     const auto node = torch::autograd::get_current_node();
@@ -75,10 +75,10 @@ struct GradGate final : AutogradMeta {
     return adds && adds->variable.unsafeGetTensorImpl()->autograd_meta() == this;
   }
 
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // that has this gate
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;  // the tensor that has this gate
   GradSource source;
   std::string error;
-  bool is_segment;  // of an optimizer
+  bool is_segment;  // the tensor is an optimizer's segment
   std::mutex chaining;
 };
 
@@ -95,7 +95,7 @@ void move_grad_dtype(Meta& to, const Meta& from) {
     to.allow_grad_dtype_mismatch_ = from.allow_grad_dtype_mismatch_;
 }
 
-// Gives the tensor another metadata that knows what the one it has knows, but for the gradient.
+// Replaces the tensor's autograd metadata by `meta`, which takes over everything but the gradient.
 void replace_meta(const at::Tensor& tensor, std::unique_ptr<AutogradMeta> meta) {
   auto* old = torch::autograd::impl::materialize_autograd_meta(tensor);
   meta->name_ = std::move(old->name_);

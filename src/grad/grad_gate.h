@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// While it lives, `grad()` of gated tensors can be read on this thread.
+/// While it lives, this thread can read `grad()` of gated tensors.
 class OpenGates {
  public:
   OpenGates();
@@ -19,32 +19,35 @@ class OpenGates {
   OpenGates& operator=(const OpenGates&) = delete;
 };
 
-/// Puts a gate before `.grad` of a parameter's tensor. Reading it throws `error`: the gradient lives
-/// elsewhere, and an undefined tensor would be a lie. Taking it to write, as every `zero_grad()`
-/// does, clears the gradient in the sink of `source`. Autograd itself is let through, and so are
-/// the hooks that it calls for this tensor; then the sink takes the gradient. All else that autograd
-/// knows of the tensor stays. Once the sink is gone, `.grad` is as any other's.
+/// Puts a gate before `.grad` of a parameter's tensor. Reading `.grad` throws `error`: the gradient
+/// is stored elsewhere, and an undefined tensor would be misleading. Requesting `.grad` for
+/// writing, as every `zero_grad()` does, clears the gradient in the sink of `source`. Autograd
+/// itself passes the gate, and so do the hooks that it calls for this tensor; then the sink takes
+/// the gradient. The rest of the tensor's autograd metadata stays. Once the sink is gone, `.grad`
+/// behaves like any other tensor's.
 void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string error);
 
-/// Puts such a gate before `.grad` of a tensor that an optimizer holds in place of a parameter's. No
-/// backward reaches it; `zero_grad()` clears the gradient of `slot`, and reading throws also when
-/// the sink is gone.
+/// Puts such a gate before `.grad` of a tensor that an optimizer holds in place of a parameter. No
+/// backward reaches this tensor; `zero_grad()` clears the gradient of `slot`, and reading throws
+/// even when the sink is gone.
 void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
                           std::string error);
 
-/// Undoes `install_grad_gate()`: `.grad` and hooks are the tensor's own again; it is undefined.
+/// Undoes `install_grad_gate()`: the tensor has its own hooks and its own `.grad` again, which is
+/// undefined.
 void remove_grad_gate(const at::Tensor& tensor);
 
-/// The sink behind the gate of `tensor`; null without a gate, or if the sink is gone.
+/// Returns the sink behind the gate of `tensor`; null without a gate, or if the sink is gone.
 std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor);
 
-/// True for a parameter of a sharded model, and for the tensor that an optimizer has in its place.
+/// Returns true for a parameter of a sharded model, and for the tensor that an optimizer holds in
+/// its place.
 bool has_grad_gate(const at::Tensor& tensor);
 
-/// True if `.grad` holds something, gated or not.
+/// Returns true if `.grad` holds a gradient, gated or not.
 bool holds_gradient(const at::Tensor& tensor);
-/// Empties `.grad`, past the gate. In a hook that autograd calls for this tensor, that is the
-/// gradient which has just come.
+/// Moves the gradient out of `.grad`, bypassing the gate. In a hook that autograd calls for this
+/// tensor, that is the gradient that has just arrived.
 at::Tensor take_gradient(const at::Tensor& tensor);
 
 }  // namespace tessera

@@ -8,16 +8,16 @@ namespace tessera {
 
 // [Note: One place for two hooks]
 //
-// LibTorch keeps one post-accumulate hook per tensor, and setting one throws away the one that is
-// there. So a hook of the user's, set before the model was sharded, would be lost, and one set
-// later would take the place of ours: gradients would stay in `.grad`, unreduced. Therefore ours
-// holds the user's and calls it first, with `.grad` as autograd has left it: this rank's own
-// gradient, of this backward. What the hook makes of it is what is reduced; if it clears `.grad`,
-// the parameter got no gradient in this backward.
+// LibTorch keeps one post-accumulate hook per tensor, and setting one discards the previous one. So
+// a user's hook set before the model was sharded would be lost, and one set later would replace
+// ours: gradients would stay in `.grad`, unreduced. Therefore our hook holds the user's and calls
+// it first, with `.grad` as autograd has left it: this rank's own gradient of this backward. The
+// gradient that the user's hook leaves in `.grad` is reduced; if the hook clears `.grad`, the
+// parameter got no gradient in this backward.
 //
-// Autograd takes `.grad` to write before it looks for the hook, and a GradGate hears of that. At
-// that moment it has ours put around whatever hook is there (`chain_hook`), so one that was set
-// meanwhile is called from then on, and one that was replaced is gone, as without sharding.
+// Autograd requests `.grad` for writing before it looks up the hook, and GradGate intercepts that
+// request. It then wraps our hook around the hook that is set (`chain_hook`), so a hook that was
+// set meanwhile is called from then on, and one that was replaced is gone, as without sharding.
 namespace {
 
 class GradHook final : public torch::autograd::PostAccumulateGradHook {
@@ -37,7 +37,7 @@ class GradHook final : public torch::autograd::PostAccumulateGradHook {
     try {
       (*users_)(tensor);
     } catch (...) {
-      take_gradient(tensor);  // this backward has failed: the next one shall not find it
+      take_gradient(tensor);  // this backward has failed: the next must not find it
       throw;
     }
   }

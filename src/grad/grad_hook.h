@@ -13,15 +13,16 @@ class GradSink {
  public:
   virtual ~GradSink() = default;
 
-  /// Autograd has added to `.grad` of `tensor`, which is number `handle` of the tensors of the
-  /// parameter in `slot`, and the user's hook has been called: takes the gradient out of there.
+  /// Takes the gradient out of `.grad` of `tensor`, which is number `handle` of the tensors of the
+  /// parameter in `slot`. Called after autograd has added to `.grad` and the user's hook has run.
   virtual void take(size_t slot, size_t handle, const at::Tensor& tensor) = 0;
 
-  /// User code cleared, or is about to clear, the gradient of the parameter in `slot`.
+  /// Called when user code has cleared, or is about to clear, the gradient of the parameter in
+  /// `slot`.
   virtual void clear(size_t slot) = 0;
 };
 
-/// A tensor of a unit's parameter, as its sink knows it.
+/// Identifies a tensor of a unit's parameter to the unit's sink.
 struct GradSource {
   std::weak_ptr<GradSink> sink;
   size_t slot = 0;
@@ -30,12 +31,12 @@ struct GradSource {
 
 using HookSlot = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
 
-/// Has the sink of `source` take gradients after the hook in `place`, which is a tensor's only place
-/// for one, was called. Does nothing if that is so already. See [Note: One place for two hooks] in
-/// grad_hook.cpp.
+/// Makes the sink of `source` take gradients after the hook in `place`, a tensor's only place for a
+/// hook, has been called. Does nothing if the hook is chained already. See [Note: One place for two
+/// hooks] in grad_hook.cpp.
 void chain_hook(HookSlot& place, const GradSource& source);
 
-/// Undoes `chain_hook()`: what the user has set stays.
+/// Undoes `chain_hook()`: the user's hook stays.
 void unchain_hook(HookSlot& place);
 
 }  // namespace tessera

@@ -15,7 +15,7 @@ bool OpenBackwards::add(int id, const std::shared_ptr<void>& alive) {
   check_nested(true);
   const auto known = std::find_if(open_.begin(), open_.end(),
                                   [id](const Open& backward) { return backward.id == id; });
-  // One that runs inside another ends before that one goes on.
+  // A nested backward ends before the one around it goes on.
   check_nested(known == open_.end() || known + 1 == open_.end());
   if (known != open_.end()) return false;
   open_.push_back({id, alive});

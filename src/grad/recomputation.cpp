@@ -29,7 +29,7 @@ std::string describe(const TensorLook& look) {
   return fmt::format("{} of {} on {}", c10::toString(look.dtype), look.sizes, look.device.str());
 }
 
-// Plain autograd would say so, too, but does not look at what passes through hooks.
+// Plain autograd makes this check, too, but not on tensors that pass through hooks.
 at::Tensor unchanged(const SavedTensor& saved, const std::string& name) {
   TORCH_CHECK(version_of(saved.data) == saved.version, "[checkpoint] ", label_of(name),
               "a tensor that backward needs was changed in place after it was saved: ",
@@ -49,8 +49,8 @@ class DroppedTensor final : public SavedVariableHooks {
   size_t number_ = 0;
 };
 
-// Keeps what is saved for the graph of a second run, which is needed if the function itself runs a
-// backward.
+// Keeps a tensor saved for the graph of a second run. That graph is needed if the function itself
+// runs a backward.
 class KeptTensor final : public SavedVariableHooks {
  public:
   KeptTensor(std::vector<SavedTensor>* all, const std::string& name) : all_(all), name_(name) {}
@@ -61,7 +61,7 @@ class KeptTensor final : public SavedVariableHooks {
   at::Tensor call_unpack_hook() override { return unchanged(*saved_, name_); }
 
  private:
-  std::vector<SavedTensor>* all_;  // until the tensor came, which is at once
+  std::vector<SavedTensor>* all_;  // null once the tensor was saved, which is at once
   std::string name_;
   std::optional<SavedTensor> saved_;
 };
@@ -95,8 +95,8 @@ TensorLook TensorLook::of(const at::Tensor& tensor) {
   return {tensor.scalar_type(), tensor.device(), tensor.sizes().vec()};
 }
 
-// Without an operator call, of which sharded parameters and DistTensors would hear. Views count
-// with what they show: a linear layer saves its weight transposed.
+// Makes no operator call, which sharded parameters and DistTensors would intercept. A view of a
+// parameter counts as the parameter: a linear layer saves its weight transposed.
 SavedTensor SavedTensor::of(const at::Tensor& tensor) {
   const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
   const bool is_parameter = base.is_leaf() && base.requires_grad();
@@ -139,8 +139,9 @@ void Recomputation::abandon() {
   rerun_ = nullptr;
 }
 
-// What a run saved for a backward goes with that backward, even if it fails. Each tensor is handed
-// out once: it shall be freed as soon as its node has used it. A node that asks twice pays for it.
+// The tensors that a run saved for a backward are freed with that backward, even if it fails. Each
+// tensor is handed out once, so that it is freed as soon as its node has used it. A node that asks
+// twice causes another run.
 at::Tensor Recomputation::get(size_t number) {
   const std::lock_guard lock(mutex_);
   if (!dropped_) return unchanged(saved_[number], name_);

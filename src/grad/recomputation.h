@@ -16,13 +16,13 @@
 
 namespace tessera {
 
-/// How often a tensor was changed in place; 0 where nobody counts.
+/// Returns how often a tensor was changed in place; 0 for tensors without a version count.
 int64_t version_of(const at::Tensor& tensor);
 
-/// `'name': `, or nothing.
+/// Returns `'name': `; an empty string for an empty name.
 std::string label_of(const std::string& name);
 
-/// What can be told of a tensor without its values.
+/// The properties of a tensor that do not depend on its values.
 struct TensorLook {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
@@ -35,16 +35,16 @@ struct TensorLook {
 /// A tensor that an operator saved for backward.
 struct SavedTensor {
   at::Tensor data;            ///< without a graph
-  int64_t version = 0;        ///< of `data`, as it was saved
+  int64_t version = 0;        ///< of `data` when it was saved
   int64_t leaf_version = -1;  ///< of a parameter or a view of one; -1 for all others
   TensorLook look;
 
   static SavedTensor of(const at::Tensor& tensor);
 };
 
-/// What a checkpoint's function saved, and the way to get it once more.
+/// The tensors that a checkpoint's function saved for backward, and the means to recompute them.
 ///
-/// Lives as long as the operators' nodes that saved something. See [Note: Recomputation] in
+/// Lives as long as the operators' nodes that saved tensors. See [Note: Recomputation] in
 /// activation_checkpoint.cpp.
 class Recomputation final : public SavedTensorSink,
                             public std::enable_shared_from_this<Recomputation> {
@@ -52,17 +52,18 @@ class Recomputation final : public SavedTensorSink,
   using Tensors = detail::Tensors;
   using Rerun = detail::CheckpointRecording::Rerun;
 
-  /// Before the function runs first.
+  /// Must be constructed before the function's first run.
   Recomputation(std::string name, const Tensors& inputs, RandomState random, Rerun rerun);
 
-  /// After it has run first: from now on, what it saved comes from running it again.
+  /// Called after the first run: from now on, the saved tensors come from running the function
+  /// again.
   void drop_saved(const Tensors& outputs);
 
-  /// If it failed: what it saved stays, and its inputs are let go.
+  /// Called if the first run failed: keeps the saved tensors, and releases the inputs.
   void abandon();
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> next() override;
-  /// The number of a saved tensor, by which to get it.
+  /// Records a saved tensor, and returns the number by which `get()` returns it.
   size_t save(const at::Tensor& tensor);
   at::Tensor get(size_t number);
 
@@ -83,12 +84,12 @@ class Recomputation final : public SavedTensorSink,
   AutocastState autocast_;
   Rerun rerun_;
 
-  // Backward may run on several threads, and the function may let go of one of our nodes.
+  // Backward may run on several threads, and the function may release one of our nodes.
   mutable std::recursive_mutex mutex_;
   bool dropped_ = false;
-  Saved saved_;  // once dropped, without data
+  Saved saved_;  // without data once they are dropped
   std::vector<TensorLook> outputs_;
-  // By backward, which owns them: what is left of a run for it.
+  // By backward, which owns them: the tensors not yet handed out of the run made for it.
   std::map<int, std::weak_ptr<Saved>> again_;
 };
 

@@ -21,44 +21,46 @@ namespace tessera {
 //
 // A unit can be reduced as soon as all its gradients have arrived, but ranks may finish units in
 // different orders, or never (a parameter that a rank does not use gets no gradient). So units are
-// launched in one order that all ranks share, a unit only after all before it. At the end of
-// backward the ranks agree on which parameters anybody used (one small all-reduce); each then
-// launches the units that it still owes, leaving out those that nobody used. The sequence of
-// launches is thus the same everywhere.
+// launched in one order that all ranks share, each only after all units before it. At the end of
+// backward the ranks agree on which parameters any rank used (one small all-reduce); each rank then
+// launches its remaining units, leaving out those that no rank used. The sequence of launches is
+// thus the same on all ranks.
 //
-// Units may be launched together, in buckets that are fixed runs of that order. What is said of
-// units then holds for buckets: one starts early only when all its units are complete, and then all
-// of them are used, everywhere; at the end, it takes along those that were agreed on as used.
+// Units may be launched together, in buckets that are fixed runs of that order. The rules for units
+// then hold for buckets: a bucket starts early only when all its units are complete, and then all
+// of them are used, on all ranks; at the end of backward, it holds those units that the ranks
+// agreed on as used.
 //
 // A parameter can get a gradient again after its unit was launched, if backward itself runs a
-// backward (recomputation). Such units are launched once more at the end, each by
+// backward (recomputation). Such units are launched once more at the end of backward, each by
 // itself.
 //
-// With a replicate dim, a second reduction follows each first one, in the same order. It is started
-// as soon as a rank finds the first one done while it launches others, and at the latest when the
+// With a replicate dim, a second reduction follows each first one, in the same order. A rank starts
+// it as soon as it finds the first one done while it launches others, and at the latest when the
 // gradients are needed.
 //
-// The first order is the reverse of registration; then the order of last use in backward.
+// The initial order is the reverse of registration; later it is the order of last use in backward.
 namespace {
 
-// How long to wait for the oldest reduction when many are under way. A rank that is behind may
-// itself wait for us, so this is no condition, only a pause that bounds memory in the usual case.
+// How long to wait for the oldest reduction when many are in flight. A rank that is behind may
+// itself be waiting for this one, so this is not a condition, only a pause that bounds memory in
+// the usual case.
 constexpr auto kLongestPause = std::chrono::milliseconds(50);
 constexpr auto kPollInterval = std::chrono::microseconds(100);
-// So much may be under way where ranks share memory and units are small: they need not wait for
-// each other's every breath.
+// Bytes that may be in flight where ranks share memory and units are small, so that ranks need not
+// wait for each other at every unit.
 constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
 
-// What ranks say of a parameter: not used (0), used (1), one of these.
+// A rank reports a parameter as not used (0), used (1), or one of these.
 constexpr uint8_t kLate = 2;
-constexpr uint8_t kLostGate = 3;  // and higher: of the rank that is so much higher
+constexpr uint8_t kLostGate = 3;  // plus the rank that lost it
 
 uint8_t lost_gate_of(int rank) {
   constexpr int kHighest = std::numeric_limits<uint8_t>::max();
   return static_cast<uint8_t>(std::min(kLostGate + rank, kHighest));
 }
 
-// In one byte, of which ranks take the highest.
+// Encodes a vote as one byte; the ranks take the highest.
 uint8_t to_byte(const PassVote& vote) {
   const auto attention = static_cast<uint8_t>(vote.attention);
   return attention * (PassVote::kMostUses + 1) +
@@ -70,8 +72,8 @@ PassVote to_vote(uint8_t byte) {
           .uses_in_evaluation = static_cast<uint8_t>(byte % (PassVote::kMostUses + 1))};
 }
 
-// This rank's part of the gradient of a DistTensor. Mostly it is placed already: see
-// place_gradients().
+// Returns this rank's part of a DistTensor's gradient. Usually the gradient has its placements
+// already: see place_gradients().
 at::Tensor local_gradient(const ParamSlot& slot, const at::Tensor& gradient) {
   if (!slot.dist) return gradient;
   const DistMeta& meta = dist_meta("backward", gradient);
@@ -104,7 +106,7 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
       backwards_(/*may_overlap=*/mesh.size() == 1) {
   for (Unit* unit : units_) {
-    // What each rank has its own of is not averaged.
+    // Units that are each rank's own are not averaged.
     const bool is_own = !unit->layout().is_replicated;
     has_own_ = has_own_ || is_own;
     gradients_.push_back(options.reduces
@@ -153,7 +155,8 @@ void Reducer::uninstall() {
       [](size_t, size_t, size_t, const at::Tensor& tensor) { remove_grad_gate(tensor); });
 }
 
-// A gradient that is there without a backward of this model: as after one under `no_sync()`.
+// Takes a gradient that no backward of this model made. It counts as of a backward under
+// `no_sync()`.
 void Reducer::take_given(size_t unit, size_t slot, size_t handle, const at::Tensor& grad) {
   const UnitLayout& layout = units_[unit]->layout();
   gradients_[unit]->arrive(slot, handle,
@@ -174,7 +177,7 @@ void Reducer::drop_given() {
   for_each_handle([](size_t, size_t, size_t, const at::Tensor& tensor) { take_gradient(tensor); });
 }
 
-// Before a step: no gradient may be where nobody reduces it.
+// Called before a step: no gradient may be left where nothing reduces it.
 void Reducer::check_taken() const {
   for_each_handle([&](size_t unit, size_t slot, size_t, const at::Tensor& tensor) {
     TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '", units_[unit]->layout().slots[slot].name(),
@@ -192,7 +195,7 @@ bool Reducer::has_lost_gate(size_t unit, size_t slot) const {
   return false;
 }
 
-// All ranks alike, when everything else of the backward is done.
+// Called on all ranks, which agree on the outcome, when the rest of the backward is done.
 void Reducer::check_gates() const {
   TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
               " was replaced after the model was sharded, and with it the hook that reduces its gradient. Set hooks "
@@ -213,16 +216,16 @@ void Reducer::set_order(std::vector<int> order) {
 
 void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) {
   const at::Tensor grad = take_gradient(tensor);
-  if (!grad.defined()) return;  // a hook of the user's has cleared it
+  if (!grad.defined()) return;  // the user's hook has cleared it
   const std::lock_guard lock(mutex_);
   begin_backward();
   gradients_[unit]->arrive(slot, handle, local_gradient(units_[unit]->layout().slots[slot], grad));
   if (no_sync_ == 0) launch_ready();
 }
 
-// The callback holds a token; if backward ends by an exception, the token goes without the callback
-// having run. A backward inside a backward (recomputation) counts as part of the outer one. See
-// OpenBackwards.
+// The callback holds a token; if backward ends by an exception, the token is destroyed without the
+// callback having run. A backward inside a backward (recomputation) counts as part of the outer
+// one. See OpenBackwards.
 void Reducer::begin_backward() {
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backwards_.is_latest(backward)) return;
@@ -240,7 +243,7 @@ void Reducer::begin_backward() {
       [this, backward, token] { end_backward(backward); });
 }
 
-// Waits for what the last backward left under way, so that another one adds to it.
+// Waits for the reductions that the last backward left in flight, so that another one adds to them.
 void Reducer::settle_earlier() {
   const bool any = std::any_of(gradients_.begin(), gradients_.end(),
                                [](const auto& gradients) { return gradients->is_reducing(); });
@@ -267,14 +270,14 @@ void Reducer::launch_ready() {
     std::vector<size_t> arrived;
     for (const size_t unit : bucket.units) {
       if (!gradients_[unit]->is_complete()) return;
-      // A unit without trainable parameters is complete from the start, and nobody sends it.
+      // A unit without trainable parameters is complete from the start, and is not sent.
       if (gradients_[unit]->any_arrived()) arrived.push_back(unit);
     }
     if (!arrived.empty()) launch(arrived, bucket.name);
   }
 }
 
-// On a process group whose channels share one order, only waiting gives all ranks the same order.
+// If the channels of a process group share one order, only waiting gives all ranks the same order.
 void Reducer::replicate_reduced() {
   if (!mesh_.replicate().has_channels()) return;
   while (!unreplicated_.empty() && gradients_[unreplicated_.front()]->is_reduced()) {
@@ -321,7 +324,7 @@ void Reducer::limit_in_flight() {
   }
 }
 
-// Makes `used_` the same on all ranks; returns the highest vote.
+// Makes `used_` the same on all ranks, and returns the highest vote.
 PassVote Reducer::agree_on_use() {
   std::vector<uint8_t> bits;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -344,7 +347,7 @@ PassVote Reducer::agree_on_use() {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     late_[unit] = false;
     for (size_t slot = 0; slot < used_[unit].size(); ++slot, ++i) {
-      // What each rank has its own of is used by those that use it.
+      // For a unit that is each rank's own, only this rank's use counts.
       const uint8_t bit = units_[unit]->layout().is_replicated ? bits[i] : own[i];
       used_[unit][slot] = bit != 0;
       late_[unit] = late_[unit] || bit == kLate;
@@ -389,7 +392,7 @@ void Reducer::join_backward(bool has_earlier) {
   check_gates();
 }
 
-// All ranks: starts the reductions that this one still owes. Returns the highest vote.
+// Starts this rank's remaining reductions. All ranks must call it. Returns the highest vote.
 PassVote Reducer::reduce_arrived() {
   take_all_given();
   listener_.on_agreement(any_live());
@@ -448,12 +451,12 @@ void Reducer::clear_all() {
 }
 
 void Reducer::zero_all() {
-  settle_earlier();  // what a parameter has is known then
+  settle_earlier();  // only then it is known which parameters have gradients
   for (const auto& gradients : gradients_) gradients->zero_all();
   forget_progress();
 }
 
-// Of a backward whose gradients are gone.
+// Resets the progress of a backward whose gradients are gone.
 void Reducer::forget_progress() {
   for (auto& slots : used_) std::fill(slots.begin(), slots.end(), false);
   next_ = 0;

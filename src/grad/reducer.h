@@ -15,47 +15,48 @@
 
 namespace tessera {
 
-/// What a rank wants the ranks to do together at the end of a backward. All do the most that any
-/// wants.
+/// A request of a rank to all ranks for the end of a backward. They carry out the highest one.
 enum class Attention : uint8_t {
   kNone,
-  kLearn,   ///< learn the order of use, or choose what memory is for
-  kTakeIn,  ///< take in parameters that were given other data, and learn
+  kLearn,   ///< learn the order of use, or choose again how memory is used
+  kTakeIn,  ///< adopt parameters that were given other data, and learn
 };
 
-/// What a rank says of itself at the end of a backward. All hear the most.
+/// A rank's vote at the end of a backward. All ranks receive the highest.
 struct PassVote {
   Attention attention = Attention::kNone;
-  /// How often units were used outside of training since the last vote; told of those ranks only
-  /// that want most attention.
+  /// How often units were used outside of training since the last vote. In the highest vote, only
+  /// ranks with the highest attention count.
   uint8_t uses_in_evaluation = 0;
 
   static constexpr uint8_t kMostUses = 63;
 };
 
-/// Is told of the ends of a model's backwards, on all ranks. A backward that ends calls these in
-/// their order, but for `on_settle()`.
+/// Is notified of the ends of a model's backwards, on all ranks. At the end of a backward the calls
+/// come in the order below, except for `on_settle()`.
 class BackwardListener {
  public:
   virtual ~BackwardListener() = default;
-  /// In a backward, before this rank waits for the reductions of the one before.
+  /// Called in a backward, before this rank waits for the reductions of the previous one.
   virtual void on_settle() = 0;
-  /// Before this rank waits for any other: starts the collectives that others may be waiting for.
+  /// Called before this rank waits for any other rank: starts the collectives that others may be
+  /// waiting for.
   virtual void on_backward_end() = 0;
-  /// Before ranks agree on the parameters that were used. `has_earlier`: earlier backwards have left
-  /// gradients.
+  /// Called before ranks agree on the parameters that were used. `has_earlier`: earlier backwards
+  /// have left gradients.
   virtual void on_agreement(bool has_earlier) = 0;
-  /// This rank's vote.
+  /// Returns this rank's vote.
   virtual PassVote vote() = 0;
-  /// `synced`: the backward was reduced, and `most` is the highest of the ranks' votes.
+  /// Called last. `synced`: the backward was reduced, and `most` is the highest of the ranks'
+  /// votes.
   virtual void on_pass_end(bool synced, const PassVote& most) = 0;
 };
 
 struct ReducerOptions {
   double scale = 1;          ///< sums over ranks are multiplied by this
-  double predivide = 1;      ///< and local gradients are divided by this before
-  int64_t bucket_bytes = 0;  ///< units are reduced together up to this size
-  /// False where gradients stay with the user, who makes them equal on all ranks.
+  double predivide = 1;      ///< local gradients are divided by this beforehand
+  int64_t bucket_bytes = 0;  ///< most bytes of units reduced together
+  /// False: gradients stay with the user, who makes them equal on all ranks.
   bool reduces = true;
 };
 
@@ -64,14 +65,14 @@ struct ReducerOptions {
 /// See [Note: One order of reductions] in reducer.cpp.
 class Reducer : public GradTaker {
  public:
-  /// `listener` lives as long as this.
+  /// `listener` must live as long as this.
   Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
           BackwardListener& listener);
 
-  /// Watches the gradients of all parameters. Those that they have count as of a backward under
-  /// `no_sync()`.
+  /// Watches the gradients of all parameters. Gradients that they have already count as of a
+  /// backward under `no_sync()`.
   void install();
-  /// Leaves them alone again. What was reduced is forgotten; what stayed with the user is kept.
+  /// Stops watching. Reduced gradients are dropped; gradients that stayed with the user are kept.
   void uninstall();
 
   void set_order(std::vector<int> order);
@@ -80,23 +81,25 @@ class Reducer : public GradTaker {
   void leave_no_sync() { --no_sync_; }
   bool is_no_sync() const { return no_sync_ > 0; }
 
-  /// All ranks: reduces what backwards under `no_sync()` have left. False, and nothing is done, if
-  /// no rank has anything.
+  /// All ranks: reduces the gradients that backwards under `no_sync()` have left. Returns false,
+  /// with nothing done, if no rank has any.
   bool reduce_waiting();
-  /// All ranks, where others have a backward: takes part in it with nothing. `has_earlier` is
-  /// theirs: if earlier backwards have left them nothing, they have cleared it, and so does this.
+  /// All ranks, where others run a backward: takes part in it without gradients. `has_earlier` is
+  /// the other ranks' value: false means that they have cleared earlier gradients, and so does
+  /// this.
   void join_backward(bool has_earlier);
   bool reduces() const { return options_.reduces; }
-  /// True if a backward under `no_sync()` has left gradients on this rank.
+  /// Returns true if a backward under `no_sync()` has left gradients on this rank.
   bool has_waiting() const { return accumulating_; }
 
   /// All ranks: waits for all reductions.
   void settle();
-  /// True if a backward gave any parameter a gradient since the last clear. All ranks agree; where
-  /// the user reduces, or ranks have parameters of their own, nobody knows, and so it is true.
+  /// Returns true if a backward gave any parameter a gradient since the last clear, the same on all
+  /// ranks. Also true, as it cannot be known, where the user reduces or ranks have parameters of
+  /// their own.
   bool any_gradient();
   void clear_all();
-  /// All ranks: makes zeros of all gradients, which count as used in the next reduction.
+  /// All ranks: turns all gradients into zeros, which count as used in the next reduction.
   void zero_all();
 
   const std::vector<std::shared_ptr<UnitGradients>>& gradients() const { return gradients_; }
@@ -132,14 +135,14 @@ class Reducer : public GradTaker {
   std::vector<Unit*> units_;
   ShardMesh mesh_;
   ReducerOptions options_;
-  bool has_own_ = false;  // units that other ranks have nothing to do with
+  bool has_own_ = false;  // some units are each rank's own
   BackwardListener& listener_;
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
-  std::vector<int> order_;               // of reductions: unit indices
-  std::vector<GradBucket> buckets_;      // of that order
-  std::set<std::string> names_;          // of buckets, for collectives that are under way
-  size_t next_ = 0;                      // the first bucket that was not launched yet
-  std::vector<std::vector<bool>> used_;  // per unit and slot: on any rank, since the last settle
+  std::vector<int> order_;               // unit indices, in the order of reductions
+  std::vector<GradBucket> buckets_;      // runs of that order
+  std::set<std::string> names_;          // of buckets, for collectives in flight
+  size_t next_ = 0;                      // first bucket that was not launched yet
+  std::vector<std::vector<bool>> used_;  // per unit and slot: on any rank since settle()
   std::vector<bool> launched_;           // per unit: in this backward
   std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
   std::vector<size_t> in_flight_;        // launched in this backward, oldest first
@@ -151,10 +154,10 @@ class Reducer : public GradTaker {
   bool accumulating_ = false;  // gradients of a no_sync() backward are waiting
   bool in_backward_ = false;
   OpenBackwards backwards_;
-  std::string lost_gate_;  // of which parameter, and on which rank; agreed by all
-  // While true, nothing is said of gradients that nobody reduces.
+  std::string lost_gate_;  // the parameter and the rank; all ranks agree on it
+  // While true, there is no warning of gradients that nothing reduces.
   std::shared_ptr<std::atomic<bool>> told_captures_ = std::make_shared<std::atomic<bool>>(false);
-  std::recursive_mutex mutex_;  // autograd works in several threads
+  std::recursive_mutex mutex_;  // autograd runs on several threads
 };
 
 }  // namespace tessera

@@ -11,17 +11,18 @@
 
 namespace tessera {
 
-/// A reduction of gradients that is under way, of one unit or of several: over the shard dim, and
-/// then, in its place, over the replicate dim.
+/// A reduction of gradients in flight, of one unit or of several: over the shard dim, and then, in
+/// place, over the replicate dim.
 class Reduction {
  public:
-  /// All ranks: starts it. `out` is this rank's part of the sum; see `ProcessGroup::reduce_scatter`
-  /// for what is given. `subject` must live as long as the mesh is used.
+  /// Starts the reduction. All ranks must call it. `out` is this rank's part of the sum; see
+  /// `ProcessGroup::reduce_scatter` for the other arguments. `subject` must live as long as the
+  /// mesh is used.
   Reduction(const ShardMesh& mesh, const at::Tensor& out, std::vector<Piece> pieces,
             std::span<const int64_t> bounds, const ReduceScatterOptions& options,
             std::string_view subject);
 
-  /// All ranks, with a replicate dim: waits for the sum, and starts adding up those of the
+  /// All ranks, with a replicate dim: waits for the sum, then starts adding up the sums of the
   /// replicas.
   void replicate();
   void wait() { work_->wait(); }

@@ -11,14 +11,15 @@ namespace tessera {
 
 // [Note: Hooks without Python]
 //
-// LibTorch asks its autograd engine, for each tensor that an operator saves, whether somebody wants
-// hooks on it. Python's engine answers with those of torch.autograd.graph.saved_tensors_hooks; the
-// one of C++ knows none. So an engine stands in front of the one that is there, whichever it is: it
-// answers that question if somebody on the thread wants hooks, and hands everything else on. It has
-// no threads and no state, and comes the first time that somebody wants hooks. If another engine
-// was put in its place since (Python's, by an import), it stands in front of that.
+// For each tensor that an operator saves, LibTorch asks its autograd engine whether hooks are set
+// for it. Python's engine answers with those of torch.autograd.graph.saved_tensors_hooks; the C++
+// engine has none. So our engine stands in front of the installed one, whichever it is: it answers
+// that question if a sink is set on the thread, and forwards every other call. It has no threads
+// and no state, and is installed by the first scope. If another engine was installed since
+// (Python's, by an import), the next scope puts it in front of that one.
 //
-// What isn't virtual in an engine is on the state of the backward that runs, not the engine's.
+// The non-virtual functions of an engine work on the state of the running backward, not on the
+// engine's.
 namespace {
 
 using namespace torch::autograd;
@@ -27,7 +28,7 @@ thread_local SavedTensorSink* current_sink = nullptr;
 
 class FrontAutograd final : public Engine {
  public:
-  // Kept to the end of the process: backwards may run while static variables are destroyed.
+  // Never destroyed: backwards may run while static variables are destroyed.
   static Engine& get() {
     static auto* const engine = new FrontAutograd;
     return *engine;

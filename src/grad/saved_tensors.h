@@ -6,15 +6,16 @@
 
 namespace tessera {
 
-/// Somebody who takes what autograd saves for backward.
+/// Receives the tensors that autograd saves for backward.
 class SavedTensorSink {
  public:
   virtual ~SavedTensorSink() = default;
-  /// Called for each tensor that is saved: the hooks that get it, and give it back.
+  /// Called for each tensor that is saved: returns the hooks that store it and return it.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> next() = 0;
 };
 
-/// While it lives, `sink` takes what is saved on this thread, and no scope around it does.
+/// While it lives, `sink` receives the tensors saved on this thread, and the scopes around it do
+/// not.
 ///
 /// See [Note: Hooks without Python] in saved_tensors.cpp.
 class SavedTensorScope {

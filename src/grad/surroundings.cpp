@@ -34,7 +34,7 @@ RandomStateScope::RandomStateScope(const RandomState& state) {
   }
 }
 
-// Backwards: a generator that is there twice ends as it began.
+// In reverse order, so that a generator that is listed twice gets its first state back.
 RandomStateScope::~RandomStateScope() {
   for (auto it = outer_.rbegin(); it != outer_.rend(); ++it) set_state(it->first, it->second);
 }

@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-/// Generators and the states that they were in.
+/// Generators and their states at the time of `random_state_of()`.
 using RandomState = std::vector<std::pair<at::Generator, at::Tensor>>;
 
 RandomState random_state_of(const std::vector<at::Generator>& generators);
@@ -36,12 +36,12 @@ struct AutocastState {
   bool cache_enabled = true;
 
   static AutocastState current();
-  /// To the calling thread.
+  /// Applies these settings to the calling thread.
   void set() const;
 };
 
-/// While it lives, the calling thread has the given settings, but keeps no casted parameters:
-/// nobody would drop them before the next step of an optimizer makes them wrong.
+/// While it lives, the calling thread has the given settings, but does not cache cast parameters:
+/// nothing would drop them before the next optimizer step makes them stale.
 class AutocastScope {
  public:
   explicit AutocastScope(AutocastState state);
@@ -53,8 +53,8 @@ class AutocastScope {
   AutocastState outer_;
 };
 
-/// While it lives, scripts run on the calling thread as they are written. Optimized ones save other
-/// tensors for backward, and are optimized after some calls.
+/// While it lives, scripts on the calling thread run without optimization. Optimized ones save
+/// other tensors for backward, and optimization begins only after some calls.
 class PlainScriptScope {
  public:
   PlainScriptScope();

@@ -15,16 +15,16 @@ namespace tessera {
 //
 // Autograd makes a whole local gradient and hands it over (`arrive`). A large one is kept as it is:
 // its memory is the message, nothing is copied. Small ones are copied side by side into one buffer,
-// because a message costs more than the copy. Layout cut the flat buffer into such chunks, equally
-// on all ranks. `launch` reduce-scatters the chunks; the sum over ranks, scaled, lands in
-// `reduced_`, which is all that stays (1/N of the unit; everything at ShardLevel::kNone). With a
-// replicate dim, `replicate` then adds up what the replicas have of it. Several units may be
-// reduced in one collective: see grad_bucket.cpp. A further backward before the step is added to
-// it. A parameter without a gradient on this rank counts as zeros; one without a gradient on any
-// rank has none after all (`live_`), so the optimizer leaves it alone as in one process.
+// because a message costs more than the copy. The layout cuts the flat buffer into such chunks,
+// equally on all ranks. `launch` reduce-scatters the chunks and stores the scaled sum over ranks in
+// `reduced_`, the only buffer that stays (1/N of the unit; all of it at ShardLevel::kNone). With a
+// replicate dim, `replicate` then adds up the replicas' parts. Several units may be reduced in one
+// collective: see grad_bucket.cpp. A further backward before the step is added to `reduced_`. A
+// parameter without a gradient on this rank counts as zeros; one without a gradient on any rank has
+// none (`live_`), so the optimizer leaves it alone, as in one process.
 namespace {
 
-// The elements of `grad` in memory order. Autograd lays gradients out like their parameter.
+// Returns the elements of `grad` in memory order. Autograd lays gradients out like their parameter.
 at::Tensor flat_view(const at::Tensor& grad) {
   return at::as_strided(grad, {grad.numel()}, {1}, grad.storage_offset());
 }
@@ -104,8 +104,8 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   watch.tell(MemoryEvent::kGradientMade, unit_.layout().name);
 }
 
-// Divides before anything is rounded to a narrower dtype that is sent, and after what is sent in a
-// wider one was widened. Autograd's own tensor may be in other hands, too, and stays as it is.
+// Divides before a gradient is rounded to a narrower dtype for sending, and after it was widened to
+// a wider one. Autograd's own tensor may be used elsewhere, too, and is not changed.
 at::Tensor UnitGradients::predivided(const at::Tensor& grad) const {
   if (predivide_ == 1) return grad;
   const at::ScalarType sent = unit_.layout().reduce_dtype;
@@ -152,12 +152,12 @@ void UnitGradients::note_sent(const std::vector<Piece>& pieces) {
   }
 }
 
-// Makes room for the result; true if it is to be added to what is there.
+// Allocates the result; returns true if the reduction is to be added to earlier gradients.
 bool UnitGradients::prepare_reduced() {
   const auto& slots = unit_.layout().slots;
   if (!any_live()) {
     const int64_t numel = unit_.updated_end() - unit_.updated_begin();
-    // From the heap, which activations use again while there are no gradients.
+    // From the heap, whose memory activations use while there are no gradients.
     if (!reduced_.defined()) reduced_ = at::empty({numel}, options(unit_.layout().master_dtype));
     return false;
   }
@@ -169,7 +169,7 @@ bool UnitGradients::prepare_reduced() {
   return true;
 }
 
-// This rank's part of the sum over the shard dim, also where every rank keeps everything.
+// Returns this rank's part of the sum over the shard dim, also where every rank keeps everything.
 at::Tensor UnitGradients::shard_part() const {
   const int rank = unit_.context().mesh.shard().rank();
   const auto& bounds = unit_.layout().bounds;
@@ -184,7 +184,7 @@ void UnitGradients::launch() {
   const bool accumulate = prepare_reduced();
   const UnitLayout& layout = unit_.layout();
   const ShardMesh& mesh = unit_.context().mesh;
-  // With replicas, what earlier backwards left is the sum of all of them already.
+  // With replicas, the gradients of earlier backwards are summed over all of them already.
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
   adds_ = apart;
@@ -198,8 +198,9 @@ void UnitGradients::launch() {
   unit_.context().watch.tell(MemoryEvent::kReductionStarted, layout.name);
 }
 
-// Into a part of a buffer of several units: `reduced_` becomes a view of it where it is this rank's
-// part and no more. What earlier backwards left goes there first, or (`apart`) stays where it is.
+// Launches into a part of a buffer of several units: `reduced_` becomes a view of that part if it
+// holds no more than this rank's part. Gradients of earlier backwards are copied into the buffer
+// first, or (`apart`) stay where they are.
 std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart) {
   TORCH_INTERNAL_ASSERT(!is_reducing());
   unit_.context().watch.before_change();
@@ -223,7 +224,7 @@ void UnitGradients::replicate() {
   if (is_reducing()) reduction_->replicate();
 }
 
-// Waits for what is under way and brings it to where it belongs.
+// Waits for the reduction in flight, and moves its result into `reduced_`.
 void UnitGradients::finish_reduction() {
   std::exchange(reduction_, nullptr)->wait();
   if (!partial_.defined()) return;
@@ -285,7 +286,7 @@ void UnitGradients::clear_all() {
   if (held) unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
 
-// As after a backward that has made zeros: they count as arrived, without being there.
+// As after a backward that has made zeros: gradients count as arrived, without tensors.
 void UnitGradients::zero_all() {
   std::vector<bool> any = arrived_;
   for (size_t slot = 0; slot < any.size(); ++slot) any[slot] = any[slot] || is_live(slot);

@@ -13,20 +13,20 @@
 
 namespace tessera {
 
-/// Is handed the gradients of all units as autograd makes them.
+/// Receives the gradients of all units as autograd makes them.
 class GradTaker {
  public:
   virtual ~GradTaker() = default;
   virtual void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) = 0;
 };
 
-/// The gradients of one unit: from what autograd makes to the reduced part that this rank keeps.
+/// The gradients of one unit, from autograd's tensors to the reduced part that this rank keeps.
 ///
 /// See [Note: The way of a gradient] in unit_gradients.cpp.
 class UnitGradients : public GradSink {
  public:
-  /// `taker`, which lives as long as this, gets the gradients that autograd makes. Local gradients
-  /// are divided by `predivide`, and their sum over ranks multiplied by `scale`.
+  /// `taker`, which must live as long as this, gets the gradients that autograd makes. Local
+  /// gradients are divided by `predivide`, and their sum over ranks is multiplied by `scale`.
   UnitGradients(Unit& unit, GradTaker& taker, double scale, double predivide);
   ~UnitGradients() override;
 
@@ -34,51 +34,54 @@ class UnitGradients : public GradSink {
     taker_.on_grad(static_cast<size_t>(unit_.index()), slot, handle, tensor);
   }
 
-  /// A backward begins: nothing has arrived in it yet.
+  /// Begins a backward, in which nothing has arrived yet.
   void begin_backward();
-  /// Takes what autograd made for a tensor of the parameter in `slot`.
+  /// Takes the gradient that autograd made for a tensor of the parameter in `slot`.
   void arrive(size_t slot, size_t handle, const at::Tensor& grad);
-  /// True once the gradients of all trainable tensors have arrived in this backward.
+  /// Returns true once the gradients of all trainable tensors have arrived in this backward.
   bool is_complete() const;
   bool has_arrived(size_t slot) const { return arrived_[slot]; }
   bool any_arrived() const;
-  /// Forgets what has arrived and was not launched.
+  /// Drops gradients that have arrived and were not launched.
   void drop_arrivals();
 
-  /// All ranks: starts reducing what has arrived; parameters without a gradient count as zeros.
+  /// All ranks: starts reducing the gradients that have arrived; parameters without one count as
+  /// zeros.
   void launch();
-  /// The same in a reduction of several units, in two steps: first says where this one's part of
-  /// the sum arrives (see `GradBucket`), and gives what has arrived here.
+  /// The same in a reduction of several units, in two steps. The first sets `part` as the
+  /// destination of this unit's sum (see `GradBucket`), and returns the gradients that have arrived
+  /// here; `follow()` then sets the reduction.
   std::vector<Piece> launch_into(const at::Tensor& part, bool apart);
   void follow(std::shared_ptr<Reduction> reduction) { reduction_ = std::move(reduction); }
-  /// All ranks, with a replicate dim: waits for what `launch()` started, and starts adding up the
-  /// replicas. Of units that are reduced together, one is to be told.
+  /// All ranks, with a replicate dim: waits for the reduction that `launch()` started, and starts
+  /// adding up the replicas. Of units that are reduced together, call it on one.
   void replicate();
   bool is_reducing() const { return reduction_ != nullptr; }
-  /// True if `replicate()` or, without a replicate dim, `settle()` would not wait.
+  /// Returns true if `replicate()` or, without a replicate dim, `settle()` would not wait.
   bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
-  /// All ranks: waits for the reduction. Parameters with `used[slot]` have a gradient from then on.
+  /// All ranks: waits for the reduction. From then on, parameters with `used[slot]` have a
+  /// gradient.
   void settle(const std::vector<bool>& used);
 
-  /// Forgets the gradient of one parameter, or of all: what has arrived, is being reduced, or is
-  /// reduced.
+  /// Drops the gradient of one parameter, or of all, whether it has arrived, is being reduced, or
+  /// is reduced.
   void clear(size_t slot) override;
   virtual void clear_all();
-  /// Those that there are become zeros: of what the next backward does not use they are reduced
-  /// with it all the same.
+  /// Turns existing gradients into zeros, which the next backward reduces even where it does not
+  /// use the parameter.
   virtual void zero_all();
 
-  /// True if the parameter has a reduced gradient. All ranks agree.
+  /// Returns true if the parameter has a reduced gradient. All ranks agree.
   virtual bool is_live(size_t slot) const { return live_[slot]; }
   bool any_live() const;
-  /// The reduced gradient of elements [begin, end) of the flat buffer, which must be this rank's,
-  /// and of one parameter.
+  /// Returns the reduced gradient of elements [begin, end) of the flat buffer, which must be this
+  /// rank's, and of one parameter.
   virtual at::Tensor reduced(int64_t begin, int64_t end) const;
-  /// All of this rank's part; undefined if there is none.
+  /// Returns all of this rank's part; undefined if there is none.
   const at::Tensor& reduced() const { return reduced_; }
   int64_t nbytes() const;
-  /// Bytes of whole gradients that have arrived and not been reduced, and of those that are being
-  /// sent, as far as that was watched.
+  /// Returns the bytes of whole gradients that have arrived and were not reduced, and of those
+  /// being sent, as far as a memory watch was active.
   int64_t in_flight_nbytes() const;
 
   double scale() const { return scale_; }
@@ -102,17 +105,17 @@ class UnitGradients : public GradSink {
   double scale_;
   double predivide_;
   std::vector<size_t> chunk_of_slot_;
-  std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until something arrives
-  std::vector<bool> arrived_;            // and not launched; maybe in an earlier backward
-  std::vector<std::vector<bool>> seen_;  // per slot and handle: in this backward
+  std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until a gradient arrives
+  std::vector<bool> arrived_;            // and not launched; possibly in an earlier backward
+  std::vector<std::vector<bool>> seen_;  // per slot and handle: arrived in this backward
   std::vector<bool> live_;
-  std::vector<bool> cleared_;  // while the reduction was under way: its result does not count
+  std::vector<bool> cleared_;  // during the reduction: its result does not count
   at::Tensor reduced_;
-  at::Tensor partial_;  // where the sum arrives, if not in `reduced_` itself
-  bool adds_ = false;   // `partial_` to `reduced_`, which holds the sums of earlier backwards
+  at::Tensor partial_;  // destination of the sum, if not `reduced_` itself
+  bool adds_ = false;   // `partial_` is added to `reduced_` (earlier backwards' sums)
   std::shared_ptr<Reduction> reduction_;
 
-  // A gradient that was handed to the process group, which lets it go when all have read it.
+  // A gradient that was handed to the process group, which frees it when all ranks have read it.
   struct Sent {
     explicit Sent(const at::Tensor& tensor)
         : memory(tensor.storage().getWeakStorageImpl()),
@@ -120,7 +123,7 @@ class UnitGradients : public GradSink {
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;
     int64_t nbytes;
   };
-  std::vector<Sent> sent_;  // while somebody watches
+  std::vector<Sent> sent_;  // while a memory watch is active
 };
 
 }  // namespace tessera

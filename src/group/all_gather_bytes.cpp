@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-// Gathers host memory through tensors of the kind that the process group moves.
+// Gathers host memory, through tensors on the device that the process group transfers from.
 std::vector<char> gather(ProcessGroup& process_group, const void* data,
                          std::span<const int64_t> byte_bounds, const CollectiveTag& tag) {
   const int64_t own = byte_bounds[process_group.rank() + 1] - byte_bounds[process_group.rank()];

@@ -36,7 +36,7 @@ at::Tensor part_of(const at::Tensor& flat, std::span<const int64_t> bounds, int 
   return flat.view(-1).narrow(0, bounds[rank], bounds[rank + 1] - bounds[rank]);
 }
 
-// Memory for the bytes of `messages` in a row, and how many each has.
+// A buffer for the bytes of `messages`, concatenated, and the size of each in bytes.
 struct MessageRow {
   MessageRow(std::span<const at::Tensor> messages, at::Device device) {
     for (const at::Tensor& message : messages) sizes.push_back(message_bytes(message));
@@ -44,7 +44,7 @@ struct MessageRow {
     bytes = at::empty({all}, at::TensorOptions().dtype(at::kByte).device(device));
   }
 
-  // Calls `copy(message, place)`, both as bytes, for each message with elements.
+  // Calls `copy(message, place)`, with both as byte tensors, for each message that is not empty.
   template <class Copy>
   void for_each(std::span<const at::Tensor> messages, const Copy& copy) const {
     int64_t begin = 0;
@@ -73,10 +73,10 @@ class BackendProcessGroup : public ProcessGroup {
   BackendProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
       : backend_(std::move(backend)),
         timeout_(timeout),
-        // c10d's Gloo gathers and scatters through temporaries and, worse, all-reduces.
+        // c10d's Gloo implements these through temporaries and, worse, an all-reduce.
         has_fast_base_collectives_(backend_->getBackendName() != "gloo") {}
 
-  // A child leaves its parent's connections as they are.
+  // A forked child must leave its parent's connections alone.
   ~BackendProcessGroup() override {
     if (order_.is_inherited()) static_cast<void>(backend_.release());
   }
@@ -107,7 +107,7 @@ class BackendProcessGroup : public ProcessGroup {
   WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form) {
     const auto& [out, pieces, bounds, options] = call;
     const auto dtype = call.dtype();
-    // Of one dtype, the backend knows what it can sum.
+    // With a single dtype, the backend itself rejects dtypes that it can't sum.
     if (dtype != out.scalar_type())
       check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
     const at::Tensor flat =
@@ -115,7 +115,7 @@ class BackendProcessGroup : public ProcessGroup {
     for (const Piece& piece : pieces) {
       if (piece.data.defined())
         flat.narrow(0, piece.begin, piece.numel).copy_(piece.data.view(-1));
-      // From here on only the cut is needed: the tensors may go.
+      // From here on only the pieces' ranges are needed; the tensors may be freed.
     }
     at::Tensor own = part_of(flat, bounds, rank());
     auto comparison = compare(form);
@@ -142,13 +142,13 @@ class BackendProcessGroup : public ProcessGroup {
   WorkPtr start(AllToAll& call, CollectiveName name, const CollectiveForm& form) {
     auto& [from, to] = call;
     check_agreement(from, to, name, form);
-    // As bytes: a rank without a message need not know the dtype.
+    // Sent as bytes: a rank without messages need not know the dtype.
     const at::Device device = device_of(from, to);
     MessageRow sent(to, device), received(from, device);
     sent.for_each(to, [](const at::Tensor& message, const at::Tensor& place) {
       place.copy_(message, /*non_blocking=*/true);
     });
-    std::vector<int64_t> received_sizes = received.sizes;  // c10d's Gloo takes what it is given
+    std::vector<int64_t> received_sizes = received.sizes;  // a copy: c10d's Gloo moves from it
     std::vector<BackendWork> works{
         backend_->alltoall_base(received.bytes, sent.bytes, received_sizes, sent.sizes)};
     auto finish = [received, from = std::move(from)] {
@@ -161,15 +161,15 @@ class BackendProcessGroup : public ProcessGroup {
   }
 
   WorkPtr start(Barrier& /*call*/, CollectiveName name, const CollectiveForm& form) {
-    // Not the backend's: Gloo's rethrows the error of an earlier collective.
+    // Does not use the backend's barrier: Gloo's rethrows the error of an earlier collective.
     const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
     auto comparison = compare(form);
     return make_work(std::move(name), std::move(comparison), {backend_->allreduce(tensors)},
-                     [one] { one.item(); });  // on a device, waiting only orders the stream
+                     [one] { one.item(); });  // on a device, wait() only orders the stream
   }
 
-  // Where messages lie; if there are none, where the backend wants tensors.
+  // Returns the device of the messages; if all are empty, the device that the backend requires.
   at::Device device_of(std::span<const at::Tensor> from, std::span<const at::Tensor> to) const {
     for (const auto& messages : {from, to}) {
       for (const at::Tensor& message : messages) {
@@ -181,9 +181,8 @@ class BackendProcessGroup : public ProcessGroup {
 
   bool is_on_device() const { return backend_name() == "nccl"; }
 
-  // To be called before the collective is issued. On a device nobody can look at the answer without
-  // holding up what is queued there: NCCL's own checks (TORCH_DISTRIBUTED_DEBUG=DETAIL) are for
-  // that.
+  // Call it before the collective is issued. Returns nothing on a device, where reading the result
+  // would stall the queued work; NCCL has its own checks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
   std::optional<FormComparison> compare(const CollectiveForm& form) const {
     if (size() == 1 || is_on_device()) return std::nullopt;
     return FormComparison(*backend_, form);
@@ -211,14 +210,14 @@ class BackendProcessGroup : public ProcessGroup {
     return works;
   }
 
-  // Ranks tell each other what they send and expect, and wait for it: of a message that does not
-  // fit, c10d's Gloo takes what there is, or ends the process. On a device this would hold up what
-  // is queued there.
+  // Exchanges the forms of all sent and expected messages between ranks, and waits for them: c10d's
+  // Gloo accepts a message that is too short, and ends the process for one that is too long.
+  // Skipped on a device, where waiting would stall the queued work.
   void check_agreement(std::span<const at::Tensor> from, std::span<const at::Tensor> to,
                        const CollectiveName& name, const CollectiveForm& form) {
     if (size() == 1 || is_on_device()) return;
     static_assert(sizeof(MessageForm) == 2 * sizeof(int64_t));
-    const int row = 2 * size();  // what a rank sends each, then what it expects of each
+    const int row = 2 * size();  // forms of messages sent to each rank, then of those expected
     std::vector<int64_t> bounds{0};
     for (int r = 0; r < size(); ++r) bounds.push_back(bounds.back() + 2 * row);
     const at::Tensor all = at::zeros({bounds.back()}, at::TensorOptions().dtype(at::kLong));
@@ -235,8 +234,8 @@ class BackendProcessGroup : public ProcessGroup {
     TORCH_CHECK_WITH(DistBackendError, why.empty(), name.describe(), ": ", why);
   }
 
-  // Starts the sums of all parts; `own` is this rank's part of `flat`, or becomes a tensor of its
-  // own.
+  // Starts the reductions of all parts. This rank's sums arrive in `own`, which is its part of
+  // `flat` or is replaced by a separate tensor.
   std::vector<BackendWork> start_reductions(const at::Tensor& flat, at::Tensor& own,
                                             std::span<const int64_t> bounds) {
     std::vector<BackendWork> works;
@@ -262,7 +261,7 @@ class BackendProcessGroup : public ProcessGroup {
     return pieces;
   }
 
-  // Stores `own`, the sums of the range from `begin` on, in `out`, but not what lies between
+  // Stores `own`, the sums of the range that starts at `begin`, in `out`. Skips the gaps between
   // pieces.
   static void store_pieces(const at::Tensor& out, const at::Tensor& own,
                            std::span<const Piece> pieces, int64_t begin,
@@ -274,11 +273,11 @@ class BackendProcessGroup : public ProcessGroup {
       if (from >= to) {
         continue;
       }
-      // In the wider dtype of both from here on; `add_` and `copy_` round to that of `out`.
+      // Computes in the wider of the two dtypes; `add_` and `copy_` round to the dtype of `out`.
       const auto dtype = c10::promoteTypes(own.scalar_type(), out.scalar_type());
       at::Tensor sum = own.narrow(0, from, to - from).to(dtype);
       const at::Tensor target = out.view(-1).narrow(0, from, to - from);
-      if (options.scale != 1.0) {  // in double for integers, of which copy_() drops the fractions
+      if (options.scale != 1.0) {  // integers are scaled in double; to() drops the fractions
         sum = at::isFloatingType(sum.scalar_type()) || at::isComplexType(sum.scalar_type())
                   ? sum.mul_(options.scale)
                   : sum.to(at::kDouble).mul_(options.scale).to(sum.scalar_type());

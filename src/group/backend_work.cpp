@@ -9,7 +9,8 @@
 
 namespace tessera {
 
-// The highest of all fingerprints, and of their negatives: if all are one, so are these.
+// Computes the maxima of the fingerprints and of their negatives. The two maxima are negatives of
+// each other exactly if all fingerprints are equal.
 FormComparison::FormComparison(c10d::Backend& backend, const CollectiveForm& form)
     : form_(form), told_(at::empty({2}, at::TensorOptions().dtype(at::kLong))) {
   const auto fingerprint = static_cast<int64_t>(form.fingerprint() >> 1);
@@ -69,7 +70,7 @@ void BackendProcessGroupWork::wait_for(const BackendWork& work,
   std::exception_ptr error;
   bool completed = false;
   try {
-    // Zero would mean no timeout at all.
+    // A timeout of zero would mean no timeout at all.
     completed = work->wait(std::max(left, std::chrono::milliseconds(1)));
   } catch (...) {
     error = std::current_exception();

@@ -19,15 +19,16 @@ namespace tessera {
 
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
-/// A message beside a collective by which ranks tell each other which one they issue: a c10d
-/// backend has no names or sizes in its own messages, and would take another tensor for the one
-/// that is due.
+/// A small all-reduce that accompanies a collective and compares its form across ranks. A c10d
+/// backend's own messages carry no names or sizes, so it would accept a tensor of another
+/// collective for the expected one.
 class FormComparison {
  public:
   FormComparison(c10d::Backend& backend, const CollectiveForm& form);
 
   const BackendWork& work() const { return work_; }
-  /// After `work()`: throws `c10::DistBackendError` if a rank has issued another collective.
+  /// Throws `c10::DistBackendError` if ranks have issued different collectives. Call it only after
+  /// `work()` has completed.
   void check(const CollectiveName& name) const;
 
  private:
@@ -36,7 +37,8 @@ class FormComparison {
   BackendWork work_;
 };
 
-/// A collective made of works of a c10d backend, and of what is left to do when they have ended.
+/// A collective made of works of a c10d backend and a `finish` function that `wait()` calls once
+/// they have completed.
 class BackendProcessGroupWork : public Work {
  public:
   BackendProcessGroupWork(CollectiveName name, std::chrono::milliseconds timeout,

@@ -11,10 +11,11 @@
 
 namespace tessera {
 
-/// The numbers of a transport's collectives, from 0 in each channel.
+/// Numbers the collectives of a transport, from 0 in each channel.
 class ChannelOrder {
  public:
-  /// Names the next collective of a channel. Throws `c10::DistBackendError` in a forked child.
+  /// Returns the name of the next collective of the channel of `tag`. Throws
+  /// `c10::DistBackendError` in a forked child.
   CollectiveName next(const ProcessGroup& process_group, const char* collective,
                       const CollectiveTag& tag) {
     std::atomic<int64_t>& sequence = sequences_.at(static_cast<size_t>(tag.channel));
@@ -28,7 +29,7 @@ class ChannelOrder {
     return name;
   }
 
-  /// True in a forked child.
+  /// Returns true in a forked child.
   bool is_inherited() const { return mark_.is_inherited(); }
 
  private:

@@ -20,7 +20,7 @@ void check_tensor(const char* function, const char* name, const at::Tensor& tens
   TORCH_CHECK_VALUE(tensor.defined(), "[", function, "] `", name, "` must be defined", where);
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[", function, "] `", name,
                     "` must be dense; got layout ", tensor.layout(), where);
-  // A view with gaps would silently move what lies in the gaps.
+  // A view with gaps would silently transfer the elements in the gaps.
   TORCH_CHECK_VALUE(tensor.is_contiguous(), "[", function, "] `", name,
                     "` must be contiguous; got sizes ", tensor.sizes(), " with strides ",
                     tensor.strides(), where);
@@ -75,7 +75,7 @@ void check_message(const char* name, size_t rank, const at::Tensor& message, at:
                     dtype, " and, as `", name, "[", rank, "]`, ", message.scalar_type(), where);
 }
 
-// The memory of a message.
+// The memory range of a message.
 struct MessageMemory {
   const std::byte* begin;
   const std::byte* end;
@@ -93,8 +93,8 @@ std::vector<MessageMemory> memory_of(const char* name, std::span<const at::Tenso
   return memory;
 }
 
-// No message may be received into memory of another one. `rank` may receive its own message in
-// place.
+// Checks that no message is received into the memory of another message. `rank`, the calling rank,
+// may receive its own message in place.
 void check_disjoint(std::span<const at::Tensor> from, std::span<const at::Tensor> to, size_t rank,
                     const std::string& where) {
   std::vector<MessageMemory> written = memory_of("from", from), read = memory_of("to", to);
@@ -113,7 +113,7 @@ void check_disjoint(std::span<const at::Tensor> from, std::span<const at::Tensor
                       b.name, "[", b.rank, "]`", where);
   };
   for (size_t i = 1; i < written.size(); ++i) check(written[i - 1], written[i]);
-  // Those that are written are disjoint: the first that ends behind `begin` tells.
+  // Written ranges are disjoint and sorted, so only the first that ends after `begin` can overlap.
   for (const MessageMemory& place : read) {
     const auto next =
         std::partition_point(written.begin(), written.end(),
@@ -122,7 +122,7 @@ void check_disjoint(std::span<const at::Tensor> from, std::span<const at::Tensor
   }
 }
 
-// What every process group demands.
+// Checks that apply to every process group.
 void check(const ProcessGroup& process_group, const AllGather& call, const std::string& where) {
   check_bounds("all_gather", call.bounds, process_group.size(), where);
   check_shard("all_gather", "shard", call.shard, call.bounds, process_group.rank(), where);
@@ -182,7 +182,7 @@ void check(const ProcessGroup& process_group, const AllToAll& call, const std::s
 void check(const ProcessGroup& /*process_group*/, const Barrier& /*call*/,
            const std::string& /*where*/) {}
 
-// What process groups of tensors in host memory demand besides.
+// Additional checks for process groups whose tensors must be in host memory.
 void check_on_host(const AllGather& call, const CollectiveTag& tag) {
   check_on_cpu("all_gather", call.flat, tag);
   check_on_cpu("all_gather", call.shard, tag);
@@ -218,7 +218,7 @@ void check_on_host(const Barrier& /*call*/, const CollectiveTag& /*tag*/) {}
 }  // namespace
 
 void check_arguments(const ProcessGroup& process_group, const Collective& collective) {
-  // Ends every message: which unit, which rank.
+  // The end of every error message: names the unit and the rank.
   const std::string where = fmt::format(" (unit '{}', rank {} of {})", collective.tag.subject,
                                         process_group.rank(), process_group.size());
   std::visit(

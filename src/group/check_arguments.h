@@ -4,15 +4,15 @@
 
 namespace tessera {
 
-/// Throws `c10::ValueError` unless `process_group` can issue `collective`. It looks at this rank's
-/// arguments alone: ranks that disagree with each other find out when they wait.
+/// Throws `c10::ValueError` unless `process_group` can issue `collective`. Checks only this rank's
+/// arguments: disagreements between ranks are reported when they wait.
 void check_arguments(const ProcessGroup& process_group, const Collective& collective);
 
-/// Throws unless `tensor` lies in host memory.
+/// Throws `c10::ValueError` unless `tensor` is in host memory.
 void check_on_cpu(const char* function, const at::Tensor& tensor, const CollectiveTag& tag);
 
-/// Throws unless the shard of `call` is the part of `flat`, which is shared memory, that this rank
-/// owns.
+/// Throws `c10::ValueError` unless the shard of `call` is empty or is this rank's part of `flat`,
+/// which is shared memory.
 void check_in_place(const ProcessGroup& process_group, const AllGather& call,
                     const CollectiveTag& tag);
 

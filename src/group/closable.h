@@ -6,21 +6,22 @@
 
 namespace tessera {
 
-/// A process group whose connections its world closes, even if others still hold the process group:
-/// threads and sockets must not live on because a model does.
+/// A process group whose connections are closed by its world, even if the process group is still
+/// referenced: threads and sockets must not outlive the world because a model does.
 class Closable {
  public:
   virtual ~Closable() = default;
 
-  /// Collectives issued later throw. Waits a moment for messages that are still on their way to
-  /// peers, unless an exception is on its way. May be called again.
+  /// Closes the connections; collectives issued later throw. Waits up to `closing_grace()` for
+  /// messages that are still being sent to peers. May be called again.
   virtual void close() noexcept = 0;
 };
 
-/// The moment that `close()` waits.
+/// Returns how long `close()` waits: at most `timeout`, and not at all while an exception unwinds
+/// the stack.
 std::chrono::milliseconds closing_grace(std::chrono::milliseconds timeout);
 
-/// Closes a process group that can be closed.
+/// Closes `process_group` if its transport is `Closable`.
 void close(const ProcessGroupPtr& process_group) noexcept;
 
 }  // namespace tessera

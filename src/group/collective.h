@@ -8,12 +8,12 @@
 
 namespace tessera {
 
-/// Bytes of an element that a reduce-scatter sends.
+/// Returns the size in bytes of an element that a reduce-scatter sends.
 inline int64_t item_size(const ReduceScatter& call) {
   return static_cast<int64_t>(c10::elementSize(call.dtype()));
 }
 
-/// Bounds that split `numel` elements as evenly as possible over `size` ranks.
+/// Returns bounds that split `numel` elements as evenly as possible over `size` ranks.
 std::vector<int64_t> even_bounds(int64_t numel, int size);
 
 }  // namespace tessera

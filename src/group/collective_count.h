@@ -4,9 +4,9 @@
 
 namespace tessera {
 
-/// Tells the `CommDebug` scopes of this thread that a collective is issued. They count it by the
-/// subject up to " (": the shapes and placements behind are for ranks to compare. Barriers, which
-/// exchange nothing, are not counted.
+/// Counts a collective in all `CommDebug` scopes of this thread. They count it under the subject up
+/// to " (": the shapes and placements after that serve only the comparison between ranks. Barriers,
+/// which exchange no data, are not counted.
 void count_collective(const Collective& collective);
 
 }  // namespace tessera

@@ -13,30 +13,31 @@
 
 namespace tessera {
 
-/// What ranks must agree on for a collective: which one it is, its subject and channel, and what is
-/// exchanged. Ranks whose fingerprints differ must not read each other's tensors.
+/// The properties of a collective on which ranks must agree: its kind, subject and channel, and the
+/// data exchanged. Ranks whose fingerprints differ must not read each other's tensors.
 class CollectiveForm {
  public:
   CollectiveForm(std::string_view collective, const CollectiveTag& tag);
 
-  /// What is exchanged.
+  /// Adds the number and dtype of the elements exchanged.
   CollectiveForm& elements(int64_t numel, at::ScalarType dtype);
-  /// Which ranks have which part of it.
+  /// Adds the split of the elements over the ranks.
   CollectiveForm& cut(std::span<const int64_t> bounds);
   CollectiveForm& pieces(std::span<const Piece> pieces);
   CollectiveForm& op(ReduceOp op);
   CollectiveForm& root(int root);
-  /// Anything else, which `text()` does not tell.
+  /// Adds another property, which `text()` does not show.
   CollectiveForm& mix(int64_t value);
   CollectiveForm& mix(std::string_view text);
 
   uint64_t fingerprint() const { return hash_; }
 
-  /// For a message of the collective with this number in its channel, or of its `part`: ranks that
-  /// disagree wait for messages that never come, instead of writing one tensor into another.
+  /// Returns the tag for messages of the collective with number `sequence` in its channel, or of
+  /// one `part` of it. Ranks that disagree use different tags, so they time out waiting for each
+  /// other instead of receiving one tensor into another.
   int message_tag(int64_t sequence, int64_t part = 0) const;
 
-  /// "all_reduce of unit 'blocks.3': 100 elements of Float, max"
+  /// Returns, for example, "all_reduce of unit 'blocks.3': 100 elements of Float, max".
   std::string text() const;
 
  private:
@@ -53,8 +54,8 @@ class CollectiveForm {
   uint64_t hash_ = 0xCBF29CE484222325ull;
 };
 
-/// The form of a collective. Each two ranks of an all-to-all agree on the message between them, and
-/// a barrier has none: neither is in the form.
+/// Returns the form of a collective. It excludes the messages of an all-to-all, on each of which
+/// only two ranks agree; a barrier has none.
 CollectiveForm form_of(const AllGather& call, const CollectiveTag& tag);
 CollectiveForm form_of(const ReduceScatter& call, const CollectiveTag& tag);
 CollectiveForm form_of(const AllReduce& call, const CollectiveTag& tag);

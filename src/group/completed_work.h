@@ -4,7 +4,7 @@
 
 namespace tessera {
 
-/// The work of a collective that was done when it was issued.
+/// The work of a collective that was complete when it was issued.
 class CompletedWork : public Work {
  public:
   void wait() override {}

@@ -36,7 +36,7 @@ class CountingDecorator : public CountingProcessGroup {
   }
 
  private:
-  // Counted after the call: one that throws has sent nothing.
+  // Counts after the call, because a call that throws has sent nothing.
   WorkPtr issue(Collective collective) override {
     const auto [kind, bytes] =
         std::visit([this](const auto& call) { return sent_by(call); }, collective.call);
@@ -69,7 +69,7 @@ class CountingDecorator : public CountingProcessGroup {
     return {&CollectiveCounts::broadcast, rank() == call.root ? receivers() * nbytes : 0};
   }
 
-  // A transport that sends anything sends every message.
+  // A transport that sends messages at all sends every message of an all-to-all.
   Sent sent_by(const AllToAll& call) const {
     int64_t bytes = 0;
     for (size_t r = 0; r < call.to.size() && receivers() > 0; ++r) {
@@ -82,8 +82,8 @@ class CountingDecorator : public CountingProcessGroup {
 
   int64_t receivers() const { return static_cast<int64_t>(sends_to().size()); }
 
-  // Ranks that share memory have a part each, which they reduce with those they send to. A c10d
-  // backend, which has no channels, is taken to send no more than it must.
+  // Ranks that share memory each reduce one part with the ranks that they send to. A c10d backend,
+  // which has no channels, is assumed to send the minimum.
   int64_t bytes_of_all_reduce(const at::Tensor& tensor) const {
     const auto nbytes = static_cast<int64_t>(tensor.nbytes());
     const int64_t ranks = receivers() + 1;

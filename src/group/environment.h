@@ -5,10 +5,10 @@
 
 namespace tessera {
 
-/// The value of an environment variable; nothing if it is unset or empty.
+/// Returns the value of an environment variable; `nullopt` if it is unset or empty.
 std::optional<std::string> environment(const char* name);
 
-/// The same as a whole number. Throws `c10::ValueError` if it is something else.
+/// Returns the same as an integer. Throws `c10::ValueError` if the value is not one.
 std::optional<int> environment_number(const char* name);
 
 }  // namespace tessera

@@ -40,7 +40,7 @@ class FaultProcessGroup : public ProcessGroupDecorator {
 
   const std::vector<Fault> faults_;
   std::mutex mutex_;
-  std::vector<int64_t> seen_;  // matching collectives so far, per fault
+  std::vector<int64_t> seen_;  // number of matching collectives so far, per fault
 };
 
 }  // namespace

@@ -11,27 +11,27 @@
 
 namespace tessera {
 
-/// Microseconds since the process started (more exactly: since the library was loaded).
+/// Returns the microseconds since the process started (more exactly: since the library was loaded).
 int64_t process_time_us();
 
 std::string_view channel_name(Channel channel);
 
-/// A ring of the last `capacity` collectives of this rank. Safe to use from several threads.
+/// A ring buffer of the last `capacity` collectives of this rank. Thread-safe.
 class FlightRecord {
  public:
   explicit FlightRecord(size_t capacity);
 
-  /// Notes that a collective is issued now; returns its sequence number, from 0.
+  /// Records that a collective is issued now; returns its sequence number, from 0.
   int64_t add(std::string name, std::string subject, Channel channel, int64_t bytes);
 
-  /// Notes that collective `sequence` is complete now. Does nothing if it left the ring, or was
-  /// complete before.
+  /// Records that collective `sequence` completes now. Does nothing if it is no longer in the ring,
+  /// or was already complete.
   void complete(int64_t sequence);
 
-  /// The records still held, oldest first.
+  /// Returns the records in the ring, oldest first.
   std::vector<CollectiveRecord> records() const;
 
-  /// The last `count` records as lines of text, oldest first.
+  /// Returns the last `count` records as lines of text, oldest first.
   std::string describe_last(size_t count) const;
 
  private:

@@ -4,7 +4,7 @@
 
 namespace tessera {
 
-/// Reduces a small tensor of host memory over all ranks, on any process group. Collective; blocks.
+/// All-reduces a small tensor in host memory, on any process group. Collective; blocks.
 void host_all_reduce(ProcessGroup& process_group, const at::Tensor& tensor, ReduceOp op,
                      const CollectiveTag& tag);
 

@@ -19,8 +19,8 @@
 namespace tessera {
 namespace {
 
-// Elements per block: the accumulators stay in the first-level cache. Loops over whole blocks have
-// a constant length, which GCC vectorizes at -O2 already.
+// Elements per block, chosen so that the accumulators stay in the first-level cache. Loops over
+// whole blocks have a constant length, which GCC vectorizes even at -O2.
 constexpr int64_t kBlock = 512;
 
 template <class T>
@@ -33,7 +33,7 @@ struct Sum {
     if constexpr (std::is_same_v<A, bool>) {
       return a || b;
     } else if constexpr (std::is_integral_v<A>) {
-      // Wraps around, as the sums of LibTorch do.
+      // Wraps around on overflow, as LibTorch's sums do.
       return static_cast<A>(static_cast<std::make_unsigned_t<A>>(a) +
                             static_cast<std::make_unsigned_t<A>>(b));
     } else {
@@ -109,12 +109,14 @@ TESSERA_INLINE void reduce_all(const LocalReduction& reduction, void* out,
   }
 }
 
-// A long sum is read much later: it is written past the caches, because to fetch the memory that it
-// overwrites would cost as much as to read an input. Shorter ones may be read while they are there.
+// Sums of at least this size are written past the caches: they are read much later, and fetching
+// the memory that they overwrite would cost as much as reading an input. Shorter sums may be read
+// while they are still in the caches.
 constexpr int64_t kStreamBytes = int64_t{256} << 10;
 
-// Whole cache lines of such a sum, from its start on; returns how many elements they are. Without
-// accumulators in memory, so that the processor reads ahead in all inputs at once.
+// Computes whole cache lines of such a sum, from its start; returns the number of elements
+// computed. Keeps no accumulators in memory, so that the processor prefetches from all inputs at
+// once.
 template <class T>
 TESSERA_TARGET_AVX2 int64_t stream_sum(const LocalReduction& reduction, void* out,
                                        std::span<const void* const> inputs, int64_t numel) {
@@ -167,7 +169,7 @@ void reduce_typed(const LocalReduction& reduction, void* out, std::span<const vo
   (has_avx2 ? reduce_avx2<T, Out, Op> : reduce_plain<T, Out, Op>)(reduction, out, inputs, numel);
 }
 
-// `out` of another dtype than the inputs.
+// Reduces into an `out` of another dtype than the inputs; returns false for unsupported pairs.
 template <class Op>
 bool reduce_mixed(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
                   int64_t numel) {
@@ -220,7 +222,7 @@ bool reduce_op(const LocalReduction& reduction, void* out, std::span<const void*
   switch (reduction.op) {
     case ReduceOp::kSum:
       if (c10::isComplexType(reduction.dtype) && reduction.dtype_of_out() == reduction.dtype) {
-        LocalReduction parts = reduction;  // two reals each
+        LocalReduction parts = reduction;  // a complex element is two reals
         parts.out_dtype.reset();
         parts.dtype = c10::toRealValueType(reduction.dtype);
         return reduce_dtype<Sum>(parts, out, inputs, 2 * numel);

@@ -4,12 +4,13 @@
 
 namespace tessera {
 
-/// A process group of a world that makes those of some of its ranks by itself: they need not meet.
+/// A world's process group that makes process groups of a subset of its ranks locally, without
+/// communication.
 class MakesParts {
  public:
   virtual ~MakesParts() = default;
 
-  /// A process group of `size` ranks, of which this one is `rank`.
+  /// Makes a process group of `size` ranks, in which this process is `rank`.
   virtual ProcessGroupPtr make_part(int rank, int size) const = 0;
 };
 

@@ -9,25 +9,25 @@ namespace tessera {
 
 // [Note: Memory that does not hold the values]
 //
-// LibTorch conjugates and negates lazily: a conjugate, and the imaginary part of one, are views
-// whose memory is that of the tensor they were made of, and a bit of the view says that its values
-// are others. Operators ask for the bits; code that reads or writes memory by itself has to.
-// Process groups and checkpoints do so where tensors come to them.
+// LibTorch conjugates and negates lazily: a conjugate, and the imaginary part of one, are views of
+// the original tensor's memory, and a bit of the view says that its values differ from that memory.
+// Operators honor the bits; code that accesses memory directly must check them itself. Process
+// groups and checkpoints do so for the tensors that they are given.
 
-/// True if the memory of `tensor` does not hold its values.
+/// Returns true if the memory of `tensor` does not hold its values.
 inline bool has_math_bits(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.is_conj() || tensor.is_neg());
 }
 
-/// `tensor`, or a copy of it whose memory holds the values.
+/// Returns `tensor`, or a copy of it whose memory holds its values.
 at::Tensor with_plain_memory(const at::Tensor& tensor);
 
-/// Replaces the arguments of a collective whose memory does not hold their values by copies.
+/// Replaces, by copies, the arguments of a collective whose memory does not hold their values.
 class PlainArguments {
  public:
   explicit PlainArguments(Collective& collective);
 
-  /// Makes a work that brings the outputs from the copies to the tensors that were given.
+  /// Returns a work that also copies the outputs from the copies back to the caller's tensors.
   WorkPtr finish(WorkPtr work) &&;
 
   struct Output {

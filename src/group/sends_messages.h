@@ -4,12 +4,13 @@
 
 namespace tessera {
 
-/// A process group that knows what it sends, as against what a collective should take.
+/// A process group that counts the bytes that it actually sends, as opposed to the bytes that a
+/// collective should take.
 class SendsMessages {
  public:
   virtual ~SendsMessages() = default;
 
-  /// Bytes of all messages that this rank has sent so far.
+  /// Returns the bytes of all messages that this rank has sent so far.
   virtual int64_t sent_nbytes() const = 0;
 };
 

@@ -54,8 +54,8 @@ class SingleProcessGroup : public ProcessGroup {
   void perform(const AllToAll& call) { take_own_message(call.from[0], call.to[0]); }
   void perform(const Barrier& /*call*/) {}
 
-  // Without operators of LibTorch, and with the arithmetic of the other process groups: results
-  // agree to the bit.
+  // Calls no LibTorch operators and uses the arithmetic of the other process groups, so that
+  // results are bit-identical.
   static void store_on_cpu(const at::Tensor& out, const Piece& piece,
                            const ReduceScatterOptions& options) {
     const auto element_size = static_cast<int64_t>(out.element_size());

@@ -15,13 +15,13 @@ namespace {
 
 constexpr size_t kRecordsInErrors = 5;
 
-// Runs `wait`; an error of the backend gets the last records appended.
+// Runs `wait`, and appends the last records to an error of the backend.
 template <class Wait>
 void wait_and_explain(const FlightRecord& flight_record, const Wait& wait) {
   try {
     wait();
   } catch (const c10::DistBackendError&) {
-    // A new error: the inner work keeps the old one, and throws it again at the next wait.
+    // Throws a new error: the inner work keeps the original, and rethrows it at the next wait.
     C10_THROW_ERROR(DistBackendError, exception_text(std::current_exception()) +
                                           "\nLast collectives of this rank:\n" +
                                           flight_record.describe_last(kRecordsInErrors));
@@ -64,7 +64,7 @@ class TracingDecorator : public TracingProcessGroup {
   std::vector<CollectiveRecord> records() const override { return flight_record_->records(); }
 
  private:
-  // Recorded before it is issued: a call that throws is in the record, too.
+  // Records the collective before it is issued, so that a call that throws is recorded, too.
   WorkPtr issue(Collective collective) override {
     const auto& [subject, channel] = collective.tag;
     const int64_t sequence = flight_record_->add(collective.name(), std::string(subject), channel,

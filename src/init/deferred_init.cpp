@@ -8,7 +8,7 @@
 namespace tessera {
 
 DeferredInit::DeferredInit() {
-  // Malloc would put small tensors into the holes that dropped ones leave, and grow for the next.
+  // Malloc would put small tensors into the holes of freed ones, and grow for the next large one.
   use_page_heap();
   enter_deferred_init();
 }

@@ -13,24 +13,24 @@ namespace tessera {
 /// The storage of a large tensor made in a `DeferredInit` scope: memory, or a recipe for it.
 ///
 /// Uninitialized tensors (`torch::empty`) have memory, so that code may fill them through raw
-/// pointers; no page of it is there before somebody does. Once an operator gives them values, the
-/// recipe takes the memory's place.
+/// pointers; its pages are not allocated before they are touched. Once an operator gives them
+/// values, the recipe takes the memory's place.
 class DeferredStorage final : public c10::StorageImpl {
  public:
-  /// Without memory.
+  /// Makes a storage without memory.
   explicit DeferredStorage(Recipe recipe);
-  /// With the memory of `storage`, which loses it.
+  /// Takes over the memory of `storage`.
   explicit DeferredStorage(c10::StorageImpl& storage);
 
   bool is_deferred() const { return !has_memory_; }
   const Recipe& recipe() const { return recipe_; }
 
-  /// From now on the value is what `recipe` makes; frees the memory.
+  /// Makes `recipe` the source of the value from now on; frees the memory.
   void defer(Recipe recipe);
 
-  /// Makes the values if they are not there. Threads may call it at the same time.
+  /// Computes the values if they are not there. Several threads may call it at the same time.
   void materialize();
-  /// Makes them for good: the memory is the value from now on.
+  /// Computes the values for good: the memory is the value from now on.
   void settle();
   /// Frees the memory of a storage that was materialized but not settled.
   void drop();
@@ -45,7 +45,7 @@ class DeferredStorage final : public c10::StorageImpl {
   bool has_memory_ = true;
 };
 
-/// The storage of `tensor` if it is a deferred one, with or without memory; else null.
+/// Returns the storage of `tensor` if it is a deferred one, with or without memory; else null.
 inline DeferredStorage* deferred_storage(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
   return dynamic_cast<DeferredStorage*>(tensor.storage().unsafeGetStorageImpl());

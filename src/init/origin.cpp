@@ -12,7 +12,7 @@ namespace {
 
 thread_local std::shared_ptr<const Origin> current_origin;
 
-// LibTorch carries it along with a tensor's sizes, and looks at that of other devices only.
+// LibTorch passes it along with a tensor's sizes, and reads it for other devices only.
 struct OriginMark final : c10::BackendMeta {
   explicit OriginMark(std::shared_ptr<const Origin> of) : origin(std::move(of)) {}
   std::shared_ptr<const Origin> origin;
@@ -43,7 +43,7 @@ void mark_origin(c10::ArrayRef<c10::IValue> results) {
   for (const c10::IValue& result : results) {
     each_tensor(result, [](const at::Tensor& tensor) {
       c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-      // A tensor that another library describes there is not ours to mark.
+      // Metadata that another library has set is left alone.
       if (impl.get_backend_meta()) return;
       impl.set_backend_meta(c10::make_intrusive<OriginMark>(current_origin));
       current_origin->on_made(tensor);

@@ -8,17 +8,17 @@
 
 namespace tessera {
 
-/// What is remembered of the tensors that were made in an `OriginScope`: an object of its caller.
+/// An object of the caller of `OriginScope`, which tensors made in the scope remember.
 class Origin {
  public:
   virtual ~Origin() = default;
-  /// `tensor` was made and remembers this. Called in the scope.
+  /// Called in the scope after `tensor` was made and remembers this object.
   virtual void on_made(const at::Tensor& tensor) const {}
 };
 
-/// While one lives, tensors that operators make on this thread remember where they come from, the
-/// views of them, too. The innermost scope counts. It does not matter whether they are deferred.
-/// A tensor forgets it when it is given other data (`set_data`, `Module::to`).
+/// While a scope lives, tensors that operators make on this thread, and their views, remember its
+/// origin, whether they are deferred or not. The innermost scope counts. A tensor forgets its
+/// origin when it is given other data (`set_data`, `Module::to`).
 class OriginScope {
  public:
   explicit OriginScope(std::shared_ptr<const Origin> origin);
@@ -26,15 +26,15 @@ class OriginScope {
   OriginScope(const OriginScope&) = delete;
   OriginScope& operator=(const OriginScope&) = delete;
 
-  /// The thread's innermost origin, or null.
+  /// Returns the thread's innermost origin, or null.
   static const std::shared_ptr<const Origin>& current();
 
  private:
   std::shared_ptr<const Origin> outer_;
-  c10::impl::IncludeDispatchKeyGuard seen_;  // by the fallback, which marks
+  c10::impl::IncludeDispatchKeyGuard seen_;  // lets the fallback see operators, to mark tensors
 };
 
-/// What `tensor` remembers; null if it was made in no scope.
+/// Returns the origin of `tensor`; null if it was made in no scope.
 std::shared_ptr<const Origin> origin_of(const at::Tensor& tensor);
 
 /// Makes the tensors among `results` remember the current origin, if there is one and they have

@@ -23,7 +23,7 @@ RandomSource::RandomSource(c10::DispatchKeySet excluded)
 
 RandomSource::RandomSource() : RandomSource(excluded_now()) {}
 
-// Values must not depend on whether the thread that asks for them runs under autocast.
+// Values must not depend on whether the calling thread runs under autocast.
 RandomSource::RandomSource(const at::Generator& start)
     : RandomSource(excluded_now() | c10::autocast_dispatch_keyset) {
   if (start.defined()) replay_ = copy_of(start);

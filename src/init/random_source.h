@@ -7,24 +7,24 @@
 
 namespace tessera {
 
-/// Stands, on one thread, between operators that draw random numbers and their generator.
+/// Intercepts, on one thread, the operators that draw random numbers.
 ///
-/// While one lives, the fallback shows it every operator, also those that operators are made of:
-/// `randn` names no generator, but the `normal_` inside it does.
+/// While an object lives, the fallback passes it every operator, including those that operators
+/// call: `randn` names no generator, but the `normal_` inside it does.
 class RandomSource {
  public:
   /// Watches: `before_draws()` is a copy of the generator as the first operator found it.
   RandomSource();
-  /// Replays: operators draw from a copy of `start` in place of the generator they were given.
+  /// Replays: operators draw from a copy of `start` instead of the generator they were given.
   explicit RandomSource(const at::Generator& start);
   ~RandomSource();
   RandomSource(const RandomSource&) = delete;
   RandomSource& operator=(const RandomSource&) = delete;
 
-  /// The thread's innermost one, or null.
+  /// Returns the thread's innermost object, or null.
   static RandomSource* current();
 
-  /// To be called before each operator, with its arguments on top of the stack.
+  /// Must be called before each operator, with its arguments on top of the stack.
   void serve(const c10::FunctionSchema& schema, torch::jit::Stack& stack);
 
   /// Undefined if nothing was drawn.

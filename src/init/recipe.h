@@ -13,8 +13,8 @@ namespace tessera {
 
 struct Node;
 
-/// How the bytes of a storage are made: an operator, and the recipes of what it reads. Never
-/// changes, and holds no storage of a deferred tensor, so there are no cycles.
+/// How the bytes of a storage are made: an operator, and the recipes of its inputs. Never changes,
+/// and holds no storage of a deferred tensor, so there are no cycles.
 using Recipe = std::shared_ptr<const Node>;
 
 struct Node {
@@ -30,19 +30,19 @@ struct Node {
   std::vector<c10::IValue> arguments;  ///< all others; tensors among them are copies
   std::vector<Input> inputs;
   bool in_place = false;    ///< the value is the storage of the first argument, not of the result
-  at::Generator generator;  ///< as it was before the operator; undefined if it draws nothing
+  at::Generator generator;  ///< in its state before the operator; undefined if it draws nothing
   size_t nbytes = 0;        ///< of the value
   int steps = 1;            ///< operators that an evaluation runs
 };
 
-/// Runs the recipe. Draws from copies of the recorded generators, so that nothing outside changes.
+/// Runs the recipe and returns the result. Draws from copies of the recorded generators, so that
+/// nothing outside changes.
 c10::Storage evaluate(const Recipe& recipe);
 
-/// A storage with memory that nobody has written to.
+/// Returns a storage whose memory is uninitialized.
 c10::Storage fresh_storage(size_t nbytes);
 
-/// A tensor with the geometry of `shape` on another storage; without one, on a storage without
-/// memory.
+/// Return a tensor with the geometry of `shape`, on another storage or on one without memory.
 at::Tensor on_storage(const at::Tensor& shape, c10::Storage storage);
 at::Tensor without_memory(const at::Tensor& shape);
 

@@ -25,25 +25,26 @@ namespace tessera {
 
 // [Note: Deferred init]
 //
-// In a scope every operator of the thread comes here, because the scope includes the key of the
-// fallback (access/fallback.cpp) for all of them. It runs for real, on stand-ins for the deferred
-// tensors among its arguments, so that errors and the generator's state are those of an eager
-// construction. What it made is then dropped if a recipe can make it again:
+// In a scope every operator of the thread is dispatched to this file, because the scope includes
+// the key of the fallback (access/fallback.cpp) for all of them. The operator really runs, on
+// stand-ins for the deferred tensors among its arguments, so that errors and the generator's state
+// are those of an eager construction. Its results are then dropped if a recipe can make them again:
 //
-// - Memory that the operator wrote over or made anew gets the operator as its recipe.
+// - Memory that the operator overwrote or allocated gets the operator as its recipe.
 // - An operator that changes a deferred tensor in place becomes the next step of its recipe. It ran
 //   on memory without values; none was read.
 // - Anything else - large tensors that exist, lists, out=, operators of other libraries - runs on
-//   the values themselves, and what it wrote to keeps its memory. That is always right.
+//   the values themselves, and the tensors that it wrote to keep their memory. That is always
+//   right.
 namespace {
 
 // A recipe with the state of a generator is not much smaller than this.
 constexpr size_t kMinBytes = size_t{16} << 10;
-// Evaluations run all steps, and a step that several recipes read is run for each of them.
+// An evaluation runs all steps; a step that several recipes share is run for each of them.
 constexpr int kMostSteps = 64;
 
 thread_local int scopes = 0;
-thread_local bool was_seen = false;  // the fallback saw the thread's operators before the first
+thread_local bool was_seen = false;  // the fallback's key was included before the first scope
 
 template <size_t n>
 bool is_one_of(const std::array<std::string_view, n>& names, const std::string& name) {
@@ -65,7 +66,7 @@ bool overwrites(const std::string& name) {
   return is_one_of(names, name);
 }
 
-// They change the tensor, not its values.
+// These operators change the tensor, not its values.
 bool changes_metadata(const c10::OperatorHandle& op) {
   constexpr std::array<std::string_view, 2> names = {"aten::requires_grad_", "aten::rename_"};
   return op.hasTag(at::Tag::inplace_view) || is_one_of(names, op.schema().name());
@@ -90,7 +91,7 @@ bool any_tensor(const c10::IValue& value, const std::function<bool(const at::Ten
   return found;
 }
 
-// A new tensor like any other, large enough, whose memory nothing else knows.
+// Returns true for an ordinary new tensor that is large enough and shares its memory with no other.
 bool is_fresh(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage()) return false;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -104,7 +105,7 @@ bool is_fresh(const at::Tensor& tensor) {
          !tensor.key_set().has_any(lazy);
 }
 
-// What a recipe keeps of a small tensor, whose values may change later.
+// Copies a small tensor for a recipe, because its values may change later.
 at::Tensor copy_of(const at::Tensor& tensor) {
   at::Tensor copy = tensor.detach().clone();
   // Numbers count less than tensors in type promotion.
@@ -173,7 +174,7 @@ class Call {
     return in_place_ && deferred_storage(tensor) == deferred_storage(self());
   }
 
-  // Runs the operator as it is.
+  // Runs the operator on the values, without recording it.
   void run_on_values() {
     const bool keep_all = is_foreign(schema_) || changes_metadata(op_);
     std::vector<at::Tensor> read;
@@ -190,7 +191,7 @@ class Call {
     for (const at::Tensor& tensor : read) deferred_storage(tensor)->drop();
   }
 
-  // Makes the recipe of what the operator will have written, as far as there can be one.
+  // Makes the recipe of the operator's result, if one is possible.
   void plan() {
     node_ = std::make_shared<Node>(
         Node{.op = op_, .arguments = arguments_, .inputs = {}, .in_place = in_place_});
@@ -205,7 +206,7 @@ class Call {
     if (node_->steps > kMostSteps) recordable_ = false;
   }
 
-  // False if the recipe would have to keep the tensor.
+  // Returns false if the recipe would have to keep the tensor.
   bool add_input(size_t i, const at::Tensor& tensor) {
     const bool is_self = in_place_ && i == 0;
     const DeferredStorage* storage = deferred_storage(tensor);
@@ -231,7 +232,7 @@ class Call {
     for (const Node::Input& input : node_->inputs) {
       const at::Tensor& tensor = arguments_[input.argument].toTensor();
       DeferredStorage* storage = deferred_storage(tensor);
-      if (!storage->is_deferred()) continue;  // has memory, which is written over
+      if (!storage->is_deferred()) continue;  // has memory, which is overwritten
       if (in_graph_) {                        // autograd must see the tensor itself
         storage->materialize();
         lent.push_back(storage);
@@ -276,7 +277,7 @@ class Call {
     result.set_data(make_deferred(result, storage));
   }
 
-  // The default dtype may be another one when the recipe is used.
+  // The default dtype may differ when the recipe is evaluated.
   void fix_dtype(at::ScalarType dtype) {
     for (const c10::IValue& argument : arguments_) {
       if (argument.isTensor()) return;

@@ -6,14 +6,14 @@
 
 namespace tessera {
 
-/// Begins and ends recording on this thread; pairs nest.
+/// Begin and end recording on this thread; pairs nest.
 void enter_deferred_init();
 void leave_deferred_init();
 bool in_deferred_init();
 
-/// Runs an operator that is no view and has no parameter of a unit among its arguments: records it
-/// in a `DeferredInit` scope, elsewhere gives its deferred arguments their values first. `below`:
-/// the dispatch keys after `kUnitKey`.
+/// Runs an operator that is no view and has no parameter of a unit among its arguments. In a
+/// `DeferredInit` scope, records it; elsewhere, first gives its deferred arguments their values.
+/// `below`: the dispatch keys after `kUnitKey`.
 void call_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet below,
                    torch::jit::Stack* stack);
 

@@ -9,7 +9,7 @@
 namespace tessera {
 namespace {
 
-// Looking takes a system call for each child.
+// Each check takes a system call per child.
 constexpr auto kLookEvery = std::chrono::milliseconds(10);
 
 void close_end(int& end) {
@@ -28,7 +28,7 @@ ForkedChildren::~ForkedChildren() {
 }
 
 void ForkedChildren::before_fork() {
-  // Without descriptors it is not known how long the child lives: then nothing waits for it.
+  // Without descriptors the child's lifetime is unknown: then nothing waits for it.
   if (::pipe2(pipe_, O_CLOEXEC) != 0) pipe_[0] = pipe_[1] = -1;
 }
 
@@ -39,7 +39,7 @@ void ForkedChildren::after_fork_in_parent() {
   if (pipe_[0] >= 0) children_.push_back({forks_, std::exchange(pipe_[0], -1)});
 }
 
-// Keeps its end of the pipe, whose number it forgets.
+// The child keeps its end of the pipe open, but forgets its number.
 void ForkedChildren::after_fork_in_child() {
   close_end(pipe_[0]);
   pipe_[1] = -1;

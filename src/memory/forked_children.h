@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-/// Which of the children that a process has forked still see its memory: those that have neither
-/// ended nor started another program. Their own children count as they do. Not thread-safe.
+/// Tracks the children forked by this process that still see its memory: those that have neither
+/// ended nor started another program. Their own children count in the same way. Not thread-safe.
 ///
 /// A child holds one end of a pipe, which the kernel closes when the child ends or starts a
 /// program.
@@ -18,15 +18,15 @@ class ForkedChildren {
   ForkedChildren(const ForkedChildren&) = delete;
   ForkedChildren& operator=(const ForkedChildren&) = delete;
 
-  /// To be called around fork(): the first in the parent, then each of the others on its side.
+  /// Must be called around fork(): the first in the parent, then each of the others on its side.
   void before_fork();
   void after_fork_in_parent();
   void after_fork_in_child();
 
-  /// How often the process has forked.
+  /// Returns how often the process has forked.
   int64_t forks() const { return forks_; }
-  /// The number of the last fork, from 1, whose child sees this memory; 0 if there is none. May be
-  /// told late that a child has gone.
+  /// Returns the number of the last fork, from 1, whose child sees this memory; 0 if there is none.
+  /// May notice late that a child has gone.
   int64_t last_seeing();
 
  private:

@@ -16,7 +16,7 @@ std::atomic<bool> counting_live_bytes = false;
 
 namespace {
 
-// Of the calling thread, from 1; never used again.
+// Returns the number of the calling thread, from 1; numbers are never reused.
 uint64_t thread_number() {
   static std::atomic<uint64_t> last = 0;
   thread_local const uint64_t number = ++last;
@@ -25,10 +25,10 @@ uint64_t thread_number() {
 
 }  // namespace
 
-/// Who counts, and the blocks that were taken meanwhile.
+/// The active counters, and the blocks that were allocated while there are any.
 class LiveBlocks {
  public:
-  // Never destroyed: tensors in static variables may be the last to go.
+  // Never destroyed: tensors in static variables may be destroyed last.
   static LiveBlocks& instance() {
     static auto* const blocks = [] {
       const auto lock = [] { instance().mutex.lock(); };

@@ -7,9 +7,9 @@
 
 namespace tessera {
 
-/// Counts the bytes of CPU tensors that were made since it was, less those that were freed. Exact
-/// for tensors that were made under it, whichever thread frees them; of older ones that are freed,
-/// the block that they lay in counts, which is a little longer.
+/// Counts the bytes of CPU tensors made since its construction, less those freed. Exact for tensors
+/// that were made under it, whichever thread frees them; of older tensors that are freed, the whole
+/// block counts, which is a little longer.
 class LiveBytes {
  public:
   enum class Scope : uint8_t {
@@ -17,14 +17,14 @@ class LiveBytes {
     kThread,   ///< tensors that the calling thread makes: where ranks are threads
   };
 
-  /// Null where LibTorch has an allocator for the CPU that is not Tessera's nor its own.
+  /// Returns null if LibTorch's allocator for the CPU is neither Tessera's nor its own.
   static std::unique_ptr<LiveBytes> start(Scope scope);
   ~LiveBytes();
   LiveBytes(const LiveBytes&) = delete;
   LiveBytes& operator=(const LiveBytes&) = delete;
 
   int64_t now() const;
-  /// The most since the last call of this, or since the start.
+  /// Returns the most since the last call of this, or since the start.
   int64_t take_peak();
 
  private:
@@ -36,11 +36,11 @@ class LiveBytes {
   int64_t now_ = 0, peak_ = 0;
 };
 
-/// True while anybody counts.
+/// True while there is any counter.
 extern std::atomic<bool> counting_live_bytes;
 
-/// The allocator tells, while somebody counts, of each block that it has given and before it takes
-/// one back. `block_bytes`: what it was in the allocator's books.
+/// Called by the allocator, while there is a counter, for each block that it has allocated and
+/// before it frees one. `block_bytes`: the block's size in the allocator's books.
 void note_taken(const void* data, size_t nbytes);
 void note_freed(const void* data, size_t block_bytes);
 

@@ -10,17 +10,17 @@
 
 namespace tessera {
 
-/// Is told of what changes the memory of a model.
+/// Receives the events that change the memory of a model.
 class MemoryListener {
  public:
   virtual ~MemoryListener() = default;
-  /// Before memory is taken, freed, or goes from one kind to another.
+  /// Called before memory is allocated, freed, or moved from one kind to another.
   virtual void before_change() = 0;
-  /// After it. `unit`: its name, or empty.
+  /// Called afterwards. `unit`: its name, or empty.
   virtual void on_memory(MemoryEvent event, const std::string& unit) = 0;
 };
 
-/// Those who watch the memory of one model on this rank. Without any, an event costs one test.
+/// The listeners to the memory of one model on this rank. Without any, an event costs one test.
 class MemoryWatch {
  public:
   bool is_active() const { return !listeners_.empty(); }
@@ -33,17 +33,17 @@ class MemoryWatch {
   }
 
   void add(MemoryListener& listener) { listeners_.push_back(&listener); }
-  /// Does nothing for one that was not added.
+  /// Does nothing for a listener that was not added.
   void remove(const MemoryListener& listener);
 
-  /// An optimizer of the model; `state_nbytes` counts its state. `optimizer` tells one from
-  /// another.
+  /// Adds an optimizer of the model; `state_nbytes` returns the bytes of its state. `optimizer`
+  /// identifies it.
   void add_optimizer(const void* optimizer, std::function<int64_t()> state_nbytes);
   void forget_optimizer(const void* optimizer) { optimizers_.erase(optimizer); }
   bool has_optimizers() const { return !optimizers_.empty(); }
   /// Counts the state of all optimizers.
   void count_optimizer_state();
-  /// As it was counted last.
+  /// Returns the result of the last count.
   int64_t optimizer_state() const { return optimizer_state_; }
 
  private:

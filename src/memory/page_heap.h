@@ -15,44 +15,45 @@
 
 namespace tessera {
 
-/// Blocks of whole pages out of one range of addresses. What is freed joins its free neighbours and
-/// keeps its pages; a block is cut from the shortest free range that is long enough. Thread-safe.
+/// Allocates blocks of whole pages from one range of addresses. A freed block joins its free
+/// neighbours and keeps its pages; a block is cut from the shortest free range that is long enough.
+/// Thread-safe.
 ///
-/// A forked child has a copy of private pages. Shared ones it sees as they are: a block that was
-/// there at the fork is not used again before the child has gone. See [Note: Heaps after a fork] in
+/// A forked child has a copy of private pages. It sees shared pages as they are, so a block that
+/// existed at the fork is not reused before the child has gone. See [Note: Heaps after a fork] in
 /// tensor_allocator.cpp.
 class PageHeap {
  public:
   /// Reserves addresses, not memory.
   explicit PageHeap(size_t reserved_bytes);
-  /// Out of pages that other processes may have mapped.
+  /// Uses pages that other processes may have mapped.
   explicit PageHeap(std::shared_ptr<SharedMemory> memory);
   ~PageHeap();
   PageHeap(const PageHeap&) = delete;
   PageHeap& operator=(const PageHeap&) = delete;
 
-  /// Null if the range is used up.
+  /// Returns null if no free range is long enough.
   void* allocate(size_t nbytes);
-  /// False if `data` is not a block of this heap.
+  /// Returns false if `data` is not a block of this heap.
   bool free(void* data);
   bool owns(const void* data) const;
-  /// Bytes of the block `data`; 0 if it is none of this heap.
+  /// Returns the bytes of the block `data`; 0 if it is not a block of this heap.
   size_t block_bytes(const void* data) const;
 
-  /// Gives the pages of all free ranges back to the system.
+  /// Returns the pages of all free ranges to the system.
   void trim();
 
   /// Null for private pages.
   const std::shared_ptr<SharedMemory>& shared() const { return shared_; }
 
-  /// To be called around fork(): the first in the parent, then each of the others on its side. No
-  /// thread is in the heap meanwhile.
+  /// Must be called around fork(): the first in the parent, then each of the others on its side. No
+  /// other thread uses the heap in between.
   void before_fork();
   void after_fork_in_parent();
   void after_fork_in_child();
 
-  /// Bytes in blocks, among them those kept for a child, and in the part of the range that was ever
-  /// used.
+  /// Return the bytes in blocks, including those kept for a child, and in the part of the range
+  /// that was ever used.
   size_t used_bytes() const;
   size_t extent_bytes() const;
 
@@ -61,7 +62,7 @@ class PageHeap {
 
   struct Block {
     size_t length;
-    int64_t forks;  // before it was taken
+    int64_t forks;  // before it was allocated
   };
   struct Kept {
     Address begin;

@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-// How many forks lead from the process that loaded the library to this one.
+// Counts the forks that lead from the process that loaded the library to this one.
 std::atomic<int64_t>& forks() {
   static std::atomic<int64_t> count = 0;
   [[maybe_unused]] static const int registered =

@@ -4,14 +4,14 @@
 
 namespace tessera {
 
-/// Tells a process from the children that it forks: what belongs to a process, as its threads and
-/// connections do, is of no use to a child that has a copy of it.
+/// Tells a process from the children that it forks: resources of a process, such as its threads and
+/// connections, are of no use to a child that has a copy of them.
 class ProcessMark {
  public:
   /// Marks the calling process.
   ProcessMark();
 
-  /// True in a child that was forked after this was made.
+  /// Returns true in a child that was forked after this object was made.
   bool is_inherited() const;
 
  private:

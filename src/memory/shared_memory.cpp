@@ -24,9 +24,9 @@
 namespace tessera {
 namespace {
 
-// The page after the data holds the id: an opened descriptor may, by accident, be another file.
+// The page after the data holds the id: an opened descriptor may happen to be another file.
 constexpr size_t kIdPage = 4096;
-// So that huge pages, where the kernel has them, can begin with the data.
+// Lets huge pages, where the kernel has them, begin with the data.
 constexpr size_t kHugePage = size_t{2} << 20;
 
 size_t mapped_size(size_t nbytes) { return (nbytes + kIdPage - 1) / kIdPage * kIdPage + kIdPage; }
@@ -40,7 +40,7 @@ uint64_t random_id() {
   return (static_cast<uint64_t>(device()) << 32) ^ device();
 }
 
-// A file may be no longer than this; longer would end the process by SIGXFSZ.
+// A file can't be longer than this limit; exceeding it would end the process by SIGXFSZ.
 void check_file_limit(size_t nbytes) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
@@ -49,9 +49,9 @@ void check_file_limit(size_t nbytes) {
   throw_errno("the limit on the size of files (ulimit -f) is below what shared memory needs");
 }
 
-// A file system in memory of this process' own, which is mounted nowhere and goes with the last
-// file on it; -1 where the process may not make one. The kernel's own, behind memfd_create(), has
-// huge pages only if the administrator has set them for it, which is rare.
+// Returns a file system in memory of this process' own, which is mounted nowhere and disappears
+// with its last file; -1 if the process may not make one. The kernel's own, behind memfd_create(),
+// has huge pages only if the administrator has enabled them for it, which is rare.
 int own_file_system() {
   const auto make = [] {
     const int context = static_cast<int>(::syscall(SYS_fsopen, "tmpfs", FSOPEN_CLOEXEC));
@@ -78,14 +78,14 @@ int nameless_file(const char* name) {
   return fd < 0 ? ::memfd_create(name, MFD_CLOEXEC) : fd;
 }
 
-// Those that this process made, for its own threads.
+// The memories that this process made, for its own threads to open.
 std::mutex registry_mutex;
 std::map<uint64_t, std::weak_ptr<SharedMemory>>& registry() {
   static auto* const made = new std::map<uint64_t, std::weak_ptr<SharedMemory>>();
   return *made;
 }
 
-// All that this process has.
+// All memories of this process.
 std::set<const SharedMemory*>& present() {
   static auto* const memories = new std::set<const SharedMemory*>();
   return *memories;
@@ -106,7 +106,7 @@ SharedMemory::SharedMemory() {
   present().insert(this);
 }
 
-// Of a child: its pages become copies as it writes to them, for which the file is needed.
+// Called in a child: its pages become copies as it writes to them, for which the file is needed.
 void SharedMemory::keep_from_writing() const noexcept {
   if (!data_) return;
   constexpr int kOwn = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
@@ -129,7 +129,7 @@ SharedMemoryHandle SharedMemoryHandle::from_text(const std::string& text) {
 }
 
 std::byte* SharedMemory::map(Access access) const {
-  // A huge page more, of addresses alone, to begin at a border of huge pages.
+  // Reserves addresses of one more huge page, to begin at a huge page's boundary.
   const size_t reserved = mapped_ + kHugePage;
   void* const range =
       ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

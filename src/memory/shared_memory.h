@@ -9,33 +9,34 @@
 
 namespace tessera {
 
-/// How another process of this host finds a `SharedMemory`.
+/// Identifies a `SharedMemory` to another process of this host.
 struct SharedMemoryHandle {
   int64_t pid = 0;
   int64_t fd = -1;
   uint64_t nbytes = 0;
-  uint64_t id = 0;  ///< drawn at random: neither a pid nor an fd names one thing for ever
+  uint64_t id = 0;  ///< random: pids and fds are reused for other things
 
   std::string to_text() const;
   /// Throws `std::runtime_error` for other texts.
   static SharedMemoryHandle from_text(const std::string& text);
 };
 
-/// Pages that several processes have mapped: a file without a name, which goes with the last of
-/// them, however they end. Memory is taken when a page is first touched.
+/// Pages that several processes have mapped: a file without a name, which disappears with the last
+/// of them, however they end. Memory is allocated when a page is first touched.
 ///
-/// A child that this process forks sees the pages as they are, and what it writes itself. Its
-/// writes reach no other process; where the descriptor was closed before the fork, they end it.
+/// A child that this process forks sees the pages as they are, and its own writes. Its writes reach
+/// no other process; if the descriptor was closed before the fork, a write ends the child.
 class SharedMemory {
  public:
   enum class Access : uint8_t { kRead, kWrite };
 
-  /// Throws `std::system_error` where the system refuses.
+  /// Throws `std::system_error` if the system refuses.
   static std::shared_ptr<SharedMemory> create(const char* name, size_t nbytes);
 
-  /// Maps what another process made. In the process that made it, gives that very object: its
-  /// threads then see it at one address. The maker must keep its descriptor until this returns.
-  /// Throws `std::system_error`, or `std::runtime_error` if the handle names something else.
+  /// Maps the memory that another process made. In the process that made it, returns that very
+  /// object: its threads then see it at one address. The maker must keep its descriptor until this
+  /// returns. Throws `std::system_error`, or `std::runtime_error` if the handle names something
+  /// else.
   static std::shared_ptr<SharedMemory> open(const SharedMemoryHandle& handle, Access access);
 
   ~SharedMemory();
@@ -46,23 +47,23 @@ class SharedMemory {
   size_t nbytes() const { return nbytes_; }
   const SharedMemoryHandle& handle() const { return handle_; }
 
-  /// The same pages at another address, where writing to them ends the process. To be called
-  /// first while the descriptor is open.
+  /// Returns the same pages at another address, where writing to them ends the process. The first
+  /// call must come while the descriptor is open.
   const std::byte* read_only();
 
-  /// Takes all pages now. Throws `std::system_error` if there are not enough; a page that is
-  /// missing when it is touched would end the process.
+  /// Allocates all pages now. Throws `std::system_error` if there are not enough; later, touching a
+  /// page that can't be allocated would end the process.
   void reserve();
 
-  /// Takes the pages of bytes [begin, end) now, where the system can do that for a part. Throws as
+  /// Allocates the pages of bytes [begin, end) now, if the system can do that for a part. Throws as
   /// `reserve()` does.
   void reserve(size_t begin, size_t end);
 
-  /// Gives the pages that lie in [begin, end) as a whole back to the system, for all that have them
-  /// mapped: they are zeros again. Keeps them where the system can't do that.
+  /// Returns the pages that lie in [begin, end) as a whole to the system, for all processes that
+  /// have them mapped: they are zeros again. Keeps them if the system can't do that.
   void give_back(size_t begin, size_t end) noexcept;
 
-  /// After all others have opened it: descriptors are scarce.
+  /// To be called after all other processes have opened it: descriptors are scarce.
   void close_descriptor();
 
  private:

@@ -24,31 +24,31 @@ namespace tessera {
 // [Note: Heaps after a fork]
 //
 // Tensors lie on a heap of private pages, of which a child has a copy, as of malloc's; and, where
-// ranks share memory, on one that is mapped by all of them. There the child sees what the parent
-// had made: its parent uses none of those blocks for anything else before the child has ended or
-// started another program (`PageHeap`), and what the child writes goes into copies of the pages
-// (`SharedMemory`). What the parent changes in place the child may see, though. The child takes its
-// own tensors from the heap of private pages, and what it frees on its parent's heap stays as it
-// is: the books there are the parent's. If it joins a world, it makes a shared heap of its own.
+// ranks share memory, on a heap that all of them have mapped. There the child sees its parent's
+// blocks: the parent reuses none of them before the child has ended or started another program
+// (`PageHeap`), and the child's writes go into copies of the pages (`SharedMemory`). The child may
+// see in-place changes of the parent, though. The child allocates its own tensors on the heap of
+// private pages, and a block that it frees on its parent's heap is not reused: the bookkeeping
+// there is the parent's. If the child joins a world, it makes a shared heap of its own.
 namespace {
 
-// What glibc's malloc, by default, maps from the system and gives back when it is freed.
+// From this size on, glibc's malloc by default maps a block, and unmaps it when it is freed.
 constexpr size_t kMinBytes = size_t{128} << 10;
 
-// A process has addresses for 128 TiB; those for the heaps of all ranks of the host take a quarter
-// at most.
+// A process has addresses for 128 TiB; the heaps of all ranks of the host may take a quarter of
+// them.
 constexpr size_t kMostAddresses = size_t{32} << 40;
 
-// Addresses are free; memory is not there before it is touched.
+// Addresses cost nothing; memory is allocated when it is first touched.
 size_t addresses_to_reserve() {
   return 4 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) *
          static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// Made once, never destroyed: tensors in static variables may be the last to go.
+// Made once, never destroyed: tensors in static variables may be destroyed last.
 std::atomic<PageHeap*> shared_pages = nullptr;
 
-// In a child, the shared heaps of the processes that it descends from.
+// In a child, the shared heaps of its ancestors.
 std::vector<PageHeap*>& inherited_pages() {
   static auto* const heaps = new std::vector<PageHeap*>();
   return *heaps;
@@ -66,7 +66,7 @@ bool is_allowed() {
 
 class TensorAllocator final : public c10::Allocator {
  public:
-  // Never destroyed: tensors in static variables may be the last to go.
+  // Never destroyed: tensors in static variables may be destroyed last.
   static TensorAllocator& instance() {
     static auto* const allocator = new TensorAllocator();
     return *allocator;
@@ -83,7 +83,7 @@ class TensorAllocator final : public c10::Allocator {
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
-  // Both kinds have a context equal to their pointer, as this asks for.
+  // Both kinds have a context equal to their pointer, as this function requires.
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
 
   void copy_data(void* to, const void* from, size_t nbytes) const override {
@@ -105,7 +105,7 @@ class TensorAllocator final : public c10::Allocator {
         pages_(has_pages_ ? addresses_to_reserve() : 0),
         malloc_(c10::GetDefaultCPUAllocator()) {}
 
-  // The heap that `data` lies on; null: malloc's.
+  // Returns the heap that contains `data`; null: malloc's.
   PageHeap* heap_of(const void* data) {
     PageHeap* const shared = shared_pages;
     if (shared && shared->owns(data)) return shared;
@@ -134,10 +134,10 @@ class TensorAllocator final : public c10::Allocator {
   c10::Allocator* const malloc_;
 };
 
-// The allocator if it was ever taken: making it reserves addresses.
+// The allocator if it was ever installed: making it reserves addresses.
 std::atomic<TensorAllocator*> installed = nullptr;
 
-// Those in which no thread is while this one forks.
+// The heaps that this thread has locked while it forks.
 struct HeldHeaps {
   std::mutex mutex;
   std::vector<PageHeap*> heaps;
@@ -197,7 +197,7 @@ PageHeap& shared_heap(int ranks) {
   if (!shared_pages) {
     const size_t nbytes = std::min(addresses_to_reserve(), kMostAddresses / ranks);
     auto made = std::make_unique<PageHeap>(SharedMemory::create("tessera heap", nbytes));
-    // Ranks that are threads come at once.
+    // Ranks that are threads call this at the same time.
     PageHeap* none = nullptr;
     if (shared_pages.compare_exchange_strong(none, made.get())) made.release();
   }
@@ -207,8 +207,8 @@ PageHeap& shared_heap(int ranks) {
 void trim_heaps() {
   if (PageHeap* const shared = shared_pages) shared->trim();
   if (TensorAllocator* const allocator = installed) allocator->pages().trim();
-  // Where another malloc stands in for glibc's, this call is the first to initialize glibc's heap,
-  // and two at once would see it half made.
+  // If another malloc replaces glibc's, this call is the first to initialize glibc's heap, and two
+  // at once would see it half made.
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   malloc_trim(0);

@@ -2,8 +2,8 @@
 
 namespace tessera {
 
-/// Gives the pages of freed tensors back to the system: the page heap's and malloc's.
-/// Any thread may call this at any time.
+/// Returns the pages of freed tensors to the system: the page heap's and malloc's. Any thread may
+/// call this at any time.
 void trim_heaps();
 
 }  // namespace tessera

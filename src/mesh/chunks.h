@@ -16,20 +16,21 @@ struct Range {
   bool operator==(const Range&) const = default;
 };
 
-/// Part `index` of `size` elements that are cut into `parts` parts as `torch::chunk` cuts; there
-/// are always `parts` of them, of which the last may be empty. An empty part lies at the end.
+/// Returns part `index` of `size` elements that are cut into `parts` parts as `torch::chunk` cuts,
+/// but always into `parts` parts, of which the last may be empty. An empty part lies at the end.
 Range chunk(int64_t size, int64_t parts, int64_t index);
 
-/// What the rank at `coordinate` of a mesh has of a tensor of `global_sizes`: a range for each
-/// tensor dim. `placements` are normalized; none is split, as its parts are several ranges.
+/// Returns the part of a tensor of `global_sizes` that the rank at `coordinate` of a mesh has: a
+/// range for each tensor dim. `placements` must be normalized, and none may be split, as the part
+/// would consist of several ranges.
 std::vector<Range> local_box(c10::IntArrayRef global_sizes, const Placements& placements,
                              c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate);
 
-/// How much the rank has along each dim, also where placements are split.
+/// Returns the sizes of the rank's part along each dim; placements may be split.
 std::vector<int64_t> local_sizes(c10::IntArrayRef global_sizes, const Placements& placements,
                                  c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate);
 
-/// `placements` with split factors of 1.
+/// Returns `placements` with split factors of 1.
 Placements without_splits(Placements placements);
 
 }  // namespace tessera

@@ -41,7 +41,7 @@ struct DeviceMesh::State {
     return found - dim_names.begin();
   }
 
-  // Where `rank` stands.
+  // The coordinate of `rank`, if it is in the mesh.
   std::optional<std::vector<int64_t>> place_of(int rank) const {
     const auto found = std::find(ranks.begin(), ranks.end(), rank);
     if (found == ranks.end()) return std::nullopt;
@@ -78,7 +78,7 @@ struct DeviceMesh::State {
     return *coordinate;
   }
 
-  // That in `made[slot]`; of `ranks()` when it is asked for first.
+  // Returns the process group in `made[slot]`; on first use, that of `ranks()`.
   template <class Ranks>
   const ProcessGroupPtr& process_group(int64_t slot, Ranks ranks) const {
     if (const auto* known = made[slot].load(std::memory_order_acquire)) return *known;
@@ -97,7 +97,8 @@ struct DeviceMesh::State {
   const std::vector<int> ranks;
   const std::vector<std::string> dim_names;
   const std::optional<std::vector<int64_t>> coordinate;  // of this rank
-  // Of the line along each mesh dim, and of the whole mesh; they belong to `process_groups`.
+  // Process groups of the line along each mesh dim, and of the whole mesh; owned by
+  // `process_groups`.
   mutable std::vector<std::atomic<const ProcessGroupPtr*>> made;
 };
 
@@ -106,7 +107,7 @@ namespace {
 void check_shape(const std::vector<int64_t>& shape, size_t ranks) {
   const c10::IntArrayRef sizes(shape);
   TORCH_CHECK_VALUE(!shape.empty(), "[DeviceMesh] `shape` must have a dim at least; got []");
-  // As a quotient: the product may not fit.
+  // By division: the product may overflow.
   auto left = static_cast<int64_t>(ranks);
   bool fits = true;
   for (const int64_t size : shape) {

@@ -36,12 +36,12 @@ namespace tessera {
 
 // [Note: Operators on DistTensors]
 //
-// One boxed kernel is registered for every operator of LibTorch that has a kernel of its own; what
-// is composed of others arrives here as those. Autograd works above, so the kernel sees one forward
-// or backward operator at a time, on values. It looks up the plan of the call (plan_op), gives the
-// operator's CPU or CUDA kernel the local parts, placed as the plan says, and makes DistTensors of
-// the results. Plans depend on the operator, on what tensors look like and on the other arguments,
-// and are kept by these.
+// One boxed kernel is registered for every operator of LibTorch that has a kernel of its own;
+// composite operators arrive here as the operators they are composed of. Autograd works above, so
+// the kernel sees one forward or backward operator at a time, on values. It looks up the plan of
+// the call (plan_op), calls the operator's CPU or CUDA kernel with the local parts, placed as the
+// plan says, and makes DistTensors of the results. Plans depend on the operator, on the metadata of
+// the tensors and on the other arguments, and are cached by these.
 //
 // An operator without a plan is computed by every rank on the whole tensors.
 namespace {
@@ -52,7 +52,7 @@ constexpr size_t kMostPlans = 20'000;
 
 struct CachedPlan {
   std::optional<OpPlan> plan;
-  std::vector<DistSpecPtr> keys;  // whose addresses are in the key; all on one mesh
+  std::vector<DistSpecPtr> keys;  // their addresses are in the key; all on one mesh
   std::optional<Stack> outside;   // results without data, for ranks that are not in the mesh
 };
 
@@ -78,7 +78,8 @@ std::shared_ptr<CachedPlan> plan_of(const c10::OperatorHandle& op,
   return made;
 }
 
-// Of what a view shows: the base's local part, which is `given` to the operator, or a copy.
+// The source of a view that shows the base's local part, which is `given` to the operator, or a
+// copy.
 std::shared_ptr<ViewSource> source_of(const OpPlan& plan, const at::Tensor& base,
                                       const at::Tensor& given, const c10::IValue& result) {
   const DistMeta* const meta = find_dist_meta(base);
@@ -89,7 +90,8 @@ std::shared_ptr<ViewSource> source_of(const OpPlan& plan, const at::Tensor& base
                                       given.sizes());
 }
 
-// A view of an ordinary tensor is one, too, in InferenceMode: autograd shares its version with it.
+// In InferenceMode, too, a view of a normal tensor must be a normal tensor: autograd shares the
+// base's version with it.
 class ModeOf {
  public:
   explicit ModeOf(const at::Tensor& base) {
@@ -115,7 +117,7 @@ void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& gi
     }));
 }
 
-// Pushes arguments that were written to, and DistTensors of the other results.
+// Pushes the arguments that were written to, and DistTensors of the other results.
 void push_results(const c10::FunctionSchema& schema, const OpPlan& plan, const Stack& arguments,
                   const Stack& results, Stack* stack) {
   size_t output = 0;
@@ -194,13 +196,13 @@ void warn_once(const std::string& name) {
                "computes it on whole tensors");
 }
 
-// The operator is one that reads strides: of memory that lies as that of `tensor` would.
+// For an operator that reads strides: `part`, in memory laid out as that of `tensor` would be.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& part) {
   if (part.strides() == tensor.strides()) return part;
   return at::empty_strided(tensor.sizes(), tensor.strides(), part.options()).copy_(part);
 }
 
-// Where memory begins differs between the global tensor and the part.
+// The storage offset differs between the global tensor and the part.
 void shift_offset(const c10::FunctionSchema& schema, const at::Tensor& tensor, Stack& local) {
   if (schema.name() != "aten::as_strided") return;
   const int64_t asked = local[3].isNone() ? tensor.storage_offset() : local[3].toInt();
@@ -225,7 +227,8 @@ void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at
     }));
 }
 
-// Every rank computes on whole tensors; what was written goes back to where it belongs.
+// Every rank computes on whole tensors; values that were written are converted back to the
+// placements of the tensors they were written to.
 void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
@@ -264,7 +267,7 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
   }
 }
 
-// What has no rule because it is meant to be computed on whole tensors.
+// Operators that have no rule because they are meant to be computed on whole tensors.
 bool is_meant_whole(const std::string& name) {
   return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
          name == "aten::multinomial" || name == "aten::_amp_update_scale_";
@@ -307,7 +310,7 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   call_on_lists(op, stack);
 }
 
-// For operators that may be a sequence of others.
+// For operators that may be decomposed into others.
 void decomposing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   const KeepTerms keep;

@@ -2,7 +2,8 @@
 
 namespace tessera {
 
-/// Has the operators of LibTorch know DistTensors. Called by whoever makes one; works once.
+/// Registers the operators of LibTorch for DistTensors. Called wherever a DistTensor is made; only
+/// the first call has an effect.
 void register_dist_operators();
 
 }  // namespace tessera

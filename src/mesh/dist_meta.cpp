@@ -9,15 +9,16 @@ namespace tessera {
 
 // [Note: What a DistTensor is]
 //
-// A TensorImpl with the global sizes and no memory. Of its two backend bits the higher one,
-// PrivateUse3, sends every operator to this library (see dist_dispatch.cpp); the lower one tells
-// everyone who asks that it is a tensor of the CPU (or of CUDA). Autograd works above that, on the
-// global tensor: what it saves and adds up are DistTensors, and derivative formulas are sequences
-// of operators on them.
+// A TensorImpl with the global sizes and no memory. It has two backend bits: the higher one,
+// PrivateUse3, sends every operator to this library (see dist_dispatch.cpp); by the lower one, it
+// reports itself as a tensor of the CPU (or of CUDA). Autograd works above that, on the global
+// tensor: it saves and accumulates DistTensors, and derivative formulas are sequences of operators
+// on them.
 
 namespace {
 
-// Of `storage()` and `data_ptr()`, which LibTorch's own ways to save a tensor call.
+// The error of `storage()` and `data_ptr()`, which LibTorch's own functions for saving a tensor
+// call.
 constexpr const char* kNoMemory =
     "A DistTensor has no memory of its own. To save it call save_checkpoint() or "
     "save_state_dict(); "

@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-/// How a DistTensor lies on its mesh. Shared by all tensors that one operator's rule made.
+/// How a DistTensor is placed on its mesh. Shared by all tensors that one operator's rule made.
 struct DistSpec {
   DeviceMesh mesh;
   Placements placements;  ///< normalized: one per mesh dim
@@ -26,20 +26,20 @@ using DistSpecPtr = std::shared_ptr<const DistSpec>;
 inline Placements replicated(const DeviceMesh& mesh) {
   return Placements(mesh.ndim(), Replicate{});
 }
-/// `placements` with every pending reduction done.
+/// Returns `placements` with every pending reduction done.
 Placements without_partial(Placements placements);
 
-/// What is known of a DistTensor that is a parameter.
+/// Additional data of a DistTensor that is a parameter.
 struct DistParameter {
   std::string name;  ///< dotted; may be empty
-  /// Placements that its gradients get as they come; null: the parameter's own.
+  /// Placements of its gradients as they are accumulated; null: the parameter's own.
   DistSpecPtr gradients;
 };
 
 class ViewSource;
 
-/// What makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its detached
-/// versions and of tensors that take its data.
+/// The metadata that makes a tensor a DistTensor: carried by its `TensorImpl`, and by those of its
+/// detached versions and of tensors that take its data.
 struct DistMeta final : c10::BackendMeta {
   DistMeta(at::Tensor local_part, DistSpecPtr where, std::shared_ptr<ViewSource> view_of = nullptr,
            std::shared_ptr<const DistParameter> known = nullptr)
@@ -48,7 +48,8 @@ struct DistMeta final : c10::BackendMeta {
         source(std::move(view_of)),
         parameter(std::move(known)) {}
 
-  /// The same tensor with pending reductions done; see mesh/pending.h, which alone changes one.
+  /// Sets the local part after pending reductions of the tensor; see mesh/pending.h, the only
+  /// caller.
   void reduce_to(at::Tensor part, DistSpecPtr where) {
     before_ = std::exchange(spec, std::move(where));
     local = std::move(part);
@@ -56,11 +57,11 @@ struct DistMeta final : c10::BackendMeta {
 
   at::Tensor local;  ///< without autograd
   DistSpecPtr spec;
-  /// Of a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
+  /// Set for a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
   std::shared_ptr<ViewSource> source;
-  const std::shared_ptr<const DistParameter> parameter;  ///< null for others
-  bool reduces_once = false;  ///< the first operator that needs it reduces it for all
-  bool is_shown = false;      ///< other DistTensors may show the memory of `local`
+  const std::shared_ptr<const DistParameter> parameter;  ///< null for other tensors
+  bool reduces_once = false;  ///< the first operator that needs the values reduces them for all
+  bool is_shown = false;      ///< other DistTensors may share the memory of `local`
 
  private:
   DistSpecPtr before_;  // users may hold references to it
@@ -69,22 +70,22 @@ struct DistMeta final : c10::BackendMeta {
 /// The dispatch keys of a DistTensor on the device of `local`.
 c10::DispatchKeySet dist_keys(const at::Tensor& local);
 
-/// Of `tensor`; null for an ordinary one.
+/// Returns the meta of `tensor`; null for an ordinary tensor.
 const DistMeta* find_dist_meta(const at::Tensor& tensor);
-/// Throws `c10::ValueError` that names `function` for an ordinary tensor.
+/// The same; throws `c10::ValueError` that names `function` for an ordinary tensor.
 const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
 
-/// This rank's part of a DistTensor; another tensor itself.
+/// Returns this rank's part of a DistTensor; an ordinary tensor itself.
 const at::Tensor& local_of(const at::Tensor& tensor);
 
-/// A DistTensor with these global sizes and strides, without autograd.
+/// Makes a DistTensor with these global sizes and strides, without autograd.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                      at::IntArrayRef strides);
-/// A view that starts at element `offset` of its base's memory, if it had any.
+/// Makes a view that would start at element `offset` of its base's memory, if the base had any.
 at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                           at::IntArrayRef strides, int64_t offset,
                           std::shared_ptr<ViewSource> source);
-/// A parameter.
+/// Makes a parameter.
 at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                                at::IntArrayRef strides,
                                std::shared_ptr<const DistParameter> parameter);

@@ -28,7 +28,7 @@ using torch::autograd::variable_list;
 constexpr const char* kSpec = "spec";
 constexpr const char* kSizes = "sizes";
 
-// What autograd keeps of a DistTensor's place.
+// A DistTensor's spec in a form that autograd can keep.
 struct SpecHolder : torch::CustomClassHolder {
   explicit SpecHolder(DistSpecPtr held) : spec(std::move(held)) {}
   const DistSpecPtr spec;
@@ -44,14 +44,15 @@ DistSpecPtr kept_spec(AutogradContext* context) {
       ->spec;
 }
 
-// Of a gradient: every rank's term of a pending reduction has the gradient of the result.
+// Placements of a gradient: every rank's term of a pending reduction has the gradient of the
+// result.
 Placements placements_of_gradient(const DistSpec& spec) { return without_partial(spec.placements); }
 
 DistSpecPtr make_spec(const DeviceMesh& mesh, Placements placements, int64_t tensor_ndim) {
   return intern(mesh, normalize(std::move(placements), mesh.ndim(), tensor_ndim));
 }
 
-// A split cuts a dim evenly, and alone.
+// A split must cut its dim evenly, and no other mesh dim may shard that dim.
 void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef sizes) {
   for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
     if (!is_split(spec.placements[i])) continue;
@@ -66,7 +67,7 @@ void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef si
   }
 }
 
-// A gradient that came out of ordinary tensors alone is the same on all ranks.
+// A gradient that was computed from ordinary tensors alone is the same on all ranks.
 at::Tensor as_dist(const at::Tensor& gradient, const DeviceMesh& mesh) {
   return is_dist(gradient) ? gradient : distribute(gradient, mesh, {});
 }
@@ -114,7 +115,7 @@ struct ToLocal : Function<ToLocal> {
   }
 };
 
-// By its name, ranks know parameters apart that are alike otherwise.
+// By its name, ranks distinguish parameters that are otherwise alike.
 std::string subject_of(const DistMeta& meta) {
   const bool has_name = meta.parameter && !meta.parameter->name.empty();
   return has_name ? "redistributed tensor (parameter '" + meta.parameter->name + "')"

@@ -17,7 +17,7 @@ namespace {
 
 struct Checked {
   DeviceMesh mesh;
-  c10::weak_intrusive_ptr<c10::GeneratorImpl> generator;  // keeps its address from being used again
+  c10::weak_intrusive_ptr<c10::GeneratorImpl> generator;  // keeps its address from being reused
 };
 
 std::string digest_of(at::Generator& generator) {

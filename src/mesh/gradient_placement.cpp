@@ -15,7 +15,7 @@ namespace {
 
 // A type of its own, so that it can be found among the hooks of a tensor.
 struct PlaceGradient {
-  // The leaf owns its hooks: they must not own it. It may get other placements later.
+  // The leaf owns its hooks, so they must not own it. Its placements may change later.
   c10::weak_intrusive_ptr<c10::TensorImpl> leaf;
 
   at::TensorBase operator()(const at::TensorBase& gradient) const {
@@ -26,7 +26,7 @@ struct PlaceGradient {
     const DeviceMesh& mesh = meta->spec->mesh;
     const bool has_own = meta->parameter && meta->parameter->gradients;
     const at::Tensor given(gradient);
-    // A gradient that came out of ordinary tensors alone is the same on all ranks.
+    // A gradient that was computed from ordinary tensors alone is the same on all ranks.
     return redistribute(
         is_dist(given) ? given : distribute(given, mesh, {}), mesh,
         has_own ? meta->parameter->gradients->placements : without_partial(meta->spec->placements));
@@ -50,12 +50,13 @@ struct ReduceGradient {
     for (size_t i = 0; i < now.size(); ++i) {
       if (is_partial(now[i])) result[i] = own[i];
     }
-    // A dim of the tensor is then cut by the mesh dims that cut it, or by those of the gradient.
+    // A dim of the tensor is then cut by the tensor's mesh dims, or by the gradient's, but by no
+    // mix of them.
     return result == own ? result : without_partial(now);
   }
 };
 
-// The view's base, if its gradient is that of the view, or smaller.
+// The view's base, if the base's gradient is as large as that of the view, or smaller.
 at::Tensor whole_of(const at::Tensor& tensor) {
   if (!tensor.is_view()) return tensor;
   const at::Tensor base(tensor._base());

@@ -44,7 +44,7 @@ std::vector<int64_t> part_sizes(at::IntArrayRef sizes, int64_t dim, int64_t part
   return with_size(sizes, dim, range.end - range.begin);
 }
 
-// Where the parts of all ranks along `dim` lie in a flat buffer, one after the other.
+// Bounds of the parts of all ranks along `dim` in a flat buffer, one after the other.
 std::vector<int64_t> flat_bounds(at::IntArrayRef sizes, int64_t dim, int64_t parts) {
   std::vector<int64_t> bounds{0};
   for (int64_t r = 0; r < parts; ++r)
@@ -81,7 +81,7 @@ class Conversion {
     return part_along(local_, dim, line_.size(), line_.rank());
   }
 
-  // From one term per rank to the reduced whole.
+  // Reduces one term per rank to the whole.
   at::Tensor all_reduce(PartialOp op) const {
     if (op == PartialOp::kProd)
       return combine(receive_terms(sizes_, std::vector<at::Tensor>(line_.size(), flat(local_))),
@@ -91,7 +91,7 @@ class Conversion {
     return op == PartialOp::kAvg ? average(whole) : whole;
   }
 
-  // From one term per rank to this rank's part of the whole.
+  // Reduces one term per rank to this rank's part of the whole.
   at::Tensor reduce_scatter(PartialOp op, int64_t dim) const {
     const auto own = part_sizes(sizes_, dim, line_.size(), line_.rank());
     if (op != PartialOp::kSum && op != PartialOp::kAvg)
@@ -121,15 +121,15 @@ class Conversion {
     return at::cat(received, from);
   }
 
-  // A term per rank, which reduce to what `local_` is on all of them.
+  // This rank's term: the terms of all ranks reduce to `local_`, which all of them have.
   at::Tensor term(PartialOp op) const {
     if (line_.rank() == 0) return local_;
     if (op == PartialOp::kSum || op == PartialOp::kNorm) return at::zeros_like(local_);
     if (op == PartialOp::kProd) return at::ones_like(local_);
-    return local_;  // what reduces with itself to itself
+    return local_;  // reduced with itself, it stays the same
   }
 
-  // This rank's part in zeros: a sum of such terms is the whole, and so is their norm.
+  // This rank's part, padded with zeros: the sum of such terms is the whole, and so is their norm.
   at::Tensor padded(int64_t dim) const {
     const at::Tensor whole = at::zeros(sizes_, local_.options());
     part_along(whole, dim, line_.size(), line_.rank()).copy_(local_);
@@ -165,7 +165,7 @@ class Conversion {
     work->wait_inputs();
   }
 
-  // What goes to each rank if the tensor gets cut along `dim`.
+  // The part for each rank if the tensor is cut along `dim`.
   std::vector<at::Tensor> parts_along(int64_t dim) const {
     std::vector<at::Tensor> parts;
     for (int r = 0; r < line_.size(); ++r)
@@ -173,7 +173,7 @@ class Conversion {
     return parts;
   }
 
-  // Every rank's term of this rank's result, which has `sizes`.
+  // Receives every rank's term of this rank's result, which has `sizes`.
   std::vector<at::Tensor> receive_terms(at::IntArrayRef sizes, std::vector<at::Tensor> sent) const {
     std::vector<at::Tensor> terms;
     for (int r = 0; r < line_.size(); ++r) terms.push_back(at::empty(sizes, local_.options()));
@@ -181,7 +181,7 @@ class Conversion {
     return terms;
   }
 
-  // In rank order, so that all ranks get the same bits.
+  // Combines in rank order, so that all ranks get the same bits.
   static at::Tensor combine(const std::vector<at::Tensor>& terms, PartialOp op) {
     at::Tensor result = terms[0];
     for (size_t r = 1; r < terms.size(); ++r) {
@@ -213,8 +213,8 @@ class Conversion {
 
 bool ignores_zeros(PartialOp op) { return op == PartialOp::kSum || op == PartialOp::kNorm; }
 
-// Squares that keep their sign, so that a value among zeros comes back as it was. In doubles: the
-// square of an ordinary float may be too large for one.
+// Squares that keep their sign, so that a value among zeros is restored as it was. In double: the
+// square of an ordinary float may be too large for a float.
 at::Tensor signed_squares(const at::Tensor& terms) {
   TORCH_CHECK_VALUE(terms.is_floating_point(),
                     "[redistribute] a tensor with placement Partial(norm) must have a floating dtype; got ",
@@ -227,7 +227,7 @@ at::Tensor signed_roots(const at::Tensor& squares, at::ScalarType dtype) {
   return squares.sign().mul(squares.abs().sqrt()).to(dtype);
 }
 
-// Of placements that aren't split.
+// For placements that aren't split.
 at::Tensor convert_plain(const Line& line, const at::Tensor& local, const Placement& from,
                          const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
   if (from == to) return local;
@@ -276,14 +276,14 @@ at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placem
 }
 
 double conversion_cost(const Placement& from, const Placement& to, double nbytes, int64_t ranks) {
-  constexpr double kMessageBytes = 4096;  // about what the latency of a message is worth
+  constexpr double kMessageBytes = 4096;  // roughly the bytes sent in a message's latency
   const auto k = static_cast<double>(ranks);
   const double others = (k - 1) / k;
   if (from == to || is_replicate(from)) return 0;
   const bool is_same_dim = is_shard(from) && is_shard(to, std::get<Shard>(from).dim);
   if (is_shard(from) && is_shard(to) && !is_same_dim) return nbytes * others / k + kMessageBytes;
   const double once = nbytes * others + kMessageBytes;
-  // A pending reduction in place of shards: nothing may be sent now, but the whole is later.
+  // A pending reduction in place of shards: nothing may be sent now, but the whole is sent later.
   if (is_partial(to)) return 2 * once + 1;
   return is_partial(from) && is_replicate(to) ? 2 * once : once;
 }

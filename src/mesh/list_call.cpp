@@ -57,7 +57,7 @@ DistSpecPtr ListCall::find_row(size_t i) const {
   TORCH_CHECK_VALUE(!wants_gradient, "[", op_.schema().name(), "] an ordinary tensor that requires a gradient can't be used together "
                     "with a DistTensor; got them at place ", i, "; distribute() it first");
   const DeviceMesh& mesh = first_meta->spec->mesh;
-  // What is written to stays where it is; other ordinary tensors may be cut as need be.
+  // A tensor that is written to keeps its placements; other ordinary tensors may be cut as needed.
   if (!find_dist_meta(first(i)) && is_written(main_)) return intern(mesh, replicated(mesh));
   const Placements& placements = first_meta->spec->placements;
   const bool keeps = options_.keeps_sums && can_keep_sums(placements);
@@ -84,10 +84,10 @@ bool ListCall::has_equal_sizes() const {
   return true;
 }
 
-// Ranks leave out tensors of meshes that they are not in.
+// A rank leaves out tensors of meshes that it is not in.
 bool ListCall::is_used(size_t i) const { return !rows_[i] || rows_[i]->mesh.is_member(); }
 
-// `part` is what the operator writes to in place of `tensor`.
+// The operator writes to `part` in place of `tensor`.
 void ListCall::note_written(const at::Tensor& tensor, const at::Tensor& part,
                             const DistSpecPtr& spec) {
   const DistMeta* const meta = find_dist_meta(tensor);
@@ -100,7 +100,7 @@ void ListCall::note_written(const at::Tensor& tensor, const at::Tensor& part,
 
 at::Tensor ListCall::local_element(const at::Tensor& tensor, size_t i, bool is_written) {
   DistSpecPtr spec = rows_[i];
-  // The number of steps, say, is one for the whole tensor.
+  // The number of steps, for example, is a single one for the whole tensor.
   if (spec && tensor.sizes() != first(i).sizes()) spec = intern(spec->mesh, replicated(spec->mesh));
   at::Tensor part = spec ? placed(tensor, *spec, op_.schema().name()) : tensor;
   if (options_.needs_memory) part = part.contiguous();
@@ -108,7 +108,7 @@ at::Tensor ListCall::local_element(const at::Tensor& tensor, size_t i, bool is_w
   return part;
 }
 
-// Tensors that stand for one number for all of the list lie on any mesh.
+// Tensors that hold one number for the whole list may be on any mesh.
 at::Tensor ListCall::local_number(const at::Tensor& tensor, bool is_written) {
   const DistMeta* const meta = find_dist_meta(tensor);
   if (!meta) return tensor;
@@ -121,7 +121,7 @@ at::Tensor ListCall::local_number(const at::Tensor& tensor, bool is_written) {
 c10::IValue ListCall::local_list(size_t argument) {
   std::vector<at::Tensor> local;
   for (size_t i = 0; i < lists_[argument].size(); ++i) {
-    // Collective where the tensor is placed anew: also for those that are left out.
+    // Collective where the tensor is placed anew: also done for tensors that are left out.
     const at::Tensor part = local_element(lists_[argument][i], i, is_written(argument));
     if (is_used(i)) local.push_back(part);
   }

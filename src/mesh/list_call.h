@@ -9,35 +9,35 @@
 
 namespace tessera {
 
-/// A call of an operator on lists of tensors: how the tensors at each place are placed for it, and
-/// what becomes of them afterwards.
+/// A call of an operator on lists of tensors: places the tensors at each position of the lists for
+/// the operator, and writes changed values back afterwards.
 class ListCall {
  public:
   struct Options {
-    bool keeps_sums = false;    ///< sums pending in the tensors may stay so
+    bool keeps_sums = false;    ///< sums pending in the tensors may stay pending
     bool needs_memory = false;  ///< kernels read memory as if it were contiguous
-    bool writes_grads = true;   ///< an argument `grads` is written to as the schema says
+    bool writes_grads = true;   ///< an argument `grads` is written to if the schema says so
   };
 
   ListCall(const c10::OperatorHandle& op, torch::jit::Stack arguments, Options options);
 
-  /// How many tensors a list has.
+  /// The number of tensors in a list.
   size_t size() const { return rows_.size(); }
-  /// The placements at a place; null if there are ordinary tensors only.
+  /// The placements at a position; null if all tensors there are ordinary.
   const DistSpecPtr& row(size_t i) const { return rows_[i]; }
-  /// A tensor of the first list.
+  /// The tensor of the first list at a position.
   const at::Tensor& first(size_t i) const { return lists_[main_][i]; }
-  /// False on a rank that is not in the mesh of the tensors at some place.
+  /// False on a rank that is not in the mesh of the tensors at some position.
   bool is_member_of_all() const;
-  /// True if all tensors at each place have equal sizes.
+  /// True if all tensors at each position have equal sizes.
   bool has_equal_sizes() const;
 
-  /// Runs the operator on local parts, and returns its results. Writes to tensors that had to be
-  /// placed anew go back to them.
+  /// Runs the operator on local parts and returns its results. Values written to tensors that had
+  /// to be placed anew are copied back to these.
   torch::jit::Stack run();
 
  private:
-  // A tensor that is written to whose values the operator is given in other memory.
+  // A tensor that is written to, and whose values the operator gets in other memory.
   struct Moved {
     at::Tensor tensor, part;
     DistSpecPtr spec;

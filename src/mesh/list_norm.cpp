@@ -8,7 +8,7 @@
 namespace tessera {
 namespace {
 
-// Tensors whose norms are added up by the same ranks.
+// Tensors whose norms are reduced over the same ranks.
 struct Family {
   const DeviceMesh* mesh;
   std::vector<bool> is_cut;  // by mesh dim
@@ -37,7 +37,7 @@ std::vector<Family> families_of(const std::vector<DistSpecPtr>& specs) {
   return families;
 }
 
-// |a, b| = (|a|^p + |b|^p)^(1/p); of order 0 the number of elements, of infinite order the largest.
+// |a, b| = (|a|^p + |b|^p)^(1/p); order 0: the number of elements; infinite order: the largest.
 void combine(const Family& family, std::vector<at::Tensor>& norms, double order) {
   std::vector<at::Tensor> own;
   for (const size_t i : family.members) own.push_back(norms[i].to(at::kDouble));

@@ -8,9 +8,9 @@
 
 namespace tessera {
 
-/// Norms of order `order`, at least 0, of tensors of which `norms` are those of this rank's parts;
-/// `specs` says how they lie, null for ordinary tensors. Collective over each mesh with sharded
-/// tensors, once for those that are sharded over the same mesh dims.
+/// Returns the norms of order `order`, at least 0, of whole tensors. `norms` are those of this
+/// rank's parts; `specs` are their placements, null for ordinary tensors. Collective over each mesh
+/// with sharded tensors, once for all tensors that are sharded over the same mesh dims.
 std::vector<at::Tensor> global_norms(std::vector<at::Tensor> norms,
                                      const std::vector<DistSpecPtr>& specs, double order);
 

@@ -20,10 +20,10 @@ namespace tessera {
 
 // [Note: Operators on lists]
 //
-// LibTorch's foreach operators are, on the CPU, loops over operators on single tensors, which know
-// DistTensors; so whatever has no shorter way here is left to that loop. The shorter way, for
-// elementwise operators, is to place the tensors, and to run the operator on lists of local parts:
-// one trip through the dispatcher per list in place of one per tensor.
+// On the CPU, LibTorch's foreach operators are loops over operators on single tensors, which
+// support DistTensors; operators without a shorter way here are left to that loop. The shorter way,
+// for elementwise operators, is to place the tensors and to run the operator on lists of local
+// parts: one trip through the dispatcher per list in place of one per tensor.
 namespace {
 
 using torch::jit::Stack;
@@ -37,7 +37,7 @@ bool is_fused_step(std::string_view name) {
   return name.starts_with("aten::_fused_ad") || name.starts_with("aten::_fused_sgd");
 }
 
-// Of all tensors at a place together: f(a + b) = f(a) + f(b).
+// True if f(a + b) = f(a) + f(b), in all tensors at a position together.
 bool is_linear(const c10::FunctionSchema& schema) {
   static const auto* const names =
       new std::set<std::string>{"add.List",   "sub.List",       "mul.Scalar",  "mul.ScalarList",
@@ -56,7 +56,7 @@ bool is_elementwise(std::string_view name) {
   return true;
 }
 
-// The operator as the loop or the composition that it is on the CPU, of operators on DistTensors.
+// Calls the operator as LibTorch composes it on the CPU, of operators on DistTensors.
 void call_composed(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
   stack->insert(stack->end(), arguments.begin(), arguments.end());
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -82,7 +82,7 @@ void call_elementwise(const c10::OperatorHandle& op, Stack arguments, Stack* sta
   }
 }
 
-// Kernels want at least one element for the largest.
+// Kernels need at least one element to find the largest.
 std::vector<at::Tensor> filled(std::vector<at::Tensor> parts) {
   for (at::Tensor& part : parts) {
     if (part.numel() == 0) part = at::zeros({1}, part.options());
@@ -122,7 +122,7 @@ void call_fused_step(const c10::OperatorHandle& op, Stack arguments) {
   ListCall(op, std::move(arguments), {.needs_memory = true, .writes_grads = scales}).run();
 }
 
-// What one rank finds in its parts, all ranks of the mesh must know.
+// Shares the findings with all ranks of the mesh: each rank has checked its own parts only.
 void share_findings(const ListCall& call, const at::Tensor& found) {
   std::vector<const DeviceMesh*> meshes;
   for (size_t i = 0; i < call.size(); ++i) {

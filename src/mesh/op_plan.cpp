@@ -36,7 +36,7 @@ TensorInfo info_of(const at::Tensor& tensor) {
   return {tensor.sizes().vec(), tensor.scalar_type()};
 }
 
-// Of the operator on tensors without data; nothing where LibTorch can't do that.
+// Outputs of the operator on tensors without data; nullopt where LibTorch can't compute them.
 std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle& op,
                                                        at::ArrayRef<c10::IValue> arguments) {
   const auto results = run_on_meta(op, arguments);
@@ -49,14 +49,14 @@ std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle
   return outputs;
 }
 
-// Rules of this family see no real numbers, so that plans need not be told apart by them: the
-// factors of optimizers change with each step.
+// Rules of this family see no real numbers, so plans need not be distinguished by them: the factors
+// of optimizers change with each step.
 bool is_elementwise(const RuleEntry& entry) {
   const auto rules = elementwise_rules();
   return &entry >= rules.data() && &entry < rules.data() + rules.size();
 }
 
-// What a rule sees of the arguments.
+// The arguments as a rule of that family sees them.
 torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
   torch::jit::Stack seen;
   for (const c10::IValue& value : arguments)
@@ -64,7 +64,7 @@ torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
   return seen;
 }
 
-// The output's size, and strides if the operator takes them, of this rank's part.
+// Sets the size of this rank's part of the output, and its strides if the operator takes them.
 void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, const DistSpec& spec) {
   const auto sizes = local_sizes_of(spec, call.outputs[0].sizes);
   for (size_t i = 0; i < call.arguments.size(); ++i) {
@@ -75,7 +75,7 @@ void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, con
   }
 }
 
-// Throws unless all inputs broadcast to the output, and those that are written have its sizes.
+// Throws unless all inputs broadcast to the output, and those that are written to have its sizes.
 void check_broadcast(const OpCall& call, const std::vector<PlacedInput>& inputs) {
   const TensorInfo& output = call.outputs[0];
   for (size_t t = 0; t < inputs.size(); ++t) {
@@ -89,8 +89,8 @@ void check_broadcast(const OpCall& call, const std::vector<PlacedInput>& inputs)
   }
 }
 
-// Returns false if nothing tells how large the outputs are. Wrong shapes are errors here, on all
-// ranks alike: local parts may fit on some of them.
+// Returns false if the sizes of the outputs can't be determined. Wrong shapes are errors here, on
+// all ranks alike: local parts may fit on some of them.
 bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                       const RuleEntry& entry, const std::vector<PlacedInput>& inputs, OpCall& call,
                       OpPlan& plan) {

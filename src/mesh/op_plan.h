@@ -19,29 +19,29 @@ struct OpPlan {
   struct Output {
     DistSpecPtr spec;
     std::vector<int64_t> sizes, strides;
-    int64_t offset = 0;  ///< of a view: where it starts, from where its base does
+    int64_t offset = 0;  ///< of a view: its start, relative to that of its base
   };
-  /// Per tensor among the arguments: the placements it is given before the call.
+  /// Per tensor among the arguments: its placements during the call.
   std::vector<DistSpecPtr> inputs;
   std::vector<Output> outputs;
-  /// Those among them, in order, that every rank has whole to compute parts of the outputs: their
-  /// gradients come as terms.
+  /// Indices, in order, of the inputs that every rank has whole to compute parts of the outputs:
+  /// their gradients arrive as terms.
   std::vector<size_t> whole_inputs;
-  /// Arguments that are replaced by what suits the local part.
+  /// Arguments that are replaced by values that suit the local part.
   std::vector<std::pair<size_t, c10::IValue>> arguments;
-  /// The local part gets these sizes in place of a call. It need not be laid out as the whole is:
-  /// a view of it may have to be a copy.
+  /// The local part is reshaped to these sizes in place of a call. Its layout may differ from that
+  /// of the whole: a view of it may have to be a copy.
   std::optional<std::vector<int64_t>> reshape;
   bool is_view = false;  ///< results are views of the first argument
-  bool writes = false;   ///< to one of its arguments
+  bool writes = false;   ///< writes to one of its arguments
   /// See `RuleEntry::local`; null where the operator is called as it is.
   LocalKernel local = nullptr;
-  /// Per tensor among the arguments, for `local`: which part of it this rank has.
+  /// Per tensor among the arguments, for `local`: the part of it that this rank has.
   std::vector<LocalPart> parts;
 };
 
-/// Makes the plan of a call whose tensors lie on `mesh`; nothing if the operator has no rule, or if
-/// none of its strategies leaves the tensors it writes to where they are.
+/// Makes the plan of a call whose tensors are on `mesh`; nullopt if the operator has no rule, or if
+/// each of its strategies would move a tensor that it writes to.
 std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                               const DeviceMesh& mesh);
 
@@ -51,8 +51,8 @@ bool returns_views(const c10::FunctionSchema& schema);
 /// True if the operator's plans don't depend on the real numbers among its arguments.
 bool ignores_reals(const c10::FunctionSchema& schema);
 
-/// The one `DistSpec` of this thread for a mesh and normalized placements, so that equal ones can
-/// be told by their address.
+/// Returns this thread's only `DistSpec` for a mesh and normalized placements, so that equal ones
+/// can be recognized by their address.
 DistSpecPtr intern(const DeviceMesh& mesh, Placements placements);
 
 }  // namespace tessera

@@ -35,7 +35,7 @@ bool changes_shape(const std::string& name) {
   return names->contains(name);
 }
 
-// Equal but for the arguments that are written to.
+// True if the schemas are equal except for the arguments that are written to.
 bool is_functional_of(const c10::FunctionSchema& functional, const c10::FunctionSchema& schema) {
   std::vector<c10::Argument> inputs;
   for (const c10::Argument& argument : schema.arguments()) {
@@ -48,7 +48,7 @@ bool is_functional_of(const c10::FunctionSchema& functional, const c10::Function
                                             });
 }
 
-// "aten::add.Tensor" for "aten::add.out", "aten::t" for "aten::t_"; none if there is no such.
+// "aten::add.Tensor" for "aten::add.out", "aten::t" for "aten::t_"; nullopt if there is none.
 std::optional<c10::OperatorHandle> find_functional(const c10::FunctionSchema& schema) {
   std::string name = schema.name();
   if (name.ends_with('_')) name.pop_back();
@@ -69,7 +69,7 @@ const std::optional<c10::OperatorHandle>& functional_of(const c10::FunctionSchem
   return known.emplace(&schema, find_functional(schema)).first->second;
 }
 
-// What `result` is becomes what `tensor` is.
+// Gives `tensor` the sizes, strides, placements and local part of `result`.
 void become(const at::Tensor& tensor, const at::Tensor& result) {
   at::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
@@ -102,7 +102,7 @@ void write(const at::Tensor& out, const at::Tensor& result, const std::string& n
   }
 }
 
-// Operators that take `out`'s dtype where none is asked for.
+// For operators that use the dtype of `out` if none is asked for.
 void ask_for_dtype(const c10::FunctionSchema& functional, const at::Tensor& out, Stack& inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     const bool is_dtype = functional.arguments()[i].name() == "dtype" && inputs[i].isNone();
@@ -110,7 +110,7 @@ void ask_for_dtype(const c10::FunctionSchema& functional, const at::Tensor& out,
   }
 }
 
-// Of an operator that has no such form: it writes to ordinary tensors, on every rank.
+// For an operator without a functional form: it writes to ordinary tensors, on every rank.
 Stack run_whole(const c10::OperatorHandle& op, const Stack& arguments, const DeviceMesh& mesh) {
   const c10::FunctionSchema& schema = op.schema();
   TORCH_CHECK_NOT_IMPLEMENTED(mesh.is_member(), "[", schema.name(), "] into a DistTensor can't be called by a rank that is "

@@ -21,7 +21,8 @@ Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IVal
   return results ? std::move(*results) : run_on_constants(op, arguments);
 }
 
-// What the ranks of the mesh do to the arguments of an operator that does not write to them.
+// Follows the ranks of the mesh in placing the arguments of an operator that does not write to
+// them.
 void note_placed(at::ArrayRef<c10::IValue> arguments, const OpPlan* plan,
                  const DistSpecPtr& whole) {
   size_t input = 0;

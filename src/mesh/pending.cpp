@@ -16,7 +16,7 @@ DistMeta* meta_of(const at::Tensor& tensor) {
   return static_cast<DistMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-// True if all that changes from one to the other is that reductions are done.
+// True if pending reductions are all that changes from one to the other, and they get done.
 bool only_reduces(const Placements& from, const Placements& to) {
   if (from == to) return false;
   for (size_t i = 0; i < from.size(); ++i) {
@@ -27,7 +27,7 @@ bool only_reduces(const Placements& from, const Placements& to) {
 
 bool can_reduce(const DistMeta& meta, const at::Tensor& tensor, const DistSpec& wanted) {
   if (keeps_terms || !meta.reduces_once) return false;
-  // A copy follows what it was made of by the version, which inference tensors don't have.
+  // A copy follows its base by the version, which inference tensors don't have.
   if (meta.is_shown && !tensor.unsafeGetTensorImpl()->version_counter().enabled()) return false;
   return only_reduces(meta.spec->placements, wanted.placements);
 }

@@ -16,7 +16,7 @@
 namespace tessera {
 namespace {
 
-// In place of what is no number.
+// Written in place of, or before, values that are not integers.
 enum Mark : int64_t {
   kUndefined = -1,
   kOrdinary = -2,
@@ -28,7 +28,7 @@ enum Mark : int64_t {
   kDevice = -8,
 };
 
-// Whether its rule looks at real numbers, remembered by operator.
+// Whether the operator's rule depends on real numbers; cached by operator.
 bool asks_for_reals(const c10::FunctionSchema& schema) {
   thread_local std::unordered_map<const c10::FunctionSchema*, bool> known;
   const auto found = known.find(&schema);

@@ -27,19 +27,19 @@ namespace tessera {
 
 // [Note: Random numbers of DistTensors]
 //
-// A generator gives numbers one after the other, so what a rank's part is to get depends on all
-// numbers before it. Each rank therefore draws those of the whole tensor, into memory that it gives
-// back at once, and keeps its own: they are those of one process, whatever the placements, nothing
-// is sent, and the generators of all ranks stay in step, also with those of ranks that are not in
-// the mesh. They must start in one state, which is looked at once.
+// A generator yields numbers one after the other, so the numbers of a rank's part depend on all
+// numbers before them. Each rank therefore draws the numbers of the whole tensor, into memory that
+// it frees at once, and keeps those of its part: they are the numbers that one process would draw,
+// for any placements; nothing is sent; and the generators of all ranks stay in step, also of ranks
+// that are not in the mesh. They must start in the same state, which is checked once.
 namespace {
 
 using torch::jit::Stack;
 
 enum class Kind {
-  kFills,    // writes numbers, whatever was there
+  kFills,    // overwrites a tensor with numbers
   kMakes,    // makes a tensor of numbers like another one
-  kChanges,  // element by element, each with a number of its own
+  kChanges,  // changes each element, with a number of its own
 };
 
 const Kind* kind_of(const std::string& name) {
@@ -66,14 +66,14 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
   return device.is_cpu() ? default_generator() : at::globalContext().defaultGenerator(device);
 }
 
-// Memory as that of the whole tensor would lie, with nothing in it.
+// Uninitialized memory, laid out as that of the whole tensor would be.
 at::Tensor room_for(const at::Tensor& tensor) {
   const auto& options = find_dist_meta(tensor)->local.options();
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
-// What this rank has of a whole tensor, as a view; the parts of blocks of a split dim are there a
-// dim of their own.
+// This rank's part of a whole tensor, as a view, in which the blocks of a split dim are a dim of
+// their own.
 at::Tensor own_view(at::Tensor whole, const DistSpec& spec) {
   Placements boxes = spec.placements;
   std::vector<std::pair<Shard, size_t>> splits;  // and their mesh dims
@@ -91,7 +91,7 @@ at::Tensor own_view(at::Tensor whole, const DistSpec& spec) {
   return whole;
 }
 
-// The whole tensor with zeros where other ranks have something.
+// The whole tensor, with zeros in the parts of other ranks.
 at::Tensor with_own_part(const at::Tensor& tensor, const DistSpec& spec) {
   const at::Tensor own = placed(tensor, spec, "drawn tensor");
   at::Tensor whole = room_for(tensor).zero_();
@@ -106,14 +106,14 @@ at::Tensor part_of(const at::Tensor& whole, const DistSpec& spec) {
   return placed(whole, spec, "drawn tensor");
 }
 
-// A DistTensor that does not hold on to the memory of the whole.
+// Makes a DistTensor that does not keep the memory of the whole alive.
 at::Tensor make_result(const at::Tensor& whole, const DistSpecPtr& spec) {
   const at::Tensor part = part_of(whole, *spec);
   return make_dist(part.numel() < whole.numel() ? part.clone() : part, spec, whole.sizes(),
                    whole.strides());
 }
 
-// What the operator is given in place of its first tensor and of others: probabilities and bounds.
+// Replaces the operator's first tensor and others, probabilities and bounds, by whole tensors.
 Stack whole_arguments(const c10::FunctionSchema& schema, Kind kind, const Stack& arguments,
                       const DistSpec& spec) {
   Stack whole;

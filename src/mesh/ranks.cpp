@@ -8,7 +8,7 @@
 namespace tessera {
 namespace {
 
-// The parts, each after its length, as one text, and back.
+// Packs the parts into one text, each after its length, and unpacks them again.
 std::string pack(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += std::to_string(part.size()) + ":" + part;

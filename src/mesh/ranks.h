@@ -11,13 +11,13 @@
 namespace tessera {
 
 /// The ranks of several process groups that cross each other, as those of a mesh do: the ranks of
-/// one line have the same place in all other lines. Rank 0 has rank 0 in all of them; the first
-/// process group counts fastest.
+/// one line have the same rank in all other lines. Rank 0 is rank 0 in all of them; the rank in the
+/// first process group varies fastest.
 class Ranks {
  public:
   /// The process groups must outlive this.
   explicit Ranks(std::vector<ProcessGroup*> lines);
-  /// All that train parts of one model; see `ShardMesh`.
+  /// All ranks that train parts of one model; see `ShardMesh`.
   static Ranks of(const ShardMesh& mesh) {
     return Ranks({&mesh.shard(), &mesh.replicate(), &mesh.parts()});
   }
@@ -26,7 +26,7 @@ class Ranks {
   int size() const { return size_; }
   std::chrono::milliseconds timeout() const { return lines_.front()->timeout(); }
 
-  /// Each rank's `bytes`, by rank. Collective; blocks.
+  /// Gathers each rank's `bytes`, by rank. Collective; blocks.
   std::vector<std::string> all_gather_bytes(const std::string& bytes,
                                             const CollectiveTag& tag) const;
 

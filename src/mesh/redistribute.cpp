@@ -17,11 +17,11 @@ namespace tessera {
 
 // [Note: Changing several placements]
 //
-// Along each mesh dim a placement is changed by the ranks of a line, for the tensor that these
-// ranks have together. If several mesh dims cut one tensor dim, the outer ones cut first, and an
-// inner one cuts what they leave to a line. So an outer cut can't be made or undone while an inner
-// one of the same dim stands: the inner one is gathered first and made again afterwards. So it is
-// with reductions by different operators: the inner one is done first, and begun last.
+// Along each mesh dim, the ranks of a line change a placement, for the tensor that these ranks have
+// together. If several mesh dims cut one tensor dim, the outer ones cut first, and an inner one
+// cuts the part that they leave to a line. So an outer cut can't be made or undone while an inner
+// one of the same dim exists: the inner one is gathered first and made again afterwards. The same
+// holds for reductions by different operators: the inner one is done first, and made pending last.
 namespace {
 
 bool adds(const Placement& placement) {
@@ -29,7 +29,7 @@ bool adds(const Placement& placement) {
   return op == PartialOp::kSum || op == PartialOp::kAvg;
 }
 
-// True if an outer placement can't change while an inner one stands, or the other way round.
+// True if an outer placement can't change while the inner one exists, or vice versa.
 bool clash(const Placement& a, const Placement& b) {
   if (is_shard(a)) return is_shard(b, std::get<Shard>(a).dim);
   return is_partial(a) && is_partial(b) && a != b && !(adds(a) && adds(b));
@@ -58,8 +58,8 @@ class Converter {
  private:
   int64_t ndim() const { return static_cast<int64_t>(now_.size()); }
 
-  // A mesh dim that can be changed at once and for good: reductions that shrink what others have to
-  // move first, then what needs no message, then the rest.
+  // A mesh dim that can change at once to its final placement: first reductions that shrink the
+  // data that others have to move, then changes that need no message, then the rest.
   int64_t next_free() const {
     int64_t best = -1;
     double least = 0;
@@ -84,7 +84,7 @@ class Converter {
     return true;
   }
 
-  // The innermost that some change has to wait for.
+  // The innermost mesh dim that some change has to wait for.
   int64_t innermost_in_the_way() const {
     for (int64_t inner = ndim() - 1; inner >= 0; --inner) {
       for (int64_t i = 0; i < inner; ++i) {
@@ -105,8 +105,8 @@ class Converter {
                          subject_of_change(from, to, sizes));
   }
 
-  // Part of what ranks compare before they take each other's tensors: those of other sizes or
-  // placements may have as many elements.
+  // Part of the text that ranks compare before they accept each other's tensors: tensors of other
+  // sizes or placements may have as many elements.
   std::string subject_of_change(const Placement& from, const Placement& to,
                                 at::IntArrayRef sizes) const {
     return fmt::format("{} ([{}], {} to {})", subject_, fmt::join(sizes, ", "), to_string(from),
@@ -126,8 +126,8 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
                    at::IntArrayRef sizes, std::string_view subject) {
   if (from.placements == to || !from.mesh.is_member()) return local;
   at::NoGradGuard no_grad;
-  // Process groups read memory as it is: that of a sharded unit must be gathered first, which any
-  // operator that reads it does.
+  // Process groups read memory as it is: the memory of a sharded unit must be gathered first, which
+  // any operator that reads it does.
   const bool is_watched = local.key_set().has(kUnitKey);
   return Converter(from, to, sizes, subject).run(is_watched ? local.clone() : local);
 }

@@ -9,21 +9,21 @@
 
 namespace tessera {
 
-/// This rank's part of a tensor of global `sizes` after its placements change from those of `from`
-/// to `to` on the same mesh. Without autograd; collective over the mesh. The result may share
-/// memory with `local`.
+/// Returns this rank's part of a tensor of global `sizes` after its placements change from those of
+/// `from` to `to` on the same mesh. Without autograd; collective over the mesh. The result may
+/// share memory with `local`.
 at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placements& to,
                    at::IntArrayRef sizes, std::string_view subject);
 
-/// The same onto another mesh: collective over the ranks of both. A rank that is not in the new
+/// The same, onto another mesh: collective over the ranks of both. A rank that is not in the new
 /// mesh gets an empty tensor.
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
                     at::IntArrayRef sizes, std::string_view subject);
 
-/// Sizes of this rank's part; those of an empty tensor on a rank that is not in the mesh.
+/// Returns the sizes of this rank's part; those of an empty tensor on a rank outside the mesh.
 std::vector<int64_t> local_sizes_of(const DistSpec& spec, at::IntArrayRef sizes);
 
-/// A guess of what `convert()` costs (see `conversion_cost()`), for a tensor of `nbytes`.
+/// Estimates the cost of `convert()` (see `conversion_cost()`) for a tensor of `nbytes`.
 double cost_of(const DeviceMesh& mesh, const Placements& from, const Placements& to, double nbytes);
 
 }  // namespace tessera

@@ -19,10 +19,10 @@
 
 namespace tessera {
 
-/// A tensor as a rule sees it: the global sizes, and of inputs the dtype.
+/// A tensor as a rule sees it: the global sizes and, for inputs, the dtype.
 struct TensorInfo {
   std::vector<int64_t> sizes;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< so of outputs, if nothing tells
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< also of outputs whose dtype is unknown
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
 };
 
@@ -31,17 +31,17 @@ struct OpCall {
   const c10::FunctionSchema& schema;
   std::span<const c10::IValue> arguments;
   std::vector<TensorInfo> inputs;  ///< all defined tensors among the arguments, in order
-  std::vector<int> first_input;    ///< per argument: its first among `inputs`
+  std::vector<int> first_input;    ///< per argument: the index of its first tensor among `inputs`
   std::vector<TensorInfo> outputs;
   int64_t ranks = 1;  ///< of the whole mesh
 
-  /// The argument of this name; null if the operator does not have one.
+  /// Returns the argument of this name; null if the operator does not have one.
   const c10::IValue* find(std::string_view name) const;
-  /// The same; throws for one that the operator does not have.
+  /// The same; throws if the operator does not have one.
   const c10::IValue& argument(std::string_view name) const;
-  /// Index among `inputs` of the tensor argument of this name; -1 if it is undefined.
+  /// Returns the index among `inputs` of the tensor argument of this name; -1 if it is undefined.
   int input(std::string_view name) const;
-  /// Those of `all`, one for each output, that the argument `output_mask` asks for.
+  /// Returns those of `all`, one for each output, that the argument `output_mask` asks for.
   template <class T>
   std::vector<T> wanted(const std::vector<T>& all) const {
     const auto mask = argument("output_mask").toBoolList();
@@ -51,36 +51,37 @@ struct OpCall {
     }
     return some;
   }
-  /// True if every rank gets some of `size` elements: kernels may not bear empty parts.
+  /// True if every rank gets some of `size` elements: kernels may not support empty parts.
   bool reaches_all(int64_t size) const { return (ranks - 1) * ((size + ranks - 1) / ranks) < size; }
-  /// A dim argument, not negative.
+  /// Returns a dim argument, wrapped to be non-negative.
   int64_t dim(std::string_view name, int64_t ndim) const;
 };
 
-/// One way to compute along one mesh dim: with inputs placed like this on each rank, the operator
-/// on the local parts gives parts of the outputs that are placed like that.
+/// One way to compute along one mesh dim: with inputs of these placements, the operator on each
+/// rank's local parts yields parts of outputs of those placements.
 struct Strategy {
   Placements inputs;
   Placements outputs;
 };
 using Strategies = std::vector<Strategy>;
 
-/// What an operator allows along one mesh dim, from shapes and arguments alone. That everything may
-/// be replicated goes without saying.
+/// Returns the strategies that an operator allows along one mesh dim, from shapes and arguments
+/// alone. Replicating everything is always allowed and need not be listed.
 using Rule = Strategies (*)(const OpCall&);
 
-/// The sizes of the outputs; needed where LibTorch can't compute the operator on meta tensors.
+/// Returns the sizes of the outputs; needed where LibTorch can't compute the operator on meta
+/// tensors.
 using OutputSizes = std::vector<TensorInfo> (*)(const OpCall&);
 
-/// Which part of an input this rank has: a range for each dim of the whole, which has `sizes`.
+/// The part of an input that this rank has: a range for each dim of the whole, which has `sizes`.
 struct LocalPart {
   std::vector<Range> box;
   std::vector<int64_t> sizes;
 };
 
-/// Computes an operator on the local parts, which `stack` holds in place of the tensors: for one
-/// that has to know how large they are, or which part of the whole. `parts` has one for each input.
-/// Leaves the outputs in `stack`.
+/// Computes an operator on the local parts, which `stack` holds in place of the tensors: for an
+/// operator that has to know the sizes of the whole tensors, or which part of them it gets. `parts`
+/// has one for each input. Leaves the outputs in `stack`.
 using LocalKernel = void (*)(const c10::OperatorHandle& op, const std::vector<LocalPart>& parts,
                              torch::jit::Stack& stack);
 
@@ -88,25 +89,26 @@ struct RuleEntry {
   std::string_view name;  ///< of the operator, without namespace; "view.dtype" for one overload
   Rule rule;
   OutputSizes sizes = nullptr;
-  /// The argument that says how large the output is: ranks give their own part's size.
+  /// The argument that gives the size of the output: ranks pass the size of their own part.
   std::string_view size_argument = {};
-  /// The output has nothing of the input's values: it lies where the input does, if it has its
+  /// The output takes no values from the input: it is placed as the input is, if it has the same
   /// size, and is replicated otherwise. There is no `rule`.
   bool creates = false;
-  /// What calls the operator on the local parts; without it the operator is called as it is.
+  /// Calls the operator on the local parts; if null, the operator is called as it is.
   LocalKernel local = nullptr;
-  /// Each way also holds with all its `Shard`s split by one factor: along a dim that is cut, the
-  /// operator does to elements in any order what it does to them in order.
+  /// Each strategy also holds with all its `Shard`s split by one factor: along a dim that is cut,
+  /// reordering the elements before the operator has the same effect as reordering them after it.
   bool splits = false;
-  /// The output has the input's elements in their order: the local part gets the sizes of its place
-  /// in the output, and the operator is not called. It would see the sizes of the part.
+  /// The output has the input's elements in their order: the local part is reshaped to the sizes of
+  /// this rank's part of the output, and the operator, which would see the sizes of the part, is
+  /// not called.
   bool reshapes = false;
 };
 
-/// A sum that is pending.
+/// A pending sum.
 inline constexpr Partial kSum{PartialOp::kSum};
 
-/// The entries, with `splits` for those that have no local kernel.
+/// Returns the entries, with `splits` set for those that have no local kernel.
 template <size_t N>
 constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
   std::array<RuleEntry, N> result = std::to_array(entries);
@@ -114,28 +116,30 @@ constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
   return result;
 }
 
-/// Where `input`, which broadcasts to `output`, lies if that is cut along `dim`: cut alike, or
-/// whole if it has no such dim of that size.
+/// Returns the placement of `input`, which broadcasts to `output`, if `output` is cut along `dim`:
+/// cut alike, or whole if `input` has no such dim of that size.
 Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output);
 
-/// Placements of the inputs: as given for the tensor arguments of these names, `Replicate` for the
-/// others. Names that the operator does not have, and tensors that are undefined, are left out.
+/// Returns placements of the inputs: as given for the tensor arguments of these names, `Replicate`
+/// for the others. Names that the operator does not have, and tensors that are undefined, are left
+/// out.
 Placements placed_by_name(const OpCall& call,
                           const std::vector<std::pair<std::string_view, Placement>>& given);
 
-/// All tensors cut along one dim that they have in common, other than the argument `dim`, along
-/// which every rank needs all elements.
+/// Returns strategies with all tensors cut along one dim that they have in common, other than the
+/// argument `dim`, along which every rank needs all elements.
 Strategies along_other_dims(const OpCall& call);
 
-/// The dims in the argument `dim`, in order: all of them if it names none.
+/// Returns the dims in the argument `dim`, in order; all dims if it names none.
 std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim);
-/// The same; all of them only if there is no such argument: an empty list names none.
+/// The same, but all dims only if there is no such argument: an empty list names none.
 std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim);
 
-/// Adds that a reduction by any operator, pending in all inputs, stays so in the outputs.
+/// Adds a strategy for each reduction operator: pending in all inputs, it stays pending in the
+/// outputs.
 void add_pending(Strategies& ways, const OpCall& call);
 
-/// Sizes of one output: what all inputs broadcast to.
+/// Sizes of a single output, to which all inputs broadcast.
 std::vector<TensorInfo> broadcast_sizes(const OpCall& call);
 
 /// The output has the sizes of the first input, or of the second.
@@ -155,7 +159,7 @@ std::span<const RuleEntry> normalization_rules();
 std::span<const RuleEntry> convolution_rules();
 std::span<const RuleEntry> loss_rules();
 
-/// The rule of an operator: that of the overload, or else of the name; null if it has none.
+/// Returns the rule of an operator: that of the overload, or else of the name; null if it has none.
 const RuleEntry* find_rule(const c10::FunctionSchema& schema);
 
 }  // namespace tessera

@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// "" if all ranks of `dim` stand at the same place of the other dim.
+// "" if all ranks of `dim` have the same rank in the other dim.
 std::string compare_places(ProcessGroup& dim, const char* name, const ProcessGroup& other,
                            const char* other_name) {
   const std::string place = fmt::format("{} of {}", other.rank(), other.size());
@@ -37,7 +37,7 @@ ShardMesh::ShardMesh(ProcessGroupPtr shard, ProcessGroupPtr replicate, ProcessGr
 void ShardMesh::check() const {
   if (size() == 1) return;
   std::string error = compare_places(*shard_, "shard", *replicate_, "replicate");
-  // All ranks compare both dims, whatever they found: others wait for them.
+  // All ranks compare both dims, even after a mismatch: other ranks wait for them.
   if (replicates()) {
     const std::string second = compare_places(*replicate_, "replicate", *shard_, "shard");
     if (error.empty()) error = second;

@@ -33,7 +33,8 @@ std::string module_of(const std::string& parameter) {
   return dot == std::string::npos ? "the root" : "'" + parameter.substr(0, dot) + "'";
 }
 
-// In which module a call is: that of a parameter among its arguments, or after that of the last.
+// The module of a call: that of a parameter among its arguments, or else of the last one used
+// before.
 std::string place_of(at::ArrayRef<c10::IValue> arguments) {
   std::string place;
   for (const c10::IValue& argument : arguments) {

@@ -9,11 +9,11 @@
 
 namespace tessera {
 
-/// True if operators without a rule shall be errors on this thread.
+/// True if operators without a rule are errors on this thread.
 bool is_strict();
 
-/// Remembers that an operator used a parameter, for errors: this or a later operator belongs to its
-/// module.
+/// Records that an operator used a parameter, for errors: this or a later operator belongs to the
+/// parameter's module.
 void note_parameter(const std::shared_ptr<const DistParameter>& parameter);
 
 /// Throws `c10::NotImplementedError`; see `StrictOperators`.

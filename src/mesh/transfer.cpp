@@ -14,9 +14,10 @@
 
 namespace tessera {
 
-// From one mesh to another. Both sides know all boxes (what ranges of the tensor each rank has, and
-// needs), so each works out alone what goes where: a rank that needs a box gets every part of it
-// from one of the ranks that have it, from itself if it is one of them.
+// Moves a tensor from one mesh to another. All ranks know all boxes (the ranges of the tensor that
+// each rank has, and those that it needs), so each computes alone which part goes where: a rank
+// that needs a box gets every part of it from one of the ranks that have it, from itself if it is
+// one of them.
 namespace {
 
 using Box = std::vector<Range>;
@@ -38,7 +39,7 @@ at::Tensor part_of(at::Tensor tensor, const Box& own, const Box& part) {
   return tensor;
 }
 
-// What each rank of a mesh has.
+// The box of each rank of a mesh.
 std::map<int, Box> boxes_of(const DistSpec& spec, at::IntArrayRef sizes) {
   std::map<int, Box> boxes;
   for (const int rank : spec.mesh.ranks())
@@ -47,7 +48,7 @@ std::map<int, Box> boxes_of(const DistSpec& spec, at::IntArrayRef sizes) {
   return boxes;
 }
 
-// For each rank the ranks that have what it has, itself among them.
+// For each rank, the ranks that have the same box, including itself.
 std::map<int, std::vector<int>> replicas_of(const std::map<int, Box>& boxes) {
   std::map<int, std::vector<int>> replicas;
   for (const auto& [rank, box] : boxes) {
@@ -58,7 +59,7 @@ std::map<int, std::vector<int>> replicas_of(const std::map<int, Box>& boxes) {
   return replicas;
 }
 
-// One move of boxes between two sets of ranks.
+// A transfer of boxes between two sets of ranks.
 class Transfer {
  public:
   Transfer(const DistSpec& from, const DistSpec& to, at::IntArrayRef sizes)
@@ -110,8 +111,9 @@ class Transfer {
     return sizes;
   }
 
-  // Empty if nothing goes. Of the ranks that have the same, the receiver itself gives it, or else
-  // one by the receiver's place in its mesh: neighbours ask different ones.
+  // The box that `giver` sends to `receiver`, empty if none. Of the ranks that have the same box,
+  // the receiver itself gives it, or else one that is chosen by the receiver's position among the
+  // receivers, so that neighbours ask different ones.
   Box what_goes(int giver, int receiver) const {
     const auto source = sources_.find(giver), target = targets_.find(receiver);
     if (source == sources_.end() || target == targets_.end()) return {};
@@ -135,8 +137,9 @@ class Transfer {
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
                     at::IntArrayRef sizes, std::string_view subject) {
   at::NoGradGuard no_grad;
-  // Pending reductions are done where their terms are, and made again where they are wanted; so
-  // are splits, whose parts are no boxes. A scalar travels as a tensor of one element.
+  // Pending reductions are done on the mesh of their terms, and made pending again where they are
+  // wanted; likewise splits, whose parts are not boxes. A scalar is sent as a tensor of one
+  // element.
   const DistSpec whole{from.mesh, without_splits(without_partial(from.placements))};
   const DistSpec placed{to.mesh, without_splits(without_partial(to.placements))};
   const at::Tensor reduced = convert(local, from, whole.placements, sizes, subject);

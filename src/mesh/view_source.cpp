@@ -10,15 +10,15 @@ namespace tessera {
 
 // [Note: Views that are copies]
 //
-// A view of a DistTensor mostly is a view of the local part: both show one memory, as they should.
+// A view of a DistTensor mostly is a view of the local part: both share memory, as they should.
 // Where a rank needs elements that it does not have (a row of a tensor that is cut by rows), the
-// base is placed anew first, and the view shows that copy. So that a program can't tell, a write to
-// the view is followed by one to the base, and a read by a look at the base's version, which
-// autograd counts up with each write to the base or to a view of it: all of them share one. If it
-// is not the one that the copy was made at, the copy is made again, in place.
+// base is placed anew first, and the view shows that copy. To hide this from the program, a write
+// to the view is followed by a write to the base, and a read first checks the base's version, which
+// autograd increments with each write to the base or to a view of it: they all share one. If it
+// differs from the version at which the copy was made, the copy is made again, in place.
 namespace {
 
-// Inference tensors have none; their copies are always made again.
+// Inference tensors have no version; their copies are always made again.
 constexpr int64_t kUnknown = -1;
 
 int64_t current(const c10::VariableVersion& version) {
@@ -30,7 +30,7 @@ c10::intrusive_ptr<const DistMeta> shared_meta(const at::Tensor& tensor) {
       tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr());
 }
 
-// What `tensor` is now, for when it will be something else.
+// The present meta of `tensor`, which is about to change.
 c10::intrusive_ptr<const DistMeta> copy_of_meta(const at::Tensor& tensor) {
   const DistMeta& meta = *find_dist_meta(tensor);
   return c10::make_intrusive<DistMeta>(meta.local, meta.spec, meta.source, meta.parameter);
@@ -76,7 +76,7 @@ void ViewSource::refresh() {
 void ViewSource::write_back() {
   const at::Tensor placed = copy_.reshape(placed_sizes_);
   write_part(*base_, sizes_, placed, *spec_, "view of a DistTensor");
-  // Autograd counts the write when the operator has returned.
+  // Autograd counts the write only after the operator has returned.
   if (seen_ != kUnknown) seen_ = current(version_) + 1;
 }
 

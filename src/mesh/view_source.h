@@ -11,22 +11,23 @@
 
 namespace tessera {
 
-/// What a view was made of whose local part could not show the memory of its base's local part,
-/// because the base had to be placed or laid out anew. Shared by all views that show that copy.
-/// See [Note: Views that are copies] in mesh/view_source.cpp.
+/// The base of a view that had to be backed by a copy: the local part of the view could not share
+/// the memory of its base's local part, because the base had to be placed or laid out anew. Shared
+/// by all views of that copy. See [Note: Views that are copies] in mesh/view_source.cpp.
 class ViewSource {
  public:
-  /// `copy` has the values of `base` placed as `spec` says, and `placed_sizes` before it was given
-  /// other sizes.
+  /// `copy` has the values of `base`, placed as `spec` says; `placed_sizes` are its sizes before it
+  /// was reshaped.
   ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
              at::IntArrayRef placed_sizes);
-  /// Of a tensor itself, which from now on shows `copy`: its values placed as `spec` says.
+  /// For a tensor itself, which from now on shows `copy`: its values, placed as `spec` says.
   ViewSource(const at::Tensor& tensor, DistSpecPtr spec, at::Tensor copy);
 
-  /// To be called before a view is read: takes over what was written to the base since.
+  /// Must be called before a view is read: copies again if the base has been written to since.
   /// Collective over the mesh.
   void refresh();
-  /// To be called after a write to a view: the base gets it. Collective over the mesh.
+  /// Must be called after a write to a view: writes the values to the base. Collective over the
+  /// mesh.
   void write_back();
 
  private:
@@ -38,18 +39,18 @@ class ViewSource {
   int64_t seen_;
 };
 
-/// The local part of a DistTensor; if it is a copy, with the values that its base has now.
+/// Returns the local part of a DistTensor; if it is a copy, with the current values of its base.
 inline const at::Tensor& local_part(const DistMeta& meta) {
   if (meta.source) meta.source->refresh();
   return meta.local;
 }
 
-/// Gives a DistTensor of these global sizes the values of `part`, which lies as `spec` says on the
-/// same mesh. Collective over it.
+/// Writes the values of `part`, which is placed as `spec` says on the same mesh, to a DistTensor of
+/// these global sizes. Collective over the mesh.
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
                 const DistSpec& spec, std::string_view subject);
 
-/// To be called after an operator wrote to `meta.local`.
+/// Must be called after an operator wrote to `meta.local`.
 inline void wrote_to(const DistMeta& meta) {
   if (meta.source) meta.source->write_back();
 }

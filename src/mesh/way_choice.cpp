@@ -14,11 +14,12 @@
 namespace tessera {
 namespace {
 
-// A little, so that of two ways that move nothing the one is taken that leaves tensors as they are.
+// Small, so that of two strategies that move nothing the one that leaves tensors as they are is
+// chosen.
 constexpr double kChange = 1;
 
-// A parameter is moved in every step, and then whole on every rank: that it may stay is worth more
-// than the bytes of one call.
+// A parameter that is moved is moved in every step, and is then whole on every rank: leaving it
+// where it is saves more than the bytes of one call.
 constexpr double kParameterWeight = 4;
 
 // The split factors above 1 of the inputs, each once.
@@ -36,12 +37,12 @@ bool has_split(const Strategy& way) {
   return std::ranges::any_of(way.inputs, is_split) || std::ranges::any_of(way.outputs, is_split);
 }
 
-// Adds each way with all shards split, for each factor.
+// Adds each strategy with all shards split, for each factor.
 void add_splits(Strategies& ways, const std::set<int64_t>& factors) {
   const size_t count = ways.size();
   for (const int64_t factor : factors) {
     for (size_t i = 0; i < count; ++i) {
-      if (has_split(ways[i])) continue;  // the rule's own
+      if (has_split(ways[i])) continue;  // a split of the rule's own
       Strategy way = ways[i];
       for (Placements* const placements : {&way.inputs, &way.outputs}) {
         for (Placement& placement : *placements) {
@@ -58,7 +59,7 @@ bool fits(const Placement& placement, const TensorInfo& tensor) {
   return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
 }
 
-// An output that is an input written to, by their indices.
+// An output that is an input written to, by the indices of both.
 struct Written {
   size_t input, output;
 };
@@ -74,7 +75,7 @@ std::vector<Written> find_written(const c10::FunctionSchema& schema,
   return found;
 }
 
-// Chooses, along one mesh dim after the other, the way that moves least.
+// Chooses, along one mesh dim after the other, the strategy that moves least.
 class Choice {
  public:
   Choice(const OpCall& call, const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh)
@@ -123,7 +124,7 @@ class Choice {
                             call_.schema.name());
   }
 
-  // False if a split would be uneven, or not alone along its dim of a tensor.
+  // False if a split would be uneven, or not the only shard along its dim of a tensor.
   bool can_split(const Strategy& way, int64_t mesh_dim) const {
     const bool is_even_only = has_split(way);
     const auto can_be = [&](const Placement& placement, const TensorInfo& tensor, auto earlier) {
@@ -168,8 +169,9 @@ class Choice {
     return cost + cost_of_later(way, mesh_dim);
   }
 
-  // What is left to do for outputs of pending inputs, until all ranks have them whole. So a
-  // reduction is done where that moves least, and not cut in two that others have to put together.
+  // The cost left for outputs of pending inputs until all ranks have them whole. So a reduction is
+  // done where that moves least, and is not split into a reduce-scatter here and an all-gather for
+  // other operators.
   double cost_of_later(const Strategy& way, int64_t mesh_dim) const {
     bool keeps_terms = false, cuts_terms = false;
     for (size_t t = 0; t < inputs_.size(); ++t) {
@@ -188,7 +190,7 @@ class Choice {
     return cost;
   }
 
-  // Of the part that the ranks of a line have together, as far as the ways are chosen.
+  // Bytes of the part that the ranks of a line have together, as far as strategies are chosen.
   double line_bytes_of_output(size_t t, int64_t mesh_dim) const {
     const auto dtype = call_.outputs[t].dtype == c10::ScalarType::Undefined
                            ? call_.inputs[0].dtype
@@ -210,7 +212,7 @@ class Choice {
   std::vector<const Strategy*> chosen_;
 };
 
-// Of a tensor that is made: as the input lies, as far as they have one size.
+// For a tensor that is created: placed as the input is, if both have the same sizes.
 ChosenWay taken_over(const OpCall& call, const std::vector<PlacedInput>& inputs) {
   ChosenWay result;
   for (const PlacedInput& input : inputs) result.inputs.push_back(input.placements);

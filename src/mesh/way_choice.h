@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-/// A tensor among the arguments of a call, and how it lies.
+/// A tensor among the arguments of a call, with its placements.
 struct PlacedInput {
   at::Tensor tensor;
   Placements placements;
@@ -27,8 +27,8 @@ struct ChosenWay {
   std::vector<Placements> inputs, outputs;
 };
 
-/// Of the ways that the rule of `entry` allows, along one mesh dim after the other, the one that
-/// moves least; nothing if none leaves the tensors it writes to where they are.
+/// Chooses, along one mesh dim after the other, the strategy of the rule of `entry` that moves
+/// least; nullopt if each of them would move a tensor that the operator writes to.
 std::optional<ChosenWay> choose_way(const OpCall& call, const RuleEntry& entry,
                                     const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh);
 

@@ -8,10 +8,10 @@
 
 namespace tessera {
 
-/// Memory blocks of one size that are reused, for messages on their way.
+/// A pool of reusable memory blocks of one size, for messages in transit.
 class BlockPool : public std::enable_shared_from_this<BlockPool> {
  public:
-  /// Returns a block to the pool it came from, which it keeps alive.
+  /// Returns a block to the pool that it came from, and keeps the pool alive.
   struct Return {
     std::shared_ptr<BlockPool> pool;
     void operator()(std::byte* block) const { pool->put(block); }
@@ -25,7 +25,7 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   Block take();
 
   size_t block_bytes() const { return block_bytes_; }
-  /// Blocks taken and not yet returned.
+  /// The number of blocks taken and not yet returned.
   size_t in_use() const;
 
  private:

@@ -9,7 +9,7 @@
 namespace tessera {
 namespace {
 
-// How much longer a caller waits than the thread that does the work for it, whose error says more.
+// How much longer a caller waits than the thread that works for it, whose error says more.
 constexpr std::chrono::milliseconds kGrace{500};
 
 }  // namespace
@@ -56,7 +56,7 @@ void Exchange::abort() noexcept {
 }
 
 void Exchange::wait_until(Step step) {
-  if (is_inherited()) {  // a thread that is not here may have the lock
+  if (is_inherited()) {  // a thread that is not in this process may have the lock
     if (step_ < step) check_process(mark_, name_);
     return;
   }
@@ -76,7 +76,7 @@ void Exchange::wait_until(Step step) {
   }
 }
 
-// Does the next step without the lock.
+// Performs the next step without the lock.
 void Exchange::advance(std::unique_lock<std::mutex>& lock) {
   const Step next = step_ == Step::kPosted ? Step::kOutputsDone : Step::kInputsDone;
   advancing_ = true;
@@ -105,9 +105,9 @@ void Exchange::perform(Step step) {
     } else {
       complete_inputs();
     }
-  } catch (const c10::Error&) {  // has a name
+  } catch (const c10::Error&) {  // names the collective already
     throw;
-  } catch (...) {  // Gloo refused a message that was posted on the way
+  } catch (...) {  // Gloo refused a message that was posted in the step
     throw_wait_failed(name_, "its peers", Clock::now() - started_, timeout_,
                       std::current_exception());
   }
@@ -146,12 +146,12 @@ ExchangeWork::ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<Job
     : exchange_(std::move(exchange)), thread_(std::move(thread)) {}
 
 ExchangeWork::~ExchangeWork() {
-  // What threads of the parent wait on can't be destroyed without them.
+  // In a forked child, objects that the parent's threads wait on can't be destroyed without them.
   if (exchange_->is_inherited()) {
     static_cast<void>(new std::shared_ptr<Exchange>(std::move(exchange_)));
     return;
   }
-  // Dropping messages on their way would break the connections of the peers.
+  // Dropping messages in transit would break the connections of the peers.
   if (!exchange_->inputs_done()) {
     try {
       queue();
@@ -165,7 +165,7 @@ bool ExchangeWork::is_completed() {
     return true;
   }
   if (exchange_->is_inherited()) return false;
-  // Gloo can't be asked whether a message has come: a thread waits for it instead.
+  // Gloo can't be asked whether a message has arrived: a thread waits for it instead.
   queue();
   return false;
 }

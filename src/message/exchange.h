@@ -15,11 +15,11 @@
 
 namespace tessera {
 
-/// A collective made of messages between pairs of ranks that were posted before.
+/// A collective made of messages between pairs of ranks, which have been posted already.
 ///
 /// It has two steps, each done once: the outputs (wait for the messages of the peers, sum) and the
-/// inputs (wait until the peers have ours). One thread at a time does them: a thread of the process
-/// group or, if `runs_in_wait`, the one that waits.
+/// inputs (wait until the peers have this rank's messages). One thread at a time performs them: a
+/// thread of the process group or, if `runs_in_wait`, the waiting thread.
 class Exchange : public Job {
  public:
   Exchange(CollectiveName name, std::chrono::milliseconds timeout, bool runs_in_wait);
@@ -28,15 +28,15 @@ class Exchange : public Job {
   void wait_inputs() { wait_until(Step::kInputsDone); }
   bool outputs_done();
   bool inputs_done();
-  /// True in a forked child, where nobody ends what was not done before.
+  /// True in a forked child, where no thread finishes steps that were not done before the fork.
   bool is_inherited() const { return mark_.is_inherited(); }
-  /// True the first time: the caller then gives the exchange to a thread.
+  /// True on the first call: the caller must then give the exchange to a thread.
   bool claim_queueing();
 
   void run() noexcept override;
   void abort() noexcept override;
 
-  /// Runs `post`, which posts messages. What it throws becomes a named error.
+  /// Runs `post`, which posts messages. An exception that it throws becomes a named error.
   template <class Post>
   void post(const Post& post_messages) {
     try {
@@ -78,7 +78,8 @@ class Exchange : public Job {
   Clock::time_point started_;  // of the current step; used by the advancing thread alone
 };
 
-/// The caller's handle. If it goes before the collective has ended, `thread` ends the collective.
+/// The caller's handle. If it is destroyed before the collective has ended, `thread` completes the
+/// collective.
 class ExchangeWork : public Work {
  public:
   ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<JobThread> thread);

@@ -79,7 +79,7 @@ WorkPtr ExchangeProcessGroup::start(Broadcast& call, CollectiveName name,
   });
 }
 
-// A rank that sends what nobody awaits learns it from its sends alone: it waits for them.
+// A rank learns from its sends alone that no peer expects a message, so it waits for them.
 WorkPtr ExchangeProcessGroup::start(AllToAll& call, CollectiveName name,
                                     const CollectiveForm& form) {
   const auto tag_of = [form, sequence = name.sequence](const at::Tensor& message) {
@@ -91,7 +91,7 @@ WorkPtr ExchangeProcessGroup::start(AllToAll& call, CollectiveName name,
   });
 }
 
-// A byte from and to everyone: a rank that has all of them knows that all have come.
+// Each rank sends a byte to every other: a rank that has all of them knows that all have arrived.
 WorkPtr ExchangeProcessGroup::start(Barrier& /*call*/, CollectiveName name,
                                     const CollectiveForm& form) {
   const int tag = form.message_tag(name.sequence);

@@ -21,10 +21,10 @@ namespace tessera {
 /// exchange between all pairs of ranks.
 ///
 /// [Note: Channels and threads]
-/// Gloo's own thread moves the data. A thread per channel, started when needed, sums what has come,
-/// in the order in which the channel's collectives were issued. All ranks issue a channel's
-/// collectives in one order, so whatever such a thread waits for has been issued before by its
-/// peers, or will be without regard to what stands behind it in the queue: it can't deadlock.
+/// Gloo's own thread moves the data. A thread per channel, started when needed, sums the received
+/// data, in the order in which the channel's collectives were issued. All ranks issue a channel's
+/// collectives in one order, so the messages that such a thread waits for have been issued by its
+/// peers already, or will be, regardless of later collectives in the queue: it can't deadlock.
 /// Between channels no order is known, hence a thread for each.
 class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsMessages {
  public:
@@ -45,7 +45,8 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsM
  private:
   WorkPtr issue(Collective collective) override;
 
-  // A collective, its name, and what ranks must agree on for it. Each posts its messages.
+  // Start a collective, given its name and the form that ranks must agree on. Each posts its
+  // messages.
   WorkPtr start(AllGather& call, CollectiveName name, const CollectiveForm& form);
   WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form);
   WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form);
@@ -56,7 +57,7 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsM
   WorkPtr all_reduce_whole(AllReduce& call, CollectiveName name, const CollectiveForm& form);
   WorkPtr all_reduce_parts(AllReduce& call, CollectiveName name, const CollectiveForm& form);
   WorkPtr start_reduction(const std::shared_ptr<ReduceExchange>& exchange, Channel channel);
-  /// Posts messages by `post`, which the works end when they are waited for.
+  /// Posts messages by `post`; waiting for the work completes them.
   template <class Post>
   WorkPtr transfer(CollectiveName name, bool wait_for_sends, const Post& post);
   const std::shared_ptr<JobThread>& thread(Channel channel) const;

@@ -11,7 +11,7 @@
 namespace tessera {
 
 /// Makes c10d's own Gloo backend, with `threads` threads for its own collectives and `connections`
-/// sockets between two ranks, of which a message takes number `tag % connections`. Exported for the
+/// sockets between two ranks; a message uses socket number `tag % connections`. Exported for the
 /// tests and for the benchmark that compares with it.
 TESSERA_API c10::intrusive_ptr<c10d::Backend> gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

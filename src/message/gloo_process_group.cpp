@@ -1,5 +1,5 @@
-// The one file that includes c10d's ProcessGroupGloo.hpp, and with it our declarations of gloo's
-// types.
+// The only file that includes c10d's ProcessGroupGloo.hpp, and with it Tessera's declarations of
+// gloo's types.
 #include <c10/util/Exception.h>
 #include <sched.h>
 #include <tessera/process_group.h>
@@ -30,9 +30,9 @@ std::shared_ptr<gloo::transport::Device> make_device(const std::string& hostname
 // Threads that start while this object lives wait for the end of a time slice instead of taking the
 // core from the thread that woke them.
 //
-// Gloo's thread polls without rest while another thread holds the lock of a connection, which it
-// does to write. If that thread shares the core and was put aside for Gloo's, both get nowhere
-// until the slice ends: some milliseconds for nothing, in most sends of a rank that is bound to one
+// Gloo's thread polls without pause while another thread holds the lock of a connection, which it
+// does to write. If that thread shares the core and was preempted by Gloo's, neither makes progress
+// until the slice ends: some milliseconds are lost, in most sends of a rank that is bound to one
 // core.
 class BatchScheduling {
  public:
@@ -46,7 +46,7 @@ class BatchScheduling {
   BatchScheduling& operator=(const BatchScheduling&) = delete;
 
  private:
-  // Of this thread; new ones inherit it.
+  // Sets the policy of this thread; new threads inherit it.
   static bool set(int policy) {
     const sched_param parameters{};
     return sched_setscheduler(0, policy, &parameters) == 0;
@@ -63,7 +63,7 @@ c10::intrusive_ptr<c10d::Backend> gloo_backend(const c10::intrusive_ptr<c10d::St
                                                const std::string& hostname, int threads,
                                                int connections) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  // c10d makes a context for each; one device serves them with one thread.
+  // c10d makes a context for each device; one device serves them with one thread.
   options->devices.assign(connections, make_device(hostname));
   options->threads = threads;
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);

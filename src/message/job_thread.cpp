@@ -9,7 +9,8 @@ namespace tessera {
 JobThread::JobThread() : queue_(std::make_unique<Queue>()) {}
 
 JobThread::~JobThread() {
-  // A child has what the thread was waiting on, which can't be destroyed without the thread.
+  // A forked child has the objects that the thread was waiting on; they can't be destroyed without
+  // it.
   if (mark_.is_inherited()) {
     static_cast<void>(queue_.release());
   } else {
@@ -26,7 +27,7 @@ bool JobThread::push(std::shared_ptr<Job> job) {
   }
   queue.jobs.push_back(std::move(job));
   if (!queue.thread.joinable()) {
-    const NoSigpipe no_sigpipe;  // for all that it sends
+    const NoSigpipe no_sigpipe;  // the thread inherits it
     queue.thread = std::thread([&queue] { run_jobs(queue); });
   }
   queue.changed.notify_all();
@@ -41,7 +42,8 @@ void JobThread::stop(std::chrono::milliseconds grace) noexcept {
     std::unique_lock lock(queue.mutex);
     queue.changed.wait_for(lock, grace, [&] { return queue.jobs.empty(); });
     queue.stopped = true;
-    // Aborted before the running one, so that none starts to wait when that one returns.
+    // Queued jobs are aborted before the running one, so that none starts to wait when that one
+    // returns.
     for (auto job = queue.jobs.rbegin(); job != queue.jobs.rend(); ++job) {
       (*job)->abort();
     }

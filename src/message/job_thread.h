@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-/// Something to be done by a `JobThread`.
+/// A job for a `JobThread`.
 class Job {
  public:
   virtual ~Job() = default;
@@ -23,7 +23,7 @@ class Job {
 /// A thread that runs jobs in the order in which they were pushed. It starts with the first job.
 ///
 /// Jobs may be pushed from several threads. The owner calls `stop()` once, before destruction. In a
-/// forked child, where the thread is not, jobs are dropped.
+/// forked child, where the thread does not exist, jobs are dropped.
 class JobThread {
  public:
   JobThread();
@@ -34,7 +34,7 @@ class JobThread {
   /// Returns false, and drops the job, after `stop()`.
   bool push(std::shared_ptr<Job> job);
 
-  /// Gives the pushed jobs `grace` to end, aborts what is left and joins the thread.
+  /// Gives the pushed jobs `grace` to end, aborts the rest and joins the thread.
   void stop(std::chrono::milliseconds grace) noexcept;
 
  private:

@@ -45,7 +45,7 @@ Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const
 }
 
 Transfer Mailbox::receive(void* data, int64_t bytes, int peer, int tag) const {
-  const NoSigpipe no_sigpipe;  // it sends a notice
+  const NoSigpipe no_sigpipe;  // receiving sends a notice
   auto tensors = as_bytes(data, bytes);
   return {peer, open_backend().recv(tensors, peer, tag_for(tag, peer, rank_))};
 }

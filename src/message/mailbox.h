@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// A message on its way to or from `peer`.
+/// A message in transit to or from `peer`.
 struct Transfer {
   int peer = 0;
   c10::intrusive_ptr<c10d::Work> work;
@@ -18,34 +18,35 @@ struct Transfer {
 /// Sends and receives memory through a c10d backend with tagged messages, which is Gloo.
 ///
 /// Messages from one rank to another with one tag arrive in the order in which they were sent, in
-/// the buffers in the order in which those were given. The memory must live, and must not be
-/// reused, until the transfer's work was waited for. Gloo's pairs take their own locks: safe from
-/// several threads. Copies share the connections.
+/// the buffers in the order in which the buffers were given. The memory must stay alive, and must
+/// not be reused, until the transfer's work has been waited for. Calls from several threads are
+/// safe, as Gloo's pairs take their own locks. Copies share the connections.
 ///
 /// [Note: One connection for each direction]
-/// Gloo's thread and a thread that sends take the same lock of a connection, and Gloo's, finding it
-/// taken, asks the kernel again at once for what is to be read. If both share a core and the sender
-/// was put aside, that burns the rest of a time slice. So what rank a sends to b and what b sends
-/// to a go through connections of their own: while one is written to, nothing comes from it but
-/// short notices.
+/// Gloo's thread and a sending thread take the same lock of a connection. If Gloo's thread finds it
+/// taken, it polls the kernel again at once for data to read. If both share a core and the sender
+/// was preempted, that burns the rest of a time slice. So messages from rank a to b and messages
+/// from b to a use separate connections: while a rank writes to a connection, only short notices
+/// arrive on it.
 class Mailbox {
  public:
-  /// Connections that the backend should have between two ranks; the message's tag chooses.
+  /// The number of connections that the backend should have between two ranks; the message's tag
+  /// selects one.
   static constexpr int kConnections = 2;
 
   explicit Mailbox(c10::intrusive_ptr<c10d::Backend> backend);
 
-  /// Closes the connections of all copies: later messages throw `c10::DistBackendError`. Nobody may
-  /// be using them meanwhile.
+  /// Closes the connections of all copies: later messages throw `c10::DistBackendError`. No thread
+  /// may be using them meanwhile.
   void close() { backend_->reset(); }
 
-  /// In a forked child: keeps the connections, whose threads are the parent's, from being closed.
+  /// In a forked child: prevents closing the connections, whose threads are the parent's.
   void leave_to_parent() noexcept;
 
   Transfer send(const void* data, int64_t bytes, int peer, int tag) const;
   Transfer receive(void* data, int64_t bytes, int peer, int tag) const;
 
-  /// Bytes that were sent so far, by all copies.
+  /// Bytes sent so far, by all copies.
   int64_t sent_nbytes() const { return *sent_nbytes_; }
 
   int rank() const { return rank_; }

@@ -9,11 +9,11 @@
 
 namespace tessera {
 
-/// Longest message. One that fits the cache is read, and summed, before it leaves it, while the
-/// next ones arrive.
+/// The longest message. One that fits the cache is read, and summed, before it leaves the cache,
+/// while the next ones arrive.
 inline constexpr int64_t kMaxMessageBytes = int64_t{1} << 20;
 
-/// Shorter parts of pieces travel together in one message, copied.
+/// Parts of pieces up to this size are copied into a common message.
 inline constexpr int64_t kMaxPackedBytes = int64_t{32} << 10;
 
 /// A part of one piece.
@@ -30,8 +30,8 @@ struct Message {
   int64_t numel = 0;
 };
 
-/// How a range of a flat buffer that is given in pieces is cut into messages. It depends on nothing
-/// but the arguments, so that sender and receiver come to the same plan.
+/// How a range of a flat buffer that is given in pieces is cut into messages. It depends on the
+/// arguments alone, so that sender and receiver compute the same plan.
 struct MessagePlan {
   std::vector<PiecePart> parts;
   std::vector<Message> messages;

@@ -5,11 +5,11 @@
 
 namespace tessera {
 
-/// While it lives, this thread gets an error, not the signal, when it writes to a connection whose
-/// peer has gone; so do threads that it starts, for good.
+/// While it lives, a write of this thread to a connection whose peer is gone fails with an error
+/// and raises no signal; the same holds for threads that it starts, for good.
 ///
-/// Gloo writes without asking for that. In Python SIGPIPE is ignored; a program in C++ would be
-/// killed by it without a word.
+/// Gloo writes without suppressing the signal. Python ignores SIGPIPE; a program in C++ would be
+/// killed by it without a message.
 class NoSigpipe {
  public:
   NoSigpipe() {
@@ -20,7 +20,7 @@ class NoSigpipe {
   ~NoSigpipe() {
     if (sigismember(&before_, SIGPIPE) == 1) return;  // it was blocked: nothing has changed
     const timespec at_once{};
-    while (sigtimedwait(&pipe_, nullptr, &at_once) == SIGPIPE) {  // drops what came meanwhile
+    while (sigtimedwait(&pipe_, nullptr, &at_once) == SIGPIPE) {  // drops signals raised meanwhile
     }
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }

@@ -7,13 +7,13 @@
 namespace tessera {
 namespace {
 
-// How many messages of each peer are expected at once.
+// The number of messages that are received from each peer at once.
 constexpr size_t kWindow = 8;
 
-// With more blocks than this in use, a reduction that waits for its turn takes none yet.
+// With this many blocks in use, a reduction that waits for its turn takes none yet.
 constexpr size_t kMaxEarlyBlocks = 16;
 
-// What is sent for pieces without data.
+// Sent in place of pieces without data.
 const std::byte* zeros() {
   static const auto memory = std::make_unique<std::byte[]>(kMaxMessageBytes);
   return memory.get();
@@ -149,7 +149,8 @@ void AllReduceExchange::complete_outputs() {
   const auto bytes_of = [&](int r) { return (ranges_[r].end - ranges_[r].begin) * element_size_; };
   const auto place_of = [&](int r) { return data_ + ranges_[r].begin * element_size_; };
   const int rank = mailbox_.rank();
-  // A peer's part can only come after it has received ours of it, so the memory is free by then.
+  // A peer's part arrives only after the peer has received this rank's data for it, so that memory
+  // is free by then.
   std::vector<Transfer> transfers;
   for (int peer = 0; peer < mailbox_.size(); ++peer) {
     if (peer != rank && bytes_of(peer) > 0) {
@@ -164,7 +165,7 @@ void AllReduceExchange::complete_outputs() {
   for (const Transfer& transfer : transfers) {
     wait(transfer);
   }
-  complete_inputs();  // the tensor is input and output: nothing of it may be on its way any more
+  complete_inputs();  // the tensor is input and output: no message of it may be in transit any more
 }
 
 }  // namespace tessera

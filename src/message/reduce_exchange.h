@@ -20,7 +20,7 @@ struct FlatRange {
   int64_t end = 0;
 };
 
-/// What a `ReduceExchange` reduces.
+/// The task of a `ReduceExchange`.
 struct ReduceTask {
   std::vector<Piece> pieces;
   std::vector<FlatRange> ranges;  ///< per rank
@@ -29,11 +29,12 @@ struct ReduceTask {
   int tag = 0;
 };
 
-/// A reduction: each rank sends every other rank that one's range, and reduces its own.
+/// A reduction: each rank sends every other rank its data in that rank's range, and reduces its own
+/// range.
 ///
-/// Messages are short and a few of each peer are expected at once, in blocks of the pool. So
-/// summing overlaps with receiving, reads what is still in the cache, and needs little memory,
-/// whatever the size of the tensors.
+/// Messages are short, and a few from each peer are received at once, into blocks of the pool. So
+/// summing overlaps with receiving, reads data that is still in the cache, and needs little memory,
+/// however large the tensors are.
 class ReduceExchange : public Exchange {
  public:
   ReduceExchange(CollectiveName name, std::chrono::milliseconds timeout,
@@ -61,8 +62,8 @@ class ReduceExchange : public Exchange {
 
   const std::shared_ptr<BlockPool> pool_;
   const Mailbox mailbox_;
-  const int64_t element_size_;      // of what is sent
-  const int64_t out_element_size_;  // of what is stored
+  const int64_t element_size_;      // of the elements that are sent
+  const int64_t out_element_size_;  // of the elements that are stored
   ReduceTask task_;
   MessagePlan plan_;  // of this rank's range
 

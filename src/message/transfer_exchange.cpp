@@ -35,8 +35,8 @@ void TransferExchange::complete_inputs() {
 
 namespace {
 
-// Calls `post(begin, bytes)` for each message that `bytes` are cut into. Many short messages flow
-// better through a socket than a long one: what was written is read before it leaves the cache.
+// Calls `post(begin, bytes)` for each message that `bytes` are cut into. Many short messages pass
+// through a socket faster than a long one: data is read before it leaves the cache.
 template <class Post>
 void cut_into_messages(int64_t bytes, const Post& post) {
   for (int64_t begin = 0; begin < bytes; begin += kMaxMessageBytes) {
@@ -51,15 +51,15 @@ void receive(TransferExchange& exchange, const Mailbox& mailbox, int tag, std::b
   });
 }
 
-// What one peer is sent.
+// The data for one peer.
 struct Outgoing {
   const std::byte* from = nullptr;
   int64_t bytes = 0;
   int tag = 0;
 };
 
-// Sends to the ranks after this one first, so that not all send to the same rank at once.
-// `outgoing(peer)`: what for; at most `longest` bytes.
+// Sends to the ranks after this one first, so that not all ranks send to the same rank at once.
+// `outgoing(peer)`: the data for a peer, at most `longest` bytes.
 template <class ToPeer>
 void send_to_all(TransferExchange& exchange, const Mailbox& mailbox, int64_t longest,
                  const ToPeer& outgoing) {
@@ -86,7 +86,7 @@ void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag
   const auto place_of = [&](int r) { return to + bounds[r] * element_size; };
   exchange.keep_output(flat);
   exchange.keep_input(shard);
-  // Receives come first: a message whose receive is known goes out without another round.
+  // Receives come first: a message whose receive is posted is sent without another round trip.
   for (int step = 1; step < size; ++step) {
     const int peer = (rank + size - step) % size;
     receive(exchange, mailbox, tag, place_of(peer), bytes_of(peer), peer);

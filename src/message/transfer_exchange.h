@@ -8,14 +8,14 @@
 
 namespace tessera {
 
-/// A collective that only moves data: its messages go straight from and into the tensors.
+/// A collective that only moves data: its messages go directly from and into the tensors.
 class TransferExchange : public Exchange {
  public:
-  /// With `wait_for_sends`, the outputs count as done when the inputs are.
+  /// With `wait_for_sends`, the outputs are done only when the inputs are.
   TransferExchange(CollectiveName name, std::chrono::milliseconds timeout, bool wait_for_sends);
 
-  /// Keeps a tensor that is sent from until it is sent, or one that is received into until it is
-  /// there: a unit's gathered parameters must not live until the slowest peer has read our shard.
+  /// Keeps a tensor until it has been sent, or until it has been received: a unit's gathered
+  /// parameters must not live until the slowest peer has read this rank's shard.
   void keep_input(const at::Tensor& tensor) { inputs_.push_back(tensor); }
   void keep_output(const at::Tensor& tensor) { outputs_.push_back(tensor); }
   void add_receive(Transfer transfer) { receives_.push_back(std::move(transfer)); }
@@ -41,8 +41,8 @@ void post_all_gather(TransferExchange& exchange, const Mailbox& mailbox, int tag
 void post_broadcast(TransferExchange& exchange, const Mailbox& mailbox, int tag,
                     const at::Tensor& tensor, int root);
 
-/// Posts the messages of an all-to-all. See `ProcessGroup::all_to_all()`. `tag_of`: the tag of a
-/// message, in which is what its two ranks must agree on, and others can't know.
+/// Posts the messages of an all-to-all. See `ProcessGroup::all_to_all()`. `tag_of` returns the tag
+/// of a message, which encodes facts that its two ranks must agree on, and other ranks can't know.
 void post_all_to_all(TransferExchange& exchange, const Mailbox& mailbox,
                      const std::function<int(const at::Tensor& message)>& tag_of,
                      std::span<const at::Tensor> from, std::span<const at::Tensor> to);

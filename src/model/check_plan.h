@@ -8,14 +8,14 @@
 
 namespace tessera {
 
-/// Throws `c10::ValueError` for fields that can't be carried out, whatever the model.
+/// Throws `c10::ValueError` for fields that can't be carried out with any model.
 void check_plan(const ShardPlan& plan);
 
 /// Throws `c10::Error` if a parameter has a gradient that can't be kept; see `Reducer::install()`.
 void check_gradients(const std::vector<ParamSlot>& params);
 
-/// The plan with what it left open. `sends_nothing`: the ranks that it shards over share memory, or
-/// are one.
+/// Returns the plan with defaults for the fields that it left open. `sends_nothing`: the ranks that
+/// it shards over share memory, or there is only one.
 ShardPlan with_defaults(ShardPlan plan, bool sends_nothing);
 
 }  // namespace tessera

@@ -8,20 +8,20 @@ namespace tessera {
 
 class ShardedState;
 
-/// A clipping of a sharded model's gradients, as all ranks are to do it.
+/// A call that clips a sharded model's gradients, the same on all ranks.
 struct ClipCall {
   double max_norm = 0;
   double norm_type = 2;
   double epsilon = 0;
   std::vector<std::vector<bool>> counted;  ///< by unit and slot
 
-  /// Throws `c10::ValueError` for options that don't fit.
+  /// Throws `c10::ValueError` for options that don't fit the model or are out of range.
   ClipCall(const ShardedState& state, double max_norm, const ClipOptions& options);
-  /// From numbers that `values()` gave on another rank.
+  /// From the numbers that `values()` returned on another rank.
   ClipCall(const ShardedState& state, const std::vector<double>& values);
   std::vector<double> values() const;
 
-  /// Returns the norm before. Collective.
+  /// Clips, and returns the norm before clipping. Collective.
   double run(ShardedState& state) const;
 
  private:

@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// The first parameter that is a DistTensor; the others must lie on its mesh. Null: none is.
+// The first parameter that is a DistTensor; the others must be on its mesh. Null: none is.
 const NamedTensor* find_dist_parameter(const std::vector<NamedTensor>& parameters) {
   const NamedTensor* first = nullptr;
   for (const NamedTensor& parameter : parameters) {
@@ -37,7 +37,7 @@ void check_replicated(const std::vector<NamedTensor>& parameters, int64_t mesh_d
   }
 }
 
-// The ranks of the mesh that stand where this one does along `mesh_dim`.
+// The ranks of the mesh that have the same coordinate along `mesh_dim` as this rank.
 ProcessGroupPtr ranks_beside(const DeviceMesh& mesh, int64_t mesh_dim) {
   std::vector<std::string> names = mesh.dim_names();
   names.erase(names.begin() + mesh_dim);

@@ -14,7 +14,7 @@ namespace {
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Takes the value of a tensor of the model; all that is wrong goes to `errors`.
+// Takes the value of a tensor of the model; all mismatches are added to `errors`.
 void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes, bool strict,
           std::vector<std::string>& errors) {
   const auto it = rest.find(name);
@@ -113,7 +113,7 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
 bool ShardedState::has_replaced() const {
   for (const auto& unit : units_)
     for (const ParamSlot& slot : unit->layout().slots)
-      if (unit->replacement(slot).defined()) return true;
+      if (unit->views().replacement(slot).defined()) return true;
   return false;
 }
 
@@ -126,7 +126,7 @@ void ShardedState::take_in_replaced() {
   std::string names;
   for (const auto& unit : units_) {
     for (const ParamSlot& slot : unit->layout().slots) {
-      if (!unit->replacement(slot).defined()) continue;
+      if (!unit->views().replacement(slot).defined()) continue;
       replaced.emplace_back(unit.get(), &slot);
       names += fmt::format("'{}' ", slot.name());
     }
@@ -138,7 +138,7 @@ void ShardedState::take_in_replaced() {
                       "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ", all[0],
                       "], rank ", rank, " to [ ", all[rank], "]");
   check_on_all_ranks(mesh(), [&] {
-    for (const auto& [unit, slot] : replaced) unit->check_replacement(*slot);
+    for (const auto& [unit, slot] : replaced) unit->views().check_replacement(*slot);
   });
   at::NoGradGuard no_grad;
   overwrite([&] {

@@ -22,7 +22,7 @@ void ShardedState::give_back(GivenValues which) {
   const auto keep_alive = shared_from_this();
   wait_until_unread(stop_reading());
   for (const auto& unit : units_) unit->give_back(which);
-  // The memory may go when no peer reads it any more.
+  // The memory may be freed when no peer reads it any more.
   wait_until_unread(stop_reading());
   is_given_back_ = true;
 }
@@ -56,7 +56,7 @@ void ShardedState::release() noexcept {
     reducer_->uninstall();
     for (const auto& unit : units_) unit->give_back(GivenValues::kUsed);
     is_given_back_ = true;
-  } catch (const std::exception&) {  // a rank is gone, and with it what it had to send
+  } catch (const std::exception&) {  // a rank is gone, and with it data that it had to send
   }
 }
 

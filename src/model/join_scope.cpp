@@ -10,14 +10,14 @@ namespace tessera {
 
 // [Note: Uneven steps]
 //
-// Ranks that have run out of data must still take part in what the others do, but do not know what
-// that is. So under `join()` each collective call of training is announced: by one small all-reduce
-// (MAX) of its number and the number of values that go with it, and another one of the values if
-// there are any. Those that are done announce nothing themselves (0), hear what the maximum is, and
-// do the same with nothing of their own. When the maximum is 0, all are done.
+// Ranks that have run out of data must still take part in the collectives of the others, but do not
+// know which come next. So under `join()` each collective call of training is announced: by one
+// small all-reduce (MAX) of its number and the number of values that go with it, and another one of
+// the values if there are any. Ranks that are done announce nothing themselves (0), receive the
+// maximum, and make the same call without data of their own. When the maximum is 0, all are done.
 //
-// The negated number goes along, so that the smallest is known, too: if the ranks that are not done
-// do different things, all of them hear of it.
+// The negated number is reduced, too, which gives the minimum: if ranks that are not done make
+// different calls, all ranks learn of it.
 namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();

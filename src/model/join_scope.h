@@ -13,10 +13,10 @@ class Optimizer;
 
 namespace tessera {
 
-/// What ranks do together under `join()`.
+/// The collective calls that ranks make under `join()`.
 enum class JoinCall : uint8_t { kDone, kForward, kSettle, kBackward, kClip, kStep, kFailed };
 
-/// Tells the ranks that are done what the others are about to do.
+/// Tells the ranks that are done which call the others are about to make.
 ///
 /// See [Note: Uneven steps] in join_scope.cpp.
 class JoinScope {
@@ -25,18 +25,19 @@ class JoinScope {
   JoinScope(const ShardMesh& mesh, std::vector<const torch::optim::Optimizer*> optimizers)
       : mesh_(mesh), optimizers_(std::move(optimizers)) {}
 
-  /// A rank that is not done, before it does `call`. `values`: what the others need for it. Throws
-  /// on all ranks if they do different things, or one has failed.
+  /// Called by a rank that is not done, before it makes `call`. `values`: data that the ranks that
+  /// are done need for it. Throws on all ranks if ranks make different calls, or one has failed.
   void announce(JoinCall call, const std::vector<double>& values = {});
 
   struct Heard {
     JoinCall call;
     std::vector<double> values;
   };
-  /// A rank that is done: what the others do next; `kDone` if all are.
+  /// Called by a rank that is done: returns the next call of the others; `kDone` if all are done.
   Heard listen();
 
-  /// The optimizer's place among `optimizers`; throws `c10::ValueError` for another.
+  /// Returns the optimizer's position in `optimizers`; throws `c10::ValueError` for another
+  /// optimizer.
   size_t index_of(const torch::optim::Optimizer& optimizer) const;
 
   bool is_done() const { return is_done_; }

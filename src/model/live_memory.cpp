@@ -28,7 +28,7 @@ class DeviceMemory final : public LiveMemory {
     const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return allocator_.getDeviceStats(index_).allocated_bytes[all].current;
   }
-  // The allocator's own peak is the user's to reset.
+  // Resetting the allocator's own peak is left to the user.
   int64_t take_peak() override { return now(); }
 
  private:

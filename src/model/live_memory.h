@@ -11,17 +11,17 @@ namespace tessera {
 class LiveMemory {
  public:
   virtual ~LiveMemory() = default;
-  /// Now. Only differences between two calls mean something.
+  /// The bytes now. Only differences between two calls are meaningful.
   virtual int64_t now() = 0;
-  /// The most since the last call; on a device other than the CPU what there is now.
+  /// The peak since the last call; on a device other than the CPU, the bytes now.
   virtual int64_t take_peak() = 0;
 };
 
-/// Null where nobody can tell: on the CPU, if the process has an allocator of its own; elsewhere,
-/// if the device's allocator keeps no books.
+/// Null where the bytes are unknown: on the CPU, if the process has an allocator of its own;
+/// elsewhere, if the device's allocator keeps no statistics.
 ///
-/// On the CPU, where ranks are threads, tensors that the calling thread makes count; in a process
-/// of its own, those of all its threads. On another device, those of the whole process.
+/// On the CPU, where ranks are threads, tensors that the calling thread makes count; if the rank is
+/// a process of its own, those of all its threads. On another device, those of the whole process.
 std::unique_ptr<LiveMemory> live_memory(at::Device device);
 
 }  // namespace tessera

@@ -12,21 +12,21 @@ namespace tessera {
 
 // [Note: A budget of memory]
 //
-// What a rank holds beside gathered parameters changes in the course of a pass: activations grow in
-// forward and shrink in backward, while gradients grow. So there is not one amount that is left for
-// gathered units, but one for each position of the order of use. The first pass gathers as little
-// as it can and is measured: for each use, the most that there was beside gathered parameters until
-// the next one. After the step, when the optimizer has made its state, ranks take the least room
-// that any of them has at each position, and bisect for the largest `resident_bytes` with which the
-// plan (plan_residency) stays within it everywhere. All of them compute the same, and the plan is
-// what residency follows anyway; it begins with the next pass.
+// The memory that a rank holds beside gathered parameters changes in the course of a pass:
+// activations grow in forward and shrink in backward, while gradients grow. So the room for
+// gathered units is not one number, but one for each position of the order of use. The first pass
+// gathers as little as it can and is measured: for each use, the peak of memory beside gathered
+// parameters until the next use. After the step, when the optimizer has made its state, ranks take
+// the least room that any of them has at each position, and bisect for the largest `resident_bytes`
+// with which the plan (plan_residency) stays within it everywhere. All ranks compute the same
+// result, and residency follows the plan anyway; the choice takes effect with the next pass.
 //
-// Later passes are measured, too. If one takes more than any before, and more than the budget, its
+// Later passes are measured, too. If one needs more than any before, and more than the budget, its
 // rank votes for attention at the end of the next backward, and the choice is made again. Training
-// then goes on even if it is too much: only the first choice fails.
+// then goes on even if the budget is exceeded: only the first choice fails.
 namespace {
 
-// The largest of [0, most] that fits; 0 does.
+// The largest number in [0, most] that fits; 0 does.
 template <class Fits>
 int64_t largest(int64_t most, const Fits& fits) {
   if (fits(most)) return most;
@@ -55,7 +55,7 @@ MemoryBudget::MemoryBudget(ShardedState& state, int64_t budget)
 
 MemoryBudget::~MemoryBudget() { state_.context().watch.remove(*this); }
 
-// How many uses this rank has come to in this pass, without equal neighbours.
+// The number of uses that this rank has made in this pass, counting equal neighbours once.
 size_t MemoryBudget::place() const {
   const PassOrder& used = state_.residency().used();
   const bool turned = !used.forward.empty() && !used.backward.empty();
@@ -83,7 +83,7 @@ bool MemoryBudget::wants_attention() const {
   return exceeded_ && !state_.residency().used().forward.empty();
 }
 
-// Of the optimizer's state, what is there now counts: in the first pass there was none.
+// The optimizer's state counts with its present size at least: in the first pass there was none.
 int64_t MemoryBudget::need(const Peak& peak) const {
   const int64_t state = state_.context().watch.optimizer_state();
   return peak.nbytes + (state_.context().offload ? 0 : std::max(state, peak.optimizer_state));
@@ -105,7 +105,7 @@ void MemoryBudget::end_pass(bool attention) {
   size_t begin = 0;
   const UseOrder own = state_.residency().used().joined();
   for (size_t i = 0; i < own.size() && i + 1 < pass_.size(); ++i) {
-    // As residency goes on, which carries out on the way what it skips.
+    // As residency does, which executes the positions that it skips.
     const auto next = std::find(order.begin() + static_cast<ptrdiff_t>(begin), order.end(), own[i]);
     const bool is_expected = next != order.end();
     const size_t end = is_expected ? next - order.begin() + 1 : order.size();
@@ -119,14 +119,15 @@ void MemoryBudget::end_pass(bool attention) {
   exceeded_ = false;
 }
 
-// At each position, and outside of passes, what any rank has left for gathered parameters.
+// At each position, and outside of passes, the least room that any rank has for gathered
+// parameters.
 std::vector<int64_t> MemoryBudget::least_room() const {
   std::vector<int64_t> room;
   for (const Peak& peak : at_) room.push_back(budget_ - need(peak));
   room.push_back(budget_ - outside_.nbytes - outside_.optimizer_state);
   if (state_.mesh().size() == 1) return room;
   const auto count = static_cast<int64_t>(room.size());
-  const at::Tensor tensor = at::empty({count}, at::kDouble);  // exact for so many bytes
+  const at::Tensor tensor = at::empty({count}, at::kDouble);  // exact for byte counts
   auto* data = tensor.mutable_data_ptr<double>();
   std::transform(room.begin(), room.end(), data,
                  [](int64_t nbytes) { return -static_cast<double>(nbytes); });
@@ -141,7 +142,7 @@ std::string MemoryBudget::choose() {
   Residency& residency = state_.residency();
   const std::vector<int64_t> nbytes = residency.freed_nbytes();
   std::vector<int64_t> room = least_room();
-  // Outside of passes there are the units that the next one begins with.
+  // Outside of passes, the units that the next pass begins with are gathered.
   const auto gathered_with = [&](int64_t resident) {
     auto gathered =
         gathered_bytes(plan_residency(order_, nbytes, resident, residency.prefetch()), nbytes);
@@ -157,7 +158,7 @@ std::string MemoryBudget::choose() {
   if (!fits(0)) {
     const auto least = gathered_with(0);
     misfit = describe_misfit(least);
-    // No choice helps where the planned window alone is too much; elsewhere one does.
+    // No choice helps where the planned window alone is too large; elsewhere one does.
     std::transform(room.begin(), room.end(), least.begin(), room.begin(),
                    [](int64_t has, int64_t needs) { return std::max(has, needs); });
   }
@@ -169,7 +170,7 @@ std::string MemoryBudget::choose() {
   return "";
 }
 
-// That of the rank that lacks most. Collective.
+// Describes the misfit of the rank that lacks most. Collective.
 std::string MemoryBudget::describe_misfit(const std::vector<int64_t>& gathered) const {
   int64_t most = -1;
   std::string text;

@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// Chooses how many units stay gathered, so that the whole of what a rank holds stays within a
+/// Chooses how many units stay gathered, so that all memory that a rank holds stays within a
 /// budget. See [Note: A budget of memory] in memory_budget.cpp.
 class MemoryBudget final : public MemoryListener {
  public:
@@ -23,18 +23,18 @@ class MemoryBudget final : public MemoryListener {
   void before_change() override;
   void on_memory(MemoryEvent event, const std::string& unit) override;
 
-  /// True if this rank came to hold more than when residency was chosen, and more than the budget.
+  /// True if this rank has held more than when residency was chosen, and more than the budget.
   bool wants_attention() const;
-  /// At the end of a backward, before its uses are forgotten. `attention`: some rank wants it, or
-  /// the order of use was learned.
+  /// Called at the end of a backward, before its uses are forgotten. `attention`: some rank wants
+  /// it, or the order of use was learned.
   void end_pass(bool attention);
 
-  /// All ranks, after a step of the optimizer: chooses, if there is reason to. Returns why even one
-  /// unit does not fit, the same on all ranks, or nothing.
+  /// Called by all ranks after a step of the optimizer: chooses, if there is reason to. Returns why
+  /// even one unit does not fit, the same on all ranks, or an empty text.
   std::string choose();
 
  private:
-  // What was held beside gathered parameters, at its most, while use was at one place.
+  // The peak of the memory held beside gathered parameters, while use was at one position.
   struct Peak {
     int64_t nbytes = 0;  // without `optimizer_state`
     int64_t optimizer_state = 0;
@@ -52,9 +52,9 @@ class MemoryBudget final : public MemoryListener {
   MemoryCount count_;
   Peak outside_;            // before the first use of a pass and after its end
   std::vector<Peak> pass_;  // by number of uses in this pass
-  UseOrder order_;          // that `at_` is of
+  UseOrder order_;          // the order that indexes `at_`
   std::vector<Peak> at_;    // by position in the order
-  bool pending_ = false;    // all ranks: to be chosen at the next step
+  bool pending_ = false;    // all ranks: to choose at the next step
   bool chosen_ = false;     // all ranks
   bool exceeded_ = false;
   bool warned_ = false;

@@ -7,14 +7,14 @@ namespace tessera {
 
 // [Note: Activations are what is left]
 //
-// Nobody says which tensors are activations. The allocator knows how many bytes tensors have, and
-// the model which of them are its own; the rest is "activations and other". Gathered parameters and
-// gradients go from one side to the other at the events that the model tells of; what was the most
-// in between is known from the allocator, and what the model held in between is what it held at the
-// event before. So the most of the rest is exact up to what the model takes at the event itself.
+// Nothing marks tensors as activations. The allocator knows how many bytes tensors have, and the
+// model knows which of them are its own; the rest is "activations and other". Gathered parameters
+// and gradients move between the two at the events that the model reports; in between, the
+// allocator knows its peak, and the model holds the bytes that it held at the event before. So the
+// peak of the rest is exact up to the bytes that the model takes at the event itself.
 //
-// Gradients that are being sent are let go by threads of the process group, at any time. They are
-// asked for twice, around the allocator, and once more if that differs.
+// Gradients in flight are released by threads of the process group, at any time. Their bytes are
+// read twice, before and after the allocator's, and again if they differ.
 namespace {
 
 constexpr int kMostTries = 4;
@@ -34,14 +34,14 @@ MemoryCount::Held MemoryCount::model() const {
   Held held;
   MemoryBytes& bytes = held.bytes;
   const bool is_offloaded = state_.context().offload != nullptr;
-  int64_t shared = 0;  // in memory that no tensor's allocator gave
+  int64_t shared = 0;  // in memory that no tensor's allocator made
   for (const auto& unit : state_.units()) {
     bytes.parameters += unit->resident_nbytes();
     bytes.gathered += unit->gathered_nbytes();
     if (unit->is_shared()) shared += unit->resident_nbytes() + unit->gathered_nbytes();
-    if (unit->master().defined())
+    if (unit->master().exists())
       (is_offloaded ? bytes.offloaded : bytes.master_weights) +=
-          static_cast<int64_t>(unit->master().nbytes());
+          static_cast<int64_t>(unit->master().values().nbytes());
   }
   for (const auto& gradients : state_.reducer().gradients()) {
     bytes.gradients += gradients->nbytes();

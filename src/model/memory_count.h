@@ -10,31 +10,32 @@
 
 namespace tessera {
 
-/// Counts what a sharded model and everything beside it hold, from when it was made.
+/// Counts the memory that a sharded model and everything beside it hold, from when the count was
+/// made.
 class MemoryCount {
  public:
   explicit MemoryCount(const ShardedState& state);
 
-  /// False: `other` is 0 always.
+  /// False: `other` is always 0.
   bool knows_other() const { return live_ != nullptr; }
 
-  /// To be called before the model's memory changes. What was held since the last call of either
-  /// function, with the most that there was of `other`.
+  /// Must be called before the model's memory changes. Returns the bytes held since the last call
+  /// of either function, with the peak of `other`.
   MemoryBytes close();
   struct Now {
     MemoryBytes bytes;
     int64_t peak_other;  ///< since the last call of either function
   };
-  /// To be called after the model's memory has changed.
+  /// Must be called after the model's memory has changed. Returns the bytes held now.
   Now take();
 
-  /// Those of the bytes that lie on the model's device.
+  /// The part of the bytes that is on the model's device.
   int64_t on_device(const MemoryBytes& bytes) const;
 
  private:
   struct Held {
     MemoryBytes bytes;
-    int64_t live = 0;  // those of them that are among the live bytes
+    int64_t live = 0;  // the part of them that the allocator counts
     bool operator==(const Held&) const = default;
   };
   Held model() const;

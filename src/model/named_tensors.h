@@ -6,7 +6,7 @@
 
 namespace tessera {
 
-/// What `named_parameters()` and `named_buffers()` of a `torch::nn::Module` list.
+/// Returns the items of `named_parameters()` or `named_buffers()` of a `torch::nn::Module`.
 template <class Items>
 std::vector<NamedTensor> named_tensors(const Items& items) {
   std::vector<NamedTensor> result;

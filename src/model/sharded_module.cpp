@@ -122,9 +122,9 @@ ShardMemory ShardedModule::memory() const {
   ShardMemory memory;
   for (const auto& unit : state()->units()) {
     memory.parameters += unit->resident_nbytes();
-    if (unit->master().defined())
-      (unit->is_offloaded() ? memory.offloaded : memory.master_weights) +=
-          static_cast<int64_t>(unit->master().nbytes());
+    if (unit->master().exists())
+      (unit->master().is_offloaded() ? memory.offloaded : memory.master_weights) +=
+          static_cast<int64_t>(unit->master().values().nbytes());
   }
   for (const auto& gradients : state()->reducer().gradients())
     memory.gradients += gradients->nbytes();

@@ -174,11 +174,11 @@ void ShardedState::adopt() {
   reducer_->install();
   if (plan_.sync_buffers) TakenFromFirst(mesh(), synced_).finish();
   if (broadcast) {
-    // What is ignored comes after the model's buffers.
+    // Ignored parameters come after the model's buffers.
     const auto ignored = buffers_.begin() + static_cast<ptrdiff_t>(synced_.size());
     TakenFromFirst(mesh(), {ignored, buffers_.end()}).finish();
   }
-  // The whole parameters are gone; where they lay, the heap would keep the pages.
+  // The whole parameters have been freed, but the heap would keep their pages.
   trim_heaps();
 }
 
@@ -250,7 +250,7 @@ PassVote ShardedState::vote() {
   return vote;
 }
 
-// Where ranks share memory nobody waits for a rank that does not evaluate, and so it could go
+// Where ranks share memory, no rank waits for one that does not evaluate, and so that could go
 // unnoticed until the program runs elsewhere.
 void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
   const bool took_part = vote().uses_in_evaluation >= most.uses_in_evaluation;
@@ -273,7 +273,7 @@ void ShardedState::on_pass_end(bool synced, const PassVote& most) {
   if (synced && attention == Attention::kTakeIn) take_in_replaced();
   if (synced && learn) learn_order();
   if (budget_) budget_->end_pass(synced && learn);
-  // Only a pass that ends in a reduction is learned from: of several, the record would be all
+  // Only a pass that ends in a reduction is learned from: the record of several passes would be all
   // forwards, then all backwards.
   residency_->forget_pass();
 }
@@ -284,7 +284,7 @@ void ShardedState::learn_order() {
   PassOrder pass = residency_->used();
   if (mesh().size() > 1) {
     pass.forward = merge_over_ranks(mesh(), pass.forward);
-    // Merged from its end, so that of two branches backward meets first the one that forward meets
+    // Merged from its end, so that of two branches backward first meets the one that forward meets
     // last.
     std::reverse(pass.backward.begin(), pass.backward.end());
     pass.backward = merge_over_ranks(mesh(), pass.backward);
@@ -352,7 +352,7 @@ std::optional<ParamIndex> ShardedState::find(const std::string& name) const {
 std::optional<ParamIndex> ShardedState::find(const at::Tensor& tensor) const {
   if (const Unit* unit = unit_of(tensor))
     return &unit->listener() == this ? find_in(*unit, tensor) : std::nullopt;
-  // It may have been given other data.
+  // The tensor may have been given other data.
   for (const auto& unit : units_)
     if (const auto place = find_in(*unit, tensor)) return place;
   return std::nullopt;

@@ -20,16 +20,16 @@ class JoinScope;
 class MemoryBudget;
 class ShardedState;
 
-/// The state of a module that was sharded in place; null for another.
+/// Returns the state of a module that was sharded in place; null for another.
 std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module);
 
-/// Where a parameter lies.
+/// The position of a parameter.
 struct ParamIndex {
   size_t unit = 0;
   size_t slot = 0;
 };
 
-/// All that belongs to one sharded model. Owned by the storages of its parameters and by handles.
+/// The state of one sharded model. Owned by the storages of its parameters and by handles.
 class ShardedState : public UseListener,
                      public std::enable_shared_from_this<ShardedState>,
                      public BackwardListener {
@@ -44,69 +44,75 @@ class ShardedState : public UseListener,
   void on_write(const std::vector<Unit*>& units) override;
   void on_used() noexcept override;
 
-  /// Undoes `create()`: the parameters are ordinary tensors again, and gradients are forgotten.
-  /// Collective. Nothing else may be asked of the state then.
+  /// Undoes `create()`: the parameters are ordinary tensors again, and gradients are dropped.
+  /// Collective. Afterwards, no other function of the state may be called.
   void give_back(GivenValues which);
-  /// True after it.
+  /// True after that.
   bool is_given_back() const { return is_given_back_; }
-  /// See `ShardedModule::unwrap()`. Collective; the first part checks only, and says nothing of
-  /// optimizers.
+  /// See `ShardedModule::unwrap()`. Collective; the first function only checks, and does not check
+  /// for optimizers.
   void check_unwrap();
   void unwrap();
-  /// All ranks, each in its own time: the same for those who are gone. Starts no collective: where
-  /// parameters are not here, or an exception is on its way, the next `create()` with them does it.
+  /// Called by each rank in its own time, when its handle is destroyed: gives the parameters back.
+  /// Starts no collective: if parameters are not gathered on this rank, or an exception unwinds the
+  /// stack, the next `create()` with them gives them back.
   void release() noexcept;
 
-  /// Collective: takes rank 0's buffers, in two steps. The second does nothing without the first.
+  /// Collective: copies rank 0's buffers to all ranks, in two steps. The second does nothing
+  /// without the first.
   void start_sync_buffers();
   void finish_sync_buffers();
   at::Tensor full_grad(const ParamIndex& place);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state, bool strict);
-  /// All ranks, before shards are changed: says that this rank reads no parameters until they are.
-  /// Null where ranks share no memory, and so need not know.
+  /// Called by all ranks before shards are changed: announces that this rank reads no parameters
+  /// until they are. Returns null where ranks share no memory, and so need not know.
   WorkPtr stop_reading();
-  /// Under `join()`: tells the ranks that are done what this one is about to do. Null otherwise.
+  /// Under `join()`: tells the ranks that are done which call this rank is about to make. Null
+  /// otherwise.
   JoinScope* join_scope() const { return join_scope_; }
   void set_join_scope(JoinScope* scope) { join_scope_ = scope; }
-  /// Throws under `join()`, where `what` would leave ranks that are done behind.
+  /// Throws under `join()`: ranks that are done would not take part in `what`.
   void check_no_join(const char* what) const;
 
-  /// Waits until no rank reads this one's shards any more. `stopped`: of `stop_reading()`.
+  /// Waits until no rank reads this rank's shards any more. `stopped`: the result of
+  /// `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
-  /// Gives units that were frozen and are trained now their master copies.
+  /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
-  /// All ranks: lets `write` give every unit's `updated()` new values, when nobody reads the old
-  /// ones.
+  /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
+  /// rank reads the old ones any more.
   void overwrite(const std::function<void()>& write);
   /// True if this rank's user has given a parameter other data: see [Note: Replaced data].
   bool has_replaced() const;
-  /// Takes such data in. Collective. Throws on every rank, and changes nothing, if it does not fit,
-  /// or ranks have given it to different parameters.
+  /// Copies such data into the shards. Collective. Throws on every rank, and changes nothing, if it
+  /// does not fit, or if ranks have given other data to different parameters.
   void take_in_replaced();
-  /// Gathers the units one after another, and calls `visit` with each while it is whole. Never is
-  /// more than one whole that is freed between uses. Collective, and so `visit` must not throw
-  /// unless it does on all ranks.
+  /// Gathers the units one after another, and calls `visit` with each while it is whole. Of the
+  /// units that are freed between uses, at most one is whole at a time. Collective, and so `visit`
+  /// must not throw unless it does on all ranks.
   void visit_whole_units(const std::function<void(const Unit&)>& visit);
 
-  /// All ranks, after the optimizer has changed the shards: lets as many units stay gathered as the
-  /// plan's budget of memory allows. Returns an error, the same on all ranks, if it is too small.
+  /// Called by all ranks after the optimizer has changed the shards: lets as many units stay
+  /// gathered as the plan's memory budget allows. Returns an error, the same on all ranks, if the
+  /// budget is too small.
   std::string fit_memory();
 
-  /// The place of a parameter by name (any of its names) or tensor; empty if it is not the model's.
+  /// Finds a parameter by name (any of its names) or tensor; nullopt if it is not the model's.
   std::optional<ParamIndex> find(const std::string& name) const;
   std::optional<ParamIndex> find(const at::Tensor& tensor) const;
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  /// What every rank has whole, and no unit: buffers, and parameters that the plan ignores.
+  /// The tensors that every rank has whole, outside of units: buffers, and parameters that the plan
+  /// ignores.
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   c10::ArrayRef<NamedTensor> module_buffers() const { return synced_; }  ///< the first of them
   c10::ArrayRef<NamedTensor> ignored_parameters() const {                ///< the others
     return c10::ArrayRef<NamedTensor>(buffers_).slice(synced_.size());
   }
   const ShardPlan& plan() const { return plan_; }
-  /// Throws `c10::NotImplementedError` if ranks have parameters of their own, of which `what` would
-  /// keep one rank's.
+  /// Throws `c10::NotImplementedError` if ranks have parameters of their own, as `what` would keep
+  /// those of one rank only.
   void check_replicated(const char* what) const;
   const ShardMesh& mesh() const { return context_.mesh; }
   /// The ranks that the model is sharded over.
@@ -141,14 +147,14 @@ class ShardedState : public UseListener,
   std::vector<NamedTensor> buffers_;          // these and ignored parameters
   std::optional<TakenFromFirst> arriving_;    // values of `synced_`
   UnitContext context_;
-  UnitContext own_context_;  // of parameters that each rank has its own of
+  UnitContext own_context_;  // of parameters that differ between ranks
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Reducer> reducer_;
   JoinScope* join_scope_ = nullptr;
   bool is_given_back_ = false;
-  bool warned_ = false;                   // of an evaluation that this rank took no part in
-  bool is_released_ = false;              // the next `create()` with the parameters may have them
+  bool warned_ = false;                   // of an evaluation in which this rank took no part
+  bool is_released_ = false;              // the next `create()` with the parameters may take them
   std::unique_ptr<MemoryBudget> budget_;  // null: the plan has none
 };
 

@@ -15,7 +15,7 @@ TakenFromFirst::TakenFromFirst(const ShardMesh& mesh, const std::vector<NamedTen
     tensors_.push_back(local_of(item.tensor).detach());
     packed_.push_back(tensors_.back().contiguous());
   }
-  // The second dim sends what the first has brought.
+  // The second dim broadcasts the values that the first one has brought.
   for (ProcessGroup* process_group : {&mesh.shard(), &mesh.replicate()}) {
     if (process_group->size() == 1) continue;
     for (const WorkPtr& work : works_) work->wait();

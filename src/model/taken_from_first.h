@@ -11,9 +11,9 @@ namespace tessera {
 /// Gives tensors that every rank has whole the values that rank 0 has. Collective.
 class TakenFromFirst {
  public:
-  /// Starts it.
+  /// Starts the broadcast.
   TakenFromFirst(const ShardMesh& mesh, const std::vector<NamedTensor>& tensors);
-  /// Waits until the values are there.
+  /// Waits until the values have arrived.
   void finish();
 
  private:

@@ -13,7 +13,7 @@
 namespace tessera {
 namespace {
 
-// The distinct DistTensors among the parameters and buffers. All must have a part here.
+// The distinct DistTensors among the parameters and buffers. This rank must have a part of each.
 std::vector<at::Tensor> dist_tensors(const torch::nn::Module& module) {
   std::vector<at::Tensor> tensors;
   std::set<const c10::TensorImpl*> seen;

@@ -6,7 +6,7 @@
 namespace tessera {
 namespace {
 
-// Page-locked where there is a GPU to copy from and to.
+// Page-locked if there is a GPU to copy from and to.
 class HostMemory : public StateMemory {
  public:
   at::Tensor empty(int64_t numel, at::ScalarType dtype) override {

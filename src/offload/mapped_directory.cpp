@@ -20,11 +20,11 @@ namespace tessera {
 
 // [Note: State in files]
 //
-// Tensors lie in files that are mapped into memory and shared with the kernel's page cache: reading
-// and writing them is reading and writing the files, and pages that nobody uses for a while can
-// leave memory. The files have no names from the start (O_TMPFILE), so nothing is left behind
-// however the process ends. Their room on the disk is taken when they are made: a full disk is an
-// error then, not a signal later.
+// Tensors lie in files that are mapped into memory and share their pages with the kernel's page
+// cache: reading and writing the tensors is reading and writing the files, and pages that are not
+// used for a while can leave memory. The files have no names from the start (O_TMPFILE), so nothing
+// is left behind however the process ends. Their disk space is allocated when they are made: a full
+// disk is an error then, not a signal later.
 namespace {
 
 constexpr int64_t kPage = 4096;
@@ -68,7 +68,7 @@ class Extent {
   int64_t room() const { return nbytes_ - used_; }
   bool holds(const void* pointer) const { return pointer >= data_ && pointer < data_ + nbytes_; }
 
-  // The page cache keeps the pages until they are written and somebody needs the memory.
+  // The page cache keeps the pages until they are written and the system needs the memory.
   void rest() const {
     ::sync_file_range(fd_, 0, 0, SYNC_FILE_RANGE_WRITE);
     ::madvise(data_, nbytes_, MADV_DONTNEED);

@@ -9,29 +9,30 @@
 
 namespace tessera {
 
-/// The memory of what only the optimizer needs, away from the parameters' device. Belongs to one
-/// rank.
+/// Memory, away from the parameters' device, for tensors that only the optimizer needs. Belongs to
+/// one rank.
 class StateMemory {
  public:
   virtual ~StateMemory() = default;
 
-  /// A 1-D tensor of host memory; its values are undefined. Throws when there is no room.
+  /// Returns a 1-D tensor in host memory; its values are undefined. Throws if there is no room.
   virtual at::Tensor empty(int64_t numel, at::ScalarType dtype) = 0;
 
-  /// Makes sure that tensors of so many bytes each can be made later. Throws when there is no room.
+  /// Makes sure that tensors of so many bytes each can be made later. Throws if there is no room.
   virtual void reserve(const std::vector<int64_t>& nbytes) = 0;
 
-  /// True if the memory of `tensor` is part of this one.
+  /// Returns true if the memory of `tensor` is part of this one.
   virtual bool holds(const at::Tensor& tensor) const = 0;
 
-  /// True if its tensors come from LibTorch's allocator for CPU tensors.
+  /// Returns true if its tensors come from LibTorch's allocator for CPU tensors.
   virtual bool is_ordinary() const { return false; }
 
-  /// Says that nothing of it is used for a while: what can leave the process's memory does.
+  /// Announces that none of it is used for a while, so that its pages can leave memory.
   virtual void rest() {}
 };
 
-/// Null if the plan offloads nothing. Throws `c10::ValueError` for a directory that can't be used.
+/// Returns null if the plan offloads nothing. Throws `c10::ValueError` for a directory that can't
+/// be used.
 std::shared_ptr<StateMemory> make_state_memory(const ShardPlan& plan);
 
 std::shared_ptr<StateMemory> host_memory();

@@ -12,11 +12,11 @@
 
 // [Note: Bits of a step]
 //
-// Vectors and the single elements at the end of a tensor must get the same bits: then it does not
-// matter where ranks and threads cut. IEEE sums, products, quotients and square roots are correctly
-// rounded in both; only a product that is fused with a sum would differ where the compiler fuses
-// one and not the other. So this file is compiled with -ffp-contract=off (CMakeLists.txt). The step
-// waits for memory: it is no slower.
+// Vectors and the single elements at the end of a tensor must get the same bits: then the places
+// where ranks and threads cut do not matter. IEEE sums, products, quotients and square roots are
+// correctly rounded in both; results would differ only if the compiler fused a product with a sum
+// in one and not in the other. So this file is compiled with -ffp-contract=off (CMakeLists.txt).
+// The step is bound by memory, so this does not slow it down.
 namespace tessera {
 namespace {
 
@@ -35,7 +35,8 @@ TESSERA_INLINE T narrow(A value) {
   return static_cast<T>(value);
 }
 
-// c10's conversions of Half have branches. These are the same numbers without any, for vectors.
+// c10's conversions of Half have branches. These compute the same numbers without branches, so that
+// they can be vectorized.
 constexpr uint32_t kInfinity = 0x7f800000;
 template <>
 TESSERA_INLINE float widen(c10::Half value) {
@@ -50,7 +51,7 @@ TESSERA_INLINE c10::Half narrow(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffff;
   const uint32_t half = std::bit_cast<uint32_t>(0.5F);
   const uint32_t normal = (magnitude - (112U << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-  // The sum rounds to multiples of the smallest Half.
+  // Adding 0.5 rounds to multiples of the smallest Half.
   const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - half;
   const uint32_t special = magnitude > kInfinity ? 0x7e00 : 0x7c00;
   uint32_t result = magnitude < 113U << 23 ? subnormal : normal;
@@ -58,7 +59,7 @@ TESSERA_INLINE c10::Half narrow(float value) {
   return c10::Half(static_cast<uint16_t>(result | (bits >> 16 & 0x8000)), c10::Half::from_bits());
 }
 
-// The tensors of a loop. `R`: dtype of the rounded values, or void.
+// The tensors of a loop. `R`: dtype of the rounded copy of the parameters, or void.
 template <class P, class G, class R>
 struct Streams {
   P* param;

@@ -30,10 +30,10 @@ AdamNumbers numbers_of(const AdamRule& rule, int64_t step) {
           .second_correction = 1 / std::sqrt(correction(rule.beta2))};
 }
 
-// Parameters of one device, as the operators take them.
+// Parameters of one device, as LibTorch's fused operators take them.
 struct FusedLists {
   FusedAdam call;
-  std::vector<at::Tensor> originals;  // of its parameters, copies where the dtype is another
+  std::vector<at::Tensor> originals;  // of `call`'s parameters, which are copies for other dtypes
 };
 
 void run(const AdamRule& rule, FusedLists& lists) {
@@ -57,7 +57,7 @@ void step_on_host(const AdamRule& rule, const AdamParam& param) {
                                   rounds ? param.rounded.scalar_type() : at::ScalarType::Undefined);
   TORCH_INTERNAL_ASSERT(loop);
   const AdamNumbers numbers = numbers_of(rule, param.step);
-  // It brings the threads, and walks through tensors that have gaps.
+  // TensorIterator provides threads, and iterates over tensors that have gaps.
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).resize_outputs(false);
   config.add_output(param.param).add_output(param.exp_avg).add_output(param.exp_avg_sq);
@@ -78,7 +78,7 @@ void step_on_host(const AdamRule& rule, const AdamParam& param) {
              count);
     }
   });
-  // What autograd has kept of it for a backward is out of date.
+  // Values that autograd has saved for a backward are out of date.
   param.param.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -13,22 +13,22 @@ struct AdamRule {
   bool bias_correction, adamw_mode;
 };
 
-/// A parameter that is stepped. All tensors have its shape, none is a DistTensor.
+/// A parameter to step. All tensors have its shape, and none is a DistTensor.
 struct AdamParam {
   at::Tensor param, grad, exp_avg, exp_avg_sq;
-  int64_t step = 0;    ///< 1 for the first
-  at::Tensor rounded;  ///< also gets the new values, rounded to its dtype; may be undefined
+  int64_t step = 0;    ///< 1 for the first step
+  at::Tensor rounded;  ///< also receives the new values, rounded to its dtype; may be undefined
 };
 
-/// The dtype of the moments that `CPUAdam` keeps for parameters of `param`.
+/// Returns the dtype of the moments that `CPUAdam` keeps for parameters of dtype `param`.
 inline at::ScalarType moment_dtype(at::ScalarType param) {
   return param == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// Steps a parameter in host memory, in one pass. The dtypes must be some that `adam_loop()` takes.
+/// Steps a parameter in host memory, in one pass. There must be an `adam_loop()` for the dtypes.
 void step_on_host(const AdamRule& rule, const AdamParam& param);
 
-/// Steps parameters of any devices, without `rounded`, by LibTorch's fused operators.
+/// Steps parameters on any devices by LibTorch's fused operators. Ignores `rounded`.
 void step_by_operators(const AdamRule& rule, const std::vector<AdamParam>& params);
 
 }  // namespace tessera

@@ -30,7 +30,8 @@ void check_options(const CPUAdamOptions& options) {
                     "[CPUAdam] betas must be in [0, 1); got ", beta1, " and ", beta2);
 }
 
-// The options of a group, completed from the optimizer's as LibTorch does it for its own classes.
+// Returns the options of a group, with the optimizer's defaults filled in as LibTorch does for its
+// own classes.
 std::unique_ptr<CPUAdamOptions> group_options(const OptimizerParamGroup& group,
                                               const CPUAdamOptions& defaults) {
   if (!group.has_options()) return std::make_unique<CPUAdamOptions>(defaults);
@@ -66,7 +67,7 @@ CPUAdamParamState& adam_state_of(torch::optim::Optimizer& optimizer, const at::T
     own = std::move(fresh);
   }
   auto& state = static_cast<CPUAdamParamState&>(*own);
-  // The parameter may have been converted since.
+  // The parameter may have been converted to another dtype since.
   if (state.exp_avg().scalar_type() != dtype) {
     state.exp_avg(state.exp_avg().to(dtype));
     state.exp_avg_sq(state.exp_avg_sq().to(dtype));
@@ -84,7 +85,8 @@ AdamRule rule_of(const CPUAdamOptions& options) {
           .adamw_mode = options.adamw_mode()};
 }
 
-// Steps a DistTensor where its moments lie, which may be cut where it is not.
+// Steps a DistTensor in the placements of its moments, which may be sharded where the parameter is
+// not.
 void step_dist(const AdamRule& rule, const at::Tensor& param, CPUAdamParamState& state) {
   const DeviceMesh& mesh = mesh_of(param);
   const Placements& placements = placements_of(state.exp_avg());

@@ -7,11 +7,11 @@
 
 namespace tessera {
 
-/// Where the new values of parameters are to be written a second time, rounded: tensors in host
-/// memory of the parameter's shape, of a dtype for which there is an `adam_loop()`.
+/// Tensors that receive the new values of parameters a second time, rounded: in host memory, of the
+/// parameter's shape, and of a dtype for which there is an `adam_loop()`.
 using RoundedParams = std::map<const c10::TensorImpl*, at::Tensor>;
 
-/// `CPUAdam::step()`, which also writes rounded values. For parameters in host memory.
+/// Does `CPUAdam::step()`, and also writes the rounded values. For parameters in host memory.
 void step_cpu_adam(CPUAdam& optimizer, const RoundedParams& rounded);
 
 }  // namespace tessera

@@ -26,7 +26,7 @@ using Values = OptimizerStateDict::Values;
 
 constexpr const char* kSave = "full_state_dict";
 
-// What this rank has of the state, and what the others have to know of it.
+// This rank's part of the state, and the facts about it that other ranks need.
 struct Share {
   std::string archive;
   OptimizerStateDict options;    // without state
@@ -50,13 +50,13 @@ Share read_share(ShardedOptimizer& optimizer) {
   return share;
 }
 
-// What the ranks of the shard dim have, before it travels.
+// The sizes and names of the shares of the shard dim's ranks, exchanged before the shares are sent.
 struct Shares {
   std::vector<int64_t> nbytes;
   std::set<std::string> others;
 };
 
-// Compares over all replicas: they go on together.
+// Compares the arguments over all replicas, which continue together.
 Shares compare_shares(const ShardMesh& mesh, const Share& own, int recipient) {
   std::string text = fmt::format("{} {}\n", recipient, own.archive.size());
   for (const std::string& name : own.others) text += name + "\n";
@@ -78,8 +78,8 @@ Shares compare_shares(const ShardMesh& mesh, const Share& own, int recipient) {
   return shares;
 }
 
-// Brings the archive of rank `from` to `recipient`, or to all for -1; "" on ranks that have or need
-// it not.
+// Sends the archive of rank `from` to `recipient`, or to all for -1. Returns "" on ranks that have
+// it already or do not need it.
 std::string transfer(ProcessGroup& process_group, const std::string& own, int64_t nbytes, int from,
                      int recipient) {
   const int rank = process_group.rank();
@@ -89,7 +89,7 @@ std::string transfer(ProcessGroup& process_group, const std::string& own, int64_
   std::string received(receives ? nbytes : 0, '\0');
   at::Tensor host, bytes;
   if (sends || receives) {
-    // Reading `own` does not change it.
+    // The tensor over `own` is only read.
     void* const data = sends ? const_cast<char*>(own.data()) : received.data();
     host = at::from_blob(data, {nbytes}, at::kByte);
     bytes = process_group.backend_name() == "nccl" ? host.to(at::kCUDA) : host;
@@ -107,7 +107,7 @@ std::string transfer(ProcessGroup& process_group, const std::string& own, int64_
   return received;
 }
 
-// Puts together the shares of the ranks.
+// Joins the shares of the ranks.
 class Join {
  public:
   Join(ShardedOptimizer& optimizer, std::set<std::string> others)
@@ -120,7 +120,7 @@ class Join {
     for (const auto& [number, values] : share.state) {
       for (const auto& [name, value] : values)
         add_value(result_[number], name, value, segments_.at(number), rank);
-      result_[number];  // also of a class that keeps nothing
+      result_[number];  // also for a class that keeps no values
     }
   }
   std::map<int64_t, Values> take() { return std::move(result_); }
@@ -173,7 +173,7 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
   const Shares shares = compare_shares(state->mesh(), own, recipient);
   const bool receives = recipient < 0 || recipient == process_group.rank();
   Join join(optimizer, shares.others);
-  std::exception_ptr failure;  // the others hear of it when all shares have travelled
+  std::exception_ptr failure;  // reported to all ranks when all shares have been sent
   const auto add = [&](int rank, const std::string& archive) {
     if (!receives || failure) return;
     try {
@@ -184,7 +184,7 @@ OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
   };
   for (int rank = 0; rank < process_group.size(); ++rank) {
     const bool is_own = rank == process_group.rank();
-    if (state->plan().level == ShardLevel::kNone) {  // each rank has all of it
+    if (state->plan().level == ShardLevel::kNone) {  // each rank has the whole state
       if (is_own) add(rank, own.archive);
       continue;
     }

@@ -4,8 +4,8 @@
 
 namespace tessera {
 
-/// Throws `c10::NotImplementedError` for parameters that are DistTensors, and unless the optimizer
-/// has the parameters that it was sharded with. `function`: for messages.
+/// Throws `c10::NotImplementedError` for parameters that are DistTensors or each rank's own
+/// (`unreplicated` of the plan). `function`: for messages.
 void check_segments(const ShardedOptimizer& optimizer, const char* function);
 
 }  // namespace tessera

@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// The kernels take a tensor per step count; parameters of equal counts share one.
+/// Step counts as tensors, which the kernels take; parameters of equal counts share one.
 class StepTensors {
  public:
   at::Tensor operator()(int64_t step) {
@@ -23,7 +23,7 @@ class StepTensors {
   std::map<int64_t, at::Tensor> tensors_;
 };
 
-/// What the optimizer has for `param`; made, if it has nothing.
+/// Returns the optimizer's state for `param`, and makes it if there is none (`is_new`).
 template <class State>
 State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param, bool& is_new) {
   auto& state = optimizer.state()[param.unsafeGetTensorImpl()];

@@ -34,7 +34,7 @@ void run_sgd(SgdLists& lists, const torch::optim::SGDOptions& options, bool firs
 void step_sgd(torch::optim::Optimizer& optimizer) {
   for (OptimizerParamGroup& group : optimizer.param_groups()) {
     const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
-    SgdLists first, later;  // the kernel starts a momentum buffer with the gradient
+    SgdLists first, later;  // the kernel initializes a momentum buffer with the gradient
     for (const at::Tensor& param : group.params()) {
       if (!param.grad().defined()) continue;
       SgdLists* lists = &later;

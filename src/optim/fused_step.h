@@ -6,10 +6,10 @@ class Optimizer;
 
 namespace tessera {
 
-/// Steps `optimizer` with LibTorch's fused kernels: all parameters that have a gradient, by the
-/// options of their param groups, keeping state where the optimizer itself keeps it (so plain and
-/// fused steps can be mixed). Returns false, with nothing changed, unless it is exactly an AdamW,
-/// Adam, SGD or Adagrad with dense floating parameters.
+/// Steps all parameters of `optimizer` that have a gradient with LibTorch's fused kernels, by the
+/// options of their param groups. State is kept where the optimizer itself keeps it, so plain and
+/// fused steps can be mixed. Returns false, with nothing changed, unless the optimizer is exactly
+/// an AdamW, Adam, SGD or Adagrad with dense floating-point parameters.
 bool fused_step(torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera

@@ -39,7 +39,7 @@ void check_factors(const GradScalerOptions& options) {
                     options.max_scale);
 }
 
-// Gradients that one call of the operator takes.
+// Gradients of one device and dtype, which one call of the operator takes.
 struct AlikeGradients {
   c10::Device device;
   at::ScalarType dtype;
@@ -55,7 +55,7 @@ void add_gradient(std::vector<AlikeGradients>& lists, const at::Tensor& part) {
   list->gradients.push_back(part);
 }
 
-// This rank's parts of the gradients that the optimizer would step with.
+// Returns this rank's parts of the gradients that the optimizer would step with.
 std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
                                               ShardedState& state) {
   std::vector<AlikeGradients> lists;
@@ -64,7 +64,7 @@ std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
   return lists;
 }
 
-// The same of an optimizer that steps on its own.
+// The same for an optimizer that is not sharded.
 std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& optimizer) {
   std::vector<AlikeGradients> lists;
   for (const auto& group : optimizer.param_groups()) {
@@ -79,7 +79,7 @@ std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& opt
 
 struct GradScaler::Impl {
   enum class Stage : uint8_t { kReady, kUnscaled, kStepped };
-  // What happened to one optimizer since the last update.
+  // The state of one optimizer since the last update.
   struct Progress {
     Stage stage = Stage::kReady;
     std::optional<bool> found_inf;
@@ -88,13 +88,13 @@ struct GradScaler::Impl {
   GradScalerOptions options;
   at::Tensor scale;                          // float, one element
   at::Tensor growth_tracker;                 // int, one element: steps without overflow
-  int64_t overflows = 0;                     // since the scale has grown
+  int64_t overflows = 0;                     // since the scale last grew
   std::map<const void*, Progress> progress;  // by the user's optimizer
 
   static const void* key_of(ShardedOptimizer& optimizer) { return &optimizer.inner(); }
   static const void* key_of(torch::optim::Optimizer& optimizer) { return &optimizer; }
   void set_scale(double value) { scale = at::full({1}, value, at::kFloat); }
-  // Throws, and changes nothing, for values that don't fit.
+  // Throws, and changes nothing, for invalid values.
   template <class F>
   void change(F&& set) {
     GradScalerOptions changed = options;
@@ -113,7 +113,7 @@ struct GradScaler::Impl {
   bool step(Optimizer& optimizer);
 };
 
-// 1 in the one element returned if a gradient of this rank is not finite, else 0.
+// Returns one element: 1 if a gradient of this rank is not finite, else 0.
 at::Tensor GradScaler::Impl::unscale_parts(std::vector<AlikeGradients> lists) const {
   const at::Tensor found_inf = at::zeros({1}, at::kFloat);
   const at::Tensor inverse = scale.to(at::kDouble).reciprocal().to(at::kFloat);
@@ -126,7 +126,8 @@ at::Tensor GradScaler::Impl::unscale_parts(std::vector<AlikeGradients> lists) co
   return found_inf;
 }
 
-// What the ranks of the model have found, and those of the options' process group.
+// Returns whether a rank of the options' process group found one, if there is such a group; the
+// ranks of the model have combined their results before.
 bool GradScaler::Impl::on_any_rank(const at::Tensor& found_inf) const {
   if (options.process_group)
     host_all_reduce(*options.process_group, found_inf, ReduceOp::kMax,
@@ -143,14 +144,14 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
               "[unscale_] there must be a backward since the last zero_grad(); no parameter of the sharded "
               "model has a gradient");
   const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, state));
-  // Each rank has seen its own parts only: skipping must be agreed.
+  // Each rank has checked its own parts only: skipping must be agreed on.
   state.mesh().all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl});
   host_all_reduce(state.mesh().parts(), found_inf, ReduceOp::kMax,
                   {"found inf", Channel::kControl});
   return on_any_rank(found_inf);
 }
 
-// On DistTensors the operator itself tells all ranks of their meshes what one has found.
+// On DistTensors the operator itself combines the results of all ranks of their meshes.
 bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   return on_any_rank(unscale_parts(collect_gradients(optimizer)));
@@ -280,7 +281,7 @@ std::map<std::string, double> GradScaler::state() const {
       {"backoff_factor", impl_->options.backoff_factor},
       {"growth_interval", static_cast<double>(impl_->options.growth_interval)},
       {"_growth_tracker", impl_->growth_tracker.item<double>()}};
-  // PyTorch's knows no hysteresis.
+  // PyTorch's scaler has no hysteresis.
   if (impl_->options.hysteresis > 1)
     state["_hysteresis_tracker"] = static_cast<double>(impl_->overflows);
   return state;

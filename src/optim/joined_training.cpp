@@ -20,7 +20,7 @@ std::vector<const torch::optim::Optimizer*> inner_of(
   return inner;
 }
 
-// A class of the user's may have none: what is not finite is not taken.
+// A user's class may have no learning rate; a value that is not finite is not applied.
 double lr_of(const torch::optim::OptimizerParamGroup& param_group) {
   try {
     return param_group.options().get_lr();
@@ -63,7 +63,7 @@ class Training {
     }
   }
 
-  // The error that is under way counts, not what comes of telling it.
+  // The error being thrown counts, not one from announcing it.
   void tell_of_failure() noexcept {
     try {
       scope_.announce(JoinCall::kFailed);

@@ -20,8 +20,8 @@ std::vector<UnitSegments> by_unit(const ShardedState& state, const std::vector<S
   return units;
 }
 
-// True if this optimizer updates all of the unit that this rank has: another one's tensors would
-// go on with the old memory.
+// Returns true if this optimizer updates this rank's whole part of the unit: another optimizer's
+// tensors would still refer to the old memory.
 bool is_all_of(const Unit& unit, const UnitSegments& segments) {
   size_t mine = 0;
   for (const ParamSlot& slot : unit.layout().slots) {
@@ -31,7 +31,8 @@ bool is_all_of(const Unit& unit, const UnitSegments& segments) {
   return mine == segments.size();
 }
 
-// What the optimizer keeps for a segment, and what it will after its first steps.
+// Returns the bytes that the optimizer keeps for a segment, including state that its first steps
+// will make.
 int64_t state_nbytes_of(torch::optim::Optimizer& optimizer, const Segment& segment) {
   ParamState state = read_param_state(optimizer, segment.tensor);
   int64_t nbytes = 0;
@@ -54,8 +55,9 @@ void move_state(torch::optim::Optimizer& optimizer, const Segment& segment, at::
   write_param_state(optimizer, segment.tensor, state);
 }
 
-// Makes the optimizer's tensors that are views of `old` views of what the unit updates now. Those
-// of parameters that lie on other ranks are among them: they hold its memory, too.
+// Turns the optimizer's tensors that are views of `old` into views of the tensor that the unit
+// updates now. This includes the placeholders of parameters on other ranks, which keep the memory
+// alive, too.
 void point_to_updated(torch::optim::Optimizer& optimizer, const Unit& unit, const at::Tensor& old) {
   for (auto& param_group : optimizer.param_groups()) {
     for (at::Tensor& param : param_group.params()) {
@@ -83,8 +85,8 @@ int64_t bring_units_back(ShardedState& state, torch::optim::Optimizer& optimizer
   int64_t taken = 0;
   for (const auto& unit : state.units()) {
     const UnitSegments& own = units[unit->index()];
-    if (!unit->is_offloaded() || !is_all_of(*unit, own)) continue;
-    auto wanted = static_cast<int64_t>(unit->master().nbytes());
+    if (!unit->master().is_offloaded() || !is_all_of(*unit, own)) continue;
+    auto wanted = static_cast<int64_t>(unit->master().values().nbytes());
     for (const Segment* segment : own) wanted += state_nbytes_of(optimizer, *segment);
     if (taken + wanted > nbytes) continue;
     bring_unit_back(*unit, optimizer, own);
@@ -97,7 +99,7 @@ int64_t kept_state_nbytes(const ShardedState& state, const torch::optim::Optimiz
                           const std::vector<Segment>& segments) {
   int64_t nbytes = 0;
   for (const Segment& segment : segments) {
-    if (!segment.tensor.defined() || state.units()[segment.place.unit]->is_offloaded()) continue;
+    if (!segment.tensor.defined() || state.units()[segment.place.unit]->master().is_offloaded()) continue;
     for (const auto& [name, tensor] : read_param_state(optimizer, segment.tensor).tensors)
       nbytes += static_cast<int64_t>(tensor.nbytes());
   }

@@ -22,7 +22,7 @@ using Values = OptimizerStateDict::Values;
 
 constexpr const char* kLoad = "load_full_state_dict";
 
-// What the state has for each parameter of the optimizer.
+// Returns the values in the state for each parameter of the optimizer.
 std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
                                           const OptimizerStateDict& state_dict,
                                           const std::vector<int64_t>& numbers) {
@@ -36,7 +36,7 @@ std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
   return params;
 }
 
-// This rank's part of what is kept for a parameter.
+// Returns this rank's part of a parameter's state.
 std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const Values& values,
                           const std::set<std::string>& others) {
   if (!segment.tensor.defined()) return {};

@@ -16,14 +16,15 @@ namespace tessera {
 // [Note: Digits of master weights]
 //
 // Master weights have digits that the parameters, which are rounded from them, do not show. A run
-// that goes on from a state dict needs them, but parameters are loaded on their own, before the
-// optimizer's state or after it. So those of a state dict change no parameter: an element gets its
-// digits back where the parameter has the value that they round to, and where it has another one,
-// which the user has loaded, that counts. As it may come later, digits are kept, and tried again,
-// until the next step of the optimizer.
+// that resumes from a state dict needs them, but parameters are loaded separately, before the
+// optimizer's state or after it. So the master weights of a state dict change no parameter: where a
+// parameter's element has the value that the loaded master rounds to, its master gets the loaded
+// digits back; where the element has another value, which the user has loaded, that value counts.
+// As parameters may be loaded later, the digits are kept and tried again until the next step of the
+// optimizer.
 namespace {
 
-// All of a unit's master weights, flat.
+// Returns all of a unit's master weights, flat.
 at::Tensor whole_master(const Unit& unit) {
   const UnitLayout& layout = unit.layout();
   const at::Tensor own = unit.updated().to(layout.device);
@@ -37,7 +38,7 @@ at::Tensor whole_master(const Unit& unit) {
   return whole;
 }
 
-// To which the parameters are rounded.
+// Returns the dtype that the parameters are rounded to.
 at::ScalarType shown_dtype(const UnitLayout& layout) {
   return layout.rounds() ? layout.gather_dtype : layout.dtype;
 }

@@ -19,8 +19,8 @@ namespace tessera {
 //     parameter (LibTorch takes its address)
 //   param_groups: param_groups/size; an archive param_groups/i for each, with params/size, the
 //     numbers params/j as text, and the archive options.
-// The slashes are part of the names. LibTorch's load() matches parameters by their place in the
-// param groups and asks nothing of the numbers but that they are some.
+// The slashes are part of the names. LibTorch's load() matches parameters by their position in the
+// param groups; any distinct numbers will do.
 namespace {
 
 using torch::serialize::InputArchive;
@@ -80,7 +80,7 @@ int64_t read_size(InputArchive& archive, const char* name) {
 
 at::Tensor size_tensor(size_t size) { return at::full({1}, static_cast<int64_t>(size), at::kLong); }
 
-// Also gives numbers to the keys that it meets for the first time.
+// Also numbers the keys that it meets for the first time.
 OptimizerStateDict::ParamGroup read_group(InputArchive& archive,
                                           std::map<std::string, int64_t>& numbers) {
   OptimizerStateDict::ParamGroup group;
@@ -106,7 +106,7 @@ std::string to_bytes(OutputArchive& archive) {
   return bytes;
 }
 
-// Empty if the archive is not that of an optimizer.
+// Returns an empty value if the archive is not that of an optimizer.
 std::optional<OptimizerStateDict> read_archive(InputArchive& archive) {
   InputArchive state, groups;
   c10::IValue version;
@@ -123,7 +123,7 @@ std::optional<OptimizerStateDict> read_archive(InputArchive& archive) {
   }
   for (const std::string& key : state.keys()) {
     const auto number = numbers.find(key);
-    if (number == numbers.end()) continue;  // of a parameter that the optimizer has no more
+    if (number == numbers.end()) continue;  // of a parameter that the optimizer no longer has
     InputArchive values;
     state.read(key, values);
     result.state[number->second] = read_values(values);

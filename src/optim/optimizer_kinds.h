@@ -16,17 +16,17 @@
 
 namespace tessera {
 
-/// The optimizers whose state and options Tessera reads and writes: the one table of them. A kind
+/// The optimizers whose state and options Tessera reads and writes: the only table of them. A kind
 /// has the names of its class, options and per-parameter state, and
 ///
 /// - `visit_state(state, tensor, count)`: calls `tensor` or `count` with the name of each field of
 ///   the state and a reference to it;
 /// - `visit_options(options, f)`: calls `f` with the name of each option and a reference to its
 ///   double or bool; `betas` is `beta1` and `beta2`;
-/// - `state_names(options)`: the tensors that the options make the optimizer keep;
+/// - `state_names(options)`: the names of the tensors that the optimizer keeps with these options;
 /// - `starts_with_zeros(options)`: whether the first step makes state of zeros.
 ///
-/// Names are LibTorch's and PyTorch's.
+/// Names are those of LibTorch and PyTorch.
 template <class OptimizerClass, class OptionsClass, class StateClass>
 struct OptimizerKind {
   using Optimizer = OptimizerClass;
@@ -111,7 +111,7 @@ struct SGDKind
     if (options.momentum() == 0) return {};
     return {"momentum_buffer"};
   }
-  /// With dampening, the first gradient becomes the buffer as it is.
+  /// With dampening, the first gradient becomes the buffer unchanged.
   static bool starts_with_zeros(Options& options) { return options.dampening() == 0; }
 };
 
@@ -164,14 +164,14 @@ struct RMSpropKind : OptimizerKind<torch::optim::RMSprop, torch::optim::RMSpropO
 using OptimizerKinds =
     std::tuple<AdamWKind, AdamKind, CPUAdamKind, SGDKind, AdagradKind, RMSpropKind>;
 
-/// Calls `f` with the first kind that `is_it(kind)` accepts; false if there is none.
+/// Calls `f` with the first kind that `is_it(kind)` accepts; returns false if there is none.
 template <class IsIt, class F>
 bool with_kind_if(const IsIt& is_it, F&& f) {
   const auto try_kind = [&](auto kind) { return is_it(kind) && (f(kind), true); };
   return std::apply([&](auto... kinds) { return (try_kind(kinds) || ...); }, OptimizerKinds());
 }
 
-/// Calls `f` with the kind of the optimizer, which it is or derives from; false if it has none.
+/// Calls `f` with the kind that the optimizer is or derives from; returns false if there is none.
 template <class F>
 bool with_kind(const torch::optim::Optimizer& optimizer, F&& f) {
   return with_kind_if(
@@ -181,7 +181,7 @@ bool with_kind(const torch::optim::Optimizer& optimizer, F&& f) {
       std::forward<F>(f));
 }
 
-/// The same by the kind's name.
+/// The same, by the kind's name.
 template <class F>
 bool with_kind(const std::string& name, F&& f) {
   return with_kind_if([&](auto kind) { return name == kind.kName; }, std::forward<F>(f));

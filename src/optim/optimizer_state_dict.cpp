@@ -14,7 +14,7 @@
 namespace tessera {
 namespace {
 
-// The parameters by number, those that are listed again left out.
+// Returns the parameters by number; one that is listed again is left out.
 std::vector<at::Tensor> check_plain(const torch::optim::Optimizer& optimizer,
                                     const char* function) {
   std::vector<at::Tensor> params;

@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-// Calls `f` with the optimizer's kind; throws if it has none.
+// Calls `f` with the optimizer's kind; throws if there is none.
 template <class F>
 void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
   TORCH_CHECK_NOT_IMPLEMENTED(with_kind(optimizer, f),

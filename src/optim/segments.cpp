@@ -42,7 +42,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
   if (it == optimizer.state().end()) return;
   if (segment && !slot.dist && segment->tensor.sizes() == param.sizes()) {
-    // Whole, and so any optimizer's.
+    // The state is whole, so it can be moved for any class of optimizers.
     auto own = std::move(it->second);
     optimizer.state().erase(it);
     optimizer.state()[segment->tensor.unsafeGetTensorImpl()] = std::move(own);
@@ -61,8 +61,9 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   optimizer.state().erase(param.unsafeGetTensorImpl());
 }
 
-// What the optimizer holds for a parameter that lies on other ranks: without elements or gradient,
-// it only carries the optimizer's zero_grad() to `slot`, which all ranks must clear alike.
+// Makes the tensor that the optimizer holds for a parameter on other ranks. Without elements or
+// gradient, it only forwards the optimizer's zero_grad() to `slot`, which all ranks must clear
+// alike.
 at::Tensor make_placeholder(const ShardedState& state, const ParamIndex& place) {
   const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
   install_segment_gate(empty, state.grad_sink(place.unit), place.slot,
@@ -70,7 +71,7 @@ at::Tensor make_placeholder(const ShardedState& state, const ParamIndex& place) 
   return empty;
 }
 
-// This rank's part of a parameter, as a view of what its unit updates.
+// Returns this rank's part of a parameter, as a view of the tensor that its unit updates.
 at::Tensor part_of(const Unit& unit, const ParamSlot& slot, const Segment& segment) {
   const bool is_whole = segment.end - segment.begin == slot.numel;
   const at::Tensor& own = unit.updated();

@@ -41,7 +41,7 @@ struct ShardedOptimizer::Impl {
     if (used) used->context().watch.forget_optimizer(this);
     used.reset();
   }
-  // A class derived from it may step as it likes.
+  // A derived class may step differently.
   bool steps_rounding() const { return typeid(*optimizer) == typeid(CPUAdam); }
   void reserve_state();
   void adopt();
@@ -55,8 +55,8 @@ struct ShardedOptimizer::Impl {
   std::vector<bool> step(const WorkPtr& stopped_reading);
 };
 
-// Takes the room for the state that the optimizer will make at its first steps, while all ranks can
-// still hear of a failure.
+// Reserves memory for the state that the optimizer will make at its first steps, while a failure
+// can still be reported to all ranks.
 void ShardedOptimizer::Impl::reserve_state() {
   const auto& memory = state().context().offload;
   if (!memory) return;
@@ -76,9 +76,9 @@ void ShardedOptimizer::Impl::reserve_state() {
   memory->reserve(nbytes);
 }
 
-// Moves what the optimizer has made for a segment to where its state belongs.
+// Moves the state that the optimizer has made for a segment to the offload memory.
 void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
-  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->is_offloaded()) return;
+  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->master().is_offloaded()) return;
   const auto& memory = state().context().offload;
   ParamState param_state = read_param_state(*optimizer, segment.tensor);
   bool moved = false;
@@ -98,11 +98,11 @@ void ShardedOptimizer::Impl::offload_state() {
   if (const auto& memory = state().context().offload) memory->rest();
 }
 
-// Where `publish()` would bring what the optimizer updates, if CPUAdam can write there itself: the
-// masters' values go through memory once less. Undefined otherwise.
+// Returns the memory into which `publish()` would copy the updated values, if CPUAdam can write
+// there itself: this saves one pass over the masters' values. Undefined otherwise.
 static at::Tensor publish_target(const Unit& unit) {
   const UnitLayout& layout = unit.layout();
-  if (!unit.master().defined() || unit.frees() || layout.rounds() || !layout.device.is_cpu() ||
+  if (!unit.master().exists() || unit.frees() || layout.rounds() || !layout.device.is_cpu() ||
       !adam_loop(layout.master_dtype, layout.master_dtype, layout.dtype))
     return {};
   return unit.full().narrow(0, unit.updated_begin(), unit.updated_end() - unit.updated_begin());
@@ -130,7 +130,7 @@ void ShardedOptimizer::Impl::tell(MemoryEvent event) {
   watch.tell(event);
 }
 
-// A step of the optimizer that concerns these segments only: it is shown their reduced gradients.
+// Steps the optimizer on these segments only, with their reduced gradients as `.grad`.
 void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   OpenGates gates;
   for (const Segment* segment : live) {
@@ -147,8 +147,9 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
   for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
 }
 
-// What this rank steps, in the lists that it steps one after the other: of each unit where state is
-// offloaded, else one. Sets which units change, on this rank or another.
+// Returns the segments that this rank steps, in lists that are stepped one after the other: one for
+// each unit if state is offloaded, otherwise a single one. Sets which units change, on this rank or
+// another.
 std::vector<std::vector<const Segment*>> ShardedOptimizer::Impl::live_segments(
     std::vector<bool>& changed) {
   const bool by_unit = state().context().offload != nullptr;
@@ -156,7 +157,7 @@ std::vector<std::vector<const Segment*>> ShardedOptimizer::Impl::live_segments(
   for (const Segment& segment : segments) {
     const auto [unit, slot] = segment.place;
     const bool is_live = state().reducer().gradients()[unit]->is_live(slot);
-    // Where the user reduces, ranks may differ in what has a gradient.
+    // Where the user reduces, ranks may differ in which parameters have a gradient.
     if (is_live || !state().reducer().reduces()) changed[unit] = true;
     if (!is_live) continue;
     if (segment.tensor.defined()) live[by_unit ? unit : 0].push_back(&segment);
@@ -186,11 +187,11 @@ std::vector<bool> ShardedOptimizer::Impl::step(const WorkPtr& stopped_reading) {
   return changed;
 }
 
-// The fused kernels read state in the parameter's dtype. It has another if the optimizer had it
-// before the model was converted.
+// The fused kernels read state in the parameter's dtype. State has another dtype if the optimizer
+// made it before the model was converted.
 static bool has_state_like_parameters(const torch::optim::Optimizer& optimizer,
                                       const std::vector<Segment>& segments) {
-  if (!knows_state(optimizer)) return true;  // and then there is no fused kernel
+  if (!knows_state(optimizer)) return true;  // there is no fused kernel for it, either
   for (const Segment& segment : segments) {
     if (!segment.tensor.defined()) continue;
     for (const auto& [name, tensor] : read_param_state(optimizer, segment.tensor).tensors)
@@ -199,15 +200,15 @@ static bool has_state_like_parameters(const torch::optim::Optimizer& optimizer,
   return true;
 }
 
-// Takes over what the param groups have.
+// Adopts the parameters in the param groups.
 void ShardedOptimizer::Impl::adopt() {
   segments = adopt_optimizer(state(), *optimizer, segments);
   fuses = options.fused && has_state_like_parameters(*optimizer, segments);
   offload_state();
 }
 
-// Takes over parameters that the user has put into the param groups since, and the master copies of
-// those that are trained and were frozen.
+// Adopts parameters that the user has put into the param groups since, and follows the master
+// copies of parameters that were frozen and are trained now.
 void ShardedOptimizer::Impl::follow() {
   state().thaw_trained();
   follow_thawed(state(), *optimizer, segments);
@@ -256,13 +257,13 @@ void ShardedOptimizer::step() {
               "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");
   if (impl_->options.max_grad_norm > 0)
     ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
-  for (const auto& unit : state.units()) unit->check_views();
+  for (const auto& unit : state.units()) unit->views().check();
   restore_digits(state, impl_->segments);
   for (Segment& segment : impl_->segments) segment.digits.reset();
   const std::vector<bool> changed = impl_->step(stopped);
   ++impl_->steps;
   impl_->tell(MemoryEvent::kStepEnd);
-  // What autocast has converted and kept is out of date.
+  // Parameters that autocast has cast and cached are out of date.
   if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();
   const std::string misfit = state.fit_memory();
   state.residency().on_step(changed);

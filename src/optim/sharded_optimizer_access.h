@@ -8,19 +8,19 @@
 
 namespace tessera {
 
-/// The segments that a sharded optimizer steps on, for checkpoints: all of its parameters in order,
-/// those that do not lie in this rank's shard with an undefined tensor.
+/// Returns the segments that a sharded optimizer steps on, for checkpoints: all of its parameters
+/// in order, with an undefined tensor for those that do not lie in this rank's shard.
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
 
-/// Moves state that was made outside of the optimizer's steps to where state is offloaded to.
+/// Moves state that was made outside of the optimizer's steps to the offload memory.
 void offload_state(ShardedOptimizer& optimizer);
 
-/// This rank's part of master weights that belong to the optimizer's state, one for each segment:
-/// see `restore_digits()`, which is done with them until the next step.
+/// Sets this rank's parts of the master weights in the optimizer's state, one for each segment.
+/// `restore_digits()` applies them until the next step.
 void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);
 
-/// Undoes the constructor, where parameters are whole: see `give_back_optimizer()` in segments.h.
-/// Nothing else may be asked of the optimizer then.
+/// Undoes the constructor, if parameters are whole: see `give_back_optimizer()` in segments.h. The
+/// optimizer must not be used afterwards.
 void give_back_optimizer(ShardedOptimizer& optimizer);
 
 }  // namespace tessera

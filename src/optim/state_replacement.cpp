@@ -16,7 +16,7 @@ namespace {
 
 using Numbers = std::vector<std::vector<int64_t>>;  // of parameters, by param group
 
-// Each number where it comes for the first time only.
+// Keeps each number only where it occurs first.
 Numbers distinct(const std::vector<OptimizerStateDict::ParamGroup>& groups) {
   Numbers result;
   std::set<int64_t> seen;
@@ -28,8 +28,9 @@ Numbers distinct(const std::vector<OptimizerStateDict::ParamGroup>& groups) {
   return result;
 }
 
-// The numbers of an optimizer's parameters. One that comes again gets a number without state:
-// LibTorch's load() would look for its state a second time after having moved it out.
+// Returns the numbers of an optimizer's parameters. With `number_again`, a repeated parameter gets
+// a number without state: LibTorch's load() would look for its state again after having moved it
+// out.
 std::vector<OptimizerStateDict::ParamGroup> list_params(const torch::optim::Optimizer& optimizer,
                                                         bool number_again) {
   std::vector<OptimizerStateDict::ParamGroup> groups;
@@ -101,7 +102,7 @@ void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& sta
                const std::vector<int64_t>& numbers, const ConvertValuesFn& convert,
                const char* function) {
   OptimizerStateDict own{{}, list_params(optimizer, true), state_dict.extra};
-  own.extra.erase(kMasterWeights);  // of the parameters, and nothing to the class of the optimizer
+  own.extra.erase(kMasterWeights);  // of the parameters; no concern of the optimizer's class
   for (size_t i = 0; i < own.param_groups.size(); ++i)
     own.param_groups[i].options = state_dict.param_groups[i].options;
   for (size_t number = 0; number < numbers.size(); ++number) {

@@ -11,17 +11,17 @@
 
 namespace tessera {
 
-/// For each parameter of the optimizer, by number, its number in `state_dict`, which has it at the
-/// same place. Throws `c10::ValueError` unless there are as many param groups, with as many
-/// parameters each. `function`: for messages.
+/// Returns, for each parameter of the optimizer by number, the number of the parameter at the same
+/// position in `state_dict`. Throws `c10::ValueError` unless there are as many param groups, with
+/// as many parameters each. `function`: for messages.
 std::vector<int64_t> match_params(const torch::optim::Optimizer& optimizer,
                                   const OptimizerStateDict& state_dict, const char* function);
 
-/// What an optimizer had before its state and options are replaced. Unless `drop()` is called, the
-/// destructor brings it back.
+/// Holds an optimizer's state and options while they are replaced. Unless `drop()` is called, the
+/// destructor restores them.
 class PreviousState {
  public:
-  /// Takes the state out of the optimizer; the options stay. Throws `c10::NotImplementedError`, and
+  /// Moves the state out of the optimizer; the options stay. Throws `c10::NotImplementedError`, and
   /// changes nothing, for a class that does not override `save()`.
   PreviousState(torch::optim::Optimizer& optimizer, const char* function);
   ~PreviousState();
@@ -34,18 +34,18 @@ class PreviousState {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Returns the values for the parameter of `number`, made of those in the dict; nothing: it gets no
+/// Returns the values for parameter `number`, made from those in the dict; nothing if it gets no
 /// state.
 using ConvertValuesFn = std::function<std::optional<OptimizerStateDict::Values>(
     int64_t number, const OptimizerStateDict::Values& values)>;
 
-/// Gives an optimizer without state that of `state_dict`, converted, and its options. `numbers`: of
-/// `match_params()`.
+/// Gives an optimizer without state the state of `state_dict`, converted, and its options.
+/// `numbers`: from `match_params()`.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
                const std::vector<int64_t>& numbers, const ConvertValuesFn& convert,
                const char* function);
 
-/// `value`, where state of a parameter on `device` belongs; single values stay on the CPU.
+/// Returns `value` on `device`, that of its parameter; tensors without dimensions stay on the CPU.
 c10::IValue move_to(const c10::IValue& value, at::Device device);
 
 }  // namespace tessera

@@ -24,7 +24,8 @@ bool has_lengths_of(at::IntArrayRef sizes, at::IntArrayRef param) {
 
 bool is_several(at::IntArrayRef sizes) { return c10::multiply_integers(sizes) > 1; }
 
-// What all of the name have in common, if they have anything.
+// Returns true if all tensors of the name have one shape although their parameters differ in
+// theirs.
 bool have_one_shape(const Named& named) {
   const auto differs = [&](const auto& items, auto&& sizes_of) {
     return std::any_of(items.begin(), items.end(),

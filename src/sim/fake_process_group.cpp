@@ -14,8 +14,8 @@
 namespace tessera {
 namespace {
 
-// The bytes [begin, end) of `flat` repeated to both sides, up to `total` bytes. Each copy doubles
-// what is there, so that the number of ranks does not matter.
+// Repeats the bytes [begin, end) of `flat` to both sides, up to `total` bytes. Each copy doubles
+// the filled part, so that the number of ranks does not matter.
 void repeat(std::byte* flat, int64_t begin, int64_t end, int64_t total) {
   const int64_t period = end - begin;
   if (period == 0) {
@@ -98,7 +98,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
 
   void perform(const Barrier& /*call*/) const {}
 
-  // Elements [begin, end) of the flat buffer: the sum of equal pieces.
+  // Writes elements [begin, end) of the flat buffer: the sum of equal pieces.
   void store(const ReduceScatter& call, const Piece& piece, int64_t begin, int64_t end) const {
     const auto& [out, pieces, bounds, options] = call;
     auto* const to = static_cast<std::byte*>(out.mutable_data_ptr()) +

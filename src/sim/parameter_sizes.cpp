@@ -34,7 +34,7 @@ const std::map<std::string, at::ScalarType>& dtypes() {
   return dtypes;
 }
 
-// What is read of a file: errors name it.
+// Calls `f`, which reads a file, and makes its errors name that file.
 template <class F>
 auto naming(const fs::path& path, F&& f) {
   try {
@@ -46,7 +46,7 @@ auto naming(const fs::path& path, F&& f) {
   }
 }
 
-// Of all parameters. More elements than any model has could not be counted with.
+// Of all parameters together: more than any model has, and few enough to compute with.
 constexpr int64_t kMostElements = 9'000'000'000'000'000;
 constexpr int64_t kMostListBytes = int64_t{64} << 20;
 
@@ -76,7 +76,7 @@ std::vector<ParameterSize> read_model(const fs::path& path) {
   return sizes;
 }
 
-// Of a checkpoint, in which an import has tensors that may be parameters or buffers.
+// Reads a checkpoint. In an imported one, tensors may be parameters or buffers.
 std::vector<ParameterSize> read_checkpoint(const fs::path& path) {
   CheckpointIndex index = read_index(File::open_directory(path));
   std::vector<ParameterSize> sizes;
@@ -102,7 +102,7 @@ int64_t parse_size(const std::string& word, const std::string& where) {
   return size;
 }
 
-// One line of a list.
+// Parses one line of a list.
 ParameterSize parse_line(const std::vector<std::string>& words, const std::string& where) {
   TORCH_CHECK_VALUE(words.size() >= 2, "[read_parameter_sizes] ", where,
                     " must be `name dtype size... [frozen]`; got '",

@@ -52,7 +52,7 @@ ParamSlot slot_of(const ParameterSize& parameter) {
           .numel = numel};
 }
 
-// Those that the plan shards.
+// Returns the parameters that the plan shards.
 std::vector<ParamSlot> slots_of(const std::vector<ParameterSize>& parameters,
                                 const ShardPlan& plan) {
   std::set<std::string> ignored(plan.ignored.begin(), plan.ignored.end());
@@ -119,7 +119,7 @@ PlanReport plan_report(const std::vector<ParameterSize>& parameters, const Shard
   const PlannedGathers gathers = plan_gathers(units, plan, options);
   const auto planned = [&](int rank) {
     PlannedRank result{rank, planned_memory(units, plan, options, rank)};
-    if (options.shares_memory) return result;  // nothing is gathered, and nothing sent
+    if (options.shares_memory) return result;  // nothing is gathered or sent
     result.traffic = planned_traffic(units, gathers, plan, options, rank);
     result.memory.peak_unsharded = gathers.peak_bytes;
     return result;
@@ -128,7 +128,7 @@ PlanReport plan_report(const std::vector<ParameterSize>& parameters, const Shard
   list_units(report, units);
   report.rank = planned(options.rank);
   report.fullest = report.busiest = planned(0);
-  // Shards that are cut evenly are equal but for the padding, which only the last ones have.
+  // Shards that are cut evenly are equal except for the padding, which only the last ones have.
   for (int rank = 1; rank < options.ranks; ++rank) {
     const PlannedRank other = planned(rank);
     if (other.kept() > report.fullest.kept()) report.fullest = other;

@@ -2,7 +2,7 @@
 
 namespace tessera {
 
-// Alone, a rank's shard is everything.
+// With one rank, its shard is the whole unit.
 bool frees(const UnitLayout& unit, int ranks) {
   return unit.level == ShardLevel::kParameters && ranks > 1;
 }

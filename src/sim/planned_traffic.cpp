@@ -35,7 +35,7 @@ PassOrder order_of_use(const std::vector<UnitLayout>& units, const PlanReportOpt
   return pass;
 }
 
-// So that the entries have a sum, too.
+// Leaves room for the sum of all entries.
 constexpr int64_t kMostBytes = int64_t{1} << 59;
 
 void add(Entry& entry, int64_t calls, int64_t bytes) {
@@ -49,7 +49,7 @@ int64_t gathered_bytes(int64_t numel, at::ScalarType dtype, const PlanReportOpti
   return checked_product(options.ranks - 1, checked_product(numel, item_size(dtype)));
 }
 
-// The gradients of the units of one bucket.
+// Adds the reduction of the gradients of one bucket's units.
 void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*>& units,
                     const PlanReportOptions& options, int rank) {
   int64_t sent = 0, kept = 0;
@@ -77,7 +77,7 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
   for (size_t unit = 0; unit < units.size(); ++unit) {
     const bool is_freed = frees(units[unit], options.ranks);
     nbytes.push_back(is_freed ? units[unit].nbytes() : 0);
-    // What has no bytes is in no plan: it is gathered when it is used.
+    // A unit without bytes is in no residency plan: it is gathered when it is used.
     const bool is_used = std::find(order.begin(), order.end(), unit) != order.end();
     if (is_freed && nbytes.back() == 0 && is_used) gathers.forward[unit] = 1;
   }
@@ -104,7 +104,7 @@ PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const Plann
   for (size_t i = 0; i < units.size(); ++i) {
     const UnitLayout& unit = units[i];
     slots += static_cast<int64_t>(unit.slots.size());
-    if (!unit.is_replicated) continue;  // others have nothing to do with it
+    if (!unit.is_replicated) continue;  // other ranks take no part in it
     const int64_t gathered = gathered_bytes(unit.shard_numel(rank), unit.gather_dtype, options);
     add(traffic.gather_forward, gathers.forward[i], gathered);
     add(traffic.gather_backward, gathers.backward[i], gathered);
@@ -119,7 +119,7 @@ PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const Plann
     for (const size_t unit : bucket.units) together.push_back(&units[unit]);
     add_reductions(traffic, together, options, rank);
   }
-  // A byte for each parameter, and one for whether any rank wants attention.
+  // A byte for each parameter, and one for whether any rank needs attention.
   if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(slots + 1, options.ranks));
   if (options.replicas > 1)
     add(traffic.agree_replicas, 1, all_reduce_bytes(slots + 1, options.replicas));

@@ -9,10 +9,10 @@
 
 namespace tessera {
 
-/// True if the unit's full parameters are freed between uses.
+/// Returns true if the unit's full parameters are freed between uses.
 bool frees(const UnitLayout& unit, int ranks);
 
-/// What a rank updates of the unit, in elements of its flat buffer.
+/// Returns the range that a rank updates, in elements of the unit's flat buffer.
 std::pair<int64_t, int64_t> updated_range(const UnitLayout& unit, int rank);
 
 bool is_trainable(const UnitLayout& unit);
@@ -21,7 +21,7 @@ inline int64_t item_size(at::ScalarType dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-/// How often each unit is gathered in a pass, and the peak of what is gathered.
+/// How often each unit is gathered in a pass, and the peak of the gathered bytes.
 struct PlannedGathers {
   std::vector<int> forward, backward;  ///< by unit
   std::vector<int> reductions;         ///< units in the order of reductions

@@ -29,7 +29,7 @@ ProcessGroupPtr connect(const Meeting& meeting, const std::string& function,
                         const std::string& call) {
   try {
     ProcessGroupPtr process_group = make_process_group(meeting);
-    // Nobody may leave, and take the store along, while others still connect.
+    // No rank may leave, and close the store, while other ranks still connect.
     process_group->barrier({.subject = "world", .channel = Channel::kControl});
     return process_group;
   } catch (const c10::NotImplementedError&) {

@@ -9,20 +9,20 @@
 
 namespace tessera {
 
-/// How ranks find each other, and what they are connected by.
+/// The place where ranks find each other, and the means that connect them.
 struct Meeting {
-  RankInfo info;  ///< this rank's place among those that meet
+  RankInfo info;  ///< this rank's place among the ranks that meet
   c10::intrusive_ptr<c10d::Store> store;
   std::string backend;
   Transport transport = Transport::kAuto;
   std::chrono::milliseconds timeout;
 };
 
-/// Connects the ranks that find each other through `meeting.store`. Collective: all return, or
-/// fail, together.
+/// Connects the ranks that find each other through `meeting.store`. Collective: all ranks return,
+/// or fail, together.
 ///
-/// Throws `c10::DistNetworkError` in the name of `function`, saying that all must call `call`, if
-/// some do not come in time.
+/// Throws `c10::DistNetworkError` in the name of `function`, saying that all ranks must call
+/// `call`, if some do not arrive in time.
 ProcessGroupPtr connect(const Meeting& meeting, const std::string& function,
                         const std::string& call);
 

@@ -21,14 +21,13 @@ namespace {
 // [Note: Default worlds]
 //
 // Ranks may be threads, so each thread has a default world of its own: the newest of those that it
-// has made. A thread that has made none may work for a rank: a loader, one that evaluates, one of
-// autograd's. To be alone in the world would be wrong, and nobody would notice: a model that it
-// shards would be whole on each rank. If all worlds of the process were made by one thread, the
-// process is one rank, and they are the other threads', too. LibTorch's own threads have the rank
-// that they work for with them. Otherwise nobody knows which rank a thread is to be, and it is an
-// error to ask.
+// has made. A thread that has made none may work for a rank: a data loader, an evaluation, a thread
+// of autograd. To treat it as alone in a world would be a silent error: a model that it shards
+// would be whole on each rank. If one thread made all worlds of the process, the process is one
+// rank, and its other threads share them. LibTorch's own threads carry the rank that they work for.
+// Otherwise the rank of a thread is unknown, and to ask for its world is an error.
 
-// A world, while it is there, and who made it.
+// A world, while it exists, and the thread that made it.
 struct MadeWorld {
   std::weak_ptr<ProcessGroups> process_groups;
   uint64_t thread;
@@ -55,7 +54,7 @@ std::vector<MadeWorld> open_worlds() {
   return made_worlds;
 }
 
-// The world that the calling thread belongs to, though it has not made it. Null: it is alone.
+// Returns the world of other threads that the calling thread belongs to. Null: it is alone.
 std::shared_ptr<ProcessGroups> world_of_others(std::vector<MadeWorld> worlds) {
   const SpawnedRank* const rank = SpawnedRank::current();
   std::erase_if(worlds, [rank](const MadeWorld& world) {
@@ -153,7 +152,7 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
   info.rank = static_cast<int>(own - ranks.begin());
   info.size = static_cast<int>(ranks.size());
   if (part_maker_) {
-    open_store(function);  // throws if the world has gone
+    open_store(function);  // throws if the world was closed
     return part_maker_->make_part(info.rank, info.size);
   }
   info.local_size = info_.local_size == size() ? info.size : 0;
@@ -178,7 +177,7 @@ void ProcessGroups::add(const ProcessGroupPtr& process_group) {
       return;
     }
   }
-  // The world went while another thread connected.
+  // The world was closed while another thread connected.
   closable->close();
 }
 

@@ -16,22 +16,22 @@
 
 namespace tessera {
 
-/// The process groups of a world: that of all ranks, and those of some of them, which are made when
-/// asked for. Its world closes them all; whoever else holds this object sees them closed then.
+/// The process groups of a world: that of all ranks, and those of some of them, made on request.
+/// The world closes them all; other holders of this object then see them closed.
 ///
 /// [Note: Order of process groups]
-/// Ranks that make a process group find each other under keys that hold nothing but its ranks, what
-/// asks for it (`make` or `shared`), and how often it did for these ranks. So a rank need not know
-/// what other ranks have made, and what is made for other ranks, or for these on another thread,
-/// mixes nothing up. What waits for a process group holds no lock that another one needs: a thread
-/// of a rank can make one while another thread makes the next. What is left is what holds for all
-/// collectives that block: there must be one order of all process groups in which the ranks make
-/// theirs.
+/// Ranks that make a process group find each other under keys that contain only its ranks, the kind
+/// of request (`make` or `shared`), and the number of earlier requests for these ranks. So a rank
+/// need not know which groups other ranks have made, and groups made for other ranks, or for these
+/// on another thread, cause no confusion. A thread that waits for a process group holds no lock
+/// that another thread needs: that thread can make the next one meanwhile. The condition of all
+/// collectives that block remains: there must be one order of all process groups in which the ranks
+/// make theirs.
 ///
-/// Threads may use it at the same time, but for `set_world()`.
+/// Threads may use it at the same time, except for `set_world()`.
 class ProcessGroups {
  public:
-  /// `world` is that of all ranks, which find each other through `store`.
+  /// `world` has all ranks, which find each other through `store`.
   ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr world,
                 Transport transport);
   ~ProcessGroups();
@@ -43,22 +43,23 @@ class ProcessGroups {
   int size() const { return info_.size; }
 
   const ProcessGroupPtr& world() const { return world_; }
-  /// Puts a decorator in its place.
+  /// Replaces it by a decorator.
   void set_world(ProcessGroupPtr process_group) { world_ = std::move(process_group); }
 
   /// See `World::new_process_group()`.
   ProcessGroupPtr make(const std::vector<int>& ranks);
 
-  /// The process group of `ranks`, of which this rank is one: made on the first call, and the same
-  /// one later. Collective over `ranks` when it is made. For all ranks in their order it is
+  /// Returns the process group of `ranks`, which include this rank: made on the first call, and the
+  /// same one later. Collective over `ranks` when it is made. For all ranks in their order it is
   /// `world()`, also behind a decorator. The reference lives as long as this object.
   ///
   /// Throws `c10::ValueError` as `make()` does, and if this rank is not in `ranks`;
-  /// `c10::DistNetworkError` if a rank does not come within the timeout, after which a next call
-  /// tries again; `c10::DistBackendError` if it would have to be made and the world has gone.
+  /// `c10::DistNetworkError` if a rank does not arrive within the timeout, after which the next
+  /// call tries again; `c10::DistBackendError` if it would have to be made and the world was
+  /// closed.
   const ProcessGroupPtr& shared(const std::vector<int>& ranks);
 
-  /// Closes all of them, and makes no more. May be called again.
+  /// Closes all process groups; no more can be made. May be called again.
   void close() noexcept;
   bool closed() const;
 
@@ -73,19 +74,19 @@ class ProcessGroups {
   void check(const char* function, const std::vector<int>& ranks) const;
   ProcessGroupPtr connect_part(const std::vector<int>& ranks, const std::string& name,
                                const char* function);
-  /// Sees to it that the world closes it.
+  /// Registers it to be closed with the world.
   void add(const ProcessGroupPtr& process_group);
   c10::intrusive_ptr<c10d::Store> open_store(const char* function) const;
 
   const RankInfo info_;
   const Transport transport_;
   ProcessGroupPtr world_;
-  /// What the world was made with, of which a decorator may have taken the place.
+  /// The world that this was made with, which a decorator may have replaced.
   const std::shared_ptr<Closable> closable_;
-  /// The same; null if parts of it meet through the store.
+  /// The same; null if parts of the world meet through the store.
   const std::shared_ptr<MakesParts> part_maker_;
 
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards the members below
   bool closed_ = false;
   c10::intrusive_ptr<c10d::Store> store_;                      // null once closed
   std::vector<std::shared_ptr<Closable>> parts_;               // process groups of some ranks
@@ -93,10 +94,10 @@ class ProcessGroups {
   std::map<std::vector<int>, std::unique_ptr<SharedGroup>> shared_;  // of shared ones
 };
 
-/// Those of this thread's default world; without one, those of one rank alone.
+/// Returns those of this thread's default world; without one, those of one rank alone.
 std::shared_ptr<ProcessGroups> default_process_groups();
 
-/// Makes their world the default one of this thread, until they are closed.
+/// Makes their world this thread's default one, until they are closed.
 void set_default(const std::shared_ptr<ProcessGroups>& process_groups);
 
 }  // namespace tessera

@@ -19,17 +19,18 @@ namespace tessera {
 // [Note: Generators of ranks]
 //
 // Operators that are given no generator draw from LibTorch's default one, of which a process has
-// one. Ranks that are threads would draw from it in turns, as the scheduler likes. So each has its
-// own, and a dispatch key, included on its thread, brings operators to it: kernels for that key are
-// registered for the operators with a generator argument alone, all others fall through, which
-// costs them nothing. The kernel puts the rank's generator in where none, or the default one, is
-// given. Operators without such an argument (dropout) call one that has it, and are seen there.
+// one. Ranks that are threads would draw from it in an order that the scheduler decides. So each
+// has its own, and a dispatch key, included on its thread, redirects operators to it: kernels for
+// that key are registered for the operators with a generator argument alone; all others fall
+// through, at no cost. The kernel passes the rank's generator if none, or the default one, is
+// given. Operators without such an argument (dropout) call one that has it, and are caught there.
 //
-// Only where all tensors are on the CPU: the other devices' generators stay. Operators that make a
-// tensor (randn) have no tensor yet that says where; they, too, call one that has it (normal_).
+// Only if all tensors are on the CPU: the generators of other devices stay. Operators that make a
+// tensor (randn) have no tensor yet that shows the device; they, too, call one that has it
+// (normal_).
 //
-// The key stands above all keys that change what runs (autograd, autocast, that of deferred init),
-// so they see the generator as if the program had named it.
+// The key precedes all keys that change which kernel runs (autograd, autocast, that of deferred
+// init), so they see the generator as if the program had named it.
 namespace {
 
 void check_seal(const SpawnedRank& rank) {
@@ -78,7 +79,7 @@ at::Generator copy_of(at::Generator generator) {
 
 void register_rank_generator() {
   // Kept to the end of the process: operators may run while static variables are destroyed. "Used",
-  // so that the compiler keeps the pointers, by which leak checkers find what they point to.
+  // so that the compiler keeps the pointers, through which leak checkers find the objects.
   [[gnu::used]] static const auto* const fallback = [] {
     auto* library = new torch::Library(torch::Library::IMPL, "_", kRankKey, __FILE__, __LINE__);
     library->fallback(torch::CppFunction::makeFallthrough());

@@ -6,21 +6,22 @@
 
 namespace tessera {
 
-/// The dispatch key that is included on the threads of spawned ranks. LibTorch has it for its own
-/// tests. See [Note: Generators of ranks] in start/rank_generator.cpp.
+/// The dispatch key that is included on the threads of spawned ranks. LibTorch uses it only in its
+/// own tests. See [Note: Generators of ranks] in start/rank_generator.cpp.
 constexpr c10::DispatchKey kRankKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-/// Has operators draw from the rank's generator where `kRankKey` is included. To be called before.
+/// Makes operators draw from the rank's generator where `kRankKey` is included. Must be called
+/// before.
 void register_rank_generator();
 
-/// Whether an operator's argument is the generator to draw from.
+/// Returns whether an operator's argument is the generator to draw from.
 bool is_generator(const c10::Argument& argument);
 
-/// A generator of its own in the same state.
+/// Returns a new generator in the same state.
 at::Generator copy_of(at::Generator generator);
 
-/// Gives LibTorch's default generator, while it lives, a seed that nobody chooses: any other seed
-/// tells that somebody seeded it.
+/// Gives LibTorch's default generator, while this object lives, a seed that no program chooses: any
+/// other seed shows that the program seeded it.
 class GeneratorSeal {
  public:
   GeneratorSeal();
@@ -28,7 +29,7 @@ class GeneratorSeal {
   GeneratorSeal(const GeneratorSeal&) = delete;
   GeneratorSeal& operator=(const GeneratorSeal&) = delete;
 
-  /// The generator as it was before, and will be.
+  /// Returns the generator in its earlier state, which the destructor restores.
   const at::Generator& before() const { return before_; }
   uint64_t seed() const { return seed_; }
 

@@ -1,4 +1,4 @@
-// Reads the environments of the launchers.
+// Reads the launchers' environment variables.
 #include <c10/util/Exception.h>
 #include <tessera/world.h>
 
@@ -13,7 +13,7 @@
 namespace tessera {
 namespace {
 
-// Ports below the range that Linux hands out by itself, so that one of these is likely to be free.
+// Ports below the range that Linux assigns by itself, so that one of these is likely to be free.
 constexpr int kFirstPort = 20000;
 constexpr int kPorts = 12000;
 
@@ -26,7 +26,7 @@ void check_size(const char* name, int size) {
   TORCH_CHECK_VALUE(size >= 1, "[init] ", name, " must be at least 1; got ", name, "=", size);
 }
 
-// All ranks of a job derive the same port from what names the job.
+// All ranks of a job derive the same port from the job's name.
 int port_of_job(std::string_view job) {
   uint32_t hash = 2166136261u;
   for (const char c : job) {
@@ -45,7 +45,7 @@ int master_port(const std::string& job) {
   return *port;
 }
 
-// For launchers that don't name a master: this host if all ranks are here, else the job's first
+// For launchers that don't name a master: this host if all ranks are on it, else the job's first
 // node.
 void find_master(RankInfo& info, const std::string& nodes, const std::string& job) {
   info.master_port = master_port(job);
@@ -70,7 +70,7 @@ void check_local(const RankInfo& info, const char* rank_name, const char* size_n
                     " in a world of ", info.size);
 }
 
-// torchrun, `tessera run`, or variables set by hand.
+// Reads the variables of torchrun or `tessera run`, or those set by hand.
 std::optional<RankInfo> from_rank_variables() {
   const auto rank = environment_number("RANK");
   if (!rank) {
@@ -89,7 +89,7 @@ std::optional<RankInfo> from_rank_variables() {
   info.local_size = environment_number("LOCAL_WORLD_SIZE").value_or(one_host ? info.size : 1);
   info.local_rank = environment_number("LOCAL_RANK").value_or(one_host ? info.rank : 0);
   if (!environment("LOCAL_WORLD_SIZE") && info.local_rank >= info.local_size) {
-    info.local_size = info.local_rank + 1;  // told the rank alone
+    info.local_size = info.local_rank + 1;  // LOCAL_RANK was given alone
   }
   check_local(info, "LOCAL_RANK", "LOCAL_WORLD_SIZE");
   if (info.size > 1) {
@@ -133,7 +133,7 @@ std::optional<RankInfo> from_mpirun() {
 std::optional<RankInfo> from_srun() {
   const auto rank = environment_number("SLURM_PROCID");
   const bool in_step = environment("SLURM_STEP_ID") || environment("SLURM_STEPID");
-  // A batch script is no task of srun's, although it has SLURM_PROCID=0.
+  // A batch script is not a task of srun, although it has SLURM_PROCID=0.
   if (!rank || (!in_step && environment("ENVIRONMENT") == "BATCH")) {
     return std::nullopt;
   }

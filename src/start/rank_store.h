@@ -6,11 +6,10 @@
 
 namespace tessera {
 
-/// The store of ranks that are threads: its waits end when a rank fails, which might otherwise be
-/// waited for until the timeout.
+/// The store of ranks that are threads: its waits end when a rank fails, instead of at the timeout.
 class RankStore : public c10d::HashStore {
  public:
-  /// All waits, also later ones, throw an error with `reason`.
+  /// Makes all waits for missing keys, also later ones, throw an error with `reason`.
   void fail(const std::string& reason);
 
   using c10d::HashStore::wait;

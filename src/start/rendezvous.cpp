@@ -26,7 +26,7 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::mil
   options.isServer = info.rank == 0 && !agent_serves;
   options.numWorkers = static_cast<size_t>(info.size);
   options.waitWorkers = false;
-  options.timeout = timeout / 2;  // to connect: it is tried twice
+  options.timeout = timeout / 2;  // for connecting, which is tried twice
   auto store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
   store->setTimeout(timeout);
   if (!agent_serves) {
@@ -107,7 +107,7 @@ LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::mil
 
 c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store,
                                             int size) {
-  // init() ends with a barrier: nobody joins again before all have joined.
+  // init() ends with a barrier: no rank joins again before all have joined.
   const int64_t round = (store->add("tessera/joined", 1) - 1) / size;
   return c10::make_intrusive<c10d::PrefixStore>("tessera/round_" + std::to_string(round), store);
 }

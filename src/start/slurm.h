@@ -6,13 +6,14 @@
 
 namespace tessera {
 
-/// The first host of a SLURM node list: "node[03-05,9],x" gives "node03". Empty for an empty list.
+/// Returns the first host of a SLURM node list: "node[03-05,9],x" gives "node03". Empty for an
+/// empty list.
 std::string first_node(std::string_view node_list);
 
-/// The `node`-th count of a SLURM list of counts: "2(x3),1" stands for 2, 2, 2, 1.
+/// Returns the `node`-th count of a SLURM list of counts: "2(x3),1" stands for 2, 2, 2, 1.
 std::optional<int> count_of_node(std::string_view counts, int node);
 
-/// How many tasks of this step run on this node, if SLURM says so.
+/// Returns how many tasks of this step run on this node, if SLURM says so.
 std::optional<int> slurm_tasks_on_this_node(int world_size);
 
 }  // namespace tessera

@@ -49,8 +49,8 @@ void run_rank(const std::shared_ptr<SpawnedRank>& rank, int threads,
   }
 }
 
-// All have returned when this does. LibTorch counts threads per thread, but threads started later
-// begin with the number that was set last.
+// Returns when all ranks have returned. LibTorch has a number of threads for each thread, but new
+// threads begin with the number that was set last.
 void run_ranks(SpawnedWorld& world, const SpawnedRanks& ranks, int threads,
                const std::function<void()>& fn) {
   const int before = at::get_num_threads();
@@ -91,7 +91,7 @@ void rethrow_first_failure(const SpawnedRanks& ranks) {
 
 void spawn(int ranks, const std::function<void()>& fn, const SpawnOptions& options) {
   check(ranks, fn, options);
-  static std::mutex running;  // the default generator, too, is the process's
+  static std::mutex running;  // the process also has one default generator
   const std::unique_lock alone(running, std::try_to_lock);
   TORCH_CHECK(alone, "[spawn] only one may run at a time; another thread's has not returned");
   register_rank_generator();

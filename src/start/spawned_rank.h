@@ -12,7 +12,7 @@
 
 namespace tessera {
 
-/// What the ranks of one `spawn()` share.
+/// The state that the ranks of one `spawn()` share.
 struct SpawnedWorld {
   SpawnedWorld(int size, uint64_t sealed_seed) : size(size), sealed_seed(sealed_seed) {}
 
@@ -22,30 +22,30 @@ struct SpawnedWorld {
   std::atomic<int> failures = 0;
 };
 
-/// A rank of `spawn()`. It belongs to the debug info of its thread, because LibTorch hands that on
-/// to threads that work for this one: autograd's of a device, those of TorchScript's `fork`.
+/// A rank of `spawn()`. It is part of its thread's debug info, because LibTorch passes that on to
+/// threads that work for this one: autograd's of a device, those of TorchScript's `fork`.
 class SpawnedRank : public c10::DebugInfoBase {
  public:
   SpawnedRank(std::shared_ptr<SpawnedWorld> world, int rank, at::Generator generator);
 
-  /// That of the calling thread, or null.
+  /// Returns the rank of the calling thread, or null.
   static SpawnedRank* current();
-  /// What makes a rank the current one; LibTorch has a fixed list of kinds and leaves this one
-  /// free.
+  /// The kind of debug info that holds the current rank; LibTorch has a fixed list of kinds and
+  /// leaves this one free.
   static c10::DebugInfoKind kind() { return c10::DebugInfoKind::INFERENCE_CONTEXT; }
 
   RankInfo info() const;
   SpawnedWorld& world() const { return *world_; }
   at::Generator& generator() { return generator_; }
 
-  /// To be called before the rank's connections are closed: that makes the other ranks fail, too,
-  /// and whoever failed first is to be blamed.
+  /// Must be called before the rank's connections are closed: that makes the other ranks fail, too,
+  /// and the error of the rank that failed first is to be reported.
   void note_closing();
   void fail(std::exception_ptr failure);
 
-  /// Null if the rank has not failed.
+  /// Returns null if the rank has not failed.
   const std::exception_ptr& failure() const { return failure_; }
-  /// How many ranks failed before this one.
+  /// Returns how many ranks failed before this one.
   int failed_after() const { return failed_after_; }
 
  private:

@@ -15,7 +15,7 @@
 namespace tessera {
 namespace {
 
-// `make()`; what is there already if that can't be had and is not insisted on.
+// Returns `make()`, or `process_group` if that is not available and not required.
 ProcessGroupPtr try_to(const std::function<ProcessGroupPtr()>& make,
                        const ProcessGroupPtr& process_group, Transport transport) {
   try {

@@ -55,8 +55,8 @@ void check_backend(const std::string& backend) {
                     "[init] `backend` must be \"gloo\" or \"nccl\"; got \"", backend, "\"");
 }
 
-// What LibTorch does in Python only: it reads TORCH_CPP_LOG_LEVEL, and ends errors with the frames
-// of the stack if TORCH_SHOW_CPP_STACKTRACES asks for them. Ten of a rank hide what it says.
+// LibTorch's settings from Python: reads TORCH_CPP_LOG_LEVEL, and ends errors with stack frames
+// only if TORCH_SHOW_CPP_STACKTRACES asks for them. Ten frames of a rank hide its message.
 void settle_messages() {
   static std::once_flag once;
   std::call_once(once, [] {

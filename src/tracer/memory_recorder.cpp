@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
 
-// Reading it takes long.
+// True at the bounds of phases only: reading the PSS is slow.
 bool reads_pss(MemoryEvent event) {
   switch (event) {
     case MemoryEvent::kStart:
@@ -29,13 +29,13 @@ bool reads_pss(MemoryEvent event) {
   }
 }
 
-// The time of day when this process's time began.
+// The time of day at which this process's time began.
 int64_t clock_of_start() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::microseconds>(now).count() - process_time_us();
 }
 
-// What optimizers hold already belongs to the model from the start.
+// Makes the optimizers' state count as the model's from the start.
 const ShardedState& with_optimizer_state(ShardedState& state) {
   state.context().watch.count_optimizer_state();
   return state;

@@ -10,11 +10,11 @@
 
 namespace tessera {
 
-/// Samples what a model holds at each of its events, while it lives.
+/// Samples the memory that a model holds at each of its events, while the recorder lives.
 class MemoryRecorder final : public MemoryListener {
  public:
-  /// `pss`: reads the process's at the bounds of phases. `steps`: of how many steps the samples are
-  /// kept; 0: of all.
+  /// `pss`: also reads the PSS of the process at the bounds of phases. `steps`: the number of steps
+  /// whose samples are kept; 0: all.
   MemoryRecorder(std::shared_ptr<ShardedState> state, bool pss, int64_t steps);
   ~MemoryRecorder() override;
   MemoryRecorder(const MemoryRecorder&) = delete;

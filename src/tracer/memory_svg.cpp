@@ -12,14 +12,14 @@
 namespace tessera {
 namespace {
 
-// Of the picture, and of the plot in it.
+// Sizes of the picture, and of the plot in it.
 constexpr double kWidth = 1120, kHeight = 540;
 constexpr double kLeft = 84, kTop = 78, kPlotWidth = 800, kPlotHeight = 320;
-constexpr double kLabelDistance = 13;  // of unit labels
+constexpr double kLabelDistance = 13;  // between unit labels
 constexpr size_t kMostLetters = 28;
 constexpr int kTicks = 5;
 
-// Apart in hue and in lightness, on white as on black.
+// Distinct in hue and in lightness, on white as on black.
 constexpr std::array<const char*, 8> kColors = {"#4477aa", "#2f5578", "#228833", "#8a8a8a",
                                                 "#ccbb44", "#ee8844", "#66ccee", "#bb5588"};
 
@@ -53,7 +53,7 @@ std::string escaped(std::string_view text) {
   return result;
 }
 
-// At most so many letters: the beginning and the end.
+// Shortens a name to `kMostLetters` letters at most: its beginning and its end.
 std::string shortened(const std::string& name) {
   if (name.size() <= kMostLetters) return name;
   constexpr size_t kEnd = kMostLetters / 2;
@@ -65,7 +65,8 @@ std::string text_at(double x, double y, const std::string& text, const char* att
                      escaped(text));
 }
 
-// 1, 2 or 5 times a power of ten, of a power of 1024, so that `kTicks` of them reach `most`.
+// The distance of ticks: 1, 2 or 5 times a power of ten, times a power of 1024, so that `kTicks` of
+// them reach `most`.
 int64_t tick_bytes(int64_t most) {
   double unit = 1;
   while (static_cast<double>(most) / kTicks >= 1024 * unit) unit *= 1024;
@@ -128,7 +129,7 @@ class Picture {
     text_ += text_at(kLeft, 42, rest);
   }
 
-  // A line that keeps a value until the next sample: its points from left to right.
+  // A line that keeps each value until the next sample: its points from left to right.
   template <class Bytes>
   std::vector<std::pair<double, double>> steps(const Bytes& bytes) const {
     std::vector<std::pair<double, double>> points;
@@ -166,7 +167,7 @@ class Picture {
     text_ += fmt::format("<path class=\"most\" d=\"{}\"/>\n", path(most_between()));
   }
 
-  // What a sample says of the most belongs to the time before it.
+  // The peak that a sample records belongs to the time before the sample.
   std::vector<std::pair<double, double>> most_between() const {
     std::vector<std::pair<double, double>> points;
     for (size_t i = 0; i < samples_.size(); ++i) {
@@ -201,7 +202,7 @@ class Picture {
     }
   }
 
-  // Where use comes to a unit; where there are many of them, not each has its name.
+  // Marks where use reaches a unit; where marks are dense, not each is labelled.
   void draw_units() {
     double last = -kLabelDistance;
     const double bottom = kTop + kPlotHeight;
@@ -237,7 +238,7 @@ class Picture {
     text_ += text_at(left + 20, top + 11, "most in between");
   }
 
-  // Beside the point, on the side where there is room.
+  // The label goes beside the point, on the side where there is room.
   void draw_peak() {
     const double at = x(peak_.time_us), height = y(peak_bytes(peak_));
     const bool is_left = at < kLeft + kPlotWidth / 2;

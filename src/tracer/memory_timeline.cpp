@@ -33,7 +33,7 @@ const MemorySample* peak_of(const std::vector<MemorySample>& samples) {
 
 namespace {
 
-// Spans that are open, by what they are of.
+// Open spans, by name and unit.
 class OpenSpans {
  public:
   void begin(const char* name, const MemorySample& sample) {

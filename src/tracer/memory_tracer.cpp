@@ -53,7 +53,7 @@ void MemoryTracer::write_chrome_trace(const std::string& path) const {
   write_file("write_chrome_trace", path, chrome_trace(chrome_events(impl_->recorder.timeline())));
 }
 
-// Each rank's time begins when its process does: they are put together by the time of day.
+// Each rank's time begins with its process: ranks are aligned by the time of day.
 void MemoryTracer::write_merged_chrome_trace(const std::string& path) const {
   using nlohmann::json;
   const ShardMesh& mesh = impl_->recorder.state().mesh();

@@ -59,7 +59,7 @@ std::string line_at(const std::vector<std::string>& lines, size_t i) {
   return i < lines.size() ? lines[i] : "no such parameter";
 }
 
-// For the first line in which some rank differs from rank 0: what each group of ranks has.
+// Describes the first line in which some rank differs from rank 0, by groups of equal ranks.
 std::string first_difference(const std::vector<std::vector<std::string>>& ranks) {
   size_t line = 0;
   auto differs = [&](const auto& other) { return line_at(other, line) != line_at(ranks[0], line); };

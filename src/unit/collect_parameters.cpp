@@ -13,8 +13,8 @@
 namespace tessera {
 namespace {
 
-// Strides of the parameter in the flat buffer: its own if it fills its memory without gaps
-// (whatever the order of dims, as channels_last does), else those of a contiguous tensor.
+// Strides of the parameter in the flat buffer: its own if it fills its memory without gaps, in
+// any order of dims (as channels_last does); otherwise those of a contiguous tensor.
 std::vector<int64_t> flat_strides(const at::Tensor& tensor) {
   if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
   const auto strides = c10::contiguous_strides(tensor.sizes());

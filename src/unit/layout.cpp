@@ -48,9 +48,9 @@ int64_t nbytes_of(const ParamSlot& slot) {
   return slot.numel * static_cast<int64_t>(c10::elementSize(slot.dtype));
 }
 
-// The dtypes that a parameter is used in and that the optimizer updates. The values that it was
-// made with are kept even if it is frozen, so that none are lost; wider ones come when it is
-// trained.
+// Chooses the dtypes in which a parameter is used and is updated by the optimizer. A frozen
+// parameter keeps the dtype that it was made with, so that no value is lost; it gets a wider master
+// copy when it is trained.
 void choose_dtypes(ParamSlot& param, const Precision& precision) {
   param.master_dtype = param.thawed_dtype = param.dtype;
   if (!c10::isFloatingType(param.dtype)) return;
@@ -201,17 +201,17 @@ std::string module_of(const ParamSlot& param) {
   return name.substr(0, name.rfind('.') + 1);
 }
 
-// Up to how many bytes `param` may fill a unit that begins with `first`. A large parameter takes
-// along what its module has after it, if that is nearly nothing, as a bias: a unit more would cost
-// more.
+// Returns the bytes up to which `param` may fill a unit that begins with `first`. A tiny parameter,
+// such as a bias, stays with the large one before it in the same module: a unit of its own would
+// cost more.
 int64_t room_for(const ParamSlot& param, const ParamSlot& first, int64_t unit_bytes) {
   constexpr int64_t kNearlyNothing = 64;
   if (module_of(param) != module_of(first)) return unit_bytes;
   return std::max(unit_bytes, nbytes_of(first) + unit_bytes / kNearlyNothing);
 }
 
-// Packs parameters by size, in registration order. Parameters that differ in what the unit must
-// have in common (dtypes, device, trainable, level, the user's unit) are packed separately.
+// Packs parameters by size, in registration order. The parameters of
+// a unit have the same dtypes, device, level and user's unit, and are all trainable or all frozen.
 std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardPlan& plan,
                               const std::vector<ShardLevel>& levels) {
   const std::vector<int> user_unit = user_units(params, plan);

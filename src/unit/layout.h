@@ -14,17 +14,18 @@
 
 namespace tessera {
 
-/// Of a parameter that is a DistTensor: what the user sees, while a unit holds this rank's part.
+/// The global view of a parameter that is a DistTensor, of which a unit holds this rank's part.
 struct DistSlot {
   DistSpecPtr spec;
   std::vector<int64_t> sizes, strides;  ///< global
   /// Null: as `spec`.
   DistSpecPtr gradients;
-  /// False on ranks whose part another one counts already, where parts are replicated.
+  /// False on ranks whose part is a replica of another rank's, which counts it.
   bool is_first_replica = true;
 };
 
-/// A parameter and its place in a unit's flat buffer. Of a DistTensor: this rank's part.
+/// A parameter, or this rank's part of one that is a DistTensor, and its place in a unit's flat
+/// buffer.
 struct ParamSlot {
   /// Fully qualified names; more than one if the parameter is tied.
   std::vector<std::string> names;
@@ -33,7 +34,7 @@ struct ParamSlot {
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> handles;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
-  at::ScalarType dtype = at::kFloat;         ///< in use, and gathered
+  at::ScalarType dtype = at::kFloat;         ///< of the gathered parameter
   at::ScalarType master_dtype = at::kFloat;  ///< of the values that the optimizer updates
   at::ScalarType thawed_dtype = at::kFloat;  ///< the same, once it is trained
   at::Device device = at::kCPU;
@@ -66,10 +67,9 @@ struct UnitLayout {
   ShardLevel level = ShardLevel::kParameters;
   Partition partition = Partition::kFlatEven;
   at::ScalarType dtype = at::kFloat;         ///< of the parameters
-  at::ScalarType master_dtype = at::kFloat;  ///< of what the optimizer updates, and its gradients
-  at::ScalarType thawed_dtype =
-      at::kFloat;  ///< what that becomes when frozen parameters are trained
-  at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients that are sent
+  at::ScalarType master_dtype = at::kFloat;  ///< of the updated values and their gradients
+  at::ScalarType thawed_dtype = at::kFloat;  ///< `master_dtype` once frozen parameters are trained
+  at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients on the wire
   at::ScalarType gather_dtype = at::kFloat;  ///< to which parameters are rounded when updated
   at::Device device = at::kCPU;
   /// False: each rank has parameters of its own, alone in a world of one.
@@ -82,6 +82,8 @@ struct UnitLayout {
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
   bool rounds() const { return gather_dtype != dtype; }
   bool has_master() const { return master_dtype != dtype || rounds(); }
+  /// Of the full parameters.
+  at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
   /// Bytes of the full parameters.
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }
 };

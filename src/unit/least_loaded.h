@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-/// The rule by which what can't be cut is spread over ranks: each piece goes to the rank that has
-/// least so far, the lowest of equals.
+/// Distributes pieces that can't be cut over ranks: each goes to the rank with the least load so
+/// far, the lowest of equals.
 class LeastLoaded {
  public:
   explicit LeastLoaded(int ranks) : load_(ranks, 0) {}

@@ -8,7 +8,7 @@ std::optional<MemoryRange> memory_range(const at::Tensor& tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     last += (tensor.size(dim) - 1) * tensor.stride(dim);
   const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-  // What reads the pointer otherwise would make the values of a deferred tensor, or throw.
+  // Other ways to read the pointer compute the values of a deferred tensor, or throw.
   const void* const memory =
       const_cast<c10::StorageImpl&>(storage)._mutable_data_ptr_no_checks().get();
   const auto start = reinterpret_cast<uintptr_t>(memory);

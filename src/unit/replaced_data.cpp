@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "unit/parameter_views.h"
 #include "unit/unit.h"
 
 namespace tessera {
@@ -28,7 +29,7 @@ std::string describe(const at::Tensor& tensor) {
 }  // namespace
 
 // The first of the parameter's tensors that shows other memory; undefined if none does.
-at::Tensor Unit::replacement(const ParamSlot& slot) const {
+at::Tensor ParameterViews::replacement(const ParamSlot& slot) const {
   const auto storage = storage_.lock();
   for (size_t i = 0; i < slot.handles.size(); ++i) {
     const at::Tensor tensor = slot.tensor(i);
@@ -40,14 +41,14 @@ at::Tensor Unit::replacement(const ParamSlot& slot) const {
   return {};
 }
 
-void Unit::check_replacement(const ParamSlot& slot) const {
+void ParameterViews::check_replacement(const ParamSlot& slot) const {
   const at::Tensor tensor = replacement(slot);
   if (!tensor.defined()) return;
   const at::Tensor& local = local_of(tensor);
   TORCH_CHECK_VALUE(local.sizes() == at::IntArrayRef(slot.sizes) && local.scalar_type() == slot.dtype &&
                     local.device() == layout_.device && local.layout() == at::kStrided &&
                     (find_dist_meta(tensor) != nullptr) == slot.dist.has_value(),
-                    "[tessera] parameter '", slot.name(), "' of ", label_, " was given other data after it was sharded, by "
+                    "[tessera] parameter '", slot.name(), "' of ", unit_.label(), " was given other data after it was sharded, by "
                     "Module::to(), set_data() or torch::load(); expected ", c10::toString(slot.dtype), " [",
                     fmt::format("{}", fmt::join(slot.sizes, ", ")), "] on ", layout_.device.str(),
                     slot.dist ? ", a DistTensor" : "", "; got ", describe(local),
@@ -57,37 +58,19 @@ void Unit::check_replacement(const ParamSlot& slot) const {
     const at::Tensor other = slot.local(i);
     const bool is_other =
         other.defined() && other.storage().unsafeGetStorageImpl() != storage_.lock().get();
-    TORCH_CHECK_VALUE(!is_other || at::equal(other, local), "[tessera] parameter '", slot.name(), "' of ", label_,
+    TORCH_CHECK_VALUE(!is_other || at::equal(other, local), "[tessera] parameter '", slot.name(), "' of ", unit_.label(),
                       " has several tensors, which were given different data after it was sharded");
   }
 }
 
-void Unit::check_views() const {
+void ParameterViews::check() const {
   for (const ParamSlot& slot : layout_.slots) {
     if (!replacement(slot).defined()) continue;
     check_replacement(slot);
-    TORCH_CHECK(false, "[tessera] parameter '", slot.name(), "' of ", label_,
+    TORCH_CHECK(false, "[tessera] parameter '", slot.name(), "' of ", unit_.label(),
                 " was given other data by set_data(), torch::load() or Module::to() since the last backward, which the "
                 "sharded model has not seen. Do that before a backward, or use load_full_state()");
   }
-}
-
-// This rank's part, into what is updated. Where the value that is seen is the old one, the master
-// copy keeps the bits that are not seen.
-void Unit::take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive) {
-  const at::Tensor tensor = replacement(slot);
-  if (!tensor.defined()) return;
-  const auto [begin, end] = updated_range(slot);
-  if (begin < end) {
-    const at::Tensor part = flat_in_order(local_of(tensor).detach(), slot.strides)
-                                .narrow(0, begin - slot.offset, end - begin);
-    const at::Tensor own = updated().narrow(0, begin - updated_begin(), end - begin);
-    const at::Tensor given = part.to(own.options());
-    const at::Tensor seen = rounded(own).to(layout_.dtype).to(own.options());
-    own.copy_(layout_.has_master() ? at::where(given.ne(seen), given, own) : given);
-  }
-  install_view(slot, keep_alive);
-  show_full();
 }
 
 }  // namespace tessera

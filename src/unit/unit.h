@@ -4,36 +4,36 @@
 #include <tessera/process_group.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "group/shares_memory.h"
 #include "memory/memory_watch.h"
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
 #include "unit/layout.h"
+#include "unit/master_copy.h"
+#include "unit/parameter_views.h"
+#include "unit/unit_memory.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
 
-/// What all units of a model share.
+/// State shared by all units of a model.
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
-  bool master_only = false;  ///< no shard is kept beside a master copy, where one can do
-  /// Gathered parameters of units that free them, now. Whole units, on each rank, also where the
-  /// ranks of a host have them once.
+  bool master_only = false;  ///< units keep no shard beside a master copy, if they are freed
+  /// Bytes of the units that are gathered now and will be freed. Each rank counts whole units, also
+  /// where the ranks of a host have one copy.
   int64_t unsharded_bytes = 0;
-  int64_t peak_unsharded_bytes = 0;  ///< and at most
+  int64_t peak_unsharded_bytes = 0;  ///< the most so far
   /// One for all contexts of a model.
   std::shared_ptr<MemoryWatch> shared_watch = std::make_shared<MemoryWatch>();
   MemoryWatch& watch = *shared_watch;
 };
 
-/// Is told when an operator touches parameters of a model's units.
+/// Listens to operators that use parameters of a model's units.
 class UseListener {
  public:
   virtual ~UseListener() = default;
@@ -42,34 +42,30 @@ class UseListener {
   virtual std::shared_ptr<UseListener> on_use(const std::vector<Unit*>& units, bool writes) = 0;
   /// After an operator that wrote to parameters of `units`, before `on_used()`.
   virtual void on_write(const std::vector<Unit*>& units) = 0;
-  /// After the operator, on the same thread, also if it has thrown.
+  /// After the operator, on the same thread, even if it has thrown.
   virtual void on_used() noexcept = 0;
 };
 
 /// The values that parameters have after `Unit::give_back()`.
 enum class GivenValues : uint8_t {
-  kUsed,     ///< those that operators see, on all ranks alike
-  kUpdated,  ///< where this rank updates them, its own: those of its master copy, which are wider
+  kUsed,     ///< the values that operators see, equal on all ranks
+  kUpdated,  ///< the wider ones of this rank's master copy, for the part that this rank updates
 };
 
-/// The parameters that are gathered together, and this rank's shard of them.
+/// Parameters that are gathered together, and this rank's shard of them.
 ///
-/// States: kSharded (only the shard exists) -> `unshard()` -> kUnsharding (gather under way) ->
-/// `wait()`
-/// -> kUnsharded -> `reshard()` -> kSharded. A unit below `ShardLevel::kParameters` has its full
-/// buffer always; then the shard is a view of it, and kSharded means that the rest of it is out of
-/// date.
+/// A unit is kSharded (only the shard is of use), kUnsharding (a gather is under way) or
+/// kUnsharded:
 ///
-/// Where the ranks of a host share memory (`ProcessGroup::share`), the full buffer lies there, once
-/// for all of them, and the shard is a view of it: nothing is copied, each rank writes its shard
-/// only, and a gather waits until all have. On one host nothing is freed, either; on several, what
-/// other hosts own is, when all ranks of this one have resharded. User code sees that memory at an
-/// address where it can only be read.
+///   kSharded --unshard()--> kUnsharding --wait()--> kUnsharded --reshard()--> kSharded
 ///
-/// The optimizer updates the shard itself, or the master copy of it (`updated()`) if that has a
-/// wider dtype or is offloaded; `publish()` then brings the new values into the shard. A unit that
-/// is freed between uses keeps no shard beside a master copy that is offloaded, or if the context
-/// says so: what it gives to a gather is then rounded from the master copy.
+/// Three parts know the rest. `UnitMemory` is the full flat buffer: always there, freed while the
+/// unit is sharded, or shared by the ranks of a host. `ParameterViews` are the user's tensors, which
+/// are views of it. `MasterCopy`, if there is one, is updated by the optimizer in place of the
+/// shard; `publish()` brings its values into the shard.
+///
+/// A unit that is freed between uses keeps no shard beside an offloaded master copy, or beside any
+/// master copy if the context says so: a gather then sends values rounded from the master copy.
 class Unit {
  public:
   enum class State : uint8_t { kSharded, kUnsharding, kUnsharded };
@@ -85,13 +81,13 @@ class Unit {
 
   /// Gives a unit that was frozen when it was laid out the master copy that the plan has for
   /// parameters that are trained; does nothing for others. Not collective. Views of the old
-  /// `updated()` have no say any more.
+  /// `updated()` are out of use then.
   void thaw();
 
-  /// Undoes `adopt()`: the parameters are ordinary tensors with memory of their own again. The unit
-  /// has no memory then and is of no use. Collective, unless `is_whole()`.
+  /// Undoes `adopt()`: makes the parameters ordinary tensors with memory of their own again. The
+  /// unit can't be used then. Collective, unless `is_whole()`.
   ///
-  /// `kUpdated`: throws `c10::NotImplementedError` for a master copy of another dtype.
+  /// With `kUpdated`, throws `c10::NotImplementedError` for a master copy of another dtype.
   void give_back(GivenValues which);
   /// True if the full parameters are here, or on their way, on all ranks.
   bool is_whole() const { return state_ != State::kSharded || context_.mesh.shard().size() == 1; }
@@ -103,107 +99,89 @@ class Unit {
   /// Frees the full parameters, or marks them as out of date if they always exist.
   void reshard();
 
-  /// Before an operator writes to parameters, which must be unsharded: the other ranks must not see
-  /// it, as each of them does the same.
+  /// Prepares the parameters, which must be unsharded, for an operator that writes to them. Other
+  /// ranks must not see the writes, as each of them executes the operator itself.
   void begin_write();
-  /// After it: copies this rank's part into the shard and, where values have changed, into the
-  /// master copy, and marks the rest as out of date. All ranks, where memory is shared.
+  /// Takes over the writes of the operator: copies this rank's part into the shard and, where values
+  /// have changed, into the master copy, and marks the rest as out of date. Collective if memory is
+  /// shared.
   void write_back();
-  /// After it has thrown.
+  /// Discards the writes of an operator that has thrown.
   void cancel_write();
 
-  /// Brings what the optimizer updated into the shard. All but the shard is out of date then.
+  /// Copies the values that the optimizer updated into the shard. The rest of the full parameters is
+  /// out of date then.
   void publish();
 
-  /// To be called before the shard is changed: peers may still be reading it. Does not wait for
-  /// those that share its memory.
+  /// Waits until no peer reads the shard any more, which must be called before the shard is changed.
+  /// Does not wait for ranks that share its memory.
   void wait_until_unread();
 
-  /// Throws if a parameter was given other data. See [Note: Replaced data] in replaced_data.cpp.
-  void check_views() const;
-  /// A parameter's tensor that was given other data; undefined if there is none.
-  at::Tensor replacement(const ParamSlot& slot) const;
-  /// Throws `c10::ValueError` if such data can't be the parameter's.
-  void check_replacement(const ParamSlot& slot) const;
-  /// Takes this rank's part of it into what is updated, which must not be in use, and makes the
-  /// parameter a view of this unit again.
+  /// The parameters' tensors, which may have been given other data.
+  const ParameterViews& views() const { return views_; }
+  /// Takes this rank's part of such data over, into `updated()`, which must not be in use, and makes
+  /// the parameter a view of this unit again.
   void take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
 
   State state() const { return state_; }
   /// True if the full parameters are freed between uses.
-  bool frees() const { return frees_; }
+  bool frees() const { return memory_->frees(); }
   /// True if the other ranks have the same full parameters in memory as this one.
-  bool is_shared() const { return shared_.has_value(); }
+  bool is_shared() const { return memory_->is_shared(); }
   const UnitLayout& layout() const { return layout_; }
   int index() const { return index_; }
   UnitContext& context() const { return context_; }
   UseListener& listener() const { return listener_; }
   const std::string& label() const { return label_; }
-  /// The full flat buffer; while sharded, undefined, or of no use but for the shard.
-  const at::Tensor& full() const { return full_; }
+  /// The full flat buffer. While the unit is sharded, it is undefined, or only the shard is valid.
+  const at::Tensor& full() const { return memory_->full(); }
 
-  /// What the optimizer of this rank updates: its part, which is everything if nothing is sharded.
-  /// Of `layout().master_dtype`; in host memory if it is offloaded.
+  /// The values that this rank's optimizer updates: its shard or the master copy of it; all elements
+  /// if nothing is sharded. Of `layout().master_dtype`; in host memory if offloaded.
   const at::Tensor& updated() const;
-  /// The master copy; undefined if the optimizer updates the shard itself.
-  const at::Tensor& master() const { return master_; }
-  /// True if the master copy, and with it the state of what is updated, is away from the device.
-  bool is_offloaded() const { return is_offloaded_; }
-  /// Brings an offloaded master copy to the parameters' device for good. Views of the old one have
-  /// no say any more.
+  /// The copy that the optimizer updates, if it does not update the shard itself.
+  const MasterCopy& master() const { return master_; }
+  /// Brings an offloaded master copy to the parameters' device for good. Views of the old one are
+  /// out of use then.
   void bring_back();
   /// Bytes of parameters on their device between uses, master copies not counted.
   int64_t resident_nbytes() const;
-  /// Bytes of full parameters that come and go, and of what they arrive in or are written to.
+  /// Bytes of gathered parameters that will be freed, and of buffers for gathers and writes.
   int64_t gathered_nbytes() const;
   int64_t updated_begin() const;
   int64_t updated_end() const;
-  /// What this rank updates of a parameter, in elements of the flat buffer.
+  /// The range of a parameter that this rank updates, in elements of the flat buffer.
   std::pair<int64_t, int64_t> updated_range(const ParamSlot& slot) const {
     return overlap(slot, updated_begin(), updated_end());
   }
 
  private:
-  at::TensorOptions options() const;
-  void share_memory();
-  at::Tensor flat_view(const at::Tensor& bytes) const;
   at::Tensor collect_values(bool broadcast) const;
-  void install_views(const std::shared_ptr<void>& keep_alive);
-  void install_view(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
-  void point_to(const ParamSlot& slot, const std::function<at::Tensor()>& make_view) const;
-  void move_to_shared_memory();
-  at::Tensor values_to_give(GivenValues which) const;
-  void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   void keep_part_of(const at::Tensor& values);
   void keep_written(const at::Tensor& before, const at::Tensor& after);
+  at::Tensor values_to_give(GivenValues which) const;
+  void restore_taken_out(const ParamSlot& slot, const at::Tensor& values) const;
   at::Tensor shard_of(const at::Tensor& flat) const;
   at::Tensor updated_of(const at::Tensor& flat) const;
   at::Tensor gather_source() const;
   at::Tensor rounded(const at::Tensor& values) const;
-  void allocate_full();
-  void free_full();
-  void count_unsharded(bool is_there);
-  void show_full();
+  void show() const;
 
   UnitLayout layout_;
-  int index_;
+  const int index_;
   UnitContext& context_;
   UseListener& listener_;
-  int rank_;
-  bool frees_ = false;
-  bool is_offloaded_ = false;
-  bool counted_ = false;  // in the context's bytes
-  std::string label_;     // "unit 'name'"
+  const int rank_;
+  const std::string label_;  // "unit 'name'"
   State state_ = State::kUnsharded;
-  std::optional<SharedBuffer> shared_;  // what `full_` lies in
-  at::Tensor full_;
-  at::Tensor arriving_;      // what a gather fills in place of `full_` where parameters are rounded
-  at::Tensor written_;       // in place of a shared `full_` while an operator writes
-  at::Tensor before_write_;  // this rank's part of another `full_`, if a master copy keeps more
+  const std::unique_ptr<UnitMemory> memory_;
+  ParameterViews views_;
+  MasterCopy master_;
   at::Tensor shard_;         // undefined if the master copy serves as such
-  at::Tensor master_;        // undefined if the shard is what is updated
-  c10::weak_intrusive_ptr<UnitStorage> storage_;
-  WorkPtr gather_;  // the latest
+  at::Tensor arriving_;      // filled by a gather in place of the memory, where parameters are rounded
+  at::Tensor written_;       // written by an operator in place of the memory, where that is shared
+  at::Tensor before_write_;  // the values of this rank's part before, if a master copy keeps more
+  WorkPtr gather_;           // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard
 };
 

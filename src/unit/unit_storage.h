@@ -12,7 +12,8 @@ namespace tessera {
 
 class Unit;
 
-/// The storage that all parameters of a unit, their views and what autograd saved of them share.
+/// The storage shared by all parameters of a unit, their views, and the tensors that autograd has
+/// saved of them.
 ///
 /// It borrows the unit's memory while the unit is unsharded; otherwise a raw `data_ptr()` throws.
 /// It keeps the sharded model alive, so that the module works for as long as it exists.

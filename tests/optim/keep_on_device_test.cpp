@@ -143,7 +143,7 @@ TEST_P(KeepOnDevice, MemoryMovesFromOffloadedToMastersAndState) {
             const ShardMemory at_start = job.optimizer->memory();
             EXPECT_EQ(job.optimizer->keep_on_device(first + second), first + second);
             for (size_t i = 0; i < job.units().size(); ++i)
-              EXPECT_EQ(job.units()[i]->is_offloaded(),
+              EXPECT_EQ(job.units()[i]->master().is_offloaded(),
                         i >= 2 && job.bytes_of(*job.units()[i], 3) != 0);
             job.step(world, 0);
             int64_t masters = 0, offloaded = 0;
@@ -181,7 +181,7 @@ TEST(KeepOnDevice, UnitsThatDoNotFitAreLeftOutAndSmallerOnesBehindThemTaken) {
     EXPECT_EQ(job.optimizer->keep_on_device(0), 0);
     EXPECT_EQ(job.optimizer->keep_on_device(smallest - 1), 0);
     EXPECT_EQ(job.optimizer->keep_on_device(smallest), smallest);
-    for (int i = 0; i < units; ++i) EXPECT_EQ(job.units()[i]->is_offloaded(), i != at);
+    for (int i = 0; i < units; ++i) EXPECT_EQ(job.units()[i]->master().is_offloaded(), i != at);
   });
 }
 
@@ -233,8 +233,8 @@ TEST(KeepOnDevice, UnitsThatAnotherOptimizerUpdatesStayOffloaded) {
       EXPECT_EQ(kept > 0, nbytes > 0);
       const auto& units = sharded.state()->units();
       // Rank 1 has a part of the last parameter.
-      EXPECT_TRUE(world.rank() == 0 || units.back()->is_offloaded());
-      EXPECT_EQ(units.front()->is_offloaded(), nbytes == 0);
+      EXPECT_TRUE(world.rank() == 0 || units.back()->master().is_offloaded());
+      EXPECT_EQ(units.front()->master().is_offloaded(), nbytes == 0);
       const Batch batch = global_batch(0, 12, kWidth, kOut);
       rank_loss(*net, batch, world.rank(), 2, 0).backward();
       first.step();

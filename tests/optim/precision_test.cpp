@@ -218,7 +218,7 @@ TEST(Precision, FrozenHalfParametersHaveNoMasters) {
     net->head->weight.requires_grad_(true);
     auto sharded = fully_shard(net, {.precision = {.master_dtype = at::kFloat}});
     for (const auto& unit : sharded.state()->units())
-      EXPECT_EQ(unit->master().defined(), unit->layout().slots[0].requires_grad);
+      EXPECT_EQ(unit->master().exists(), unit->layout().slots[0].requires_grad);
   });
 }
 

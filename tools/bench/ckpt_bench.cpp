@@ -59,8 +59,8 @@ class SavedJob {
 
   int64_t nbytes() const { return std::ssize(bytes_); }
 
-  /// Of a round that counts, from 0, adds the seconds of each kind. Of two that are compared each
-  /// goes first in turn: a disk may be faster after a rest.
+  /// Runs a round and, if it counts (from 0), adds the seconds of each kind. Of two kinds that are
+  /// compared, each goes first in every other round: a disk may be faster after a rest.
   void round(int round, Times& times) {
     const std::string file = directory_ / fmt::format("disk-{}", world_.rank());
     const fs::path saved = directory_ / "saved", later = directory_ / "later";
@@ -87,7 +87,7 @@ class SavedJob {
   }
 
  private:
-  // All ranks begin together, when the disk has nothing left to do, and the last one counts.
+  // All ranks begin together, once the disk is idle; the time is that of the slowest.
   double seconds_of(const std::function<void()>& run) {
     if (world_.rank() == 0) ::sync();
     world_.process_group()->barrier({"bench ckpt"});
@@ -114,7 +114,7 @@ class SavedJob {
 };
 
 Json report_of(const CkptBenchOptions& options, int64_t nbytes, const Times& times) {
-  // Of all rounds together: the two orders give different ones.
+  // The ratio of sums over all rounds: the two orders give different ones.
   const auto ratio = [&](const char* a, const char* b) {
     const auto sum = [&](const char* kind) {
       return std::accumulate(times.at(kind).begin(), times.at(kind).end(), 0.0);

@@ -17,17 +17,17 @@ struct CommMeasurement {
   double seconds = 0;     ///< median over the rounds of the slowest rank's time
 };
 
-/// The numbers that `tessera bench comm --json` prints, one entry per operation and size.
+/// Returns the numbers that `tessera bench comm --json` prints, one entry per operation and size.
 ///
 /// - `algbw`: bytes / seconds, in GB/s.
 /// - `busbw`: algbw times the part of the buffer that each rank must send: (ranks - 1) / ranks for
 ///   all_gather, reduce_scatter and all_to_all, 1 for broadcast and memcpy. Comparable with the
 ///   bandwidth of the link, here of the memory: memcpy is run by as many processes at once.
-/// - `of_c10d`: for ours, seconds relative to c10d's for the same operation and size.
+/// - `of_c10d`: for Tessera's own, seconds relative to c10d's for the same operation and size.
 nlohmann::ordered_json comm_report(const CommBenchOptions& options,
                                    const std::vector<CommMeasurement>& measurements);
 
-/// The same for people.
+/// The same for human readers.
 std::string comm_table(const nlohmann::ordered_json& report);
 
 }  // namespace tessera::tools

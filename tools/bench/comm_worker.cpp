@@ -79,8 +79,8 @@ class Operations {
  private:
   void wait(const c10::intrusive_ptr<c10d::Work>& work) { work->wait(ours_.timeout()); }
 
-  // A benchmark of wrong results would be worth nothing. The tensors are written over afterwards,
-  // so that the next operation can't pass with what this one left.
+  // A benchmark of wrong results would be worthless. The tensors are overwritten afterwards, so
+  // that the next operation can't pass with the results of this one.
   void check_gathered() {
     for (int r = 0; r < size_; ++r) {
       const auto part = flat_.slice(0, bounds_[r], bounds_[r + 1]);
@@ -102,7 +102,7 @@ class Operations {
   std::vector<int64_t> bounds_;
 };
 
-// Seconds per call of the slowest rank.
+// Returns the seconds per call of the slowest rank.
 double time_operation(ProcessGroup& process_group, const Operation& operation, int calls) {
   process_group.barrier(kTag);
   const auto start = std::chrono::steady_clock::now();
@@ -121,7 +121,7 @@ void measure(ProcessGroup& ours, c10d::Backend& theirs, int64_t bytes, int round
   const auto operations = buffers.all();
   const int calls = static_cast<int>(std::clamp<int64_t>(16 * kMiB / bytes, 1, 16));
   std::vector<std::vector<double>> seconds(operations.size());
-  for (int round = -1; round < rounds; ++round) {  // the first is to warm up and to check
+  for (int round = -1; round < rounds; ++round) {  // the first warms up and checks
     for (size_t i = 0; i < operations.size(); ++i) {
       const double time = time_operation(ours, operations[i], calls);
       if (round < 0) {

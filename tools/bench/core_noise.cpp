@@ -17,14 +17,14 @@ struct Blocks {
   double fastest = 0;
 };
 
-// A tenth of a millisecond or so. Independent products and sums in the first-level cache, which
-// fill the units that a neighbour on the same core would share.
+// Takes about a tenth of a millisecond: independent products and sums in the first-level cache,
+// which occupy the units that a neighbour on the same core would share.
 double seconds_of_block(std::array<float, 256>& values) {
   const auto start = Clock::now();
   for (int i = 0; i < 5'000; ++i) {
     for (float& value : values) value = value * 0.999F + 0.001F;
   }
-  asm volatile("" : : "r"(values.data()) : "memory");  // what nobody reads need not be computed
+  asm volatile("" : : "r"(values.data()) : "memory");  // else unread results might be omitted
   return Seconds(Clock::now() - start).count();
 }
 

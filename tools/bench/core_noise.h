@@ -5,17 +5,17 @@
 
 namespace tessera::tools {
 
-/// How much slower the cores are than they can be, for reasons outside this machine's programs: the
-/// host runs something else on the same hardware, or lowers its clock. Measured with arithmetic
-/// that needs no memory, on all cores at once.
+/// Measures how much slower the cores are than they can be, for reasons outside this machine's
+/// programs: the host runs something else on the same hardware, or lowers its clock. Uses
+/// arithmetic that needs no memory, on all cores at once.
 class CoreNoise {
  public:
   /// `cores`: ids as `Cores::ids` has them.
   explicit CoreNoise(std::vector<int> cores) : cores_(std::move(cores)) {}
 
-  /// Takes `time`; to be called while the cores have nothing else to do. Returns the mean time of
-  /// the slowest core's blocks of arithmetic by that of the fastest block of all cores so far: at
-  /// least 1, which is no noise.
+  /// Takes `time`; must be called while the cores are otherwise idle. Returns the mean time of the
+  /// slowest core's blocks of arithmetic, divided by that of the fastest block of all cores so far:
+  /// at least 1, which is no noise.
   double sample(std::chrono::milliseconds time);
 
  private:

@@ -21,7 +21,7 @@ UniqueFd open_file(const std::string& file, int flags) {
   return fd;
 }
 
-// Moves all bytes by `call`, `::write` or `::read`.
+// Transfers all bytes by `call`, `::write` or `::read`.
 template <class Call, class Bytes>
 void transfer(const std::string& file, Call call, int fd, Bytes* bytes, size_t nbytes) {
   for (size_t done = 0; done < nbytes;) {

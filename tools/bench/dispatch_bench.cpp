@@ -63,7 +63,7 @@ nlohmann::ordered_json measure(const Operator& op, const DispatchBenchOptions& o
   std::vector<Tensor> plain, dist;
   for (const auto& sizes : op.sizes) {
     plain.push_back(torch::rand(sizes));
-    // By rows, where there are rows; what a row is added to or scaled by is whole.
+    // The first tensor is sharded by rows if it is a matrix; the others are replicated.
     dist.push_back(
         distribute(plain.back().clone(), mesh,
                    {sizes.size() == 2 && dist.empty() ? Placement(Shard{0}) : Replicate{}}));

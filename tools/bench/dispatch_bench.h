@@ -12,11 +12,11 @@ struct DispatchBenchOptions {
   bool json = false;
 };
 
-/// Measures what an operator on DistTensors costs beyond the same on ordinary tensors, on the
+/// Measures the extra cost of operators on DistTensors over the same on ordinary tensors, on the
 /// processor, in a world of one rank and with tensors so small that the computation costs little.
 ///
-/// Both take turns. Prints a table, or one line of JSON, with microseconds a call: medians over the
-/// rounds. Returns the exit status.
+/// Both take turns. Prints a table, or one line of JSON, with microseconds per call: medians over
+/// the rounds. Returns the exit status.
 int bench_dispatch(const DispatchBenchOptions& options);
 
 /// Adds the command `dispatch`.

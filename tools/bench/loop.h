@@ -5,7 +5,7 @@
 
 namespace tessera::tools {
 
-/// What a training loop does beside forward, backward and step.
+/// The parts of a training loop beside forward, backward and step.
 struct LoopSwitches {
   bool clip = false;        ///< gradients to a norm of at most 1
   bool schedule = false;    ///< another learning rate for each step
@@ -19,10 +19,10 @@ struct LoopSwitches {
   bool is_plain() const { return *this == LoopSwitches(); }
 };
 
-/// Its switches by name, in the order of their declaration.
+/// Returns the switches' names, in the order of their declaration.
 const std::vector<std::string>& loop_switch_names();
 
-/// Takes names of switches with commas between them; "all" has all of them, "none" and "" none.
+/// Parses names of switches with commas between them; "all" sets all of them, "none" and "" none.
 /// Throws `c10::ValueError` for other names.
 LoopSwitches loop_switches(const std::string& names);
 

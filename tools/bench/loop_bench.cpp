@@ -87,7 +87,7 @@ int bench_loop(const LoopBenchOptions& options) {
   std::vector<StepBenchOptions> steps(loops.size(), options.step);
   for (size_t i = 0; i < loops.size(); ++i) {
     steps[i].loop = loops[i];
-    step_bench_plan(steps[i]);  // throws before any is measured
+    step_bench_plan(steps[i]);  // throws before any loop is measured
   }
   auto report = report_head("loop", options.step);
   report["loops"] = ordered_json::array();

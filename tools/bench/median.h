@@ -7,7 +7,7 @@
 
 namespace tessera::tools {
 
-/// Of an even number of values, the mean of the middle two.
+/// Returns the median; of an even number of values, the mean of the middle two.
 inline double median_of(std::vector<double> values) {
   const auto middle = values.begin() + values.size() / 2;
   std::nth_element(values.begin(), middle, values.end());
@@ -23,12 +23,12 @@ struct Interval {
   double low, high;
 };
 
-/// Of the median of what `values` are samples of: two of them between which it lies with a
-/// probability of 95 % at least, whatever its distribution; for fewer than six the least and the
-/// largest, which promise less.
+/// Returns two of `values` between which the median of their distribution lies with a probability
+/// of 95 % at least, for any distribution; for fewer than six values the least and the largest,
+/// which promise less.
 inline Interval median_interval(std::vector<double> values) {
   std::sort(values.begin(), values.end());
-  // So many of n values lie below the median as n coins show heads.
+  // The number of n values that lie below the median is distributed as the heads of n coins.
   double chance = std::pow(0.5, values.size()), below = chance;
   size_t skipped = 0;
   while (true) {

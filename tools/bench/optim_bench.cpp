@@ -22,8 +22,8 @@ namespace {
 using Json = nlohmann::ordered_json;
 using torch::Tensor;
 
-// Of a triad, as STREAM counts them: what it reads and writes, and not the lines that a cache reads
-// because they are about to be overwritten. The step overwrites what it has read.
+// Of a triad, as STREAM counts them: the bytes that it reads and writes, without the lines that a
+// cache reads because they are about to be overwritten. The step overwrites data that it has read.
 constexpr int64_t kTriadBytes = 3 * 4;
 constexpr int64_t kTriadBytesWithAllocate = 4 * 4;
 
@@ -34,7 +34,7 @@ struct Triad {
   Tensor a, b, c;
 };
 
-// GB/s.
+// In GB/s.
 template <class F>
 double bandwidth(int64_t bytes, F&& run) {
   const auto start = std::chrono::steady_clock::now();
@@ -57,7 +57,7 @@ Json measure(const OptimBenchOptions& options, const std::string& dtype, Triad& 
   for (int round = -1; round < options.rounds; ++round) {
     const double other = bandwidth(kTriadBytes * options.elements, [&] { triad.run(); });
     const double own = bandwidth(step.bytes_per_element * options.elements, step.run);
-    if (round < 0) continue;  // makes state, touches memory for the first time
+    if (round < 0) continue;  // makes the state, and touches memory for the first time
     triads.push_back(other);
     steps.push_back(own);
     ratios.push_back(own / other);

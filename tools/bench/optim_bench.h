@@ -18,7 +18,7 @@ struct OptimBenchOptions {
   bool json = false;
 };
 
-/// Measures how fast optimizer steps go through memory, against a triad that takes turns with them.
+/// Measures the memory bandwidth of optimizer steps, against a triad that takes turns with them.
 ///
 /// Prints a table, or one line of JSON, with bytes per second (those that the computation must read
 /// and write once): medians and bests over the rounds. Returns the exit status.

@@ -63,7 +63,7 @@ OptimStep master_step(const std::string& optimizer, int64_t elements) {
   const auto own = std::make_shared<ShardedOptimizer>(
       sharded, *inner, ShardedOptimizerOptions{.fused = optimizer != "adamw"});
   (net->weight * random(elements, torch::kBFloat16)).sum().backward();
-  // As `fp32`, and the parameter is written.
+  // As for `fp32`, and the parameter is written, too.
   return {7 * 4 + 2, [net, inner, own] { own->step(); }};
 }
 

@@ -8,7 +8,7 @@ namespace tessera::tools {
 
 /// An optimizer step that can be repeated.
 struct OptimStep {
-  int64_t bytes_per_element;  ///< that it must read and write, each once
+  int64_t bytes_per_element;  ///< bytes that it must read and write, each once
   std::function<void()> run;
 };
 

@@ -7,10 +7,10 @@
 
 namespace tessera::tools {
 
-/// Minor page faults of this process so far.
+/// Returns the minor page faults of this process so far.
 int64_t minor_faults();
 
-/// Watches `tessera::pss_bytes()` in a thread of its own, which disturbs timings: not for timed
+/// Samples `tessera::pss_bytes()` in a thread of its own, which disturbs timings: not for timed
 /// steps.
 class PeakPss {
  public:

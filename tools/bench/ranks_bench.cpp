@@ -19,7 +19,7 @@
 namespace tessera::tools {
 namespace {
 
-// Of the processor, not of the clock on the wall: what else runs does not count.
+// Processor time, not wall-clock time: other programs don't count.
 double processor_ms() {
   timespec now{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
@@ -55,7 +55,7 @@ class RankJob {
     for (int step = 0; step < 3; ++step) this->step();
   }
 
-  /// Appends the milliseconds of a step of this turn.
+  /// Runs a turn, and appends the milliseconds of one of its steps.
   void turn(int steps) {
     passes_ms_ = optimizer_ms_ = 0;
     for (int i = 0; i < steps; ++i) step();

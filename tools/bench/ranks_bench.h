@@ -19,11 +19,11 @@ struct RanksBenchOptions {
   bool json = false;
 };
 
-/// Measures what a training step costs rank 0 of so many ranks, in fake worlds: the same model with
-/// next to no computation, and all that the library does around it but the messages.
+/// Measures the cost of a training step for rank 0 of so many ranks, in fake worlds: the same model
+/// with next to no computation, and all the library's work around it except the messages.
 ///
-/// The worlds take turns. Prints a table, or one line of JSON, with milliseconds of the processor a
-/// step: the median and the least of the rounds. Returns the exit status.
+/// The worlds take turns. Prints a table, or one line of JSON, with milliseconds of processor time
+/// per step: the median and the least of the rounds. Returns the exit status.
 int bench_ranks(const RanksBenchOptions& options);
 
 /// Adds the command `ranks`.

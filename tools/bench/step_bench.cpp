@@ -76,7 +76,7 @@ std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepR
   number("--prefetch", options.prefetch);
   number("--ranks", options.ranks);
   number("--rank", rank);
-  // Threads of one process go where they like.
+  // Threads of one process are not bound to cores.
   number("--core", role == StepRole::kThreads ? -1 : cores[rank % cores.size()]);
   number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));
   return arguments;
@@ -99,7 +99,7 @@ WorkerProcesses start_workers(const StepBenchOptions& options, StepRole role, in
 
 void progress(const std::string& text) { fmt::print(stderr, "bench step: {}\n", text); }
 
-// The processes of one role, and what they have answered.
+// The processes of one role, and their answers.
 struct Team {
   StepRole role;
   RoleResult& result;
@@ -196,12 +196,12 @@ StepResult measure_steps(const StepBenchOptions& options) {
   auto cores = available_cores().ids;
   cores.resize(std::min(cores.size(), static_cast<size_t>(options.ranks)));
   CoreNoise noise(cores);
-  noise.sample(kNoiseOfRound);  // to know the best
+  noise.sample(kNoiseOfRound);  // to know the best time
   for (int round = 0; round < options.rounds; ++round) {
     if (options.quiet > 0) wait_for_quiet(noise, options.quiet);
-    // Each takes each place as often; and whether it had the last turn, too, is the same for all.
+    // Each team takes each position equally often, and follows itself equally often.
     for (const auto& team : teams) {
-      // What the last team left to its background threads must not disturb this one.
+      // Background work that the last team left must not disturb this one.
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       result.core_noise.push_back(noise.sample(kNoiseOfTurn));
       team->train(options.steps);

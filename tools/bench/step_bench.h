@@ -11,12 +11,12 @@ class App;
 
 namespace tessera::tools {
 
-/// What `tessera bench step` measures. `step_report()` says what each number is.
+/// The options of `tessera bench step`. `step_report()` describes the numbers.
 struct StepBenchOptions {
   std::string size = "small";       ///< see `workload_names()`
   std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
   std::string dialect = "native";   ///< native, or fairscale at os and os_g
-  std::string transport = "arena";  ///< how the ranks of the sharded job talk
+  std::string transport = "arena";  ///< how the ranks of the sharded job communicate
   int ranks = 2;
   int rounds = 5;        ///< turns of each, the sharded job and the local reference
   int steps = 10;        ///< timed steps in a turn
@@ -42,7 +42,7 @@ struct StepBenchOptions {
 /// exit status; throws `c10::ValueError` for options that do not exist.
 int bench_step(const StepBenchOptions& options);
 
-/// What the processes of a measurement do.
+/// The roles of a measurement's processes.
 enum class StepRole {
   kSharded,  ///< train together
   kLocal,    ///< each trains alone
@@ -63,12 +63,12 @@ struct StepWorkerOptions {
   int core = -1;  ///< the core to stay on; -1: any
 };
 
-/// Trains as told by lines on stdin (`prepare N`, `train N`, `memory N`; end of file ends it) and
-/// answers each with a line of JSON on stdout. Idle, it waits in `read()` and uses no processor
-/// time.
+/// Trains as commanded by lines on stdin (`prepare N`, `train N`, `memory N`; end of file ends it)
+/// and answers each with a line of JSON on stdout. While idle, it waits in `read()` and uses no
+/// processor time.
 int bench_step_worker(const StepWorkerOptions& options);
 
-/// The plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
+/// Returns the plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
 ShardPlan step_bench_plan(const StepBenchOptions& options);
 
 /// Adds the commands `step`, `loop` and, hidden, `step-worker`.

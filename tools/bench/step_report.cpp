@@ -29,7 +29,7 @@ int64_t peak_pss(const RoleResult& role) {
   return std::max(most(role.prepared, "peak_pss"), most(role.memory, "peak_pss"));
 }
 
-// Of the rank that keeps most; kinds of different ranks are not mixed.
+// Of the rank that keeps most; the kinds of different ranks are not mixed.
 ordered_json kept_bytes(const RoleResult& role) {
   ordered_json kept;
   for (const auto& rank : role.memory) {
@@ -44,7 +44,7 @@ ordered_json kept_bytes(const RoleResult& role) {
   return kept;
 }
 
-// Mean per step, of the rank with the most.
+// The mean per step, of the rank with the most.
 double per_step(const RoleResult& role, const char* key, int steps) {
   double largest = 0;
   for (size_t rank = 0; rank < role.memory.size(); ++rank) {
@@ -57,7 +57,7 @@ double per_step(const RoleResult& role, const char* key, int steps) {
 
 double final_loss(const RoleResult& role) { return role.turns.back().front().at("loss"); }
 
-// Of local's steps, had the optimizer worked on its rank's part only.
+// The time of local's steps, had the optimizer worked on its rank's part only.
 double limit_seconds(const RoleResult& local, int ranks) {
   auto seconds = local.seconds();
   const auto optimizer = local.part_seconds("optimizer");
@@ -73,7 +73,7 @@ ordered_json breakdown_ms(const RoleResult& role) {
   return breakdown;
 }
 
-// Sharded against local processes that wait for each other, too.
+// Compares sharded with local processes that wait for each other, too.
 ordered_json in_step_times(double sharded_median, const RoleResult& in_step, int ranks) {
   const double median = median_of(in_step.seconds()), limit = limit_seconds(in_step, ranks);
   return {{"in_step_seconds", median},
@@ -82,7 +82,7 @@ ordered_json in_step_times(double sharded_median, const RoleResult& in_step, int
           {"ratio_to_in_step_limit", sharded_median / limit}};
 }
 
-// A dialect against `fully_shard`.
+// Compares a dialect with `fully_shard`.
 ordered_json native_times(const RoleResult& sharded, const RoleResult& native) {
   const auto seconds = sharded.seconds(), native_seconds = native.seconds();
   const double median = median_of(native_seconds);

@@ -9,20 +9,20 @@
 
 namespace tessera::tools {
 
-/// What the processes of one kind answered: one entry per rank.
+/// The answers of the processes of one kind: one entry per rank.
 struct RoleResult {
   std::vector<nlohmann::json> prepared;
   std::vector<std::vector<nlohmann::json>> turns;
   std::vector<nlohmann::json> memory;
 
-  /// Median seconds of the steps of one turn over all ranks.
+  /// Returns the median seconds of the steps of one turn over all ranks.
   double turn_median(int turn) const;
-  /// Seconds of one turn by its steps, mean over all ranks.
+  /// Returns the mean seconds of the steps of one turn over all ranks.
   double turn_mean(int turn) const;
 
-  /// Seconds of all timed steps of all ranks.
+  /// Returns the seconds of all timed steps of all ranks.
   std::vector<double> seconds() const;
-  /// The same of one of the parts of a step, in the same order.
+  /// Returns the same of one of the parts of a step, in the same order.
   std::vector<double> part_seconds(const std::string& part) const;
 };
 
@@ -36,7 +36,7 @@ struct StepResult {
   std::vector<double> core_noise;  ///< before each turn: as many in each round
 };
 
-/// Has the processes of each kind that `options` ask for take turns. Throws `c10::ValueError` for
+/// Lets the processes of each kind that `options` select take turns. Throws `c10::ValueError` for
 /// options that do not exist.
 StepResult measure_steps(const StepBenchOptions& options);
 

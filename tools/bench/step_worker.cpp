@@ -22,7 +22,7 @@ namespace {
 using nlohmann::json;
 using Clock = std::chrono::steady_clock;
 
-// How long each step of a turn and its parts took, as arrays for the report.
+// The durations of each step of a turn and of its parts, as arrays for the report.
 class StepTimes {
  public:
   explicit StepTimes(int steps) {
@@ -57,7 +57,7 @@ class StepWorker {
         plan_(step_bench_plan(options.bench)),
         switches_(loop_switches(options.bench.loop)) {
     const bool is_one = options.role == StepRole::kThreads;
-    const int ranks = is_one ? options.bench.ranks : 1;  // for which it trains
+    const int ranks = is_one ? options.bench.ranks : 1;  // ranks that it trains for
     at::set_num_threads(ranks);
     for (int i = 0; i < ranks; ++i) streams_.emplace_back(options.bench.size, options.rank + i);
     use_page_heap();  // the local reference gets it, too
@@ -86,8 +86,7 @@ class StepWorker {
   }
 
   // The batches are made before the clock starts and the losses are read after it stops, and a step
-  // begins where the last one ended: whatever a step leaves to the background is paid for in the
-  // next.
+  // begins where the last one ended: the next step pays for work left to the background.
   json train(int steps) {
     std::vector<Batch> batches;
     for (int i = 0; i < steps; ++i) batches.push_back(next_batch());
@@ -157,7 +156,7 @@ int bench_step_worker(const StepWorkerOptions& options) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlives the measurement
   TORCH_CHECK(options.core < 0 || stay_on_core(options.core), "[bench_step_worker] core ",
               options.core, " must be one that this process may use");
-  // What libraries print must not end up among the answers.
+  // The output of libraries must not be mixed with the answers.
   const int answers = ::dup(STDOUT_FILENO);
   ::dup2(STDERR_FILENO, STDOUT_FILENO);
   {

@@ -23,7 +23,7 @@ constexpr double kMaxNorm = 1;
 constexpr double kDecay = 0.01;  // of a schedule, per step
 constexpr int64_t kEvaluateEvery = 10;
 
-// Seconds since it was made, or since the last lap.
+// Measures the seconds since its construction, or since the last lap.
 class LapClock {
  public:
   double lap() {
@@ -148,7 +148,7 @@ class LocalTrainer : public Trainer {
   int64_t bytes_sent() const override { return 0; }
 
  private:
-  // The masters, or without any the parameters themselves.
+  // The masters or, without any, the parameters themselves.
   const std::vector<Tensor>& stepped() const { return masters_.empty() ? parameters_ : masters_; }
 
   void zero_grad() override { model().zero_grad(); }

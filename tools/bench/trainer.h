@@ -11,7 +11,7 @@
 
 namespace tessera::tools {
 
-/// Bytes that one process keeps between steps, and the most that a sharded one had besides.
+/// Bytes that one process keeps between steps, and the peaks of a sharded one on top of them.
 struct KeptBytes {
   int64_t parameters = 0;
   int64_t gradients = 0;
@@ -20,7 +20,7 @@ struct KeptBytes {
   int64_t peak_in_flight = 0;
 };
 
-/// Seconds of the parts of one step, waits for other ranks included.
+/// Seconds of the parts of one step, including waits for other ranks.
 struct StepParts {
   double zero_grad = 0;
   double forward = 0;  ///< the loss, too
@@ -30,7 +30,7 @@ struct StepParts {
   double evaluation = 0;
 };
 
-/// Its members by name, in the order in which a step does them.
+/// Its members by name, in the order in which a step runs them.
 inline constexpr std::pair<const char*, double StepParts::*> kStepParts[] = {
     {"zero_grad", &StepParts::zero_grad}, {"forward", &StepParts::forward},
     {"backward", &StepParts::backward},   {"clip", &StepParts::clip},
@@ -49,20 +49,20 @@ class Trainer {
       : model_(std::move(model)), switches_(switches) {}
   virtual ~Trainer() = default;
 
-  /// One step: zero_grad, forward, loss, backward, optimizer step, and what the loop has besides.
-  /// Looks at the clock are all that its measurement costs.
+  /// Runs one step: zero_grad, forward, loss, backward, optimizer step, and the loop's other parts.
+  /// Measuring it costs only reads of the clock.
   TrainedStep step(const Batch& batch);
 
   virtual KeptBytes kept() const = 0;
 
-  /// Bytes that this rank has sent so far.
+  /// Returns the bytes that this rank has sent so far.
   virtual int64_t bytes_sent() const = 0;
 
  protected:
   BenchModel& model() { return *model_; }
 
   virtual void zero_grad() = 0;
-  /// Of one part of the batch; `is_last`: no other follows before the step.
+  /// Runs the backward of one part of the batch; `is_last`: no other part follows before the step.
   virtual void backward(const torch::Tensor& loss, bool is_last) = 0;
   virtual void clip(double max_norm) = 0;
   virtual void set_learning_rate(double rate) = 0;
@@ -76,16 +76,16 @@ class Trainer {
   int64_t steps_ = 0;
 };
 
-/// Trains with the others of `plan.process_group`.
+/// Trains with the other ranks of `plan.process_group`.
 std::unique_ptr<Trainer> make_sharded_trainer(std::shared_ptr<BenchModel> model,
                                               const LoopSwitches& switches, ShardPlan plan);
 
-/// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan` only the
-/// process group and the size of units hold.
+/// The same by `OSS` and `ShardedDataParallel`, with the plan that they make. Of `plan`, only the
+/// process group and the size of units are used.
 std::unique_ptr<Trainer> make_fairscale_trainer(std::shared_ptr<BenchModel> model, ShardPlan plan);
 
 /// Trains alone, unsharded, with LibTorch's fused AdamW: the reference. With a process group, after
-/// the last backward of each step it waits for the others' to have ended.
+/// the last backward of each step it waits until those of the other ranks have ended.
 std::unique_ptr<Trainer> make_local_trainer(std::shared_ptr<BenchModel> model,
                                             const LoopSwitches& switches,
                                             ProcessGroupPtr process_group = nullptr);

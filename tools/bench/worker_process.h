@@ -14,12 +14,12 @@ namespace tessera::tools {
 /// A child process that reads commands from its stdin and answers on its stdout, one line each.
 class WorkerProcess {
  public:
-  /// Runs this program again with other arguments. `name` says in errors who it is. Throws
+  /// Runs this program again with other arguments. `name` identifies the process in errors. Throws
   /// `std::system_error`.
   WorkerProcess(std::string name, std::vector<std::string> arguments,
                 std::vector<std::string> environment);
 
-  /// Closes the connection and waits for the end; kills what does not end within a few seconds.
+  /// Closes the connection and waits for the process to end; kills it after 10 seconds.
   ~WorkerProcess();
   WorkerProcess(const WorkerProcess&) = delete;
   WorkerProcess& operator=(const WorkerProcess&) = delete;
@@ -29,7 +29,7 @@ class WorkerProcess {
   const std::string& name() const { return name_; }
   int fd() const { return socket_.get(); }
 
-  /// Reads what has come. Returns true when there is a whole line. Throws `c10::Error` if the
+  /// Reads the available bytes. Returns true when there is a whole line. Throws `c10::Error` if the
   /// process has ended.
   bool receive();
   std::string take_line();
@@ -46,8 +46,8 @@ class WorkerProcess {
 
 using WorkerProcesses = std::vector<std::unique_ptr<WorkerProcess>>;
 
-/// Gives `command` to all of `workers` and returns their answers. Throws `c10::Error` naming the
-/// worker if one ends, or if an answer is not there after `timeout`.
+/// Sends `command` to all of `workers` and returns their answers. Throws `c10::Error`, naming the
+/// worker, if one ends, or if an answer does not arrive within `timeout`.
 std::vector<nlohmann::json> ask(WorkerProcesses& workers, const std::string& command,
                                 std::chrono::seconds timeout);
 

@@ -22,7 +22,7 @@ class BenchModel : public torch::nn::Module {
   virtual torch::Tensor loss(const Batch& batch) = 0;
 
  protected:
-  /// What a block makes of `x`, by the loop's `checkpoint` and `dropout`.
+  /// Returns the output of a block for `x`, with the loop's `checkpoint` and `dropout`.
   template <class Block>
   torch::Tensor pass(Block& block, const torch::Tensor& x);
 
@@ -36,8 +36,8 @@ const std::vector<std::string>& workload_names();
 /// Makes the model of a workload with its initial values, which are fixed to the bit.
 ///
 /// The values come from a generator of their own in the order of `named_parameters()`, so that any
-/// framework with LibTorch's random numbers can make the same ones.
-/// With the switch `bf16` they are rounded.
+/// framework with LibTorch's random numbers can make the same ones. With the switch `bf16` they are
+/// rounded.
 std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
                                              const LoopSwitches& switches = {});
 

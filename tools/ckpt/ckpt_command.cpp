@@ -26,7 +26,7 @@ CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` f
 difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
 interrupt leaves nothing that was begun.)";
 
-constexpr int kNotDone = 2;  // which is no finding
+constexpr int kNotDone = 2;  // differs from the status of a finding
 
 struct Arguments {
   std::string from, to, format, dtype;
@@ -81,7 +81,7 @@ nlohmann::json to_json(const CheckpointSummary& summary) {
           {"tensors", std::move(tensors)}};
 }
 
-// Whether all of it was written is looked at when the command is over.
+// Write errors are checked when the command is over.
 void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
 
 void add_kinds(const CheckpointSummary& summary, std::string& text) {
@@ -123,7 +123,7 @@ int inspect(const Arguments& arguments) {
   return 0;
 }
 
-// Findings on stdout, one line each.
+// Prints findings to stdout, one line each.
 int report(const std::vector<std::string>& findings, const std::string& all_well) {
   for (const std::string& finding : findings) print(finding + "\n");
   if (findings.empty()) print(all_well + "\n");

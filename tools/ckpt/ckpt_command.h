@@ -6,7 +6,7 @@ class App;
 
 namespace tessera::tools {
 
-/// Adds `ckpt`: what can be done with checkpoints on disk.
+/// Adds `ckpt`: operations on checkpoints on disk.
 void add_ckpt(CLI::App& app, int& exit_code);
 
 }  // namespace tessera::tools

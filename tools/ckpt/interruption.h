@@ -8,9 +8,9 @@
 
 namespace tessera::tools {
 
-/// While it lives, SIGINT, SIGTERM and SIGHUP do not end the program at once, but the work that
-/// asks `check()` now and then: what it has begun to write is removed on the way out. The same
-/// signal again ends the program at once. What was ignored (by nohup, say) stays ignored.
+/// While an object lives, SIGINT, SIGTERM and SIGHUP do not end the program at once, but the work
+/// at its next call of `check()`: its unfinished files are removed on the way out. The same signal
+/// again ends the program at once. Signals that were ignored (by nohup, say) stay ignored.
 class Interruption {
  public:
   Interruption();
@@ -20,7 +20,7 @@ class Interruption {
 
   /// Throws if there was a signal.
   void check() const;
-  /// `progress`, which may be empty, after a check.
+  /// Returns `progress`, which may be empty, preceded by a check.
   CheckpointProgress checked(CheckpointProgress progress) const;
 
   /// Ends the program as the signal would have done; returns if there was none.
@@ -30,7 +30,7 @@ class Interruption {
   std::map<int, struct sigaction> previous_;
 };
 
-/// Runs work that can be interrupted, and then ends the program if it was.
+/// Runs work that can be interrupted; if it was, ends the program as the signal would have done.
 int run_interruptible(const std::function<int(const Interruption&)>& work);
 
 }  // namespace tessera::tools

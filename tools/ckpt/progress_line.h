@@ -6,8 +6,8 @@
 
 namespace tessera::tools {
 
-/// Shows on stderr how far a long work is: one line that is written over on a terminal, else a line
-/// for each tenth.
+/// Shows the progress of long work on stderr: one line that is overwritten on a terminal, else a
+/// line for each tenth.
 CheckpointProgress progress_line(const std::string& what);
 
 }  // namespace tessera::tools

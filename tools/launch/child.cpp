@@ -24,7 +24,7 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
   return result;
 }
 
-/// A set of cores of the size that the largest id needs.
+/// A set of cores, of the size that the largest id needs.
 class CoreSet {
  public:
   explicit CoreSet(const std::vector<int>& ids) {
@@ -41,7 +41,7 @@ class CoreSet {
   CoreSet(const CoreSet&) = delete;
   CoreSet& operator=(const CoreSet&) = delete;
 
-  /// A core that went offline meanwhile is no reason to fail: the rank then runs unbound.
+  /// If a core went offline in the meantime, that is no reason to fail: the rank runs unbound.
   void bind() const {
     if (set_ != nullptr) ::sched_setaffinity(0, bytes_, set_);
   }
@@ -51,7 +51,7 @@ class CoreSet {
   size_t bytes_ = 0;
 };
 
-/// What the new process needs, prepared before the fork: after it, nothing may allocate.
+/// Data for the new process, prepared before the fork: after it, nothing may allocate.
 struct Prepared {
   std::vector<char*> arguments;
   std::vector<char*> environment;
@@ -99,7 +99,7 @@ Child start_child(const ChildOptions& options) {
   if (pid == 0) {
     become(prepared, out.write_end.get(), err.write_end.get(), failure.write_end.get());
   }
-  ::setpgid(pid, pid);  // here too: whoever comes first, the group exists from now on
+  ::setpgid(pid, pid);  // here, too: from now on the group exists, whichever process was first
   failure.write_end.reset();
   int error = 0;
   ssize_t count = 0;

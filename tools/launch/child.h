@@ -32,8 +32,8 @@ struct ExecError : std::runtime_error {
 
 /// Starts a program. It is killed when the calling thread ends.
 ///
-/// Returns when the program runs. Throws `ExecError`, or `std::system_error` if there is no process
-/// to run it in.
+/// Returns when the program runs. Throws `ExecError`, or `std::system_error` if no process can be
+/// made for it.
 Child start_child(const ChildOptions& options);
 
 }  // namespace tessera::tools

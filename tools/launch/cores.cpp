@@ -36,7 +36,7 @@ int topology_value(int id, const char* name) {
   return file >> value ? value : 0;
 }
 
-/// The CPU time that the control group grants, in cores; 0 if there is no limit.
+/// Returns the CPU time that the control group grants, in cores; 0 if there is no limit.
 int control_group_limit() {
   double quota = 0;
   double period = 0;

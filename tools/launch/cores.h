@@ -12,10 +12,10 @@ struct Cores {
 };
 Cores available_cores();
 
-/// The cores of `rank`: `ids.size() / ranks` of them, no two ranks sharing one.
+/// Returns the cores of `rank`: `ids.size() / ranks` of them, no two ranks sharing one.
 std::vector<int> core_slice(const std::vector<int>& ids, int rank, int ranks);
 
-/// Keeps the calling thread on one core; false if it may not use that one.
+/// Keeps the calling thread on one core. Returns false if it may not use that one.
 bool stay_on_core(int core);
 
 }  // namespace tessera::tools

@@ -18,7 +18,7 @@ Variables inherited_variables() {
     const std::string_view text = *entry;
     const size_t equals = text.find('=');
     if (equals == std::string_view::npos) continue;
-    // A launcher above us (torchrun) told its own rank where its store is; ours have another.
+    // These describe the store of an outer launcher (torchrun); our ranks have another.
     if (text.starts_with("TORCHELASTIC_")) continue;
     variables.emplace(text.substr(0, equals), text.substr(equals + 1));
   }

@@ -16,7 +16,7 @@ struct RankAssignment {
   int threads = 1;  ///< for OpenMP
 };
 
-/// The environment of a rank, as NAME=value: this process's own with the launcher's variables.
+/// Returns the environment of a rank, as NAME=value: this process's, with the launcher's variables.
 std::vector<std::string> rank_environment(const LaunchOptions& options, const RankAssignment& assignment);
 
 }  // namespace tessera::tools

@@ -18,7 +18,7 @@ struct Message {
   pid_t process_group = 0;
 };
 
-/// Holds on to nothing of the launcher's, or a reader of its output would wait for the guardian.
+/// Keeps nothing of the launcher's open, or a reader of its output would wait for the guardian.
 void close_all_but(int fd) {
   const int null_device = ::open("/dev/null", O_RDWR);
   for (int standard = 0; standard < 3; ++standard) ::dup2(null_device, standard);
@@ -30,7 +30,7 @@ void close_all_but(int fd) {
 
 /// Only async-signal-safe calls: the launcher may have threads.
 [[noreturn]] void guard(int from_launcher, std::vector<pid_t>& process_groups) {
-  ::setsid();  // signals of the terminal are not for us
+  ::setsid();  // the terminal's signals must not reach the guardian
   ::prctl(PR_SET_NAME, "tessera-guard");
   close_all_but(from_launcher);
   Message message;
@@ -71,7 +71,7 @@ Guardian::~Guardian() {
 
 void Guardian::set(int rank, pid_t process_group) {
   const Message message{rank, process_group};
-  // Less than PIPE_BUF: all or nothing. Without a guardian the job runs on, guarded by PDEATHSIG.
+  // Less than PIPE_BUF: all or nothing. Without a guardian the job goes on, guarded by PDEATHSIG.
   [[maybe_unused]] const ssize_t written = ::write(to_guardian_.get(), &message, sizeof(message));
 }
 

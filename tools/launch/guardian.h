@@ -8,7 +8,7 @@ namespace tessera::tools {
 
 /// A small process that kills the ranks' process groups if this process dies without doing so.
 ///
-/// PR_SET_PDEATHSIG alone reaches a rank but not what the rank has started.
+/// PR_SET_PDEATHSIG alone reaches a rank, but not the processes that the rank has started.
 class Guardian {
  public:
   explicit Guardian(int ranks);
@@ -16,7 +16,7 @@ class Guardian {
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
 
-  /// Tells that the process group of `rank` is `process_group`; 0: it has ended.
+  /// Registers `process_group` as that of `rank`; 0: it has ended.
   void set(int rank, pid_t process_group);
 
  private:

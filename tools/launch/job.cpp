@@ -13,9 +13,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-/// How long the other ranks get to report what they saw before they are ended, too.
+/// Time for the other ranks to report their errors before they are ended, too.
 constexpr milliseconds kLastWords{1000};
-/// After SIGKILL only the kernel can be in the way (a dead network file system, say).
+/// After SIGKILL only the kernel can delay the end (a dead network file system, say).
 constexpr milliseconds kKillTime{5000};
 
 std::string prefix_of(int rank, bool is_err) {
@@ -26,7 +26,7 @@ std::string prefix_of(int rank, bool is_err) {
                   : fmt::format("[{}] ", rank);
 }
 
-/// How `pid` ended, without reaping it: its process group must keep its number.
+/// Returns how `pid` ended, without reaping it: its process group must keep its number.
 std::optional<RankEnd> end_of(int rank, pid_t pid) {
   siginfo_t info{};
   if (::waitid(P_PID, pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0) {
@@ -38,7 +38,7 @@ std::optional<RankEnd> end_of(int rank, pid_t pid) {
                  .dumped_core = info.si_code == CLD_DUMPED};
 }
 
-/// Reaps what a rank started and left to us; not the rank itself.
+/// Reaps processes that a rank started and this process adopted; not the rank itself.
 void reap_adopted(pid_t process_group) {
   siginfo_t info{};
   while (::waitid(P_PGID, process_group, &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
@@ -66,7 +66,7 @@ Job::Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPi
 
 Job::~Job() {
   for (Rank& rank : ranks_) {
-    if (rank.pid <= 0) continue;  // an exception cut the start short
+    if (rank.pid <= 0) continue;  // an exception interrupted the start
     ::kill(-rank.pid, SIGKILL);
     ::waitpid(rank.pid, nullptr, 0);
   }
@@ -90,7 +90,7 @@ void Job::start_ranks() {
     ChildOptions child_options{.command = options_.command,
                                .environment = rank_environment(options_, assignment)};
     if (!setup_.cores.empty()) child_options.cores = setup_.cores[rank];
-    // Ranks are no foreground job: one that read the terminal would be stopped.
+    // Ranks are no foreground job: one that reads the terminal would be stopped.
     child_options.inherit_stdin = rank == 0 && ::isatty(STDIN_FILENO) == 0;
     Child child = start_child(child_options);
     guardian_.set(rank, child.pid);
@@ -164,7 +164,7 @@ void Job::on_signal(int signal) {
     case SIGCHLD:
       look_for_ended_ranks();
       return;
-    case SIGTSTP:  // Ctrl-Z: the ranks stop with us and go on with us
+    case SIGTSTP:  // Ctrl-Z: the ranks stop and continue with the launcher
       signal_ranks(SIGTSTP);
       ::raise(SIGSTOP);
       signal_ranks(SIGCONT);
@@ -236,12 +236,12 @@ void Job::signal_ranks(int signal) {
   for (const Rank& rank : ranks_) {
     if (rank.pid <= 0) continue;
     ::kill(-rank.pid, signal);
-    // A stopped rank could not act on it.
+    // A stopped rank could not act on the signal.
     if (signal != SIGTSTP) ::kill(-rank.pid, SIGCONT);
   }
 }
 
-/// Reaps the ranks and ends what they started and left behind.
+/// Reaps the ranks, and ends the processes that they started and left behind.
 void Job::end_process_groups() {
   signal_ranks(SIGTERM);
   std::vector<pid_t> left;

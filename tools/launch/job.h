@@ -32,15 +32,15 @@ struct RankEnd {
 struct JobEnd {
   std::optional<RankEnd> first_failure;  ///< in time
   std::deque<std::string> last_lines;    ///< of the stderr of that rank
-  int interrupted_by = 0;                ///< the first signal to the launcher that asked to end
-  std::vector<pid_t> immortal;           ///< ranks that were still there after SIGKILL
+  int interrupted_by = 0;                ///< the first signal that asked the launcher to end
+  std::vector<pid_t> immortal;           ///< ranks that still exist after SIGKILL
 };
 
 /// One start of all ranks: an event loop until all of them have ended.
 class Job {
  public:
   struct Setup {
-    RankAssignment assignment;                      ///< of all ranks; `rank` is filled in
+    RankAssignment assignment;                      ///< shared by all ranks; `rank` is filled in
     std::vector<std::vector<int>> cores;  ///< of each rank; empty: not bound
   };
   Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPipe& signals);
@@ -48,18 +48,18 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  /// Throws `ExecError` or `std::system_error` if a rank can't be started; none runs then.
+  /// Throws `ExecError` or `std::system_error` if a rank can't be started; then no rank runs.
   JobEnd run();
 
  private:
   using Clock = std::chrono::steady_clock;
   enum class Phase {
     kRunning,
-    kInterrupted,  ///< a signal was passed on; ranks may still save what they have
-    kFailing,      ///< a rank failed; the others get a moment to say what they saw
+    kInterrupted,  ///< a signal was passed on; ranks may still save their state
+    kFailing,      ///< a rank failed; the others get a moment to report errors
     kTerminating,  ///< SIGTERM was sent
     kKilling,      ///< SIGKILL was sent
-    kGivenUp,      ///< and did not help
+    kGivenUp,      ///< SIGKILL did not help
   };
   struct Rank {
     pid_t pid = -1;
@@ -72,7 +72,7 @@ class Job {
   StreamOptions stream_options(int rank, bool is_err) const;
   bool any_running() const;
 
-  // What may happen while it runs.
+  // Handle events while it runs.
   void wait_for_events(Clock::time_point until);
   void on_signal(int signal);
   void on_rank_end(const RankEnd& end);

@@ -35,7 +35,7 @@ std::string describe(const RankEnd& end) {
                      end.dumped_core ? ", core dumped" : "");
 }
 
-/// A pipe that got number 0, 1 or 2 because the caller closed them would be mixed up with them.
+/// If the caller closed 0, 1 or 2, a pipe that gets that number would be mistaken for it.
 void open_standard_fds() {
   int fd = 0;
   do {
@@ -44,7 +44,7 @@ void open_standard_fds() {
   if (fd > STDERR_FILENO) ::close(fd);
 }
 
-/// Says what went wrong, the most important thing last, and returns the exit status.
+/// Reports errors, the most important one last, and returns the exit status.
 int report(const JobEnd& end, Terminal& terminal) {
   for (pid_t pid : end.immortal) {
     say(terminal, fmt::format("process {} is still there after SIGKILL", pid));
@@ -66,7 +66,7 @@ int report(const JobEnd& end, Terminal& terminal) {
   return status;
 }
 
-/// Writes what is queued. A signal ends the wait for a reader that does not read.
+/// Writes the queued output. A signal ends the wait for a reader that does not read.
 void flush(Terminal& terminal, SignalPipe& signals) {
   while (terminal.pending()) {
     pollfd polled[] = {{terminal.next_fd(), POLLOUT, 0}, {signals.fd(), POLLIN, 0}};
@@ -91,7 +91,7 @@ Plan make_plan(const LaunchOptions& options, Terminal& terminal) {
   Plan plan{.ranks = options.ranks > 0 ? options.ranks : cores.usable};
   plan.threads = std::max(1, cores.usable / plan.ranks);
   const int count = static_cast<int>(cores.ids.size());
-  // Where a control group grants less time than there are cores, others use those cores, too.
+  // If a control group grants less time than there are cores, other programs use those cores, too.
   const bool fits = plan.ranks <= cores.usable && cores.usable == count;
   if (options.binding == Binding::kNone || (options.binding == Binding::kAuto && !fits))
     return plan;
@@ -105,7 +105,7 @@ Plan make_plan(const LaunchOptions& options, Terminal& terminal) {
   return plan;
 }
 
-/// Starts the ranks, again and again if they fail and may be restarted.
+/// Starts the ranks, and starts them again if they fail and restarts are left.
 int run_with_restarts(const LaunchOptions& options, const Plan& plan, Terminal& terminal,
                       SignalPipe& signals) {
   for (int attempt = 0;; ++attempt) {
@@ -125,8 +125,8 @@ int run_with_restarts(const LaunchOptions& options, const Plan& plan, Terminal& 
   }
 }
 
-/// While it lives, processes whose parents ended become children of this process: it can then reap
-/// them and see that a rank's process group has ended, even where process 1 reaps nobody.
+/// While an object lives, processes whose parents ended become children of this process: it can
+/// then reap them and see that a rank's process group has ended, even if process 1 reaps nothing.
 class Subreaper {
  public:
   Subreaper() {

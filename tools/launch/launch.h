@@ -21,7 +21,7 @@ struct LaunchOptions {
   int ranks = 0;                     ///< 0: one for each core that this process may use
   std::vector<std::string> command;  ///< the program and its arguments
 
-  /// Variables that every rank gets, over what this process and the launcher set.
+  /// Variables that every rank gets; they override those of this process and of the launcher.
   std::vector<std::pair<std::string, std::string>> environment;
 
   int master_port = 0;  ///< 0: a free one
@@ -35,18 +35,18 @@ struct LaunchOptions {
   std::chrono::milliseconds grace{5000};             ///< from SIGTERM to SIGKILL
   std::chrono::milliseconds interrupt_grace{30000};  ///< from a passed-on signal to SIGTERM
 
-  /// Takes the lines that ranks write to stdout; empty: they are shown.
+  /// Receives the lines that ranks write to stdout; empty: they are shown.
   std::function<void(int rank, std::string_view line)> on_stdout;
 };
 
 /// Runs the ranks, waits for them and returns the exit status of the job.
 ///
 /// That is 0 if all ranks exit with 0, else that of the rank that failed first (128 + N if signal N
-/// killed it), 127 or 126 if the program can't be executed, and 1 if the job can't be set up. What
-/// went wrong is written to stderr last. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed on
-/// to the ranks meanwhile.
-/// All ranks, with what they started in their process groups, have ended when it returns. They are
-/// killed when the calling thread ends before. One call at a time.
+/// killed it), 127 or 126 if the program can't be executed, 2 if there is no program or `ranks` is
+/// negative, and 1 if the job can't be set up. Errors are written to stderr last. SIGINT, SIGTERM,
+/// SIGHUP, SIGUSR1 and SIGUSR2 are passed on to the ranks meanwhile.
+/// All ranks, with the processes that they started in their process groups, have ended when it
+/// returns. They are killed if the calling thread ends earlier. One call at a time.
 int launch(const LaunchOptions& options);
 
 }  // namespace tessera::tools

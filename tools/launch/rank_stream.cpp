@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kLinesKept = 10;
 constexpr size_t kBytesKeptOfLine = 400;
 constexpr int kReadsOfFullPipe = 64;
-// LibTorch ends an error with the frames of the stack, which would push the message out.
+// LibTorch ends an error with stack frames, which would push the message out of the kept lines.
 constexpr std::string_view kFrame = "frame #";
 
 UniqueFd open_log(const std::string& path, bool append) {
@@ -50,7 +50,7 @@ void RankStream::read_some() {
 }
 
 void RankStream::finish() {
-  // No more than the largest pipe holds: a process that escaped may go on writing for ever.
+  // No more than the largest pipe holds: an escaped process may go on writing for ever.
   for (int i = 0; is_open() && i < kReadsOfFullPipe; ++i) {
     const ssize_t count = ::read(fd_.get(), buffer_.data(), buffer_.size());
     if (count <= 0 && errno != EINTR) break;

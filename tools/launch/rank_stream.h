@@ -11,19 +11,19 @@
 
 namespace tessera::tools {
 
-/// Where the output of a rank goes.
+/// The destinations of a rank's output.
 struct StreamOptions {
   int terminal_fd = -1;    ///< -1: not shown
   std::string prefix;      ///< put before each line that is shown
-  std::string log_path;    ///< gets every byte as it came; empty: none
+  std::string log_path;    ///< gets every byte unchanged; empty: none
   std::string log_header;  ///< not empty: the log is continued, after this line
   std::function<void(std::string_view line)> on_line;  ///< takes the lines in place of the terminal
 };
 
-/// What one rank writes to stdout or stderr.
+/// The stdout or stderr of one rank.
 ///
-/// Bytes are passed on as they are; lines are shown whole, up to `kLongestLine`, whatever the other
-/// ranks write meanwhile. On a terminal a carriage return ends a line, too (progress bars).
+/// Bytes are passed on unchanged; lines are shown whole, up to `kLongestLine`, even if other ranks
+/// write at the same time. On a terminal a carriage return ends a line, too (progress bars).
 class RankStream {
  public:
   static constexpr size_t kLongestLine = 16 << 20;
@@ -36,12 +36,12 @@ class RankStream {
   int fd() const { return fd_.get(); }
   bool is_open() const { return fd_.is_open(); }
 
-  /// Reads once; call when `fd()` is readable. Closes at end of file.
+  /// Reads once; to be called when `fd()` is readable. Closes at end of file.
   void read_some();
-  /// Reads all that is there, then closes.
+  /// Reads all available data, then closes.
   void finish();
 
-  /// The last lines, oldest first, but for the frames of stacks.
+  /// Returns the last lines, oldest first, without stack frames.
   const std::deque<std::string>& last_lines() const { return last_lines_; }
 
  private:

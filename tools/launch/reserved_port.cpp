@@ -10,8 +10,8 @@
 namespace tessera::tools {
 
 // The socket stays bound and never listens. As it has SO_REUSEADDR, like c10d's TCPStore, rank 0
-// can bind and listen on the same port, while the kernel gives it to nobody who asks for a free
-// one.
+// can bind and listen on the same port, while the kernel gives it to no program that asks for a
+// free one.
 ReservedPort::ReservedPort(int port) : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
   sockaddr_in address{};
   address.sin_family = AF_INET;

@@ -12,7 +12,7 @@ volatile sig_atomic_t handler_fd = -1;
 void on_signal(int signal) {
   const int saved_errno = errno;
   const auto byte = static_cast<unsigned char>(signal);
-  // A full pipe loses nothing that matters: the launcher is about to look at everything anyway.
+  // A full pipe loses nothing that matters: the launcher is about to check everything anyway.
   [[maybe_unused]] const ssize_t written = ::write(handler_fd, &byte, 1);
   errno = saved_errno;
 }

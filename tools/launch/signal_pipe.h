@@ -9,7 +9,7 @@
 
 namespace tessera::tools {
 
-/// While it lives, the signals that a launcher acts on can be read from a file descriptor.
+/// While an object lives, the signals that a launcher acts on can be read from a file descriptor.
 ///
 /// A handler with a pipe instead of `signalfd`: it also works when another thread takes the signal.
 /// Signals that were ignored before (by nohup, say) stay ignored. SIGPIPE is ignored meanwhile.
@@ -22,10 +22,10 @@ class SignalPipe {
 
   int fd() const { return pipe_.read_end.get(); }
 
-  /// The signals that came since the last call, in order.
+  /// Returns the signals that came since the last call, in order.
   std::vector<int> take();
 
-  /// The signals that have their default action again in a program to be started.
+  /// Returns the signals that have their default action again in a program to be started.
   static const std::array<int, 8>& all();
 
  private:

@@ -9,11 +9,11 @@
 namespace tessera::tools {
 namespace {
 
-/// As much as a ready file descriptor takes without blocking.
+/// Returns the number of bytes that a ready file descriptor takes without blocking.
 size_t atomic_bytes(int fd) {
   struct stat status {};
   const bool is_file = ::fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
-  return is_file ? 1 << 20 : 4096;  // PIPE_BUF, which is what POLLOUT promises of a pipe
+  return is_file ? 1 << 20 : 4096;  // PIPE_BUF: as much as POLLOUT promises of a pipe
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 namespace tessera::tools {
 
 /// The launcher's own stdout and stderr: one queue, so that lines keep their order and stay whole
-/// where both lead to the same place, and never a blocking write, so that signals and deadlines are
-/// served while nobody reads.
+/// if both lead to the same place, and no blocking writes, so that signals and deadlines are
+/// handled while no reader reads.
 class Terminal {
  public:
   /// Queues `text` for the file descriptor.
@@ -18,14 +18,14 @@ class Terminal {
   void write_from(const void* source, int fd, std::string_view text);
 
   bool pending() const { return !queue_.empty(); }
-  /// So much is queued that the ranks should wait.
+  /// Returns true if so much is queued that the ranks should wait.
   bool full() const { return queued_bytes_ >= 1 << 20; }
-  /// Nobody will ever read: the reader closed its end.
+  /// Returns true if the reader has closed its end.
   bool broken() const { return broken_; }
-  /// Where the next bytes go.
+  /// Returns the destination of the next bytes.
   int next_fd() const { return queue_.front().fd; }
 
-  /// Writes what can be written without blocking; call when `next_fd()` is ready for output.
+  /// Writes as much as one write takes without blocking; to be called when `next_fd()` is writable.
   void write_some();
 
  private:

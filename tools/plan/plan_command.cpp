@@ -43,7 +43,7 @@ struct PlanArguments {
   bool json = false;
 };
 
-// An optimizer of each name, which is asked what it keeps.
+// Makes an optimizer of each name, to find out which state it keeps.
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>()>;
 template <class O, class Options>
 MakeOptimizer maker(const Options& options) {
@@ -199,7 +199,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   plan->footer(kFooter);
   plan->callback([arguments, &exit_code] {
     try {
-      // Whether it was written is looked at when the command is over.
+      // Write errors are checked when the command is over.
       std::fputs(text_of_plan(*arguments).c_str(), stdout);
       exit_code = 0;
     } catch (const c10::Error& error) {

@@ -6,7 +6,7 @@ class App;
 
 namespace tessera::tools {
 
-/// Adds `plan`, which tells what a plan keeps and sends.
+/// Adds `plan`, which prints the memory and the traffic of a plan.
 void add_plan(CLI::App& app, int& exit_code);
 
 }  // namespace tessera::tools

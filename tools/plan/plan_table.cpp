@@ -20,7 +20,7 @@ std::string bytes_text(double bytes) {
 
 std::string text_of(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
 
-// What the lines of the table and the keys of the JSON object are called.
+// The names of the table's lines and of the JSON object's keys.
 struct Kind {
   const char* line;
   const char* key;
@@ -104,7 +104,7 @@ ordered_json memory_json(const PlannedRank& rank) {
   return memory;
 }
 
-// Where ranks share memory; they send nothing.
+// For ranks that share memory, and send nothing.
 ordered_json shared_json(const PlanReport& report) {
   return {{"rank", memory_json(report.rank)}, {"keeps_most", memory_json(report.fullest)}};
 }

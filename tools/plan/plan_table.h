@@ -11,8 +11,8 @@ namespace tessera::tools {
 /// A report on a plan of one level.
 struct LevelReport {
   std::string level;  ///< `none`, `os`, `os_g` or `p_g_os`
-  PlanReport report;  ///< where ranks send messages
-  PlanReport shared;  ///< where they share memory
+  PlanReport report;  ///< if ranks send messages
+  PlanReport shared;  ///< if ranks share memory
 };
 
 /// A table with a column for each level.

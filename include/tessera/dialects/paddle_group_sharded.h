@@ -19,36 +19,36 @@ struct ClipGradByGlobalNorm {
   std::vector<std::string> no_clip = {};
 };
 
-/// The optional arguments of `group_sharded_parallel`, with Paddle's names and defaults. What a
-/// value means is the same as in Paddle unless said here.
+/// The optional arguments of `group_sharded_parallel`, with Paddle's names and defaults. Values
+/// mean the same as in Paddle unless stated here.
 struct GroupShardedOptions {
-  /// Skips steps whose gradients overflow; needed for fp16 parameters. It is given back by
-  /// `group_sharded_parallel`, and saved by `save_group_sharded_model`.
+  /// Skips steps whose gradients overflow; needed for fp16 parameters. `group_sharded_parallel`
+  /// returns it, and `save_group_sharded_model` saves it.
   GradScaler* scaler = nullptr;
   /// Ranks to shard over; null: the default process group. One rank works, as plain training.
   ProcessGroupPtr group;
-  /// Where master weights and optimizer state lie: `false` or `"none"`: on the device; `true` or
-  /// `"cpu"`: in host memory; another text: in nameless files in the directory of that name. At
-  /// `p_g_os` the shards lie there, too.
+  /// Location of master weights and optimizer state: `false` or `"none"`: the device; `true` or
+  /// `"cpu"`: host memory; another text: unnamed files in the directory of that name. At `p_g_os`
+  /// this includes the shards.
   std::variant<bool, std::string> offload = false;
   bool sync_buffers = false;  ///< broadcast buffers from rank 0 before every forward of the wrapper
   int64_t buffer_max_size = int64_t{1}
                             << 23;  ///< elements of a unit (not bytes); 0: one per parameter
   int64_t segment_size = int64_t{1}
                          << 20;  ///< `p_g_os`: parameters of at most this many elements stay whole
-  bool sync_comm = false;        ///< `p_g_os`: gather when used instead of ahead of use
-  /// Ranks that hold the same shard as this one, which have one rank in their `group`s: gradients
-  /// are reduced over `group`, then over these. See `World::hybrid_process_groups`.
+  bool sync_comm = false;        ///< `p_g_os`: gathers units when used instead of ahead of use
+  /// Ranks that hold the same shard as this one, and have the same rank number in their `group`s:
+  /// gradients are reduced over `group`, then over these. See `World::hybrid_process_groups`.
   ProcessGroupPtr dp_group;
   /// `p_g_os`: modules whose parameters stay whole, by type name, dotted name or address.
   std::vector<std::variant<std::string, const torch::nn::Module*>> exclude_layer;
 
-  // What Paddle takes from elsewhere, or lacks:
+  // Options that Paddle takes from elsewhere, or lacks:
 
-  /// In place of the `grad_clip` of Paddle's optimizers, which LibTorch's do not have.
+  /// Replaces the `grad_clip` of Paddle's optimizers, which LibTorch's do not have.
   std::optional<ClipGradByGlobalNorm> grad_clip;
-  /// The dtypes of masters, reductions and buffers. As in Paddle, fp16 and bf16 parameters have
-  /// fp32 masters.
+  /// Dtypes of master weights, reductions and buffers. As in Paddle, fp16 and bf16 parameters have
+  /// fp32 master weights.
   Precision precision = {.master_dtype = at::kFloat};
 };
 
@@ -74,10 +74,10 @@ template <class M>
 struct GroupSharded {
   Sharded<M> model;
   GroupShardedOptimizer optimizer;
-  GradScaler* scaler;  ///< the one that was given
+  GradScaler* scaler;  ///< the one in the options, or null
 
-  /// Undoes it: the optimizer steps on the module's parameters again, with all of its state, and
-  /// those are ordinary tensors. Collective; see `ShardedOptimizer::unwrap()` and
+  /// Undoes `group_sharded_parallel`: the module's parameters are ordinary tensors again, which the
+  /// optimizer steps with all of its state. Collective; see `ShardedOptimizer::unwrap()` and
   /// `ShardedModule::unwrap()`.
   void unwrap() {
     optimizer.unwrap();
@@ -85,17 +85,18 @@ struct GroupSharded {
   }
 };
 
-/// Translates the arguments of the clipping.
+/// Translates the options for gradient clipping.
 TESSERA_API ShardedOptimizerOptions
 group_sharded_optimizer_options(const GroupShardedOptions& options);
 
-/// Translates Paddle's arguments. Throws `c10::ValueError` for what Paddle refuses, too.
+/// Translates Paddle's arguments. Also throws `c10::ValueError` for the arguments that Paddle
+/// refuses.
 TESSERA_API ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
                                          const GroupShardedOptions& options);
 
 namespace detail {
-/// The plan, after checks on all ranks: what fails on one fails on all, before anything is changed.
-/// Collective.
+/// Returns the plan after checks on all ranks: a check that fails on one rank fails on all, before
+/// anything is changed. Collective.
 TESSERA_API ShardPlan check_group_sharded(const torch::nn::Module& model,
                                           const torch::optim::Optimizer& optimizer,
                                           const std::string& level,
@@ -121,27 +122,27 @@ auto group_sharded_parallel(const Holder& holder, torch::optim::Optimizer& optim
   return group_sharded_parallel(holder.ptr(), optimizer, level, options);
 }
 
-/// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is made
-/// if need be: the parameters, whole and by name, in files that Python's `safetensors` opens
+/// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is
+/// created if needed: the parameters, whole and by name, in files that Python's `safetensors` opens
 /// (`model-*.safetensors`), and, if the optimizer is given, all ranks' parts of its state, its
 /// scaler and its step. Collective.
 ///
-/// Atomic: a job that is killed while it saves leaves the checkpoint that was there before. Gathers
-/// one unit of parameters at a time. `load_group_sharded_model` reads it at any number of ranks and
-/// level. Throws `c10::ValueError` if `output` is a file or the model is not sharded.
+/// Atomic: if a job is killed while it saves, the previous checkpoint remains. Gathers one unit of
+/// parameters at a time. `load_group_sharded_model` reads it at any number of ranks and level.
+/// Throws `c10::ValueError` if `output` is a file or the model is not sharded.
 TESSERA_API void save_group_sharded_model(const ShardedModule& model,
                                           const std::filesystem::path& output,
                                           const GroupShardedOptimizer* optimizer = nullptr);
-/// The same by the module that was sharded in place.
+/// The same for the module that was sharded in place.
 TESSERA_API void save_group_sharded_model(const torch::nn::Module& model,
                                           const std::filesystem::path& output,
                                           const GroupShardedOptimizer* optimizer = nullptr);
 
-/// Reads what `save_group_sharded_model` wrote into a sharded model; collective. Pass the optimizer
-/// to get back its state, scaler and step as well.
+/// Reads a checkpoint of `save_group_sharded_model` into a sharded model; collective. Pass the
+/// optimizer to restore its state, scaler and step as well.
 TESSERA_API void load_group_sharded_model(ShardedModule& model, const std::filesystem::path& input,
                                           GroupShardedOptimizer* optimizer = nullptr);
-/// The same before the model is sharded; each rank on its own.
+/// The same before the model is sharded; each rank reads by itself.
 TESSERA_API void load_group_sharded_model(torch::nn::Module& model,
                                           const std::filesystem::path& input,
                                           torch::optim::Optimizer* optimizer = nullptr,

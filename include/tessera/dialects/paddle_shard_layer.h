@@ -32,22 +32,23 @@ struct MeshArray {
   std::vector<int64_t> ranks;  ///< row by row
 };
 
-/// Paddle's mesh: ranks in an array, with Paddle's checks and words. See `DeviceMesh`.
+/// Paddle's mesh: ranks in an array, with Paddle's checks and messages. See `DeviceMesh`.
 class TESSERA_API ProcessMesh : public DeviceMesh {
  public:
-  /// Of integers, in the array's shape. Throws `c10::ValueError` for what is no mesh.
+  /// Makes a mesh of a tensor of ranks (integers), in its shape. Throws `c10::ValueError` if that
+  /// is not a valid mesh.
   explicit ProcessMesh(const at::Tensor& mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(DeviceMesh mesh) : DeviceMesh(std::move(mesh)) {}
 
   const std::vector<int>& process_ids() const { return ranks(); }
   int64_t get_dim_size(const std::string& dim_name) const { return size(dim(dim_name)); }
-  /// With that dim first; with `index`, what it has there.
+  /// Returns the mesh with that dim first; with `index`, only the ranks at that index along it.
   ProcessMesh get_mesh_with_dim(const std::string& dim_name,
                                 std::optional<int64_t> index = std::nullopt) const {
     return with_first(dim_name, index);
   }
-  /// `mesh[i]`: what the first dim has at `i`. `mesh[:, i]` is `select(1, i)`.
+  /// `mesh[i]`: the ranks at index `i` of the first dim. `mesh[:, i]` is `select(1, i)`.
   ProcessMesh operator[](int64_t index) const { return select(0, index); }
 };
 
@@ -55,24 +56,24 @@ class TESSERA_API ProcessMesh : public DeviceMesh {
 struct ShardTensorOptions {
   std::optional<at::ScalarType> dtype = std::nullopt;  ///< of the result; none: that of `data`
   std::optional<at::Device> place = std::nullopt;      ///< of the result; none: that of `data`
-  /// False: the result requires a gradient; none: if `data` does.
+  /// False: the result requires a gradient; none: it does if `data` does.
   std::optional<bool> stop_gradient = std::nullopt;
 };
 
 /// A tensor, a number, or a list of numbers.
 using ShardTensorData = std::variant<at::Tensor, c10::Scalar, std::vector<double>>;
 
-/// Spreads `data`, the same on all ranks, over a mesh; nothing is sent. See `distribute()`.
+/// Distributes `data`, equal on all ranks, over a mesh; nothing is sent. See `distribute()`.
 ///
-/// In a `shard_fn`, a parameter or buffer of the layer is placed itself and returned, so that
-/// `linear->weight = shard_tensor(linear->weight, mesh, {Shard(1)})` does what it says; elsewhere
+/// In a `shard_fn`, places a parameter or buffer of the layer itself and returns it, so that
+/// `linear->weight = shard_tensor(linear->weight, mesh, {Shard(1)})` works as written; elsewhere
 /// the result is a new tensor. Throws `c10::ValueError` for a deferred tensor with a Partial
 /// placement.
 TESSERA_API at::Tensor shard_tensor(const ShardTensorData& data, const DeviceMesh& mesh,
                                     const Placements& placements,
                                     const ShardTensorOptions& options = {});
 
-/// `shard_tensor` of what `fn(args...)` returns.
+/// Calls `shard_tensor` with the result of `fn(args...)`.
 template <class F, class... Args>
 at::Tensor dtensor_from_fn(F&& fn, const DeviceMesh& mesh, const Placements& placements,
                            Args&&... args) {
@@ -87,25 +88,26 @@ TESSERA_API at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& 
                                const Placements& placements);
 TESSERA_API at::Tensor unshard_dtensor(const at::Tensor& dist_tensor);
 
-/// One DistTensor on `mesh` from those that its slices along `local_mesh_dim` have, in their order;
-/// those of other slices than this rank's need their sizes only. Nothing is sent; differentiable.
+/// Makes one DistTensor on `mesh` from the DistTensors on its slices along `local_mesh_dim`, in
+/// order; of those on other slices than this rank's, only the sizes are used. Nothing is sent;
+/// differentiable.
 TESSERA_API at::Tensor dtensor_from_local_list(const std::vector<at::Tensor>& local_tensor_list,
                                                const DeviceMesh& mesh, const Placements& placements,
                                                int64_t local_mesh_dim = -1);
-/// The other way: a DistTensor for each slice of the mesh along `local_mesh_dim`.
+/// The inverse: returns a DistTensor for each slice of the mesh along `local_mesh_dim`.
 TESSERA_API std::vector<at::Tensor> local_tensor_list_from_dtensor(const at::Tensor& dist_tensor,
                                                                    int64_t local_mesh_dim = -1);
 
 using ShardFn = PartitionFn;
 
 namespace detail {
-/// Throws unless it is given.
+/// Returns the mesh; throws if none is given.
 TESSERA_API const DeviceMesh& check_mesh(const std::optional<DeviceMesh>& process_mesh);
 }  // namespace detail
 
-/// Shards the parameters and buffers of `layer` by `shard_fn`, in place; what that leaves is
-/// replicated. Returns a handle of the same layer, through which `input_fn` and `output_fn` take
-/// effect. Collective over the mesh; see `distribute_module()` and `DistModule`.
+/// Places the parameters and buffers of `layer` by `shard_fn`, in place; those that it does not
+/// place are replicated. Returns a handle of the same layer, which calls `input_fn` and
+/// `output_fn`. Collective over the mesh; see `distribute_module()` and `DistModule`.
 template <class M>
 DistModule<M> shard_layer(std::shared_ptr<M> layer, const std::optional<DeviceMesh>& process_mesh,
                           const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
@@ -121,20 +123,20 @@ auto shard_layer(const Holder& holder, const std::optional<DeviceMesh>& process_
                      std::move(output_fn));
 }
 
-/// Throws `c10::NotImplementedError`: a scripted module is no layer whose tensors can be placed one
-/// by one. `fully_shard` takes it.
+/// Throws `c10::NotImplementedError`: the tensors of a scripted module can't be placed one by one.
+/// Use `fully_shard` for it.
 [[noreturn]] TESSERA_API void shard_layer(torch::jit::Module& layer,
                                           const std::optional<DeviceMesh>& process_mesh);
 
 /// A mesh dim by name or number; empty: the first along which all parameters are replicated.
 using tessera::MeshDim;
 
-/// What `shard_optimizer` shards over a mesh dim: accumulators, at 3 parameters as well. Whole
-/// gradients are freed as they are reduced, at stages 1 and 2 alike.
+/// A stage of `shard_optimizer`, which shards accumulators over a mesh dim, and at stage 3
+/// parameters as well. Whole gradients are freed once they are reduced, at stages 1 and 2 alike.
 struct ShardingStage {
   ShardLevel level = ShardLevel::kOptimizerState;
   MeshDim sharding_mesh_dim = {};
-  /// None: that of the parameters. Another one than theirs is an error.
+  /// None: the mesh of the parameters. Any other mesh is an error.
   std::optional<DeviceMesh> mesh = std::nullopt;
 };
 struct ShardingStage1 : ShardingStage {
@@ -153,16 +155,16 @@ struct ShardingStage3 : ShardingStage {
   explicit ShardingStage3(DeviceMesh mesh) : ShardingStage3(MeshDim(), std::move(mesh)) {}
 };
 
-/// Nothing, a function of accumulators, or a stage.
+/// None, a function that places accumulators, or a stage.
 using ShardOptimizerFn = std::variant<std::monostate, StatePlacementFn, ShardingStage>;
 
-/// What Paddle's optimizers take and LibTorch's lack.
+/// Options that Paddle's optimizers have and LibTorch's lack.
 struct ShardOptimizerOptions {
-  bool multi_precision = false;  ///< fp32 masters of fp16 and bf16 parameters
+  bool multi_precision = false;  ///< fp32 master weights of fp16 and bf16 parameters
 };
 
-/// Lets `optimizer` step on DistTensors, with accumulators as `shard_fn` says; see `DistOptimizer`.
-/// Throws `c10::ValueError` for a null optimizer.
+/// Makes `optimizer` step on DistTensors, with accumulators placed by `shard_fn`; see
+/// `DistOptimizer`. Throws `c10::ValueError` for a null optimizer.
 TESSERA_API DistOptimizer shard_optimizer(torch::optim::Optimizer* optimizer,
                                           const ShardOptimizerFn& shard_fn = {},
                                           const ShardOptimizerOptions& options = {});
@@ -172,8 +174,8 @@ inline DistOptimizer shard_optimizer(torch::optim::Optimizer& optimizer,
   return shard_optimizer(&optimizer, shard_fn, options);
 }
 
-/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on
-/// all.
+/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on all
+/// ranks.
 class TESSERA_API ShardScaler {
  public:
   explicit ShardScaler(GradScaler& scaler) : scaler_(&scaler) {}
@@ -181,7 +183,7 @@ class TESSERA_API ShardScaler {
   void unscale_(DistOptimizer& optimizer) { optimizer.unscale_(*scaler_); }
   bool step(DistOptimizer& optimizer) { return optimizer.step(*scaler_); }
   void update() { scaler_->update(); }
-  /// As Paddle's: `step()` and `update()`.
+  /// Calls `step()` and `update()`, like Paddle's.
   bool minimize(DistOptimizer& optimizer) {
     const bool stepped = step(optimizer);
     update();
@@ -195,7 +197,7 @@ class TESSERA_API ShardScaler {
 
 inline ShardScaler shard_scaler(GradScaler& scaler) { return ShardScaler(scaler); }
 
-/// Saved and loaded by name; see `save_state_dict()` and `load_state_dict()` in
+/// Save and load tensors by name; see `save_state_dict()` and `load_state_dict()` in
 /// `tessera/checkpoint.h`. Nested dicts are flattened with dots by `flatten_state_dict()`.
 using tessera::flatten_state_dict;
 using tessera::StateDict;
@@ -219,7 +221,8 @@ struct ShardDataloaderOptions {
   }
 };
 
-/// `distribute_dataloader()`; `loader` is a `unique_ptr`, or a loader that outlives the result.
+/// Calls `distribute_dataloader()`; `loader` is a `unique_ptr`, or a loader that outlives the
+/// result.
 template <class Loader>
 auto shard_dataloader(std::unique_ptr<Loader> loader, std::vector<DeviceMesh> meshes,
                       const ShardDataloaderOptions& options = {}) {

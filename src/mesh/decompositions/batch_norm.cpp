@@ -14,16 +14,16 @@ namespace tessera {
 
 // [Note: Batch norm in training]
 //
-// Statistics are those of the whole batch, whatever it is cut along. Every rank makes the sums of
-// its part, as doubles; these are added up in one message; then each normalizes its part. Running
-// statistics change alike on all ranks. The backward pass needs two sums for each channel, which
-// also travel in one message.
+// Statistics are those of the whole batch, along whichever dims it is cut. Every rank computes the
+// sums of its part, in double; these are reduced in one message; then each rank normalizes its
+// part. Running statistics change alike on all ranks. The backward pass needs two sums for each
+// channel, which also travel in one message.
 namespace {
 
-// Where tensors lie: the input, what there is one of for each channel, and terms of two sums.
+// Placements of the input, of tensors with one value per channel, and of terms of two sums.
 struct Layout {
   DistSpecPtr input, channels, terms;
-  Placements whole_sums;  // of the terms, added up
+  Placements whole_sums;  // of the reduced terms
 };
 
 Layout layout_of(const DeviceMesh& mesh, Placements input) {
@@ -48,7 +48,7 @@ std::vector<int64_t> all_but_channels(const at::Tensor& tensor) {
   return dims;
 }
 
-// One value for each channel, as wide as `like` has dims.
+// One value for each channel, reshaped to broadcast to `like`.
 at::Tensor spread(const at::Tensor& values, const at::Tensor& like) {
   std::vector<int64_t> sizes(like.dim(), 1);
   sizes[1] = -1;
@@ -66,7 +66,7 @@ class BatchNorm {
         wide_(sum_dtype(dtype_)),
         input_(local(input, *layout_.input)) {}
 
-  // A part of `tensor` in the dtype that is computed in.
+  // This rank's part of `tensor`, in the dtype of the computation.
   at::Tensor local(const at::Tensor& tensor, const DistSpec& spec) const {
     return tensor.defined() ? placed(tensor, spec, "argument").to(wide_) : tensor;
   }
@@ -80,13 +80,13 @@ class BatchNorm {
     return make_dist(part.to(dtype_), layout_.input, sizes_);
   }
 
-  // Two terms for each channel, added up over the ranks: a row for each.
+  // Reduces two terms for each channel over the ranks; the result has a row for each of the two.
   at::Tensor added_up(const at::Tensor& terms) const {
     return convert(terms, *layout_.terms, layout_.whole_sums, {2, channels_}, "batch norm");
   }
 
   // Sums of the values of this rank's part and of their squares, from its own mean and variance,
-  // which lose less.
+  // which loses less precision.
   at::Tensor sums() const {
     const auto options = input_.options().dtype(at::kDouble);
     if (input_.numel() == 0) return at::zeros({2, input_.size(1)}, options);
@@ -115,7 +115,7 @@ class BatchNorm {
  private:
   const Layout layout_;
   const int64_t channels_;
-  const double count_;  // of values for each channel
+  const double count_;  // number of values for each channel
   const std::vector<int64_t> sizes_;
   const at::ScalarType dtype_, wide_;
   const at::Tensor input_;  // this rank's part
@@ -184,7 +184,7 @@ Gradients gradients_of_part(const BatchNorm& norm, const NamedArguments& argumen
   return {input_gradient, weight_gradient, bias_gradient};
 }
 
-// As the input is cut; along a mesh dim where it is not, as the gradient is.
+// As the input is cut; along a mesh dim that does not cut it, as the gradient is.
 Placements placements_of(const DistMeta* input, const DistMeta* gradient) {
   Placements placements = (input ? input : gradient)->spec->placements;
   for (size_t i = 0; i < placements.size() && gradient; ++i) {

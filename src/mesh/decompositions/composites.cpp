@@ -9,7 +9,7 @@
 namespace tessera {
 namespace {
 
-// Without gradients LibTorch's own reads the memory of the tensor.
+// If no gradient is required, LibTorch's own form reads the memory of the tensor.
 at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
   return std::get<0>(

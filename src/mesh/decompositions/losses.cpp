@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kNone = 0, kMean = 1, kSum = 2;  // at::Reduction
 
-// The mean of a loss of its own for each element: the mean knows how many there are in all.
+// Computes the loss of each element, then their mean, which counts the elements of all ranks.
 bool mean_of_losses(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const NamedArguments arguments(op, stack);
   if (arguments["reduction"].toInt() != kMean || !arguments.any_cut()) return false;
@@ -33,7 +33,7 @@ bool mean_of_losses_backward(const c10::OperatorHandle& op, torch::jit::Stack& s
   return finish(op, stack, {call[0].toTensor()});
 }
 
-// Two pending sums become whole in one message.
+// Reduces two pending sums in one message.
 std::vector<at::Tensor> whole(const at::Tensor& a, const at::Tensor& b, const DeviceMesh& mesh) {
   const at::Tensor both = at::stack({a, b});
   const DistSpecPtr spec = intern(mesh, replicated(mesh));
@@ -44,7 +44,7 @@ std::vector<at::Tensor> whole(const at::Tensor& a, const at::Tensor& b, const De
   return {one(0), one(1)};
 }
 
-// The sum of the weighted losses, by the sum of the weights of all targets that count.
+// The sum of the weighted losses, divided by the sum of the weights of all targets that count.
 template <class Forward>
 bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack, Forward forward) {
   const NamedArguments arguments(op, stack);

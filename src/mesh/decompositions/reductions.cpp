@@ -36,7 +36,7 @@ int64_t count(const at::Tensor& tensor, const std::vector<int64_t>& dims) {
   return result;
 }
 
-// True if one of `dims` is cut, into parts that `counts` holds for.
+// True if one of `dims` is cut and `counts` holds for its size and the number of ranks.
 template <class Counts>
 bool is_cut_along(const at::Tensor& tensor, const std::vector<int64_t>& dims, Counts counts) {
   const DistMeta* const meta = find_dist_meta(tensor);
@@ -48,7 +48,7 @@ bool is_cut_along(const at::Tensor& tensor, const std::vector<int64_t>& dims, Co
          });
 }
 
-// Means of parts of different sizes do not count alike.
+// Means of parts of different sizes have different weights.
 bool uneven_mean(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const NamedArguments arguments(op, stack);
   const at::Tensor self = arguments.tensor("self");
@@ -65,7 +65,7 @@ struct Moments {
   at::Tensor mean, variance;
 };
 
-// In two passes, as deviations from the mean of all.
+// In two passes, by deviations from the mean of all values.
 Moments moments(const NamedArguments& arguments, const at::Tensor& self,
                 const std::vector<int64_t>& dims) {
   const c10::IValue* const given = arguments.find("correction");
@@ -92,7 +92,7 @@ bool variance(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   return kWithMean ? finish(op, stack, {result, found.mean}) : finish(op, stack, {result});
 }
 
-// Of an order other than 2, whose norm has a rule.
+// For orders other than 2, whose norm has a rule.
 at::Tensor norm_of_order(const at::Tensor& values, double order, const std::vector<int64_t>& dims,
                          bool keeps_dims) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();

@@ -3,7 +3,7 @@
 namespace tessera {
 namespace {
 
-// Convolutions, and pooling: rows of the batch and channels are cut, never the space.
+// Convolutions and pooling: rows of the batch and channels are cut, never the spatial dims.
 
 const Placement kRows = Shard{0}, kColumns = Shard{1};
 
@@ -37,7 +37,7 @@ WeightDims weight_dims(const OpCall& call) {
                                               : WeightDims{kRows, kColumns};
 }
 
-// Groups would have to be cut with their channels.
+// Groups would have to be cut along with their channels.
 bool has_cut_channels(const OpCall& call, int64_t channels) {
   return call.argument("groups").toInt() == 1 && call.reaches_all(channels);
 }
@@ -88,7 +88,7 @@ void local_convolution_backward(const c10::OperatorHandle& op, const std::vector
   op.callBoxed(stack);
 }
 
-// `spatial` dims at the end belong together; of what is before, kernels bear no empty parts.
+// The `kSpatial` last dims are never cut; of the dims before them, kernels support no empty parts.
 template <int64_t kSpatial>
 Strategies pooling(const OpCall& call) {
   Strategies ways;
@@ -101,7 +101,7 @@ Strategies pooling(const OpCall& call) {
   return ways;
 }
 
-// Of max_pool3d alone: LibTorch has no meta kernel for it.
+// For max_pool3d alone: LibTorch has no meta kernel for it.
 std::vector<TensorInfo> max_pool3d_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[0];
   const bool has_stride = !call.argument("stride").toIntVector().empty();
@@ -112,14 +112,14 @@ std::vector<TensorInfo> max_pool3d_sizes(const OpCall& call) {
                   reach = stretched(call, "dilation", d) * (stretched(call, "kernel_size", d) - 1);
     const bool rounds_up = call.argument("ceil_mode").toBool();
     int64_t count = (size + 2 * padding - reach - 1 + (rounds_up ? stride - 1 : 0)) / stride + 1;
-    // The last window has to start in the input, or in what is before it.
+    // The last window has to start in the input, or in the padding before it.
     if (rounds_up && (count - 1) * stride >= size + padding) --count;
     size = count;
   }
   return {output, output};
 }
 
-// Of adaptive pooling: an `output_size` for each spatial dim.
+// For adaptive pooling: an `output_size` for each spatial dim.
 template <int64_t kSpatial, int kOutputs>
 std::vector<TensorInfo> adapted_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[0];

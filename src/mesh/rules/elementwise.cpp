@@ -8,8 +8,8 @@
 namespace tessera {
 namespace {
 
-// Operators whose output has, element by element, one value of each input, with broadcasting; and
-// those that make a tensor like another one.
+// Operators that compute each element of the output from one element of each input, with
+// broadcasting; and operators that make a tensor like another one.
 
 Strategies pointwise(const OpCall& call) {
   Strategies ways;
@@ -25,7 +25,7 @@ Strategies pointwise(const OpCall& call) {
   return ways;
 }
 
-// Adds that sums pending in the inputs of `is_pending` alone stay so in the outputs.
+// Adds strategies: sums pending in exactly the inputs of `is_pending` stay pending in the outputs.
 void add_sums(Strategies& ways, const OpCall& call, const std::function<bool(size_t)>& is_pending) {
   for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg}) {
     Strategy way{Placements(call.inputs.size(), Replicate{}),
@@ -48,8 +48,8 @@ bool is_floating(c10::ScalarType dtype) {
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
 }
 
-// A copy keeps any reduction. One that rounds to whole numbers, or from flags to numbers, does not:
-// terms are not rounded as their sum is.
+// A copy keeps any reduction pending. One that rounds to whole numbers, or converts flags to
+// numbers, does not: terms are not rounded as their sum is.
 Strategies copied(const OpCall& call, c10::ScalarType from, c10::ScalarType to) {
   Strategies ways = pointwise(call);
   if (from == to || (c10::isFloatingType(from) && c10::isFloatingType(to))) add_pending(ways, call);
@@ -72,7 +72,7 @@ Strategies linear_in_first(const OpCall& call) {
   return ways;
 }
 
-// Linear in the first input alone, and in the second.
+// Linear in the first input alone, and in the second alone.
 Strategies bilinear(const OpCall& call) {
   Strategies ways = linear_in_first(call);
   if (call.inputs.size() > 1) add_sums(ways, call, [](size_t i) { return i == 1; });
@@ -85,8 +85,8 @@ Strategies quotient(const OpCall& call) {
   return rounding && !rounding->isNone() ? pointwise(call) : linear_in_first(call);
 }
 
-// `a + alpha * b`. With a number for b a term per rank would add it several times; an average of
-// the terms has it once.
+// `a + alpha * b`. If b is a number, adding it to each rank's term would add it several times; an
+// average of the terms has it once.
 Strategies sum_of(const OpCall& call) {
   if (call.inputs.size() > 1) return linear(call);
   Strategies ways = pointwise(call);
@@ -95,7 +95,7 @@ Strategies sum_of(const OpCall& call) {
   return ways;
 }
 
-// Linear in what is chosen from, not in the condition.
+// Linear in the inputs chosen from, not in the condition.
 Strategies choice(const OpCall& call) {
   Strategies ways = pointwise(call);
   if (call.inputs.size() == 3) add_sums(ways, call, [](size_t i) { return i > 0; });
@@ -142,7 +142,7 @@ const std::vector<Family>& copies() {
   return *families;
 }
 
-// Others without an in-place form.
+// Other operators, without an in-place form.
 const std::vector<Family>& plain_families() {
   static const auto* const families = new std::vector<Family>{
       {pointwise,

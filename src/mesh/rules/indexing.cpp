@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-// Operators that read or write elements at places that another tensor names.
+// Operators that read or write elements at positions that another tensor gives.
 
 Strategies index_select(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
@@ -28,7 +28,7 @@ std::vector<TensorInfo> index_select_sizes(const OpCall& call) {
   return {output};
 }
 
-// `self` gets rows of `source` added, at the places that `index` names along `dim`.
+// Adds rows of `source` to `self`, at the positions that `index` gives along `dim`.
 Strategies index_add(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
   Strategies ways;
@@ -41,8 +41,8 @@ Strategies index_add(const OpCall& call) {
   return ways;
 }
 
-// `self[indices]`: the dims that are indexed become those that the indices broadcast to, in place
-// of the first of them if they are neighbors, else in front of all.
+// `self[indices]`: the indexed dims are replaced by the dims that the indices broadcast to, in
+// place of the first of them if they are adjacent, else in front of all dims.
 struct Indexing {
   explicit Indexing(const OpCall& call) {
     const auto list = call.argument("indices").toListRef();
@@ -60,7 +60,7 @@ struct Indexing {
 
   bool is_indexed(int64_t dim) const { return std::ranges::find(indexed, dim) != indexed.end(); }
 
-  // Where dim `dim` of `self`, which is not indexed, is in the result.
+  // The position in the result of dim `dim` of `self`, which is not indexed.
   int64_t place_of(int64_t dim) const {
     const auto before =
         std::ranges::count_if(indexed, [dim](int64_t other) { return other < dim; });
@@ -70,8 +70,8 @@ struct Indexing {
 
   std::vector<int64_t> indexed;
   int64_t added = 0;       // dims that the indices broadcast to
-  int64_t first = 0;       // their place in the result
-  bool has_flags = false;  // true for an index that is a mask: how large the result is, data say
+  int64_t first = 0;       // their position in the result
+  bool has_flags = false;  // true if an index is a mask: the result's size depends on data
 };
 
 Strategies index(const OpCall& call) {
@@ -99,7 +99,7 @@ Strategies index(const OpCall& call) {
   return ways;
 }
 
-// The values broadcast to what `self[indices]` is.
+// The values broadcast to `self[indices]`.
 Strategies index_put(const OpCall& call) {
   const Indexing indexing(call);
   Strategies ways;

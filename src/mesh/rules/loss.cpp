@@ -9,7 +9,7 @@ constexpr int64_t kNone = 0, kMean = 1;  // at::Reduction
 
 int64_t reduction_of(const OpCall& call) { return call.argument("reduction").toInt(); }
 
-// A loss of its own for each element.
+// Losses of each element.
 Strategies elementwise_loss(const OpCall& call) {
   const int64_t reduction = reduction_of(call);
   Strategies ways;
@@ -29,7 +29,7 @@ std::vector<TensorInfo> loss_sizes(const OpCall& call) {
   return {TensorInfo{}};
 }
 
-// The gradient of one number is whole; it broadcasts.
+// The gradient of a reduced loss is one number, which is whole and broadcasts.
 Strategies elementwise_loss_backward(const OpCall& call) {
   Strategies ways;
   if (reduction_of(call) == kMean) return ways;
@@ -42,7 +42,7 @@ Strategies elementwise_loss_backward(const OpCall& call) {
   return ways;
 }
 
-// The dims of the target that are those of `self`, other than the classes.
+// Pairs of a dim of `self`, other than the classes, and the dim of the target that matches it.
 std::vector<std::pair<int64_t, int64_t>> rows_of(const OpCall& call) {
   const int64_t ndim = call.inputs[call.input("self")].ndim();
   std::vector<std::pair<int64_t, int64_t>> rows;
@@ -51,7 +51,7 @@ std::vector<std::pair<int64_t, int64_t>> rows_of(const OpCall& call) {
   return rows;
 }
 
-// Rows are independent of each other; the mean's weight is that of the whole batch already.
+// Rows are independent of each other; the weight of a mean is already that of the whole batch.
 Strategies nll_loss_backward(const OpCall& call) {
   Strategies ways;
   for (const auto& [self, target] : rows_of(call)) {

@@ -3,8 +3,8 @@
 namespace tessera {
 namespace {
 
-// Rows of `a` give rows of the product, columns of `b` its columns; where the summed dim is cut,
-// every rank has a term. A product is linear in each factor.
+// Rows of `a` give rows of the product, columns of `b` give its columns; where the summed dim is
+// cut, every rank has a term. A product is linear in each factor.
 Strategies mm(const OpCall& call) {
   return {
       {{Shard{0}, Replicate{}}, {Shard{0}}}, {{Replicate{}, Shard{1}}, {Shard{1}}},
@@ -44,7 +44,7 @@ Strategies outer(const OpCall& call) {
   };
 }
 
-// `added` plus a product: as the product, except that a term per rank goes with a term of `added`.
+// `added` plus a product: as the product, except that terms of the product need terms of `added`.
 Strategies with_added(const OpCall& call, Strategies products) {
   Strategies ways;
   for (Strategy& way : products) {

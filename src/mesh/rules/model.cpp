@@ -8,7 +8,7 @@
 namespace tessera {
 namespace {
 
-// Operators that models are made of and that LibTorch can't compute on meta tensors.
+// Operators of models that LibTorch can't compute on meta tensors.
 
 std::vector<TensorInfo> embedding_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[1];
@@ -26,7 +26,7 @@ Strategies embedding(const OpCall& call) {
   return ways;
 }
 
-// In one process an index without a row is an error.
+// As in one process, an index without a row is an error.
 void check_indices(const at::Tensor& indices, int64_t rows) {
   if (!indices.is_cpu() || indices.numel() == 0) return;
   const auto [least, most] = at::aminmax(indices);
@@ -35,7 +35,7 @@ void check_indices(const at::Tensor& indices, int64_t rows) {
                     ", got some from ", least.item().toLong(), " to ", most.item().toLong());
 }
 
-// Of a weight that is cut by rows: what another rank has the row for is zero here.
+// For a weight that is cut by rows: results whose row is on another rank are zero here.
 void local_embedding(const c10::OperatorHandle& op, const std::vector<LocalPart>& parts,
                      torch::jit::Stack& stack) {
   const Range rows = parts[0].box[0];
@@ -62,7 +62,7 @@ std::vector<TensorInfo> embedding_backward_sizes(const OpCall& call) {
 
 Strategies embedding_backward(const OpCall& call) {
   const int64_t indices = call.inputs[1].ndim();
-  // The gradient of a row is divided by how often its index is among all of them.
+  // The gradient of a row is divided by the count of its index among all indices.
   const bool counts_indices = call.argument("scale_grad_by_freq").toBool();
   Strategies ways;
   for (int64_t d = 0; d < indices && !counts_indices; ++d)
@@ -90,7 +90,7 @@ Strategies attention(const OpCall& call) {
   Strategies ways;
   for (const int64_t dim : {0, 1}) {
     const int64_t size = call.inputs[q].sizes[dim];
-    // Heads of q and k are cut alike only if there are as many.
+    // Heads of q and k are cut alike only if they are equally many.
     if (size != call.inputs[k].sizes[dim] || !call.reaches_all(size)) continue;
     ways.push_back(attention_by(call, dim));
   }

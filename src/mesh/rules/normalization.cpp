@@ -87,7 +87,7 @@ Strategies group_norm_backward(const OpCall& call) {
   return ways;
 }
 
-// With the sizes of the local part. Kernels want it contiguous: a slice is not.
+// Passes the sizes of the local part. Kernels need it contiguous, which a slice is not.
 void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
                       torch::jit::Stack& stack) {
   const auto argument = [&](std::string_view name) -> c10::IValue& {
@@ -106,7 +106,7 @@ void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart
   op.callBoxed(stack);
 }
 
-// Batch norm by statistics that are given. In training it is decomposed.
+// Batch norm with given statistics. In training it is decomposed.
 
 std::vector<TensorInfo> batch_norm_sizes(const OpCall& call) {
   const int64_t channels = call.argument("training").toBool() ? call.inputs[0].sizes[1] : 0;

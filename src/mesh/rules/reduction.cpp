@@ -5,7 +5,7 @@
 namespace tessera {
 namespace {
 
-// Per dim, whether it is reduced. An empty list names all dims, but to `any` and `all` none.
+// For each dim, whether it is reduced. An empty list names all dims, but none for `any` and `all`.
 std::vector<bool> reduced_dims(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   const bool takes_none = call.schema.name() == "aten::any" || call.schema.name() == "aten::all";
@@ -47,7 +47,7 @@ void add_sums(Strategies& ways) {
     ways.push_back({{Partial{op}}, {Partial{op}}});
 }
 
-// Terms that a dtype rounds are not rounded as their sum is.
+// Terms that are rounded to a dtype do not add up to the rounded sum.
 Strategies sum(const OpCall& call) {
   Strategies ways = reduction(call, PartialOp::kSum, true);
   const bool is_cast = call.find("dtype") && !call.argument("dtype").isNone();
@@ -56,7 +56,7 @@ Strategies sum(const OpCall& call) {
   return ways;
 }
 
-// Where the reduced dim is cut evenly, means of equally many.
+// Where the reduced dim is cut evenly, all ranks have means of equally many values.
 Strategies mean(const OpCall& call) {
   Strategies ways = reduction(call, PartialOp::kAvg, true);
   std::erase_if(ways, [&](const Strategy& way) {
@@ -67,7 +67,7 @@ Strategies mean(const OpCall& call) {
   return ways;
 }
 
-// By an operator that nothing can be reduced by: no part may be empty.
+// For operators that can't reduce zero elements: no part may be empty.
 Strategies of_nonempty(const OpCall& call, PartialOp op) {
   Strategies ways = reduction(call, op, true);
   std::erase_if(ways, [&](const Strategy& way) {
@@ -93,7 +93,8 @@ Strategies any(const OpCall& call) { return reduction(call, PartialOp::kAny, tru
 Strategies all(const OpCall& call) { return reduction(call, PartialOp::kAll, true); }
 Strategies kept_dims(const OpCall& call) { return reduction(call, PartialOp::kSum, false); }
 
-// `max.dim` and `min.dim` also tell where: the reduced dim must be whole. Without a dim, the value.
+// `max.dim` and `min.dim` also return indices, so the reduced dim must be whole. Without a dim,
+// they return the value alone.
 Strategies max(const OpCall& call) {
   return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMax) : kept_dims(call);
 }
@@ -101,7 +102,7 @@ Strategies min(const OpCall& call) {
   return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMin) : kept_dims(call);
 }
 
-// A sum of all before; linear.
+// A running sum; linear.
 Strategies scan(const OpCall& call) {
   Strategies ways = along_other_dims(call);
   if (is_floating(call)) add_sums(ways);

@@ -9,7 +9,7 @@ namespace {
 
 // Operators that move elements without changing them.
 
-// Of a tensor whose dim d becomes dim `to[d]` of every output; -1: it does not stay a dim.
+// For a tensor whose dim d becomes dim `to[d]` of every output; -1: the dim does not survive.
 Strategies moved_dims(const OpCall& call, const std::vector<int64_t>& to) {
   Strategies ways;
   for (size_t d = 0; d < to.size(); ++d) {
@@ -54,7 +54,7 @@ Strategies unsqueeze(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// Of the dims that are named, those of one element go.
+// Removes those of the named dims that have one element.
 Strategies squeeze(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   auto to = same_dims(ndim);
@@ -66,7 +66,7 @@ Strategies squeeze(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// A dim of (f, h, rest) elements that is split by f lies as the dim of h elements that is cut.
+// A dim of (f, h, rest) elements that is split by f is placed as the dim of h elements that is cut.
 // Calls `way(d, e, f)` for each such dim d of `merged` and e of `parted`.
 template <class Way>
 void each_split(const std::vector<int64_t>& merged, const std::vector<int64_t>& parted, Way way) {
@@ -82,9 +82,9 @@ void each_split(const std::vector<int64_t>& merged, const std::vector<int64_t>& 
   }
 }
 
-// A dim that is the same in both and has the same number of elements before it survives; so does
-// the first of several that are merged or that one is split into, if its elements divide evenly:
-// also with a split factor, if the blocks do. See `each_split()` for the inner ones.
+// A dim survives if it has the same size in both and the same number of elements before it; so does
+// the first of several dims that are merged, or that one is split into, if its elements divide
+// evenly: also with a split factor, if the blocks do. See `each_split()` for the inner ones.
 Strategies view(const OpCall& call) {
   const auto &in = call.inputs[0].sizes, &out = call.outputs[0].sizes;
   std::vector<int64_t> to(in.size(), -1);
@@ -108,8 +108,8 @@ Strategies view(const OpCall& call) {
   return ways;
 }
 
-// The bytes as elements of another dtype: of the last dim there are more or fewer of these if they
-// are of another size. Terms of a reduction are none as other numbers.
+// The bytes seen as elements of another dtype: if its size differs, the last dim has more or fewer
+// elements. Terms of a reduction are no terms when they are seen as another dtype.
 Strategies view_as_dtype(const OpCall& call) {
   const c10::ScalarType from = call.inputs[0].dtype, to = call.argument("dtype").toScalarType();
   Strategies ways;
@@ -130,7 +130,7 @@ Strategies expand(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// Along `dim` all elements must be there; the other dims stay.
+// Needs all elements along `dim`; the other dims stay.
 Strategies along_dim(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
   auto to = same_dims(ndim);
@@ -145,7 +145,7 @@ Strategies select(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// The gradient of `slice` or `select`: zeros around what was cut out.
+// The gradient of `slice` or `select`: zeros around the part that was cut out.
 Strategies padded(const OpCall& call) {
   const int64_t ndim = call.outputs[0].ndim(), dim = call.dim("dim", ndim);
   const bool is_select = call.inputs[0].ndim() < ndim;
@@ -188,7 +188,7 @@ Strategies flip(const OpCall& call) {
 Strategies roll(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   auto to = same_dims(ndim);
-  // Without dims the elements roll as one row.
+  // Without dims, the elements roll as one row.
   for (const int64_t dim : named_dims(call.find("dims"), ndim)) to[dim] = -1;
   return moved_dims(call, to);
 }
@@ -201,7 +201,7 @@ Strategies triangle(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// Pairs of what is added before and after, for the last dims, the last one first.
+// Pairs of sizes that are added before and after, for the last dims, the last one first.
 std::vector<TensorInfo> padded_on_sides(const OpCall& call) {
   TensorInfo output = call.inputs[0];
   const auto pad = call.argument("pad").toIntVector();

@@ -7,8 +7,8 @@
 
 namespace gloo::rendezvous {
 
-// Declares what c10d's GlooStore overrides, in the order of gloo's own header. Tessera neither
-// makes such a store nor calls one.
+// Declares the functions that c10d's GlooStore overrides, in the order of gloo's own header.
+// Tessera neither makes such a store nor calls one.
 class Store {
  public:
   virtual ~Store();

@@ -1,0 +1,121 @@
+#include "unit/unit_memory.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "group/capability.h"
+#include "unit/unit.h"
+
+namespace tessera {
+namespace {
+
+/// A buffer of this rank's own that is always there.
+class WholeMemory final : public UnitMemory {
+ public:
+  using UnitMemory::UnitMemory;
+  bool frees() const override { return false; }
+  bool holds_shard() const override { return true; }
+  void allocate() override {}
+  void free() override {}
+};
+
+/// A buffer of this rank's own that is there while it is used.
+class FreedMemory final : public UnitMemory {
+ public:
+  using UnitMemory::UnitMemory;
+  bool frees() const override { return true; }
+  bool holds_shard() const override { return false; }
+
+  void allocate() override {
+    if (!full_.defined()) full_ = at::empty({layout_.numel()}, layout_.options());
+    count_gathered(true);
+  }
+
+  void free() override {
+    full_.reset();
+    count_gathered(false);
+  }
+
+  void leave() override { free(); }
+};
+
+/// One buffer for the ranks of this host, of which each writes its shard.
+class HostSharedMemory final : public UnitMemory {
+ public:
+  HostSharedMemory(const UnitLayout& layout, UnitContext& context, SharesMemory& sharing,
+                   SharedBuffer buffer)
+      : UnitMemory(layout, context), sharing_(sharing), buffer_(std::move(buffer)) {}
+
+  // Where all ranks are on this host, all shards are always here.
+  bool frees() const override {
+    return layout_.level == ShardLevel::kParameters && !buffer_.stays_whole;
+  }
+  bool is_shared() const override { return true; }
+  bool holds_shard() const override { return true; }
+  at::Tensor shown() const override { return view(buffer_.read_only); }
+
+  // All ranks have been given the same values: each writes its shard.
+  void adopt(const at::Tensor& full) override {
+    const at::Tensor shared = view(buffer_.bytes);
+    const int rank = context_.mesh.shard().rank();
+    const int64_t begin = layout_.bounds[rank], numel = layout_.shard_numel(rank);
+    shared.narrow(0, begin, numel).copy_(full.narrow(0, begin, numel));
+    full_ = shared;
+  }
+
+  void allocate() override {
+    if (frees()) count_gathered(true);
+  }
+
+  void free() override {
+    if (!frees()) return;
+    sharing_.release(buffer_);
+    count_gathered(false);
+  }
+
+  void leave() override {
+    if (frees()) count_gathered(false);
+    full_.reset();
+  }
+
+  at::Tensor writable() const override { return full_.clone(); }
+
+  // The others have read the old values when they have come as far as this.
+  void wait_for_readers() override {
+    context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
+  }
+
+ private:
+  at::Tensor view(const at::Tensor& bytes) const {
+    return bytes.narrow(0, 0, layout_.nbytes()).view(layout_.dtype);
+  }
+
+  SharesMemory& sharing_;
+  const SharedBuffer buffer_;
+};
+
+}  // namespace
+
+void UnitMemory::count_gathered(bool is_gathered) {
+  if (std::exchange(is_gathered_, is_gathered) == is_gathered) return;
+  context_.unsharded_bytes += is_gathered ? layout_.nbytes() : -layout_.nbytes();
+  context_.peak_unsharded_bytes = std::max(context_.peak_unsharded_bytes, context_.unsharded_bytes);
+}
+
+std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitContext& context) {
+  // Where nothing is sharded, all ranks write to everything.
+  const bool may_share = layout.level != ShardLevel::kNone && layout.device.is_cpu();
+  auto* const sharing = may_share ? capability<SharesMemory>(context.mesh.shard()) : nullptr;
+  if (sharing) {
+    if (auto buffer = sharing->share(layout.nbytes(), {layout.name, Channel::kControl}))
+      return std::make_unique<HostSharedMemory>(layout, context, *sharing, std::move(*buffer));
+  }
+  // Alone, a rank's shard is everything: there is nothing to free.
+  if (layout.level == ShardLevel::kParameters && context.mesh.shard().size() > 1)
+    return std::make_unique<FreedMemory>(layout, context);
+  return std::make_unique<WholeMemory>(layout, context);
+}
+
+}  // namespace tessera

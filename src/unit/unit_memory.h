@@ -1,0 +1,72 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "group/shares_memory.h"
+#include "mesh/shard_mesh.h"
+#include "unit/layout.h"
+
+namespace tessera {
+
+struct UnitContext;
+
+/// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`.
+class UnitMemory {
+ public:
+  UnitMemory(const UnitLayout& layout, UnitContext& context)
+      : layout_(layout), context_(context) {}
+  virtual ~UnitMemory() = default;
+  UnitMemory(const UnitMemory&) = delete;
+  UnitMemory& operator=(const UnitMemory&) = delete;
+
+  /// True if the buffer is freed between uses.
+  virtual bool frees() const = 0;
+  /// True if the ranks of this host have one buffer together.
+  virtual bool is_shared() const { return false; }
+  /// True if this rank's shard is a part of the buffer, and so always there.
+  virtual bool holds_shard() const = 0;
+
+  /// The buffer; undefined while it is freed. In shared memory it is always there, but only this
+  /// rank's shard of it is of use while the unit is sharded.
+  const at::Tensor& full() const { return full_; }
+  /// The buffer as user code is to see it.
+  virtual at::Tensor shown() const { return full_; }
+
+  /// Takes the values of all parameters over from `full`.
+  virtual void adopt(const at::Tensor& full) { full_ = full; }
+  /// Makes room for a gather.
+  virtual void allocate() = 0;
+  /// The gathered values are not used any more.
+  virtual void free() = 0;
+  /// The unit gives its parameters back: lets go of the buffer.
+  virtual void leave() { full_.reset(); }
+
+  /// A tensor of the buffer's values for an operator to write to: the buffer itself, or a copy where
+  /// other ranks would see the writes.
+  virtual at::Tensor writable() const { return full_; }
+  /// Before writes are taken over: waits until no rank reads the old values. All ranks, if the
+  /// buffer is shared.
+  virtual void wait_for_readers() {}
+
+  /// Bytes that a gather has brought and nobody has freed.
+  int64_t gathered_nbytes() const { return is_gathered_ ? layout_.nbytes() : 0; }
+
+ protected:
+  /// Counts the buffer among the context's unsharded bytes.
+  void count_gathered(bool is_gathered);
+
+  const UnitLayout& layout_;
+  UnitContext& context_;
+  at::Tensor full_;
+
+ private:
+  bool is_gathered_ = false;
+};
+
+/// Makes the memory that a unit of this layout has. Collective, as ranks may share it.
+std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitContext& context);
+
+}  // namespace tessera
