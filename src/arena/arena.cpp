@@ -106,10 +106,10 @@ std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not)
 }
 
 ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
-                             const CollectiveForm& form, int count) {
+                               const CollectiveForm& form, int count) {
   ArenaTicket ticket{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
-                   .what = form.text(),
-                   .fingerprint = form.fingerprint()};
+                     .what = form.text(),
+                     .fingerprint = form.fingerprint()};
   check_process(mark_, ticket.name);
   {
     const std::lock_guard lock(mutex_);

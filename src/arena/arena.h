@@ -65,7 +65,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// Reserves the next `count` positions in the order of a channel and returns the first. Waits
   /// only if very many collectives are under way.
   ArenaTicket take_ticket(const char* collective, const CollectiveTag& tag,
-                        const CollectiveForm& form, int count = 1);
+                          const CollectiveForm& form, int count = 1);
 
   /// Publishes `pieces`, which must lie in memory that the other ranks can reach. Keeps `kept` and
   /// `block` (from `allocate()`, or null) alive until all ranks have read them.

@@ -8,10 +8,10 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
-#include "group/check_arguments.h"
-#include "group/local_sum.h"
-#include "group/collective.h"
 #include "group/capability.h"
+#include "group/check_arguments.h"
+#include "group/collective.h"
+#include "group/local_sum.h"
 #include "group/sent_bytes.h"
 
 namespace tessera {
@@ -124,7 +124,8 @@ WorkPtr HostedProcessGroup::gather_own(const AllGather& call, const CollectiveTa
   }
   return start_steps(
       call.kName, tag,
-      {[fetched, shard = shard, rail_bounds = cut.bounds, rail = rail_](const CollectiveTag& rail_tag) {
+      {[fetched, shard = shard, rail_bounds = cut.bounds,
+        rail = rail_](const CollectiveTag& rail_tag) {
          return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
        },
        [ticket = std::move(ticket), pieces = std::move(pieces), flat = flat, local = local_](
@@ -175,11 +176,12 @@ WorkPtr HostedProcessGroup::gather_shared(HostBuffer& buffer, const AllGather& c
     }
     return works;
   };
-  return start_steps(call.kName, tag,
-               {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
-                [local = local_, after](const CollectiveTag&) {
-                  return std::vector{local->arrive_at(after)};
-                }});
+  return start_steps(
+      call.kName, tag,
+      {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
+       [local = local_, after](const CollectiveTag&) {
+         return std::vector{local->arrive_at(after)};
+       }});
 }
 
 WorkPtr HostedProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag) {
@@ -204,12 +206,12 @@ WorkPtr HostedProcessGroup::start(ReduceScatter& call, const CollectiveTag& tag)
   ReduceScatterOptions rail_options = options;
   rail_options.dtype = dtype;
   return start_steps(call.kName, tag,
-               {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
-                [out = out, rail_pieces, rail_bounds = cut.bounds, rail_options,
-                 rail = rail_](const CollectiveTag& rail_tag) {
-                  return std::vector{
-                      rail->reduce_scatter(out, rail_pieces, rail_bounds, rail_options, rail_tag)};
-                }});
+                     {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
+                      [out = out, rail_pieces, rail_bounds = cut.bounds, rail_options,
+                       rail = rail_](const CollectiveTag& rail_tag) {
+                        return std::vector{rail->reduce_scatter(out, rail_pieces, rail_bounds,
+                                                                rail_options, rail_tag)};
+                      }});
 }
 
 WorkPtr HostedProcessGroup::start(AllReduce& call, const CollectiveTag& tag) {
@@ -220,10 +222,10 @@ WorkPtr HostedProcessGroup::all_reduce_whole(const AllReduce& call, const Collec
   const auto& [tensor, op] = call;
   const WorkPtr inside = issue_on(*local_, {tag, call});
   return start_steps(call.kName, tag,
-               {[inside](const CollectiveTag&) { return std::vector{inside}; },
-                [tensor = tensor, op = op, rail = rail_](const CollectiveTag& rail_tag) {
-                  return std::vector{rail->all_reduce(tensor, op, rail_tag)};
-                }});
+                     {[inside](const CollectiveTag&) { return std::vector{inside}; },
+                      [tensor = tensor, op = op, rail = rail_](const CollectiveTag& rail_tag) {
+                        return std::vector{rail->all_reduce(tensor, op, rail_tag)};
+                      }});
 }
 
 // Each rank sums one part over its host, then over its rail, whose ranks hold the same part.
@@ -258,10 +260,10 @@ WorkPtr HostedProcessGroup::start(Broadcast& call, const CollectiveTag& tag) {
   ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
   std::vector<StepwiseWork::Step> steps;
   if (table_.index_of(root) == index()) {
-    steps.emplace_back(
-        [tensor = tensor, from = table_.host_of(root), rail = rail_](const CollectiveTag& rail_tag) {
-          return std::vector{rail->broadcast(tensor, from, rail_tag)};
-        });
+    steps.emplace_back([tensor = tensor, from = table_.host_of(root),
+                        rail = rail_](const CollectiveTag& rail_tag) {
+      return std::vector{rail->broadcast(tensor, from, rail_tag)};
+    });
   }
   steps.emplace_back([ticket = std::move(ticket), tensor = tensor, from = table_.index_of(root),
                       local = local_](const CollectiveTag&) {

@@ -18,9 +18,9 @@
 #include "arena/stepwise_work.h"
 #include "group/channel_order.h"
 #include "group/closable.h"
-#include "message/job_thread.h"
 #include "group/sends_messages.h"
 #include "group/shares_memory.h"
+#include "message/job_thread.h"
 
 namespace tessera {
 

@@ -14,9 +14,9 @@ namespace tessera {
 /// A rank's part of one collective, as the other ranks see it. Collectives are counted from 1 here;
 /// 0 means none yet.
 struct alignas(64) PostSlot {
-  std::atomic<uint32_t> shown{0};    ///< the collective to which `address` belongs
-  std::atomic<uint32_t> read{0};     ///< the last collective that this rank has finished reading
-  uint64_t address = 0;              ///< of a `Post`, in this rank's memory
+  std::atomic<uint32_t> shown{0};  ///< the collective to which `address` belongs
+  std::atomic<uint32_t> read{0};   ///< the last collective that this rank has finished reading
+  uint64_t address = 0;            ///< of a `Post`, in this rank's memory
 };
 
 /// An event count that wakes a sleeping rank.

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
-#include "group/shares_memory.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +11,7 @@
 #include <mutex>
 #include <utility>
 
+#include "group/shares_memory.h"
 #include "memory/shared_memory.h"
 
 namespace tessera {

@@ -109,11 +109,10 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
     // Units that are each rank's own are not averaged.
     const bool is_own = !unit->layout().is_replicated;
     has_own_ = has_own_ || is_own;
-    gradients_.push_back(options.reduces
-                             ? std::make_shared<UnitGradients>(*unit, *this,
-                                                               is_own ? 1 : options.scale,
-                                                               is_own ? 1 : options.predivide)
-                             : std::make_shared<GivenGradients>(*unit, *this));
+    gradients_.push_back(
+        options.reduces ? std::make_shared<UnitGradients>(*unit, *this, is_own ? 1 : options.scale,
+                                                          is_own ? 1 : options.predivide)
+                        : std::make_shared<GivenGradients>(*unit, *this));
     used_.emplace_back(unit->layout().slots.size(), false);
   }
   std::vector<int> order(units_.size());

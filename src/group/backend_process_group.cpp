@@ -113,8 +113,7 @@ class BackendProcessGroup : public ProcessGroup {
     const at::Tensor flat =
         at::zeros({bounds.back()}, out.options().dtype(dtype).requires_grad(false));
     for (const Piece& piece : pieces) {
-      if (piece.data.defined())
-        flat.narrow(0, piece.begin, piece.numel).copy_(piece.data.view(-1));
+      if (piece.data.defined()) flat.narrow(0, piece.begin, piece.numel).copy_(piece.data.view(-1));
       // From here on only the pieces' ranges are needed; the tensors may be freed.
     }
     at::Tensor own = part_of(flat, bounds, rank());

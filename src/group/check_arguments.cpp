@@ -237,8 +237,9 @@ void check_on_cpu(const char* function, const at::Tensor& tensor, const Collecti
 
 void check_in_place(const ProcessGroup& process_group, const AllGather& call,
                     const CollectiveTag& tag) {
-  const auto* const own = static_cast<const std::byte*>(call.flat.const_data_ptr()) +
-                          call.bounds[process_group.rank()] * static_cast<int64_t>(call.flat.element_size());
+  const auto* const own =
+      static_cast<const std::byte*>(call.flat.const_data_ptr()) +
+      call.bounds[process_group.rank()] * static_cast<int64_t>(call.flat.element_size());
   TORCH_CHECK_VALUE(call.shard.numel() == 0 || own == call.shard.const_data_ptr(), "[all_gather] unit '",
                     tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
 }

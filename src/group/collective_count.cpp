@@ -16,7 +16,8 @@ bool is_meant(const CommDebug::Entry& entry, const std::string& kind, const std:
 
 void count_collective(const Collective& collective) {
   if (!innermost || std::holds_alternative<Barrier>(collective.call)) return;
-  const std::string_view whole = collective.tag.subject, subject = whole.substr(0, whole.find(" ("));
+  const std::string_view whole = collective.tag.subject,
+                         subject = whole.substr(0, whole.find(" ("));
   for (CommDebug* scope = innermost; scope; scope = scope->outer_)
     scope->add(collective.name(), collective.nbytes(), subject);
 }

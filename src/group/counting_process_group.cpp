@@ -50,8 +50,7 @@ class CountingDecorator : public CountingProcessGroup {
   using Sent = std::pair<CollectiveCounts::Entry CollectiveCounts::*, int64_t>;
 
   Sent sent_by(const AllGather& call) const {
-    return {&CollectiveCounts::all_gather,
-            receivers() * static_cast<int64_t>(call.shard.nbytes())};
+    return {&CollectiveCounts::all_gather, receivers() * static_cast<int64_t>(call.shard.nbytes())};
   }
 
   Sent sent_by(const ReduceScatter& call) const {

@@ -67,8 +67,8 @@ class TracingDecorator : public TracingProcessGroup {
   // Records the collective before it is issued, so that a call that throws is recorded, too.
   WorkPtr issue(Collective collective) override {
     const auto& [subject, channel] = collective.tag;
-    const int64_t sequence = flight_record_->add(collective.name(), std::string(subject), channel,
-                                                 collective.nbytes());
+    const int64_t sequence =
+        flight_record_->add(collective.name(), std::string(subject), channel, collective.nbytes());
     WorkPtr work;
     wait_and_explain(*flight_record_, [&] { work = pass_on(std::move(collective)); });
     return std::make_shared<TracedWork>(std::move(work), flight_record_, sequence);

@@ -10,15 +10,16 @@ namespace tessera {
 
 DeferredStorage::DeferredStorage(Recipe recipe)
     : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(recipe->nbytes)),
-                      at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)),
-                      c10::GetCPUAllocator(), /*resizable=*/true) {
+                       at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU)),
+                       c10::GetCPUAllocator(), /*resizable=*/true) {
   defer(std::move(recipe));
 }
 
 DeferredStorage::DeferredStorage(c10::StorageImpl& storage)
-    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(static_cast<int64_t>(storage.nbytes())),
-                      storage.set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU))),
-                      c10::GetCPUAllocator(), /*resizable=*/true) {}
+    : c10::StorageImpl(
+          use_byte_size_t(), c10::SymInt(static_cast<int64_t>(storage.nbytes())),
+          storage.set_data_ptr(at::DataPtr(nullptr, c10::Device(c10::DeviceType::CPU))),
+          c10::GetCPUAllocator(), /*resizable=*/true) {}
 
 void DeferredStorage::defer(Recipe recipe) {
   recipe_ = std::move(recipe);

@@ -10,10 +10,10 @@
 #include "group/channel_order.h"
 #include "group/closable.h"
 #include "group/collective_form.h"
+#include "group/sends_messages.h"
 #include "message/block_pool.h"
 #include "message/exchange.h"
 #include "message/reduce_exchange.h"
-#include "group/sends_messages.h"
 
 namespace tessera {
 

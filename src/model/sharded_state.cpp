@@ -154,13 +154,12 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
   }
   residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
   const double ranks = plan_.average && !plan_.mesh_dim ? mesh().size() : 1;
-  reducer_ = std::make_unique<Reducer>(
-      units, mesh(),
-      ReducerOptions{.scale = plan_.predivide / ranks,
-                     .predivide = plan_.predivide,
-                     .bucket_bytes = plan_.bucket_bytes,
-                     .reduces = plan_.reduce_gradients},
-      *this);
+  reducer_ = std::make_unique<Reducer>(units, mesh(),
+                                       ReducerOptions{.scale = plan_.predivide / ranks,
+                                                      .predivide = plan_.predivide,
+                                                      .bucket_bytes = plan_.bucket_bytes,
+                                                      .reduces = plan_.reduce_gradients},
+                                       *this);
 }
 
 ShardedState::~ShardedState() = default;

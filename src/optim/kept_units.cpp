@@ -99,7 +99,8 @@ int64_t kept_state_nbytes(const ShardedState& state, const torch::optim::Optimiz
                           const std::vector<Segment>& segments) {
   int64_t nbytes = 0;
   for (const Segment& segment : segments) {
-    if (!segment.tensor.defined() || state.units()[segment.place.unit]->master().is_offloaded()) continue;
+    if (!segment.tensor.defined() || state.units()[segment.place.unit]->master().is_offloaded())
+      continue;
     for (const auto& [name, tensor] : read_param_state(optimizer, segment.tensor).tensors)
       nbytes += static_cast<int64_t>(tensor.nbytes());
   }

@@ -40,7 +40,8 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
         const auto name = names.find(params[i].unsafeGetTensorImpl());
         TORCH_CHECK_VALUE(name != names.end(), "[", function, "] the optimizer's parameters must be the model's; ",
                           describe_unknown(model, params[i], group, i));
-        const GroupOfParam first = seen.emplace(name->second, GroupOfParam(optimizer, group)).first->second;
+        const GroupOfParam first =
+            seen.emplace(name->second, GroupOfParam(optimizer, group)).first->second;
         TORCH_CHECK_VALUE(first.first == optimizer, "[", function,
                           "] a parameter must be in one optimizer; '", name->second, "' is in two");
         TORCH_CHECK_VALUE(first.second == group, "[", function, "] a parameter must be in one param group; '",

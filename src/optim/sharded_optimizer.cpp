@@ -78,7 +78,8 @@ void ShardedOptimizer::Impl::reserve_state() {
 
 // Moves the state that the optimizer has made for a segment to the offload memory.
 void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
-  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->master().is_offloaded()) return;
+  if (!segment.tensor.defined() || !state().units()[segment.place.unit]->master().is_offloaded())
+    return;
   const auto& memory = state().context().offload;
   ParamState param_state = read_param_state(*optimizer, segment.tensor);
   bool moved = false;

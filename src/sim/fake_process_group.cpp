@@ -8,8 +8,8 @@
 
 #include "group/completed_work.h"
 #include "group/local_sum.h"
-#include "group/peer_message.h"
 #include "group/makes_parts.h"
+#include "group/peer_message.h"
 
 namespace tessera {
 namespace {

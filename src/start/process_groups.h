@@ -88,9 +88,9 @@ class ProcessGroups {
 
   mutable std::mutex mutex_;  // guards the members below
   bool closed_ = false;
-  c10::intrusive_ptr<c10d::Store> store_;                      // null once closed
-  std::vector<std::shared_ptr<Closable>> parts_;               // process groups of some ranks
-  std::map<std::string, int> made_;                            // how many by their ranks
+  c10::intrusive_ptr<c10d::Store> store_;                            // null once closed
+  std::vector<std::shared_ptr<Closable>> parts_;                     // process groups of some ranks
+  std::map<std::string, int> made_;                                  // how many by their ranks
   std::map<std::vector<int>, std::unique_ptr<SharedGroup>> shared_;  // of shared ones
 };
 

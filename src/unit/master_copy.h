@@ -26,8 +26,8 @@ class MasterCopy {
              const std::shared_ptr<StateMemory>& offload);
   /// Brings an offloaded copy to `device` for good.
   void bring_back(at::Device device);
-  /// Takes over the elements of `after` that differ from `before`: the others keep the bits that the
-  /// parameters do not show.
+  /// Takes over the elements of `after` that differ from `before`: the others keep the bits that
+  /// the parameters do not show.
   void take_changed(const at::Tensor& before, const at::Tensor& after);
   void reset() { values_.reset(); }
 

@@ -37,8 +37,7 @@ void ParameterViews::install(const std::shared_ptr<void>& keep_alive) {
 void ParameterViews::install(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive) {
   auto storage = storage_.lock();
   if (!storage) {
-    storage =
-        c10::make_intrusive<UnitStorage>(unit_, keep_alive, layout_.nbytes(), layout_.device);
+    storage = c10::make_intrusive<UnitStorage>(unit_, keep_alive, layout_.nbytes(), layout_.device);
     storage_ = c10::weak_intrusive_ptr<UnitStorage>(storage);
   }
   point_to(slot, [&] {

@@ -60,9 +60,9 @@ enum class GivenValues : uint8_t {
 ///   kSharded --unshard()--> kUnsharding --wait()--> kUnsharded --reshard()--> kSharded
 ///
 /// Three parts know the rest. `UnitMemory` is the full flat buffer: always there, freed while the
-/// unit is sharded, or shared by the ranks of a host. `ParameterViews` are the user's tensors, which
-/// are views of it. `MasterCopy`, if there is one, is updated by the optimizer in place of the
-/// shard; `publish()` brings its values into the shard.
+/// unit is sharded, or shared by the ranks of a host. `ParameterViews` are the user's tensors,
+/// which are views of it. `MasterCopy`, if there is one, is updated by the optimizer in place of
+/// the shard; `publish()` brings its values into the shard.
 ///
 /// A unit that is freed between uses keeps no shard beside an offloaded master copy, or beside any
 /// master copy if the context says so: a gather then sends values rounded from the master copy.
@@ -102,25 +102,25 @@ class Unit {
   /// Prepares the parameters, which must be unsharded, for an operator that writes to them. Other
   /// ranks must not see the writes, as each of them executes the operator itself.
   void begin_write();
-  /// Takes over the writes of the operator: copies this rank's part into the shard and, where values
-  /// have changed, into the master copy, and marks the rest as out of date. Collective if memory is
-  /// shared.
+  /// Takes over the writes of the operator: copies this rank's part into the shard and, where
+  /// values have changed, into the master copy, and marks the rest as out of date. Collective if
+  /// memory is shared.
   void write_back();
   /// Discards the writes of an operator that has thrown.
   void cancel_write();
 
-  /// Copies the values that the optimizer updated into the shard. The rest of the full parameters is
-  /// out of date then.
+  /// Copies the values that the optimizer updated into the shard. The rest of the full parameters
+  /// is out of date then.
   void publish();
 
-  /// Waits until no peer reads the shard any more, which must be called before the shard is changed.
-  /// Does not wait for ranks that share its memory.
+  /// Waits until no peer reads the shard any more, which must be called before the shard is
+  /// changed. Does not wait for ranks that share its memory.
   void wait_until_unread();
 
   /// The parameters' tensors, which may have been given other data.
   const ParameterViews& views() const { return views_; }
-  /// Takes this rank's part of such data over, into `updated()`, which must not be in use, and makes
-  /// the parameter a view of this unit again.
+  /// Takes this rank's part of such data over, into `updated()`, which must not be in use, and
+  /// makes the parameter a view of this unit again.
   void take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
 
   State state() const { return state_; }
@@ -136,8 +136,8 @@ class Unit {
   /// The full flat buffer. While the unit is sharded, it is undefined, or only the shard is valid.
   const at::Tensor& full() const { return memory_->full(); }
 
-  /// The values that this rank's optimizer updates: its shard or the master copy of it; all elements
-  /// if nothing is sharded. Of `layout().master_dtype`; in host memory if offloaded.
+  /// The values that this rank's optimizer updates: its shard or the master copy of it; all
+  /// elements if nothing is sharded. Of `layout().master_dtype`; in host memory if offloaded.
   const at::Tensor& updated() const;
   /// The copy that the optimizer updates, if it does not update the shard itself.
   const MasterCopy& master() const { return master_; }
@@ -177,9 +177,9 @@ class Unit {
   const std::unique_ptr<UnitMemory> memory_;
   ParameterViews views_;
   MasterCopy master_;
-  at::Tensor shard_;         // undefined if the master copy serves as such
-  at::Tensor arriving_;      // filled by a gather in place of the memory, where parameters are rounded
-  at::Tensor written_;       // written by an operator in place of the memory, where that is shared
+  at::Tensor shard_;     // undefined if the master copy serves as such
+  at::Tensor arriving_;  // filled by a gather in place of the memory, where parameters are rounded
+  at::Tensor written_;   // written by an operator in place of the memory, where that is shared
   at::Tensor before_write_;  // the values of this rank's part before, if a master copy keeps more
   WorkPtr gather_;           // the latest
   std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard

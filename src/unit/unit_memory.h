@@ -16,8 +16,7 @@ struct UnitContext;
 /// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`.
 class UnitMemory {
  public:
-  UnitMemory(const UnitLayout& layout, UnitContext& context)
-      : layout_(layout), context_(context) {}
+  UnitMemory(const UnitLayout& layout, UnitContext& context) : layout_(layout), context_(context) {}
   virtual ~UnitMemory() = default;
   UnitMemory(const UnitMemory&) = delete;
   UnitMemory& operator=(const UnitMemory&) = delete;
@@ -44,8 +43,8 @@ class UnitMemory {
   /// The unit gives its parameters back: lets go of the buffer.
   virtual void leave() { full_.reset(); }
 
-  /// A tensor of the buffer's values for an operator to write to: the buffer itself, or a copy where
-  /// other ranks would see the writes.
+  /// A tensor of the buffer's values for an operator to write to: the buffer itself, or a copy
+  /// where other ranks would see the writes.
   virtual at::Tensor writable() const { return full_; }
   /// Before writes are taken over: waits until no rank reads the old values. All ranks, if the
   /// buffer is shared.

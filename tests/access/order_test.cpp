@@ -1,7 +1,7 @@
 // The order of use: learned, different from registration, changing, different between ranks.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/models.h"

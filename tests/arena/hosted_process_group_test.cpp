@@ -121,7 +121,8 @@ TEST_P(SharedGather, WaitsForTheReadersOfTheHost) {
     auto& pg = *world.process_group();
     const std::vector<int64_t> bounds = even_pages(4, 8);
     std::vector<SharedBuffer> buffers;
-    for (int i = 0; i < 3; ++i) buffers.push_back(*shared_memory_of(pg).share(bounds.back() * 4, kTag));
+    for (int i = 0; i < 3; ++i)
+      buffers.push_back(*shared_memory_of(pg).share(bounds.back() * 4, kTag));
     std::vector<WorkPtr> works(3);
     const auto own = [&](int i) {
       return part(buffers[i].bytes.view(torch::kFloat), bounds, world.rank());

@@ -1,9 +1,9 @@
 // Conversions of a model that an `OSS` steps, and its parameters in fp16, by the ids of their
 // behaviours.
 
-#include "dialects/fairscale.h"
-
 #include <tessera/process_group_decorators.h>
+
+#include "dialects/fairscale.h"
 
 namespace tessera {
 namespace oss_precision_test {

@@ -1,8 +1,9 @@
 // `OSS` by itself and under `ShardedDataParallel`, by the ids of its behaviours. Precision,
 // clipping and state have files of their own.
 
-#include <numeric>
 #include <tessera/process_group_decorators.h>
+
+#include <numeric>
 #include <set>
 
 #include "dialects/fairscale.h"

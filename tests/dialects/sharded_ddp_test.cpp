@@ -1,8 +1,8 @@
 // `ShardedDataParallel`, by the ids of its behaviours.
 
-#include "dialects/fairscale.h"
-
 #include <tessera/process_group_decorators.h>
+
+#include "dialects/fairscale.h"
 
 namespace tessera {
 namespace sharded_ddp_test {

@@ -1,6 +1,7 @@
 // ZeroInitContext, no_shard_zero_context and the shard strategies.
-#include <set>
 #include <tessera/process_group_decorators.h>
+
+#include <set>
 
 #include "dialects/colossalai.h"
 #include "model/sharded_state.h"

@@ -1,8 +1,8 @@
 // Several backwards before a step, every way of clearing gradients, and passes that end early.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/models.h"

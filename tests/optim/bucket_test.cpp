@@ -1,8 +1,8 @@
 // Gradients of several units in one collective: the bits and the bytes of one for each.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "grad/grad_bucket.h"
 #include "model/sharded_state.h"

@@ -1,7 +1,7 @@
 // The state of sharded optimizers, whole and in the layout of an optimizer that is not sharded.
-#include "model/sharded_state.h"
-
 #include <tessera/process_group_decorators.h>
+
+#include "model/sharded_state.h"
 #include "optim/saved_optimizers.h"
 #include "support/norm_mlp.h"
 #include "support/run_world.h"

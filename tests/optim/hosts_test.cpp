@@ -1,7 +1,7 @@
 // Sharded training on several hosts whose ranks share memory.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/models.h"

@@ -1,7 +1,7 @@
 // Shards that are replicated: a mesh of a shard dim and a replicate dim.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/models.h"

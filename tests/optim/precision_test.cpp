@@ -1,7 +1,7 @@
 // Parameters in half precision: master weights, the dtype of reductions, buffers, autocast.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/autocast.h"

@@ -1,7 +1,7 @@
 // What a step sends and keeps, counted and compared with the formulas: exact, padding included.
 #include <fmt/format.h>
-#include <tessera/process_group_decorators.h>
 #include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
 #include "support/models.h"

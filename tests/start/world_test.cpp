@@ -1,8 +1,8 @@
 // The environments of the launchers, and the world as an object.
 #include <gtest/gtest.h>
 #include <stdlib.h>
-#include <tessera/world.h>
 #include <tessera/process_group_decorators.h>
+#include <tessera/world.h>
 #include <torch/torch.h>
 
 #include <map>

@@ -186,8 +186,7 @@ StepResult measure_steps(const StepBenchOptions& options) {
   add(StepRole::kSharded, result.sharded);
   add(StepRole::kLocal, result.local);
   if (options.in_step) add(StepRole::kInStep, result.in_step.emplace());
-  if (options.dialect != "native")
-    add(StepRole::kNative, result.native.emplace());
+  if (options.dialect != "native") add(StepRole::kNative, result.native.emplace());
   if (options.threads) add(StepRole::kThreads, result.threads.emplace());
 
   progress(fmt::format("{} at {}, {} ranks, loop: {}: {} warm-up steps", options.size,

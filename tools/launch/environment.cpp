@@ -27,7 +27,8 @@ Variables inherited_variables() {
 
 }  // namespace
 
-std::vector<std::string> rank_environment(const LaunchOptions& options, const RankAssignment& assignment) {
+std::vector<std::string> rank_environment(const LaunchOptions& options,
+                                          const RankAssignment& assignment) {
   Variables variables = inherited_variables();
   const auto rank = std::to_string(assignment.rank);
   const auto ranks = std::to_string(assignment.ranks);

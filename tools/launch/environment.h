@@ -17,6 +17,7 @@ struct RankAssignment {
 };
 
 /// Returns the environment of a rank, as NAME=value: this process's, with the launcher's variables.
-std::vector<std::string> rank_environment(const LaunchOptions& options, const RankAssignment& assignment);
+std::vector<std::string> rank_environment(const LaunchOptions& options,
+                                          const RankAssignment& assignment);
 
 }  // namespace tessera::tools

@@ -110,7 +110,8 @@ StreamOptions Job::stream_options(int rank, bool is_err) const {
   if (!options_.log_dir.empty()) {
     result.log_path = fmt::format("{}/rank_{}.{}", options_.log_dir, rank, is_err ? "err" : "out");
     if (setup_.assignment.attempt > 0) {
-      result.log_header = fmt::format("--- tessera run: restart {} ---\n", setup_.assignment.attempt);
+      result.log_header =
+          fmt::format("--- tessera run: restart {} ---\n", setup_.assignment.attempt);
     }
   }
   if (options_.on_stdout && !is_err) {

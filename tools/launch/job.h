@@ -40,7 +40,7 @@ struct JobEnd {
 class Job {
  public:
   struct Setup {
-    RankAssignment assignment;                      ///< shared by all ranks; `rank` is filled in
+    RankAssignment assignment;            ///< shared by all ranks; `rank` is filled in
     std::vector<std::vector<int>> cores;  ///< of each rank; empty: not bound
   };
   Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPipe& signals);
