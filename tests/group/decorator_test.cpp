@@ -161,5 +161,61 @@ TEST(Faults, OfOneRankEndTheOthers) {
   }
 }
 
+// Notes the names of the collectives that it passes on.
+class Noting : public ProcessGroupDecorator {
+ public:
+  using ProcessGroupDecorator::ProcessGroupDecorator;
+  std::vector<std::string> names;
+
+ private:
+  WorkPtr issue(Collective collective) override {
+    names.emplace_back(collective.name());
+    return pass_on(std::move(collective));
+  }
+};
+
+TEST(Decorators, OfTheUserAreToldOfEachCollectiveOnce) {
+  run_world(2, [](World& world) {
+    const auto noting = std::make_shared<Noting>(world.process_group());
+    const auto counting = counting_process_group(noting);
+    const auto numbers = torch::ones({4});
+    counting->all_reduce(numbers, ReduceOp::kSum, kTag)->wait();
+    counting->barrier(kTag);
+    all_gather_bytes(*counting, "x", kTag);
+    EXPECT_EQ(noting->names.size(), counting->counts().calls());
+    EXPECT_EQ(noting->names[0], "all_reduce");
+    EXPECT_EQ(noting->names[1], "barrier");
+    EXPECT_EQ(numbers.sum().item<float>(), 8);
+    EXPECT_EQ(&counting->transport(), world.process_group().get());
+  });
+}
+
+TEST(Decorators, AreNotToldOfWhatIsRefused) {
+  Noting noting(single_process_group());
+  EXPECT_THROW(noting.broadcast(torch::ones({1}), 1, kTag), c10::ValueError);
+  EXPECT_TRUE(noting.names.empty());
+  EXPECT_THROW(Noting(nullptr), c10::ValueError);
+}
+
+// Conjugates and negatives are resolved before a decorator sees them, and once.
+TEST(Decorators, SeeTensorsWhoseMemoryHoldsTheirValues) {
+  class Looking : public ProcessGroupDecorator {
+   public:
+    using ProcessGroupDecorator::ProcessGroupDecorator;
+
+   private:
+    WorkPtr issue(Collective collective) override {
+      EXPECT_FALSE(std::get<AllReduce>(collective.call).tensor.is_neg());
+      return pass_on(std::move(collective));
+    }
+  };
+  run_world(2, [](World& world) {
+    Looking looking(world.process_group());
+    const auto tensor = torch::_neg_view(torch::ones({3}));
+    looking.all_reduce(tensor, ReduceOp::kSum, kTag)->wait();
+    EXPECT_TRUE(torch::equal(tensor.resolve_neg(), torch::full({3}, -2.F)));
+  });
+}
+
 }  // namespace decorator_test
 }  // namespace tessera
