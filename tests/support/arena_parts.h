@@ -6,7 +6,7 @@
 
 namespace tessera::testing {
 
-/// How often this rank did the part of another, in a world over the arena.
+/// Returns how often this rank did another rank's part, in a world over the arena.
 inline int64_t parts_done_for_others(const World& world) {
   return dynamic_cast<ArenaProcessGroup&>(world.process_group()->transport()).arena()->parts_done_for_others();
 }
