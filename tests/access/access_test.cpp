@@ -1,4 +1,4 @@
-// What user code may do with the parameters of a sharded model.
+// User code's access to the parameters of a sharded model.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@ std::shared_ptr<Mlp> make_mlp() {
   return seeded(7, [] { return std::make_shared<Mlp>(37, 3, 5); });
 }
 
-// Runs `f` with the sharded and the plain model, on worlds of several sizes and at every level.
+// Runs `f` with the sharded and the plain model, on worlds of several sizes and at several levels.
 void on_sharded(const std::function<void(World&, Sharded<Mlp>&, Mlp&)>& f,
                 std::vector<int> sizes = {1, 2, 3},
                 std::vector<ShardLevel> levels = {ShardLevel::kNone, ShardLevel::kGradients,
@@ -151,7 +151,7 @@ TEST(Access, RanksThatWriteDifferentValuesEndWithOneReplica) {
       auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
       torch::NoGradGuard no_grad;
       sharded->fcs[0]->weight.fill_(static_cast<double>(world.rank()));
-      torch::nn::init::normal_(sharded->fcs[1]->weight);  // each rank draws other values
+      torch::nn::init::normal_(sharded->fcs[1]->weight);  // the ranks draw different values
       states[world.rank()] = sharded.full_state();
       EXPECT_TRUE(torch::equal(sharded->fcs[0]->weight * 1, states[world.rank()][0].tensor));
     });

@@ -11,7 +11,7 @@ namespace fallback_test {
 
 using namespace testing;
 
-// `first` has fewer units than `second`, whose parameters have its shapes, and more.
+// `second` has more units than `first`, and parameters of all the shapes of `first`.
 struct Pair {
   std::shared_ptr<Mlp> first = seeded(7, [] { return std::make_shared<Mlp>(37, 1, 5); });
   std::shared_ptr<Mlp> second = seeded(8, [] { return std::make_shared<Mlp>(37, 4, 5); });

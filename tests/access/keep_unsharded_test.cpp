@@ -1,4 +1,4 @@
-// KeepUnsharded: what its end may do.
+// KeepUnsharded: effects of the end of its scope.
 #include <gtest/gtest.h>
 
 #include "support/models.h"
@@ -23,7 +23,7 @@ void train(World& world, const std::function<void(int step)>& before_step) {
   }
 }
 
-// A gather that the peer never joins is under way when the exception ends the guard.
+// The exception ends the guard while a gather is under way that the peer never joins.
 TEST(KeepUnsharded, EndsWhileAnExceptionUnwindsAfterAPeerFailed) {
   EXPECT_THROW(run_world(
                    2,

@@ -1,5 +1,5 @@
-// A rank that evaluates alone where ranks share memory: nothing waits for it, but elsewhere it
-// would.
+// A rank that evaluates alone: where ranks share memory it waits for no other rank, but elsewhere
+// it would.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -18,7 +18,7 @@ using namespace testing;
 
 using TrainStep = std::function<void()>;
 
-// How often each of two ranks warned while `loop` ran; `step` is one of training.
+// Returns how often each of two ranks warned while `loop` ran; `step` is a training step.
 std::vector<int> warnings_in(
     ShardLevel level,
     const std::function<void(World&, Sharded<Mlp>&, const TrainStep& step)>& loop) {

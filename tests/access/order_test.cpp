@@ -12,7 +12,7 @@ namespace order_test {
 
 using namespace testing;
 
-// Layers between a first and a last one, of which each forward uses those that `choose` gives, in
+// Layers between a first and a last one; each forward uses those that `choose` returns, in that
 // order.
 struct Choosing : Net {
   using Choice = std::function<std::vector<int>(int rank, int step)>;
@@ -126,8 +126,8 @@ TEST(Order, IsLearnedOnceIfPassesAreAlike) {
     const PassOrder& order = sharded.state()->residency().order();
     EXPECT_EQ(order.forward, expected);
     EXPECT_EQ(order.backward, (UseOrder{5, 2, 4, 1, 3}));
-    // Six units forward, three again in backward: the last two are still here, and the input needs
-    // no gradient, so nobody reads the first one.
+    // Six units forward, three again in backward: the last two are still gathered, and backward
+    // does not read the first one, as the input needs no gradient.
     for (int step = 1; step < 5; ++step) EXPECT_EQ(gathers[step], 9) << "step " << step;
   });
 }
@@ -152,7 +152,7 @@ TEST(Order, AnAbandonedForwardDoesNotGrowTheTrafficOfLaterSteps) {
   });
 }
 
-// Looks at its weights without gradients, at one of several points.
+// Reads its weights without gradients, at one of several points of the forward.
 struct Watching : Net {
   explicit Watching(int when) : when(when) {
     for (int i = 0; i < 6; ++i)
@@ -200,7 +200,7 @@ TEST(Order, AForwardThatLooksAtItsWeightsWithoutGradientsGathersNothingMore) {
     const int64_t plain = gathers_of(world, 0, 4).back();
     EXPECT_EQ(gathers_of(world, 1, 4), gathers_of(world, 0, 4)) << "before each layer";
     EXPECT_EQ(gathers_of(world, 2, 4), gathers_of(world, 0, 4)) << "after each layer";
-    // The window of two units does not hold the one before: each is gathered once more.
+    // The window of two units does not hold the previous unit, so each is gathered once more.
     EXPECT_LE(gathers_of(world, 3, 4).back(), 3 * plain) << "one layer later";
   });
 }

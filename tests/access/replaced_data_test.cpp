@@ -33,7 +33,7 @@ torch::Tensor loss_of(Mlp& net, int step) {
   return torch::mse_loss(net.forward(batch.x), batch.y);
 }
 
-// Ranks, level and transport.
+// Calls `run` over each transport, on several numbers of ranks and at every level.
 void everywhere(const std::function<void(World&, ShardLevel)>& run) {
   for (const auto transport : {Transport::kGloo, Transport::kArena})
     for (const int ranks : {1, 2, 3})
@@ -54,7 +54,7 @@ TEST(ReplacedData, FullStateHasWhatTorchLoadBrought) {
     auto sharded = fully_shard(net, {.level = level, .unit_bytes = 6000});
     load(net, file);
     expect_same_state(sharded.full_state(), expected, 0, "after torch::load()");
-    // And the parameters belong to their units again.
+    // The parameters belong to their units again.
     EXPECT_EQ(sharded.full_state().size(), expected.size());
   });
 }

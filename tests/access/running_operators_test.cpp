@@ -30,7 +30,7 @@ at::Tensor& hold_(at::Tensor& tensor) {
   return tensor.add_(1);
 }
 
-// Operators that last as long as a test wants.
+// Operators that run until a test lets them end.
 TORCH_LIBRARY_FRAGMENT(tessera_test, m) {
   m.def("hold(Tensor x) -> Tensor", torch::dispatch(c10::DispatchKey::CPU, &hold));
   m.def("hold_(Tensor(a!) x) -> Tensor(a!)", torch::dispatch(c10::DispatchKey::CPU, &hold_));

@@ -105,7 +105,7 @@ TEST(Autocast, CastsGatheredParametersLikeInOneProcess) {
   }
 }
 
-// Keeps its parameters as plain members and in a list, beside registering them.
+// Registers its parameters, and also keeps them as plain members and in a list.
 struct Holding : Net {
   Holding() {
     weight = register_parameter("weight", torch::randn({37, 5}));

@@ -1,4 +1,4 @@
-// What the arena does beyond the contract of all process groups.
+// Behaviour of the arena beyond the contract of all process groups.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -67,7 +67,7 @@ TEST(Arena, WhatIsShownIsKeptUntilItIsRead) {
     std::vector<torch::Tensor> outs;
     std::vector<WorkPtr> works;
     for (int i = 0; i < 20; ++i) {
-      // Others come later, when this rank has used the memory again if it was free.
+      // Another rank is late each time: memory freed too early would be overwritten by then.
       if (world.rank() == i % 3) std::this_thread::sleep_for(milliseconds(3));
       outs.push_back(torch::empty({100'000}));
       works.push_back(world.process_group()->reduce_scatter(
@@ -89,7 +89,7 @@ TEST(Arena, ManyCollectivesMayBeUnderWay) {
     }
     for (auto it = works.rbegin(); it != works.rend(); ++it) (*it)->wait();
     for (int i = 0; i < 200; ++i) EXPECT_EQ(sums[i][2].item<int>(), 2 * i + 1);
-    // And more than there are slots, one after another.
+    // More collectives than there are slots, one after another.
     for (int i = 0; i < 1000; ++i) world.process_group()->barrier(kTag);
   });
 }
@@ -100,7 +100,7 @@ TEST(Arena, AWaitServesTheCollectivesThatOthersWaitFor) {
     auto& group = *world.process_group();
     if (world.rank() == 0) {
       group.broadcast(first, 0, kTag)
-          ->wait();  // until it is read, by a rank that waits for `second`
+          ->wait();  // rank 1 reads it while it waits for `second`
       group.broadcast(second, 1, kTag)->wait();
     } else {
       first.zero_();
@@ -129,7 +129,7 @@ TEST(Arena, RanksThatDisagreeAreToldWhatTheOtherDid) {
   EXPECT_NE(errors[1].find("all_reduce of unit 'left'"), std::string::npos) << errors[1];
 }
 
-// What a rank sends may go at once; what it gets must be what was there when it was sent.
+// A sender may free its messages at once; receivers get the values of the time of sending.
 TEST(Arena, MessagesAreReadWhereTheyAreAndKeptUntilThen) {
   run_arena(3, [](World& world) {
     const int rank = world.rank();
@@ -165,7 +165,7 @@ TEST(Arena, RanksThatDisagreeOnAMessageAreNamedOnAllRanks) {
       if (world.rank() != 2) return;
       EXPECT_EQ(from[0].sum().item<double>(), static_cast<double>(sent));
     };
-    for (int i = 0; i < 300; ++i) {  // more than there are slots: a failure holds none
+    for (int i = 0; i < 300; ++i) {  // more than there are slots: a failure keeps none
       expect_error([&] { exchange(5, 4); },
                    {"[all_to_all] unit 'arena'",
                     "rank 0 sends 5 elements of Float to rank 2, which expects 4 elements of"});

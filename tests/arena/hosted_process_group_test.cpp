@@ -16,7 +16,7 @@ namespace hosted_process_group_test {
 
 using namespace testing;
 
-// Bounds of `ranks` parts of so many pages of floats.
+// Bounds of `ranks` parts of `pages` pages of floats each.
 std::vector<int64_t> even_pages(int ranks, int64_t pages) {
   std::vector<int64_t> bounds{0};
   for (int r = 0; r < ranks; ++r) bounds.push_back(bounds.back() + pages * 1024);
@@ -76,11 +76,11 @@ TEST(Hosts, ArenaIsRefusedOnAllRanksWhereHostsDiffer) {
 
 class SharedGather : public ::testing::TestWithParam<int (*)(int)> {};
 
-// The same buffer again and again, with new values each time.
+// Gathers into the same buffer repeatedly, with new values each time.
 TEST_P(SharedGather, FetchesWhatOtherHostsOwnAndGivesItBack) {
   run_hosts(4, GetParam(), [](World& world) {
     const auto counter = counting_process_group(world.process_group());
-    const int64_t numel = 100'003;  // a part has many pages, and ends inside of one
+    const int64_t numel = 100'003;  // a part has many pages, and ends within one
     const std::vector<int64_t> bounds{0, 25'001, 25'001, 70'000, numel};
     const auto buffer = shared_memory_of(*counter).share(numel * 4, kTag);
     ASSERT_TRUE(buffer);
@@ -89,7 +89,7 @@ TEST_P(SharedGather, FetchesWhatOtherHostsOwnAndGivesItBack) {
     const auto seen = buffer->read_only.view(torch::kFloat);
     const auto own = part(flat, bounds, world.rank());
     const int64_t all_pages = (numel * 4 + 4095) / 4096;
-    // Those in which ranks of this host have something.
+    // The pages in which ranks of this host own elements.
     int64_t own_pages = 0;
     for (int r = 0; r < 4; ++r) {
       if (GetParam()(r) == GetParam()(world.rank()))
@@ -104,7 +104,7 @@ TEST_P(SharedGather, FetchesWhatOtherHostsOwnAndGivesItBack) {
       EXPECT_TRUE(torch::equal(seen, expected)) << "rank " << world.rank() << " round " << round;
       EXPECT_EQ(resident_pages(buffer->bytes), all_pages);
       counter->barrier(kTag);
-      if (round % 3 == 2) continue;  // gathers again without
+      if (round % 3 == 2) continue;  // gathers again without a release
       shared_memory_of(*counter).release(*buffer);
       shared_memory_of(*counter).release(*buffer);
       counter->barrier(kTag);
@@ -115,7 +115,7 @@ TEST_P(SharedGather, FetchesWhatOtherHostsOwnAndGivesItBack) {
   });
 }
 
-// Ranks release late, and gather before others have released: nobody may see a page go.
+// Ranks release late, and gather before others have released: no rank may lose a page it reads.
 TEST_P(SharedGather, WaitsForTheReadersOfTheHost) {
   run_hosts(4, GetParam(), [](World& world) {
     auto& pg = *world.process_group();
@@ -183,7 +183,7 @@ TEST(Hosts, ReduceScatterSendsTheSumsOfAHost) {
   });
 }
 
-// All ranks of all hosts, while gathers into shared memory are under way.
+// Among all ranks of all hosts, while gathers into shared memory are under way.
 TEST(Hosts, MessagesGoBetweenAllRanks) {
   run_hosts(4, by_turns, [](World& world) {
     auto& pg = *world.process_group();
@@ -212,7 +212,7 @@ TEST(Hosts, MessagesGoBetweenAllRanks) {
   });
 }
 
-// Who left, or never comes, must not make others wait for ever, wherever they are in the steps.
+// A rank that left or never comes must not block others for ever, at any step of a collective.
 TEST(Hosts, ARankThatNeverComesIsToldOf) {
   for (const int late : {0, 1, 3}) {
     std::atomic<int> failed{0};
@@ -234,7 +234,7 @@ TEST(Hosts, ARankThatNeverComesIsToldOf) {
           }
           try {
             pg.all_gather(flat, part(flat, bounds, world.rank()), bounds, kTag)->wait();
-            // Its own host lacks nothing that came over another rail.
+            // The gather may succeed where the host lacks nothing of the late rank's rail.
             pg.barrier(kTag);
             ADD_FAILURE() << "rank " << world.rank();
           } catch (const c10::DistBackendError& error) {

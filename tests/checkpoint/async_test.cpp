@@ -1,4 +1,4 @@
-// Saves that go on while training does.
+// Saves that run while training continues.
 #include <thread>
 
 #include "checkpoint/saved_job.h"
@@ -118,13 +118,14 @@ TEST(AsyncCheckpoint, WholeParametersAreRefusedOnAllRanksWithTheWayOut) {
     };
     expect_contains(error_with(true), {"export_checkpoint()"});
     expect_contains(error_with(world.rank() == 1), {"must be the same on all ranks"});
-    // A module that is not sharded has nothing to gather; others hear which rank asked for it.
+    // A module that is not sharded has nothing to gather; the others' errors name the rank that
+    // asked.
     expect_contains(error_of([&] {
                       checkpointer.save(scratch / "one", *plain, nullptr,
                                         {.whole_parameters = world.rank() == 1});
                     }),
                     {world.rank() == 0 ? "rank 1" : "save_checkpoint", "export_checkpoint()"});
-    checkpointer.save(scratch / "one", *model.sharded, nullptr);  // the ranks are still together
+    checkpointer.save(scratch / "one", *model.sharded, nullptr);  // the ranks are still in step
   });
 }
 
@@ -152,12 +153,12 @@ TEST(CheckpointSeries, KeepsTheNewestAndFindsTheLatest) {
   });
   EXPECT_EQ(names_in(scratch / ""), (std::vector<std::string>{"other-3", "step-10", "step-11"}));
   EXPECT_EQ(latest_checkpoint(scratch / ""), scratch / "step-11");
-  // A removal that was cut off, a draft and something else are no checkpoints.
+  // An interrupted removal, a draft and an unrelated directory are no checkpoints.
   fs::remove(scratch / "step-11" / "index.json");
   fs::create_directory(scratch / "step-12.tmp");
   fs::create_directory(scratch / "notes-99");
   EXPECT_EQ(latest_checkpoint(scratch / ""), scratch / "step-10");
-  // A replacement that was cut off is read under its own name.
+  // An interrupted replacement is read under its own name.
   fs::rename(scratch / "step-10", scratch / "step-10.old");
   EXPECT_EQ(latest_checkpoint(scratch / ""), scratch / "step-10");
   run_world(2, [&](World&) { expect_holds(scratch / "step-10", 1); });

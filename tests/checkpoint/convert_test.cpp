@@ -1,4 +1,4 @@
-// Checkpoints written again for other numbers of ranks, and compared.
+// Checkpoints rewritten for other numbers of ranks, and compared.
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/ranges.h>
@@ -136,7 +136,7 @@ struct Subject {
       for (auto& param : bag->parameters()) param.mutable_grad() = torch::zeros_like(param);
       const auto before = plain_state(*bag);
       adamw.step();
-      torch::NoGradGuard no_grad;  // the steps are counted, and the values stay
+      torch::NoGradGuard no_grad;  // counts the steps and keeps the values
       for (const NamedTensor& item : before) {
         if (auto* param = bag->named_parameters().find(item.name)) param->copy_(item.tensor);
       }
@@ -148,7 +148,8 @@ struct Subject {
   int steps = 0;
 };
 
-/// How the checkpoint of a Subject differs after `change`.
+/// Returns the differences between the checkpoints of two Subjects, one of them changed by
+/// `change`.
 Lines difference_by(const std::function<void(Subject&)>& change,
                     const SaveOptions& options = {.numbers = {{"step", 1}}}) {
   const ScratchDirectory scratch;
@@ -259,7 +260,7 @@ TEST(CheckpointCompare, ComparesBits) {
 // --- both, and the others
 // ----------------------------------------------------------------------------
 
-/// What a CheckpointProgress is told.
+/// Records the calls of a CheckpointProgress.
 struct Told {
   CheckpointProgress progress() {
     return [this](int64_t now, int64_t all) {
@@ -281,7 +282,7 @@ TEST(CheckpointProgress, AscendsToTheTotal) {
        [&](const auto& progress) {
          compare_checkpoints(scratch / "one", scratch / "two", progress);
        }},
-      // Of three ranks' own state, only one's is written again.
+      // Of the states of three ranks, only one rank's is rewritten.
       {"reshard",
        [&](const auto& progress) {
          reshard_checkpoint(scratch / "one", scratch / "on1", 1, progress);
@@ -306,10 +307,10 @@ TEST(CheckpointProgress, AscendsToTheTotal) {
   };
   for (const auto& [name, work] : works)
     if (name != "import") run(name);
-  run("import");  // of what was exported
+  run("import");  // of the exported file
 }
 
-/// Counts what this thread allocates.
+/// Counts the bytes that this thread allocates.
 class AllocationCount : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* /*data*/, int64_t nbytes, size_t /*allocated*/, size_t /*reserved*/,
@@ -346,7 +347,7 @@ TEST(CheckpointMemory, IsOfATensorOrTwo) {
       {"6", [&] { compare_checkpoints(scratch / "one", scratch / "two"); }}};
   for (const auto& [name, work] : works) {
     const int64_t most = most_allocated(work);
-    EXPECT_GT(most, kBytes / 4) << name;  // else nothing is counted
+    EXPECT_GT(most, kBytes / 4) << name;  // otherwise nothing was counted
     EXPECT_LT(most, 3 * kBytes) << name;
   }
 }

@@ -14,7 +14,7 @@ struct AdamJob {
     sharded = std::make_unique<Sharded<Mlp>>(fully_shard(net, plan));
     optimizer = std::make_unique<ShardedOptimizer>(*sharded, *inner);
   }
-  // The same rows on every rank, so that worlds of all sizes do the same.
+  // The same rows on every rank, so that worlds of all sizes compute the same.
   void train(int64_t first, int64_t last) {
     for (int64_t step = first; step < last; ++step) {
       optimizer->zero_grad();

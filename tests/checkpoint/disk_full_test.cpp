@@ -6,7 +6,7 @@ namespace disk_full_test {
 
 namespace fs = std::filesystem;
 
-// The error of each rank that saves while files can't be larger than `nbytes`.
+// Returns the error of each rank that saves while no file can grow beyond `nbytes`.
 std::vector<std::string> errors_of(int ranks, rlim_t nbytes, const std::function<void()>& save) {
   std::vector<std::string> errors(ranks);
   const FileSizeLimit limit(nbytes);

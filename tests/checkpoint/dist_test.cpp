@@ -1,4 +1,4 @@
-// Checkpoints of DistTensors, and between them and everything else.
+// Checkpoints of DistTensors, exchanged with all other layouts.
 #include <fmt/format.h>
 
 #include "checkpoint/saved_model.h"
@@ -8,7 +8,7 @@ namespace dist_test {
 
 using torch::optim::AdamW;
 
-/// One way to have a model: how many ranks, and how its parameters lie on them.
+/// A layout of a model: the number of ranks, and the placements of its parameters.
 struct Layout {
   std::string name;
   int ranks;
@@ -124,7 +124,7 @@ class Job {
     optimizer_.emplace(*sharded_, *adamw_);
   }
 
-  // State of other values than those of the parameters, which a step makes.
+  // Takes steps, so that the optimizer has state with values unlike the parameters'.
   void fill(uint64_t seed) {
     auto generator = at::detail::createCPUGenerator(seed);
     torch::Tensor x = torch::randn({4, 8}, generator);
@@ -150,7 +150,7 @@ class Job {
 class CheckpointMatrixSlow : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(SavedOn, CheckpointMatrixSlow, ::testing::Values(1, 2, 3, 4));
 
-// What is saved again after a load into another layout holds the same bits as what was saved first.
+// A checkpoint that is loaded into another layout and saved again holds the bits of the first one.
 TEST_P(CheckpointMatrixSlow, EveryLayoutLoadsWhatEveryOtherSaved) {
   const ScratchDirectory scratch;
   for (const Layout& from : layouts()) {
@@ -165,7 +165,7 @@ TEST_P(CheckpointMatrixSlow, EveryLayoutLoadsWhatEveryOtherSaved) {
       });
       std::vector<std::string> differences =
           compare_checkpoints(scratch / "first", scratch / "again");
-      // A plain optimizer does not count its steps; those of its parameters are compared.
+      // A plain optimizer does not count its own steps; the steps of its parameters are compared.
       std::erase_if(differences,
                     [](const auto& line) { return line.starts_with("optimizer steps"); });
       EXPECT_EQ(differences, std::vector<std::string>()) << from.name << " -> " << to.name;

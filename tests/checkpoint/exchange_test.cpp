@@ -1,4 +1,4 @@
-// Checkpoints made of other tools' files, and files made of checkpoints.
+// Checkpoints imported from other tools' files, and files exported from checkpoints.
 #include "checkpoint/python_lines.h"
 #include "checkpoint/saved_job.h"
 
@@ -14,7 +14,7 @@ std::set<std::string> lines_of(const std::vector<NamedTensor>& state) {
   return lines;
 }
 
-/// Saves a Picture on two ranks. Returns what it holds.
+/// Saves a Picture on two ranks. Returns its full state.
 std::vector<NamedTensor> save_picture(const fs::path& path, bool with_half = false) {
   std::vector<NamedTensor> state;
   run_world(2, [&](World& world) {
@@ -31,8 +31,8 @@ std::vector<NamedTensor> save_picture(const fs::path& path, bool with_half = fal
   return state;
 }
 
-/// Expects that modules of `make` hold these lines after a load: a plain one, and ones that are
-/// sharded over one to three ranks.
+/// Expects that modules made by `make` hold these lines after a load: a plain one, and ones that
+/// are sharded over one to three ranks.
 template <class Make>
 void expect_loads(const fs::path& checkpoint, const std::set<std::string>& expected,
                   const Make& make, const LoadOptions& options = {}) {
@@ -53,7 +53,7 @@ std::shared_ptr<Picture> other_picture() { return make_picture(2); }
 // --- with Python
 // -----------------------------------------------------------------------------------
 
-/// What PyTorch writes and reads, by exchange.py.
+/// Files that PyTorch writes and reads, through exchange.py.
 class CheckpointExchangePython : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -71,7 +71,7 @@ class CheckpointExchangePython : public ::testing::Test {
   }
 
   static fs::path file(const std::string& name) { return directory_ / name; }
-  /// What Python had in the file.
+  /// Returns the lines that Python wrote about the tensors in the file.
   static std::set<std::string> lines_of_file(const std::string& name) {
     return lines_in(read_text(file(name + ".txt")));
   }
@@ -118,7 +118,7 @@ TEST_F(CheckpointExchangePython, StateDictsAreImported) {
   expect_loads(scratch / "one", lines_of_file("state_dict.pt"), other_picture);
 }
 
-/// With the Picture as `model`.
+/// A module that has the Picture as `model`.
 struct Trainee : torch::nn::Module {
   Trainee() { register_module("model", other_picture()); }
 };
@@ -262,10 +262,10 @@ TEST(CheckpointExchange, DirectoriesWithAnIndexAreImported) {
   const auto state = plain_state(*make_picture(1));
   write_indexed(scratch / "model", state);
   std::ofstream((scratch / "model") / "config.json") << "{}";
-  // Of a file that the index does not name, nothing is taken.
+  // Nothing is taken from a file that the index does not name.
   write_safetensors((scratch / "model") / "consolidated.safetensors", state);
   import_checkpoint(scratch / "model", scratch / "one");
-  // Such files have a tied weight under one of its names.
+  // Such files store a tied weight under only one of its names.
   auto picture = other_picture();
   expect_contains(error_of([&] { load_checkpoint(scratch / "one", *picture, nullptr); }),
                   {"missing in the checkpoint: 'encode.weight'"});
@@ -421,7 +421,7 @@ TEST(CheckpointExchange, BrokenDirectoriesAreRefusedByName) {
   expect_refused({index, "weight_map"});
   for (const char* name : {"one", "other"})
     fs::copy_file(index, model / (std::string(name) + ".safetensors.index.json"));
-  expect_refused({index, "weight_map"});  // which is the one to read
+  expect_refused({index, "weight_map"});  // the index that is read
   fs::remove(index);
   expect_refused({model, "must have one index", "it has 2"});
   for (const char* name : {"one", "other"})
@@ -446,7 +446,7 @@ TEST(CheckpointExchange, AnImportReplacesACheckpointAndNothingElse) {
   expect_contains(
       error_of([&] { import_checkpoint(scratch / "new.safetensors", scratch / "notes"); }),
       {"/notes'", "it has 'notes.txt'"});
-  // The files of a model are no checkpoint's, though they have such names.
+  // A model's files are not a checkpoint's, though they have similar names.
   write_indexed(scratch / "model", plain_state(*make_picture(1)));
   EXPECT_NE(error_of([&] { import_checkpoint(scratch / "model", scratch / "model"); }), "");
   EXPECT_EQ(names_in(scratch / "model").size(), 4u);

@@ -1,5 +1,5 @@
-// What comes along with a model: schedulers, random numbers, samplers, what ranks have for
-// themselves, and what may be missing.
+// Extras in checkpoints: schedulers, random numbers, samplers, the ranks' own state, and parts that
+// may be missing.
 #include "checkpoint/saved_job.h"
 
 namespace tessera::testing {
@@ -40,7 +40,7 @@ TEST(CheckpointExtras, SchedulersGoOnWhereTheyWere) {
                       {.schedulers = {&steps, &plateau}});
       EXPECT_EQ(run(job, steps, plateau, 5, 12), expected);
       EXPECT_LT(expected.back(), expected.front());
-      // Others than those that were saved, or in another order.
+      // Other schedulers than the saved ones, or in another order.
       expect_contains(error_of([&] {
                         load_checkpoint(scratch / "one", job.sharded, &job.optimizer,
                                         {.schedulers = {&steps}});
@@ -62,7 +62,7 @@ TEST(CheckpointExtras, EachRankDrawsOnWhereItWas) {
     Filled model(1);
     manual_seed(static_cast<uint64_t>(world.rank()));
     torch::rand({7});
-    torch::randn({3});  // leaves a second normal number behind
+    torch::randn({3});  // leaves a second normal number cached
     save_checkpoint(scratch / "one", *model.sharded, nullptr);
     expected[static_cast<size_t>(world.rank())] = torch::cat({torch::randn({4}), torch::rand({4})});
   });
@@ -88,7 +88,8 @@ struct Numbers : torch::data::Dataset<Numbers, torch::Tensor> {
   std::optional<size_t> size() const override { return 23; }
 };
 
-// The numbers that a loader gives in the rest of its epoch and in the next one.
+// Returns the numbers that a loader gives in the rest of its epoch, up to the batch that makes
+// `most`.
 template <class Loader>
 std::vector<int64_t> rest_of(Loader& loader, std::optional<size_t> most = std::nullopt) {
   std::vector<int64_t> numbers;
@@ -113,7 +114,7 @@ TEST(CheckpointExtras, SamplersGoOnBehindTheLastBatch) {
     rest_of(*loader, 4);
     save_checkpoint(scratch / "one", *model.sharded, nullptr,
                     {.rank_state = {{"sampler", sampler.state()}}});
-    // An iteration that was left begins again; one that goes on is what the saved one would be.
+    // A new iteration would start over; with the state loaded, it continues like the resumed one.
     sampler.load_state(sampler.state());
     expected[rank] = rest_of(*loader);
     EXPECT_EQ(expected[rank].size(), 12u - 4u);
@@ -167,7 +168,7 @@ TEST(CheckpointExtras, WhatMayDifferIsListedAndTheRestIsLoaded) {
   });
 }
 
-// LibTorch may only note that a tensor is conjugated or negated: its memory has other values.
+// LibTorch may only mark a tensor as conjugated or negated: its memory holds other values.
 StateDict noted_tensors(double scale, const DeviceMesh& mesh) {
   const auto z = torch::complex(torch::arange(5.), torch::ones({5}));
   const auto own = torch::full({2}, 1. + mesh.process_group()->rank());

@@ -1,4 +1,4 @@
-// Checkpoints that were damaged, and places that can't be written to: every rank hears of it.
+// Damaged checkpoints, and places that can't be written to: every rank reports the error.
 #include <fmt/ranges.h>
 
 #include <mutex>
@@ -17,7 +17,7 @@ void write_text(const fs::path& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
 }
 
-/// A file that is changed as long as the object lives.
+/// A file whose changes last as long as the object.
 class Changed {
  public:
   explicit Changed(fs::path path) : path_(std::move(path)), whole_(read_text(path_)) {}
@@ -54,8 +54,8 @@ class CheckpointFaults : public ::testing::TestWithParam<bool> {
     return files;
   }
 
-  /// Loads the checkpoint by two ranks and by three. Each must throw an error that has all of
-  /// `parts`, and can load the copy afterwards.
+  /// Loads the checkpoint on two ranks and on three. Each rank must throw an error that contains
+  /// all of `parts`, and can load the copy afterwards.
   void expect_refused(const Lines& parts, bool unchanged = true) {
     for (const int ranks : {2, 3}) {
       run_world(ranks, [&](World& world) {
@@ -76,7 +76,7 @@ class CheckpointFaults : public ::testing::TestWithParam<bool> {
     }
   }
 
-  /// Loads by three ranks: all of them throw an error that has `part`, or all have the right
+  /// Loads on three ranks: either all throw an error that contains `part`, or all have the right
   /// values. Returns whether they threw.
   bool is_refused_or_right(const std::string& part) {
     int refused = 0;
@@ -126,7 +126,7 @@ TEST_P(CheckpointFaults, AFlippedBitOfTheDataOfAnyFileIsFound) {
   EXPECT_EQ(data_files().size(), GetParam() ? 4u : 2u);
 }
 
-// A bit of the header that says nothing (the letters of "format") may change; no other.
+// Only a header bit without meaning (in the letters of "format") may change unnoticed.
 TEST_P(CheckpointFaults, AFlippedBitOfAHeaderGivesAnErrorOrTheRightValues) {
   for (const std::string& name : data_files()) {
     SCOPED_TRACE(name);
@@ -203,7 +203,7 @@ TEST_P(CheckpointFaults, LaterFormatVersionsAskForANewerTessera) {
   later["format_version"] = 1;
   index.set(later.dump());
   expect_refused({(one_ / "index.json").string(), "format version 1; expected 2"});
-  later["format_version"] = 2;  // by hand, but right
+  later["format_version"] = 2;  // edited by hand, but valid
   index.set(later.dump());
   run_world(2, [&](World&) {
     Job job(2, plans()[3]);
@@ -223,7 +223,7 @@ TEST_P(CheckpointFaults, VerifyNamesEachDamagedPiece) {
   std::sort(damage.begin(), damage.end());
   expect_contains(damage[0], {files.front(), "is damaged: bytes 0 to "});
   expect_contains(damage[1], {files.back(), "is damaged: bytes 0 to "});
-  // A file that is gone is told once, not for each piece.
+  // A missing file is reported once, not for each piece.
   fs::remove(one_ / files.back());
   damage = verify_checkpoint(one_);
   ASSERT_EQ(damage.size(), 2u);
@@ -234,7 +234,7 @@ TEST_P(CheckpointFaults, VerifyNamesEachDamagedPiece) {
   expect_contains(damage[1], {(one_ / files.back()).string(), "No such file"});
 }
 
-// A tensor of several blocks: the one that is damaged is named, and others are read without it.
+// A tensor of several blocks: the damaged block is named, and the others are read without it.
 TEST(CheckpointBlocks, OnlyTheRanksThatNeedADamagedBlockFindItAndAllHearOfIt) {
   const ScratchDirectory scratch;
   const int64_t numel = 4 * kChecksumBlock / 4;  // four blocks of float32
@@ -270,7 +270,7 @@ TEST(CheckpointPlaces, ASecondSaveToADirectoryIsRefusedAndTheFirstOneIsWhole) {
     run_world(2, [&](World& world) {
       Filled first(1), second(2);
       if (replaces) save_checkpoint(scratch / "one", *Filled(0).sharded, nullptr);
-      // Slow enough to be under way when the second one comes.
+      // Slow enough to be under way when the second save starts.
       AsyncCheckpointer checkpointer({.bytes_per_second = world.rank() == 0 ? 20'000. : 40'000.});
       checkpointer.save(scratch / "one", *first.sharded, nullptr);
       for (const bool whole : {false, true}) {
@@ -283,7 +283,7 @@ TEST(CheckpointPlaces, ASecondSaveToADirectoryIsRefusedAndTheFirstOneIsWhole) {
       EXPECT_TRUE(world.rank() == 1 || checkpointer.is_busy()) << "was too fast for this test";
       checkpointer.wait();
       expect_holds(scratch / "one", 1);
-      save_checkpoint(scratch / "one", *second.sharded, nullptr);  // now it may
+      save_checkpoint(scratch / "one", *second.sharded, nullptr);  // now it is allowed
       expect_holds(scratch / "one", 2);
     });
     EXPECT_EQ(verify_checkpoint(scratch / "one"), Lines());
@@ -323,7 +323,7 @@ TEST(CheckpointPlaces, APathIsFreeAgainAfterAReplacement) {
 TEST(CheckpointPlaces, WhatCantBeWrittenIsAnErrorOnEveryRank) {
   const ScratchDirectory scratch;
   write_text(scratch / "file", "text");
-  // Where nobody can make a directory, not even root.
+  // A place where not even root can make a directory.
   const fs::path nowhere = "/proc/tessera-test";
   run_world(3, [&](World&) {
     Filled model(1);
@@ -342,7 +342,7 @@ TEST(CheckpointPlaces, WhatCantBeWrittenIsAnErrorOnEveryRank) {
       expect_contains(error_of([&] { save_state_dict(path, {{"a", torch::ones({2})}}); }), {named});
       expect_contains(error_of([&] { checkpointer.save(path, *model.sharded, nullptr); }), {named});
     }
-    save_checkpoint(scratch / "one", *model.sharded, nullptr);  // the ranks are still together
+    save_checkpoint(scratch / "one", *model.sharded, nullptr);  // the ranks are still in step
     expect_holds(scratch / "one", 1);
   });
   EXPECT_EQ(read_text(scratch / "file"), "text");

@@ -70,8 +70,8 @@ TEST(CheckpointFiles, IndexTellsWhatIsStoredWhere) {
     for (const auto& chunk : tensor.at("chunks"))
       stored += chunk.at("end").get<int64_t>() - chunk.at("begin").get<int64_t>();
   }
-  // Every value once, though all three ranks have all of them: 351 + 26 + 221 + 17 + 1 and the
-  // buffers' 27.
+  // Every value is stored once, though all three ranks hold all of them: 351 + 26 + 221 + 17 + 1
+  // and the buffers' 27.
   EXPECT_EQ(stored, 351 + 26 + 221 + 17 + 1 + 27);
 }
 
@@ -82,7 +82,7 @@ TEST(CheckpointFiles, ASecondSaveReplacesTheFirstWhole) {
   fs::create_directory_symlink(scratch / "one", link);
   run_world(2, [&](World&) { save_checkpoint(link.string() + "/", *Filled(2).sharded, nullptr); });
   EXPECT_TRUE(fs::is_symlink(link));
-  EXPECT_EQ(names_in(scratch / "one").size(), 3u);  // nothing of the three ranks is left
+  EXPECT_EQ(names_in(scratch / "one").size(), 3u);  // no file of the three ranks is left
   EXPECT_EQ(names_in(scratch / "").size(), 2u);     // no draft
   run_world(3, [&](World&) { expect_holds(scratch / "one", 2); });
 }

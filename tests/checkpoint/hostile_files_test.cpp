@@ -1,4 +1,4 @@
-// Files that were damaged or made to do harm: each is an error that names the file, in no time.
+// Files that are damaged or crafted to do harm: each quickly gives an error that names the file.
 #include <fmt/ranges.h>
 #include <sys/stat.h>
 #include <tessera/plan_report.h>
@@ -24,7 +24,7 @@ constexpr int kLongestSeconds = 60;
 constexpr int kLongestSeconds = 10;
 #endif
 
-/// The error of `f`, which must not take long. (Processor time, as others may use the machine.)
+/// Returns the error of `f`, which must be quick (in processor time: others may use the machine).
 template <class F>
 std::string quick_error_of(F&& f) {
   const std::clock_t begin = std::clock();
@@ -42,7 +42,7 @@ void make_fifo(const fs::path& path) { ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0
 // --- files of torch.save
 // ----------------------------------------------------------------------------
 
-/// What an import of a file with this program says; the storage "0" has four floats.
+/// Returns the error of importing a file with this program; the storage "0" has four floats.
 std::string import_of(const ScratchDirectory& scratch, const std::string& program) {
   write_torch_file(scratch / "a.pt", program, {{"data/0", std::string(16, 'x')}});
   fs::remove_all(scratch / "one");
@@ -71,7 +71,7 @@ TEST(HostilePickle, MillionsOfNestedTuplesAreLeftOut) {
   EXPECT_EQ(names_of(scratch / "one"), Lines{"a"});
 }
 
-/// Dicts of which each has the one before it twice, `depth` times; `bottom` is in the first.
+/// Nested dicts: each holds the previous one twice, `depth` times; `bottom` is in the innermost.
 std::string shared_dicts(int depth, const std::string& bottom) {
   std::string program = pickle::dict({{"t", bottom}}) + pickle::put(0);
   for (int level = 0; level < depth; ++level)
@@ -153,7 +153,7 @@ json entry(const char* dtype, const json& shape, const json& offsets) {
   return {{"dtype", dtype}, {"shape", shape}, {"data_offsets", offsets}};
 }
 
-/// Of one such file, an import and a plan must give errors with these parts.
+/// An import of such a file, and a plan from it, must give errors with these parts.
 void expect_refused_file(const ScratchDirectory& scratch, const std::string& header,
                          const Lines& parts, size_t nbytes = 8) {
   const fs::path file = scratch / "a.safetensors";
@@ -216,7 +216,7 @@ TEST(HostileSafetensors, ManyNamesTakeNoTime) {
   EXPECT_EQ(read_parameter_sizes(scratch / "a.safetensors").size(), 60'000u);
 }
 
-// --- what is no file
+// --- not a file
 // ----------------------------------------------------------------------------
 
 TEST(HostileFiles, NamedPipesAreNoData) {
@@ -228,7 +228,7 @@ TEST(HostileFiles, NamedPipesAreNoData) {
   }
   expect_contains(quick_error_of([&] { read_parameter_sizes(scratch / "a.safetensors"); }),
                   {scratch / "a.safetensors", "must be a file; it is a pipe"});
-  make_fifo(scratch / "list");  // which nobody writes to
+  make_fifo(scratch / "list");  // without a writer
   expect_contains(quick_error_of([&] { read_parameter_sizes(scratch / "list"); }),
                   {scratch / "list", "holds no parameters"});
   fs::create_directories(scratch / "model");

@@ -1,5 +1,5 @@
-// Indices that were damaged or made to do harm: whatever reads the checkpoint says which file is
-// wrong, and makes nothing of it.
+// Indices that are damaged or crafted to do harm: every reader of the checkpoint names the faulty
+// file, and creates nothing from it.
 #include <fmt/ranges.h>
 
 #include <ctime>
@@ -16,7 +16,7 @@ using Lines = std::vector<std::string>;
 
 constexpr int64_t kHuge = int64_t{1} << 62, kWraps = int64_t{1} << 32;  // kWraps squared is 2^64
 
-/// A checkpoint of tensors by name whose index is changed by hand.
+/// A checkpoint of named tensors whose index the tests change by hand.
 class HostileIndex : public ::testing::Test {
  protected:
   HostileIndex() : one_(scratch_ / "one") {
@@ -30,7 +30,7 @@ class HostileIndex : public ::testing::Test {
     whole_.erase("checksum");  // as if written by hand
   }
 
-  /// The tensor of this name in a whole index.
+  /// Returns the entry of the tensor of this name in a whole index.
   static json& tensor(json& index, const std::string& name) {
     for (json& tensor : index.at("tensors"))
       if (tensor.at("names").at(0) == name) return tensor;
@@ -41,7 +41,7 @@ class HostileIndex : public ::testing::Test {
     std::ofstream(one_ / "index.json", std::ios::binary) << index.dump();
   }
 
-  /// Changes the index by `change`; all that reads the checkpoint must then throw an error with
+  /// Changes the index by `change`; every reader of the checkpoint must then throw an error with
   /// these parts and leave nothing behind.
   void expect_refused(const std::function<void(json&)>& change, const Lines& parts) {
     json index = whole_;
@@ -183,7 +183,8 @@ TEST_F(HostileIndex, ValuesThatNestDeeplyAreRefused) {
   }
 }
 
-// A hundred thousand pieces, of which every two must be compared if nothing is known of them.
+// A hundred thousand pieces, every two of which would have to be compared without further
+// knowledge.
 TEST_F(HostileIndex, ManyBoxesAreReadInNoTime) {
   constexpr int64_t kRows = 300, kColumns = 300;
   json index = whole_;

@@ -1,4 +1,5 @@
-// Master weights in checkpoints: nothing of them is lost, and other precisions load them.
+// Master weights in checkpoints: no bits of them are lost, and models of other precisions load
+// them.
 #include <gtest/gtest.h>
 
 #include "checkpoint/saved_model.h"
@@ -23,7 +24,7 @@ class MasterCheckpoint : public ::testing::TestWithParam<std::tuple<int, bool>> 
 INSTANTIATE_TEST_SUITE_P(SavedBy, MasterCheckpoint,
                          ::testing::Combine(::testing::Values(1, 2, 3), ::testing::Bool()));
 
-// A float model that is used in bfloat16 is saved; its values are the masters.
+// Saves a float model that computes in bfloat16; its values are the masters.
 TEST_P(MasterCheckpoint, LoadsWithTheBitsOfTheMastersOrRoundedOnce) {
   const auto [ranks, whole] = GetParam();
   const ScratchDirectory directory;
@@ -36,7 +37,7 @@ TEST_P(MasterCheckpoint, LoadsWithTheBitsOfTheMastersOrRoundedOnce) {
       save_checkpoint(directory / "saved", saved, nullptr, {.whole_parameters = whole});
     });
     run_world(2, [&](World&) {
-      // Masters go on with their bits: seen by a float model, which is what they are.
+      // The masters keep their bits: a float model loads them unchanged.
       const auto float_net = make_net(2);
       load_checkpoint(directory / "saved", *float_net, nullptr);
       expect_same_state(plain_state(*float_net), values, 0, "plain float");

@@ -6,7 +6,7 @@ namespace plain_load_test {
 
 using torch::optim::AdamW;
 
-// What a module and its optimizer hold, named as `read_all` names it.
+// Returns the tensors of a module and its optimizer, named as `read_all` names them.
 std::map<std::string, torch::Tensor> all_of(const Picture& picture, const AdamW& adamw) {
   std::map<std::string, torch::Tensor> all;
   for (const auto& item : picture.named_buffers()) all["buffer/" + item.key()] = item.value();
@@ -22,7 +22,7 @@ std::map<std::string, torch::Tensor> all_of(const Picture& picture, const AdamW&
   return all;
 }
 
-// Each parameter once: a plain optimizer steps a tied one as often as it is listed.
+// Each parameter once, since a plain optimizer steps a tied one as often as it is listed.
 std::vector<torch::Tensor> distinct_parameters(const Picture& picture) {
   std::vector<torch::Tensor> params;
   std::set<const void*> seen;
@@ -48,7 +48,7 @@ struct Plain {
   AdamW adamw;
 };
 
-// Loads on each rank, shards afterwards, and goes on.
+// Loads on each rank, shards afterwards, and continues training.
 void expect_goes_on(const Saved& saved, int ranks, const ShardPlan& plan) {
   const std::string what = saved.describe() + " -> plain -> " + describe(ranks, plan);
   run_world(ranks, [&](World& world) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Tensors as lines of text, which Python scripts of this folder print alike.
+// Tensors as lines of text, in the format that the Python scripts of this folder print.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 
 namespace tessera::testing {
 
-/// What `script` prints to stdout and stderr. Fails the test if it does.
+/// Returns the stdout and stderr of `script`. Fails the test if the script fails.
 inline std::string run_python(const std::string& script,
                               const std::vector<std::string>& arguments) {
   std::string command = fmt::format("'{}' -B '{}'", TESSERA_PYTHON, script);
@@ -37,7 +37,7 @@ inline std::string hex_of(const torch::Tensor& value) {
   return text.empty() ? "-" : text;
 }
 
-/// NAME DTYPE SHAPE BYTES
+/// Formats a tensor as NAME DTYPE SHAPE BYTES.
 inline std::string line_of(const std::string& name, const torch::Tensor& value) {
   static const std::map<torch::Dtype, std::string> kDtypes = {
       {torch::kDouble, "F64"},    {torch::kFloat, "F32"},       {torch::kHalf, "F16"},

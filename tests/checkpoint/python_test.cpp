@@ -4,7 +4,7 @@
 namespace tessera::testing {
 namespace python_test {
 
-// What read_safetensors.py prints of the files of a checkpoint whose names start with `prefix`.
+// Returns read_safetensors.py's output for the checkpoint's files whose names start with `prefix`.
 std::string read_by_python(const std::filesystem::path& checkpoint, const std::string& prefix) {
   std::vector<std::string> files;
   for (const std::string& name : names_in(checkpoint)) {

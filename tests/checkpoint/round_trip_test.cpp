@@ -8,7 +8,7 @@ namespace round_trip_test {
 
 using torch::optim::AdamW;
 
-// Loads into a job that has trained on something else, and goes on.
+// Loads into a job that was trained on something else, and continues.
 void expect_loads(const Saved& saved, int ranks, const ShardPlan& plan,
                   const std::filesystem::path& again) {
   const std::string what = saved.describe() + " -> " + describe(ranks, plan);
@@ -66,7 +66,7 @@ TEST(Checkpoint, LoadsIntoAFreshProgramAndBeforeTheFirstStep) {
     job.train(0, 2);
     const auto expected = job.sharded.full_state();
     load_checkpoint(scratch / "start", job.sharded,
-                    &job.optimizer);  // takes the optimizer's state away
+                    &job.optimizer);  // clears the optimizer's state
     expect_same_state(job.sharded.full_state(), start, 0, "after the load");
     EXPECT_EQ(job.optimizer.memory().optimizer_state, 0);
     job.train(0, 2);
@@ -134,7 +134,7 @@ TEST(Checkpoint, NumbersComeBackToTheBit) {
   });
 }
 
-// Trains, saves, loads into another job of another size, and compares what both save.
+// Trains, saves, loads into another job of another size, and compares the two checkpoints.
 template <class Optimizer, class Options>
 void expect_optimizer_comes_back(const Options& options, const Options& others, bool fused) {
   const ScratchDirectory scratch;

@@ -19,7 +19,7 @@ inline torch::optim::AdamWOptions adamw_options(double lr) {
   return torch::optim::AdamWOptions(lr).weight_decay(0.02).amsgrad(true);
 }
 
-/// A sharded model with its optimizer, in one rank.
+/// A sharded model with its optimizer, on one rank.
 struct Job {
   Job(uint64_t seed, const ShardPlan& plan, double lr = 0.01)
       : module(make_picture(seed)),
@@ -55,7 +55,7 @@ inline std::string describe(int ranks, const ShardPlan& plan) {
                      static_cast<int>(plan.partition));
 }
 
-/// What an uninterrupted run has when it saves, and two steps later.
+/// The state of an uninterrupted run when it saves, and two steps later.
 struct Saved {
   int ranks;
   ShardPlan plan;

@@ -25,8 +25,8 @@
 
 namespace tessera::testing {
 
-/// A model with all that a checkpoint has to care for: a weight in channels_last order, buffers,
-/// tied and frozen parameters, an empty one, and sizes that nothing divides.
+/// A model with every special case of checkpoints: a weight in channels_last order, buffers, tied
+/// and frozen parameters, an empty one, and sizes that nothing divides.
 struct Picture : torch::nn::Module {
   explicit Picture(int64_t width = 13) {
     auto options = torch::nn::Conv2dOptions(3, width, 3).padding(1).bias(false);
@@ -54,7 +54,7 @@ inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
   return std::make_shared<Picture>();
 }
 
-/// The same rows on every rank, so that worlds of all sizes do the same.
+/// The same rows on every rank, so that worlds of all sizes compute the same.
 inline std::pair<torch::Tensor, torch::Tensor> picture_batch(int64_t step) {
   auto generator = at::detail::createCPUGenerator(1000 + step);
   torch::Tensor x = torch::randn({5, 3, 6, 6}, generator);
@@ -77,7 +77,7 @@ inline nlohmann::json read_index(const std::filesystem::path& checkpoint) {
   return nlohmann::json::parse(read_text(checkpoint / "index.json"));
 }
 
-/// The header of a safetensors file, and the rest of it.
+/// The header and the data of a safetensors file.
 struct ParsedFile {
   nlohmann::json header;
   std::string data;
@@ -89,8 +89,8 @@ inline ParsedFile parse_safetensors(const std::filesystem::path& path) {
   return {nlohmann::json::parse(text.substr(8, length)), text.substr(8 + length)};
 }
 
-/// All tensors of a checkpoint, put together from its files with nothing of the library's code.
-/// Optimizer state is under `state/NAME/PARAMETER`; counts are added as tensors.
+/// Reads all tensors of a checkpoint from its files, without the library's code. Optimizer state is
+/// under `state/NAME/PARAMETER`; counts are added as tensors.
 inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path& checkpoint) {
   const std::map<std::string, torch::Dtype> dtypes = {{"F32", torch::kFloat},
                                                       {"F64", torch::kDouble},
@@ -100,7 +100,7 @@ inline std::map<std::string, torch::Tensor> read_all(const std::filesystem::path
   std::map<std::string, ParsedFile> files;
   std::map<std::string, torch::Tensor> all;
   for (const auto& tensor : index.at("tensors")) {
-    if (tensor.at("kind") == "rank") continue;  // what a rank has for itself
+    if (tensor.at("kind") == "rank") continue;  // a rank's own state
     const auto shape = tensor.at("shape").get<std::vector<int64_t>>();
     const auto strides = tensor.at("strides").get<std::vector<int64_t>>();
     const torch::Tensor value = torch::empty_strided(shape, strides, dtypes.at(tensor.at("dtype")));

@@ -1,4 +1,4 @@
-// Checkpoints that are numbered: which are removed, and what killed saves leave.
+// Numbered checkpoints: which ones are removed, and the leftovers of killed saves.
 #include <fmt/format.h>
 
 #include "checkpoint/directory.h"
@@ -18,8 +18,8 @@ void save(const fs::path& path, int keep_last) {
 
 TEST(CheckpointSeries, KeepLastRemovesOnlyWhatARunNumbered) {
   const ScratchDirectory scratch;
-  // Another tool's model, a model that was imported, one that was saved for good, one that a run
-  // had numbered and somebody has renamed, and a copy.
+  // Another tool's model, a resharded checkpoint, one that was saved for good, one that a run had
+  // numbered and a user has renamed, and a copy.
   fs::create_directories(scratch / "llama-1");
   write_text(scratch / "llama-1" / "model-00001-of-00001.safetensors", "values");
   write_text(scratch / "llama-1" / "config.json", "{}");
@@ -28,7 +28,7 @@ TEST(CheckpointSeries, KeepLastRemovesOnlyWhatARunNumbered) {
   fs::copy(scratch / "step-7", scratch / "llama-3");
   fs::rename(scratch / "step-7", scratch / "llama-4");
   reshard_checkpoint(scratch / "llama-4", scratch / "llama-5", 1);
-  fs::create_directories(scratch / "llama-6");  // of an old removal, or anybody's
+  fs::create_directories(scratch / "llama-6");  // from an old removal, or unrelated
   write_text(scratch / "llama-6" / "rank-00000-of-00001.safetensors", "values");
   Lines before = names_in(scratch.path());
   EXPECT_EQ(before, (Lines{"llama-1", "llama-2", "llama-3", "llama-4", "llama-5", "llama-6"}));
@@ -69,7 +69,7 @@ TEST(CheckpointSeries, DraftsOfKilledSavesAreRemovedByTheNextSave) {
   EXPECT_EQ(names_in(scratch.path()),
             (Lines{"other-1.tmp", "step-150", "step-70.tmp", "step-80.tmp", "step-x.tmp"}));
   other.discard();
-  // One that is not of a series leaves all others alone.
+  // A save that is not of a series leaves all other drafts alone.
   make_draft("step-100.tmp", "rank-00000-of-00002.safetensors");
   save(scratch / "best", 0);
   EXPECT_TRUE(fs::exists(scratch / "step-100.tmp"));

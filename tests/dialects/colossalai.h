@@ -77,7 +77,7 @@ inline const ShardStrategyPtr kTensor = std::make_shared<TensorShardStrategy>();
 inline const ShardStrategyPtr kBucket = std::make_shared<BucketTensorShardStrategy>();
 inline const ZeroInitOptions kFloatShards = {.shard_param = true, .param_dtype = torch::kFloat};
 
-/// Half gradients of these losses do not overflow with it.
+/// With this scale, half gradients of these losses do not overflow.
 inline const ShardedOptimizerV2Options kSmallScale = {.initial_scale = 256};
 
 /// A net built in a context, from values that depend on `seed` alone.
@@ -103,7 +103,7 @@ at::Tensor tower_loss(Model& model, int64_t step, int rank, int size) {
   return torch::mse_loss(y.to(torch::kFloat), rows_of(batch.y, rank, size));
 }
 
-/// What `steps` steps give in one process that sees the rows of `ranks` ranks.
+/// Trains `steps` steps in one process that sees the rows of `ranks` ranks; returns the state.
 template <class Net>
 std::vector<NamedTensor> train_tower_alone(Net& net, torch::optim::Optimizer& optimizer, int ranks,
                                            int steps = 4, double max_norm = 0) {

@@ -71,7 +71,7 @@ at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
   return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
 }
 
-/// What `steps` steps on the batches of `ranks` ranks give in one process.
+/// Trains `steps` steps on the batches of `ranks` ranks in one process; returns the state.
 template <class Net>
 std::vector<NamedTensor> train_in_one(Net& net, torch::optim::Optimizer& optimizer, int ranks,
                                       int steps = 4) {
@@ -103,13 +103,13 @@ inline void expect_replicas(ProcessGroup& group, const std::vector<at::Tensor>& 
   for (const std::string& other : all_gather_bytes(group, bytes, {"replicas", Channel::kControl}))
     EXPECT_TRUE(other == bytes) << "ranks differ";
 }
-/// The same of the parameters. (Buffers are equal from one forward to the next.)
+/// The same for the parameters of a module. (Buffers are equal only from the next forward on.)
 inline void expect_replicas(World& world, torch::nn::Module& module) {
   expect_replicas(*world.process_group(), module.parameters());
 }
 
-/// Makes the gradients of `params` means over the ranks of the group, as who trains with an OSS by
-/// itself has to.
+/// Averages the gradients of `params` over the ranks of the group, as users of an OSS by itself
+/// have to.
 inline void average_gradients(ProcessGroup& group, const std::vector<at::Tensor>& params) {
   for (const at::Tensor& param : params) {
     if (!param.grad().defined()) continue;
@@ -118,7 +118,7 @@ inline void average_gradients(ProcessGroup& group, const std::vector<at::Tensor>
   }
 }
 
-/// A step of an OSS by itself on the batch of `step`.
+/// Takes a step of an OSS by itself on the batch of `step`.
 template <class Model>
 void step_alone(Model& net, AnyOss& optimizer, ProcessGroup& group, int step) {
   optimizer.zero_grad();

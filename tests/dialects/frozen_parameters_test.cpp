@@ -1,5 +1,5 @@
-// Parameters that no optimizer has: FairScale's names leave them alone, and checkpoints have them
-// as those of any other model.
+// Parameters that no optimizer holds: FairScale's classes leave them alone, and checkpoints save
+// them like those of any other model.
 
 #include "dialects/fairscale.h"
 #include "support/scratch_directory.h"
@@ -18,7 +18,7 @@ struct FrozenImpl : torch::nn::Module {
 };
 TORCH_MODULE(Frozen);
 
-/// Two of them share theirs.
+/// Two of its layers share a frozen weight.
 struct FrozenNetImpl : torch::nn::Module {
   FrozenNetImpl()
       : in(register_module("in", torch::nn::Linear(6, 8))),
@@ -42,7 +42,7 @@ std::vector<at::Tensor> trainable(const FrozenNet& net) {
   return params;
 }
 
-/// One rank's training, by one of the ways.
+/// One rank's training job, through one of the APIs.
 struct Job {
   virtual ~Job() = default;
   virtual at::Tensor forward(const at::Tensor& x) = 0;
@@ -153,7 +153,7 @@ TEST(FrozenParameters, CheckpointsGoFromAnyWayToAnyOther) {
   }
 }
 
-// The user's own, they may differ: each rank has its own back.
+// These values are the user's own and may differ: each rank loads its own.
 TEST(FrozenParameters, EachRankHasItsOwnValuesBack) {
   const ScratchDirectory scratch;
   const auto set = [](FrozenNet& net, int rank) {

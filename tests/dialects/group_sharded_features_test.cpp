@@ -19,7 +19,7 @@ using namespace paddle;
 
 const char* const kLevels[] = {"os", "os_g", "p_g_os"};
 
-// One process with Paddle's formula: clip / max(norm, clip), some parameters left out.
+// One process with Paddle's formula: clip / max(norm, clip), without the parameters in `no_clip`.
 std::vector<NamedTensor> clip_alone(double clip, const std::set<std::string>& no_clip) {
   const auto net = make_mlp();
   const auto optimizer = make_sgd(*net);
@@ -89,7 +89,7 @@ TEST(GroupSharded, GS_21_OffloadNeedsNoHalfPrecisionAndGoesWithReplicas) {
   }
 }
 
-// What three steps in half precision leave, and how much of it is offloaded.
+// Returns the state after three steps in half precision, and its memory, offloaded bytes included.
 std::pair<std::vector<NamedTensor>, ShardMemory> train_half(
     World& world, at::ScalarType dtype, const std::variant<bool, std::string>& offload) {
   const auto net = make_mlp();
@@ -158,7 +158,7 @@ TEST(GroupSharded, GS_23_OverlapIsTheDefaultAndReadingWaitsByItself) {
   }
 }
 
-// Numbers, nested tuples and tensors without gradients, of layers that hold the parameters.
+// Returns numbers, nested tuples and tensors without gradients, from layers with the parameters.
 struct Outputs : torch::nn::Module {
   struct LayerImpl : torch::nn::Module {
     using Result = std::tuple<torch::Tensor, std::tuple<double, std::vector<torch::Tensor>>>;

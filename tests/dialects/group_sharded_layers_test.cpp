@@ -22,7 +22,7 @@ std::map<std::string, ShardLevel> levels_of(const ShardedModule& model) {
   return levels;
 }
 
-// Uses its two inner layers in the order that it is told.
+// Uses its two inner layers in the order given by `b_first`.
 struct Switched : Net {
   Switched()
       : in(register_module("in", torch::nn::Linear(kIn, 16))),

@@ -12,7 +12,7 @@ using namespace testing;
 using paddle::group_sharded_plan;
 using paddle::GroupShardedOptions;
 
-// Keeps what is warned of on this thread.
+// Collects the warnings of this thread.
 class Warnings : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override { messages.push_back(warning.msg()); }
@@ -89,7 +89,7 @@ TEST(GroupSharded, GS_29_ExcludeLayerTakesTypesDottedNamesAndAddresses) {
   EXPECT_EQ(excluded({"torch::nn::GroupNormImpl"}), both);
   EXPECT_EQ(excluded({"block.norm"}), Names({"block.norm.weight", "block.norm.bias"}));
   EXPECT_EQ(excluded({model.norm.get()}), Names({"norm.weight", "norm.bias"}));
-  // The user's own types need no namespace, and a layer stands for those in it.
+  // The user's own types need no namespace, and a layer stands for the layers inside it.
   const Names block = {"block.norm.weight", "block.norm.bias", "block.fc.weight", "block.fc.bias"};
   EXPECT_EQ(excluded({"Block"}), block);
   expect_contains(message_of<c10::ValueError>([&] { excluded({"GroupNrom"}); }), "'GroupNrom'");
@@ -152,7 +152,7 @@ TEST(GroupShardedPlan, EachArgumentBecomesItsField) {
   EXPECT_EQ(plan.unit_bytes, 0);
   EXPECT_EQ(plan.whole_numel, 5);
   EXPECT_EQ(plan.prefetch, 0);
-  // Only p_g_os knows segments and gathers.
+  // Only p_g_os has segments and gathers.
   const auto os_g = group_sharded_plan(model, "os_g", {.segment_size = 5, .sync_comm = true});
   EXPECT_EQ(os_g.whole_numel, 0);
   EXPECT_EQ(os_g.prefetch, ShardPlan{}.prefetch);

@@ -1,4 +1,4 @@
-// `save_group_sharded_model` and what can be done with what it writes.
+// `save_group_sharded_model`, and uses of the files that it writes.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -16,8 +16,8 @@ using namespace testing;
 using namespace paddle;
 namespace fs = std::filesystem;
 
-// A job as a user would write it; every rank does the whole batch, so that worlds of all sizes do
-// the same.
+// A job as a user would write it; every rank computes the whole batch, so that worlds of all sizes
+// compute the same.
 struct Job {
   Job(const std::string& level, at::ScalarType dtype, GroupShardedOptions options = {},
       const fs::path& before_wrapping = {})

@@ -41,7 +41,7 @@ TEST_P(GroupShardedHybrid, SeveralBackwardsPerStepGiveTheLossesOfShardingOverAll
   expect_close(replicated.state, sharded.state, 1e-6, 1e-6, GetParam());
 }
 
-// Sums of two ranks, then of two such sums: the same bits in float, since masters and sums are.
+// Adds up two ranks, then two such sums: bit-identical in float, as masters and sums are float.
 TEST_P(GroupShardedHybrid, HalfPrecisionGivesTheLossesOfShardingOverAllRanks) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Scenario scenario{.o2 = dtype, .init_scale = dtype == at::kHalf ? 32768.0 : 0};

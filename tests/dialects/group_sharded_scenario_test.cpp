@@ -46,8 +46,8 @@ TEST(GroupShardedStage2, AParamGroupIsTheSameAsAList) {
   }
 }
 
-// The name of the gradient hooks that Paddle's test calls by hand, with a gradient and with None:
-// here, parameters that a backward gives a gradient and ones that it does not.
+// Paddle's test calls its gradient hooks by hand, with a gradient and with None. Here, a backward
+// gives a gradient to some parameters and none to others.
 struct PartlyUsed : PaddleMlp {
   torch::nn::Linear unused = register_module("unused", torch::nn::Linear(kIn, kIn));
 };
@@ -64,7 +64,7 @@ TEST(GroupShardedStage2, ParametersWithoutGradientsAreNoProblem) {
   }
 }
 
-// Trains, saves, and goes on from what was saved, in a new model.
+// Trains, saves, loads into a new model, and continues training.
 void expect_to_go_on(int ranks, const std::string& level, const Scenario& scenario) {
   const ScratchDirectory directory;
   std::vector<Trained> straight(ranks), resumed(ranks);
@@ -119,7 +119,7 @@ TEST(GroupShardedStage2, MinimizeIsRefused) {
 }
 
 // dygraph_group_sharded_stage2_comm_overlap.py: there is nothing to switch on, since reductions and
-// gathers always overlap. What may make them wait, and what makes them come late, changes no bit.
+// gathers always overlap. Waiting for them changes no bit, and neither does their delay.
 
 TEST(GroupShardedStage2, ReadingParametersAfterEachStepChangesNoBit) {
   const auto read_all = [](Net& net) {
@@ -181,7 +181,7 @@ TEST(GroupShardedApi, LevelsAgreeInHalfPrecisionO2) {
   }
 }
 
-// Paddle's test only runs it.
+// Paddle's test only runs this case.
 TEST(GroupShardedApi, LevelsAgreeInHalfPrecisionO1) {
   const Scenario scenario{.o1 = at::kHalf, .init_scale = 32768};
   for (const int ranks : {2, 4}) {

@@ -1,4 +1,4 @@
-// What `group_sharded_parallel` does to a model and its optimizer.
+// Effects of `group_sharded_parallel` on a model and its optimizer.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -12,7 +12,7 @@ namespace group_sharded_test {
 using namespace testing;
 using paddle::group_sharded_parallel;
 
-// The gradient of step 0, on this rank's rows.
+// Computes the gradients of step 0 on this rank's rows.
 template <class Model>
 void backward(Model& model, const World& world) {
   accumulate({}, 0, world.rank(), world.size(), [&](const torch::Tensor& x) { return model(x); });
@@ -60,7 +60,7 @@ TEST(GroupSharded, GS_05_OneRankTrainsAsOneProcess) {
   for (const std::string level : {"os", "os_g", "p_g_os"}) {
     expect_same_state(train_sharded(1, level, {}), expected, 0, level);
   }
-  // No world at all is a world of one.
+  // Without a world, there is one rank.
   const auto net = make_mlp();
   const auto inner = make_sgd(*net);
   auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "p_g_os");
@@ -107,7 +107,7 @@ TEST(GroupSharded, GS_07_EachParameterGoesWholeToTheLeastLoadedRank) {
       const auto least = std::min_element(load.begin(), load.end());
       owner[item.key()] = static_cast<int>(least - load.begin());
       if (item.value().requires_grad())
-        *least += item.value().numel();  // frozen ones count nothing
+        *least += item.value().numel();  // frozen ones count as 0
     }
     const auto inner = make_sgd(*net);
     auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
@@ -120,8 +120,8 @@ TEST(GroupSharded, GS_07_EachParameterGoesWholeToTheLeastLoadedRank) {
         own += owner[slot.name()] == world.rank();
       }
     }
-    // The inner optimizer has its own parameters in their shapes, and an empty place for the
-    // others.
+    // The inner optimizer has its own parameters in their shapes, and an empty placeholder for each
+    // of the others.
     size_t held = 0;
     for (const auto& param : inner->param_groups()[0].params()) held += param.numel() > 0;
     EXPECT_EQ(held, own);
@@ -226,7 +226,7 @@ TEST(GroupSharded, GS_13_LearningRatePassesThroughToTheInnerOptimizer) {
     backward(model, world);
     optimizer.step();
     expect_same_state(model.full_state(), before, 0, "learning rate 0");
-    // A scheduler made for the inner optimizer goes on working.
+    // A scheduler made for the inner optimizer still works.
     optimizer.set_lr(0.5);
     torch::optim::StepLR scheduler(*inner, 1, 0.5);
     for (int epoch = 0; epoch < 2; ++epoch) scheduler.step();  // the first one changes nothing

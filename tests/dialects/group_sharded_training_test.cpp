@@ -10,7 +10,7 @@ namespace group_sharded_training_test {
 using namespace testing;
 using paddle::group_sharded_parallel;
 
-// Weights and biases in a group of their own each.
+// Weights and biases in a param group each.
 std::unique_ptr<torch::optim::Optimizer> make_two_groups(Net& net, double bias_rate) {
   std::vector<torch::Tensor> weights, biases;
   for (const auto& param : net.parameters()) (param.dim() == 2 ? weights : biases).push_back(param);
@@ -53,7 +53,7 @@ TEST(GroupSharded, GS_16_ClearGradForgetsWhatWasReduced) {
     expect_contains(message_of<c10::Error>([&optimizer = optimizer] { optimizer.step(); }),
                     "there must be a backward since the last zero_grad()");
     EXPECT_EQ(norm_of_step(0), first);
-    EXPECT_NE(norm_of_step(0), first);  // not cleared in between: added
+    EXPECT_NE(norm_of_step(0), first);  // not cleared in between, so added
   });
 }
 
@@ -64,7 +64,7 @@ TEST(GroupSharded, GS_17_ParametersCanBeFrozenAndThawedBetweenSteps) {
     mlp.fc2->weight.set_requires_grad(step < 2 || step >= 4);
     mlp.fc1->bias.set_requires_grad(step >= 3);
   };
-  // Nothing moves while it is frozen, with momentum neither.
+  // Frozen parameters do not move, not even with momentum.
   training.optimizer = [](Net& net) {
     return std::make_unique<torch::optim::SGD>(net.parameters(),
                                                torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -96,7 +96,7 @@ TEST(GroupSharded, GS_19_ConversionComesBeforeShardingAndIsFoundAfterIt) {
     const auto forward = [&model = model](const torch::Tensor& x) {
       return model(x.to(torch::kDouble)).to(torch::kFloat);
     };
-    net->to(torch::kCPU);  // where it is already
+    net->to(torch::kCPU);  // it is there already
     accumulate({}, 0, world.rank(), world.size(), forward);
     optimizer.step();
     net->to(torch::kFloat);

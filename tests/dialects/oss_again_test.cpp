@@ -1,5 +1,5 @@
-// An `OSS` on parameters whose first one is gone, as FairScale's own tests make them again and
-// again: parameters are released, and state goes from one to the next.
+// A new `OSS` on the parameters of one that is destroyed, as in FairScale's own tests: parameters
+// are released, and state is passed from one to the next.
 
 #include "dialects/fairscale.h"
 #include "unit/unit_storage.h"
@@ -43,7 +43,7 @@ TEST(OssAgain, LoadsTheStateOfOneThatIsGone) {
     optimizer->zero_grad();
     const OptimizerStateDict state = optimizer->state_dict(/*all_ranks=*/true);
     EXPECT_FLOAT_EQ(momentum_of(state), 1);
-    // As in Python: the new one is there before the old one goes.
+    // As in Python: the new one exists before the old one is destroyed.
     optimizer = std::make_unique<OSS<SGD>>(std::vector<at::Tensor>{x}, SGDOptions(0.01));
     optimizer->load_state_dict(state);
     EXPECT_EQ(optimizer->param_groups()[0].options().get_lr(), 0.1);
@@ -54,7 +54,7 @@ TEST(OssAgain, LoadsTheStateOfOneThatIsGone) {
   });
 }
 
-// The state as one rank has it, sent to all.
+// Returns the state as one rank has it, sent to all ranks.
 OptimizerStateDict taken_from(AnyOss& optimizer, World& world, int rank) {
   optimizer.consolidate_state_dict(rank);
   std::string bytes;
@@ -70,7 +70,7 @@ OptimizerStateDict taken_from(AnyOss& optimizer, World& world, int rank) {
   return OptimizerStateDict::load(archive);
 }
 
-// A trunk and a head, whose parameters come as a group of its own.
+// A trunk and a head; the head's parameters are added as a group of their own.
 struct Split {
   PlainNet net = make_net<PlainNet>();
   std::unique_ptr<AnyOss> optimizer;
@@ -151,9 +151,9 @@ TEST(OssAgain, ParametersAreOrdinaryWhenTheLastOneIsGone) {
     const auto after = plain_state(*net);
     for (const at::Tensor& param : net->parameters()) {
       expect_ordinary(param);
-      EXPECT_TRUE(param.grad().defined());  // they were the user's
+      EXPECT_TRUE(param.grad().defined());  // the gradients were the user's
     }
-    // One rank goes on alone: nothing of it needs the others.
+    // One rank goes on alone, without any need of the others.
     if (world.rank() == world.size() - 1) {
       SGD plain(net->parameters(), SGDOptions(0.1));
       plain.step();
@@ -183,7 +183,7 @@ TEST(OssAgain, TheModelIsOrdinaryWhenItsWrapperAndOptimizersAreGone) {
         b.step();
       }
       model.reset();
-      EXPECT_NE(unit_of(net->first->weight), nullptr);  // the optimizers go on
+      EXPECT_NE(unit_of(net->first->weight), nullptr);  // the optimizers still exist
       after = plain_state(*net);
     }
     expect_same_state(plain_state(*net), after, 0, "as after the last step");
@@ -197,7 +197,7 @@ TEST(OssAgain, TheModelIsOrdinaryWhenItsWrapperAndOptimizersAreGone) {
   });
 }
 
-// Written to by operators, parameters are whole again only after a collective.
+// After operators have written to parameters, these are whole again only after a collective.
 TEST(OssAgain, ParametersThatWereWrittenToAreTakenOver) {
   run_everywhere([](World& world) {
     PlainNet net = make_net<PlainNet>(), plain = make_net<PlainNet>();
@@ -258,7 +258,7 @@ TEST(OssAgain, WithoutItsOptimizersAWrapperConvertsNothing) {
   });
 }
 
-// What a graph has saved of the parameters is what they were.
+// A graph keeps the values that the parameters had when it was made.
 TEST(OssAgain, AGraphFromBeforeIsRight) {
   run_everywhere([](World& world) {
     PlainNet net = make_net<PlainNet>(), plain = make_net<PlainNet>();
@@ -279,7 +279,7 @@ TEST(OssAgain, AGraphFromBeforeIsRight) {
   });
 }
 
-// The losses of two steps, twice: after the second the state is rewound.
+// Takes five steps, rewinds to the state before them, and expects the same losses again.
 template <class Load>
 void expect_repeated_losses(World& world, const OssOptions& options, bool by_itself, Load&& load) {
   PlainNet net = make_net<PlainNet>();
@@ -337,7 +337,7 @@ TEST(OssAgain, RewoundStateRepeatsItsLosses) {
   });
 }
 
-// State from before master weights were part of it, or of a plain optimizer.
+// State saved before master weights were part of it, or by a plain optimizer.
 TEST(OssAgain, StateWithoutMasterWeightsIsLoaded) {
   run_world(2, [](World& world) {
     const OssOptions options{.broadcast_fp16 = true};
@@ -352,7 +352,7 @@ TEST(OssAgain, StateWithoutMasterWeightsIsLoaded) {
     expect_same_state(plain_state(*net), before, 0, "parameters stay");
     step_alone(*net, optimizer, *world.process_group(), 1);
     expect_replicas(world, *net);
-    // And a plain optimizer takes what has them.
+    // A plain optimizer loads state that has master weights.
     PlainNet plain = make_net<PlainNet>();
     SGD alone(plain->parameters(), kSgd);
     optimizer.consolidate_state_dict(-1);
@@ -431,7 +431,7 @@ TEST(OssUnwrap, TheModelIsOrdinaryAndItsOptimizersGoOn) {
       expect_error([&] { model.forward(batch_of(0).x); }, {"was unwrapped"});
       expect_error([&] { model.unwrap(); }, {"was unwrapped"});
     }
-    // By themselves, each with the state that it had.
+    // The optimizers by themselves, each with its state.
     net->zero_grad();
     loss_of(*net, 1, world.rank(), world.size()).backward();
     average_gradients(*world.process_group(), net->parameters());

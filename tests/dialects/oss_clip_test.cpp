@@ -14,7 +14,7 @@ using torch::nn::utils::clip_grad_norm_;
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 const double kNormTypes[] = {1.0, 2.0, 3.0, 0.5, std::numeric_limits<double>::infinity()};
 
-// The gradients that `ranks` ranks have together.
+// Returns a net with the gradients of `ranks` ranks together.
 PlainNet with_gradients(int ranks, const std::set<std::string>& frozen = {}) {
   PlainNet plain = make_net<PlainNet>();
   for (const auto& item : plain->named_parameters())
@@ -23,7 +23,7 @@ PlainNet with_gradients(int ranks, const std::set<std::string>& frozen = {}) {
   return plain;
 }
 
-// `gradient_of` gives what there is of a parameter's gradient on this rank.
+// `gradient_of` returns a parameter's gradient, undefined if this rank has none.
 template <class F>
 void expect_gradients(PlainNet& net, PlainNet& plain, const std::string& what, F&& gradient_of) {
   const auto expected = plain->named_parameters();
@@ -82,7 +82,7 @@ TEST(Oss, FS_46_FiltersChooseWhatIsClipped) {
     OSS<SGD> b(others, kSgd);
     ShardedDataParallel<PlainNet> model(net, {&a, &b});
     loss_of(model, 0, world.rank(), 3).backward();
-    // Each optimizer counts its own; the filter takes some of those.
+    // Each optimizer clips its own parameters; the filter selects some of them.
     const double first = clip_grad_norm_(plain->first->parameters(), 0.01);
     const double weights = clip_grad_norm_({plain->second->weight, plain->last->weight}, 0.02);
     EXPECT_NEAR(a.clip_grad_norm(0.01), first, 1e-5 * first);
@@ -128,7 +128,7 @@ TEST(Oss, FS_47_ClipsOverItsGroupAlone) {
   const double expected = clip_grad_norm_(plain->parameters(), 0.1);
   run_world(4, [&](World& world) {
     const auto low = world.new_process_group({0, 1}), high = world.new_process_group({2, 3});
-    if (!low) return;  // the others do nothing, and nobody waits for them
+    if (!low) return;  // the others do nothing, and no rank waits for them
     PlainNet net = make_net<PlainNet>();
     OSS<SGD> optimizer(net->parameters(), kSgd, {.group = low});
     ShardedDataParallel<PlainNet> model(net, optimizer);  // with the optimizer's group

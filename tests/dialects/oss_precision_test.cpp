@@ -21,7 +21,7 @@ at::Tensor loss_in_dtype(PlainNet& net, int64_t step, int rank, int size) {
                          rows_of(batch.y, rank, size).to(dtype));
 }
 
-// Trains in both ways; `before` may convert the nets.
+// Trains an OSS and a plain optimizer; `before` may convert the nets.
 template <class Optimizer, class Options, class F>
 void expect_conversion_parity(World& world, const Options& options, F&& before) {
   const int ranks = world.size();
@@ -54,7 +54,7 @@ TEST(Oss, FS_44_ModelsMayBeConvertedAtAnyTime) {
     if (step == 4) net.to(at::kFloat);
   };
   const auto one_layer = [](torch::nn::Module& net, int step) {
-    // The same dtype again, and so nothing; then new memory for one parameter.
+    // The same dtype again, so no change; then new memory for one parameter.
     if (step == 1) net.to(at::kFloat);
     at::Tensor& weight = net.named_children()["second"]->named_parameters()["weight"];
     if (step == 3) weight.set_data(weight.detach() * 2);
@@ -77,7 +77,7 @@ TEST(Oss, FS_44_TheStateGoesOnAfterAConversion) {
     step_alone(*net, optimizer, *world.process_group(), 0);
     const auto before = optimizer.state_dict(true);
     net->to(at::kDouble);
-    // Collective calls other than step() see it, too.
+    // Collective calls other than step() detect it, too.
     const auto after = optimizer.state_dict(true);
     ASSERT_EQ(after.state.size(), 6u);
     for (const auto& [number, values] : before.state) {
@@ -122,7 +122,7 @@ TEST(Oss, FS_45_HalfOfTheBytesAndEqualReplicas) {
   run_world(2, run, std::chrono::seconds(30), Transport::kGloo);
 }
 
-// A parameter of ones per rank, of whose gradients each changes less than fp16 can show.
+// A parameter of ones per rank; each gradient changes it by less than fp16 can represent.
 struct TinySteps {
   explicit TinySteps(World& world)
       : world(world), optimizer({first, second}, SGDOptions(1e-4), {.broadcast_fp16 = true}) {}
@@ -154,7 +154,7 @@ TEST(Oss, FS_45_UpdatesBelowFp16AddUp) {
   run_world(2, [](World& world) {
     TinySteps plain(world);
     plain.run(1);
-    EXPECT_TRUE(torch::equal(plain.first, torch::ones({4})));  // not to be seen yet
+    EXPECT_TRUE(torch::equal(plain.first, torch::ones({4})));  // not visible yet
     plain.run(29);
     plain.expect_sum("by itself");
     EXPECT_LT(plain.first[0].item<float>(), 0.998);
@@ -164,7 +164,7 @@ TEST(Oss, FS_45_UpdatesBelowFp16AddUp) {
 TEST(Oss, FS_45_MastersOutliveNewGroups) {
   run_world(2, [](World& world) {
     TinySteps some(world);
-    // Between two values of fp16: forgetting the rest would show.
+    // The values lie between two of fp16: losing the remainder would show.
     for (int round = 0; round < 6; ++round) {
       some.run(3);
       some.optimizer.add_param_group(
@@ -188,7 +188,7 @@ TEST(Oss, FS_45_MastersOutliveConversions) {
     }
     some.run(3);
     some.expect_sum("after conversions");
-    // What the user has changed wins.
+    // A value that the user sets takes precedence.
     some.first.set_data(torch::full({4}, 0.5));
     some.second.set_data(torch::full({4}, 0.5));
     some.run(1);
@@ -227,8 +227,8 @@ TEST(Oss, FS_45_MastersOutliveConversionsOfTheModel) {
     const at::Tensor expected = torch::full({4}, 1 - 9e-4, at::kDouble).to(at::kHalf);
     EXPECT_TRUE(torch::equal(net->first.to(at::kHalf), expected)) << net->first;
     EXPECT_TRUE(torch::equal(net->second.to(at::kHalf), expected)) << net->second;
-    // As wide as what travels: replicas agree at once. (1 - 20e-4 and what it is in fp16 are not
-    // the same in bfloat16.)
+    // As wide as the messages: replicas agree at once. (1 - 20e-4 and its value in fp16 differ in
+    // bfloat16.)
     run(11);
     model.to(at::kBFloat16);
     expect_replicas(world, *net);

@@ -11,7 +11,7 @@ using namespace testing;
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 
-// The parameters of a net in two groups, of which they are interleaved, with options of their own.
+// The parameters of a net in two interleaved groups, with options of their own.
 template <class Options>
 std::vector<OptimizerParamGroup> interleaved(const PlainNet& net, double lr) {
   std::vector<at::Tensor> even, odd;
@@ -23,7 +23,7 @@ std::vector<OptimizerParamGroup> interleaved(const PlainNet& net, double lr) {
   return groups;
 }
 
-// A net of these values.
+// A net with these values.
 PlainNet net_with(const std::vector<NamedTensor>& values) {
   PlainNet net = make_net<PlainNet>(9);
   for (size_t i = 0; i < values.size(); ++i) net->parameters()[i].data().copy_(values[i].tensor);
@@ -104,14 +104,14 @@ void expect_plain_layout(const std::string& what, const Params& params_of, const
       std::stringstream file;
       torch::save(optimizer, file);
 
-      // The plain one goes on from what the sharded one has saved.
+      // The plain optimizer goes on from the sharded one's saved state.
       PlainNet other = net_with(plain_state(*net));
       Optimizer loaded(params_of(other), options);
       torch::load(loaded, file);
       train_plain(*other, loaded, ranks, 3, 5);
       expect_same_state(plain_state(*other), plain_state(*plain), 1e-5, what + ", plain");
 
-      // And the sharded one from what the plain one has saved.
+      // And the sharded optimizer from the plain one's.
       PlainNet third = net_with(weights);
       OSS<Optimizer> again(params_of(third), options);
       std::stringstream copy(plain_file.str());
@@ -204,7 +204,7 @@ std::vector<at::Tensor> first_of(const PlainNet& net) {
   return params;
 }
 
-// The last layer comes as a group of its own, before or after the first steps and the model.
+// Adds the last layer as a group of its own, before or after the first steps and the model.
 void expect_added(int ranks, When when, bool by_itself) {
   const auto options = AdamWOptions(0.01).eps(1e-4);
   const int added_at = when == When::kAfterStep ? 2 : 0;
@@ -263,7 +263,7 @@ TEST(Oss, FS_52_SteppedByItselfThenGivenToAModel) {
   });
 }
 
-// They are the user's, who need not make them again.
+// Gradients are the user's, who need not compute them again.
 TEST(Oss, FS_52_GradientsOfAnOssByItselfStay) {
   run_world(2, [](World& world) {
     const at::Tensor x = torch::ones({1}, torch::requires_grad());

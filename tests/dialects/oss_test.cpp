@@ -44,7 +44,7 @@ TEST(Oss, FS_40_EachParameterGoesToTheLeastLoadedRank) {
     // Ties go to the lowest rank: 9 7 5 3, then 9 to the rank with 3, 7 to that with 5, ...
     EXPECT_EQ(sizes_of(owned[0]), (Sizes{9, 3, 9, 3}));
     EXPECT_EQ(sizes_of(owned[3]), (Sizes{3, 9, 3, 9}));
-    // The last one comes as a group of its own: everything stays where it is.
+    // The last one is added as a group of its own: all others keep their owners.
     const Sizes most(sizes.begin(), sizes.end() - 1);
     OSS<SGD> grown(params_of(most), kSgd);
     const auto before = grown.partition_parameters();
@@ -86,7 +86,7 @@ TEST(Oss, FS_41_ParametersLieInOneBufferAndFrozenOnesStayOut) {
     EXPECT_TRUE(torch::equal(params[2], torch::ones({3})));
     for (const int i : {0, 1, 3})
       EXPECT_TRUE(torch::equal(params[i], torch::full_like(params[i], 1 - 0.1f)));
-    // What is a rank's own lies side by side, so that it travels at once.
+    // A rank's own parameters are adjacent, so that one message sends them.
     const auto owned = optimizer.partition_parameters();
     EXPECT_EQ(sizes_of(owned[0]), (Sizes{6}));
     EXPECT_EQ(sizes_of(owned[1]), (Sizes{4, 3, 5}));  // of which 3 is frozen
@@ -140,7 +140,7 @@ TEST(Oss, FS_42_ClosuresAreEvaluatedOnce) {
     OSS<SGD> optimizer(fc->parameters(), SGDOptions(0.1));
     const at::Tensor x = torch::full({1}, world.rank() + 1.0), target = x + 3;
     int calls = 0;
-    torch::NoGradGuard no_grad;  // the closure has gradients all the same
+    torch::NoGradGuard no_grad;  // the closure computes gradients all the same
     const at::Tensor loss = optimizer.step([&] {
       ++calls;
       optimizer.zero_grad();
@@ -150,14 +150,14 @@ TEST(Oss, FS_42_ClosuresAreEvaluatedOnce) {
     });
     EXPECT_EQ(calls, 1);
     EXPECT_EQ(loss.item<float>(), 1);
-    // Each parameter by its owner's gradient; that of the weight is -1 on rank 0.
+    // Each parameter is stepped by its owner's gradient; the weight's is -1 on rank 0.
     EXPECT_EQ(fc->weight.item<float>(), 1.1f);
     EXPECT_EQ(fc->bias.item<float>(), 2.1f);
     expect_replicas(world, *fc);
   });
 }
 
-// Steps an OSS and a plain optimizer, with a scheduler each.
+// Steps an OSS and a plain optimizer, each with a scheduler.
 template <class Schedule>
 void expect_same_schedule(const Schedule& make_scheduler) {
   run_world(2, [&](World& world) {
@@ -284,7 +284,7 @@ TEST(Oss, FS_53_ByItselfItIsOneProcessWithLessState) {
       const auto owned = optimizer.partition_parameters()[world.rank()];
       for (const at::Tensor& param : owned) own += param.numel();
       EXPECT_EQ(optimizer.memory().optimizer_state, 2 * 4 * own);
-      // Gradients stay the user's: whole, and to be read and written.
+      // Gradients stay the user's: whole, readable and writable.
       EXPECT_EQ(net->first->weight.grad().sizes(), net->first->weight.sizes());
       net->first->weight.mutable_grad().zero_();
     });
@@ -302,7 +302,7 @@ TEST(Oss, FS_54_AGroupOfEverySecondRank) {
     const bool is_even = world.rank() % 2 == 0;
     const auto group = is_even ? even_group : odd_group;
     for (const bool by_itself : {true, false}) {
-      // Rank 0 of each group has the values that count.
+      // The values of rank 0 of each group count.
       PlainNet net = make_net<PlainNet>(by_itself ? 3 + world.rank() % 2 : 3 + world.rank());
       OSS<SGD> optimizer(net->parameters(), kSgd, {.group = group});
       EXPECT_EQ(optimizer.partition_parameters().size(), 3u);

@@ -1,5 +1,5 @@
-// A run that is saved and resumed gives the same bits as one that is not interrupted, by the names
-// of each dialect: parameters, optimizer state, scaler, schedulers and random numbers come back.
+// A run that is saved and resumed gives the same bits as an uninterrupted one, in each dialect:
+// parameters, optimizer state, scaler, schedulers and random numbers are restored.
 #include <gtest/gtest.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
@@ -300,7 +300,7 @@ Outcome run(Job& job, int64_t first, int64_t last) {
 TEST_P(Resume, GivesTheBitsOfAnUninterruptedRun) {
   const ScratchDirectory scratch;
   const MakeJob& make = jobs().at(GetParam());
-  // DistTensors draw the numbers of one process: there all ranks have one seed, which a dict of
+  // DistTensors draw the numbers of one process, so all ranks have one seed there, which a dict of
   // tensors does not hold.
   const bool draws_together = GetParam().starts_with("ShardLayer");
   const auto seed = [&](World& world, uint64_t seed) {

@@ -53,17 +53,17 @@ struct Scenario {
   std::optional<at::ScalarType> o2 = {};  ///< AMP O2: parameters and inputs of this dtype
   double init_scale = 0;                  ///< of a GradScaler; 0: none
   int steps = 5;
-  int parts = 1;  ///< backwards of a step, of the batch cut into so many parts
+  int parts = 1;  ///< backwards per step, each on one of so many parts of the batch
   /// Chooses the process groups.
   std::function<void(World&, paddle::GroupShardedOptions&)> place = [](auto&, auto&) {};
   std::function<void(Net&)> after_step = [](Net&) {};
 };
 
-/// What training gives: the losses of all ranks, rank by rank, and the parameters.
+/// The result of training: the losses of all ranks, rank by rank, and the parameters.
 struct Trained {
   std::vector<float> losses;
   std::vector<NamedTensor> state;
-  double largest_norm = 0;  ///< of the gradients; known of one process only
+  double largest_norm = 0;  ///< of the gradients; known for one process only
 };
 
 inline std::shared_ptr<Net> make_net(const Scenario& scenario) {
@@ -156,7 +156,7 @@ inline Trained train(int ranks, const std::string& level, const Scenario& scenar
   return collect(all, level + " on " + std::to_string(ranks) + " ranks");
 }
 
-/// The gradients of a step in one process: of each part the mean over the ranks, in float.
+/// The gradients of a step in one process: the mean over the ranks for each part, in float.
 inline std::vector<torch::Tensor> gradients_alone(const Scenario& scenario, Net& net, int step,
                                                   int ranks, double scale,
                                                   std::vector<std::vector<float>>& losses) {
@@ -186,7 +186,7 @@ inline std::vector<torch::Tensor> gradients_alone(const Scenario& scenario, Net&
   return total;
 }
 
-/// Divides by the scale and clips as `ClipGradByGlobalNorm` says; returns the norm before.
+/// Divides by the scale and clips as `ClipGradByGlobalNorm` does; returns the norm before clipping.
 inline double clip_alone(std::vector<torch::Tensor>& grads, double scale, double clip_norm) {
   double squares = 0;
   for (auto& grad : grads) {
@@ -202,7 +202,7 @@ inline double clip_alone(std::vector<torch::Tensor>& grads, double scale, double
   return norm;
 }
 
-/// What one process gives that does the work of all ranks, with float masters of its own.
+/// Does the work of all ranks in one process, with float masters of its own.
 inline Trained train_alone(int ranks, const Scenario& scenario) {
   const auto net = make_net(scenario), masters = make_net(scenario);
   masters->to(torch::kFloat);
@@ -256,7 +256,7 @@ inline std::string on(int ranks, const std::string& level = "") {
   return level + " on " + std::to_string(ranks) + " ranks";
 }
 
-/// A process group of this rank whose collectives come late now and then.
+/// A process group of this rank, some of whose collectives are late.
 inline ProcessGroupPtr late_process_group(World& world) {
   using std::chrono::milliseconds;
   std::vector<Fault> faults;

@@ -38,8 +38,8 @@ struct TwoLayersImpl : nn::Module {
 };
 TORCH_MODULE(TwoLayers);
 
-/// Columns of the first layer, rows of the second. (LibTorch's weights are [out, in], Paddle's
-/// [in, out].)
+/// Shards the first layer by columns and the second by rows. (LibTorch's weights are [out, in],
+/// Paddle's [in, out].)
 inline void columns_then_rows(const std::string& name, nn::Module& layer, const DeviceMesh& mesh) {
   auto* linear = layer.as<nn::LinearImpl>();
   if (name == "fc1") {

@@ -77,7 +77,7 @@ TEST(StateDict, SL_61_ReplicatedValuesAreSavedOnce) {
   EXPECT_EQ(pieces, 1 + 1 + 2);
 }
 
-// How w1 and w2 lie on a number of ranks.
+// The placements of w1 and w2 on a number of ranks.
 struct Layout {
   std::vector<int64_t> mesh;
   Placements w1, w2;
@@ -86,7 +86,7 @@ const std::map<int, std::vector<Layout>> kLayouts = {
     {1, {{{1}, {Shard{0}}, {Replicate{}}}}},
     {2, {{{2}, {Shard{0}}, {Shard{1}}}, {{2}, {Shard{1}}, {Replicate{}}}}},
     {4,
-     {{{4}, {Shard{0}}, {Shard{0}}},  // of w2, two ranks have nothing
+     {{{4}, {Shard{0}}, {Shard{0}}},  // two ranks have nothing of w2
       {{2, 2}, {Shard{0}, Shard{1}}, {Shard{1}, Shard{0}}},
       {{2, 2}, {Shard{1}, Shard{0}}, {Replicate{}, Shard{1}}}}},
     {8,
@@ -146,7 +146,7 @@ TEST(StateDict, SL_63_MissingNamesAreWarnedOfAndMissingFilesAreErrors) {
     EXPECT_EQ(load_state_dict(state, scratch / "one"), std::vector<std::string>{"w3"});
     EXPECT_TRUE(state.at("w1").equal(w1()));
     EXPECT_TRUE((state.at("w3") == 1).all().item<bool>());
-    // Other shapes and dtypes: all in one error, and nothing is changed.
+    // Other shapes and dtypes: one error reports all, and nothing is changed.
     const StateDict wrong = {{"w1", torch::zeros({8, 4}, torch::kLong)}};
     expect_error([&] { load_state_dict(wrong, scratch / "one"); },
                  {"'w1' has the shape [8, 4] (the checkpoint's: [4, 8])"});
@@ -177,10 +177,10 @@ TEST(StateDict, SL_64_ARankReadsWhatItNeeds) {
   run_world(2, [&](World& world) {
     const StateDict state = {
         {"w1", distribute(torch::zeros({4, 8}, torch::kLong), DeviceMesh::over_world({1, 2}), {})}};
-    // Both need all of it here.
+    // Here both ranks need all of it.
     expect_error([&] { load_state_dict(state, scratch / "one"); }, {"rank-00001-of-00002"});
     world.process_group()->barrier({"test"});
-    // Here rank 1 alone needs what is away: the error says so, on both.
+    // Here only rank 1 needs the missing file: the error says so, on both ranks.
     const StateDict rows = {
         {"w1", distribute(torch::zeros({4, 8}, torch::kLong), ProcessMesh({0, 1}), {Shard{0}})}};
     expect_error(

@@ -1,4 +1,4 @@
-// `shard_layer`: what Paddle's does, and what it should.
+// `shard_layer`: the behaviour of Paddle's, and the one that it should have.
 
 #include "dialects/shard_layer.h"
 
@@ -67,7 +67,7 @@ TEST(ShardLayer, SL_04_WhatTheFunctionLeavesIsReplicatedAndNothingIsPlacedTwice)
     shard_layer(model, mesh);
     EXPECT_EQ(placements_of(model->fc1->weight), Placements{Shard{0}});
     EXPECT_TRUE(to_local(model->fc1->weight).detach().is_alias_of(local));
-    // A function may place a layer's tensors before their own turn.
+    // A function may place a layer's tensors before it is called for that layer.
     TwoLayers early;
     shard_layer(early, mesh, [&](const std::string& name, nn::Module&, const DeviceMesh& m) {
       if (name.empty()) distribute_(early->fc1->weight, m, {Shard{1}});
@@ -228,7 +228,7 @@ TEST(ShardLayer, SL_10_OrdinaryInputsCountAsReplicated) {
     EXPECT_EQ(placements_of(y), Placements{Shard{0}});
     EXPECT_EQ(to_local(y).sizes(), (std::vector<int64_t>{2, 6}));
     expect_values(y, plain(x), 1e-6);
-    // One that requires a gradient gets it.
+    // An input that requires a gradient gets it.
     at::Tensor leaf = values({4, 8}).requires_grad_(true),
                other = values({4, 8}).requires_grad_(true);
     layer(leaf).sum().backward();
@@ -305,7 +305,7 @@ TEST(ShardLayer, AFunctionThatThrowsOnOneRankChangesNothingOnAny) {
       EXPECT_TRUE(item.value().requires_grad());
     }
     EXPECT_FALSE(is_dist(model->scale));
-    // It can be tried again, and trained.
+    // The model can be sharded again, and trained.
     auto layer = shard_layer(model, mesh, columns_then_rows);
     layer(values({3, 8})).sum().backward();
     plain(values({3, 8})).sum().backward();

@@ -77,7 +77,7 @@ TEST(ShardOptimizer, SL_50_OtherOptimizersWorkAsWell) {
       return std::make_unique<torch::optim::SGD>(
           p, torch::optim::SGDOptions(0.05).momentum(0.9).dampening(0.1));
     });
-    // Adagrad makes its state when it is made: after the model was sharded, or before.
+    // Adagrad makes its state in its constructor: after the model was sharded, or before.
     expect_trains([](Params p) { return std::make_unique<torch::optim::Adagrad>(p); });
     TwoLayers late, plain;
     torch::optim::Adagrad early(late->parameters()), expected(plain->parameters());

@@ -122,7 +122,7 @@ TEST(ShardTensor, SL_25_EmptyPartsWorkEverywhere) {
     EXPECT_EQ(to_local(tensor).size(0), world.rank() == 0 ? 1 : 0);
     for (const Placement& to : {Placement(Replicate{}), Placement(Shard{1}), Placement(Partial{})})
       expect_values(reshard(tensor, mesh, {to}), plain);
-    // Trained, and clipped, too.
+    // Training and clipping work, too.
     nn::Linear linear(4, 1), expected(4, 1);
     {
       torch::NoGradGuard no_grad;
@@ -166,7 +166,7 @@ TEST(ShardTensor, SL_27_OfNumbersListsAndTensors) {
     EXPECT_EQ(typed.scalar_type(), torch::kDouble);
     const at::Tensor placed = shard_tensor(values({4}), mesh, {Shard{0}}, {.place = torch::kMeta});
     EXPECT_TRUE(placed.is_meta() && to_local(placed).is_meta());
-    // A partial one has the value on the first rank, zeros on the others.
+    // A partial tensor has the value on the first rank, zeros on the others.
     const at::Tensor partial = shard_tensor(torch::full({2}, 66.0), mesh, {Partial{}});
     EXPECT_TRUE(to_local(partial).equal(torch::full({2}, world.rank() == 0 ? 66.0 : 0.0)));
   });

@@ -1,5 +1,5 @@
-// All options of `ShardedDataParallel` with each other: what ranks have after every step is what
-// one process computes for them.
+// All options of `ShardedDataParallel` with each other: after every step, the ranks hold the values
+// that one process computes for them.
 
 #include <fmt/format.h>
 
@@ -29,8 +29,8 @@ struct Combination {
   }
 };
 
-// A quarter of all, of which each value of each option, and each pair of them, has its share.
-// Another quarter for each `which`.
+// A quarter of all combinations, in which each value of each option, and each pair of them, has its
+// share. Each `which` gives another quarter.
 std::vector<Combination> some_combinations(int which) {
   std::vector<Combination> some;
   for (int bits = 0; bits < 128; ++bits) {
@@ -71,14 +71,14 @@ const Kind& kind_of(int index) {
   return kinds.at(index);
 }
 
-// One layer of four is frozen in each step, another one each time.
+// Freezes one layer of four in each step, a different one each time.
 void freeze(NormNet& net, const Combination& options, int step) {
   const auto params = net->parameters();
   for (size_t i = 0; i < params.size(); ++i)
     params[i].requires_grad_(!options.changing || static_cast<int>(i / 2 + step) % 4 != 0);
 }
 
-// A frozen layer may be one from the start.
+// A layer may be frozen from the start.
 NormNet start(const Combination& options) {
   NormNet net = make_net<NormNet>();
   if (options.broadcast) freeze(net, options, 0);
@@ -98,7 +98,7 @@ struct Moment {
   double norm = 0;
 };
 
-// Computes what all ranks do, with a net for each.
+// Does the work of all ranks in one process, with a net for each.
 class OneProcess {
  public:
   OneProcess(const Combination& options, const Kind& kind, int ranks) : options_(options) {
@@ -147,7 +147,7 @@ class OneProcess {
     }
   }
 
-  // In the order of ranks, as reductions sum.
+  // Adds up in the order of ranks, as reductions do.
   void average() {
     for (size_t i = 0; i < nets_[0]->parameters().size(); ++i) {
       at::Tensor sum = nets_[0]->parameters()[i].grad();
@@ -213,7 +213,7 @@ class Ranks {
   ShardedDataParallel<NormNet> model_;
 };
 
-// Bit for bit where the order of sums is one, and averaging is exact.
+// Bit for bit where there is only one order of sums, and averaging is exact.
 double tolerance_for(const Combination& options, const Kind& kind, int ranks) {
   if (!kind.is_exact || ranks == 3) return 2e-5;
   return options.clip ? 1e-5 : 0;

@@ -1,5 +1,5 @@
-// What `ShardedDataParallel` has of a module: its mode, its conversions, its `zero_grad()`, by the
-// ids of its behaviours.
+// `ShardedDataParallel` as a module: its mode, its conversions, its `zero_grad()`, by the ids of
+// its behaviours.
 
 #include "dialects/fairscale.h"
 
@@ -25,7 +25,7 @@ struct SkippingNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(SkippingNet);
 
-// As in one process: a gradient of zeros lets momentum and decay go on, none leaves alone.
+// As in one process: momentum and decay continue with a gradient of zeros, not without a gradient.
 TEST(ShardedDdp, FS_06_WhatWasSetToZeroIsSteppedWithZeros) {
   const SGDOptions options = SGDOptions(0.1).momentum(0.9).weight_decay(0.1);
   for (const int ranks : {1, 2, 3}) {
@@ -60,7 +60,7 @@ TEST(ShardedDdp, FS_06_WhatWasSetToZeroIsSteppedWithZeros) {
   }
 }
 
-// Notes how it was asked to move.
+// Records how it was asked to move.
 struct MovedNetImpl : PlainNetImpl {
   using torch::nn::Module::to;
   void to(torch::Device device, bool non_blocking) override {

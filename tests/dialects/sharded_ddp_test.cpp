@@ -11,7 +11,7 @@ using namespace testing;
 
 const SGDOptions kSgd = SGDOptions(0.1).momentum(0.9);
 
-// Expects what one process gets from the same batches, on 2, 3 and 4 ranks.
+// Expects the result of one process with the same batches, on 2, 3 and 4 ranks.
 template <class Net>
 void expect_parity_of(const ShardedDataParallelOptions& options, double tolerance = -1) {
   for (const int ranks : {2, 3, 4}) {
@@ -122,7 +122,7 @@ TEST(ShardedDdp, FS_04_TheOwnerHasTheMeanGradient) {
         }
         EXPECT_TRUE(torch::allclose(model.full_grad(item.value()), expected[item.key()].grad(),
                                     1e-5, 1e-7));
-        // Not silently empty on the other ranks, as in FairScale.
+        // An error; FairScale's gradient is silently empty on the other ranks.
         expect_error([&] { (void)item.value().grad(); }, {item.key(), "full_grad"});
       }
     });
@@ -168,7 +168,7 @@ TEST(ShardedDdp, FS_06_GradientsAreGoneAfterEveryWayOfClearing) {
   });
 }
 
-// Rounded to fp16 on the way: near what one process gets, and other than in fp32.
+// Messages are rounded to fp16: near the result of one process, with half the bytes of fp32.
 void expect_half_traffic(int64_t bucket) {
   expect_parity_of<PlainNet>({.reduce_buffer_size = bucket, .reduce_fp16 = true}, 2e-3);
   run_world(2, [&](World& world) {
@@ -190,7 +190,7 @@ void expect_half_traffic(int64_t bucket) {
 TEST(ShardedDdp, FS_07_HalfReductionsWorkWithBuckets) { expect_half_traffic(int64_t{1} << 23); }
 TEST(ShardedDdp, FS_08_HalfReductionsWorkWithoutBuckets) { expect_half_traffic(0); }
 
-// Counts warnings that have `text`.
+// Counts warnings that contain `text`.
 class Warnings : public c10::WarningHandler {
  public:
   explicit Warnings(std::string text) : text_(std::move(text)), scope_(this) {}
@@ -225,7 +225,7 @@ void train_with_frozen_layer(World& world, const ShardedDataParallelOptions& opt
     for (int rank = 0; rank < 2; ++rank) (loss_of(*plain, step, rank, 2) / 2).backward();
     optimizer.step();
     alone.step();
-    // LibTorch's fused step rounds in another way than its plain one.
+    // LibTorch's fused step rounds differently from its plain one.
     expect_same_state(plain_state(*net), plain_state(*plain), 1e-6, std::to_string(step));
   }
 }
@@ -235,7 +235,7 @@ TEST(ShardedDdp, FS_09_ChangesOfWhatIsTrainableAreSeenAndRight) {
     Warnings warnings("frozen or unfrozen");
     train_with_frozen_layer(world, {}, [](auto&, int) {});
     EXPECT_EQ(warnings.take(), 2);  // one for each change
-    // Without looking, or with looking on demand, it trains the same.
+    // Without checks, or with checks on demand, it trains the same.
     train_with_frozen_layer(world, {.auto_refresh_trainable = false}, [](auto&, int) {});
     train_with_frozen_layer(world, {.auto_refresh_trainable = false},
                             [](auto& model, int) { model.refresh_trainable(); });
@@ -274,7 +274,7 @@ TEST(ShardedDdp, FS_11_RefreshingWhileGradientsWaitWarns) {
     }
     model.refresh_trainable();
     EXPECT_EQ(warnings.take(), 1);
-    // Ranks that train different parameters learn of it.
+    // Ranks that train different parameters get an error.
     net->first->weight.requires_grad_(world.rank() == 0);
     expect_error([&] { model.refresh_trainable(); },
                  {"same parameters", "'first.weight' trainable", "'first.weight' frozen"});
@@ -450,7 +450,7 @@ TEST(ShardedDdp, FS_17_RanksMayTakeDifferentNumbersOfSteps) {
         }
       });
       expect_replicas(world, *net);
-      // Ranks that were done have stepped, too.
+      // Ranks that were done have taken the steps, too.
       expect_error([&] { optimizer.state_dict(); }, {"after the last step"});
     });
   }
@@ -534,7 +534,7 @@ TEST(ShardedDdp, FS_21_GradientsThatRequireGradientsAreRefused) {
               .backward({}, /*keep_graph=*/true, /*create_graph=*/true);
         },
         {"requires a gradient itself", "last."});
-    // Nothing is left over.
+    // Nothing of the failed backward is left.
     loss_of(model, 0, world.rank(), 2).backward();
     expect_gradients_of(model, net, with_summed_gradients(1));
   });
@@ -557,7 +557,7 @@ TORCH_MODULE(Mixed);
 
 TEST(ShardedDdp, FS_22_DtypesMix) { expect_parity_of<Mixed>({}); }
 
-// Both layers see one memory, and so one parameter.
+// Both layers use the same memory, and so one parameter.
 struct TiedImpl : torch::nn::Module {
   TiedImpl()
       : in(register_module("in", torch::nn::Linear(6, 6))),
@@ -677,7 +677,7 @@ TEST(ShardedDdp, FS_27_IsNotCopied) {
   static_assert(!std::is_copy_assignable_v<ShardedDataParallel<PlainNet>>);
   static_assert(!std::is_copy_constructible_v<OSS<SGD>>);
   run_world(2, [](World& world) {
-    // What the wrapper was made of outlives it, sharded as it is.
+    // The net and the optimizer outlive the wrapper, still sharded.
     PlainNet net = make_net<PlainNet>();
     OSS<SGD> optimizer(net->parameters(), kSgd);
     { ShardedDataParallel<PlainNet> model(net, optimizer); }

@@ -103,7 +103,7 @@ TEST(ShardedGradScaler, FS_61_TheOrderOfCallsIsChecked) {
     expect_misuse([&] { scaler.step(optimizer, [] { return at::Tensor(); }); },
                   "Closure use is not currently supported if GradScaler is enabled.");
     scaler.update();
-    scaler.unscale_(optimizer);  // a new round; the gradients are there still
+    scaler.unscale_(optimizer);  // a new round; the gradients still exist
     EXPECT_TRUE(scaler.step(optimizer));
     scaler.update();
   });
@@ -142,7 +142,7 @@ TEST(ShardedGradScaler, FS_62_ScalesTensorsAndLists) {
   const auto scaled = scaler.scale(std::vector<at::Tensor>{torch::ones({1}), torch::full({1}, 2)});
   ASSERT_EQ(scaled.size(), 2u);
   EXPECT_EQ(scaled[1].item<float>(), 16);
-  // A half loss does not overflow.
+  // A loss in half does not overflow.
   EXPECT_EQ(ShardedGradScaler().scale(torch::full({}, 2, at::kHalf)).item<float>(), 131072);
   EXPECT_THROW(scaler.scale(at::Tensor()), c10::ValueError);
   EXPECT_THROW(scaler.scale(std::vector<at::Tensor>{at::Tensor()}), c10::ValueError);
@@ -213,7 +213,7 @@ TEST(ShardedGradScaler, FS_63_DisabledItDoesNothing) {
     }));
     EXPECT_EQ(calls, 1);
     expect_same_state(plain_state(*net), expected, 1e-6, "disabled");
-    // It would step with what is not finite, as there were no scaler.
+    // It steps with gradients that are not finite, as if there were no scaler.
     optimizer.zero_grad();
     loss_with_inf(net, 3, world, 0).backward();
     EXPECT_TRUE(scaler.step(optimizer));
@@ -232,7 +232,7 @@ TEST(ShardedGradScaler, FS_64_RanksAgreeForEachOptimizer) {
       ShardedDataParallel<PlainNet> model(net, {&a, &b});
       ShardedGradScaler scaler;
       const auto before = plain_state(*net);
-      // On all ranks at once: a sum of what they found would not be 1.
+      // All ranks overflow at once: the sum of their flags would not be 1.
       at::Tensor loss = loss_of(model, 0, world.rank(), ranks) + net->last->bias.sum() * kInf;
       scaler.scale(loss).backward();
       EXPECT_TRUE(scaler.step(a));
@@ -261,7 +261,7 @@ TEST(ShardedGradScaler, FS_64_AnOssByItselfIsSkippedOnAllRanks) {
     OSS<SGD> optimizer(net->parameters(), kSgd);
     ShardedGradScaler scaler;
     const auto before = plain_state(*net);
-    // Of the gradients of one rank, which its own part need not show.
+    // One element of one parameter is not finite; a rank's own part need not contain it.
     for (const auto& item : net->named_parameters()) {
       optimizer.zero_grad();
       for (at::Tensor& param : net->parameters()) param.mutable_grad() = torch::ones_like(param);
@@ -292,7 +292,7 @@ TEST(ShardedGradScaler, FS_64_StateIsThatOfTheOptimizerAfterSkippedSteps) {
     optimizer.zero_grad();
     scaler.scale(loss_of(model, 0, world.rank(), 2)).backward();
     EXPECT_TRUE(scaler.step(optimizer));
-    // What was gathered before the step is not the state any more.
+    // State that was gathered before the step is outdated.
     expect_error([&] { optimizer.state_dict(); }, {"must be gathered"});
     EXPECT_EQ(optimizer.state_dict(true).state.size(), 6u);
   });

@@ -1,4 +1,4 @@
-// What a `ShardedModelV2` takes from rank 0, leaves of gradients and gives back.
+// `ShardedModelV2`: buffers taken from rank 0, gradients left by zero_grad(), and unwrapping.
 
 #include "dialects/colossalai.h"
 #include "model/sharded_state.h"
@@ -6,7 +6,7 @@
 namespace tessera::testing {
 namespace sharded_model_handover_test {
 
-// Statistics of the rows that it has seen.
+// Has running statistics of the rows that it has seen.
 struct NormTowerImpl : torch::nn::Module {
   NormTowerImpl()
       : first(register_module("first", torch::nn::Linear(6, 13))),
@@ -29,12 +29,12 @@ TEST(ShardedModelV2, CO_19_BuffersAreRankZerosIfAskedFor) {
         ShardedOptimizerV2 optimizer(model, adam, kSmallScale);
         train_tower(model, optimizer, world, 3);
         model.eval();
-        model.forward(tower_batch(0).x);  // before it they become rank 0's
+        model.forward(tower_batch(0).x);  // with `sync`, first takes rank 0's
         const at::Tensor mean = net->norm->running_mean.clone();
         const at::Tensor first = mean.clone();
         world.process_group()->broadcast(first, 0, {"mean", Channel::kControl})->wait();
         EXPECT_EQ(torch::equal(mean, first), sync || world.rank() == 0);
-        // That of a run on rank 0's rows.
+        // Rank 0's value is the mean of its own rows.
         EXPECT_TRUE(sync || ranks == 1 || world.rank() == 0 || !torch::equal(mean, first));
       }
     });
@@ -57,7 +57,7 @@ TEST(ShardedModelV2, ZerosOrNoneIsLeftOfGradients) {
       const auto before = model.sharded().full_state();
       step_of_head();
       const auto after = model.sharded().full_state();
-      // Decay and moments go on where a gradient is zero, and not where there is none.
+      // Decay and moments continue where a gradient is zero, and not where there is none.
       EXPECT_EQ(torch::equal(before[0].tensor, after[0].tensor), set_to_none);
     }
   });
@@ -80,7 +80,7 @@ TEST(ShardedModelV2, IsUnwrappedToAnOrdinaryModule) {
           EXPECT_EQ(param.storage().nbytes(), param.nbytes());
         }
         train_tower_alone(*net, adam, ranks, 2);
-        // As if the first two steps had been the same ones.
+        // The same steps in one process.
         train_tower_alone(*plain, alone, ranks, 2);
         train_tower_alone(*plain, alone, ranks, 2);
         expect_same_state(plain_state(*net), plain_state(*plain), 1e-5, "went on alone");

@@ -83,7 +83,7 @@ TEST(ShardedModelV2, CO_06_HalfModelsTrainAsInOneProcess) {
   });
 }
 
-// What reaches a forward, of several types.
+// Records the inputs, of several types, that reach a forward.
 struct SeesImpl : torch::nn::Module {
   SeesImpl() : fc(register_module("fc", torch::nn::Linear(2, 2))) {}
   at::Tensor forward(const std::vector<at::Tensor>& list,
@@ -150,7 +150,7 @@ TEST(ShardedModelV2, CO_08_BackwardGoesThroughTheModelOrTheOptimizer) {
     check(gradient(
         [&](auto&, auto& optimizer, const at::Tensor& y) { optimizer.backward_by_grad(y, ones); },
         1024));
-    // Both in one step would add what does not belong together.
+    // Both in one step would add scaled and unscaled gradients.
     expect_error(
         [&] {
           gradient(
@@ -206,7 +206,7 @@ TEST(ShardedModelV2, CO_09_GradientsMayBeDividedBeforeTheyAreReduced) {
   EXPECT_EQ(automatic(8), 4);
 }
 
-// What a step sends of gradients. The world's process group must be a counting one.
+// Counts a step's reductions of gradients. The world's process group must be a counting one.
 CollectiveCounts::Entry reductions_of_a_step(World& world, const ShardedModelV2Options& options) {
   Tower net = zero_net<Tower>();
   ShardedModelV2<Tower> model(net, kTensor, options);
@@ -377,7 +377,7 @@ TEST(ShardedModelV2, CO_17_StateIsThatOfThePlainModel) {
       plain->to(torch::kHalf);
       plain->calls.set_data(plain->calls.to(torch::kLong));
       expect_same_state(model.state_dict(), plain_state(*plain), 0, "state_dict");
-      // Loading is right whatever was there, and keeps what half can't hold for the optimizer.
+      // Loading replaces all values, and keeps digits that half can't hold for the optimizer.
       Tower other = eager_net<Tower>(8);
       model.load_state_dict(plain_state(*other));
       const at::Tensor master = model.sharded().state()->units()[0]->updated();

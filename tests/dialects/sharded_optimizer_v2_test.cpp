@@ -41,7 +41,7 @@ TEST(ShardedOptimizerV2, CO_30_MastersAreFloats) {
       for (int step = 0; step < 3; ++step) EXPECT_TRUE(job.step(world));
       const auto& unit = *job.model.sharded().state()->units()[0];
       EXPECT_EQ(unit.updated().scalar_type(), torch::kFloat);
-      // What is used is the rounded master.
+      // The parameter in use is the rounded master.
       const at::Tensor full = job.net->first->weight.flatten() + 0;
       const auto [begin, end] = unit.updated_range(unit.layout().slots[0]);
       EXPECT_EQ(full.scalar_type(), torch::kHalf);
@@ -60,7 +60,7 @@ TEST(ShardedOptimizerV2, CO_30_AnOverflowSkipsTheStepOnAllRanks) {
       EXPECT_FALSE(job.step(world, [&](int rank) { return rank == ranks - 1; }));
       expect_same_state(job.model.state_dict(), before, 0, "skipped");
       EXPECT_EQ(job.optimizer.loss_scale(), 32768);
-      // Its gradients are forgotten.
+      // The gradients of the skipped step are dropped.
       expect_error([&] { job.optimizer.step(); }, {"there must be a backward"});
       EXPECT_TRUE(job.step(world));
       for (const NamedTensor& item : job.model.state_dict())
@@ -71,7 +71,7 @@ TEST(ShardedOptimizerV2, CO_30_AnOverflowSkipsTheStepOnAllRanks) {
 
 TEST(ShardedOptimizerV2, CO_30_RanksWithOtherPartsOfTheModelSkipTogether) {
   run_world(4, [](World& world) {
-    // Ranks 0, 1 and 2, 3 have a model each.
+    // Ranks 0, 1 and ranks 2, 3 have a model each.
     const DeviceMesh mesh = DeviceMesh::over_world({2, 2}, {"mp", "dp"});
     Job job({.mp_process_group = mesh.process_group(0)}, kFloatShards,
             {.process_group = mesh.process_group(1)});
@@ -127,7 +127,7 @@ TEST(ShardedOptimizerV2, CO_31_AShareOfTheMarginIsFilledOnce) {
     const int64_t some = offloaded_after(0.0015, 1 << 20, 2);
     EXPECT_GT(some, 0);
     EXPECT_LT(some, all);
-    // Numbers do not depend on it.
+    // Results do not depend on the ratio.
     const auto train = [&](double ratio) {
       ShardedModelV2Options model{.tensor_placement_policy = "cpu", .use_memory_tracer = true};
       model.memory_budget = 1 << 20;
@@ -156,7 +156,7 @@ TEST(ShardedOptimizerV2, CO_32_TheScaleHasHysteresisAndBounds) {
     EXPECT_EQ(step(true), 64);  // the first overflow is forgiven
     EXPECT_EQ(step(true), 32);  // the second and each later one are not,
     EXPECT_EQ(step(false), 32);
-    EXPECT_EQ(step(true), 16);  // steps between them or not,
+    EXPECT_EQ(step(true), 16);  // even with steps in between,
     for (const double expected : {16., 16., 32.}) EXPECT_EQ(step(false), expected);
     EXPECT_EQ(step(true), 32);  // until the scale has grown
     EXPECT_EQ(step(true), 16);
@@ -164,7 +164,7 @@ TEST(ShardedOptimizerV2, CO_32_TheScaleHasHysteresisAndBounds) {
     for (int i = 0; i < 30; ++i) step(false);
     EXPECT_EQ(job.optimizer.loss_scale(), 128);
   });
-  // A start that half can use from the first step on.
+  // An initial scale that half can use from the first step on.
   EXPECT_EQ(ShardedOptimizerV2Options().initial_scale, 65536);
   EXPECT_EQ(ShardedOptimizerV2Options().max_scale, std::pow(2., 32));
   EXPECT_EQ(ShardedOptimizerV2Options().growth_interval, 1000);
@@ -189,7 +189,7 @@ TEST(ShardedOptimizerV2, CO_33_ClippingSeesUnscaledGradients) {
       EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-5 * norm);
       expect_error([&] { job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks)); },
                    {"unscaled by clip_grad_norm()"});
-      // Forgotten, they may be made again.
+      // After zero_grad(), a new backward is allowed.
       job.optimizer.zero_grad();
       job.optimizer.backward(tower_loss(job.model, 5, world.rank(), ranks));
       EXPECT_NEAR(job.optimizer.clip_grad_norm(1e9), norm, 1e-5 * norm);
@@ -244,7 +244,7 @@ TEST(ShardedOptimizerV2, CO_35_MemoryIsExact) {
       EXPECT_EQ(masters, expected);
       EXPECT_TRUE(job.step(world));
       EXPECT_EQ(job.optimizer.get_memory_usage().second, expected + 2 * 4 * params);
-      // Gradients are none of it, and zero_grad() forgets them.
+      // Gradients are not counted, and zero_grad() frees them.
       EXPECT_GT(job.optimizer.sharded().memory().gradients, 0);
       job.optimizer.zero_grad();
       EXPECT_EQ(job.optimizer.sharded().memory().gradients, 0);
@@ -276,7 +276,7 @@ TEST(ShardedOptimizerV2, CO_36_StateGoesToAnyNumberOfRanks) {
         EXPECT_TRUE(job.step(world));
         expect_same_state(job.model.state_dict(), expected, from == to ? 0 : 1e-5,
                           fmt::format("{} to {}", from, to));
-        // Without a scaler, as from a plain optimizer.
+        // State without a scaler, as from a plain optimizer.
         job.optimizer.load_state_dict({.optimizer = state.optimizer, .scaler = {}});
         EXPECT_EQ(job.optimizer.loss_scale(), 512);
       });

@@ -52,7 +52,7 @@ inline std::unique_ptr<torch::optim::Optimizer> make_adamw(Net& net) {
                                                torch::optim::AdamWOptions(1e-3).weight_decay(1e-5));
 }
 
-/// What is trained and how; the same alone and sharded.
+/// A training setup, for one process and for sharded runs alike.
 struct Training {
   MakeNet net = make_mlp;
   MakeOptimizer optimizer = make_sgd;
@@ -63,7 +63,7 @@ struct Training {
   std::function<void(Net&, int)> before_step = [](Net&, int) {};
 };
 
-/// The gradients of one step: `backwards` of them, each on a part of this rank's rows.
+/// Computes the gradients of one step: `backwards` times, each on a part of this rank's rows.
 template <class Forward>
 void accumulate(const Training& training, int step, int rank, int size, Forward&& forward) {
   const Batch batch = global_batch(step, kRows, kIn, kOut);
@@ -104,7 +104,7 @@ inline std::vector<NamedTensor> train_as_rank(const World& world, const std::str
   return model.full_state();
 }
 
-/// Trains on `ranks` ranks, expects that they end with the same bits, and returns them.
+/// Trains on `ranks` ranks, expects the same bits on all of them, and returns the state.
 inline std::vector<NamedTensor> train_sharded(int ranks, const std::string& level,
                                               const Training& training) {
   std::vector<std::vector<NamedTensor>> states(ranks);
@@ -117,7 +117,7 @@ inline std::vector<NamedTensor> train_sharded(int ranks, const std::string& leve
   return states[0];
 }
 
-/// Expects that every level gives on 1, 2 and 3 ranks what one process gives.
+/// Expects that every level gives the result of one process, on 1, 2 and 3 ranks.
 inline void expect_parity(const Training& training, double tolerance = 2e-6) {
   const auto expected = train_alone(training);
   for (const std::string level : {"os", "os_g", "p_g_os"}) {

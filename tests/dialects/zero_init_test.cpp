@@ -16,7 +16,7 @@ TEST(ZeroInit, CO_01_ModelsMustBeBuiltInAContext) {
   run_world(2, [](World& world) {
     expect_error([] { ShardedModelV2<Tower>(eager_net<Tower>(), kTensor); },
                  {"You must use ZeroInitContext to init your module first", "first.weight"});
-    // On one rank only: all of them hear of it.
+    // On one rank only: all ranks report it.
     Tower net = world.rank() == 0 ? zero_net<Tower>() : eager_net<Tower>();
     expect_error([&] { ShardedModelV2<Tower>(net, kTensor); }, {"You must use ZeroInitContext"});
     Tower converted = zero_net<Tower>();
@@ -98,7 +98,7 @@ TEST(ZeroInit, CO_02_ACountThatDoesNotFitStaysTheLargestNumber) {
 
 struct WideImpl : torch::nn::Module {
   WideImpl() : fc(register_module("fc", torch::nn::Linear(300, 100))) {
-    // As constructors do that initialize once more.
+    // Initializes once more, as some constructors do.
     const torch::NoGradGuard no_grad;
     fc->weight.normal_(0, 0.02);
   }
@@ -151,7 +151,7 @@ struct ExpertsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Experts);
 
-// In one process: the gate gets the mean of what all ranks' rows give, an expert those of its own.
+// In one process: the gate gets the mean over all ranks' rows, an expert only that of its own rows.
 void step_experts(std::vector<Experts>& nets, int64_t step) {
   const int ranks = static_cast<int>(nets.size());
   for (int rank = 0; rank < ranks; ++rank) tower_loss(*nets[rank], step, rank, ranks).backward();

@@ -1,4 +1,4 @@
-// Placing the tensors of a module, and what a partition must not do to it.
+// Placing the tensors of a module, and partitions that are refused.
 
 #include <gtest/gtest.h>
 #include <tessera/distribute_module.h>
@@ -31,7 +31,7 @@ std::string error_of(const std::function<void()>& f) {
   return "no error";
 }
 
-// Expects an error on all ranks, and that what the module has registered is as it was.
+// Expects an error on all ranks, and that the module's registered tensors are unchanged.
 void expect_refused(Pair& pair, const DeviceMesh& mesh, const PartitionFn& partition,
                     const std::string& name) {
   const std::string text = error_of([&] { distribute_module(*pair, mesh, partition); });
@@ -66,7 +66,7 @@ TEST(DistributeModule, AMemberThatIsAssignedToIsAnErrorOnAllRanks) {
             if (name.empty()) pair->scale = distribute(pair->scale, mesh, {});
           },
           "scale");
-      // Also that of another module than the one that the partition was called for.
+      // Also for a member of another module than the one that the partition was called for.
       expect_refused(
           from_root, mesh,
           [](const std::string& name, nn::Module& module, const DeviceMesh& mesh) {

@@ -4,7 +4,7 @@
     snippets.py OUTPUT DOCUMENT...
 
 A block with a main() stands in a namespace, one that defines forward() in a class, and any other in a function; all of
-guide.md in a namespace in_guide. What they use without declaring it is in surroundings.h. Programs come first, after no
+guide.md in a namespace in_guide. Undeclared names that they use are in surroundings.h. Programs come first, after no
 other headers than those that each of them includes: they compile with what they show. Errors name the document's line.
 """
 import pathlib
@@ -23,7 +23,7 @@ def is_program(code):
 
 
 def frame(number, code):
-    """What stands before a block and after it."""
+    """The text before a block and after it."""
     if is_program(code):
         return f"namespace snippet_{number} {{", "}"
     if re.search(r"^torch::Tensor forward\(", code, re.MULTILINE):
@@ -32,7 +32,7 @@ def frame(number, code):
 
 
 def translated(document):
-    """For each block its code, and what it becomes."""
+    """Yields the code of each block, and its translation."""
     text = document.read_text()
     for number, match in enumerate(BLOCK.finditer(text)):
         code = match[1]

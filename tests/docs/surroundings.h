@@ -1,13 +1,13 @@
 #pragma once
 
-// What the documents' snippets use without saying where it comes from: a user's model, data and
-// loop. They are compiled and linked, to see that they can be; nothing of this runs. No header is
-// included here: the programs of the documents include what they and this need.
+// Declarations that the documents' snippets use without showing them: a user's model, data and
+// loop. They are compiled and linked as a check; nothing of this runs. No header is included here:
+// the programs of the documents include the headers that they and this file need.
 namespace snippets {
 
 namespace dist = tessera::paddle;
 
-/// Something that exists already.
+/// Stands for an object that exists already.
 template <class T>
 T& some() {
   std::abort();

@@ -22,7 +22,7 @@ const std::vector<ShardLevel> kLevels = {ShardLevel::kNone, ShardLevel::kOptimiz
 
 TrainingRun mlp_run() { return sgd_run<Mlp>(37, 2, 5); }
 
-// What one process gets from `micro` batches a step.
+// Trains in one process with `micro` batches a step.
 std::vector<NamedTensor> train_alone_on(const TrainingRun& run, int micro) {
   const auto net = run.make_net();
   const auto optimizer = run.make_optimizer(*net);
@@ -137,7 +137,7 @@ TEST(Accumulation, EveryZeroGradClearsTheGradients) {
         run_world(ranks, [&](World& world) {
           Job job(run, world, {.level = level, .unit_bytes = 6000});
           for (int step = 0; step < kSteps; ++step) {
-            job.backward(77);  // to be forgotten
+            job.backward(77);  // to be dropped
             if (step == 1) job.backward_without_sync(78);
             ways[way](job);
             job.backward(step * 10);

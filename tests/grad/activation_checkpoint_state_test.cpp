@@ -1,4 +1,4 @@
-// What surrounds a checkpoint's function when it runs again, and what is refused.
+// The state around a checkpoint's function when it runs again, and refused uses.
 #include <gtest/gtest.h>
 #include <tessera/activation_checkpoint.h>
 #include <torch/script.h>

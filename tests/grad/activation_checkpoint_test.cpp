@@ -46,12 +46,12 @@ void expect_equal(const Tensors& actual, const Tensors& expected) {
   }
 }
 
-// What `run` returns as a loss gives to `leaves`, all from one random state.
+// Returns the gradients of `leaves` for the loss that `run` returns, all from one random state.
 Tensors gradients(const std::function<Tensor()>& run, const Tensors& leaves) {
   for (const Tensor& leaf : leaves) leaf.mutable_grad().reset();
   manual_seed(11);
   run().backward();
-  Tensors grads = {torch::rand({3})};  // tells whether as many numbers were drawn
+  Tensors grads = {torch::rand({3})};  // shows whether as many numbers were drawn
   for (const Tensor& leaf : leaves) grads.push_back(leaf.grad());
   return grads;
 }
@@ -201,7 +201,7 @@ TEST(ActivationCheckpoint, TakesFunctionsOfAnyKind) {
                gradients([&] { return net->forward(x).sum(); }, {x}));
   expect_equal(gradients([&] { return checkpoint(sequence, x).sum(); }, {x}),
                gradients([&] { return sequence->forward(x).sum(); }, {x}));
-  // Starts each time from what it was.
+  // Each run starts from the function's initial state.
   const auto counting = [&] {
     return [calls = 0](const Tensor& x) mutable { return (x * ++calls).exp(); };
   };
@@ -307,7 +307,7 @@ TEST(ActivationCheckpoint, WorksAlsoAfterAnotherEngineWasInstalled) {
   }
 }
 
-// Reads what it saved twice.
+// Reads its saved tensors twice.
 struct ReadsTwice : torch::autograd::Function<ReadsTwice> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x) {
     context->save_for_backward({x, x.sin()});

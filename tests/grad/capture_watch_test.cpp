@@ -1,4 +1,4 @@
-// What torch::autograd::grad() gives of a sharded model.
+// torch::autograd::grad() on a sharded model.
 #include "grad/capture_watch.h"
 
 #include <gtest/gtest.h>
@@ -105,7 +105,7 @@ TEST(CaptureWatch, ARankThatIsAloneHasNothingToReduce) {
       {1});
 }
 
-// A layer that computes again in backward, and gives on what autograd::grad() returns.
+// A layer that recomputes in backward, and passes on the results of autograd::grad().
 struct Again : torch::autograd::Function<Again> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
                                torch::Tensor weight) {

@@ -1,5 +1,4 @@
-// Gradients as a whole: their norm, clipping, full_grad, sums in place of means, and what is
-// refused.
+// Gradients as a whole: their norm, clipping, full_grad, sums in place of means, and refused calls.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

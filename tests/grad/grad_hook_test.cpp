@@ -1,4 +1,4 @@
-// Hooks of the user's on gradients of sharded parameters.
+// User hooks on gradients of sharded parameters.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -34,7 +34,7 @@ torch::Tensor loss_of(Mlp& net, int rank, int size, int step = 0) {
   return rank_loss(net, global_batch(step, 12, 37, 5), rank, size, step);
 }
 
-// The gradient that a rank has of fc0's weight, before anything is reduced.
+// The gradient of fc0's weight on one rank, before any reduction.
 torch::Tensor local_gradient(int rank, int size, int step = 0) {
   const auto net = make_mlp();
   loss_of(*net, rank, size, step).backward();
@@ -232,7 +232,7 @@ TEST(GradHook, IsTheUsersAloneAgainWhenTheModelIsGivenBack) {
   });
 }
 
-// Somebody else may have put metadata of their own in place of ours.
+// Other code may have replaced our metadata by its own.
 TEST(GradHook, WhoseMetadataIsGoneIsMissedAtTheEndOfBackwardOnAllRanks) {
   on_worlds([](World& world, const ShardPlan& plan) {
     auto sharded = fully_shard(make_mlp(), plan);
@@ -263,7 +263,7 @@ TEST(GradHook, AGradientSetByHandIsNotSteppedOnSilentlyAndReduceTakesIt) {
     expect_gradient(sharded, torch::full({37, 37}, mean));
     optimizer.step();
     EXPECT_TRUE(torch::allclose(sharded->fcs[0]->weight * 1, start - 0.1 * mean, 1e-5, 1e-6));
-    // Also without a backward, and forgotten like others.
+    // Also without a backward, and cleared like others.
     optimizer.zero_grad();
     sharded->fcs[0]->weight.mutable_grad() = by_hand();
     sharded.reduce();
@@ -280,7 +280,7 @@ TEST(GradHook, AGradientSetByHandCountsInTheNextBackward) {
     sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37});
     loss_of(*sharded, world.rank(), world.size()).backward();
     expect_gradient(sharded, mean_of(world.size(), [](const auto& g) { return g + 1; }));
-    // And of a parameter that the backward does not use.
+    // Also for a parameter that the backward does not use.
     sharded.zero_grad();
     sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37});
     sharded->head->weight.square().sum().backward();

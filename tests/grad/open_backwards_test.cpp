@@ -66,7 +66,7 @@ TEST(OpenBackwards, ThatMayOverlapAreOverWithTheLast) {
   EXPECT_TRUE(backwards.end(5));
 }
 
-// Backward waits here for the other thread's.
+// A backward that waits here for the other thread's.
 struct Meeting : torch::autograd::Function<Meeting> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
                                std::function<void()>* meet) {
@@ -92,8 +92,7 @@ struct Meets : Net {
   torch::nn::Linear first{nullptr}, head{nullptr};
 };
 
-// Two backwards, of which the second begins and ends while the first one waits, or which go on
-// together.
+// Two backwards: the second begins and ends while the first one waits, or both go on together.
 struct TwoBackwards {
   explicit TwoBackwards(Meets& net, const torch::Tensor& x) {
     net.meet = &first_meets;

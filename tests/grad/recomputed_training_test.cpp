@@ -1,4 +1,4 @@
-// Training with checkpoints on sharded models: bit for bit what it is without them.
+// Training with checkpoints on sharded models: bit-identical to training without them.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/activation_checkpoint.h>
@@ -34,7 +34,7 @@ struct BlockImpl : nn::Module {
 };
 TORCH_MODULE(Block);
 
-// The second and the last block are one; a rank of odd number leaves out the third in odd steps.
+// The second block is also the last one; odd ranks leave out the third in odd steps.
 struct Blocks : Net {
   explicit Blocks(Use use) : use(use) {
     for (int i = 0; i < 4; ++i)
@@ -85,8 +85,8 @@ Trained train(const Case& which, Use use, World& world) {
   const auto backward = [&](int step, int batch) {
     const auto loss = [&] {
       const Autocast autocast(which.autocast);
-      // Ranks as threads share the cache of casted parameters, and drop each other's: a parameter
-      // that is used twice would be cast once or twice.
+      // Ranks as threads share the cache of cast parameters, and drop each other's entries: a
+      // parameter that is used twice would be cast once or twice.
       at::autocast::set_autocast_cache_enabled(false);
       return rank_loss(*net, global_batch(batch, 12, 37, 5), world.rank(), world.size(), step);
     }();
@@ -109,7 +109,7 @@ Trained train(const Case& which, Use use, World& world) {
   return trained;
 }
 
-// Checkpoints cost no reduction.
+// Expects that checkpoints add no reduction.
 void expect_same_counts(const std::vector<CollectiveCounts>& actual,
                         const std::vector<CollectiveCounts>& expected, const std::string& name) {
   ASSERT_EQ(actual.size(), expected.size()) << name;
@@ -183,7 +183,7 @@ TEST(RecomputedTraining, IsTheSameWithAccumulationUnderAutocastAtEveryLevelSlow)
   }
 }
 
-// The second run of a block gathers what its backward needs, and finds what the last one left.
+// The second run of a block gathers the weights for its backward, and reuses those still gathered.
 TEST(RecomputedTraining, GathersNoMoreWhereABlockIsAUnit) {
   run_world(2, [](World& world) {
     const Case which{{.level = kParameters, .unit_bytes = kBlockBytes}, 2};
@@ -204,7 +204,7 @@ TEST(RecomputedTraining, IsTheSameOverTheArena) {
   }
 }
 
-// With dropout, for which every rank draws the numbers of one process.
+// Trains with dropout, for which every rank draws the numbers of one process.
 std::vector<Tensor> train_dist(World&, ShardLevel level, bool use) {
   const auto mesh = DeviceMesh::over_world({2, 2}, {"dp", "tp"});
   NormMlp mlp = make_norm_mlp();

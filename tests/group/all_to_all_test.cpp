@@ -87,7 +87,7 @@ TEST_P(AllToAllContract, UndefinedAndEmptyTensorsStandForNothing) {
     auto to = messages_to_all(pg, numel, torch::kDouble);
     for (auto* const messages : {&from, &to}) {
       for (int r = 0; r < pg.size(); ++r) {
-        // Of what nobody looks at, neither dtype nor shape matters.
+        // The dtype and shape of an empty message do not matter.
         if ((*messages)[r].numel() == 0)
           (*messages)[r] = r % 2 == 0 ? torch::Tensor() : torch::zeros({3, 0}, torch::kInt32);
       }
@@ -113,7 +113,7 @@ TEST_P(AllToAllContract, OwnMessageMayBeInPlace) {
   });
 }
 
-// Messages are parts of one tensor, and one part goes to all.
+// Messages may be parts of one tensor, and one part may go to all ranks.
 TEST_P(AllToAllContract, MessagesMayBeViewsAndTheSameForAll) {
   run([&](ProcessGroup& pg) {
     const int64_t n = 60'000;
@@ -144,7 +144,7 @@ TEST_P(AllToAllContract, InputsMayBeOverwrittenAfterWaitInputs) {
   });
 }
 
-// Between other collectives of its channel, while other channels have another order on each rank.
+// Other collectives share its channel, and each rank has an order of its own among channels.
 TEST_P(AllToAllContract, KeepsItsPlaceAmongOtherCollectives) {
   run([&](ProcessGroup& pg) {
     constexpr int kRounds = 12;
@@ -278,7 +278,7 @@ TEST_P(AllToAllContract, DecoratorsCountAndRecord) {
 
 TEST_P(AllToAllContract, FaultsAreInjected) {
   run([&](ProcessGroup& pg) {
-    // Of the same ranks: they go on as one.
+    // A wrapper of the same ranks: all of them fail, and go on, together.
     const auto faulty = fault_process_group(ProcessGroupPtr(&pg, [](ProcessGroup*) {}),
                                             {{.name = "all_to_all", .nth = 1}});
     const auto exchange = [&] {
@@ -313,7 +313,7 @@ INSTANTIATE_TEST_SUITE_P(SeveralHosts, AllToAllOnHosts,
                            return std::to_string(std::get<1>(info.param)) + "Ranks";
                          });
 
-// What rank 0 sends rank 1, and what rank 1 expects.
+// The message that rank 0 sends to rank 1, and the one that rank 1 expects.
 struct Disagreement {
   std::string name;
   torch::Tensor sent, expected;
@@ -321,8 +321,8 @@ struct Disagreement {
 
 class AllToAllDisagreement : public ::testing::TestWithParam<std::tuple<Kind, Disagreement>> {};
 
-// No rank may take what was not meant so, and at least one is told: where the ranks can compare
-// beforehand, all are, and go on.
+// No rank may accept a message that does not match, and at least one gets an error; where the ranks
+// can compare beforehand, all get one, and go on.
 TEST_P(AllToAllDisagreement, IsAnErrorThatNamesTheCollective) {
   const auto& [kind, disagreement] = GetParam();
   const bool all_are_told = kind != Kind::kGloo;

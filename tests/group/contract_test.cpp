@@ -1,4 +1,4 @@
-// What every process group must do, checked for each implementation and for 1 to 4 ranks.
+// The contract of all process groups, checked for each implementation and for 1 to 4 ranks.
 #include "support/contract.h"
 
 #include <gtest/gtest.h>
@@ -119,7 +119,7 @@ TEST_P(ProcessGroupContract, BroadcastCopiesFromEachRoot) {
   });
 }
 
-// A tensor of which LibTorch only notes that it is negated: its memory holds the opposite values.
+// A tensor that LibTorch only marks as negated: its memory holds the opposite values.
 torch::Tensor noted(const torch::Tensor& tensor) { return at::_neg_view(-tensor); }
 
 TEST_P(ProcessGroupContract, NegatedAndConjugatedTensorsAreSentAndReceivedAsTheirValues) {

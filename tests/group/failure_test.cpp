@@ -1,4 +1,4 @@
-// What ranks are told when others fail, come late or do something else.
+// Errors on ranks when others fail, come late or do something else.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -171,7 +171,7 @@ TEST(Failure, OfOneRankReachesTheOthersBeforeTheTimeout) {
             const auto work =
                 world.process_group()->all_reduce(tensor, ReduceOp::kSum, {.subject = "x"});
             const std::string message = message_of([&] { work->wait(); });
-            // Whoever notices first leaves, too: any peer may be the one that a rank lost.
+            // The rank that notices first leaves, too: any peer may be the one that a rank lost.
             expect_contains(message, {"[all_reduce] unit 'x'", "failed before the timeout"});
           },
           30s),

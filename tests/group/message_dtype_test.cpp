@@ -13,7 +13,7 @@ struct MessageDtypeContract : ProcessGroupContract {
   Kind kind() const { return std::get<0>(GetParam()); }
 };
 
-// Of the messages and of the result.
+// The dtypes of the messages and of the result.
 constexpr std::pair<at::ScalarType, at::ScalarType> kPairs[] = {{at::kBFloat16, at::kFloat},
                                                                 {at::kHalf, at::kFloat},
                                                                 {at::kFloat, at::kBFloat16},
@@ -29,7 +29,7 @@ TEST_P(MessageDtypeContract, ReduceScatterTakesPiecesScalesAndAccumulates) {
           for (int r = 0; r < pg.size(); ++r) {
             auto flat = values(bounds.back(), dtype, r);
             Cut of_rank = cut(flat, /*with_undefined=*/r % 2 == 0);
-            sum += flat;  // without what is undefined
+            sum += flat;  // undefined pieces count as zeros
             if (r == pg.rank()) own = of_rank;
           }
           auto out = torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0, out_dtype);
@@ -88,7 +88,7 @@ TEST_P(MessageDtypeContract, OfNoPieceAtAllNothingIsStored) {
       auto out = torch::full({3}, 7.0, out_dtype);
       pg.reduce_scatter(out, {}, bounds, {.dtype = dtype}, kTag)->wait();
       EXPECT_TRUE(out.eq(7).all().item<bool>());
-      // Zeros on all ranks.
+      // A piece of zeros, without data, on all ranks.
       pg.reduce_scatter(out, {{0, {}, bounds.back()}}, bounds, {.accumulate = true, .dtype = dtype},
                         kTag)
           ->wait();

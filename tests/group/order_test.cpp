@@ -1,4 +1,4 @@
-// Ranks that issue collectives of equal sizes in another order must not take each other's tensors.
+// Ranks that issue collectives of equal sizes in different orders must not mix up their tensors.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -22,7 +22,7 @@ constexpr CollectiveTag kSecond{.subject = "second", .channel = Channel::kContro
 
 class OrderOfCollectives : public ::testing::TestWithParam<Kind> {
  protected:
-  // `issue` waits for what it issues.
+  // `issue` waits for the collective that it issues.
   static void expect_refused(
       const std::function<void(ProcessGroup&, const CollectiveTag&)>& issue) {
     const auto transport = GetParam() == Kind::kArena ? Transport::kArena : Transport::kGloo;
@@ -32,7 +32,7 @@ class OrderOfCollectives : public ::testing::TestWithParam<Kind> {
       try {
         issue(*pg, is_first ? kFirst : kSecond);
         issue(*pg, is_first ? kSecond : kFirst);
-        pg->barrier(kLast);  // who only sends learns it from the others' silence
+        pg->barrier(kLast);  // a mere sender learns it from the others' silence
         ADD_FAILURE() << "rank " << world.rank() << " was told nothing";
       } catch (const c10::DistBackendError& error) {
         const std::string text = error.what_without_backtrace();

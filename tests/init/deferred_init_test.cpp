@@ -1,4 +1,4 @@
-// A model built in a DeferredInit scope is the model built without one, but for its memory.
+// A model built in a DeferredInit scope equals the model built without one, but for its memory.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -51,7 +51,7 @@ Maker module_of(Args... args) {
   return [=] { return Module(args...).ptr(); };
 }
 
-// Values are asked for in reverse, so that nothing depends on their order.
+// Reads the values in reverse order, so that nothing depends on the order.
 void expect_as_eager(const std::string& what, const Maker& make, bool defers = true) {
   SCOPED_TRACE(what);
   torch::Tensor eager_end, deferred_end;

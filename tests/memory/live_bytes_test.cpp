@@ -84,8 +84,8 @@ TEST(LiveBytes, NothingIsRememberedWhenNobodyCounts) {
   EXPECT_LE(counter->now(), -50);
 }
 
-// A page that several processes map counts in part for each: one that loads LibTorch beside this
-// test takes some of ours off, and gives it back as it ends. So there are many attempts.
+// A page that several processes map counts partly for each: a process that loads LibTorch beside
+// this test lowers this process's share, and restores it as it ends. Hence the many attempts.
 TEST(ProcessMemory, PssGrowsWithTouchedPages) {
   constexpr int64_t nbytes = 64 << 20, tolerance = 1 << 20;
   int64_t untouched = 0, touched = 0;

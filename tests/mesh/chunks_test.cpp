@@ -8,7 +8,7 @@ namespace chunks_test {
 
 using Sizes = std::vector<int64_t>;
 
-// What the rank at `coordinate` has of `tensor`, cut by torch::chunk.
+// The part of `tensor` on the rank at `coordinate`, cut by torch::chunk.
 torch::Tensor chunked(torch::Tensor tensor, const Placements& placements, const Sizes& mesh_shape,
                       const Sizes& coordinate) {
   for (size_t i = 0; i < placements.size(); ++i) {
@@ -57,7 +57,7 @@ TEST(Chunk, SL_25_LeavesNothingToRanksBehindTheLastRow) {
   EXPECT_EQ(chunk(1, 3, 2).size(), 0);
 }
 
-// Calls `f` at each place of a mesh.
+// Calls `f` at each coordinate of a mesh.
 template <class F>
 void for_each_place(const Sizes& mesh_shape, F&& f) {
   int64_t count = 1;

@@ -1,4 +1,4 @@
-// The array of ranks: what a mesh answers without any communication.
+// The array of ranks: all that a mesh answers without communication.
 #include <gtest/gtest.h>
 #include <tessera/device_mesh.h>
 #include <torch/torch.h>
@@ -141,7 +141,7 @@ TEST(DeviceMesh, SL_21_SelectTakesOneIndexOfADim) {
     expect_line(mesh.select(0, 1), {2, 3}, "tp");
     expect_line(mesh.select(1, 0), {0, 2}, "dp");
     expect_line(mesh.select(-1, -1), {1, 3}, "dp");
-    // A dim is left, of one rank.
+    // One dim is left, of one rank.
     expect_line(mesh.select(0, 1).select(0, 1), {3}, "tp");
     expect_line(mesh.select(0, 1).select(0, 0).select(0, 0), {2}, "tp");
     for (const int64_t dim : {2, -3}) EXPECT_THROW(mesh.select(dim, 0), c10::ValueError);
@@ -161,7 +161,7 @@ TEST(DeviceMesh, SubMeshIsThePartOfThisRank) {
     const auto two = mesh.sub_mesh({"dp", "tp"});
     EXPECT_EQ(two.shape(), Sizes({1, 2}));
     EXPECT_EQ(two.ranks(), front ? Ranks({3, 1}) : Ranks({0, 2}));
-    // In the order of the names.
+    // The dims have the order of the names.
     const auto turned = mesh.sub_mesh({"tp", "pp"});
     EXPECT_EQ(turned.shape(), Sizes({2, 2}));
     EXPECT_EQ(turned.ranks(), Ranks({3, 0, 1, 2}));
@@ -226,7 +226,7 @@ TEST(DeviceMesh, SL_20_RefusesWrongArgumentsOnEveryRank) {
     refuses({1, 2}, {0, 1}, {"a", "a"}, {"`dim_names` must be distinct", "[a, a]"});
     EXPECT_THROW(DeviceMesh::over_world({3}), c10::ValueError);
     EXPECT_THROW(DeviceMesh(world, {2}, {0, 5}), c10::ValueError);
-    // Nothing was sent, and nobody waits.
+    // Nothing was sent, and no rank waits.
     world.process_group()->barrier({.subject = "after"});
   });
 }

@@ -1,4 +1,4 @@
-// What holds for all operators on DistTensors: views, `out=` forms, errors, ranks outside the mesh.
+// Properties of all operators on DistTensors: views, `out=` forms, errors, ranks outside the mesh.
 
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
@@ -39,7 +39,7 @@ std::string error_of(const std::function<void()>& f) {
 const std::vector<Placements> kPlacements = {
     {Shard{0}}, {Shard{1}}, {Replicate{}}, {Partial{}}, {Partial{PartialOp::kMax}}};
 
-// Runs `f` on ranks of 2 and of 3, for each way that a tensor of two dims can lie.
+// Runs `f` on 2 and on 3 ranks, for each placement of a tensor of two dims.
 void for_each_placement(const std::function<void(const DeviceMesh&, const Placements&)>& f) {
   for (const int ranks : {2, 3})
     run_world(ranks, [&](World&) {
@@ -56,7 +56,7 @@ struct Write {
   std::function<void(at::Tensor&)> run;
 };
 
-// Through views that ranks can't show of what they have.
+// Writes through views of which a rank's local part can't be a view.
 const std::vector<Write>& writes_to_views() {
   static const auto* const all = new std::vector<Write>{
       {"narrow", [](at::Tensor& x) { x.narrow(0, 0, 3).zero_(); }},
@@ -98,7 +98,7 @@ TEST(DistViews, WritesReachTheBase) {
   });
 }
 
-// There a view of a copy may need a copy of its own.
+// On a square mesh, a view of a copy may need a copy of its own.
 TEST(DistViews, WritesReachTheBaseOnASquare) {
   run_world(4, [](World&) {
     const auto mesh = DeviceMesh::over_world({2, 2});
@@ -113,7 +113,7 @@ TEST(DistViews, WritesReachTheBaseOnASquare) {
   });
 }
 
-// Of several views of one base, all must show what is written to the base or to one of them.
+// All views of one base must show writes to the base and to each of them.
 TEST(DistViews, ReadsSeeWritesToTheBase) {
   for_each_placement([](const DeviceMesh& mesh, const Placements& placements) {
     const auto run = [](at::Tensor x) {
@@ -195,7 +195,7 @@ TEST(DistOut, WritesWhatTheOperatorGives) {
     at::Tensor out = distribute(torch::zeros({4}, at::kDouble), mesh, {Replicate{}});
     torch::sum_out(out, x, 0);
     EXPECT_TRUE(torch::allclose(full_tensor(out), a.sum(0, false, at::kDouble), 1e-12, 1e-12));
-    // It may be one of the inputs.
+    // The `out` tensor may be one of the inputs.
     at::Tensor z = distribute(a.clone(), mesh, placements);
     torch::sub_out(z, z, y);
     EXPECT_TRUE(torch::allclose(full_tensor(z), a - b));
@@ -261,8 +261,8 @@ PlanKey key_of(const char* name, const char* overload, const std::vector<c10::IV
   return key;
 }
 
-// Rules may ask for numbers, so calls that differ in one have plans of their own; not so those of
-// elementwise operators, whose factors an optimizer changes with each step.
+// Rules may depend on numbers, so calls that differ in one have separate plans; calls of
+// elementwise operators do not, as an optimizer changes their factors with each step.
 TEST(DistPlans, DependOnRealNumbers) {
   const at::Tensor x = numbers({2, 2, 8, 4});
   const auto attention = [&](double dropout) {
@@ -290,7 +290,7 @@ TEST(DistPlans, DependOnText) {
   });
 }
 
-// Ranks that are not in the mesh run the same program.
+// Ranks outside the mesh run the same program.
 TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
   run_world(3, [](World& world) {
     const DeviceMesh mesh({2}, {0, 1});

@@ -1,5 +1,5 @@
-// A GPT whose attention is sharded by heads and whose linear layers are by columns and rows trains
-// as one process does.
+// A GPT with attention sharded by heads, and linear layers by columns and rows, trains as one
+// process does.
 
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>

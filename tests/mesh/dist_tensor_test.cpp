@@ -1,4 +1,4 @@
-// Making DistTensors of tensors, and what a tensor without memory refuses.
+// Making DistTensors from tensors, and operations refused to tensors without memory.
 
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
@@ -19,7 +19,7 @@ at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-// Of a weight that all ranks have, rows of a batch give terms of the gradient.
+// Uses a weight on rows of a batch, so that each rank has one term of its gradient.
 void expect_placed_gradient(nn::Linear& linear, const DeviceMesh& mesh, const Placements& expected,
                             const std::string& what) {
   const at::Tensor x = distribute(numbers({4, 6}), mesh, {Shard{0}});
@@ -69,7 +69,7 @@ TEST(DistGradients, OfAParameterThatThawsLieAsItDoes) {
         nn::Linear linear = make_linear(mesh, own, true);
         linear->weight.requires_grad_(true);
         expect_placed_gradient(linear, mesh, own, to_string(own));
-        // And once more: frozen, placed otherwise, thawed.
+        // Once more: frozen, placed otherwise, thawed.
         linear->weight.requires_grad_(false);
         distribute_(linear->weight, mesh, {Replicate{}});
         linear->weight.requires_grad_(true);
@@ -104,7 +104,7 @@ TEST(DistGradients, OfALeafThatTookTheDataOfAnotherLieAsItDoes) {
   });
 }
 
-// Operators that reach a leaf by other kernels than the planned one.
+// Operators that use a leaf through other kernels than the planned one.
 TEST(DistGradients, LieAsTheLeafWhateverOperatorUsesIt) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
@@ -129,7 +129,7 @@ TEST(DistGradients, LieAsTheLeafWhateverOperatorUsesIt) {
   });
 }
 
-// What `f` throws.
+// Returns the message of the error that `f` throws.
 std::string error_of(const std::function<void()>& f) {
   try {
     f();
@@ -168,7 +168,7 @@ TEST(DistMemory, SavingByLibTorchIsRefusedAndNamesTheCallToUse) {
     expect_placed_gradient(linear, mesh, {Shard{0}}, "before a step");
     adamw.step();
     expect_says([&] { torch::save(adamw, stream); }, words);
-    // What is ordinary again can be saved.
+    // A tensor that is ordinary again can be saved.
     torch::save(full_tensor(made), stream);
   });
 }

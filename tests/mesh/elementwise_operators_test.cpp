@@ -166,7 +166,7 @@ TEST(ElementwiseOperatorsNightly, OnASquare) {
   expect_as_plain(cases(), {2, 2}, Combinations::kAll);
 }
 
-// The terms of an average that are whole numbers, or changed in place.
+// Averages whose terms are whole numbers, or are changed in place.
 TEST(PendingAverages, StayPendingUnderOperatorsThatTheyGoThrough) {
   run_world(3, [](World& world) {
     const auto mesh = DeviceMesh::over_world();

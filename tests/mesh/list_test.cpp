@@ -31,7 +31,7 @@ Tensors make_list(uint64_t seed) {
 
 constexpr int kWays = 5;
 
-// The placements of the tensor at place `i`: another one at each.
+// The placements of the tensor at place `i`, different for each.
 Placements placements_at(size_t i, int64_t ndim, int64_t mesh_ndim, int way) {
   Placements placements;
   for (int64_t d = 0; d < mesh_ndim; ++d) {
@@ -43,7 +43,7 @@ Placements placements_at(size_t i, int64_t ndim, int64_t mesh_ndim, int way) {
   return placements;
 }
 
-// Way 3: everything pending; way 4: some tensors stay ordinary.
+// Way 3: all tensors are pending; way 4: some tensors stay ordinary.
 Tensors distribute_list(const Tensors& list, const DeviceMesh& mesh, int way) {
   Tensors result;
   for (size_t i = 0; i < list.size(); ++i) {
@@ -245,7 +245,7 @@ std::vector<Step> steps() {
   };
 }
 
-// Kernels may take other instructions for the elements at a list's end.
+// Kernels may use other instructions for the elements at a list's end.
 void expect_states(const States& dist, const States& plain) {
   expect_lists(dist.params, plain.params, false);
   expect_lists(dist.grads, plain.grads, false);
@@ -267,7 +267,7 @@ TEST(DistLists, FusedSteps) {
   });
 }
 
-// Gradients and state that lie otherwise than the parameters are placed like them.
+// Gradients and state with other placements than the parameters are redistributed to theirs.
 TEST(DistLists, FusedStepsOnMixedPlacements) {
   for_each_mesh([](const DeviceMesh& mesh) {
     for (const Step& step : steps()) {
@@ -298,7 +298,7 @@ TEST(DistLists, EquallyPlacedTensorsSendNothing) {
       if (std::string(test.name).find("tensor") == std::string::npos)
         test.run(states.params, states.grads, states.first);
     }
-    // Of replicated gradients ranks take their parts; the unscaled ones are not wanted back.
+    // Ranks take their parts of replicated gradients; the unscaled gradients are not sent back.
     States replicated = prepare();
     for (size_t i = 0; i < replicated.grads.size(); ++i)
       replicated.grads[i] = distribute(make_list(20)[i], mesh, {});

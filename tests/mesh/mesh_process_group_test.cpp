@@ -99,7 +99,7 @@ TEST(MeshProcessGroup, IsOneForEqualLines) {
     EXPECT_EQ(DeviceMesh::over_world({2, 2}).process_group(0), dp);
     const Ranks row = world.rank() < 2 ? Ranks{0, 1} : Ranks{2, 3};
     EXPECT_EQ(DeviceMesh({2}, row).process_group(0), tp);
-    // Another order, and another maker, are other process groups.
+    // Another order, or another maker, gives another process group.
     const DeviceMesh turned({2}, {row[1], row[0]});
     EXPECT_NE(turned.process_group(0), tp);
     EXPECT_NE(turned.process_group(0)->rank(), tp->rank());
@@ -128,7 +128,7 @@ TEST(MeshProcessGroup, OfAllRanksIsThatOfTheWorld) {
   });
 }
 
-// Collective over the line only: the other ranks have come to their end long before.
+// Collective over the line only: the other ranks take no part.
 TEST(MeshProcessGroup, NeedsTheRanksOfTheLineOnly) {
   std::atomic<int> done{0};
   run_world(4, [&](World& world) {
@@ -150,8 +150,8 @@ TEST(MeshProcessGroup, NeedsTheRanksOfTheLineOnly) {
   });
 }
 
-// On each rank two threads, of which each asks for another dim of the mesh; which one is first
-// differs, so that each waits for a rank whose other thread came first.
+// Each rank has two threads, each of which asks for another dim of the mesh. The first thread
+// differs between ranks, so that each waits for a rank whose other thread came first.
 TEST(MeshProcessGroup, IsMadeByThreadsInAnyOrder) {
   run_world(4, [](World& world) {
     const auto mesh = DeviceMesh::over_world({2, 2});

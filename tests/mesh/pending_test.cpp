@@ -1,4 +1,4 @@
-// Pending reductions are done once, and nobody can tell by the values.
+// Pending reductions are done once, and do not show in the values.
 
 #include <gtest/gtest.h>
 #include <tessera/dist_debug.h>
@@ -85,7 +85,7 @@ TEST(PendingReductions, OfOneMeshDimLeaveTheOthers) {
 TEST(PendingReductions, ViewsAndWritesKeepShowingOneTensor) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    // Which of the two is read first, and which one is written to.
+    // The tensor that is read first, and the one that is written to.
     for (const bool reads_base : {false, true}) {
       for (const bool writes_base : {false, true}) {
         SCOPED_TRACE(::testing::Message() << reads_base << writes_base);
@@ -171,7 +171,8 @@ TEST(PendingReductions, ReferencesToPlacementsStayValid) {
   });
 }
 
-// They follow the program: what moves to another mesh must be one thing for all ranks.
+// Pending reductions follow the program: all ranks must agree on a tensor that moves to another
+// mesh.
 TEST(PendingReductions, RanksThatAreNotInTheMeshKnowOfThem) {
   run_world(3, [](World& world) {
     const DeviceMesh mesh({2}, {0, 1}), other({1}, {2});

@@ -1,4 +1,4 @@
-// Random numbers of DistTensors: those of one process, to the bit, whatever the placements.
+// Random numbers of DistTensors: those of one process, to the bit, for all placements.
 
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
@@ -19,7 +19,7 @@ at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
 
 struct Draw {
   const char* name;
-  std::function<at::Tensor(const at::Tensor&)> run;  // of a tensor that it may write to
+  std::function<at::Tensor(const at::Tensor&)> run;  // may write to its argument
 };
 
 std::vector<Draw> in_place() {
@@ -71,7 +71,7 @@ std::vector<Draw> all() {
   return draws;
 }
 
-// Runs both with generators in one state; they must leave them in one state.
+// Runs both from one state of the generators; they must end in the same state.
 void expect_as_plain(const Draw& draw, const at::Tensor& whole, const DeviceMesh& mesh,
                      const Placements& placements) {
   SCOPED_TRACE(std::string(draw.name) + " " + to_string(placements));
@@ -83,7 +83,7 @@ void expect_as_plain(const Draw& draw, const at::Tensor& whole, const DeviceMesh
   ASSERT_TRUE(is_dist(dist));
   EXPECT_EQ(dist.scalar_type(), expected.scalar_type());
   ASSERT_EQ(dist.sizes(), expected.sizes());
-  // A pending sum of values is rounded; what is drawn is not.
+  // A pending sum of values is rounded; drawn numbers are not.
   const bool is_exact = !is_partial(placements.front()) && !is_partial(placements.back());
   EXPECT_TRUE(is_exact ? torch::equal(full_tensor(dist), expected)
                        : torch::allclose(full_tensor(dist), expected, 1e-5, 1e-6))

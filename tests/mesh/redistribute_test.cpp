@@ -14,7 +14,7 @@ namespace redistribute_test {
 const std::vector<PartialOp> kOps = {PartialOp::kSum, PartialOp::kAvg,  PartialOp::kMax,
                                      PartialOp::kMin, PartialOp::kProd, PartialOp::kNorm};
 
-// Equal on all ranks: each makes it alone.
+// Equal on all ranks: each computes it alone.
 at::Tensor numbers(std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
@@ -178,7 +178,7 @@ TEST(RedistributeOnALine, KeepsDtypesThatAreOnlyMoved) {
   });
 }
 
-// LibTorch marks what is conjugated or negated, and leaves the memory as it is.
+// LibTorch only marks conjugated or negated tensors, and leaves their memory as it is.
 at::Tensor conjugated(const at::Tensor& dist) {
   return from_local(to_local(dist).conj(), mesh_of(dist), placements_of(dist), dist.sizes().vec());
 }
@@ -244,7 +244,7 @@ TEST(RedistributeMarked, OperatorsSeeTheValues) {
   });
 }
 
-// Ranks gather two tensors of equally many elements, rank 0 in the other order.
+// Ranks gather two tensors with the same number of elements, rank 0 in the other order.
 void expect_told_apart(World& world, const at::Tensor& one, const at::Tensor& other) {
   const bool swaps = world.rank() == 0;
   EXPECT_THROW(

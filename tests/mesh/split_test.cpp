@@ -27,7 +27,7 @@ at::Tensor doubles(std::vector<int64_t> sizes, uint64_t seed = 1) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
 }
 
-// What a rank has along a dim of `size` elements, by their indices.
+// The indices of a rank's elements along a dim of `size` elements.
 at::Tensor own_indices(int64_t size, const Shard& shard, int64_t parts, int64_t index) {
   std::vector<at::Tensor> blocks;
   for (const at::Tensor& block : torch::arange(size).chunk(shard.split_factor)) {
@@ -37,7 +37,7 @@ at::Tensor own_indices(int64_t size, const Shard& shard, int64_t parts, int64_t 
   return torch::cat(blocks);
 }
 
-// Of placements of which no two mesh dims shard one dim.
+// Only for placements in which no two mesh dims shard the same dim.
 void expect_part(const at::Tensor& tensor, const at::Tensor& whole) {
   const DeviceMesh& mesh = mesh_of(tensor);
   const Placements& placements = placements_of(tensor);
@@ -87,7 +87,7 @@ void expect_all_pairs(const DeviceMesh& mesh, const std::vector<int64_t>& sizes,
       const at::Tensor result = redistribute(source, to);
       EXPECT_EQ(placements_of(result), to);
       expect_part(result, whole);
-      // Of a norm the root of a square is what it was up to rounding.
+      // For a norm, the root of the square equals the value only up to rounding.
       EXPECT_TRUE(torch::allclose(full_tensor(result), whole, 1e-6, 0));
       expect_part(source, whole);
     }
@@ -189,7 +189,7 @@ TEST(SplitOnALine, IsDifferentiable) {
 TEST(SplitOnALine, PartsGoInAndOut) {
   run_world(2, [](World& world) {
     const auto mesh = DeviceMesh::over_world();
-    // Rows 0 to 11: blocks of 4, of which rank 0 has the first half, rank 1 the second.
+    // Rows 0 to 11 in blocks of 4: rank 0 has the first half of each, rank 1 the second.
     const std::vector<float> rows = world.rank() == 0 ? std::vector<float>{0, 1, 4, 5, 8, 9}
                                                       : std::vector<float>{2, 3, 6, 7, 10, 11};
     const at::Tensor whole = torch::arange(12.).to(at::kFloat);
@@ -231,7 +231,7 @@ TEST(SplitOnALine, RefusesWhatCannotBeSplit) {
       expect_error([&] { distribute(whole, square, both); },
                    {"[distribute]", "only one mesh dim", "dim 1", to_string(both)});
     }
-    // A factor alone that is too large to divide, and none too many ranks for it.
+    // The factor alone is too large to divide the dim, though there are not too many ranks.
     EXPECT_THROW(distribute(whole, mesh, {Shard{1, 4}}), c10::ValueError);
   });
 }
@@ -257,9 +257,9 @@ TEST(SplitOnALine, SendsNothingForAViewOfItsBlocks) {
     EXPECT_TRUE(torch::equal(full_tensor(blocks), whole.view({2, 3, 4, 5})));
     EXPECT_TRUE(torch::equal(full_tensor(merged), whole + 1));
     EXPECT_TRUE(torch::equal(full_tensor(rows), whole.view({6, 20})));
-    blocks.select(1, 1).zero_();  // x is what they are views of
+    blocks.select(1, 1).zero_();  // x is their base
     EXPECT_TRUE(torch::equal(full_tensor(x).slice(1, 20, 40), torch::zeros({2, 20})));
-    // Blocks of 5 rows can't be cut in two: the whole is gathered, and right.
+    // Blocks of 5 rows can't be cut in two: the whole tensor is gathered, and right.
     EXPECT_TRUE(torch::equal(full_tensor(x.view({2, 12, 5})), full_tensor(x).view({2, 12, 5})));
     EXPECT_TRUE(torch::equal(full_tensor(x.view({2, 4, 3, 5})), full_tensor(x).view({2, 4, 3, 5})));
   });
@@ -406,7 +406,7 @@ TEST_P(FusedAttention, OfABlockIsThatOfOneProcess) {
            {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
         SCOPED_TRACE(to_string(last));
         Attention plain(24, 4), dist(24, 4);
-        // Of a square the second dim is that of the heads, and the first that of the data.
+        // On a square, the second mesh dim shards the heads, and the first the data.
         Placements at(mesh.ndim(), Replicate{});
         const auto place = [&](const at::Tensor& tensor, const Placement& placement) {
           at.back() = placement;
@@ -436,7 +436,7 @@ TEST(SplitOnALine, TrainsAsOneProcess) {
   run_world(2, [](World&) {
     Attention plain(24, 4), dist(24, 4);
     shard_by_heads(dist, DeviceMesh::over_world());
-    // Not one that divides by gradients: that of the bias of k is nothing but rounding.
+    // An optimizer that does not divide by gradients: the gradient of k's bias is only rounding.
     const auto options = torch::optim::SGDOptions(0.05).momentum(0.9);
     torch::optim::SGD plain_optimizer(plain->parameters(), options),
         optimizer(dist->parameters(), options);

@@ -1,5 +1,5 @@
-// What model code as it is written sends, if its matrices are cut by columns and rows: as much as
-// one that says where to reduce, 2 all-reduces of the activations per layer and direction.
+// Traffic of unchanged model code whose matrices are cut by columns and rows: as much as that of
+// code with explicit reductions, 2 all-reduces of the activations per layer and direction.
 
 #include <gtest/gtest.h>
 #include <tessera/dist_debug.h>
@@ -109,7 +109,7 @@ struct LlamaImpl : nn::Module {
 };
 TORCH_MODULE(Llama);
 
-// Whether a vocabulary is cut too.
+// Shards a Llama's matrices, and its vocabulary if `cuts_vocabulary`.
 void cut(Llama& llama, const DeviceMesh& mesh, bool cuts_vocabulary) {
   for (auto& item : llama->named_parameters()) {
     const auto in = [&](const char* name) {
@@ -147,7 +147,7 @@ void expect_gradients(Llama& dist, Llama& plain, double tolerance) {
   }
 }
 
-// What one pass sends; its loss and gradients are those of one process.
+// The traffic of one pass, whose loss and gradients must be those of one process.
 struct Sent {
   CollectiveCounts forward, backward;
 };
@@ -202,7 +202,7 @@ TEST(TensorParallel, ACutEmbeddingIsReducedOnce) {
     EXPECT_EQ(placements_of(logits), Placements{Shard{2}});
     expect_all_reduces(forward, 2 * kLayers + 1, "forward");
     const auto backward = count(world, [&] { logits.square().sum().backward(); });
-    // One more for what all of the vocabulary adds to the gradient of the last norm.
+    // One more, for the whole vocabulary's terms of the gradient of the last norm.
     expect_all_reduces(backward, 2 * kLayers + 1, "backward");
     plain(tokens).square().sum().backward();
     expect_gradients(dist, plain, 1e-3);

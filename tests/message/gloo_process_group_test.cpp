@@ -1,4 +1,4 @@
-// What only the process group over Gloo promises: the order of sums, and channels.
+// Promises of the process group over Gloo alone: the order of sums, and channels.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -52,7 +52,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, GlooSums, ::testing::Values(1, 2, 3, 4));
 
 class GlooChannels : public ::testing::TestWithParam<int> {};
 
-// Channels are issued in an order of each rank's own, with many collectives on their way at once.
+// Each rank issues channels in its own order, with many collectives under way at once.
 TEST_P(GlooChannels, DoNotDependOnEachOther) {
   run_world(GetParam(), [](World& world) {
     auto& pg = *world.process_group();
@@ -95,7 +95,7 @@ TEST_P(GlooChannels, DoNotDependOnEachOther) {
   });
 }
 
-// The last waits of one channel come before the first of another has been issued anywhere.
+// Ranks wait for a collective of one channel before all have issued an earlier one of another.
 TEST_P(GlooChannels, CanBeWaitedForInAnyOrder) {
   run_world(GetParam(), [](World& world) {
     auto& pg = *world.process_group();

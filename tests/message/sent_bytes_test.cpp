@@ -1,4 +1,4 @@
-// The bytes that are counted are those that are sent, and no more are sent than need be.
+// The counted bytes are those that are sent, and no more are sent than necessary.
 #include "group/sent_bytes.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ int64_t sent_by(const ProcessGroupPtr& pg) {
   return sender->sent_nbytes();
 }
 
-// What all ranks send in `collective`, which waits for itself.
+// Returns the bytes that all ranks send in `collective`, which waits for itself.
 int64_t sent_in(World& world, const std::function<void(ProcessGroup&)>& collective) {
   const ProcessGroupPtr& pg = world.process_group();
   pg->barrier(kTag);

@@ -171,8 +171,8 @@ TEST(DistParameters, AnOverflowOnOnePartSkipsTheStepOnAll) {
   });
 }
 
-// The model knows its parameters by weak pointers, by which LibTorch keeps what makes them
-// DistTensors: with the first parameter that is gone goes what it has of the model.
+// The model holds weak pointers to its parameters, for which LibTorch keeps the state that makes
+// them DistTensors: once the first parameter is gone, that state must release the model.
 TEST(DistParameters, NothingIsKeptOnceModuleAndHandleAreGone) {
   for (const ShardLevel level : kAllLevels) {
     run_world(4, [&](World& world) {

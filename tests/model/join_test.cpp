@@ -29,7 +29,7 @@ struct Options {
   bool schedules = false;
 };
 
-// One process: ranks that are done give nothing; the mean is over all.
+// One process: ranks that are done contribute nothing; the mean is over all ranks.
 std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
   const auto net = make_mlp();
   const auto optimizer = make_adamw(*net);

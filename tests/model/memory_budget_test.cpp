@@ -1,4 +1,4 @@
-// A budget in bytes for everything, and what it makes of residency.
+// A budget in bytes for everything, and the residency that it gives.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/memory_tracer.h>
@@ -23,7 +23,7 @@ using enum MemoryEvent;
 constexpr int64_t kWidth = 96, kLayers = 7, kUnit = kWidth * kWidth * 4;
 
 // Equal layers, one unit each. Only the first one learns: backward gathers all others for it, and
-// what a rank holds beside gathered parameters hardly changes before its gradient comes.
+// memory beside gathered parameters hardly changes before its gradient comes.
 struct MostlyFrozen : Net {
   MostlyFrozen() {
     for (int64_t i = 0; i < kLayers; ++i) {
@@ -58,7 +58,7 @@ struct Job {
     optimizer->step();
     let_gradients_go();
   }
-  // Slow peers read gradients of this step until far into the next one: then they count there, too.
+  // Slow peers read gradients of this step until far into the next one, where they count, too.
   void let_gradients_go() {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     for (const auto& gradients : sharded->state()->reducer().gradients()) {
@@ -68,13 +68,13 @@ struct Job {
       }
     }
   }
-  // All-gathers of a step, those that ranks agree by included.
+  // All-gathers of a step, including those by which ranks agree.
   int64_t calls_of_a_step(int i) {
     counter->reset_counts();
     step(i);
     return counter->counts().all_gather.calls;
   }
-  // Those of units. The first one happens at the end of the step before.
+  // Gathers of units only. The first one happens at the end of the previous step.
   int64_t gathers_of_a_step(int i) {
     const MemoryTracer tracer(*sharded);
     for (int j = i; j < i + 2; ++j) step(j);
@@ -94,7 +94,7 @@ struct Job {
 
 int64_t most_of(const MemorySample& sample) { return sample.bytes.model() + sample.peak_other; }
 
-// The most beside gathered parameters from the begin of forward until the gradient comes.
+// The most memory beside gathered parameters, from the begin of forward to the first gradient.
 int64_t beside_gathered(const MemoryTracer& tracer) {
   int64_t most = 0;
   bool in_pass = false;
@@ -106,7 +106,7 @@ int64_t beside_gathered(const MemoryTracer& tracer) {
   return most;
 }
 
-// The same job without a budget says what the rest needs, on the rank that needs most.
+// Measures that memory without a budget, on the rank that needs most.
 int64_t measure_rest(int ranks, int prefetch) {
   std::vector<int64_t> rest(ranks);
   run_world(ranks, [&](World& world) {
@@ -118,8 +118,8 @@ int64_t measure_rest(int ranks, int prefetch) {
   return *std::max_element(rest.begin(), rest.end());
 }
 
-// The fewest gathers with which an order can be used if `capacity` units may be there at once: all
-// choices of what to free are tried.
+// The fewest gathers for an order if `capacity` units may be gathered at once: tries all choices of
+// the unit to free.
 size_t fewest_gathers(const UseOrder& order, size_t capacity) {
   std::map<std::set<int>, size_t> reached = {{{}, 0}};
   const auto keep = [](auto& states, const std::set<int>& units, size_t gathers) {
@@ -170,7 +170,7 @@ TEST_P(MemoryBudgets, AsManyUnitsStayAsFitAndGathersAreTheFewestPossible) {
       ASSERT_EQ(static_cast<int64_t>(order.size()), 2 * kLayers - 2);
       EXPECT_EQ(job.gathers_of_a_step(3), static_cast<int64_t>(fewest_gathers(order, k + 1)));
       EXPECT_LE(job.sharded->memory().peak_unsharded, (k + 1) * kUnit);
-      // And the whole stays within it.
+      // All memory stays within the budget, too.
       const MemoryTracer tracer(*job.sharded);
       for (int i = 5; i < 7; ++i) job.step(i);
       int64_t most_gathered = 0;
@@ -242,14 +242,14 @@ TEST(MemoryBudgets, ArgumentsAreChecked) {
   });
 }
 
-// A larger batch later: the choice is made again, and where nothing helps, training goes on.
+// A larger batch later: the choice is made again, and if no choice fits, training continues.
 TEST(MemoryBudgets, ALaterPassThatNeedsMoreMakesTheChoiceAgain) {
   const int64_t rest = measure_rest(2, 0);
   run_world(2, [&](World& world) {
     Job job(world, {.memory_budget = rest + 5 * kUnit + kUnit / 2, .prefetch = 0});
     for (int i = 0; i < 3; ++i) job.step(i);
     EXPECT_EQ(job.residency().resident_bytes() / kUnit, 4);
-    // Each layer keeps 384 bytes of a row: 8 more rows take more than the half unit that was left.
+    // Each layer keeps 384 bytes per row: 8 more rows need more than the half unit that was left.
     const int64_t rows = world.rank() == 1 ? 10 : 2;
     for (int i = 3; i < 6; ++i) job.step(i, rows);
     const int64_t fewer = job.residency().resident_bytes() / kUnit;
@@ -261,7 +261,7 @@ TEST(MemoryBudgets, ALaterPassThatNeedsMoreMakesTheChoiceAgain) {
   });
 }
 
-// The limit that a budget has led to; none if it was too small.
+// The limit that a budget leads to; none if it was too small.
 std::optional<int64_t> train_with(const TrainingRun& run, World& world, int64_t budget,
                                   const std::vector<NamedTensor>& expected) {
   const auto net = run.make_net();

@@ -1,4 +1,4 @@
-// What a module already has when it is sharded: gradients, and other tensors in the memory of its
+// State of a module before it is sharded: gradients, and other tensors in the memory of its
 // parameters.
 #include "model/sharded_state.h"
 
@@ -34,7 +34,7 @@ void on_worlds(const std::function<void(World&, const ShardPlan&)>& f,
   }
 }
 
-// What one process has after backwards on these batches and a step.
+// The state of one process after backwards on these batches and a step.
 std::vector<NamedTensor> stepped_alone(const std::vector<int>& batches, int size) {
   const auto net = make_mlp();
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -170,7 +170,7 @@ TEST(TensorsInAParametersMemory, ThatAreViewsOfAShardedModelAreRefused) {
 
 TEST(ParametersInOneMemory, OfTwoDtypesAreRefused) {
   on_worlds([](World&, const ShardPlan& plan) {
-    // In elements, the one begins where the other ends.
+    // Counted in elements, one begins where the other ends.
     const auto net = make_mlp();
     const auto bytes = torch::zeros({400}, torch::kByte);
     net->register_parameter("wide", bytes.narrow(0, 0, 200).view(torch::kFloat), false);

@@ -109,7 +109,7 @@ TEST(ArenaTraining, UserCodeCanOnlyReadTheParameters) {
   });
 }
 
-// Each rank does the same; in shared memory it must not be done twice.
+// Each rank does the same write; in shared memory it must not be done twice.
 TEST(ArenaTraining, OperatorsThatWriteDoItOnce) {
   const auto write = [](Mlp& net) {
     torch::NoGradGuard no_grad;

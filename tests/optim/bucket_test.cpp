@@ -1,4 +1,4 @@
-// Gradients of several units in one collective: the bits and the bytes of one for each.
+// Gradients of several units in one collective: the bits and bytes of one collective per unit.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
@@ -53,7 +53,7 @@ struct Kinds : Net {
   torch::nn::Linear first{nullptr}, sometimes{nullptr}, unused{nullptr}, wide{nullptr},
       last{nullptr};
   torch::Tensor tied, empty, half, frozen;
-  bool alike = false;  // all ranks leave it out, in one step
+  bool alike = false;  // all ranks skip `sometimes`, in one step
 };
 
 TrainingRun kinds_run() {
@@ -67,7 +67,7 @@ TrainingRun kinds_run() {
   return run;
 }
 
-// What one step consists of: backwards that reduce (1) or not (0).
+// The backwards of one step: reducing (1) or not (0).
 using Backwards = std::vector<int>;
 
 struct Training {
@@ -96,7 +96,7 @@ struct Training {
         const Batch batch =
             global_batch(10 * step + static_cast<int>(i), run.rows, run.in, run.out);
         rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-        // While it may still be under way.
+        // The reduction may still be under way.
         if (clears_one) static_cast<Kinds&>(*net).wide->weight.mutable_grad().reset();
       }
       optimizer.step();
@@ -207,7 +207,7 @@ struct Branch : Net {
   torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, kOut));
 };
 
-// Buckets of two units, and of all: expects what one process gives.
+// Expects the result of one process with buckets of two units, and of all.
 void expect_as_alone(const TrainingRun& run, Transport transport,
                      const std::function<double(int ranks)>& tolerance) {
   for (const int ranks : {1, 2, 3}) {
@@ -242,7 +242,7 @@ struct UsedAgain : Net {
   torch::nn::Linear head = register_module("head", torch::nn::Linear(kWidth, kOut));
 };
 
-// Of two layers in a bucket one is late.
+// One of two layers in a bucket is late.
 TEST_P(Buckets, GradientsThatComeAfterTheirBucketWasSentAreAdded) {
   expect_as_alone(sgd_run<UsedAgain>(), GetParam(), [](int) { return 2e-6; });
 }
@@ -268,7 +268,7 @@ TEST_P(Buckets, RanksMayTakeDifferentNumbersOfSteps) {
             }
           });
           EXPECT_EQ(optimizer.steps(), 5);
-          // As one process in which ranks that are done give nothing.
+          // As one process in which ranks that are done contribute nothing.
           const auto alone = run.make_net();
           const auto plain = run.make_optimizer(*alone);
           for (int step = 0; step < 5; ++step) {
@@ -284,9 +284,9 @@ TEST_P(Buckets, RanksMayTakeDifferentNumbersOfSteps) {
   }
 }
 
-// --- what is sent
+// --- traffic
 
-// Counts of a step after some that learn the order.
+// Counts of a step, after some steps that learn the order.
 struct Counted {
   CollectiveCounts counts;
   int64_t units = 0;
@@ -361,7 +361,7 @@ TEST(BucketTraffic, ReplicasAddUpABucketInOneCollective) {
   });
 }
 
-// The units of a model, as they are bucketed; checked from outside of the rule's code.
+// The buckets of a model's units, checked independently of the rule's code.
 TEST(BucketTraffic, BucketsAreRunsOfTheOrderThatFit) {
   run_world(2, [](World&) {
     const auto net = std::make_shared<Kinds>();

@@ -1,4 +1,4 @@
-// The options of CPUAdam: defaults, param groups, and what is refused.
+// The options of CPUAdam: defaults, param groups, and refused values.
 #include <gtest/gtest.h>
 
 #include "support/models.h"
@@ -28,7 +28,7 @@ TEST(CPUAdamOptions, AreThoseOfColossalAI) {
   EXPECT_TRUE(defaults.bias_correction() && defaults.adamw_mode());
 }
 
-// What LibTorch does for its own AdamW, as far as both have the options.
+// As LibTorch does for its own AdamW, for the options that both have.
 TEST(CPUAdamOptions, OfAParamGroupAreCompletedFromTheOptimizersAsAdamWs) {
   const Tensor a = torch::ones({2}), b = torch::ones({2}), c = torch::ones({2});
   CPUAdam adam({group_of(a, CPUAdamOptions(3e-2)),

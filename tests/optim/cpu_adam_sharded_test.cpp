@@ -1,4 +1,4 @@
-// CPUAdam on shards: what one process gives, to the bit, however ranks cut.
+// CPUAdam on shards: the bits of one process, however ranks cut.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ using torch::Tensor;
 constexpr int64_t kWidth = 37, kRows = 12, kOut = 5;
 constexpr Partition kPartitions[] = {Partition::kFlatEven, Partition::kWholeParam};
 
-// Weights and biases in groups of other options.
+// Weights and biases in groups with different options.
 std::unique_ptr<torch::optim::Optimizer> make_adam(Net& net) {
   std::vector<Tensor> weights, rest;
   for (const auto& param : net.parameters()) (param.dim() > 1 ? weights : rest).push_back(param);
@@ -209,7 +209,7 @@ TEST(ShardedCPUAdam, AnOverflowOnOneRankSkipsTheStepOnAll) {
   }
 }
 
-// Parameters that are DistTensors, with state that lies as they do or elsewhere.
+// Parameters that are DistTensors, with state placed like them or otherwise.
 TEST(ShardedCPUAdam, StepsDistTensorsWhereTheirStateLies) {
   const auto values = [](uint64_t seed) {
     return seeded(seed, [] { return torch::randn({7, 5}, default_generator()); });

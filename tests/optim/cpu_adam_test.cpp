@@ -83,7 +83,7 @@ TEST(CPUAdam, WithoutBiasCorrectionTheMomentsAreTakenAsTheyAre) {
   }
 }
 
-// Half and bfloat16 parameters are those of a step in float on the same values, rounded once.
+// Half and bfloat16 parameters get the values of a step in float, rounded once.
 TEST(CPUAdam, NarrowParametersHaveFloatStateAndAreRoundedOnce) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     for (const bool float_grads : {false, true}) {
@@ -111,7 +111,7 @@ TEST(CPUAdam, NarrowParametersHaveFloatStateAndAreRoundedOnce) {
   }
 }
 
-// A narrow gradient counts as its values in float: nothing else changes.
+// A narrow gradient is used as its float values: nothing else changes.
 TEST(CPUAdam, GradientsMayBeNarrowerThanTheirParameter) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     for (const CPUAdamOptions& mode : all_modes()) {
@@ -240,7 +240,7 @@ TEST(CPUAdam, ValuesThatAreAlsoWrittenRoundedAreTheParametersOwn) {
                        3};
     };
     AdamParam plain = make(), rounding = make();
-    // With gaps, too.
+    // Also with gaps.
     for (const int64_t stride : {1, 2}) {
       rounding.rounded = torch::zeros({999 * stride}, dtype).slice(0, 0, 999 * stride, stride);
       step_on_host(rule, plain);
@@ -251,7 +251,7 @@ TEST(CPUAdam, ValuesThatAreAlsoWrittenRoundedAreTheParametersOwn) {
   }
 }
 
-// What parameters on other devices are stepped by; it works on any.
+// The step for parameters on other devices; it works on any device.
 TEST(CPUAdam, LibTorchsOperatorsGiveTheSameToRounding) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const bool adamw_mode : {true, false}) {

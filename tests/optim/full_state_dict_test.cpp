@@ -43,7 +43,7 @@ std::vector<ShardPlan> all_plans() {
   return plans;
 }
 
-// All for the user's own optimizer and for param groups, two for the others.
+// All plans for the user's own optimizer and for param groups, two for the others.
 std::vector<ShardPlan> plans_for(const std::string& optimizer) {
   if (optimizer == "HeavyBall" || optimizer == "AdamW with two param groups") return all_plans();
   return {
@@ -294,7 +294,7 @@ TEST(FullOptimizerStateDict, OfANarrowModelWidensToTheMasters) {
   });
 }
 
-// On all ranks of several worlds; nothing is changed.
+// Runs `f` on all ranks of several worlds, and expects no change.
 void expect_refused(const std::function<void(World&, Job&)>& f) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World& world) {
@@ -341,7 +341,7 @@ TEST(RefusedFullOptimizerStateDict, ItMustHaveTheParametersOfTheOptimizer) {
     wrong = dict;
     wrong.state[7]["exp_avg"] = torch::zeros({kMlpWidth, kMlpOut});
     refuse(wrong, {"'exp_avg' of 'head.weight'", "[5, 9]", "[9, 5]"});
-    // Of another model altogether.
+    // The state of another model altogether.
     wrong = dict;
     for (auto& [number, values] : wrong.state) values["exp_avg"] = torch::zeros({64 + number});
     refuse(wrong, {"'exp_avg' of 'fc0.bias'", "[9]", "[64]"});

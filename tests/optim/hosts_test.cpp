@@ -50,7 +50,7 @@ TEST(TrainingOnHosts, TakesMasterWeightsOffloadAndLimits) {
   }
 }
 
-// A host keeps what its own ranks own, and whole units only while they are used.
+// A host keeps its own ranks' shards, and whole units only while they are used.
 TEST(TrainingOnHosts, FreesWhatOtherHostsOwn) {
   run_hosts(4, by_halves, [](World& world) {
     auto net = seeded(7, [] { return std::make_shared<Mlp>(512, 4, 5); });
@@ -112,7 +112,7 @@ TEST(TrainingOnHosts, SendsAShardOncePerHost) {
       optimizer.step();
       if (step == 2) counter->reset_counts();
     }
-    // Forward and backward, of which the turn between them is one.
+    // Gathers in forward and in backward; the unit at the turn between them is gathered once.
     EXPECT_GT(counter->counts().all_gather.bytes_sent, shards);
     EXPECT_LE(counter->counts().all_gather.bytes_sent, 2 * shards);
     EXPECT_LE(counter->counts().reduce_scatter.bytes_sent, 2 * shards);

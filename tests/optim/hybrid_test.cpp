@@ -1,4 +1,4 @@
-// Shards that are replicated: a mesh of a shard dim and a replicate dim.
+// Replicated shards: a mesh of a shard dim and a replicate dim.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/process_group_decorators.h>
@@ -226,7 +226,7 @@ TEST(Hybrid, ProcessGroupsThatDoNotFitTogetherAreRefusedOnAllRanks) {
     const auto process_groups = world.hybrid_process_groups(2);
     const auto net = std::make_shared<Mlp>(8, 1, 3);
     const auto before = plain_state(*net);
-    // Replicas of neighbours, which are sharded over each other.
+    // Replicas of neighbours, over which the model is sharded already.
     expect_error(
         [&] {
           fully_shard(net, {.process_group = process_groups.shard,

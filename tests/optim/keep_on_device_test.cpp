@@ -41,7 +41,7 @@ struct Job {
     optimizer->step();
   }
   const std::vector<std::unique_ptr<Unit>>& units() const { return sharded->state()->units(); }
-  // What a unit takes: its master copy, and `states` tensors of what the optimizer updates.
+  // The bytes of a unit: its master copy, and `states` tensors of the size of the updated part.
   int64_t bytes_of(const Unit& unit, int states) const {
     auto nbytes = static_cast<int64_t>(unit.master().nbytes());
     for (const Segment& segment : segments_of(*optimizer)) {
@@ -57,7 +57,7 @@ struct Job {
   std::unique_ptr<ShardedOptimizer> optimizer;
 };
 
-// Three steps; units come back before the first, or some then, and the rest after it.
+// Three steps; units come back before the first one, or some before it and the rest after it.
 enum class When { kNever, kAtStart, kInParts };
 
 std::vector<NamedTensor> train(World& world, const MakeOptimizer& make_optimizer,
@@ -157,7 +157,7 @@ TEST_P(KeepOnDevice, MemoryMovesFromOffloadedToMastersAndState) {
             EXPECT_EQ(memory.optimizer_state, first + second - masters);
             EXPECT_EQ(memory.offloaded, offloaded);
             EXPECT_EQ(memory.parameters, at_start.parameters);
-            // State that exists counts as much as that to come.
+            // State that exists counts as much as state to come.
             const int64_t third = job.bytes_of(*job.units()[2], 3);
             EXPECT_EQ(job.optimizer->keep_on_device(third), third);
             EXPECT_EQ(job.optimizer->memory().offloaded, offloaded - third);

@@ -42,8 +42,8 @@ TEST(Offload, GivesTheSameBitsAtEveryLevelPlaceAndPrecision) {
     for (const int ranks : {1, 2, 3}) {
       for (const ShardLevel level : kAllLevels) {
         for (const auto param_dtype : {at::kFloat, at::kDouble}) {
-          // A model in double has float masters' place taken by its own dtype: no copy but the
-          // offloaded one.
+          // In a double model, the float masters are replaced by the model's own dtype: no copy but
+          // the offloaded one.
           ShardPlan plan{.level = level, .unit_bytes = 6000};
           if (param_dtype == at::kDouble && level != ShardLevel::kParameters)
             plan.partition = Partition::kWholeParam;
@@ -168,7 +168,7 @@ TEST(Offload, ADirectoryThatCannotBeUsedIsAnErrorOnAllRanks) {
   run_world(2, [&](World& world) {
     const auto net = std::make_shared<Mlp>(8, 1, 3);
     const auto before = plain_state(*net);
-    // On one rank only: the other hears of it.
+    // On one rank only: the other reports it.
     const std::string path =
         world.rank() == 1 ? directory.path() / "file" : directory.path() / "good";
     expect_error(
@@ -190,7 +190,7 @@ TEST(Offload, ADirectoryThatWouldNotBeUsedIsRefused) {
 TEST(Offload, TooLittleRoomIsAnErrorAtTheStart) {
   const ScratchDirectory directory;
   const auto memory = mapped_directory(directory.path());
-  // More than any file may have: a disk that is really full would fail other tests.
+  // More than any file may hold: a disk that is really full would fail other tests.
   expect_error([&] { memory->reserve({int64_t{1} << 60}); },
                {"could not make a file of", directory.path()});
 }

@@ -1,4 +1,4 @@
-// Every elementwise optimizer on shards, plain and fused, against one process; and what is refused.
+// Every elementwise optimizer on shards, plain and fused, against one process; and refused uses.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -167,7 +167,7 @@ TEST(Optimizers, AClosureIsEvaluatedOnceWithGradientsEnabled) {
   });
 }
 
-// Refusals: on every rank, with nothing changed.
+// Runs refused calls on every rank, and expects no change.
 void on_ranks(const std::function<void(World&, Sharded<Mlp>&)>& f) {
   for (const int ranks : {1, 2, 3}) {
     for (const auto level : {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
@@ -213,7 +213,7 @@ TEST(RefusedOptimizers, ForeignParametersAreNamedByPlaceAndShape) {
     expect_error([&] { ShardedOptimizer optimizer(sharded, inner); },
                  {"parameter 2", "group 0", "[37, 37]", "fc0.weight"});
     EXPECT_TRUE(inner.param_groups()[0].params()[0].is_same(sharded->fcs[0]->weight));
-    // On one rank only: the others hear of it.
+    // On one rank only: the others report it.
     SGD good(sharded->parameters(), 0.1);
     SGD& mine = world.rank() == 0 ? inner : good;
     expect_error([&] { ShardedOptimizer optimizer(sharded, mine); }, {"parameter 2", "group 0"});
@@ -237,7 +237,7 @@ TEST(RefusedOptimizers, OptionsOfClippingMustFitAndBeUsed) {
     SGD sgd(net->parameters(), SGDOptions(0.1));
     const auto refuses = [&](const ShardedOptimizerOptions& options,
                              const std::vector<std::string>& what) {
-      // On one rank only: the other hears of it.
+      // On one rank only: the other reports it.
       const ShardedOptimizerOptions& own = world.rank() == 1 ? options : ShardedOptimizerOptions{};
       expect_error([&] { ShardedOptimizer(sharded, sgd, own); }, what);
     };

@@ -94,7 +94,7 @@ TEST(ParamGroups, AnAddedOneIsInCheckpoints) {
       auto sharded = fully_shard(net, {.unit_bytes = 6000});
       ShardedOptimizer optimizer(sharded, inner, {.fused = false});
       thaw(*net, optimizer.inner());
-      // Before any step has seen the new group.
+      // No step has seen the new group yet.
       if (resumes) load_checkpoint(scratch / "at_2", sharded, &optimizer);
       for (int step = resumes ? 2 : 0; step < kSteps; ++step) {
         if (step == 2 && !resumes) save_checkpoint(scratch / "at_2", sharded, &optimizer);
@@ -120,7 +120,7 @@ TEST(ParamGroups, AnAddedOneIsClippedAndOffloaded) {
       loss_of(*net, step).backward();
       optimizer.step();
     }
-    // Two moments of all parameters, of which this rank has half; all are away.
+    // Two moments of all parameters, of which this rank has half; all are offloaded.
     int64_t numel = 0;
     for (const auto& parameter : net->parameters()) numel += parameter.numel();
     EXPECT_GE(optimizer.memory().offloaded, 3 * 4 * numel / 2 * 0.9);

@@ -28,7 +28,7 @@ torch::Tensor loss_of(Mlp& net, int step, int rank, int size, at::ScalarType dty
   return torch::mse_loss(out.to(torch::kFloat), rows_of(batch.y, rank, size));
 }
 
-// What each rank's rows give in `dtype`, sent in `reduce_dtype` if it is given; the mean, in float.
+// The mean over ranks of gradients in `dtype`, sent in `reduce_dtype` if given; in float.
 std::vector<torch::Tensor> mean_gradients(Mlp& net, int step, int ranks, at::ScalarType dtype,
                                           std::optional<at::ScalarType> reduce_dtype = {}) {
   const auto params = net.parameters();
@@ -308,7 +308,7 @@ TEST(Precision, BuffersAndInputsAreConverted) {
   });
 }
 
-// Takes its input by reference, to change it.
+// Takes its input by reference and changes it.
 struct ByReference : torch::nn::Module {
   torch::Tensor forward(torch::Tensor& x) {
     x = x + 1;
@@ -384,7 +384,7 @@ TEST(Precision, AutocastModelsTrainAsInOneProcess) {
   }
 }
 
-// The weights that autocast converted are those before the step; using them again would be silent.
+// Autocast has converted weights from before the step; reusing them would be a silent error.
 TEST(Precision, AutocastDoesNotGoOnWithWeightsOfBeforeTheStep) {
   run_world(1, [](World&) {
     const auto net = make_net({});

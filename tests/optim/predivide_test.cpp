@@ -87,8 +87,7 @@ TEST(Predivide, WithReplicasAndSeveralBackwardsChangesNoBit) {
   });
 }
 
-// A parameter whose gradient is what the input says: one small, and one that is a message by
-// itself.
+// Parameters whose gradient is the input: a small one, and one that is a message by itself.
 struct Given : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return ((small.sum() + large.sum()) * x).sum(); }
   torch::Tensor small = register_parameter("small", torch::zeros({3}));
@@ -122,7 +121,7 @@ Reduced reduce(const std::vector<float>& gradients, const ShardPlan& wanted,
   return result;
 }
 
-// Sums are taken in float, so what overflows in half precision is a rank's own gradient.
+// Sums are taken in float, so only a rank's own gradient can overflow in half precision.
 TEST(Predivide, KeepsLargeFloatGradientsInTheRangeOfHalfMessages) {
   const ShardPlan once{.precision = {.reduce_dtype = at::kHalf}};
   ShardPlan divided = once;
@@ -132,7 +131,7 @@ TEST(Predivide, KeepsLargeFloatGradientsInTheRangeOfHalfMessages) {
   const double sent = at::scalar_tensor(25000, at::kHalf).item<double>() * 4;
   EXPECT_EQ(reduce({100000, 100000}, divided).small, sent);
   EXPECT_EQ(reduce({100000, 100000}, divided).large, sent);
-  // The sum of these fits into no half, and needs no division.
+  // This sum does not fit into half, and needs no division.
   ShardPlan sum = once;
   sum.average = false;
   EXPECT_EQ(reduce({60000, 60000, 60000}, sum).large, 180000);
@@ -146,7 +145,7 @@ TEST(Predivide, LosesWhatFallsBelowTheRangeOfHalfMessages) {
   EXPECT_EQ(reduce({kSmallest, kSmallest}, once).small, kSmallest);
   EXPECT_EQ(reduce({kSmallest, kSmallest}, divided).small, 0);
   EXPECT_EQ(reduce({kSmallest, kSmallest}, divided).large, 0);
-  // Sent in float it is divided in float, though a half made it.
+  // Sent in float, it is divided in float, though it was computed in half.
   const ShardPlan widened{.predivide = 4,
                           .precision = {.master_dtype = at::kFloat, .reduce_dtype = at::kFloat}};
   EXPECT_EQ(reduce({kSmallest, kSmallest}, widened, false, /*is_half=*/true).large, kSmallest);

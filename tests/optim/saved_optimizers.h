@@ -62,7 +62,7 @@ struct HeavyBallState : OptimizerCloneableParamState<HeavyBallState> {
   }
 };
 
-// What it has for a parameter: a tensor of its shape, a tensor of one element, an archive.
+// Its state for a parameter: a tensor of its shape, a tensor of one element, an archive.
 class HeavyBall : public Optimizer {
  public:
   HeavyBall(std::vector<torch::Tensor> params, HeavyBallOptions options)
@@ -117,7 +117,7 @@ NamedOptimizer named(std::string name, Options options) {
           }};
 }
 
-// Weights and biases in groups of their own, of which the parameters are interleaved.
+// Weights and biases in groups of their own, whose parameters are interleaved.
 inline std::unique_ptr<Optimizer> make_groups(Net& net) {
   std::vector<torch::Tensor> weights, rest;
   for (const auto& param : net.parameters()) (param.dim() > 1 ? weights : rest).push_back(param);
@@ -141,7 +141,7 @@ inline std::vector<NamedOptimizer> all_optimizers() {
   };
 }
 
-// Steps `first` to `last` - 1 with the sums of `ranks` ranks.
+// Takes steps `first` to `last` - 1 on the rows of `ranks` ranks, adding up their gradients.
 inline void train(Net& net, Optimizer& optimizer, int ranks, int first, int last) {
   for (int step = first; step < last; ++step) {
     const Batch batch = global_batch(step, 12, kMlpWidth, kMlpOut);
@@ -206,7 +206,7 @@ inline OptimizerStateDict copy_of(const OptimizerStateDict& dict) {
   return copy;
 }
 
-/// A class that saves nothing.
+/// An optimizer that saves nothing.
 struct WithoutSave : SGD {
   using SGD::SGD;
   void save(torch::serialize::OutputArchive& archive) const override { Optimizer::save(archive); }

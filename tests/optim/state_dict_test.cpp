@@ -160,7 +160,7 @@ TEST(RefusedOptimizerStateDict, NothingIsChangedByOneThatDoesNotFit) {
   wrong = dict;
   wrong.param_groups[1].params.pop_back();
   expect_refused(wrong, {"expected 3 in param group 1, got 2"});
-  // Found out by LibTorch's own load(), when the state has been taken out.
+  // Detected by LibTorch's own load(), after the state has been taken out.
   wrong = dict;
   wrong.param_groups[0].options["lr"] = 7.0;
   wrong.param_groups[1].options["lr"] = "fast";

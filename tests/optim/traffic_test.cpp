@@ -1,4 +1,4 @@
-// What a step sends and keeps, counted and compared with the formulas: exact, padding included.
+// Traffic and memory of a step, counted and compared with the formulas: exact, with padding.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/process_group_decorators.h>
@@ -31,7 +31,7 @@ struct Job {
     rank_loss(*net, batch, world.rank(), world.size(), i).backward();
     optimizer->step();
   }
-  // Counts of one step after a few that learn the order.
+  // Counts of one step, after a few that learn the order.
   CollectiveCounts count_step() {
     for (int i = 0; i < 3; ++i) step(i);
     counter->reset_counts();

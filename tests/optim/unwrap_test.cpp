@@ -1,5 +1,5 @@
 // `ShardedModule::unwrap()` and `ShardedOptimizer::unwrap()`: a module and an optimizer as they
-// were before they were sharded, with what training has made of them.
+// were before they were sharded, with their trained values.
 #include <gtest/gtest.h>
 #include <tessera/process_group_decorators.h>
 #include <torch/script.h>
@@ -22,7 +22,7 @@ void expect_ordinary(torch::nn::Module& module) {
     EXPECT_FALSE(param.key_set().has(kUnitKey)) << item.key();
     EXPECT_EQ(param.storage().nbytes(), param.nbytes()) << item.key();
     EXPECT_TRUE(param.requires_grad()) << item.key();
-    EXPECT_FALSE(param.grad().defined()) << item.key();  // and can be read
+    EXPECT_FALSE(param.grad().defined()) << item.key();  // and grad() can be called
   }
 }
 
@@ -98,7 +98,7 @@ TEST(Unwrap, AfterwardsNothingIsSent) {
   });
 }
 
-// Trains two steps sharded, gives back, and goes on in each rank alone, on all ranks' rows.
+// Trains three steps sharded, unwraps, and continues on each rank alone, on all ranks' rows.
 template <class MakeOptimizer>
 void expect_to_go_on(const std::string& what, const MakeOptimizer& make) {
   for (const int ranks : {1, 2, 3}) {
@@ -197,7 +197,7 @@ TEST(Unwrap, IsRefusedWhereParametersAreInUseOtherwise) {
     join(sharded, {optimizer.get()}, [&] {
       expect_error([&] { sharded.unwrap(); }, {"[join]", "unwrap()"});
     });
-    // All is as it was.
+    // Nothing has changed.
     loss_of(*net, 0, world.rank(), 2).backward();
     optimizer->step();
     optimizer->unwrap();
@@ -246,7 +246,7 @@ TEST(Unwrap, AGraphFromBeforeIsRight) {
   });
 }
 
-// It would step on what nobody has any more, without a word.
+// It would silently step on tensors that nothing uses any more.
 TEST(Unwrap, AnOptimizerThatWasLeftBehindSaysSo) {
   run_world(2, [](World& world) {
     const auto net = make_saved_mlp();

@@ -1,4 +1,4 @@
-// Trains a small model and prints what came of it.
+// Trains a small model and prints the results.
 //
 //   arena_probe STEPS [die RANK STEP | late RANK | stay | exchange]
 //

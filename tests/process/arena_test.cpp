@@ -1,4 +1,4 @@
-// Processes that share memory: how they start, what happens when one dies, what they leave behind.
+// Processes that share memory: their start, the death of one, and their leftovers.
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -57,7 +57,7 @@ TEST(ArenaProcesses, GiveTheBitsOfGloo) {
   EXPECT_EQ(std::set<std::string>(sums.begin(), sums.end()).size(), 1U);
 }
 
-// The others do its part of the sums, into its memory.
+// The other ranks do the late rank's part of the sums, in its memory.
 TEST(ArenaProcesses, GiveTheBitsOfGlooWhereARankIsLate) {
   std::vector<std::string> sums;
   for (const char* transport : {"gloo", "arena"}) {
@@ -75,7 +75,7 @@ TEST(ArenaProcesses, GiveTheBitsOfGlooWhereARankIsLate) {
   EXPECT_EQ(std::set<std::string>(sums.begin(), sums.end()).size(), 1U);
 }
 
-// Messages in the shared heap, and, without it, copies.
+// Messages in the shared heap and, without it, copies.
 TEST(ArenaProcesses, SendEachOtherMessages) {
   using Settings = std::map<std::string, std::string>;
   for (const Settings& settings : {Settings{}, Settings{{"TESSERA_PAGE_HEAP", "0"}}}) {

@@ -44,8 +44,8 @@ Probes start_probes(const std::string& directory, int ranks) {
   return probes;
 }
 
-/// Lets `ranks` probes save until they are killed, one shortly after the other. Returns the number
-/// of the checkpoint that they found, and sets `saved` to the last save that they finished.
+/// Lets `ranks` probes save, and kills them, one shortly after the other. Returns the number of the
+/// checkpoint that they found, and sets `saved` to the last save that they finished.
 int save_until_killed(const std::string& directory, int ranks, std::mt19937& random, int& saved) {
   Probes probes = start_probes(directory, ranks);
   const auto ready = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// `tessera ckpt`: what it prints, what it makes, and its exit status.
+// `tessera ckpt`: its output, the files that it makes, and its exit status.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -220,7 +220,7 @@ TEST_F(Ckpt, ToAFullDeviceEndsWithStatusTwo) {
     EXPECT_EQ(end.status, 2) << command;
     EXPECT_TRUE(contains(end.err, "could not write the output")) << command << ": " << end.err;
   }
-  // Nobody hears what is wrong, and the status still tells.
+  // Nothing shows the error, but the status does.
   const std::string none = " '" + path("none") + "'";
   const auto end =
       run_program({"sh", "-c", TESSERA_CLI " ckpt inspect" + none + " > /dev/full 2> /dev/full"});
@@ -260,7 +260,7 @@ TEST_F(Ckpt, AnInterruptLeavesNothingThatWasBegun) {
     EXPECT_EQ(end.status, 128 + signal) << end.err;
     EXPECT_FALSE(fs::exists(path("to")) || fs::exists(path("to.tmp"))) << signal;
   }
-  // What is ignored stays ignored, as by nohup.
+  // Ignored signals stay ignored, as with nohup.
   ProgramRun ignoring({"sh", "-c",
                        "trap '' HUP; exec " TESSERA_CLI " ckpt import '" + path("one.safetensors") +
                            "' '" + path("to") + "'"});
@@ -278,14 +278,14 @@ TEST_F(Ckpt, AnInterruptedExportLeavesNoDraft) {
     }
     run.signal(SIGINT);
     const auto end = run.wait();
-    // It may have been too fast for this test.
+    // The export may have been too fast for this test.
     EXPECT_TRUE(end.status == 128 + SIGINT || end.status == 0) << end.status;
     EXPECT_EQ(fs::exists(path(name)), end.status == 0);
     EXPECT_FALSE(fs::exists(path(name + ".tmp"))) << name;
   }
 }
 
-// A mount point has no place beside it on its own file system.
+// A mount point has no directory beside it on its own file system.
 TEST_F(Ckpt, ToAMountPointIsWrittenInsideIt) {
   if (run_program({"unshare", "-rm", "true"}).status != 0)
     GTEST_SKIP() << "this process may not mount anything";

@@ -1,4 +1,4 @@
-// What `tessera bench dispatch` prints.
+// The output of `tessera bench dispatch`.
 
 #include <gtest/gtest.h>
 

@@ -15,7 +15,7 @@ inline void write_text(const std::string& path) {
   for (int i = 0; i < 400; ++i) text << "line " << i * i << " of a text\n";
 }
 
-/// What an example wrote with `--losses`: the loss of each step.
+/// The loss of each step, as an example wrote them with `--losses`.
 inline std::vector<double> read_losses(const std::string& path) {
   std::istringstream text(read_file(path));
   std::vector<double> losses;

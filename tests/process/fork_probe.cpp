@@ -2,9 +2,9 @@
 //
 //   fork_probe [read | workers | programs | leave | collective]
 //
-// Trains a small model for four steps. After the second one each rank, in turn of its mode:
+// Trains a small model for four steps. After the second one each rank, depending on the mode:
 //   read        has a child read, write and allocate tensors while it goes on with its own memory
-//   workers     has two children make batches of a data set that was there before, for each step
+//   workers     has two children make batches of a data set that existed before, for each step
 //   programs    runs programs by system(), popen() and std::async() in a child
 //   leave       has a child return from main(), where its parent's world ends
 //   collective  has a child call a collective, which must throw
@@ -72,7 +72,7 @@ void read_and_write(const torch::Tensor& made, const torch::nn::Sequential& mode
   expect(sum_of(made) == kNumel, "a child writes to what its parent had made");
 }
 
-// The parent frees what the child reads, and uses its memory.
+// The parent frees tensors that the child reads, and reuses their memory.
 void read_in_child(const torch::nn::Sequential& model) {
   double sum = 0;
   for (const auto& parameter : model->parameters())
@@ -108,7 +108,7 @@ class Workers {
     for (const pid_t child : children_) wait_for(child);
   }
 
-  // Its sum, which the worker has sent.
+  // Returns the sum of the batch, as sent by the worker.
   int64_t batch(int step) {
     int64_t sum = 0;
     expect(::read(pipes_[step % 2], &sum, sizeof(sum)) == sizeof(sum), "a worker sends a batch");

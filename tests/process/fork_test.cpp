@@ -1,4 +1,4 @@
-// Ranks that fork: over shared memory, a child may neither crash nor change what the ranks have.
+// Ranks that fork: over shared memory, a child may neither crash nor change the ranks' memory.
 #include <gtest/gtest.h>
 
 #include <set>

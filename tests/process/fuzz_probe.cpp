@@ -46,7 +46,7 @@ int64_t peak_bytes() {
   return usage.ru_maxrss * 1024;
 }
 
-// What is asked for besides what is there now fails, before it makes the machine slow.
+// Allocations far beyond the present ones fail, before they make the machine slow.
 void limit_memory() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadows are larger
   int64_t pages = 0;
@@ -68,7 +68,7 @@ struct Counts {
   int64_t accepted = 0, refused = 0;
 };
 
-// Empty, or what is wrong with how it was refused.
+// Returns the fault in how the input was refused; empty if there is none.
 std::string read_once(const std::function<void(const fs::path&, const fs::path&)>& read,
                       const fs::path& input, const fs::path& made, Counts& counts) {
   try {

@@ -1,5 +1,5 @@
-// Files that were damaged or made to do harm: none makes the library crash, take over 10 seconds or
-// 1 GiB, or give an error that does not name a file. See fuzz_probe.cpp for what is tried.
+// Files that are damaged or crafted to do harm: none makes the library crash, take over 10 seconds
+// or 1 GiB, or give an error that does not name a file. See fuzz_probe.cpp for the inputs.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -62,7 +62,7 @@ void expect_no_harm(const std::string& format, long inputs) {
   std::cout << format << ": " << done << " inputs; of reads, " << accepted << " accepted and "
             << refused << " refused" << std::endl;
   EXPECT_EQ(done, inputs);
-  // Neither all of them broken, nor all whole.
+  // The inputs are neither all broken nor all whole.
   EXPECT_GT(accepted, inputs / 50);
   EXPECT_GT(refused, inputs / 10);
 }

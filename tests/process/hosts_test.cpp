@@ -11,7 +11,7 @@ namespace hosts_test {
 
 constexpr std::chrono::seconds kLimit{100};
 
-// Two network namespaces, which take root to make.
+// Two network namespaces; only root can make them.
 class TwoHosts {
  public:
   TwoHosts() {
@@ -42,7 +42,7 @@ class TwoHosts {
   }
   static std::string address(int host) { return "10.213.71." + std::to_string(1 + host); }
 
-  // Rank `rank` of `size`, on `host`.
+  // Starts rank `rank` of `size` on `host`.
   static std::unique_ptr<ProgramRun> start(int host, int rank, int size, int local_rank,
                                            int local_size, Command program) {
     Command command{"ip", "netns", "exec", name(host)};

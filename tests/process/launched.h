@@ -16,7 +16,7 @@ inline Command launched(const Command& options, const Command& flags) {
   return command;
 }
 
-/// What a launcher sets for a rank of a job on this machine, for tests that start ranks themselves.
+/// A launcher's variables for a rank on this machine, for tests that start ranks themselves.
 inline std::map<std::string, std::string> environment_of(int rank, int ranks, int port) {
   std::map<std::string, std::string> environment = {{"OMP_NUM_THREADS", "1"},
                                                     {"TESSERA_TIMEOUT", "30"}};

@@ -1,4 +1,4 @@
-// What `tessera bench optim` prints.
+// The output of `tessera bench optim`.
 
 #include <gtest/gtest.h>
 

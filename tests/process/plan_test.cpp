@@ -1,4 +1,4 @@
-// `tessera plan`: its numbers, and its answers to what can't be.
+// `tessera plan`: its numbers, and its errors for impossible plans.
 
 #include <gtest/gtest.h>
 

@@ -49,7 +49,7 @@ Channels make_channels(bool on_terminal) {
 [[noreturn]] void become(const Command& command, const ProgramRun::Options& options,
                          const Channels& channels) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  // A shell starts its background jobs with SIGINT ignored, and what is ignored is inherited.
+  // A shell starts its background jobs with SIGINT ignored, and ignored signals are inherited.
   for (int number : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGTSTP, SIGPIPE}) ::signal(number, SIG_DFL);
   ::dup2(channels.in[0], STDIN_FILENO);
   ::dup2(channels.out[1], STDOUT_FILENO);
@@ -114,7 +114,7 @@ bool ProgramRun::read_from(int& fd, std::string& to) {
   return false;
 }
 
-/// Waits for output, a while at most; false when there will be no more.
+/// Waits for output, for a while at most; false when there will be no more.
 bool ProgramRun::collect_some() {
   if (out_fd_ < 0 && err_fd_ < 0) return false;
   pollfd polled[] = {{out_fd_, POLLIN, 0}, {err_fd_, POLLIN, 0}};

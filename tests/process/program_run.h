@@ -16,7 +16,7 @@ inline Command with(Command command, const Command& more) {
   return command;
 }
 
-/// What a program left behind.
+/// The status and the output of a program that has ended.
 struct ProgramEnd {
   int status = -1;  ///< exit status; 128 + N if signal N killed it
   std::string out;
@@ -48,7 +48,7 @@ class ProgramRun {
   /// Collects output until `text` is in stdout; false if that takes longer than the limit.
   bool wait_for_output(const std::string& text, int times = 1);
   ProgramEnd wait();
-  /// What was in stdout up to now.
+  /// The text in stdout up to now.
   const std::string& output() const { return end_.out; }
 
  private:

@@ -1,4 +1,4 @@
-// What a rank of `tessera run` finds in its environment.
+// The environment of a rank of `tessera run`.
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>

@@ -1,4 +1,4 @@
-// What `tessera run` does when ranks fail.
+// `tessera run` when ranks fail.
 
 #include <gtest/gtest.h>
 #include <signal.h>

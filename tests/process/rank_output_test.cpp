@@ -1,4 +1,4 @@
-// How `tessera run` shows and keeps what the ranks write.
+// How `tessera run` shows and keeps the ranks' output.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -117,7 +117,7 @@ TEST(RankOutput, EndsTheJobWhenItsReaderHasGone) {
   EXPECT_LT(end.seconds, 20);
 }
 
-/// Feeds a stream that believes to be on a terminal, and returns what is shown.
+/// Lets ranks print to a terminal, and returns the text that it shows.
 std::string shown_for(const std::vector<std::pair<int, std::string>>& writes) {
   ProgramRun::Options options{.on_terminal = true};
   options.environment["NO_COLOR"] = "1";

@@ -1,19 +1,19 @@
-// A rank that does what its flags say, in their order. It needs no LibTorch, so it starts at once.
+// A rank that follows its flags, in their order. It needs no LibTorch, so it starts at once.
 //
-//   --on-rank R      what follows is done by rank R only
-//   --on-restart K   what follows is done by the K-th start only (0: the first)
+//   --on-rank R      the flags behind it are for rank R only
+//   --on-restart K   the flags behind it are for the K-th start only (0: the first)
 //   --env NAME       prints "NAME=value"
 //   --print TEXT     prints TEXT and a newline; --print-err to stderr; --print-raw without newline
 //   --long-line N    prints a line of N letters, rank 0 'a', rank 1 'b', ...
 //   --lines N        prints N lines "line I of rank R", piece by piece
 //   --binary         prints the bytes 0 to 255 and a newline
-//   --echo-input     prints what comes from stdin
+//   --echo-input     copies stdin to stdout
 //   --cores          prints the cores that it may use
 //   --pid            prints "pid P"
 //   --child          starts a process that sleeps in the same process group, prints "pid P"
 //   --ignore N       ignores signal N
 //   --tell N         prints "got N" when signal N comes, and goes on
-//   --sleep S        sleeps S seconds in all, whatever signals come
+//   --sleep S        sleeps S seconds in all, despite signals
 //   --wait-signal S  waits for a signal of --tell, at most S seconds
 //   --kill N         kills itself with signal N
 //   --exit S         exits with status S

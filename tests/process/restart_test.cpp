@@ -1,5 +1,5 @@
 // A job whose rank is killed starts again from its last checkpoint, and ends as if nothing had
-// been.
+// happened.
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -100,13 +100,13 @@ TEST(Restart, AKilledRankIsMadeUpForFromTheLastCheckpoint) {
   const ProgramEnd end = run.wait();
   EXPECT_EQ(end.status, 0) << end.err;
   EXPECT_TRUE(contains(end.err, "SIGKILL") || contains(end.err, "signal 9")) << end.err;
-  // The losses are those since the last start.
+  // The file holds the losses since the last start.
   const auto losses = read_losses(directory.path("killed.losses"));
   ASSERT_LT(losses.size(), expected.size());
   ASSERT_FALSE(losses.empty());
   for (size_t i = 1; i <= losses.size(); ++i)
     EXPECT_EQ(losses[losses.size() - i], expected[expected.size() - i]) << i << " from the end";
-  // All that both hold is the same; the newest two are left.
+  // Both checkpoints hold the same; the two newest are left.
   const ProgramEnd diff =
       run_program({TESSERA_CLI, "ckpt", "diff", "--quiet", directory.path("whole/step-120"),
                    directory.path("killed/step-120")});

@@ -64,9 +64,9 @@ TEST(ShardedDdpExample, LearnsDigitsAsOneProcessDoes) {
   EXPECT_GE(shared.accuracy, 97);
   ASSERT_EQ(alone.losses.size(), kEpochs * kStepsPerEpoch);
   ASSERT_EQ(shared.losses.size(), alone.losses.size());
-  // Sums over half a batch round otherwise. Sooner or later, machine by machine, that decides which
-  // of two pixels a max-pool takes or on which side of 0 a ReLU's input lies; from that step on the
-  // losses part. The first steps can't be far apart even so.
+  // Sums over half a batch round otherwise. Sooner or later, depending on the machine, that decides
+  // which of two pixels a max-pool takes or on which side of 0 a ReLU's input lies; from that step
+  // on the losses diverge. Even so, the first steps can't be far apart.
   for (size_t i = 0; i < kStepsPerEpoch; ++i)
     EXPECT_LE(std::abs(shared.losses[i] / alone.losses[i] - 1), 1e-3) << i;
 }

@@ -1,4 +1,4 @@
-// Ranks as threads give what ranks as processes give.
+// Ranks as threads give the results of ranks as processes.
 #include <gtest/gtest.h>
 
 #include <fstream>

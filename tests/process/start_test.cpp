@@ -9,7 +9,7 @@
 namespace tessera {
 namespace start_test {
 
-// Under malloc alone: the limit is one of addresses, and the page heap reserves many.
+// With malloc alone: the limit is on addresses, and the page heap reserves many.
 std::vector<ProgramEnd> start(int ranks, const std::string& mode, const std::string& mib) {
   return StartedRanks(ranks, {START_PROBE, mode, mib},
                       {{"TESSERA_PAGE_HEAP", "0"}, {"TESSERA_TRANSPORT", "gloo"}})

@@ -72,8 +72,8 @@ TEST(StepBench, ADialectIsMeasuredAgainstFullyShardToo) {
   EXPECT_FALSE(report_of(1, "os").contains("native_seconds"));
 }
 
-// The median of the two ranks' one step each is their mean: what holds for each step, holds for
-// the medians, too.
+// The median of the two ranks' one step each is their mean: relations that hold for each step hold
+// for the medians, too.
 TEST(StepBench, PrintsTimesThatFitEachOther) {
   for (const std::string level : {"os_g", "p_g_os"}) {
     const auto report = report_of(2, level);
@@ -101,7 +101,7 @@ TEST(StepBench, MeasuresLocalProcessesInStepIfAsked) {
   EXPECT_FALSE(report_of(1, "os").contains("in_step_seconds"));
 }
 
-// Less noise than none would be waited for in vain.
+// Waiting for less noise than none would never end.
 TEST(StepBench, WaitsForQuietThatCanCome) {
   const auto end = measured(1, {"--level", "os", "--quiet", "1"});
   EXPECT_NE(end.status, 0);

@@ -15,7 +15,7 @@ constexpr double kSoon = 45;
 
 using Environment = std::map<std::string, std::string>;
 
-/// Removes what a launcher around the tests may have set; then sets `variables`.
+/// Removes variables that a launcher around the tests may have set; then sets `variables`.
 Environment clean_environment(const Environment& variables = {}) {
   Environment environment;
   for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
@@ -103,7 +103,7 @@ TEST(WorldStart, RefusesARankThatIsNotBelowTheWorldSize) {
 }
 
 TEST(WorldStart, NamesTheAddressThatItCannotReach) {
-  const tools::ReservedPort port(0);  // nobody listens on it
+  const tools::ReservedPort port(0);  // no process listens on it
   for (const std::string rank : {"0", "1"}) {
     const auto end = probe_world({{"RANK", rank},
                                   {"WORLD_SIZE", "2"},

@@ -1,4 +1,4 @@
-// What the collectives of a fake process group leave.
+// Results of the collectives of a fake process group.
 #include <gtest/gtest.h>
 #include <tessera/fake_world.h>
 

@@ -1,4 +1,4 @@
-// A rank of a fake world does what that rank of a real one does.
+// A rank of a fake world does the same as that rank of a real one.
 #include <ATen/record_function.h>
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -48,7 +48,7 @@ TEST(FakeWorld, DistTensorsOfItAreCutAsInARealOne) {
   EXPECT_EQ(full_tensor(rows.sum()).item<double>(), 2048 * 3);
 }
 
-// What a rank issues in its first steps: name, subject, channel and bytes, in order.
+// The collectives of a rank's first steps: name, subject, channel and bytes, in order.
 using Trace = std::vector<std::tuple<std::string, std::string, int, int64_t>>;
 
 struct Observed {
@@ -120,7 +120,7 @@ TEST(FakeWorld, ARankIssuesTheCollectivesOfThatRankOfARealWorldInTheirOrder) {
 // --- 1,024 ranks
 // ------------------------------------------------------------------------------------------------
 
-// Allocations of tensors on this thread.
+// Counts the allocations of tensors on this thread.
 class AllocationCounter : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void*, int64_t alloc_size, size_t, size_t, c10::Device) override {
@@ -167,7 +167,7 @@ HostWork work_of_a_step(int size, ShardPlan plan, bool replicated) {
   const auto counter = counting_process_group(groups.shard);
   plan.process_group = counter;
   if (replicated) plan.replicate_group = groups.replicate;
-  // Rank 0 has a part of each weight, also where 1,024 ranks share it.
+  // Rank 0 has a part of each weight, even where 1,024 ranks share it.
   const auto net = seeded(3, [] { return std::make_shared<BlockNet>(128, 4, /*bias=*/false); });
   PaperJob<BlockNet> job(net, plan);
   const auto x = torch::ones({2, 128});
@@ -175,7 +175,7 @@ HostWork work_of_a_step(int size, ShardPlan plan, bool replicated) {
   return count_work(
       [&] {
         job.step(x);
-        job.optimizer->clip_grad_norm_(0.0);  // whatever the norm, gradients are scaled
+        job.optimizer->clip_grad_norm_(0.0);  // gradients of any norm are scaled
       },
       *counter);
 }
@@ -214,7 +214,7 @@ int64_t peak_resident_bytes() {
   return 0;
 }
 
-// 512 MiB of parameters; each rank keeps 512 KiB of them, and makes no more than a unit at a time.
+// 512 MiB of parameters; each rank keeps 512 KiB of them, and makes at most a unit at a time.
 TEST(FakeWorld, HoldsTheShardOfAModelThatIsLargerThanItsMemory) {
   const auto world = fake_world(1024, 17);
   const int64_t before = peak_resident_bytes();

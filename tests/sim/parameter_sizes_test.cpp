@@ -34,7 +34,7 @@ std::string write_text(const std::filesystem::path& path, const std::string& tex
   return path;
 }
 
-// A safetensors file of this header, with so many bytes of data.
+// Writes a safetensors file with this header and so many bytes of data.
 std::string write_safetensors(const std::filesystem::path& path, const std::string& header,
                               size_t nbytes) {
   const uint64_t length = header.size();
@@ -105,7 +105,7 @@ TEST(ParameterSizes, OfADirectoryWithAnIndexAreThoseOfTheFilesThatItNames) {
   std::filesystem::remove(directory / second);
   expect_error([&] { read_parameter_sizes(directory.path()); },
                {directory / second, "No such file"});
-  // Without the index, the numbers still tell, and that there are two models.
+  // Without the index, the numbers in the names still tell, and show that there are two models.
   std::filesystem::remove(directory / "model.safetensors.index.json");
   expect_error([&] { read_parameter_sizes(directory.path()); }, {"lacks '" + second + "'"});
   write_safetensors(directory / second, header("b"), 8);

@@ -1,4 +1,4 @@
-// The plan on paper is what the engine measures, to the byte.
+// The plan on paper equals the engine's measurements, to the byte.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <tessera/plan_report.h>
@@ -44,7 +44,7 @@ void expect_same_memory(const ShardMemory& planned, const ShardMemory& measured)
   EXPECT_EQ(planned.offloaded, measured.offloaded);
 }
 
-// The ranks of a world, as `ranks` that shard and `replicas` of them, each behind a counter.
+// The ranks of a world: `ranks` that shard, and their replicas, each group behind a counter.
 struct Groups {
   Groups(World& world, int ranks)
       : shard(counting_process_group(world.hybrid_process_groups(ranks).shard)) {
@@ -58,7 +58,7 @@ struct Groups {
   std::shared_ptr<CountingProcessGroup> shard, replicate;
 };
 
-// The order of use that the engine has learned, which sizes don't tell.
+// Takes the order of use that the engine has learned, which sizes do not tell.
 void take_order(const ShardedModule& sharded, PlanReportOptions& options) {
   const PassOrder& order = sharded.state()->residency().order();
   options.forward_order = order.forward;
@@ -202,7 +202,7 @@ TEST(PlanReport, RefusesWhatCantBeCounted) {
         plan_report({{{"a"}, {most}}}, {.partition = Partition::kWholeParam}, {.ranks = 100'000});
       },
       {"counted in 64 bits"});
-  // As much as can be: what is sent to a million replicas is more than 2^63 times a byte.
+  // As much as possible: the traffic to a million replicas exceeds 2^63 bytes in all.
   const auto report = plan_report({{{"a"}, {9'000'000'000'000'000}}}, {}, {.replicas = 1 << 20});
   EXPECT_GT(report.rank.traffic.replicate.bytes_sent, 0);
 }

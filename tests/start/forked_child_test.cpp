@@ -101,7 +101,7 @@ TEST_P(WorldOfAForkedChild, EndsThereAndNotInTheParent) {
 INSTANTIATE_TEST_SUITE_P(All, WorldOfAForkedChild,
                          ::testing::Values(Transport::kGloo, Transport::kArena));
 
-// In one process with another world before it, whose heap the child has inherited.
+// In a process that has another world, whose heap the child has inherited.
 TEST(WorldOfAForkedChild, MayBeMadeAnew) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "the thread sanitizer ends a forked child that starts threads";

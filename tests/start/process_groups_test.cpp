@@ -1,5 +1,5 @@
-// What World and DeviceMesh make process groups with; through them: world_parts_test.cpp,
-// mesh/mesh_process_group_test.cpp.
+// ProcessGroups, from which World and DeviceMesh take theirs. Tests through those two:
+// world_parts_test.cpp, mesh/mesh_process_group_test.cpp.
 #include "start/process_groups.h"
 
 #include <ATen/ThreadLocalState.h>
@@ -38,7 +38,7 @@ TEST(ProcessGroups, AreThoseOfTheDefaultWorld) {
   EXPECT_EQ(default_process_groups()->size(), 1);
 }
 
-// Without spawn(): a rank that is a process has its world for all its threads.
+// Without spawn(): a rank that is a process has one world for all its threads.
 TEST(ProcessGroups, OfTheOneRankOfAProcessAreTheDefaultOfItsOtherThreads) {
   const auto find = [] {
     std::shared_ptr<ProcessGroups> found;
@@ -60,7 +60,7 @@ TEST(ProcessGroups, AreRefusedToThreadsOfWhichNobodyKnowsTheRank) {
     std::thread([] {
       expect_error([] { default_process_groups(); },
                    {"[default_process_group]", "thread", "init()"});
-      // One that has a world of its own is not asked.
+      // A thread that has a world of its own gets that one.
       const World own = init(c10::make_intrusive<c10d::HashStore>(), 0, 1);
       EXPECT_EQ(default_process_groups()->world(), own.process_group());
     }).join();
@@ -119,8 +119,8 @@ TEST(ProcessGroups, RefuseRanksThatTheWorldDoesNotHaveAndOnesWithoutThisRank) {
   });
 }
 
-// A thread makes process groups of its own, another one the shared one, of the same ranks; the two
-// ranks begin with different ones.
+// One thread makes a process group of its own, another one the shared one, of the same ranks; the
+// two ranks begin with different ones.
 TEST(ProcessGroups, OfTheirOwnAndSharedOnesAreNotMixedUp) {
   run_world(2, [](World& world) {
     const auto process_groups = default_process_groups();

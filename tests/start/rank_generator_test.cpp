@@ -1,4 +1,4 @@
-// Random numbers of ranks that are threads: those of a process of their own.
+// Random numbers of ranks that are threads: those of a rank in a process of its own.
 #include "start/rank_generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -98,7 +98,7 @@ const std::map<std::string, Draw> kDraws = {
     {"default_generator()", [] { return torch::randn({50}, default_generator()); }},
 };
 
-// Two draws, so that a generator that goes on is told from one that starts again.
+// Two draws, to distinguish a generator that goes on from one that starts again.
 std::vector<Tensor> draw_twice(const Draw& draw) { return {draw(), draw()}; }
 
 void expect_equal(const std::vector<Tensor>& actual, const std::vector<Tensor>& expected,
@@ -229,7 +229,7 @@ TEST(RankGenerator, DeferredInitGivesTheValuesOfAnEagerStart) {
 }
 
 TEST(RankGenerator, NoOperatorDrawsBeforeItHasATensor) {
-  // The kernels of ranks know the device by the tensors; without any, an operator must call others.
+  // The ranks' kernels know the device from the tensors; without any, an operator must call others.
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findSchema(name);

@@ -183,7 +183,7 @@ TEST(NewProcessGroup, IsClosedWithTheWorld) {
   }
 }
 
-// A model that outlives its world, and the world of a rank that leaves early.
+// A rank that leaves early must not leave the others waiting.
 TEST(NewProcessGroup, FailsForAllWhenARankLeaves) {
   EXPECT_THROW(run_world(
                    3,

@@ -18,7 +18,7 @@ namespace world_test {
 
 using namespace std::chrono_literals;
 
-/// Replaces all variables that the library reads, and puts the old ones back in the end.
+/// Replaces all variables that the library reads, and restores them in the end.
 class Environment {
  public:
   explicit Environment(const std::map<std::string, std::string>& variables) {
@@ -164,7 +164,7 @@ INSTANTIATE_TEST_SUITE_P(Launchers, RankInfoFrom, ::testing::ValuesIn(kLaunches)
 struct Contradiction {
   std::string name;
   std::map<std::string, std::string> environment;
-  std::vector<std::string> named;  // what the message must hold
+  std::vector<std::string> named;  // parts of the message
 };
 
 class ContradictoryEnvironment : public ::testing::TestWithParam<Contradiction> {};

@@ -6,7 +6,7 @@
 
 namespace tessera::testing {
 
-/// Autocast for the CPU while it lives, if a dtype is given.
+/// Autocast on the CPU for the lifetime of the object, if a dtype is given.
 class Autocast {
  public:
   explicit Autocast(std::optional<at::ScalarType> dtype) : on_(dtype.has_value()) {

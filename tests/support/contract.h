@@ -1,6 +1,6 @@
 #pragma once
 
-// The process groups that must do the same, and what they are given.
+// The process groups under the common contract, and the inputs of its tests.
 #include <gtest/gtest.h>
 #include <tessera/process_group_decorators.h>
 #include <torch/torch.h>
@@ -51,7 +51,7 @@ inline std::string kind_name(Kind kind) {
   return "?";
 }
 
-// Two ranks on each host: neighbours if there are 4, one of each half if there are more.
+// Two ranks on each host: neighbours if there are 4 ranks, one of each half if there are more.
 inline std::function<int(int)> host_of(int size) {
   return [size](int rank) { return size == 4 ? rank / 2 : rank % (size / 2); };
 }
@@ -90,7 +90,7 @@ class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, in
 inline const std::vector<torch::ScalarType> kDtypes{torch::kFloat, torch::kDouble, torch::kBFloat16,
                                                     torch::kInt64};
 
-// Small whole numbers: sums are exact in every dtype, whatever their order.
+// Small whole numbers: sums are exact in every dtype and order.
 inline torch::Tensor values(int64_t numel, torch::ScalarType dtype, int rank) {
   return (torch::arange(numel, torch::kInt64) % 13 + rank).to(dtype);
 }

@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-/// What `run` sends over the world's process group, which must be a counting one. A mesh over all
-/// ranks uses it.
+/// Counts the messages of `run` over the world's process group, which must be a counting one. A
+/// mesh over all ranks uses it.
 inline CollectiveCounts count(World& world, const std::function<void()>& run) {
   auto counting = std::dynamic_pointer_cast<CountingProcessGroup>(world.process_group());
   counting->reset_counts();

@@ -82,15 +82,15 @@ TrainingRun sgd_run(Args... args) {
 /// The loss of one rank's rows of a batch.
 torch::Tensor rank_loss(Net& net, const Batch& batch, int rank, int size, int step);
 
-/// What training gives in one process that sees the rows of `ranks` ranks one after another. Sums
-/// are in the order of the ranks, so that 1, 2 and 4 ranks give the same bits.
+/// The state after training in one process that sees the rows of `ranks` ranks one after another.
+/// Sums are in the order of the ranks, so that 1, 2 and 4 ranks give the same bits.
 std::vector<NamedTensor> train_alone(const TrainingRun& run, int ranks);
 
-/// What training gives on a world.
+/// The state after training on a world.
 std::vector<NamedTensor> train_sharded(const TrainingRun& run, World& world, const ShardPlan& plan,
                                        const ShardedOptimizerOptions& options = {.fused = false});
 
-/// Expects that a world of `ranks` gives what one process gives, and the same on all ranks.
+/// Expects that a world of `ranks` gives the result of one process, and the same on all ranks.
 void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
                    const std::string& what,
                    const ShardedOptimizerOptions& options = {.fused = false},

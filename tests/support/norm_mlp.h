@@ -1,6 +1,6 @@
 #pragma once
 
-// A small model, and the way to cut it that needs least messages.
+// A small model, and the sharding of it that needs the fewest messages.
 #include <tessera/dist_tensor.h>
 #include <torch/torch.h>
 
@@ -27,8 +27,8 @@ inline NormMlp make_norm_mlp() {
   return mlp;
 }
 
-/// Columns of the first matrix, rows of the second: nothing is sent between them. `outer`:
-/// placements along the mesh dims before the one that cuts.
+/// Shards the first matrix by columns, the second by rows: nothing is sent between them. `outer`:
+/// placements along the mesh dims before the one that shards.
 inline void shard_columns_then_rows(NormMlp& mlp, const DeviceMesh& mesh,
                                     const Placements& outer = {}) {
   const auto placed = [&](Placement inner) {

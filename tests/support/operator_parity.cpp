@@ -59,7 +59,7 @@ Tensors gradients_of(const Tensors& inputs, const at::Tensor& output) {
   return gradients;
 }
 
-// Terms that differ, none of them the sum: what is not linear in them gives something else.
+// Makes the terms differ, none of them the sum: a nonlinear operator on the terms would show.
 void spread_terms(const at::Tensor& tensor, const DeviceMesh& mesh) {
   torch::NoGradGuard no_grad;
   const Placements& placements = placements_of(tensor);
@@ -82,7 +82,7 @@ void expect_close(const at::Tensor& dist, const at::Tensor& plain, const std::st
       << plain;
 }
 
-// The placements of all inputs for number `index` of all combinations.
+// The placements of all inputs for combination number `index`.
 class PlacementCounter {
  public:
   PlacementCounter(const OperatorCase& test, const DeviceMesh& mesh) {
@@ -112,7 +112,7 @@ class PlacementCounter {
   size_t count_ = 1;
 };
 
-// What a case gives on ordinary tensors.
+// The results of a case on ordinary tensors.
 struct Expected {
   explicit Expected(const OperatorCase& test) {
     Tensors inputs = make_inputs(test);
@@ -146,7 +146,7 @@ void expect_gradients(const Tensors& gradients, const Tensors& expected) {
 void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinations combinations) {
   const Expected expected(test);
   const PlacementCounter counter(test, mesh);
-  // An odd step, so that the sample has all choices of each input.
+  // An odd step, so that the sample contains all choices of each input.
   const bool samples = mesh.ndim() > 1 && combinations == Combinations::kSample;
   const size_t step = samples ? std::max<size_t>(counter.count() / kSample, 1) | 1 : 1;
   for (size_t n = 0; n < counter.count(); n += step) {

@@ -20,7 +20,7 @@ struct OperatorCase {
   bool differentiable = true;
 };
 
-/// Whole numbers from 0 to `count - 1` that depend on the values of `like` and lie as it does.
+/// Whole numbers from 0 to `count - 1` that depend on the values of `like` and have its placements.
 at::Tensor whole_numbers(const at::Tensor& like, int64_t count);
 
 /// How many combinations of placements are tried on a mesh of several dims: about 25 of each case,
@@ -28,12 +28,12 @@ at::Tensor whole_numbers(const at::Tensor& like, int64_t count);
 enum class Combinations { kSample, kAll };
 
 /// Runs each case, forward and backward, on DistTensors over a mesh of this shape, with the
-/// combinations of `Replicate`, `Partial(sum)` and every `Shard` for the inputs, and expects what
-/// it gives on ordinary tensors. On a line also of `Replicate` and every `Shard` split by 2.
+/// combinations of `Replicate`, `Partial(sum)` and every `Shard` for the inputs, and expects the
+/// results of ordinary tensors. On a line also of `Replicate` and every `Shard` split by 2.
 void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<int64_t>& mesh_shape,
                      Combinations combinations = Combinations::kSample);
 
-/// What a case sends on two ranks, at most, if its inputs have the placements.
+/// The most that a case may send on two ranks, if its inputs have these placements.
 struct QuietCase {
   OperatorCase test;
   Placements placements;  ///< one for each input
@@ -42,7 +42,7 @@ struct QuietCase {
   int64_t bytes = 0;      ///< by each rank, in both together
 };
 
-/// Expects that, and that values and gradients are those of ordinary tensors.
+/// Expects no more than that, and the values and gradients of ordinary tensors.
 void expect_quiet(const std::vector<QuietCase>& cases);
 
 }  // namespace tessera::testing

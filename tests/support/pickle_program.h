@@ -42,7 +42,7 @@ inline std::string dict(const std::vector<std::pair<std::string, std::string>>& 
 inline std::string put(uint8_t place) { return {'q', static_cast<char>(place)}; }
 inline std::string get(uint8_t place) { return {'h', static_cast<char>(place)}; }
 
-/// Of the storage `key`, a record `data/KEY`, which says that it has `numel` elements.
+/// A tensor in the storage `key`, a record `data/KEY`, which says that it has `numel` elements.
 inline std::string tensor(const std::string& key, int64_t numel, int64_t offset,
                           const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
                           const std::string& storage_class = "FloatStorage") {
@@ -60,7 +60,7 @@ inline std::string program(const std::string& value) { return "\x80\x02" + value
 
 }  // namespace pickle
 
-/// A file as `torch.save` writes it, of any pickle and any records beside it.
+/// Writes a file as `torch.save` does, with any pickle and any records beside it.
 inline void write_torch_file(const std::filesystem::path& path, const std::string& program,
                              const std::map<std::string, std::string>& records) {
   caffe2::serialize::PyTorchStreamWriter writer(path.string());

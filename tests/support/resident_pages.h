@@ -12,7 +12,7 @@ namespace tessera::testing {
 
 constexpr int64_t kPage = 4096;
 
-/// How many pages of `memory`, which begins with one, are in memory.
+/// Returns the number of resident pages of `memory`, which begins at the start of a page.
 inline int64_t resident_pages(const torch::Tensor& memory) {
   std::vector<unsigned char> pages((memory.nbytes() + kPage - 1) / kPage);
   EXPECT_EQ(::mincore(memory.mutable_data_ptr(), memory.nbytes(), pages.data()), 0);

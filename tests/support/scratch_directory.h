@@ -26,7 +26,7 @@ class ScratchDirectory {
   ScratchDirectory(const ScratchDirectory&) = delete;
   ScratchDirectory& operator=(const ScratchDirectory&) = delete;
   const std::filesystem::path& path() const { return path_; }
-  /// What a plan with this `Offload` has as `offload_directory`.
+  /// The `offload_directory` of a plan with this `Offload`.
   std::string path_for(Offload offload) const {
     return offload == Offload::kDirectory ? path_.string() : "";
   }

@@ -1,4 +1,4 @@
-// What is written of a timeline that is known.
+// The files written for a known timeline.
 #include "tracer/memory_timeline.h"
 
 #include <gtest/gtest.h>
@@ -83,7 +83,7 @@ TEST(MemoryTimeline, TheLastWholeStepIsCutOut) {
   EXPECT_EQ(last_step_of(begun).samples.size(), 5);
 }
 
-// What chrome://tracing and Perfetto ask of the events.
+// The requirements of chrome://tracing and Perfetto on events.
 TEST(MemoryTimeline, ChromeEventsHaveWhatTheirKindsNeed) {
   const MemoryTimeline timeline = one_step();
   const json file = json::parse(chrome_trace(chrome_events(timeline, 1000)));
@@ -146,8 +146,8 @@ TEST(MemoryTimeline, ThePictureIsWellFormedAndNamesThePeak) {
   EXPECT_NE(svg.find("a&lt;b&gt;&amp;"), std::string::npos);
   EXPECT_NE(svg.find("peak: unit used, unit"), std::string::npos);
   EXPECT_NE(svg.find("rank 3"), std::string::npos);
-  // Parameters, optimizer state, gradients, those in flight, gathered, other: what there is. And
-  // the unit that is used.
+  // One for each kind in use: parameters, optimizer state, gradients, those in flight, gathered,
+  // other. And one for the unit that is used.
   EXPECT_EQ(count_of(svg, "<title>"), 7);
   EXPECT_EQ(count_of(svg, "href"), 0);
   EXPECT_EQ(count_of(svg, "http"), 1) << "the name space alone";

@@ -25,7 +25,7 @@ using enum MemoryEvent;
 
 constexpr int64_t kWidth = 40, kRows = 6;
 
-// Equal layers without biases: of each, forward keeps what goes into it and into its activation.
+// Equal layers without biases: forward keeps the inputs of each layer and of its activation.
 struct EvenStack : Net {
   explicit EvenStack(int64_t layers) {
     for (int64_t i = 0; i < layers; ++i) {
@@ -128,7 +128,7 @@ TEST_P(MemoryTracing, EachEventHasWhatTheBooksSayAndStepsHaveWhatFormulasSay) {
         const int64_t part = level == ShardLevel::kNone ? p : p / n;
         // Layers of 1600 elements: shards of 2 and 3 ranks have padding in the last one alone.
         const MemoryBytes& last = tracer.samples().back().bytes;
-        // Where ranks share memory, each counts its shard, and nothing is freed.
+        // Where ranks share memory, each rank counts its shard, and nothing is freed.
         const bool is_shared = job.units().front()->is_shared();
         if (level < ShardLevel::kParameters || n == 1 || is_shared) {
           EXPECT_EQ(last.gathered, 0);
@@ -157,7 +157,7 @@ TEST_P(MemoryTracing, OptimizerStateBelongsToTheModelFromTheStartOfATracer) {
   });
 }
 
-// Per unit and step.
+// Counts the events of each unit in a step.
 std::map<std::pair<MemoryEvent, std::string>, int> count_events(const MemoryTracer& tracer,
                                                                 int64_t step) {
   std::map<std::pair<MemoryEvent, std::string>, int> counts;
@@ -179,10 +179,10 @@ TEST_P(MemoryTracing, EventsAreThoseOfTheUnits) {
       EXPECT_EQ((counts[{once, ""}]), 1) << memory_event_name(once);
     for (size_t i = 0; i < job.units().size(); ++i) {
       const std::string& unit = job.units()[i]->layout().name;
-      // The last unit stays from forward to backward, and nobody reads the first in backward.
+      // The last unit stays from forward to backward, and backward does not read the first one.
       const bool twice = i > 0 && i + 1 < job.units().size();
       EXPECT_EQ((counts[{kUnitUsed, unit}]), twice ? 2 : 1) << unit;
-      // The first gather of a step happens at the end of the one before.
+      // The first gather of a step happens at the end of the previous one.
       const int stays = frees && twice ? 2 : 1;
       EXPECT_EQ((counts[{kUnitGathered, unit}]), gathers ? stays : 0) << unit;
       EXPECT_EQ((counts[{kUnitFreed, unit}]), frees ? stays : 0) << unit;
@@ -193,7 +193,7 @@ TEST_P(MemoryTracing, EventsAreThoseOfTheUnits) {
   });
 }
 
-// Messages on their way to slow peers are in memory of this rank, too: waits until they are gone.
+// Messages to slow peers are in memory of this rank, too: waits until they are gone.
 int64_t other_in_the_end(MemoryCount& count) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   int64_t other = count.take().bytes.other;
@@ -230,7 +230,7 @@ TEST_P(MemoryTracing, ActivationsRiseInForwardFallInBackwardAndReturnToTheStart)
           (turned ? backward : forward).push_back(sample.bytes.other);
         }
         ASSERT_EQ(forward.size(), 4);
-        // What goes into the activation, and what comes out of it.
+        // The input of the activation, and its output.
         for (size_t i = 1; is_exact && i < forward.size(); ++i)
           EXPECT_EQ(forward[i] - forward[i - 1], 2 * kRows * kWidth * 4) << "step " << step;
         ASSERT_EQ(backward.size(), 2);

@@ -37,7 +37,7 @@ std::vector<std::string> names_of(const UnitLayout& unit) {
   return names;
 }
 
-// What must hold for any layout.
+// Expects the properties of any layout.
 void check(const UnitLayout& unit, int ranks) {
   const int64_t alignment = 64 / static_cast<int64_t>(c10::elementSize(unit.dtype));
   ASSERT_EQ(unit.bounds.size(), ranks + 1U);

@@ -7,21 +7,21 @@
 
 namespace tessera::testing {
 
-/// What one input of a fuzz test is made by: the same for the same number, on every machine.
+/// The choices for one input of a fuzz test: the same for the same number, on every machine.
 class Draw {
  public:
   explicit Draw(uint64_t number) : engine_(number * 0x9e3779b97f4a7c15ULL + 1) {}
 
-  /// From 0 to `size` - 1.
+  /// A number from 0 to `size` - 1.
   size_t below(size_t size) { return size == 0 ? 0 : engine_() % size; }
-  /// In so many of a hundred cases.
+  /// True in `percent` of a hundred cases.
   bool chance(size_t percent) { return below(100) < percent; }
   template <class T>
   const T& pick(const std::vector<T>& items) {
     return items[below(items.size())];
   }
 
-  /// One at which sums, products and conversions go wrong, or any small one.
+  /// A number at which sums, products and conversions go wrong, or any small one.
   int64_t number() {
     static const std::vector<int64_t> kEdges = {-1,
                                                 0,

@@ -37,7 +37,7 @@ void plan_with(const std::filesystem::path& from) {
       try {
         plan_report(sizes, {.level = level, .partition = partition}, {.ranks = 3, .replicas = 2});
       } catch (const c10::ValueError&) {
-        // Of names that are there twice, say: it has no file to name.
+        // For names that occur twice, say: it has no file to name.
       }
     }
   }

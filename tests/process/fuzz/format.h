@@ -15,14 +15,14 @@ namespace tessera::testing {
 struct FuzzFormat {
   /// Writes an input into an empty directory.
   std::function<void(Draw& draw, const std::filesystem::path& directory)> write;
-  /// All ways to read it, by name. What they make goes into a directory of its own. They throw
+  /// All ways to read it, by name. Their output goes into a directory of its own. They throw
   /// `c10::Error` that names something in `directory`, and nothing else.
   std::vector<std::pair<std::string, std::function<void(const std::filesystem::path& directory,
                                                         const std::filesystem::path& made)>>>
       reads;
 };
 
-/// A checkpoint, of which mostly the index is changed.
+/// A checkpoint; mostly its index is changed.
 FuzzFormat index_format();
 /// A safetensors file.
 FuzzFormat safetensors_format();
@@ -39,7 +39,7 @@ std::string safetensors_bytes(const std::string& header, size_t data_bytes);
 std::string read_bytes(const std::filesystem::path& path);
 void write_bytes(const std::filesystem::path& path, const std::string& bytes);
 
-/// Throws, naming nothing, if what was imported is not whole.
+/// Throws an error that names no file if the imported checkpoint is not whole.
 void import_and_verify(const std::filesystem::path& from, const std::filesystem::path& made);
 /// Reads the sizes, and plans with them.
 void plan_with(const std::filesystem::path& from);

@@ -45,7 +45,7 @@ void save_blocks(const fs::path& path) {
   });
 }
 
-// Of each file, its bytes.
+// The bytes of each file, by name.
 using Files = std::map<std::string, std::string>;
 
 Files files_of(const fs::path& directory) {
@@ -70,7 +70,7 @@ const std::vector<Files>& checkpoints() {
   return kFiles;
 }
 
-// Of pieces of one tensor: their places, each plausible.
+// Changes the places of pieces of one tensor, each to a plausible one.
 void change_pieces(json& index, Draw& draw) {
   json& tensors = index.at("tensors");
   json& tensor = tensors[draw.below(tensors.size())];
@@ -93,7 +93,7 @@ void change_pieces(json& index, Draw& draw) {
 
 void change_index(std::string& text, Draw& draw) {
   json index = json::parse(text);
-  if (draw.chance(95)) index.erase("checksum");  // then it is believed
+  if (draw.chance(95)) index.erase("checksum");  // then its content is trusted
   draw.chance(70) ? change_json(index, draw) : change_pieces(index, draw);
   text = index.dump(-1, ' ', false, json::error_handler_t::replace);
 }

@@ -10,7 +10,7 @@ namespace tessera::testing {
 /// nesting; removes, repeats and exchanges parts.
 void change_json(nlohmann::json& json, Draw& draw);
 
-/// Some value that does not fit where any is expected.
+/// Returns a value that fits no place in which one is expected.
 nlohmann::json odd_value(Draw& draw);
 
 }  // namespace tessera::testing

@@ -27,7 +27,7 @@ json some_header(Draw& draw, const std::string& prefix) {
   return header;
 }
 
-// Sizes that are equal to the right ones if they are counted in 64 bits, and the like.
+// Sizes whose products wrap around to the right ones in 64 bits, and the like.
 void change_tensor(json& header, Draw& draw) {
   json& tensor = header[std::to_string(draw.below(4))];
   const std::vector<json> shapes = {json({int64_t{1} << 32, int64_t{1} << 32}),

@@ -13,7 +13,7 @@ namespace {
 
 using Operations = std::vector<std::string>;
 
-// Bytes of an operation that begins at `place`.
+// The length in bytes of the operation at `place`.
 size_t length_of(const std::string& program, size_t place) {
   const auto byte = [&](size_t at) {
     return at < program.size() ? static_cast<unsigned char>(program[at]) : 0;

@@ -8,7 +8,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Mostly of what is behind the records: their list, and where that is.
+// Mostly changes the part behind the records: their list, and its position.
 void change_zip(std::string& bytes, Draw& draw) {
   const size_t list = bytes.find("PK\1\2");
   if (list == std::string::npos || draw.chance(20)) return change_bytes(bytes, draw);
