@@ -43,7 +43,7 @@ struct Job {
   const std::vector<std::unique_ptr<Unit>>& units() const { return sharded->state()->units(); }
   // The bytes of a unit: its master copy, and `states` tensors of the size of the updated part.
   int64_t bytes_of(const Unit& unit, int states) const {
-    auto nbytes = static_cast<int64_t>(unit.master().nbytes());
+    auto nbytes = static_cast<int64_t>(unit.master().values().nbytes());
     for (const Segment& segment : segments_of(*optimizer)) {
       if (segment.place.unit == static_cast<size_t>(unit.index()))
         nbytes += states * (segment.end - segment.begin) * 4;
@@ -149,7 +149,7 @@ TEST_P(KeepOnDevice, MemoryMovesFromOffloadedToMastersAndState) {
             int64_t masters = 0, offloaded = 0;
             for (size_t i = 0; i < job.units().size(); ++i) {
               const Unit& unit = *job.units()[i];
-              if (i < 2) masters += static_cast<int64_t>(unit.master().nbytes());
+              if (i < 2) masters += static_cast<int64_t>(unit.master().values().nbytes());
               if (i >= 2) offloaded += job.bytes_of(unit, 3);
             }
             const ShardMemory memory = job.optimizer->memory();
