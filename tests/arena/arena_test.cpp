@@ -99,8 +99,7 @@ TEST(Arena, AWaitServesTheCollectivesThatOthersWaitFor) {
     auto first = torch::full({100'000}, 5.F), second = torch::full({100'000}, 7.F);
     auto& group = *world.process_group();
     if (world.rank() == 0) {
-      group.broadcast(first, 0, kTag)
-          ->wait();  // rank 1 reads it while it waits for `second`
+      group.broadcast(first, 0, kTag)->wait();  // rank 1 reads it while it waits for `second`
       group.broadcast(second, 1, kTag)->wait();
     } else {
       first.zero_();

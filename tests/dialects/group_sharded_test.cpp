@@ -106,8 +106,7 @@ TEST(GroupSharded, GS_07_EachParameterGoesWholeToTheLeastLoadedRank) {
     for (const auto& item : net->named_parameters()) {
       const auto least = std::min_element(load.begin(), load.end());
       owner[item.key()] = static_cast<int>(least - load.begin());
-      if (item.value().requires_grad())
-        *least += item.value().numel();  // frozen ones count as 0
+      if (item.value().requires_grad()) *least += item.value().numel();  // frozen ones count as 0
     }
     const auto inner = make_sgd(*net);
     auto [model, optimizer, scaler] = group_sharded_parallel(net, *inner, "os_g");
