@@ -29,7 +29,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 ASKING = set("""ask asks asked say says said saying tell tells told telling show shows shown showing see sees seen know
     knows known learn learns decide decides find finds found print prints printed describe describes described explain
     explains check checks guess matter matters name names named choose chooses compare compares mean means list lists
-    listed read of""".split()) - {"of"}
+    listed read""".split())
 CLAUSE = re.compile(r"\b(what|who|whoever|whatever|whosever)\b", re.IGNORECASE)
 TEXT = {".h", ".cpp", ".hpp", ".py", ".md", ".txt", ".cmake", ".in", ".json", ".yaml", ".yml", ".sh", ""}
 SKIPPED = {".git", ".venv", ".cache", "build", "data", "runs", "__pycache__"}

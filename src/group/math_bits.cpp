@@ -43,6 +43,10 @@ WorkPtr PlainArguments::finish(WorkPtr work) && {
   return std::make_shared<PlainWork>(std::move(work), std::move(outputs_));
 }
 
+void PlainArguments::replace_input(at::Tensor& tensor) {
+  if (has_math_bits(tensor)) tensor = with_plain_memory(tensor);
+}
+
 void PlainArguments::replace_output(at::Tensor& tensor) {
   if (!has_math_bits(tensor)) return;
   at::Tensor plain = with_plain_memory(tensor);
@@ -51,12 +55,12 @@ void PlainArguments::replace_output(at::Tensor& tensor) {
 
 void PlainArguments::replace(AllGather& call) {
   replace_output(call.flat);
-  call.shard = with_plain_memory(call.shard);
+  replace_input(call.shard);
 }
 
 void PlainArguments::replace(ReduceScatter& call) {
   replace_output(call.out);
-  for (Piece& piece : call.pieces) piece.data = with_plain_memory(piece.data);
+  for (Piece& piece : call.pieces) replace_input(piece.data);
 }
 
 void PlainArguments::replace(AllReduce& call) { replace_output(call.tensor); }
@@ -65,7 +69,7 @@ void PlainArguments::replace(Broadcast& call) { replace_output(call.tensor); }
 
 void PlainArguments::replace(AllToAll& call) {
   for (at::Tensor& tensor : call.from) replace_output(tensor);
-  for (at::Tensor& tensor : call.to) tensor = with_plain_memory(tensor);
+  for (at::Tensor& tensor : call.to) replace_input(tensor);
 }
 
 }  // namespace tessera

@@ -35,6 +35,7 @@ class PlainArguments {
   };
 
  private:
+  static void replace_input(at::Tensor& tensor);
   void replace_output(at::Tensor& tensor);
 
   void replace(AllGather& call);

@@ -63,8 +63,7 @@ bool is_adam(const torch::optim::Optimizer& optimizer) {
          typeid(optimizer) == typeid(torch::optim::Adam);
 }
 
-void collect_adam(torch::optim::Optimizer& optimizer,
-                  const std::function<void(const FusedAdam&)>& take) {
+void step_adam(torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   const bool is_adamw = typeid(optimizer) == typeid(AdamW);
   StepTensors step_tensors;
@@ -73,7 +72,7 @@ void collect_adam(torch::optim::Optimizer& optimizer,
         is_adamw ? collect_group<AdamWOptions, AdamWParamState>(optimizer, group, step_tensors)
                  : collect_group<AdamOptions, AdamParamState>(optimizer, group, step_tensors);
     call.is_adamw = is_adamw;
-    if (!call.params.empty()) take(call);
+    if (!call.params.empty()) call.run();
   }
 }
 

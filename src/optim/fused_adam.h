@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 namespace torch::optim {
@@ -26,9 +25,8 @@ struct FusedAdam {
 /// Returns true for exactly `torch::optim::Adam` and `AdamW`.
 bool is_adam(const torch::optim::Optimizer& optimizer);
 
-/// Counts a step of each parameter that has a gradient, makes missing state, and calls `take` with
-/// the call to make for each param group.
-void collect_adam(torch::optim::Optimizer& optimizer,
-                  const std::function<void(const FusedAdam&)>& take);
+/// Steps such an optimizer: each parameter that has a gradient, with a call for each param group.
+/// Makes the state that a parameter lacks.
+void step_adam(torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera

@@ -98,7 +98,7 @@ bool fused_step(torch::optim::Optimizer& optimizer) {
   if (!has_only_floating_gradients(optimizer)) return false;
   const std::type_info& type = typeid(optimizer);
   if (is_adam(optimizer)) {
-    collect_adam(optimizer, [](const FusedAdam& call) { call.run(); });
+    step_adam(optimizer);
   } else if (type == typeid(SGD)) {
     step_sgd(optimizer);
   } else if (type == typeid(Adagrad)) {

@@ -147,7 +147,7 @@ void Unit::reshard() {
 void Unit::begin_write() {
   if (!views_.any()) return;
   if (is_shared()) {
-    written_ = memory_->writable();
+    written_ = full().clone();  // other ranks would see writes to the buffer itself
     views_.show(written_);
   } else if (layout_.has_master()) {
     before_write_ = updated_of(full()).clone();

@@ -16,7 +16,6 @@ class WholeMemory final : public UnitMemory {
  public:
   using UnitMemory::UnitMemory;
   bool frees() const override { return false; }
-  bool holds_shard() const override { return true; }
   void allocate() override {}
   void free() override {}
 };
@@ -26,7 +25,6 @@ class FreedMemory final : public UnitMemory {
  public:
   using UnitMemory::UnitMemory;
   bool frees() const override { return true; }
-  bool holds_shard() const override { return false; }
 
   void allocate() override {
     if (!full_.defined()) full_ = at::empty({layout_.numel()}, layout_.options());
@@ -53,7 +51,6 @@ class HostSharedMemory final : public UnitMemory {
     return layout_.level == ShardLevel::kParameters && !buffer_.stays_whole;
   }
   bool is_shared() const override { return true; }
-  bool holds_shard() const override { return true; }
   at::Tensor shown() const override { return view(buffer_.read_only); }
 
   // All ranks have been given the same values: each writes its shard.
@@ -79,8 +76,6 @@ class HostSharedMemory final : public UnitMemory {
     if (frees()) count_gathered(false);
     full_.reset();
   }
-
-  at::Tensor writable() const override { return full_.clone(); }
 
   // The others have read the old values when they have come as far as this.
   void wait_for_readers() override {

@@ -26,7 +26,7 @@ class UnitMemory {
   /// True if the ranks of this host have one buffer together.
   virtual bool is_shared() const { return false; }
   /// True if this rank's shard is a part of the buffer, and so always there.
-  virtual bool holds_shard() const = 0;
+  bool holds_shard() const { return is_shared() || !frees(); }
 
   /// The buffer; undefined while it is freed. In shared memory it is always there, but only this
   /// rank's shard of it is of use while the unit is sharded.
@@ -43,9 +43,6 @@ class UnitMemory {
   /// The unit gives its parameters back: lets go of the buffer.
   virtual void leave() { full_.reset(); }
 
-  /// A tensor of the buffer's values for an operator to write to: the buffer itself, or a copy
-  /// where other ranks would see the writes.
-  virtual at::Tensor writable() const { return full_; }
   /// Before writes are taken over: waits until no rank reads the old values. All ranks, if the
   /// buffer is shared.
   virtual void wait_for_readers() {}

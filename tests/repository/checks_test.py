@@ -92,6 +92,27 @@ class CheckWords(unittest.TestCase):
         self.assertEqual(status, 1, output)
         self.assertIn(message, output)
 
+    def clauses(self, text):
+        """The lines of a document that --clauses prints."""
+        with tempfile.TemporaryDirectory() as tree:
+            pathlib.Path(tree, "a.md").write_text(text)
+            output = subprocess.run([sys.executable, "-B", ROOT / "scripts/check_words.py", "--clauses", tree],
+                                    capture_output=True, text=True).stdout
+        return [line for line in output.split("\n") if line.startswith("a.md:")]
+
+    def test_finds_clauses_without_a_noun(self):
+        for text in ("What is gathered is freed.", "It sends what it has.", "Who waits looks first.", "It is up to who waits."):
+            self.assertEqual(self.clauses(text), ["a.md:1: " + text])
+
+    def test_leaves_questions_and_relative_clauses_alone(self):
+        for text in ("What is a shard?", "The message says what came.", "A user, who waits, looks first.", "`what` it is"):
+            self.assertEqual(self.clauses(text), [])
+
+    def test_refuses_too_many_clauses(self):
+        words = "one two three four five six seven eight nine ten\n" * 150
+        self.assert_finds({"docs/a.md": words + "It sends what it has.\n" * 9}, "in place of a noun; expected at most 2")
+        self.assertEqual(run("check_words.py", {"docs/a.md": words + "It sends what it has.\n"})[0], 0)
+
     def test_finds_vague_names(self):
         self.assert_finds({"src/group/tensor_utils.h": ""}, 'is named "utils"')
         self.assert_finds({"src/group/a.h": "class BufferManager {};\n"}, "type BufferManager")
