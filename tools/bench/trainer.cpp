@@ -20,7 +20,7 @@ constexpr double kBeta1 = 0.9;
 constexpr double kBeta2 = 0.999;
 constexpr double kEpsilon = 1e-8;
 constexpr double kMaxNorm = 1;
-constexpr double kDecay = 0.01;  // of a schedule, per step
+constexpr double kLearningRateDecay = 0.01;  // of a schedule, per step
 constexpr int64_t kEvaluateEvery = 10;
 
 // Measures the seconds since its construction, or since the last lap.
@@ -196,7 +196,7 @@ TrainedStep Trainer::step(const Batch& batch) {
   }
   if (switches_.clip) clip(kMaxNorm);
   seconds.clip = clock.lap();
-  if (switches_.schedule) set_learning_rate(kLearningRate / (1 + kDecay * steps_));
+  if (switches_.schedule) set_learning_rate(kLearningRate / (1 + kLearningRateDecay * steps_));
   update();
   seconds.optimizer = clock.lap();
   if (++steps_ % kEvaluateEvery == 0 && switches_.evaluate) evaluate(batch);
