@@ -9,7 +9,6 @@
 #include <iterator>
 #include <utility>
 
-#include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
 #include "group/math_bits.h"
 #include "mesh/dist_meta.h"

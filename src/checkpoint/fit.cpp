@@ -8,9 +8,9 @@
 
 #include <set>
 
-#include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/schedulers.h"
+#include "optim/param_state.h"
 
 namespace tessera {
 namespace {

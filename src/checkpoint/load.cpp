@@ -20,7 +20,6 @@
 #include "checkpoint/dist_part.h"
 #include "checkpoint/fit.h"
 #include "checkpoint/model_view.h"
-#include "checkpoint/optimizer_options.h"
 #include "checkpoint/random_state.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/schedulers.h"

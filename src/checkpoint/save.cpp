@@ -19,11 +19,11 @@
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/model_view.h"
-#include "checkpoint/optimizer_options.h"
 #include "checkpoint/random_state.h"
 #include "checkpoint/schedulers.h"
 #include "checkpoint/whole_model.h"
 #include "group/math_bits.h"
+#include "optim/param_state.h"
 
 namespace tessera {
 namespace {

@@ -1,17 +1,23 @@
+#include <ATen/TensorIterator.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
-#include <tessera/cpu_adam.h>
 #include <tessera/dist_tensor.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
 #include <memory>
+#include <string>
 
 #include "mesh/dist_meta.h"
 #include "optim/adam_loop.h"
-#include "optim/adam_step.h"
 #include "optim/cpu_adam_step.h"
+#include "optim/fused_step.h"
 
 namespace tessera {
 namespace {
@@ -75,19 +81,24 @@ CPUAdamParamState& adam_state_of(torch::optim::Optimizer& optimizer, const at::T
   return state;
 }
 
-AdamRule rule_of(const CPUAdamOptions& options) {
-  return {.lr = options.lr(),
-          .beta1 = std::get<0>(options.betas()),
-          .beta2 = std::get<1>(options.betas()),
+AdamNumbers numbers_of(const CPUAdamOptions& options, int64_t step) {
+  const auto [beta1, beta2] = options.betas();
+  const auto correction = [&](double beta) {
+    return options.bias_correction() ? 1 - std::pow(beta, static_cast<double>(step)) : 1.0;
+  };
+  const double decay = options.weight_decay();
+  return {.beta1 = beta1,
+          .beta2 = beta2,
           .eps = options.eps(),
-          .weight_decay = options.weight_decay(),
-          .bias_correction = options.bias_correction(),
-          .adamw_mode = options.adamw_mode()};
+          .l2 = options.adamw_mode() ? 0 : decay,
+          .decay = options.adamw_mode() ? 1 - options.lr() * decay : 1,
+          .step_size = options.lr() / correction(beta1),
+          .second_correction = 1 / std::sqrt(correction(beta2))};
 }
 
 // Steps a DistTensor in the placements of its moments, which may be sharded where the parameter is
 // not.
-void step_dist(const AdamRule& rule, const at::Tensor& param, CPUAdamParamState& state) {
+void step_dist(const CPUAdamOptions& options, const at::Tensor& param, CPUAdamParamState& state) {
   const DeviceMesh& mesh = mesh_of(param);
   const Placements& placements = placements_of(state.exp_avg());
   const auto place = [&](const at::Tensor& tensor) {
@@ -97,31 +108,85 @@ void step_dist(const AdamRule& rule, const at::Tensor& param, CPUAdamParamState&
   const at::Tensor placed = place(param.detach()), grad = place(param.grad());
   const AdamParam local{local_of(placed), local_of(grad), local_of(state.exp_avg()),
                         local_of(state.exp_avg_sq()), state.step()};
-  local.param.is_cpu() ? step_on_host(rule, local) : step_by_operators(rule, {local});
+  local.param.is_cpu() ? step_on_host(options, local) : step_by_operators(options, {local});
   if (placements_of(param) != placements)
     param.copy_(redistribute(placed, mesh, placements_of(param)));
 }
 
 void step_group(CPUAdam& optimizer, OptimizerParamGroup& group, const RoundedParams& rounded) {
-  const AdamRule rule = rule_of(static_cast<const CPUAdamOptions&>(group.options()));
+  const auto& options = static_cast<const CPUAdamOptions&>(group.options());
   std::vector<AdamParam> elsewhere;
   for (const at::Tensor& param : group.params()) {
     if (!param.grad().defined()) continue;
     CPUAdamParamState& state = adam_state_of(optimizer, param);
     state.step(state.step() + 1);
     if (is_dist(param)) {
-      step_dist(rule, param, state);
+      step_dist(options, param, state);
       continue;
     }
     AdamParam own{param, param.grad(), state.exp_avg(), state.exp_avg_sq(), state.step()};
     const auto it = rounded.find(param.unsafeGetTensorImpl());
     if (it != rounded.end()) own.rounded = it->second;
-    param.is_cpu() ? step_on_host(rule, own) : elsewhere.push_back(own);
+    param.is_cpu() ? step_on_host(options, own) : elsewhere.push_back(own);
   }
-  if (!elsewhere.empty()) step_by_operators(rule, elsewhere);
+  if (!elsewhere.empty()) step_by_operators(options, elsewhere);
 }
 
 }  // namespace
+
+void step_on_host(const CPUAdamOptions& options, const AdamParam& param) {
+  const bool rounds = param.rounded.defined();
+  const AdamLoop loop = adam_loop(param.param.scalar_type(), param.grad.scalar_type(),
+                                  rounds ? param.rounded.scalar_type() : at::ScalarType::Undefined);
+  TORCH_INTERNAL_ASSERT(loop);
+  const AdamNumbers numbers = numbers_of(options, param.step);
+  // TensorIterator provides threads, and iterates over tensors that have gaps.
+  at::TensorIteratorConfig config;
+  config.check_all_same_dtype(false).resize_outputs(false);
+  config.add_output(param.param).add_output(param.exp_avg).add_output(param.exp_avg_sq);
+  if (rounds) config.add_output(param.rounded);
+  auto iterator = config.add_const_input(param.grad).build();
+  const int operands = iterator.ntensors(), grad = operands - 1;
+  std::array<int64_t, 5> item_sizes{};
+  for (int k = 0; k < operands; ++k) item_sizes[k] = iterator.element_size(k);
+  iterator.for_each([&](char** data, const int64_t* strides, int64_t numel, int64_t rows) {
+    const bool is_dense = std::equal(item_sizes.begin(), item_sizes.begin() + operands, strides);
+    const int64_t count = is_dense ? numel : 1;
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto at = [&](int k, int64_t i) {
+        return data[k] + row * strides[operands + k] + i * strides[k];
+      };
+      for (int64_t i = 0; i < numel; i += count)
+        loop(numbers, {at(0, i), at(grad, i), at(1, i), at(2, i), rounds ? at(3, i) : nullptr},
+             count);
+    }
+  });
+  // Values that autograd has saved for a backward are out of date.
+  param.param.unsafeGetTensorImpl()->bump_version();
+}
+
+void step_by_operators(const CPUAdamOptions& options, const std::vector<AdamParam>& params) {
+  std::map<std::string, std::vector<const AdamParam*>> devices;
+  for (const AdamParam& param : params) devices[param.param.device().str()].push_back(&param);
+  for (const auto& [device, there] : devices) {
+    FusedAdam call;
+    for (const AdamParam* param : there) {
+      const at::ScalarType dtype = param->exp_avg.scalar_type();
+      call.params.push_back(param->param.to(dtype));
+      call.grads.push_back(param->grad.to(dtype));
+      call.exp_avgs.push_back(param->exp_avg);
+      call.exp_avg_sqs.push_back(param->exp_avg_sq);
+      // After infinitely many steps nothing is left to correct.
+      const double step = options.bias_correction() ? static_cast<double>(param->step)
+                                                    : std::numeric_limits<double>::infinity();
+      call.steps.push_back(at::full({}, step, call.params.back().options().dtype(at::kFloat)));
+    }
+    call.run(options, options.adamw_mode());
+    // A parameter of another dtype than its moments was stepped as a copy.
+    for (size_t i = 0; i < there.size(); ++i)
+      if (!call.params[i].is_same(there[i]->param)) there[i]->param.copy_(call.params[i]);
+  }
+}
 
 CPUAdamOptions::CPUAdamOptions(double lr) : lr_(lr) {}
 double CPUAdamOptions::get_lr() const { return lr(); }

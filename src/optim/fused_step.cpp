@@ -2,23 +2,77 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_adagrad.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <map>
+#include <memory>
 #include <typeinfo>
-#include <vector>
-
-#include "optim/fused_adam.h"
-#include "optim/fused_state.h"
 
 namespace tessera {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
 using Tensors = std::vector<at::Tensor>;
+
+// Step counts as tensors, which the kernels take; parameters of equal counts share one.
+class StepTensors {
+ public:
+  at::Tensor operator()(int64_t step) {
+    at::Tensor& tensor = tensors_[step];
+    if (!tensor.defined()) tensor = at::full({}, static_cast<double>(step), at::kFloat);
+    return tensor;
+  }
+
+ private:
+  std::map<int64_t, at::Tensor> tensors_;
+};
+
+// Returns the optimizer's state for `param`, and makes it if there is none (`is_new`).
+template <class State>
+State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param, bool& is_new) {
+  auto& state = optimizer.state()[param.unsafeGetTensorImpl()];
+  is_new = state == nullptr;
+  if (is_new) state = std::make_unique<State>();
+  return static_cast<State&>(*state);
+}
+
+template <class Options, class State>
+void step_adam(torch::optim::Optimizer& optimizer, bool is_adamw) {
+  StepTensors step_tensors;
+  for (OptimizerParamGroup& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const Options&>(group.options());
+    FusedAdam call;
+    for (const at::Tensor& param : group.params()) {
+      if (!param.grad().defined()) continue;
+      bool is_new = false;
+      State& state = state_of<State>(optimizer, param, is_new);
+      if (is_new) {
+        state.step(0);
+        state.exp_avg(at::zeros_like(param));
+        state.exp_avg_sq(at::zeros_like(param));
+        if (options.amsgrad()) state.max_exp_avg_sq(at::zeros_like(param));
+      }
+      state.step(state.step() + 1);
+      call.params.push_back(param);
+      call.grads.push_back(param.grad());
+      call.exp_avgs.push_back(state.exp_avg());
+      call.exp_avg_sqs.push_back(state.exp_avg_sq());
+      if (options.amsgrad()) call.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
+      call.steps.push_back(step_tensors(state.step()));
+    }
+    if (!call.params.empty()) call.run(options, is_adamw);
+  }
+}
 
 struct SgdLists {
   Tensors params, grads, buffers;
@@ -92,13 +146,29 @@ bool has_only_floating_gradients(torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
+void FusedAdam::run(bool is_adamw, double lr, double beta1, double beta2, double weight_decay,
+                    double eps) const {
+  const auto call = [&](auto&& fused) {
+    fused(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, beta1, beta2,
+          weight_decay, eps, /*amsgrad=*/!max_exp_avg_sqs.empty(), /*maximize=*/false, std::nullopt,
+          std::nullopt);
+  };
+  if (is_adamw) {
+    call([](auto&&... args) { at::_fused_adamw_(args...); });
+  } else {
+    call([](auto&&... args) { at::_fused_adam_(args...); });
+  }
+}
+
 bool fused_step(torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
   at::NoGradGuard no_grad;
   if (!has_only_floating_gradients(optimizer)) return false;
   const std::type_info& type = typeid(optimizer);
-  if (is_adam(optimizer)) {
-    step_adam(optimizer);
+  if (type == typeid(AdamW)) {
+    step_adam<AdamWOptions, AdamWParamState>(optimizer, /*is_adamw=*/true);
+  } else if (type == typeid(Adam)) {
+    step_adam<AdamOptions, AdamParamState>(optimizer, /*is_adamw=*/false);
   } else if (type == typeid(SGD)) {
     step_sgd(optimizer);
   } else if (type == typeid(Adagrad)) {

@@ -1,10 +1,33 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
 namespace torch::optim {
 class Optimizer;
 }
 
 namespace tessera {
+
+/// One call of LibTorch's fused Adam or AdamW.
+struct FusedAdam {
+  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs;
+  std::vector<at::Tensor> max_exp_avg_sqs;  ///< with AMSGrad; otherwise empty
+  std::vector<at::Tensor> steps;            ///< step count of each parameter, this step included
+
+  /// `options`: Adam's, AdamW's or CPUAdam's.
+  template <class Options>
+  void run(const Options& options, bool is_adamw) const {
+    const auto& [beta1, beta2] = options.betas();
+    run(is_adamw, options.lr(), beta1, beta2, options.weight_decay(), options.eps());
+  }
+
+ private:
+  void run(bool is_adamw, double lr, double beta1, double beta2, double weight_decay,
+           double eps) const;
+};
 
 /// Steps all parameters of `optimizer` that have a gradient with LibTorch's fused kernels, by the
 /// options of their param groups. State is kept where the optimizer itself keeps it, so plain and

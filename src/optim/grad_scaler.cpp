@@ -9,9 +9,9 @@
 #include <tessera/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <map>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -39,34 +39,24 @@ void check_factors(const GradScalerOptions& options) {
                     options.max_scale);
 }
 
-// Gradients of one device and dtype, which one call of the operator takes.
-struct AlikeGradients {
-  c10::Device device;
-  at::ScalarType dtype;
-  std::vector<at::Tensor> gradients;
-};
+// Gradients by device and dtype: one call of the operator takes those of one list.
+using AlikeGradients = std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>>;
 
-void add_gradient(std::vector<AlikeGradients>& lists, const at::Tensor& part) {
-  if (!part.defined()) return;
-  auto list = std::find_if(lists.begin(), lists.end(), [&](const auto& candidate) {
-    return candidate.device == part.device() && candidate.dtype == part.scalar_type();
-  });
-  if (list == lists.end()) list = lists.insert(list, {part.device(), part.scalar_type(), {}});
-  list->gradients.push_back(part);
+void add_gradient(AlikeGradients& lists, const at::Tensor& part) {
+  if (part.defined()) lists[{part.device().str(), part.scalar_type()}].push_back(part);
 }
 
 // Returns this rank's parts of the gradients that the optimizer would step with.
-std::vector<AlikeGradients> collect_gradients(const ShardedOptimizer& optimizer,
-                                              ShardedState& state) {
-  std::vector<AlikeGradients> lists;
+AlikeGradients collect_gradients(const ShardedOptimizer& optimizer, ShardedState& state) {
+  AlikeGradients lists;
   for (const Segment& segment : segments_of(optimizer))
     add_gradient(lists, reduced_gradient(state, segment));
   return lists;
 }
 
 // The same for an optimizer that is not sharded.
-std::vector<AlikeGradients> collect_gradients(const torch::optim::Optimizer& optimizer) {
-  std::vector<AlikeGradients> lists;
+AlikeGradients collect_gradients(const torch::optim::Optimizer& optimizer) {
+  AlikeGradients lists;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& param : group.params()) add_gradient(lists, param.grad());
   }
@@ -104,7 +94,7 @@ struct GradScaler::Impl {
   }
   void adapt(bool found);
   bool on_any_rank(const at::Tensor& found_inf) const;
-  at::Tensor unscale_parts(std::vector<AlikeGradients> lists) const;
+  at::Tensor unscale_parts(AlikeGradients lists) const;
   bool unscale(ShardedOptimizer& optimizer);
   bool unscale(torch::optim::Optimizer& optimizer);
   template <class Optimizer>
@@ -114,13 +104,13 @@ struct GradScaler::Impl {
 };
 
 // Returns one element: 1 if a gradient of this rank is not finite, else 0.
-at::Tensor GradScaler::Impl::unscale_parts(std::vector<AlikeGradients> lists) const {
+at::Tensor GradScaler::Impl::unscale_parts(AlikeGradients lists) const {
   const at::Tensor found_inf = at::zeros({1}, at::kFloat);
   const at::Tensor inverse = scale.to(at::kDouble).reciprocal().to(at::kFloat);
-  for (AlikeGradients& list : lists) {
-    at::Tensor found_there = at::zeros({1}, found_inf.options().device(list.device));
-    at::_amp_foreach_non_finite_check_and_unscale_(list.gradients, found_there,
-                                                   inverse.to(list.device));
+  for (auto& [alike, gradients] : lists) {
+    const at::Device device = gradients.front().device();
+    at::Tensor found_there = at::zeros({1}, found_inf.options().device(device));
+    at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_there, inverse.to(device));
     found_inf.add_(found_there.to(found_inf.device()));
   }
   return found_inf;

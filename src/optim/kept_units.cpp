@@ -34,25 +34,12 @@ bool is_all_of(const Unit& unit, const UnitSegments& segments) {
 // Returns the bytes that the optimizer keeps for a segment, including state that its first steps
 // will make.
 int64_t state_nbytes_of(torch::optim::Optimizer& optimizer, const Segment& segment) {
-  ParamState state = read_param_state(optimizer, segment.tensor);
-  int64_t nbytes = 0;
-  for (const auto& [name, tensor] : state.tensors) nbytes += static_cast<int64_t>(tensor.nbytes());
+  const ParamState state = read_param_state(optimizer, segment.tensor);
+  int64_t nbytes = state.nbytes();
   for (const auto& name : state_names(optimizer, optimizer.param_groups()[segment.param_group])) {
     if (!state.tensors.contains(name)) nbytes += static_cast<int64_t>(segment.tensor.nbytes());
   }
   return nbytes;
-}
-
-void move_state(torch::optim::Optimizer& optimizer, const Segment& segment, at::Device device) {
-  ParamState state = read_param_state(optimizer, segment.tensor);
-  if (state.tensors.empty()) return;
-  for (auto& [name, tensor] : state.tensors) {
-    const at::Tensor near =
-        at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
-    near.copy_(tensor);
-    tensor = near;
-  }
-  write_param_state(optimizer, segment.tensor, state);
 }
 
 // Turns the optimizer's tensors that are views of `old` into views of the tensor that the unit
@@ -70,7 +57,13 @@ void point_to_updated(torch::optim::Optimizer& optimizer, const Unit& unit, cons
 }
 
 void bring_unit_back(Unit& unit, torch::optim::Optimizer& optimizer, const UnitSegments& segments) {
-  for (const Segment* segment : segments) move_state(optimizer, *segment, unit.layout().device);
+  for (const Segment* segment : segments) {
+    replace_state_tensors(optimizer, segment->tensor, [&](const at::Tensor& tensor) {
+      return at::empty_strided(tensor.sizes(), tensor.strides(),
+                               tensor.options().device(unit.layout().device))
+          .copy_(tensor);
+    });
+  }
   const at::Tensor old = unit.updated();
   unit.bring_back();
   point_to_updated(optimizer, unit, old);
@@ -99,10 +92,8 @@ int64_t kept_state_nbytes(const ShardedState& state, const torch::optim::Optimiz
                           const std::vector<Segment>& segments) {
   int64_t nbytes = 0;
   for (const Segment& segment : segments) {
-    if (!segment.tensor.defined() || state.units()[segment.place.unit]->master().is_offloaded())
-      continue;
-    for (const auto& [name, tensor] : read_param_state(optimizer, segment.tensor).tensors)
-      nbytes += static_cast<int64_t>(tensor.nbytes());
+    if (segment.tensor.defined() && !state.units()[segment.place.unit]->master().is_offloaded())
+      nbytes += read_param_state(optimizer, segment.tensor).nbytes();
   }
   return nbytes;
 }

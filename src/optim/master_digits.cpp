@@ -2,7 +2,6 @@
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/jit_type.h>
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
@@ -87,10 +86,7 @@ std::vector<at::Tensor> cut_master_weights(ShardedOptimizer& optimizer,
                                                  : master->value().tagKind());
     const at::Tensor& tensor = segments[i].tensor;
     if (!tensor.defined()) continue;
-    const at::Tensor part = flat_in_order(master->value().toTensor(), slot.strides)
-                                .narrow(0, segments[i].begin - slot.offset, tensor.numel());
-    parts[i] = at::as_strided(part.to(tensor.options(), /*non_blocking=*/false, /*copy=*/true),
-                              tensor.sizes(), tensor.strides());
+    parts[i] = cut_segment(slot, segments[i], master->value().toTensor()).to(tensor.options());
   }
   return parts;
 }

@@ -12,8 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "optim/adam_step.h"
-
 namespace tessera {
 
 /// The optimizers whose state and options Tessera reads and writes: the only table of them. A kind

@@ -3,8 +3,10 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
+#include <type_traits>
 #include <utility>
 
+#include "optim/cpu_adam_step.h"
 #include "optim/optimizer_kinds.h"
 
 namespace tessera {
@@ -14,8 +16,16 @@ namespace {
 template <class F>
 void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
   TORCH_CHECK_NOT_IMPLEMENTED(with_kind(optimizer, f),
-                              "[tessera] the optimizer's state can be read only for Adagrad, Adam, AdamW, "
-                              "CPUAdam, RMSprop and SGD; got another class");
+                              "[tessera] the state and options of an optimizer can be read and stored only for "
+                              "Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD; got another class");
+}
+
+// Calls `f` with each option's name and a reference to its double or bool.
+template <class F>
+void visit_options(const std::string& kind_name, torch::optim::OptimizerParamGroup& group, F&& f) {
+  with_kind(kind_name, [&](auto kind) {
+    kind.visit_options(static_cast<typename decltype(kind)::Options&>(group.options()), f);
+  });
 }
 
 }  // namespace
@@ -58,6 +68,20 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
   });
 }
 
+void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor& param,
+                           const std::function<at::Tensor(const at::Tensor&)>& f) {
+  const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
+  if (it == optimizer.state().end()) return;
+  with_known_kind(optimizer, [&](auto kind) {
+    kind.visit_state(
+        static_cast<typename decltype(kind)::State&>(*it->second),
+        [&](const char*, at::Tensor& tensor) {
+          if (tensor.defined()) tensor = f(tensor);
+        },
+        [](const char*, int64_t) {});
+  });
+}
+
 std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
                                      torch::optim::OptimizerParamGroup& param_group) {
   std::vector<std::string> names;
@@ -91,6 +115,12 @@ void make_param_state(torch::optim::Optimizer& optimizer,
   write_param_state(optimizer, param, state);
 }
 
+int64_t ParamState::nbytes() const {
+  int64_t total = 0;
+  for (const auto& [name, tensor] : tensors) total += static_cast<int64_t>(tensor.nbytes());
+  return total;
+}
+
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
   int64_t total = 0;
   with_kind(optimizer, [&](auto kind) {
@@ -104,6 +134,29 @@ int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
     }
   });
   return total;
+}
+
+std::string optimizer_kind(const torch::optim::Optimizer& optimizer) {
+  std::string name;
+  with_known_kind(optimizer, [&](auto kind) { name = kind.kName; });
+  return name;
+}
+
+std::map<std::string, double> read_options(const std::string& kind,
+                                           torch::optim::OptimizerParamGroup& group) {
+  std::map<std::string, double> values;
+  visit_options(kind, group,
+                [&](const char* name, auto& value) { values[name] = static_cast<double>(value); });
+  return values;
+}
+
+void write_options(const std::string& kind, torch::optim::OptimizerParamGroup& group,
+                   const std::map<std::string, double>& values) {
+  visit_options(kind, group, [&](const char* name, auto& value) {
+    const auto it = values.find(name);
+    if (it != values.end())
+      value = static_cast<std::remove_reference_t<decltype(value)>>(it->second);
+  });
 }
 
 }  // namespace tessera

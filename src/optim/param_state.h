@@ -22,6 +22,8 @@ namespace tessera {
 struct ParamState {
   std::map<std::string, at::Tensor> tensors;  ///< of the parameter's shape
   std::map<std::string, int64_t> counts;      ///< such as `step`
+
+  int64_t nbytes() const;  ///< of the tensors
 };
 
 /// Returns the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
@@ -31,6 +33,10 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 /// Sets the state of a parameter.
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& state);
+
+/// Replaces each tensor of a parameter's state by `f` of it, without a new state object.
+void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor& param,
+                           const std::function<at::Tensor(const at::Tensor&)>& f);
 
 /// Returns true for the optimizers whose state can be read.
 bool knows_state(const torch::optim::Optimizer& optimizer);
@@ -52,5 +58,19 @@ void make_param_state(torch::optim::Optimizer& optimizer,
 /// Returns the bytes of tensors that the optimizer keeps; 0 for kinds that `read_param_state` does
 /// not support.
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer);
+
+/// Returns the class that the optimizer is or derives from: LibTorch's `Adagrad`, `Adam`, `AdamW`,
+/// `RMSprop` or `SGD`, or `CPUAdam`. Throws as `read_param_state` does.
+std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
+
+/// Returns the options of a param group by LibTorch's names; flags are 0 or 1, and a pair such as
+/// `betas` becomes `beta1` and `beta2`.
+std::map<std::string, double> read_options(const std::string& optimizer_kind,
+                                           torch::optim::OptimizerParamGroup& param_group);
+
+/// Sets the options that `values` contain.
+void write_options(const std::string& optimizer_kind,
+                   torch::optim::OptimizerParamGroup& param_group,
+                   const std::map<std::string, double>& values);
 
 }  // namespace tessera

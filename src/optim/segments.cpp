@@ -50,12 +50,8 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
   }
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
-    for (auto& [name, tensor] : state.tensors) {
-      tensor = flat_in_order(local_of(tensor), slot.strides)
-                   .narrow(0, segment->begin - slot.offset, segment->end - segment->begin)
-                   .clone()
-                   .as_strided(segment->tensor.sizes(), segment->tensor.strides());
-    }
+    for (auto& [name, tensor] : state.tensors)
+      tensor = cut_segment(slot, *segment, local_of(tensor));
     write_param_state(optimizer, segment->tensor, state);
   }
   optimizer.state().erase(param.unsafeGetTensorImpl());
@@ -103,6 +99,13 @@ const Segment* find_held(const std::vector<Segment>& segments, const at::Tensor&
 }
 
 }  // namespace
+
+at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::Tensor& whole) {
+  return flat_in_order(whole, slot.strides)
+      .narrow(0, segment.begin - slot.offset, segment.end - segment.begin)
+      .clone()
+      .as_strided(segment.tensor.sizes(), segment.tensor.strides());
+}
 
 at::Tensor reduced_gradient(ShardedState& state, const Segment& segment) {
   const UnitGradients& unit = *state.reducer().gradients()[segment.place.unit];
@@ -201,11 +204,9 @@ void follow_thawed(const ShardedState& state, torch::optim::Optimizer& optimizer
     }
     segment.tensor.set_data(part_of(unit, state.slot(segment.place), segment));
     if (!knows_state(optimizer)) continue;
-    ParamState kept = read_param_state(optimizer, segment.tensor);
-    if (kept.tensors.empty()) continue;
     const auto dtype = state_dtype(optimizer, segment.tensor.scalar_type());
-    for (auto& [name, tensor] : kept.tensors) tensor = tensor.to(dtype);
-    write_param_state(optimizer, segment.tensor, kept);
+    replace_state_tensors(optimizer, segment.tensor,
+                          [&](const at::Tensor& tensor) { return tensor.to(dtype); });
   }
 }
 

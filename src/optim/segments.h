@@ -23,6 +23,10 @@ struct Segment {
   at::Tensor digits;  ///< of master weights, to be restored; usually undefined
 };
 
+/// Returns a copy of the segment's elements of `whole`, a tensor of the parameter's shape, in the
+/// segment's shape. This rank must have the segment.
+at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::Tensor& whole);
+
 /// Returns the segment's reduced gradient; undefined if its parameter has none or lies elsewhere.
 at::Tensor reduced_gradient(ShardedState& state, const Segment& segment);
 

@@ -81,17 +81,11 @@ void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
   if (!segment.tensor.defined() || !state().units()[segment.place.unit]->master().is_offloaded())
     return;
   const auto& memory = state().context().offload;
-  ParamState param_state = read_param_state(*optimizer, segment.tensor);
-  bool moved = false;
-  for (auto& [name, tensor] : param_state.tensors) {
-    if (memory->holds(tensor)) continue;
+  replace_state_tensors(*optimizer, segment.tensor, [&](const at::Tensor& tensor) {
+    if (memory->holds(tensor)) return tensor;
     const at::Tensor flat = memory->empty(tensor.numel(), tensor.scalar_type());
-    const at::Tensor place = at::as_strided(flat, tensor.sizes(), tensor.strides());
-    place.copy_(tensor);
-    tensor = place;
-    moved = true;
-  }
-  if (moved) write_param_state(*optimizer, segment.tensor, param_state);
+    return at::as_strided(flat, tensor.sizes(), tensor.strides()).copy_(tensor);
+  });
 }
 
 void ShardedOptimizer::Impl::offload_state() {
@@ -336,13 +330,7 @@ void ShardedOptimizer::unwrap() {
   torch::optim::Optimizer& optimizer = *impl_->optimizer;
   give_back_parameters(impl_->state(), optimizer, impl_->segments);
   optimizer.state().clear();
-  const std::vector<int64_t> numbers = match_params(optimizer, whole, "unwrap");
-  const auto convert = [&](int64_t number, OptimizerStateDict::Values values) {
-    const at::Device device = impl_->state().slot(impl_->segments[number].place).device;
-    for (auto& [name, value] : values) value = move_to(value, device);
-    return values;
-  };
-  set_state(optimizer, whole, numbers, convert, "unwrap");
+  replace_state(optimizer, whole, "unwrap");
   impl_->leave();
 }
 

@@ -1,13 +1,15 @@
 #include "optim/state_replacement.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/optimizer.h>
+#include <tessera/dist_tensor.h>
 
 #include <map>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "grad/grad_gate.h"
 #include "optim/master_digits.h"
 #include "optim/optimizer_archive.h"
 
@@ -48,6 +50,27 @@ std::vector<OptimizerStateDict::ParamGroup> list_params(const torch::optim::Opti
   return groups;
 }
 
+// Returns the parameters by number; one that is listed again is left out.
+std::vector<at::Tensor> distinct_params(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> params;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& param : group.params())
+      if (seen.insert(param.unsafeGetTensorImpl()).second) params.push_back(param);
+  return params;
+}
+
+void check_plain(const torch::optim::Optimizer& optimizer, const char* function) {
+  for (const at::Tensor& param : distinct_params(optimizer)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_dist(param), "[", function,
+                                "] the optimizer's parameters must not be DistTensors; use "
+                                "DistOptimizer::state_dict() and load_state_dict() for those");
+    TORCH_CHECK_VALUE(!has_grad_gate(param), "[", function,
+                      "] the optimizer must not be that of a sharded model; give its ShardedOptimizer to "
+                      "full_state_dict() or load_full_state_dict()");
+  }
+}
+
 }  // namespace
 
 std::vector<int64_t> match_params(const torch::optim::Optimizer& optimizer,
@@ -67,36 +90,28 @@ std::vector<int64_t> match_params(const torch::optim::Optimizer& optimizer,
   return numbers;
 }
 
-struct PreviousState::Impl {
-  torch::optim::Optimizer& optimizer;
-  std::string options;  // an archive without state
-  std::remove_reference_t<decltype(optimizer.state())> state;
-};
-
 PreviousState::PreviousState(torch::optim::Optimizer& optimizer, const char* function)
-    : impl_(new Impl{optimizer, {}, {}}) {
-  std::swap(impl_->state, optimizer.state());
+    : optimizer_(&optimizer) {
+  std::swap(state_, optimizer.state());
   try {
-    impl_->options = save_optimizer(optimizer);
-    parse_optimizer(impl_->options, function);
+    options_ = save_optimizer(optimizer);
+    parse_optimizer(options_, function);
   } catch (...) {
-    std::swap(impl_->state, optimizer.state());
+    std::swap(state_, optimizer.state());
     throw;
   }
 }
 
 PreviousState::~PreviousState() {
-  if (!impl_) return;
-  std::swap(impl_->state, impl_->optimizer.state());
+  if (!optimizer_) return;
+  std::swap(state_, optimizer_->state());
   try {
-    load_optimizer(impl_->optimizer, impl_->options);
+    load_optimizer(*optimizer_, options_);
   } catch (const std::exception& error) {
-    TORCH_WARN("[load_state_dict] could not set the options of the optimizer to what they were: ",
+    TORCH_WARN("[load_state_dict] the options of the optimizer could not be restored: ",
                error.what());
   }
 }
-
-void PreviousState::drop() { impl_.reset(); }
 
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
                const std::vector<int64_t>& numbers, const ConvertValuesFn& convert,
@@ -116,8 +131,33 @@ void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& sta
                               "] the class of the optimizer must override load(), too; it has taken no state");
 }
 
+void replace_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
+                   const char* function) {
+  const std::vector<at::Tensor> params = distinct_params(optimizer);
+  const std::vector<int64_t> numbers = match_params(optimizer, state_dict, function);
+  PreviousState previous(optimizer, function);
+  const auto convert = [&](int64_t number, OptimizerStateDict::Values values) {
+    for (auto& [name, value] : values) value = move_to(value, params[number].device());
+    return values;
+  };
+  set_state(optimizer, state_dict, numbers, convert, function);
+  previous.drop();
+}
+
 c10::IValue move_to(const c10::IValue& value, at::Device device) {
   return value.isTensor() && value.toTensor().dim() > 0 ? value.toTensor().to(device) : value;
+}
+
+OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  check_plain(optimizer, "state_dict_of");
+  return parse_optimizer(save_optimizer(optimizer), "state_dict_of");
+}
+
+void load_state_dict(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict) {
+  at::NoGradGuard no_grad;
+  check_plain(optimizer, "load_state_dict");
+  replace_state(optimizer, state_dict, "load_state_dict");
 }
 
 }  // namespace tessera

@@ -2,11 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <tessera/optimizer_state_dict.h>
+#include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 namespace tessera {
@@ -27,11 +29,12 @@ class PreviousState {
   ~PreviousState();
   PreviousState(const PreviousState&) = delete;
   PreviousState& operator=(const PreviousState&) = delete;
-  void drop();
+  void drop() { optimizer_ = nullptr; }
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  torch::optim::Optimizer* optimizer_;  // null once dropped
+  std::string options_;                 // an archive without state
+  std::remove_reference_t<decltype(optimizer_->state())> state_;
 };
 
 /// Returns the values for parameter `number`, made from those in the dict; nothing if it gets no
@@ -44,6 +47,11 @@ using ConvertValuesFn = std::function<std::optional<OptimizerStateDict::Values>(
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
                const std::vector<int64_t>& numbers, const ConvertValuesFn& convert,
                const char* function);
+
+/// Replaces an optimizer's state and options by copies of those in `state_dict`, on the devices of
+/// its parameters. If anything fails, the optimizer is unchanged.
+void replace_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
+                   const char* function);
 
 /// Returns `value` on `device`, that of its parameter; tensors without dimensions stay on the CPU.
 c10::IValue move_to(const c10::IValue& value, at::Device device);

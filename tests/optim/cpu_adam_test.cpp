@@ -4,7 +4,7 @@
 #include <limits>
 #include <sstream>
 
-#include "optim/adam_step.h"
+#include "optim/cpu_adam_step.h"
 #include "optim/param_state.h"
 #include "support/models.h"
 
@@ -233,7 +233,7 @@ TEST(CPUAdam, StridesChangeNoBit) {
 }
 
 TEST(CPUAdam, ValuesThatAreAlsoWrittenRoundedAreTheParametersOwn) {
-  const AdamRule rule{1e-2, 0.9, 0.99, 1e-8, 0.1, true, true};
+  const auto options = CPUAdamOptions(1e-2).betas({0.9, 0.99}).weight_decay(0.1);
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     const auto make = [] {
       return AdamParam{random({999}, 1), random({999}, 2), random({999}, 3), random({999}, 4).abs(),
@@ -243,8 +243,8 @@ TEST(CPUAdam, ValuesThatAreAlsoWrittenRoundedAreTheParametersOwn) {
     // Also with gaps.
     for (const int64_t stride : {1, 2}) {
       rounding.rounded = torch::zeros({999 * stride}, dtype).slice(0, 0, 999 * stride, stride);
-      step_on_host(rule, plain);
-      step_on_host(rule, rounding);
+      step_on_host(options, plain);
+      step_on_host(options, rounding);
       EXPECT_TRUE(torch::equal(rounding.param, plain.param));
       EXPECT_TRUE(torch::equal(rounding.rounded, plain.param.to(dtype)));
     }
@@ -256,14 +256,18 @@ TEST(CPUAdam, LibTorchsOperatorsGiveTheSameToRounding) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const bool adamw_mode : {true, false}) {
       for (const bool corrects : {true, false}) {
-        const AdamRule rule{1e-2, 0.9, 0.99, 1e-8, 0.1, corrects, adamw_mode};
+        const auto options = CPUAdamOptions(1e-2)
+                                 .betas({0.9, 0.99})
+                                 .weight_decay(0.1)
+                                 .bias_correction(corrects)
+                                 .adamw_mode(adamw_mode);
         const auto make = [&] {
           return AdamParam{random({99}, 1).to(dtype), random({99}, 2).to(dtype), random({99}, 3),
                            random({99}, 4).abs(), 3};
         };
         const AdamParam host = make(), other = make();
-        step_on_host(rule, host);
-        step_by_operators(rule, {other});
+        step_on_host(options, host);
+        step_by_operators(options, {other});
         const double tolerance = dtype == at::kFloat ? 1e-5 : 1e-2;
         EXPECT_FALSE(torch::equal(host.param, make().param));
         EXPECT_TRUE(torch::allclose(other.param, host.param, tolerance, tolerance));
