@@ -1,11 +1,8 @@
 # Much of the time to compile a file goes into LibTorch's headers, precompiled or not: the compiler instantiates the same
-# templates for each file. So sources of one folder are compiled together, `batch` (24) at a time. Names in anonymous
+# templates for each file. So sources of one folder are compiled together, 24 at a time. Names in anonymous
 # namespaces must therefore be unique in their folder.
 function(tessera_unity_build target)
   set(batch 24)
-  if(ARGC GREATER 1)
-    set(batch ${ARGV1})
-  endif()
   if(NOT TESSERA_UNITY_BUILD)
     return()
   endif()
