@@ -3,9 +3,12 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
-#include "group/flight_record.h"
-
 namespace tessera {
+
+std::string_view channel_name(Channel channel) {
+  constexpr std::array<std::string_view, 3> kNames{"kParams", "kGrads", "kControl"};
+  return kNames.at(static_cast<size_t>(channel));
+}
 
 std::string CollectiveName::describe() const {
   return fmt::format("[{}] unit '{}' (channel {}, #{}): rank {} of {}", collective, subject,
@@ -49,6 +52,19 @@ void check_process(const ProcessMark& mark, const CollectiveName& name) {
       ": only the process that joined the ranks may communicate; this one was forked "
       "from it. Leave collectives, and optimizers and checkpoints of sharded models, to "
       "the parent");
+}
+
+CollectiveName ChannelOrder::next(const ProcessGroup& process_group, const char* collective,
+                                  const CollectiveTag& tag) {
+  std::atomic<int64_t>& sequence = sequences_.at(static_cast<size_t>(tag.channel));
+  CollectiveName name{.collective = collective,
+                      .subject = std::string(tag.subject),
+                      .channel = tag.channel,
+                      .sequence = sequence++,
+                      .rank = process_group.rank(),
+                      .size = process_group.size()};
+  check_process(mark_, name);
+  return name;
 }
 
 std::string exception_text(const std::exception_ptr& exception) {

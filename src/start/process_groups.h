@@ -11,8 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "group/closable.h"
-#include "group/makes_parts.h"
+#include "group/capability.h"
 
 namespace tessera {
 
