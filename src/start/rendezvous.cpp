@@ -29,9 +29,7 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::mil
   options.timeout = timeout / 2;  // for connecting, which is tried twice
   auto store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
   store->setTimeout(timeout);
-  if (!agent_serves) {
-    store->waitForWorkers();
-  }
+  if (!agent_serves) store->waitForWorkers();
   return store;
 }
 
@@ -71,10 +69,7 @@ c10::intrusive_ptr<c10d::Store> rendezvous_store(const RankInfo& info,
             std::chrono::duration<double>(timeout).count(),
             exception_text(std::current_exception())));
   }
-  std::string attempt = "0";
-  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "TESSERA_RESTART"}) {
-    attempt = environment(name).value_or(attempt);
-  }
+  const auto attempt = environment({"TESSERA_RESTART", "TORCHELASTIC_RESTART_COUNT"}).value_or("0");
   return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, store);
 }
 

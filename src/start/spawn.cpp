@@ -70,9 +70,8 @@ void run_ranks(SpawnedWorld& world, const SpawnedRanks& ranks, int threads,
 void rethrow_first_failure(const SpawnedRanks& ranks) {
   const SpawnedRank* first = nullptr;
   for (const auto& rank : ranks) {
-    if (rank->failure() && (!first || rank->failed_after() < first->failed_after())) {
+    if (rank->failure() && (!first || rank->failed_after() < first->failed_after()))
       first = rank.get();
-    }
   }
   if (!first) return;
   const RankInfo info = first->info();
