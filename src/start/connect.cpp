@@ -44,8 +44,9 @@ ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
     if (transport == Transport::kArena) throw;
     if (gloo->rank() == 0) {
       TORCH_WARN(
-          "[tessera] the ranks of a host talk over TCP, which is slower than shared memory: ",
-          error.what_without_backtrace(), ". Set TESSERA_TRANSPORT=gloo if this is meant to be so");
+          "[tessera] the ranks of a host communicate over TCP, which is slower than shared "
+          "memory: ",
+          error.what_without_backtrace(), ". Set TESSERA_TRANSPORT=gloo if this is intended");
     }
     return gloo;
   }

@@ -89,9 +89,7 @@ World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info,
                    const WorldOptions& options, std::chrono::milliseconds timeout) {
   if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
   store = fresh_store(store, info.size);
-  const LocalRank own = compare_hosts(*store, info.rank, info.size, timeout);
-  info.local_rank = own.local_rank;
-  info.local_size = own.local_size;
+  compare_hosts(*store, info, timeout);
   return join(std::move(info), std::move(store), options, timeout);
 }
 
