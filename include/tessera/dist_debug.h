@@ -1,8 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <tessera/collective.h>
 #include <tessera/export.h>
-#include <tessera/process_group.h>
 
 #include <cstdint>
 #include <memory>

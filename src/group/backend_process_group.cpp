@@ -27,9 +27,7 @@ using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
 bool is_even(std::span<const int64_t> bounds) {
   for (size_t r = 1; r + 1 < bounds.size(); ++r) {
-    if (bounds[r + 1] - bounds[r] != bounds[1]) {
-      return false;
-    }
+    if (bounds[r + 1] - bounds[r] != bounds[1]) return false;
   }
   return true;
 }

@@ -17,13 +17,10 @@ namespace {
 constexpr int kFirstPort = 20000;
 constexpr int kPorts = 12000;
 
-void check_range(const char* name, int value, const char* size_name, int size) {
+void check_place(const char* name, int value, const char* size_name, int size) {
+  TORCH_CHECK_VALUE(size >= 1, "[init] ", size_name, " must be at least 1; got ", size_name, "=", size);
   TORCH_CHECK_VALUE(value >= 0 && value < size, "[init] ", name, " must be from 0 to ", size_name,
                     " - 1; got ", name, "=", value, " with ", size_name, "=", size);
-}
-
-void check_size(const char* name, int size) {
-  TORCH_CHECK_VALUE(size >= 1, "[init] ", name, " must be at least 1; got ", name, "=", size);
 }
 
 // All ranks of a job derive the same port from the job's name.
@@ -59,8 +56,7 @@ void find_master(RankInfo& info, const std::string& nodes, const std::string& jo
 }
 
 void check_local(const RankInfo& info, const char* rank_name, const char* size_name) {
-  check_size(size_name, info.local_size);
-  check_range(rank_name, info.local_rank, size_name, info.local_size);
+  check_place(rank_name, info.local_rank, size_name, info.local_size);
   TORCH_CHECK_VALUE(info.local_size <= info.size, "[init] ", size_name,
                     " must not be larger than the world; got ", size_name, "=", info.local_size,
                     " in a world of ", info.size);
@@ -72,8 +68,7 @@ std::optional<RankInfo> from_rank_variables() {
   if (!rank) return std::nullopt;
   const auto size = environment_number("WORLD_SIZE");
   TORCH_CHECK_VALUE(size, "[init] WORLD_SIZE must be set, because RANK is; got RANK=", *rank);
-  check_size("WORLD_SIZE", *size);
-  check_range("RANK", *rank, "WORLD_SIZE", *size);
+  check_place("RANK", *rank, "WORLD_SIZE", *size);
   RankInfo info{.rank = *rank, .size = *size};
   info.source = environment("TESSERA_RUN")           ? "tessera run"
                 : environment("TORCHELASTIC_RUN_ID") ? "torchrun"
@@ -103,8 +98,7 @@ std::optional<RankInfo> from_mpirun() {
   if (!rank && !size) return std::nullopt;
   TORCH_CHECK_VALUE(rank && size, "[init] OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE must be set "
                                   "together; only one of them is");
-  check_size("OMPI_COMM_WORLD_SIZE", *size);
-  check_range("OMPI_COMM_WORLD_RANK", *rank, "OMPI_COMM_WORLD_SIZE", *size);
+  check_place("OMPI_COMM_WORLD_RANK", *rank, "OMPI_COMM_WORLD_SIZE", *size);
   RankInfo info{.rank = *rank, .size = *size, .source = "mpirun"};
   info.local_rank = environment_number("OMPI_COMM_WORLD_LOCAL_RANK").value_or(0);
   info.local_size = environment_number("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(info.local_rank + 1);
@@ -127,8 +121,7 @@ std::optional<RankInfo> from_srun() {
   const auto size = environment_number(size_name);
   TORCH_CHECK_VALUE(size, "[init] SLURM_NTASKS must be set, because SLURM_PROCID is; got SLURM_PROCID=",
                     *rank);
-  check_size(size_name, *size);
-  check_range("SLURM_PROCID", *rank, size_name, *size);
+  check_place("SLURM_PROCID", *rank, size_name, *size);
   RankInfo info{.rank = *rank, .size = *size, .source = "srun"};
   info.local_rank = environment_number("SLURM_LOCALID").value_or(0);
   info.local_size = slurm_tasks_on_this_node(info.size).value_or(info.local_rank + 1);
