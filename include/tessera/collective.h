@@ -42,11 +42,15 @@ struct ReduceScatterOptions {
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };
 
-/// The arguments of each collective; the methods of `ProcessGroup` document their meaning.
+/// The arguments of each collective; the methods of `ProcessGroup` document their meaning. Fields
+/// of the same name have the same meaning in each.
 struct AllGather {
   static constexpr const char* kName = "all_gather";
   at::Tensor flat, shard;
   std::span<const int64_t> bounds;
+
+  /// Dtype of the messages.
+  at::ScalarType dtype() const { return flat.scalar_type(); }
 };
 struct ReduceScatter {
   static constexpr const char* kName = "reduce_scatter";

@@ -64,7 +64,10 @@ class TESSERA_API CommDebug {
   void reset() { entries_.clear(); }
 
  private:
-  friend void count_collective(const Collective& collective);
+  friend class ProcessGroup;
+  // Counts a collective in all scopes of this thread: under the subject up to " (", as the shapes
+  // and placements after that serve only the comparison between ranks.
+  static void count(const Collective& collective);
   void add(const char* kind, int64_t bytes, std::string_view subject);
 
   std::vector<Entry> entries_;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace c10d {
@@ -70,7 +71,9 @@ class TESSERA_API ProcessGroup {
   /// Gathers the shards of all ranks into `flat`; `shard` is this rank's, and may be its own range
   /// of `flat` (in place). `shard` must not change before `wait_inputs()`.
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag);
+                     std::span<const int64_t> bounds, const CollectiveTag& tag) {
+    return start({tag, AllGather{flat, shard, bounds}});
+  }
 
   /// Sums the ranks' flat buffers, in rank order, and stores this rank's part times `scale` in
   /// `out`.
@@ -80,13 +83,19 @@ class TESSERA_API ProcessGroup {
   /// pieces are kept until no rank reads them any more.
   WorkPtr reduce_scatter(const at::Tensor& out, std::vector<Piece> pieces,
                          std::span<const int64_t> bounds, const ReduceScatterOptions& options,
-                         const CollectiveTag& tag);
+                         const CollectiveTag& tag) {
+    return start({tag, ReduceScatter{out, std::move(pieces), bounds, options}});
+  }
 
   /// Reduces `tensor` (contiguous) over all ranks, in place.
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag);
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) {
+    return start({tag, AllReduce{tensor, op}});
+  }
 
   /// Copies `tensor` (contiguous) of rank `root` to all ranks, in place.
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag);
+  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
+    return start({tag, Broadcast{tensor, root}});
+  }
 
   /// Sends `to[r]` to each rank `r`, and receives the message of `r` to this rank in `from[r]`.
   ///
@@ -95,17 +104,21 @@ class TESSERA_API ProcessGroup {
   /// must not change before `wait_inputs()`. No `from` may overlap a `to` or another `from`, except
   /// that `from[rank()]` may be `to[rank()]` itself.
   WorkPtr all_to_all(std::vector<at::Tensor> from, std::vector<at::Tensor> to,
-                     const CollectiveTag& tag);
+                     const CollectiveTag& tag) {
+    return start({tag, AllToAll{std::move(from), std::move(to)}});
+  }
 
   /// Returns when all ranks have called it.
   void barrier(const CollectiveTag& tag) { arrive(tag)->wait(); }
 
   /// A barrier in two steps: `wait()` of the result returns when all ranks have called `arrive()`.
-  WorkPtr arrive(const CollectiveTag& tag);
+  WorkPtr arrive(const CollectiveTag& tag) { return start({tag, Barrier{}}); }
 
  protected:
   /// Issues on `inner` a collective that this process group has already checked.
-  static WorkPtr issue_on(ProcessGroup& inner, Collective collective);
+  static WorkPtr issue_on(ProcessGroup& inner, Collective collective) {
+    return inner.issue(std::move(collective));
+  }
 
  private:
   // Starts a collective whose arguments were checked and whose tensors' memory holds their values.

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "arena/handshake.h"
-#include "group/check_arguments.h"
 #include "group/collective.h"
 #include "group/peer_message.h"
 

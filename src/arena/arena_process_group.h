@@ -13,9 +13,8 @@
 #include "arena/arena.h"
 #include "arena/arena_tasks.h"
 #include "arena/shared_buffers.h"
-#include "group/closable.h"
+#include "group/capability.h"
 #include "group/collective_form.h"
-#include "group/shares_memory.h"
 
 namespace tessera {
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "group/capability.h"
-#include "group/check_arguments.h"
 #include "group/collective.h"
 #include "group/local_sum.h"
 #include "group/sent_bytes.h"

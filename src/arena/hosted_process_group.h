@@ -16,10 +16,8 @@
 #include "arena/host_buffer.h"
 #include "arena/host_table.h"
 #include "arena/stepwise_work.h"
-#include "group/channel_order.h"
-#include "group/closable.h"
-#include "group/sends_messages.h"
-#include "group/shares_memory.h"
+#include "group/capability.h"
+#include "group/collective_name.h"
 #include "message/job_thread.h"
 
 namespace tessera {

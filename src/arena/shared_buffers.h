@@ -11,7 +11,7 @@
 #include <mutex>
 #include <utility>
 
-#include "group/shares_memory.h"
+#include "group/capability.h"
 #include "memory/shared_memory.h"
 
 namespace tessera {

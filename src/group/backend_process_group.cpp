@@ -6,7 +6,9 @@
 #include <tessera/process_group.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -14,20 +16,18 @@
 #include <utility>
 #include <vector>
 
-#include "group/backend_work.h"
-#include "group/channel_order.h"
 #include "group/collective_form.h"
-#include "group/local_sum.h"
+#include "group/collective_name.h"
 #include "group/peer_message.h"
 
 namespace tessera {
 namespace {
 
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
+
 bool is_even(std::span<const int64_t> bounds) {
   for (size_t r = 1; r + 1 < bounds.size(); ++r) {
-    if (bounds[r + 1] - bounds[r] != bounds[1]) {
-      return false;
-    }
+    if (bounds[r + 1] - bounds[r] != bounds[1]) return false;
   }
   return true;
 }
@@ -58,15 +58,102 @@ struct MessageRow {
 };
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    default:
-      return c10d::ReduceOp::SUM;
-  }
+  constexpr c10d::ReduceOp::RedOpType kOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::MAX,
+                                                c10d::ReduceOp::MIN};
+  return kOps[static_cast<size_t>(op)];
 }
+
+// A small all-reduce that accompanies a collective and compares its form across ranks. A c10d
+// backend's own messages carry no names or sizes, so it would accept a tensor of another collective
+// for the expected one.
+//
+// Computes the maxima of the fingerprints and of their negatives. The two maxima are negatives of
+// each other exactly if all fingerprints are equal.
+class FormComparison {
+ public:
+  FormComparison(c10d::Backend& backend, const CollectiveForm& form)
+      : form_(form), told_(at::empty({2}, at::TensorOptions().dtype(at::kLong))) {
+    const auto fingerprint = static_cast<int64_t>(form.fingerprint() >> 1);
+    auto* const data = static_cast<int64_t*>(told_.mutable_data_ptr());
+    data[0] = fingerprint;
+    data[1] = -fingerprint;
+    std::vector<at::Tensor> tensors{told_};
+    work_ = backend.allreduce(tensors, {.reduceOp = c10d::ReduceOp::MAX});
+  }
+
+  const BackendWork& work() const { return work_; }
+
+  // Throws if ranks have issued different collectives. Call it only after `work()` has completed.
+  void check(const CollectiveName& name) const {
+    const auto* const data = static_cast<const int64_t*>(told_.const_data_ptr());
+    TORCH_CHECK_WITH(DistBackendError, data[0] == -data[1], name.describe(),
+                     ": ranks issued different collectives at this position; this rank issued ",
+                     form_.text(),
+                     ". Expected all ranks to issue the same ones in the same order, with "
+                     "equal sizes and dtypes");
+  }
+
+ private:
+  CollectiveForm form_;
+  at::Tensor told_;
+  BackendWork work_;
+};
+
+// A collective made of works of a c10d backend and a `finish` function that `wait()` calls once
+// they have completed. They are added before anybody waits.
+class BackendProcessGroupWork : public Work {
+ public:
+  BackendProcessGroupWork(CollectiveName name, std::chrono::milliseconds timeout)
+      : name_(std::move(name)), timeout_(timeout) {}
+
+  const CollectiveName& name() const { return name_; }
+  void compare(c10d::Backend& backend, const CollectiveForm& form) {
+    comparison_.emplace(backend, form);
+  }
+  void add(BackendWork work) { works_.push_back(std::move(work)); }
+  void set_finish(std::function<void()> finish) { finish_ = std::move(finish); }
+
+  void wait() override {
+    check_process(mark_, name_);
+    std::lock_guard lock(mutex_);
+    const auto start = std::chrono::steady_clock::now();
+    if (comparison_) {
+      wait_for(comparison_->work(), start);
+      comparison_->check(name_);
+    }
+    for (const BackendWork& work : works_) wait_for(work, start);
+    if (finish_) std::exchange(finish_, nullptr)();
+  }
+
+  bool is_completed() override {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    return lock.owns_lock() && std::all_of(works_.begin(), works_.end(),
+                                           [](const auto& work) { return work->isCompleted(); });
+  }
+
+ private:
+  void wait_for(const BackendWork& work, std::chrono::steady_clock::time_point start) {
+    const auto elapsed = [&] { return std::chrono::steady_clock::now() - start; };
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timeout_ - elapsed());
+    std::exception_ptr error;
+    bool completed = false;
+    try {
+      // A timeout of zero would mean no timeout at all.
+      completed = work->wait(std::max(left, std::chrono::milliseconds(1)));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (error || !completed) throw_wait_failed(name_, "its peers", elapsed(), timeout_, error);
+  }
+
+  const ProcessMark mark_;
+  const CollectiveName name_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::optional<FormComparison> comparison_;
+  std::vector<BackendWork> works_;
+  std::function<void()> finish_;
+};
 
 class BackendProcessGroup : public ProcessGroup {
  public:
@@ -91,56 +178,49 @@ class BackendProcessGroup : public ProcessGroup {
   WorkPtr issue(Collective collective) override {
     at::NoGradGuard no_grad;
     return std::visit(
-        [&](auto& call) {
-          CollectiveName name = order_.next(*this, call.kName, collective.tag);
-          return start(call, std::move(name), form_of(call, collective.tag));
+        [&](auto& call) -> WorkPtr {
+          const auto work = std::make_shared<BackendProcessGroupWork>(
+              order_.next(*this, call.kName, collective.tag), timeout_);
+          // Not on a device, where reading the result would stall the queued work; NCCL has its own
+          // checks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+          if (size() > 1 && !is_on_device())
+            work->compare(*backend_, form_of(call, collective.tag));
+          start(*work, call);
+          return work;
         },
         collective.call);
   }
 
-  WorkPtr start(AllGather& call, CollectiveName name, const CollectiveForm& form) {
-    auto comparison = compare(form);
-    return make_work(std::move(name), std::move(comparison),
-                     start_gather(call.flat, call.shard, call.bounds));
+  void start(BackendProcessGroupWork& work, AllGather& call) {
+    start_gather(work, call.flat, call.shard, call.bounds);
   }
 
-  WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form) {
+  void start(BackendProcessGroupWork& work, ReduceScatter& call) {
     const auto& [out, pieces, bounds, options] = call;
-    const auto dtype = call.dtype();
-    // With a single dtype, the backend itself rejects dtypes that it can't sum.
-    if (dtype != out.scalar_type())
-      check_reducible("reduce_scatter", dtype, ReduceOp::kSum, out.scalar_type());
     const at::Tensor flat =
-        at::zeros({bounds.back()}, out.options().dtype(dtype).requires_grad(false));
-    for (const Piece& piece : pieces) {
+        at::zeros({bounds.back()}, out.options().dtype(call.dtype()).requires_grad(false));
+    for (Piece& piece : call.pieces) {
       if (piece.data.defined()) flat.narrow(0, piece.begin, piece.numel).copy_(piece.data.view(-1));
-      // From here on only the pieces' ranges are needed; the tensors may be freed.
+      piece.data.reset();  // from here on only the pieces' ranges are needed
     }
-    at::Tensor own = part_of(flat, bounds, rank());
-    auto comparison = compare(form);
-    std::vector<BackendWork> works = start_reductions(flat, own, bounds);
-    auto finish = [out, own, pieces = cut_of(std::move(call.pieces)), options,
-                   begin = bounds[rank()]] { store_pieces(out, own, pieces, begin, options); };
-    return make_work(std::move(name), std::move(comparison), std::move(works), std::move(finish));
+    const at::Tensor own = start_reductions(work, flat, bounds);
+    work.set_finish([out = out, own, pieces = std::move(call.pieces), options = options,
+                     begin = bounds[rank()]] { store_pieces(out, own, pieces, begin, options); });
   }
 
-  WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form) {
+  void start(BackendProcessGroupWork& work, AllReduce& call) {
     std::vector<at::Tensor> tensors{call.tensor};
-    auto comparison = compare(form);
-    return make_work(std::move(name), std::move(comparison),
-                     {backend_->allreduce(tensors, {.reduceOp = to_c10d(call.op)})});
+    work.add(backend_->allreduce(tensors, {.reduceOp = to_c10d(call.op)}));
   }
 
-  WorkPtr start(Broadcast& call, CollectiveName name, const CollectiveForm& form) {
+  void start(BackendProcessGroupWork& work, Broadcast& call) {
     std::vector<at::Tensor> tensors{call.tensor};
-    auto comparison = compare(form);
-    return make_work(std::move(name), std::move(comparison),
-                     {backend_->broadcast(tensors, {.rootRank = call.root})});
+    work.add(backend_->broadcast(tensors, {.rootRank = call.root}));
   }
 
-  WorkPtr start(AllToAll& call, CollectiveName name, const CollectiveForm& form) {
+  void start(BackendProcessGroupWork& work, AllToAll& call) {
     auto& [from, to] = call;
-    check_agreement(from, to, name, form);
+    check_agreement(work, from, to);
     // Sent as bytes: a rank without messages need not know the dtype.
     const at::Device device = device_of(from, to);
     MessageRow sent(to, device), received(from, device);
@@ -148,24 +228,21 @@ class BackendProcessGroup : public ProcessGroup {
       place.copy_(message, /*non_blocking=*/true);
     });
     std::vector<int64_t> received_sizes = received.sizes;  // a copy: c10d's Gloo moves from it
-    std::vector<BackendWork> works{
-        backend_->alltoall_base(received.bytes, sent.bytes, received_sizes, sent.sizes)};
-    auto finish = [received, from = std::move(from)] {
+    work.add(backend_->alltoall_base(received.bytes, sent.bytes, received_sizes, sent.sizes));
+    work.set_finish([received, from = std::move(from)] {
       at::NoGradGuard no_grad_either;
       received.for_each(from, [](const at::Tensor& message, const at::Tensor& place) {
         message.copy_(place, /*non_blocking=*/true);
       });
-    };
-    return make_work(std::move(name), /*comparison=*/{}, std::move(works), std::move(finish));
+    });
   }
 
-  WorkPtr start(Barrier& /*call*/, CollectiveName name, const CollectiveForm& form) {
+  void start(BackendProcessGroupWork& work, Barrier& /*call*/) {
     // Does not use the backend's barrier: Gloo's rethrows the error of an earlier collective.
     const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
-    auto comparison = compare(form);
-    return make_work(std::move(name), std::move(comparison), {backend_->allreduce(tensors)},
-                     [one] { one.item(); });  // on a device, wait() only orders the stream
+    work.add(backend_->allreduce(tensors));
+    work.set_finish([one] { one.item(); });  // on a device, wait() only orders the stream
   }
 
   // Returns the device of the messages; if all are empty, the device that the backend requires.
@@ -180,21 +257,12 @@ class BackendProcessGroup : public ProcessGroup {
 
   bool is_on_device() const { return backend_name() == "nccl"; }
 
-  // Call it before the collective is issued. Returns nothing on a device, where reading the result
-  // would stall the queued work; NCCL has its own checks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
-  std::optional<FormComparison> compare(const CollectiveForm& form) const {
-    if (size() == 1 || is_on_device()) return std::nullopt;
-    return FormComparison(*backend_, form);
-  }
-
-  std::vector<BackendWork> start_gather(const at::Tensor& flat, const at::Tensor& shard,
-                                        std::span<const int64_t> bounds) {
-    std::vector<BackendWork> works;
+  void start_gather(BackendProcessGroupWork& work, const at::Tensor& flat, const at::Tensor& shard,
+                    std::span<const int64_t> bounds) {
     if (has_fast_base_collectives_ && is_even(bounds)) {
       at::Tensor output = flat.view(-1);
       at::Tensor input = shard.view(-1);
-      works.push_back(backend_->_allgather_base(output, input));
-      return works;
+      return work.add(backend_->_allgather_base(output, input));
     }
     const at::Tensor own = part_of(flat, bounds, rank());
     if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) {
@@ -202,18 +270,15 @@ class BackendProcessGroup : public ProcessGroup {
     }
     for (int owner = 0; owner < size(); ++owner) {
       std::vector<at::Tensor> tensors{part_of(flat, bounds, owner)};
-      if (tensors[0].numel() > 0) {
-        works.push_back(backend_->broadcast(tensors, {.rootRank = owner}));
-      }
+      if (tensors[0].numel() > 0) work.add(backend_->broadcast(tensors, {.rootRank = owner}));
     }
-    return works;
   }
 
   // Exchanges the forms of all sent and expected messages between ranks, and waits for them: c10d's
   // Gloo accepts a message that is too short, and ends the process for one that is too long.
   // Skipped on a device, where waiting would stall the queued work.
-  void check_agreement(std::span<const at::Tensor> from, std::span<const at::Tensor> to,
-                       const CollectiveName& name, const CollectiveForm& form) {
+  void check_agreement(BackendProcessGroupWork& work, std::span<const at::Tensor> from,
+                       std::span<const at::Tensor> to) {
     if (size() == 1 || is_on_device()) return;
     static_assert(sizeof(MessageForm) == 2 * sizeof(int64_t));
     const int row = 2 * size();  // forms of messages sent to each rank, then of those expected
@@ -224,40 +289,29 @@ class BackendProcessGroup : public ProcessGroup {
     MessageForm* own = forms + rank() * row;
     for (const auto& messages : {to, from})
       own = std::transform(messages.begin(), messages.end(), own, message_form_of);
-    auto comparison = compare(form);
-    make_work(name, std::move(comparison), start_gather(all, part_of(all, bounds, rank()), bounds))
-        ->wait();
+    start_gather(work, all, part_of(all, bounds, rank()), bounds);
+    work.wait();
     const std::string why = disagreement(
         size(), [&](int sender, int receiver) { return forms[sender * row + receiver]; },
         [&](int sender, int receiver) { return forms[receiver * row + size() + sender]; });
-    TORCH_CHECK_WITH(DistBackendError, why.empty(), name.describe(), ": ", why);
+    TORCH_CHECK_WITH(DistBackendError, why.empty(), work.name().describe(), ": ", why);
   }
 
-  // Starts the reductions of all parts. This rank's sums arrive in `own`, which is its part of
-  // `flat` or is replaced by a separate tensor.
-  std::vector<BackendWork> start_reductions(const at::Tensor& flat, at::Tensor& own,
-                                            std::span<const int64_t> bounds) {
-    std::vector<BackendWork> works;
+  // Starts the reductions of all parts. Returns the tensor in which this rank's sums arrive: its
+  // part of `flat`, or another one.
+  at::Tensor start_reductions(BackendProcessGroupWork& work, at::Tensor flat,
+                              std::span<const int64_t> bounds) {
+    at::Tensor own = part_of(flat, bounds, rank());
     if (has_fast_base_collectives_ && is_even(bounds)) {
-      at::Tensor input = flat;
       own = at::zeros({own.numel()}, flat.options());
-      works.push_back(backend_->_reduce_scatter_base(own, input));
-      return works;
+      work.add(backend_->_reduce_scatter_base(own, flat));
+      return own;
     }
     for (int owner = 0; owner < size(); ++owner) {
       std::vector<at::Tensor> tensors{part_of(flat, bounds, owner)};
-      if (tensors[0].numel() > 0) {
-        works.push_back(backend_->reduce(tensors, {.rootRank = owner}));
-      }
+      if (tensors[0].numel() > 0) work.add(backend_->reduce(tensors, {.rootRank = owner}));
     }
-    return works;
-  }
-
-  static std::vector<Piece> cut_of(std::vector<Piece> pieces) {
-    for (Piece& piece : pieces) {
-      piece.data.reset();
-    }
-    return pieces;
+    return own;
   }
 
   // Stores `own`, the sums of the range that starts at `begin`, in `out`. Skips the gaps between
@@ -269,9 +323,7 @@ class BackendProcessGroup : public ProcessGroup {
     for (const Piece& piece : pieces) {
       const int64_t from = std::max<int64_t>(piece.begin - begin, 0);
       const int64_t to = std::min(piece.begin + piece.numel - begin, own.numel());
-      if (from >= to) {
-        continue;
-      }
+      if (from >= to) continue;
       // Computes in the wider of the two dtypes; `add_` and `copy_` round to the dtype of `out`.
       const auto dtype = c10::promoteTypes(own.scalar_type(), out.scalar_type());
       at::Tensor sum = own.narrow(0, from, to - from).to(dtype);
@@ -281,18 +333,8 @@ class BackendProcessGroup : public ProcessGroup {
                   ? sum.mul_(options.scale)
                   : sum.to(at::kDouble).mul_(options.scale).to(sum.scalar_type());
       }
-      if (options.accumulate) {
-        target.add_(sum);
-      } else {
-        target.copy_(sum);
-      }
+      options.accumulate ? target.add_(sum) : target.copy_(sum);
     }
-  }
-
-  WorkPtr make_work(CollectiveName name, std::optional<FormComparison> comparison,
-                    std::vector<BackendWork> works, std::function<void()> finish = nullptr) const {
-    return std::make_shared<BackendProcessGroupWork>(
-        std::move(name), timeout_, std::move(comparison), std::move(works), std::move(finish));
   }
 
   ChannelOrder order_;

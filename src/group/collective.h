@@ -1,17 +1,36 @@
 #pragma once
 
-#include <c10/core/ScalarType.h>
-#include <tessera/collective.h>
+#include <tessera/process_group.h>
 
 #include <cstdint>
 #include <vector>
 
 namespace tessera {
 
-/// Returns the size in bytes of an element that a reduce-scatter sends.
-inline int64_t item_size(const ReduceScatter& call) {
-  return static_cast<int64_t>(c10::elementSize(call.dtype()));
+/// Calls `visit(tensor, is_written)` for each tensor of a call: it is written to, or only read.
+template <class Call, class Visit>
+void for_each_tensor(Call& call, const Visit& visit) {
+  if constexpr (requires { call.tensor; }) visit(call.tensor, true);
+  if constexpr (requires { call.flat; }) visit(call.flat, true);
+  if constexpr (requires { call.shard; }) visit(call.shard, false);
+  if constexpr (requires { call.out; }) visit(call.out, true);
+  if constexpr (requires { call.pieces; }) {
+    for (auto& piece : call.pieces) visit(piece.data, false);
+  }
+  if constexpr (requires { call.from; }) {
+    for (auto& message : call.from) visit(message, true);
+    for (auto& message : call.to) visit(message, false);
+  }
 }
+
+/// Throws `c10::ValueError` unless `process_group` can issue `collective`. Checks only this rank's
+/// arguments: disagreements between ranks are reported when they wait.
+void check_arguments(const ProcessGroup& process_group, const Collective& collective);
+
+/// Throws `c10::ValueError` unless the shard of `call` is empty or is this rank's part of `flat`,
+/// which is shared memory.
+void check_in_place(const ProcessGroup& process_group, const AllGather& call,
+                    const CollectiveTag& tag);
 
 /// Returns bounds that split `numel` elements as evenly as possible over `size` ranks.
 std::vector<int64_t> even_bounds(int64_t numel, int size);

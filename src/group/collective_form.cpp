@@ -4,21 +4,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <utility>
 
 namespace tessera {
 namespace {
 
-const char* name_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kMin:
-      return "min";
-    default:
-      return "sum";
-  }
-}
+constexpr const char* kOpNames[] = {"sum", "max", "min"};  // by `ReduceOp`
 
 uint64_t mixed(uint64_t hash, int64_t value) {
   hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15ull;
@@ -82,7 +72,7 @@ int CollectiveForm::message_tag(int64_t sequence, int64_t part) const {
 std::string CollectiveForm::text() const {
   std::string text = fmt::format("{} of unit '{}'", collective_, subject_);
   if (numel_ >= 0) text += fmt::format(": {} elements of {}", numel_, c10::toString(dtype_));
-  if (op_) text += fmt::format(", {}", name_of(*op_));
+  if (op_) text += fmt::format(", {}", kOpNames[static_cast<size_t>(*op_)]);
   if (root_) text += fmt::format(", from rank {}", *root_);
   if (parts_ > 0) {
     const auto* const end = first_parts_.begin() + std::min(parts_, kPartsTold);
@@ -91,35 +81,6 @@ std::string CollectiveForm::text() const {
   }
   if (pieces_) text += fmt::format(", in {} pieces", *pieces_);
   return text;
-}
-
-CollectiveForm form_of(const AllGather& call, const CollectiveTag& tag) {
-  CollectiveForm form(AllGather::kName, tag);
-  return std::move(form.elements(call.bounds.back(), call.flat.scalar_type()).cut(call.bounds));
-}
-
-CollectiveForm form_of(const ReduceScatter& call, const CollectiveTag& tag) {
-  CollectiveForm form(ReduceScatter::kName, tag);
-  form.elements(call.bounds.back(), call.dtype()).cut(call.bounds);
-  return std::move(form.pieces(call.pieces));
-}
-
-CollectiveForm form_of(const AllReduce& call, const CollectiveTag& tag) {
-  CollectiveForm form(AllReduce::kName, tag);
-  return std::move(form.elements(call.tensor.numel(), call.tensor.scalar_type()).op(call.op));
-}
-
-CollectiveForm form_of(const Broadcast& call, const CollectiveTag& tag) {
-  CollectiveForm form(Broadcast::kName, tag);
-  return std::move(form.elements(call.tensor.numel(), call.tensor.scalar_type()).root(call.root));
-}
-
-CollectiveForm form_of(const AllToAll& /*call*/, const CollectiveTag& tag) {
-  return CollectiveForm(AllToAll::kName, tag);
-}
-
-CollectiveForm form_of(const Barrier& /*call*/, const CollectiveTag& tag) {
-  return CollectiveForm(Barrier::kName, tag);
 }
 
 }  // namespace tessera

@@ -56,11 +56,17 @@ class CollectiveForm {
 
 /// Returns the form of a collective. It excludes the messages of an all-to-all, on each of which
 /// only two ranks agree; a barrier has none.
-CollectiveForm form_of(const AllGather& call, const CollectiveTag& tag);
-CollectiveForm form_of(const ReduceScatter& call, const CollectiveTag& tag);
-CollectiveForm form_of(const AllReduce& call, const CollectiveTag& tag);
-CollectiveForm form_of(const Broadcast& call, const CollectiveTag& tag);
-CollectiveForm form_of(const AllToAll& call, const CollectiveTag& tag);
-CollectiveForm form_of(const Barrier& call, const CollectiveTag& tag);
+template <class Call>
+CollectiveForm form_of(const Call& call, const CollectiveTag& tag) {
+  CollectiveForm form(Call::kName, tag);
+  if constexpr (requires { call.tensor; })
+    form.elements(call.tensor.numel(), call.tensor.scalar_type());
+  if constexpr (requires { call.bounds; })
+    form.elements(call.bounds.back(), call.dtype()).cut(call.bounds);
+  if constexpr (requires { call.pieces; }) form.pieces(call.pieces);
+  if constexpr (requires { call.op; }) form.op(call.op);
+  if constexpr (requires { call.root; }) form.root(call.root);
+  return form;
+}
 
 }  // namespace tessera

@@ -3,9 +3,12 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
-#include "group/flight_record.h"
-
 namespace tessera {
+
+std::string_view channel_name(Channel channel) {
+  constexpr std::array<std::string_view, 3> kNames{"kParams", "kGrads", "kControl"};
+  return kNames.at(static_cast<size_t>(channel));
+}
 
 std::string CollectiveName::describe() const {
   return fmt::format("[{}] unit '{}' (channel {}, #{}): rank {} of {}", collective, subject,
@@ -22,13 +25,11 @@ void throw_wait_failed(const CollectiveName& name, const std::string& whom,
       timed_out
           ? fmt::format(
                 "waited {:.1f} s for {}, which is the timeout; likely causes: {} ended or is "
-                "stuck, it "
-                "issued its collectives in another order, or it disagrees on the sizes{}",
+                "stuck, it issued its collectives in another order, or it disagrees on the sizes{}",
                 waited.count(), whom, whom, said)
           : fmt::format(
                 "waited {:.1f} s for {} and failed before the timeout of {:.1f} s; likely causes: "
-                "{} "
-                "failed or ended, or an earlier collective failed and closed the connections{}",
+                "{} failed or ended, or an earlier collective failed and closed the connections{}",
                 waited.count(), whom, limit, whom, said);
   C10_THROW_ERROR(DistBackendError, name.describe() + " " + why);
 }
@@ -36,11 +37,11 @@ void throw_wait_failed(const CollectiveName& name, const std::string& whom,
 std::string differing_order(const CollectiveName& name, int64_t sequence, const std::string& own,
                             int rank, const std::string& theirs) {
   return fmt::format(
-      "{}: rank {} came with another collective at place #{} of this channel: {}; this rank came "
-      "with {}{}. Expected all ranks to issue the same ones in the same order, with equal sizes "
-      "and dtypes",
+      "{}: rank {} issued another collective at position #{} of this channel: {}; this rank issued "
+      "{}{}. Expected all ranks to issue the same ones in the same order, with equal sizes and "
+      "dtypes",
       name.describe(), rank, sequence, theirs, own,
-      own == theirs ? ", whose parts or pieces are others" : "");
+      own == theirs ? " with other parts or pieces" : "");
 }
 
 void check_process(const ProcessMark& mark, const CollectiveName& name) {
@@ -49,6 +50,19 @@ void check_process(const ProcessMark& mark, const CollectiveName& name) {
       ": only the process that joined the ranks may communicate; this one was forked "
       "from it. Leave collectives, and optimizers and checkpoints of sharded models, to "
       "the parent");
+}
+
+CollectiveName ChannelOrder::next(const ProcessGroup& process_group, const char* collective,
+                                  const CollectiveTag& tag) {
+  std::atomic<int64_t>& sequence = sequences_.at(static_cast<size_t>(tag.channel));
+  CollectiveName name{.collective = collective,
+                      .subject = std::string(tag.subject),
+                      .channel = tag.channel,
+                      .sequence = sequence++,
+                      .rank = process_group.rank(),
+                      .size = process_group.size()};
+  check_process(mark_, name);
+  return name;
 }
 
 std::string exception_text(const std::exception_ptr& exception) {

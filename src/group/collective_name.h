@@ -2,14 +2,20 @@
 
 #include <tessera/process_group.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <string_view>
 
 #include "memory/process_mark.h"
 
 namespace tessera {
+
+/// Returns "kParams", ...
+std::string_view channel_name(Channel channel);
 
 /// The name of a collective in errors.
 struct CollectiveName {
@@ -38,6 +44,22 @@ std::string differing_order(const CollectiveName& name, int64_t sequence, const 
 /// Throws `c10::DistBackendError` in a child that was forked after `mark` was made: the child has
 /// its parent's connections but no threads that serve them, and it is not a rank.
 void check_process(const ProcessMark& mark, const CollectiveName& name);
+
+/// Numbers the collectives of a transport, from 0 in each channel.
+class ChannelOrder {
+ public:
+  /// Returns the name of the next collective of the channel of `tag`. Throws
+  /// `c10::DistBackendError` in a forked child.
+  CollectiveName next(const ProcessGroup& process_group, const char* collective,
+                      const CollectiveTag& tag);
+
+  /// Returns true in a forked child.
+  bool is_inherited() const { return mark_.is_inherited(); }
+
+ private:
+  const ProcessMark mark_;
+  std::array<std::atomic<int64_t>, 3> sequences_{};
+};
 
 /// Returns the text of an exception, without LibTorch's stack trace.
 std::string exception_text(const std::exception_ptr& exception);

@@ -1,25 +1,22 @@
 #include <tessera/process_group_decorators.h>
 
+#include <iterator>
 #include <mutex>
 #include <utility>
+#include <variant>
 
-#include "group/collective.h"
 #include "group/peer_message.h"
 #include "group/sent_bytes.h"
 
 namespace tessera {
 
-int64_t CollectiveCounts::calls() const {
-  return all_gather.calls + reduce_scatter.calls + all_reduce.calls + broadcast.calls +
-         barrier.calls + all_to_all.calls;
-}
-
-int64_t CollectiveCounts::bytes_sent() const {
-  return all_gather.bytes_sent + reduce_scatter.bytes_sent + all_reduce.bytes_sent +
-         broadcast.bytes_sent + barrier.bytes_sent + all_to_all.bytes_sent;
-}
-
 namespace {
+
+// In the order of the alternatives of `Collective::call`.
+constexpr CollectiveCounts::Entry CollectiveCounts::*kEntries[] = {
+    &CollectiveCounts::all_gather, &CollectiveCounts::reduce_scatter, &CollectiveCounts::all_reduce,
+    &CollectiveCounts::broadcast,  &CollectiveCounts::all_to_all,     &CollectiveCounts::barrier};
+static_assert(std::size(kEntries) == std::variant_size_v<decltype(Collective::call)>);
 
 class CountingDecorator : public CountingProcessGroup {
  public:
@@ -38,7 +35,8 @@ class CountingDecorator : public CountingProcessGroup {
  private:
   // Counts after the call, because a call that throws has sent nothing.
   WorkPtr issue(Collective collective) override {
-    const auto [kind, bytes] =
+    const auto kind = kEntries[collective.call.index()];
+    const int64_t bytes =
         std::visit([this](const auto& call) { return sent_by(call); }, collective.call);
     WorkPtr work = pass_on(std::move(collective));
     std::lock_guard lock(mutex_);
@@ -47,55 +45,60 @@ class CountingDecorator : public CountingProcessGroup {
     return work;
   }
 
-  using Sent = std::pair<CollectiveCounts::Entry CollectiveCounts::*, int64_t>;
-
-  Sent sent_by(const AllGather& call) const {
-    return {&CollectiveCounts::all_gather, receivers() * static_cast<int64_t>(call.shard.nbytes())};
+  int64_t sent_by(const AllGather& call) const {
+    return receivers() * static_cast<int64_t>(call.shard.nbytes());
   }
 
-  Sent sent_by(const ReduceScatter& call) const {
+  int64_t sent_by(const ReduceScatter& call) const {
     int64_t numel = 0;
     for (const int r : sends_to()) numel += call.bounds[r + 1] - call.bounds[r];
-    return {&CollectiveCounts::reduce_scatter, numel * item_size(call)};
+    return numel * static_cast<int64_t>(c10::elementSize(call.dtype()));
   }
 
-  Sent sent_by(const AllReduce& call) const {
-    return {&CollectiveCounts::all_reduce, bytes_of_all_reduce(call.tensor)};
-  }
-
-  Sent sent_by(const Broadcast& call) const {
+  // Ranks that share memory each reduce one part with the ranks that they send to. A c10d backend,
+  // which has no channels, is assumed to send the minimum.
+  int64_t sent_by(const AllReduce& call) const {
     const auto nbytes = static_cast<int64_t>(call.tensor.nbytes());
-    return {&CollectiveCounts::broadcast, rank() == call.root ? receivers() * nbytes : 0};
+    const int64_t ranks = receivers() + 1;
+    if (!has_channels()) return 2 * receivers() * nbytes / ranks;
+    const int64_t sharing = is_reduced_whole(call.tensor) ? 1 : size() / ranks;
+    return all_reduce_bytes(nbytes / sharing, ranks);
+  }
+
+  int64_t sent_by(const Broadcast& call) const {
+    return rank() == call.root ? receivers() * static_cast<int64_t>(call.tensor.nbytes()) : 0;
   }
 
   // A transport that sends messages at all sends every message of an all-to-all.
-  Sent sent_by(const AllToAll& call) const {
+  int64_t sent_by(const AllToAll& call) const {
     int64_t bytes = 0;
     for (size_t r = 0; r < call.to.size() && receivers() > 0; ++r) {
       if (static_cast<int>(r) != rank()) bytes += message_bytes(call.to[r]);
     }
-    return {&CollectiveCounts::all_to_all, bytes};
+    return bytes;
   }
 
-  Sent sent_by(const Barrier& /*call*/) const { return {&CollectiveCounts::barrier, 0}; }
+  int64_t sent_by(const Barrier& /*call*/) const { return 0; }
 
   int64_t receivers() const { return static_cast<int64_t>(sends_to().size()); }
-
-  // Ranks that share memory each reduce one part with the ranks that they send to. A c10d backend,
-  // which has no channels, is assumed to send the minimum.
-  int64_t bytes_of_all_reduce(const at::Tensor& tensor) const {
-    const auto nbytes = static_cast<int64_t>(tensor.nbytes());
-    const int64_t ranks = receivers() + 1;
-    if (!has_channels()) return 2 * receivers() * nbytes / ranks;
-    const int64_t sharing = is_reduced_whole(tensor) ? 1 : size() / ranks;
-    return all_reduce_bytes(nbytes / sharing, ranks);
-  }
 
   mutable std::mutex mutex_;
   CollectiveCounts counts_;
 };
 
 }  // namespace
+
+int64_t CollectiveCounts::calls() const {
+  int64_t calls = 0;
+  for (const auto kind : kEntries) calls += (this->*kind).calls;
+  return calls;
+}
+
+int64_t CollectiveCounts::bytes_sent() const {
+  int64_t bytes = 0;
+  for (const auto kind : kEntries) bytes += (this->*kind).bytes_sent;
+  return bytes;
+}
 
 std::shared_ptr<CountingProcessGroup> counting_process_group(ProcessGroupPtr inner) {
   return std::make_shared<CountingDecorator>(std::move(inner));

@@ -162,95 +162,57 @@ void reduce_plain(const LocalReduction& reduction, void* out, std::span<const vo
   reduce_all<T, Out, Op>(reduction, out, inputs, 0, numel);
 }
 
-template <class T, class Out, class Op>
-void reduce_typed(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
-                  int64_t numel) {
+using Kernel = void (*)(const LocalReduction&, void* out, std::span<const void* const> inputs,
+                        int64_t numel);
+
+// Returns the kernel for inputs and an output of these dtypes; null for unsupported pairs.
+template <class Op>
+Kernel kernel_of(at::ScalarType dtype, at::ScalarType out_dtype) {
   static const bool has_avx2 = TESSERA_HAS_AVX2;
-  (has_avx2 ? reduce_avx2<T, Out, Op> : reduce_plain<T, Out, Op>)(reduction, out, inputs, numel);
+#define TESSERA_PAIR(name, type, out_name, out_type)                          \
+  if (dtype == at::ScalarType::name && out_dtype == at::ScalarType::out_name) \
+    return has_avx2 ? reduce_avx2<type, out_type, Op> : reduce_plain<type, out_type, Op>;
+#define TESSERA_SAME(name, type) TESSERA_PAIR(name, type, name, type)
+  TESSERA_SAME(Float, float)
+  TESSERA_SAME(Double, double)
+  TESSERA_SAME(BFloat16, c10::BFloat16)
+  TESSERA_SAME(Half, c10::Half)
+  TESSERA_SAME(Long, int64_t)
+  TESSERA_SAME(Int, int32_t)
+  TESSERA_SAME(Short, int16_t)
+  TESSERA_SAME(Char, int8_t)
+  TESSERA_SAME(Byte, uint8_t)
+  TESSERA_SAME(Bool, bool)
+  TESSERA_PAIR(BFloat16, c10::BFloat16, Float, float)
+  TESSERA_PAIR(Half, c10::Half, Float, float)
+  TESSERA_PAIR(Float, float, BFloat16, c10::BFloat16)
+  TESSERA_PAIR(Float, float, Half, c10::Half)
+#undef TESSERA_SAME
+#undef TESSERA_PAIR
+  return nullptr;
 }
 
-// Reduces into an `out` of another dtype than the inputs; returns false for unsupported pairs.
-template <class Op>
-bool reduce_mixed(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
-                  int64_t numel) {
-  using c10::BFloat16, c10::Half;
-  const auto is = [&](at::ScalarType dtype, at::ScalarType out_dtype) {
-    return reduction.dtype == dtype && reduction.dtype_of_out() == out_dtype;
-  };
-  if (is(at::kBFloat16, at::kFloat)) {
-    reduce_typed<BFloat16, float, Op>(reduction, out, inputs, numel);
-  } else if (is(at::kHalf, at::kFloat)) {
-    reduce_typed<Half, float, Op>(reduction, out, inputs, numel);
-  } else if (is(at::kFloat, at::kBFloat16)) {
-    reduce_typed<float, BFloat16, Op>(reduction, out, inputs, numel);
-  } else if (is(at::kFloat, at::kHalf)) {
-    reduce_typed<float, Half, Op>(reduction, out, inputs, numel);
-  } else {
-    return false;
-  }
-  return true;
-}
-
-template <class Op>
-bool reduce_dtype(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
-                  int64_t numel) {
-  if (reduction.dtype_of_out() != reduction.dtype)
-    return reduce_mixed<Op>(reduction, out, inputs, numel);
-  switch (reduction.dtype) {
-#define TESSERA_CASE(name, type)                                 \
-  case at::ScalarType::name:                                     \
-    reduce_typed<type, type, Op>(reduction, out, inputs, numel); \
-    return true;
-    TESSERA_CASE(Float, float)
-    TESSERA_CASE(Double, double)
-    TESSERA_CASE(BFloat16, c10::BFloat16)
-    TESSERA_CASE(Half, c10::Half)
-    TESSERA_CASE(Long, int64_t)
-    TESSERA_CASE(Int, int32_t)
-    TESSERA_CASE(Short, int16_t)
-    TESSERA_CASE(Char, int8_t)
-    TESSERA_CASE(Byte, uint8_t)
-    TESSERA_CASE(Bool, bool)
-#undef TESSERA_CASE
-    default:
-      return false;
-  }
-}
-
-bool reduce_op(const LocalReduction& reduction, void* out, std::span<const void* const> inputs,
-               int64_t numel) {
-  switch (reduction.op) {
-    case ReduceOp::kSum:
-      if (c10::isComplexType(reduction.dtype) && reduction.dtype_of_out() == reduction.dtype) {
-        LocalReduction parts = reduction;  // a complex element is two reals
-        parts.out_dtype.reset();
-        parts.dtype = c10::toRealValueType(reduction.dtype);
-        return reduce_dtype<Sum>(parts, out, inputs, 2 * numel);
-      }
-      return reduce_dtype<Sum>(reduction, out, inputs, numel);
-    case ReduceOp::kMax:
-      return reduce_dtype<Max>(reduction, out, inputs, numel);
-    case ReduceOp::kMin:
-      return reduce_dtype<Min>(reduction, out, inputs, numel);
-  }
-  return false;
+Kernel kernel_of(ReduceOp op, at::ScalarType dtype, at::ScalarType out_dtype) {
+  if (op == ReduceOp::kMax) return kernel_of<Max>(dtype, out_dtype);
+  if (op == ReduceOp::kMin) return kernel_of<Min>(dtype, out_dtype);
+  if (c10::isComplexType(dtype) && dtype == out_dtype)  // an element is two reals
+    dtype = out_dtype = c10::toRealValueType(dtype);
+  return kernel_of<Sum>(dtype, out_dtype);
 }
 
 }  // namespace
 
 void reduce_in_order(const LocalReduction& reduction, void* out,
                      std::span<const void* const> inputs, int64_t numel) {
-  TORCH_INTERNAL_ASSERT(!inputs.empty() && reduce_op(reduction, out, inputs, numel));
+  const Kernel kernel = kernel_of(reduction.op, reduction.dtype, reduction.dtype_of_out());
+  TORCH_INTERNAL_ASSERT(kernel && !inputs.empty());
+  kernel(reduction, out, inputs, c10::isComplexType(reduction.dtype) ? 2 * numel : numel);
 }
 
 void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op,
                      std::optional<at::ScalarType> out_dtype) {
-  char nothing = 0;
-  const void* inputs[] = {&nothing};
   if (out_dtype == dtype) out_dtype.reset();
-  const bool known =
-      reduce_op({.dtype = dtype, .op = op, .out_dtype = out_dtype}, &nothing, inputs, 0);
-  TORCH_CHECK_NOT_IMPLEMENTED(known, "[", function, "] can't ",
+  TORCH_CHECK_NOT_IMPLEMENTED(kernel_of(op, dtype, out_dtype.value_or(dtype)), "[", function, "] can't ",
                               op == ReduceOp::kSum ? "sum" : "compare", " tensors of dtype ", dtype,
                               out_dtype ? std::string(" into ") + c10::toString(*out_dtype) : "",
                               "; supported are float, double, bfloat16, half, integers and bool, each into "

@@ -1,9 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <tessera/process_group.h>
-
-#include <vector>
+#include <ATen/core/grad_mode.h>
 
 namespace tessera {
 
@@ -20,32 +18,10 @@ inline bool has_math_bits(const at::Tensor& tensor) {
 }
 
 /// Returns `tensor`, or a copy of it whose memory holds its values.
-at::Tensor with_plain_memory(const at::Tensor& tensor);
-
-/// Replaces, by copies, the arguments of a collective whose memory does not hold their values.
-class PlainArguments {
- public:
-  explicit PlainArguments(Collective& collective);
-
-  /// Returns a work that also copies the outputs from the copies back to the caller's tensors.
-  WorkPtr finish(WorkPtr work) &&;
-
-  struct Output {
-    at::Tensor target, plain;
-  };
-
- private:
-  static void replace_input(at::Tensor& tensor);
-  void replace_output(at::Tensor& tensor);
-
-  void replace(AllGather& call);
-  void replace(ReduceScatter& call);
-  void replace(AllReduce& call);
-  void replace(Broadcast& call);
-  void replace(AllToAll& call);
-  void replace(Barrier& /*call*/) {}
-
-  std::vector<Output> outputs_;
-};
+inline at::Tensor with_plain_memory(const at::Tensor& tensor) {
+  if (!has_math_bits(tensor)) return tensor;
+  const at::NoGradGuard no_grad;
+  return tensor.resolve_conj().resolve_neg();
+}
 
 }  // namespace tessera

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "group/check_arguments.h"
 #include "group/completed_work.h"
 #include "group/local_sum.h"
 #include "group/peer_message.h"
@@ -41,11 +40,7 @@ class SingleProcessGroup : public ProcessGroup {
   void perform(const ReduceScatter& call) {
     check_reducible("reduce_scatter", call.dtype(), ReduceOp::kSum, call.out.scalar_type());
     for (const Piece& piece : call.pieces) {
-      if (call.out.device().is_cpu()) {
-        store_on_cpu(call.out, piece, call.options);
-      } else {
-        store_on_device(call.out, piece, call.options);
-      }
+      (call.out.device().is_cpu() ? store_on_cpu : store_on_device)(call.out, piece, call.options);
     }
   }
 
@@ -61,7 +56,9 @@ class SingleProcessGroup : public ProcessGroup {
     const auto element_size = static_cast<int64_t>(out.element_size());
     auto* to = static_cast<std::byte*>(out.mutable_data_ptr()) + piece.begin * element_size;
     if (piece.data.defined()) {
-      check_on_cpu("reduce_scatter", piece.data, {});
+      TORCH_CHECK_VALUE(piece.data.device().is_cpu(),
+                        "[reduce_scatter] pieces must lie in host memory, as `out` does; got device ",
+                        piece.data.device());
       const void* inputs[] = {piece.data.const_data_ptr()};
       reduce_in_order({piece.data.scalar_type(), ReduceOp::kSum, options.scale, options.accumulate,
                        out.scalar_type()},
@@ -75,12 +72,8 @@ class SingleProcessGroup : public ProcessGroup {
                               const ReduceScatterOptions& options) {
     at::NoGradGuard no_grad;
     const at::Tensor part = out.view(-1).narrow(0, piece.begin, piece.numel);
-    if (!options.accumulate) {
-      part.zero_();
-    }
-    if (piece.data.defined()) {
-      part.add_(piece.data.view(-1), options.scale);
-    }
+    if (!options.accumulate) part.zero_();
+    if (piece.data.defined()) part.add_(piece.data.view(-1), options.scale);
   }
 
   const WorkPtr completed_ = std::make_shared<CompletedWork>();

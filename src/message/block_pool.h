@@ -1,14 +1,17 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <utility>
 #include <vector>
+
+#include "message/mailbox.h"
 
 namespace tessera {
 
-/// A pool of reusable memory blocks of one size, for messages in transit.
+/// A pool of reusable memory blocks of `kMaxMessageBytes`, for messages in transit.
 class BlockPool : public std::enable_shared_from_this<BlockPool> {
  public:
   /// Returns a block to the pool that it came from, and keeps the pool alive.
@@ -18,23 +21,46 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   };
   using Block = std::unique_ptr<std::byte[], Return>;
 
-  /// Keeps at most `max_free` unused blocks of `block_bytes`.
-  BlockPool(size_t block_bytes, size_t max_free);
-  ~BlockPool();
+  Block take() {
+    Memory memory;
+    {
+      const std::lock_guard lock(mutex_);
+      ++in_use_;
+      if (!free_.empty()) {
+        memory = std::move(free_.back());
+        free_.pop_back();
+      }
+    }
+    if (!memory)
+      memory.reset(static_cast<std::byte*>(::operator new[](kMaxMessageBytes, kAlignment)));
+    return Block(memory.release(), Return{shared_from_this()});
+  }
 
-  Block take();
-
-  size_t block_bytes() const { return block_bytes_; }
   /// The number of blocks taken and not yet returned.
-  size_t in_use() const;
+  size_t in_use() const {
+    const std::lock_guard lock(mutex_);
+    return in_use_;
+  }
 
  private:
-  void put(std::byte* block);
+  // Blocks start on a page, so that a short message touches as few pages as it can.
+  static constexpr std::align_val_t kAlignment{4096};
+  static constexpr size_t kMaxFree = 16;
 
-  const size_t block_bytes_;
-  const size_t max_free_;
+  struct Delete {
+    void operator()(std::byte* block) const { ::operator delete[](block, kAlignment); }
+  };
+  using Memory = std::unique_ptr<std::byte[], Delete>;
+
+  void put(std::byte* block) {
+    Memory memory(block);  // deleted without the lock, unless it is kept
+    const std::lock_guard lock(mutex_);
+    --in_use_;
+    if (free_.size() < kMaxFree) free_.push_back(std::move(memory));
+  }
+
   mutable std::mutex mutex_;
-  std::vector<std::byte*> free_;
+  std::vector<Memory> free_;
   size_t in_use_ = 0;
 };
 

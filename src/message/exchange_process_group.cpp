@@ -1,173 +1,333 @@
-#include "message/exchange_process_group.h"
-
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <sched.h>
+#include <tessera/process_group.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <memory>
 #include <numeric>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "group/capability.h"
 #include "group/collective.h"
+#include "group/collective_form.h"
+#include "group/collective_name.h"
+#include "group/peer_message.h"
 #include "group/sent_bytes.h"
+#include "message/gloo_backend.h"
+#include "message/no_sigpipe.h"
+#include "message/reduce_exchange.h"
 
 namespace tessera {
 namespace {
 
-constexpr size_t kMaxFreeBlocks = 16;
-
 std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
+const std::byte* const_bytes_of(const at::Tensor& tensor) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr());
+}
+
+// The memory of the data that is received from, or sent to, one rank.
+template <class Byte>
+struct Stretch {
+  Byte* data = nullptr;
+  int64_t bytes = 0;
+  int tag = 0;
+};
+using Incoming = std::vector<Stretch<std::byte>>;        // by rank
+using Outgoing = std::vector<Stretch<const std::byte>>;  // by rank
+
+// A collective that only moves data: its messages go directly from and into the tensors.
+class TransferExchange : public Exchange {
+ public:
+  // Keeps `inputs` until they have been sent, and `outputs` until they have been received: a unit's
+  // gathered parameters must not live until the slowest peer has read this rank's shard. With
+  // `wait_for_sends`, the outputs are done only when the inputs are.
+  TransferExchange(CollectiveName name, std::chrono::milliseconds timeout,
+                   std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                   bool wait_for_sends)
+      : Exchange(std::move(name), timeout, /*runs_in_wait=*/true),
+        wait_for_sends_(wait_for_sends),
+        inputs_(std::move(inputs)),
+        outputs_(std::move(outputs)) {}
+
+  // Receives come first: a message whose receive is posted is sent without another round trip. Many
+  // short messages pass through a socket faster than a long one: data is read before it leaves the
+  // cache.
+  void post_messages(const Mailbox& mailbox, const Incoming& from, const Outgoing& to) {
+    const int rank = mailbox.rank();
+    const int size = mailbox.size();
+    int64_t longest = 0;
+    for (int step = 1; step < size; ++step) {
+      const int peer = (rank + size - step) % size;
+      longest = std::max(longest, to[peer].bytes);
+      const auto& [data, bytes, tag] = from[peer];
+      for (int64_t begin = 0; begin < bytes; begin += kMaxMessageBytes) {
+        const int64_t length = std::min(kMaxMessageBytes, bytes - begin);
+        receives_.push_back(mailbox.receive(data + begin, length, peer, tag));
+      }
+    }
+    // Sends to the ranks after this one first, so that not all ranks send to the same rank at once.
+    for (int64_t begin = 0; begin < longest; begin += kMaxMessageBytes) {
+      for (int step = 1; step < size; ++step) {
+        const int peer = (rank + step) % size;
+        const auto& [data, bytes, tag] = to[peer];
+        const int64_t length = std::min(kMaxMessageBytes, bytes - begin);
+        if (length > 0) sends_.push_back(mailbox.send(data + begin, length, peer, tag));
+      }
+    }
+  }
+
+ private:
+  void complete_outputs() override {
+    for (const Transfer& transfer : receives_) wait(transfer);
+    receives_.clear();
+    outputs_.clear();
+    if (wait_for_sends_) complete_inputs();
+  }
+
+  void complete_inputs() override {
+    for (const Transfer& transfer : sends_) wait(transfer);
+    sends_.clear();
+    inputs_.clear();
+  }
+
+  const bool wait_for_sends_;
+  // Destroyed after the transfers that use their memory.
+  std::vector<at::Tensor> inputs_, outputs_;
+  std::vector<Transfer> receives_, sends_;
+};
+
+// A process group on a c10d backend with tagged messages (Gloo): every collective is a direct
+// exchange between all pairs of ranks.
+//
+// [Note: Channels and threads]
+// Gloo's own thread moves the data. A thread per channel, started when needed, sums the received
+// data, in the order in which the channel's collectives were issued. All ranks issue a channel's
+// collectives in one order, so the messages that such a thread waits for have been issued by its
+// peers already, or will be, regardless of later collectives in the queue: it can't deadlock.
+// Between channels no order is known, hence a thread for each.
+class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsMessages {
+ public:
+  ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
+      : mailbox_(std::move(backend)), timeout_(timeout) {
+    for (auto& thread : threads_) thread = std::make_shared<JobThread>();
+  }
+  ~ExchangeProcessGroup() override { close(); }
+
+  void close() noexcept override {
+    if (order_.is_inherited()) return mailbox_.leave_to_parent();
+    const auto grace = closing_grace(timeout_);
+    for (const auto& thread : threads_) thread->stop(grace);
+    mailbox_.close();
+  }
+  int64_t sent_nbytes() const override { return mailbox_.sent_nbytes(); }
+
+  int rank() const override { return mailbox_.rank(); }
+  int size() const override { return mailbox_.size(); }
+  std::chrono::milliseconds timeout() const override { return timeout_; }
+  std::string backend_name() const override { return "gloo"; }
+  bool needs_host_memory() const override { return true; }
+
+ private:
+  WorkPtr issue(Collective collective) override {
+    return std::visit(
+        [&](auto& call) {
+          return start(call, order_.next(*this, call.kName, collective.tag),
+                       form_of(call, collective.tag));
+        },
+        collective.call);
+  }
+
+  // Start a collective, given its name and the form that ranks must agree on. Each posts its
+  // messages.
+  WorkPtr start(AllGather& call, CollectiveName name, const CollectiveForm& form) {
+    const auto& [flat, shard, bounds] = call;
+    const int tag = form.message_tag(name.sequence);
+    return gather(std::move(name), tag, flat, shard, bounds, /*wait_for_sends=*/false);
+  }
+
+  // Each rank sends a byte to every other: a rank that has all of them knows that all have arrived.
+  WorkPtr start(Barrier& /*call*/, CollectiveName name, const CollectiveForm& form) {
+    const int tag = form.message_tag(name.sequence);
+    const at::Tensor bytes = at::empty({size()}, at::TensorOptions().dtype(at::kByte));
+    const at::Tensor own = bytes.narrow(0, rank(), 1);
+    *bytes_of(own) = std::byte{0};
+    std::vector<int64_t> bounds(size() + 1);
+    std::iota(bounds.begin(), bounds.end(), 0);
+    return gather(std::move(name), tag, bytes, own, bounds, /*wait_for_sends=*/true);
+  }
+
+  WorkPtr start(Broadcast& call, CollectiveName name, const CollectiveForm& form) {
+    const auto& [tensor, root] = call;
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    const int tag = form.message_tag(name.sequence);
+    Incoming from(size());
+    Outgoing to(size());
+    if (rank() == root) {
+      to.assign(size(), {const_bytes_of(tensor), bytes, tag});
+    } else {
+      from[root] = {bytes_of(tensor), bytes, tag};
+    }
+    return transfer(std::move(name), from, to, {tensor}, {tensor}, /*wait_for_sends=*/true);
+  }
+
+  // A rank learns from its sends alone that no peer expects a message, so it waits for them.
+  WorkPtr start(AllToAll& call, CollectiveName name, const CollectiveForm& form) {
+    // Only the two ranks of a message know the facts that its tag encodes.
+    const auto tag_of = [&, sequence = name.sequence](const at::Tensor& message) {
+      CollectiveForm own = form;
+      return own.elements(message.numel(), message.scalar_type()).message_tag(sequence);
+    };
+    Incoming from(size());
+    Outgoing to(size());
+    std::vector<at::Tensor> inputs, outputs;
+    for (int r = 0; r < size(); ++r) {
+      const at::Tensor &received = call.from[r], &sent = call.to[r];
+      if (r != rank() && message_numel(received) > 0) {
+        from[r] = {bytes_of(received), message_bytes(received), tag_of(received)};
+        outputs.push_back(received);
+      }
+      if (r != rank() && message_numel(sent) > 0) {
+        to[r] = {const_bytes_of(sent), message_bytes(sent), tag_of(sent)};
+        inputs.push_back(sent);
+      }
+    }
+    const WorkPtr work = transfer(std::move(name), from, to, std::move(inputs), std::move(outputs),
+                                  /*wait_for_sends=*/true);
+    take_own_message(call.from[rank()], call.to[rank()]);
+    return work;
+  }
+
+  WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form) {
+    const auto& [out, pieces, bounds, options] = call;
+    return reduce(std::move(name),
+                  {.pieces = std::move(call.pieces),
+                   .ranges = ranges_of(bounds),
+                   .out = out,
+                   .reduction = {call.dtype(), ReduceOp::kSum, options.scale, options.accumulate,
+                                 out.scalar_type()}},
+                  form);
+  }
+
+  WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form) {
+    const auto& [tensor, op] = call;
+    ReduceTask task{.pieces = {{0, tensor, tensor.numel()}},
+                    .out = tensor,
+                    .reduction = {tensor.scalar_type(), op}};
+    if (is_reduced_whole(tensor)) {
+      // The copy is sent while the tensor is overwritten.
+      at::Tensor& copy = task.pieces[0].data;
+      copy = at::empty({tensor.numel()},
+                       at::TensorOptions().dtype(tensor.scalar_type()).requires_grad(false));
+      if (tensor.numel() > 0) std::memcpy(bytes_of(copy), tensor.const_data_ptr(), tensor.nbytes());
+      task.ranges.assign(size(), {0, tensor.numel()});
+    } else {
+      task.ranges = ranges_of(even_bounds(tensor.numel(), size()));
+      task.gather_tag = form.message_tag(name.sequence, /*part=*/1);
+    }
+    return reduce(std::move(name), std::move(task), form);
+  }
+
+  WorkPtr gather(CollectiveName name, int tag, const at::Tensor& flat, const at::Tensor& shard,
+                 std::span<const int64_t> bounds, bool wait_for_sends) {
+    const auto item = static_cast<int64_t>(flat.element_size());
+    Incoming from;
+    for (int r = 0; r < size(); ++r) {
+      from.push_back({bytes_of(flat) + bounds[r] * item, (bounds[r + 1] - bounds[r]) * item, tag});
+    }
+    const auto& [place, bytes, own_tag] = from[rank()];
+    const std::byte* const data = const_bytes_of(shard);
+    const Outgoing to(size(), {data, bytes, tag});
+    const WorkPtr work = transfer(std::move(name), from, to, {shard}, {flat}, wait_for_sends);
+    if (bytes > 0 && place != data) std::memmove(place, data, bytes);
+    return work;
+  }
+
+  // Posts the messages from and to the other ranks; waiting for the work completes them.
+  WorkPtr transfer(CollectiveName name, const Incoming& from, const Outgoing& to,
+                   std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+                   bool wait_for_sends) {
+    const auto& thread_of_channel = thread(name.channel);
+    const auto exchange = std::make_shared<TransferExchange>(
+        std::move(name), timeout_, std::move(inputs), std::move(outputs), wait_for_sends);
+    exchange->post([&] { exchange->post_messages(mailbox_, from, to); });
+    return std::make_shared<ExchangeWork>(exchange, thread_of_channel);
+  }
+
+  WorkPtr reduce(CollectiveName name, ReduceTask task, const CollectiveForm& form) {
+    const auto& thread_of_channel = thread(name.channel);
+    task.tag = form.message_tag(name.sequence);
+    const auto exchange =
+        start_reduction(std::move(name), timeout_, pool_, mailbox_, std::move(task));
+    exchange->claim_queueing();
+    thread_of_channel->push(exchange);
+    return std::make_shared<ExchangeWork>(exchange, thread_of_channel);
+  }
+
+  static std::vector<FlatRange> ranges_of(std::span<const int64_t> bounds) {
+    std::vector<FlatRange> ranges;
+    for (size_t r = 0; r + 1 < bounds.size(); ++r) ranges.push_back({bounds[r], bounds[r + 1]});
+    return ranges;
+  }
+
+  const std::shared_ptr<JobThread>& thread(Channel channel) const {
+    return threads_.at(static_cast<size_t>(channel));
+  }
+
+  ChannelOrder order_;
+  Mailbox mailbox_;
+  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<BlockPool> pool_ = std::make_shared<BlockPool>();
+  std::array<std::shared_ptr<JobThread>, 3> threads_;  // by channel
+};
+
+// Threads that start while this object lives wait for the end of a time slice instead of taking the
+// core from the thread that woke them.
+//
+// Gloo's thread polls without pause while another thread holds the lock of a connection, which it
+// does to write. If that thread shares the core and was preempted by Gloo's, neither makes progress
+// until the slice ends: some milliseconds are lost, in most sends of a rank that is bound to one
+// core.
+class BatchScheduling {
+ public:
+  BatchScheduling() { changed_ = sched_getscheduler(0) == SCHED_OTHER && set(SCHED_BATCH); }
+  ~BatchScheduling() {
+    if (changed_) set(SCHED_OTHER);
+  }
+  BatchScheduling(const BatchScheduling&) = delete;
+  BatchScheduling& operator=(const BatchScheduling&) = delete;
+
+ private:
+  // Sets the policy of this thread; new threads inherit it.
+  static bool set(int policy) {
+    const sched_param parameters{};
+    return sched_setscheduler(0, policy, &parameters) == 0;
+  }
+
+  bool changed_ = false;
+};
 
 }  // namespace
 
-ExchangeProcessGroup::ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend,
-                                           std::string backend_name,
-                                           std::chrono::milliseconds timeout)
-    : mailbox_(std::move(backend)),
-      backend_name_(std::move(backend_name)),
-      timeout_(timeout),
-      pool_(std::make_shared<BlockPool>(kMaxMessageBytes, kMaxFreeBlocks)) {
-  for (auto& thread : threads_) thread = std::make_shared<JobThread>();
-}
-
-ExchangeProcessGroup::~ExchangeProcessGroup() { close(); }
-
-void ExchangeProcessGroup::close() noexcept {
-  if (order_.is_inherited()) return mailbox_.leave_to_parent();
-  const auto grace = closing_grace(timeout_);
-  for (const auto& thread : threads_) thread->stop(grace);
-  mailbox_.close();
-}
-
-const std::shared_ptr<JobThread>& ExchangeProcessGroup::thread(Channel channel) const {
-  return threads_.at(static_cast<size_t>(channel));
-}
-
-WorkPtr ExchangeProcessGroup::issue(Collective collective) {
-  return std::visit(
-      [&](auto& call) {
-        return start(call, order_.next(*this, call.kName, collective.tag),
-                     form_of(call, collective.tag));
-      },
-      collective.call);
-}
-
-template <class Post>
-WorkPtr ExchangeProcessGroup::transfer(CollectiveName name, bool wait_for_sends, const Post& post) {
-  const auto& thread_of_channel = thread(name.channel);
-  const auto exchange =
-      std::make_shared<TransferExchange>(std::move(name), timeout_, wait_for_sends);
-  exchange->post([&] { post(*exchange); });
-  return std::make_shared<ExchangeWork>(exchange, thread_of_channel);
-}
-
-WorkPtr ExchangeProcessGroup::start(AllGather& call, CollectiveName name,
-                                    const CollectiveForm& form) {
-  const int tag = form.message_tag(name.sequence);
-  return transfer(std::move(name), /*wait_for_sends=*/false, [&](TransferExchange& exchange) {
-    post_all_gather(exchange, mailbox_, tag, call.flat, call.shard, call.bounds);
-  });
-}
-
-WorkPtr ExchangeProcessGroup::start(Broadcast& call, CollectiveName name,
-                                    const CollectiveForm& form) {
-  const int tag = form.message_tag(name.sequence);
-  return transfer(std::move(name), /*wait_for_sends=*/true, [&](TransferExchange& exchange) {
-    post_broadcast(exchange, mailbox_, tag, call.tensor, call.root);
-  });
-}
-
-// A rank learns from its sends alone that no peer expects a message, so it waits for them.
-WorkPtr ExchangeProcessGroup::start(AllToAll& call, CollectiveName name,
-                                    const CollectiveForm& form) {
-  const auto tag_of = [form, sequence = name.sequence](const at::Tensor& message) {
-    CollectiveForm own = form;
-    return own.elements(message.numel(), message.scalar_type()).message_tag(sequence);
-  };
-  return transfer(std::move(name), /*wait_for_sends=*/true, [&](TransferExchange& exchange) {
-    post_all_to_all(exchange, mailbox_, tag_of, call.from, call.to);
-  });
-}
-
-// Each rank sends a byte to every other: a rank that has all of them knows that all have arrived.
-WorkPtr ExchangeProcessGroup::start(Barrier& /*call*/, CollectiveName name,
-                                    const CollectiveForm& form) {
-  const int tag = form.message_tag(name.sequence);
-  const at::Tensor bytes = at::empty({size()}, at::TensorOptions().dtype(at::kByte));
-  const at::Tensor own = bytes.narrow(0, rank(), 1);
-  *bytes_of(own) = std::byte{0};
-  std::vector<int64_t> bounds(size() + 1);
-  std::iota(bounds.begin(), bounds.end(), 0);
-  return transfer(std::move(name), /*wait_for_sends=*/true, [&](TransferExchange& exchange) {
-    post_all_gather(exchange, mailbox_, tag, bytes, own, bounds);
-  });
-}
-
-WorkPtr ExchangeProcessGroup::start(ReduceScatter& call, CollectiveName name,
-                                    const CollectiveForm& form) {
-  const auto& [out, pieces, bounds, options] = call;
-  const Channel channel = name.channel;
-  ReduceTask task{.pieces = std::move(call.pieces),
-                  .out = bytes_of(out),
-                  .reduction = {call.dtype(), ReduceOp::kSum, options.scale, options.accumulate,
-                                out.scalar_type()},
-                  .tag = form.message_tag(name.sequence)};
-  for (int r = 0; r < size(); ++r) task.ranges.push_back({bounds[r], bounds[r + 1]});
-  const auto exchange =
-      std::make_shared<ReduceExchange>(std::move(name), timeout_, pool_, mailbox_, std::move(task));
-  exchange->keep(out);
-  return start_reduction(exchange, channel);
-}
-
-WorkPtr ExchangeProcessGroup::start(AllReduce& call, CollectiveName name,
-                                    const CollectiveForm& form) {
-  return is_reduced_whole(call.tensor) ? all_reduce_whole(call, std::move(name), form)
-                                       : all_reduce_parts(call, std::move(name), form);
-}
-
-WorkPtr ExchangeProcessGroup::all_reduce_whole(AllReduce& call, CollectiveName name,
-                                               const CollectiveForm& form) {
-  const auto& [tensor, op] = call;
-  const Channel channel = name.channel;
-  // The copy is sent while the tensor is overwritten.
-  const at::Tensor copy = at::empty(
-      {tensor.numel()}, at::TensorOptions().dtype(tensor.scalar_type()).requires_grad(false));
-  if (tensor.numel() > 0) std::memcpy(bytes_of(copy), tensor.const_data_ptr(), tensor.nbytes());
-  ReduceTask task{.pieces = {{0, copy, tensor.numel()}},
-                  .ranges = std::vector<FlatRange>(size(), {0, tensor.numel()}),
-                  .out = bytes_of(tensor),
-                  .reduction = {tensor.scalar_type(), op},
-                  .tag = form.message_tag(name.sequence)};
-  const auto exchange =
-      std::make_shared<ReduceExchange>(std::move(name), timeout_, pool_, mailbox_, std::move(task));
-  exchange->keep(tensor);
-  return start_reduction(exchange, channel);
-}
-
-WorkPtr ExchangeProcessGroup::all_reduce_parts(AllReduce& call, CollectiveName name,
-                                               const CollectiveForm& form) {
-  const auto& [tensor, op] = call;
-  const Channel channel = name.channel;
-  const std::vector<int64_t> bounds = even_bounds(tensor.numel(), size());
-  ReduceTask task{.reduction = {tensor.scalar_type(), op}, .tag = form.message_tag(name.sequence)};
-  for (int r = 0; r < size(); ++r) task.ranges.push_back({bounds[r], bounds[r + 1]});
-  task.pieces = {{0, tensor, tensor.numel()}};
-  task.out = bytes_of(tensor) + bounds[rank()] * static_cast<int64_t>(tensor.element_size());
-  const int gather_tag = form.message_tag(name.sequence, /*part=*/1);
-  const auto exchange = std::make_shared<AllReduceExchange>(
-      std::move(name), timeout_, pool_, mailbox_, std::move(task), bytes_of(tensor), gather_tag);
-  exchange->keep(tensor);
-  return start_reduction(exchange, channel);
-}
-
-WorkPtr ExchangeProcessGroup::start_reduction(const std::shared_ptr<ReduceExchange>& exchange,
-                                              Channel channel) {
-  exchange->post([&] { exchange->post_messages(); });
-  exchange->claim_queueing();
-  thread(channel)->push(exchange);
-  return std::make_shared<ExchangeWork>(exchange, thread(channel));
+ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                   std::chrono::milliseconds timeout, const std::string& hostname) {
+  TORCH_CHECK_VALUE(store.defined(), "[gloo_process_group] `store` must be given");
+  TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,
+                    "[gloo_process_group] `rank` must be from 0 to `size` - 1; got rank ", rank,
+                    " of ", size);
+  TORCH_CHECK_VALUE(timeout.count() > 0, "[gloo_process_group] `timeout` must be positive; got ",
+                    timeout.count(), " ms");
+  const BatchScheduling batch_scheduling;
+  const NoSigpipe no_sigpipe;
+  return std::make_shared<ExchangeProcessGroup>(
+      gloo_backend(store, rank, size, timeout, hostname, /*threads=*/1, Mailbox::kConnections),
+      timeout);
 }
 
 }  // namespace tessera

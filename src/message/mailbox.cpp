@@ -29,7 +29,7 @@ void Mailbox::leave_to_parent() noexcept {
 
 c10d::Backend& Mailbox::open_backend() const {
   TORCH_CHECK_WITH(DistBackendError, backend_->defined(),
-                   "the process group was closed, as it is with its world");
+                   "the process group was closed when its world was destroyed");
   return **backend_;
 }
 

@@ -9,6 +9,10 @@
 
 namespace tessera {
 
+/// The longest message. One that fits the cache is read, and summed, before it leaves the cache,
+/// while the next ones arrive.
+inline constexpr int64_t kMaxMessageBytes = int64_t{1} << 20;
+
 /// A message in transit to or from `peer`.
 struct Transfer {
   int peer = 0;

@@ -1,7 +1,10 @@
 #include "message/reduce_exchange.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <deque>
+#include <span>
 #include <utility>
 
 namespace tessera {
@@ -13,159 +16,233 @@ constexpr size_t kWindow = 8;
 // With this many blocks in use, a reduction that waits for its turn takes none yet.
 constexpr size_t kMaxEarlyBlocks = 16;
 
+// Parts of pieces up to this size are copied into a common message.
+constexpr int64_t kMaxPackedBytes = int64_t{32} << 10;
+
+// A part of one piece.
+struct PiecePart {
+  size_t piece = 0;
+  int64_t begin = 0;  // in the flat buffer
+  int64_t numel = 0;
+};
+
+// Parts [first, last) of the plan, one after another.
+struct Message {
+  size_t first = 0;
+  size_t last = 0;
+  int64_t numel = 0;
+};
+
+// How a range of a flat buffer that is given in pieces is cut into messages. It depends on the
+// arguments alone, so that sender and receiver compute the same plan.
+struct MessagePlan {
+  MessagePlan(std::span<const Piece> pieces, const FlatRange& range, int64_t element_size) {
+    const int64_t max_numel = kMaxMessageBytes / element_size;
+    for (size_t piece = 0; piece < pieces.size(); ++piece) {
+      const int64_t stop = std::min(range.end, pieces[piece].begin + pieces[piece].numel);
+      for (int64_t at = std::max(range.begin, pieces[piece].begin); at < stop;) {
+        const PiecePart part{piece, at, std::min(stop - at, max_numel)};
+        if (may_join(part, element_size)) {
+          messages.back().last += 1;
+          messages.back().numel += part.numel;
+        } else {
+          messages.push_back({parts.size(), parts.size() + 1, part.numel});
+        }
+        parts.push_back(part);
+        at += part.numel;
+      }
+    }
+  }
+
+  // True if `part` may join the last message.
+  bool may_join(const PiecePart& part, int64_t element_size) const {
+    return !messages.empty() && part.numel * element_size <= kMaxPackedBytes &&
+           parts.back().numel * element_size <= kMaxPackedBytes &&
+           (messages.back().numel + part.numel) * element_size <= kMaxMessageBytes;
+  }
+
+  std::vector<PiecePart> parts;
+  std::vector<Message> messages;
+};
+
 // Sent in place of pieces without data.
 const std::byte* zeros() {
   static const auto memory = std::make_unique<std::byte[]>(kMaxMessageBytes);
   return memory.get();
 }
 
-}  // namespace
+class ReduceExchange : public Exchange {
+ public:
+  ReduceExchange(CollectiveName name, std::chrono::milliseconds timeout,
+                 std::shared_ptr<BlockPool> pool, const Mailbox& mailbox, ReduceTask task)
+      : Exchange(std::move(name), timeout, /*runs_in_wait=*/false),
+        pool_(std::move(pool)),
+        mailbox_(mailbox),
+        task_(std::move(task)),
+        element_size_(static_cast<int64_t>(c10::elementSize(task_.reduction.dtype))),
+        out_element_size_(static_cast<int64_t>(c10::elementSize(task_.reduction.dtype_of_out()))),
+        data_(static_cast<std::byte*>(task_.out.mutable_data_ptr())),
+        plan_(plan_for(mailbox_.rank())) {}
 
-ReduceExchange::ReduceExchange(CollectiveName name, std::chrono::milliseconds timeout,
-                               std::shared_ptr<BlockPool> pool, const Mailbox& mailbox,
-                               ReduceTask task)
-    : Exchange(std::move(name), timeout, /*runs_in_wait=*/false),
-      pool_(std::move(pool)),
-      mailbox_(mailbox),
-      element_size_(static_cast<int64_t>(c10::elementSize(task.reduction.dtype))),
-      out_element_size_(static_cast<int64_t>(c10::elementSize(task.reduction.dtype_of_out()))),
-      task_(std::move(task)) {
-  const FlatRange& own = task_.ranges[mailbox_.rank()];
-  plan_ = plan_messages(task_.pieces, own.begin, own.end, element_size_);
-}
-
-void ReduceExchange::post_messages() {
-  const int rank = mailbox_.rank();
-  const int size = mailbox_.size();
-  const bool early = pool_->in_use() < kMaxEarlyBlocks;
-  for (size_t m = 0; early && m < std::min(kWindow, plan_.messages.size()); ++m) {
-    post_receives(m);
-  }
-  std::vector<MessagePlan> plans;
-  size_t longest = 0;
-  for (int step = 1; step < size; ++step) {
-    const FlatRange& range = task_.ranges[(rank + step) % size];
-    plans.push_back(plan_messages(task_.pieces, range.begin, range.end, element_size_));
-    longest = std::max(longest, plans.back().messages.size());
-  }
-  for (size_t m = 0; m < longest; ++m) {
+  void post_messages() {
+    const int rank = mailbox_.rank();
+    const int size = mailbox_.size();
+    const bool early = pool_->in_use() < kMaxEarlyBlocks;
+    for (size_t m = 0; early && m < std::min(kWindow, plan_.messages.size()); ++m) {
+      post_receives(m);
+    }
+    std::vector<MessagePlan> plans;
+    size_t longest = 0;
     for (int step = 1; step < size; ++step) {
-      if (m < plans[step - 1].messages.size()) {
-        send_message(plans[step - 1], m, (rank + step) % size);
+      plans.push_back(plan_for((rank + step) % size));
+      longest = std::max(longest, plans.back().messages.size());
+    }
+    for (size_t m = 0; m < longest; ++m) {
+      for (int step = 1; step < size; ++step) {
+        if (m < plans[step - 1].messages.size()) {
+          send_message(plans[step - 1], m, (rank + step) % size);
+        }
       }
     }
   }
-}
 
-void ReduceExchange::post_receives(size_t message) {
-  std::vector<Arrival>& arrivals = arrivals_.emplace_back();
-  const int64_t bytes = plan_.messages[message].numel * element_size_;
-  for (int peer = 0; peer < mailbox_.size(); ++peer) {
-    if (peer != mailbox_.rank()) {
-      Arrival& arrival = arrivals.emplace_back();
-      arrival.block = pool_->take();
-      arrival.transfer = mailbox_.receive(arrival.block.get(), bytes, peer, task_.tag);
+ private:
+  struct Arrival {
+    BlockPool::Block block;  // destroyed after the transfer that fills it
+    Transfer transfer;
+  };
+
+  void complete_outputs() override {
+    if (task_.gather_tag) {
+      complete_all_reduce(*task_.gather_tag);
+    } else {
+      reduce(data_);
     }
   }
-  next_receive_ = message + 1;
-}
 
-void ReduceExchange::send_message(const MessagePlan& plan, size_t message, int peer) {
-  const Message& cut = plan.messages[message];
-  const int64_t bytes = cut.numel * element_size_;
-  if (cut.last - cut.first == 1) {
-    sends_.push_back(mailbox_.send(own_data(plan.parts[cut.first]), bytes, peer, task_.tag));
-    return;
+  void complete_inputs() override {
+    for (const Transfer& transfer : sends_) wait(transfer);
+    sends_.clear();
+    packed_.clear();
+    task_.pieces.clear();
+    task_.out.reset();
   }
-  std::byte* to = packed_.emplace_back(pool_->take()).get();
-  for (size_t i = cut.first; i < cut.last; ++i) {
-    const PiecePart& part = plan.parts[i];
-    std::memcpy(to, own_data(part), part.numel * element_size_);
-    to += part.numel * element_size_;
-  }
-  sends_.push_back(mailbox_.send(packed_.back().get(), bytes, peer, task_.tag));
-}
 
-const std::byte* ReduceExchange::own_data(const PiecePart& part) const {
-  const Piece& piece = task_.pieces[part.piece];
-  if (!piece.data.defined()) {
-    return zeros();
-  }
-  return static_cast<const std::byte*>(piece.data.const_data_ptr()) +
-         (part.begin - piece.begin) * element_size_;
-}
-
-void ReduceExchange::complete_outputs() {
-  const size_t count = plan_.messages.size();
-  for (size_t m = 0; m < count; ++m) {
-    while (next_receive_ < std::min(m + kWindow, count)) {
-      post_receives(next_receive_);
+  void complete_all_reduce(int tag) {
+    const auto bytes_in = [&](int r) {
+      return (task_.ranges[r].end - task_.ranges[r].begin) * element_size_;
+    };
+    const auto place_of = [&](int r) { return data_ + task_.ranges[r].begin * element_size_; };
+    const int rank = mailbox_.rank();
+    // A peer's part arrives only after the peer has received this rank's data for it, so that
+    // memory is free by then.
+    std::vector<Transfer> transfers;
+    for (int peer = 0; peer < mailbox_.size(); ++peer) {
+      if (peer != rank && bytes_in(peer) > 0) {
+        transfers.push_back(mailbox_.receive(place_of(peer), bytes_in(peer), peer, tag));
+      }
     }
-    for (const Arrival& arrival : arrivals_.front()) {
-      wait(arrival.transfer);
+    reduce(place_of(rank));
+    for (int step = 1; step < mailbox_.size() && bytes_in(rank) > 0; ++step) {
+      const int peer = (rank + step) % mailbox_.size();
+      transfers.push_back(mailbox_.send(place_of(rank), bytes_in(rank), peer, tag));
     }
-    reduce_message(plan_.messages[m], arrivals_.front());
-    arrivals_.pop_front();
+    for (const Transfer& transfer : transfers) wait(transfer);
+    complete_inputs();  // the tensor is input and output: no message of it may be in transit
   }
-}
 
-void ReduceExchange::reduce_message(const Message& message, std::span<const Arrival> arrivals) {
-  const int64_t range_begin = task_.ranges[mailbox_.rank()].begin;
-  std::vector<const void*> inputs(mailbox_.size());
-  int64_t offset = 0;
-  for (size_t i = message.first; i < message.last; ++i) {
-    const PiecePart& part = plan_.parts[i];
-    for (const Arrival& arrival : arrivals) {
-      inputs[arrival.transfer.peer] = arrival.block.get() + offset * element_size_;
-    }
-    inputs[mailbox_.rank()] = own_data(part);
-    reduce_in_order(task_.reduction, task_.out + (part.begin - range_begin) * out_element_size_,
-                    inputs, part.numel);
-    offset += part.numel;
-  }
-}
-
-void ReduceExchange::complete_inputs() {
-  for (const Transfer& transfer : sends_) {
-    wait(transfer);
-  }
-  sends_.clear();
-  packed_.clear();
-  task_.pieces.clear();
-  kept_.clear();
-}
-
-AllReduceExchange::AllReduceExchange(CollectiveName name, std::chrono::milliseconds timeout,
-                                     std::shared_ptr<BlockPool> pool, const Mailbox& mailbox,
-                                     ReduceTask task, std::byte* data, int gather_tag)
-    : ReduceExchange(std::move(name), timeout, std::move(pool), mailbox, task),
-      mailbox_(mailbox),
-      ranges_(std::move(task.ranges)),
-      element_size_(static_cast<int64_t>(c10::elementSize(task.reduction.dtype))),
-      data_(data),
-      gather_tag_(gather_tag) {}
-
-void AllReduceExchange::complete_outputs() {
-  const auto bytes_of = [&](int r) { return (ranges_[r].end - ranges_[r].begin) * element_size_; };
-  const auto place_of = [&](int r) { return data_ + ranges_[r].begin * element_size_; };
-  const int rank = mailbox_.rank();
-  // A peer's part arrives only after the peer has received this rank's data for it, so that memory
-  // is free by then.
-  std::vector<Transfer> transfers;
-  for (int peer = 0; peer < mailbox_.size(); ++peer) {
-    if (peer != rank && bytes_of(peer) > 0) {
-      transfers.push_back(mailbox_.receive(place_of(peer), bytes_of(peer), peer, gather_tag_));
+  // Reduces this rank's range into the memory at `out`.
+  void reduce(std::byte* out) {
+    const size_t count = plan_.messages.size();
+    for (size_t m = 0; m < count; ++m) {
+      while (next_receive_ < std::min(m + kWindow, count)) post_receives(next_receive_);
+      for (const Arrival& arrival : arrivals_.front()) wait(arrival.transfer);
+      reduce_message(plan_.messages[m], arrivals_.front(), out);
+      arrivals_.pop_front();
     }
   }
-  ReduceExchange::complete_outputs();
-  for (int step = 1; step < mailbox_.size() && bytes_of(rank) > 0; ++step) {
-    const int peer = (rank + step) % mailbox_.size();
-    transfers.push_back(mailbox_.send(place_of(rank), bytes_of(rank), peer, gather_tag_));
+
+  MessagePlan plan_for(int rank) const {
+    return MessagePlan(task_.pieces, task_.ranges[rank], element_size_);
   }
-  for (const Transfer& transfer : transfers) {
-    wait(transfer);
+
+  void post_receives(size_t message) {
+    std::vector<Arrival>& arrivals = arrivals_.emplace_back();
+    const int64_t bytes = plan_.messages[message].numel * element_size_;
+    for (int peer = 0; peer < mailbox_.size(); ++peer) {
+      if (peer != mailbox_.rank()) {
+        Arrival& arrival = arrivals.emplace_back();
+        arrival.block = pool_->take();
+        arrival.transfer = mailbox_.receive(arrival.block.get(), bytes, peer, task_.tag);
+      }
+    }
+    next_receive_ = message + 1;
   }
-  complete_inputs();  // the tensor is input and output: no message of it may be in transit any more
+
+  void send_message(const MessagePlan& plan, size_t message, int peer) {
+    const Message& cut = plan.messages[message];
+    const int64_t bytes = cut.numel * element_size_;
+    if (cut.last - cut.first == 1) {
+      sends_.push_back(mailbox_.send(own_data(plan.parts[cut.first]), bytes, peer, task_.tag));
+      return;
+    }
+    std::byte* to = packed_.emplace_back(pool_->take()).get();
+    for (size_t i = cut.first; i < cut.last; ++i) {
+      const PiecePart& part = plan.parts[i];
+      std::memcpy(to, own_data(part), part.numel * element_size_);
+      to += part.numel * element_size_;
+    }
+    sends_.push_back(mailbox_.send(packed_.back().get(), bytes, peer, task_.tag));
+  }
+
+  void reduce_message(const Message& message, std::span<const Arrival> arrivals, std::byte* out) {
+    const int64_t range_begin = task_.ranges[mailbox_.rank()].begin;
+    std::vector<const void*> inputs(mailbox_.size());
+    int64_t offset = 0;
+    for (size_t i = message.first; i < message.last; ++i) {
+      const PiecePart& part = plan_.parts[i];
+      for (const Arrival& arrival : arrivals) {
+        inputs[arrival.transfer.peer] = arrival.block.get() + offset * element_size_;
+      }
+      inputs[mailbox_.rank()] = own_data(part);
+      reduce_in_order(task_.reduction, out + (part.begin - range_begin) * out_element_size_, inputs,
+                      part.numel);
+      offset += part.numel;
+    }
+  }
+
+  const std::byte* own_data(const PiecePart& part) const {
+    const Piece& piece = task_.pieces[part.piece];
+    if (!piece.data.defined()) return zeros();
+    return static_cast<const std::byte*>(piece.data.const_data_ptr()) +
+           (part.begin - piece.begin) * element_size_;
+  }
+
+  const std::shared_ptr<BlockPool> pool_;
+  const Mailbox mailbox_;
+  ReduceTask task_;
+  const int64_t element_size_;      // of the elements that are sent
+  const int64_t out_element_size_;  // of the elements that are stored
+  std::byte* const data_;           // of `out`
+  const MessagePlan plan_;          // of this rank's range
+
+  // Destroyed after the transfers that use their memory.
+  std::vector<BlockPool::Block> packed_;
+  std::vector<Transfer> sends_;
+  // Those of the oldest message not reduced yet, and of later ones.
+  std::deque<std::vector<Arrival>> arrivals_;
+  size_t next_receive_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Exchange> start_reduction(CollectiveName name, std::chrono::milliseconds timeout,
+                                          std::shared_ptr<BlockPool> pool, const Mailbox& mailbox,
+                                          ReduceTask task) {
+  const auto exchange = std::make_shared<ReduceExchange>(std::move(name), timeout, std::move(pool),
+                                                         mailbox, std::move(task));
+  exchange->post([&] { exchange->post_messages(); });
+  return exchange;
 }
 
 }  // namespace tessera

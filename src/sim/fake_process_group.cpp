@@ -6,9 +6,9 @@
 #include <cstring>
 #include <utility>
 
+#include "group/capability.h"
 #include "group/completed_work.h"
 #include "group/local_sum.h"
-#include "group/makes_parts.h"
 #include "group/peer_message.h"
 
 namespace tessera {

@@ -22,7 +22,8 @@ struct Meeting {
 /// or fail, together.
 ///
 /// Throws `c10::DistNetworkError` in the name of `function`, saying that all ranks must call
-/// `call`, if some do not arrive in time.
+/// `call`, if some do not arrive in time, and `c10::NotImplementedError` on all ranks if
+/// `meeting.transport` is kArena and the arena is not available.
 ProcessGroupPtr connect(const Meeting& meeting, const std::string& function,
                         const std::string& call);
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <ranges>
 #include <set>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -80,11 +81,8 @@ std::string name_of(const std::vector<int>& ranks) {
   return name;
 }
 
-bool is_world(const std::vector<int>& ranks, int size) {
-  if (static_cast<int>(ranks.size()) != size) return false;
-  for (int rank = 0; rank < size; ++rank)
-    if (ranks[rank] != rank) return false;
-  return true;
+bool contains(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
 }  // namespace
@@ -93,9 +91,8 @@ ProcessGroups::ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> stor
                              ProcessGroupPtr world, Transport transport)
     : info_(std::move(info)),
       transport_(transport),
-      world_(std::move(world)),
-      closable_(world_, capability<Closable>(*world_)),
-      part_maker_(world_, capability<MakesParts>(*world_)),
+      connected_(std::move(world)),
+      world_(connected_),
       store_(std::move(store)) {}
 
 ProcessGroups::~ProcessGroups() { close(); }
@@ -111,7 +108,7 @@ void ProcessGroups::check(const char* function, const std::vector<int>& ranks) c
 ProcessGroupPtr ProcessGroups::make(const std::vector<int>& ranks) {
   const char* const function = "new_process_group";
   check(function, ranks);
-  if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return nullptr;
+  if (!contains(ranks, rank())) return nullptr;
   if (ranks.size() == 1) return single_process_group();
   std::string name = name_of(ranks);
   {
@@ -123,14 +120,14 @@ ProcessGroupPtr ProcessGroups::make(const std::vector<int>& ranks) {
 
 const ProcessGroupPtr& ProcessGroups::shared(const std::vector<int>& ranks) {
   const char* const function = "process_group";
-  if (is_world(ranks, size())) return world_;
+  if (std::ranges::equal(ranks, std::views::iota(0, size()))) return world_;
   SharedGroup* group = nullptr;
   {
     const std::lock_guard lock(mutex_);
     auto found = shared_.find(ranks);
     if (found == shared_.end()) {
       check(function, ranks);
-      TORCH_CHECK_VALUE(std::find(ranks.begin(), ranks.end(), rank()) != ranks.end(), "[", function,
+      TORCH_CHECK_VALUE(contains(ranks, rank()), "[", function,
                         "] this rank must be one of `ranks`; expected rank ", rank(),
                         " among them, got ", text_of(ranks));
       found = shared_.emplace(ranks, std::make_unique<SharedGroup>()).first;
@@ -151,9 +148,9 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
   RankInfo info = info_;
   info.rank = static_cast<int>(own - ranks.begin());
   info.size = static_cast<int>(ranks.size());
-  if (part_maker_) {
+  if (const auto* const part_maker = capability<MakesParts>(*connected_)) {
     open_store(function);  // throws if the world was closed
-    return part_maker_->make_part(info.rank, info.size);
+    return part_maker->make_part(info.rank, info.size);
   }
   info.local_size = info_.local_size == size() ? info.size : 0;
   const Meeting meeting{.info = std::move(info),
@@ -168,29 +165,24 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
 }
 
 void ProcessGroups::add(const ProcessGroupPtr& process_group) {
-  const std::shared_ptr<Closable> closable(process_group, capability<Closable>(*process_group));
-  if (!closable) return;
+  if (!capability<Closable>(*process_group)) return;
   {
     const std::lock_guard lock(mutex_);
-    if (!closed_) {
-      parts_.push_back(closable);
-      return;
-    }
+    if (!closed_) return parts_.push_back(process_group);
   }
-  // The world was closed while another thread connected.
-  closable->close();
+  tessera::close(process_group);  // the world was closed while another thread connected
 }
 
 c10::intrusive_ptr<c10d::Store> ProcessGroups::open_store(const char* function) const {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_WITH(DistBackendError, !closed_, "[", function,
-                   "] the world must be there; got one that was closed (rank ", rank(), " of ",
+                   "] the world must be open; got one that was closed (rank ", rank(), " of ",
                    size(), ")");
   return store_;
 }
 
 void ProcessGroups::close() noexcept {
-  std::vector<std::shared_ptr<Closable>> parts;
+  std::vector<ProcessGroupPtr> parts;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
@@ -198,8 +190,8 @@ void ProcessGroups::close() noexcept {
     parts = std::move(parts_);
     store_.reset();
   }
-  for (const auto& part : parts) part->close();
-  if (closable_) closable_->close();
+  for (const ProcessGroupPtr& part : parts) tessera::close(part);
+  tessera::close(connected_);
 }
 
 bool ProcessGroups::closed() const {

@@ -11,9 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "group/closable.h"
-#include "group/makes_parts.h"
-
 namespace tessera {
 
 /// The process groups of a world: that of all ranks, and those of some of them, made on request.
@@ -80,16 +77,13 @@ class ProcessGroups {
 
   const RankInfo info_;
   const Transport transport_;
-  ProcessGroupPtr world_;
-  /// The world that this was made with, which a decorator may have replaced.
-  const std::shared_ptr<Closable> closable_;
-  /// The same; null if parts of the world meet through the store.
-  const std::shared_ptr<MakesParts> part_maker_;
+  const ProcessGroupPtr connected_;  // the world as it was connected
+  ProcessGroupPtr world_;            // the same, or a decorator
 
   mutable std::mutex mutex_;  // guards the members below
   bool closed_ = false;
   c10::intrusive_ptr<c10d::Store> store_;                            // null once closed
-  std::vector<std::shared_ptr<Closable>> parts_;                     // process groups of some ranks
+  std::vector<ProcessGroupPtr> parts_;                               // process groups of some ranks
   std::map<std::string, int> made_;                                  // how many by their ranks
   std::map<std::vector<int>, std::unique_ptr<SharedGroup>> shared_;  // of shared ones
 };

@@ -17,29 +17,22 @@ namespace {
 constexpr int kFirstPort = 20000;
 constexpr int kPorts = 12000;
 
-void check_range(const char* name, int value, const char* size_name, int size) {
+void check_place(const char* name, int value, const char* size_name, int size) {
+  TORCH_CHECK_VALUE(size >= 1, "[init] ", size_name, " must be at least 1; got ", size_name, "=", size);
   TORCH_CHECK_VALUE(value >= 0 && value < size, "[init] ", name, " must be from 0 to ", size_name,
                     " - 1; got ", name, "=", value, " with ", size_name, "=", size);
-}
-
-void check_size(const char* name, int size) {
-  TORCH_CHECK_VALUE(size >= 1, "[init] ", name, " must be at least 1; got ", name, "=", size);
 }
 
 // All ranks of a job derive the same port from the job's name.
 int port_of_job(std::string_view job) {
   uint32_t hash = 2166136261u;
-  for (const char c : job) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
-  }
+  for (const char c : job) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
   return kFirstPort + static_cast<int>(hash % kPorts);
 }
 
 int master_port(const std::string& job) {
   const auto port = environment_number("MASTER_PORT");
-  if (!port) {
-    return port_of_job(job);
-  }
+  if (!port) return port_of_job(job);
   TORCH_CHECK_VALUE(*port >= 1 && *port <= 65535,
                     "[init] MASTER_PORT must be from 1 to 65535; got MASTER_PORT=", *port);
   return *port;
@@ -63,8 +56,7 @@ void find_master(RankInfo& info, const std::string& nodes, const std::string& jo
 }
 
 void check_local(const RankInfo& info, const char* rank_name, const char* size_name) {
-  check_size(size_name, info.local_size);
-  check_range(rank_name, info.local_rank, size_name, info.local_size);
+  check_place(rank_name, info.local_rank, size_name, info.local_size);
   TORCH_CHECK_VALUE(info.local_size <= info.size, "[init] ", size_name,
                     " must not be larger than the world; got ", size_name, "=", info.local_size,
                     " in a world of ", info.size);
@@ -73,13 +65,10 @@ void check_local(const RankInfo& info, const char* rank_name, const char* size_n
 // Reads the variables of torchrun or `tessera run`, or those set by hand.
 std::optional<RankInfo> from_rank_variables() {
   const auto rank = environment_number("RANK");
-  if (!rank) {
-    return std::nullopt;
-  }
+  if (!rank) return std::nullopt;
   const auto size = environment_number("WORLD_SIZE");
   TORCH_CHECK_VALUE(size, "[init] WORLD_SIZE must be set, because RANK is; got RANK=", *rank);
-  check_size("WORLD_SIZE", *size);
-  check_range("RANK", *rank, "WORLD_SIZE", *size);
+  check_place("RANK", *rank, "WORLD_SIZE", *size);
   RankInfo info{.rank = *rank, .size = *size};
   info.source = environment("TESSERA_RUN")           ? "tessera run"
                 : environment("TORCHELASTIC_RUN_ID") ? "torchrun"
@@ -106,25 +95,17 @@ std::optional<RankInfo> from_rank_variables() {
 std::optional<RankInfo> from_mpirun() {
   const auto rank = environment_number("OMPI_COMM_WORLD_RANK");
   const auto size = environment_number("OMPI_COMM_WORLD_SIZE");
-  if (!rank && !size) {
-    return std::nullopt;
-  }
+  if (!rank && !size) return std::nullopt;
   TORCH_CHECK_VALUE(rank && size, "[init] OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE must be set "
                                   "together; only one of them is");
-  check_size("OMPI_COMM_WORLD_SIZE", *size);
-  check_range("OMPI_COMM_WORLD_RANK", *rank, "OMPI_COMM_WORLD_SIZE", *size);
+  check_place("OMPI_COMM_WORLD_RANK", *rank, "OMPI_COMM_WORLD_SIZE", *size);
   RankInfo info{.rank = *rank, .size = *size, .source = "mpirun"};
   info.local_rank = environment_number("OMPI_COMM_WORLD_LOCAL_RANK").value_or(0);
   info.local_size = environment_number("OMPI_COMM_WORLD_LOCAL_SIZE").value_or(info.local_rank + 1);
   check_local(info, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
   if (info.size > 1) {
-    std::string job = "mpirun";
-    for (const char* name : {"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID"}) {
-      if (const auto value = environment(name)) {
-        job = *value;
-        break;
-      }
-    }
+    const auto job = environment({"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "SLURM_JOB_ID"})
+                         .value_or("mpirun");
     find_master(info, environment("SLURM_JOB_NODELIST").value_or(""), job);
   }
   return info;
@@ -132,28 +113,22 @@ std::optional<RankInfo> from_mpirun() {
 
 std::optional<RankInfo> from_srun() {
   const auto rank = environment_number("SLURM_PROCID");
-  const bool in_step = environment("SLURM_STEP_ID") || environment("SLURM_STEPID");
+  const auto step = environment({"SLURM_STEP_ID", "SLURM_STEPID"});
   // A batch script is not a task of srun, although it has SLURM_PROCID=0.
-  if (!rank || (!in_step && environment("ENVIRONMENT") == "BATCH")) {
-    return std::nullopt;
-  }
+  if (!rank || (!step && environment("ENVIRONMENT") == "BATCH")) return std::nullopt;
   const bool has_step_size = environment("SLURM_STEP_NUM_TASKS").has_value();
   const char* const size_name = has_step_size ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
   const auto size = environment_number(size_name);
   TORCH_CHECK_VALUE(size, "[init] SLURM_NTASKS must be set, because SLURM_PROCID is; got SLURM_PROCID=",
                     *rank);
-  check_size(size_name, *size);
-  check_range("SLURM_PROCID", *rank, size_name, *size);
+  check_place("SLURM_PROCID", *rank, size_name, *size);
   RankInfo info{.rank = *rank, .size = *size, .source = "srun"};
   info.local_rank = environment_number("SLURM_LOCALID").value_or(0);
   info.local_size = slurm_tasks_on_this_node(info.size).value_or(info.local_rank + 1);
   check_local(info, "SLURM_LOCALID", "SLURM_TASKS_PER_NODE");
   if (info.size > 1) {
-    const auto step_nodes = environment("SLURM_STEP_NODELIST");
-    find_master(
-        info, step_nodes ? *step_nodes : environment("SLURM_JOB_NODELIST").value_or(""),
-        environment("SLURM_JOB_ID").value_or("srun") + "." +
-            environment("SLURM_STEP_ID").value_or(environment("SLURM_STEPID").value_or("")));
+    find_master(info, environment({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}).value_or(""),
+                environment("SLURM_JOB_ID").value_or("srun") + "." + step.value_or(""));
   }
   return info;
 }
@@ -161,21 +136,13 @@ std::optional<RankInfo> from_srun() {
 }  // namespace
 
 RankInfo rank_info_from_environment() {
-  if (auto info = from_rank_variables()) {
-    return *info;
-  }
-  if (auto info = from_mpirun()) {
-    return *info;
-  }
-  if (auto info = from_srun()) {
-    return *info;
+  for (const auto read : {from_rank_variables, from_mpirun, from_srun}) {
+    if (auto info = read()) return *info;
   }
   const auto size = environment_number("WORLD_SIZE");
   TORCH_CHECK_VALUE(!size || *size == 1,
                     "[init] RANK must be set, because WORLD_SIZE is; got WORLD_SIZE=", *size);
-  RankInfo info;
-  info.source = "single";
-  return info;
+  return {.source = "single"};
 }
 
 }  // namespace tessera

@@ -29,9 +29,7 @@ c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::mil
   options.timeout = timeout / 2;  // for connecting, which is tried twice
   auto store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
   store->setTimeout(timeout);
-  if (!agent_serves) {
-    store->waitForWorkers();
-  }
+  if (!agent_serves) store->waitForWorkers();
   return store;
 }
 
@@ -71,20 +69,17 @@ c10::intrusive_ptr<c10d::Store> rendezvous_store(const RankInfo& info,
             std::chrono::duration<double>(timeout).count(),
             exception_text(std::current_exception())));
   }
-  std::string attempt = "0";
-  for (const char* name : {"TORCHELASTIC_RESTART_COUNT", "TESSERA_RESTART"}) {
-    attempt = environment(name).value_or(attempt);
-  }
+  const auto attempt = environment({"TESSERA_RESTART", "TORCHELASTIC_RESTART_COUNT"}).value_or("0");
   return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, store);
 }
 
-LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout) {
+void compare_hosts(c10d::Store& store, RankInfo& info, std::chrono::milliseconds timeout) {
   const auto key = [](int r) { return "host_of_rank_" + std::to_string(r); };
   const std::string own = host_identity();
-  store.set(key(rank), own);
-  LocalRank result{.local_rank = 0, .local_size = 0};
+  store.set(key(info.rank), own);
+  info.local_rank = info.local_size = 0;
   const auto start = std::chrono::steady_clock::now();
-  for (int r = 0; r < size; ++r) {
+  for (int r = 0; r < info.size; ++r) {
     const auto elapsed = std::chrono::duration_cast<std::chrono::milliseconds>(
         std::chrono::steady_clock::now() - start);
     try {
@@ -94,15 +89,14 @@ LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::mil
           DistNetworkError,
           fmt::format("[init] rank {} of {} waited {:.1f} s for rank {} to call init(); "
                       "the store said: {}",
-                      rank, size, std::chrono::duration<double>(timeout).count(), r,
+                      info.rank, info.size, std::chrono::duration<double>(timeout).count(), r,
                       exception_text(std::current_exception())));
     }
     if (store.get_to_str(key(r)) == own) {
-      result.local_size += 1;
-      result.local_rank += r < rank ? 1 : 0;
+      info.local_size += 1;
+      info.local_rank += r < info.rank ? 1 : 0;
     }
   }
-  return result;
 }
 
 c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store,

@@ -29,16 +29,11 @@ class SimulatedHost {
   SimulatedHost& operator=(const SimulatedHost&) = delete;
 };
 
-/// The number of ranks on this host that come before this one, and of all ranks on this host.
-struct LocalRank {
-  int local_rank = 0;
-  int local_size = 1;
-};
-
-/// Compares the hosts of all ranks through `store`. Collective.
+/// Compares the hosts of all ranks through `store`, and sets `local_rank` and `local_size` of
+/// `info`. Collective.
 ///
 /// Throws `c10::DistNetworkError` if a rank does not arrive within `timeout`.
-LocalRank compare_hosts(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
+void compare_hosts(c10d::Store& store, RankInfo& info, std::chrono::milliseconds timeout);
 
 /// Returns a part of `store` that is empty for all ranks, however often they joined through it
 /// before. Collective.

@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <cstddef>
+#include <ranges>
 
 #include "group/environment.h"
 
@@ -16,54 +17,36 @@ std::string first_node(std::string_view node_list) {
       continue;
     }
     const size_t end = node_list.find_first_of(",-]", i + 1);
-    if (end == std::string_view::npos) {
-      return "";
-    }
+    if (end == std::string_view::npos) return "";
     node += node_list.substr(i + 1, end - i - 1);
     const size_t close = node_list.find(']', end);
-    if (close == std::string_view::npos) {
-      return "";
-    }
+    if (close == std::string_view::npos) return "";
     i = close + 1;
   }
   return node;
 }
 
 std::optional<int> count_of_node(std::string_view counts, int node) {
-  while (!counts.empty()) {
-    const size_t comma = counts.find(',');
-    const std::string_view entry = counts.substr(0, comma);
-    int count = 0;
-    int repeats = 1;
+  for (const auto part : std::views::split(counts, ',')) {
+    const std::string_view entry(part.begin(), part.end());
+    int count = 0, repeats = 1;
     std::from_chars(entry.data(), entry.data() + entry.size(), count);
     if (const size_t times = entry.find("(x"); times != std::string_view::npos) {
       std::from_chars(entry.data() + times + 2, entry.data() + entry.size(), repeats);
     }
-    if (count < 1 || repeats < 1) {
-      return std::nullopt;
-    }
-    if (node < repeats) {
-      return count;
-    }
+    if (count < 1 || repeats < 1) return std::nullopt;
+    if (node < repeats) return count;
     node -= repeats;
-    counts = comma == std::string_view::npos ? "" : counts.substr(comma + 1);
   }
   return std::nullopt;
 }
 
 std::optional<int> slurm_tasks_on_this_node(int world_size) {
-  auto counts = environment("SLURM_STEP_TASKS_PER_NODE");
-  if (!counts) {
-    counts = environment("SLURM_TASKS_PER_NODE");
-  }
+  const auto counts = environment({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
   const auto node = environment_number("SLURM_NODEID");
-  if (counts && node && *node >= 0) {
-    return count_of_node(*counts, *node);
-  }
+  if (counts && node && *node >= 0) return count_of_node(*counts, *node);
   auto nodes = environment_number("SLURM_STEP_NUM_NODES");
-  if (!nodes) {
-    nodes = environment_number("SLURM_NNODES");
-  }
+  if (!nodes) nodes = environment_number("SLURM_NNODES");
   return nodes == 1 ? std::optional<int>(world_size) : std::nullopt;
 }
 

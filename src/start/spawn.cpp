@@ -32,7 +32,7 @@ void check(int ranks, const std::function<void()>& fn, const SpawnOptions& optio
   }
   const RankInfo process = rank_info_from_environment();
   TORCH_CHECK(process.size == 1,
-              "[spawn] a process must have its ranks to itself; this one is already rank ",
+              "[spawn] must be called in a process that is not itself a rank; this one is rank ",
               process.rank, " of ", process.size, " (", process.source,
               "). Start it without a launcher, or train without spawn()");
 }
@@ -70,9 +70,8 @@ void run_ranks(SpawnedWorld& world, const SpawnedRanks& ranks, int threads,
 void rethrow_first_failure(const SpawnedRanks& ranks) {
   const SpawnedRank* first = nullptr;
   for (const auto& rank : ranks) {
-    if (rank->failure() && (!first || rank->failed_after() < first->failed_after())) {
+    if (rank->failure() && (!first || rank->failed_after() < first->failed_after()))
       first = rank.get();
-    }
   }
   if (!first) return;
   const RankInfo info = first->info();
@@ -93,7 +92,7 @@ void spawn(int ranks, const std::function<void()>& fn, const SpawnOptions& optio
   check(ranks, fn, options);
   static std::mutex running;  // the process also has one default generator
   const std::unique_lock alone(running, std::try_to_lock);
-  TORCH_CHECK(alone, "[spawn] only one may run at a time; another thread's has not returned");
+  TORCH_CHECK(alone, "[spawn] only one may run at a time; the spawn() of another thread has not returned");
   register_rank_generator();
   const int share = std::max(1, at::get_num_threads() / ranks);
   const GeneratorSeal seal;

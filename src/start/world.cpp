@@ -16,7 +16,6 @@
 #include "start/process_groups.h"
 #include "start/rendezvous.h"
 #include "start/spawned_rank.h"
-#include "start/transport.h"
 
 namespace tessera {
 
@@ -40,14 +39,21 @@ namespace {
 std::chrono::milliseconds timeout_of(const WorldOptions& options) {
   TORCH_CHECK_VALUE(options.timeout.count() > 0, "[init] `timeout` must be positive; got ",
                     options.timeout.count(), " ms");
-  if (options.timeout != WorldOptions().timeout) {
-    return options.timeout;
-  }
+  if (options.timeout != WorldOptions().timeout) return options.timeout;
   const auto seconds = environment_number("TESSERA_TIMEOUT");
   TORCH_CHECK_VALUE(!seconds || *seconds > 0,
                     "[init] TESSERA_TIMEOUT must be a positive number of seconds; got TESSERA_TIMEOUT=",
                     *seconds);
   return seconds ? std::chrono::seconds(*seconds) : options.timeout;
+}
+
+// Returns the transport that `options` and the environment select.
+Transport transport_of(const WorldOptions& options) {
+  const auto name = environment("TESSERA_TRANSPORT").value_or("auto");
+  TORCH_CHECK_VALUE(name == "auto" || name == "gloo" || name == "arena",
+                    "[init] TESSERA_TRANSPORT must be gloo, arena or auto; got '", name, "'");
+  if (options.transport != Transport::kAuto || name == "auto") return options.transport;
+  return name == "gloo" ? Transport::kGloo : Transport::kArena;
 }
 
 void check_backend(const std::string& backend) {
@@ -78,18 +84,12 @@ World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOpti
   return World(std::move(info), std::move(store), std::move(process_group), transport);
 }
 
-World world_of_one(RankInfo info) {
-  return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
-}
-
 // Joins the ranks that share `store`.
 World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info,
                    const WorldOptions& options, std::chrono::milliseconds timeout) {
   if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
   store = fresh_store(store, info.size);
-  const LocalRank own = compare_hosts(*store, info.rank, info.size, timeout);
-  info.local_rank = own.local_rank;
-  info.local_size = own.local_size;
+  compare_hosts(*store, info, timeout);
   return join(std::move(info), std::move(store), options, timeout);
 }
 
@@ -145,13 +145,11 @@ World init(const WorldOptions& options) {
   settle_messages();
   check_backend(options.backend);
   const auto timeout = timeout_of(options);
-  if (const SpawnedRank* rank = SpawnedRank::current()) {
+  if (const SpawnedRank* rank = SpawnedRank::current())
     return join_through(rank->world().store, rank->info(), options, timeout);
-  }
   RankInfo info = rank_info_from_environment();
-  if (info.size == 1) {
-    return world_of_one(std::move(info));
-  }
+  if (info.size == 1)
+    return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
   auto store = rendezvous_store(info, timeout);
   return join(std::move(info), std::move(store), options, timeout);
 }

@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "group/flight_record.h"
+#include "group/process_time.h"
 
 namespace tessera {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "group/shares_memory.h"
+#include "group/capability.h"
 #include "mesh/shard_mesh.h"
 #include "unit/layout.h"
 

@@ -123,7 +123,7 @@ TEST(Arena, RanksThatDisagreeAreToldWhatTheOtherDid) {
       errors[world.rank()] = error.what_without_backtrace();
     }
   });
-  EXPECT_NE(errors[0].find("rank 1 came with another collective"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("rank 1 issued another collective"), std::string::npos) << errors[0];
   EXPECT_NE(errors[0].find("all_reduce of unit 'right'"), std::string::npos) << errors[0];
   EXPECT_NE(errors[1].find("all_reduce of unit 'left'"), std::string::npos) << errors[1];
 }

@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "group/sends_messages.h"
+#include "group/capability.h"
 #include "support/contract.h"
 
 namespace tessera {

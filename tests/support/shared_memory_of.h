@@ -1,7 +1,6 @@
 #pragma once
 
 #include "group/capability.h"
-#include "group/shares_memory.h"
 
 namespace tessera::testing {
 

@@ -1,5 +1,3 @@
-#include "group/collective_count.h"
-
 #include <fmt/format.h>
 #include <tessera/dist_debug.h>
 
@@ -14,7 +12,7 @@ bool is_meant(const CommDebug::Entry& entry, const std::string& kind, const std:
 
 }  // namespace
 
-void count_collective(const Collective& collective) {
+void CommDebug::count(const Collective& collective) {
   if (!innermost || std::holds_alternative<Barrier>(collective.call)) return;
   const std::string_view whole = collective.tag.subject,
                          subject = whole.substr(0, whole.find(" ("));
