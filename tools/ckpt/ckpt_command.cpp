@@ -21,12 +21,12 @@
 namespace tessera::tools {
 namespace {
 
-constexpr const char* kFooter = R"(
+constexpr const char* kCkptFooter = R"(
 CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
 difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
 interrupt leaves nothing that was begun.)";
 
-constexpr int kNotDone = 2;  // differs from the status of a finding
+constexpr int kCkptNotDone = 2;  // differs from the status of a finding
 
 struct Arguments {
   std::string from, to, format, dtype;
@@ -43,10 +43,10 @@ CLI::App* add_command(CLI::App& ckpt, const std::string& name, const std::string
                       int& exit_code, const ArgumentsPtr& arguments,
                       const std::function<int(const Arguments&)>& work) {
   CLI::App* command = ckpt.add_subcommand(name, text);
-  command->footer(kFooter);
+  command->footer(kCkptFooter);
   command->callback([name, arguments, work, &exit_code] {
     exit_code = exit_code_of(
-        "tessera ckpt " + name, [&] { return work(*arguments); }, kNotDone);
+        "tessera ckpt " + name, [&] { return work(*arguments); }, kCkptNotDone);
   });
   return command;
 }
@@ -219,7 +219,7 @@ void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments)
 
 void add_ckpt(CLI::App& app, int& exit_code) {
   CLI::App* ckpt = app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");
-  ckpt->footer(kFooter);
+  ckpt->footer(kCkptFooter);
   add_commands(*ckpt, exit_code, std::make_shared<Arguments>());
 }
 

@@ -19,7 +19,7 @@
 namespace tessera::tools {
 namespace {
 
-constexpr const char* kFooter = R"(
+constexpr const char* kPlanFooter = R"(
 FILE is a safetensors file, a directory with such files (an index says which of them are the model's), a
 checkpoint of Tessera's, or a list: a line for each parameter, `name dtype size...`, with ` frozen` at the end
 if it is not trained; # begins a comment. No tensor is read.
@@ -196,7 +196,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   add_plan_options(*plan, *arguments);
   add_dtype_options(*plan, *arguments);
   plan->add_flag("--json", arguments->json, "Print one line of JSON");
-  plan->footer(kFooter);
+  plan->footer(kPlanFooter);
   plan->callback([arguments, &exit_code] {
     try {
       // Write errors are checked when the command is over.
