@@ -6,8 +6,6 @@
 #include <iterator>
 #include <utility>
 
-#include "memory/huge_pages.h"
-
 namespace tessera {
 namespace {
 

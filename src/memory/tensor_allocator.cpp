@@ -15,9 +15,6 @@
 #include <vector>
 
 #include "memory/live_bytes.h"
-#include "memory/page_heap.h"
-#include "memory/shared_heap.h"
-#include "memory/trim.h"
 
 namespace tessera {
 
