@@ -47,7 +47,7 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   /// Does nothing: there are no shards of other hosts.
   void release(const SharedBuffer& /*buffer*/) override {}
 
-  /// For collectives that span several hosts; see `HostedProcessGroup`.
+  /// For collectives that span several hosts; see `hosted_process_group()`.
   const std::shared_ptr<Arena>& arena() const { return arena_; }
   /// Makes memory of `nbytes` that all ranks map; returns null on all ranks if one of them can't.
   /// Reserves its pages now if `reserve`. Collective; blocks.

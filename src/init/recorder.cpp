@@ -4,6 +4,8 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <tessera/deferred_init.h>
+#include <tessera/page_heap.h>
 
 #include <algorithm>
 #include <array>
@@ -19,7 +21,6 @@
 #include "dispatch/unit_key.h"
 #include "init/deferred_storage.h"
 #include "init/random_source.h"
-#include "init/recipe.h"
 
 namespace tessera {
 
@@ -80,11 +81,6 @@ bool is_written(const c10::Argument& argument) {
 
 bool is_foreign(const c10::FunctionSchema& schema) { return !schema.name().starts_with("aten::"); }
 
-bool is_deferred_now(const at::Tensor& tensor) {
-  const DeferredStorage* storage = deferred_storage(tensor);
-  return storage && storage->is_deferred();
-}
-
 bool any_tensor(const c10::IValue& value, const std::function<bool(const at::Tensor&)>& test) {
   bool found = false;
   each_tensor(value, [&](const at::Tensor& tensor) { found |= test(tensor); });
@@ -132,7 +128,7 @@ class Call {
     if (makes_uninitialized(schema_.name())) return make_uninitialized();
     if (!takes_stand_ins()) return run_on_values();
     plan();
-    const bool on_deferred = in_place_ && is_deferred_now(self());
+    const bool on_deferred = in_place_ && is_deferred(self());
     if (!recordable_ && (on_deferred || in_graph_)) return run_on_values();
     run_on_stand_ins();
   }
@@ -162,7 +158,7 @@ class Call {
       if (i > 0 && is_written(schema_.arguments()[i])) return false;
       const bool is_list = !arguments_[i].isTensor();
       if (any_tensor(arguments_[i], [&](const at::Tensor& tensor) {
-            return is_deferred_now(tensor) && (is_list || (i > 0 && is_alias_of_self(tensor)));
+            return is_deferred(tensor) && (is_list || (i > 0 && is_alias_of_self(tensor)));
           })) {
         return false;
       }
@@ -213,7 +209,7 @@ class Call {
     const bool unread = is_self && storage && overwrites(schema_.name()) &&
                         tensor.nbytes() == storage->nbytes() &&
                         tensor.is_non_overlapping_and_dense();
-    if (unread || is_deferred_now(tensor)) {
+    if (unread || is_deferred(tensor)) {
       Recipe recipe = unread ? nullptr : storage->recipe();
       if (recipe) node_->steps += recipe->steps;
       node_->arguments[i] = c10::IValue();
@@ -302,13 +298,15 @@ class Call {
 
 }  // namespace
 
-void enter_deferred_init() {
+DeferredInit::DeferredInit() {
+  // Malloc would put small tensors into the holes of freed ones, and grow for the next large one.
+  use_page_heap();
   if (scopes++ > 0) return;
   was_seen = c10::impl::tls_is_dispatch_key_included(kUnitKey);
   c10::impl::tls_set_dispatch_key_included(kUnitKey, true);
 }
 
-void leave_deferred_init() {
+DeferredInit::~DeferredInit() {
   if (--scopes == 0) c10::impl::tls_set_dispatch_key_included(kUnitKey, was_seen);
 }
 
