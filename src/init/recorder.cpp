@@ -8,8 +8,8 @@
 #include <tessera/page_heap.h>
 
 #include <algorithm>
-#include <array>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -47,30 +47,27 @@ constexpr int kMostSteps = 64;
 thread_local int scopes = 0;
 thread_local bool was_seen = false;  // the fallback's key was included before the first scope
 
-template <size_t n>
-bool is_one_of(const std::array<std::string_view, n>& names, const std::string& name) {
+bool is_one_of(std::initializer_list<std::string_view> names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 bool makes_uninitialized(const std::string& name) {
-  constexpr std::array<std::string_view, 6> names = {
-      "aten::empty",     "aten::empty_strided",     "aten::empty_like",
-      "aten::new_empty", "aten::new_empty_strided", "aten::empty_permuted"};
-  return is_one_of(names, name);
+  return is_one_of({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty",
+                    "aten::new_empty_strided", "aten::empty_permuted"},
+                   name);
 }
 
 bool overwrites(const std::string& name) {
-  constexpr std::array<std::string_view, 11> names = {
-      "aten::fill_",      "aten::zero_",   "aten::copy_",      "aten::normal_",
-      "aten::uniform_",   "aten::random_", "aten::bernoulli_", "aten::exponential_",
-      "aten::geometric_", "aten::cauchy_", "aten::log_normal_"};
-  return is_one_of(names, name);
+  return is_one_of({"aten::fill_", "aten::zero_", "aten::copy_", "aten::normal_", "aten::uniform_",
+                    "aten::random_", "aten::bernoulli_", "aten::exponential_", "aten::geometric_",
+                    "aten::cauchy_", "aten::log_normal_"},
+                   name);
 }
 
 // These operators change the tensor, not its values.
 bool changes_metadata(const c10::OperatorHandle& op) {
-  constexpr std::array<std::string_view, 2> names = {"aten::requires_grad_", "aten::rename_"};
-  return op.hasTag(at::Tag::inplace_view) || is_one_of(names, op.schema().name());
+  return op.hasTag(at::Tag::inplace_view) ||
+         is_one_of({"aten::requires_grad_", "aten::rename_"}, op.schema().name());
 }
 
 bool is_written(const c10::Argument& argument) {
@@ -250,19 +247,17 @@ class Call {
   void finish(torch::jit::Stack values) {
     torch::jit::drop(stack_, arguments_.size());
     if (in_place_) {
-      if (recordable_) defer_self();
+      if (recordable_) {
+        DeferredStorage* const storage = deferred_storage(self());
+        node_->nbytes = storage->nbytes();
+        storage->defer(node_);
+      }
       stack_.emplace_back(self());
     } else {
       if (recordable_ && values.size() == 1 && values[0].isTensor())
         defer_result(values[0].toTensor());
       stack_.insert(stack_.end(), values.begin(), values.end());
     }
-  }
-
-  void defer_self() {
-    DeferredStorage* storage = deferred_storage(self());
-    node_->nbytes = storage->nbytes();
-    storage->defer(node_);
   }
 
   void defer_result(const at::Tensor& result) {
@@ -275,9 +270,7 @@ class Call {
 
   // The default dtype may differ when the recipe is evaluated.
   void fix_dtype(at::ScalarType dtype) {
-    for (const c10::IValue& argument : arguments_) {
-      if (argument.isTensor()) return;
-    }
+    if (std::ranges::any_of(arguments_, &c10::IValue::isTensor)) return;
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (arguments_[i].isNone() && schema_.arguments()[i].name() == "dtype") {
         node_->arguments[i] = dtype;
