@@ -66,7 +66,10 @@ class Arena::Neighbour {
     // A pidfd always refers to the same process, while a pid may be reused. The id of its memory
     // was checked just now, so this is the right process.
     pidfd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
-    if (pidfd_ < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open");
+    if (pidfd_ < 0) {
+      throw std::system_error(errno, std::generic_category(),
+                              fmt::format("could not watch process {} (pidfd_open)", pid_));
+    }
   }
   ~Neighbour() {
     if (pidfd_ >= 0) ::close(pidfd_);

@@ -201,7 +201,8 @@ class HostedProcessGroup : public ProcessGroup,
 
   int index() const { return table_.index_of(rank()); }
 
-  WorkPtr start_steps(const char* collective, const CollectiveTag& tag, std::vector<Step> steps) {
+  WorkPtr start_steps(const char* collective, const CollectiveTag& tag,
+                      std::vector<CollectiveStep> steps) {
     return run_stepwise(threads_.at(static_cast<size_t>(tag.channel)),
                         order_.next(*this, collective, tag), timeout(), local_->arena(),
                         std::move(steps));
@@ -377,7 +378,7 @@ class HostedProcessGroup : public ProcessGroup,
   WorkPtr start(Broadcast& call, const CollectiveTag& tag) {
     const auto& [tensor, root] = call;
     ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
-    std::vector<Step> steps;
+    std::vector<CollectiveStep> steps;
     if (table_.index_of(root) == index()) {
       steps.emplace_back([tensor = tensor, from = table_.host_of(root),
                           rail = rail_](const CollectiveTag& rail_tag) {

@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kGrace{500};
 class StepwiseWork final : public Work, public Job {
  public:
   StepwiseWork(CollectiveName name, std::chrono::milliseconds timeout, std::shared_ptr<Arena> arena,
-               std::vector<Step> steps)
+               std::vector<CollectiveStep> steps)
       : name_(std::move(name)),
         timeout_(timeout),
         arena_(std::move(arena)),
@@ -119,7 +119,7 @@ class StepwiseWork final : public Work, public Job {
     try {
       step();
     } catch (const c10::DistBackendError&) {
-      C10_THROW_ERROR(DistBackendError, name_.describe() + ", in a step of it: " +
+      C10_THROW_ERROR(DistBackendError, name_.describe() + " failed in one of its steps: " +
                                             exception_text(std::current_exception()));
     }
   }
@@ -142,7 +142,7 @@ class StepwiseWork final : public Work, public Job {
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<Arena> arena_;
 
-  std::vector<Step> steps_;  // used by the running thread alone
+  std::vector<CollectiveStep> steps_;  // used by the running thread alone
   std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kQueued;
@@ -156,7 +156,7 @@ class StepwiseWork final : public Work, public Job {
 }  // namespace
 
 WorkPtr run_stepwise(JobThread& thread, CollectiveName name, std::chrono::milliseconds timeout,
-                     std::shared_ptr<Arena> arena, std::vector<Step> steps) {
+                     std::shared_ptr<Arena> arena, std::vector<CollectiveStep> steps) {
   auto work = std::make_shared<StepwiseWork>(name, timeout, std::move(arena), std::move(steps));
   TORCH_CHECK_WITH(DistBackendError, thread.push(work), name.describe(),
                    ": the process group was closed");

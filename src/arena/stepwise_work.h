@@ -14,7 +14,7 @@
 namespace tessera {
 
 /// Starts the collectives of one step of a collective and returns their works.
-using Step = std::function<std::vector<WorkPtr>(const CollectiveTag& tag)>;
+using CollectiveStep = std::function<std::vector<WorkPtr>(const CollectiveTag& tag)>;
 
 /// Starts a collective made of collectives of other process groups. On `thread`, each step starts
 /// when the previous one has completed; the caller of `wait()` completes the last step. If `thread`
@@ -22,6 +22,6 @@ using Step = std::function<std::vector<WorkPtr>(const CollectiveTag& tag)>;
 ///
 /// Throws `c10::DistBackendError` if `thread` was stopped before.
 WorkPtr run_stepwise(JobThread& thread, CollectiveName name, std::chrono::milliseconds timeout,
-                     std::shared_ptr<Arena> arena, std::vector<Step> steps);
+                     std::shared_ptr<Arena> arena, std::vector<CollectiveStep> steps);
 
 }  // namespace tessera

@@ -132,7 +132,7 @@ SharedMemoryHandle SharedMemoryHandle::from_text(const std::string& text) {
   SharedMemoryHandle handle;
   std::istringstream in(text);
   if (!(in >> handle.pid >> handle.fd >> handle.nbytes >> handle.id))
-    throw std::runtime_error("no handle of shared memory: '" + text + "'");
+    throw std::runtime_error("a handle of shared memory must be four numbers; got '" + text + "'");
   return handle;
 }
 
@@ -141,14 +141,14 @@ std::byte* SharedMemory::map(int protection) const {
   const size_t reserved = mapped_ + kHugePage;
   void* const range =
       ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (range == MAP_FAILED) throw_errno("no room for the addresses of shared memory");
+  if (range == MAP_FAILED) throw_errno("could not reserve addresses for shared memory");
   const auto begin = reinterpret_cast<uintptr_t>(range);
   const uintptr_t data = (begin + kHugePage - 1) / kHugePage * kHugePage;
   void* const mapped = ::mmap(reinterpret_cast<void*>(data), mapped_, protection,
                               MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_, 0);
   if (mapped == MAP_FAILED) {
     ::munmap(range, reserved);
-    throw_errno("shared memory could not be mapped");
+    throw_errno("could not map shared memory");
   }
   const uintptr_t end = data + mapped_;
   if (data > begin) ::munmap(range, data - begin);
@@ -162,9 +162,9 @@ std::shared_ptr<SharedMemory> SharedMemory::create(const char* name, size_t nbyt
   memory->mapped_ = mapped_size(nbytes);
   check_file_limit(memory->mapped_);
   memory->fd_ = nameless_file(name);
-  if (memory->fd_ < 0) throw_errno("memfd_create");
+  if (memory->fd_ < 0) throw_errno("could not make a file in memory (memfd_create)");
   if (::ftruncate(memory->fd_, static_cast<off_t>(memory->mapped_)) != 0)
-    throw_errno("shared memory could not be given its size");
+    throw_errno(fmt::format("could not set the size of shared memory to {} bytes", nbytes));
   memory->data_ = memory->map(PROT_READ | PROT_WRITE);
   memory->handle_ = {.pid = ::getpid(), .fd = memory->fd_, .nbytes = nbytes, .id = random_id()};
   std::memcpy(memory->data_ + memory->mapped_ - kIdPage, &memory->handle_.id, sizeof(uint64_t));
@@ -184,15 +184,17 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handl
   std::shared_ptr<SharedMemory> memory(new SharedMemory());
   memory->mapped_ = mapped_size(handle.nbytes);
   memory->handle_ = handle;
-  const std::string path =
-      "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+  const std::string path = fmt::format("/proc/{}/fd/{}", handle.pid, handle.fd);
   memory->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (memory->fd_ < 0) throw_errno("the memory of process " + std::to_string(handle.pid));
+  if (memory->fd_ < 0)
+    throw_errno(fmt::format("could not open the shared memory of process {}", handle.pid));
   uint64_t id = 0;
   const auto at = static_cast<off_t>(memory->mapped_ - kIdPage);
   if (::pread(memory->fd_, &id, sizeof(id), at) != sizeof(id) || id != handle.id) {
-    throw std::runtime_error("process " + std::to_string(handle.pid) +
-                             " here is not the one that made the memory");
+    throw std::runtime_error(
+        fmt::format("the process with the number {} is not the one that made the shared memory: the "
+                    "ranks may be in different containers",
+                    handle.pid));
   }
   memory->data_ = memory->map(PROT_READ | PROT_WRITE);
   return memory;
@@ -206,14 +208,14 @@ const std::byte* SharedMemory::read_only() {
 
 void SharedMemory::reserve() {
   if (::fallocate(fd_, 0, 0, static_cast<off_t>(mapped_)) != 0)
-    throw_errno("no memory for " + std::to_string(nbytes()) + " bytes to share");
+    throw_errno(fmt::format("could not reserve {} bytes of shared memory", nbytes()));
 }
 
 void SharedMemory::reserve(size_t begin, size_t end) {
   begin = begin / kIdPage * kIdPage;
   if (begin >= end || ::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
   if (errno == EINVAL) return;  // the kernel does not know it
-  throw_errno("no memory for " + std::to_string(end - begin) + " bytes to share");
+  throw_errno(fmt::format("could not reserve {} bytes of shared memory", end - begin));
 }
 
 void SharedMemory::give_back(size_t begin, size_t end) noexcept {

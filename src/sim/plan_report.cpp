@@ -36,14 +36,14 @@ void check_options(const PlanReportOptions& options) {
 }
 
 void check_foreseeable(const ShardPlan& plan) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not known on paper: a list "
-                              "of sizes says nothing about DistTensors");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not known on paper: what fits "
-                              "depends on activations; give plan.resident_bytes");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not known on paper: "
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not supported: a list of sizes "
+                              "does not say which parameters are DistTensors");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not supported: the size of "
+                              "activations is not known; give plan.resident_bytes");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not supported: "
                               "the list holds parameters, not buffers");
   TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[plan_report] plan.reduce_gradients must be true: "
-                              "what the user sends and keeps otherwise is not known");
+                              "the bytes of a reduction by the user are not known");
 }
 
 ParamSlot slot_of(const ParameterSize& parameter) {
@@ -336,8 +336,8 @@ int state_tensors_of(torch::optim::Optimizer& optimizer) {
   for (auto& param_group : optimizer.param_groups())
     counts.insert(state_names(optimizer, param_group).size());
   TORCH_CHECK_VALUE(counts.size() == 1,
-                    "[state_tensors_of] all param groups must have the optimizer keep as many tensors for "
-                    "a parameter; got ", counts.size(), " different numbers");
+                    "[state_tensors_of] the optimizer must keep the same number of tensors per parameter in "
+                    "all param groups; got ", counts.size(), " different numbers");
   return static_cast<int>(*counts.begin());
 }
 
