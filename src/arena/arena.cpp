@@ -2,16 +2,21 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <poll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "arena/handshake.h"
-#include "memory/shared_heap.h"
+#include "memory/tensor_allocator.h"
 
 namespace tessera {
 
@@ -36,25 +41,7 @@ constexpr auto kLongestSleep = std::chrono::milliseconds(100);
 // About the cost of going to sleep and being woken.
 constexpr auto kSpin = std::chrono::microseconds(100);
 
-bool has_a_core_each(int ranks) {
-  return ranks <= static_cast<int>(std::thread::hardware_concurrency());
-}
-
-// Holds tensors that other ranks had not read when this rank closed. Never freed: they may still be
-// read.
-void keep_for_ever(std::vector<at::Tensor> tensors) {
-  static std::mutex mutex;
-  static auto* const kept = new std::vector<std::vector<at::Tensor>>();
-  std::lock_guard lock(mutex);
-  kept->push_back(std::move(tensors));
-}
-
 uint32_t count_of(const ArenaTicket& ticket) { return static_cast<uint32_t>(ticket.number + 1); }
-
-// Not a test for equality: a later collective may already use the slot.
-bool has_come_to(const std::atomic<uint32_t>& count, const ArenaTicket& ticket) {
-  return static_cast<int32_t>(count.load(std::memory_order_acquire) - count_of(ticket)) >= 0;
-}
 
 void pause() {
 #if defined(__x86_64__)
@@ -66,8 +53,78 @@ void pause() {
 
 }  // namespace
 
-Arena::Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap,
-             std::shared_ptr<Ledger> ledger, std::vector<std::unique_ptr<Neighbour>> neighbours)
+// Another rank of this host, in another process or in another thread of this one. Gives access to
+// its memory and reports whether it is alive.
+class Arena::Neighbour {
+ public:
+  // `heap`: handle of the rank's shared heap; `base`: the heap's address in that rank.
+  Neighbour(const SharedMemoryHandle& heap, uint64_t base) : pid_(heap.pid), base_(base) {
+    auto memory = SharedMemory::open(heap);
+    if (reinterpret_cast<uint64_t>(memory->data()) == base && pid_ == ::getpid()) return;
+    heap_ = std::move(memory);
+    heap_->close_descriptor();
+    // A pidfd always refers to the same process, while a pid may be reused. The id of its memory
+    // was checked just now, so this is the right process.
+    pidfd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
+    if (pidfd_ < 0) {
+      throw std::system_error(errno, std::generic_category(),
+                              fmt::format("could not watch process {} (pidfd_open)", pid_));
+    }
+  }
+  ~Neighbour() {
+    if (pidfd_ >= 0) ::close(pidfd_);
+  }
+  Neighbour(const Neighbour&) = delete;
+  Neighbour& operator=(const Neighbour&) = delete;
+
+  // Returns true if the rank is a thread of this process, with the same addresses.
+  bool is_thread_here() const { return heap_ == nullptr; }
+  int64_t pid() const { return pid_; }
+  // Returns the address in this process of the rank's memory at `address`, which must be in its
+  // shared heap unless it is a thread of this process.
+  const std::byte* seen_from_here(uint64_t address) const {
+    return is_thread_here() ? reinterpret_cast<const std::byte*>(address)
+                            : heap_->data() + (address - base_);
+  }
+  // Returns true once its process has ended. Makes a system call.
+  bool has_died() const {
+    if (pidfd_ < 0) return false;
+    pollfd entry{.fd = pidfd_, .events = POLLIN, .revents = 0};
+    return ::poll(&entry, 1, 0) > 0;
+  }
+
+ private:
+  int64_t pid_;
+  uint64_t base_;
+  std::shared_ptr<SharedMemory> heap_;  // null: a thread of this process
+  int pidfd_ = -1;
+};
+
+struct Arena::Task {
+  bool is_over() const { return is_done || error; }
+
+  ArenaTicket awaited;
+  Advance advance;
+  bool is_done = false;
+  std::exception_ptr error;
+};
+
+class Arena::TaskWork final : public Work {
+ public:
+  TaskWork(std::shared_ptr<Arena> arena, std::shared_ptr<Task> task)
+      : arena_(std::move(arena)), task_(std::move(task)) {}
+
+  void wait() override { arena_->wait(*task_, /*inputs=*/false); }
+  void wait_inputs() override { arena_->wait(*task_, /*inputs=*/true); }
+  bool is_completed() override { return arena_->is_done(*task_); }
+
+ private:
+  const std::shared_ptr<Arena> arena_;
+  const std::shared_ptr<Task> task_;
+};
+
+Arena::Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap, Ledger ledger,
+             std::vector<std::shared_ptr<Neighbour>> neighbours)
     : rank_(rank),
       timeout_(timeout),
       heap_(heap),
@@ -76,33 +133,32 @@ Arena::Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap,
       all_are_threads_(
           std::all_of(neighbours_.begin(), neighbours_.end(),
                       [](const auto& other) { return !other || other->is_thread_here(); })),
-      may_spin_(has_a_core_each(ledger_->size())) {}
+      may_spin_(size() <= static_cast<int>(std::thread::hardware_concurrency())) {}
 
 std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not) {
   PageHeap* heap = nullptr;
-  std::shared_ptr<Ledger> ledger;
-  std::vector<std::unique_ptr<Neighbour>> neighbours;
-  Handshake handshake(inner);
-  handshake.show([&] {
+  std::shared_ptr<SharedMemory> ledger;
+  std::vector<std::shared_ptr<Neighbour>> neighbours;
+  const auto show = [&] {
     heap = &shared_heap(inner.size());
-    if (inner.rank() == 0) ledger = Ledger::create(inner.size());
     const std::string own = fmt::format("{}\n{}", heap->shared()->handle().to_text(),
                                         reinterpret_cast<uint64_t>(heap->shared()->data()));
-    return ledger ? own + "\n" + ledger->memory().handle().to_text() : own;
+    if (inner.rank() != 0) return own;
+    ledger = SharedMemory::create("tessera ledger", Ledger::nbytes(inner.size()));
+    return own + "\n" + ledger->handle().to_text();
+  };
+  why_not = shake_hands(inner, show, [&](int rank, const std::vector<std::string>& lines) {
+    std::shared_ptr<Neighbour>& neighbour = neighbours.emplace_back();
+    if (rank == inner.rank()) return;
+    if (rank == 0) ledger = SharedMemory::open(SharedMemoryHandle::from_text(lines.at(2)));
+    neighbour = std::make_shared<Neighbour>(SharedMemoryHandle::from_text(lines.at(0)),
+                                            std::stoull(lines.at(1)));
   });
-  handshake.take([&](int rank, const std::vector<std::string>& lines) {
-    if (rank == 0 && inner.rank() != 0)
-      ledger = Ledger::open(SharedMemoryHandle::from_text(lines.at(2)), inner.size());
-    neighbours.push_back(rank == inner.rank() ? nullptr
-                                              : std::make_unique<Neighbour>(
-                                                    SharedMemoryHandle::from_text(lines.at(0)),
-                                                    std::stoull(lines.at(1))));
-  });
-  why_not = handshake.failure();
   if (!why_not.empty()) return nullptr;
-  ledger->memory().close_descriptor();
-  return std::shared_ptr<Arena>(
-      new Arena(inner.rank(), inner.timeout(), *heap, std::move(ledger), std::move(neighbours)));
+  ledger->close_descriptor();
+  return std::shared_ptr<Arena>(new Arena(inner.rank(), inner.timeout(), *heap,
+                                          Ledger(std::move(ledger), inner.size()),
+                                          std::move(neighbours)));
 }
 
 ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
@@ -144,16 +200,16 @@ void Arena::show(const ArenaTicket& ticket, const std::vector<ShownPiece>& piece
     const std::lock_guard lock(mutex_);
     shown_.push_back({ticket, std::move(kept), post, block});
   }
-  PostSlot& slot = ledger_->slot(rank_, ticket.channel(), ticket.number);
+  PostSlot& slot = ledger_.slot(rank_, ticket.channel(), ticket.number);
   slot.address = reinterpret_cast<uint64_t>(post);
   slot.shown.store(count_of(ticket), std::memory_order_release);
-  ledger_->ring_others(rank_);
+  ledger_.ring_others(rank_);
 }
 
 const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
-  const PostSlot& slot = ledger_->slot(rank, ticket.channel(), ticket.number);
+  const PostSlot& slot = ledger_.slot(rank, ticket.channel(), ticket.number);
   if (slot.shown.load(std::memory_order_acquire) != count_of(ticket)) return nullptr;
-  const auto* const post = static_cast<const Post*>(seen(rank, slot.address));
+  const auto* const post = reinterpret_cast<const Post*>(data(rank, slot.address));
   TORCH_CHECK_WITH(DistBackendError, post->fingerprint == ticket.fingerprint,
                    differing_order(ticket.name, ticket.number, ticket.what, rank,
                                    std::string(post->what, strnlen(post->what, Post::kMaxText))));
@@ -167,63 +223,54 @@ bool Arena::all_show(const ArenaTicket& ticket) const {
   return true;
 }
 
-const std::byte* Arena::data(int rank, const ShownPiece& piece) const {
-  return static_cast<const std::byte*>(seen(rank, piece.address));
-}
-
-// Returns the address in this process of the memory that `rank` has at `address`.
-void* Arena::seen(int rank, uint64_t address) const {
-  return rank == rank_ ? reinterpret_cast<void*>(address)
+const std::byte* Arena::data(int rank, uint64_t address) const {
+  return rank == rank_ ? reinterpret_cast<const std::byte*>(address)
                        : neighbours_[rank]->seen_from_here(address);
 }
 
 void Arena::done_reading(const ArenaTicket& ticket) {
-  PostSlot& slot = ledger_->slot(rank_, ticket.channel(), ticket.number);
+  PostSlot& slot = ledger_.slot(rank_, ticket.channel(), ticket.number);
   slot.read.store(count_of(ticket), std::memory_order_release);
-  ledger_->ring_others(rank_);
+  ledger_.ring_others(rank_);
 }
 
 bool Arena::has_read(int rank, const ArenaTicket& ticket) const {
-  return has_come_to(ledger_->slot(rank, ticket.channel(), ticket.number).read, ticket);
+  const PostSlot& slot = ledger_.slot(rank, ticket.channel(), ticket.number);
+  // Not a test for equality: a later collective may already use the slot.
+  return static_cast<int32_t>(slot.read.load(std::memory_order_acquire) - count_of(ticket)) >= 0;
 }
 
 bool Arena::all_have_read(const ArenaTicket& ticket) const {
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_ && !has_read(rank, ticket)) return false;
+    if (!has_read(rank, ticket)) return false;
   }
   return true;
 }
 
 void Arena::free_what_is_read() {
   std::erase_if(shown_, [&](Shown& shown) {
-    // This rank also reads its own post.
-    if (!has_read(rank_, shown.ticket) || !all_have_read(shown.ticket)) return false;
-    free(shown.post);
-    if (shown.block) free(shown.block);
+    if (!all_have_read(shown.ticket)) return false;
+    heap_.free(shown.post);
+    if (shown.block) heap_.free(shown.block);
     return true;
   });
 }
 
-void Arena::start(const std::shared_ptr<ArenaTask>& task) {
+WorkPtr Arena::start(ArenaTicket ticket, Advance advance) {
+  const auto task = std::make_shared<Task>(Task{std::move(ticket), std::move(advance)});
   const std::lock_guard lock(mutex_);
   tasks_.push_back(task);
   progress_locked();
-}
-
-// Calls `f` unless the task is over. An exception is stored, and rethrown by waits for the task.
-template <class F>
-void Arena::call_locked(ArenaTask& task, F&& f) {
-  if (task.is_over()) return;
-  try {
-    f();
-  } catch (...) {
-    task.error_ = std::current_exception();
-  }
+  return std::make_shared<TaskWork>(shared_from_this(), task);
 }
 
 void Arena::progress_locked() {
-  std::erase_if(tasks_, [&](const std::shared_ptr<ArenaTask>& task) {
-    call_locked(*task, [&] { task->is_done_ = task->advance(*this); });
+  std::erase_if(tasks_, [&](const std::shared_ptr<Task>& task) {
+    try {
+      task->is_done = task->advance(*this, task->awaited);
+    } catch (...) {
+      task->error = std::current_exception();  // waits for the task rethrow it
+    }
     return task->is_over();
   });
   free_what_is_read();
@@ -234,7 +281,7 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
   progress_locked();
   if (done()) return;
   const auto start = Clock::now();
-  Bell& bell = ledger_->bell(rank_);
+  Bell& bell = ledger_.bell(rank_);
   while (true) {
     const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
     progress_locked();
@@ -242,35 +289,33 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
     TORCH_CHECK_WITH(DistBackendError, !gave_up_.load(std::memory_order_acquire), name.describe(),
                      " gave up waiting: the process group was closed");
     lock.unlock();
-    if (!may_spin_ || !spin(seen)) {
-      bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-      sleep_on(bell, seen, kLongestSleep);
-      bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-      // No ring since `seen`, so all posts that a rank published before it left have been handled.
-      if (bell.rings.load(std::memory_order_acquire) == seen) check_neighbours(lacks, name, start);
-    }
+    const bool has_slept = !may_spin_ || !spin(seen);
+    if (has_slept) bell.sleep(seen, kLongestSleep);
     lock.lock();
+    // No ring since `seen`, so all posts that a rank published before it left have been handled.
+    if (has_slept && bell.rings.load(std::memory_order_acquire) == seen)
+      check_neighbours(lacks, name, start);
   }
 }
 
-void Arena::wait(ArenaTask& task, bool inputs) {
-  if (mark_.is_inherited()) return wait_in_child(task);
+void Arena::wait(const Task& task, bool inputs) {
+  const CollectiveName& name = task.awaited.name;
+  if (mark_.is_inherited()) {
+    // A task that was done before the fork stays done; any other never completes in the child.
+    if (task.error) std::rethrow_exception(task.error);
+    if (!task.is_done) check_process(mark_, name);
+    return;
+  }
   Lock lock(mutex_);
-  wait_until([&] { return task.is_over(); }, [&](int rank) { return !shown(rank, task.awaited()); },
-             task.ticket().name, lock);
-  if (task.error_) std::rethrow_exception(task.error_);
+  wait_until([&] { return task.is_over(); }, [&](int rank) { return !shown(rank, task.awaited); },
+             name, lock);
+  if (task.error) std::rethrow_exception(task.error);
   if (!inputs) return;
-  wait_until([&] { return all_have_read(task.awaited()); },
-             [&](int rank) { return !has_read(rank, task.awaited()); }, task.ticket().name, lock);
+  wait_until([&] { return all_have_read(task.awaited); },
+             [&](int rank) { return !has_read(rank, task.awaited); }, name, lock);
 }
 
-// A task that was done before the fork stays done; any other never completes in the child.
-void Arena::wait_in_child(ArenaTask& task) const {
-  if (task.error_) std::rethrow_exception(task.error_);
-  if (!task.is_done_) check_process(mark_, task.ticket().name);
-}
-
-bool Arena::is_done(ArenaTask& task) {
+bool Arena::is_done(const Task& task) {
   if (mark_.is_inherited()) return task.is_over();
   const std::lock_guard lock(mutex_);
   if (!task.is_over()) progress_locked();
@@ -285,12 +330,12 @@ void Arena::wait_for_slot(const ArenaTicket& ticket) {
   Lock lock(mutex_);
   // Includes this rank's own reading, which could not be told apart from that of the new
   // collective.
-  wait_until([&] { return has_read(rank_, last) && all_have_read(last); },
+  wait_until([&] { return all_have_read(last); },
              [&](int rank) { return !has_read(rank, last); }, ticket.name, lock);
 }
 
 bool Arena::spin(uint32_t seen) const {
-  const Bell& bell = ledger_->bell(rank_);
+  const Bell& bell = ledger_.bell(rank_);
   const auto end = Clock::now() + kSpin;
   while (Clock::now() < end) {
     for (int i = 0; i < 32; ++i) {
@@ -312,12 +357,12 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || !lacks(rank)) continue;
     if (missing < 0) missing = rank;
-    if (left < 0 && ledger_->bell(rank).closed.load(std::memory_order_acquire) != 0) left = rank;
+    if (left < 0 && ledger_.bell(rank).closed.load(std::memory_order_acquire) != 0) left = rank;
   }
   // A rank may have left because another one died; report the death.
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || !(left >= 0 || lacks(rank)) || !neighbours_[rank]->has_died()) continue;
-    if (ledger_->bell(rank).closed.load(std::memory_order_acquire) == 0)
+    if (ledger_.bell(rank).closed.load(std::memory_order_acquire) == 0)
       fail(rank, fmt::format("its process, {}, has ended", neighbours_[rank]->pid()));
   }
   if (left >= 0) fail(left, "it has left: its world was destroyed");
@@ -328,15 +373,15 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
 void Arena::give_up() noexcept {
   if (mark_.is_inherited()) return;
   gave_up_.store(true, std::memory_order_release);
-  ledger_->ring(rank_);
+  ledger_.bell(rank_).ring();
 }
 
 void Arena::close(std::chrono::milliseconds grace) noexcept {
   if (mark_.is_inherited()) return;
   Lock lock(mutex_);
   if (std::exchange(closed_, true)) return;
-  ledger_->bell(rank_).closed.store(1, std::memory_order_release);
-  ledger_->ring_others(rank_);
+  ledger_.bell(rank_).closed.store(1, std::memory_order_release);
+  ledger_.ring_others(rank_);
   const auto end = Clock::now() + grace;
   while (true) {
     progress_locked();
@@ -345,24 +390,22 @@ void Arena::close(std::chrono::milliseconds grace) noexcept {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock.lock();
   }
-  keep_all_for_ever();
-}
-
-void Arena::keep_all_for_ever() {
-  for (Shown& shown : shown_) keep_for_ever(std::move(shown.kept));
-  shown_.clear();
+  // Tensors that other ranks have not read are never freed: they may still be read.
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::deque<Shown>>();
+  const std::lock_guard kept_lock(mutex);
+  kept->push_back(std::exchange(shown_, {}));
 }
 
 // Returns true if a rank that is still in the arena has not read all posts of this one.
 bool Arena::anybody_may_read() const {
   for (int rank = 0; rank < size(); ++rank) {
-    if (rank == rank_ || ledger_->bell(rank).closed.load(std::memory_order_acquire) != 0 ||
+    if (rank == rank_ || ledger_.bell(rank).closed.load(std::memory_order_acquire) != 0 ||
         neighbours_[rank]->has_died())
       continue;
-    const bool has_read_all = std::all_of(shown_.begin(), shown_.end(), [&](const Shown& shown) {
-      return has_read(rank, shown.ticket);
-    });
-    if (!has_read_all) return true;
+    for (const Shown& shown : shown_) {
+      if (!has_read(rank, shown.ticket)) return true;
+    }
   }
   return false;
 }

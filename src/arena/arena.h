@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -13,9 +12,9 @@
 #include <vector>
 
 #include "arena/ledger.h"
-#include "arena/neighbour.h"
 #include "group/collective_form.h"
 #include "group/collective_name.h"
+#include "memory/page_heap.h"
 #include "memory/process_mark.h"
 
 namespace tessera {
@@ -38,8 +37,6 @@ struct Post {
   const ShownPiece* first_piece() const { return reinterpret_cast<const ShownPiece*>(this + 1); }
 };
 
-class ArenaTask;
-
 /// Identifies one collective: its form, on which ranks must agree, and its position in its channel.
 struct ArenaTicket {
   CollectiveName name;
@@ -54,12 +51,17 @@ struct ArenaTicket {
 /// in arena.cpp. Several threads of a rank may call its members concurrently.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
+  /// Does as much of this rank's share of a collective as the posts published so far allow; returns
+  /// true when the outputs are written. Never waits. `awaited`: the ticket whose posts it needs
+  /// next; a collective of two rounds moves it to the second.
+  using Advance = std::function<bool(Arena& arena, ArenaTicket& awaited)>;
+
   /// Makes an arena of the ranks that `inner` already connects. Collective. Returns null on all
   /// ranks, with the reason in `why_not`, if any of them can't share memory.
   static std::shared_ptr<Arena> connect(ProcessGroup& inner, std::string& why_not);
 
   int rank() const { return rank_; }
-  int size() const { return ledger_->size(); }
+  int size() const { return ledger_.size(); }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
   /// Reserves the next `count` positions in the order of a channel and returns the first. Waits
@@ -75,11 +77,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   /// `c10::DistBackendError` if `rank` issued a different collective at this position.
   const Post* shown(int rank, const ArenaTicket& ticket) const;
   bool all_show(const ArenaTicket& ticket) const;
-  /// Returns true once `rank` has finished reading the posts for `ticket`.
-  bool has_read(int rank, const ArenaTicket& ticket) const;
+  /// Returns true once all ranks, this one included, have finished reading the posts for `ticket`.
   bool all_have_read(const ArenaTicket& ticket) const;
-  /// Returns the address in this process of a piece that `rank` published.
-  const std::byte* data(int rank, const ShownPiece& piece) const;
+  /// Returns the address in this process of the memory that `rank` has at `address`, which it
+  /// published.
+  const std::byte* data(int rank, uint64_t address) const;
   /// Tells all other ranks that this rank has finished reading their posts for `ticket`.
   void done_reading(const ArenaTicket& ticket);
 
@@ -87,16 +89,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool reaches(const void* data) const;
   /// Allocates `nbytes` of memory that the other ranks can read. Throws `c10::OutOfMemoryError`.
   std::byte* allocate(size_t nbytes);
-  void free(void* block) { heap_.free(block); }
 
-  /// Starts `task`: advances it now as far as possible; later calls and waits do the rest.
-  void start(const std::shared_ptr<ArenaTask>& task);
-  /// Returns true if `wait()` for the outputs of `task` would return at once. Unless `task` is
-  /// over, advances all tasks as far as possible first. Never waits.
-  bool is_done(ArenaTask& task);
-  /// Waits until `task` has written its outputs and, if `inputs`, until the other ranks have read
-  /// its inputs.
-  void wait(ArenaTask& task, bool inputs);
+  /// Starts the work of a collective: advances it now as far as possible; later calls and waits do
+  /// the rest. Waits for its inputs end when the other ranks have read them.
+  WorkPtr start(ArenaTicket ticket, Advance advance);
 
   /// Makes the waits of this rank's threads fail soon. Called from another thread than theirs.
   void give_up() noexcept;
@@ -105,6 +101,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void close(std::chrono::milliseconds grace) noexcept;
 
  private:
+  class Neighbour;
+  struct Task;
+  class TaskWork;
   struct Shown {
     ArenaTicket ticket;
     std::vector<at::Tensor> kept;
@@ -112,24 +111,21 @@ class Arena : public std::enable_shared_from_this<Arena> {
     void* block;
   };
   using Clock = std::chrono::steady_clock;
-
-  Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap, std::shared_ptr<Ledger> ledger,
-        std::vector<std::unique_ptr<Neighbour>> neighbours);
-
   using Lock = std::unique_lock<std::recursive_mutex>;
   /// True for a rank that the caller is still waiting for.
   using Lacks = std::function<bool(int rank)>;
 
-  void* seen(int rank, uint64_t address) const;
-  template <class F>
-  void call_locked(ArenaTask& task, F&& f);
+  Arena(int rank, std::chrono::milliseconds timeout, PageHeap& heap, Ledger ledger,
+        std::vector<std::shared_ptr<Neighbour>> neighbours);
+
+  bool has_read(int rank, const ArenaTicket& ticket) const;
   void progress_locked();
+  void wait(const Task& task, bool inputs);
+  bool is_done(const Task& task);
   void free_what_is_read();
   void wait_for_slot(const ArenaTicket& ticket);
   void wait_until(const std::function<bool()>& done, const Lacks& lacks, const CollectiveName& name,
                   Lock& lock);
-  void wait_in_child(ArenaTask& task) const;
-  void keep_all_for_ever();
   bool anybody_may_read() const;
   bool spin(uint32_t seen) const;
   void check_neighbours(const Lacks& lacks, const CollectiveName& name,
@@ -139,8 +135,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   const int rank_;
   const std::chrono::milliseconds timeout_;
   PageHeap& heap_;  // of this process
-  const std::shared_ptr<Ledger> ledger_;
-  const std::vector<std::unique_ptr<Neighbour>> neighbours_;  // by rank; null for this rank
+  const Ledger ledger_;
+  const std::vector<std::shared_ptr<Neighbour>> neighbours_;  // by rank; null for this rank
   const bool all_are_threads_;
   const bool may_spin_;
 
@@ -148,32 +144,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool closed_ = false;
   std::atomic<bool> gave_up_ = false;
   std::array<int64_t, Ledger::kChannels> next_{};
-  std::vector<std::shared_ptr<ArenaTask>> tasks_;  // under way, oldest first
-  std::deque<Shown> shown_;                        // oldest first
-};
-
-/// This rank's share of the work of a collective.
-class ArenaTask {
- public:
-  explicit ArenaTask(ArenaTicket ticket) : ticket_(std::move(ticket)) {}
-  virtual ~ArenaTask() = default;
-
-  /// Does the work that the posts published so far allow; returns true when the outputs are
-  /// written. Never waits.
-  virtual bool advance(Arena& arena) = 0;
-  /// The ticket whose posts, by the other ranks, the task is waiting for.
-  virtual const ArenaTicket& awaited() const { return ticket_; }
-  const ArenaTicket& ticket() const { return ticket_; }
-
- protected:
-  const ArenaTicket ticket_;
-
- private:
-  friend class Arena;
-  bool is_over() const { return is_done_ || error_; }
-
-  bool is_done_ = false;
-  std::exception_ptr error_;
+  std::vector<std::shared_ptr<Task>> tasks_;  // under way, oldest first
+  std::deque<Shown> shown_;                   // oldest first
 };
 
 }  // namespace tessera

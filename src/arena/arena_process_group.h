@@ -3,6 +3,7 @@
 #include <tessera/process_group.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -11,12 +12,19 @@
 #include <vector>
 
 #include "arena/arena.h"
-#include "arena/arena_tasks.h"
 #include "arena/shared_buffers.h"
 #include "group/capability.h"
 #include "group/collective_form.h"
+#include "group/local_sum.h"
 
 namespace tessera {
+
+/// A part of a reduction: elements [begin, end) of the pieces of all ranks, reduced in rank order.
+struct ArenaReduction {
+  int64_t begin = 0, end = 0;
+  std::byte* out = nullptr;  ///< receives the range; its first element
+  LocalReduction reduction;
+};
 
 /// A process group of the ranks of one host. Its collectives go through an `Arena`.
 class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closable {
@@ -38,21 +46,22 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   /// Does nothing: there are no shards of other hosts.
   void release(const SharedBuffer& /*buffer*/) override {}
 
-  /// For collectives that span several hosts; see `HostedProcessGroup`.
+  /// For collectives that span several hosts; see `hosted_process_group()`.
   const std::shared_ptr<Arena>& arena() const { return arena_; }
   /// Makes memory of `nbytes` that all ranks map; returns null on all ranks if one of them can't.
   /// Reserves its pages now if `reserve`. Collective; blocks.
   std::shared_ptr<SharedMemory> share_memory(int64_t nbytes, bool reserve,
                                              const CollectiveTag& tag);
-  /// Starts an arrival (see `ArrivalTask`) with a ticket taken earlier.
+  /// Starts an arrival with a ticket taken earlier: waits until all ranks have come, and reads
+  /// nothing. It is a barrier, or a gather of shards that are already in shared memory.
   WorkPtr arrive_at(ArenaTicket ticket);
   /// Starts a gather of the `pieces` of all ranks into `flat`, with a ticket taken earlier.
-  WorkPtr gather_at(ArenaTicket ticket, std::vector<Piece> pieces, const at::Tensor& flat);
+  WorkPtr gather_at(ArenaTicket ticket, const std::vector<Piece>& pieces, const at::Tensor& flat);
   /// Starts a broadcast with a ticket taken earlier.
   WorkPtr broadcast_at(ArenaTicket ticket, const at::Tensor& tensor, int root);
   /// Starts a reduction of the `pieces` of all ranks. This rank computes the ranges that
   /// `reductions` list, into memory of `out`.
-  WorkPtr reduce(const at::Tensor& out, std::vector<Piece> pieces,
+  WorkPtr reduce(const at::Tensor& out, const std::vector<Piece>& pieces,
                  std::vector<ArenaReduction> reductions, const CollectiveForm& form,
                  const CollectiveTag& tag);
 
@@ -71,13 +80,10 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   WorkPtr start(AllToAll& call, const CollectiveTag& tag);
   WorkPtr start(Barrier& call, const CollectiveTag& tag);
 
-  WorkPtr start(const std::shared_ptr<ArenaTask>& task);
-  /// Publishes `tensor` in place and returns true if the other ranks can reach it. Otherwise, or if
-  /// it is empty, publishes a copy and returns false.
-  bool show(const ArenaTicket& ticket, const at::Tensor& tensor);
-  void show_copy(const ArenaTicket& ticket, const at::Tensor& tensor);
-  void show_pieces(const ArenaTicket& ticket, std::vector<Piece> pieces);
-  ShownPiece reachable_piece(const Piece& piece, std::byte*& copy) const;
+  /// Publishes the pieces in place that the other ranks can reach, and copies of the rest, or of
+  /// all if `copies_all`.
+  void show_pieces(const ArenaTicket& ticket, const std::vector<Piece>& pieces,
+                   bool copies_all = false);
 
   const std::shared_ptr<Arena> arena_;
   std::atomic<int64_t> next_buffer_ = 0;

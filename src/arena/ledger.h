@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "memory/shared_memory.h"
 
@@ -24,6 +25,12 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> rings{0};
   std::atomic<uint32_t> sleepers{0};
   std::atomic<uint32_t> closed{0};  ///< nonzero once the rank has left the arena
+
+  /// Wakes the rank or, if it is about to sleep, keeps it from sleeping.
+  void ring();
+  /// Sleeps until the bell rings or `longest` has passed; returns at once if it has rung since
+  /// `seen`, which the caller must read before it tests its condition.
+  void sleep(uint32_t seen, std::chrono::milliseconds longest);
 };
 
 /// The table in shared memory through which the ranks of an arena publish their posts.
@@ -35,19 +42,19 @@ class Ledger {
   static constexpr int kChannels = 3;
   static constexpr int64_t kSlots = 256;  ///< maximum of collectives under way per channel
 
-  /// Makes a ledger for `size` ranks; called by rank 0. Throws `std::system_error`.
-  static std::shared_ptr<Ledger> create(int size);
-  /// Maps the ledger that rank 0 made; called by the other ranks.
-  static std::shared_ptr<Ledger> open(const SharedMemoryHandle& handle, int size);
+  static size_t nbytes(int size) { return sizeof(RankBoard) * static_cast<size_t>(size); }
+  /// `memory`: the `nbytes(size)` bytes, all zero at first, that all ranks map.
+  Ledger(std::shared_ptr<SharedMemory> memory, int size)
+      : memory_(std::move(memory)),
+        size_(size),
+        boards_(reinterpret_cast<RankBoard*>(memory_->data())) {}
 
-  PostSlot& slot(int rank, int channel, int64_t sequence) const;
-  Bell& bell(int rank) const;
   int size() const { return size_; }
-  SharedMemory& memory() const { return *memory_; }
-
-  /// Wakes `rank` or, if it is about to sleep, keeps it from sleeping.
-  void ring(int rank) const;
-  /// Does the same for all ranks but `rank`.
+  Bell& bell(int rank) const { return boards_[rank].bell; }
+  PostSlot& slot(int rank, int channel, int64_t sequence) const {
+    return boards_[rank].slots[channel][sequence % kSlots];
+  }
+  /// Rings the bells of all ranks but `rank`.
   void ring_others(int rank) const;
 
  private:
@@ -56,17 +63,9 @@ class Ledger {
     std::array<std::array<PostSlot, kSlots>, kChannels> slots;
   };
 
-  Ledger(std::shared_ptr<SharedMemory> memory, int size);
-  static size_t nbytes(int size) { return sizeof(RankBoard) * static_cast<size_t>(size); }
-
   std::shared_ptr<SharedMemory> memory_;
   int size_;
   RankBoard* boards_;
 };
-
-/// Sleeps until `bell` rings or `longest` has passed; returns at once if it has rung since `seen`.
-/// The caller must read `seen` before it tests its condition, and add itself to `sleepers` before
-/// this call.
-void sleep_on(Bell& bell, uint32_t seen, std::chrono::milliseconds longest);
 
 }  // namespace tessera

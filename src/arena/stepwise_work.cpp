@@ -3,6 +3,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
 #include <utility>
 
 #include "message/exchange.h"
@@ -13,124 +16,151 @@ namespace {
 // How much longer a caller waits than the thread that runs the steps, whose error is more detailed.
 constexpr std::chrono::milliseconds kGrace{500};
 
+class StepwiseWork final : public Work, public Job {
+ public:
+  StepwiseWork(CollectiveName name, std::chrono::milliseconds timeout, std::shared_ptr<Arena> arena,
+               std::vector<CollectiveStep> steps)
+      : name_(std::move(name)),
+        timeout_(timeout),
+        arena_(std::move(arena)),
+        steps_(std::move(steps)) {}
+
+  void run() noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (aborted_) return;
+      state_ = State::kRunning;
+    }
+    std::exception_ptr error;
+    try {
+      perform_steps();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    steps_.clear();  // also releases their captures
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_for_.reset();
+      error_ = error;
+      state_ = State::kLastStep;
+    }
+    changed_.notify_all();
+  }
+
+  void abort() noexcept override {
+    {
+      const std::lock_guard lock(mutex_);
+      aborted_ = true;
+      if (auto* const exchange = dynamic_cast<ExchangeWork*>(waiting_for_.get())) exchange->abort();
+      if (state_ == State::kQueued) {
+        state_ = State::kLastStep;
+        error_ = std::make_exception_ptr(c10::DistBackendError(
+            {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+            name_.describe() + " was not begun: the process group was closed"));
+      }
+    }
+    changed_.notify_all();
+    arena_->give_up();
+  }
+
+  void wait() override {
+    const auto works = works_of_last_step();
+    name_errors([&] {
+      for (const WorkPtr& work : works) work->wait();
+    });
+  }
+
+  void wait_inputs() override {
+    const auto works = works_of_last_step();
+    name_errors([&] {
+      for (const WorkPtr& work : works) work->wait_inputs();
+      for (const WorkPtr& work : earlier_) work->wait_inputs();
+    });
+  }
+
+  bool is_completed() override {
+    if (mark_.is_inherited()) return false;
+    {
+      const std::lock_guard lock(mutex_);
+      if (state_ != State::kLastStep) return false;
+      if (error_) return true;
+    }
+    return std::all_of(last_.begin(), last_.end(),
+                       [](const WorkPtr& work) { return work->is_completed(); });
+  }
+
+ private:
+  enum class State : uint8_t { kQueued, kRunning, kLastStep };
+
+  void perform_steps() {
+    const CollectiveTag tag{name_.subject, name_.channel};
+    name_errors([&] {
+      for (size_t i = 0; i < steps_.size(); ++i) {
+        std::vector<WorkPtr> works = steps_[i](tag);
+        if (i + 1 == steps_.size()) {
+          last_ = std::move(works);
+          return;
+        }
+        for (const WorkPtr& work : works) {
+          {
+            const std::lock_guard lock(mutex_);
+            TORCH_CHECK_WITH(DistBackendError, !aborted_, "the process group was closed");
+            waiting_for_ = work;
+          }
+          work->wait();
+          earlier_.push_back(work);
+        }
+      }
+    });
+  }
+
+  // Adds the collective's name to errors of its steps, in which ranks are numbered by host or rail.
+  void name_errors(const std::function<void()>& step) const {
+    try {
+      step();
+    } catch (const c10::DistBackendError&) {
+      C10_THROW_ERROR(DistBackendError, name_.describe() + " failed in one of its steps: " +
+                                            exception_text(std::current_exception()));
+    }
+  }
+
+  std::vector<WorkPtr> works_of_last_step() {
+    check_process(mark_, name_);
+    const auto start = std::chrono::steady_clock::now();
+    std::unique_lock lock(mutex_);
+    if (!changed_.wait_for(lock, timeout_ + kGrace, [&] { return state_ == State::kLastStep; })) {
+      lock.unlock();
+      throw_wait_failed(name_, "the ranks of its host and its rail",
+                        std::chrono::steady_clock::now() - start, timeout_, nullptr);
+    }
+    if (error_) std::rethrow_exception(error_);
+    return last_;
+  }
+
+  const ProcessMark mark_;
+  const CollectiveName name_;
+  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<Arena> arena_;
+
+  std::vector<CollectiveStep> steps_;  // used by the running thread alone
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  State state_ = State::kQueued;
+  bool aborted_ = false;
+  WorkPtr waiting_for_;
+  std::vector<WorkPtr> earlier_;  // works of all steps but the last
+  std::vector<WorkPtr> last_;
+  std::exception_ptr error_;
+};
+
 }  // namespace
 
-StepwiseWork::StepwiseWork(CollectiveName name, std::chrono::milliseconds timeout,
-                           std::shared_ptr<Arena> arena, std::vector<Step> steps)
-    : name_(std::move(name)),
-      timeout_(timeout),
-      arena_(std::move(arena)),
-      steps_(std::move(steps)) {}
-
-void StepwiseWork::run() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) return;
-    state_ = State::kRunning;
-  }
-  std::exception_ptr error;
-  try {
-    perform_steps();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  steps_.clear();  // also releases their captures
-  {
-    const std::lock_guard lock(mutex_);
-    waiting_for_.reset();
-    error_ = error;
-    state_ = State::kLastStep;
-  }
-  changed_.notify_all();
-}
-
-void StepwiseWork::perform_steps() {
-  const CollectiveTag tag{name_.subject, name_.channel};
-  name_errors([&] {
-    for (size_t i = 0; i < steps_.size(); ++i) {
-      std::vector<WorkPtr> works = steps_[i](tag);
-      if (i + 1 == steps_.size()) {
-        last_ = std::move(works);
-        return;
-      }
-      for (const WorkPtr& work : works) {
-        begin_wait(work);
-        work->wait();
-        earlier_.push_back(work);
-      }
-    }
-  });
-}
-
-// Adds the collective's name to errors of its steps, in which ranks are numbered by host or rail.
-void StepwiseWork::name_errors(const std::function<void()>& step) const {
-  try {
-    step();
-  } catch (const c10::DistBackendError&) {
-    C10_THROW_ERROR(DistBackendError, name_.describe() + ", in a step of it: " +
-                                          exception_text(std::current_exception()));
-  }
-}
-
-void StepwiseWork::begin_wait(const WorkPtr& work) {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK_WITH(DistBackendError, !aborted_, "the process group was closed");
-  waiting_for_ = work;
-}
-
-void StepwiseWork::abort() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    aborted_ = true;
-    if (auto* const exchange = dynamic_cast<ExchangeWork*>(waiting_for_.get())) exchange->abort();
-    if (state_ == State::kQueued) {
-      state_ = State::kLastStep;
-      error_ = std::make_exception_ptr(
-          c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                                name_.describe() + " was not begun: the process group was closed"));
-    }
-  }
-  changed_.notify_all();
-  arena_->give_up();
-}
-
-std::vector<WorkPtr> StepwiseWork::works_of_last_step() {
-  check_process(mark_, name_);
-  const auto start = std::chrono::steady_clock::now();
-  std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, timeout_ + kGrace, [&] { return state_ == State::kLastStep; })) {
-    lock.unlock();
-    throw_wait_failed(name_, "the ranks of its host and its rail",
-                      std::chrono::steady_clock::now() - start, timeout_, nullptr);
-  }
-  if (error_) std::rethrow_exception(error_);
-  return last_;
-}
-
-void StepwiseWork::wait() {
-  const auto works = works_of_last_step();
-  name_errors([&] {
-    for (const WorkPtr& work : works) work->wait();
-  });
-}
-
-void StepwiseWork::wait_inputs() {
-  const auto works = works_of_last_step();
-  name_errors([&] {
-    for (const WorkPtr& work : works) work->wait_inputs();
-    for (const WorkPtr& work : earlier_) work->wait_inputs();
-  });
-}
-
-bool StepwiseWork::is_completed() {
-  if (mark_.is_inherited()) return false;
-  {
-    const std::lock_guard lock(mutex_);
-    if (state_ != State::kLastStep) return false;
-    if (error_) return true;
-  }
-  return std::all_of(last_.begin(), last_.end(),
-                     [](const WorkPtr& work) { return work->is_completed(); });
+WorkPtr run_stepwise(JobThread& thread, CollectiveName name, std::chrono::milliseconds timeout,
+                     std::shared_ptr<Arena> arena, std::vector<CollectiveStep> steps) {
+  auto work = std::make_shared<StepwiseWork>(name, timeout, std::move(arena), std::move(steps));
+  TORCH_CHECK_WITH(DistBackendError, thread.push(work), name.describe(),
+                   ": the process group was closed");
+  return work;
 }
 
 }  // namespace tessera

@@ -4,10 +4,12 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <tessera/deferred_init.h>
+#include <tessera/page_heap.h>
 
 #include <algorithm>
-#include <array>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -19,7 +21,6 @@
 #include "dispatch/unit_key.h"
 #include "init/deferred_storage.h"
 #include "init/random_source.h"
-#include "init/recipe.h"
 
 namespace tessera {
 
@@ -46,30 +47,27 @@ constexpr int kMostSteps = 64;
 thread_local int scopes = 0;
 thread_local bool was_seen = false;  // the fallback's key was included before the first scope
 
-template <size_t n>
-bool is_one_of(const std::array<std::string_view, n>& names, const std::string& name) {
+bool is_one_of(std::initializer_list<std::string_view> names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 bool makes_uninitialized(const std::string& name) {
-  constexpr std::array<std::string_view, 6> names = {
-      "aten::empty",     "aten::empty_strided",     "aten::empty_like",
-      "aten::new_empty", "aten::new_empty_strided", "aten::empty_permuted"};
-  return is_one_of(names, name);
+  return is_one_of({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty",
+                    "aten::new_empty_strided", "aten::empty_permuted"},
+                   name);
 }
 
 bool overwrites(const std::string& name) {
-  constexpr std::array<std::string_view, 11> names = {
-      "aten::fill_",      "aten::zero_",   "aten::copy_",      "aten::normal_",
-      "aten::uniform_",   "aten::random_", "aten::bernoulli_", "aten::exponential_",
-      "aten::geometric_", "aten::cauchy_", "aten::log_normal_"};
-  return is_one_of(names, name);
+  return is_one_of({"aten::fill_", "aten::zero_", "aten::copy_", "aten::normal_", "aten::uniform_",
+                    "aten::random_", "aten::bernoulli_", "aten::exponential_", "aten::geometric_",
+                    "aten::cauchy_", "aten::log_normal_"},
+                   name);
 }
 
 // These operators change the tensor, not its values.
 bool changes_metadata(const c10::OperatorHandle& op) {
-  constexpr std::array<std::string_view, 2> names = {"aten::requires_grad_", "aten::rename_"};
-  return op.hasTag(at::Tag::inplace_view) || is_one_of(names, op.schema().name());
+  return op.hasTag(at::Tag::inplace_view) ||
+         is_one_of({"aten::requires_grad_", "aten::rename_"}, op.schema().name());
 }
 
 bool is_written(const c10::Argument& argument) {
@@ -79,11 +77,6 @@ bool is_written(const c10::Argument& argument) {
 }
 
 bool is_foreign(const c10::FunctionSchema& schema) { return !schema.name().starts_with("aten::"); }
-
-bool is_deferred_now(const at::Tensor& tensor) {
-  const DeferredStorage* storage = deferred_storage(tensor);
-  return storage && storage->is_deferred();
-}
 
 bool any_tensor(const c10::IValue& value, const std::function<bool(const at::Tensor&)>& test) {
   bool found = false;
@@ -132,7 +125,7 @@ class Call {
     if (makes_uninitialized(schema_.name())) return make_uninitialized();
     if (!takes_stand_ins()) return run_on_values();
     plan();
-    const bool on_deferred = in_place_ && is_deferred_now(self());
+    const bool on_deferred = in_place_ && is_deferred(self());
     if (!recordable_ && (on_deferred || in_graph_)) return run_on_values();
     run_on_stand_ins();
   }
@@ -162,7 +155,7 @@ class Call {
       if (i > 0 && is_written(schema_.arguments()[i])) return false;
       const bool is_list = !arguments_[i].isTensor();
       if (any_tensor(arguments_[i], [&](const at::Tensor& tensor) {
-            return is_deferred_now(tensor) && (is_list || (i > 0 && is_alias_of_self(tensor)));
+            return is_deferred(tensor) && (is_list || (i > 0 && is_alias_of_self(tensor)));
           })) {
         return false;
       }
@@ -213,7 +206,7 @@ class Call {
     const bool unread = is_self && storage && overwrites(schema_.name()) &&
                         tensor.nbytes() == storage->nbytes() &&
                         tensor.is_non_overlapping_and_dense();
-    if (unread || is_deferred_now(tensor)) {
+    if (unread || is_deferred(tensor)) {
       Recipe recipe = unread ? nullptr : storage->recipe();
       if (recipe) node_->steps += recipe->steps;
       node_->arguments[i] = c10::IValue();
@@ -254,19 +247,17 @@ class Call {
   void finish(torch::jit::Stack values) {
     torch::jit::drop(stack_, arguments_.size());
     if (in_place_) {
-      if (recordable_) defer_self();
+      if (recordable_) {
+        DeferredStorage* const storage = deferred_storage(self());
+        node_->nbytes = storage->nbytes();
+        storage->defer(node_);
+      }
       stack_.emplace_back(self());
     } else {
       if (recordable_ && values.size() == 1 && values[0].isTensor())
         defer_result(values[0].toTensor());
       stack_.insert(stack_.end(), values.begin(), values.end());
     }
-  }
-
-  void defer_self() {
-    DeferredStorage* storage = deferred_storage(self());
-    node_->nbytes = storage->nbytes();
-    storage->defer(node_);
   }
 
   void defer_result(const at::Tensor& result) {
@@ -279,9 +270,7 @@ class Call {
 
   // The default dtype may differ when the recipe is evaluated.
   void fix_dtype(at::ScalarType dtype) {
-    for (const c10::IValue& argument : arguments_) {
-      if (argument.isTensor()) return;
-    }
+    if (std::ranges::any_of(arguments_, &c10::IValue::isTensor)) return;
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (arguments_[i].isNone() && schema_.arguments()[i].name() == "dtype") {
         node_->arguments[i] = dtype;
@@ -302,13 +291,15 @@ class Call {
 
 }  // namespace
 
-void enter_deferred_init() {
+DeferredInit::DeferredInit() {
+  // Malloc would put small tensors into the holes of freed ones, and grow for the next large one.
+  use_page_heap();
   if (scopes++ > 0) return;
   was_seen = c10::impl::tls_is_dispatch_key_included(kUnitKey);
   c10::impl::tls_set_dispatch_key_included(kUnitKey, true);
 }
 
-void leave_deferred_init() {
+DeferredInit::~DeferredInit() {
   if (--scopes == 0) c10::impl::tls_set_dispatch_key_included(kUnitKey, was_seen);
 }
 

@@ -6,9 +6,7 @@
 
 namespace tessera {
 
-/// Begin and end recording on this thread; pairs nest.
-void enter_deferred_init();
-void leave_deferred_init();
+/// Returns true if this thread is in a `DeferredInit` scope.
 bool in_deferred_init();
 
 /// Runs an operator that is no view and has no parameter of a unit among its arguments. In a

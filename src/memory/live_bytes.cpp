@@ -26,8 +26,12 @@ uint64_t thread_number() {
 }  // namespace
 
 /// The active counters, and the blocks that were allocated while there are any.
-class LiveBlocks {
- public:
+struct LiveBlocks {
+  struct Block {
+    int64_t nbytes;
+    uint64_t thread;
+  };
+
   // Never destroyed: tensors in static variables may be destroyed last.
   static LiveBlocks& instance() {
     static auto* const blocks = [] {
@@ -39,83 +43,65 @@ class LiveBlocks {
     return *blocks;
   }
 
-  void add(LiveBytes* counter) {
-    std::lock_guard lock(mutex);
-    counters_.push_back(counter);
-    counting_live_bytes = true;
-  }
-
-  void remove(const LiveBytes* counter) {
-    std::lock_guard lock(mutex);
-    std::erase(counters_, counter);
-    if (!counters_.empty()) return;
-    counting_live_bytes = false;
-    blocks_.clear();
-  }
-
-  void taken(const void* data, size_t nbytes) {
-    std::lock_guard lock(mutex);
-    if (counters_.empty()) return;
-    const Block block{static_cast<int64_t>(nbytes), thread_number()};
-    blocks_.insert_or_assign(data, block);
-    change(block.thread, block.nbytes);
-  }
-
-  void freed(const void* data, size_t block_bytes) {
-    std::lock_guard lock(mutex);
-    const auto block = blocks_.find(data);
-    if (block == blocks_.end()) {
-      change(thread_number(), -static_cast<int64_t>(block_bytes));
-    } else {
-      change(block->second.thread, -block->second.nbytes);
-      blocks_.erase(block);
-    }
-  }
-
-  std::mutex mutex;
-
- private:
-  struct Block {
-    int64_t nbytes;
-    uint64_t thread;
-  };
-
-  void change(uint64_t thread, int64_t nbytes) {
-    for (LiveBytes* counter : counters_) {
-      if (!counter->counts(thread)) continue;
-      counter->now_ += nbytes;
+  void change(const Block& block, int64_t sign) {
+    for (LiveBytes* const counter : counters) {
+      if (counter->thread_ != 0 && counter->thread_ != block.thread) continue;
+      counter->now_ += sign * block.nbytes;
       counter->peak_ = std::max(counter->peak_, counter->now_);
     }
   }
 
-  std::vector<LiveBytes*> counters_;
-  std::unordered_map<const void*, Block> blocks_;
+  std::mutex mutex;
+  std::vector<LiveBytes*> counters;
+  std::unordered_map<const void*, Block> blocks;
 };
 
 std::unique_ptr<LiveBytes> LiveBytes::start(Scope scope) {
   if (!serve_tensors()) return nullptr;
   std::unique_ptr<LiveBytes> counter(
       new LiveBytes(scope == Scope::kThread ? thread_number() : uint64_t{0}));
-  LiveBlocks::instance().add(counter.get());
+  LiveBlocks& live = LiveBlocks::instance();
+  const std::lock_guard lock(live.mutex);
+  live.counters.push_back(counter.get());
+  counting_live_bytes = true;
   return counter;
 }
 
-LiveBytes::~LiveBytes() { LiveBlocks::instance().remove(this); }
+LiveBytes::~LiveBytes() {
+  LiveBlocks& live = LiveBlocks::instance();
+  const std::lock_guard lock(live.mutex);
+  std::erase(live.counters, this);
+  if (!live.counters.empty()) return;
+  counting_live_bytes = false;
+  live.blocks.clear();
+}
 
 int64_t LiveBytes::now() const {
-  std::lock_guard lock(LiveBlocks::instance().mutex);
+  const std::lock_guard lock(LiveBlocks::instance().mutex);
   return now_;
 }
 
 int64_t LiveBytes::take_peak() {
-  std::lock_guard lock(LiveBlocks::instance().mutex);
+  const std::lock_guard lock(LiveBlocks::instance().mutex);
   return std::exchange(peak_, now_);
 }
 
-void note_taken(const void* data, size_t nbytes) { LiveBlocks::instance().taken(data, nbytes); }
+void note_taken(const void* data, size_t nbytes) {
+  LiveBlocks& live = LiveBlocks::instance();
+  const std::lock_guard lock(live.mutex);
+  if (live.counters.empty()) return;
+  const LiveBlocks::Block block{static_cast<int64_t>(nbytes), thread_number()};
+  live.blocks.insert_or_assign(data, block);
+  live.change(block, 1);
+}
 
 void note_freed(const void* data, size_t block_bytes) {
-  LiveBlocks::instance().freed(data, block_bytes);
+  LiveBlocks& live = LiveBlocks::instance();
+  const std::lock_guard lock(live.mutex);
+  const auto known = live.blocks.extract(data);
+  live.change(known ? known.mapped()
+                    : LiveBlocks::Block{static_cast<int64_t>(block_bytes), thread_number()},
+              -1);
 }
 
 }  // namespace tessera

@@ -28,9 +28,8 @@ class LiveBytes {
   int64_t take_peak();
 
  private:
-  friend class LiveBlocks;
+  friend struct LiveBlocks;
   explicit LiveBytes(uint64_t thread) : thread_(thread) {}
-  bool counts(uint64_t thread) const { return thread_ == 0 || thread_ == thread; }
 
   const uint64_t thread_;  // 0: all
   int64_t now_ = 0, peak_ = 0;

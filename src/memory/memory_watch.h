@@ -26,15 +26,15 @@ class MemoryWatch {
   bool is_active() const { return !listeners_.empty(); }
 
   void before_change() const {
-    if (is_active()) announce();
+    for (MemoryListener* const listener : listeners_) listener->before_change();
   }
   void tell(MemoryEvent event, const std::string& unit = {}) const {
-    if (is_active()) announce(event, unit);
+    for (MemoryListener* const listener : listeners_) listener->on_memory(event, unit);
   }
 
   void add(MemoryListener& listener) { listeners_.push_back(&listener); }
   /// Does nothing for a listener that was not added.
-  void remove(const MemoryListener& listener);
+  void remove(const MemoryListener& listener) { std::erase(listeners_, &listener); }
 
   /// Adds an optimizer of the model; `state_nbytes` returns the bytes of its state. `optimizer`
   /// identifies it.
@@ -47,9 +47,6 @@ class MemoryWatch {
   int64_t optimizer_state() const { return optimizer_state_; }
 
  private:
-  void announce() const;
-  void announce(MemoryEvent event, const std::string& unit) const;
-
   std::vector<MemoryListener*> listeners_;
   std::map<const void*, std::function<int64_t()>> optimizers_;
   int64_t optimizer_state_ = 0;

@@ -6,8 +6,6 @@
 #include <iterator>
 #include <utility>
 
-#include "memory/huge_pages.h"
-
 namespace tessera {
 namespace {
 
@@ -87,18 +85,17 @@ void PageHeap::give_back_unseen() {
 void PageHeap::give_back(Address begin, size_t length) {
   used_bytes_ -= length;
   const auto next = free_by_address_.lower_bound(begin);
-  if (next != free_by_address_.end() && next->first == begin + length) {
-    length += next->second;
-    erase_free(next);
-  }
-  const auto after = free_by_address_.lower_bound(begin);
-  if (after != free_by_address_.begin()) {
-    const auto previous = std::prev(after);
+  if (next != free_by_address_.begin()) {
+    const auto previous = std::prev(next);
     if (previous->first + previous->second == begin) {
       begin = previous->first;
       length += previous->second;
       erase_free(previous);
     }
+  }
+  if (next != free_by_address_.end() && next->first == begin + length) {
+    length += next->second;
+    erase_free(next);
   }
   insert_free(begin, length);
 }

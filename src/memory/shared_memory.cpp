@@ -1,6 +1,7 @@
 #include "memory/shared_memory.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <linux/mount.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -9,6 +10,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -16,10 +18,9 @@
 #include <set>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
 #include <system_error>
 #include <utility>
-
-#include "memory/huge_pages.h"
 
 namespace tessera {
 namespace {
@@ -47,6 +48,11 @@ void check_file_limit(size_t nbytes) {
   if (nbytes <= limit.rlim_cur) return;
   errno = EFBIG;
   throw_errno("the limit on the size of files (ulimit -f) is below what shared memory needs");
+}
+
+bool may_use_huge_pages() {
+  const char* const choice = std::getenv("TESSERA_HUGE_PAGES");
+  return choice == nullptr || std::string_view(choice) != "0";
 }
 
 // Returns a file system in memory of this process' own, which is mounted nowhere and disappears
@@ -93,6 +99,10 @@ std::set<const SharedMemory*>& present() {
 
 }  // namespace
 
+void ask_for_huge_pages(void* begin, size_t nbytes) {
+  if (may_use_huge_pages()) ::madvise(begin, nbytes, MADV_HUGEPAGE);
+}
+
 // A child has them mapped as its parent does, and would write into the tensors of all ranks.
 SharedMemory::SharedMemory() {
   [[maybe_unused]] static const int registered =
@@ -115,33 +125,30 @@ void SharedMemory::keep_from_writing() const noexcept {
 }
 
 std::string SharedMemoryHandle::to_text() const {
-  std::ostringstream text;
-  text << pid << ' ' << fd << ' ' << nbytes << ' ' << id;
-  return text.str();
+  return fmt::format("{} {} {} {}", pid, fd, nbytes, id);
 }
 
 SharedMemoryHandle SharedMemoryHandle::from_text(const std::string& text) {
   SharedMemoryHandle handle;
   std::istringstream in(text);
   if (!(in >> handle.pid >> handle.fd >> handle.nbytes >> handle.id))
-    throw std::runtime_error("no handle of shared memory: '" + text + "'");
+    throw std::runtime_error("a handle of shared memory must be four numbers; got '" + text + "'");
   return handle;
 }
 
-std::byte* SharedMemory::map(Access access) const {
+std::byte* SharedMemory::map(int protection) const {
   // Reserves addresses of one more huge page, to begin at a huge page's boundary.
   const size_t reserved = mapped_ + kHugePage;
   void* const range =
       ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (range == MAP_FAILED) throw_errno("no room for the addresses of shared memory");
+  if (range == MAP_FAILED) throw_errno("could not reserve addresses for shared memory");
   const auto begin = reinterpret_cast<uintptr_t>(range);
   const uintptr_t data = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const int protection = access == Access::kWrite ? PROT_READ | PROT_WRITE : PROT_READ;
   void* const mapped = ::mmap(reinterpret_cast<void*>(data), mapped_, protection,
                               MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_, 0);
   if (mapped == MAP_FAILED) {
     ::munmap(range, reserved);
-    throw_errno("shared memory could not be mapped");
+    throw_errno("could not map shared memory");
   }
   const uintptr_t end = data + mapped_;
   if (data > begin) ::munmap(range, data - begin);
@@ -152,14 +159,13 @@ std::byte* SharedMemory::map(Access access) const {
 
 std::shared_ptr<SharedMemory> SharedMemory::create(const char* name, size_t nbytes) {
   std::shared_ptr<SharedMemory> memory(new SharedMemory());
-  memory->nbytes_ = nbytes;
   memory->mapped_ = mapped_size(nbytes);
   check_file_limit(memory->mapped_);
   memory->fd_ = nameless_file(name);
-  if (memory->fd_ < 0) throw_errno("memfd_create");
+  if (memory->fd_ < 0) throw_errno("could not make a file in memory (memfd_create)");
   if (::ftruncate(memory->fd_, static_cast<off_t>(memory->mapped_)) != 0)
-    throw_errno("shared memory could not be given its size");
-  memory->data_ = memory->map(Access::kWrite);
+    throw_errno(fmt::format("could not set the size of shared memory to {} bytes", nbytes));
+  memory->data_ = memory->map(PROT_READ | PROT_WRITE);
   memory->handle_ = {.pid = ::getpid(), .fd = memory->fd_, .nbytes = nbytes, .id = random_id()};
   std::memcpy(memory->data_ + memory->mapped_ - kIdPage, &memory->handle_.id, sizeof(uint64_t));
   std::lock_guard lock(registry_mutex);
@@ -167,7 +173,7 @@ std::shared_ptr<SharedMemory> SharedMemory::create(const char* name, size_t nbyt
   return memory;
 }
 
-std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handle, Access access) {
+std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handle) {
   {
     std::lock_guard lock(registry_mutex);
     const auto made = registry().find(handle.id);
@@ -176,39 +182,40 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handl
     }
   }
   std::shared_ptr<SharedMemory> memory(new SharedMemory());
-  memory->nbytes_ = handle.nbytes;
   memory->mapped_ = mapped_size(handle.nbytes);
   memory->handle_ = handle;
-  const std::string path =
-      "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
-  memory->fd_ = ::open(path.c_str(), (access == Access::kWrite ? O_RDWR : O_RDONLY) | O_CLOEXEC);
-  if (memory->fd_ < 0) throw_errno("the memory of process " + std::to_string(handle.pid));
+  const std::string path = fmt::format("/proc/{}/fd/{}", handle.pid, handle.fd);
+  memory->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (memory->fd_ < 0)
+    throw_errno(fmt::format("could not open the shared memory of process {}", handle.pid));
   uint64_t id = 0;
   const auto at = static_cast<off_t>(memory->mapped_ - kIdPage);
   if (::pread(memory->fd_, &id, sizeof(id), at) != sizeof(id) || id != handle.id) {
-    throw std::runtime_error("process " + std::to_string(handle.pid) +
-                             " here is not the one that made the memory");
+    throw std::runtime_error(
+        fmt::format("the process with the number {} is not the one that made the shared memory: the "
+                    "ranks may be in different containers",
+                    handle.pid));
   }
-  memory->data_ = memory->map(access);
+  memory->data_ = memory->map(PROT_READ | PROT_WRITE);
   return memory;
 }
 
 const std::byte* SharedMemory::read_only() {
   std::lock_guard lock(registry_mutex);  // threads that are ranks share one object
-  if (!read_only_) read_only_ = map(Access::kRead);
+  if (!read_only_) read_only_ = map(PROT_READ);
   return read_only_;
 }
 
 void SharedMemory::reserve() {
   if (::fallocate(fd_, 0, 0, static_cast<off_t>(mapped_)) != 0)
-    throw_errno("no memory for " + std::to_string(nbytes_) + " bytes to share");
+    throw_errno(fmt::format("could not reserve {} bytes of shared memory", nbytes()));
 }
 
 void SharedMemory::reserve(size_t begin, size_t end) {
   begin = begin / kIdPage * kIdPage;
   if (begin >= end || ::madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
   if (errno == EINVAL) return;  // the kernel does not know it
-  throw_errno("no memory for " + std::to_string(end - begin) + " bytes to share");
+  throw_errno(fmt::format("could not reserve {} bytes of shared memory", end - begin));
 }
 
 void SharedMemory::give_back(size_t begin, size_t end) noexcept {

@@ -28,8 +28,6 @@ struct SharedMemoryHandle {
 /// no other process; if the descriptor was closed before the fork, a write ends the child.
 class SharedMemory {
  public:
-  enum class Access : uint8_t { kRead, kWrite };
-
   /// Throws `std::system_error` if the system refuses.
   static std::shared_ptr<SharedMemory> create(const char* name, size_t nbytes);
 
@@ -37,14 +35,14 @@ class SharedMemory {
   /// object: its threads then see it at one address. The maker must keep its descriptor until this
   /// returns. Throws `std::system_error`, or `std::runtime_error` if the handle names something
   /// else.
-  static std::shared_ptr<SharedMemory> open(const SharedMemoryHandle& handle, Access access);
+  static std::shared_ptr<SharedMemory> open(const SharedMemoryHandle& handle);
 
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   std::byte* data() const { return data_; }
-  size_t nbytes() const { return nbytes_; }
+  size_t nbytes() const { return handle_.nbytes; }
   const SharedMemoryHandle& handle() const { return handle_; }
 
   /// Returns the same pages at another address, where writing to them ends the process. The first
@@ -68,15 +66,19 @@ class SharedMemory {
 
  private:
   SharedMemory();
-  std::byte* map(Access access) const;
+  std::byte* map(int protection) const;
   void keep_from_writing() const noexcept;
 
   int fd_ = -1;
   std::byte* data_ = nullptr;
   std::byte* read_only_ = nullptr;
-  size_t nbytes_ = 0;  // as asked for
   size_t mapped_ = 0;  // whole pages, and one more that holds the id
   SharedMemoryHandle handle_;
 };
+
+/// Asks the kernel to back [begin, begin + nbytes) with pages of 2 MiB, where it can, unless the
+/// environment has `TESSERA_HUGE_PAGES=0`. Matrix kernels and optimizers then spend less time on
+/// address translation.
+void ask_for_huge_pages(void* begin, size_t nbytes);
 
 }  // namespace tessera

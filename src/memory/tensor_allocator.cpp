@@ -15,9 +15,6 @@
 #include <vector>
 
 #include "memory/live_bytes.h"
-#include "memory/page_heap.h"
-#include "memory/shared_heap.h"
-#include "memory/trim.h"
 
 namespace tessera {
 
@@ -110,13 +107,10 @@ class TensorAllocator final : public c10::Allocator {
     PageHeap* const shared = shared_pages;
     if (shared && shared->owns(data)) return shared;
     if (pages_.owns(data)) return &pages_;
-    return has_inherited_pages ? inherited_heap_of(data) : nullptr;
-  }
-
-  static PageHeap* inherited_heap_of(const void* data) {
-    for (PageHeap* const heap : inherited_pages())
-      if (heap->owns(data)) return heap;
-    return nullptr;
+    if (!has_inherited_pages) return nullptr;
+    const auto heap = std::ranges::find_if(
+        inherited_pages(), [&](const PageHeap* inherited) { return inherited->owns(data); });
+    return heap != inherited_pages().end() ? *heap : nullptr;
   }
 
   static void release(void* data) {

@@ -14,7 +14,7 @@
 #include "grad/capture_watch.h"
 #include "grad/grad_gate.h"
 #include "init/recorder.h"
-#include "memory/trim.h"
+#include "memory/tensor_allocator.h"
 #include "model/check_plan.h"
 #include "model/dist_parameters.h"
 #include "model/join_scope.h"

@@ -35,7 +35,6 @@ class StateMemory {
 /// be used.
 std::shared_ptr<StateMemory> make_state_memory(const ShardPlan& plan);
 
-std::shared_ptr<StateMemory> host_memory();
 std::shared_ptr<StateMemory> mapped_directory(const std::string& directory);
 
 }  // namespace tessera

@@ -146,8 +146,8 @@ void check_total(const std::vector<ParameterSize>& sizes, const std::string& pat
   for (const ParameterSize& size : sizes) {
     const int64_t numel = CheckedShape(size.shape).numel();
     TORCH_CHECK_VALUE(numel <= kMostElements - total, "[read_parameter_sizes] '", path,
-                      "' must have ", kMostElements, " elements at most; '",
-                      shortened(size.names.front()), "' makes them more");
+                      "' must have at most ", kMostElements, " elements; with parameter '",
+                      shortened(size.names.front()), "' it has more");
     total += numel;
   }
 }
@@ -174,8 +174,8 @@ std::vector<ParameterSize> read_parameter_sizes(const std::string& path) {
 
 std::vector<ParameterSize> made_up_parameter_sizes(int64_t numel, int layers,
                                                    at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(layers >= 1 && numel >= layers, "[made_up_parameter_sizes] there must be a layer at "
-                    "least, and an element in each; got ", layers, " layers and ", numel, " elements");
+  TORCH_CHECK_VALUE(layers >= 1 && numel >= layers, "[made_up_parameter_sizes] there must be at least one layer, "
+                    "with at least one element in each; got ", layers, " layers and ", numel, " elements");
   std::vector<ParameterSize> sizes;
   for (int layer = 0; layer < layers; ++layer) {
     const int64_t size = numel / layers + (layer < numel % layers ? 1 : 0);

@@ -1,20 +1,26 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 #include <tessera/plan_report.h>
+#include <tessera/process_group_decorators.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <set>
 
+#include "access/use_order.h"
 #include "checkpoint/checked_shape.h"
+#include "grad/grad_bucket.h"
+#include "group/sent_bytes.h"
 #include "model/check_plan.h"
 #include "model/named_tensors.h"
 #include "optim/param_state.h"
-#include "sim/planned_units.h"
+#include "unit/layout.h"
 
 namespace tessera {
 namespace {
+
+int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
 void check_options(const PlanReportOptions& options) {
   TORCH_CHECK_VALUE(options.ranks >= 1, "[plan_report] options.ranks must be at least 1; got ",
@@ -30,14 +36,14 @@ void check_options(const PlanReportOptions& options) {
 }
 
 void check_foreseeable(const ShardPlan& plan) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not known on paper: a list "
-                              "of sizes says nothing about DistTensors");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not known on paper: what fits "
-                              "depends on activations; give plan.resident_bytes");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not known on paper: "
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not supported: a list of sizes "
+                              "does not say which parameters are DistTensors");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not supported: the size of "
+                              "activations is not known; give plan.resident_bytes");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not supported: "
                               "the list holds parameters, not buffers");
   TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[plan_report] plan.reduce_gradients must be true: "
-                              "what the user sends and keeps otherwise is not known");
+                              "the bytes of a reduction by the user are not known");
 }
 
 ParamSlot slot_of(const ParameterSize& parameter) {
@@ -73,6 +79,168 @@ std::vector<ParamSlot> slots_of(const std::vector<ParameterSize>& parameters,
   return slots;
 }
 
+// Returns true if the unit's full parameters are freed between uses. With one rank, its shard is
+// the whole unit.
+bool frees(const UnitLayout& unit, int ranks) {
+  return unit.level == ShardLevel::kParameters && ranks > 1;
+}
+
+// Returns the range that a rank updates, in elements of the unit's flat buffer.
+std::pair<int64_t, int64_t> updated_range(const UnitLayout& unit, int rank) {
+  if (unit.level == ShardLevel::kNone) return {0, unit.numel()};
+  return {unit.bounds[rank], unit.bounds[rank + 1]};
+}
+
+bool is_trainable(const UnitLayout& unit) { return unit.slots.front().requires_grad; }
+
+ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan& plan,
+                           const PlanReportOptions& options, int rank) {
+  ShardMemory memory;
+  const bool is_offloaded = plan.offload != Offload::kNone;
+  int64_t state = 0, masters = 0;
+  for (const UnitLayout& unit : units) {
+    const auto [begin, end] = updated_range(unit, rank);
+    const int64_t item = item_size(unit.master_dtype);
+    if (options.shares_memory && unit.level != ShardLevel::kNone) {
+      memory.parameters += unit.shard_numel(rank) * item_size(unit.dtype);
+    } else if (!frees(unit, options.ranks)) {
+      memory.parameters += unit.nbytes();
+    } else if (!is_offloaded && !(plan.precision.master_only && unit.has_master())) {
+      // Else the master copy serves as the shard.
+      memory.parameters += unit.shard_numel(rank) * item_size(unit.dtype);
+    }
+    if (is_offloaded || unit.has_master()) masters += (end - begin) * item;
+    if (!is_trainable(unit)) continue;
+    memory.gradients += (end - begin) * item;
+    for (const ParamSlot& slot : unit.slots) {
+      const auto [slot_begin, slot_end] = overlap(slot, begin, end);
+      state += (slot_end - slot_begin) * item * options.state_tensors;
+    }
+  }
+  (is_offloaded ? memory.offloaded : memory.optimizer_state) += state;
+  (is_offloaded ? memory.offloaded : memory.master_weights) += masters;
+  return memory;
+}
+
+// How often each unit is gathered in a pass, and the peak of the gathered bytes.
+struct PlannedGathers {
+  std::vector<int> forward, backward;  // by unit
+  std::vector<int> reductions;         // units in the order of reductions
+  int64_t peak_bytes = 0;
+};
+
+using Entry = CollectiveCounts::Entry;
+
+PassOrder order_of_use(const std::vector<UnitLayout>& units, const PlanReportOptions& options) {
+  const int count = static_cast<int>(units.size());
+  if (options.forward_order.empty() && options.backward_order.empty())
+    return registration_order(count);
+  PassOrder pass;
+  for (const bool forward : {true, false}) {
+    for (const int unit : forward ? options.forward_order : options.backward_order) {
+      TORCH_CHECK_VALUE(unit >= 0 && unit < count, "[plan_report] options.",
+                        forward ? "forward_order" : "backward_order", " must name units from 0 to ",
+                        count - 1, "; got ", unit);
+      append_use(forward ? pass.forward : pass.backward, unit);
+    }
+  }
+  std::vector<int> trainable;
+  for (int unit = 0; unit < count; ++unit) {
+    if (is_trainable(units[unit])) trainable.push_back(unit);
+  }
+  insert_missing(pass, trainable);
+  return pass;
+}
+
+// Leaves room for the sum of all entries.
+constexpr int64_t kMostBytes = int64_t{1} << 59;
+
+void add(Entry& entry, int64_t calls, int64_t bytes) {
+  entry.calls += calls;
+  entry.bytes_sent = checked_sum(entry.bytes_sent, checked_product(calls, bytes));
+  TORCH_CHECK_VALUE(entry.bytes_sent <= kMostBytes, "[plan_report] a rank must send at most ",
+                    kMostBytes, " bytes in a step; got ", entry.bytes_sent);
+}
+
+int64_t gathered_bytes(int64_t numel, at::ScalarType dtype, const PlanReportOptions& options) {
+  return checked_product(options.ranks - 1, checked_product(numel, item_size(dtype)));
+}
+
+// Adds the reduction of the gradients of one bucket's units.
+void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*>& units,
+                    const PlanReportOptions& options, int rank) {
+  int64_t sent = 0, kept = 0;
+  for (const UnitLayout* unit : units) {
+    const int64_t own = unit->shard_numel(rank);
+    const int64_t own_bytes = own * item_size(unit->master_dtype);
+    sent += (unit->numel() - own) * item_size(unit->reduce_dtype);
+    kept += own_bytes;
+    if (unit->level == ShardLevel::kNone && options.ranks > 1)
+      add(traffic.gather_reduced, 1, gathered_bytes(own, unit->master_dtype, options));
+  }
+  add(traffic.reduce, 1, sent);
+  if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));
+}
+
+PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPlan& plan,
+                            const PlanReportOptions& options) {
+  const PassOrder pass = order_of_use(units, options);
+  const UseOrder order = pass.joined();
+  PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size()),
+                         reduction_order(pass.backward, static_cast<int>(units.size()))};
+  std::vector<int64_t> nbytes;
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    const bool is_freed = frees(units[unit], options.ranks);
+    nbytes.push_back(is_freed ? units[unit].nbytes() : 0);
+    // A unit without bytes is in no residency plan: it is gathered when it is used.
+    const bool is_used = std::find(order.begin(), order.end(), unit) != order.end();
+    if (is_freed && nbytes.back() == 0 && is_used) gathers.forward[unit] = 1;
+  }
+  int64_t bytes = 0;
+  const auto steps = plan_residency(order, nbytes, plan.resident_bytes, plan.prefetch);
+  for (size_t position = 0; position < steps.size(); ++position) {
+    for (const int unit : steps[position].free) bytes -= nbytes[unit];
+    auto& pass_gathers = position < pass.forward.size() ? gathers.forward : gathers.backward;
+    for (const int unit : steps[position].gather) {
+      ++pass_gathers[unit];
+      bytes += nbytes[unit];
+    }
+    gathers.peak_bytes = std::max(gathers.peak_bytes, bytes);
+  }
+  return gathers;
+}
+
+PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const PlannedGathers& gathers,
+                               const ShardPlan& plan, const PlanReportOptions& options, int rank) {
+  PlannedTraffic traffic;
+  int64_t slots = 0;
+  std::vector<const UnitLayout*> layouts;
+  for (const UnitLayout& unit : units) layouts.push_back(&unit);
+  for (size_t i = 0; i < units.size(); ++i) {
+    const UnitLayout& unit = units[i];
+    slots += static_cast<int64_t>(unit.slots.size());
+    if (!unit.is_replicated) continue;  // other ranks take no part in it
+    const int64_t gathered = gathered_bytes(unit.shard_numel(rank), unit.gather_dtype, options);
+    add(traffic.gather_forward, gathers.forward[i], gathered);
+    add(traffic.gather_backward, gathers.backward[i], gathered);
+    if (!is_trainable(unit)) continue;
+    const bool stays_whole = unit.level != ShardLevel::kNone && !frees(unit, options.ranks);
+    if (stays_whole && options.ranks > 1) add(traffic.gather_updated, 1, gathered);
+  }
+  for (const GradBucket& bucket : cut_buckets(layouts, gathers.reductions, plan.bucket_bytes)) {
+    const UnitLayout& first = units[bucket.units.front()];
+    if (!is_trainable(first) || !first.is_replicated) continue;
+    std::vector<const UnitLayout*> together;
+    for (const size_t unit : bucket.units) together.push_back(&units[unit]);
+    add_reductions(traffic, together, options, rank);
+  }
+  // A byte for each parameter, and one for whether any rank needs attention.
+  if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(slots + 1, options.ranks));
+  if (options.replicas > 1)
+    add(traffic.agree_replicas, 1, all_reduce_bytes(slots + 1, options.replicas));
+  return traffic;
+}
+
 double zero_paper_bytes(const std::vector<UnitLayout>& units, ShardLevel level,
                         const PlanReportOptions& options) {
   double parameters = 0, gradients = 0, state = 0;
@@ -103,6 +271,24 @@ void list_units(PlanReport& report, const std::vector<UnitLayout>& units) {
 }
 
 }  // namespace
+
+CollectiveCounts PlannedTraffic::over_ranks() const {
+  CollectiveCounts counts{.reduce_scatter = reduce, .all_reduce = agree};
+  for (const Entry& entry : {gather_forward, gather_backward, gather_updated, gather_reduced}) {
+    counts.all_gather.calls += entry.calls;
+    counts.all_gather.bytes_sent += entry.bytes_sent;
+  }
+  return counts;
+}
+
+CollectiveCounts PlannedTraffic::over_replicas() const {
+  return {.all_reduce = {replicate.calls + agree_replicas.calls,
+                         replicate.bytes_sent + agree_replicas.bytes_sent}};
+}
+
+int64_t PlannedTraffic::bytes_sent() const {
+  return over_ranks().bytes_sent() + over_replicas().bytes_sent();
+}
 
 int64_t PlannedRank::kept() const {
   return memory.parameters + memory.gradients + memory.optimizer_state + memory.master_weights +
@@ -150,8 +336,8 @@ int state_tensors_of(torch::optim::Optimizer& optimizer) {
   for (auto& param_group : optimizer.param_groups())
     counts.insert(state_names(optimizer, param_group).size());
   TORCH_CHECK_VALUE(counts.size() == 1,
-                    "[state_tensors_of] all param groups must have the optimizer keep as many tensors for "
-                    "a parameter; got ", counts.size(), " different numbers");
+                    "[state_tensors_of] the optimizer must keep the same number of tensors per parameter in "
+                    "all param groups; got ", counts.size(), " different numbers");
   return static_cast<int>(*counts.begin());
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "tracer/memory_timeline.h"
 
@@ -20,44 +21,45 @@ using nlohmann::json;
 
 enum Row { kPhases = 0, kEvents = 1 };
 
+// The fields that all events have.
+json event_of(const char* kind, const MemoryTimeline& timeline, Row row, const std::string& name,
+              json args) {
+  return {{"ph", kind},
+          {"name", name},
+          {"pid", timeline.rank},
+          {"tid", static_cast<int>(row)},
+          {"args", std::move(args)}};
+}
+
 json metadata(const MemoryTimeline& timeline) {
-  const auto named = [&](const char* what, int row, const std::string& name) {
-    return json{{"ph", "M"},
-                {"name", what},
-                {"pid", timeline.rank},
-                {"tid", row},
-                {"args", {{"name", name}}}};
+  const auto named = [&](const char* what, Row row, const std::string& name) {
+    return event_of("M", timeline, row, what, {{"name", name}});
   };
   return {named("process_name", kPhases, fmt::format("rank {}", timeline.rank)),
           named("thread_name", kPhases, "phases"), named("thread_name", kEvents, "events")};
 }
 
-json counter(const MemoryTimeline& timeline, const MemorySample& sample, int64_t time_us) {
+json counter(const MemoryTimeline& timeline, const MemorySample& sample) {
   json args = json::object();
   for (size_t i = 0; i < kMemoryKinds.size(); ++i) {
     // The viewer sorts by name and draws no areas below zero.
     args[fmt::format("{} {}", i + 1, kMemoryKinds[i].name)] =
         std::max<int64_t>(sample.bytes.*kMemoryKinds[i].bytes, 0);
   }
-  return {{"ph", "C"},      {"name", "memory"}, {"pid", timeline.rank},
-          {"tid", kPhases}, {"ts", time_us},    {"args", args}};
+  return event_of("C", timeline, kPhases, "memory", std::move(args));
 }
 
-json instant(const MemoryTimeline& timeline, const MemorySample& sample, int64_t time_us) {
+json instant(const MemoryTimeline& timeline, const MemorySample& sample) {
   json args = {{"step", sample.step},
                {"unit", sample.unit},
                {"model bytes", sample.bytes.model()},
                {"other bytes", sample.bytes.other},
                {"most other bytes since the last event", sample.peak_other}};
   if (sample.pss) args["pss"] = *sample.pss;
-  return {{"ph", "i"},
-          {"s", "t"},
-          {"cat", "memory"},
-          {"name", memory_event_name(sample.event)},
-          {"pid", timeline.rank},
-          {"tid", kEvents},
-          {"ts", time_us},
-          {"args", args}};
+  json event = event_of("i", timeline, kEvents, memory_event_name(sample.event), std::move(args));
+  event["s"] = "t";
+  event["cat"] = "memory";
+  return event;
 }
 
 void add_span(json& events, const MemoryTimeline& timeline, const MemorySpan& span, int id,
@@ -86,16 +88,14 @@ void add_span(json& events, const MemoryTimeline& timeline, const MemorySpan& sp
 json chrome_events(const MemoryTimeline& timeline, int64_t shift_us) {
   json events = metadata(timeline);
   for (const MemorySample& sample : timeline.samples) {
-    const int64_t time_us = sample.time_us + shift_us;
-    events.push_back(counter(timeline, sample, time_us));
-    events.push_back(instant(timeline, sample, time_us));
-    if (!sample.pss) continue;
-    events.push_back({{"ph", "C"},
-                      {"name", "pss of the process"},
-                      {"pid", timeline.rank},
-                      {"tid", kPhases},
-                      {"ts", time_us},
-                      {"args", {{"pss", *sample.pss}}}});
+    const auto add = [&](json event) {
+      event["ts"] = sample.time_us + shift_us;
+      events.push_back(std::move(event));
+    };
+    add(counter(timeline, sample));
+    add(instant(timeline, sample));
+    if (sample.pss)
+      add(event_of("C", timeline, kPhases, "pss of the process", {{"pss", *sample.pss}}));
   }
   int id = 0;
   for (const MemorySpan& span : spans_of(timeline.samples))

@@ -38,17 +38,10 @@ text { fill: currentColor; font: 12px system-ui, sans-serif; }
 std::string escaped(std::string_view text) {
   std::string result;
   for (const char c : text) {
-    if (c == '&') {
-      result += "&amp;";
-    } else if (c == '<') {
-      result += "&lt;";
-    } else if (c == '>') {
-      result += "&gt;";
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      result += ' ';
-    } else {
-      result += c;
-    }
+    result += c == '&'   ? "&amp;"
+              : c == '<' ? "&lt;"
+              : c == '>' ? "&gt;"
+                         : std::string(1, static_cast<unsigned char>(c) < 0x20 ? ' ' : c);
   }
   return result;
 }
@@ -129,14 +122,16 @@ class Picture {
     text_ += text_at(kLeft, 42, rest);
   }
 
-  // A line that keeps each value until the next sample: its points from left to right.
-  template <class Bytes>
-  std::vector<std::pair<double, double>> steps(const Bytes& bytes) const {
+  // The upper edge of the first `kinds` kinds, which keeps each value until the next sample: its
+  // points from left to right.
+  std::vector<std::pair<double, double>> edge_of(size_t kinds) const {
     std::vector<std::pair<double, double>> points;
     for (const MemorySample& sample : samples_) {
-      const double at = x(sample.time_us), height = y(bytes(sample));
+      int64_t sum = 0;
+      for (size_t i = 0; i < kinds; ++i) sum += bytes_of(sample, i);
+      const double at = x(sample.time_us);
       if (!points.empty()) points.emplace_back(at, points.back().second);
-      points.emplace_back(at, height);
+      points.emplace_back(at, y(sum));
     }
     return points;
   }
@@ -151,15 +146,8 @@ class Picture {
   void draw_areas() {
     for (size_t kind = 0; kind < kMemoryKinds.size(); ++kind) {
       if (!has(kind)) continue;
-      const auto sum_to = [&](size_t end) {
-        return steps([&](const MemorySample& sample) {
-          int64_t sum = 0;
-          for (size_t i = 0; i < end; ++i) sum += bytes_of(sample, i);
-          return sum;
-        });
-      };
-      auto points = sum_to(kind + 1);
-      const auto below = sum_to(kind);
+      auto points = edge_of(kind + 1);
+      const auto below = edge_of(kind);
       points.insert(points.end(), below.rbegin(), below.rend());
       text_ += fmt::format("<path d=\"{} Z\" fill=\"{}\"><title>{}</title></path>\n", path(points),
                            kColors[kind], kMemoryKinds[kind].name);

@@ -59,40 +59,35 @@ class OpenSpans {
   std::vector<MemorySpan> spans_;
 };
 
-void follow(OpenSpans& spans, const MemorySample& sample) {
-  switch (sample.event) {
-    case MemoryEvent::kForwardBegin:
-      return spans.begin("forward", sample);
-    case MemoryEvent::kBackwardBegin:
-      spans.end("forward", sample);
-      return spans.begin("backward", sample);
-    case MemoryEvent::kBackwardEnd:
-      return spans.end("backward", sample);
-    case MemoryEvent::kStepBegin:
-      return spans.begin("step", sample);
-    case MemoryEvent::kStepEnd:
-      return spans.end("step", sample);
-    case MemoryEvent::kGatherStarted:
-      return spans.begin("gather", sample);
-    case MemoryEvent::kUnitGathered:
-      spans.end("gather", sample);
-      return spans.begin("gathered", sample);
-    case MemoryEvent::kUnitFreed:
-      return spans.end("gathered", sample);
-    case MemoryEvent::kReductionStarted:
-      return spans.begin("reduction", sample);
-    case MemoryEvent::kUnitReduced:
-      return spans.end("reduction", sample);
-    default:
-      return;
-  }
-}
+// The spans that an event ends and begins.
+struct SpanEvent {
+  MemoryEvent event;
+  const char* ended = nullptr;
+  const char* begun = nullptr;
+};
+constexpr std::array<SpanEvent, 10> kSpanEvents = {{
+    {MemoryEvent::kForwardBegin, nullptr, "forward"},
+    {MemoryEvent::kBackwardBegin, "forward", "backward"},
+    {MemoryEvent::kBackwardEnd, "backward"},
+    {MemoryEvent::kStepBegin, nullptr, "step"},
+    {MemoryEvent::kStepEnd, "step"},
+    {MemoryEvent::kGatherStarted, nullptr, "gather"},
+    {MemoryEvent::kUnitGathered, "gather", "gathered"},
+    {MemoryEvent::kUnitFreed, "gathered"},
+    {MemoryEvent::kReductionStarted, nullptr, "reduction"},
+    {MemoryEvent::kUnitReduced, "reduction"},
+}};
 
 }  // namespace
 
 std::vector<MemorySpan> spans_of(const std::vector<MemorySample>& samples) {
   OpenSpans spans;
-  for (const MemorySample& sample : samples) follow(spans, sample);
+  for (const MemorySample& sample : samples) {
+    const auto found = std::ranges::find(kSpanEvents, sample.event, &SpanEvent::event);
+    if (found == kSpanEvents.end()) continue;
+    if (found->ended) spans.end(found->ended, sample);
+    if (found->begun) spans.begin(found->begun, sample);
+  }
   return spans.end_all(samples.empty() ? 0 : samples.back().time_us);
 }
 

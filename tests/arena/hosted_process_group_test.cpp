@@ -29,7 +29,7 @@ TEST(HostTable, NumbersHostsByTheirFirstRank) {
   EXPECT_EQ(table.ranks_per_host(), 2);
   EXPECT_EQ(table.host_of(1), 1);
   EXPECT_EQ(table.index_of(3), 1);
-  EXPECT_EQ(table.rank_at(1, 0), 1);
+  EXPECT_EQ(table.rail(0), (std::vector<int>{0, 1}));
   EXPECT_EQ(table.rail(1), (std::vector<int>{2, 3}));
 }
 

@@ -1,4 +1,4 @@
-#include "memory/trim.h"
+#include "memory/tensor_allocator.h"
 
 #include <gtest/gtest.h>
 

@@ -186,7 +186,7 @@ TEST(ParameterSizes, RefuseWhatIsNoList) {
   expect_refused("a float32 4611686018427387904 4\n", {"sizes of 'a'"});
   expect_refused("a float32 0 4611686018427387904 4611686018427387904\n", {"sizes of 'a'"});
   expect_refused("a float32 4294967296 4294967296 4\n", {"sizes of 'a'"});
-  expect_refused("a int8 9000000000000000\nb int8 1\n", {"'b' makes them more"});
+  expect_refused("a int8 9000000000000000\nb int8 1\n", {"with parameter 'b' it has more"});
   expect_refused(std::string(100'000, 'a') + "\n", {"line 1", "aaa...' alone"});
   expect_error([&] { read_parameter_sizes(directory / "none"); }, {"none", "must exist"});
   std::filesystem::create_directory(directory / "empty");
