@@ -68,9 +68,6 @@ struct ClipOptions {
 class TESSERA_API ShardedModule {
  public:
   explicit ShardedModule(std::shared_ptr<ShardedState> state);
-  ~ShardedModule();
-  ShardedModule(const ShardedModule&);
-  ShardedModule& operator=(const ShardedModule&);
 
   /// While it lives, backward keeps whole local gradients and sends nothing; the next backward
   /// after it reduces their sum. Guards nest, and also end correctly when an exception is thrown.

@@ -6,7 +6,7 @@
 #include <typeinfo>
 
 #include "dialects/colossalai_state.h"
-#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "unit/unit_storage.h"
 
 namespace tessera::colossalai {

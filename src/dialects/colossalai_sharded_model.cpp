@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "dialects/colossalai_state.h"
-#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "model/sharded_state.h"
 
 namespace tessera::colossalai {

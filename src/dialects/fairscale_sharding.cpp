@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 #include "optim/sharded_optimizer_access.h"

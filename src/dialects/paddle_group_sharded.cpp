@@ -12,7 +12,7 @@
 
 #include "dialects/element_bytes.h"
 #include "mesh/shard_mesh.h"
-#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 

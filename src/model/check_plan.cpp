@@ -4,21 +4,20 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <utility>
 
 namespace tessera {
 namespace {
 
-void check_floating(const char* name, std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
-                    " must be a floating dtype; got ", *dtype);
-}
-
 void check_precision(const Precision& precision) {
-  check_floating("param_dtype", precision.param_dtype);
-  check_floating("master_dtype", precision.master_dtype);
-  check_floating("reduce_dtype", precision.reduce_dtype);
-  check_floating("gather_dtype", precision.gather_dtype);
-  check_floating("buffer_dtype", precision.buffer_dtype);
+  for (const auto& [name, dtype] : {std::pair("param_dtype", precision.param_dtype),
+                                    std::pair("master_dtype", precision.master_dtype),
+                                    std::pair("reduce_dtype", precision.reduce_dtype),
+                                    std::pair("gather_dtype", precision.gather_dtype),
+                                    std::pair("buffer_dtype", precision.buffer_dtype)}) {
+    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
+                      " must be a floating dtype; got ", *dtype);
+  }
 }
 
 // Messages should be long. In shared memory there are none, and a short unit is summed while its

@@ -110,27 +110,22 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   });
 }
 
-bool ShardedState::has_replaced() const {
+std::vector<std::pair<Unit*, const ParamSlot*>> ShardedState::replaced() const {
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
   for (const auto& unit : units_)
     for (const ParamSlot& slot : unit->layout().slots)
-      if (unit->views().replacement(slot).defined()) return true;
-  return false;
+      if (unit->views().replacement(slot).defined()) replaced.emplace_back(unit.get(), &slot);
+  return replaced;
 }
 
 void ShardedState::take_in_replaced() {
-  const at::Tensor any = at::full({1}, has_replaced(), at::kByte);
+  const auto replaced = this->replaced();
+  const at::Tensor any = at::full({1}, !replaced.empty(), at::kByte);
   if (mesh().size() > 1)
     mesh().all_reduce(any, ReduceOp::kMax, {"parameters with other data", Channel::kControl});
   if (any.item<uint8_t>() == 0) return;
-  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
   std::string names;
-  for (const auto& unit : units_) {
-    for (const ParamSlot& slot : unit->layout().slots) {
-      if (!unit->views().replacement(slot).defined()) continue;
-      replaced.emplace_back(unit.get(), &slot);
-      names += fmt::format("'{}' ", slot.name());
-    }
-  }
+  for (const auto& [unit, slot] : replaced) names += fmt::format("'{}' ", slot->name());
   const auto all =
       mesh().all_gather_bytes(names, {"parameters with other data", Channel::kControl});
   for (size_t rank = 0; rank < all.size(); ++rank)

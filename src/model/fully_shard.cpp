@@ -1,22 +1,24 @@
-#include <tessera/fully_shard.h>
+#include <c10/core/WrapDimMinimal.h>
+#include <c10/util/Exception.h>
+#include <tessera/deferred_init.h>
+#include <tessera/page_heap.h>
+#include <tessera/world.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
+#include <set>
 #include <utility>
 
 #include "grad/grad_gate.h"
-#include "model/named_tensors.h"
-#include "model/sharded_state.h"
+#include "init/recorder.h"
+#include "mesh/op_plan.h"
+#include "model/check_plan.h"
+#include "model/memory_budget.h"
+#include "unit/agreement.h"
 
 namespace tessera {
 namespace {
-
-template <class Items>
-std::vector<NamedTensor> scripted_tensors(const Items& items) {
-  std::vector<NamedTensor> result;
-  for (const auto& item : items) result.push_back({item.name, item.value});
-  return result;
-}
 
 // The unit of a parameter, even if the parameter was given other data.
 const Unit* owner_of(const at::Tensor& param) {
@@ -25,7 +27,150 @@ const Unit* owner_of(const at::Tensor& param) {
   return gradients ? &gradients->unit() : nullptr;
 }
 
+// The first parameter that is a DistTensor; the others must be on its mesh. Null: none is.
+const NamedTensor* find_dist_parameter(const std::vector<NamedTensor>& parameters) {
+  const NamedTensor* first = nullptr;
+  for (const NamedTensor& parameter : parameters) {
+    const DistMeta* const meta = find_dist_meta(parameter.tensor);
+    if (!meta) continue;
+    if (!first) first = &parameter;
+    const DeviceMesh& mesh = dist_meta("fully_shard", first->tensor).spec->mesh;
+    TORCH_CHECK_VALUE(mesh == meta->spec->mesh, "[fully_shard] all DistTensors among the parameters must lie on "
+                      "one mesh; '", first->name, "' lies on ", mesh.to_string(), ", '", parameter.name, "' on ",
+                      meta->spec->mesh.to_string());
+  }
+  return first;
+}
+
+void check_replicated(const std::vector<NamedTensor>& parameters, int64_t mesh_dim) {
+  for (const NamedTensor& parameter : parameters) {
+    const DistMeta* const meta = find_dist_meta(parameter.tensor);
+    TORCH_CHECK_VALUE(meta && is_replicate(meta->spec->placements[mesh_dim]),
+                      "[fully_shard] with plan.mesh_dim all parameters must be DistTensors that are replicated "
+                      "along mesh dim ", mesh_dim, "; '", parameter.name, "' is ",
+                      meta ? "placed " + to_string(meta->spec->placements) : "an ordinary tensor");
+  }
+}
+
+// The ranks of the mesh that have the same coordinate along `mesh_dim` as this rank.
+ProcessGroupPtr ranks_beside(const DeviceMesh& mesh, int64_t mesh_dim) {
+  std::vector<std::string> names = mesh.dim_names();
+  names.erase(names.begin() + mesh_dim);
+  return names.empty() ? nullptr : mesh.sub_mesh(names).process_group();
+}
+
+// The ranks that `plan` asks for, with those that hold other parts of the parameters if these are
+// DistTensors.
+ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
+  const NamedTensor* const dist = find_dist_parameter(parameters);
+  if (!plan.mesh_dim) {
+    return {plan.process_group ? plan.process_group : default_process_group(), plan.replicate_group,
+            dist ? dist_meta("fully_shard", dist->tensor).spec->mesh.process_group() : nullptr};
+  }
+  TORCH_CHECK_VALUE(!plan.process_group, "[fully_shard] plan.mesh_dim and plan.process_group can't both be given");
+  TORCH_CHECK_VALUE(dist, "[fully_shard] with plan.mesh_dim the parameters must be DistTensors; none is");
+  const DeviceMesh& mesh = dist_meta("fully_shard", dist->tensor).spec->mesh;
+  const int64_t mesh_dim = c10::maybe_wrap_dim(*plan.mesh_dim, mesh.ndim());
+  check_replicated(parameters, mesh_dim);
+  return {mesh.process_group(mesh_dim), plan.replicate_group, ranks_beside(mesh, mesh_dim)};
+}
+
+// Lets gradients arrive as one term per rank of a mesh dim, which the unit then adds up.
+void sum_gradients_along(std::vector<ParamSlot>& params, int64_t mesh_dim) {
+  for (ParamSlot& param : params) {
+    const DeviceMesh& mesh = param.dist->spec->mesh;
+    Placements placements = param.dist->spec->placements;
+    placements[c10::maybe_wrap_dim(mesh_dim, mesh.ndim())] = Partial{PartialOp::kSum};
+    param.dist->gradients = intern(mesh, std::move(placements));
+    // Along that dim each rank counts its own shard.
+    Placements others = param.dist->spec->placements;
+    others[c10::maybe_wrap_dim(mesh_dim, mesh.ndim())] = Partial{};
+    param.dist->is_first_replica = is_first_replica({mesh, others});
+  }
+}
+
+// Bytes of each unit's master copy on this rank, if all units have one.
+std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
+  std::vector<int64_t> nbytes;
+  for (const UnitLayout& layout : layouts) {
+    const bool is_whole = layout.level == ShardLevel::kNone;
+    const int64_t numel = is_whole ? layout.numel() : layout.shard_numel(rank);
+    nbytes.push_back(numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)));
+  }
+  return nbytes;
+}
+
+// Moves the parameters that the plan ignores, under any of their names, out of `parameters`.
+std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
+  std::set<std::string> names(plan.ignored.begin(), plan.ignored.end());
+  std::set<const c10::TensorImpl*> impls;
+  for (const NamedTensor& parameter : parameters) {
+    if (names.erase(parameter.name) > 0) impls.insert(parameter.tensor.unsafeGetTensorImpl());
+  }
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.ignored names '", names.empty() ? "" : *names.begin(),
+                    "', which the model does not have");
+  const auto ignored = std::stable_partition(
+      parameters.begin(), parameters.end(), [&](const NamedTensor& parameter) {
+        return !impls.contains(parameter.tensor.unsafeGetTensorImpl());
+      });
+  std::vector<NamedTensor> taken(ignored, parameters.end());
+  parameters.erase(ignored, parameters.end());
+  return taken;
+}
+
+void check_countable(const ShardPlan& plan, at::Device device) {
+  TORCH_CHECK(!plan.memory_budget || LiveMemory(device).is_known(),
+              "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
+              "has set one of its own");
+}
+
 }  // namespace
+
+std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> parameters,
+                                                   std::vector<NamedTensor> buffers,
+                                                   const ShardPlan& wanted) {
+  use_page_heap();
+  take_over_released(parameters);
+  const ShardMesh mesh = shard_mesh_of(parameters, wanted);
+  mesh.check();
+  const ShardPlan plan = with_defaults(wanted, mesh.shard().sends_to().empty());
+  std::vector<ParamSlot> params;
+  std::vector<UnitLayout> layouts;
+  std::shared_ptr<StateMemory> offload;
+  std::vector<NamedTensor> ignored;
+  check_on_all_ranks(mesh, [&] {
+    check_plan(plan);
+    ignored = take_ignored(parameters, plan);
+    for (const NamedTensor& parameter : parameters)
+      TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '", parameter.name,
+                        "' is sharded already: a module can be wrapped only once");
+    TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
+                "not in it: build the model in the scope, shard it outside");
+    params = collect_parameters(parameters);
+    check_own_memory(params, "buffer", buffers);
+    check_own_memory(params, "ignored parameter", ignored);
+    if (plan.reduce_gradients) check_gradients(params);
+    if (plan.device) {
+      for (ParamSlot& param : params) param.device = *plan.device;
+    }
+    if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
+    layouts = lay_out(params, plan, mesh.shard().size());
+    offload = make_state_memory(plan);
+    if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
+    check_countable(plan, layouts.front().device);
+  });
+  check_same_model(mesh, params, plan);
+  std::shared_ptr<ShardedState> state(new ShardedState(
+      std::move(buffers), plan,
+      {.mesh = mesh, .offload = offload, .master_only = plan.precision.master_only},
+      std::move(layouts)));
+  for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
+  state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
+  state->adopt();
+  if (plan.memory_budget)
+    state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
+  return state;
+}
 
 std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module) {
   for (const at::Tensor& param : module.parameters()) {
@@ -44,8 +189,8 @@ std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& 
 }
 
 std::shared_ptr<ShardedState> shard(torch::jit::Module& module, const ShardPlan& plan) {
-  return ShardedState::create(scripted_tensors(module.named_parameters()),
-                              scripted_tensors(module.named_buffers()), plan);
+  return ShardedState::create(named_tensors(module.named_parameters()),
+                              named_tensors(module.named_buffers()), plan);
 }
 
 }  // namespace detail

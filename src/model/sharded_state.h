@@ -2,6 +2,7 @@
 
 #include <tessera/fully_shard.h>
 
+#include <compare>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -11,7 +12,6 @@
 
 #include "access/residency.h"
 #include "grad/reducer.h"
-#include "model/taken_from_first.h"
 #include "unit/unit.h"
 
 namespace tessera {
@@ -27,7 +27,23 @@ std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module);
 struct ParamIndex {
   size_t unit = 0;
   size_t slot = 0;
+
+  auto operator<=>(const ParamIndex&) const = default;
 };
+
+/// Returns the items of `named_parameters()` or `named_buffers()` of a module, scripted or not.
+template <class Items>
+std::vector<NamedTensor> named_tensors(const Items& items) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : items) {
+    if constexpr (requires { item.key(); }) {
+      result.push_back({item.key(), item.value()});
+    } else {
+      result.push_back({item.name, item.value});
+    }
+  }
+  return result;
+}
 
 /// The state of one sharded model. Owned by the storages of its parameters and by handles.
 class ShardedState : public UseListener,
@@ -63,6 +79,12 @@ class ShardedState : public UseListener,
   void start_sync_buffers();
   void finish_sync_buffers();
   at::Tensor full_grad(const ParamIndex& place);
+  /// Returns a call that clips the gradients, the same on all ranks, in numbers that `JoinScope`
+  /// can send. Throws `c10::ValueError` for options that don't fit the model or are out of range.
+  std::vector<double> clip_call(double max_norm, const ClipOptions& options) const;
+  /// Carries out the call of this or another rank, and returns the norm before clipping.
+  /// Collective.
+  double clip(const std::vector<double>& call);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state, bool strict);
   /// Called by all ranks before shards are changed: announces that this rank reads no parameters
@@ -83,8 +105,8 @@ class ShardedState : public UseListener,
   /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
   /// rank reads the old ones any more.
   void overwrite(const std::function<void()>& write);
-  /// True if this rank's user has given a parameter other data: see [Note: Replaced data].
-  bool has_replaced() const;
+  /// The parameters that this rank's user has given other data: see [Note: Replaced data].
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced() const;
   /// Copies such data into the shards. Collective. Throws on every rank, and changes nothing, if it
   /// does not fit, or if ranks have given other data to different parameters.
   void take_in_replaced();
@@ -145,7 +167,7 @@ class ShardedState : public UseListener,
   std::vector<std::string> parameter_names_;  // in the order of registration
   std::vector<NamedTensor> synced_;           // the model's buffers
   std::vector<NamedTensor> buffers_;          // these and ignored parameters
-  std::optional<TakenFromFirst> arriving_;    // values of `synced_`
+  std::function<void()> arriving_;            // waits for values of `synced_`; null: none are sent
   UnitContext context_;
   UnitContext own_context_;  // of parameters that differ between ranks
   std::vector<std::unique_ptr<Unit>> units_;

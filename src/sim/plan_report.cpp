@@ -9,7 +9,7 @@
 
 #include "checkpoint/checked_shape.h"
 #include "model/check_plan.h"
-#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "optim/param_state.h"
 #include "sim/planned_units.h"
 
