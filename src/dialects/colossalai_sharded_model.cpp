@@ -1,11 +1,9 @@
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <tessera/world.h>
 
 #include <algorithm>
 
 #include "dialects/colossalai_state.h"
-#include "model/sharded_state.h"
 #include "model/sharded_state.h"
 
 namespace tessera::colossalai {
@@ -32,9 +30,7 @@ ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strateg
   const ShardMesh ranks(group_of(module, options), nullptr);
   ShardPlan plan;
   check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
-  ModelState state{
-      options, ShardedModule(ShardedState::create(named_tensors(module.named_parameters()),
-                                                  named_tensors(module.named_buffers()), plan))};
+  ModelState state{options, ShardedModule(tessera::detail::shard(module, plan))};
   if (options.use_memory_tracer) state.tracer.emplace(state.sharded);
   return state;
 }

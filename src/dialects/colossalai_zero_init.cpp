@@ -22,15 +22,11 @@ std::shared_ptr<const ParamOrigin> ParamOrigin::current() {
   return std::dynamic_pointer_cast<const ParamOrigin>(OriginScope::current());
 }
 
-struct ZeroInitState {
+struct ZeroContext {
   std::shared_ptr<const ParamOrigin> origin;
   at::Tensor generator_state;  // before the context; undefined without a seed
   std::optional<DeferredInit> deferred;
   std::optional<OriginScope> scope;
-};
-
-struct NoShardState {
-  OriginScope scope;
 };
 
 }  // namespace detail
@@ -102,7 +98,7 @@ ZeroInitContext::ZeroInitContext(at::Device target_device, ShardStrategyPtr shar
   origin->is_sharded = options.shard_param;
   if (options.model_numel_tensor.defined())
     origin->made = std::make_shared<detail::ParamOrigin::Made>();
-  state_ = std::make_unique<detail::ZeroInitState>();
+  state_ = std::make_unique<detail::ZeroContext>();
   state_->origin = origin;
   if (options.seed) state_->generator_state = seeded_from(*options.seed);
   if (options.rm_torch_payload_on_the_fly) state_->deferred.emplace();
@@ -129,7 +125,8 @@ NoShardZeroContext::NoShardZeroContext(bool is_replicated) {
   auto origin = std::make_shared<detail::ParamOrigin>(*outer);
   origin->is_sharded = false;
   origin->is_replicated = is_replicated;
-  state_.reset(new detail::NoShardState{OriginScope(std::move(origin))});
+  state_ = std::make_unique<detail::ZeroContext>();
+  state_->scope.emplace(std::move(origin));
 }
 
 NoShardZeroContext::~NoShardZeroContext() = default;

@@ -13,7 +13,6 @@
 #include "dialects/element_bytes.h"
 #include "mesh/shard_mesh.h"
 #include "model/sharded_state.h"
-#include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 
 namespace tessera::paddle {

@@ -47,7 +47,7 @@ JoinScope::Heard JoinScope::exchange(JoinCall call, const std::vector<double>& v
               "[join] another rank has failed; see its own error");
   if (most == JoinCall::kDone || most == JoinCall::kFailed) return {most, {}};
   const auto least = static_cast<JoinCall>(-data[1]);
-  TORCH_CHECK(most == least, "[join] ranks that are not done must call the same things; one calls ", name_of(most),
+  TORCH_CHECK(most == least, "[join] ranks that are not done must make the same calls; one calls ", name_of(most),
               ", another ", name_of(least));
   if (data[2] == 0) return {most, {}};
   const at::Tensor sent = at::full({static_cast<int64_t>(data[2])}, kNothing, at::kDouble);

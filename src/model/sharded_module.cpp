@@ -31,7 +31,7 @@ ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnshar
 
 const std::shared_ptr<ShardedState>& ShardedModule::state() const {
   TORCH_CHECK(!state_->is_given_back(), "[tessera] the model was unwrapped: its parameters are ordinary tensors again, "
-              "and handles of the sharded model are of no use");
+              "and the handles of the sharded model can't be used");
   return state_;
 }
 

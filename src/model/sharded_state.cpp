@@ -197,8 +197,9 @@ void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
       mesh().rank(),
       ". That goes well only where all ranks share the memory of one host: "
       "over messages, or on several hosts, ranks wait for each other in every forward. Evaluate "
-      "on all ranks, equally often, or on a copy of the model that has full_state(). Said once "
-      "per model");
+      "on all ranks, equally often, or on a copy of the model that has full_state(). This warning "
+      "is "
+      "shown once per model");
 }
 
 void ShardedState::on_pass_end(bool synced, const PassVote& most) {

@@ -71,8 +71,7 @@ struct ZeroInitOptions {
 };
 
 namespace detail {
-struct ZeroInitState;
-struct NoShardState;
+struct ZeroContext;
 struct ModelState;
 }  // namespace detail
 
@@ -98,7 +97,7 @@ class TESSERA_API ZeroInitContext {
   ZeroInitContext& operator=(const ZeroInitContext&) = delete;
 
  private:
-  std::unique_ptr<detail::ZeroInitState> state_;
+  std::unique_ptr<detail::ZeroContext> state_;
 };
 
 /// While an instance lives in a `ZeroInitContext`: parameters stay whole on all ranks. With
@@ -112,7 +111,7 @@ class TESSERA_API NoShardZeroContext {
   NoShardZeroContext& operator=(const NoShardZeroContext&) = delete;
 
  private:
-  std::unique_ptr<detail::NoShardState> state_;
+  std::unique_ptr<detail::ZeroContext> state_;
 };
 
 /// Enters a `NoShardZeroContext`. Throws `c10::ValueError` outside of a `ZeroInitContext`.

@@ -162,13 +162,13 @@ class TESSERA_API AnyShardedDataParallel {
 
   /// While the guard lives, backward sends nothing; the next backward after it reduces the sum of
   /// all gradients. The guard also ends correctly when an exception is thrown. Not collective.
-  [[nodiscard]] ShardedModule::NoSync no_sync();
+  [[nodiscard]] ShardedModule::NoSync no_sync() { return sharded().no_sync(); }
   /// Reduces the gradients that were accumulated under `no_sync()`, if no other backward is to
   /// follow. Throws on every rank if no rank has any.
-  void reduce();
+  void reduce() { sharded().reduce(); }
   /// Takes rank 0's buffers. If not `blocking`, they arrive at the latest when the next forward
   /// begins.
-  void sync_buffers(bool blocking = false);
+  void sync_buffers(bool blocking = false) { sharded().sync_buffers(blocking); }
   /// Checks that all ranks train the same parameters, and warns if gradients wait to be reduced.
   void refresh_trainable();
   /// Runs `train`, in which ranks may take different numbers of steps. See `tessera::join`.
@@ -180,7 +180,7 @@ class TESSERA_API AnyShardedDataParallel {
   void zero_grad(bool set_to_none = false);
   /// Returns the gradient of a parameter, averaged over ranks, on every rank; undefined if it has
   /// none.
-  at::Tensor full_grad(const at::Tensor& param);
+  at::Tensor full_grad(const at::Tensor& param) { return sharded().full_grad(param); }
 
   /// Switch the module's mode. Not collective.
   void train(bool on = true);
@@ -194,8 +194,8 @@ class TESSERA_API AnyShardedDataParallel {
   /// `no_sync()` and `join()`.
   void unwrap();
 
-  c10::DeviceType device_type() const;  ///< of all parameters
-  bool is_multi_device_module() const;  ///< always false: one device for each rank
+  c10::DeviceType device_type() const;                   ///< of all parameters
+  bool is_multi_device_module() const { return false; }  ///< one device for each rank
   /// Returns Tessera's own handle, which is valid until the model is converted or a group is added.
   ShardedModule sharded() const;
 

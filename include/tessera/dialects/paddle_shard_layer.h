@@ -81,12 +81,18 @@ at::Tensor dtensor_from_fn(F&& fn, const DeviceMesh& mesh, const Placements& pla
 }
 
 /// `from_local()`, `to_local()`, `redistribute()` and `full_tensor()` by Paddle's names.
-TESSERA_API at::Tensor dtensor_from_local(const at::Tensor& local, const DeviceMesh& mesh,
-                                          const Placements& placements);
-TESSERA_API at::Tensor dtensor_to_local(const at::Tensor& dist_tensor);
-TESSERA_API at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& mesh,
-                               const Placements& placements);
-TESSERA_API at::Tensor unshard_dtensor(const at::Tensor& dist_tensor);
+inline at::Tensor dtensor_from_local(const at::Tensor& local, const DeviceMesh& mesh,
+                                     const Placements& placements) {
+  return from_local(local, mesh, placements);
+}
+inline at::Tensor dtensor_to_local(const at::Tensor& dist_tensor) { return to_local(dist_tensor); }
+inline at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& mesh,
+                          const Placements& placements) {
+  return redistribute(dist_tensor, mesh, placements);
+}
+inline at::Tensor unshard_dtensor(const at::Tensor& dist_tensor) {
+  return full_tensor(dist_tensor);
+}
 
 /// Makes one DistTensor on `mesh` from the DistTensors on its slices along `local_mesh_dim`, in
 /// order; of those on other slices than this rank's, only the sizes are used. Nothing is sent;
@@ -139,21 +145,15 @@ struct ShardingStage {
   /// None: the mesh of the parameters. Any other mesh is an error.
   std::optional<DeviceMesh> mesh = std::nullopt;
 };
-struct ShardingStage1 : ShardingStage {
-  explicit ShardingStage1(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
-      : ShardingStage{ShardLevel::kOptimizerState, std::move(dim), std::move(mesh)} {}
-  explicit ShardingStage1(DeviceMesh mesh) : ShardingStage1(MeshDim(), std::move(mesh)) {}
+template <ShardLevel kLevel>
+struct ShardingStageOf : ShardingStage {
+  explicit ShardingStageOf(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
+      : ShardingStage{kLevel, std::move(dim), std::move(mesh)} {}
+  explicit ShardingStageOf(DeviceMesh mesh) : ShardingStageOf(MeshDim(), std::move(mesh)) {}
 };
-struct ShardingStage2 : ShardingStage {
-  explicit ShardingStage2(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
-      : ShardingStage{ShardLevel::kGradients, std::move(dim), std::move(mesh)} {}
-  explicit ShardingStage2(DeviceMesh mesh) : ShardingStage2(MeshDim(), std::move(mesh)) {}
-};
-struct ShardingStage3 : ShardingStage {
-  explicit ShardingStage3(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
-      : ShardingStage{ShardLevel::kParameters, std::move(dim), std::move(mesh)} {}
-  explicit ShardingStage3(DeviceMesh mesh) : ShardingStage3(MeshDim(), std::move(mesh)) {}
-};
+using ShardingStage1 = ShardingStageOf<ShardLevel::kOptimizerState>;
+using ShardingStage2 = ShardingStageOf<ShardLevel::kGradients>;
+using ShardingStage3 = ShardingStageOf<ShardLevel::kParameters>;
 
 /// None, a function that places accumulators, or a stage.
 using ShardOptimizerFn = std::variant<std::monostate, StatePlacementFn, ShardingStage>;
