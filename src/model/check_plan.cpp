@@ -71,22 +71,4 @@ void check_plan(const ShardPlan& plan) {
                     "[fully_shard] plan.predivide, bucket_bytes and memory_budget need plan.reduce_gradients");
 }
 
-void check_gradients(const std::vector<ParamSlot>& params) {
-  for (const ParamSlot& param : params) {
-    for (size_t i = 0; i < param.handles.size(); ++i) {
-      const at::Tensor grad = param.tensor(i).grad();
-      if (!grad.defined()) continue;
-      const DistMeta* const placed = find_dist_meta(grad);
-      const bool is_on_mesh =
-          param.dist ? placed && placed->spec->mesh == param.dist->spec->mesh : !placed;
-      TORCH_CHECK_VALUE(grad.layout() == at::kStrided && !grad.requires_grad() && is_on_mesh &&
-                            grad.sizes() == at::IntArrayRef(param.global_sizes()),
-                        "[fully_shard] parameter '", param.name(), "' has a gradient already, which must be dense, of its "
-                        "parameter's shape ", at::IntArrayRef(param.global_sizes()), " and mesh, and not require gradients "
-                        "itself; got layout ", grad.layout(), ", shape ", grad.sizes(), is_on_mesh ? "" : ", not on its mesh",
-                        grad.requires_grad() ? ", requires_grad" : "", ". Call zero_grad() before");
-    }
-  }
-}
-
 }  // namespace tessera

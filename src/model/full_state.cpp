@@ -14,20 +14,6 @@ namespace {
 
 using Values = std::map<std::string, at::Tensor>;
 
-// Takes the value of a tensor of the model; all mismatches are added to `errors`.
-void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes, bool strict,
-          std::vector<std::string>& errors) {
-  const auto it = rest.find(name);
-  if (it == rest.end()) {
-    if (strict) errors.push_back(fmt::format("'{}' is missing", name));
-    return;
-  }
-  if (!it->second.defined() || it->second.sizes() != sizes) {
-    errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
-  }
-  taken.insert(rest.extract(it));
-}
-
 // Copies this rank's part of a parameter.
 void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) {
   const auto [begin, end] = unit.updated_range(slot);
@@ -79,15 +65,23 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   take_in_replaced();
   Values values, rest;
   for (const NamedTensor& item : state) rest[item.name] = item.tensor;
+  std::vector<std::string> errors;
+  const auto take = [&](const std::string& name, at::IntArrayRef sizes) {
+    const auto it = rest.find(name);
+    if (it == rest.end()) {
+      if (strict) errors.push_back(fmt::format("'{}' is missing", name));
+      return;
+    }
+    if (!it->second.defined() || it->second.sizes() != sizes)
+      errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+    values.insert(rest.extract(it));
+  };
   check_on_all_ranks(mesh(), [&] {
-    std::vector<std::string> errors;
     for (const auto& unit : units_) {
       for (const ParamSlot& slot : unit->layout().slots)
-        for (const std::string& name : slot.names)
-          take(rest, values, name, slot.global_sizes(), strict, errors);
+        for (const std::string& name : slot.names) take(name, slot.global_sizes());
     }
-    for (const NamedTensor& buffer : buffers_)
-      take(rest, values, buffer.name, buffer.tensor.sizes(), strict, errors);
+    for (const NamedTensor& buffer : buffers_) take(buffer.name, buffer.tensor.sizes());
     for (const auto& [name, value] : rest) {
       if (strict) errors.push_back(fmt::format("'{}' is not in the model", name));
     }

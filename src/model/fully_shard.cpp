@@ -27,19 +27,20 @@ const Unit* owner_of(const at::Tensor& param) {
   return gradients ? &gradients->unit() : nullptr;
 }
 
-// The first parameter that is a DistTensor; the others must be on its mesh. Null: none is.
-const NamedTensor* find_dist_parameter(const std::vector<NamedTensor>& parameters) {
-  const NamedTensor* first = nullptr;
+// The mesh of the parameters that are DistTensors; null: none is.
+const DeviceMesh* find_mesh(const std::vector<NamedTensor>& parameters) {
+  const DeviceMesh* mesh = nullptr;
+  std::string first;
   for (const NamedTensor& parameter : parameters) {
     const DistMeta* const meta = find_dist_meta(parameter.tensor);
     if (!meta) continue;
-    if (!first) first = &parameter;
-    const DeviceMesh& mesh = dist_meta("fully_shard", first->tensor).spec->mesh;
-    TORCH_CHECK_VALUE(mesh == meta->spec->mesh, "[fully_shard] all DistTensors among the parameters must lie on "
-                      "one mesh; '", first->name, "' lies on ", mesh.to_string(), ", '", parameter.name, "' on ",
+    if (!mesh) first = parameter.name;
+    if (!mesh) mesh = &meta->spec->mesh;
+    TORCH_CHECK_VALUE(*mesh == meta->spec->mesh, "[fully_shard] all DistTensors among the parameters must lie on "
+                      "one mesh; '", first, "' lies on ", mesh->to_string(), ", '", parameter.name, "' on ",
                       meta->spec->mesh.to_string());
   }
-  return first;
+  return mesh;
 }
 
 void check_replicated(const std::vector<NamedTensor>& parameters, int64_t mesh_dim) {
@@ -62,17 +63,16 @@ ProcessGroupPtr ranks_beside(const DeviceMesh& mesh, int64_t mesh_dim) {
 // The ranks that `plan` asks for, with those that hold other parts of the parameters if these are
 // DistTensors.
 ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
-  const NamedTensor* const dist = find_dist_parameter(parameters);
+  const DeviceMesh* const mesh = find_mesh(parameters);
   if (!plan.mesh_dim) {
     return {plan.process_group ? plan.process_group : default_process_group(), plan.replicate_group,
-            dist ? dist_meta("fully_shard", dist->tensor).spec->mesh.process_group() : nullptr};
+            mesh ? mesh->process_group() : nullptr};
   }
   TORCH_CHECK_VALUE(!plan.process_group, "[fully_shard] plan.mesh_dim and plan.process_group can't both be given");
-  TORCH_CHECK_VALUE(dist, "[fully_shard] with plan.mesh_dim the parameters must be DistTensors; none is");
-  const DeviceMesh& mesh = dist_meta("fully_shard", dist->tensor).spec->mesh;
-  const int64_t mesh_dim = c10::maybe_wrap_dim(*plan.mesh_dim, mesh.ndim());
+  TORCH_CHECK_VALUE(mesh, "[fully_shard] with plan.mesh_dim the parameters must be DistTensors; none is");
+  const int64_t mesh_dim = c10::maybe_wrap_dim(*plan.mesh_dim, mesh->ndim());
   check_replicated(parameters, mesh_dim);
-  return {mesh.process_group(mesh_dim), plan.replicate_group, ranks_beside(mesh, mesh_dim)};
+  return {mesh->process_group(mesh_dim), plan.replicate_group, ranks_beside(*mesh, mesh_dim)};
 }
 
 // Lets gradients arrive as one term per rank of a mesh dim, which the unit then adds up.
@@ -81,11 +81,9 @@ void sum_gradients_along(std::vector<ParamSlot>& params, int64_t mesh_dim) {
     const DeviceMesh& mesh = param.dist->spec->mesh;
     Placements placements = param.dist->spec->placements;
     placements[c10::maybe_wrap_dim(mesh_dim, mesh.ndim())] = Partial{PartialOp::kSum};
-    param.dist->gradients = intern(mesh, std::move(placements));
     // Along that dim each rank counts its own shard.
-    Placements others = param.dist->spec->placements;
-    others[c10::maybe_wrap_dim(mesh_dim, mesh.ndim())] = Partial{};
-    param.dist->is_first_replica = is_first_replica({mesh, others});
+    param.dist->is_first_replica = is_first_replica({mesh, placements});
+    param.dist->gradients = intern(mesh, std::move(placements));
   }
 }
 
@@ -116,6 +114,25 @@ std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, cons
   std::vector<NamedTensor> taken(ignored, parameters.end());
   parameters.erase(ignored, parameters.end());
   return taken;
+}
+
+// Gradients that parameters have already must be such that `Reducer::install()` can keep them.
+void check_gradients(const std::vector<ParamSlot>& params) {
+  for (const ParamSlot& param : params) {
+    for (size_t i = 0; i < param.handles.size(); ++i) {
+      const at::Tensor grad = param.tensor(i).grad();
+      if (!grad.defined()) continue;
+      const DistMeta* const placed = find_dist_meta(grad);
+      const bool is_on_mesh =
+          param.dist ? placed && placed->spec->mesh == param.dist->spec->mesh : !placed;
+      TORCH_CHECK_VALUE(grad.layout() == at::kStrided && !grad.requires_grad() && is_on_mesh &&
+                            grad.sizes() == at::IntArrayRef(param.global_sizes()),
+                        "[fully_shard] parameter '", param.name(), "' has a gradient already, which must be dense, of its "
+                        "parameter's shape ", at::IntArrayRef(param.global_sizes()), " and mesh, and not require gradients "
+                        "itself; got layout ", grad.layout(), ", shape ", grad.sizes(), is_on_mesh ? "" : ", not on its mesh",
+                        grad.requires_grad() ? ", requires_grad" : "", ". Call zero_grad() before");
+    }
+  }
 }
 
 void check_countable(const ShardPlan& plan, at::Device device) {

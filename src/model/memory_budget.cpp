@@ -129,11 +129,9 @@ std::vector<int64_t> MemoryBudget::least_room() const {
   const auto count = static_cast<int64_t>(room.size());
   const at::Tensor tensor = at::empty({count}, at::kDouble);  // exact for byte counts
   auto* data = tensor.mutable_data_ptr<double>();
-  std::transform(room.begin(), room.end(), data,
-                 [](int64_t nbytes) { return -static_cast<double>(nbytes); });
-  state_.mesh().all_reduce(tensor, ReduceOp::kMax, {"budget of memory", Channel::kControl});
-  std::transform(data, data + count, room.begin(),
-                 [](double nbytes) { return -static_cast<int64_t>(nbytes); });
+  std::copy(room.begin(), room.end(), data);
+  state_.mesh().all_reduce(tensor, ReduceOp::kMin, {"budget of memory", Channel::kControl});
+  std::copy(data, data + count, room.begin());
   return room;
 }
 

@@ -17,8 +17,6 @@ class MemoryBudget final : public MemoryListener {
   /// Not collective. `state` owns it.
   MemoryBudget(ShardedState& state, int64_t budget);
   ~MemoryBudget() override;
-  MemoryBudget(const MemoryBudget&) = delete;
-  MemoryBudget& operator=(const MemoryBudget&) = delete;
 
   void before_change() override;
   void on_memory(MemoryEvent event, const std::string& unit) override;

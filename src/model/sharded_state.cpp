@@ -6,7 +6,6 @@
 #include <tessera/deferred_init.h>
 
 #include <algorithm>
-#include <cstring>
 #include <set>
 
 #include "grad/capture_watch.h"
@@ -18,16 +17,6 @@
 namespace tessera {
 namespace {
 
-std::string to_bytes(const UseOrder& order) {
-  return {reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int)};
-}
-
-UseOrder to_order(const std::string& bytes) {
-  UseOrder order(bytes.size() / sizeof(int));
-  if (!order.empty()) std::memcpy(order.data(), bytes.data(), bytes.size());
-  return order;
-}
-
 std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
   const auto& slots = unit.layout().slots;
   for (size_t slot = 0; slot < slots.size(); ++slot)
@@ -38,10 +27,11 @@ std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
 }
 
 UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
+  const std::string own(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int));
   std::vector<UseOrder> orders;
-  for (const std::string& bytes :
-       mesh.all_gather_bytes(to_bytes(order), {"order of use", Channel::kControl})) {
-    orders.push_back(to_order(bytes));
+  for (const auto& bytes : mesh.all_gather_bytes(own, {"order of use", Channel::kControl})) {
+    orders.emplace_back(bytes.size() / sizeof(int));
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(orders.back().data()));
   }
   return merge_orders(orders);
 }
@@ -236,9 +226,8 @@ void ShardedState::convert_buffers() {
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const at::Tensor& buffer = buffers_[i].tensor;
     if (!buffer.defined()) continue;
-    const bool is_ignored = i >= synced_.size();
     const auto dtype = plan_.precision.buffer_dtype;
-    const bool converts = dtype && buffer.is_floating_point() && !is_ignored;
+    const bool converts = dtype && buffer.is_floating_point() && i < synced_.size();  // not ignored
     const at::ScalarType new_dtype = converts ? *dtype : buffer.scalar_type();
     const at::Device device = plan_.device.value_or(buffer.device());
     if (new_dtype != buffer.scalar_type() || device != buffer.device())

@@ -11,7 +11,6 @@
 
 #include "mesh/dist_meta.h"
 #include "model/sharded_state.h"
-#include "unit/agreement.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
