@@ -7,6 +7,7 @@
 #include <typeinfo>
 
 #include "dialects/colossalai_state.h"
+#include "mesh/shard_mesh.h"
 #include "unit/unit_storage.h"
 
 namespace tessera::colossalai {
@@ -121,8 +122,7 @@ void check_contexts(const std::vector<Found>& all, const ShardStrategyPtr& strat
   }
 }
 
-}  // namespace
-
+// The process group that the module is to be sharded over.
 ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options) {
   if (options.process_group) return options.process_group;
   for (const at::Tensor& param : module.parameters()) {
@@ -132,6 +132,7 @@ ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Op
   return default_process_group();
 }
 
+// The plan of a module that was built in a context. Not collective.
 ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
                   const ShardedModelV2Options& options) {
   check_options(options);
@@ -166,6 +167,18 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   if (is_offloaded(options)) plan.offload = Offload::kHost;
   if (options.tensor_placement_policy == "auto") plan.memory_budget = options.memory_budget;
   return plan;
+}
+
+}  // namespace
+
+ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                      const ShardedModelV2Options& options) {
+  const ShardMesh ranks(group_of(module, options), nullptr);
+  ShardPlan plan;
+  check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
+  ModelState state{options, ShardedModule(tessera::detail::shard(module, plan))};
+  if (options.use_memory_tracer) state.tracer.emplace(state.sharded);
+  return state;
 }
 
 }  // namespace detail

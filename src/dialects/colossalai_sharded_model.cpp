@@ -1,5 +1,4 @@
 #include <c10/util/Exception.h>
-#include <tessera/world.h>
 
 #include <algorithm>
 
@@ -23,19 +22,6 @@ void ModelState::begin_backward(LossScale scale) {
   loss_scale = scale;
 }
 
-namespace {
-
-ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
-                      const ShardedModelV2Options& options) {
-  const ShardMesh ranks(group_of(module, options), nullptr);
-  ShardPlan plan;
-  check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
-  ModelState state{options, ShardedModule(tessera::detail::shard(module, plan))};
-  if (options.use_memory_tracer) state.tracer.emplace(state.sharded);
-  return state;
-}
-
-}  // namespace
 }  // namespace detail
 
 AnyShardedModelV2::AnyShardedModelV2(torch::nn::Module& module, const ShardStrategyPtr& strategy,

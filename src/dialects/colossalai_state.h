@@ -28,14 +28,6 @@ struct ParamOrigin final : Origin {
   static std::shared_ptr<const ParamOrigin> current();
 };
 
-/// Returns the process group that a module is to be sharded over.
-ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options);
-
-/// Returns the plan of a module that was built in a context. Throws `c10::ValueError` if it was
-/// not, and for options that don't fit. Not collective.
-ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
-                  const ShardedModelV2Options& options);
-
 /// The scale of the loss behind the gradients that wait for the step.
 enum class LossScale : uint8_t { kUnknown, kOne, kScaled };
 
@@ -49,5 +41,10 @@ struct ModelState {
   void begin_backward(LossScale scale);
   bool has_gradients() const;
 };
+
+/// Shards a module that was built in a context. Collective. Throws `c10::ValueError` if it was not,
+/// and for options that don't fit.
+ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                      const ShardedModelV2Options& options);
 
 }  // namespace tessera::colossalai::detail

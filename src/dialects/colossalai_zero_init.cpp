@@ -60,8 +60,10 @@ at::Tensor seeded_from(uint64_t seed) {
   return state;
 }
 
-// Parameters, unlike buffers, require gradients; intermediate tensors are freed by now.
-int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
+// Adds the parameters among `made`, which require gradients, unlike buffers, to `total`.
+// Intermediate tensors are freed by now.
+void count_parameters(const detail::ParamOrigin::Made& made, const at::Tensor& total) {
+  const at::NoGradGuard no_grad;
   std::set<const c10::TensorImpl*> seen;
   int64_t numel = 0;
   for (const auto& weak : made) {
@@ -70,11 +72,6 @@ int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
     const at::Tensor tensor(impl);
     if (tensor.is_leaf() && tensor.requires_grad()) numel += tensor.numel();
   }
-  return numel;
-}
-
-void add_numel(const at::Tensor& total, int64_t numel) {
-  const at::NoGradGuard no_grad;
   const int64_t most = total.scalar_type() == at::kInt ? std::numeric_limits<int32_t>::max()
                                                        : std::numeric_limits<int64_t>::max();
   const int64_t before = total.item<int64_t>();
@@ -114,7 +111,7 @@ ZeroInitContext::~ZeroInitContext() {
     generator.set_state(state_->generator_state);
   }
   if (const auto& made = state_->origin->made) {
-    add_numel(state_->origin->options.model_numel_tensor, trainable_numel(*made));
+    count_parameters(*made, state_->origin->options.model_numel_tensor);
     made->clear();
   }
 }

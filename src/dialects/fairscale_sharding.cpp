@@ -31,8 +31,6 @@ std::vector<NamedTensor> parameters_of(const Sharding& sharding) {
 // Sets the owners that the optimizers have chosen. Ignores parameters without an optimizer.
 void set_owners(ShardPlan& plan, const std::vector<NamedTensor>& parameters,
                 const std::vector<OssImpl*>& optimizers) {
-  plan.owners.clear();
-  plan.ignored.clear();
   std::map<const c10::TensorImpl*, int> owners;
   for (const OssImpl* optimizer : optimizers)
     owners.insert(optimizer->owners.begin(), optimizer->owners.end());

@@ -93,13 +93,6 @@ std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
   return names;
 }
 
-void check_optimizer_of(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-                              "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
-  check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
-                       {&optimizer});
-}
-
 }  // namespace
 
 ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
@@ -113,7 +106,10 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
     plan = group_sharded_plan(model, level, options);
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");
-    check_optimizer_of(model, optimizer);
+    TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                                "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
+    check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
+                         {&optimizer});
   });
   return plan;
 }

@@ -73,10 +73,6 @@ at::Tensor converted(at::Tensor tensor, const ShardTensorOptions& options) {
   return options.place ? tensor.to(*options.place) : tensor;
 }
 
-bool any_partial(const Placements& placements) {
-  return std::any_of(placements.begin(), placements.end(), is_partial);
-}
-
 // Places a parameter of the layer that is being sharded.
 at::Tensor place_itself(at::Tensor tensor, const DeviceMesh& mesh, const Placements& placements,
                         const ShardTensorOptions& options) {
@@ -129,7 +125,7 @@ at::Tensor shard_tensor(const ShardTensorData& data, const DeviceMesh& mesh,
                         const Placements& placements, const ShardTensorOptions& options) {
   const at::Tensor tensor = as_tensor(data, options);
   TORCH_CHECK_VALUE(tensor.defined(), "[shard_tensor] `data` must have values; got an undefined tensor");
-  TORCH_CHECK_VALUE(!is_deferred(tensor) || !any_partial(placements),
+  TORCH_CHECK_VALUE(!is_deferred(tensor) || std::none_of(placements.begin(), placements.end(), is_partial),
                     "[shard_tensor] a deferred tensor can't be Partial: its terms have no values to come from; "
                     "got ", to_string(placements));
   if (tessera::detail::is_being_placed(tensor))

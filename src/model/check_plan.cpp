@@ -33,15 +33,15 @@ ShardPlan with_defaults(ShardPlan plan, bool sends_nothing) {
 }
 
 void check_plan(const ShardPlan& plan) {
-  TORCH_CHECK_VALUE(plan.unit_bytes.value_or(0) >= 0,
-                    "[fully_shard] plan.unit_bytes must not be negative; got ", *plan.unit_bytes);
-  TORCH_CHECK_VALUE(plan.whole_numel >= 0, "[fully_shard] plan.whole_numel must not be negative; got ",
-                    plan.whole_numel);
+  for (const auto& [name, number] :
+       {std::pair("unit_bytes", plan.unit_bytes.value_or(0)),
+        std::pair("whole_numel", plan.whole_numel), std::pair("prefetch", int64_t{plan.prefetch}),
+        std::pair("bucket_bytes", plan.bucket_bytes)}) {
+    TORCH_CHECK_VALUE(number >= 0, "[fully_shard] plan.", name, " must not be negative; got ", number);
+  }
   TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
                     "[fully_shard] plan.resident_bytes must be -1 (no limit) or more; got ",
                     plan.resident_bytes);
-  TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
-                    plan.prefetch);
   TORCH_CHECK_VALUE(plan.memory_budget.value_or(1) > 0,
                     "[fully_shard] plan.memory_budget must be positive; got ", *plan.memory_budget);
   TORCH_CHECK_VALUE(!plan.memory_budget || plan.resident_bytes == 0,
@@ -50,8 +50,6 @@ void check_plan(const ShardPlan& plan) {
   check_precision(plan.precision);
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
                     "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
-  TORCH_CHECK_VALUE(plan.bucket_bytes >= 0, "[fully_shard] plan.bucket_bytes must not be negative; got ",
-                    plan.bucket_bytes);
   TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
                               "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
   TORCH_CHECK_VALUE(!plan.device || plan.device->is_cpu() || (plan.device->is_cuda() && at::hasCUDA()),

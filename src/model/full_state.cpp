@@ -5,7 +5,9 @@
 #include <fmt/ranges.h>
 #include <tessera/dist_tensor.h>
 
+#include <algorithm>
 #include <map>
+#include <set>
 
 #include "model/sharded_state.h"
 
@@ -63,27 +65,29 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   at::NoGradGuard no_grad;
   check_no_join("load_full_state()");
   take_in_replaced();
-  Values values, rest;
-  for (const NamedTensor& item : state) rest[item.name] = item.tensor;
-  std::vector<std::string> errors;
-  const auto take = [&](const std::string& name, at::IntArrayRef sizes) {
-    const auto it = rest.find(name);
-    if (it == rest.end()) {
-      if (strict) errors.push_back(fmt::format("'{}' is missing", name));
-      return;
-    }
-    if (!it->second.defined() || it->second.sizes() != sizes)
-      errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
-    values.insert(rest.extract(it));
-  };
+  Values values;
+  for (const NamedTensor& item : state) values[item.name] = item.tensor;
   check_on_all_ranks(mesh(), [&] {
+    std::vector<std::string> errors;
+    std::set<std::string> known;
+    const auto check = [&](const std::string& name, at::IntArrayRef sizes) {
+      known.insert(name);
+      const auto it = values.find(name);
+      if (it == values.end()) {
+        if (strict) errors.push_back(fmt::format("'{}' is missing", name));
+      } else if (!it->second.defined() || it->second.sizes() != sizes) {
+        errors.push_back(
+            fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+      }
+    };
     for (const auto& unit : units_) {
       for (const ParamSlot& slot : unit->layout().slots)
-        for (const std::string& name : slot.names) take(name, slot.global_sizes());
+        for (const std::string& name : slot.names) check(name, slot.global_sizes());
     }
-    for (const NamedTensor& buffer : buffers_) take(buffer.name, buffer.tensor.sizes());
-    for (const auto& [name, value] : rest) {
-      if (strict) errors.push_back(fmt::format("'{}' is not in the model", name));
+    for (const NamedTensor& buffer : buffers_) check(buffer.name, buffer.tensor.sizes());
+    for (const auto& [name, value] : values) {
+      if (strict && !known.contains(name))
+        errors.push_back(fmt::format("'{}' is not in the model", name));
     }
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
@@ -91,11 +95,9 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   overwrite([&] {
     for (const auto& unit : units_) {
       for (const ParamSlot& slot : unit->layout().slots) {
-        for (const std::string& name : slot.names) {
-          if (!values.contains(name)) continue;
-          set_part(*unit, slot, values[name]);
-          break;
-        }
+        const auto given = std::find_if(slot.names.begin(), slot.names.end(),
+                                        [&](const auto& name) { return values.contains(name); });
+        if (given != slot.names.end()) set_part(*unit, slot, values[*given]);
       }
     }
     for (const NamedTensor& buffer : buffers_) {

@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -93,8 +92,6 @@ class TESSERA_API ZeroInitContext {
   ZeroInitContext(at::Device target_device, ShardStrategyPtr shard_strategy,
                   const ZeroInitOptions& options = {});
   ~ZeroInitContext();
-  ZeroInitContext(const ZeroInitContext&) = delete;
-  ZeroInitContext& operator=(const ZeroInitContext&) = delete;
 
  private:
   std::unique_ptr<detail::ZeroContext> state_;
@@ -107,8 +104,6 @@ class TESSERA_API NoShardZeroContext {
  public:
   explicit NoShardZeroContext(bool is_replicated = true);
   ~NoShardZeroContext();
-  NoShardZeroContext(const NoShardZeroContext&) = delete;
-  NoShardZeroContext& operator=(const NoShardZeroContext&) = delete;
 
  private:
   std::unique_ptr<detail::ZeroContext> state_;
@@ -308,8 +303,6 @@ class TESSERA_API ShardedOptimizerV2 {
   ShardedOptimizerV2(AnyShardedModelV2& model, torch::optim::Optimizer& optimizer,
                      const ShardedOptimizerV2Options& options = {});
   ~ShardedOptimizerV2();
-  ShardedOptimizerV2(const ShardedOptimizerV2&) = delete;
-  ShardedOptimizerV2& operator=(const ShardedOptimizerV2&) = delete;
 
   /// Multiplies the loss by the scale, and runs backward as the model's `backward` does.
   void backward(const at::Tensor& loss);

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <optional>
