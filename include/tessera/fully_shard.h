@@ -103,16 +103,14 @@ class TESSERA_API ShardedModule {
   void begin_forward();
 
   /// Copies rank 0's buffers to all ranks. Collective. If not `blocking`, the values may arrive as
-  /// late as when the next forward through the wrapper begins, or at the next call of this
-  /// function.
+  /// late as the next forward through the wrapper begins, or this is called again.
   void sync_buffers(bool blocking = true);
 
   /// Reduces the gradients that were accumulated under `no_sync()`, as the next backward outside of
   /// it would. Collective. Throws on every rank if no rank has any.
   void reduce();
 
-  /// Returns the reduced gradient of a parameter, gathered from all ranks; undefined if it has
-  /// none. Collective.
+  /// Returns a parameter's whole reduced gradient; undefined if it has none. Collective.
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
 
@@ -215,8 +213,7 @@ namespace detail {
 TESSERA_API std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& plan);
 TESSERA_API std::shared_ptr<ShardedState> shard(torch::jit::Module& module, const ShardPlan& plan);
 
-// A `torch::nn::ModuleHolder` (a class made by TORCH_MODULE) is treated as the module that it
-// holds.
+// A `torch::nn::ModuleHolder` (a class made by TORCH_MODULE) stands for the module that it holds.
 template <class T>
 concept ModuleHolder = requires(const T& holder) {
   typename T::ContainedType;

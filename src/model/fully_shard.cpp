@@ -60,8 +60,7 @@ ProcessGroupPtr ranks_beside(const DeviceMesh& mesh, int64_t mesh_dim) {
   return names.empty() ? nullptr : mesh.sub_mesh(names).process_group();
 }
 
-// The ranks that `plan` asks for, with those that hold other parts of the parameters if these are
-// DistTensors.
+// The ranks that `plan` asks for, with those that hold other parts of parameters on a mesh.
 ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
   const DeviceMesh* const mesh = find_mesh(parameters);
   if (!plan.mesh_dim) {

@@ -119,8 +119,7 @@ void MemoryBudget::end_pass(bool attention) {
   exceeded_ = false;
 }
 
-// At each position, and outside of passes, the least room that any rank has for gathered
-// parameters.
+// The least room that any rank has for gathered parameters, at each position and outside of passes.
 std::vector<int64_t> MemoryBudget::least_room() const {
   std::vector<int64_t> room;
   for (const Peak& peak : at_) room.push_back(budget_ - need(peak));

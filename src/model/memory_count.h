@@ -32,8 +32,7 @@ class LiveMemory {
   c10::DeviceAllocator* allocator_ = nullptr;
 };
 
-/// Counts the memory that a sharded model and everything beside it hold, from when the count was
-/// made.
+/// Counts the memory that a sharded model and everything beside it hold since its construction.
 class MemoryCount {
  public:
   explicit MemoryCount(const ShardedState& state);

@@ -211,8 +211,7 @@ void ShardedState::learn_order() {
   PassOrder pass = residency_->used();
   if (mesh().size() > 1) {
     pass.forward = merge_over_ranks(mesh(), pass.forward);
-    // Merged from its end, so that of two branches backward first meets the one that forward meets
-    // last.
+    // Merged from its end: of two branches, backward first meets the one that forward meets last.
     std::reverse(pass.backward.begin(), pass.backward.end());
     pass.backward = merge_over_ranks(mesh(), pass.backward);
     std::reverse(pass.backward.begin(), pass.backward.end());

@@ -65,8 +65,7 @@ class ShardedState : public UseListener,
   void give_back(GivenValues which);
   /// True after that.
   bool is_given_back() const { return is_given_back_; }
-  /// See `ShardedModule::unwrap()`. Collective; the first function only checks, and does not check
-  /// for optimizers.
+  /// See `ShardedModule::unwrap()`. Collective; the first only checks, and not for optimizers.
   void check_unwrap();
   void unwrap();
   /// Called by each rank in its own time, when its handle is destroyed: gives the parameters back.
@@ -74,31 +73,27 @@ class ShardedState : public UseListener,
   /// stack, the next `create()` with them gives them back.
   void release() noexcept;
 
-  /// Collective: copies rank 0's buffers to all ranks, in two steps. The second does nothing
-  /// without the first.
+  /// Collective: copies rank 0's buffers to all ranks. The second does nothing without the first.
   void start_sync_buffers();
   void finish_sync_buffers();
   at::Tensor full_grad(const ParamIndex& place);
   /// Returns a call that clips the gradients, the same on all ranks, in numbers that `JoinScope`
   /// can send. Throws `c10::ValueError` for options that don't fit the model or are out of range.
   std::vector<double> clip_call(double max_norm, const ClipOptions& options) const;
-  /// Carries out the call of this or another rank, and returns the norm before clipping.
-  /// Collective.
+  /// Carries out a call of this or another rank; returns the norm before clipping. Collective.
   double clip(const std::vector<double>& call);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state, bool strict);
   /// Called by all ranks before shards are changed: announces that this rank reads no parameters
   /// until they are. Returns null where ranks share no memory, and so need not know.
   WorkPtr stop_reading();
-  /// Under `join()`: tells the ranks that are done which call this rank is about to make. Null
-  /// otherwise.
+  /// Tells the ranks that are done which call this rank is about to make; null outside `join()`.
   JoinScope* join_scope() const { return join_scope_; }
   void set_join_scope(JoinScope* scope) { join_scope_ = scope; }
   /// Throws under `join()`: ranks that are done would not take part in `what`.
   void check_no_join(const char* what) const;
 
-  /// Waits until no rank reads this rank's shards any more. `stopped`: the result of
-  /// `stop_reading()`.
+  /// Waits until no rank reads this rank's shards. `stopped`: the result of `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
@@ -125,8 +120,7 @@ class ShardedState : public UseListener,
   std::optional<ParamIndex> find(const at::Tensor& tensor) const;
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  /// The tensors that every rank has whole, outside of units: buffers, and parameters that the plan
-  /// ignores.
+  /// The tensors that every rank has whole, outside of units: buffers and ignored parameters.
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   c10::ArrayRef<NamedTensor> module_buffers() const { return synced_; }  ///< the first of them
   c10::ArrayRef<NamedTensor> ignored_parameters() const {                ///< the others

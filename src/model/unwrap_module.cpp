@@ -83,8 +83,7 @@ void ShardedState::release() noexcept {
 }
 
 void ShardedState::take_over_released(const std::vector<NamedTensor>& parameters) {
-  // In the parameters' order, on all ranks alike. The parameters of one that was given back have no
-  // unit any more.
+  // In the parameters' order, on all ranks alike. Parameters that were given back have no unit.
   for (const NamedTensor& parameter : parameters) {
     ShardedState* const state = state_with(parameter.tensor);
     if (state && state->is_released_) state->give_back(GivenValues::kUsed);

@@ -22,8 +22,8 @@ using tessera::CPUAdam;
 using tessera::CPUAdamOptions;
 using tessera::HybridAdam;
 
-/// Decides how parameters are cut, and which of them are gathered together. Derive from it to write
-/// your own.
+/// Decides how parameters are cut, and which of them are gathered together. Users may derive
+/// theirs.
 class TESSERA_API BaseShardStrategy {
  public:
   virtual ~BaseShardStrategy();
@@ -56,16 +56,14 @@ struct ZeroInitOptions {
   /// construction.)
   bool rm_torch_payload_on_the_fly = true;
   /// One element of dtype Int or Long, to which the number of elements of the trainable parameters
-  /// made in the context is added when it ends. (If an Int can't hold the sum, it gets the largest
-  /// Int, with a warning.)
+  /// made in the context is added when it ends. (An Int that can't hold the sum gets the largest.)
   at::Tensor model_numel_tensor = {};
   /// The ranks that the model is for; null: those given to `ShardedModelV2`.
   ProcessGroupPtr dp_process_group = nullptr;
   /// Dtype in which the model computes: kHalf, kBFloat16 or kFloat. The optimizer updates the
   /// values that the constructors have made, which are not rounded.
   at::ScalarType param_dtype = at::kHalf;
-  /// Seeds the generator for the context; after the context, the generator continues as if nothing
-  /// had been drawn.
+  /// Seeds the generator for the context, after which it continues as if nothing had been drawn.
   std::optional<uint64_t> seed = std::nullopt;
 };
 
@@ -83,8 +81,7 @@ struct ModelState;
 ///       return std::make_shared<Net>();
 ///     }();
 ///
-/// Only tensors that operators make in the context become its parameters: clone a tensor that
-/// existed before.
+/// Only tensors that operators make in the context become its parameters: clone older tensors.
 class TESSERA_API ZeroInitContext {
  public:
   /// `target_device`: the device of the wrapped model. Throws `c10::ValueError` for invalid
@@ -127,8 +124,7 @@ struct ShardedModelV2Options {
   ProcessGroupPtr process_group;
   /// Must be null or `process_group`: in Tessera gathers and reductions do not wait for each other.
   ProcessGroupPtr reduce_scatter_process_group;
-  /// Gradients are reduced in buckets of about this many MiB of whole gradients; 0 or less: one
-  /// reduction per unit.
+  /// Gradients are reduced in buckets of about this many MiB, whole; 0 or less: unit by unit.
   double reduce_scatter_bucket_size_mb = 25;
   /// Gradients are sent as fp32.
   bool fp32_reduce_scatter = false;
@@ -138,8 +134,7 @@ struct ShardedModelV2Options {
   /// are in host memory, where the optimizer steps; "auto": as "cuda", and as many units stay
   /// unsharded as fit into `memory_budget`, first those that are used next.
   std::string tensor_placement_policy = "cuda";
-  /// Bytes that this rank may use on its device. Required for "auto", and for the optimizer's
-  /// `gpu_margin_mem_ratio`.
+  /// Bytes that this rank may use on its device. Required for "auto" and `gpu_margin_mem_ratio`.
   std::optional<int64_t> memory_budget = std::nullopt;
   /// Gradients are divided by this before their reduction, and by ranks / this after it. None: a
   /// power of two near the square root of the number of ranks.
@@ -171,8 +166,7 @@ class TESSERA_API AnyShardedModelV2 {
   /// must call it.
   void zero_grad(bool set_to_none = true);
 
-  /// Returns all parameters and buffers on the CPU, as those of a module that was converted to
-  /// `param_dtype`.
+  /// Returns all parameters and buffers on the CPU, as of a module converted to `param_dtype`.
   std::vector<NamedTensor> state_dict();
   /// Loads values of any floating dtype, equal on all ranks; the optimizer continues from them
   /// unrounded. Throws `c10::ValueError` on every rank, and changes nothing, if a shape differs; if
@@ -294,8 +288,7 @@ struct ShardedOptimizerV2State {
 /// Steps `optimizer`, which has the parameters of `model`, on this rank's part of them in fp32,
 /// with an adaptive loss scale.
 ///
-/// All members are collective unless they say otherwise. Change learning rates in `optimizer`
-/// itself; schedulers work.
+/// All members are collective unless they say otherwise. Learning rates are those of `optimizer`.
 class TESSERA_API ShardedOptimizerV2 {
  public:
   /// Both must outlive this object. Throws `c10::ValueError` for invalid options, and
@@ -309,13 +302,11 @@ class TESSERA_API ShardedOptimizerV2 {
   void backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad);
 
   /// Unscales the gradients and updates the parameters. If a gradient is not finite on any rank,
-  /// all ranks warn, clear all gradients and leave the parameters unchanged. Returns whether it
-  /// stepped.
+  /// all ranks warn, clear all gradients, change no parameter, and return false.
   bool step();
 
   /// Unscales the gradients, then scales them so that their norm is at most `max_norm`; returns the
-  /// norm before. Throws with an `mp_process_group`: it is unknown which parameters its ranks
-  /// share.
+  /// norm before. Throws with an `mp_process_group`, whose ranks may share parameters or not.
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
   double clip_grad_norm(const AnyShardedModelV2& model, double max_norm, double norm_type = 2.0);
 
@@ -334,8 +325,7 @@ class TESSERA_API ShardedOptimizerV2 {
   void unwrap();
 
   double loss_scale() const;  ///< not collective
-  /// Returns the bytes of master weights and optimizer state on CUDA devices and on the CPU. Not
-  /// collective.
+  /// Bytes of master weights and optimizer state on CUDA devices and on the CPU. Not collective.
   std::pair<int64_t, int64_t> get_memory_usage() const;
 
   torch::optim::Optimizer& inner() const;

@@ -18,8 +18,7 @@ namespace tessera::fairscale {
 struct OssOptions {
   /// The ranks that share the optimizer's work and state; null: the default process group.
   ProcessGroupPtr group;
-  /// Sends updated parameters as fp16. All ranks use the rounded values; their owner keeps and
-  /// updates the fp32 values.
+  /// Sends updated parameters as fp16, which all ranks use; owners keep and update fp32 values.
   bool broadcast_fp16 = false;
 };
 
@@ -84,8 +83,7 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
   /// Returns the parameters that each rank owns. Not collective.
   std::vector<std::vector<at::Tensor>> partition_parameters() const;
 
-  /// Returns the reduced gradient of a parameter on its owner, to be read or changed; undefined on
-  /// other ranks, and if there is none.
+  /// The reduced gradient of a parameter on its owner, to be read or changed; undefined elsewhere.
   at::Tensor gradient(const at::Tensor& param);
 
   /// Returns the bytes that this rank keeps. Not collective.
@@ -141,11 +139,9 @@ struct ShardedDataParallelOptions {
   /// Takes rank 0's parameters and buffers at construction.
   bool sync_models_at_startup = true;
   /// Gradients are reduced in buckets of about this many elements (not bytes); 0: one reduction per
-  /// parameter. None: chosen by the transport (see `ShardPlan::unit_bytes`), where FairScale has
-  /// 2^23.
+  /// parameter. None (in FairScale, 2^23): see `ShardPlan::unit_bytes`.
   std::optional<int64_t> reduce_buffer_size = std::nullopt;
-  /// Checks at each forward whether parameters were frozen or unfrozen, and warns. Training is
-  /// correct without this check, too.
+  /// Warns at a forward if parameters were frozen or unfrozen, which works without this check, too.
   bool auto_refresh_trainable = true;
   /// Gradients are sent as fp16, with buckets or without.
   bool reduce_fp16 = false;
@@ -166,8 +162,7 @@ class TESSERA_API AnyShardedDataParallel {
   /// Reduces the gradients that were accumulated under `no_sync()`, if no other backward is to
   /// follow. Throws on every rank if no rank has any.
   void reduce() { sharded().reduce(); }
-  /// Takes rank 0's buffers. If not `blocking`, they arrive at the latest when the next forward
-  /// begins.
+  /// Takes rank 0's buffers. If not `blocking`, they may arrive as late as the next forward begins.
   void sync_buffers(bool blocking = false) { sharded().sync_buffers(blocking); }
   /// Checks that all ranks train the same parameters, and warns if gradients wait to be reduced.
   void refresh_trainable();
@@ -178,8 +173,7 @@ class TESSERA_API AnyShardedDataParallel {
   /// gradients, as every other way of clearing does (the module's, the optimizers'). Not
   /// collective; all ranks must call it.
   void zero_grad(bool set_to_none = false);
-  /// Returns the gradient of a parameter, averaged over ranks, on every rank; undefined if it has
-  /// none.
+  /// Returns a parameter's gradient, averaged over ranks, on every rank; undefined if it has none.
   at::Tensor full_grad(const at::Tensor& param) { return sharded().full_grad(param); }
 
   /// Switch the module's mode. Not collective.

@@ -47,8 +47,7 @@ struct GroupShardedOptions {
 
   /// Replaces the `grad_clip` of Paddle's optimizers, which LibTorch's do not have.
   std::optional<ClipGradByGlobalNorm> grad_clip;
-  /// Dtypes of master weights, reductions and buffers. As in Paddle, fp16 and bf16 parameters have
-  /// fp32 master weights.
+  /// As in Paddle, fp16 and bf16 parameters have fp32 master weights.
   Precision precision = {.master_dtype = at::kFloat};
 };
 
@@ -89,8 +88,7 @@ struct GroupSharded {
 TESSERA_API ShardedOptimizerOptions
 group_sharded_optimizer_options(const GroupShardedOptions& options);
 
-/// Translates Paddle's arguments. Also throws `c10::ValueError` for the arguments that Paddle
-/// refuses.
+/// Translates Paddle's arguments. Throws `c10::ValueError` for those that Paddle refuses.
 TESSERA_API ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
                                          const GroupShardedOptions& options);
 

@@ -34,8 +34,7 @@ struct MeshArray {
 /// Paddle's mesh: ranks in an array, with Paddle's checks and messages. See `DeviceMesh`.
 class TESSERA_API ProcessMesh : public DeviceMesh {
  public:
-  /// Makes a mesh of a tensor of ranks (integers), in its shape. Throws `c10::ValueError` if that
-  /// is not a valid mesh.
+  /// From a tensor of ranks (integers), in its shape. Throws `c10::ValueError` for an invalid mesh.
   explicit ProcessMesh(const at::Tensor& mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(DeviceMesh mesh) : DeviceMesh(std::move(mesh)) {}
@@ -173,8 +172,8 @@ inline DistOptimizer shard_optimizer(torch::optim::Optimizer& optimizer,
   return shard_optimizer(&optimizer, shard_fn, options);
 }
 
-/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on all
-/// ranks.
+/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on
+/// all.
 class TESSERA_API ShardScaler {
  public:
   explicit ShardScaler(GradScaler& scaler) : scaler_(&scaler) {}
@@ -220,8 +219,7 @@ struct ShardDataloaderOptions {
   }
 };
 
-/// Calls `distribute_dataloader()`; `loader` is a `unique_ptr`, or a loader that outlives the
-/// result.
+/// Calls `distribute_dataloader()`; `loader`: a `unique_ptr`, or one that outlives the result.
 template <class Loader>
 auto shard_dataloader(std::unique_ptr<Loader> loader, std::vector<DeviceMesh> meshes,
                       const ShardDataloaderOptions& options = {}) {
