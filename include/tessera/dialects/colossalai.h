@@ -22,8 +22,7 @@ using tessera::CPUAdam;
 using tessera::CPUAdamOptions;
 using tessera::HybridAdam;
 
-/// Decides how parameters are cut, and which of them are gathered together. Users may derive
-/// theirs.
+/// Decides how parameters are cut, and which are gathered together. Derive from it to write yours.
 class TESSERA_API BaseShardStrategy {
  public:
   virtual ~BaseShardStrategy();
@@ -288,7 +287,8 @@ struct ShardedOptimizerV2State {
 /// Steps `optimizer`, which has the parameters of `model`, on this rank's part of them in fp32,
 /// with an adaptive loss scale.
 ///
-/// All members are collective unless they say otherwise. Learning rates are those of `optimizer`.
+/// All members are collective unless they say otherwise. Learning rates are changed in
+/// `optimizer` itself; schedulers work.
 class TESSERA_API ShardedOptimizerV2 {
  public:
   /// Both must outlive this object. Throws `c10::ValueError` for invalid options, and
@@ -306,7 +306,7 @@ class TESSERA_API ShardedOptimizerV2 {
   bool step();
 
   /// Unscales the gradients, then scales them so that their norm is at most `max_norm`; returns the
-  /// norm before. Throws with an `mp_process_group`, whose ranks may share parameters or not.
+  /// norm before. Throws with `mp_process_group`: it is unknown which parameters its ranks share.
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
   double clip_grad_norm(const AnyShardedModelV2& model, double max_norm, double norm_type = 2.0);
 

@@ -83,7 +83,8 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
   /// Returns the parameters that each rank owns. Not collective.
   std::vector<std::vector<at::Tensor>> partition_parameters() const;
 
-  /// The reduced gradient of a parameter on its owner, to be read or changed; undefined elsewhere.
+  /// Returns the reduced gradient of a parameter on its owner, to be read or changed; undefined on
+  /// other ranks, and if there is none.
   at::Tensor gradient(const at::Tensor& param);
 
   /// Returns the bytes that this rank keeps. Not collective.

@@ -172,8 +172,8 @@ inline DistOptimizer shard_optimizer(torch::optim::Optimizer& optimizer,
   return shard_optimizer(&optimizer, shard_fn, options);
 }
 
-/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on
-/// all.
+/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips all ranks'
+/// step.
 class TESSERA_API ShardScaler {
  public:
   explicit ShardScaler(GradScaler& scaler) : scaler_(&scaler) {}
