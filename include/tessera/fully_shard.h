@@ -220,6 +220,16 @@ concept ModuleHolder = requires(const T& holder) {
   holder.ptr();
 };
 
+// The pointer to a module, from itself or from the module's holder.
+template <class M>
+std::shared_ptr<M> pointer_to(const std::shared_ptr<M>& module) {
+  return module;
+}
+template <ModuleHolder Holder>
+auto pointer_to(const Holder& holder) {
+  return holder.ptr();
+}
+
 // The module's class, for that class or for its holder.
 template <class M>
 struct ContainedModule {

@@ -210,14 +210,12 @@ class ShardedModelV2 final : public AnyShardedModelV2 {
  public:
   using Module = typename tessera::detail::ContainedModule<Net>::type;
 
-  ShardedModelV2(std::shared_ptr<Module> module, const ShardStrategyPtr& shard_strategy,
+  /// `module`: a pointer to it, or its holder.
+  template <class ModulePtr>
+  ShardedModelV2(const ModulePtr& module, const ShardStrategyPtr& shard_strategy,
                  const ShardedModelV2Options& options = {})
-      : AnyShardedModelV2(*module, shard_strategy, options),
-        net_(std::move(module), sharded().state()) {}
-  template <tessera::detail::ModuleHolder Holder>
-  ShardedModelV2(const Holder& holder, const ShardStrategyPtr& shard_strategy,
-                 const ShardedModelV2Options& options = {})
-      : ShardedModelV2(holder.ptr(), shard_strategy, options) {}
+      : AnyShardedModelV2(*tessera::detail::pointer_to(module), shard_strategy, options),
+        net_(tessera::detail::pointer_to(module), sharded().state()) {}
 
   /// Calls the module's own `forward`; converts floating tensors among its arguments, also those in
   /// vectors, arrays, optionals, tuples and maps, to `param_dtype`.

@@ -229,20 +229,16 @@ class ShardedDataParallel final : public AnyShardedDataParallel {
  public:
   using Module = typename tessera::detail::ContainedModule<Net>::type;
 
-  ShardedDataParallel(std::shared_ptr<Module> module, AnyOss& optimizer,
+  /// `module`: a pointer to it, or its holder.
+  template <class ModulePtr>
+  ShardedDataParallel(const ModulePtr& module, const std::vector<AnyOss*>& optimizers,
                       const ShardedDataParallelOptions& options = {})
-      : ShardedDataParallel(std::move(module), std::vector<AnyOss*>{&optimizer}, options) {}
-  ShardedDataParallel(std::shared_ptr<Module> module, const std::vector<AnyOss*>& optimizers,
+      : AnyShardedDataParallel(tessera::detail::pointer_to(module), optimizers, options),
+        net_(tessera::detail::pointer_to(module)) {}
+  template <class ModulePtr>
+  ShardedDataParallel(const ModulePtr& module, AnyOss& optimizer,
                       const ShardedDataParallelOptions& options = {})
-      : AnyShardedDataParallel(module, optimizers, options), net_(std::move(module)) {}
-  template <tessera::detail::ModuleHolder Holder>
-  ShardedDataParallel(const Holder& holder, AnyOss& optimizer,
-                      const ShardedDataParallelOptions& options = {})
-      : ShardedDataParallel(holder.ptr(), optimizer, options) {}
-  template <tessera::detail::ModuleHolder Holder>
-  ShardedDataParallel(const Holder& holder, const std::vector<AnyOss*>& optimizers,
-                      const ShardedDataParallelOptions& options = {})
-      : ShardedDataParallel(holder.ptr(), optimizers, options) {}
+      : ShardedDataParallel(module, std::vector<AnyOss*>{&optimizer}, options) {}
 
   /// Calls the module's own `forward`, with any arguments that it takes.
   template <class... Args>

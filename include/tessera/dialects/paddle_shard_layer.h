@@ -112,19 +112,12 @@ TESSERA_API const DeviceMesh& check_mesh(const std::optional<DeviceMesh>& proces
 /// Places the parameters and buffers of `layer` by `shard_fn`, in place; those that it does not
 /// place are replicated. Returns a handle of the same layer, which calls `input_fn` and
 /// `output_fn`. Collective over the mesh; see `distribute_module()` and `DistModule`.
-template <class M>
-DistModule<M> shard_layer(std::shared_ptr<M> layer, const std::optional<DeviceMesh>& process_mesh,
-                          const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
-                          ForwardHook output_fn = {}) {
-  return distribute_module(std::move(layer), detail::check_mesh(process_mesh), shard_fn,
-                           std::move(input_fn), std::move(output_fn));
-}
-template <tessera::detail::ModuleHolder Holder>
-auto shard_layer(const Holder& holder, const std::optional<DeviceMesh>& process_mesh,
+template <class ModulePtr>  // or a holder
+auto shard_layer(const ModulePtr& layer, const std::optional<DeviceMesh>& process_mesh,
                  const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
                  ForwardHook output_fn = {}) {
-  return shard_layer(holder.ptr(), process_mesh, shard_fn, std::move(input_fn),
-                     std::move(output_fn));
+  return distribute_module(layer, detail::check_mesh(process_mesh), shard_fn, std::move(input_fn),
+                           std::move(output_fn));
 }
 
 /// Throws `c10::NotImplementedError`: the tensors of a scripted module can't be placed one by one.
