@@ -123,7 +123,9 @@ class TESSERA_API ShardedModule {
   /// norm before. Collective. `norm_type`: 1, 2, another positive number or infinity. The formula
   /// is that of `torch::nn::utils::clip_grad_norm_`: gradients times
   /// `min(1, max_norm / (norm + 1e-6))`.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0) {
+    return clip_grad_norm_(max_norm, ClipOptions{.norm_type = norm_type});
+  }
   /// Throws `c10::ValueError` if `options.exclude` has a name that the model does not have.
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
 

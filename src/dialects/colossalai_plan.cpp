@@ -97,7 +97,7 @@ std::vector<Found> find_origins(const torch::nn::Module& module) {
     const std::string& name = item.key();
     const std::string owner = module_of(name);
     all.push_back({name, origin_or_throw(name, item.value())});
-    const bool sharded = all.back().origin->is_sharded;
+    const bool sharded = all.back().origin->options.shard_param;
     TORCH_CHECK_VALUE(is_sharded.emplace(owner, sharded).first->second == sharded,
                       "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
                       owner, "' has '", name, "', which is ", sharded ? "" : "not ", "sharded, and others");
@@ -145,12 +145,12 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   check_contexts(all, strategy, plan.process_group);
   plan.level = ShardLevel::kGradients;
   for (const Found& found : all) {
-    if (found.origin->is_sharded) plan.level = ShardLevel::kParameters;
+    if (found.origin->options.shard_param) plan.level = ShardLevel::kParameters;
   }
   for (const Found& found : all) {
     if (!found.origin->is_replicated) {
       plan.unreplicated.push_back(found.name);
-    } else if (!found.origin->is_sharded && plan.level == ShardLevel::kParameters) {
+    } else if (!found.origin->options.shard_param && plan.level == ShardLevel::kParameters) {
       plan.whole.push_back(found.name);
     }
   }

@@ -30,11 +30,6 @@ AnyShardedModelV2::AnyShardedModelV2(torch::nn::Module& module, const ShardStrat
 
 AnyShardedModelV2::~AnyShardedModelV2() = default;
 
-void AnyShardedModelV2::backward(const at::Tensor& loss) {
-  state_->begin_backward(detail::LossScale::kOne);
-  loss.backward();
-}
-
 void AnyShardedModelV2::backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad) {
   state_->begin_backward(detail::LossScale::kOne);
   tensor.backward(grad);

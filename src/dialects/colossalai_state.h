@@ -17,8 +17,7 @@ struct ParamOrigin final : Origin {
 
   at::Device device = at::kCPU;
   ShardStrategyPtr strategy;
-  ZeroInitOptions options;
-  bool is_sharded = false;
+  ZeroInitOptions options;  ///< `shard_param`: of this parameter
   bool is_replicated = true;
   std::shared_ptr<Made> made;  ///< all tensors made in the context; null: it does not count them
 

@@ -92,7 +92,6 @@ ZeroInitContext::ZeroInitContext(at::Device target_device, ShardStrategyPtr shar
   origin->device = target_device;
   origin->strategy = std::move(shard_strategy);
   origin->options = options;
-  origin->is_sharded = options.shard_param;
   if (options.model_numel_tensor.defined())
     origin->made = std::make_shared<detail::ParamOrigin::Made>();
   state_ = std::make_unique<detail::ZeroContext>();
@@ -120,7 +119,7 @@ NoShardZeroContext::NoShardZeroContext(bool is_replicated) {
   const auto outer = detail::ParamOrigin::current();
   TORCH_CHECK_VALUE(outer, "[no_shard_zero_context] must be in a ZeroInitContext");
   auto origin = std::make_shared<detail::ParamOrigin>(*outer);
-  origin->is_sharded = false;
+  origin->options.shard_param = false;
   origin->is_replicated = is_replicated;
   state_ = std::make_unique<detail::ZeroContext>();
   state_->scope.emplace(std::move(origin));

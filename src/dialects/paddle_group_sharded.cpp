@@ -45,17 +45,13 @@ void check_sizes(const GroupShardedOptions& options) {
 }
 
 void set_offload(ShardPlan& plan, const std::variant<bool, std::string>& offload) {
-  const auto* where = std::get_if<std::string>(&offload);
-  if (!where) {
-    plan.offload = std::get<bool>(offload) ? Offload::kHost : Offload::kNone;
-  } else if (*where == "none" || *where == "cpu") {
-    plan.offload = *where == "cpu" ? Offload::kHost : Offload::kNone;
-  } else {
-    TORCH_CHECK_VALUE(!where->empty(),
-                      "[group_sharded_parallel] offload must be none, cpu or a directory. Got ''");
-    plan.offload = Offload::kDirectory;
-    plan.offload_directory = *where;
-  }
+  const auto* text = std::get_if<std::string>(&offload);
+  const std::string where = text ? *text : std::get<bool>(offload) ? "cpu" : "none";
+  TORCH_CHECK_VALUE(!where.empty(),
+                    "[group_sharded_parallel] offload must be none, cpu or a directory. Got ''");
+  if (where == "none") return;
+  plan.offload = where == "cpu" ? Offload::kHost : Offload::kDirectory;
+  if (plan.offload == Offload::kDirectory) plan.offload_directory = where;
 }
 
 // `Module::name()` is the C++ type: of a layer that users call GroupNorm, it is

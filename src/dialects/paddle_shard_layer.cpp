@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/WrapDimMinimal.h>
 #include <c10/util/Exception.h>
 #include <tessera/deferred_init.h>
@@ -62,10 +63,8 @@ at::Tensor as_tensor(const ShardTensorData& data, const ShardTensorOptions& opti
                                                 : at::kFloat;
     return at::scalar_tensor(*number, at::dtype(options.dtype.value_or(type)));
   }
-  const auto& list = std::get<std::vector<double>>(data);
-  at::Tensor tensor = at::empty({static_cast<int64_t>(list.size())}, at::kDouble);
-  std::copy(list.begin(), list.end(), tensor.mutable_data_ptr<double>());
-  return tensor.to(options.dtype.value_or(at::kFloat));
+  return at::tensor(std::get<std::vector<double>>(data), at::kDouble)
+      .to(options.dtype.value_or(at::kFloat));
 }
 
 at::Tensor converted(at::Tensor tensor, const ShardTensorOptions& options) {

@@ -26,10 +26,6 @@ void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) 
                  .narrow(0, begin - slot.offset, end - begin));
 }
 
-at::Tensor whole_buffer(const at::Tensor& buffer) {
-  return is_dist(buffer) ? full_tensor(buffer).clone() : buffer.clone();
-}
-
 }  // namespace
 
 void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
@@ -56,8 +52,8 @@ std::vector<NamedTensor> ShardedState::full_state() {
   });
   std::vector<NamedTensor> state;
   for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
-  for (const NamedTensor& buffer : buffers_)
-    state.push_back({buffer.name, whole_buffer(buffer.tensor)});
+  for (const auto& [name, buffer] : buffers_)
+    state.push_back({name, (is_dist(buffer) ? full_tensor(buffer) : buffer).clone()});
   return state;
 }
 

@@ -16,6 +16,7 @@
 #include "model/check_plan.h"
 #include "model/memory_budget.h"
 #include "unit/agreement.h"
+#include "unit/unit_storage.h"
 
 namespace tessera {
 namespace {
@@ -25,6 +26,11 @@ const Unit* owner_of(const at::Tensor& param) {
   if (const Unit* const unit = unit_of(param)) return unit;
   const auto gradients = std::dynamic_pointer_cast<UnitGradients>(grad_sink_of(param));
   return gradients ? &gradients->unit() : nullptr;
+}
+
+// The state that the unit belongs to; null for null, and for a unit of something else.
+ShardedState* state_with(const Unit* unit) {
+  return unit ? dynamic_cast<ShardedState*>(&unit->listener()) : nullptr;
 }
 
 // The mesh of the parameters that are DistTensors; null: none is.
@@ -142,6 +148,14 @@ void check_countable(const ShardPlan& plan, at::Device device) {
 
 }  // namespace
 
+// In the parameters' order, on all ranks alike. Parameters that were given back have no unit.
+void ShardedState::take_over_released(const std::vector<NamedTensor>& parameters) {
+  for (const auto& [name, parameter] : parameters) {
+    auto* const state = parameter.defined() ? state_with(unit_of(parameter)) : nullptr;
+    if (state && state->is_released_) state->give_back(GivenValues::kUsed);
+  }
+}
+
 std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> parameters,
                                                    std::vector<NamedTensor> buffers,
                                                    const ShardPlan& wanted) {
@@ -190,9 +204,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
 
 std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module) {
   for (const at::Tensor& param : module.parameters()) {
-    const Unit* const unit = owner_of(param);
-    auto* state = unit ? dynamic_cast<ShardedState*>(&unit->listener()) : nullptr;
-    if (state) return state->shared_from_this();
+    if (auto* const state = state_with(owner_of(param))) return state->shared_from_this();
   }
   return nullptr;
 }

@@ -39,8 +39,6 @@ class JoinScope {
   /// Returns the position in `optimizers`; throws `c10::ValueError` for another optimizer.
   size_t index_of(const torch::optim::Optimizer& optimizer) const;
 
-  bool is_done() const { return is_done_; }
-
  private:
   Heard exchange(JoinCall call, const std::vector<double>& values);
 

@@ -89,10 +89,6 @@ void ShardedModule::zero_grad(bool set_to_none) {
 
 void ShardedModule::unwrap() { state()->unwrap(); }
 
-double ShardedModule::clip_grad_norm_(double max_norm, double norm_type) {
-  return clip_grad_norm_(max_norm, ClipOptions{.norm_type = norm_type});
-}
-
 double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
   const std::vector<double> call = state()->clip_call(max_norm, options);
   if (auto* scope = state()->join_scope()) scope->announce(JoinCall::kClip, call);

@@ -11,15 +11,9 @@
 
 #include "mesh/dist_meta.h"
 #include "model/sharded_state.h"
-#include "unit/unit_storage.h"
 
 namespace tessera {
 namespace {
-
-ShardedState* state_with(const at::Tensor& parameter) {
-  Unit* const unit = parameter.defined() ? unit_of(parameter) : nullptr;
-  return unit ? dynamic_cast<ShardedState*>(&unit->listener()) : nullptr;
-}
 
 // The distinct DistTensors among the parameters and buffers. This rank must have a part of each.
 std::vector<at::Tensor> dist_tensors(const torch::nn::Module& module) {
@@ -79,14 +73,6 @@ void ShardedState::release() noexcept {
     for (const auto& unit : units_) unit->give_back(GivenValues::kUsed);
     is_given_back_ = true;
   } catch (const std::exception&) {  // a rank is gone, and with it data that it had to send
-  }
-}
-
-void ShardedState::take_over_released(const std::vector<NamedTensor>& parameters) {
-  // In the parameters' order, on all ranks alike. Parameters that were given back have no unit.
-  for (const NamedTensor& parameter : parameters) {
-    ShardedState* const state = state_with(parameter.tensor);
-    if (state && state->is_released_) state->give_back(GivenValues::kUsed);
   }
 }
 

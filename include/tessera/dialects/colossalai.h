@@ -157,7 +157,7 @@ class TESSERA_API AnyShardedModelV2 {
   AnyShardedModelV2& operator=(const AnyShardedModelV2&) = delete;
 
   /// Runs backward; reduces the gradients and adds them to those that are there.
-  void backward(const at::Tensor& loss);
+  void backward(const at::Tensor& loss) { backward_by_grad(loss, /*grad=*/{}); }
   /// The same, starting from the gradient of `tensor`, as between the stages of a pipeline.
   void backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad);
   /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
