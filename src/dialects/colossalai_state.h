@@ -21,10 +21,13 @@ struct ParamOrigin final : Origin {
   bool is_replicated = true;
   std::shared_ptr<Made> made;  ///< all tensors made in the context; null: it does not count them
 
-  void on_made(const at::Tensor& tensor) const override;
-
+  void on_made(const at::Tensor& tensor) const override {
+    if (made) made->emplace_back(tensor.getIntrusivePtr());
+  }
   /// Returns the origin of the innermost context on this thread, or null.
-  static std::shared_ptr<const ParamOrigin> current();
+  static std::shared_ptr<const ParamOrigin> current() {
+    return std::dynamic_pointer_cast<const ParamOrigin>(OriginScope::current());
+  }
 };
 
 /// The scale of the loss behind the gradients that wait for the step.

@@ -14,14 +14,6 @@
 namespace tessera::colossalai {
 namespace detail {
 
-void ParamOrigin::on_made(const at::Tensor& tensor) const {
-  if (made) made->emplace_back(tensor.getIntrusivePtr());
-}
-
-std::shared_ptr<const ParamOrigin> ParamOrigin::current() {
-  return std::dynamic_pointer_cast<const ParamOrigin>(OriginScope::current());
-}
-
 struct ZeroContext {
   std::shared_ptr<const ParamOrigin> origin;
   at::Tensor generator_state;  // before the context; undefined without a seed

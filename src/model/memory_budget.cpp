@@ -1,6 +1,6 @@
 #include "model/memory_budget.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -128,12 +128,9 @@ std::vector<int64_t> MemoryBudget::least_room() const {
   for (const MemoryBytes& peak : at_) room.push_back(budget_ - need(peak));
   room.push_back(budget_ - held(outside_));
   if (state_.mesh().size() == 1) return room;
-  const auto count = static_cast<int64_t>(room.size());
-  const at::Tensor tensor = at::empty({count}, at::kDouble);  // exact for byte counts
-  auto* data = tensor.mutable_data_ptr<double>();
-  std::copy(room.begin(), room.end(), data);
-  state_.mesh().all_reduce(tensor, ReduceOp::kMin, {"budget of memory", Channel::kControl});
-  std::copy(data, data + count, room.begin());
+  const at::Tensor least = at::tensor(room, at::kDouble);  // exact for byte counts
+  state_.mesh().all_reduce(least, ReduceOp::kMin, {"budget of memory", Channel::kControl});
+  std::copy_n(least.const_data_ptr<double>(), room.size(), room.begin());
   return room;
 }
 

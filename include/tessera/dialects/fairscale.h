@@ -38,12 +38,11 @@ struct Sharding;
 /// all ranks; a `ShardedDataParallel` that it is given to provides the reduced gradients. All
 /// members are collective unless they say otherwise.
 ///
-/// **Destruction**: the parameters become ordinary tensors again, with the values that all ranks
-/// use, when the last of the optimizer and the objects that share a `ShardedDataParallel` with it
-/// is destroyed; another `OSS` may then have them. The destructor sends nothing, and waits for the
-/// collectives that the last step has started. Where that is not enough, because operators have
-/// written to parameters that were not used since, or during stack unwinding, the parameters stay
-/// sharded until the next `OSS` or wrapper takes them over.
+/// **Destruction**: when the last of the optimizer and the objects that share a
+/// `ShardedDataParallel` with it is destroyed, the parameters become ordinary tensors again, with
+/// the values that all ranks use. That sends nothing, and waits for the collectives that the last
+/// step has started. If operators have written to parameters that were not used since, and during
+/// stack unwinding, the parameters stay sharded until the next `OSS` or wrapper takes them over.
 class TESSERA_API AnyOss : public torch::optim::Optimizer {
  public:
   ~AnyOss() override;
