@@ -206,22 +206,15 @@ struct ShardDataloaderOptions {
   std::vector<MeshDim> shard_dims = {};
   bool is_dataset_splitted = false;
   bool check_values = false;
-
-  DistDataloaderOptions to_native() const {
-    return {input_keys, shard_dims, is_dataset_splitted, check_values};
-  }
 };
 
 /// Calls `distribute_dataloader()`; `loader`: a `unique_ptr`, or one that outlives the result.
 template <class Loader>
-auto shard_dataloader(std::unique_ptr<Loader> loader, std::vector<DeviceMesh> meshes,
+auto shard_dataloader(Loader&& loader, std::vector<DeviceMesh> meshes,
                       const ShardDataloaderOptions& options = {}) {
-  return distribute_dataloader(std::move(loader), std::move(meshes), options.to_native());
-}
-template <class Loader>
-auto shard_dataloader(Loader& loader, std::vector<DeviceMesh> meshes,
-                      const ShardDataloaderOptions& options = {}) {
-  return distribute_dataloader(loader, std::move(meshes), options.to_native());
+  return distribute_dataloader(
+      std::forward<Loader>(loader), std::move(meshes),
+      {options.input_keys, options.shard_dims, options.is_dataset_splitted, options.check_values});
 }
 
 }  // namespace tessera::paddle
