@@ -52,11 +52,9 @@ std::shared_ptr<const ParamOrigin> origin_or_throw(const std::string& name,
 }
 
 bool is_offloaded(const ShardedModelV2Options& options) {
-  const auto device = options.offload_config.find("device");
-  const bool knows = options.offload_config.empty() ||
-                     (options.offload_config.size() == 1 &&
-                      device != options.offload_config.end() && device->second == "cpu");
-  TORCH_CHECK_VALUE(knows, "[ShardedModelV2] offload_config must be {{\"device\", \"cpu\"}} or empty");
+  const std::map<std::string, std::string> to_cpu = {{"device", "cpu"}};
+  TORCH_CHECK_VALUE(options.offload_config.empty() || options.offload_config == to_cpu,
+                    "[ShardedModelV2] offload_config must be {{\"device\", \"cpu\"}} or empty");
   return !options.offload_config.empty() || options.tensor_placement_policy == "cpu";
 }
 
