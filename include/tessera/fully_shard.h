@@ -68,9 +68,6 @@ struct ClipOptions {
 class TESSERA_API ShardedModule {
  public:
   explicit ShardedModule(std::shared_ptr<ShardedState> state);
-  ~ShardedModule();
-  ShardedModule(const ShardedModule&);
-  ShardedModule& operator=(const ShardedModule&);
 
   /// While it lives, backward keeps whole local gradients and sends nothing; the next backward
   /// after it reduces their sum. Guards nest, and also end correctly when an exception is thrown.
@@ -106,16 +103,14 @@ class TESSERA_API ShardedModule {
   void begin_forward();
 
   /// Copies rank 0's buffers to all ranks. Collective. If not `blocking`, the values may arrive as
-  /// late as when the next forward through the wrapper begins, or at the next call of this
-  /// function.
+  /// late as the next forward through the wrapper begins, or this is called again.
   void sync_buffers(bool blocking = true);
 
   /// Reduces the gradients that were accumulated under `no_sync()`, as the next backward outside of
   /// it would. Collective. Throws on every rank if no rank has any.
   void reduce();
 
-  /// Returns the reduced gradient of a parameter, gathered from all ranks; undefined if it has
-  /// none. Collective.
+  /// Returns a parameter's whole reduced gradient; undefined if it has none. Collective.
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
 
@@ -128,7 +123,9 @@ class TESSERA_API ShardedModule {
   /// norm before. Collective. `norm_type`: 1, 2, another positive number or infinity. The formula
   /// is that of `torch::nn::utils::clip_grad_norm_`: gradients times
   /// `min(1, max_norm / (norm + 1e-6))`.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0) {
+    return clip_grad_norm_(max_norm, ClipOptions{.norm_type = norm_type});
+  }
   /// Throws `c10::ValueError` if `options.exclude` has a name that the model does not have.
   double clip_grad_norm_(double max_norm, const ClipOptions& options);
 
@@ -218,13 +215,22 @@ namespace detail {
 TESSERA_API std::shared_ptr<ShardedState> shard(torch::nn::Module& module, const ShardPlan& plan);
 TESSERA_API std::shared_ptr<ShardedState> shard(torch::jit::Module& module, const ShardPlan& plan);
 
-// A `torch::nn::ModuleHolder` (a class made by TORCH_MODULE) is treated as the module that it
-// holds.
+// A `torch::nn::ModuleHolder` (a class made by TORCH_MODULE) stands for the module that it holds.
 template <class T>
 concept ModuleHolder = requires(const T& holder) {
   typename T::ContainedType;
   holder.ptr();
 };
+
+// The pointer to a module, from itself or from the module's holder.
+template <class M>
+std::shared_ptr<M> pointer_to(const std::shared_ptr<M>& module) {
+  return module;
+}
+template <ModuleHolder Holder>
+auto pointer_to(const Holder& holder) {
+  return holder.ptr();
+}
 
 // The module's class, for that class or for its holder.
 template <class M>

@@ -2,34 +2,22 @@
 #include <tessera/world.h>
 
 #include <cmath>
+#include <map>
 #include <set>
 #include <typeinfo>
 
 #include "dialects/colossalai_state.h"
-#include "model/named_tensors.h"
+#include "mesh/shard_mesh.h"
 #include "unit/unit_storage.h"
 
 namespace tessera::colossalai {
 
 namespace {
 
-// The parameters of one module, without those of its children, under their full names.
-struct OwnParameters {
-  std::string module;
-  std::vector<NamedTensor> parameters;
-};
-
-std::vector<OwnParameters> own_parameters(const torch::nn::Module& module) {
-  std::vector<OwnParameters> all;
-  for (const auto& child : module.named_modules()) {
-    OwnParameters own{child.key(),
-                      named_tensors(child.value()->named_parameters(/*recurse=*/false))};
-    for (NamedTensor& parameter : own.parameters) {
-      if (!own.module.empty()) parameter.name = own.module + "." + parameter.name;
-    }
-    all.push_back(std::move(own));
-  }
-  return all;
+// The name of the module that has the parameter as its own.
+std::string module_of(const std::string& parameter) {
+  const size_t dot = parameter.rfind('.');
+  return dot == std::string::npos ? "" : parameter.substr(0, dot);
 }
 
 }  // namespace
@@ -42,13 +30,11 @@ void TensorShardStrategy::apply(const torch::nn::Module&, ShardPlan& plan) const
 
 void BucketTensorShardStrategy::apply(const torch::nn::Module& module, ShardPlan& plan) const {
   std::set<const c10::TensorImpl*> seen;  // a tied parameter is gathered with its first module
-  for (const OwnParameters& own : own_parameters(module)) {
-    std::vector<std::string> unit;
-    for (const NamedTensor& parameter : own.parameters) {
-      if (seen.insert(parameter.tensor.unsafeGetTensorImpl()).second)
-        unit.push_back(parameter.name);
-    }
-    if (!unit.empty()) plan.units.push_back(std::move(unit));
+  for (const auto& item : module.named_parameters()) {
+    if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+    if (plan.units.empty() || module_of(plan.units.back().front()) != module_of(item.key()))
+      plan.units.emplace_back();
+    plan.units.back().push_back(item.key());
   }
 }
 
@@ -66,11 +52,9 @@ std::shared_ptr<const ParamOrigin> origin_or_throw(const std::string& name,
 }
 
 bool is_offloaded(const ShardedModelV2Options& options) {
-  const auto device = options.offload_config.find("device");
-  const bool knows = options.offload_config.empty() ||
-                     (options.offload_config.size() == 1 &&
-                      device != options.offload_config.end() && device->second == "cpu");
-  TORCH_CHECK_VALUE(knows, "[ShardedModelV2] offload_config must be {{\"device\", \"cpu\"}} or empty");
+  const std::map<std::string, std::string> to_cpu = {{"device", "cpu"}};
+  TORCH_CHECK_VALUE(options.offload_config.empty() || options.offload_config == to_cpu,
+                    "[ShardedModelV2] offload_config must be {{\"device\", \"cpu\"}} or empty");
   return !options.offload_config.empty() || options.tensor_placement_policy == "cpu";
 }
 
@@ -88,7 +72,7 @@ void check_options(const ShardedModelV2Options& options) {
   TORCH_CHECK_VALUE(!options.reduce_scatter_process_group ||
                         options.reduce_scatter_process_group == options.process_group,
                     "[ShardedModelV2] reduce_scatter_process_group must be null or process_group: reductions and "
-                    "gathers do not wait for each other there, and need no second one");
+                    "gathers do not wait for each other in one group, so no second one is needed");
 }
 
 // Returns a power of two near the square root of the number of ranks.
@@ -106,16 +90,15 @@ struct Found {
 
 std::vector<Found> find_origins(const torch::nn::Module& module) {
   std::vector<Found> all;
-  for (const OwnParameters& own : own_parameters(module)) {
-    std::optional<bool> is_sharded;
-    for (const auto& [name, param] : own.parameters) {
-      all.push_back({name, origin_or_throw(name, param)});
-      const bool sharded = all.back().origin->is_sharded;
-      TORCH_CHECK_VALUE(is_sharded.value_or(sharded) == sharded,
-                        "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
-                        own.module, "' has '", name, "', which is ", sharded ? "" : "not ", "sharded, and others");
-      is_sharded = sharded;
-    }
+  std::map<std::string, bool> is_sharded;  // by module
+  for (const auto& item : module.named_parameters()) {
+    const std::string& name = item.key();
+    const std::string owner = module_of(name);
+    all.push_back({name, origin_or_throw(name, item.value())});
+    const bool sharded = all.back().origin->options.shard_param;
+    TORCH_CHECK_VALUE(is_sharded.emplace(owner, sharded).first->second == sharded,
+                      "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
+                      owner, "' has '", name, "', which is ", sharded ? "" : "not ", "sharded, and others");
   }
   TORCH_CHECK_VALUE(!all.empty(), "[ShardedModelV2] the module must have parameters; it has none");
   return all;
@@ -137,8 +120,7 @@ void check_contexts(const std::vector<Found>& all, const ShardStrategyPtr& strat
   }
 }
 
-}  // namespace
-
+// The process group that the module is to be sharded over.
 ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options) {
   if (options.process_group) return options.process_group;
   for (const at::Tensor& param : module.parameters()) {
@@ -148,6 +130,7 @@ ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Op
   return default_process_group();
 }
 
+// The plan of a module that was built in a context. Not collective.
 ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
                   const ShardedModelV2Options& options) {
   check_options(options);
@@ -160,12 +143,12 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   check_contexts(all, strategy, plan.process_group);
   plan.level = ShardLevel::kGradients;
   for (const Found& found : all) {
-    if (found.origin->is_sharded) plan.level = ShardLevel::kParameters;
+    if (found.origin->options.shard_param) plan.level = ShardLevel::kParameters;
   }
   for (const Found& found : all) {
     if (!found.origin->is_replicated) {
       plan.unreplicated.push_back(found.name);
-    } else if (!found.origin->is_sharded && plan.level == ShardLevel::kParameters) {
+    } else if (!found.origin->options.shard_param && plan.level == ShardLevel::kParameters) {
       plan.whole.push_back(found.name);
     }
   }
@@ -182,6 +165,18 @@ ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strat
   if (is_offloaded(options)) plan.offload = Offload::kHost;
   if (options.tensor_placement_policy == "auto") plan.memory_budget = options.memory_budget;
   return plan;
+}
+
+}  // namespace
+
+ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                      const ShardedModelV2Options& options) {
+  const ShardMesh ranks(group_of(module, options), nullptr);
+  ShardPlan plan;
+  check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
+  ModelState state{options, ShardedModule(tessera::detail::shard(module, plan))};
+  if (options.use_memory_tracer) state.tracer.emplace(state.sharded);
+  return state;
 }
 
 }  // namespace detail

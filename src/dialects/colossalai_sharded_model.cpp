@@ -1,11 +1,8 @@
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <tessera/world.h>
 
 #include <algorithm>
 
 #include "dialects/colossalai_state.h"
-#include "model/named_tensors.h"
 #include "model/sharded_state.h"
 
 namespace tessera::colossalai {
@@ -25,21 +22,6 @@ void ModelState::begin_backward(LossScale scale) {
   loss_scale = scale;
 }
 
-namespace {
-
-ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
-                      const ShardedModelV2Options& options) {
-  const ShardMesh ranks(group_of(module, options), nullptr);
-  ShardPlan plan;
-  check_on_all_ranks(ranks, [&] { plan = plan_of(module, strategy, options); });
-  ModelState state{
-      options, ShardedModule(ShardedState::create(named_tensors(module.named_parameters()),
-                                                  named_tensors(module.named_buffers()), plan))};
-  if (options.use_memory_tracer) state.tracer.emplace(state.sharded);
-  return state;
-}
-
-}  // namespace
 }  // namespace detail
 
 AnyShardedModelV2::AnyShardedModelV2(torch::nn::Module& module, const ShardStrategyPtr& strategy,
@@ -47,11 +29,6 @@ AnyShardedModelV2::AnyShardedModelV2(torch::nn::Module& module, const ShardStrat
     : state_(std::make_shared<detail::ModelState>(detail::make_state(module, strategy, options))) {}
 
 AnyShardedModelV2::~AnyShardedModelV2() = default;
-
-void AnyShardedModelV2::backward(const at::Tensor& loss) {
-  state_->begin_backward(detail::LossScale::kOne);
-  loss.backward();
-}
 
 void AnyShardedModelV2::backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad) {
   state_->begin_backward(detail::LossScale::kOne);

@@ -24,11 +24,6 @@ GradScalerOptions scaler_options(const ShardedOptimizerV2Options& options) {
           .process_group = options.mp_process_group};
 }
 
-// For gradients of a loss that was not scaled: only checks them.
-GradScalerOptions check_only(const ShardedOptimizerV2Options& options) {
-  return {.init_scale = 1, .process_group = options.mp_process_group};
-}
-
 // Returns the most memory of the device that the model and its activations have taken.
 int64_t peak_on_device(const MemoryTracer& tracer) {
   int64_t most = 0;
@@ -50,7 +45,7 @@ void check_options(const detail::ModelState& model, const ShardedOptimizerV2Opti
                     "[ShardedOptimizerV2] gpu_margin_mem_ratio needs use_memory_tracer and memory_budget among the options "
                     "of ShardedModelV2");
   TORCH_CHECK_VALUE(!options.keep_unsharded, "[ShardedOptimizerV2] keep_unsharded must be false: optimizer state of "
-                    "parameters that stay whole is sharded like all other, which changes no number");
+                    "parameters that stay whole is sharded like all other, which does not change any result");
   TORCH_CHECK_VALUE(!options.dp_process_group || options.dp_process_group == plan.process_group,
                     "[ShardedOptimizerV2] dp_process_group must be the process group of the model");
   if (options.cpu_offload && plan.offload == Offload::kNone)
@@ -65,7 +60,8 @@ struct ShardedOptimizerV2::Impl {
   std::shared_ptr<detail::ModelState> model;
   ShardedOptimizerV2Options options;
   ShardedOptimizer sharded;
-  GradScaler scaler, checker;
+  GradScaler scaler;
+  GradScaler checker;                                  // of gradients whose loss was not scaled
   bool is_unscaled = false;                            // clip_grad_norm() unscaled the gradients
   bool has_margin = options.gpu_margin_mem_ratio > 0;  // the margin is not filled yet
 
@@ -94,7 +90,8 @@ ShardedOptimizerV2::ShardedOptimizerV2(AnyShardedModelV2& model, torch::optim::O
                                        const ShardedOptimizerV2Options& options) {
   check_options(*model.state_, options);
   impl_.reset(new Impl{model.state_, options, ShardedOptimizer(model.sharded(), optimizer),
-                       GradScaler(scaler_options(options)), GradScaler(check_only(options))});
+                       GradScaler(scaler_options(options)),
+                       GradScaler({.init_scale = 1, .process_group = options.mp_process_group})});
 }
 
 ShardedOptimizerV2::~ShardedOptimizerV2() = default;
@@ -125,8 +122,8 @@ bool ShardedOptimizerV2::step() {
 }
 
 double ShardedOptimizerV2::clip_grad_norm(double max_norm, double norm_type) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!impl_->options.mp_process_group, "[clip_grad_norm] can't clip over mp_process_group: which "
-                              "parameters its ranks have in common is not known. Use DistTensors, whose mesh says so");
+  TORCH_CHECK_NOT_IMPLEMENTED(!impl_->options.mp_process_group, "[clip_grad_norm] can't clip over mp_process_group: it is "
+                              "unknown which parameters its ranks share. Use DistTensors, whose placements tell it");
   if (!impl_->is_unscaled) impl_->current().unscale_(impl_->sharded);
   impl_->is_unscaled = true;
   return impl_->sharded.clip_grad_norm_(max_norm, norm_type);

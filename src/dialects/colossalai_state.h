@@ -17,24 +17,18 @@ struct ParamOrigin final : Origin {
 
   at::Device device = at::kCPU;
   ShardStrategyPtr strategy;
-  ZeroInitOptions options;
-  bool is_sharded = false;
+  ZeroInitOptions options;  ///< `shard_param`: of this parameter
   bool is_replicated = true;
   std::shared_ptr<Made> made;  ///< all tensors made in the context; null: it does not count them
 
-  void on_made(const at::Tensor& tensor) const override;
-
+  void on_made(const at::Tensor& tensor) const override {
+    if (made) made->emplace_back(tensor.getIntrusivePtr());
+  }
   /// Returns the origin of the innermost context on this thread, or null.
-  static std::shared_ptr<const ParamOrigin> current();
+  static std::shared_ptr<const ParamOrigin> current() {
+    return std::dynamic_pointer_cast<const ParamOrigin>(OriginScope::current());
+  }
 };
-
-/// Returns the process group that a module is to be sharded over.
-ProcessGroupPtr group_of(const torch::nn::Module& module, const ShardedModelV2Options& options);
-
-/// Returns the plan of a module that was built in a context. Throws `c10::ValueError` if it was
-/// not, and for options that don't fit. Not collective.
-ShardPlan plan_of(const torch::nn::Module& module, const ShardStrategyPtr& strategy,
-                  const ShardedModelV2Options& options);
 
 /// The scale of the loss behind the gradients that wait for the step.
 enum class LossScale : uint8_t { kUnknown, kOne, kScaled };
@@ -49,5 +43,10 @@ struct ModelState {
   void begin_backward(LossScale scale);
   bool has_gradients() const;
 };
+
+/// Shards a module that was built in a context. Collective. Throws `c10::ValueError` if it was not,
+/// and for options that don't fit.
+ModelState make_state(torch::nn::Module& module, const ShardStrategyPtr& strategy,
+                      const ShardedModelV2Options& options);
 
 }  // namespace tessera::colossalai::detail

@@ -14,23 +14,11 @@
 namespace tessera::colossalai {
 namespace detail {
 
-void ParamOrigin::on_made(const at::Tensor& tensor) const {
-  if (made) made->emplace_back(tensor.getIntrusivePtr());
-}
-
-std::shared_ptr<const ParamOrigin> ParamOrigin::current() {
-  return std::dynamic_pointer_cast<const ParamOrigin>(OriginScope::current());
-}
-
-struct ZeroInitState {
+struct ZeroContext {
   std::shared_ptr<const ParamOrigin> origin;
   at::Tensor generator_state;  // before the context; undefined without a seed
   std::optional<DeferredInit> deferred;
   std::optional<OriginScope> scope;
-};
-
-struct NoShardState {
-  OriginScope scope;
 };
 
 }  // namespace detail
@@ -64,8 +52,10 @@ at::Tensor seeded_from(uint64_t seed) {
   return state;
 }
 
-// Parameters, unlike buffers, require gradients; intermediate tensors are freed by now.
-int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
+// Adds the parameters among `made`, which require gradients, unlike buffers, to `total`.
+// Intermediate tensors are freed by now.
+void count_parameters(const detail::ParamOrigin::Made& made, const at::Tensor& total) {
+  const at::NoGradGuard no_grad;
   std::set<const c10::TensorImpl*> seen;
   int64_t numel = 0;
   for (const auto& weak : made) {
@@ -74,11 +64,6 @@ int64_t trainable_numel(const detail::ParamOrigin::Made& made) {
     const at::Tensor tensor(impl);
     if (tensor.is_leaf() && tensor.requires_grad()) numel += tensor.numel();
   }
-  return numel;
-}
-
-void add_numel(const at::Tensor& total, int64_t numel) {
-  const at::NoGradGuard no_grad;
   const int64_t most = total.scalar_type() == at::kInt ? std::numeric_limits<int32_t>::max()
                                                        : std::numeric_limits<int64_t>::max();
   const int64_t before = total.item<int64_t>();
@@ -99,10 +84,9 @@ ZeroInitContext::ZeroInitContext(at::Device target_device, ShardStrategyPtr shar
   origin->device = target_device;
   origin->strategy = std::move(shard_strategy);
   origin->options = options;
-  origin->is_sharded = options.shard_param;
   if (options.model_numel_tensor.defined())
     origin->made = std::make_shared<detail::ParamOrigin::Made>();
-  state_ = std::make_unique<detail::ZeroInitState>();
+  state_ = std::make_unique<detail::ZeroContext>();
   state_->origin = origin;
   if (options.seed) state_->generator_state = seeded_from(*options.seed);
   if (options.rm_torch_payload_on_the_fly) state_->deferred.emplace();
@@ -118,7 +102,7 @@ ZeroInitContext::~ZeroInitContext() {
     generator.set_state(state_->generator_state);
   }
   if (const auto& made = state_->origin->made) {
-    add_numel(state_->origin->options.model_numel_tensor, trainable_numel(*made));
+    count_parameters(*made, state_->origin->options.model_numel_tensor);
     made->clear();
   }
 }
@@ -127,9 +111,10 @@ NoShardZeroContext::NoShardZeroContext(bool is_replicated) {
   const auto outer = detail::ParamOrigin::current();
   TORCH_CHECK_VALUE(outer, "[no_shard_zero_context] must be in a ZeroInitContext");
   auto origin = std::make_shared<detail::ParamOrigin>(*outer);
-  origin->is_sharded = false;
+  origin->options.shard_param = false;
   origin->is_replicated = is_replicated;
-  state_.reset(new detail::NoShardState{OriginScope(std::move(origin))});
+  state_ = std::make_unique<detail::ZeroContext>();
+  state_->scope.emplace(std::move(origin));
 }
 
 NoShardZeroContext::~NoShardZeroContext() = default;

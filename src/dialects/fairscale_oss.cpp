@@ -4,7 +4,6 @@
 #include <tessera/world.h>
 #include <torch/serialize/archive.h>
 
-#include <map>
 #include <set>
 #include <utility>
 
@@ -14,7 +13,6 @@
 namespace tessera::fairscale {
 namespace {
 
-using detail::LentGroups;
 using detail::OssImpl;
 
 // Returns the names of parameters that clipping ignores: those of other optimizers, and those that
@@ -22,12 +20,10 @@ using detail::OssImpl;
 std::vector<std::string> not_clipped(const OssImpl& impl, const ShardedOptimizer& sharded,
                                      const std::function<bool(const at::Tensor&)>& filter) {
   const ShardedState& state = *sharded.module().state();
-  std::set<std::pair<size_t, size_t>> clipped;
-  for (const auto& group : std::as_const(*impl.oss).param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      const auto place = state.find(param);
-      if (place && (!filter || filter(param))) clipped.emplace(place->unit, place->slot);
-    }
+  std::set<ParamIndex> clipped;
+  for (const at::Tensor& param : impl.params()) {
+    const auto place = state.find(param);
+    if (place && (!filter || filter(param))) clipped.insert(*place);
   }
   std::vector<std::string> names;
   for (size_t unit = 0; unit < state.units().size(); ++unit) {
@@ -66,9 +62,7 @@ at::Tensor AnyOss::step(LossClosure closure) {
     at::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  ShardedOptimizer& sharded = impl_->ready_to_change();
-  LentGroups lent(*impl_);
-  sharded.step();
+  with_sharded([](ShardedOptimizer& sharded) { sharded.step(); });
   return loss;
 }
 
@@ -91,13 +85,12 @@ double AnyOss::clip_grad_norm(double max_norm, double norm_type,
 }
 
 void AnyOss::consolidate_state_dict(int recipient_rank) {
-  ShardedOptimizer& sharded = impl_->ready();
-  LentGroups lent(*impl_);
-  OptimizerStateDict state = full_state_dict(sharded, recipient_rank);
-  const bool is_mine =
-      recipient_rank == -1 || sharded.module().state()->process_group().rank() == recipient_rank;
-  impl_->consolidated.reset();
-  if (is_mine) impl_->consolidated = std::move(state);
+  impl_->lend([&](ShardedOptimizer& sharded) {
+    OptimizerStateDict state = full_state_dict(sharded, recipient_rank);
+    const int rank = sharded.module().state()->process_group().rank();
+    impl_->consolidated.reset();
+    if (recipient_rank == -1 || recipient_rank == rank) impl_->consolidated = std::move(state);
+  });
 }
 
 OptimizerStateDict AnyOss::state_dict(bool all_ranks) {
@@ -106,9 +99,7 @@ OptimizerStateDict AnyOss::state_dict(bool all_ranks) {
 }
 
 void AnyOss::load_state_dict(const OptimizerStateDict& state) {
-  ShardedOptimizer& sharded = impl_->ready_to_change();
-  LentGroups lent(*impl_);
-  load_full_state_dict(sharded, state);
+  with_sharded([&](ShardedOptimizer& sharded) { load_full_state_dict(sharded, state); });
 }
 
 void AnyOss::save(torch::serialize::OutputArchive& archive) const {
@@ -121,10 +112,8 @@ void AnyOss::load(torch::serialize::InputArchive& archive) {
 
 std::vector<std::vector<at::Tensor>> AnyOss::partition_parameters() const {
   std::vector<std::vector<at::Tensor>> ranks(impl_->ranks.ranks());
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& param : group.params())
-      ranks[impl_->owners.at(param.unsafeGetTensorImpl())].push_back(param);
-  }
+  for (const at::Tensor& param : impl_->params())
+    ranks[impl_->owners.at(param.unsafeGetTensorImpl())].push_back(param);
   return ranks;
 }
 
@@ -134,7 +123,7 @@ at::Tensor AnyOss::gradient(const at::Tensor& param) {
   state.reducer().settle();
   const auto place = state.find(param);
   for (const Segment& segment : segments_of(sharded)) {
-    if (!place || segment.place.unit != place->unit || segment.place.slot != place->slot) continue;
+    if (place != segment.place) continue;
     const at::Tensor gradient = reduced_gradient(state, segment);
     if (!gradient.defined()) return gradient;
     return at::as_strided(gradient, param.sizes(), param.strides(), gradient.storage_offset());
@@ -143,21 +132,36 @@ at::Tensor AnyOss::gradient(const at::Tensor& param) {
 }
 
 void AnyOss::unwrap() {
-  if (!impl_->sharding)
-    return;  // on all ranks: it has parameters from its first collective call on
+  // On all ranks: it has the parameters from its first collective call on.
+  if (!impl_->sharding) return;
   TORCH_CHECK(!impl_->sharding->has_wrapper,
               "[OSS] the optimizer serves a ShardedDataParallel: call unwrap() of that");
-  impl_->sharding->unwrap();
+  impl_->sharding->dissolve(GivenValues::kUsed);
 }
 
 void AnyOss::with_sharded(const std::function<void(ShardedOptimizer&)>& use) {
-  ShardedOptimizer& optimizer = impl_->ready_to_change();
-  const detail::LentGroups lent(*impl_);
-  use(optimizer);
+  impl_->consolidated.reset();  // from now on it is out of date
+  impl_->lend(use);
 }
 
 ShardMemory AnyOss::memory() const {
   return impl_->sharded ? impl_->sharded->memory() : ShardMemory{};
+}
+
+void ShardedGradScaler::unscale_(AnyOss& optimizer) {
+  GradScaler::unscale_(optimizer.impl_->ready());
+}
+
+bool ShardedGradScaler::step(AnyOss& optimizer) {
+  bool stepped = false;
+  optimizer.with_sharded([&](ShardedOptimizer& sharded) { stepped = GradScaler::step(sharded); });
+  return stepped;
+}
+
+bool ShardedGradScaler::step(AnyOss& optimizer, const std::function<at::Tensor()>& closure) {
+  if (is_enabled()) return GradScaler::step(optimizer.impl_->ready(), closure);
+  optimizer.step(closure);
+  return true;
 }
 
 }  // namespace tessera::fairscale

@@ -8,21 +8,17 @@
 #include "dialects/element_bytes.h"
 #include "dialects/fairscale_sharding.h"
 #include "grad/grad_gate.h"
-#include "model/sharded_state.h"
 #include "optim/joined_training.h"
 #include "unit/agreement.h"
 
 namespace tessera::fairscale {
 namespace {
 
-using detail::LentGroups;
 using detail::OssImpl;
 using detail::Sharding;
 
 ShardPlan plan_of(const torch::nn::Module& module, const ShardedDataParallelOptions& options) {
-  ShardPlan plan;
-  plan.level = ShardLevel::kGradients;
-  plan.partition = Partition::kWholeParam;
+  ShardPlan plan{.level = ShardLevel::kGradients, .partition = Partition::kWholeParam};
   plan.process_group = options.process_group;
   plan.sync_buffers = options.broadcast_buffers;
   plan.start_values = options.sync_models_at_startup ? StartValues::kBroadcast : StartValues::kKeep;
@@ -38,12 +34,35 @@ std::vector<bool> trainable_mask(const torch::nn::Module& module) {
   return mask;
 }
 
+// `Module::to` would convert integer counters, too.
+void convert_floating(torch::nn::Module& module, at::ScalarType dtype, bool non_blocking) {
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const at::Tensor& tensor : tensors)
+      if (tensor.is_floating_point()) tensor.set_data(tensor.detach().to(dtype, non_blocking));
+  }
+}
+
+// A parameter's owner has more digits than are sent. A conversion to a dtype as narrow as that of
+// the messages must start from the same values on all ranks.
+void round_as_sent(const Sharding& sharding, at::ScalarType dtype) {
+  const auto is_wider = [](at::ScalarType type) {
+    return c10::elementSize(type) > c10::elementSize(at::kHalf);
+  };
+  if (!sharding.optimizers.front()->options.broadcast_fp16 || is_wider(dtype)) return;
+  for (const OssImpl* optimizer : sharding.optimizers) {
+    for (const at::Tensor& param : optimizer->params()) {
+      if (param.requires_grad() && is_wider(param.scalar_type()))
+        param.set_data(param.detach().to(at::kHalf));
+    }
+  }
+}
+
 }  // namespace
 
 void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const {
   TORCH_CHECK_VALUE(!optimizers.empty() && std::none_of(optimizers.begin(), optimizers.end(),
                                                         [](const AnyOss* oss) { return !oss; }),
-                    "[ShardedDataParallel] must be given the OSS optimizers of the module; got none");
+                    "[ShardedDataParallel] the module's OSS optimizers must be given; got none, or a null pointer");
   TORCH_CHECK_VALUE(options_.reduce_buffer_size.value_or(0) >= 0, "[ShardedDataParallel] reduce_buffer_size must not be negative; got ",
                     options_.reduce_buffer_size.value_or(0));
   const auto parameters = module_->named_parameters();
@@ -74,7 +93,7 @@ AnyShardedDataParallel::AnyShardedDataParallel(std::shared_ptr<torch::nn::Module
     oss->impl_->adopt_new_groups();
     // It has stepped by itself, or for a wrapper that no longer exists; from now on it steps with
     // this module's gradients.
-    if (const auto before = oss->impl_->sharding) before->dissolve();
+    if (const auto before = oss->impl_->sharding) before->dissolve(GivenValues::kUpdated);
     sharding_->optimizers.push_back(oss->impl_.get());
   }
   sharding_->build();
@@ -93,18 +112,11 @@ ShardedModule AnyShardedDataParallel::sharded() const {
 }
 void AnyShardedDataParallel::unwrap() {
   sharded();
-  sharding_->unwrap();
+  sharding_->dissolve(GivenValues::kUsed);
 }
-ShardedModule::NoSync AnyShardedDataParallel::no_sync() { return sharded().no_sync(); }
-void AnyShardedDataParallel::reduce() { sharded().reduce(); }
-void AnyShardedDataParallel::sync_buffers(bool blocking) { sharded().sync_buffers(blocking); }
+
 void AnyShardedDataParallel::train(bool on) { module_->train(on); }
 bool AnyShardedDataParallel::training() const { return module_->is_training(); }
-bool AnyShardedDataParallel::is_multi_device_module() const { return false; }
-
-at::Tensor AnyShardedDataParallel::full_grad(const at::Tensor& param) {
-  return sharded().full_grad(param);
-}
 
 void AnyShardedDataParallel::zero_grad(bool set_to_none) {
   sharded().zero_grad(set_to_none);
@@ -153,13 +165,26 @@ void AnyShardedDataParallel::begin_forward() {
 void AnyShardedDataParallel::join(const std::function<void()>& train) {
   std::vector<JoinedOptimizer> joined;
   for (OssImpl* optimizer : sharding_->optimizers) {
-    joined.push_back({optimizer->inner.get(), optimizer->oss, [optimizer] {
-                        ShardedOptimizer& sharded = optimizer->ready_to_change();
-                        LentGroups lent(*optimizer);
-                        sharded.step();
-                      }});
+    joined.push_back(
+        {optimizer->inner.get(), optimizer->oss, [optimizer] { optimizer->oss->step(); }});
   }
   train_joined(*sharded().state(), joined, train);
+}
+
+void AnyShardedDataParallel::convert(std::optional<at::Device> device,
+                                     std::optional<at::ScalarType> dtype, bool non_blocking) {
+  check_on_all_ranks(sharded().state()->mesh(), [&] {
+    TORCH_CHECK_VALUE(!device || device->type() == device_type(),
+                      "[ShardedDataParallel] the type of device can't change, because the optimizers have their state "
+                      "there; expected ", device_type(), ", got ", *device);
+    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[ShardedDataParallel] dtype must be floating; got ", *dtype);
+  });
+  sharding_->rebuild([&] {
+    if (device) module_->to(*device, non_blocking);
+    if (!dtype) return;
+    round_as_sent(*sharding_, *dtype);
+    convert_floating(*module_, *dtype, non_blocking);
+  });
 }
 
 }  // namespace tessera::fairscale

@@ -1,14 +1,13 @@
 #include "dialects/fairscale_sharding.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <tessera/world.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "model/named_tensors.h"
-#include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -19,7 +18,7 @@ std::vector<NamedTensor> parameters_of(const Sharding& sharding) {
   if (sharding.module) return named_tensors(sharding.module->named_parameters());
   std::vector<NamedTensor> parameters;
   for (const OssImpl* optimizer : sharding.optimizers) {
-    const auto& groups = std::as_const(*optimizer->oss).param_groups();
+    const auto& groups = optimizer->oss->param_groups();
     for (size_t group = 0; group < groups.size(); ++group) {
       for (size_t i = 0; i < groups[group].params().size(); ++i)
         parameters.push_back(
@@ -32,8 +31,6 @@ std::vector<NamedTensor> parameters_of(const Sharding& sharding) {
 // Sets the owners that the optimizers have chosen. Ignores parameters without an optimizer.
 void set_owners(ShardPlan& plan, const std::vector<NamedTensor>& parameters,
                 const std::vector<OssImpl*>& optimizers) {
-  plan.owners.clear();
-  plan.ignored.clear();
   std::map<const c10::TensorImpl*, int> owners;
   for (const OssImpl* optimizer : optimizers)
     owners.insert(optimizer->owners.begin(), optimizer->owners.end());
@@ -87,54 +84,99 @@ Sharding::~Sharding() {
   if (sharded) sharded->state()->release();
 }
 
-void Sharding::give_back_optimizers() {
+void Sharding::take_apart(GivenValues which) {
+  ShardedState& state = *sharded->state();
   for (OssImpl* optimizer : optimizers) {
     give_back_optimizer(*optimizer->sharded);
     optimizer->sharded.reset();
   }
-}
-
-void Sharding::take_apart() {
-  ShardedState& state = *sharded->state();
-  give_back_optimizers();
-  state.give_back(GivenValues::kUpdated);
+  which == GivenValues::kUsed ? state.unwrap() : state.give_back(which);
   sharded.reset();
 }
 
-void Sharding::leave_optimizers() {
+void Sharding::dissolve(GivenValues which) {
+  const auto keep_alive = optimizers.empty() ? nullptr : optimizers.front()->sharding;
+  if (sharded && which == GivenValues::kUsed) sharded->state()->check_unwrap();
+  if (sharded) take_apart(which);
   for (OssImpl* optimizer : std::exchange(optimizers, {})) optimizer->sharding.reset();
-}
-
-void Sharding::dissolve() {
-  const auto keep_alive = optimizers.empty() ? nullptr : optimizers.front()->sharding;
-  if (sharded) take_apart();
-  leave_optimizers();
-}
-
-void Sharding::unwrap() {
-  const auto keep_alive = optimizers.empty() ? nullptr : optimizers.front()->sharding;
-  const std::shared_ptr<ShardedState> state = sharded->state();
-  state->check_unwrap();
-  give_back_optimizers();
-  state->unwrap();
-  sharded.reset();
-  leave_optimizers();
 }
 
 void Sharding::rebuild(const std::function<void()>& change) {
   // Errors of the new model must be known before the old one is taken apart.
   check_on_all_ranks(sharded->state()->mesh(), [&] {
-    TORCH_CHECK(!optimizers.empty(), "[ShardedDataParallel] the model has no optimizer any more: they are "
-                "gone, and what is to be reduced is not known");
+    TORCH_CHECK(!optimizers.empty(), "[ShardedDataParallel] the model has no optimizer any more: they were "
+                "destroyed, and it is unknown which gradients to reduce");
     TORCH_CHECK(!sharded->state()->reducer().is_no_sync(),
                 "[ShardedDataParallel] parameters can't be converted or added under no_sync()");
     check_parameters(*this, parameters_of(*this));
   });
-  take_apart();
+  take_apart(GivenValues::kUpdated);
   change();
   const StartValues start = std::exchange(plan.start_values, StartValues::kKeep);
   build();
   plan.start_values = start;
+}
+
+OssImpl::~OssImpl() {
+  if (sharding) std::erase(sharding->optimizers, this);
+}
+
+std::vector<at::Tensor> OssImpl::params() const {
+  std::vector<at::Tensor> params;
+  for (const auto& group : oss->param_groups())
+    params.insert(params.end(), group.params().begin(), group.params().end());
+  return params;
+}
+
+// A frozen parameter counts as one element, as in FairScale.
+void OssImpl::choose_owners() {
+  for (const at::Tensor& param : params()) {
+    const int owner = ranks.next();
+    if (!owners.emplace(param.unsafeGetTensorImpl(), owner).second) continue;
+    ranks.add(owner, param.requires_grad() ? param.numel() : 1);
+  }
+}
+
+void OssImpl::adopt_new_groups() {
+  const auto& groups = oss->param_groups();
+  if (groups.size() == inner->param_groups().size()) return;
+  const auto add = [&] {
+    for (size_t i = inner->param_groups().size(); i < groups.size(); ++i)
+      inner->add_param_group(groups[i]);
+    choose_owners();
+    consolidated.reset();
+  };
+  sharded ? sharding->rebuild(add) : add();
+}
+
+ShardedOptimizer& OssImpl::ready() {
+  adopt_new_groups();
+  if (!sharded) {
+    sharding = std::make_shared<Sharding>();
+    sharding->plan = {.level = ShardLevel::kOptimizerState,
+                      .partition = Partition::kWholeParam,
+                      .reduce_gradients = false,
+                      .start_values = StartValues::kKeep};
+    sharding->optimizers = {this};
+    sharding->build();
+  } else if (!sharding->module && !sharding->sharded->state()->replaced().empty()) {
+    sharding->rebuild([] {});  // parameters were converted
+  }
+  return *sharded;
+}
+
+void OssImpl::lend(const std::function<void(ShardedOptimizer&)>& use) {
+  ShardedOptimizer& optimizer = ready();
+  swap_groups();
+  const auto take_back = c10::make_scope_exit([this] { swap_groups(); });
+  use(optimizer);
+}
+
+void OssImpl::swap_groups() {
+  auto& own = oss->param_groups();
+  auto& other = inner->param_groups();
+  std::swap(own, other);
+  for (size_t i = 0; i < own.size(); ++i) std::swap(own[i].params(), other[i].params());
 }
 
 }  // namespace tessera::fairscale::detail

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "model/sharded_state.h"
 #include "unit/least_loaded.h"
 
 namespace tessera::fairscale::detail {
@@ -33,21 +34,17 @@ struct Sharding {
   /// Builds the sharded model. Collective. Throws on every rank, and changes nothing, if the
   /// optimizers do not fit.
   void build();
-  /// Collective. Gives the parameters back with their owners' values, and leaves the optimizers by
-  /// themselves. Discards reduced gradients.
-  void dissolve();
-  /// Collective. The same with the values that all ranks use. Throws on every rank, and changes
-  /// nothing, under `no_sync()` and `keep_unsharded()`, and inside a join.
-  void unwrap();
+  /// Collective. Gives the parameters back, and leaves the optimizers by themselves. Discards
+  /// reduced gradients. With `GivenValues::kUsed`, throws on every rank, and changes nothing, under
+  /// `no_sync()` and `keep_unsharded()`, and inside a join.
+  void dissolve(GivenValues which);
   /// Collective. Takes the model apart, calls `change`, and builds it from each owner's values.
   /// Throws on every rank, and changes nothing, under `no_sync()`, without optimizers, and for
   /// groups that do not fit.
   void rebuild(const std::function<void()>& change);
 
  private:
-  void give_back_optimizers();
-  void take_apart();
-  void leave_optimizers();
+  void take_apart(GivenValues which);
 };
 
 struct OssImpl {
@@ -61,27 +58,18 @@ struct OssImpl {
   std::optional<OptimizerStateDict> consolidated;  ///< unless a step followed
 
   ~OssImpl();
+  /// Returns the parameters in the order of the groups.
+  std::vector<at::Tensor> params() const;
   void choose_owners();
   void adopt_new_groups();
-  bool was_converted() const;
   /// Returns the optimizer, and builds it if need be.
   ShardedOptimizer& ready();
-  /// The same before a step or a change of the state, which outdates the consolidated state.
-  ShardedOptimizer& ready_to_change();
-};
-
-/// Lends the param groups, whose options the user and schedulers change, to the inner optimizer.
-/// The parameters are not lent: the inner one has its own.
-class LentGroups {
- public:
-  explicit LentGroups(OssImpl& impl) : impl_(impl) { swap(); }
-  ~LentGroups() { swap(); }
-  LentGroups(const LentGroups&) = delete;
-  LentGroups& operator=(const LentGroups&) = delete;
+  /// Calls `use` with the optimizer, to which the param groups are lent: their options, which the
+  /// user and schedulers change, but not the parameters, as the inner optimizer has its own.
+  void lend(const std::function<void(ShardedOptimizer&)>& use);
 
  private:
-  void swap();
-  OssImpl& impl_;
+  void swap_groups();
 };
 
 }  // namespace tessera::fairscale::detail

@@ -12,7 +12,6 @@
 
 #include "dialects/element_bytes.h"
 #include "mesh/shard_mesh.h"
-#include "model/named_tensors.h"
 #include "model/sharded_state.h"
 #include "optim/optimizer_parameters.h"
 
@@ -46,17 +45,13 @@ void check_sizes(const GroupShardedOptions& options) {
 }
 
 void set_offload(ShardPlan& plan, const std::variant<bool, std::string>& offload) {
-  const auto* where = std::get_if<std::string>(&offload);
-  if (!where) {
-    plan.offload = std::get<bool>(offload) ? Offload::kHost : Offload::kNone;
-  } else if (*where == "none" || *where == "cpu") {
-    plan.offload = *where == "cpu" ? Offload::kHost : Offload::kNone;
-  } else {
-    TORCH_CHECK_VALUE(!where->empty(),
-                      "[group_sharded_parallel] offload must be none, cpu or a directory. Got ''");
-    plan.offload = Offload::kDirectory;
-    plan.offload_directory = *where;
-  }
+  const auto* text = std::get_if<std::string>(&offload);
+  const std::string where = text ? *text : std::get<bool>(offload) ? "cpu" : "none";
+  TORCH_CHECK_VALUE(!where.empty(),
+                    "[group_sharded_parallel] offload must be none, cpu or a directory. Got ''");
+  if (where == "none") return;
+  plan.offload = where == "cpu" ? Offload::kHost : Offload::kDirectory;
+  if (plan.offload == Offload::kDirectory) plan.offload_directory = where;
 }
 
 // `Module::name()` is the C++ type: of a layer that users call GroupNorm, it is
@@ -94,13 +89,6 @@ std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
   return names;
 }
 
-void check_optimizer_of(const torch::nn::Module& model, const torch::optim::Optimizer& optimizer) {
-  TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-                              "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
-  check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
-                       {&optimizer});
-}
-
 }  // namespace
 
 ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
@@ -114,7 +102,10 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
     plan = group_sharded_plan(model, level, options);
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");
-    check_optimizer_of(model, optimizer);
+    TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+                                "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
+    check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
+                         {&optimizer});
   });
   return plan;
 }

@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
 #include <c10/core/WrapDimMinimal.h>
 #include <c10/util/Exception.h>
 #include <tessera/deferred_init.h>
@@ -38,22 +39,20 @@ std::vector<std::string> checked_names(std::vector<std::string> names, size_t nd
   return names;
 }
 
-DeviceMesh make_mesh(const Shape& shape, const std::vector<int64_t>& ids,
-                     std::vector<std::string> names) {
-  TORCH_CHECK_VALUE(!shape.empty() && !ids.empty(), "The mesh must be an array with elements; got an empty one");
-  return {shape, checked_ids(ids), checked_names(std::move(names), shape.size())};
-}
-
 DeviceMesh make_mesh(const MeshArray& mesh, std::vector<std::string> names) {
-  return make_mesh(mesh.shape, mesh.ranks, std::move(names));
+  TORCH_CHECK_VALUE(!mesh.shape.empty() && !mesh.ranks.empty(), "The mesh must be an array with elements; got an empty one");
+  return {mesh.shape, checked_ids(mesh.ranks), checked_names(std::move(names), mesh.shape.size())};
 }
 
-DeviceMesh make_mesh(const at::Tensor& mesh, std::vector<std::string> names) {
+MeshArray to_array(const at::Tensor& mesh) {
   TORCH_CHECK_VALUE(mesh.defined() && c10::isIntegralType(mesh.scalar_type(), false),
                     "All elements of the mesh must be integer");
   const at::Tensor flat = mesh.to(at::kLong).to(at::kCPU).contiguous();
   const auto* ids = flat.const_data_ptr<int64_t>();
-  return make_mesh(mesh.sizes().vec(), {ids, ids + flat.numel()}, std::move(names));
+  MeshArray array(0);
+  array.shape = mesh.sizes().vec();
+  array.ranks = {ids, ids + flat.numel()};
+  return array;
 }
 
 at::Tensor as_tensor(const ShardTensorData& data, const ShardTensorOptions& options) {
@@ -64,19 +63,13 @@ at::Tensor as_tensor(const ShardTensorData& data, const ShardTensorOptions& opti
                                                 : at::kFloat;
     return at::scalar_tensor(*number, at::dtype(options.dtype.value_or(type)));
   }
-  const auto& list = std::get<std::vector<double>>(data);
-  at::Tensor tensor = at::empty({static_cast<int64_t>(list.size())}, at::kDouble);
-  std::copy(list.begin(), list.end(), tensor.mutable_data_ptr<double>());
-  return tensor.to(options.dtype.value_or(at::kFloat));
+  return at::tensor(std::get<std::vector<double>>(data), at::kDouble)
+      .to(options.dtype.value_or(at::kFloat));
 }
 
 at::Tensor converted(at::Tensor tensor, const ShardTensorOptions& options) {
   if (options.dtype) tensor = tensor.to(*options.dtype);
   return options.place ? tensor.to(*options.place) : tensor;
-}
-
-bool any_partial(const Placements& placements) {
-  return std::any_of(placements.begin(), placements.end(), is_partial);
 }
 
 // Places a parameter of the layer that is being sharded.
@@ -123,7 +116,7 @@ MeshArray::MeshArray(std::initializer_list<MeshArray> rows) {
 }
 
 ProcessMesh::ProcessMesh(const at::Tensor& mesh, std::vector<std::string> dim_names)
-    : DeviceMesh(make_mesh(mesh, std::move(dim_names))) {}
+    : DeviceMesh(make_mesh(to_array(mesh), std::move(dim_names))) {}
 ProcessMesh::ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std::string> dim_names)
     : DeviceMesh(make_mesh(MeshArray(mesh), std::move(dim_names))) {}
 
@@ -131,7 +124,7 @@ at::Tensor shard_tensor(const ShardTensorData& data, const DeviceMesh& mesh,
                         const Placements& placements, const ShardTensorOptions& options) {
   const at::Tensor tensor = as_tensor(data, options);
   TORCH_CHECK_VALUE(tensor.defined(), "[shard_tensor] `data` must have values; got an undefined tensor");
-  TORCH_CHECK_VALUE(!is_deferred(tensor) || !any_partial(placements),
+  TORCH_CHECK_VALUE(!is_deferred(tensor) || std::none_of(placements.begin(), placements.end(), is_partial),
                     "[shard_tensor] a deferred tensor can't be Partial: its terms have no values to come from; "
                     "got ", to_string(placements));
   if (tessera::detail::is_being_placed(tensor))
@@ -142,17 +135,6 @@ at::Tensor shard_tensor(const ShardTensorData& data, const DeviceMesh& mesh,
     result = result.detach().requires_grad_(!*options.stop_gradient);
   return result;
 }
-
-at::Tensor dtensor_from_local(const at::Tensor& local, const DeviceMesh& mesh,
-                              const Placements& placements) {
-  return from_local(local, mesh, placements);
-}
-at::Tensor dtensor_to_local(const at::Tensor& dist_tensor) { return to_local(dist_tensor); }
-at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& mesh,
-                   const Placements& placements) {
-  return redistribute(dist_tensor, mesh, placements);
-}
-at::Tensor unshard_dtensor(const at::Tensor& dist_tensor) { return full_tensor(dist_tensor); }
 
 at::Tensor dtensor_from_local_list(const std::vector<at::Tensor>& local_tensor_list,
                                    const DeviceMesh& mesh, const Placements& placements,

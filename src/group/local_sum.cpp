@@ -211,10 +211,10 @@ void reduce_in_order(const LocalReduction& reduction, void* out,
 
 void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op,
                      std::optional<at::ScalarType> out_dtype) {
-  if (out_dtype == dtype) out_dtype.reset();
-  TORCH_CHECK_NOT_IMPLEMENTED(kernel_of(op, dtype, out_dtype.value_or(dtype)), "[", function, "] can't ",
+  const at::ScalarType out = out_dtype.value_or(dtype);
+  TORCH_CHECK_NOT_IMPLEMENTED(kernel_of(op, dtype, out), "[", function, "] can't ",
                               op == ReduceOp::kSum ? "sum" : "compare", " tensors of dtype ", dtype,
-                              out_dtype ? std::string(" into ") + c10::toString(*out_dtype) : "",
+                              out == dtype ? "" : std::string(" into ") + c10::toString(out),
                               "; supported are float, double, bfloat16, half, integers and bool, each into "
                               "its own dtype, and float into bfloat16 or half and back");
 }

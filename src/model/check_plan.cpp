@@ -4,21 +4,20 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <utility>
 
 namespace tessera {
 namespace {
 
-void check_floating(const char* name, std::optional<at::ScalarType> dtype) {
-  TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
-                    " must be a floating dtype; got ", *dtype);
-}
-
 void check_precision(const Precision& precision) {
-  check_floating("param_dtype", precision.param_dtype);
-  check_floating("master_dtype", precision.master_dtype);
-  check_floating("reduce_dtype", precision.reduce_dtype);
-  check_floating("gather_dtype", precision.gather_dtype);
-  check_floating("buffer_dtype", precision.buffer_dtype);
+  for (const auto& [name, dtype] : {std::pair("param_dtype", precision.param_dtype),
+                                    std::pair("master_dtype", precision.master_dtype),
+                                    std::pair("reduce_dtype", precision.reduce_dtype),
+                                    std::pair("gather_dtype", precision.gather_dtype),
+                                    std::pair("buffer_dtype", precision.buffer_dtype)}) {
+    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
+                      " must be a floating dtype; got ", *dtype);
+  }
 }
 
 // Messages should be long. In shared memory there are none, and a short unit is summed while its
@@ -34,15 +33,15 @@ ShardPlan with_defaults(ShardPlan plan, bool sends_nothing) {
 }
 
 void check_plan(const ShardPlan& plan) {
-  TORCH_CHECK_VALUE(plan.unit_bytes.value_or(0) >= 0,
-                    "[fully_shard] plan.unit_bytes must not be negative; got ", *plan.unit_bytes);
-  TORCH_CHECK_VALUE(plan.whole_numel >= 0, "[fully_shard] plan.whole_numel must not be negative; got ",
-                    plan.whole_numel);
+  for (const auto& [name, number] :
+       {std::pair("unit_bytes", plan.unit_bytes.value_or(0)),
+        std::pair("whole_numel", plan.whole_numel), std::pair("prefetch", int64_t{plan.prefetch}),
+        std::pair("bucket_bytes", plan.bucket_bytes)}) {
+    TORCH_CHECK_VALUE(number >= 0, "[fully_shard] plan.", name, " must not be negative; got ", number);
+  }
   TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
                     "[fully_shard] plan.resident_bytes must be -1 (no limit) or more; got ",
                     plan.resident_bytes);
-  TORCH_CHECK_VALUE(plan.prefetch >= 0, "[fully_shard] plan.prefetch must not be negative; got ",
-                    plan.prefetch);
   TORCH_CHECK_VALUE(plan.memory_budget.value_or(1) > 0,
                     "[fully_shard] plan.memory_budget must be positive; got ", *plan.memory_budget);
   TORCH_CHECK_VALUE(!plan.memory_budget || plan.resident_bytes == 0,
@@ -51,8 +50,6 @@ void check_plan(const ShardPlan& plan) {
   check_precision(plan.precision);
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
                     "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
-  TORCH_CHECK_VALUE(plan.bucket_bytes >= 0, "[fully_shard] plan.bucket_bytes must not be negative; got ",
-                    plan.bucket_bytes);
   TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
                               "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
   TORCH_CHECK_VALUE(!plan.device || plan.device->is_cpu() || (plan.device->is_cuda() && at::hasCUDA()),
@@ -70,24 +67,6 @@ void check_plan(const ShardPlan& plan) {
                     "reductions can't be chosen: gradients stay as autograd makes them");
   TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0 && !plan.memory_budget,
                     "[fully_shard] plan.predivide, bucket_bytes and memory_budget need plan.reduce_gradients");
-}
-
-void check_gradients(const std::vector<ParamSlot>& params) {
-  for (const ParamSlot& param : params) {
-    for (size_t i = 0; i < param.handles.size(); ++i) {
-      const at::Tensor grad = param.tensor(i).grad();
-      if (!grad.defined()) continue;
-      const DistMeta* const placed = find_dist_meta(grad);
-      const bool is_on_mesh =
-          param.dist ? placed && placed->spec->mesh == param.dist->spec->mesh : !placed;
-      TORCH_CHECK_VALUE(grad.layout() == at::kStrided && !grad.requires_grad() && is_on_mesh &&
-                            grad.sizes() == at::IntArrayRef(param.global_sizes()),
-                        "[fully_shard] parameter '", param.name(), "' has a gradient already, which must be dense, of its "
-                        "parameter's shape ", at::IntArrayRef(param.global_sizes()), " and mesh, and not require gradients "
-                        "itself; got layout ", grad.layout(), ", shape ", grad.sizes(), is_on_mesh ? "" : ", not on its mesh",
-                        grad.requires_grad() ? ", requires_grad" : "", ". Call zero_grad() before");
-    }
-  }
 }
 
 }  // namespace tessera

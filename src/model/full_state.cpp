@@ -5,7 +5,9 @@
 #include <fmt/ranges.h>
 #include <tessera/dist_tensor.h>
 
+#include <algorithm>
 #include <map>
+#include <set>
 
 #include "model/sharded_state.h"
 
@@ -13,20 +15,6 @@ namespace tessera {
 namespace {
 
 using Values = std::map<std::string, at::Tensor>;
-
-// Takes the value of a tensor of the model; all mismatches are added to `errors`.
-void take(Values& rest, Values& taken, const std::string& name, at::IntArrayRef sizes, bool strict,
-          std::vector<std::string>& errors) {
-  const auto it = rest.find(name);
-  if (it == rest.end()) {
-    if (strict) errors.push_back(fmt::format("'{}' is missing", name));
-    return;
-  }
-  if (!it->second.defined() || it->second.sizes() != sizes) {
-    errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
-  }
-  taken.insert(rest.extract(it));
-}
 
 // Copies this rank's part of a parameter.
 void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) {
@@ -36,10 +24,6 @@ void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) 
       .narrow(0, begin - unit.updated_begin(), end - begin)
       .copy_(flat_in_order(local_value(slot, value.detach()), slot.strides)
                  .narrow(0, begin - slot.offset, end - begin));
-}
-
-at::Tensor whole_buffer(const at::Tensor& buffer) {
-  return is_dist(buffer) ? full_tensor(buffer).clone() : buffer.clone();
 }
 
 }  // namespace
@@ -68,8 +52,8 @@ std::vector<NamedTensor> ShardedState::full_state() {
   });
   std::vector<NamedTensor> state;
   for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
-  for (const NamedTensor& buffer : buffers_)
-    state.push_back({buffer.name, whole_buffer(buffer.tensor)});
+  for (const auto& [name, buffer] : buffers_)
+    state.push_back({name, (is_dist(buffer) ? full_tensor(buffer) : buffer).clone()});
   return state;
 }
 
@@ -77,19 +61,29 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   at::NoGradGuard no_grad;
   check_no_join("load_full_state()");
   take_in_replaced();
-  Values values, rest;
-  for (const NamedTensor& item : state) rest[item.name] = item.tensor;
+  Values values;
+  for (const NamedTensor& item : state) values[item.name] = item.tensor;
   check_on_all_ranks(mesh(), [&] {
     std::vector<std::string> errors;
+    std::set<std::string> known;
+    const auto check = [&](const std::string& name, at::IntArrayRef sizes) {
+      known.insert(name);
+      const auto it = values.find(name);
+      if (it == values.end()) {
+        if (strict) errors.push_back(fmt::format("'{}' is missing", name));
+      } else if (!it->second.defined() || it->second.sizes() != sizes) {
+        errors.push_back(
+            fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+      }
+    };
     for (const auto& unit : units_) {
       for (const ParamSlot& slot : unit->layout().slots)
-        for (const std::string& name : slot.names)
-          take(rest, values, name, slot.global_sizes(), strict, errors);
+        for (const std::string& name : slot.names) check(name, slot.global_sizes());
     }
-    for (const NamedTensor& buffer : buffers_)
-      take(rest, values, buffer.name, buffer.tensor.sizes(), strict, errors);
-    for (const auto& [name, value] : rest) {
-      if (strict) errors.push_back(fmt::format("'{}' is not in the model", name));
+    for (const NamedTensor& buffer : buffers_) check(buffer.name, buffer.tensor.sizes());
+    for (const auto& [name, value] : values) {
+      if (strict && !known.contains(name))
+        errors.push_back(fmt::format("'{}' is not in the model", name));
     }
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
@@ -97,11 +91,9 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   overwrite([&] {
     for (const auto& unit : units_) {
       for (const ParamSlot& slot : unit->layout().slots) {
-        for (const std::string& name : slot.names) {
-          if (!values.contains(name)) continue;
-          set_part(*unit, slot, values[name]);
-          break;
-        }
+        const auto given = std::find_if(slot.names.begin(), slot.names.end(),
+                                        [&](const auto& name) { return values.contains(name); });
+        if (given != slot.names.end()) set_part(*unit, slot, values[*given]);
       }
     }
     for (const NamedTensor& buffer : buffers_) {
@@ -110,27 +102,22 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
   });
 }
 
-bool ShardedState::has_replaced() const {
+std::vector<std::pair<Unit*, const ParamSlot*>> ShardedState::replaced() const {
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
   for (const auto& unit : units_)
     for (const ParamSlot& slot : unit->layout().slots)
-      if (unit->views().replacement(slot).defined()) return true;
-  return false;
+      if (unit->views().replacement(slot).defined()) replaced.emplace_back(unit.get(), &slot);
+  return replaced;
 }
 
 void ShardedState::take_in_replaced() {
-  const at::Tensor any = at::full({1}, has_replaced(), at::kByte);
+  const auto replaced = this->replaced();
+  const at::Tensor any = at::full({1}, !replaced.empty(), at::kByte);
   if (mesh().size() > 1)
     mesh().all_reduce(any, ReduceOp::kMax, {"parameters with other data", Channel::kControl});
   if (any.item<uint8_t>() == 0) return;
-  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
   std::string names;
-  for (const auto& unit : units_) {
-    for (const ParamSlot& slot : unit->layout().slots) {
-      if (!unit->views().replacement(slot).defined()) continue;
-      replaced.emplace_back(unit.get(), &slot);
-      names += fmt::format("'{}' ", slot.name());
-    }
-  }
+  for (const auto& [unit, slot] : replaced) names += fmt::format("'{}' ", slot->name());
   const auto all =
       mesh().all_gather_bytes(names, {"parameters with other data", Channel::kControl});
   for (size_t rank = 0; rank < all.size(); ++rank)

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 
 namespace tessera {
@@ -22,24 +23,13 @@ namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
-const char* name_of(JoinCall call) {
-  switch (call) {
-    case JoinCall::kDone:
-      return "nothing";
-    case JoinCall::kForward:
-      return "a forward that synchronizes buffers";
-    case JoinCall::kSettle:
-    case JoinCall::kBackward:
-      return "a backward";
-    case JoinCall::kClip:
-      return "clip_grad_norm_()";
-    case JoinCall::kStep:
-      return "step()";
-    case JoinCall::kFailed:
-      return "an error";
-  }
-  return "?";
-}
+// By `JoinCall`.
+constexpr std::array kCallNames = {"nothing",           "a forward that synchronizes buffers",
+                                   "a backward",        "a backward",
+                                   "clip_grad_norm_()", "step()",
+                                   "an error"};
+
+const char* name_of(JoinCall call) { return kCallNames.at(static_cast<size_t>(call)); }
 
 }  // namespace
 
@@ -57,7 +47,7 @@ JoinScope::Heard JoinScope::exchange(JoinCall call, const std::vector<double>& v
               "[join] another rank has failed; see its own error");
   if (most == JoinCall::kDone || most == JoinCall::kFailed) return {most, {}};
   const auto least = static_cast<JoinCall>(-data[1]);
-  TORCH_CHECK(most == least, "[join] ranks that are not done must call the same things; one calls ", name_of(most),
+  TORCH_CHECK(most == least, "[join] ranks that are not done must make the same calls; one calls ", name_of(most),
               ", another ", name_of(least));
   if (data[2] == 0) return {most, {}};
   const at::Tensor sent = at::full({static_cast<int64_t>(data[2])}, kNothing, at::kDouble);

@@ -36,11 +36,8 @@ class JoinScope {
   /// Called by a rank that is done: returns the next call of the others; `kDone` if all are done.
   Heard listen();
 
-  /// Returns the optimizer's position in `optimizers`; throws `c10::ValueError` for another
-  /// optimizer.
+  /// Returns the position in `optimizers`; throws `c10::ValueError` for another optimizer.
   size_t index_of(const torch::optim::Optimizer& optimizer) const;
-
-  bool is_done() const { return is_done_; }
 
  private:
   Heard exchange(JoinCall call, const std::vector<double>& values);

@@ -1,6 +1,6 @@
 #include "model/memory_budget.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -62,13 +62,16 @@ size_t MemoryBudget::place() const {
   return used.forward.size() + used.backward.size() - (turned ? 1 : 0);
 }
 
+// The bytes held beside gathered parameters.
+int64_t MemoryBudget::held(const MemoryBytes& bytes) const {
+  return count_.on_device(bytes) - bytes.gathered;
+}
+
 void MemoryBudget::note(const MemoryBytes& bytes) {
   const size_t at = place();
   if (at >= pass_.size()) pass_.resize(at + 1);
-  Peak& peak = at == 0 ? outside_ : pass_[at];
-  const int64_t state = bytes.optimizer_state;
-  const int64_t nbytes = count_.on_device(bytes) - bytes.gathered - state;
-  if (nbytes + state > peak.nbytes + peak.optimizer_state) peak = {nbytes, state, bytes};
+  MemoryBytes& peak = at == 0 ? outside_ : pass_[at];
+  if (held(bytes) > held(peak)) peak = bytes;
 }
 
 void MemoryBudget::before_change() { note(count_.close()); }
@@ -84,16 +87,16 @@ bool MemoryBudget::wants_attention() const {
 }
 
 // The optimizer's state counts with its present size at least: in the first pass there was none.
-int64_t MemoryBudget::need(const Peak& peak) const {
-  const int64_t state = state_.context().watch.optimizer_state();
-  return peak.nbytes + (state_.context().offload ? 0 : std::max(state, peak.optimizer_state));
+int64_t MemoryBudget::need(const MemoryBytes& peak) const {
+  const int64_t state = state_.context().offload ? 0 : state_.context().watch.optimizer_state();
+  return held(peak) + std::max(state - peak.optimizer_state, int64_t{0});
 }
 
-void MemoryBudget::spread(const Peak& peak, size_t begin, size_t end) {
+void MemoryBudget::spread(const MemoryBytes& peak, size_t begin, size_t end) {
   for (size_t position = begin; position < end; ++position) {
-    Peak& known = at_[position];
+    MemoryBytes& known = at_[position];
     if (need(peak) <= need(known)) continue;
-    exceeded_ |= chosen_ && need(peak) + peak.bytes.gathered > budget_;
+    exceeded_ |= chosen_ && need(peak) + peak.gathered > budget_;
     known = peak;
   }
 }
@@ -119,21 +122,15 @@ void MemoryBudget::end_pass(bool attention) {
   exceeded_ = false;
 }
 
-// At each position, and outside of passes, the least room that any rank has for gathered
-// parameters.
+// The least room that any rank has for gathered parameters, at each position and outside of passes.
 std::vector<int64_t> MemoryBudget::least_room() const {
   std::vector<int64_t> room;
-  for (const Peak& peak : at_) room.push_back(budget_ - need(peak));
-  room.push_back(budget_ - outside_.nbytes - outside_.optimizer_state);
+  for (const MemoryBytes& peak : at_) room.push_back(budget_ - need(peak));
+  room.push_back(budget_ - held(outside_));
   if (state_.mesh().size() == 1) return room;
-  const auto count = static_cast<int64_t>(room.size());
-  const at::Tensor tensor = at::empty({count}, at::kDouble);  // exact for byte counts
-  auto* data = tensor.mutable_data_ptr<double>();
-  std::transform(room.begin(), room.end(), data,
-                 [](int64_t nbytes) { return -static_cast<double>(nbytes); });
-  state_.mesh().all_reduce(tensor, ReduceOp::kMax, {"budget of memory", Channel::kControl});
-  std::transform(data, data + count, room.begin(),
-                 [](double nbytes) { return -static_cast<int64_t>(nbytes); });
+  const at::Tensor least = at::tensor(room, at::kDouble);  // exact for byte counts
+  state_.mesh().all_reduce(least, ReduceOp::kMin, {"budget of memory", Channel::kControl});
+  std::copy_n(least.const_data_ptr<double>(), room.size(), room.begin());
   return room;
 }
 
@@ -175,18 +172,16 @@ std::string MemoryBudget::describe_misfit(const std::vector<int64_t>& gathered) 
   int64_t most = -1;
   std::string text;
   for (size_t i = 0; i < gathered.size(); ++i) {
-    const Peak& peak = i < at_.size() ? at_[i] : outside_;
-    const int64_t needed =
-        gathered[i] + (i < at_.size() ? need(peak) : peak.nbytes + peak.optimizer_state);
+    MemoryBytes bytes = i < at_.size() ? at_[i] : outside_;
+    const int64_t needed = gathered[i] + (i < at_.size() ? need(bytes) : held(bytes));
     if (needed <= most) continue;
     most = needed;
-    MemoryBytes bytes = peak.bytes;
-    bytes.optimizer_state = needed - gathered[i] - peak.nbytes;
+    bytes.optimizer_state += needed - gathered[i] - held(bytes);
     text = fmt::format(
         "[memory_budget] even if no unit stays gathered between its uses, rank {} needs {} bytes, "
-        "and "
-        "has {} (plan.memory_budget); most are needed {}: gathered parameters {}, {}. Use a larger "
-        "budget, smaller units (plan.unit_bytes), plan.prefetch 0, or keep fewer activations "
+        "and has {} (plan.memory_budget); most are needed {}: gathered parameters {}, {}. Use a "
+        "larger budget, smaller units (plan.unit_bytes), plan.prefetch 0, or keep fewer "
+        "activations "
         "(tessera::checkpoint)",
         state_.mesh().rank(), needed, budget_,
         i < at_.size() ? fmt::format("when {} is used", state_.units()[order_[i]]->label())

@@ -17,8 +17,6 @@ class MemoryBudget final : public MemoryListener {
   /// Not collective. `state` owns it.
   MemoryBudget(ShardedState& state, int64_t budget);
   ~MemoryBudget() override;
-  MemoryBudget(const MemoryBudget&) = delete;
-  MemoryBudget& operator=(const MemoryBudget&) = delete;
 
   void before_change() override;
   void on_memory(MemoryEvent event, const std::string& unit) override;
@@ -34,28 +32,24 @@ class MemoryBudget final : public MemoryListener {
   std::string choose();
 
  private:
-  // The peak of the memory held beside gathered parameters, while use was at one position.
-  struct Peak {
-    int64_t nbytes = 0;  // without `optimizer_state`
-    int64_t optimizer_state = 0;
-    MemoryBytes bytes;
-  };
   size_t place() const;
+  int64_t held(const MemoryBytes& bytes) const;
   void note(const MemoryBytes& bytes);
-  void spread(const Peak& peak, size_t begin, size_t end);
+  void spread(const MemoryBytes& peak, size_t begin, size_t end);
   std::vector<int64_t> least_room() const;
-  int64_t need(const Peak& peak) const;
+  int64_t need(const MemoryBytes& peak) const;
   std::string describe_misfit(const std::vector<int64_t>& gathered) const;
 
   ShardedState& state_;
   const int64_t budget_;
   MemoryCount count_;
-  Peak outside_;            // before the first use of a pass and after its end
-  std::vector<Peak> pass_;  // by number of uses in this pass
-  UseOrder order_;          // the order that indexes `at_`
-  std::vector<Peak> at_;    // by position in the order
-  bool pending_ = false;    // all ranks: to choose at the next step
-  bool chosen_ = false;     // all ranks
+  // Peaks of the memory that is held beside gathered parameters:
+  MemoryBytes outside_;            // before the first use of a pass and after its end
+  std::vector<MemoryBytes> pass_;  // by number of uses in this pass
+  std::vector<MemoryBytes> at_;    // by position in `order_`
+  UseOrder order_;
+  bool pending_ = false;  // all ranks: to choose at the next step
+  bool chosen_ = false;   // all ranks
   bool exceeded_ = false;
   bool warned_ = false;
 };

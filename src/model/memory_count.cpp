@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "start/spawned_rank.h"
+
 namespace tessera {
 
 // [Note: Activations are what is left]
@@ -21,13 +23,31 @@ constexpr int kMostTries = 4;
 
 }  // namespace
 
-MemoryCount::MemoryCount(const ShardedState& state) : state_(state) {
-  const at::Device device = state.units().front()->layout().device;
+LiveMemory::LiveMemory(at::Device device) : index_(device.index()) {
+  if (device.is_cpu()) {
+    const bool is_thread = SpawnedRank::current() != nullptr;
+    bytes_ = LiveBytes::start(is_thread ? LiveBytes::Scope::kThread : LiveBytes::Scope::kProcess);
+  } else {
+    allocator_ = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  }
+}
+
+int64_t LiveMemory::now() const {
+  if (bytes_) return bytes_->now();
+  const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  return allocator_->getDeviceStats(index_).allocated_bytes[all].current;
+}
+
+// Resetting the peak of a device's allocator is left to the user.
+int64_t LiveMemory::take_peak() { return bytes_ ? bytes_->take_peak() : now(); }
+
+MemoryCount::MemoryCount(const ShardedState& state)
+    : state_(state), live_(state.units().front()->layout().device) {
   const auto& offload = state.context().offload;
-  keeps_offloaded_ = device.is_cpu() && offload && offload->is_ordinary();
-  live_ = live_memory(device);
+  const bool is_cpu = state.units().front()->layout().device.is_cpu();
+  keeps_offloaded_ = is_cpu && offload && offload->is_ordinary();
   last_ = model();
-  if (live_) start_ = live_->now() - last_.live;
+  if (knows_other()) start_ = live_.now() - last_.live;
 }
 
 MemoryCount::Held MemoryCount::model() const {
@@ -59,22 +79,22 @@ int64_t MemoryCount::on_device(const MemoryBytes& bytes) const {
 
 MemoryBytes MemoryCount::close() {
   MemoryBytes bytes = last_.bytes;
-  if (live_) bytes.other = other(live_->take_peak(), last_.live);
+  if (knows_other()) bytes.other = other(live_.take_peak(), last_.live);
   return bytes;
 }
 
 MemoryCount::Now MemoryCount::take() {
   Held held = model();
-  int64_t live = live_ ? live_->now() : 0;
-  for (int i = 0; live_ && i < kMostTries; ++i) {
+  int64_t live = knows_other() ? live_.now() : 0;
+  for (int i = 0; knows_other() && i < kMostTries; ++i) {
     const Held again = model();
     if (again == held) break;
     held = again;
-    live = live_->now();
+    live = live_.now();
   }
   const Held before = std::exchange(last_, held);
-  if (!live_) return {held.bytes, 0};
-  const int64_t peak = other(live_->take_peak(), std::max(before.live, held.live));
+  if (!knows_other()) return {held.bytes, 0};
+  const int64_t peak = other(live_.take_peak(), std::max(before.live, held.live));
   held.bytes.other = other(live, held.live);
   return {held.bytes, std::max(peak, held.bytes.other)};
 }

@@ -1,23 +1,44 @@
 #pragma once
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <tessera/memory_sample.h>
 
 #include <cstdint>
 #include <memory>
 
-#include "model/live_memory.h"
+#include "memory/live_bytes.h"
 #include "model/sharded_state.h"
 
 namespace tessera {
 
-/// Counts the memory that a sharded model and everything beside it hold, from when the count was
-/// made.
+/// The bytes of this rank's tensors on a device.
+///
+/// On the CPU, where ranks are threads, tensors that the calling thread makes count; if the rank is
+/// a process of its own, those of all its threads. On another device, those of the whole process.
+class LiveMemory {
+ public:
+  explicit LiveMemory(at::Device device);
+  /// False on the CPU if the process has an allocator of its own, and elsewhere if the device's
+  /// allocator keeps no statistics. The other functions must not be called then.
+  bool is_known() const { return bytes_ || allocator_; }
+  /// The bytes now. Only differences between two calls are meaningful.
+  int64_t now() const;
+  /// The peak since the last call; on a device other than the CPU, the bytes now.
+  int64_t take_peak();
+
+ private:
+  c10::DeviceIndex index_;
+  std::unique_ptr<LiveBytes> bytes_;
+  c10::DeviceAllocator* allocator_ = nullptr;
+};
+
+/// Counts the memory that a sharded model and everything beside it hold since its construction.
 class MemoryCount {
  public:
   explicit MemoryCount(const ShardedState& state);
 
   /// False: `other` is always 0.
-  bool knows_other() const { return live_ != nullptr; }
+  bool knows_other() const { return live_.is_known(); }
 
   /// Must be called before the model's memory changes. Returns the bytes held since the last call
   /// of either function, with the peak of `other`.
@@ -42,7 +63,7 @@ class MemoryCount {
   int64_t other(int64_t live, int64_t model_live) const { return live - start_ - model_live; }
 
   const ShardedState& state_;
-  std::unique_ptr<LiveMemory> live_;
+  LiveMemory live_;
   bool keeps_offloaded_;  // on the device
   int64_t start_ = 0;
   Held last_;

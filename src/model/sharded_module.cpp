@@ -1,33 +1,20 @@
 #include <fmt/format.h>
 #include <tessera/fully_shard.h>
 
-#include "model/clip_call.h"
+#include <array>
+
 #include "model/join_scope.h"
 #include "model/sharded_state.h"
 
 namespace tessera {
 namespace {
 
-const char* level_name(ShardLevel level) {
-  switch (level) {
-    case ShardLevel::kNone:
-      return "none";
-    case ShardLevel::kOptimizerState:
-      return "optimizer state";
-    case ShardLevel::kGradients:
-      return "gradients";
-    case ShardLevel::kParameters:
-      return "parameters";
-  }
-  return "?";
-}
+// By `ShardLevel`.
+constexpr std::array kLevelNames = {"none", "optimizer state", "gradients", "parameters"};
 
 }  // namespace
 
 ShardedModule::ShardedModule(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
-ShardedModule::~ShardedModule() = default;
-ShardedModule::ShardedModule(const ShardedModule&) = default;
-ShardedModule& ShardedModule::operator=(const ShardedModule&) = default;
 
 ShardedModule::NoSync::NoSync(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {
   state_->reducer().enter_no_sync();
@@ -44,7 +31,7 @@ ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnshar
 
 const std::shared_ptr<ShardedState>& ShardedModule::state() const {
   TORCH_CHECK(!state_->is_given_back(), "[tessera] the model was unwrapped: its parameters are ordinary tensors again, "
-              "and handles of the sharded model are of no use");
+              "and the handles of the sharded model can't be used");
   return state_;
 }
 
@@ -102,14 +89,10 @@ void ShardedModule::zero_grad(bool set_to_none) {
 
 void ShardedModule::unwrap() { state()->unwrap(); }
 
-double ShardedModule::clip_grad_norm_(double max_norm, double norm_type) {
-  return clip_grad_norm_(max_norm, ClipOptions{.norm_type = norm_type});
-}
-
 double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
-  const ClipCall call(*state(), max_norm, options);
-  if (auto* scope = state()->join_scope()) scope->announce(JoinCall::kClip, call.values());
-  return call.run(*state());
+  const std::vector<double> call = state()->clip_call(max_norm, options);
+  if (auto* scope = state()->join_scope()) scope->announce(JoinCall::kClip, call);
+  return state()->clip(call);
 }
 
 std::vector<NamedTensor> ShardedModule::full_state() { return state()->full_state(); }
@@ -140,7 +123,7 @@ std::string ShardedModule::describe() const {
     const UnitLayout& layout = unit->layout();
     text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
                         layout.shard_numel(unit->context().mesh.shard().rank()),
-                        level_name(layout.level), layout.name);
+                        kLevelNames.at(static_cast<size_t>(layout.level)), layout.name);
   }
   return text;
 }

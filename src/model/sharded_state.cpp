@@ -4,71 +4,18 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <tessera/deferred_init.h>
-#include <tessera/page_heap.h>
-#include <tessera/world.h>
 
 #include <algorithm>
-#include <cstring>
 #include <set>
 
 #include "grad/capture_watch.h"
-#include "grad/grad_gate.h"
-#include "init/recorder.h"
+#include "grad/clip_grad.h"
 #include "memory/tensor_allocator.h"
-#include "model/check_plan.h"
-#include "model/dist_parameters.h"
 #include "model/join_scope.h"
-#include "model/live_memory.h"
 #include "model/memory_budget.h"
-#include "unit/agreement.h"
 
 namespace tessera {
 namespace {
-
-// Bytes of each unit's master copy on this rank, if all units have one.
-std::vector<int64_t> master_nbytes(const std::vector<UnitLayout>& layouts, int rank) {
-  std::vector<int64_t> nbytes;
-  for (const UnitLayout& layout : layouts) {
-    const bool is_whole = layout.level == ShardLevel::kNone;
-    const int64_t numel = is_whole ? layout.numel() : layout.shard_numel(rank);
-    nbytes.push_back(numel * static_cast<int64_t>(c10::elementSize(layout.master_dtype)));
-  }
-  return nbytes;
-}
-
-// Moves the parameters that the plan ignores, under any of their names, out of `parameters`.
-std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
-  std::set<std::string> names(plan.ignored.begin(), plan.ignored.end());
-  std::set<const c10::TensorImpl*> impls;
-  for (const NamedTensor& parameter : parameters) {
-    if (names.erase(parameter.name) > 0) impls.insert(parameter.tensor.unsafeGetTensorImpl());
-  }
-  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.ignored names '", names.empty() ? "" : *names.begin(),
-                    "', which the model does not have");
-  const auto ignored = std::stable_partition(
-      parameters.begin(), parameters.end(), [&](const NamedTensor& parameter) {
-        return !impls.contains(parameter.tensor.unsafeGetTensorImpl());
-      });
-  std::vector<NamedTensor> taken(ignored, parameters.end());
-  parameters.erase(ignored, parameters.end());
-  return taken;
-}
-
-void check_countable(const ShardPlan& plan, at::Device device) {
-  TORCH_CHECK(!plan.memory_budget || live_memory(device),
-              "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
-              "has set one of its own");
-}
-
-std::string to_bytes(const UseOrder& order) {
-  return {reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int)};
-}
-
-UseOrder to_order(const std::string& bytes) {
-  UseOrder order(bytes.size() / sizeof(int));
-  if (!order.empty()) std::memcpy(order.data(), bytes.data(), bytes.size());
-  return order;
-}
 
 std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
   const auto& slots = unit.layout().slots;
@@ -80,61 +27,45 @@ std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
 }
 
 UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
+  const std::string own(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int));
   std::vector<UseOrder> orders;
-  for (const std::string& bytes :
-       mesh.all_gather_bytes(to_bytes(order), {"order of use", Channel::kControl})) {
-    orders.push_back(to_order(bytes));
+  for (const auto& bytes : mesh.all_gather_bytes(own, {"order of use", Channel::kControl})) {
+    orders.emplace_back(bytes.size() / sizeof(int));
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(orders.back().data()));
   }
   return merge_orders(orders);
 }
 
-}  // namespace
-
-std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> parameters,
-                                                   std::vector<NamedTensor> buffers,
-                                                   const ShardPlan& wanted) {
-  use_page_heap();
-  take_over_released(parameters);
-  const ShardMesh mesh = shard_mesh_of(parameters, wanted);
-  mesh.check();
-  const ShardPlan plan = with_defaults(wanted, mesh.shard().sends_to().empty());
-  std::vector<ParamSlot> params;
-  std::vector<UnitLayout> layouts;
-  std::shared_ptr<StateMemory> offload;
-  std::vector<NamedTensor> ignored;
-  check_on_all_ranks(mesh, [&] {
-    check_plan(plan);
-    ignored = take_ignored(parameters, plan);
-    for (const NamedTensor& parameter : parameters)
-      TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '", parameter.name,
-                        "' is sharded already: a module can be wrapped only once");
-    TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
-                "not in it: build the model in the scope, shard it outside");
-    params = collect_parameters(parameters);
-    check_own_memory(params, "buffer", buffers);
-    check_own_memory(params, "ignored parameter", ignored);
-    if (plan.reduce_gradients) check_gradients(params);
-    if (plan.device) {
-      for (ParamSlot& param : params) param.device = *plan.device;
-    }
-    if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
-    layouts = lay_out(params, plan, mesh.shard().size());
-    offload = make_state_memory(plan);
-    if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
-    check_countable(plan, layouts.front().device);
-  });
-  check_same_model(mesh, params, plan);
-  std::shared_ptr<ShardedState> state(new ShardedState(
-      std::move(buffers), plan,
-      {.mesh = mesh, .offload = offload, .master_only = plan.precision.master_only},
-      std::move(layouts)));
-  for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
-  state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
-  state->adopt();
-  if (plan.memory_budget)
-    state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
-  return state;
+// Starts to give tensors that every rank has whole the values that rank 0 has. Returns a function
+// that waits until these have arrived. Collective.
+std::function<void()> take_from_first(const ShardMesh& mesh, c10::ArrayRef<NamedTensor> tensors) {
+  at::NoGradGuard no_grad;
+  std::vector<std::string> names;
+  std::vector<at::Tensor> own, packed;
+  for (const NamedTensor& item : tensors) {
+    if (!item.tensor.defined()) continue;
+    names.push_back(item.name);
+    own.push_back(local_of(item.tensor).detach());
+    packed.push_back(own.back().contiguous());
+  }
+  std::vector<WorkPtr> works;
+  // The second dim broadcasts the values that the first one has brought.
+  for (ProcessGroup* process_group : {&mesh.shard(), &mesh.replicate()}) {
+    if (process_group->size() == 1) continue;
+    for (const WorkPtr& work : works) work->wait();
+    works.clear();
+    for (size_t i = 0; i < packed.size(); ++i)
+      works.push_back(process_group->broadcast(packed[i], 0, {names[i], Channel::kControl}));
+  }
+  return [own, packed, works] {
+    at::NoGradGuard no_grad;
+    for (const WorkPtr& work : works) work->wait();
+    for (size_t i = 0; i < own.size(); ++i)
+      if (!packed[i].is_same(own[i])) own[i].copy_(packed[i]);
+  };
 }
+
+}  // namespace
 
 ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan,
                            UnitContext context, std::vector<UnitLayout> layouts)
@@ -171,12 +102,8 @@ void ShardedState::adopt() {
   for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
   convert_buffers();
   reducer_->install();
-  if (plan_.sync_buffers) TakenFromFirst(mesh(), synced_).finish();
-  if (broadcast) {
-    // Ignored parameters come after the model's buffers.
-    const auto ignored = buffers_.begin() + static_cast<ptrdiff_t>(synced_.size());
-    TakenFromFirst(mesh(), {ignored, buffers_.end()}).finish();
-  }
+  if (plan_.sync_buffers) take_from_first(mesh(), synced_)();
+  if (broadcast) take_from_first(mesh(), ignored_parameters())();
   // The whole parameters have been freed, but the heap would keep their pages.
   trim_heaps();
 }
@@ -243,7 +170,7 @@ PassVote ShardedState::vote() {
   PassVote vote;
   if (residency_->wants_to_learn() || (budget_ && budget_->wants_attention()))
     vote.attention = Attention::kLearn;
-  if (has_replaced()) vote.attention = Attention::kTakeIn;
+  if (!replaced().empty()) vote.attention = Attention::kTakeIn;
   const int64_t uses = residency_->uses_in_evaluation();
   vote.uses_in_evaluation = static_cast<uint8_t>(std::min<int64_t>(uses, PassVote::kMostUses));
   return vote;
@@ -260,8 +187,9 @@ void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
       mesh().rank(),
       ". That goes well only where all ranks share the memory of one host: "
       "over messages, or on several hosts, ranks wait for each other in every forward. Evaluate "
-      "on all ranks, equally often, or on a copy of the model that has full_state(). Said once "
-      "per model");
+      "on all ranks, equally often, or on a copy of the model that has full_state(). This warning "
+      "is "
+      "shown once per model");
 }
 
 void ShardedState::on_pass_end(bool synced, const PassVote& most) {
@@ -283,8 +211,7 @@ void ShardedState::learn_order() {
   PassOrder pass = residency_->used();
   if (mesh().size() > 1) {
     pass.forward = merge_over_ranks(mesh(), pass.forward);
-    // Merged from its end, so that of two branches backward first meets the one that forward meets
-    // last.
+    // Merged from its end: of two branches, backward first meets the one that forward meets last.
     std::reverse(pass.backward.begin(), pass.backward.end());
     pass.backward = merge_over_ranks(mesh(), pass.backward);
     std::reverse(pass.backward.begin(), pass.backward.end());
@@ -298,9 +225,8 @@ void ShardedState::convert_buffers() {
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const at::Tensor& buffer = buffers_[i].tensor;
     if (!buffer.defined()) continue;
-    const bool is_ignored = i >= synced_.size();
     const auto dtype = plan_.precision.buffer_dtype;
-    const bool converts = dtype && buffer.is_floating_point() && !is_ignored;
+    const bool converts = dtype && buffer.is_floating_point() && i < synced_.size();  // not ignored
     const at::ScalarType new_dtype = converts ? *dtype : buffer.scalar_type();
     const at::Device device = plan_.device.value_or(buffer.device());
     if (new_dtype != buffer.scalar_type() || device != buffer.device())
@@ -310,11 +236,11 @@ void ShardedState::convert_buffers() {
 
 void ShardedState::start_sync_buffers() {
   finish_sync_buffers();
-  arriving_.emplace(mesh(), synced_);
+  arriving_ = take_from_first(mesh(), synced_);
 }
 
 void ShardedState::finish_sync_buffers() {
-  if (arriving_) std::exchange(arriving_, std::nullopt)->finish();
+  if (arriving_) std::exchange(arriving_, nullptr)();
 }
 
 at::Tensor ShardedState::full_grad(const ParamIndex& place) {
@@ -335,6 +261,38 @@ at::Tensor ShardedState::full_grad(const ParamIndex& place) {
     work->wait_inputs();
   }
   return global_value(param, view_param(param, full)).clone();
+}
+
+std::vector<double> ShardedState::clip_call(double max_norm, const ClipOptions& options) const {
+  TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ", max_norm);
+  TORCH_CHECK_VALUE(options.norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ",
+                    options.norm_type);
+  TORCH_CHECK_VALUE(options.epsilon >= 0, "[clip_grad_norm_] epsilon must not be negative; got ", options.epsilon);
+  std::set<ParamIndex> excluded;
+  for (const std::string& name : options.exclude) {
+    const auto place = find(name);
+    TORCH_CHECK_VALUE(place, "[clip_grad_norm_] options.exclude names '", name,
+                      "', which the model does not have");
+    excluded.insert(*place);
+  }
+  std::vector<double> call = {max_norm, options.norm_type, options.epsilon};
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    for (size_t slot = 0; slot < units_[unit]->layout().slots.size(); ++slot)
+      call.push_back(excluded.contains({unit, slot}) ? 0 : 1);
+  }
+  return call;
+}
+
+double ShardedState::clip(const std::vector<double>& call) {
+  const double max_norm = call[0], norm_type = call[1], epsilon = call[2];
+  std::vector<size_t> begins = {3};  // of the units, in `call`
+  for (const auto& unit : units_) begins.push_back(begins.back() + unit->layout().slots.size());
+  const auto is_counted = [&](size_t unit, size_t slot) { return call[begins[unit] + slot] != 0; };
+  reducer_->settle();
+  const double norm = grad_norm(reducer_->gradients(), mesh(), norm_type, is_counted);
+  const double factor = max_norm / (norm + epsilon);
+  if (!(factor >= 1)) scale_gradients(reducer_->gradients(), factor, is_counted);
+  return norm;
 }
 
 std::optional<ParamIndex> ShardedState::find(const std::string& name) const {

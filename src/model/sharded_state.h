@@ -2,6 +2,7 @@
 
 #include <tessera/fully_shard.h>
 
+#include <compare>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -11,7 +12,6 @@
 
 #include "access/residency.h"
 #include "grad/reducer.h"
-#include "model/taken_from_first.h"
 #include "unit/unit.h"
 
 namespace tessera {
@@ -27,7 +27,23 @@ std::shared_ptr<ShardedState> state_of(const torch::nn::Module& module);
 struct ParamIndex {
   size_t unit = 0;
   size_t slot = 0;
+
+  auto operator<=>(const ParamIndex&) const = default;
 };
+
+/// Returns the items of `named_parameters()` or `named_buffers()` of a module, scripted or not.
+template <class Items>
+std::vector<NamedTensor> named_tensors(const Items& items) {
+  std::vector<NamedTensor> result;
+  for (const auto& item : items) {
+    if constexpr (requires { item.key(); }) {
+      result.push_back({item.key(), item.value()});
+    } else {
+      result.push_back({item.name, item.value});
+    }
+  }
+  return result;
+}
 
 /// The state of one sharded model. Owned by the storages of its parameters and by handles.
 class ShardedState : public UseListener,
@@ -49,8 +65,7 @@ class ShardedState : public UseListener,
   void give_back(GivenValues which);
   /// True after that.
   bool is_given_back() const { return is_given_back_; }
-  /// See `ShardedModule::unwrap()`. Collective; the first function only checks, and does not check
-  /// for optimizers.
+  /// See `ShardedModule::unwrap()`. Collective; the first only checks, and not for optimizers.
   void check_unwrap();
   void unwrap();
   /// Called by each rank in its own time, when its handle is destroyed: gives the parameters back.
@@ -58,33 +73,35 @@ class ShardedState : public UseListener,
   /// stack, the next `create()` with them gives them back.
   void release() noexcept;
 
-  /// Collective: copies rank 0's buffers to all ranks, in two steps. The second does nothing
-  /// without the first.
+  /// Collective: copies rank 0's buffers to all ranks. The second does nothing without the first.
   void start_sync_buffers();
   void finish_sync_buffers();
   at::Tensor full_grad(const ParamIndex& place);
+  /// Returns a call that clips the gradients, the same on all ranks, in numbers that `JoinScope`
+  /// can send. Throws `c10::ValueError` for options that don't fit the model or are out of range.
+  std::vector<double> clip_call(double max_norm, const ClipOptions& options) const;
+  /// Carries out a call of this or another rank; returns the norm before clipping. Collective.
+  double clip(const std::vector<double>& call);
   std::vector<NamedTensor> full_state();
   void load_full_state(const std::vector<NamedTensor>& state, bool strict);
   /// Called by all ranks before shards are changed: announces that this rank reads no parameters
   /// until they are. Returns null where ranks share no memory, and so need not know.
   WorkPtr stop_reading();
-  /// Under `join()`: tells the ranks that are done which call this rank is about to make. Null
-  /// otherwise.
+  /// Tells the ranks that are done which call this rank is about to make; null outside `join()`.
   JoinScope* join_scope() const { return join_scope_; }
   void set_join_scope(JoinScope* scope) { join_scope_ = scope; }
   /// Throws under `join()`: ranks that are done would not take part in `what`.
   void check_no_join(const char* what) const;
 
-  /// Waits until no rank reads this rank's shards any more. `stopped`: the result of
-  /// `stop_reading()`.
+  /// Waits until no rank reads this rank's shards. `stopped`: the result of `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
   /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
   /// rank reads the old ones any more.
   void overwrite(const std::function<void()>& write);
-  /// True if this rank's user has given a parameter other data: see [Note: Replaced data].
-  bool has_replaced() const;
+  /// The parameters that this rank's user has given other data: see [Note: Replaced data].
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced() const;
   /// Copies such data into the shards. Collective. Throws on every rank, and changes nothing, if it
   /// does not fit, or if ranks have given other data to different parameters.
   void take_in_replaced();
@@ -103,8 +120,7 @@ class ShardedState : public UseListener,
   std::optional<ParamIndex> find(const at::Tensor& tensor) const;
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  /// The tensors that every rank has whole, outside of units: buffers, and parameters that the plan
-  /// ignores.
+  /// The tensors that every rank has whole, outside of units: buffers and ignored parameters.
   const std::vector<NamedTensor>& buffers() const { return buffers_; }
   c10::ArrayRef<NamedTensor> module_buffers() const { return synced_; }  ///< the first of them
   c10::ArrayRef<NamedTensor> ignored_parameters() const {                ///< the others
@@ -145,7 +161,7 @@ class ShardedState : public UseListener,
   std::vector<std::string> parameter_names_;  // in the order of registration
   std::vector<NamedTensor> synced_;           // the model's buffers
   std::vector<NamedTensor> buffers_;          // these and ignored parameters
-  std::optional<TakenFromFirst> arriving_;    // values of `synced_`
+  std::function<void()> arriving_;            // waits for values of `synced_`; null: none are sent
   UnitContext context_;
   UnitContext own_context_;  // of parameters that differ between ranks
   std::vector<std::unique_ptr<Unit>> units_;

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "model/clip_call.h"
 #include "model/join_scope.h"
 
 namespace tessera {
@@ -81,7 +80,7 @@ class Training {
       case JoinCall::kBackward:
         return state_.reducer().join_backward(/*has_earlier=*/heard.values[0] > 0);
       case JoinCall::kClip:
-        ClipCall(state_, heard.values).run(state_);
+        state_.clip(heard.values);
         return;
       case JoinCall::kStep:
         return step(heard.values);

@@ -8,7 +8,6 @@
 #include <typeinfo>
 #include <vector>
 
-#include "model/clip_call.h"
 #include "model/sharded_state.h"
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"
@@ -218,7 +217,7 @@ static void check_clipping(const ShardedState& state, const ShardedOptimizerOpti
                     "clip; got ", options.max_grad_norm);
   TORCH_CHECK_VALUE(options.max_grad_norm > 0 || options.clip == ClipOptions{},
                     "[ShardedOptimizer] options.clip needs options.max_grad_norm, which is 0: nothing is clipped");
-  if (options.max_grad_norm > 0) ClipCall(state, options.max_grad_norm, options.clip);
+  if (options.max_grad_norm > 0) state.clip_call(options.max_grad_norm, options.clip);
 }
 
 ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
@@ -251,7 +250,7 @@ void ShardedOptimizer::step() {
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");
   if (impl_->options.max_grad_norm > 0)
-    ClipCall(state, impl_->options.max_grad_norm, impl_->options.clip).run(state);
+    state.clip(state.clip_call(impl_->options.max_grad_norm, impl_->options.clip));
   for (const auto& unit : state.units()) unit->views().check();
   restore_digits(state, impl_->segments);
   for (Segment& segment : impl_->segments) segment.digits.reset();

@@ -13,7 +13,7 @@
 #include "grad/grad_bucket.h"
 #include "group/sent_bytes.h"
 #include "model/check_plan.h"
-#include "model/named_tensors.h"
+#include "model/sharded_state.h"
 #include "optim/param_state.h"
 #include "unit/layout.h"
 

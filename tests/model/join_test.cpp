@@ -146,7 +146,7 @@ TEST(Join, FailuresReachAllRanks) {
             world.rank() == 0 ? optimizer.step() : backward();
           });
         },
-        {"must call the same things", "step()", "a backward"});
+        {"must make the same calls", "step()", "a backward"});
   });
 }
 

@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -23,8 +22,7 @@ using tessera::CPUAdam;
 using tessera::CPUAdamOptions;
 using tessera::HybridAdam;
 
-/// Decides how parameters are cut, and which of them are gathered together. Derive from it to write
-/// your own.
+/// Decides how parameters are cut, and which are gathered together. Derive from it to write yours.
 class TESSERA_API BaseShardStrategy {
  public:
   virtual ~BaseShardStrategy();
@@ -57,22 +55,19 @@ struct ZeroInitOptions {
   /// construction.)
   bool rm_torch_payload_on_the_fly = true;
   /// One element of dtype Int or Long, to which the number of elements of the trainable parameters
-  /// made in the context is added when it ends. (If an Int can't hold the sum, it gets the largest
-  /// Int, with a warning.)
+  /// made in the context is added when it ends. (An Int that can't hold the sum gets the largest.)
   at::Tensor model_numel_tensor = {};
   /// The ranks that the model is for; null: those given to `ShardedModelV2`.
   ProcessGroupPtr dp_process_group = nullptr;
   /// Dtype in which the model computes: kHalf, kBFloat16 or kFloat. The optimizer updates the
   /// values that the constructors have made, which are not rounded.
   at::ScalarType param_dtype = at::kHalf;
-  /// Seeds the generator for the context; after the context, the generator continues as if nothing
-  /// had been drawn.
+  /// Seeds the generator for the context, after which it continues as if nothing had been drawn.
   std::optional<uint64_t> seed = std::nullopt;
 };
 
 namespace detail {
-struct ZeroInitState;
-struct NoShardState;
+struct ZeroContext;
 struct ModelState;
 }  // namespace detail
 
@@ -85,8 +80,7 @@ struct ModelState;
 ///       return std::make_shared<Net>();
 ///     }();
 ///
-/// Only tensors that operators make in the context become its parameters: clone a tensor that
-/// existed before.
+/// Only tensors that operators make in the context become its parameters: clone older tensors.
 class TESSERA_API ZeroInitContext {
  public:
   /// `target_device`: the device of the wrapped model. Throws `c10::ValueError` for invalid
@@ -94,11 +88,9 @@ class TESSERA_API ZeroInitContext {
   ZeroInitContext(at::Device target_device, ShardStrategyPtr shard_strategy,
                   const ZeroInitOptions& options = {});
   ~ZeroInitContext();
-  ZeroInitContext(const ZeroInitContext&) = delete;
-  ZeroInitContext& operator=(const ZeroInitContext&) = delete;
 
  private:
-  std::unique_ptr<detail::ZeroInitState> state_;
+  std::unique_ptr<detail::ZeroContext> state_;
 };
 
 /// While an instance lives in a `ZeroInitContext`: parameters stay whole on all ranks. With
@@ -108,11 +100,9 @@ class TESSERA_API NoShardZeroContext {
  public:
   explicit NoShardZeroContext(bool is_replicated = true);
   ~NoShardZeroContext();
-  NoShardZeroContext(const NoShardZeroContext&) = delete;
-  NoShardZeroContext& operator=(const NoShardZeroContext&) = delete;
 
  private:
-  std::unique_ptr<detail::NoShardState> state_;
+  std::unique_ptr<detail::ZeroContext> state_;
 };
 
 /// Enters a `NoShardZeroContext`. Throws `c10::ValueError` outside of a `ZeroInitContext`.
@@ -133,8 +123,7 @@ struct ShardedModelV2Options {
   ProcessGroupPtr process_group;
   /// Must be null or `process_group`: in Tessera gathers and reductions do not wait for each other.
   ProcessGroupPtr reduce_scatter_process_group;
-  /// Gradients are reduced in buckets of about this many MiB of whole gradients; 0 or less: one
-  /// reduction per unit.
+  /// Gradients are reduced in buckets of about this many MiB, whole; 0 or less: unit by unit.
   double reduce_scatter_bucket_size_mb = 25;
   /// Gradients are sent as fp32.
   bool fp32_reduce_scatter = false;
@@ -144,8 +133,7 @@ struct ShardedModelV2Options {
   /// are in host memory, where the optimizer steps; "auto": as "cuda", and as many units stay
   /// unsharded as fit into `memory_budget`, first those that are used next.
   std::string tensor_placement_policy = "cuda";
-  /// Bytes that this rank may use on its device. Required for "auto", and for the optimizer's
-  /// `gpu_margin_mem_ratio`.
+  /// Bytes that this rank may use on its device. Required for "auto" and `gpu_margin_mem_ratio`.
   std::optional<int64_t> memory_budget = std::nullopt;
   /// Gradients are divided by this before their reduction, and by ranks / this after it. None: a
   /// power of two near the square root of the number of ranks.
@@ -169,7 +157,7 @@ class TESSERA_API AnyShardedModelV2 {
   AnyShardedModelV2& operator=(const AnyShardedModelV2&) = delete;
 
   /// Runs backward; reduces the gradients and adds them to those that are there.
-  void backward(const at::Tensor& loss);
+  void backward(const at::Tensor& loss) { backward_by_grad(loss, /*grad=*/{}); }
   /// The same, starting from the gradient of `tensor`, as between the stages of a pipeline.
   void backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad);
   /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
@@ -177,8 +165,7 @@ class TESSERA_API AnyShardedModelV2 {
   /// must call it.
   void zero_grad(bool set_to_none = true);
 
-  /// Returns all parameters and buffers on the CPU, as those of a module that was converted to
-  /// `param_dtype`.
+  /// Returns all parameters and buffers on the CPU, as of a module converted to `param_dtype`.
   std::vector<NamedTensor> state_dict();
   /// Loads values of any floating dtype, equal on all ranks; the optimizer continues from them
   /// unrounded. Throws `c10::ValueError` on every rank, and changes nothing, if a shape differs; if
@@ -223,14 +210,12 @@ class ShardedModelV2 final : public AnyShardedModelV2 {
  public:
   using Module = typename tessera::detail::ContainedModule<Net>::type;
 
-  ShardedModelV2(std::shared_ptr<Module> module, const ShardStrategyPtr& shard_strategy,
+  /// `module`: a pointer to it, or its holder.
+  template <class ModulePtr>
+  ShardedModelV2(const ModulePtr& module, const ShardStrategyPtr& shard_strategy,
                  const ShardedModelV2Options& options = {})
-      : AnyShardedModelV2(*module, shard_strategy, options),
-        net_(std::move(module), sharded().state()) {}
-  template <tessera::detail::ModuleHolder Holder>
-  ShardedModelV2(const Holder& holder, const ShardStrategyPtr& shard_strategy,
-                 const ShardedModelV2Options& options = {})
-      : ShardedModelV2(holder.ptr(), shard_strategy, options) {}
+      : AnyShardedModelV2(*tessera::detail::pointer_to(module), shard_strategy, options),
+        net_(tessera::detail::pointer_to(module), sharded().state()) {}
 
   /// Calls the module's own `forward`; converts floating tensors among its arguments, also those in
   /// vectors, arrays, optionals, tuples and maps, to `param_dtype`.
@@ -300,8 +285,8 @@ struct ShardedOptimizerV2State {
 /// Steps `optimizer`, which has the parameters of `model`, on this rank's part of them in fp32,
 /// with an adaptive loss scale.
 ///
-/// All members are collective unless they say otherwise. Change learning rates in `optimizer`
-/// itself; schedulers work.
+/// All members are collective unless they say otherwise. Learning rates are changed in
+/// `optimizer` itself; schedulers work.
 class TESSERA_API ShardedOptimizerV2 {
  public:
   /// Both must outlive this object. Throws `c10::ValueError` for invalid options, and
@@ -309,21 +294,17 @@ class TESSERA_API ShardedOptimizerV2 {
   ShardedOptimizerV2(AnyShardedModelV2& model, torch::optim::Optimizer& optimizer,
                      const ShardedOptimizerV2Options& options = {});
   ~ShardedOptimizerV2();
-  ShardedOptimizerV2(const ShardedOptimizerV2&) = delete;
-  ShardedOptimizerV2& operator=(const ShardedOptimizerV2&) = delete;
 
   /// Multiplies the loss by the scale, and runs backward as the model's `backward` does.
   void backward(const at::Tensor& loss);
   void backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad);
 
   /// Unscales the gradients and updates the parameters. If a gradient is not finite on any rank,
-  /// all ranks warn, clear all gradients and leave the parameters unchanged. Returns whether it
-  /// stepped.
+  /// all ranks warn, clear all gradients, change no parameter, and return false.
   bool step();
 
   /// Unscales the gradients, then scales them so that their norm is at most `max_norm`; returns the
-  /// norm before. Throws with an `mp_process_group`: it is unknown which parameters its ranks
-  /// share.
+  /// norm before. Throws with `mp_process_group`: it is unknown which parameters its ranks share.
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
   double clip_grad_norm(const AnyShardedModelV2& model, double max_norm, double norm_type = 2.0);
 
@@ -342,8 +323,7 @@ class TESSERA_API ShardedOptimizerV2 {
   void unwrap();
 
   double loss_scale() const;  ///< not collective
-  /// Returns the bytes of master weights and optimizer state on CUDA devices and on the CPU. Not
-  /// collective.
+  /// Bytes of master weights and optimizer state on CUDA devices and on the CPU. Not collective.
   std::pair<int64_t, int64_t> get_memory_usage() const;
 
   torch::optim::Optimizer& inner() const;

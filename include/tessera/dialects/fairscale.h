@@ -18,8 +18,7 @@ namespace tessera::fairscale {
 struct OssOptions {
   /// The ranks that share the optimizer's work and state; null: the default process group.
   ProcessGroupPtr group;
-  /// Sends updated parameters as fp16. All ranks use the rounded values; their owner keeps and
-  /// updates the fp32 values.
+  /// Sends updated parameters as fp16, which all ranks use; owners keep and update fp32 values.
   bool broadcast_fp16 = false;
 };
 
@@ -39,12 +38,11 @@ struct Sharding;
 /// all ranks; a `ShardedDataParallel` that it is given to provides the reduced gradients. All
 /// members are collective unless they say otherwise.
 ///
-/// **Destruction**: the parameters become ordinary tensors again, with the values that all ranks
-/// use, when the last of the optimizer and the objects that share a `ShardedDataParallel` with it
-/// is destroyed; another `OSS` may then have them. The destructor sends nothing, and waits for the
-/// collectives that the last step has started. Where that is not enough, because operators have
-/// written to parameters that were not used since, or during stack unwinding, the parameters stay
-/// sharded until the next `OSS` or wrapper takes them over.
+/// **Destruction**: when the last of the optimizer and the objects that share a
+/// `ShardedDataParallel` with it is destroyed, the parameters become ordinary tensors again, with
+/// the values that all ranks use. That sends nothing, and waits for the collectives that the last
+/// step has started. If operators have written to parameters that were not used since, and during
+/// stack unwinding, the parameters stay sharded until the next `OSS` or wrapper takes them over.
 class TESSERA_API AnyOss : public torch::optim::Optimizer {
  public:
   ~AnyOss() override;
@@ -141,11 +139,9 @@ struct ShardedDataParallelOptions {
   /// Takes rank 0's parameters and buffers at construction.
   bool sync_models_at_startup = true;
   /// Gradients are reduced in buckets of about this many elements (not bytes); 0: one reduction per
-  /// parameter. None: chosen by the transport (see `ShardPlan::unit_bytes`), where FairScale has
-  /// 2^23.
+  /// parameter. None (in FairScale, 2^23): see `ShardPlan::unit_bytes`.
   std::optional<int64_t> reduce_buffer_size = std::nullopt;
-  /// Checks at each forward whether parameters were frozen or unfrozen, and warns. Training is
-  /// correct without this check, too.
+  /// Warns at a forward if parameters were frozen or unfrozen, which works without this check, too.
   bool auto_refresh_trainable = true;
   /// Gradients are sent as fp16, with buckets or without.
   bool reduce_fp16 = false;
@@ -162,13 +158,12 @@ class TESSERA_API AnyShardedDataParallel {
 
   /// While the guard lives, backward sends nothing; the next backward after it reduces the sum of
   /// all gradients. The guard also ends correctly when an exception is thrown. Not collective.
-  [[nodiscard]] ShardedModule::NoSync no_sync();
+  [[nodiscard]] ShardedModule::NoSync no_sync() { return sharded().no_sync(); }
   /// Reduces the gradients that were accumulated under `no_sync()`, if no other backward is to
   /// follow. Throws on every rank if no rank has any.
-  void reduce();
-  /// Takes rank 0's buffers. If not `blocking`, they arrive at the latest when the next forward
-  /// begins.
-  void sync_buffers(bool blocking = false);
+  void reduce() { sharded().reduce(); }
+  /// Takes rank 0's buffers. If not `blocking`, they may arrive as late as the next forward begins.
+  void sync_buffers(bool blocking = false) { sharded().sync_buffers(blocking); }
   /// Checks that all ranks train the same parameters, and warns if gradients wait to be reduced.
   void refresh_trainable();
   /// Runs `train`, in which ranks may take different numbers of steps. See `tessera::join`.
@@ -178,9 +173,8 @@ class TESSERA_API AnyShardedDataParallel {
   /// gradients, as every other way of clearing does (the module's, the optimizers'). Not
   /// collective; all ranks must call it.
   void zero_grad(bool set_to_none = false);
-  /// Returns the gradient of a parameter, averaged over ranks, on every rank; undefined if it has
-  /// none.
-  at::Tensor full_grad(const at::Tensor& param);
+  /// Returns a parameter's gradient, averaged over ranks, on every rank; undefined if it has none.
+  at::Tensor full_grad(const at::Tensor& param) { return sharded().full_grad(param); }
 
   /// Switch the module's mode. Not collective.
   void train(bool on = true);
@@ -194,8 +188,8 @@ class TESSERA_API AnyShardedDataParallel {
   /// `no_sync()` and `join()`.
   void unwrap();
 
-  c10::DeviceType device_type() const;  ///< of all parameters
-  bool is_multi_device_module() const;  ///< always false: one device for each rank
+  c10::DeviceType device_type() const;                   ///< of all parameters
+  bool is_multi_device_module() const { return false; }  ///< one device for each rank
   /// Returns Tessera's own handle, which is valid until the model is converted or a group is added.
   ShardedModule sharded() const;
 
@@ -234,20 +228,16 @@ class ShardedDataParallel final : public AnyShardedDataParallel {
  public:
   using Module = typename tessera::detail::ContainedModule<Net>::type;
 
-  ShardedDataParallel(std::shared_ptr<Module> module, AnyOss& optimizer,
+  /// `module`: a pointer to it, or its holder.
+  template <class ModulePtr>
+  ShardedDataParallel(const ModulePtr& module, const std::vector<AnyOss*>& optimizers,
                       const ShardedDataParallelOptions& options = {})
-      : ShardedDataParallel(std::move(module), std::vector<AnyOss*>{&optimizer}, options) {}
-  ShardedDataParallel(std::shared_ptr<Module> module, const std::vector<AnyOss*>& optimizers,
+      : AnyShardedDataParallel(tessera::detail::pointer_to(module), optimizers, options),
+        net_(tessera::detail::pointer_to(module)) {}
+  template <class ModulePtr>
+  ShardedDataParallel(const ModulePtr& module, AnyOss& optimizer,
                       const ShardedDataParallelOptions& options = {})
-      : AnyShardedDataParallel(module, optimizers, options), net_(std::move(module)) {}
-  template <tessera::detail::ModuleHolder Holder>
-  ShardedDataParallel(const Holder& holder, AnyOss& optimizer,
-                      const ShardedDataParallelOptions& options = {})
-      : ShardedDataParallel(holder.ptr(), optimizer, options) {}
-  template <tessera::detail::ModuleHolder Holder>
-  ShardedDataParallel(const Holder& holder, const std::vector<AnyOss*>& optimizers,
-                      const ShardedDataParallelOptions& options = {})
-      : ShardedDataParallel(holder.ptr(), optimizers, options) {}
+      : ShardedDataParallel(module, std::vector<AnyOss*>{&optimizer}, options) {}
 
   /// Calls the module's own `forward`, with any arguments that it takes.
   template <class... Args>

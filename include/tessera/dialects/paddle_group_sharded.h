@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -47,8 +48,7 @@ struct GroupShardedOptions {
 
   /// Replaces the `grad_clip` of Paddle's optimizers, which LibTorch's do not have.
   std::optional<ClipGradByGlobalNorm> grad_clip;
-  /// Dtypes of master weights, reductions and buffers. As in Paddle, fp16 and bf16 parameters have
-  /// fp32 master weights.
+  /// As in Paddle, fp16 and bf16 parameters have fp32 master weights.
   Precision precision = {.master_dtype = at::kFloat};
 };
 
@@ -89,8 +89,7 @@ struct GroupSharded {
 TESSERA_API ShardedOptimizerOptions
 group_sharded_optimizer_options(const GroupShardedOptions& options);
 
-/// Translates Paddle's arguments. Also throws `c10::ValueError` for the arguments that Paddle
-/// refuses.
+/// Translates Paddle's arguments. Throws `c10::ValueError` for those that Paddle refuses.
 TESSERA_API ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& level,
                                          const GroupShardedOptions& options);
 
@@ -105,21 +104,16 @@ TESSERA_API ShardPlan check_group_sharded(const torch::nn::Module& model,
 
 /// Shards `model` and makes `optimizer` step on the shards. `level`: `os` (as `os_g`), `os_g` or
 /// `p_g_os`. Collective. See `docs/dialects/group_sharded.md`.
-template <class M>
-GroupSharded<M> group_sharded_parallel(std::shared_ptr<M> model, torch::optim::Optimizer& optimizer,
-                                       const std::string& level,
-                                       const GroupShardedOptions& options = {}) {
-  const ShardPlan plan = detail::check_group_sharded(*model, optimizer, level, options);
-  auto sharded = fully_shard(std::move(model), plan);
-  return {sharded,
-          GroupShardedOptimizer(sharded, optimizer, group_sharded_optimizer_options(options),
-                                options.scaler),
-          options.scaler};
-}
-template <tessera::detail::ModuleHolder Holder>
-auto group_sharded_parallel(const Holder& holder, torch::optim::Optimizer& optimizer,
+template <class ModulePtr>  // or a holder
+auto group_sharded_parallel(const ModulePtr& model, torch::optim::Optimizer& optimizer,
                             const std::string& level, const GroupShardedOptions& options = {}) {
-  return group_sharded_parallel(holder.ptr(), optimizer, level, options);
+  const ShardPlan plan = detail::check_group_sharded(*model, optimizer, level, options);
+  const auto sharded = fully_shard(model, plan);
+  return GroupSharded<std::remove_reference_t<decltype(*sharded)>>{
+      sharded,
+      GroupShardedOptimizer(sharded, optimizer, group_sharded_optimizer_options(options),
+                            options.scaler),
+      options.scaler};
 }
 
 /// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is

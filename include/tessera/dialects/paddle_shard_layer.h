@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -35,8 +34,7 @@ struct MeshArray {
 /// Paddle's mesh: ranks in an array, with Paddle's checks and messages. See `DeviceMesh`.
 class TESSERA_API ProcessMesh : public DeviceMesh {
  public:
-  /// Makes a mesh of a tensor of ranks (integers), in its shape. Throws `c10::ValueError` if that
-  /// is not a valid mesh.
+  /// From a tensor of ranks (integers), in its shape. Throws `c10::ValueError` for an invalid mesh.
   explicit ProcessMesh(const at::Tensor& mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(DeviceMesh mesh) : DeviceMesh(std::move(mesh)) {}
@@ -81,12 +79,18 @@ at::Tensor dtensor_from_fn(F&& fn, const DeviceMesh& mesh, const Placements& pla
 }
 
 /// `from_local()`, `to_local()`, `redistribute()` and `full_tensor()` by Paddle's names.
-TESSERA_API at::Tensor dtensor_from_local(const at::Tensor& local, const DeviceMesh& mesh,
-                                          const Placements& placements);
-TESSERA_API at::Tensor dtensor_to_local(const at::Tensor& dist_tensor);
-TESSERA_API at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& mesh,
-                               const Placements& placements);
-TESSERA_API at::Tensor unshard_dtensor(const at::Tensor& dist_tensor);
+inline at::Tensor dtensor_from_local(const at::Tensor& local, const DeviceMesh& mesh,
+                                     const Placements& placements) {
+  return from_local(local, mesh, placements);
+}
+inline at::Tensor dtensor_to_local(const at::Tensor& dist_tensor) { return to_local(dist_tensor); }
+inline at::Tensor reshard(const at::Tensor& dist_tensor, const DeviceMesh& mesh,
+                          const Placements& placements) {
+  return redistribute(dist_tensor, mesh, placements);
+}
+inline at::Tensor unshard_dtensor(const at::Tensor& dist_tensor) {
+  return full_tensor(dist_tensor);
+}
 
 /// Makes one DistTensor on `mesh` from the DistTensors on its slices along `local_mesh_dim`, in
 /// order; of those on other slices than this rank's, only the sizes are used. Nothing is sent;
@@ -108,19 +112,12 @@ TESSERA_API const DeviceMesh& check_mesh(const std::optional<DeviceMesh>& proces
 /// Places the parameters and buffers of `layer` by `shard_fn`, in place; those that it does not
 /// place are replicated. Returns a handle of the same layer, which calls `input_fn` and
 /// `output_fn`. Collective over the mesh; see `distribute_module()` and `DistModule`.
-template <class M>
-DistModule<M> shard_layer(std::shared_ptr<M> layer, const std::optional<DeviceMesh>& process_mesh,
-                          const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
-                          ForwardHook output_fn = {}) {
-  return distribute_module(std::move(layer), detail::check_mesh(process_mesh), shard_fn,
-                           std::move(input_fn), std::move(output_fn));
-}
-template <tessera::detail::ModuleHolder Holder>
-auto shard_layer(const Holder& holder, const std::optional<DeviceMesh>& process_mesh,
+template <class ModulePtr>  // or a holder
+auto shard_layer(const ModulePtr& layer, const std::optional<DeviceMesh>& process_mesh,
                  const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
                  ForwardHook output_fn = {}) {
-  return shard_layer(holder.ptr(), process_mesh, shard_fn, std::move(input_fn),
-                     std::move(output_fn));
+  return distribute_module(layer, detail::check_mesh(process_mesh), shard_fn, std::move(input_fn),
+                           std::move(output_fn));
 }
 
 /// Throws `c10::NotImplementedError`: the tensors of a scripted module can't be placed one by one.
@@ -139,21 +136,15 @@ struct ShardingStage {
   /// None: the mesh of the parameters. Any other mesh is an error.
   std::optional<DeviceMesh> mesh = std::nullopt;
 };
-struct ShardingStage1 : ShardingStage {
-  explicit ShardingStage1(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
-      : ShardingStage{ShardLevel::kOptimizerState, std::move(dim), std::move(mesh)} {}
-  explicit ShardingStage1(DeviceMesh mesh) : ShardingStage1(MeshDim(), std::move(mesh)) {}
+template <ShardLevel kLevel>
+struct ShardingStageOf : ShardingStage {
+  explicit ShardingStageOf(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
+      : ShardingStage{kLevel, std::move(dim), std::move(mesh)} {}
+  explicit ShardingStageOf(DeviceMesh mesh) : ShardingStageOf(MeshDim(), std::move(mesh)) {}
 };
-struct ShardingStage2 : ShardingStage {
-  explicit ShardingStage2(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
-      : ShardingStage{ShardLevel::kGradients, std::move(dim), std::move(mesh)} {}
-  explicit ShardingStage2(DeviceMesh mesh) : ShardingStage2(MeshDim(), std::move(mesh)) {}
-};
-struct ShardingStage3 : ShardingStage {
-  explicit ShardingStage3(MeshDim dim = {}, std::optional<DeviceMesh> mesh = std::nullopt)
-      : ShardingStage{ShardLevel::kParameters, std::move(dim), std::move(mesh)} {}
-  explicit ShardingStage3(DeviceMesh mesh) : ShardingStage3(MeshDim(), std::move(mesh)) {}
-};
+using ShardingStage1 = ShardingStageOf<ShardLevel::kOptimizerState>;
+using ShardingStage2 = ShardingStageOf<ShardLevel::kGradients>;
+using ShardingStage3 = ShardingStageOf<ShardLevel::kParameters>;
 
 /// None, a function that places accumulators, or a stage.
 using ShardOptimizerFn = std::variant<std::monostate, StatePlacementFn, ShardingStage>;
@@ -174,8 +165,8 @@ inline DistOptimizer shard_optimizer(torch::optim::Optimizer& optimizer,
   return shard_optimizer(&optimizer, shard_fn, options);
 }
 
-/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips the step on all
-/// ranks.
+/// A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips all ranks'
+/// step.
 class TESSERA_API ShardScaler {
  public:
   explicit ShardScaler(GradScaler& scaler) : scaler_(&scaler) {}
@@ -215,23 +206,15 @@ struct ShardDataloaderOptions {
   std::vector<MeshDim> shard_dims = {};
   bool is_dataset_splitted = false;
   bool check_values = false;
-
-  DistDataloaderOptions to_native() const {
-    return {input_keys, shard_dims, is_dataset_splitted, check_values};
-  }
 };
 
-/// Calls `distribute_dataloader()`; `loader` is a `unique_ptr`, or a loader that outlives the
-/// result.
+/// Calls `distribute_dataloader()`; `loader`: a `unique_ptr`, or one that outlives the result.
 template <class Loader>
-auto shard_dataloader(std::unique_ptr<Loader> loader, std::vector<DeviceMesh> meshes,
+auto shard_dataloader(Loader&& loader, std::vector<DeviceMesh> meshes,
                       const ShardDataloaderOptions& options = {}) {
-  return distribute_dataloader(std::move(loader), std::move(meshes), options.to_native());
-}
-template <class Loader>
-auto shard_dataloader(Loader& loader, std::vector<DeviceMesh> meshes,
-                      const ShardDataloaderOptions& options = {}) {
-  return distribute_dataloader(loader, std::move(meshes), options.to_native());
+  return distribute_dataloader(
+      std::forward<Loader>(loader), std::move(meshes),
+      {options.input_keys, options.shard_dims, options.is_dataset_splitted, options.check_values});
 }
 
 }  // namespace tessera::paddle
