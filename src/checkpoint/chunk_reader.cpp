@@ -11,11 +11,8 @@
 #include <utility>
 
 #include "checkpoint/checksum.h"
-#include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
-#include "checkpoint/model_view.h"
-#include "checkpoint/safetensors.h"
-#include "checkpoint/shortened.h"
+#include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 
 namespace tessera {

@@ -148,11 +148,4 @@ void ChunkCollector::add_states(const ModelView& view, const ParamView& param,
   }
 }
 
-bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] != 1 && a[dim] != b[dim]) return false;
-  }
-  return true;
-}
-
 }  // namespace tessera

@@ -39,17 +39,19 @@ class CheckpointDirectory {
   std::optional<File> held_;           // the draft's directory, locked
 };
 
-/// Removes a checkpoint's files, the index first, and then the directory if nothing else is in it;
-/// as far as possible.
-void remove_checkpoint(const std::filesystem::path& path) noexcept;
-
-/// Removes a draft that a save left behind, for example one that was killed: a draft that is not
-/// locked and contains only a checkpoint's files. Where locks are not supported, removes none.
-void remove_abandoned_draft(const std::filesystem::path& draft) noexcept;
-
-/// Returns `path`, or the old checkpoint if its replacement was interrupted.
-std::filesystem::path checkpoint_or_old(const std::filesystem::path& path);
-/// Returns the directory to read: that, or the one that a save to a mount point put into `path`.
+/// Returns the directory to read: `path`, or the old checkpoint if its replacement was interrupted,
+/// or the one that a save to a mount point put into `path`.
 std::filesystem::path readable_checkpoint(const std::filesystem::path& path);
+
+// A series is the checkpoints in one directory whose names differ only in the number at their end.
+
+/// Removes the oldest checkpoints of the series of `path`, which ends with a number and is
+/// absolute, so that `keep` are left; see `SaveOptions::keep_last`. Counts only checkpoints that
+/// were saved to be removed in this way, and still have the name they were saved under. Errors are
+/// ignored.
+void remove_older(const std::filesystem::path& path, int keep) noexcept;
+
+/// Removes the drafts that killed saves of the series of `path`, which is absolute, left behind.
+void remove_abandoned_drafts(const std::filesystem::path& path) noexcept;
 
 }  // namespace tessera

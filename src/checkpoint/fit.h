@@ -27,6 +27,8 @@ class TensorTable {
   const TensorRecord* source_of(const ParamView& param) const;
   /// Returns the optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;
+  /// Returns the index of the param group in which each parameter was saved, by its first name.
+  std::map<std::string, size_t> saved_groups() const;
   /// Returns the optimizer's counts for a parameter.
   const std::map<std::string, int64_t>& counts_of(const TensorRecord& param) const;
 

@@ -12,9 +12,8 @@
 #include <set>
 #include <utility>
 
-#include "checkpoint/checked_shape.h"
-#include "checkpoint/file_name.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 namespace {

@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "checkpoint/checked_shape.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 
 namespace tessera {
@@ -67,8 +67,9 @@ int64_t item_size(const std::string& safetensors_dtype) {
 }
 
 SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
-                                     const std::map<std::string, std::string>& metadata, Pace* pace)
-    : file_(std::move(file)), pace_(pace) {
+                                     const std::map<std::string, std::string>& metadata,
+                                     BeforeWrite before_write)
+    : file_(std::move(file)), before_write_(std::move(before_write)) {
   // Wide elements first: that aligns all of them, as some readers expect.
   std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     return item_size(a.dtype) > item_size(b.dtype);
@@ -111,11 +112,6 @@ std::vector<uint64_t> SafetensorsWriter::write(const std::string& name, const at
   return checksums;
 }
 
-void SafetensorsWriter::write_part(const std::string& name, const void* data, size_t nbytes,
-                                   int64_t offset) {
-  put(data, nbytes, offsets_.at(name) + offset);
-}
-
 // Writes a block at a time, while it is in the processor's cache.
 std::vector<uint64_t> SafetensorsWriter::write_blocks(const void* data, int64_t nbytes,
                                                       int64_t offset) {
@@ -130,7 +126,7 @@ std::vector<uint64_t> SafetensorsWriter::write_blocks(const void* data, int64_t 
 }
 
 void SafetensorsWriter::put(const void* data, size_t nbytes, int64_t offset) {
-  if (pace_) pace_->wait_for(nbytes);
+  if (before_write_) before_write_(nbytes);
   file_.write(data, nbytes, offset);
   unsynced_ += static_cast<int64_t>(nbytes);
   if (unsynced_ < kStagedBytes) return;
@@ -160,16 +156,13 @@ SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
 void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
   const nlohmann::json json = parse_json(header);
   TORCH_CHECK_VALUE(json.is_object(), "it is ", json.type_name(), ", not an object");
-  for (const auto& [key, value] : json.items()) {
-    if (key == kMetadata) {
-      metadata_ = value.get<std::map<std::string, std::string>>();
+  for (const auto& item : json.items()) {
+    if (item.key() == kMetadata) {
+      metadata_ = item.value().get<std::map<std::string, std::string>>();
       continue;
     }
-    try {
-      entries_[key] = parse_entry(value, data_offset);
-    } catch (const c10::Error& error) {
-      TORCH_CHECK_VALUE(false, "'", shortened(key), "': ", error.what_without_backtrace());
-    }
+    naming_part("'" + shortened(item.key()) + "'",
+                [&] { entries_[item.key()] = parse_entry(item.value(), data_offset); });
   }
 }
 

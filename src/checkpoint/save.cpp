@@ -17,18 +17,15 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/additional_state.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/model_view.h"
 #include "checkpoint/optimizer_options.h"
-#include "checkpoint/random_state.h"
-#include "checkpoint/schedulers.h"
 #include "checkpoint/whole_model.h"
 #include "group/math_bits.h"
 
 namespace tessera {
 namespace {
-
-constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
 // Adds the objects that are saved along with a model.
 void add_options(ChunkCollector& contents, const SaveOptions& options) {
@@ -66,7 +63,7 @@ std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
 // Throws on all ranks: some have other names.
 [[noreturn]] void refuse_names(const Ranks& ranks, const std::string& names) {
   std::vector<std::set<std::string>> all;
-  for (const std::string& lines : ranks.all_gather_bytes(names, kTag)) {
+  for (const std::string& lines : ranks.all_gather_bytes(names, kCheckpointTag)) {
     std::istringstream stream(lines);
     std::set<std::string>& of_rank = all.emplace_back();
     for (std::string line; std::getline(stream, line);) of_rank.insert(line);
@@ -124,7 +121,7 @@ Agreement agree(const SaveJob& job) {
     mine.buffers.push_back(checksum_text(checksum(value.const_data_ptr(), value.nbytes())));
   }
   std::vector<Offer> offers;
-  for (const std::string& text : job.ranks.all_gather_bytes(mine.text(), kTag))
+  for (const std::string& text : job.ranks.all_gather_bytes(mine.text(), kCheckpointTag))
     offers.push_back(Offer::of(text));
   const Offer& first = offers.front();
   for (size_t rank = 0; rank < offers.size(); ++rank) {
@@ -150,7 +147,7 @@ SaveJob job_of_world() {
 
 void save(const std::filesystem::path& path, const SaveJob& job) {
   const BegunSave begun = begin_save(path, job);
-  job.ranks.check([&] { begun.writer->write(begun.contents, nullptr); }, "checkpoint");
+  job.ranks.check([&] { begun.writer->write(begun.contents); }, "checkpoint");
   job.ranks.check(
       [&] {
         static const std::atomic<bool> kNever = false;
@@ -175,9 +172,8 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
         contents.add_rank_state("buffer", agreement.own_buffers);
         TORCH_CHECK_VALUE(job.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
                           "number of checkpoints to keep, or 0; got ", job.keep_last);
-        begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size());
-        begun.writer->set_id(agreement.id);
-        begun.writer->set_keep_last(job.keep_last);
+        begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size(),
+                                                          agreement.id, job.keep_last);
         if (rank == 0) begun.writer->begin();
       },
       "checkpoint");
@@ -218,9 +214,9 @@ SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   job.buffers = ordinary(job.buffers);
   job.collect = [&module, optimizer, &options, rank, size](ChunkCollector& contents) {
     TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
-                                "[save_checkpoint] options.whole_parameters is for what "
-                                "fully_shard() returned; export_checkpoint() makes one file of any "
-                                "checkpoint");
+                                "[save_checkpoint] options.whole_parameters needs the handle "
+                                "that fully_shard() returned; export_checkpoint() makes one file "
+                                "of any checkpoint");
     const ModelView view = view_of(module, optimizer, rank, size);
     contents.index().plan = fmt::format("not sharded, {} ranks", size);
     contents.add_model(view);

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,8 +12,6 @@
 
 #include "checkpoint/file.h"
 #include "checkpoint/pickle.h"
-#include "checkpoint/safetensors.h"
-#include "checkpoint/zip_directory.h"
 
 namespace caffe2::serialize {
 class PyTorchStreamWriter;
@@ -23,6 +22,12 @@ namespace tessera {
 /// A file that Python's `torch.save` made of a state dict: a zip file with a pickle in it.
 class TorchFile {
  public:
+  /// A record of the zip file, which is stored uncompressed.
+  struct Record {
+    int64_t offset = 0;  ///< of its bytes, from the beginning of the file
+    int64_t nbytes = 0;
+  };
+
   /// Throws `c10::ValueError`, naming the file, if it is not such a file.
   explicit TorchFile(const std::filesystem::path& path);
 
@@ -36,7 +41,7 @@ class TorchFile {
   void check_tensors() const;
 
   File file_;
-  std::optional<ZipDirectory> records_;
+  std::map<std::string, Record> records_;  // by their names in the zip file
   std::vector<std::pair<std::string, PickledTensor>> tensors_;
 };
 

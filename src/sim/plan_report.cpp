@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <set>
 
-#include "checkpoint/checked_shape.h"
+#include "checkpoint/untrusted.h"
 #include "model/check_plan.h"
 #include "model/named_tensors.h"
 #include "optim/param_state.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "access/use_order.h"
-#include "checkpoint/checked_shape.h"
+#include "checkpoint/untrusted.h"
 #include "grad/grad_bucket.h"
 #include "group/sent_bytes.h"
 #include "sim/planned_units.h"
