@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "checkpoint/save.h"
+#include "group/collective_name.h"
 
 namespace tessera {
 namespace {
@@ -224,13 +225,8 @@ AsyncCheckpointer::AsyncCheckpointer(const AsyncCheckpointOptions& options)
 
 AsyncCheckpointer::~AsyncCheckpointer() {
   if (!impl_->pending) return;
-  try {
-    if (const auto error = impl_->pending->join()) std::rethrow_exception(error);
-  } catch (const c10::Error& error) {
-    fmt::print(stderr, "AsyncCheckpointer: {}\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "AsyncCheckpointer: {}\n", error.what());
-  }
+  if (const std::exception_ptr error = impl_->pending->join())
+    fmt::print(stderr, "AsyncCheckpointer: {}\n", exception_text(error));
 }
 
 void AsyncCheckpointer::save(const std::filesystem::path& path, const ShardedModule& module,

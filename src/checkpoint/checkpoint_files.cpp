@@ -232,7 +232,7 @@ void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem
         add_range(reader, record, range, rank, ranks, contents[rank]);
     }
   }
-  write_for_all(to, std::move(contents), progress);
+  write_for_all(to, contents, progress);
 }
 
 }  // namespace tessera

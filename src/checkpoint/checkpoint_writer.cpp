@@ -12,6 +12,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "group/collective_name.h"
+
 namespace tessera {
 namespace {
 
@@ -96,11 +98,8 @@ CheckpointIndex CheckpointWriter::write_file(const RankContents& contents,
 void CheckpointWriter::write(const RankContents& contents, const BeforeWrite& before_write) {
   try {
     put(part_file(rank_), to_json(write_file(contents, before_write)));
-  } catch (const c10::Error& error) {
-    report_failure(error.what_without_backtrace());
-    throw;
-  } catch (const std::exception& error) {
-    report_failure(error.what());
+  } catch (...) {
+    report_failure(exception_text(std::current_exception()));
     throw;
   }
 }
@@ -146,8 +145,7 @@ void CheckpointWriter::commit(std::chrono::milliseconds timeout, const std::atom
   if (keep_last_ > 0) index.saved_as = directory_.path().filename().string();
   check_whole(index, (draft() / kIndexFile).string());
   write_text(draft() / kIndexFile, to_json(index)).sync();
-  directory_.publish();
-  remove_older(directory_.path(), keep_last_);
+  directory_.publish(keep_last_);
 }
 
 void write_for_all(const fs::path& path, const std::vector<RankContents>& ranks,

@@ -44,9 +44,10 @@ at::ScalarType dtype_of(const TensorRecord& record, const ExportOptions& options
   return options.dtype && c10::isFloatingType(stored) ? *options.dtype : stored;
 }
 
-void write_safetensors(const fs::path& file, ChunkReader& reader, const ExportOptions& options,
-                       ProgressCount& count) {
-  const auto records = model_of(reader.index());
+using ReadTensor = std::function<at::Tensor(const TensorRecord&)>;
+
+void write_safetensors(const fs::path& file, const std::vector<const TensorRecord*>& records,
+                       const ExportOptions& options, const ReadTensor& read) {
   std::vector<TensorHeader> headers;
   std::map<std::string, std::string> metadata = {{"format", "pt"}};
   for (const TensorRecord* record : records) {
@@ -55,66 +56,50 @@ void write_safetensors(const fs::path& file, ChunkReader& reader, const ExportOp
     add_other_names(*record, metadata);
   }
   SafetensorsWriter writer(File::create(file), std::move(headers), metadata);
-  for (const TensorRecord* record : records) {
-    writer.write(record->names.front(), reader.read_whole(*record).to(dtype_of(*record, options)));
-    count.add(record->nbytes());
-  }
-  writer.sync();
+  for (const TensorRecord* record : records) writer.write(record->names.front(), read(*record));
 }
 
-void write_torch(const fs::path& file, ChunkReader& reader, const ExportOptions& options,
-                 ProgressCount& count) {
-  TorchFileWriter writer(file);
-  for (const TensorRecord* record : model_of(reader.index())) {
-    writer.write(record->names, reader.read_whole(*record).to(dtype_of(*record, options)));
-    count.add(record->nbytes());
+// Adds a tensor of a file that another program wrote. `read` returns it contiguous.
+void add_source(std::vector<std::string> names, const std::string& dtype,
+                std::vector<int64_t> shape, std::function<at::Tensor()> read,
+                RankContents& contents) {
+  const at::ScalarType type = scalar_type_of(dtype);
+  TensorRecord record = contiguous_record("tensor", std::move(names), std::move(shape), type);
+  if (const int64_t numel = record.numel(); numel > 0) {
+    record.chunks = {{rank_file(0, 1), record.id(), Region{0, numel}}};
+    contents.chunks.push_back(
+        {record.id(), type, numel, [read = std::move(read)] { return read().view({-1}); }});
   }
-  writer.finish();
-  File::open_file(file).sync();
+  contents.index.tensors.push_back(std::move(record));
 }
 
-// A tensor of a file that another program wrote.
-struct Source {
-  std::vector<std::string> names;
-  std::string dtype;
-  std::vector<int64_t> shape;
-  std::function<at::Tensor()> read;  // contiguous
-};
-
-void add_torch(const fs::path& path, std::vector<Source>& sources) {
+void add_torch(const fs::path& path, RankContents& contents) {
   const auto file = std::make_shared<TorchFile>(path);
   std::map<PickledTensor, size_t> seen;  // equal views of one storage are one tied tensor
   std::set<std::string> names;
   for (const auto& [name, tensor] : file->tensors()) {
     TORCH_CHECK_VALUE(names.insert(name).second, "[import_checkpoint] '", path.string(), "' has '",
                       shortened(name), "' twice");
-    const auto [place, is_new] = seen.emplace(tensor, sources.size());
+    const auto [place, is_new] = seen.emplace(tensor, contents.index.tensors.size());
     if (is_new) {
-      sources.push_back({{name}, tensor.dtype, tensor.shape, [file, tensor = tensor] {
-                           return file->read(tensor);
-                         }});
+      add_source(
+          {name}, tensor.dtype, tensor.shape,
+          [file, tensor = tensor] { return file->read(tensor); }, contents);
     } else {
-      sources[place->second].names.push_back(name);
+      contents.index.tensors[place->second].names.push_back(name);
     }
   }
 }
 
-void add_model(const fs::path& path, std::vector<Source>& sources) {
+void add_model(const fs::path& path, RankContents& contents) {
   TORCH_CHECK_VALUE(!fs::exists(readable_checkpoint(path) / kIndexFile), "[import_checkpoint] '", path.string(),
                     "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() make "
                     "something else of it");
   for (ModelTensor& tensor : open_model(path)) {
-    sources.push_back({tensor.names, tensor.header.dtype, tensor.header.shape,
-                       [tensor] { return tensor.read(); }});
+    add_source(
+        tensor.names, tensor.header.dtype, tensor.header.shape, [tensor] { return tensor.read(); },
+        contents);
   }
-}
-
-std::vector<Source> open_sources(const fs::path& path) {
-  std::vector<Source> sources;
-  const bool is_model = fs::is_directory(path) || path.extension() == ".safetensors";
-  is_model ? add_model(path, sources) : add_torch(path, sources);
-  TORCH_CHECK_VALUE(!sources.empty(), "[import_checkpoint] '", path.string(), "' has no tensors");
-  return sources;
 }
 
 }  // namespace
@@ -129,17 +114,24 @@ void export_checkpoint(const fs::path& path, const fs::path& file, const ExportO
   TORCH_CHECK_VALUE(!fs::exists(file) || fs::is_regular_file(file), "[export_checkpoint] '",
                     file.string(), "' must be a file, which is replaced if it is there; got ",
                     fs::is_directory(file) ? "a directory" : "a device or a pipe");
+  const std::vector<const TensorRecord*> records = model_of(reader.index());
   int64_t total = 0;
-  for (const TensorRecord* record : model_of(reader.index())) {
+  for (const TensorRecord* record : records) {
     reader.check(*record);
     total += record->nbytes();
   }
   ProgressCount count(options.progress, total);
+  const auto read = [&](const TensorRecord& record) {
+    const at::Tensor value = reader.read_whole(record);
+    count.add(record.nbytes());
+    return value.to(dtype_of(record, options));
+  };
   const fs::path draft = file.string() + ".tmp";
   File::create(draft);  // its error says why the file can't be created
   try {
-    format == ExportFormat::kTorch ? write_torch(draft, reader, options, count)
-                                   : write_safetensors(draft, reader, options, count);
+    format == ExportFormat::kTorch ? write_torch_file(draft, records, read)
+                                   : write_safetensors(draft, records, options, read);
+    File::open_file(draft).sync();
     fs::rename(draft, file);
   } catch (...) {
     std::error_code ignored;
@@ -152,19 +144,12 @@ void import_checkpoint(const fs::path& from, const fs::path& path,
                        const CheckpointProgress& progress) {
   at::NoGradGuard no_grad;
   std::vector<RankContents> contents(1);
-  CheckpointIndex& index = contents[0].index;
-  index.plan = "imported";
-  for (Source& source : open_sources(from)) {
-    TensorRecord record =
-        contiguous_record("tensor", source.names, source.shape, scalar_type_of(source.dtype));
-    if (const int64_t numel = record.numel(); numel > 0) {
-      record.chunks = {{rank_file(0, 1), record.id(), Region{0, numel}}};
-      contents[0].chunks.push_back({record.id(), scalar_type_of(source.dtype), numel,
-                                    [read = std::move(source.read)] { return read().view({-1}); }});
-    }
-    index.tensors.push_back(std::move(record));
-  }
-  write_for_all(path, std::move(contents), progress);
+  contents[0].index.plan = "imported";
+  const bool is_model = fs::is_directory(from) || from.extension() == ".safetensors";
+  is_model ? add_model(from, contents[0]) : add_torch(from, contents[0]);
+  TORCH_CHECK_VALUE(!contents[0].index.tensors.empty(), "[import_checkpoint] '", from.string(),
+                    "' has no tensors");
+  write_for_all(path, contents, progress);
 }
 
 }  // namespace tessera

@@ -216,6 +216,26 @@ void remove_renamed(const fs::path& path) noexcept {
   if (!error) remove_checkpoint(removed);
 }
 
+// Removes the oldest checkpoints of the series of `path`, if that ends with a number, so that
+// `keep` are left. Counts only checkpoints that were saved to be removed in this way, and still
+// have the name they were saved under.
+void remove_older(const fs::path& path, int keep) noexcept {
+  try {
+    const auto last = numbered(path);
+    if (keep <= 0 || !last) return;
+    remove_abandoned(path, kRemoved);
+    std::vector<Numbered> older = list_checkpoints(path.parent_path());
+    std::erase_if(older, [&](const Numbered& item) {
+      return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
+             !was_saved_as(checkpoint_or_old(item.path), item.path.filename());
+    });
+    for (int64_t item = std::ssize(older) - keep; item >= 0; --item)
+      remove_renamed(older[static_cast<size_t>(item)].path);
+  } catch (const std::exception&) {
+    // The new checkpoint exists: failing to remove an old one is no reason to fail.
+  }
+}
+
 }  // namespace
 
 CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(path)) {
@@ -263,7 +283,7 @@ void CheckpointDirectory::take_draft() {
   }
 }
 
-void CheckpointDirectory::publish() {
+void CheckpointDirectory::publish(int keep_last) {
   File::open_directory(draft_).sync();
   const fs::path parent = path_.parent_path();
   // Locked, so that no other save takes the old checkpoint for a draft while it is removed.
@@ -282,6 +302,7 @@ void CheckpointDirectory::publish() {
   if (exchanged) remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
   held_.reset();
+  remove_older(path_, keep_last);
 }
 
 void CheckpointDirectory::replace_by_renames() const {
@@ -309,23 +330,6 @@ fs::path readable_checkpoint(const fs::path& path) {
     if (fs::exists(readable / kIndexFile)) return readable;
   }
   return path;
-}
-
-void remove_older(const fs::path& path, int keep) noexcept {
-  try {
-    const auto last = numbered(path);
-    if (keep <= 0 || !last) return;
-    remove_abandoned(path, kRemoved);
-    std::vector<Numbered> older = list_checkpoints(path.parent_path());
-    std::erase_if(older, [&](const Numbered& item) {
-      return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
-             !was_saved_as(checkpoint_or_old(item.path), item.path.filename());
-    });
-    for (int64_t item = std::ssize(older) - keep; item >= 0; --item)
-      remove_renamed(older[static_cast<size_t>(item)].path);
-  } catch (const std::exception&) {
-    // The new checkpoint exists: failing to remove an old one is no reason to fail.
-  }
 }
 
 void remove_abandoned_drafts(const fs::path& path) noexcept {

@@ -23,8 +23,10 @@ class CheckpointDirectory {
   /// is destroyed. Throws if something other than a checkpoint is in the way, or if another save
   /// holds the draft. Called on one rank.
   void prepare();
-  /// Replaces the checkpoint by the draft in one step, and removes the old one. Called on one rank.
-  void publish();
+  /// Replaces the checkpoint by the draft in one step, and removes the old one; then, as far as
+  /// possible, the oldest ones of its series, so that `keep_last` are left (see `SaveOptions`).
+  /// Called on one rank.
+  void publish(int keep_last = 0);
   /// Removes the draft, as far as possible. Called on one rank.
   void discard() noexcept;
 
@@ -43,15 +45,7 @@ class CheckpointDirectory {
 /// or the one that a save to a mount point put into `path`.
 std::filesystem::path readable_checkpoint(const std::filesystem::path& path);
 
-// A series is the checkpoints in one directory whose names differ only in the number at their end.
-
-/// Removes the oldest checkpoints of the series of `path`, which ends with a number and is
-/// absolute, so that `keep` are left; see `SaveOptions::keep_last`. Counts only checkpoints that
-/// were saved to be removed in this way, and still have the name they were saved under. Errors are
-/// ignored.
-void remove_older(const std::filesystem::path& path, int keep) noexcept;
-
-/// Removes the drafts that killed saves of the series of `path`, which is absolute, left behind.
+/// Removes the drafts that killed saves of the series of `path`, an absolute one, left behind.
 void remove_abandoned_drafts(const std::filesystem::path& path) noexcept;
 
 }  // namespace tessera

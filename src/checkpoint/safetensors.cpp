@@ -181,15 +181,20 @@ SafetensorsFile::Entry SafetensorsFile::parse_entry(const nlohmann::json& value,
   return result;
 }
 
+std::vector<const SafetensorsFile::Named*> SafetensorsFile::placed() const {
+  std::vector<const Named*> items;
+  for (const Named& item : entries_) items.push_back(&item);
+  std::stable_sort(items.begin(), items.end(), [](const Named* a, const Named* b) {
+    return a->second.offset < b->second.offset;
+  });
+  return items;
+}
+
 // If tensors overlapped, a small file could make a large model.
 void SafetensorsFile::check_apart() const {
-  const std::pair<const std::string, Entry>* before = nullptr;
-  std::vector<const std::pair<const std::string, Entry>*> placed;
-  for (const auto& item : entries_)
-    if (item.second.nbytes > 0) placed.push_back(&item);
-  std::sort(placed.begin(), placed.end(),
-            [](const auto* a, const auto* b) { return a->second.offset < b->second.offset; });
-  for (const auto* item : placed) {
+  const Named* before = nullptr;
+  for (const Named* item : placed()) {
+    if (item->second.nbytes == 0) continue;
     TORCH_CHECK_VALUE(!before || before->second.offset + before->second.nbytes <= item->second.offset,
                       "'", shortened(before ? before->first : ""), "' and '",
                       shortened(item->first), "' lie over each other");
@@ -212,13 +217,9 @@ const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& key) con
 }
 
 std::vector<TensorHeader> SafetensorsFile::tensors() const {
-  std::vector<std::pair<int64_t, TensorHeader>> placed;
-  for (const auto& [name, entry] : entries_)
-    placed.push_back({entry.offset, {name, entry.dtype, entry.shape}});
-  std::stable_sort(placed.begin(), placed.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<TensorHeader> tensors;
-  for (auto& [offset, tensor] : placed) tensors.push_back(std::move(tensor));
+  for (const Named* item : placed())
+    tensors.push_back({item->first, item->second.dtype, item->second.shape});
   return tensors;
 }
 

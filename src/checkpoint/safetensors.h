@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/file.h"
@@ -92,9 +93,11 @@ class SafetensorsFile {
     int64_t offset = 0;  // bytes from the start of the file
     int64_t nbytes = 0;
   };
+  using Named = std::pair<const std::string, Entry>;
 
   void parse(const std::string& header, int64_t data_offset);
   Entry parse_entry(const nlohmann::json& value, int64_t data_offset) const;
+  std::vector<const Named*> placed() const;  // in the order of their bytes
   void check_apart() const;
   const Entry& entry(const std::string& key) const;
 

@@ -11,6 +11,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <map>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <string>
@@ -21,7 +24,7 @@
 #include "checkpoint/checksum.h"
 #include "checkpoint/model_view.h"
 #include "checkpoint/optimizer_options.h"
-#include "checkpoint/whole_model.h"
+#include "checkpoint/safetensors.h"
 #include "group/math_bits.h"
 
 namespace tessera {
@@ -140,6 +143,111 @@ Agreement agree(const SaveJob& job) {
   return agreement;
 }
 
+// A parameter or buffer that one rank stores whole and contiguous, under its plain name.
+struct WholeTensor {
+  TensorRecord record;
+  int writer = 0;  // rank
+};
+
+int count_writers(const ShardedState& state) {
+  return std::min(Ranks::of(state.mesh()).size(), static_cast<int>(state.units().size()));
+}
+
+// Returns the rank of `Ranks::of(state.mesh())` that stores each tensor: those of unit u belong to
+// rank `u % size`, ignored parameters and buffers to rank 0. The same on all ranks.
+std::vector<WholeTensor> plan_whole_model(const ShardedState& state) {
+  const int writers = count_writers(state);
+  std::vector<WholeTensor> plan;
+  for (const auto& unit : state.units()) {
+    for (const ParamSlot& slot : unit->layout().slots)
+      plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype),
+                      unit->index() % writers});
+  }
+  for (const ParamSlot& slot : ignored_slots(state))
+    plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype), 0});
+  for (const NamedTensor& buffer : state.module_buffers()) {
+    if (buffer.tensor.defined()) plan.push_back({record_of(buffer), 0});
+  }
+  return plan;
+}
+
+at::Tensor whole_value(const at::Tensor& tensor) {
+  return is_dist(tensor) ? full_tensor(tensor) : tensor;
+}
+
+// Makes the file of the tensors that `rank` writes.
+SafetensorsWriter start_model_file(const std::filesystem::path& path,
+                                   const std::vector<WholeTensor>& plan, int rank,
+                                   const std::string& id) {
+  std::vector<TensorHeader> headers;
+  std::map<std::string, std::string> metadata;
+  for (const auto& [record, writer] : plan) {
+    if (writer != rank) continue;
+    headers.push_back({record.names.front(), record.dtype, record.shape});
+    add_other_names(record, metadata);
+  }
+  metadata["format"] = "pt";
+  metadata["id"] = id;
+  return {File::create(path), std::move(headers), metadata};
+}
+
+// Gathers the units one after another; each is written by its rank into that rank's model file.
+// Returns the plan with the chunks that this rank has written; rank 0's has all tensors, other
+// ranks' only their own.
+//
+// Collective. A rank that can't write still gathers with the others; then all throw its error.
+// Memory: one gathered unit, and one parameter of it that is not laid out contiguously.
+std::vector<TensorRecord> write_whole_model(ShardedState& state, std::vector<WholeTensor> plan,
+                                            const std::filesystem::path& directory,
+                                            const std::string& id) {
+  const Ranks ranks = Ranks::of(state.mesh());
+  const int rank = ranks.rank(), writers = count_writers(state);
+  const std::string name_of_file = model_file(rank + 1, writers);
+  std::map<std::string, TensorRecord*> mine;
+  for (auto& [record, writer] : plan)
+    if (writer == rank) mine[record.names.front()] = &record;
+  std::optional<SafetensorsWriter> file;
+  std::exception_ptr error;  // the first
+  const auto attempt = [&](const std::function<void()>& work) {
+    try {
+      if (!error) work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  attempt([&] {
+    if (rank < writers) file.emplace(start_model_file(directory / name_of_file, plan, rank, id));
+  });
+  const auto write = [&](const std::string& name, const at::Tensor& value) {
+    const auto it = mine.find(name);
+    if (it == mine.end()) return;
+    attempt([&] {
+      auto checksums = file->write(name, value);
+      if (value.numel() > 0)
+        it->second->chunks = {{name_of_file, name, Region{0, value.numel()}, std::move(checksums)}};
+    });
+  };
+  // All ranks take part in each gather, whichever rank writes the tensor, and even after an error.
+  for (const ParamSlot& slot : ignored_slots(state)) write(slot.name(), whole_value(slot.tensor()));
+  for (const NamedTensor& buffer : state.module_buffers()) {
+    if (buffer.tensor.defined()) write(buffer.name, whole_value(buffer.tensor));
+  }
+  state.visit_whole_units([&](const Unit& unit) {
+    for (const ParamSlot& slot : unit.layout().slots)
+      write(slot.name(), global_value(slot, view_param(slot, unit.full())));
+  });
+  ranks.check(
+      [&] {
+        if (error) std::rethrow_exception(error);
+        if (file) file->sync();
+      },
+      "checkpoint");
+  std::vector<TensorRecord> records;
+  for (auto& [record, writer] : plan)
+    if (rank == 0 || writer == rank) records.push_back(std::move(record));
+  return records;
+}
+
 SaveJob job_of_world() {
   ProcessGroupPtr all = default_process_group();
   return {.ranks = Ranks({all.get()}), .owner = all};
@@ -178,7 +286,8 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
       },
       "checkpoint");
   if (job.whole)
-    contents.add_stored(write_whole_model(*job.whole, plan, begun.writer->draft(), agreement.id));
+    contents.add_stored(
+        write_whole_model(*job.whole, std::move(plan), begun.writer->draft(), agreement.id));
   begun.contents = std::move(contents).take();
   return begun;
 }

@@ -23,8 +23,6 @@
 namespace tessera {
 namespace {
 
-using caffe2::serialize::PyTorchStreamWriter;
-
 // As in pickle.cpp: more than the names of a large model take.
 constexpr int64_t kMostPickleBytes = int64_t{64} << 20;
 
@@ -227,30 +225,25 @@ at::Tensor TorchFile::read(const PickledTensor& tensor) const {
   return at::as_strided(flat, tensor.shape, tensor.strides).contiguous();
 }
 
-TorchFileWriter::TorchFileWriter(const std::filesystem::path& path)
-    : writer_(std::make_unique<PyTorchStreamWriter>(path.string())) {}
-
-TorchFileWriter::~TorchFileWriter() = default;
-
-void TorchFileWriter::write(const std::vector<std::string>& names, const at::Tensor& value) {
-  TORCH_CHECK_NOT_IMPLEMENTED(is_pickled_dtype(safetensors_dtype(value.scalar_type())),
-                              "[export_checkpoint] '", names.front(), "' has the dtype ",
-                              value.scalar_type(), ", which Python's torch.load does not take from "
-                              "such a file: export to a safetensors file");
-  const at::Tensor data = with_plain_memory(value).contiguous();
-  writer_->writeRecord("data/" + std::to_string(written_.size()), data.const_data_ptr(),
-                       data.nbytes());
-  written_.push_back({names, data.scalar_type(), data.sizes().vec()});
-}
-
-void TorchFileWriter::finish() {
+void write_torch_file(const std::filesystem::path& path,
+                      const std::vector<const TensorRecord*>& records,
+                      const std::function<at::Tensor(const TensorRecord&)>& read) {
+  caffe2::serialize::PyTorchStreamWriter writer(path.string());
   // The pickle names shapes and storages in the order in which it meets the tensors. It is made
   // from tensors without data, which it does not read.
   static char nowhere = 0;
   c10::impl::GenericDict dict(c10::StringType::get(), c10::TensorType::get());
-  for (const Written& tensor : written_) {
-    const at::Tensor stand_in = at::from_blob(&nowhere, tensor.shape, at::dtype(tensor.dtype));
-    for (const std::string& name : tensor.names) dict.insert(name, stand_in);
+  for (size_t number = 0; number < records.size(); ++number) {
+    const std::vector<std::string>& names = records[number]->names;
+    const at::Tensor data = with_plain_memory(read(*records[number])).contiguous();
+    TORCH_CHECK_NOT_IMPLEMENTED(is_pickled_dtype(safetensors_dtype(data.scalar_type())),
+                                "[export_checkpoint] '", names.front(), "' has the dtype ",
+                                data.scalar_type(), ", which Python's torch.load does not take from "
+                                "such a file: export to a safetensors file");
+    writer.writeRecord("data/" + std::to_string(number), data.const_data_ptr(), data.nbytes());
+    const at::Tensor stand_in =
+        at::from_blob(&nowhere, data.sizes(), at::dtype(data.scalar_type()));
+    for (const std::string& name : names) dict.insert(name, stand_in);
   }
   std::string pickle;
   torch::jit::Pickler pickler([&](const char* bytes, size_t size) { pickle.append(bytes, size); },
@@ -258,9 +251,9 @@ void TorchFileWriter::finish() {
   pickler.protocol();
   pickler.pushIValue(dict);
   pickler.stop();
-  writer_->writeRecord("data.pkl", pickle.data(), pickle.size());
-  writer_->writeRecord("byteorder", "little", 6);
-  writer_->writeEndOfFile();
+  writer.writeRecord("data.pkl", pickle.data(), pickle.size());
+  writer.writeRecord("byteorder", "little", 6);
+  writer.writeEndOfFile();
 }
 
 }  // namespace tessera

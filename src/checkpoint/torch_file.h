@@ -3,19 +3,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <functional>
 #include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/file.h"
+#include "checkpoint/index.h"
 #include "checkpoint/pickle.h"
-
-namespace caffe2::serialize {
-class PyTorchStreamWriter;
-}  // namespace caffe2::serialize
 
 namespace tessera {
 
@@ -45,25 +42,10 @@ class TorchFile {
   std::vector<std::pair<std::string, PickledTensor>> tensors_;
 };
 
-/// Writes a file that Python's `torch.load(weights_only=True)` reads as a dict of tensors.
-class TorchFileWriter {
- public:
-  explicit TorchFileWriter(const std::filesystem::path& path);
-  ~TorchFileWriter();
-
-  /// Writes one tensor after another. `names`: several for a tensor that is tied.
-  void write(const std::vector<std::string>& names, const at::Tensor& value);
-  void finish();
-
- private:
-  struct Written {
-    std::vector<std::string> names;
-    at::ScalarType dtype;
-    std::vector<int64_t> shape;
-  };
-
-  std::unique_ptr<caffe2::serialize::PyTorchStreamWriter> writer_;
-  std::vector<Written> written_;
-};
+/// Writes a file that Python's `torch.load(weights_only=True)` reads as a dict of tensors, each
+/// under all of its names. `read` returns the values of one tensor at a time.
+void write_torch_file(const std::filesystem::path& path,
+                      const std::vector<const TensorRecord*>& records,
+                      const std::function<at::Tensor(const TensorRecord&)>& read);
 
 }  // namespace tessera
