@@ -115,9 +115,7 @@ class PendingSave {
       : ranks_(job.ranks),
         owner_(job.owner),
         begun_(std::move(begun)),
-        before_write_(paced(bytes_per_second)),
-        written_(written_promise_.get_future().share()),
-        thread_([this] { run(); }) {}
+        thread_([this, bytes_per_second] { run(paced(bytes_per_second)); }) {}
   ~PendingSave() {
     if (thread_.joinable()) thread_.join();
   }
@@ -127,7 +125,7 @@ class PendingSave {
   /// Waits until the checkpoint is published. Collective; if a rank fails, all ranks throw.
   void finish() {
     try {
-      ranks_.check([&] { written_.get(); }, "checkpoint");
+      ranks_.check([&] { written_.get_future().get(); }, "checkpoint");
     } catch (...) {
       stop_ = true;  // rank 0 may be waiting for a part that will never come
       thread_.join();
@@ -148,18 +146,18 @@ class PendingSave {
   }
 
  private:
-  void run() {
+  void run(const BeforeWrite& before_write) {
     try {
-      begun_.writer->write(begun_.contents, before_write_);
-      written_promise_.set_value();
+      begun_.writer->write(begun_.contents, before_write);
+      written_.set_value();
     } catch (...) {
       error_ = std::current_exception();
-      written_promise_.set_exception(error_);
+      written_.set_exception(error_);
       done_ = true;
       return;
     }
     try {
-      if (ranks_.rank() == 0) begun_.writer->commit(ranks_.timeout(), stop_);
+      if (ranks_.rank() == 0) begun_.writer->commit(ranks_.timeout(), &stop_);
     } catch (...) {
       error_ = std::current_exception();
     }
@@ -169,11 +167,9 @@ class PendingSave {
   Ranks ranks_;
   std::shared_ptr<const void> owner_;
   BegunSave begun_;
-  BeforeWrite before_write_;
   std::atomic<bool> stop_ = false, done_ = false;
   std::exception_ptr error_;
-  std::promise<void> written_promise_;
-  std::shared_future<void> written_;
+  std::promise<void> written_;
   std::thread thread_;  // last: it uses the other members
 };
 
@@ -205,7 +201,8 @@ struct AsyncCheckpointer::Impl {
       TORCH_CHECK_NOT_IMPLEMENTED(!whole,
                                   "[AsyncCheckpointer] options.whole_parameters can't be saved "
                                   "while training goes on, as all ranks gather for it: use "
-                                  "save_checkpoint(), or export_checkpoint() of what this saves");
+                                  "save_checkpoint(), or export_checkpoint() of the checkpoint that "
+                                  "is saved without it");
       collect(contents);
     };
     if (options.when_busy == WhenBusy::kRefuse) refuse_if_busy(job.ranks);

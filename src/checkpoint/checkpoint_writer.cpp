@@ -113,7 +113,7 @@ void CheckpointWriter::report_failure(const std::string& error) const noexcept {
 }
 
 CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeout,
-                                                const std::atomic<bool>& stop) const {
+                                                const std::atomic<bool>* stop) const {
   std::vector<CheckpointIndex> parts;
   auto pause = std::chrono::milliseconds(1);
   auto seen = extent(draft());
@@ -127,7 +127,7 @@ CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeou
       parts.push_back(index_from_json(*text, path.string()));
       continue;
     }
-    TORCH_CHECK(!stop, "[save_checkpoint] the save to '", draft().string(), "' was given up");
+    TORCH_CHECK(!stop || !*stop, "[save_checkpoint] the save to '", draft().string(), "' was stopped, because a rank failed");
     if (const auto now = extent(draft()); now != seen) seen = now, changed = Clock::now();
     TORCH_CHECK(Clock::now() - changed < timeout, "[save_checkpoint] rank ", rank, " of ", size_,
                 " has not finished its files in '", draft().string(), "', and nothing was written for ",
@@ -139,7 +139,7 @@ CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeou
   return merged(std::move(parts));
 }
 
-void CheckpointWriter::commit(std::chrono::milliseconds timeout, const std::atomic<bool>& stop) {
+void CheckpointWriter::commit(std::chrono::milliseconds timeout, const std::atomic<bool>* stop) {
   CheckpointIndex index = collect_parts(timeout, stop);
   index.id = id_;
   if (keep_last_ > 0) index.saved_as = directory_.path().filename().string();
@@ -163,8 +163,7 @@ void write_for_all(const fs::path& path, const std::vector<RankContents>& ranks,
       count.add(static_cast<int64_t>(nbytes));
     });
   }
-  const std::atomic<bool> never = false;
-  first.commit(std::chrono::minutes(1), never);
+  first.commit(std::chrono::minutes(1));
 }
 
 }  // namespace tessera

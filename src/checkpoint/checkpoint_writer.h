@@ -46,14 +46,15 @@ class CheckpointWriter {
   /// Waits for the parts of all ranks, publishes the checkpoint and removes older ones.
   ///
   /// Throws the error of a rank that failed. If the draft does not grow for `timeout`, throws one
-  /// that names the first rank whose part is missing. Also throws soon after `stop` is set.
-  void commit(std::chrono::milliseconds timeout, const std::atomic<bool>& stop);
+  /// that names the first rank whose part is missing. Also throws soon after `stop`, if given, is
+  /// set.
+  void commit(std::chrono::milliseconds timeout, const std::atomic<bool>* stop = nullptr);
 
  private:
   CheckpointIndex write_file(const RankContents& contents, const BeforeWrite& before_write) const;
   void report_failure(const std::string& error) const noexcept;
   CheckpointIndex collect_parts(std::chrono::milliseconds timeout,
-                                const std::atomic<bool>& stop) const;
+                                const std::atomic<bool>* stop) const;
   std::filesystem::path part_file(int rank) const;
 
   CheckpointDirectory directory_;

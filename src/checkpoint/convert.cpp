@@ -93,8 +93,8 @@ void add_torch(const fs::path& path, RankContents& contents) {
 
 void add_model(const fs::path& path, RankContents& contents) {
   TORCH_CHECK_VALUE(!fs::exists(readable_checkpoint(path) / kIndexFile), "[import_checkpoint] '", path.string(),
-                    "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() make "
-                    "something else of it");
+                    "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() "
+                    "convert it");
   for (ModelTensor& tensor : open_model(path)) {
     add_source(
         tensor.names, tensor.header.dtype, tensor.header.shape, [tensor] { return tensor.read(); },

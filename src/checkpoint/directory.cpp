@@ -249,15 +249,11 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
   draft_ = with_suffix(path_, ".tmp");
 }
 
-// Readers would find a checkpoint in the mount point itself first.
-void CheckpointDirectory::check_mount_point() const {
+void CheckpointDirectory::prepare() {
+  // Readers would find a checkpoint in the mount point itself first.
   TORCH_CHECK_VALUE(mount_point_.empty() || !fs::exists(mount_point_ / kIndexFile),
                     "[save_checkpoint] '", mount_point_.string(), "' is a mount point, which can't be "
                     "replaced, and has the files of a checkpoint: move them to '", path_.string(), "'");
-}
-
-void CheckpointDirectory::prepare() {
-  check_mount_point();
   check_removable(draft_);
   take_draft();
   const fs::path old = with_suffix(path_, ".old");

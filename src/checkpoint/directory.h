@@ -31,7 +31,6 @@ class CheckpointDirectory {
   void discard() noexcept;
 
  private:
-  void check_mount_point() const;
   void take_draft();
   void replace_by_renames() const;
 

@@ -32,7 +32,7 @@ int check_open(int fd, const std::string& path) {
 
 struct stat status_of(int fd, const std::string& path) {
   struct stat status {};
-  TORCH_CHECK(::fstat(fd, &status) == 0, "[checkpoint] could not look at '", path,
+  TORCH_CHECK(::fstat(fd, &status) == 0, "[checkpoint] could not get the status of '", path,
               "': ", std::strerror(errno));
   return status;
 }

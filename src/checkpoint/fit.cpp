@@ -11,11 +11,10 @@
 #include "checkpoint/additional_state.h"
 #include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 namespace {
-
-constexpr size_t kMostListed = 10;
 
 // Collects all mismatches, so that one error lists them.
 class Misfits {
@@ -62,20 +61,14 @@ class Misfits {
     std::string text;
     for (size_t kind = 0; kind < kKinds; ++kind) {
       if (found_[kind].empty()) continue;
-      text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", kTitles[kind], list(found_[kind]));
+      text +=
+          fmt::format("{}{}: {}", text.empty() ? "" : "; ", kTitles[kind], shortened(found_[kind]));
     }
     TORCH_CHECK_VALUE(text.empty(), "[load_checkpoint] the checkpoint '", path,
                       "' must fit the model; ", text);
   }
 
  private:
-  static std::string list(const std::vector<std::string>& items) {
-    const size_t shown = std::min(items.size(), kMostListed);
-    std::string text = fmt::format("{}", fmt::join(items.begin(), items.begin() + shown, ", "));
-    if (shown < items.size()) text += fmt::format(" and {} more", items.size() - shown);
-    return text;
-  }
-
   const LoadOptions& options_;
   LoadedCheckpoint& loaded_;
   std::vector<std::string> found_[kKinds];
@@ -244,11 +237,6 @@ const TensorRecord* TensorTable::find(const std::string& kind, const std::string
   // Earlier checkpoints have parameters that a plan ignored as buffers.
   if (it == by_id_.end() && kind == "param") it = by_id_.find("buffer/" + name);
   return it == by_id_.end() ? nullptr : it->second;
-}
-
-const TensorRecord* TensorTable::find_any(const std::string& name) const {
-  const TensorRecord* record = find("param", name);
-  return record ? record : find("buffer", name);
 }
 
 const TensorRecord* TensorTable::source_of(const ParamView& param) const {

@@ -139,7 +139,7 @@ void check_box(const Box& box, const TensorRecord& tensor) {
   const CheckedShape shape(box.shape);
   TORCH_CHECK_VALUE(shape.numel() == tensor.numel() && shape.has_box(box.offset, box.sizes) &&
                         is_same_order(tensor.shape, row_major(tensor.shape), tensor.strides),
-                    "it is not in the tensor");
+                    "it must lie in the tensor");
 }
 
 void check_chunk(const ChunkRecord& chunk, const TensorRecord& tensor) {
@@ -148,7 +148,7 @@ void check_chunk(const ChunkRecord& chunk, const TensorRecord& tensor) {
   if (region.box) naming_part("its box", [&] { check_box(*region.box, tensor); });
   const int64_t numel = region.box ? region.box->numel() : tensor.numel();
   TORCH_CHECK_VALUE(0 <= region.begin && region.begin < region.end && region.end <= numel,
-                    "it must be some of ", numel, " elements; got ", region.begin, " to ",
+                    "it must be a range of the ", numel, " elements; got ", region.begin, " to ",
                     region.end);
   const int64_t nbytes = region.numel() * item_size(tensor.dtype);
   const int64_t blocks = (nbytes - 1) / kChecksumBlock + 1;
@@ -161,7 +161,7 @@ void check_rank(const std::string& text, int world_size) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
   TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && rank >= 0 &&
                         rank < world_size,
-                    "its rank must be one of ", world_size, "; got '", shortened(text), "'");
+                    "its rank must be 0 to ", world_size - 1, "; got '", shortened(text), "'");
 }
 
 void check_parts(const TensorRecord& tensor, int world_size) {

@@ -216,7 +216,7 @@ std::vector<std::string> plan_tensors(const std::filesystem::path& path, const S
                                       PlannedReads& reads) {
   std::vector<std::string> errors, missing;
   for (const auto& [name, tensor] : state) {
-    const TensorRecord* source = reads.table.find_any(name);
+    const TensorRecord* source = reads.table.find("param", name);
     if (!source) {
       missing.push_back(name);
     } else if (const std::string error = describe_misfit(*source, name, tensor); !error.empty()) {

@@ -235,9 +235,11 @@ ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   return view;
 }
 
-TensorRecord record_of(const ParamView& param) {
-  TensorRecord record{
-      .kind = "param", .names = param.names, .shape = param.sizes, .strides = param.strides};
+TensorRecord record_of(const ParamView& param, std::string kind) {
+  TensorRecord record{.kind = std::move(kind),
+                      .names = param.names,
+                      .shape = param.sizes,
+                      .strides = param.strides};
   record.dtype = safetensors_dtype(param.master_dtype);
   return record;
 }

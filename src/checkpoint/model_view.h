@@ -99,7 +99,7 @@ ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
 std::vector<ParamSlot> ignored_slots(const ShardedState& state);
 
 /// Return the records for the index, without chunks. A parameter has the optimizer's dtype.
-TensorRecord record_of(const ParamView& param);
+TensorRecord record_of(const ParamView& param, std::string kind = "param");
 TensorRecord record_of(const NamedTensor& buffer);
 
 }  // namespace tessera

@@ -242,8 +242,8 @@ class Machine {
   void remember(size_t place) {
     PickleValue& value = top();
     memo_[place] = &value;
-    TORCH_CHECK_VALUE(memo_.size() <= kMostRemembered, "it remembers more than ",
-                      kMostRemembered, " values");
+    TORCH_CHECK_VALUE(memo_.size() <= kMostRemembered, "its program must store at most ",
+                      kMostRemembered, " values in its memo");
   }
   PickleValue* recall(size_t place) const {
     const auto it = memo_.find(place);

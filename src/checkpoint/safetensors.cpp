@@ -172,7 +172,7 @@ SafetensorsFile::Entry SafetensorsFile::parse_entry(const nlohmann::json& value,
   result.numel = CheckedShape(result.shape).numel();
   const std::vector<int64_t> offsets = whole_numbers(value.at("data_offsets"), "an offset");
   TORCH_CHECK_VALUE(offsets.size() == 2 && offsets[0] <= offsets[1],
-                    "its data_offsets must be where it begins and where it ends");
+                    "its data_offsets must be two places, the second not before the first");
   const int64_t data_bytes = file_.nbytes() - data_offset;
   TORCH_CHECK_VALUE(offsets[1] <= data_bytes, "it is cut off: it ends at byte ", offsets[1], " of ",
                     data_bytes);

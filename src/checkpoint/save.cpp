@@ -10,7 +10,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <map>
 #include <optional>
@@ -23,8 +22,8 @@
 #include "checkpoint/additional_state.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/model_view.h"
-#include "checkpoint/optimizer_options.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 
 namespace tessera {
@@ -52,10 +51,6 @@ std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
   return text;
 }
 
-std::string checksum_of(const std::string& text) {
-  return checksum_text(checksum(text.data(), text.size()));
-}
-
 std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
   std::vector<NamedTensor> result;
   for (const NamedTensor& buffer : buffers)
@@ -80,13 +75,8 @@ std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
       if (!all[0].contains(name))
         differences.push_back(fmt::format("rank 0 lacks '{}' of rank {}", name, rank));
   }
-  if (differences.size() > 10) {
-    const std::string more = fmt::format("and {} more", differences.size() - 10);
-    differences.resize(10);
-    differences.push_back(more);
-  }
   TORCH_CHECK_VALUE(false, "[save_state_dict] all ranks must have the same names; ",
-                    fmt::format("{}", fmt::join(differences, ", ")));
+                    shortened(differences));
 }
 
 // The data that ranks exchange before a save.
@@ -118,7 +108,10 @@ struct Agreement {
 // Throws on all ranks if they want to store differently: some would wait for others forever.
 Agreement agree(const SaveJob& job) {
   const std::string names = fmt::format("{}", fmt::join(job.names, "\n"));
-  Offer mine{job.whole ? "whole" : "shards", new_save_id(), checksum_of(names), {}};
+  Offer mine{job.whole ? "whole" : "shards",
+             new_save_id(),
+             checksum_text(checksum(names.data(), names.size())),
+             {}};
   for (const NamedTensor& buffer : job.buffers) {
     const at::Tensor value = with_plain_memory(buffer.tensor).cpu().contiguous();
     mine.buffers.push_back(checksum_text(checksum(value.const_data_ptr(), value.nbytes())));
@@ -258,8 +251,7 @@ void save(const std::filesystem::path& path, const SaveJob& job) {
   job.ranks.check([&] { begun.writer->write(begun.contents); }, "checkpoint");
   job.ranks.check(
       [&] {
-        static const std::atomic<bool> kNever = false;
-        if (job.ranks.rank() == 0) begun.writer->commit(job.ranks.timeout(), kNever);
+        if (job.ranks.rank() == 0) begun.writer->commit(job.ranks.timeout());
       },
       "checkpoint");
 }

@@ -48,8 +48,8 @@ constexpr uint16_t kSizes64 = 1;        // the extra field with numbers of 64 bi
 constexpr int64_t kMostListBytes = int64_t{256} << 20;
 
 std::string read_bytes(const File& file, int64_t offset, int64_t nbytes) {
-  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes()), "bytes ", offset, " and ", nbytes,
-                    " from there on are expected in a file of ", file.nbytes());
+  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes()), "it must have ", nbytes, " bytes from byte ",
+                    offset, " on; it has ", file.nbytes());
   std::string bytes(static_cast<size_t>(nbytes), '\0');
   file.read(bytes.data(), bytes.size(), offset);
   return bytes;
@@ -58,7 +58,7 @@ std::string read_bytes(const File& file, int64_t offset, int64_t nbytes) {
 // Reads a number of 64 bits that must fit into 63.
 int64_t place(ByteReader& bytes) {
   const auto value = bytes.number<uint64_t>();
-  TORCH_CHECK_VALUE(value <= static_cast<uint64_t>(INT64_MAX), "a place in it is ", value);
+  TORCH_CHECK_VALUE(value <= static_cast<uint64_t>(INT64_MAX), "it refers to byte ", value, ", which no file has");
   return static_cast<int64_t>(value);
 }
 

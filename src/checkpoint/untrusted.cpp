@@ -1,6 +1,8 @@
 #include "checkpoint/untrusted.h"
 
 #include <c10/util/safe_numerics.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>
@@ -70,6 +72,13 @@ int64_t checked_product(int64_t a, int64_t b) {
   TORCH_CHECK_VALUE(!c10::mul_overflows(a, b, &product), a, " times ", b,
                     " must be a number that can be counted in 64 bits");
   return product;
+}
+
+std::string shortened(const std::vector<std::string>& items) {
+  const size_t shown = std::min<size_t>(items.size(), 10);
+  std::string text = fmt::format("{}", fmt::join(items.begin(), items.begin() + shown, ", "));
+  if (shown < items.size()) text += fmt::format(" and {} more", items.size() - shown);
+  return text;
 }
 
 void check_file_name(const std::string& name) {

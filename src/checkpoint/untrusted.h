@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <vector>
 
 namespace tessera {
 
@@ -56,6 +57,9 @@ int64_t checked_product(int64_t a, int64_t b);
 inline std::string shortened(std::string_view text, size_t most = 100) {
   return text.size() <= most ? std::string(text) : std::string(text.substr(0, most)) + "...";
 }
+
+/// Returns the first items of a list, and the number of others.
+std::string shortened(const std::vector<std::string>& items);
 
 /// Throws `c10::ValueError` unless `name`, taken from an index, can name a file beside it.
 void check_file_name(const std::string& name);
