@@ -127,7 +127,8 @@ CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeou
       parts.push_back(index_from_json(*text, path.string()));
       continue;
     }
-    TORCH_CHECK(!stop || !*stop, "[save_checkpoint] the save to '", draft().string(), "' was stopped, because a rank failed");
+    TORCH_CHECK(!stop || !*stop, "[save_checkpoint] the save to '", draft().string(),
+                "' was stopped, because a rank failed");
     if (const auto now = extent(draft()); now != seen) seen = now, changed = Clock::now();
     TORCH_CHECK(Clock::now() - changed < timeout, "[save_checkpoint] rank ", rank, " of ", size_,
                 " has not finished its files in '", draft().string(), "', and nothing was written for ",

@@ -72,9 +72,6 @@ ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns
   return param;
 }
 
-// The index of each parameter by its tensor; tied ones share it.
-using IndexByTensor = std::map<const c10::TensorImpl*, size_t>;
-
 std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   std::vector<NamedTensor> params;
   for (const auto& item : module.named_parameters()) {
@@ -85,20 +82,6 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
     params.push_back({item.key(), item.value()});
   }
   return params;
-}
-
-std::vector<OptimizedParam> view_of_optimizer(const torch::optim::Optimizer& optimizer,
-                                              const IndexByTensor& places) {
-  std::vector<OptimizedParam> optimized;
-  std::set<size_t> seen;  // tied parameters may be listed more than once
-  const auto& groups = optimizer.param_groups();
-  for (size_t group = 0; group < groups.size(); ++group) {
-    for (const at::Tensor& tensor : groups[group].params()) {
-      const size_t place = places.at(tensor.unsafeGetTensorImpl());
-      if (seen.insert(place).second) optimized.push_back({place, group, tensor});
-    }
-  }
-  return optimized;
 }
 
 // Returns the elements of a parameter that lie in [from, to) of the unit's flat buffer.
@@ -212,8 +195,8 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
 ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank,
                   int ranks) {
   ModelView view{.optimizer = optimizer};
-  IndexByTensor places;
-  std::vector<NamedTensor> handles;  // of the parameters
+  std::map<const c10::TensorImpl*, size_t> places;  // tied parameters share one
+  std::vector<NamedTensor> handles;                 // of the parameters
   ReplicaTurns turns;
   const std::vector<NamedTensor> params = named_parameters(module);
   if (!params.empty()) {
@@ -228,9 +211,14 @@ ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   for (const auto& item : module.named_buffers()) {
     if (item.value().defined()) view.buffers.push_back({item.key(), item.value()});
   }
-  if (optimizer) {
-    check_optimized_once("checkpoint", handles, {optimizer});
-    view.optimized = view_of_optimizer(*optimizer, places);
+  if (!optimizer) return view;
+  check_optimized_once("checkpoint", handles, {optimizer});
+  std::set<size_t> seen;  // tied parameters may be listed more than once
+  for (size_t group = 0; group < optimizer->param_groups().size(); ++group) {
+    for (const at::Tensor& tensor : optimizer->param_groups()[group].params()) {
+      const size_t place = places.at(tensor.unsafeGetTensorImpl());
+      if (seen.insert(place).second) view.optimized.push_back({place, group, tensor});
+    }
   }
   return view;
 }

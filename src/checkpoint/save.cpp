@@ -168,6 +168,20 @@ at::Tensor whole_value(const at::Tensor& tensor) {
   return is_dist(tensor) ? full_tensor(tensor) : tensor;
 }
 
+// Calls `visit` with the name and the whole value of each tensor of the plan. Gathers the units one
+// after another; collective.
+template <class F>
+void visit_whole_values(ShardedState& state, F&& visit) {
+  for (const ParamSlot& slot : ignored_slots(state)) visit(slot.name(), whole_value(slot.tensor()));
+  for (const NamedTensor& buffer : state.module_buffers()) {
+    if (buffer.tensor.defined()) visit(buffer.name, whole_value(buffer.tensor));
+  }
+  state.visit_whole_units([&](const Unit& unit) {
+    for (const ParamSlot& slot : unit.layout().slots)
+      visit(slot.name(), global_value(slot, view_param(slot, unit.full())));
+  });
+}
+
 // Makes the file of the tensors that `rank` writes.
 SafetensorsWriter start_model_file(const std::filesystem::path& path,
                                    const std::vector<WholeTensor>& plan, int rank,
@@ -184,15 +198,13 @@ SafetensorsWriter start_model_file(const std::filesystem::path& path,
   return {File::create(path), std::move(headers), metadata};
 }
 
-// Gathers the units one after another; each is written by its rank into that rank's model file.
-// Returns the plan with the chunks that this rank has written; rank 0's has all tensors, other
-// ranks' only their own.
+// Writes each tensor into the model file of its rank, and adds the chunks that this rank has
+// written to its records in the plan.
 //
 // Collective. A rank that can't write still gathers with the others; then all throw its error.
 // Memory: one gathered unit, and one parameter of it that is not laid out contiguously.
-std::vector<TensorRecord> write_whole_model(ShardedState& state, std::vector<WholeTensor> plan,
-                                            const std::filesystem::path& directory,
-                                            const std::string& id) {
+void write_whole_model(ShardedState& state, std::vector<WholeTensor>& plan,
+                       const std::filesystem::path& directory, const std::string& id) {
   const Ranks ranks = Ranks::of(state.mesh());
   const int rank = ranks.rank(), writers = count_writers(state);
   const std::string name_of_file = model_file(rank + 1, writers);
@@ -211,7 +223,8 @@ std::vector<TensorRecord> write_whole_model(ShardedState& state, std::vector<Who
   attempt([&] {
     if (rank < writers) file.emplace(start_model_file(directory / name_of_file, plan, rank, id));
   });
-  const auto write = [&](const std::string& name, const at::Tensor& value) {
+  // All ranks take part in each gather, whichever rank writes the tensor, and even after an error.
+  visit_whole_values(state, [&](const std::string& name, const at::Tensor& value) {
     const auto it = mine.find(name);
     if (it == mine.end()) return;
     attempt([&] {
@@ -219,15 +232,6 @@ std::vector<TensorRecord> write_whole_model(ShardedState& state, std::vector<Who
       if (value.numel() > 0)
         it->second->chunks = {{name_of_file, name, Region{0, value.numel()}, std::move(checksums)}};
     });
-  };
-  // All ranks take part in each gather, whichever rank writes the tensor, and even after an error.
-  for (const ParamSlot& slot : ignored_slots(state)) write(slot.name(), whole_value(slot.tensor()));
-  for (const NamedTensor& buffer : state.module_buffers()) {
-    if (buffer.tensor.defined()) write(buffer.name, whole_value(buffer.tensor));
-  }
-  state.visit_whole_units([&](const Unit& unit) {
-    for (const ParamSlot& slot : unit.layout().slots)
-      write(slot.name(), global_value(slot, view_param(slot, unit.full())));
   });
   ranks.check(
       [&] {
@@ -235,10 +239,6 @@ std::vector<TensorRecord> write_whole_model(ShardedState& state, std::vector<Who
         if (file) file->sync();
       },
       "checkpoint");
-  std::vector<TensorRecord> records;
-  for (auto& [record, writer] : plan)
-    if (rank == 0 || writer == rank) records.push_back(std::move(record));
-  return records;
 }
 
 SaveJob job_of_world() {
@@ -277,9 +277,13 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
         if (rank == 0) begun.writer->begin();
       },
       "checkpoint");
-  if (job.whole)
-    contents.add_stored(
-        write_whole_model(*job.whole, std::move(plan), begun.writer->draft(), agreement.id));
+  if (job.whole) {
+    write_whole_model(*job.whole, plan, begun.writer->draft(), agreement.id);
+    std::vector<TensorRecord> stored;  // rank 0 lists all tensors
+    for (auto& [record, writer] : plan)
+      if (rank == 0 || writer == rank) stored.push_back(std::move(record));
+    contents.add_stored(std::move(stored));
+  }
   begun.contents = std::move(contents).take();
   return begun;
 }

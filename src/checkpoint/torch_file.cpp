@@ -153,7 +153,7 @@ std::map<std::string, TorchFile::Record> read_zip_list(const File& file) {
   const std::string text = read_bytes(file, list.offset, list.nbytes);
   std::map<std::string, TorchFile::Record> records;
   int64_t total = 0;
-  for (ByteReader bytes(text); !bytes.done();) {
+  for (ByteReader bytes(text); bytes.left() > 0;) {
     const Listed listed = read_listed(bytes);
     const TorchFile::Record record = find_bytes(file, listed);
     total = checked_sum(total, record.nbytes);

@@ -102,7 +102,6 @@ class ByteReader {
     return text;
   }
 
-  bool done() const { return next_ == bytes_.size(); }
   size_t left() const { return bytes_.size() - next_; }
 
  private:
