@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/checkpoint_files.h>
 #include <tessera/process_group.h>
 
 #include <atomic>
@@ -7,10 +8,11 @@
 #include <filesystem>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
-#include "checkpoint/pace.h"
+#include "checkpoint/safetensors.h"
 
 namespace tessera {
 
@@ -21,36 +23,65 @@ std::string new_save_id();
 ///
 /// `begin()` on rank 0; then `write()` on all ranks; then `commit()` on rank 0, which waits for the
 /// other ranks' parts. A save that ends without a commit leaves the previous checkpoint unchanged.
+///
+/// Ranks hand their parts of the index to rank 0 through files in the draft: so a save in the
+/// background needs no collective, for which the ranks would have to meet.
 class CheckpointWriter {
  public:
-  CheckpointWriter(const std::filesystem::path& path, int rank, int size)
-      : directory_(path), rank_(rank), size_(size) {}
+  /// `id`: of the save, the same on all ranks and in all files. `keep_last`: see `SaveOptions`.
+  CheckpointWriter(const std::filesystem::path& path, int rank, int size, std::string id,
+                   int keep_last = 0)
+      : directory_(path), rank_(rank), size_(size), id_(std::move(id)), keep_last_(keep_last) {}
   ~CheckpointWriter() { directory_.discard(); }
 
   const std::filesystem::path& draft() const { return directory_.draft(); }
-  /// Sets the save's id, the same on all ranks and in all files of this save.
-  void set_id(std::string id) { id_ = std::move(id); }
-  const std::string& id() const { return id_; }
 
   /// Creates the draft. Also removes drafts that killed saves of the same series left behind.
   void begin();
 
   /// Writes this rank's file, if it has anything to store there, and syncs it to disk; then reports
-  /// success or failure to rank 0. `pace` may be null.
-  void write(const RankContents& contents, Pace* pace);
+  /// success or failure to rank 0.
+  void write(const RankContents& contents, const BeforeWrite& before_write = {});
 
-  /// Publishes the checkpoint and removes older ones; see `SaveOptions::keep_last`. Waits for the
-  /// ranks as `collect_parts()` does.
-  void commit(std::chrono::milliseconds timeout, const std::atomic<bool>& stop);
-  void set_keep_last(int keep_last) { keep_last_ = keep_last; }
+  /// Waits for the parts of all ranks, publishes the checkpoint and removes older ones.
+  ///
+  /// Throws the error of a rank that failed. If the draft does not grow for `timeout`, throws one
+  /// that names the first rank whose part is missing. Also throws soon after `stop`, if given, is
+  /// set.
+  void commit(std::chrono::milliseconds timeout, const std::atomic<bool>* stop = nullptr);
 
  private:
-  CheckpointIndex write_file(const RankContents& contents, Pace* pace) const;
+  CheckpointIndex write_file(const RankContents& contents, const BeforeWrite& before_write) const;
+  void report_failure(const std::string& error) const noexcept;
+  CheckpointIndex collect_parts(std::chrono::milliseconds timeout,
+                                const std::atomic<bool>* stop) const;
+  std::filesystem::path part_file(int rank) const;
 
   CheckpointDirectory directory_;
   int rank_, size_;
   std::string id_;
-  int keep_last_ = 0;
+  int keep_last_;
 };
+
+/// Counts bytes for a `CheckpointProgress`, which may be empty, and may throw to end the work.
+class ProgressCount {
+ public:
+  ProgressCount(const CheckpointProgress& progress, int64_t total)
+      : progress_(progress), total_(total) {
+    add(0);
+  }
+  void add(int64_t nbytes) {
+    done_ += nbytes;
+    if (progress_) progress_(done_, total_);
+  }
+
+ private:
+  const CheckpointProgress& progress_;
+  int64_t done_ = 0, total_;
+};
+
+/// Writes a checkpoint in one process, as if each of `ranks` had written its contents.
+void write_for_all(const std::filesystem::path& path, const std::vector<RankContents>& ranks,
+                   const CheckpointProgress& progress);
 
 }  // namespace tessera

@@ -11,11 +11,8 @@
 #include <utility>
 
 #include "checkpoint/checksum.h"
-#include "checkpoint/chunks.h"
 #include "checkpoint/directory.h"
-#include "checkpoint/model_view.h"
-#include "checkpoint/safetensors.h"
-#include "checkpoint/shortened.h"
+#include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 
 namespace tessera {
@@ -83,24 +80,21 @@ ChunkReader::ChunkReader(const std::filesystem::path& path)
   check_whole(index_, directory_.path() + "/" + kIndexFile);
 }
 
-SafetensorsFile& ChunkReader::file(const std::string& name) {
-  const auto it = open_.find(name);
-  if (it != open_.end()) return it->second;
-  SafetensorsFile file(directory_.open(name));
-  const auto id = file.metadata().find("id");
-  TORCH_CHECK_VALUE(id != file.metadata().end() && id->second == index_.id, "[checkpoint] '",
-                    file.path(), "' is of another save than the index; expected id ", index_.id,
-                    ", got ", id == file.metadata().end() ? "none" : id->second);
-  if (open_.size() >= kMostOpen) open_.clear();
-  return open_.emplace(name, std::move(file)).first->second;
-}
-
 // Returns the file that contains the chunk. Reading the index has checked that it has the chunk's
 // checksums. All access to a chunk's bytes goes through this function.
 SafetensorsFile& ChunkReader::open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
-  SafetensorsFile& stored = file(chunk.file);
-  stored.check(chunk.key, tensor.dtype, chunk.region.numel());
-  return stored;
+  auto it = open_.find(chunk.file);
+  if (it == open_.end()) {
+    SafetensorsFile file(directory_.open(chunk.file));
+    const auto id = file.metadata().find("id");
+    TORCH_CHECK_VALUE(id != file.metadata().end() && id->second == index_.id, "[checkpoint] '",
+                      file.path(), "' is of another save than the index; expected id ", index_.id,
+                      ", got ", id == file.metadata().end() ? "none" : id->second);
+    if (open_.size() >= kMostOpen) open_.clear();
+    it = open_.emplace(chunk.file, std::move(file)).first;
+  }
+  it->second.check(chunk.key, tensor.dtype, chunk.region.numel());
+  return it->second;
 }
 
 void ChunkReader::check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region) {

@@ -42,7 +42,6 @@ class ChunkReader {
   void verify(const TensorRecord& tensor, const ChunkRecord& chunk);
 
  private:
-  SafetensorsFile& file(const std::string& name);
   SafetensorsFile& open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk);
   void read_stored(const TensorRecord& tensor, const Region& region, void* out);
   at::Tensor read_reordered(const TensorRecord& tensor, at::IntArrayRef strides);

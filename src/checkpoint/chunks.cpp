@@ -45,10 +45,8 @@ void ChunkCollector::add_model(const ModelView& view) {
 
 void ChunkCollector::add_masters(const ModelView& view) {
   for (const ParamView& param : view.params) {
-    if (param.dtype == param.master_dtype) continue;
-    TensorRecord record = record_of(param);
-    record.kind = "master";
-    add_part(std::move(record), param, param.values);
+    if (param.dtype != param.master_dtype)
+      add_part(record_of(param, "master"), param, param.values);
   }
 }
 
@@ -138,20 +136,12 @@ void ChunkCollector::add_states(const ModelView& view, const ParamView& param,
   const ParamState states = read_param_state(*view.optimizer, tensor);
   if (!states.counts.empty()) contents_.index.optimizer->counts[param.name()] = states.counts;
   for (const auto& [name, value] : states.tensors) {
-    TensorRecord record = record_of(param);
-    record.kind = "state";
+    TensorRecord record = record_of(param, "state");
     record.state = name;
     record.dtype = safetensors_dtype(value.scalar_type());
     is_dist(value) ? add_shared(std::move(record), value, {})
                    : add_part(std::move(record), param, flat_state(value, tensor));
   }
-}
-
-bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] != 1 && a[dim] != b[dim]) return false;
-  }
-  return true;
 }
 
 }  // namespace tessera

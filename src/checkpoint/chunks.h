@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/dist_part.h"
 #include "checkpoint/index.h"
 #include "checkpoint/model_view.h"
 
@@ -67,8 +66,5 @@ class ChunkCollector {
   RankContents contents_;
   ReplicaTurns turns_;
 };
-
-/// Returns true if both strides put the elements of `sizes` into the same order.
-bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b);
 
 }  // namespace tessera

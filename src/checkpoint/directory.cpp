@@ -3,9 +3,12 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/stat.h>
+#include <tessera/checkpoint.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <future>
@@ -15,8 +18,6 @@
 #include <vector>
 
 #include "checkpoint/index.h"
-#include "checkpoint/mount_point.h"
-#include "checkpoint/parts.h"
 
 namespace tessera {
 namespace fs = std::filesystem;
@@ -85,6 +86,32 @@ void remove_files(const fs::path& path) noexcept {
   remove_some();
 }
 
+// Removes a checkpoint's files, the index first, and then the directory if nothing else is in it;
+// as far as possible.
+void remove_checkpoint(const fs::path& path) noexcept {
+  remove_files(path);
+  std::error_code ignored;
+  fs::remove(path, ignored);  // only if it is empty
+}
+
+// Removes a draft that a save left behind, for example one that was killed: a draft that is not
+// locked and contains only a checkpoint's files. Where locks are not supported, removes none.
+void remove_abandoned_draft(const fs::path& draft) noexcept {
+  try {
+    check_removable(draft);
+    File directory = File::open_directory(draft);
+    if (directory.lock() == File::Lock::kTaken && directory.is_there()) remove_checkpoint(draft);
+  } catch (const std::exception&) {
+    // It belongs to another save, or no longer exists.
+  }
+}
+
+// Returns `path`, or the old checkpoint if its replacement was interrupted.
+fs::path checkpoint_or_old(const fs::path& path) {
+  const fs::path old = with_suffix(path, ".old");
+  return !fs::exists(path) && fs::exists(old / kIndexFile) ? old : path;
+}
+
 // Returns `path` as an absolute one without a trailing slash; an empty one stays empty.
 fs::path normal(const fs::path& path) {
   if (path.empty()) return path;
@@ -92,17 +119,124 @@ fs::path normal(const fs::path& path) {
   return result.has_filename() ? result : result.parent_path();
 }
 
+// Returns true if a file system, or a part of one, is mounted at this directory: it can't be
+// renamed or replaced then, and its parent is on another file system. False if it does not exist.
+bool is_mount_point(const std::filesystem::path& path) {
+#ifdef STATX_ATTR_MOUNT_ROOT  // Linux 5.8; also detects mounts from the same file system
+  struct statx status {};
+  if (::statx(AT_FDCWD, path.c_str(), 0, STATX_BASIC_STATS, &status) != 0) return false;
+  if ((status.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT) != 0)
+    return (status.stx_attributes & STATX_ATTR_MOUNT_ROOT) != 0;
+#endif
+  struct stat own {
+  }, parent{};
+  return ::stat(path.c_str(), &own) == 0 && ::stat(path.parent_path().c_str(), &parent) == 0 &&
+         own.st_dev != parent.st_dev;
+}
+
 bool cannot_exchange(int error) {
   return error == EINVAL || error == ENOSYS || error == ENOTSUP || error == EPERM;
 }
 
-}  // namespace
+// A series is the checkpoints in one directory whose names differ only in the number at their end.
 
-void remove_checkpoint(const fs::path& path) noexcept {
-  remove_files(path);
-  std::error_code ignored;
-  fs::remove(path, ignored);  // only if it is empty
+// The end of the name of a checkpoint that is being removed.
+constexpr const char* kRemoved = ".removed";
+
+struct Numbered {
+  std::string prefix;
+  std::string digits;  // without leading zeros
+  fs::path path;
+
+  // Compares numbers of any length.
+  bool operator<(const Numbered& other) const {
+    return std::pair(digits.size(), digits) < std::pair(other.digits.size(), other.digits);
+  }
+};
+
+std::optional<Numbered> numbered(const fs::path& path) {
+  const std::string name = path.filename().string();
+  const auto is_digit = [](unsigned char c) { return std::isdigit(c) != 0; };
+  const auto digits = std::find_if_not(name.rbegin(), name.rend(), is_digit).base();
+  if (digits == name.end()) return std::nullopt;
+  std::string number(digits, name.end());
+  number.erase(0, std::min(number.find_first_not_of('0'), number.size() - 1));
+  return Numbered{{name.begin(), digits}, std::move(number), path};
 }
+
+// Lists, in any order, the directories in `directory` whose names, without `suffix` at the end, end
+// with a number.
+std::vector<Numbered> list(const fs::path& directory, const std::string& suffix) {
+  std::vector<Numbered> found;
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.ends_with(suffix) || !fs::is_directory(entry.path())) continue;
+    if (const auto item = numbered(directory / name.substr(0, name.size() - suffix.size())))
+      found.push_back(*item);
+  }
+  return found;
+}
+
+// Lists checkpoints whose names end with a number, by that number; one whose replacement was
+// interrupted is listed under its own name.
+std::vector<Numbered> list_checkpoints(const fs::path& directory) {
+  std::vector<Numbered> found = list(directory, "");
+  for (Numbered& item : list(directory, ".old"))
+    if (checkpoint_or_old(item.path) != item.path) found.push_back(std::move(item));
+  std::erase_if(found, [](const Numbered& item) {
+    return !fs::exists(checkpoint_or_old(item.path) / kIndexFile);
+  });
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+// Returns whether the checkpoint in `directory` was saved under this name, as one of a series.
+bool was_saved_as(const fs::path& directory, const std::string& name) {
+  try {
+    return read_index(File::open_directory(directory)).saved_as == name;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// Removes abandoned directories named as `path` except for the number, followed by `suffix`.
+void remove_abandoned(const fs::path& path, const std::string& suffix) {
+  const auto own = numbered(path);
+  if (!own) return;
+  for (const Numbered& item : list(path.parent_path(), suffix))
+    if (item.prefix == own->prefix && item.path != path)
+      remove_abandoned_draft(item.path.string() + suffix);
+}
+
+// Renamed first, it is no checkpoint to any reader, even if the removal is interrupted.
+void remove_renamed(const fs::path& path) noexcept {
+  const fs::path removed = with_suffix(path, kRemoved);
+  std::error_code error;
+  fs::rename(checkpoint_or_old(path), removed, error);
+  if (!error) remove_checkpoint(removed);
+}
+
+// Removes the oldest checkpoints of the series of `path`, if that ends with a number, so that
+// `keep` are left. Counts only checkpoints that were saved to be removed in this way, and still
+// have the name they were saved under.
+void remove_older(const fs::path& path, int keep) noexcept {
+  try {
+    const auto last = numbered(path);
+    if (keep <= 0 || !last) return;
+    remove_abandoned(path, kRemoved);
+    std::vector<Numbered> older = list_checkpoints(path.parent_path());
+    std::erase_if(older, [&](const Numbered& item) {
+      return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
+             !was_saved_as(checkpoint_or_old(item.path), item.path.filename());
+    });
+    for (int64_t item = std::ssize(older) - keep; item >= 0; --item)
+      remove_renamed(older[static_cast<size_t>(item)].path);
+  } catch (const std::exception&) {
+    // The new checkpoint exists: failing to remove an old one is no reason to fail.
+  }
+}
+
+}  // namespace
 
 CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(path)) {
   TORCH_CHECK_VALUE(path_.has_filename(), "[save_checkpoint] path must name a directory; got '",
@@ -115,15 +249,11 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
   draft_ = with_suffix(path_, ".tmp");
 }
 
-// Readers would find a checkpoint in the mount point itself first.
-void CheckpointDirectory::check_mount_point() const {
+void CheckpointDirectory::prepare() {
+  // Readers would find a checkpoint in the mount point itself first.
   TORCH_CHECK_VALUE(mount_point_.empty() || !fs::exists(mount_point_ / kIndexFile),
                     "[save_checkpoint] '", mount_point_.string(), "' is a mount point, which can't be "
                     "replaced, and has the files of a checkpoint: move them to '", path_.string(), "'");
-}
-
-void CheckpointDirectory::prepare() {
-  check_mount_point();
   check_removable(draft_);
   take_draft();
   const fs::path old = with_suffix(path_, ".old");
@@ -149,7 +279,7 @@ void CheckpointDirectory::take_draft() {
   }
 }
 
-void CheckpointDirectory::publish() {
+void CheckpointDirectory::publish(int keep_last) {
   File::open_directory(draft_).sync();
   const fs::path parent = path_.parent_path();
   // Locked, so that no other save takes the old checkpoint for a draft while it is removed.
@@ -168,6 +298,7 @@ void CheckpointDirectory::publish() {
   if (exchanged) remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
   held_.reset();
+  remove_older(path_, keep_last);
 }
 
 void CheckpointDirectory::replace_by_renames() const {
@@ -189,27 +320,27 @@ void CheckpointDirectory::discard() noexcept {
   held_.reset();
 }
 
-void remove_abandoned_draft(const fs::path& draft) noexcept {
-  try {
-    check_removable(draft);
-    File directory = File::open_directory(draft);
-    if (directory.lock() == File::Lock::kTaken && directory.is_there()) remove_checkpoint(draft);
-  } catch (const std::exception&) {
-    // It belongs to another save, or no longer exists.
-  }
-}
-
-fs::path checkpoint_or_old(const fs::path& path) {
-  const fs::path old = with_suffix(path, ".old");
-  return !fs::exists(path) && fs::exists(old / kIndexFile) ? old : path;
-}
-
 fs::path readable_checkpoint(const fs::path& path) {
   for (const fs::path& place : {path, path / kInMountPoint}) {
     const fs::path readable = checkpoint_or_old(place);
     if (fs::exists(readable / kIndexFile)) return readable;
   }
   return path;
+}
+
+void remove_abandoned_drafts(const fs::path& path) noexcept {
+  try {
+    remove_abandoned(path, ".tmp");
+  } catch (const std::exception&) {
+    // A draft that stays takes space, and does no harm.
+  }
+}
+
+std::optional<fs::path> latest_checkpoint(const fs::path& directory) {
+  if (!fs::is_directory(directory)) return std::nullopt;
+  const auto found = list_checkpoints(directory);
+  if (found.empty()) return std::nullopt;
+  return found.back().path;
 }
 
 }  // namespace tessera

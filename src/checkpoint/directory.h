@@ -23,13 +23,14 @@ class CheckpointDirectory {
   /// is destroyed. Throws if something other than a checkpoint is in the way, or if another save
   /// holds the draft. Called on one rank.
   void prepare();
-  /// Replaces the checkpoint by the draft in one step, and removes the old one. Called on one rank.
-  void publish();
+  /// Replaces the checkpoint by the draft in one step, and removes the old one; then, as far as
+  /// possible, the oldest ones of its series, so that `keep_last` are left (see `SaveOptions`).
+  /// Called on one rank.
+  void publish(int keep_last = 0);
   /// Removes the draft, as far as possible. Called on one rank.
   void discard() noexcept;
 
  private:
-  void check_mount_point() const;
   void take_draft();
   void replace_by_renames() const;
 
@@ -39,17 +40,11 @@ class CheckpointDirectory {
   std::optional<File> held_;           // the draft's directory, locked
 };
 
-/// Removes a checkpoint's files, the index first, and then the directory if nothing else is in it;
-/// as far as possible.
-void remove_checkpoint(const std::filesystem::path& path) noexcept;
-
-/// Removes a draft that a save left behind, for example one that was killed: a draft that is not
-/// locked and contains only a checkpoint's files. Where locks are not supported, removes none.
-void remove_abandoned_draft(const std::filesystem::path& draft) noexcept;
-
-/// Returns `path`, or the old checkpoint if its replacement was interrupted.
-std::filesystem::path checkpoint_or_old(const std::filesystem::path& path);
-/// Returns the directory to read: that, or the one that a save to a mount point put into `path`.
+/// Returns the directory to read: `path`, or the old checkpoint if its replacement was interrupted,
+/// or the one that a save to a mount point put into `path`.
 std::filesystem::path readable_checkpoint(const std::filesystem::path& path);
+
+/// Removes the drafts that killed saves of the series of `path`, an absolute one, left behind.
+void remove_abandoned_drafts(const std::filesystem::path& path) noexcept;
 
 }  // namespace tessera

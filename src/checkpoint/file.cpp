@@ -30,6 +30,13 @@ int check_open(int fd, const std::string& path) {
   return fd;
 }
 
+struct stat status_of(int fd, const std::string& path) {
+  struct stat status {};
+  TORCH_CHECK(::fstat(fd, &status) == 0, "[checkpoint] could not get the status of '", path,
+              "': ", std::strerror(errno));
+  return status;
+}
+
 const char* kind_of(mode_t mode) {
   if (S_ISFIFO(mode)) return "a pipe";
   if (S_ISDIR(mode)) return "a directory";
@@ -68,14 +75,10 @@ File File::open(const std::string& name) const {
   return regular(::openat(fd_, name.c_str(), kReadOnly), path_ + "/" + name);
 }
 
-File File::regular(int fd, std::string path) {
-  check_open(fd, path);
-  File file(fd, std::move(path));
-  struct stat status {};
-  TORCH_CHECK(::fstat(fd, &status) == 0, "[checkpoint] could not look at '", file.path_,
-              "': ", std::strerror(errno));
-  TORCH_CHECK_VALUE(S_ISREG(status.st_mode), "[checkpoint] '", file.path_,
-                    "' must be a file; it is ", kind_of(status.st_mode));
+File File::regular(int fd, const std::string& path) {
+  File file(check_open(fd, path), path);
+  const mode_t mode = status_of(fd, file.path_).st_mode;
+  TORCH_CHECK_VALUE(S_ISREG(mode), "[checkpoint] '", file.path_, "' must be a file; it is ", kind_of(mode));
   return file;
 }
 
@@ -105,12 +108,7 @@ void File::read(void* data, size_t nbytes, int64_t offset) const {
   }
 }
 
-int64_t File::nbytes() const {
-  struct stat status {};
-  TORCH_CHECK(::fstat(fd_, &status) == 0, "[checkpoint] could not look at '", path_,
-              "': ", std::strerror(errno));
-  return status.st_size;
-}
+int64_t File::nbytes() const { return status_of(fd_, path_).st_size; }
 
 std::string File::read_all(int64_t most) const {
   const int64_t size = nbytes();

@@ -54,7 +54,7 @@ class File {
 
  private:
   File(int fd, std::string path);
-  static File regular(int fd, std::string path);
+  static File regular(int fd, const std::string& path);
 
   int fd_;
   std::string path_;

@@ -8,14 +8,13 @@
 
 #include <set>
 
+#include "checkpoint/additional_state.h"
 #include "checkpoint/safetensors.h"
-#include "checkpoint/schedulers.h"
+#include "checkpoint/untrusted.h"
 #include "optim/param_state.h"
 
 namespace tessera {
 namespace {
-
-constexpr size_t kMostListed = 10;
 
 // Collects all mismatches, so that one error lists them.
 class Misfits {
@@ -62,20 +61,14 @@ class Misfits {
     std::string text;
     for (size_t kind = 0; kind < kKinds; ++kind) {
       if (found_[kind].empty()) continue;
-      text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", kTitles[kind], list(found_[kind]));
+      text +=
+          fmt::format("{}{}: {}", text.empty() ? "" : "; ", kTitles[kind], shortened(found_[kind]));
     }
     TORCH_CHECK_VALUE(text.empty(), "[load_checkpoint] the checkpoint '", path,
                       "' must fit the model; ", text);
   }
 
  private:
-  static std::string list(const std::vector<std::string>& items) {
-    const size_t shown = std::min(items.size(), kMostListed);
-    std::string text = fmt::format("{}", fmt::join(items.begin(), items.begin() + shown, ", "));
-    if (shown < items.size()) text += fmt::format(" and {} more", items.size() - shown);
-    return text;
-  }
-
   const LoadOptions& options_;
   LoadedCheckpoint& loaded_;
   std::vector<std::string> found_[kKinds];
@@ -170,16 +163,6 @@ void compare_groups(const Groups& saved, const Groups& present, Misfits& misfits
   }
 }
 
-Groups saved_groups(const OptimizerRecord& record, const TensorTable& table) {
-  Groups groups;
-  for (size_t group = 0; group < record.param_groups.size(); ++group) {
-    for (const std::string& name : record.param_groups[group].params) {
-      if (const auto* param = table.find("param", name)) groups[param->names.front()] = group;
-    }
-  }
-  return groups;
-}
-
 Groups present_groups(const ModelView& view, const TensorTable& table) {
   Groups groups;
   for (const OptimizedParam& optimized : view.optimized) {
@@ -207,7 +190,7 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
                                                  record.param_groups.size()));
     return;
   }
-  compare_groups(saved_groups(record, table), present_groups(view, table), misfits);
+  compare_groups(table.saved_groups(), present_groups(view, table), misfits);
   for (const TensorRecord& tensor : index.tensors) {
     if (tensor.kind != "state") continue;
     const TensorRecord* param = table.find("param", tensor.names.front());
@@ -215,6 +198,13 @@ void compare_optimizer(const CheckpointIndex& index, const TensorTable& table,
     misfits.add(Misfits::kOptimizer,
                 fmt::format("'{}' has another shape than its parameter", tensor.id()));
   }
+}
+
+template <class Map>
+const typename Map::mapped_type& find_or_none(const Map& map, const std::string& name) {
+  static const typename Map::mapped_type kNone;
+  const auto it = map.find(name);
+  return it == map.end() ? kNone : it->second;
 }
 
 void compare_rest(const CheckpointIndex& index, const LoadOptions& options, Misfits& misfits) {
@@ -249,11 +239,6 @@ const TensorRecord* TensorTable::find(const std::string& kind, const std::string
   return it == by_id_.end() ? nullptr : it->second;
 }
 
-const TensorRecord* TensorTable::find_any(const std::string& name) const {
-  const TensorRecord* record = find("param", name);
-  return record ? record : find("buffer", name);
-}
-
 const TensorRecord* TensorTable::source_of(const ParamView& param) const {
   const TensorRecord* in_use = nullptr;
   const TensorRecord* master = nullptr;
@@ -266,15 +251,22 @@ const TensorRecord* TensorTable::source_of(const ParamView& param) const {
 }
 
 const std::vector<const TensorRecord*>& TensorTable::states_of(const TensorRecord& param) const {
-  static const std::vector<const TensorRecord*> kNone;
-  const auto it = states_.find(param.names.front());
-  return it == states_.end() ? kNone : it->second;
+  return find_or_none(states_, param.names.front());
+}
+
+Groups TensorTable::saved_groups() const {
+  Groups groups;
+  const auto& saved = index_.optimizer->param_groups;
+  for (size_t group = 0; group < saved.size(); ++group) {
+    for (const std::string& name : saved[group].params) {
+      if (const auto* param = find("param", name)) groups[param->names.front()] = group;
+    }
+  }
+  return groups;
 }
 
 const std::map<std::string, int64_t>& TensorTable::counts_of(const TensorRecord& param) const {
-  static const std::map<std::string, int64_t> kNone;
-  const auto it = index_.optimizer->counts.find(param.names.front());
-  return it == index_.optimizer->counts.end() ? kNone : it->second;
+  return find_or_none(index_.optimizer->counts, param.names.front());
 }
 
 std::string describe_misfit(const TensorRecord& record, const std::string& name,

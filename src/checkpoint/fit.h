@@ -17,16 +17,16 @@ class TensorTable {
   /// `index` must outlive the table.
   explicit TensorTable(const CheckpointIndex& index);
 
-  /// Returns a parameter or buffer by any of its names, or a tensor that was saved by that name
-  /// alone; null if there is none.
+  /// Returns a tensor of this kind by any of its names; or else one that was saved by that name
+  /// alone; or else, for the kind `param`, a buffer. Null if there is none.
   const TensorRecord* find(const std::string& kind, const std::string& name) const;
-  /// Returns a parameter, or else a buffer.
-  const TensorRecord* find_any(const std::string& name) const;
   /// Returns the tensor to read a parameter from: its master weights, unless the weights in use
   /// have the wanted dtype. Null if there is none.
   const TensorRecord* source_of(const ParamView& param) const;
   /// Returns the optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;
+  /// Returns the index of the param group in which each parameter was saved, by its first name.
+  std::map<std::string, size_t> saved_groups() const;
   /// Returns the optimizer's counts for a parameter.
   const std::map<std::string, int64_t>& counts_of(const TensorRecord& param) const;
 

@@ -1,23 +1,28 @@
 #include "checkpoint/index.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 #include <fmt/format.h>
 #include <tessera/version.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
-#include "checkpoint/checked_shape.h"
 #include "checkpoint/checksum.h"
-#include "checkpoint/index_check.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 namespace {
@@ -127,6 +132,58 @@ OptimizerRecord from_json_optimizer(const json& value) {
   return optimizer;
 }
 
+constexpr std::array<std::string_view, 6> kKinds = {"param",  "buffer", "state",
+                                                    "master", "tensor", "rank"};
+
+void check_box(const Box& box, const TensorRecord& tensor) {
+  const CheckedShape shape(box.shape);
+  TORCH_CHECK_VALUE(shape.numel() == tensor.numel() && shape.has_box(box.offset, box.sizes) &&
+                        is_same_order(tensor.shape, row_major(tensor.shape), tensor.strides),
+                    "it must lie in the tensor");
+}
+
+void check_chunk(const ChunkRecord& chunk, const TensorRecord& tensor) {
+  check_file_name(chunk.file);
+  const Region& region = chunk.region;
+  if (region.box) naming_part("its box", [&] { check_box(*region.box, tensor); });
+  const int64_t numel = region.box ? region.box->numel() : tensor.numel();
+  TORCH_CHECK_VALUE(0 <= region.begin && region.begin < region.end && region.end <= numel,
+                    "it must be a range of the ", numel, " elements; got ", region.begin, " to ",
+                    region.end);
+  const int64_t nbytes = region.numel() * item_size(tensor.dtype);
+  const int64_t blocks = (nbytes - 1) / kChecksumBlock + 1;
+  TORCH_CHECK_VALUE(std::ssize(chunk.checksums) == blocks, "its ", nbytes, " bytes must have ",
+                    blocks, " checksums; got ", chunk.checksums.size());
+}
+
+void check_rank(const std::string& text, int world_size) {
+  int rank = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
+  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && rank >= 0 &&
+                        rank < world_size,
+                    "its rank must be 0 to ", world_size - 1, "; got '", shortened(text), "'");
+}
+
+void check_parts(const TensorRecord& tensor, int world_size) {
+  const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
+  shape.reach(tensor.strides);  // throws for invalid strides
+  TORCH_CHECK_VALUE(shape.is_dense(tensor.strides), "its elements must lie one after another; got shape ",
+                    c10::IntArrayRef(tensor.shape), " and strides ", c10::IntArrayRef(tensor.strides));
+  if (tensor.kind == "rank") check_rank(tensor.state, world_size);
+  for (const ChunkRecord& chunk : tensor.chunks) {
+    naming_part("the piece '" + shortened(chunk.key) + "'", [&] { check_chunk(chunk, tensor); });
+  }
+}
+
+// Throws, naming the tensor, unless all numbers of its record are safe to compute with: see
+// `index_from_json()`. `check_whole()` checks that its chunks make up the tensor.
+void check_record(const TensorRecord& tensor, int world_size) {
+  TORCH_CHECK_VALUE(std::find(kKinds.begin(), kKinds.end(), tensor.kind) != kKinds.end(),
+                    "a tensor is of the kind '", shortened(tensor.kind), "', which is not known here");
+  TORCH_CHECK_VALUE(!tensor.names.empty(), "a tensor of the kind '", tensor.kind, "' has no name");
+  naming_part("'" + shortened(tensor.id()) + "'", [&] { check_parts(tensor, world_size); });
+}
+
 void check_format(const json& value) {
   const json &format = value.at("format"), &version = value.at("format_version");
   TORCH_CHECK_VALUE(format == json(kFormat), "the format must be '", kFormat, "'; got ",
@@ -185,9 +242,29 @@ void check_text(std::string text) {
 
 int64_t TensorRecord::numel() const { return CheckedShape(shape).numel(); }
 
-int64_t TensorRecord::nbytes() const {
-  return CheckedShape(shape, static_cast<int64_t>(c10::elementSize(scalar_type_of(dtype))))
-      .nbytes();
+int64_t TensorRecord::nbytes() const { return CheckedShape(shape, item_size(dtype)).nbytes(); }
+
+int TensorRecord::rank() const { return std::stoi(state); }  // checked in `check_record()`
+
+TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
+                               std::vector<int64_t> shape, at::ScalarType dtype) {
+  TensorRecord record{
+      .kind = std::move(kind), .names = std::move(names), .shape = std::move(shape)};
+  record.strides = row_major(record.shape);
+  record.dtype = safetensors_dtype(dtype);
+  return record;
+}
+
+std::vector<int64_t> row_major(at::IntArrayRef sizes) {
+  const auto strides = c10::contiguous_strides(sizes);
+  return {strides.begin(), strides.end()};
+}
+
+bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] != 1 && a[dim] != b[dim]) return false;
+  }
+  return true;
 }
 
 bool is_of_model(const TensorRecord& record) {
@@ -254,6 +331,23 @@ CheckpointIndex index_from_json(const std::string& text, const std::string& path
 CheckpointIndex read_index(const File& directory) {
   const File file = directory.open(kIndexFile);
   return index_from_json(file.read_all(kMostIndexBytes), file.path());
+}
+
+void check_whole(const CheckpointIndex& index, const std::string& path) {
+  naming_file("checkpoint", path, "can't be read", [&] {
+    std::unordered_set<std::string> seen;
+    for (const TensorRecord& tensor : index.tensors) {
+      for (size_t name = 0; name < tensor.names.size(); ++name) {
+        // Ranks give their own tensors the same names; `id()` includes the rank.
+        TORCH_CHECK_VALUE(seen.insert(tensor.id(name)).second, "it has '",
+                          shortened(tensor.id(name)), "' twice");
+      }
+      std::vector<const Region*> regions;
+      for (const ChunkRecord& chunk : tensor.chunks) regions.push_back(&chunk.region);
+      const std::string gap = describe_gap(tensor.numel(), regions);
+      TORCH_CHECK_VALUE(gap.empty(), "the stored '", shortened(tensor.id()), "' ", gap);
+    }
+  });
 }
 
 CheckpointIndex merged(std::vector<CheckpointIndex> parts) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -69,6 +71,15 @@ struct CheckpointIndex {
   std::string saved_as;
 };
 
+/// Returns the record of a tensor whose elements are stored in its logical order, without chunks.
+TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
+                               std::vector<int64_t> shape, at::ScalarType dtype);
+
+/// Returns the strides of a contiguous tensor.
+std::vector<int64_t> row_major(at::IntArrayRef sizes);
+/// Returns true if both strides put the elements of `sizes` into the same order.
+bool is_same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b);
+
 /// Returns true for the model's own tensors: a `param`, a `buffer` or a `tensor`.
 bool is_of_model(const TensorRecord& record);
 
@@ -85,6 +96,9 @@ constexpr const char* kIndexFile = "index.json";
 std::string rank_file(int rank, int size);
 /// `model-00001-of-00002.safetensors`: numbered from 1, as other tools do
 std::string model_file(int number, int count);
+
+/// The end of the names of files by which ranks hand their parts of the index to rank 0.
+constexpr const char* kPartSuffix = ".part.json";
 
 /// Returns the index as text that begins with its own checksum.
 std::string to_json(const CheckpointIndex& index);

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/shortened.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 

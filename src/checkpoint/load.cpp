@@ -11,18 +11,16 @@
 #include <tessera/world.h>
 #include <torch/optim/optimizer.h>
 
+#include <map>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/additional_state.h"
 #include "checkpoint/chunk_reader.h"
-#include "checkpoint/dist_part.h"
 #include "checkpoint/fit.h"
 #include "checkpoint/model_view.h"
-#include "checkpoint/random_state.h"
 #include "checkpoint/safetensors.h"
-#include "checkpoint/schedulers.h"
 #include "mesh/dist_meta.h"
 #include "mesh/ranks.h"
 #include "optim/param_state.h"
@@ -30,8 +28,6 @@
 
 namespace tessera {
 namespace {
-
-constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
 // A part of a stored tensor, and its destination in memory.
 struct Target {
@@ -52,31 +48,43 @@ Region region_of(const at::Tensor& tensor, const std::string& name) {
   return meta ? part_of(*meta->spec, tensor.sizes(), name) : Region{0, tensor.numel()};
 }
 
+// The parts of a checkpoint to read. Each is checked when it is added, before anything is changed.
+struct PlannedReads {
+  explicit PlannedReads(const std::filesystem::path& path) : reader(path), table(reader.index()) {}
+
+  void add(const TensorRecord* source, const std::vector<int64_t>& strides, Region region,
+           at::Tensor out) {
+    if (!source || region.numel() == 0) return;
+    reader.check(*source, strides, region);
+    targets.push_back({source, strides, std::move(region), std::move(out)});
+  }
+  void read() {
+    for (const Target& target : targets)
+      reader.read(*target.source, target.strides, target.region, target.out);
+  }
+
+  ChunkReader reader;
+  TensorTable table;  // of the reader's index
+  std::vector<Target> targets;
+};
+
 // Plans a load, which may fail, before anything is changed.
 class Loader {
  public:
   Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank,
          int ranks)
-      : reader_(path),
-        table_(reader_.index()),
-        view_(std::move(view)),
-        options_(options),
-        rank_(rank),
-        ranks_(ranks) {
-    check_fit(reader_.index(), table_, view_, options, path.string(), loaded_);
+      : reads_(path), view_(std::move(view)), options_(options), rank_(rank), ranks_(ranks) {
+    check_fit(index(), reads_.table, view_, options, path.string(), loaded_);
     plan_model();
     if (view_.optimizer) plan_optimizer();
     plan_rank_state();
-    for (const Target& target : targets_)
-      reader_.check(*target.source, target.strides, target.region);
     loaded_.numbers = index().numbers;
   }
 
-  const CheckpointIndex& index() const { return reader_.index(); }
+  const CheckpointIndex& index() const { return reads_.reader.index(); }
 
   LoadedCheckpoint load() {
-    for (const Target& target : targets_)
-      reader_.read(*target.source, target.strides, target.region, target.out);
+    reads_.read();
     if (view_.optimizer) set_optimizer();
     if (options_.scaler) options_.scaler->load_state(index().scaler);
     for (size_t i = 0; i < options_.schedulers.size(); ++i)
@@ -86,21 +94,15 @@ class Loader {
   }
 
  private:
-  void add_target(const TensorRecord* source, const std::vector<int64_t>& strides, Region region,
-                  at::Tensor out) {
-    if (source && region.numel() > 0)
-      targets_.push_back({source, strides, std::move(region), std::move(out)});
-  }
-
   void plan_model() {
     for (const ParamView& param : view_.params) {
-      const TensorRecord* source = table_.source_of(param);
-      add_target(param.is_rank_own ? own_or(source, param.name()) : source, param.strides,
+      const TensorRecord* source = reads_.table.source_of(param);
+      reads_.add(param.is_rank_own ? own_or(source, param.name()) : source, param.strides,
                  param.region(), param.values);
     }
     for (const NamedTensor& buffer : view_.buffers) {
-      const TensorRecord* source = table_.find("buffer", buffer.name);
-      add_target(is_dist(buffer.tensor) ? source : own_or(source, buffer.name),
+      const TensorRecord* source = reads_.table.find("buffer", buffer.name);
+      reads_.add(is_dist(buffer.tensor) ? source : own_or(source, buffer.name),
                  row_major(buffer.tensor.sizes()), region_of(buffer.tensor, buffer.name),
                  local_of(buffer.tensor));
     }
@@ -108,39 +110,27 @@ class Loader {
 
   // With as many ranks as saved, each rank gets its own values back if they differed from rank 0's.
   const TensorRecord* own_or(const TensorRecord* of_all, const std::string& name) const {
-    const TensorRecord* own = table_.find("rank/" + std::to_string(rank_), "buffer/" + name);
+    const TensorRecord* own = reads_.table.find("rank/" + std::to_string(rank_), "buffer/" + name);
     const bool fits = own && of_all && index().world_size == ranks_ &&
                       own->shape == of_all->shape && own->dtype == of_all->dtype;
     return fits ? own : of_all;
   }
 
-  // Returns the first names, in the checkpoint, of the parameters that were saved in param groups.
-  std::set<std::string> saved_with_optimizer() const {
-    std::set<std::string> names;
-    for (const ParamGroupRecord& group : index().optimizer->param_groups) {
-      for (const std::string& name : group.params) {
-        if (const TensorRecord* record = table_.find("param", name))
-          names.insert(record->names.front());
-      }
-    }
-    return names;
-  }
-
   void plan_optimizer() {
-    const std::set<std::string> saved = saved_with_optimizer();
+    const std::map<std::string, size_t> saved = reads_.table.saved_groups();
     for (const auto& [place, param_group, tensor] : view_.optimized) {
       if (!tensor.defined()) continue;
       const ParamView& param = view_.params[place];
-      const TensorRecord* record = table_.find("param", param.name());
+      const TensorRecord* record = reads_.table.find("param", param.name());
       if (!record || !saved.contains(record->names.front())) continue;
-      ParamState state{.tensors = {}, .counts = table_.counts_of(*record)};
-      for (const TensorRecord* source : table_.states_of(*record)) {
+      ParamState state{.tensors = {}, .counts = reads_.table.counts_of(*record)};
+      for (const TensorRecord* source : reads_.table.states_of(*record)) {
         at::Tensor value = memory_for(tensor, source->state, scalar_type_of(source->dtype));
         if (is_dist(value)) {
-          add_target(source, row_major(value.sizes()), region_of(value, source->id()),
+          reads_.add(source, row_major(value.sizes()), region_of(value, source->id()),
                      local_of(value));
         } else {
-          add_target(source, param.strides, param.region(),
+          reads_.add(source, param.strides, param.region(),
                      at::as_strided(value, {value.numel()}, {1}, value.storage_offset()));
         }
         state.tensors[source->state] = std::move(value);
@@ -158,38 +148,33 @@ class Loader {
       if (name.starts_with("buffer/")) continue;
       const bool is_random = name.substr(0, slash) == "random";
       if (is_random && !options_.random_state) continue;
-      reader_.check(record);  // before memory is allocated
+      reads_.reader.check(record);  // before memory is allocated
       const at::Tensor value = at::empty(record.shape, scalar_type_of(record.dtype));
-      add_target(&record, record.strides, {0, record.numel()}, value);
+      reads_.add(&record, record.strides, {0, record.numel()}, value);
       (is_random ? random_state_ : loaded_.rank_state)[name.substr(slash + 1)] = value;
     }
   }
 
-  // Returns the optimizer's own tensor for this state, to avoid a second copy, or a new one.
+  // Returns the optimizer's own tensor for this state, to avoid a second copy, or a new one; for a
+  // DistTensor, placed like the existing state, or else like the parameter.
   at::Tensor memory_for(const at::Tensor& param, const std::string& state,
                         at::ScalarType dtype) const {
-    if (is_dist(param)) return dist_memory_for(param, state, dtype);
-    const std::vector<int64_t> strides =
-        param.is_non_overlapping_and_dense() ? param.strides().vec() : row_major(param.sizes());
     const ParamState present = read_param_state(*view_.optimizer, param);
     const auto it = present.tensors.find(state);
-    if (it != present.tensors.end() && it->second.sizes() == param.sizes() &&
-        it->second.strides() == at::IntArrayRef(strides) && it->second.scalar_type() == dtype) {
+    const bool exists = it != present.tensors.end() && it->second.scalar_type() == dtype;
+    if (const DistMeta* meta = find_dist_meta(param)) {
+      return exists ? it->second
+                    : make_dist(at::empty(meta->local.sizes(), meta->local.options().dtype(dtype)),
+                                meta->spec, param.sizes());
+    }
+    const std::vector<int64_t> strides =
+        param.is_non_overlapping_and_dense() ? param.strides().vec() : row_major(param.sizes());
+    if (exists && it->second.sizes() == param.sizes() &&
+        it->second.strides() == at::IntArrayRef(strides)) {
       return it->second;
     }
     return at::empty_strided(param.sizes(), strides,
                              param.options().dtype(dtype).requires_grad(false));
-  }
-
-  // The same for a DistTensor: placed like the existing state, or else like the parameter.
-  at::Tensor dist_memory_for(const at::Tensor& param, const std::string& state,
-                             at::ScalarType dtype) const {
-    const ParamState present = read_param_state(*view_.optimizer, param);
-    const auto it = present.tensors.find(state);
-    if (it != present.tensors.end() && it->second.scalar_type() == dtype) return it->second;
-    const DistMeta& meta = *find_dist_meta(param);
-    return make_dist(at::empty(meta.local.sizes(), meta.local.options().dtype(dtype)), meta.spec,
-                     param.sizes());
   }
 
   void set_optimizer() {
@@ -208,66 +193,42 @@ class Loader {
     }
   }
 
-  ChunkReader reader_;
-  TensorTable table_;
+  PlannedReads reads_;
   ModelView view_;
   const LoadOptions& options_;
   int rank_, ranks_;
   LoadedCheckpoint loaded_;
   std::map<std::string, at::Tensor> random_state_;
-  std::vector<Target> targets_;
   std::vector<StateTarget> states_;
 };
 
 void check_same_checkpoint(const Ranks& ranks, const std::string& id) {
-  for (const std::string& other : ranks.all_gather_bytes(id, kTag)) {
+  for (const std::string& other : ranks.all_gather_bytes(id, kCheckpointTag)) {
     TORCH_CHECK_VALUE(
         other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ",
         id, " and ", other, " (was it replaced, or is the path another one on some machine?)");
   }
 }
 
-// Reads tensors by name; those that the checkpoint lacks stay unchanged.
-class StateLoader {
- public:
-  StateLoader(const std::filesystem::path& path, const StateDict& state)
-      : reader_(path), table_(reader_.index()) {
-    std::vector<std::string> errors;
-    for (const auto& [name, tensor] : state) {
-      const TensorRecord* source = table_.find_any(name);
-      if (!source) {
-        missing_.push_back(name);
-        continue;
-      }
-      const std::string error = describe_misfit(*source, name, tensor);
-      if (!error.empty()) {
-        errors.push_back(error);
-        continue;
-      }
-      Target target{source, row_major(tensor.sizes()), region_of(tensor, name),
-                    local_of(tensor).detach()};
-      if (target.region.numel() == 0) continue;
-      reader_.check(*source, target.strides, target.region);
-      targets_.push_back(std::move(target));
+// Plans to read tensors by name. Returns the names that the checkpoint lacks.
+std::vector<std::string> plan_tensors(const std::filesystem::path& path, const StateDict& state,
+                                      PlannedReads& reads) {
+  std::vector<std::string> errors, missing;
+  for (const auto& [name, tensor] : state) {
+    const TensorRecord* source = reads.table.find("param", name);
+    if (!source) {
+      missing.push_back(name);
+    } else if (const std::string error = describe_misfit(*source, name, tensor); !error.empty()) {
+      errors.push_back(error);
+    } else {
+      reads.add(source, row_major(tensor.sizes()), region_of(tensor, name),
+                local_of(tensor).detach());
     }
-    TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the checkpoint '", path.string(),
-                      "' must fit the tensors; ", fmt::format("{}", fmt::join(errors, ", ")));
   }
-
-  const CheckpointIndex& index() const { return reader_.index(); }
-  const std::vector<std::string>& missing() const { return missing_; }
-
-  void load() {
-    for (const Target& target : targets_)
-      reader_.read(*target.source, target.strides, target.region, target.out);
-  }
-
- private:
-  ChunkReader reader_;
-  TensorTable table_;
-  std::vector<std::string> missing_;
-  std::vector<Target> targets_;
-};
+  TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the checkpoint '", path.string(),
+                    "' must fit the tensors; ", fmt::format("{}", fmt::join(errors, ", ")));
+  return missing;
+}
 
 }  // namespace
 
@@ -305,16 +266,17 @@ std::vector<std::string> load_state_dict(const std::filesystem::path& path,
   at::NoGradGuard no_grad;
   const ProcessGroupPtr all = default_process_group();
   const Ranks ranks({all.get()});
-  std::optional<StateLoader> loader;
-  ranks.check([&] { loader.emplace(path, state); }, "checkpoint");
-  check_same_checkpoint(ranks, loader->index().id);
-  ranks.check([&] { loader->load(); }, "checkpoint");
-  if (!loader->missing().empty() && ranks.rank() == 0) {
-    TORCH_WARN("[load_state_dict] the checkpoint '", path.string(),
-               "' lacks these, which stay as they are: ",
-               fmt::format("{}", fmt::join(loader->missing(), ", ")));
+  std::optional<PlannedReads> reads;
+  std::vector<std::string> missing;
+  ranks.check([&] { missing = plan_tensors(path, state, reads.emplace(path)); }, "checkpoint");
+  check_same_checkpoint(ranks, reads->reader.index().id);
+  ranks.check([&] { reads->read(); }, "checkpoint");
+  if (!missing.empty() && ranks.rank() == 0) {
+    TORCH_WARN(
+        "[load_state_dict] the checkpoint '", path.string(),
+        "' lacks these, which stay as they are: ", fmt::format("{}", fmt::join(missing, ", ")));
   }
-  return loader->missing();
+  return missing;
 }
 
 }  // namespace tessera

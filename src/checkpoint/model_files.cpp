@@ -12,9 +12,8 @@
 #include <set>
 #include <utility>
 
-#include "checkpoint/checked_shape.h"
-#include "checkpoint/file_name.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 namespace {
@@ -35,8 +34,8 @@ struct Part {
 
 void check_stored(const SafetensorsFile& file, const TensorHeader& tensor) {
   naming_file("checkpoint", file.path(), "can't be read", [&] {
-    const auto item = static_cast<int64_t>(c10::elementSize(scalar_type_of(tensor.dtype)));
-    file.check(tensor.name, tensor.dtype, CheckedShape(tensor.shape, item).numel());
+    file.check(tensor.name, tensor.dtype,
+               CheckedShape(tensor.shape, item_size(tensor.dtype)).numel());
   });
 }
 
@@ -96,7 +95,7 @@ void check_numbered(const fs::path& directory, const std::vector<std::string>& f
   for (const std::string& file : files) missing.erase(file);
   TORCH_CHECK_VALUE(missing.empty(), "[checkpoint] '", directory.string(), "' lacks '",
                     missing.empty() ? "" : *missing.begin(), "', one of ", missing.size(),
-                    " files that belong to those that are there");
+                    " missing files of a numbered set of which it has others");
   TORCH_CHECK_VALUE(sets.size() == 1, "[checkpoint] '", directory.string(),
                     "' must have the files of one model, or an index that tells which they are; it has ",
                     fmt::format("{}", fmt::join(sets, ", ")));

@@ -2,19 +2,48 @@
 
 #include <ATen/core/Tensor.h>
 #include <tessera/fully_shard.h>
+#include <tessera/process_group.h>
 #include <tessera/sharded_optimizer.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "checkpoint/index.h"
+#include "checkpoint/region.h"
+#include "mesh/dist_meta.h"
 #include "model/sharded_state.h"
+#include "unit/least_loaded.h"
 
 namespace tessera {
 
-class ReplicaTurns;
+/// Of the collectives of saves and loads.
+constexpr CollectiveTag kCheckpointTag{"checkpoint", Channel::kControl};
+
+/// Returns this rank's part of a DistTensor of these global sizes, in the order of its local part;
+/// an empty region without a box if it has none. Throws `c10::NotImplementedError`, naming `name`,
+/// for placements that are `Partial`: the terms are not the tensor's values.
+Region part_of(const DistSpec& spec, at::IntArrayRef global_sizes, const std::string& name);
+
+/// Lets ranks that have the same values take turns in storing them, to balance the bytes that each
+/// stores. All ranks must ask for the same tensors in the same order.
+class ReplicaTurns {
+ public:
+  /// Returns the one of `replicas` equal ranks that stores the next `nbytes`.
+  int64_t next(int64_t replicas, int64_t nbytes);
+
+ private:
+  std::map<int64_t, LeastLoaded> stored_;  // bytes, by the number of replicas
+};
+
+/// The index of this rank among the ranks with equal parts, and their number, along the mesh dims
+/// in which a DistTensor is replicated.
+struct Replica {
+  int64_t index = 0, count = 1;
+};
+Replica replica_of(const DistSpec& spec);
 
 /// A distinct parameter, and the part of it that this process has. Elements are counted in the
 /// order of the parameter's memory, which `strides` describe; for a DistTensor, row by row in
@@ -69,18 +98,8 @@ ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
 /// them among their parameters, and so do checkpoints.
 std::vector<ParamSlot> ignored_slots(const ShardedState& state);
 
-/// Views a parameter that this process has whole, or as a DistTensor. `turns` chooses which of
-/// `ranks` equal ranks stores it.
-ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns& turns);
-
-/// Returns the strides of a contiguous tensor.
-std::vector<int64_t> row_major(at::IntArrayRef sizes);
-
 /// Return the records for the index, without chunks. A parameter has the optimizer's dtype.
-TensorRecord record_of(const ParamView& param);
+TensorRecord record_of(const ParamView& param, std::string kind = "param");
 TensorRecord record_of(const NamedTensor& buffer);
-/// Returns the record of a tensor whose elements are stored in its logical order.
-TensorRecord contiguous_record(std::string kind, std::vector<std::string> names,
-                               std::vector<int64_t> shape, at::ScalarType dtype);
 
 }  // namespace tessera

@@ -14,6 +14,8 @@ struct PickledTensor {
   std::string dtype;    ///< as in safetensors
   int64_t offset = 0;   ///< elements from the beginning of the storage
   std::vector<int64_t> shape, strides;
+
+  auto operator<=>(const PickledTensor&) const = default;
 };
 
 /// Returns true if `torch.save` has a storage class of that dtype (as in safetensors).

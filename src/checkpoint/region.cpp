@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "checkpoint/checked_shape.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 namespace {

@@ -14,7 +14,6 @@ struct Box {
   std::vector<int64_t> shape, offset, sizes;
 
   int64_t numel() const;
-  bool operator==(const Box&) const = default;
   auto operator<=>(const Box&) const = default;
 };
 

@@ -8,9 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "checkpoint/checked_shape.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 
 namespace tessera {
@@ -67,8 +67,9 @@ int64_t item_size(const std::string& safetensors_dtype) {
 }
 
 SafetensorsWriter::SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
-                                     const std::map<std::string, std::string>& metadata, Pace* pace)
-    : file_(std::move(file)), pace_(pace) {
+                                     const std::map<std::string, std::string>& metadata,
+                                     BeforeWrite before_write)
+    : file_(std::move(file)), before_write_(std::move(before_write)) {
   // Wide elements first: that aligns all of them, as some readers expect.
   std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     return item_size(a.dtype) > item_size(b.dtype);
@@ -111,11 +112,6 @@ std::vector<uint64_t> SafetensorsWriter::write(const std::string& name, const at
   return checksums;
 }
 
-void SafetensorsWriter::write_part(const std::string& name, const void* data, size_t nbytes,
-                                   int64_t offset) {
-  put(data, nbytes, offsets_.at(name) + offset);
-}
-
 // Writes a block at a time, while it is in the processor's cache.
 std::vector<uint64_t> SafetensorsWriter::write_blocks(const void* data, int64_t nbytes,
                                                       int64_t offset) {
@@ -130,7 +126,7 @@ std::vector<uint64_t> SafetensorsWriter::write_blocks(const void* data, int64_t 
 }
 
 void SafetensorsWriter::put(const void* data, size_t nbytes, int64_t offset) {
-  if (pace_) pace_->wait_for(nbytes);
+  if (before_write_) before_write_(nbytes);
   file_.write(data, nbytes, offset);
   unsynced_ += static_cast<int64_t>(nbytes);
   if (unsynced_ < kStagedBytes) return;
@@ -160,16 +156,13 @@ SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
 void SafetensorsFile::parse(const std::string& header, int64_t data_offset) {
   const nlohmann::json json = parse_json(header);
   TORCH_CHECK_VALUE(json.is_object(), "it is ", json.type_name(), ", not an object");
-  for (const auto& [key, value] : json.items()) {
-    if (key == kMetadata) {
-      metadata_ = value.get<std::map<std::string, std::string>>();
+  for (const auto& item : json.items()) {
+    if (item.key() == kMetadata) {
+      metadata_ = item.value().get<std::map<std::string, std::string>>();
       continue;
     }
-    try {
-      entries_[key] = parse_entry(value, data_offset);
-    } catch (const c10::Error& error) {
-      TORCH_CHECK_VALUE(false, "'", shortened(key), "': ", error.what_without_backtrace());
-    }
+    naming_part("'" + shortened(item.key()) + "'",
+                [&] { entries_[item.key()] = parse_entry(item.value(), data_offset); });
   }
 }
 
@@ -179,7 +172,7 @@ SafetensorsFile::Entry SafetensorsFile::parse_entry(const nlohmann::json& value,
   result.numel = CheckedShape(result.shape).numel();
   const std::vector<int64_t> offsets = whole_numbers(value.at("data_offsets"), "an offset");
   TORCH_CHECK_VALUE(offsets.size() == 2 && offsets[0] <= offsets[1],
-                    "its data_offsets must be where it begins and where it ends");
+                    "its data_offsets must be two places, the second not before the first");
   const int64_t data_bytes = file_.nbytes() - data_offset;
   TORCH_CHECK_VALUE(offsets[1] <= data_bytes, "it is cut off: it ends at byte ", offsets[1], " of ",
                     data_bytes);
@@ -188,15 +181,20 @@ SafetensorsFile::Entry SafetensorsFile::parse_entry(const nlohmann::json& value,
   return result;
 }
 
+std::vector<const SafetensorsFile::Named*> SafetensorsFile::placed() const {
+  std::vector<const Named*> items;
+  for (const Named& item : entries_) items.push_back(&item);
+  std::stable_sort(items.begin(), items.end(), [](const Named* a, const Named* b) {
+    return a->second.offset < b->second.offset;
+  });
+  return items;
+}
+
 // If tensors overlapped, a small file could make a large model.
 void SafetensorsFile::check_apart() const {
-  const std::pair<const std::string, Entry>* before = nullptr;
-  std::vector<const std::pair<const std::string, Entry>*> placed;
-  for (const auto& item : entries_)
-    if (item.second.nbytes > 0) placed.push_back(&item);
-  std::sort(placed.begin(), placed.end(),
-            [](const auto* a, const auto* b) { return a->second.offset < b->second.offset; });
-  for (const auto* item : placed) {
+  const Named* before = nullptr;
+  for (const Named* item : placed()) {
+    if (item->second.nbytes == 0) continue;
     TORCH_CHECK_VALUE(!before || before->second.offset + before->second.nbytes <= item->second.offset,
                       "'", shortened(before ? before->first : ""), "' and '",
                       shortened(item->first), "' lie over each other");
@@ -219,13 +217,9 @@ const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& key) con
 }
 
 std::vector<TensorHeader> SafetensorsFile::tensors() const {
-  std::vector<std::pair<int64_t, TensorHeader>> placed;
-  for (const auto& [name, entry] : entries_)
-    placed.push_back({entry.offset, {name, entry.dtype, entry.shape}});
-  std::stable_sort(placed.begin(), placed.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<TensorHeader> tensors;
-  for (auto& [offset, tensor] : placed) tensors.push_back(std::move(tensor));
+  for (const Named* item : placed())
+    tensors.push_back({item->first, item->second.dtype, item->second.shape});
   return tensors;
 }
 

@@ -3,13 +3,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/file.h"
-#include "checkpoint/pace.h"
 
 namespace tessera {
 
@@ -31,21 +32,23 @@ struct TensorHeader {
   std::vector<int64_t> shape;
 };
 
+/// Called with the number of bytes before each write. May wait, to limit the rate of writing, and
+/// may throw, to end it.
+using BeforeWrite = std::function<void(size_t nbytes)>;
+
 /// A file that is being written: first its header, then the tensors in any order.
 class SafetensorsWriter {
  public:
   /// Writes the header. Throws `c10::ValueError` if two tensors have the same name, or one has the
-  /// name of the metadata. `pace` may be null: no limit.
+  /// name of the metadata. `before_write` may be empty.
   SafetensorsWriter(File file, std::vector<TensorHeader> tensors,
-                    const std::map<std::string, std::string>& metadata, Pace* pace = nullptr);
+                    const std::map<std::string, std::string>& metadata,
+                    BeforeWrite before_write = {});
 
   /// Writes the elements of a tensor that the header names, and returns the checksums of their
   /// blocks. Writes straight from memory if it is the CPU's and holds the elements in their logical
   /// order; else copies some at a time.
   std::vector<uint64_t> write(const std::string& name, const at::Tensor& value);
-
-  /// Writes a piece of a tensor: `nbytes` of `data` at byte `offset` of the tensor.
-  void write_part(const std::string& name, const void* data, size_t nbytes, int64_t offset);
 
   /// Returns when all written bytes are on the disk.
   void sync() const { file_.sync(); }
@@ -55,7 +58,7 @@ class SafetensorsWriter {
   void put(const void* data, size_t nbytes, int64_t offset);
 
   File file_;
-  Pace* pace_;
+  BeforeWrite before_write_;
   std::map<std::string, int64_t> offsets_;  // bytes from the start of the file
   int64_t unsynced_ = 0;
 };
@@ -90,9 +93,11 @@ class SafetensorsFile {
     int64_t offset = 0;  // bytes from the start of the file
     int64_t nbytes = 0;
   };
+  using Named = std::pair<const std::string, Entry>;
 
   void parse(const std::string& header, int64_t data_offset);
   Entry parse_entry(const nlohmann::json& value, int64_t data_offset) const;
+  std::vector<const Named*> placed() const;  // in the order of their bytes
   void check_apart() const;
   const Entry& entry(const std::string& key) const;
 

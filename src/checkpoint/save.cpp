@@ -10,25 +10,26 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <atomic>
+#include <exception>
+#include <map>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/additional_state.h"
 #include "checkpoint/checksum.h"
 #include "checkpoint/model_view.h"
-#include "checkpoint/random_state.h"
-#include "checkpoint/schedulers.h"
+#include "checkpoint/safetensors.h"
+#include "checkpoint/untrusted.h"
 #include "checkpoint/whole_model.h"
 #include "group/math_bits.h"
 #include "optim/param_state.h"
 
 namespace tessera {
 namespace {
-
-constexpr CollectiveTag kTag{"checkpoint", Channel::kControl};
 
 // Adds the objects that are saved along with a model.
 void add_options(ChunkCollector& contents, const SaveOptions& options) {
@@ -52,10 +53,6 @@ std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
   return text;
 }
 
-std::string checksum_of(const std::string& text) {
-  return checksum_text(checksum(text.data(), text.size()));
-}
-
 std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
   std::vector<NamedTensor> result;
   for (const NamedTensor& buffer : buffers)
@@ -66,7 +63,7 @@ std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
 // Throws on all ranks: some have other names.
 [[noreturn]] void refuse_names(const Ranks& ranks, const std::string& names) {
   std::vector<std::set<std::string>> all;
-  for (const std::string& lines : ranks.all_gather_bytes(names, kTag)) {
+  for (const std::string& lines : ranks.all_gather_bytes(names, kCheckpointTag)) {
     std::istringstream stream(lines);
     std::set<std::string>& of_rank = all.emplace_back();
     for (std::string line; std::getline(stream, line);) of_rank.insert(line);
@@ -80,13 +77,8 @@ std::vector<NamedTensor> ordinary(const std::vector<NamedTensor>& buffers) {
       if (!all[0].contains(name))
         differences.push_back(fmt::format("rank 0 lacks '{}' of rank {}", name, rank));
   }
-  if (differences.size() > 10) {
-    const std::string more = fmt::format("and {} more", differences.size() - 10);
-    differences.resize(10);
-    differences.push_back(more);
-  }
   TORCH_CHECK_VALUE(false, "[save_state_dict] all ranks must have the same names; ",
-                    fmt::format("{}", fmt::join(differences, ", ")));
+                    shortened(differences));
 }
 
 // The data that ranks exchange before a save.
@@ -118,13 +110,16 @@ struct Agreement {
 // Throws on all ranks if they want to store differently: some would wait for others forever.
 Agreement agree(const SaveJob& job) {
   const std::string names = fmt::format("{}", fmt::join(job.names, "\n"));
-  Offer mine{job.whole ? "whole" : "shards", new_save_id(), checksum_of(names), {}};
+  Offer mine{job.whole ? "whole" : "shards",
+             new_save_id(),
+             checksum_text(checksum(names.data(), names.size())),
+             {}};
   for (const NamedTensor& buffer : job.buffers) {
     const at::Tensor value = with_plain_memory(buffer.tensor).cpu().contiguous();
     mine.buffers.push_back(checksum_text(checksum(value.const_data_ptr(), value.nbytes())));
   }
   std::vector<Offer> offers;
-  for (const std::string& text : job.ranks.all_gather_bytes(mine.text(), kTag))
+  for (const std::string& text : job.ranks.all_gather_bytes(mine.text(), kCheckpointTag))
     offers.push_back(Offer::of(text));
   const Offer& first = offers.front();
   for (size_t rank = 0; rank < offers.size(); ++rank) {
@@ -143,6 +138,111 @@ Agreement agree(const SaveJob& job) {
   return agreement;
 }
 
+// A parameter or buffer that one rank stores whole and contiguous, under its plain name.
+struct WholeTensor {
+  TensorRecord record;
+  int writer = 0;  // rank
+};
+
+int count_writers(const ShardedState& state) {
+  return std::min(Ranks::of(state.mesh()).size(), static_cast<int>(state.units().size()));
+}
+
+// Returns the rank of `Ranks::of(state.mesh())` that stores each tensor: those of unit u belong to
+// rank `u % size`, ignored parameters and buffers to rank 0. The same on all ranks.
+std::vector<WholeTensor> plan_whole_model(const ShardedState& state) {
+  const int writers = count_writers(state);
+  std::vector<WholeTensor> plan;
+  for (const auto& unit : state.units()) {
+    for (const ParamSlot& slot : unit->layout().slots)
+      plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype),
+                      unit->index() % writers});
+  }
+  for (const ParamSlot& slot : ignored_slots(state))
+    plan.push_back({contiguous_record("param", slot.names, slot.global_sizes(), slot.dtype), 0});
+  for (const NamedTensor& buffer : state.module_buffers()) {
+    if (buffer.tensor.defined()) plan.push_back({record_of(buffer), 0});
+  }
+  return plan;
+}
+
+at::Tensor whole_value(const at::Tensor& tensor) {
+  return is_dist(tensor) ? full_tensor(tensor) : tensor;
+}
+
+// Calls `visit` with the name and the whole value of each tensor of the plan. Gathers the units one
+// after another; collective.
+template <class F>
+void visit_whole_values(ShardedState& state, F&& visit) {
+  for (const ParamSlot& slot : ignored_slots(state)) visit(slot.name(), whole_value(slot.tensor()));
+  for (const NamedTensor& buffer : state.module_buffers()) {
+    if (buffer.tensor.defined()) visit(buffer.name, whole_value(buffer.tensor));
+  }
+  state.visit_whole_units([&](const Unit& unit) {
+    for (const ParamSlot& slot : unit.layout().slots)
+      visit(slot.name(), global_value(slot, view_param(slot, unit.full())));
+  });
+}
+
+// Makes the file of the tensors that `rank` writes.
+SafetensorsWriter start_model_file(const std::filesystem::path& path,
+                                   const std::vector<WholeTensor>& plan, int rank,
+                                   const std::string& id) {
+  std::vector<TensorHeader> headers;
+  std::map<std::string, std::string> metadata;
+  for (const auto& [record, writer] : plan) {
+    if (writer != rank) continue;
+    headers.push_back({record.names.front(), record.dtype, record.shape});
+    add_other_names(record, metadata);
+  }
+  metadata["format"] = "pt";
+  metadata["id"] = id;
+  return {File::create(path), std::move(headers), metadata};
+}
+
+// Writes each tensor into the model file of its rank, and adds the chunks that this rank has
+// written to its records in the plan.
+//
+// Collective. A rank that can't write still gathers with the others; then all throw its error.
+// Memory: one gathered unit, and one parameter of it that is not laid out contiguously.
+void write_whole_model(ShardedState& state, std::vector<WholeTensor>& plan,
+                       const std::filesystem::path& directory, const std::string& id) {
+  const Ranks ranks = Ranks::of(state.mesh());
+  const int rank = ranks.rank(), writers = count_writers(state);
+  const std::string name_of_file = model_file(rank + 1, writers);
+  std::map<std::string, TensorRecord*> mine;
+  for (auto& [record, writer] : plan)
+    if (writer == rank) mine[record.names.front()] = &record;
+  std::optional<SafetensorsWriter> file;
+  std::exception_ptr error;  // the first
+  const auto attempt = [&](const std::function<void()>& work) {
+    try {
+      if (!error) work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  attempt([&] {
+    if (rank < writers) file.emplace(start_model_file(directory / name_of_file, plan, rank, id));
+  });
+  // All ranks take part in each gather, whichever rank writes the tensor, and even after an error.
+  visit_whole_values(state, [&](const std::string& name, const at::Tensor& value) {
+    const auto it = mine.find(name);
+    if (it == mine.end()) return;
+    attempt([&] {
+      auto checksums = file->write(name, value);
+      if (value.numel() > 0)
+        it->second->chunks = {{name_of_file, name, Region{0, value.numel()}, std::move(checksums)}};
+    });
+  });
+  ranks.check(
+      [&] {
+        if (error) std::rethrow_exception(error);
+        if (file) file->sync();
+      },
+      "checkpoint");
+}
+
 SaveJob job_of_world() {
   ProcessGroupPtr all = default_process_group();
   return {.ranks = Ranks({all.get()}), .owner = all};
@@ -150,11 +250,10 @@ SaveJob job_of_world() {
 
 void save(const std::filesystem::path& path, const SaveJob& job) {
   const BegunSave begun = begin_save(path, job);
-  job.ranks.check([&] { begun.writer->write(begun.contents, nullptr); }, "checkpoint");
+  job.ranks.check([&] { begun.writer->write(begun.contents); }, "checkpoint");
   job.ranks.check(
       [&] {
-        static const std::atomic<bool> kNever = false;
-        if (job.ranks.rank() == 0) begun.writer->commit(job.ranks.timeout(), kNever);
+        if (job.ranks.rank() == 0) begun.writer->commit(job.ranks.timeout());
       },
       "checkpoint");
 }
@@ -175,14 +274,18 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
         contents.add_rank_state("buffer", agreement.own_buffers);
         TORCH_CHECK_VALUE(job.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
                           "number of checkpoints to keep, or 0; got ", job.keep_last);
-        begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size());
-        begun.writer->set_id(agreement.id);
-        begun.writer->set_keep_last(job.keep_last);
+        begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size(),
+                                                          agreement.id, job.keep_last);
         if (rank == 0) begun.writer->begin();
       },
       "checkpoint");
-  if (job.whole)
-    contents.add_stored(write_whole_model(*job.whole, plan, begun.writer->draft(), agreement.id));
+  if (job.whole) {
+    write_whole_model(*job.whole, plan, begun.writer->draft(), agreement.id);
+    std::vector<TensorRecord> stored;  // rank 0 lists all tensors
+    for (auto& [record, writer] : plan)
+      if (rank == 0 || writer == rank) stored.push_back(std::move(record));
+    contents.add_stored(std::move(stored));
+  }
   begun.contents = std::move(contents).take();
   return begun;
 }
@@ -218,9 +321,9 @@ SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   job.buffers = ordinary(job.buffers);
   job.collect = [&module, optimizer, &options, rank, size](ChunkCollector& contents) {
     TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
-                                "[save_checkpoint] options.whole_parameters is for what "
-                                "fully_shard() returned; export_checkpoint() makes one file of any "
-                                "checkpoint");
+                                "[save_checkpoint] options.whole_parameters needs the handle "
+                                "that fully_shard() returned; export_checkpoint() makes one file "
+                                "of any checkpoint");
     const ModelView view = view_of(module, optimizer, rank, size);
     contents.index().plan = fmt::format("not sharded, {} ranks", size);
     contents.add_model(view);

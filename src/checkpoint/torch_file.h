@@ -3,26 +3,28 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
-#include <memory>
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "checkpoint/file.h"
+#include "checkpoint/index.h"
 #include "checkpoint/pickle.h"
-#include "checkpoint/safetensors.h"
-#include "checkpoint/zip_directory.h"
-
-namespace caffe2::serialize {
-class PyTorchStreamWriter;
-}  // namespace caffe2::serialize
 
 namespace tessera {
 
 /// A file that Python's `torch.save` made of a state dict: a zip file with a pickle in it.
 class TorchFile {
  public:
+  /// A record of the zip file, which is stored uncompressed.
+  struct Record {
+    int64_t offset = 0;  ///< of its bytes, from the beginning of the file
+    int64_t nbytes = 0;
+  };
+
   /// Throws `c10::ValueError`, naming the file, if it is not such a file.
   explicit TorchFile(const std::filesystem::path& path);
 
@@ -36,29 +38,14 @@ class TorchFile {
   void check_tensors() const;
 
   File file_;
-  std::optional<ZipDirectory> records_;
+  std::map<std::string, Record> records_;  // by their names in the zip file
   std::vector<std::pair<std::string, PickledTensor>> tensors_;
 };
 
-/// Writes a file that Python's `torch.load(weights_only=True)` reads as a dict of tensors.
-class TorchFileWriter {
- public:
-  explicit TorchFileWriter(const std::filesystem::path& path);
-  ~TorchFileWriter();
-
-  /// Writes one tensor after another. `names`: several for a tensor that is tied.
-  void write(const std::vector<std::string>& names, const at::Tensor& value);
-  void finish();
-
- private:
-  struct Written {
-    std::vector<std::string> names;
-    at::ScalarType dtype;
-    std::vector<int64_t> shape;
-  };
-
-  std::unique_ptr<caffe2::serialize::PyTorchStreamWriter> writer_;
-  std::vector<Written> written_;
-};
+/// Writes a file that Python's `torch.load(weights_only=True)` reads as a dict of tensors, each
+/// under all of its names. `read` returns the values of one tensor at a time.
+void write_torch_file(const std::filesystem::path& path,
+                      const std::vector<const TensorRecord*>& records,
+                      const std::function<at::Tensor(const TensorRecord&)>& read);
 
 }  // namespace tessera

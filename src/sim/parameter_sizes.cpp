@@ -7,12 +7,11 @@
 #include <map>
 #include <sstream>
 
-#include "checkpoint/checked_shape.h"
 #include "checkpoint/directory.h"
 #include "checkpoint/file.h"
 #include "checkpoint/index.h"
 #include "checkpoint/model_files.h"
-#include "checkpoint/shortened.h"
+#include "checkpoint/untrusted.h"
 
 namespace tessera {
 namespace {

@@ -9,7 +9,7 @@
 #include <set>
 
 #include "access/use_order.h"
-#include "checkpoint/checked_shape.h"
+#include "checkpoint/untrusted.h"
 #include "grad/grad_bucket.h"
 #include "group/sent_bytes.h"
 #include "model/check_plan.h"

@@ -1,10 +1,14 @@
-#include "checkpoint/schedulers.h"
+#include "checkpoint/additional_state.h"
 
+#include <ATen/Context.h>
 #include <fmt/format.h>
+#include <tessera/generator.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 
 #include <limits>
+#include <mutex>
+#include <tuple>
 #include <type_traits>
 
 namespace tessera {
@@ -19,26 +23,15 @@ struct Counted : LRScheduler {
   static constexpr auto kSteps = &Counted::step_count_;
 };
 
-template <class Tag, auto Member>
+struct PlateauMembers {
+  friend constexpr auto revealed(PlateauMembers);
+};
+template <class Tag, auto... Members>
 struct Reveal {
-  friend constexpr auto revealed(Tag) { return Member; }
+  friend constexpr auto revealed(Tag) { return std::tuple(Members...); }
 };
-struct Best {
-  friend constexpr auto revealed(Best);
-};
-struct Cooldown {
-  friend constexpr auto revealed(Cooldown);
-};
-struct BadEpochs {
-  friend constexpr auto revealed(BadEpochs);
-};
-struct LastEpoch {
-  friend constexpr auto revealed(LastEpoch);
-};
-template struct Reveal<Best, &Plateau::best>;
-template struct Reveal<Cooldown, &Plateau::cooldown_counter>;
-template struct Reveal<BadEpochs, &Plateau::num_bad_epochs>;
-template struct Reveal<LastEpoch, &Plateau::last_epoch>;
+template struct Reveal<PlateauMembers, &Plateau::best, &Plateau::cooldown_counter,
+                       &Plateau::num_bad_epochs, &Plateau::last_epoch>;
 
 // Calls `f` with the name of each number and a reference to it.
 template <class F>
@@ -48,10 +41,11 @@ void visit(const SchedulerPtr& scheduler, F&& f) {
     return;
   }
   Plateau& plateau = *std::get<Plateau*>(scheduler);
-  f("best", plateau.*revealed(Best{}));
-  f("cooldown_counter", plateau.*revealed(Cooldown{}));
-  f("num_bad_epochs", plateau.*revealed(BadEpochs{}));
-  f("last_epoch", plateau.*revealed(LastEpoch{}));
+  const auto [best, cooldown_counter, num_bad_epochs, last_epoch] = revealed(PlateauMembers{});
+  f("best", plateau.*best);
+  f("cooldown_counter", plateau.*cooldown_counter);
+  f("num_bad_epochs", plateau.*num_bad_epochs);
+  f("last_epoch", plateau.*last_epoch);
 }
 
 template <class T>
@@ -62,6 +56,12 @@ bool can_be(double value) {
   } else {
     return true;
   }
+}
+
+std::map<std::string, at::Generator> generators() {
+  std::map<std::string, at::Generator> all = {{"cpu", default_generator()}};
+  if (at::hasCUDA()) all.emplace("cuda", at::globalContext().defaultGenerator(at::kCUDA));
+  return all;
 }
 
 }  // namespace
@@ -91,6 +91,24 @@ void write_scheduler(const SchedulerPtr& scheduler, const std::map<std::string, 
   visit(scheduler, [&](const char* name, auto& value) {
     value = static_cast<std::remove_reference_t<decltype(value)>>(state.at(name));
   });
+}
+
+std::map<std::string, at::Tensor> read_random_state() {
+  std::map<std::string, at::Tensor> state;
+  for (auto& [name, generator] : generators()) {
+    const std::scoped_lock lock(generator.mutex());
+    state[name] = generator.get_state();
+  }
+  return state;
+}
+
+void write_random_state(const std::map<std::string, at::Tensor>& state) {
+  for (auto& [name, generator] : generators()) {
+    const auto it = state.find(name);
+    if (it == state.end()) continue;
+    const std::scoped_lock lock(generator.mutex());
+    generator.set_state(it->second);
+  }
 }
 
 }  // namespace tessera

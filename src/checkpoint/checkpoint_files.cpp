@@ -1,23 +1,36 @@
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/abs.h>
-#include <ATen/ops/equal.h>
-#include <ATen/ops/ne.h>
-#include <ATen/ops/sub.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <tessera/checkpoint_files.h>
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
+#include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/chunk_reader.h"
-#include "checkpoint/single_process.h"
+#include "mesh/chunks.h"
 
 namespace tessera {
 namespace {
+
+namespace fs = std::filesystem;
+
+// Collects the errors of `read` without repetitions: a missing file is reported once.
+void collect_errors(const std::function<void()>& read, std::vector<std::string>& errors) {
+  try {
+    read();
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    if (std::find(errors.begin(), errors.end(), text) == errors.end()) errors.push_back(text);
+  }
+}
 
 using Records = std::map<std::string, const TensorRecord*>;
 
@@ -41,7 +54,7 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
 std::string describe_values(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
   return fmt::format("{} of {} values differ, by at most {:.6g}", x.ne(y).sum().item<int64_t>(),
-                     a.numel(), at::sub(x, y).abs().max().item<double>());
+                     a.numel(), x.sub(y).abs().max().item<double>());
 }
 
 template <class Map>
@@ -97,7 +110,64 @@ void compare_optimizers(const CheckpointIndex& a, const CheckpointIndex& b,
   }
 }
 
+// Adds elements [begin, end) of a tensor, in the order in which they are stored, to a rank's data.
+void add_range(ChunkReader& reader, const TensorRecord& record, Range range, int rank, int ranks,
+               RankContents& contents) {
+  TensorRecord part = record;
+  part.chunks.clear();
+  if (range.size() > 0) {
+    const std::string key = fmt::format("{}/{}", record.id(), range.begin);
+    const Region region{range.begin, range.end};
+    part.chunks = {{rank_file(rank, ranks), key, region}};
+    const auto dtype = scalar_type_of(record.dtype);
+    contents.chunks.push_back({key, dtype, range.size(), [&reader, &record, region, dtype] {
+                                 const at::Tensor data = at::empty({region.numel()}, dtype);
+                                 reader.read(record, record.strides, region, data);
+                                 return data;
+                               }});
+  }
+  contents.index.tensors.push_back(std::move(part));
+}
+
 }  // namespace
+
+CheckpointSummary inspect_checkpoint(const std::filesystem::path& path) {
+  const ChunkReader reader(path);
+  const CheckpointIndex& index = reader.index();
+  CheckpointSummary summary{.id = index.id, .plan = index.plan, .ranks = index.world_size};
+  summary.numbers = index.numbers;
+  if (index.optimizer) {
+    summary.optimizer = index.optimizer->kind;
+    summary.optimizer_steps = index.optimizer->steps;
+  }
+  summary.has_scaler = !index.scaler.empty();
+  summary.schedulers = std::ssize(index.schedulers);
+  std::set<std::string> files = {kIndexFile};
+  for (const TensorRecord& record : index.tensors) {
+    summary.tensors.push_back({record.kind, record.names, record.state, record.dtype, record.shape,
+                               record.nbytes(), std::ssize(record.chunks)});
+    for (const ChunkRecord& chunk : record.chunks) files.insert(chunk.file);
+  }
+  summary.files.assign(files.begin(), files.end());
+  return summary;
+}
+
+std::vector<std::string> verify_checkpoint(const std::filesystem::path& path,
+                                           const CheckpointProgress& progress) {
+  std::vector<std::string> damage;
+  std::optional<ChunkReader> reader;
+  const bool has_index = std::filesystem::exists(readable_checkpoint(path) / kIndexFile);
+  if (has_index) collect_errors([&] { reader.emplace(path); }, damage);
+  if (!damage.empty()) return damage;
+  if (!reader) reader.emplace(path);  // throws
+  ProgressCount count(progress, total_nbytes(reader->index()));
+  for (const TensorRecord& record : reader->index().tensors) {
+    for (const ChunkRecord& chunk : record.chunks)
+      collect_errors([&] { reader->verify(record, chunk); }, damage);
+    count.add(record.nbytes());
+  }
+  return damage;
+}
 
 std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
                                              const std::filesystem::path& b,
@@ -135,6 +205,34 @@ std::vector<std::string> compare_checkpoints(const std::filesystem::path& a,
   compare_schedulers(left.index().schedulers, right.index().schedulers, differences);
   compare_optimizers(left.index(), right.index(), differences);
   return differences;
+}
+
+void reshard_checkpoint(const std::filesystem::path& from, const std::filesystem::path& to,
+                        int ranks, const CheckpointProgress& progress) {
+  at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(ranks > 0, "[reshard_checkpoint] ranks must be 1 or more; got ", ranks);
+  ChunkReader reader(from);
+  const CheckpointIndex& index = reader.index();
+  std::vector<RankContents> contents(static_cast<size_t>(ranks));
+  contents[0].index = index;
+  contents[0].index.tensors.clear();
+  contents[0].index.saved_as.clear();  // the new one was not saved under a number
+  for (RankContents& rank : contents) rank.index.world_size = ranks;
+  for (const TensorRecord& record : index.tensors) {
+    reader.check(record);
+    if (record.kind == "rank") {
+      const int owner = record.rank();
+      if (owner < ranks)
+        add_range(reader, record, {0, record.numel()}, owner, ranks, contents[owner]);
+      continue;
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Range range = chunk(record.numel(), ranks, rank);
+      if (rank == 0 || range.size() > 0)
+        add_range(reader, record, range, rank, ranks, contents[rank]);
+    }
+  }
+  write_for_all(to, contents, progress);
 }
 
 }  // namespace tessera

@@ -1,7 +1,8 @@
-#include "checkpoint/checked_shape.h"
+#include "checkpoint/untrusted.h"
 
-#include <c10/util/Exception.h>
 #include <c10/util/safe_numerics.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>
@@ -71,6 +72,21 @@ int64_t checked_product(int64_t a, int64_t b) {
   TORCH_CHECK_VALUE(!c10::mul_overflows(a, b, &product), a, " times ", b,
                     " must be a number that can be counted in 64 bits");
   return product;
+}
+
+std::string shortened(const std::vector<std::string>& items) {
+  const size_t shown = std::min<size_t>(items.size(), 10);
+  std::string text = fmt::format("{}", fmt::join(items.begin(), items.begin() + shown, ", "));
+  if (shown < items.size()) text += fmt::format(" and {} more", items.size() - shown);
+  return text;
+}
+
+void check_file_name(const std::string& name) {
+  constexpr size_t kMostBytes = 255;  // the limit of Linux's file systems
+  const bool is_plain = name.find_first_of(std::string_view("/\0", 2)) == std::string::npos;
+  TORCH_CHECK_VALUE(is_plain && !name.empty() && name.size() <= kMostBytes && name != "." &&
+                        name != "..",
+                    "'", shortened(name), "' must be the name of a file beside the index");
 }
 
 }  // namespace tessera
