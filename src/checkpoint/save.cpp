@@ -24,7 +24,6 @@
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/untrusted.h"
-#include "checkpoint/whole_model.h"
 #include "group/math_bits.h"
 #include "optim/param_state.h"
 
