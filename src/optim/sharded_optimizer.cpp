@@ -8,6 +8,7 @@
 #include <typeinfo>
 #include <vector>
 
+#include "grad/grad_gate.h"
 #include "model/clip_call.h"
 #include "model/sharded_state.h"
 #include "optim/adam_loop.h"
