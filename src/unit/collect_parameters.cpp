@@ -1,17 +1,47 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
-#include <algorithm>
+#include <compare>
+#include <cstdint>
 #include <map>
-#include <numeric>
+#include <optional>
+#include <utility>
 
 #include "mesh/dist_meta.h"
 #include "unit/layout.h"
-#include "unit/memory_range.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
 namespace {
+
+// The bytes between the first and the last element of a tensor, both included.
+struct MemoryRange {
+  // Null: `begin` and `end` are addresses. Else they count from the start of this storage, which
+  // has no memory yet.
+  const void* storage = nullptr;
+  uint64_t begin = 0, end = 0;
+
+  bool overlaps(const MemoryRange& other) const {
+    return storage == other.storage && begin < other.end && other.begin < end;
+  }
+  auto operator<=>(const MemoryRange&) const = default;
+};
+
+// Empty for a tensor without elements, or without memory that could be shared (sparse ones).
+std::optional<MemoryRange> memory_range(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.numel() == 0) return std::nullopt;
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  // Other ways to read the pointer compute the values of a deferred tensor, or throw.
+  const void* const memory = storage._mutable_data_ptr_no_checks().get();
+  const auto start = reinterpret_cast<uintptr_t>(memory);
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  return MemoryRange{.storage = memory ? nullptr : &storage,
+                     .begin = start + static_cast<uint64_t>(tensor.storage_offset() * item),
+                     .end = start + static_cast<uint64_t>((last + 1) * item)};
+}
 
 // Strides of the parameter in the flat buffer: its own if it fills its memory without gaps, in
 // any order of dims (as channels_last does); otherwise those of a contiguous tensor.
@@ -75,8 +105,7 @@ class Collector {
                            .sizes = handle.sizes().vec(),
                            .strides = handle.strides().vec(),
                            .is_first_replica = is_first_replica(*meta->spec)};
-    if (const auto range = memory_range(tensor))
-      by_memory_[range->place()] = {range->end, slots_.size()};
+    if (const auto range = memory_range(tensor)) by_memory_[*range] = slots_.size();
     by_impl_[handle.unsafeGetTensorImpl()] = slots_.size();
     slots_.push_back(std::move(slot));
   }
@@ -98,19 +127,15 @@ class Collector {
 
   // The first parameter that lies there, if only in part. No two overlap.
   ParamSlot* in_memory(const MemoryRange& range) {
-    auto next = by_memory_.lower_bound({range.storage, range.end});
+    const auto next = by_memory_.lower_bound({range.storage, range.end});
     if (next == by_memory_.begin()) return nullptr;
-    const auto& [place, last] = *--next;
-    return place.first == range.storage && last.end > range.begin ? &slots_[last.slot] : nullptr;
+    const auto& [memory, slot] = *std::prev(next);
+    return memory.overlaps(range) ? &slots_[slot] : nullptr;
   }
 
-  struct End {
-    uint64_t end;
-    size_t slot;
-  };
   std::vector<ParamSlot> slots_;
   std::map<const c10::TensorImpl*, size_t> by_impl_;
-  std::map<std::pair<const void*, uint64_t>, End> by_memory_;
+  std::map<MemoryRange, size_t> by_memory_;
 };
 
 }  // namespace

@@ -1,30 +1,18 @@
 #include "unit/master_copy.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
 namespace tessera {
 
-void MasterCopy::make(const at::Tensor& part, const std::shared_ptr<StateMemory>& offload) {
+void MasterCopy::make(const at::Tensor& part, at::ScalarType dtype,
+                      const std::shared_ptr<StateMemory>& offload) {
   is_offloaded_ = offload != nullptr;
-  if (!is_offloaded_) {
-    values_ = part.clone();
-    return;
-  }
-  values_ = offload->empty(part.numel(), part.scalar_type());
-  values_.copy_(part);
-}
-
-void MasterCopy::widen(const at::Tensor& part, at::ScalarType dtype,
-                       const std::shared_ptr<StateMemory>& offload) {
-  if (!is_offloaded_) {
-    values_ = part.to(dtype, /*non_blocking=*/false, /*copy=*/true);
-    return;
-  }
-  offload->reserve({part.numel() * static_cast<int64_t>(c10::elementSize(dtype))});
-  const at::Tensor wide = offload->empty(part.numel(), dtype);
-  wide.copy_(part);
-  values_ = wide;
+  const auto options = part.options().dtype(dtype);
+  const at::Tensor values =
+      offload ? offload->empty(part.numel(), dtype) : at::empty(part.sizes(), options);
+  values_ = values.copy_(part);
 }
 
 void MasterCopy::bring_back(at::Device device) {

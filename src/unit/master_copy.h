@@ -18,12 +18,9 @@ class MasterCopy {
   /// True if it is away from the parameters' device.
   bool is_offloaded() const { return is_offloaded_; }
 
-  /// Makes it of `part`, in `offload` unless that is null.
-  void make(const at::Tensor& part, const std::shared_ptr<StateMemory>& offload);
-  /// Makes it anew of `part`, in another dtype, where it was or is to be; for parameters that are
-  /// thawed.
-  void widen(const at::Tensor& part, at::ScalarType dtype,
-             const std::shared_ptr<StateMemory>& offload);
+  /// Makes it of `part`, which may be its present values, in `offload` unless that is null.
+  void make(const at::Tensor& part, at::ScalarType dtype,
+            const std::shared_ptr<StateMemory>& offload);
   /// Brings an offloaded copy to `device` for good.
   void bring_back(at::Device device);
   /// Takes over the elements of `after` that differ from `before`: the others keep the bits that

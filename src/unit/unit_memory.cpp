@@ -11,15 +11,6 @@
 namespace tessera {
 namespace {
 
-/// A buffer of this rank's own that is always there.
-class WholeMemory final : public UnitMemory {
- public:
-  using UnitMemory::UnitMemory;
-  bool frees() const override { return false; }
-  void allocate() override {}
-  void free() override {}
-};
-
 /// A buffer of this rank's own that is there while it is used.
 class FreedMemory final : public UnitMemory {
  public:
@@ -35,8 +26,6 @@ class FreedMemory final : public UnitMemory {
     full_.reset();
     count_gathered(false);
   }
-
-  void leave() override { free(); }
 };
 
 /// One buffer for the ranks of this host, of which each writes its shard.
@@ -72,11 +61,6 @@ class HostSharedMemory final : public UnitMemory {
     count_gathered(false);
   }
 
-  void leave() override {
-    if (frees()) count_gathered(false);
-    full_.reset();
-  }
-
   // The others have read the old values when they have come as far as this.
   void wait_for_readers() override {
     context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
@@ -92,6 +76,11 @@ class HostSharedMemory final : public UnitMemory {
 };
 
 }  // namespace
+
+void UnitMemory::leave() {
+  count_gathered(false);
+  full_.reset();
+}
 
 void UnitMemory::count_gathered(bool is_gathered) {
   if (std::exchange(is_gathered_, is_gathered) == is_gathered) return;
@@ -110,7 +99,7 @@ std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitConte
   // Alone, a rank's shard is everything: there is nothing to free.
   if (layout.level == ShardLevel::kParameters && context.mesh.shard().size() > 1)
     return std::make_unique<FreedMemory>(layout, context);
-  return std::make_unique<WholeMemory>(layout, context);
+  return std::make_unique<UnitMemory>(layout, context);
 }
 
 }  // namespace tessera

@@ -13,7 +13,8 @@ namespace tessera {
 
 struct UnitContext;
 
-/// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`.
+/// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`. This
+/// class: a buffer of this rank's own that is always there.
 class UnitMemory {
  public:
   UnitMemory(const UnitLayout& layout, UnitContext& context) : layout_(layout), context_(context) {}
@@ -22,7 +23,7 @@ class UnitMemory {
   UnitMemory& operator=(const UnitMemory&) = delete;
 
   /// True if the buffer is freed between uses.
-  virtual bool frees() const = 0;
+  virtual bool frees() const { return false; }
   /// True if the ranks of this host have one buffer together.
   virtual bool is_shared() const { return false; }
   /// True if this rank's shard is a part of the buffer, and so always there.
@@ -37,11 +38,11 @@ class UnitMemory {
   /// Takes the values of all parameters over from `full`.
   virtual void adopt(const at::Tensor& full) { full_ = full; }
   /// Makes room for a gather.
-  virtual void allocate() = 0;
+  virtual void allocate() {}
   /// The gathered values are not used any more.
-  virtual void free() = 0;
+  virtual void free() {}
   /// The unit gives its parameters back: lets go of the buffer.
-  virtual void leave() { full_.reset(); }
+  void leave();
 
   /// Before writes are taken over: waits until no rank reads the old values. All ranks, if the
   /// buffer is shared.
