@@ -259,18 +259,16 @@ void Reducer::launch_ready() {
   }
 }
 
-// If the channels of a process group share one order, only waiting gives all ranks the same order.
-void Reducer::replicate_reduced() {
-  if (!mesh_.replicate().has_channels()) return;
-  while (!unreplicated_.empty() && gradients_[unreplicated_.front()]->is_reduced()) {
-    gradients_[unreplicated_.front()]->replicate();
-    unreplicated_.pop_front();
+// Starts the second reductions of all units that were launched, or only of those for which it need
+// not wait.
+void Reducer::replicate(bool waits) {
+  // If the channels of a process group share one order, only waiting gives all ranks the same one.
+  if (!waits && !mesh_.replicate().has_channels()) return;
+  for (; !unreplicated_.empty(); unreplicated_.pop_front()) {
+    UnitGradients& gradients = *gradients_[unreplicated_.front()];
+    if (!waits && !gradients.is_reduced()) return;
+    gradients.replicate();
   }
-}
-
-void Reducer::replicate_all() {
-  for (; !unreplicated_.empty(); unreplicated_.pop_front())
-    gradients_[unreplicated_.front()]->replicate();
 }
 
 void Reducer::launch(const std::vector<size_t>& units, const std::string& name) {
@@ -286,7 +284,7 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
   }
   launch_together(gradients, *names_.insert(name).first);
   if (units_[units.front()]->context().mesh.replicates()) unreplicated_.push_back(units.front());
-  replicate_reduced();
+  replicate(/*waits=*/false);
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
   limit_in_flight();
 }
@@ -392,7 +390,7 @@ PassVote Reducer::reduce_arrived() {
 void Reducer::launch_late() {
   for (const int unit : order_) {
     if (!late_[unit]) continue;
-    replicate_all();
+    replicate(/*waits=*/true);
     const std::vector<bool> used = used_[unit];
     gradients_[unit]->settle(used);
     launch({static_cast<size_t>(unit)}, units_[unit]->layout().name);
@@ -401,7 +399,7 @@ void Reducer::launch_late() {
 
 void Reducer::settle() {
   const std::lock_guard lock(mutex_);
-  replicate_all();
+  replicate(/*waits=*/true);
   for (const int unit : order_) {
     gradients_[unit]->settle(used_[unit]);
     std::fill(used_[unit].begin(), used_[unit].end(), false);
@@ -425,7 +423,7 @@ bool Reducer::any_gradient() {
 void Reducer::clear_all() {
   const std::lock_guard lock(mutex_);
   for_each_handle([](size_t, size_t, size_t, const at::Tensor& tensor) { take_gradient(tensor); });
-  replicate_all();
+  replicate(/*waits=*/true);
   for (const auto& gradients : gradients_) gradients->clear_all();
   for (auto& slots : used_) std::fill(slots.begin(), slots.end(), false);
   forget_progress();

@@ -121,8 +121,7 @@ class Reducer {
   void launch_ready();
   void launch(const std::vector<size_t>& units, const std::string& name);
   void launch_late();
-  void replicate_reduced();
-  void replicate_all();
+  void replicate(bool waits);
   void limit_in_flight();
   PassVote agree_on_use();
   void check_gates() const;

@@ -80,53 +80,44 @@ class Collector {
   void add(const NamedTensor& named) {
     check_parameter(named);
     const at::Tensor& handle = named.tensor;
-    const at::Tensor& tensor = local_of(handle);
-    if (ParamSlot* slot = find_tie(named)) {
-      slot->names.push_back(named.name);
-      slot->requires_grad |= handle.requires_grad();
-      const auto* impl = handle.unsafeGetTensorImpl();
-      for (size_t i = 0; i < slot->handles.size(); ++i) {
-        if (slot->tensor(i).unsafeGetTensorImpl() == impl) return;
-      }
-      slot->handles.emplace_back(handle.getIntrusivePtr());
-      return;
-    }
-    ParamSlot slot;
-    slot.names = {named.name};
-    slot.handles.emplace_back(handle.getIntrusivePtr());
-    slot.sizes = tensor.sizes().vec();
-    slot.strides = flat_strides(tensor);
-    slot.dtype = tensor.scalar_type();
-    slot.device = tensor.device();
-    slot.requires_grad = handle.requires_grad();
-    slot.numel = tensor.numel();
-    if (const DistMeta* meta = find_dist_meta(handle))
-      slot.dist = DistSlot{.spec = meta->spec,
-                           .sizes = handle.sizes().vec(),
-                           .strides = handle.strides().vec(),
-                           .is_first_replica = is_first_replica(*meta->spec)};
-    if (const auto range = memory_range(tensor)) by_memory_[*range] = slots_.size();
-    by_impl_[handle.unsafeGetTensorImpl()] = slots_.size();
-    slots_.push_back(std::move(slot));
+    const auto [known, is_new] = by_impl_.try_emplace(handle.unsafeGetTensorImpl());
+    if (is_new) known->second = slot_of(named);
+    ParamSlot& slot = slots_[known->second];
+    slot.names.push_back(named.name);
+    slot.requires_grad |= handle.requires_grad();
+    if (is_new) slot.handles.emplace_back(handle.getIntrusivePtr());
   }
 
   std::vector<ParamSlot> take() && { return std::move(slots_); }
 
  private:
-  ParamSlot* find_tie(const NamedTensor& named) {
+  // The index of the parameter with the memory of a tensor: a new one if there is none.
+  size_t slot_of(const NamedTensor& named) {
     const at::Tensor& tensor = local_of(named.tensor);
-    const auto same_impl = by_impl_.find(named.tensor.unsafeGetTensorImpl());
-    if (same_impl != by_impl_.end()) return &slots_[same_impl->second];
     const auto range = memory_range(tensor);
-    ParamSlot* const other = range ? in_memory(*range) : nullptr;
+    const ParamSlot* const other = range ? in_memory(*range) : nullptr;
     TORCH_CHECK_VALUE(!other || is_same_memory(tensor, other->local()), "[fully_shard] parameters '",
                       other ? other->name() : "", "' and '", named.name,
                       "' overlap in memory without being the same tensor");
-    return other;
+    if (other) return other - slots_.data();
+    if (range) by_memory_[*range] = slots_.size();
+    ParamSlot& slot = slots_.emplace_back();
+    slot.sizes = tensor.sizes().vec();
+    slot.strides = flat_strides(tensor);
+    slot.dtype = tensor.scalar_type();
+    slot.device = tensor.device();
+    slot.requires_grad = false;
+    slot.numel = tensor.numel();
+    if (const DistMeta* meta = find_dist_meta(named.tensor))
+      slot.dist = DistSlot{.spec = meta->spec,
+                           .sizes = named.tensor.sizes().vec(),
+                           .strides = named.tensor.strides().vec(),
+                           .is_first_replica = is_first_replica(*meta->spec)};
+    return slots_.size() - 1;
   }
 
   // The first parameter that lies there, if only in part. No two overlap.
-  ParamSlot* in_memory(const MemoryRange& range) {
+  const ParamSlot* in_memory(const MemoryRange& range) const {
     const auto next = by_memory_.lower_bound({range.storage, range.end});
     if (next == by_memory_.begin()) return nullptr;
     const auto& [memory, slot] = *std::prev(next);
