@@ -61,12 +61,10 @@ std::vector<at::Generator> generators_for(const Tensors& inputs,
                                           const std::vector<at::Generator>& named) {
   std::vector<at::Generator> generators = {default_generator()};
   generators.insert(generators.end(), named.begin(), named.end());
-  std::set<std::pair<at::DeviceType, at::DeviceIndex>> devices;
-  for (const at::Tensor& input : inputs) {
-    if (!input.defined() || !input.is_cuda()) continue;
-    if (devices.emplace(input.device().type(), input.device().index()).second)
+  std::set<at::DeviceIndex> devices;
+  for (const at::Tensor& input : inputs)
+    if (input.defined() && input.is_cuda() && devices.insert(input.device().index()).second)
       generators.push_back(at::globalContext().defaultGenerator(input.device()));
-  }
   return generators;
 }
 

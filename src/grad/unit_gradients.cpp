@@ -116,7 +116,7 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
                               param.name(), "' requires a gradient itself (create_graph = true); "
                               "sharded gradients can't be differentiated again");
   TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(param.sizes), "[tessera] the gradient of parameter '", param.name(),
-                    "' must have its shape; expected ", at::IntArrayRef(param.sizes), ", got ", grad.sizes(),
+                    "' must have the parameter's shape; expected ", at::IntArrayRef(param.sizes), ", got ", grad.sizes(),
                     " (set by a hook, or by hand?)");
   arrived_[slot] = seen_[slot][handle] = true;
   if (param.numel == 0) return;

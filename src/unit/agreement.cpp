@@ -28,25 +28,24 @@ const char* name_of(const char* const (&names)[kCount], Enum value) {
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   const Precision& precision = plan.precision;
   std::vector<std::string> lines = {fmt::format(
-      "plan.owners {}\nplan.ignored {}\nplan.unreplicated {}\nplan.reduce_gradients {}\n"
-      "plan.precision.gather_dtype {}\nplan.device {}\nplan.predivide {}\nplan.bucket_bytes {}\n"
-      "plan.precision.master_only {}\nplan.memory_budget {}",
-      plan.owners, plan.ignored, plan.unreplicated, plan.reduce_gradients,
-      dtype_name(precision.gather_dtype),
-      plan.device ? c10::DeviceTypeName(plan.device->type()) : "any", plan.predivide,
-      plan.bucket_bytes, precision.master_only, plan.memory_budget ? "given" : "none")};
-  lines.push_back(fmt::format(
-      "plan.level {}\nplan.partition {}\nplan.unit_bytes {}\nplan.units {}\nplan.whole_numel {}\n"
-      "plan.whole {}\nplan.resident_bytes {}\nplan.prefetch {}\nplan.average {}\n"
-      "plan.start_values {}\nplan.sync_buffers {}\nplan.precision.param_dtype {}\n"
-      "plan.precision.master_dtype {}\nplan.precision.reduce_dtype {}\n"
-      "plan.precision.buffer_dtype {}\nplan.precision.cast_inputs {}\nplan.offload {}",
+      "plan.level {}\nplan.partition {}\nplan.unit_bytes {}\nplan.owners {}\nplan.ignored {}\n"
+      "plan.unreplicated {}\nplan.units {}\nplan.whole_numel {}\nplan.whole {}\n"
+      "plan.resident_bytes {}\nplan.memory_budget {}\nplan.prefetch {}\nplan.average {}\n"
+      "plan.predivide {}\nplan.bucket_bytes {}\nplan.reduce_gradients {}\nplan.device {}\n"
+      "plan.start_values {}\nplan.sync_buffers {}\nplan.offload {}\n"
+      "plan.precision.param_dtype {}\nplan.precision.master_dtype {}\n"
+      "plan.precision.reduce_dtype {}\nplan.precision.gather_dtype {}\n"
+      "plan.precision.master_only {}\nplan.precision.buffer_dtype {}\n"
+      "plan.precision.cast_inputs {}",
       name_of(kLevels, plan.level), name_of(kPartitions, plan.partition), plan.unit_bytes.value(),
-      plan.units, plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
-      name_of(kStartValues, plan.start_values), plan.sync_buffers,
+      plan.owners, plan.ignored, plan.unreplicated, plan.units, plan.whole_numel, plan.whole,
+      plan.resident_bytes, plan.memory_budget ? "given" : "none", plan.prefetch, plan.average,
+      plan.predivide, plan.bucket_bytes, plan.reduce_gradients,
+      plan.device ? c10::DeviceTypeName(plan.device->type()) : "any",
+      name_of(kStartValues, plan.start_values), plan.sync_buffers, name_of(kOffloads, plan.offload),
       dtype_name(precision.param_dtype), dtype_name(precision.master_dtype),
-      dtype_name(precision.reduce_dtype), dtype_name(precision.buffer_dtype), precision.cast_inputs,
-      name_of(kOffloads, plan.offload)));
+      dtype_name(precision.reduce_dtype), dtype_name(precision.gather_dtype), precision.master_only,
+      dtype_name(precision.buffer_dtype), precision.cast_inputs)};
   for (const ParamSlot& param : params) {
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}]{}", fmt::join(param.names, "' = '"),
                                 c10::toString(param.dtype), fmt::join(param.sizes, ", "),

@@ -62,7 +62,7 @@ void check_parameter(const NamedTensor& named) {
                     "' is undefined");
   const DistMeta* const meta = find_dist_meta(named.tensor);
   TORCH_CHECK_VALUE(!meta || meta->spec->mesh.is_member(), "[fully_shard] parameter '", named.name,
-                    "' must lie on this rank, too; its mesh is ", meta ? meta->spec->mesh.to_string() : "");
+                    "' must have a part on each rank; this rank is not in its mesh ", meta ? meta->spec->mesh.to_string() : "");
   const at::Tensor& tensor = local_of(named.tensor);
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[fully_shard] parameter '", named.name,
                     "' must be a dense tensor; got layout ", tensor.layout());
@@ -72,7 +72,7 @@ void check_parameter(const NamedTensor& named) {
                     "' is sharded already: a module can be wrapped only once");
   TORCH_CHECK_VALUE(named.tensor.is_leaf(), "[fully_shard] parameter '", named.name,
                     "' must be a leaf, so that gradients reach it; got the result of an operator (",
-                    named.tensor.grad_fn()->name(), "). Register what it was made of, or detach() it");
+                    named.tensor.grad_fn()->name(), "). Register the tensor that it was computed from, or detach() it");
 }
 
 class Collector {
@@ -147,13 +147,13 @@ void check_own_memory(const std::vector<ParamSlot>& params, const char* kind,
     if (!other.tensor.defined()) continue;
     const at::Tensor& tensor = local_of(other.tensor);
     TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] ", kind, " '", other.name,
-                      "' is sharded already, or a view of a parameter that is. Shard a module whole, and once");
+                      "' is sharded already, or is a view of a sharded parameter. Shard the whole module in one call");
     const auto range = memory_range(tensor);
     if (!range) continue;
     for (const auto& [memory, param] : ranges) {
       TORCH_CHECK_VALUE(!memory.overlaps(*range), "[fully_shard] ", kind, " '", other.name,
                         "' lies in the memory of parameter '", param->name(), "', which moves to its unit: it would "
-                        "keep the values of now. Give it memory of its own (clone() it), or register the "
+                        "keep the parameter's present values. Give it memory of its own (clone() it), or register the "
                         "parameter itself under both names");
     }
   }
