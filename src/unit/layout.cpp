@@ -107,14 +107,15 @@ void place_flat_even(UnitLayout& unit, int world_size) {
   for (int rank = 0; rank <= world_size; ++rank) unit.bounds.push_back(shard * rank);
 }
 
-// The parameters are ordered by owner.
-void place_whole_params(UnitLayout& unit, const std::vector<int>& owners, int world_size) {
+// `params`, the unit's, are ordered by owner.
+void place_whole_params(UnitLayout& unit, const std::vector<size_t>& params,
+                        const std::vector<int>& owners, int world_size) {
   const int64_t alignment = alignment_of(unit.dtype);
   int64_t end = 0;
   size_t next = 0;
   unit.bounds.push_back(0);
   for (int rank = 0; rank < world_size; ++rank) {
-    for (; next < owners.size() && owners[next] == rank; ++next) {
+    for (; next < params.size() && owners[params[next]] == rank; ++next) {
       unit.slots[next].offset = end;
       end = align_up(end + unit.slots[next].numel, alignment);
     }
@@ -316,16 +317,12 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
     unit.name = unit_name(params[first], params[member.params.back()]);
     if (plan.partition == Partition::kWholeParam)
       std::ranges::stable_sort(member.params, {}, [&](size_t i) { return owners[i]; });
-    std::vector<int> unit_owners;
-    for (const size_t i : member.params) {
-      unit_owners.push_back(owners[i]);
-      unit.slots.push_back(std::move(params[i]));
-    }
+    for (const size_t i : member.params) unit.slots.push_back(std::move(params[i]));
     const int ranks = unit.is_replicated ? world_size : 1;
     if (plan.partition == Partition::kFlatEven) {
       place_flat_even(unit, ranks);
     } else {
-      place_whole_params(unit, unit_owners, ranks);
+      place_whole_params(unit, member.params, owners, ranks);
     }
     cut_chunks(unit);
     units.push_back(std::move(unit));
