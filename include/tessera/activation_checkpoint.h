@@ -53,15 +53,6 @@ constexpr bool kHoldsTensors<std::tuple<Ts...>> = (kHoldsTensors<std::decay_t<Ts
 template <class T, class U>
 constexpr bool kHoldsTensors<std::pair<T, U>> = kHoldsTensors<T> || kHoldsTensors<U>;
 
-template <class T>
-constexpr bool kIsOptional = false;
-template <class T>
-constexpr bool kIsOptional<std::optional<T>> = true;
-template <class T>
-constexpr bool kIsVector = false;
-template <class T>
-constexpr bool kIsVector<std::vector<T>> = true;
-
 /// Calls `visit` with each tensor and generator in `value`, always in the same order.
 template <class Value, class Visit>
 void each_tensor(Value& value, const Visit& visit) {
@@ -70,9 +61,9 @@ void each_tensor(Value& value, const Visit& visit) {
     return;
   } else if constexpr (std::same_as<T, at::Tensor> || std::same_as<T, at::Generator>) {
     visit(value);
-  } else if constexpr (kIsOptional<T>) {
+  } else if constexpr (requires { value.has_value(); }) {
     if (value) each_tensor(*value, visit);
-  } else if constexpr (kIsVector<T>) {
+  } else if constexpr (requires { value.begin(); }) {
     for (auto& item : value) each_tensor(item, visit);
   } else {
     std::apply([&](auto&... items) { (each_tensor(items, visit), ...); }, value);
@@ -154,27 +145,16 @@ class RepeatableCall {
   std::tuple<std::decay_t<Inputs>...> inputs_;
 };
 
-/// Records the tensors that autograd saves on this thread while the object lives. See
-/// [Note: Recomputation] in grad/activation_checkpoint.cpp.
-class TESSERA_API CheckpointRecording {
- public:
-  using Rerun = std::function<Tensors(const Tensors& inputs)>;
+using Rerun = std::function<Tensors(const Tensors& inputs)>;
 
-  CheckpointRecording(const ActivationCheckpointOptions& options, const Tensors& inputs,
-                      const std::vector<at::Generator>& generators, Rerun rerun);
-  /// Without finish(), as after an exception, the saved tensors stay as if they had not been
-  /// recorded.
-  ~CheckpointRecording();
-  CheckpointRecording(const CheckpointRecording&) = delete;
-  CheckpointRecording& operator=(const CheckpointRecording&) = delete;
-
-  /// Drops the saved tensors. Throws if the function changed one of its inputs in place.
-  void finish(const Tensors& outputs);
-
- private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
-};
+/// Calls `run`, and then drops the tensors that autograd has saved meanwhile on this thread:
+/// `rerun` makes them again. Both return the function's output tensors. If `run` throws, they stay.
+/// Throws if an input was changed in place. See [Note: Recomputation] in
+/// grad/activation_checkpoint.cpp.
+TESSERA_API void record_checkpoint(const ActivationCheckpointOptions& options,
+                                   const Tensors& inputs,
+                                   const std::vector<at::Generator>& generators, Rerun rerun,
+                                   const std::function<Tensors()>& run);
 
 }  // namespace detail
 
@@ -208,12 +188,15 @@ auto checkpoint(const ActivationCheckpointOptions& options, Fn&& fn, Inputs&&...
   if (!at::GradMode::is_enabled()) return detail::call(fn, std::forward<Inputs>(inputs)...);
   auto again = std::make_shared<detail::RepeatableCall<std::decay_t<Fn>, Inputs...>>(fn, inputs...);
   const auto tensors = std::exchange(again->tensors, {});
-  detail::CheckpointRecording recording(
+  std::optional<decltype(detail::call(fn, std::forward<Inputs>(inputs)...))> result;
+  detail::record_checkpoint(
       options, tensors, again->generators,
-      [again](const detail::Tensors& given) { return (*again)(given); });
-  auto result = detail::call(fn, std::forward<Inputs>(inputs)...);
-  recording.finish(detail::tensors_of(result));
-  return result;
+      [again](const detail::Tensors& given) { return (*again)(given); },
+      [&] {
+        result.emplace(detail::call(fn, std::forward<Inputs>(inputs)...));
+        return detail::tensors_of(*result);
+      });
+  return *std::move(result);
 }
 
 template <class Fn, class... Inputs>

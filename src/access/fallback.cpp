@@ -103,10 +103,11 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   std::vector<Unit*> used, written;
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   for (size_t i = 0; i < arguments.size(); ++i) {
-    each_tensor(arguments[i], [&](const at::Tensor& tensor) { add_unit(used, tensor); });
     const auto* alias = schema.arguments()[i].alias_info();
-    if (!alias || !alias->isWrite()) continue;
-    each_tensor(arguments[i], [&](const at::Tensor& tensor) { add_unit(written, tensor); });
+    each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      add_unit(used, tensor);
+      if (alias && alias->isWrite()) add_unit(written, tensor);
+    });
   }
   if (used.empty()) return call_deferred(op, keys & below, stack);
   c10::impl::ExcludeDispatchKeyGuard exclude(kUnitKey);

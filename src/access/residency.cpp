@@ -57,8 +57,7 @@ Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefe
     several_ranks_ |= unit->context().mesh.size() > 1;
   }
   order_ = registration_order(static_cast<int>(units_.size()));
-  training_ = make_cursor(order_.joined());
-  sweep_ = make_cursor(order_.forward);
+  plan();
 }
 
 std::vector<int64_t> Residency::freed_nbytes() const {
@@ -67,11 +66,11 @@ std::vector<int64_t> Residency::freed_nbytes() const {
   return nbytes;
 }
 
-Residency::Cursor Residency::make_cursor(UseOrder order) const {
-  Cursor cursor;
-  cursor.steps = plan_residency(order, freed_nbytes(), resident_bytes_, prefetch_);
-  cursor.order = std::move(order);
-  return cursor;
+void Residency::plan() {
+  training_ = {.order = order_.joined()};
+  sweep_ = {.order = order_.forward};
+  for (Cursor* cursor : {&training_, &sweep_})
+    cursor->steps = plan_residency(cursor->order, freed_nbytes(), resident_bytes_, prefetch_);
 }
 
 void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
@@ -104,12 +103,11 @@ void Residency::use(const std::vector<Unit*>& units) {
   const MemoryWatch& watch = units_.front()->context().watch;
   watch.before_change();
   free_released();
-  in_use_ = in_order(units);
+  const std::vector<Unit*> in_use = in_order(units);
   for (Unit* unit : std::exchange(postponed_, {})) free(*unit);
-  for (Unit* unit : in_use_) use_one(*unit);
-  for (Unit* unit : in_use_) unit->wait();
-  for (const Unit* unit : in_use_) watch.tell(MemoryEvent::kUnitUsed, unit->layout().name);
-  in_use_.clear();
+  for (Unit* unit : in_use) use_one(*unit);
+  for (Unit* unit : in_use) unit->wait();
+  for (const Unit* unit : in_use) watch.tell(MemoryEvent::kUnitUsed, unit->layout().name);
 }
 
 // The units of one operator arrive in the order of its arguments, which need not be the order of
@@ -117,7 +115,7 @@ void Residency::use(const std::vector<Unit*>& units) {
 std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   if (units.size() == 1) return units;
   const Cursor& cursor = sweep_.position >= 0 && !in_training() ? sweep_ : training_;
-  const auto from = cursor.order.begin() + std::max(cursor.position, 0);
+  const auto from = cursor.order.begin() + std::max<ptrdiff_t>(cursor.position, 0);
   auto next_use = [&](const Unit* unit) {
     return std::find(from, cursor.order.end(), unit->index());
   };
@@ -175,8 +173,13 @@ void Residency::record(const Unit& unit) {
 // True if a use without gradients within a pass begins an evaluation.
 bool Residency::begins_sweep(const Unit& unit) const {
   if (order_.forward.empty() || unit.index() != order_.forward.front()) return false;
-  if (training_.position < 0 || training_.order[training_.position] == unit.index()) return false;
-  return find_ahead(training_, unit.index(), forward_end()) < 0;
+  return training_.position >= 0 && !is_expected(unit);
+}
+
+// True if the forward part of the order goes on with a use of `unit`, or is at one.
+bool Residency::is_expected(const Unit& unit) const {
+  return training_.position >= 0 && (training_.order[training_.position] == unit.index() ||
+                                     find_ahead(training_, unit.index(), forward_end()) >= 0);
 }
 
 void Residency::begin_sweep() {
@@ -191,10 +194,7 @@ void Residency::end_sweep() {
 
 // Called at the first use with gradients.
 void Residency::begin_pass(const Unit& unit) {
-  const bool goes_on =
-      training_.position >= 0 && (training_.order[training_.position] == unit.index() ||
-                                  find_ahead(training_, unit.index(), forward_end()) >= 0);
-  if (!goes_on) finish_evaluation();
+  if (!is_expected(unit)) finish_evaluation();
   trains_ = true;
   for (const int used : std::exchange(prelude_, {})) record(*units_[used]);
 }
@@ -203,7 +203,7 @@ void Residency::begin_pass(const Unit& unit) {
 void Residency::finish_evaluation() {
   prelude_.clear();
   if (training_.position < 0) return;
-  execute(training_, training_.position + 1, static_cast<int>(forward_end()));
+  execute(training_, training_.position + 1, forward_end());
   training_.position = -1;
   if (resident_bytes_ >= 0) free_all();
 }
@@ -211,7 +211,7 @@ void Residency::finish_evaluation() {
 // Executes the rest of the plan after the last use, as all ranks do.
 void Residency::finish(Cursor& cursor) {
   if (cursor.position < 0) return;
-  execute(cursor, cursor.position + 1, static_cast<int>(cursor.order.size()));
+  execute(cursor, cursor.position + 1, std::ssize(cursor.order));
   cursor.position = -1;
 }
 
@@ -226,8 +226,7 @@ ptrdiff_t Residency::reach(const Cursor& cursor) const {
 // The position of the next use of `unit` before `end`, or -1.
 ptrdiff_t Residency::find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const {
   const auto begin = cursor.order.begin();
-  const auto next =
-      std::find(begin + std::min<ptrdiff_t>(cursor.position + 1, end), begin + end, unit);
+  const auto next = std::find(begin + std::min(cursor.position + 1, end), begin + end, unit);
   return next == begin + end ? -1 : next - begin;
 }
 
@@ -244,13 +243,13 @@ bool Residency::advance(Cursor& cursor, int unit) {
     target = find_ahead(cursor, unit, reach(cursor));
   }
   if (target < 0) return false;
-  execute(cursor, cursor.position + 1, static_cast<int>(target) + 1);
-  cursor.position = static_cast<int>(target);
+  execute(cursor, cursor.position + 1, target + 1);
+  cursor.position = target;
   return true;
 }
 
-void Residency::execute(const Cursor& cursor, int from, int to) {
-  for (int p = from; p < to; ++p) {
+void Residency::execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to) {
+  for (ptrdiff_t p = from; p < to; ++p) {
     for (const int unit : cursor.steps[p].free) free(*units_[unit]);
     for (const int unit : cursor.steps[p].gather) gather(*units_[unit]);
   }
@@ -297,7 +296,7 @@ void Residency::end_pass() {
   free_released();
   end_sweep();
   if (!trains_) finish_evaluation();
-  execute(training_, training_.position + 1, static_cast<int>(training_.order.size()));
+  execute(training_, training_.position + 1, std::ssize(training_.order));
   restart();
   if (resident_bytes_ >= 0) {
     free_all();
@@ -327,13 +326,10 @@ void Residency::learn(const PassOrder& pass) {
   order_ = pass;
   mine_ = used_;
   std::vector<int> trainable;
-  for (const Unit* unit : units_) {
-    const auto& slots = unit->layout().slots;
-    if (slots.front().requires_grad) trainable.push_back(unit->index());
-  }
+  for (const Unit* unit : units_)
+    if (unit->layout().slots.front().requires_grad) trainable.push_back(unit->index());
   insert_missing(order_, trainable);
-  training_ = make_cursor(order_.joined());
-  sweep_ = make_cursor(order_.forward);
+  plan();
   learned_ = true;
   deviated_ = false;
 }
@@ -342,22 +338,17 @@ void Residency::set_resident_bytes(int64_t resident_bytes) { next_limit_ = resid
 
 void Residency::on_step(const std::vector<bool>& changed) {
   const auto guard = lock();
-  released_ = false;
-  finish_both();
-  free_all();
-  restart();
-  if (next_limit_ != resident_bytes_) {
-    resident_bytes_ = next_limit_;
-    training_ = make_cursor(order_.joined());
-    sweep_ = make_cursor(order_.forward);
-  }
+  free_and_restart();
+  if (std::exchange(resident_bytes_, next_limit_) != next_limit_) plan();
   // Units that are never freed are gathered now, in order of use, while the next forward begins; of
   // the others, only the first ones.
   std::vector<bool> done(units_.size(), false);
+  const auto is_stale = [&](const Unit& unit) {
+    return !unit.frees() && changed[unit.index()] && unit.layout().level != ShardLevel::kNone;
+  };
   for (const int index : training_.order) {
     Unit& unit = *units_[index];
-    const bool is_stale = changed[index] && unit.layout().level != ShardLevel::kNone;
-    if (done[index] || (unit.frees() ? held_ == 0 : !is_stale)) continue;
+    if (done[index] || !((unit.frees() && held_ > 0) || is_stale(unit))) continue;
     done[index] = true;
     unit.reshard();
     unit.unshard();
@@ -366,9 +357,7 @@ void Residency::on_step(const std::vector<bool>& changed) {
     if (done[unit->index()]) continue;
     if (unit->frees() && held_ > 0) unit->unshard();
     // Not in the order, so no rank is known to use it: gathered if it is used after all.
-    const bool is_stale = changed[unit->index()] && unit->layout().level != ShardLevel::kNone;
-    if (unit->frees() || !is_stale) continue;
-    unit->reshard();
+    if (is_stale(*unit)) unit->reshard();
   }
   if (held_ > 0 || training_.steps.empty()) return;
   for (const int index : training_.steps.front().gather) {
@@ -377,18 +366,17 @@ void Residency::on_step(const std::vector<bool>& changed) {
   }
 }
 
-void Residency::finish_both() {
+void Residency::free_and_restart() {
+  released_ = false;
   end_sweep();
   trains_ ? finish(training_) : finish_evaluation();
+  free_all();
+  restart();
 }
 
 void Residency::free_everything() {
   const auto guard = lock();
-  if (held_ > 0) return;
-  released_ = false;
-  finish_both();
-  free_all();
-  restart();
+  if (held_ == 0) free_and_restart();
 }
 
 void Residency::hold_all() {

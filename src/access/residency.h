@@ -74,7 +74,7 @@ class Residency {
   struct Cursor {
     UseOrder order;
     std::vector<ResidencyStep> steps;
-    int position = -1;
+    ptrdiff_t position = -1;
   };
 
   void use(const std::vector<Unit*>& units);
@@ -82,24 +82,25 @@ class Residency {
   void use_one(Unit& unit);
   void record(const Unit& unit);
   bool begins_sweep(const Unit& unit) const;
+  bool is_expected(const Unit& unit) const;
   Cursor& cursor_for(const Unit& unit, bool trains);
   void begin_sweep();
   void end_sweep();
   void begin_pass(const Unit& unit);
   void finish(Cursor& cursor);
   void finish_evaluation();
-  void finish_both();
+  void free_and_restart();
   ptrdiff_t forward_end() const { return std::ssize(order_.forward); }
   ptrdiff_t reach(const Cursor& cursor) const;
   ptrdiff_t find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const;
   bool advance(Cursor& cursor, int unit);
-  void execute(const Cursor& cursor, int from, int to);
+  void execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to);
   void free_released();
   void gather(Unit& unit);
   void free(Unit& unit);
   void free_all();
   void restart();
-  Cursor make_cursor(UseOrder order) const;
+  void plan();
 
   std::vector<Unit*> units_;
   int64_t resident_bytes_;
@@ -122,7 +123,6 @@ class Residency {
   PassOrder mine_;  // this rank's uses in the pass from which the order was learned
   Unit* last_ = nullptr;
   bool last_trained_ = false;     // its use wanted gradients
-  std::vector<Unit*> in_use_;     // units of the current operator
   std::vector<Unit*> postponed_;  // to be freed when the current operator has ended
   std::vector<bool> pinned_;      // units of the pass that an evaluation interrupts
   std::vector<bool> ahead_;       // gathered before the plan reached them

@@ -47,7 +47,7 @@ void RunningOperators::enter(const std::vector<Unit*>& units, bool writes, bool 
            .units = {units.begin(), units.end()}};
   for (const Use& other : uses_) {
     TORCH_CHECK(goes_with(mine, other, frees), "[tessera] two threads use one sharded model at the same time: an operator "
-                "of this one ", writes ? "writes to " : "needs ", units.front()->label(), " while another thread's ",
+                "of this thread ", writes ? "writes to " : "needs ", units.front()->label(), " while one of another thread ",
                 other.writes ? "writes to " : "reads ", other.units.front()->label(),
                 ". Let one end before the other begins; where several only read parameters, hold "
                 "ShardedModule::keep_unsharded() meanwhile");

@@ -38,8 +38,9 @@ bool is_captured(const at::Tensor& tensor) {
 void warn(const std::string& name) {
   TORCH_WARN(
       "[tessera] torch::autograd::grad() returns this rank's own gradient of parameter '", name,
-      "', not the mean over ranks: nothing reduces it. For that call backward() and then "
-      "ShardedModule::full_grad(), or average it over the ranks yourself. Said once per model");
+      "', not the mean over ranks: nothing reduces it. To get the mean, call backward() and then "
+      "ShardedModule::full_grad(), or average it over the ranks yourself. This warning is given "
+      "once per model");
 }
 
 }  // namespace

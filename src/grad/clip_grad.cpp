@@ -13,27 +13,21 @@
 namespace tessera {
 namespace {
 
-// Calls `f` with the part of each live gradient that counts on this rank: its own shard, even where
-// it holds the whole gradient. A part of a DistTensor that several ranks hold counts on one of
-// them.
+using AllGradients = std::vector<std::shared_ptr<UnitGradients>>;
+
+// Calls `f` with each live gradient that takes part: those of its unit, and its parameter.
 template <class F>
-void for_each_own_part(const UnitGradients& gradients, const ShardMesh& mesh,
-                       const IsCounted& is_counted, F&& f) {
-  const int rank = gradients.unit().context().mesh.shard().rank();
-  const UnitLayout& layout = gradients.unit().layout();
-  for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
-    const ParamSlot& param = layout.slots[slot];
-    const bool is_first = param.dist ? param.dist->is_first_replica : mesh.parts().rank() == 0;
-    if (!gradients.is_live(slot) || !is_first || !is_counted(gradients.unit().index(), slot))
-      continue;
-    const auto [begin, end] = overlap(param, layout.bounds[rank], layout.bounds[rank + 1]);
-    if (begin < end) f(gradients.reduced(begin, end));
+void for_each_counted(const AllGradients& gradients, const IsCounted& is_counted, F&& f) {
+  for (const auto& unit : gradients) {
+    const auto& slots = unit->unit().layout().slots;
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      if (unit->is_live(slot) && is_counted(unit->unit().index(), slot)) f(*unit, slots[slot]);
+    }
   }
 }
 
 double local_norm(const at::Tensor& part, double norm_type) {
-  const bool is_low_precision =
-      part.scalar_type() == at::kHalf || part.scalar_type() == at::kBFloat16;
+  const bool is_low_precision = c10::isReducedFloatingType(part.scalar_type());
   const auto dtype = is_low_precision ? std::optional(at::kFloat) : std::nullopt;
   return at::linalg_vector_norm(part, norm_type, at::OptionalIntArrayRef(), false, dtype)
       .item<double>();
@@ -41,22 +35,27 @@ double local_norm(const at::Tensor& part, double norm_type) {
 
 }  // namespace
 
-double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
-                 const ShardMesh& mesh, double norm_type, const IsCounted& is_counted) {
+double grad_norm(const AllGradients& gradients, const ShardMesh& mesh, double norm_type,
+                 const IsCounted& is_counted) {
   at::NoGradGuard no_grad;
   const bool is_max = std::isinf(norm_type);
   // A NaN must win over any number, as it does in one process; std::max would drop it.
   double total = 0;
-  for (const auto& unit : gradients) {
-    for_each_own_part(*unit, mesh, is_counted, [&](const at::Tensor& part) {
-      const double norm = local_norm(part, norm_type);
-      if (is_max) {
-        total = std::isnan(norm) || std::isnan(total) ? NAN : std::max(total, norm);
-      } else {
-        total += std::pow(norm, norm_type);
-      }
-    });
-  }
+  for_each_counted(gradients, is_counted, [&](const UnitGradients& unit, const ParamSlot& param) {
+    // This rank's own shard counts, even where it holds the whole gradient. A part of a DistTensor
+    // that several ranks hold counts on one of them.
+    const bool is_first = param.dist ? param.dist->is_first_replica : mesh.parts().rank() == 0;
+    const int rank = unit.unit().context().mesh.shard().rank();
+    const auto& bounds = unit.unit().layout().bounds;
+    const auto [begin, end] = overlap(param, bounds[rank], bounds[rank + 1]);
+    if (!is_first || begin == end) return;
+    const double norm = local_norm(unit.reduced(begin, end), norm_type);
+    if (is_max) {
+      total = std::isnan(norm) || std::isnan(total) ? NAN : std::max(total, norm);
+    } else {
+      total += std::pow(norm, norm_type);
+    }
+  });
   // Infinity is sent as it is; NaN is sent as a separate flag, because MAX over ranks may drop it.
   const at::Tensor sums = at::empty({2}, at::kDouble);
   auto* data = sums.mutable_data_ptr<double>();
@@ -69,18 +68,12 @@ double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
   return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);
 }
 
-void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor,
-                     const IsCounted& is_counted) {
+void scale_gradients(const AllGradients& gradients, double factor, const IsCounted& is_counted) {
   at::NoGradGuard no_grad;
-  for (const auto& unit : gradients) {
-    const UnitLayout& layout = unit->unit().layout();
-    for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
-      if (!unit->is_live(slot) || !is_counted(unit->unit().index(), slot)) continue;
-      const ParamSlot& param = layout.slots[slot];
-      const auto [begin, end] = unit->unit().updated_range(param);
-      if (begin < end) unit->reduced(begin, end).mul_(factor);
-    }
-  }
+  for_each_counted(gradients, is_counted, [&](const UnitGradients& unit, const ParamSlot& param) {
+    const auto [begin, end] = unit.unit().updated_range(param);
+    if (begin < end) unit.reduced(begin, end).mul_(factor);
+  });
 }
 
 }  // namespace tessera

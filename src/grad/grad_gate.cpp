@@ -11,10 +11,14 @@
 #include <unordered_map>
 #include <utility>
 
+#include "grad/unit_gradients.h"
+
 namespace tessera {
 namespace {
 
 using torch::autograd::AutogradMeta;
+using torch::autograd::PostAccumulateGradHook;
+using HookSlot = std::unique_ptr<PostAccumulateGradHook>;
 
 thread_local int open_gates = 0;
 
@@ -27,6 +31,56 @@ struct GradGate;
 // other is taking out. So while autograd is at a gated leaf, `.grad` is local to the thread: it
 // holds the gradient that has just arrived, and nothing that was there before.
 thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
+
+// [Note: One place for two hooks]
+//
+// LibTorch keeps one post-accumulate hook per tensor, and setting one discards the previous one. So
+// a user's hook set before the model was sharded would be lost, and one set later would replace
+// ours: gradients would stay in `.grad`, unreduced. Therefore our hook holds the user's and calls
+// it first, with `.grad` as autograd has left it: this rank's own gradient of this backward. The
+// gradient that the user's hook leaves in `.grad` is reduced; if the hook clears `.grad`, the
+// parameter got no gradient in this backward.
+//
+// Autograd requests `.grad` for writing before it looks up the hook, and GradGate intercepts that
+// request. It then wraps our hook around the hook that is set (`chain_hook`), so a hook that was
+// set meanwhile is called from then on, and one that was replaced is gone, as without sharding.
+class GradHook final : public PostAccumulateGradHook {
+ public:
+  GradHook(HookSlot users, GradSource source)
+      : users_(std::move(users)), source_(std::move(source)) {}
+
+  void operator()(const at::Tensor& tensor) override {
+    if (users_) call_users(tensor);
+    if (const auto unit = source_.unit.lock()) unit->take(source_.slot, source_.handle, tensor);
+  }
+
+  HookSlot give_up_users() { return std::move(users_); }
+
+ private:
+  void call_users(const at::Tensor& tensor) {
+    try {
+      (*users_)(tensor);
+    } catch (...) {
+      take_gradient(tensor);  // this backward has failed: the next must not find it
+      throw;
+    }
+  }
+
+  HookSlot users_;
+  GradSource source_;
+};
+
+// Makes the unit of `source` take gradients after the hook in `place`, a tensor's only place for a
+// hook, has been called. Does nothing if the hook is chained already.
+void chain_hook(HookSlot& place, const GradSource& source) {
+  if (dynamic_cast<GradHook*>(place.get())) return;
+  place = std::make_unique<GradHook>(std::move(place), source);
+}
+
+// Undoes chain_hook(): the user's hook stays.
+void unchain_hook(HookSlot& place) {
+  if (auto* own = dynamic_cast<GradHook*>(place.get())) place = own->give_up_users();
+}
 
 // [Note: A DistTensor that is gone]
 //
@@ -50,7 +104,7 @@ struct GradGate final : AutogradMeta {
 
   const at::Tensor& grad() const override {
     if (is_arriving()) return arriving[this];
-    const bool has_ended = !is_segment && source.sink.expired();
+    const bool has_ended = !is_segment && source.unit.expired();
     TORCH_CHECK(open_gates > 0 || has_ended, error);
     return grad_;
   }
@@ -62,14 +116,14 @@ struct GradGate final : AutogradMeta {
       return arriving[this];
     }
     if (open_gates == 0) {
-      if (const auto sink = source.sink.lock()) sink->clear(source.slot);
+      if (const auto unit = source.unit.lock()) unit->clear(source.slot);
     }
     return grad_;
   }
 
   // Returns true while autograd adds to `.grad` of this tensor and calls the hook that follows.
   bool is_arriving() const {
-    if (is_segment || source.sink.expired()) return false;
+    if (is_segment || source.unit.expired()) return false;
     const auto node = torch::autograd::get_current_node();
     const auto* adds = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
     return adds && adds->variable.unsafeGetTensorImpl()->autograd_meta() == this;
@@ -122,9 +176,9 @@ void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string 
   chain_hook(installed.post_acc_grad_hooks_, installed.source);
 }
 
-void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
+void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<UnitGradients> unit, size_t slot,
                           std::string error) {
-  replace_meta(tensor, std::make_unique<GradGate>(tensor, GradSource{std::move(sink), slot},
+  replace_meta(tensor, std::make_unique<GradGate>(tensor, GradSource{std::move(unit), slot},
                                                   std::move(error), /*is_segment=*/true));
 }
 
@@ -133,12 +187,12 @@ void remove_grad_gate(const at::Tensor& tensor) {
   replace_meta(tensor, std::make_unique<AutogradMeta>());
 }
 
-std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor) {
+std::shared_ptr<UnitGradients> gradients_behind(const at::Tensor& tensor) {
   const GradGate* const gate = gate_of(tensor);
-  return gate ? gate->source.sink.lock() : nullptr;
+  return gate ? gate->source.unit.lock() : nullptr;
 }
 
-bool has_grad_gate(const at::Tensor& tensor) { return grad_sink_of(tensor) != nullptr; }
+bool has_grad_gate(const at::Tensor& tensor) { return gradients_behind(tensor) != nullptr; }
 
 bool holds_gradient(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);

@@ -6,9 +6,16 @@
 #include <memory>
 #include <string>
 
-#include "grad/grad_hook.h"
-
 namespace tessera {
+
+class UnitGradients;
+
+/// One of the tensors of a unit's parameter.
+struct GradSource {
+  std::weak_ptr<UnitGradients> unit;
+  size_t slot = 0;
+  size_t handle = 0;
+};
 
 /// While it lives, this thread can read `grad()` of gated tensors.
 class OpenGates {
@@ -21,24 +28,25 @@ class OpenGates {
 
 /// Puts a gate before `.grad` of a parameter's tensor. Reading `.grad` throws `error`: the gradient
 /// is stored elsewhere, and an undefined tensor would be misleading. Requesting `.grad` for
-/// writing, as every `zero_grad()` does, clears the gradient in the sink of `source`. Autograd
-/// itself passes the gate, and so do the hooks that it calls for this tensor; then the sink takes
-/// the gradient. The rest of the tensor's autograd metadata stays. Once the sink is gone, `.grad`
-/// behaves like any other tensor's.
+/// writing, as every `zero_grad()` does, clears the gradient in the unit of `source`. Autograd
+/// itself passes the gate, and so do the hooks that it calls for this tensor; then the unit takes
+/// the gradient. The rest of the tensor's autograd metadata stays. Once the unit's gradients are
+/// gone, `.grad` behaves like any other tensor's. See [Note: One place for two hooks] in
+/// grad_gate.cpp.
 void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string error);
 
 /// Puts such a gate before `.grad` of a tensor that an optimizer holds in place of a parameter. No
 /// backward reaches this tensor; `zero_grad()` clears the gradient of `slot`, and reading throws
-/// even when the sink is gone.
-void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<GradSink> sink, size_t slot,
+/// even when the unit's are gone.
+void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<UnitGradients> unit, size_t slot,
                           std::string error);
 
 /// Undoes `install_grad_gate()`: the tensor has its own hooks and its own `.grad` again, which is
 /// undefined.
 void remove_grad_gate(const at::Tensor& tensor);
 
-/// Returns the sink behind the gate of `tensor`; null without a gate, or if the sink is gone.
-std::shared_ptr<GradSink> grad_sink_of(const at::Tensor& tensor);
+/// Returns the gradients behind the gate of `tensor`; null without a gate, or if they are gone.
+std::shared_ptr<UnitGradients> gradients_behind(const at::Tensor& tensor);
 
 /// Returns true for a parameter of a sharded model, and for the tensor that an optimizer holds in
 /// its place.

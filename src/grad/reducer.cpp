@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "grad/capture_watch.h"
-#include "grad/given_gradients.h"
+#include "grad/grad_gate.h"
 #include "mesh/redistribute.h"
 
 namespace tessera {
@@ -89,8 +89,15 @@ std::string read_error(const ParamSlot& slot) {
   return "[tessera] the gradient of parameter '" + slot.name() +
          "' is reduced and sharded, so .grad() does not hold it. Use "
          "ShardedModule::full_grad(parameter) to see it whole, clip_grad_norm_() of the sharded "
-         "module or "
-         "optimizer to clip, and ShardedOptimizer::step() to apply it";
+         "module or optimizer to clip, and ShardedOptimizer::step() to apply it";
+}
+
+bool has_lost_gate(const ParamSlot& param) {
+  for (size_t i = 0; i < param.handles.size(); ++i) {
+    const at::Tensor tensor = param.tensor(i);
+    if (tensor.defined() && !has_grad_gate(tensor)) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -109,10 +116,14 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
     // Units that are each rank's own are not averaged.
     const bool is_own = !unit->layout().is_replicated;
     has_own_ = has_own_ || is_own;
+    const auto take = [this, index = gradients_.size()](size_t slot, size_t handle,
+                                                        const at::Tensor& tensor) {
+      on_grad(index, slot, handle, tensor);
+    };
     gradients_.push_back(
-        options.reduces ? std::make_shared<UnitGradients>(*unit, *this, is_own ? 1 : options.scale,
+        options.reduces ? std::make_shared<UnitGradients>(*unit, take, is_own ? 1 : options.scale,
                                                           is_own ? 1 : options.predivide)
-                        : std::make_shared<GivenGradients>(*unit, *this));
+                        : std::make_shared<GivenGradients>(*unit));
     used_.emplace_back(unit->layout().slots.size(), false);
   }
   std::vector<int> order(units_.size());
@@ -120,8 +131,10 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
   set_order(std::move(order));
 }
 
+// Calls `f` with each tensor whose gradients are reduced.
 template <class F>
 void Reducer::for_each_handle(F&& f) const {
+  if (!options_.reduces) return;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     const auto& slots = units_[unit]->layout().slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
@@ -134,15 +147,13 @@ void Reducer::for_each_handle(F&& f) const {
 }
 
 void Reducer::install() {
-  if (!options_.reduces) return;
   *told_captures_ = mesh_.size() == 1;
   for (const auto& gradients : gradients_) gradients->begin_backward();
+  take_given();
   for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
-    const at::Tensor grad = take_gradient(tensor);
     const ParamSlot& param = units_[unit]->layout().slots[slot];
     install_grad_gate(tensor, {gradients_[unit], slot, i}, read_error(param));
     watch_captures(tensor, param.name(), told_captures_);
-    if (grad.defined()) take_given(unit, slot, i, grad);
   });
 }
 
@@ -154,44 +165,16 @@ void Reducer::uninstall() {
       [](size_t, size_t, size_t, const at::Tensor& tensor) { remove_grad_gate(tensor); });
 }
 
-// Takes a gradient that no backward of this model made. It counts as of a backward under
+// Takes the gradients that no backward of this model made. They count as of a backward under
 // `no_sync()`.
-void Reducer::take_given(size_t unit, size_t slot, size_t handle, const at::Tensor& grad) {
-  const UnitLayout& layout = units_[unit]->layout();
-  gradients_[unit]->arrive(slot, handle,
-                           local_gradient(layout.slots[slot], grad).to(layout.device));
-  accumulating_ = true;
-}
-
-void Reducer::take_all_given() {
-  if (!options_.reduces) return;
+void Reducer::take_given() {
   for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
     const at::Tensor grad = take_gradient(tensor);
-    if (grad.defined()) take_given(unit, slot, i, grad);
+    if (!grad.defined()) return;
+    const UnitLayout& layout = units_[unit]->layout();
+    gradients_[unit]->arrive(slot, i, local_gradient(layout.slots[slot], grad).to(layout.device));
+    accumulating_ = true;
   });
-}
-
-void Reducer::drop_given() {
-  if (!options_.reduces) return;
-  for_each_handle([](size_t, size_t, size_t, const at::Tensor& tensor) { take_gradient(tensor); });
-}
-
-// Called before a step: no gradient may be left where nothing reduces it.
-void Reducer::check_taken() const {
-  for_each_handle([&](size_t unit, size_t slot, size_t, const at::Tensor& tensor) {
-    TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '", units_[unit]->layout().slots[slot].name(),
-                "' has a gradient that backward did not give it (.grad was set by hand). Call ShardedModule::reduce() "
-                "on all ranks first, which reduces it with the others");
-  });
-}
-
-bool Reducer::has_lost_gate(size_t unit, size_t slot) const {
-  const ParamSlot& param = units_[unit]->layout().slots[slot];
-  for (size_t i = 0; i < param.handles.size(); ++i) {
-    const at::Tensor tensor = param.tensor(i);
-    if (tensor.defined() && !has_grad_gate(tensor)) return true;
-  }
-  return false;
 }
 
 // Called on all ranks, which agree on the outcome, when the rest of the backward is done.
@@ -276,18 +259,16 @@ void Reducer::launch_ready() {
   }
 }
 
-// If the channels of a process group share one order, only waiting gives all ranks the same order.
-void Reducer::replicate_reduced() {
-  if (!mesh_.replicate().has_channels()) return;
-  while (!unreplicated_.empty() && gradients_[unreplicated_.front()]->is_reduced()) {
-    gradients_[unreplicated_.front()]->replicate();
-    unreplicated_.pop_front();
+// Starts the second reductions of all units that were launched, or only of those for which it need
+// not wait.
+void Reducer::replicate(bool waits) {
+  // If the channels of a process group share one order, only waiting gives all ranks the same one.
+  if (!waits && !mesh_.replicate().has_channels()) return;
+  for (; !unreplicated_.empty(); unreplicated_.pop_front()) {
+    UnitGradients& gradients = *gradients_[unreplicated_.front()];
+    if (!waits && !gradients.is_reduced()) return;
+    gradients.replicate();
   }
-}
-
-void Reducer::replicate_all() {
-  for (; !unreplicated_.empty(); unreplicated_.pop_front())
-    gradients_[unreplicated_.front()]->replicate();
 }
 
 void Reducer::launch(const std::vector<size_t>& units, const std::string& name) {
@@ -303,7 +284,7 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
   }
   launch_together(gradients, *names_.insert(name).first);
   if (units_[units.front()]->context().mesh.replicates()) unreplicated_.push_back(units.front());
-  replicate_reduced();
+  replicate(/*waits=*/false);
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
   limit_in_flight();
 }
@@ -325,23 +306,21 @@ void Reducer::limit_in_flight() {
 
 // Makes `used_` the same on all ranks, and returns the highest vote.
 PassVote Reducer::agree_on_use() {
-  std::vector<uint8_t> bits;
+  std::vector<uint8_t> own;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
       const bool arrived = gradients_[unit]->has_arrived(slot);
-      bits.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
-      if (has_lost_gate(unit, slot)) bits.back() = lost_gate_of(mesh_.rank());
+      own.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
+      if (has_lost_gate(units_[unit]->layout().slots[slot]))
+        own.back() = lost_gate_of(mesh_.rank());
     }
   }
-  bits.push_back(to_byte(listener_.vote()));
-  const std::vector<uint8_t> own = bits;
-  if (mesh_.size() > 1) {
-    const at::Tensor tensor = at::empty({static_cast<int64_t>(bits.size())}, at::kByte);
-    auto* data = tensor.mutable_data_ptr<uint8_t>();
-    std::copy(bits.begin(), bits.end(), data);
-    mesh_.all_reduce(tensor, ReduceOp::kMax, {"which parameters were used", Channel::kControl});
-    std::copy(data, data + bits.size(), bits.begin());
-  }
+  own.push_back(to_byte(listener_.vote()));
+  const at::Tensor highest = at::empty({std::ssize(own)}, at::kByte);
+  auto* const bits = highest.mutable_data_ptr<uint8_t>();
+  std::copy(own.begin(), own.end(), bits);
+  if (mesh_.size() > 1)
+    mesh_.all_reduce(highest, ReduceOp::kMax, {"which parameters were used", Channel::kControl});
   size_t i = 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     late_[unit] = false;
@@ -355,7 +334,7 @@ PassVote Reducer::agree_on_use() {
                      std::to_string(bit - kLostGate);
     }
   }
-  return to_vote(bits.back());
+  return to_vote(bits[own.size() - 1]);
 }
 
 void Reducer::end_backward(int backward) {
@@ -393,7 +372,7 @@ void Reducer::join_backward(bool has_earlier) {
 
 // Starts this rank's remaining reductions. All ranks must call it. Returns the highest vote.
 PassVote Reducer::reduce_arrived() {
-  take_all_given();
+  take_given();
   listener_.on_agreement(any_live());
   const PassVote vote = agree_on_use();
   for (; next_ < buckets_.size(); ++next_) {
@@ -404,18 +383,14 @@ PassVote Reducer::reduce_arrived() {
     if (!used.empty()) launch(used, buckets_[next_].name);
   }
   launch_late();
-  next_ = 0;
-  std::fill(launched_.begin(), launched_.end(), false);
-  in_flight_.clear();
-  in_flight_bytes_ = 0;
-  accumulating_ = false;
+  forget_progress();
   return vote;
 }
 
 void Reducer::launch_late() {
   for (const int unit : order_) {
     if (!late_[unit]) continue;
-    replicate_all();
+    replicate(/*waits=*/true);
     const std::vector<bool> used = used_[unit];
     gradients_[unit]->settle(used);
     launch({static_cast<size_t>(unit)}, units_[unit]->layout().name);
@@ -424,7 +399,7 @@ void Reducer::launch_late() {
 
 void Reducer::settle() {
   const std::lock_guard lock(mutex_);
-  replicate_all();
+  replicate(/*waits=*/true);
   for (const int unit : order_) {
     gradients_[unit]->settle(used_[unit]);
     std::fill(used_[unit].begin(), used_[unit].end(), false);
@@ -436,16 +411,21 @@ bool Reducer::any_gradient() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(backwards_.empty(), "[step] backward must be over; one of this model runs still, in another thread or around "
               "this call (was step() called by a hook?)");
-  check_taken();
+  for_each_handle([&](size_t unit, size_t slot, size_t, const at::Tensor& tensor) {
+    TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '", units_[unit]->layout().slots[slot].name(),
+                "' has a gradient that backward did not give it (.grad was set by hand). Call ShardedModule::reduce() "
+                "on all ranks first, which reduces it with the others");
+  });
   settle();
   return has_own_ || any_live();
 }
 
 void Reducer::clear_all() {
   const std::lock_guard lock(mutex_);
-  drop_given();
-  replicate_all();
+  for_each_handle([](size_t, size_t, size_t, const at::Tensor& tensor) { take_gradient(tensor); });
+  replicate(/*waits=*/true);
   for (const auto& gradients : gradients_) gradients->clear_all();
+  for (auto& slots : used_) std::fill(slots.begin(), slots.end(), false);
   forget_progress();
 }
 
@@ -455,9 +435,8 @@ void Reducer::zero_all() {
   forget_progress();
 }
 
-// Resets the progress of a backward whose gradients are gone.
+// Resets the progress of a backward that is over, or whose gradients are gone.
 void Reducer::forget_progress() {
-  for (auto& slots : used_) std::fill(slots.begin(), slots.end(), false);
   next_ = 0;
   std::fill(launched_.begin(), launched_.end(), false);
   in_flight_.clear();

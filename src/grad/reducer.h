@@ -63,7 +63,7 @@ struct ReducerOptions {
 /// Reduces the gradients of all units, in one order on all ranks, while backward runs.
 ///
 /// See [Note: One order of reductions] in reducer.cpp.
-class Reducer : public GradTaker {
+class Reducer {
  public:
   /// `listener` must live as long as this.
   Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
@@ -107,15 +107,11 @@ class Reducer : public GradTaker {
 
  private:
   /// Called by the parameters' hooks, on any thread.
-  void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) override;
+  void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor);
 
   template <class F>
   void for_each_handle(F&& f) const;
-  void take_given(size_t unit, size_t slot, size_t handle, const at::Tensor& grad);
-  void take_all_given();
-  void drop_given();
-  void check_taken() const;
-  bool has_lost_gate(size_t unit, size_t slot) const;
+  void take_given();
   void begin_backward();
   void end_backward(int backward);
   PassVote reduce_arrived();
@@ -125,8 +121,7 @@ class Reducer : public GradTaker {
   void launch_ready();
   void launch(const std::vector<size_t>& units, const std::string& name);
   void launch_late();
-  void replicate_reduced();
-  void replicate_all();
+  void replicate(bool waits);
   void limit_in_flight();
   PassVote agree_on_use();
   void check_gates() const;

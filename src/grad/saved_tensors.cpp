@@ -14,7 +14,7 @@ namespace tessera {
 // For each tensor that an operator saves, LibTorch asks its autograd engine whether hooks are set
 // for it. Python's engine answers with those of torch.autograd.graph.saved_tensors_hooks; the C++
 // engine has none. So our engine stands in front of the installed one, whichever it is: it answers
-// that question if a sink is set on the thread, and forwards every other call. It has no threads
+// that question if a scope is open on the thread, and forwards every other call. It has no threads
 // and no state, and is installed by the first scope. If another engine was installed since
 // (Python's, by an import), the next scope puts it in front of that one.
 //
@@ -24,7 +24,7 @@ namespace {
 
 using namespace torch::autograd;
 
-thread_local SavedTensorSink* current_sink = nullptr;
+thread_local const SavedTensorScope::MakeHooks* current_scope = nullptr;
 
 class FrontAutograd final : public Engine {
  public:
@@ -42,7 +42,7 @@ class FrontAutograd final : public Engine {
   }
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return current_sink ? current_sink->next() : behind().get_default_saved_variable_hooks();
+    return current_scope ? (*current_scope)() : behind().get_default_saved_variable_hooks();
   }
 
   variable_list execute(const edge_list& roots, const variable_list& inputs, bool keep_graph,
@@ -80,11 +80,11 @@ class FrontAutograd final : public Engine {
 
 }  // namespace
 
-SavedTensorScope::SavedTensorScope(SavedTensorSink* sink) {
+SavedTensorScope::SavedTensorScope(MakeHooks make) : make_(std::move(make)) {
   FrontAutograd::install();
-  outer_ = std::exchange(current_sink, sink);
+  outer_ = std::exchange(current_scope, &make_);
 }
 
-SavedTensorScope::~SavedTensorScope() { current_sink = outer_; }
+SavedTensorScope::~SavedTensorScope() { current_scope = outer_; }
 
 }  // namespace tessera

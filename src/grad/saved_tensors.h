@@ -2,31 +2,27 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <functional>
 #include <memory>
 
 namespace tessera {
 
-/// Receives the tensors that autograd saves for backward.
-class SavedTensorSink {
- public:
-  virtual ~SavedTensorSink() = default;
-  /// Called for each tensor that is saved: returns the hooks that store it and return it.
-  virtual std::unique_ptr<torch::autograd::SavedVariableHooks> next() = 0;
-};
-
-/// While it lives, `sink` receives the tensors saved on this thread, and the scopes around it do
-/// not.
+/// While it lives, each tensor that autograd saves on this thread gets hooks that `make` returns,
+/// and none of the scopes around it: they store the tensor and return it.
 ///
 /// See [Note: Hooks without Python] in saved_tensors.cpp.
 class SavedTensorScope {
  public:
-  explicit SavedTensorScope(SavedTensorSink* sink);
+  using MakeHooks = std::function<std::unique_ptr<torch::autograd::SavedVariableHooks>()>;
+
+  explicit SavedTensorScope(MakeHooks make);
   ~SavedTensorScope();
   SavedTensorScope(const SavedTensorScope&) = delete;
   SavedTensorScope& operator=(const SavedTensorScope&) = delete;
 
  private:
-  SavedTensorSink* outer_;
+  const MakeHooks make_;
+  const MakeHooks* outer_;
 };
 
 }  // namespace tessera

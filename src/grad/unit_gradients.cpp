@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace tessera {
 
@@ -29,47 +30,76 @@ at::Tensor flat_view(const at::Tensor& grad) {
   return at::as_strided(grad, {grad.numel()}, {1}, grad.storage_offset());
 }
 
+// Returns the gradient of a parameter; undefined if it has none. It is laid out like the parameter,
+// so that its elements can be changed in place. Of tensors that share memory, the first holds the
+// sum.
+at::Tensor gradient_of(const ParamSlot& slot) {
+  const at::Tensor first = slot.tensor();
+  if (!first.defined()) return {};
+  at::NoGradGuard no_grad;
+  at::Tensor& gradient = first.mutable_grad();
+  for (size_t i = 1; i < slot.handles.size(); ++i) {
+    at::Tensor& other = slot.tensor(i).mutable_grad();
+    if (!other.defined()) continue;
+    gradient = gradient.defined() ? gradient.add_(other) : other;
+    other.reset();
+  }
+  if (gradient.defined() && gradient.strides() != at::IntArrayRef(slot.strides))
+    gradient = flat_in_order(gradient, slot.strides).as_strided(slot.sizes, slot.strides);
+  return gradient;
+}
+
+// Calls `f` with each gradient of the parameter's tensors.
+template <class F>
+void for_each_gradient(const ParamSlot& slot, F&& f) {
+  for (size_t i = 0; i < slot.handles.size(); ++i) {
+    const at::Tensor tensor = slot.tensor(i);
+    if (tensor.defined() && tensor.grad().defined()) f(tensor.mutable_grad());
+  }
+}
+
 }  // namespace
 
-UnitGradients::UnitGradients(Unit& unit, GradTaker& taker, double scale, double predivide)
-    : unit_(unit),
-      taker_(taker),
+Reduction::Reduction(const ShardMesh& mesh, const at::Tensor& out, std::vector<Piece> pieces,
+                     std::span<const int64_t> bounds, const ReduceScatterOptions& options,
+                     std::string_view subject)
+    : mesh_(mesh),
+      out_(out),
+      subject_(subject),
+      work_(mesh.shard().reduce_scatter(out, std::move(pieces), bounds, options,
+                                        {subject, Channel::kGrads})) {}
+
+void Reduction::replicate() {
+  work_->wait();
+  work_ = mesh_.replicate().all_reduce(out_, ReduceOp::kSum, {subject_, Channel::kGrads});
+}
+
+UnitGradients::UnitGradients(Unit& unit, OnGradient take, double scale, double predivide)
+    : take(std::move(take)),
+      unit_(unit),
       scale_(scale),
       predivide_(predivide),
-      chunk_of_slot_(unit.layout().slots.size(), 0),
       chunks_(unit.layout().chunks.size()),
       arrived_(unit.layout().slots.size(), false),
       seen_(unit.layout().slots.size()),
       live_(unit.layout().slots.size(), false),
-      cleared_(unit.layout().slots.size(), false) {
-  for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
-    const GradChunk& range = unit.layout().chunks[chunk];
-    for (size_t slot = range.first_slot; slot < range.end_slot; ++slot)
-      chunk_of_slot_[slot] = chunk;
-  }
-}
+      cleared_(unit.layout().slots.size(), false) {}
 
-UnitGradients::~UnitGradients() = default;
-
-at::TensorOptions UnitGradients::options(at::ScalarType dtype) const {
-  return at::TensorOptions().dtype(dtype).device(unit_.layout().device);
-}
-
-at::Tensor& UnitGradients::chunk_buffer(size_t chunk) {
-  const GradChunk& range = unit_.layout().chunks[chunk];
-  if (!chunks_[chunk].defined()) {
-    chunks_[chunk] = at::zeros({range.end - range.begin}, options(unit_.layout().reduce_dtype));
-  }
-  return chunks_[chunk];
+// The chunk of a parameter that has elements.
+size_t UnitGradients::chunk_of(size_t slot) const {
+  const auto& chunks = unit_.layout().chunks;
+  return std::ranges::upper_bound(chunks, slot, {}, &GradChunk::first_slot) - chunks.begin() - 1;
 }
 
 at::Tensor UnitGradients::place_of(size_t slot) {
-  const ParamSlot& param = unit_.layout().slots[slot];
-  const size_t chunk = chunk_of_slot_[slot];
-  const at::Tensor& buffer = chunk_buffer(chunk);
-  return at::as_strided(
-      buffer, param.sizes, param.strides,
-      buffer.storage_offset() + param.offset - unit_.layout().chunks[chunk].begin);
+  const UnitLayout& layout = unit_.layout();
+  const ParamSlot& param = layout.slots[slot];
+  const GradChunk& range = layout.chunks[chunk_of(slot)];
+  at::Tensor& buffer = chunks_[chunk_of(slot)];
+  if (!buffer.defined())
+    buffer = at::zeros({range.end - range.begin}, layout.options().dtype(layout.reduce_dtype));
+  return at::as_strided(buffer, param.sizes, param.strides,
+                        buffer.storage_offset() + param.offset - range.begin);
 }
 
 void UnitGradients::begin_backward() {
@@ -86,14 +116,14 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
                               param.name(), "' requires a gradient itself (create_graph = true); "
                               "sharded gradients can't be differentiated again");
   TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(param.sizes), "[tessera] the gradient of parameter '", param.name(),
-                    "' must have its shape; expected ", at::IntArrayRef(param.sizes), ", got ", grad.sizes(),
+                    "' must have the parameter's shape; expected ", at::IntArrayRef(param.sizes), ", got ", grad.sizes(),
                     " (set by a hook, or by hand?)");
   arrived_[slot] = seen_[slot][handle] = true;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;
   const MemoryWatch& watch = unit_.context().watch;
   watch.before_change();
-  const size_t chunk = chunk_of_slot_[slot];
+  const size_t chunk = chunk_of(slot);
   const bool is_message = unit_.layout().chunks[chunk].is_single() && !chunks_[chunk].defined() &&
                           grad.strides() == param.strides;
   if (is_message) {
@@ -129,41 +159,38 @@ bool UnitGradients::any_arrived() const {
   return std::find(arrived_.begin(), arrived_.end(), true) != arrived_.end();
 }
 
+// Drops gradients that have arrived and were not launched.
 void UnitGradients::drop_arrivals() {
   std::fill(chunks_.begin(), chunks_.end(), at::Tensor());
   std::fill(arrived_.begin(), arrived_.end(), false);
 }
 
 std::vector<Piece> UnitGradients::take_pieces() {
+  std::erase_if(sent_, [](const Sent& sent) { return sent.memory.expired(); });
+  const bool is_watched = unit_.context().watch.is_active();
   std::vector<Piece> pieces;
   for (size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
     const GradChunk& range = unit_.layout().chunks[chunk];
+    if (is_watched && chunks_[chunk].defined()) sent_.emplace_back(chunks_[chunk]);
     pieces.push_back({range.begin, std::move(chunks_[chunk]), range.end - range.begin});
   }
   drop_arrivals();
   return pieces;
 }
 
-void UnitGradients::note_sent(const std::vector<Piece>& pieces) {
-  std::erase_if(sent_, [](const Sent& sent) { return sent.memory.expired(); });
-  if (!unit_.context().watch.is_active()) return;
-  for (const Piece& piece : pieces) {
-    if (piece.data.defined()) sent_.emplace_back(piece.data);
-  }
-}
-
 // Allocates the result; returns true if the reduction is to be added to earlier gradients.
 bool UnitGradients::prepare_reduced() {
-  const auto& slots = unit_.layout().slots;
+  const UnitLayout& layout = unit_.layout();
   if (!any_live()) {
     const int64_t numel = unit_.updated_end() - unit_.updated_begin();
     // From the heap, whose memory activations use while there are no gradients.
-    if (!reduced_.defined()) reduced_ = at::empty({numel}, options(unit_.layout().master_dtype));
+    if (!reduced_.defined())
+      reduced_ = at::empty({numel}, layout.options().dtype(layout.master_dtype));
     return false;
   }
-  for (size_t slot = 0; slot < slots.size(); ++slot) {
+  for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
     if (live_[slot]) continue;
-    const auto [begin, end] = unit_.updated_range(slots[slot]);
+    const auto [begin, end] = unit_.updated_range(layout.slots[slot]);
     if (begin < end) reduced(begin, end).zero_();
   }
   return true;
@@ -188,10 +215,8 @@ void UnitGradients::launch() {
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
   adds_ = apart;
-  std::vector<Piece> pieces = take_pieces();
-  note_sent(pieces);
   reduction_ = std::make_shared<Reduction>(
-      mesh, apart ? partial_ : shard_part(), std::move(pieces), layout.bounds,
+      mesh, apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
       ReduceScatterOptions{
           .scale = scale_, .accumulate = accumulate && !apart, .dtype = layout.reduce_dtype},
       layout.name);
@@ -215,7 +240,6 @@ std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart
     adds_ = apart && has_earlier;
   }
   std::vector<Piece> pieces = take_pieces();
-  note_sent(pieces);
   unit_.context().watch.tell(MemoryEvent::kReductionStarted, unit_.layout().name);
   return pieces;
 }
@@ -318,6 +342,35 @@ int64_t UnitGradients::in_flight_nbytes() const {
     if (!sent.memory.expired()) nbytes += sent.nbytes;
   }
   return nbytes;
+}
+
+void GivenGradients::clear(size_t slot) {
+  for_each_gradient(unit().layout().slots[slot], [](at::Tensor& gradient) { gradient.reset(); });
+}
+
+void GivenGradients::clear_all() {
+  for (size_t slot = 0; slot < unit().layout().slots.size(); ++slot) clear(slot);
+}
+
+void GivenGradients::zero_all() {
+  at::NoGradGuard no_grad;
+  for (const ParamSlot& slot : unit().layout().slots)
+    for_each_gradient(slot, [](at::Tensor& gradient) { gradient.zero_(); });
+}
+
+bool GivenGradients::is_live(size_t slot) const {
+  return gradient_of(unit().layout().slots[slot]).defined();
+}
+
+at::Tensor GivenGradients::reduced(int64_t begin, int64_t end) const {
+  const auto& slots = unit().layout().slots;
+  const auto slot = std::find_if(slots.begin(), slots.end(), [&](const ParamSlot& candidate) {
+    return candidate.offset <= begin && end <= candidate.offset + candidate.numel;
+  });
+  TORCH_INTERNAL_ASSERT(slot != slots.end());
+  const at::Tensor gradient = gradient_of(*slot);
+  return at::as_strided(gradient, {end - begin}, {1},
+                        gradient.storage_offset() + begin - slot->offset);
 }
 
 }  // namespace tessera

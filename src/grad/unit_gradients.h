@@ -3,35 +3,55 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
+#include <string_view>
 #include <vector>
 
-#include "grad/grad_gate.h"
-#include "grad/reduction.h"
+#include "mesh/shard_mesh.h"
 #include "unit/unit.h"
 
 namespace tessera {
 
-/// Receives the gradients of all units as autograd makes them.
-class GradTaker {
+/// A reduction of gradients in flight, of one unit or of several: over the shard dim, and then, in
+/// place, over the replicate dim.
+class Reduction {
  public:
-  virtual ~GradTaker() = default;
-  virtual void on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) = 0;
+  /// Starts the reduction. All ranks must call it. `out` is this rank's part of the sum; see
+  /// `ProcessGroup::reduce_scatter` for the other arguments. `subject` must live as long as the
+  /// mesh is used.
+  Reduction(const ShardMesh& mesh, const at::Tensor& out, std::vector<Piece> pieces,
+            std::span<const int64_t> bounds, const ReduceScatterOptions& options,
+            std::string_view subject);
+
+  /// All ranks, with a replicate dim: waits for the sum, then starts adding up the sums of the
+  /// replicas.
+  void replicate();
+  void wait() { work_->wait(); }
+  bool is_completed() { return work_->is_completed(); }
+
+ private:
+  const ShardMesh& mesh_;
+  at::Tensor out_;
+  std::string_view subject_;
+  WorkPtr work_;
 };
 
 /// The gradients of one unit, from autograd's tensors to the reduced part that this rank keeps.
 ///
 /// See [Note: The way of a gradient] in unit_gradients.cpp.
-class UnitGradients : public GradSink {
+class UnitGradients {
  public:
-  /// `taker`, which must live as long as this, gets the gradients that autograd makes. Local
-  /// gradients are divided by `predivide`, and their sum over ranks is multiplied by `scale`.
-  UnitGradients(Unit& unit, GradTaker& taker, double scale, double predivide);
-  ~UnitGradients() override;
+  using OnGradient = std::function<void(size_t slot, size_t handle, const at::Tensor& tensor)>;
 
-  void take(size_t slot, size_t handle, const at::Tensor& tensor) override {
-    taker_.on_grad(static_cast<size_t>(unit_.index()), slot, handle, tensor);
-  }
+  /// Local gradients are divided by `predivide`, and their sum over ranks is multiplied by `scale`.
+  UnitGradients(Unit& unit, OnGradient take, double scale, double predivide);
+  virtual ~UnitGradients() = default;
+
+  /// Called when a gradient is in `.grad` of `tensor`, number `handle` of the tensors of the
+  /// parameter in `slot`, and the user's hook has run. Takes it out and calls `arrive()`.
+  const OnGradient take;
 
   /// Begins a backward, in which nothing has arrived yet.
   void begin_backward();
@@ -41,8 +61,6 @@ class UnitGradients : public GradSink {
   bool is_complete() const;
   bool has_arrived(size_t slot) const { return arrived_[slot]; }
   bool any_arrived() const;
-  /// Drops gradients that have arrived and were not launched.
-  void drop_arrivals();
 
   /// All ranks: starts reducing the gradients that have arrived; parameters without one count as
   /// zeros.
@@ -64,7 +82,7 @@ class UnitGradients : public GradSink {
 
   /// Drops the gradient of one parameter, or of all, whether it has arrived, is being reduced, or
   /// is reduced.
-  void clear(size_t slot) override;
+  virtual void clear(size_t slot);
   virtual void clear_all();
   /// Turns existing gradients into zeros, which the next backward reduces even where it does not
   /// use the parameter.
@@ -87,23 +105,20 @@ class UnitGradients : public GradSink {
   Unit& unit() const { return unit_; }
 
  private:
-  at::TensorOptions options(at::ScalarType dtype) const;
+  void drop_arrivals();
   void finish_reduction();
   void gather_whole();
   at::Tensor shard_part() const;
-  at::Tensor& chunk_buffer(size_t chunk);
+  size_t chunk_of(size_t slot) const;
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();
   bool prepare_reduced();
   at::Tensor predivided(const at::Tensor& grad) const;
   bool holds_any() const;
-  void note_sent(const std::vector<Piece>& pieces);
 
   Unit& unit_;
-  GradTaker& taker_;
   double scale_;
   double predivide_;
-  std::vector<size_t> chunk_of_slot_;
   std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until a gradient arrives
   std::vector<bool> arrived_;            // and not launched; possibly in an earlier backward
   std::vector<std::vector<bool>> seen_;  // per slot and handle: arrived in this backward
@@ -123,6 +138,21 @@ class UnitGradients : public GradSink {
     int64_t nbytes;
   };
   std::vector<Sent> sent_;  // while a memory watch is active
+};
+
+/// The gradients of a unit that Tessera does not reduce: they stay whole in `.grad`, and
+/// `reduced()` is a view of this rank's part. Nothing is sent, nothing is copied unless a
+/// gradient's strides differ from its parameter's, and ranks need not agree on which parameters
+/// have a gradient.
+class GivenGradients final : public UnitGradients {
+ public:
+  explicit GivenGradients(Unit& unit) : UnitGradients(unit, {}, /*scale=*/1, /*predivide=*/1) {}
+
+  void clear(size_t slot) override;
+  void clear_all() override;
+  void zero_all() override;
+  bool is_live(size_t slot) const override;
+  at::Tensor reduced(int64_t begin, int64_t end) const override;
 };
 
 }  // namespace tessera

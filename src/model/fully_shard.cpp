@@ -24,7 +24,7 @@ namespace {
 // The unit of a parameter, even if the parameter was given other data.
 const Unit* owner_of(const at::Tensor& param) {
   if (const Unit* const unit = unit_of(param)) return unit;
-  const auto gradients = std::dynamic_pointer_cast<UnitGradients>(grad_sink_of(param));
+  const auto gradients = gradients_behind(param);
   return gradients ? &gradients->unit() : nullptr;
 }
 

@@ -138,7 +138,7 @@ class ShardedState : public UseListener,
   Residency& residency() { return *residency_; }
   Reducer& reducer() { return *reducer_; }
   const Reducer& reducer() const { return *reducer_; }
-  std::weak_ptr<GradSink> grad_sink(size_t unit) const { return reducer_->gradients()[unit]; }
+  std::weak_ptr<UnitGradients> grad_sink(size_t unit) const { return reducer_->gradients()[unit]; }
   const ParamSlot& slot(const ParamIndex& place) const {
     return units_[place.unit]->layout().slots[place.slot];
   }

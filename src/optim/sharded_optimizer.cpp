@@ -8,6 +8,7 @@
 #include <typeinfo>
 #include <vector>
 
+#include "grad/grad_gate.h"
 #include "model/sharded_state.h"
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"

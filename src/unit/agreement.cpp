@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <sstream>
 
 namespace tessera {
 namespace {
@@ -13,44 +14,44 @@ const char* dtype_name(std::optional<at::ScalarType> dtype) {
   return dtype ? c10::toString(*dtype) : "none";
 }
 
+constexpr const char* kLevels[] = {"kNone", "kOptimizerState", "kGradients", "kParameters"};
+constexpr const char* kPartitions[] = {"kFlatEven", "kWholeParam"};
+constexpr const char* kStartValues[] = {"kBroadcast", "kKeep"};
+constexpr const char* kOffloads[] = {"kNone", "kHost", "kDirectory"};
+
+template <size_t kCount, class Enum>
+const char* name_of(const char* const (&names)[kCount], Enum value) {
+  return names[static_cast<size_t>(value)];
+}
+
 // One line per fact that must be equal on all ranks.
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
-  std::vector<std::string> lines;
   const Precision& precision = plan.precision;
-  lines.push_back(
-      fmt::format("plan: owners {}, ignored {}, unreplicated {}, reduce_gradients {}, gather_dtype "
-                  "{}, device {}, predivide {}, bucket_bytes {}, master_only {}, "
-                  "has memory_budget {}",
-                  plan.owners, plan.ignored, plan.unreplicated, plan.reduce_gradients,
-                  dtype_name(precision.gather_dtype),
-                  plan.device ? c10::DeviceTypeName(plan.device->type()) : "any", plan.predivide,
-                  plan.bucket_bytes, precision.master_only, plan.memory_budget.has_value()));
-  lines.push_back(fmt::format(
-      "plan: level {}, partition {}, unit_bytes {}, units {}, whole_numel {}, whole "
-      "{}, resident_bytes {}, "
-      "prefetch {}, average {}, start_values {}, sync_buffers {}, param_dtype {}, master_dtype {}, "
-      "reduce_dtype {}, buffer_dtype {}, cast_inputs {}, offload {}",
-      static_cast<int>(plan.level), static_cast<int>(plan.partition), plan.unit_bytes.value(),
-      plan.units, plan.whole_numel, plan.whole, plan.resident_bytes, plan.prefetch, plan.average,
-      static_cast<int>(plan.start_values), plan.sync_buffers, dtype_name(precision.param_dtype),
-      dtype_name(precision.master_dtype), dtype_name(precision.reduce_dtype),
-      dtype_name(precision.buffer_dtype), precision.cast_inputs, static_cast<int>(plan.offload)));
+  std::vector<std::string> lines = {fmt::format(
+      "plan.level {}\nplan.partition {}\nplan.unit_bytes {}\nplan.owners {}\nplan.ignored {}\n"
+      "plan.unreplicated {}\nplan.units {}\nplan.whole_numel {}\nplan.whole {}\n"
+      "plan.resident_bytes {}\nplan.memory_budget {}\nplan.prefetch {}\nplan.average {}\n"
+      "plan.predivide {}\nplan.bucket_bytes {}\nplan.reduce_gradients {}\nplan.device {}\n"
+      "plan.start_values {}\nplan.sync_buffers {}\nplan.offload {}\n"
+      "plan.precision.param_dtype {}\nplan.precision.master_dtype {}\n"
+      "plan.precision.reduce_dtype {}\nplan.precision.gather_dtype {}\n"
+      "plan.precision.master_only {}\nplan.precision.buffer_dtype {}\n"
+      "plan.precision.cast_inputs {}",
+      name_of(kLevels, plan.level), name_of(kPartitions, plan.partition), plan.unit_bytes.value(),
+      plan.owners, plan.ignored, plan.unreplicated, plan.units, plan.whole_numel, plan.whole,
+      plan.resident_bytes, plan.memory_budget ? "given" : "none", plan.prefetch, plan.average,
+      plan.predivide, plan.bucket_bytes, plan.reduce_gradients,
+      plan.device ? c10::DeviceTypeName(plan.device->type()) : "any",
+      name_of(kStartValues, plan.start_values), plan.sync_buffers, name_of(kOffloads, plan.offload),
+      dtype_name(precision.param_dtype), dtype_name(precision.master_dtype),
+      dtype_name(precision.reduce_dtype), dtype_name(precision.gather_dtype), precision.master_only,
+      dtype_name(precision.buffer_dtype), precision.cast_inputs)};
   for (const ParamSlot& param : params) {
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}]{}", fmt::join(param.names, "' = '"),
                                 c10::toString(param.dtype), fmt::join(param.sizes, ", "),
                                 fmt::join(param.strides, ", "),
                                 param.requires_grad ? "" : ", frozen"));
     if (param.dist) lines.back() += ", placed " + to_string(param.dist->spec->placements);
-  }
-  return lines;
-}
-
-std::vector<std::string> split_lines(const std::string& text) {
-  std::vector<std::string> lines;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
   }
   return lines;
 }
@@ -84,15 +85,18 @@ void check_same_lines(const ShardMesh& mesh, const std::vector<std::string>& lin
   const auto hashes = mesh.all_gather_bytes(hash, tag);
   if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
   std::vector<std::vector<std::string>> ranks;
-  for (const std::string& other : mesh.all_gather_bytes(text, tag))
-    ranks.push_back(split_lines(other));
+  for (const std::string& other : mesh.all_gather_bytes(text, tag)) {
+    std::istringstream stream(other);
+    ranks.emplace_back();
+    for (std::string line; std::getline(stream, line);) ranks.back().push_back(line);
+  }
   TORCH_CHECK_VALUE(false, must, "; ", first_difference(ranks));
 }
 
 void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
                       const ShardPlan& plan) {
   check_same_lines(mesh, describe(params, plan),
-                   "[fully_shard] the models must be the same on all ranks");
+                   "[fully_shard] the models and plans must be the same on all ranks");
 }
 
 }  // namespace tessera

@@ -16,7 +16,7 @@ void check_same_lines(const ShardMesh& mesh, const std::vector<std::string>& lin
                       const std::string& must);
 
 /// Throws on every rank unless all of them have the same parameters and plan. The message names the
-/// first parameter that differs, and the ranks. Collective.
+/// first parameter or member of the plan that differs, and the ranks. Collective.
 void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,
                       const ShardPlan& plan);
 

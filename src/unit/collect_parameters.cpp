@@ -1,17 +1,47 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
-#include <algorithm>
+#include <compare>
+#include <cstdint>
 #include <map>
-#include <numeric>
+#include <optional>
+#include <utility>
 
 #include "mesh/dist_meta.h"
 #include "unit/layout.h"
-#include "unit/memory_range.h"
 #include "unit/unit_storage.h"
 
 namespace tessera {
 namespace {
+
+// The bytes between the first and the last element of a tensor, both included.
+struct MemoryRange {
+  // Null: `begin` and `end` are addresses. Else they count from the start of this storage, which
+  // has no memory yet.
+  const void* storage = nullptr;
+  uint64_t begin = 0, end = 0;
+
+  bool overlaps(const MemoryRange& other) const {
+    return storage == other.storage && begin < other.end && other.begin < end;
+  }
+  auto operator<=>(const MemoryRange&) const = default;
+};
+
+// Empty for a tensor without elements, or without memory that could be shared (sparse ones).
+std::optional<MemoryRange> memory_range(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.numel() == 0) return std::nullopt;
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  // Other ways to read the pointer compute the values of a deferred tensor, or throw.
+  const void* const memory = storage._mutable_data_ptr_no_checks().get();
+  const auto start = reinterpret_cast<uintptr_t>(memory);
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  return MemoryRange{.storage = memory ? nullptr : &storage,
+                     .begin = start + static_cast<uint64_t>(tensor.storage_offset() * item),
+                     .end = start + static_cast<uint64_t>((last + 1) * item)};
+}
 
 // Strides of the parameter in the flat buffer: its own if it fills its memory without gaps, in
 // any order of dims (as channels_last does); otherwise those of a contiguous tensor.
@@ -32,7 +62,7 @@ void check_parameter(const NamedTensor& named) {
                     "' is undefined");
   const DistMeta* const meta = find_dist_meta(named.tensor);
   TORCH_CHECK_VALUE(!meta || meta->spec->mesh.is_member(), "[fully_shard] parameter '", named.name,
-                    "' must lie on this rank, too; its mesh is ", meta ? meta->spec->mesh.to_string() : "");
+                    "' must have a part on each rank; this rank is not in its mesh ", meta ? meta->spec->mesh.to_string() : "");
   const at::Tensor& tensor = local_of(named.tensor);
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[fully_shard] parameter '", named.name,
                     "' must be a dense tensor; got layout ", tensor.layout());
@@ -42,7 +72,7 @@ void check_parameter(const NamedTensor& named) {
                     "' is sharded already: a module can be wrapped only once");
   TORCH_CHECK_VALUE(named.tensor.is_leaf(), "[fully_shard] parameter '", named.name,
                     "' must be a leaf, so that gradients reach it; got the result of an operator (",
-                    named.tensor.grad_fn()->name(), "). Register what it was made of, or detach() it");
+                    named.tensor.grad_fn()->name(), "). Register the tensor that it was computed from, or detach() it");
 }
 
 class Collector {
@@ -50,67 +80,53 @@ class Collector {
   void add(const NamedTensor& named) {
     check_parameter(named);
     const at::Tensor& handle = named.tensor;
-    const at::Tensor& tensor = local_of(handle);
-    if (ParamSlot* slot = find_tie(named)) {
-      slot->names.push_back(named.name);
-      slot->requires_grad |= handle.requires_grad();
-      const auto* impl = handle.unsafeGetTensorImpl();
-      for (size_t i = 0; i < slot->handles.size(); ++i) {
-        if (slot->tensor(i).unsafeGetTensorImpl() == impl) return;
-      }
-      slot->handles.emplace_back(handle.getIntrusivePtr());
-      return;
-    }
-    ParamSlot slot;
-    slot.names = {named.name};
-    slot.handles.emplace_back(handle.getIntrusivePtr());
-    slot.sizes = tensor.sizes().vec();
-    slot.strides = flat_strides(tensor);
-    slot.dtype = tensor.scalar_type();
-    slot.device = tensor.device();
-    slot.requires_grad = handle.requires_grad();
-    slot.numel = tensor.numel();
-    if (const DistMeta* meta = find_dist_meta(handle))
-      slot.dist = DistSlot{.spec = meta->spec,
-                           .sizes = handle.sizes().vec(),
-                           .strides = handle.strides().vec(),
-                           .is_first_replica = is_first_replica(*meta->spec)};
-    if (const auto range = memory_range(tensor))
-      by_memory_[range->place()] = {range->end, slots_.size()};
-    by_impl_[handle.unsafeGetTensorImpl()] = slots_.size();
-    slots_.push_back(std::move(slot));
+    const auto [known, is_new] = by_impl_.try_emplace(handle.unsafeGetTensorImpl());
+    if (is_new) known->second = slot_of(named);
+    ParamSlot& slot = slots_[known->second];
+    slot.names.push_back(named.name);
+    slot.requires_grad |= handle.requires_grad();
+    if (is_new) slot.handles.emplace_back(handle.getIntrusivePtr());
   }
 
   std::vector<ParamSlot> take() && { return std::move(slots_); }
 
  private:
-  ParamSlot* find_tie(const NamedTensor& named) {
+  // The index of the parameter with the memory of a tensor: a new one if there is none.
+  size_t slot_of(const NamedTensor& named) {
     const at::Tensor& tensor = local_of(named.tensor);
-    const auto same_impl = by_impl_.find(named.tensor.unsafeGetTensorImpl());
-    if (same_impl != by_impl_.end()) return &slots_[same_impl->second];
     const auto range = memory_range(tensor);
-    ParamSlot* const other = range ? in_memory(*range) : nullptr;
+    const ParamSlot* const other = range ? in_memory(*range) : nullptr;
     TORCH_CHECK_VALUE(!other || is_same_memory(tensor, other->local()), "[fully_shard] parameters '",
                       other ? other->name() : "", "' and '", named.name,
                       "' overlap in memory without being the same tensor");
-    return other;
+    if (other) return other - slots_.data();
+    if (range) by_memory_[*range] = slots_.size();
+    ParamSlot& slot = slots_.emplace_back();
+    slot.sizes = tensor.sizes().vec();
+    slot.strides = flat_strides(tensor);
+    slot.dtype = tensor.scalar_type();
+    slot.device = tensor.device();
+    slot.requires_grad = false;
+    slot.numel = tensor.numel();
+    if (const DistMeta* meta = find_dist_meta(named.tensor))
+      slot.dist = DistSlot{.spec = meta->spec,
+                           .sizes = named.tensor.sizes().vec(),
+                           .strides = named.tensor.strides().vec(),
+                           .is_first_replica = is_first_replica(*meta->spec)};
+    return slots_.size() - 1;
   }
 
   // The first parameter that lies there, if only in part. No two overlap.
-  ParamSlot* in_memory(const MemoryRange& range) {
-    auto next = by_memory_.lower_bound({range.storage, range.end});
+  const ParamSlot* in_memory(const MemoryRange& range) const {
+    const auto next = by_memory_.lower_bound({range.storage, range.end});
     if (next == by_memory_.begin()) return nullptr;
-    const auto& [place, last] = *--next;
-    return place.first == range.storage && last.end > range.begin ? &slots_[last.slot] : nullptr;
+    const auto& [memory, slot] = *std::prev(next);
+    return memory.overlaps(range) ? &slots_[slot] : nullptr;
   }
 
-  struct End {
-    uint64_t end;
-    size_t slot;
-  };
   std::vector<ParamSlot> slots_;
   std::map<const c10::TensorImpl*, size_t> by_impl_;
-  std::map<std::pair<const void*, uint64_t>, End> by_memory_;
+  std::map<MemoryRange, size_t> by_memory_;
 };
 
 }  // namespace
@@ -131,13 +147,13 @@ void check_own_memory(const std::vector<ParamSlot>& params, const char* kind,
     if (!other.tensor.defined()) continue;
     const at::Tensor& tensor = local_of(other.tensor);
     TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] ", kind, " '", other.name,
-                      "' is sharded already, or a view of a parameter that is. Shard a module whole, and once");
+                      "' is sharded already, or is a view of a sharded parameter. Shard the whole module in one call");
     const auto range = memory_range(tensor);
     if (!range) continue;
     for (const auto& [memory, param] : ranges) {
       TORCH_CHECK_VALUE(!memory.overlaps(*range), "[fully_shard] ", kind, " '", other.name,
                         "' lies in the memory of parameter '", param->name(), "', which moves to its unit: it would "
-                        "keep the values of now. Give it memory of its own (clone() it), or register the "
+                        "keep the parameter's present values. Give it memory of its own (clone() it), or register the "
                         "parameter itself under both names");
     }
   }

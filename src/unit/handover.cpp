@@ -41,7 +41,8 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
 
 // Makes the shard and the master copy, as far as this unit has them.
 void Unit::keep_part_of(const at::Tensor& values) {
-  if (context_.offload || layout_.has_master()) master_.make(updated_of(values), context_.offload);
+  if (context_.offload || layout_.has_master())
+    master_.make(updated_of(values), values.scalar_type(), context_.offload);
   if (memory_->holds_shard()) {
     shard_ = shard_of(full());
   } else if (!master_.exists() || !(master_.is_offloaded() || context_.master_only)) {

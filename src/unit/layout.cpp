@@ -7,10 +7,9 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
+#include <ranges>
 #include <set>
 #include <tuple>
-#include <unordered_map>
 
 #include "group/local_sum.h"
 #include "mesh/placed.h"
@@ -64,28 +63,36 @@ void choose_dtypes(ParamSlot& param, const Precision& precision) {
   param.dtype = used;
 }
 
+// Throws unless all `names`, of one member of the plan, are the model's.
+void check_known(const std::vector<ParamSlot>& params, const char* member,
+                 std::set<std::string> names) {
+  for (const ParamSlot& param : params) {
+    for (const std::string& name : param.names) names.erase(name);
+  }
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.", member, " names '", names.empty() ? "" : *names.begin(),
+                    "', which the model does not have");
+}
+
 // Each parameter's owner: the plan's, or else the rank with the fewest trainable elements so far,
 // the lowest of equals.
 std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const ShardPlan& plan,
                                int world_size) {
+  const auto names = std::views::keys(plan.owners);
+  check_known(params, "owners", {names.begin(), names.end()});
   LeastLoaded ranks(world_size);
   std::vector<int> owners;
-  std::map<std::string, int> given = plan.owners;
   for (const ParamSlot& param : params) {
     int owner = ranks.next();
     for (const std::string& name : param.names) {
-      const auto it = given.find(name);
-      if (it == given.end()) continue;
-      TORCH_CHECK_VALUE(it->second >= 0 && it->second < world_size, "[fully_shard] plan.owners must name ranks from 0 to ",
-                        world_size - 1, "; got ", it->second, " for '", name, "'");
+      const auto it = plan.owners.find(name);
+      if (it == plan.owners.end()) continue;
       owner = it->second;
-      given.erase(it);
+      TORCH_CHECK_VALUE(owner >= 0 && owner < world_size, "[fully_shard] plan.owners must name ranks from 0 to ",
+                        world_size - 1, "; got ", owner, " for '", name, "'");
     }
     owners.push_back(param.is_replicated ? owner : 0);  // of those who have it, which is one
     if (param.requires_grad && param.is_replicated) ranks.add(owner, param.numel);
   }
-  TORCH_CHECK_VALUE(given.empty(), "[fully_shard] plan.owners names '", given.empty() ? "" : given.begin()->first,
-                    "', which the model does not have");
   return owners;
 }
 
@@ -100,25 +107,20 @@ void place_flat_even(UnitLayout& unit, int world_size) {
   for (int rank = 0; rank <= world_size; ++rank) unit.bounds.push_back(shard * rank);
 }
 
-void place_whole_params(UnitLayout& unit, const std::vector<int>& owners, int world_size) {
-  std::vector<size_t> order(unit.slots.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return owners[a] < owners[b]; });
-  std::vector<ParamSlot> sorted;
+// `params`, the unit's, are ordered by owner.
+void place_whole_params(UnitLayout& unit, const std::vector<size_t>& params,
+                        const std::vector<int>& owners, int world_size) {
   const int64_t alignment = alignment_of(unit.dtype);
   int64_t end = 0;
   size_t next = 0;
   unit.bounds.push_back(0);
   for (int rank = 0; rank < world_size; ++rank) {
-    for (; next < order.size() && owners[order[next]] == rank; ++next) {
-      sorted.push_back(std::move(unit.slots[order[next]]));
-      sorted.back().offset = end;
-      end = align_up(end + sorted.back().numel, alignment);
+    for (; next < params.size() && owners[params[next]] == rank; ++next) {
+      unit.slots[next].offset = end;
+      end = align_up(end + unit.slots[next].numel, alignment);
     }
     unit.bounds.push_back(end);
   }
-  unit.slots = std::move(sorted);
 }
 
 void cut_chunks(UnitLayout& unit) {
@@ -137,9 +139,8 @@ void cut_chunks(UnitLayout& unit) {
   }
 }
 
-std::string unit_name(const UnitLayout& unit) {
-  const auto [first, last] = std::make_pair(unit.slots.front().name(), unit.slots.back().name());
-  return first == last ? first : fmt::format("{}..{}", first, last);
+std::string unit_name(const ParamSlot& first, const ParamSlot& last) {
+  return &first == &last ? first.name() : fmt::format("{}..{}", first.name(), last.name());
 }
 
 // Which parameters form a unit, before they are laid out.
@@ -159,40 +160,23 @@ bool stays_whole(const ParamSlot& param, const ShardPlan& plan,
   return has_name_in(param, whole);
 }
 
-// The names of one member of the plan, which must be the model's.
-std::set<std::string> names_of(const std::vector<ParamSlot>& params, const char* member,
-                               const std::vector<std::string>& names) {
-  const std::set<std::string> result(names.begin(), names.end());
-  std::set<std::string> unknown = result;
-  for (const ParamSlot& param : params) {
-    for (const std::string& name : param.names) unknown.erase(name);
-  }
-  TORCH_CHECK_VALUE(unknown.empty(), "[fully_shard] plan.", member, " names '", unknown.empty() ? "" : *unknown.begin(),
-                    "', which the model does not have");
-  return result;
-}
-
 // The user's units by name; -1 for parameters that are in none.
 std::vector<int> user_units(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
-  std::unordered_map<std::string, int> unit_of_name;
+  std::map<std::string, int> unit_of_name;
   for (size_t i = 0; i < plan.units.size(); ++i) {
     for (const std::string& name : plan.units[i]) {
       TORCH_CHECK_VALUE(unit_of_name.emplace(name, static_cast<int>(i)).second,
                         "[fully_shard] plan.units: '", name, "' is in more than one unit");
     }
   }
+  const auto names = std::views::keys(unit_of_name);
+  check_known(params, "units", {names.begin(), names.end()});
   std::vector<int> result(params.size(), -1);
   for (size_t i = 0; i < params.size(); ++i) {
     for (const std::string& name : params[i].names) {
-      const auto it = unit_of_name.find(name);
-      if (it == unit_of_name.end()) continue;
-      result[i] = it->second;
-      unit_of_name.erase(it);
+      if (unit_of_name.contains(name)) result[i] = unit_of_name[name];
     }
   }
-  TORCH_CHECK_VALUE(unit_of_name.empty(), "[fully_shard] plan.units names '",
-                    unit_of_name.empty() ? "" : unit_of_name.begin()->first,
-                    "', which the model does not have");
   return result;
 }
 
@@ -310,8 +294,10 @@ at::Tensor flat_in_order(const at::Tensor& tensor, at::IntArrayRef strides) {
 
 std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& plan,
                                 int world_size) {
-  const std::set<std::string> whole = names_of(params, "whole", plan.whole);
-  const std::set<std::string> own = names_of(params, "unreplicated", plan.unreplicated);
+  const std::set<std::string> whole(plan.whole.begin(), plan.whole.end());
+  const std::set<std::string> own(plan.unreplicated.begin(), plan.unreplicated.end());
+  check_known(params, "whole", whole);
+  check_known(params, "unreplicated", own);
   std::vector<ShardLevel> levels;
   for (ParamSlot& param : params) {
     choose_dtypes(param, plan.precision);
@@ -321,24 +307,22 @@ std::vector<UnitLayout> lay_out(std::vector<ParamSlot> params, const ShardPlan& 
                      : keep               ? ShardLevel::kGradients
                                           : plan.level);
   }
-  const std::vector<UnitMembers> members = pack(params, plan, levels);
+  std::vector<UnitMembers> members = pack(params, plan, levels);
   const std::vector<int> owners = choose_owners(params, plan, world_size);
 
   std::vector<UnitLayout> units;
-  for (const UnitMembers& member : members) {
+  for (UnitMembers& member : members) {
     const size_t first = member.params.front();
     UnitLayout unit = start_unit(params[first], levels[first], plan);
-    std::vector<int> unit_owners;
-    for (const size_t i : member.params) {
-      unit_owners.push_back(owners[i]);
-      unit.slots.push_back(std::move(params[i]));
-    }
-    unit.name = unit_name(unit);
+    unit.name = unit_name(params[first], params[member.params.back()]);
+    if (plan.partition == Partition::kWholeParam)
+      std::ranges::stable_sort(member.params, {}, [&](size_t i) { return owners[i]; });
+    for (const size_t i : member.params) unit.slots.push_back(std::move(params[i]));
     const int ranks = unit.is_replicated ? world_size : 1;
     if (plan.partition == Partition::kFlatEven) {
       place_flat_even(unit, ranks);
     } else {
-      place_whole_params(unit, unit_owners, ranks);
+      place_whole_params(unit, member.params, owners, ranks);
     }
     cut_chunks(unit);
     units.push_back(std::move(unit));

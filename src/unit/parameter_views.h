@@ -22,10 +22,8 @@ class ParameterViews {
 
   /// True while any tensor is a view of the unit.
   bool any() const { return !storage_.expired(); }
-  /// Lets the views show the memory of `full`.
-  void show(const at::Tensor& full) const;
-  /// Takes the memory away: `data_ptr()` throws `why`.
-  void hide(const std::string& why) const;
+  /// Lets the views show the memory of `full`. If that is undefined, `data_ptr()` throws `why_not`.
+  void show(const at::Tensor& full, const std::string& why_not = "") const;
 
   /// Makes ordinary tensors, with values of `values`, of the parameters that are used and are still
   /// views; views that others keep have `memory` from then on.
@@ -34,7 +32,7 @@ class ParameterViews {
   bool was_taken_out(const ParamSlot& slot) const;
 
   /// A parameter's tensor that was given other data; undefined if there is none. See [Note:
-  /// Replaced data] in replaced_data.cpp.
+  /// Replaced data] in parameter_views.cpp.
   at::Tensor replacement(const ParamSlot& slot) const;
   /// Throws `c10::ValueError` if such data can't be the parameter's.
   void check_replacement(const ParamSlot& slot) const;

@@ -28,20 +28,23 @@ void Unit::show() const {
   const int ranks = context_.mesh.shard().size();
   if (state_ == State::kUnsharded || ranks == 1) return views_.show(memory_->shown());
   if (!views_.any()) return;
-  views_.hide(
-      fmt::format("[tessera] the parameters of {} are sharded over {} ranks and "
-                  "not gathered now, so their memory can't be read by data_ptr(). Use "
-                  "them through operators, which gather them, or hold "
-                  "ShardedModule::keep_unsharded() while you read",
-                  label_, ranks));
+  views_.show(at::Tensor(),
+              fmt::format("[tessera] the parameters of {} are sharded over {} ranks and "
+                          "not gathered now, so their memory can't be read by data_ptr(). Use "
+                          "them through operators, which gather them, or hold "
+                          "ShardedModule::keep_unsharded() while you read",
+                          label_, ranks));
 }
 
 void Unit::thaw() {
   if (layout_.thawed_dtype == layout_.master_dtype) return;
   at::NoGradGuard no_grad;
   wait_until_unread();
-  master_.widen(updated(), layout_.thawed_dtype, context_.offload);
+  const auto offload = master_.is_offloaded() ? context_.offload : nullptr;
   layout_.master_dtype = layout_.thawed_dtype;
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(layout_.master_dtype));
+  if (offload) offload->reserve({updated().numel() * itemsize});
+  master_.make(updated(), layout_.master_dtype, offload);
   for (ParamSlot& slot : layout_.slots) slot.master_dtype = layout_.thawed_dtype;
 }
 

@@ -12,7 +12,6 @@
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
 #include "unit/layout.h"
-#include "unit/master_copy.h"
 #include "unit/parameter_views.h"
 #include "unit/unit_memory.h"
 #include "unit/unit_storage.h"

@@ -1,6 +1,8 @@
 #include "unit/unit_memory.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
@@ -10,15 +12,6 @@
 
 namespace tessera {
 namespace {
-
-/// A buffer of this rank's own that is always there.
-class WholeMemory final : public UnitMemory {
- public:
-  using UnitMemory::UnitMemory;
-  bool frees() const override { return false; }
-  void allocate() override {}
-  void free() override {}
-};
 
 /// A buffer of this rank's own that is there while it is used.
 class FreedMemory final : public UnitMemory {
@@ -35,8 +28,6 @@ class FreedMemory final : public UnitMemory {
     full_.reset();
     count_gathered(false);
   }
-
-  void leave() override { free(); }
 };
 
 /// One buffer for the ranks of this host, of which each writes its shard.
@@ -72,11 +63,6 @@ class HostSharedMemory final : public UnitMemory {
     count_gathered(false);
   }
 
-  void leave() override {
-    if (frees()) count_gathered(false);
-    full_.reset();
-  }
-
   // The others have read the old values when they have come as far as this.
   void wait_for_readers() override {
     context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
@@ -92,6 +78,11 @@ class HostSharedMemory final : public UnitMemory {
 };
 
 }  // namespace
+
+void UnitMemory::leave() {
+  count_gathered(false);
+  full_.reset();
+}
 
 void UnitMemory::count_gathered(bool is_gathered) {
   if (std::exchange(is_gathered_, is_gathered) == is_gathered) return;
@@ -110,7 +101,27 @@ std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitConte
   // Alone, a rank's shard is everything: there is nothing to free.
   if (layout.level == ShardLevel::kParameters && context.mesh.shard().size() > 1)
     return std::make_unique<FreedMemory>(layout, context);
-  return std::make_unique<WholeMemory>(layout, context);
+  return std::make_unique<UnitMemory>(layout, context);
+}
+
+void MasterCopy::make(const at::Tensor& part, at::ScalarType dtype,
+                      const std::shared_ptr<StateMemory>& offload) {
+  is_offloaded_ = offload != nullptr;
+  const auto options = part.options().dtype(dtype);
+  const at::Tensor values =
+      offload ? offload->empty(part.numel(), dtype) : at::empty(part.sizes(), options);
+  values_ = values.copy_(part);
+}
+
+void MasterCopy::bring_back(at::Device device) {
+  TORCH_INTERNAL_ASSERT(is_offloaded_);
+  values_ = values_.to(device, values_.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  is_offloaded_ = false;
+}
+
+void MasterCopy::take_changed(const at::Tensor& before, const at::Tensor& after) {
+  const at::Tensor is_new = after.ne(before).to(values_.device());
+  values_.copy_(at::where(is_new, after.to(values_.options()), values_));
 }
 
 }  // namespace tessera

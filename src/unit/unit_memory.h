@@ -7,13 +7,15 @@
 
 #include "group/capability.h"
 #include "mesh/shard_mesh.h"
+#include "offload/state_memory.h"
 #include "unit/layout.h"
 
 namespace tessera {
 
 struct UnitContext;
 
-/// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`.
+/// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`. This
+/// class: a buffer of this rank's own that is always there.
 class UnitMemory {
  public:
   UnitMemory(const UnitLayout& layout, UnitContext& context) : layout_(layout), context_(context) {}
@@ -22,7 +24,7 @@ class UnitMemory {
   UnitMemory& operator=(const UnitMemory&) = delete;
 
   /// True if the buffer is freed between uses.
-  virtual bool frees() const = 0;
+  virtual bool frees() const { return false; }
   /// True if the ranks of this host have one buffer together.
   virtual bool is_shared() const { return false; }
   /// True if this rank's shard is a part of the buffer, and so always there.
@@ -37,11 +39,11 @@ class UnitMemory {
   /// Takes the values of all parameters over from `full`.
   virtual void adopt(const at::Tensor& full) { full_ = full; }
   /// Makes room for a gather.
-  virtual void allocate() = 0;
+  virtual void allocate() {}
   /// The gathered values are not used any more.
-  virtual void free() = 0;
+  virtual void free() {}
   /// The unit gives its parameters back: lets go of the buffer.
-  virtual void leave() { full_.reset(); }
+  void leave();
 
   /// Before writes are taken over: waits until no rank reads the old values. All ranks, if the
   /// buffer is shared.
@@ -64,5 +66,30 @@ class UnitMemory {
 
 /// Makes the memory that a unit of this layout has. Collective, as ranks may share it.
 std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitContext& context);
+
+/// The copy of this rank's part of a unit that the optimizer updates, where it does not update the
+/// shard itself: it has a wider dtype, or is offloaded.
+class MasterCopy {
+ public:
+  bool exists() const { return values_.defined(); }
+  /// Undefined if there is none.
+  const at::Tensor& values() const { return values_; }
+  /// True if it is away from the parameters' device.
+  bool is_offloaded() const { return is_offloaded_; }
+
+  /// Makes it of `part`, which may be its present values, in `offload` unless that is null.
+  void make(const at::Tensor& part, at::ScalarType dtype,
+            const std::shared_ptr<StateMemory>& offload);
+  /// Brings an offloaded copy to `device` for good.
+  void bring_back(at::Device device);
+  /// Takes over the elements of `after` that differ from `before`: the others keep the bits that
+  /// the parameters do not show.
+  void take_changed(const at::Tensor& before, const at::Tensor& after);
+  void reset() { values_.reset(); }
+
+ private:
+  at::Tensor values_;
+  bool is_offloaded_ = false;
+};
 
 }  // namespace tessera

@@ -1,8 +1,5 @@
 #include "unit/unit_storage.h"
 
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/TensorImpl.h>
-
 #include <utility>
 
 #include "dispatch/storage_memory.h"
@@ -41,19 +38,6 @@ Unit* unit_of(const at::Tensor& maybe_dist) {
   if (!tensor.defined() || !tensor.key_set().has(kUnitKey) || !tensor.has_storage()) return nullptr;
   auto* storage = dynamic_cast<UnitStorage*>(tensor.storage().unsafeGetStorageImpl());
   return storage ? storage->unit() : nullptr;
-}
-
-at::Tensor make_unit_view(const c10::intrusive_ptr<UnitStorage>& storage, at::ScalarType dtype,
-                          at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
-  const auto device = storage->_mutable_data_ptr_no_checks().device();
-  const auto backend = c10::computeDispatchKey(dtype, at::kStrided, device);
-  c10::DispatchKeySet keys(backend);
-  keys = keys.add(kUnitKey);
-  auto impl = c10::make_intrusive<c10::TensorImpl>(
-      c10::Storage(c10::intrusive_ptr<c10::StorageImpl>(storage)), keys,
-      c10::scalarTypeToTypeMeta(dtype));
-  impl->set_sizes_and_strides(sizes, strides, offset);
-  return at::Tensor(std::move(impl));
 }
 
 }  // namespace tessera

@@ -45,8 +45,4 @@ class UnitStorage final : public c10::StorageImpl {
 /// that of this rank's part.
 Unit* unit_of(const at::Tensor& tensor);
 
-/// A tensor of the given geometry on `storage` that carries `kUnitKey`.
-at::Tensor make_unit_view(const c10::intrusive_ptr<UnitStorage>& storage, at::ScalarType dtype,
-                          at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset);
-
 }  // namespace tessera

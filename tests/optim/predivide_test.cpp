@@ -195,7 +195,8 @@ TEST(Predivide, MustBeTheSameOnAllRanks) {
   run_world(2, [](World& world) {
     expect_error(
         [&] { fully_shard(std::make_shared<Mlp>(8, 1, 3), {.predivide = 1.0 + world.rank()}); },
-        {"the models must be the same on all ranks", "predivide 1,", "predivide 2,"});
+        {"the models and plans must be the same on all ranks", "plan.predivide 1,",
+         "plan.predivide 2"});
   });
 }
 

@@ -48,9 +48,11 @@ TEST(Agreement, AMissingParameterADtypeFrozennessAndStridesAreDifferences) {
 TEST(Agreement, PlansThatDifferAreShown) {
   run_world(3, [](World& world) {
     const auto net = std::make_shared<Mlp>(8, 1, 5);
-    expect_error(
-        [&] { fully_shard(net, {.prefetch = world.rank() == 2 ? 3 : 1}); },
-        {"[fully_shard]", "rank 0 has plan", "prefetch 1", "rank 2 has plan", "prefetch 3"});
+    expect_error([&] { fully_shard(net, {.prefetch = world.rank() == 2 ? 3 : 1}); },
+                 {"[fully_shard]", "rank 0 has plan.prefetch 1", "rank 2 has plan.prefetch 3"});
+    const auto level = world.rank() == 1 ? ShardLevel::kGradients : ShardLevel::kNone;
+    expect_error([&] { fully_shard(net, {.level = level}); },
+                 {"rank 0 has plan.level kNone", "rank 1 has plan.level kGradients"});
   });
 }
 
