@@ -25,7 +25,7 @@
 #include "checkpoint/safetensors.h"
 #include "checkpoint/schedulers.h"
 #include "mesh/dist_meta.h"
-#include "mesh/ranks.h"
+#include "mesh/shard_mesh.h"
 #include "optim/param_state.h"
 #include "optim/sharded_optimizer_access.h"
 

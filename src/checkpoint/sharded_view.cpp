@@ -5,7 +5,7 @@
 
 #include "checkpoint/dist_part.h"
 #include "checkpoint/model_view.h"
-#include "mesh/ranks.h"
+#include "mesh/shard_mesh.h"
 #include "optim/sharded_optimizer_access.h"
 
 namespace tessera {

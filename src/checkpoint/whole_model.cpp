@@ -10,7 +10,7 @@
 
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
-#include "mesh/ranks.h"
+#include "mesh/shard_mesh.h"
 
 namespace tessera {
 namespace {

@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "mesh/chunks.h"
-#include "mesh/split_order.h"
 
 namespace tessera {
 namespace {

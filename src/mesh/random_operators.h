@@ -12,8 +12,8 @@ bool draws_numbers(const c10::FunctionSchema& schema);
 /// false if its numbers depend on values that ranks don't have: the caller must then call it on
 /// whole tensors.
 ///
-/// Throws `c10::ValueError` on all ranks if the states of their generators differ; see
-/// `check_generators_agree()`.
+/// Throws `c10::ValueError` on all ranks if the states of their generators differ, and names those
+/// ranks. Collective on the first call of a thread for a mesh and a generator.
 bool call_random(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace tessera
