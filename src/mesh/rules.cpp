@@ -18,6 +18,11 @@ int index_of(const c10::FunctionSchema& schema, std::string_view name) {
   return -1;
 }
 
+Strategy all_pending(const OpCall& call, PartialOp op) {
+  return {Placements(call.inputs.size(), Partial{op}),
+          Placements(call.outputs.size(), Partial{op})};
+}
+
 }  // namespace
 
 const c10::IValue* OpCall::find(std::string_view name) const {
@@ -46,6 +51,23 @@ Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& o
   return Shard{own};
 }
 
+Placements inputs_under(const OpCall& call, int64_t dim, const TensorInfo& output) {
+  Placements placements;
+  for (const TensorInfo& input : call.inputs)
+    placements.push_back(placed_under(input, dim, output));
+  return placements;
+}
+
+Placements first_placed(const OpCall& call, const Placement& placement) {
+  Placements placements(call.inputs.size(), Replicate{});
+  placements[0] = placement;
+  return placements;
+}
+
+Strategy all_cut(const OpCall& call, int64_t dim) {
+  return {Placements(call.inputs.size(), Shard{dim}), Placements(call.outputs.size(), Shard{dim})};
+}
+
 Placements placed_by_name(const OpCall& call,
                           const std::vector<std::pair<std::string_view, Placement>>& given) {
   Placements placements(call.inputs.size(), Replicate{});
@@ -63,9 +85,7 @@ Strategies along_other_dims(const OpCall& call) {
     const auto has_it = [&](const TensorInfo& input) {
       return input.ndim() == ndim && input.sizes[d] == call.inputs[0].sizes[d];
     };
-    if (d == dim || !std::all_of(call.inputs.begin(), call.inputs.end(), has_it)) continue;
-    ways.push_back(
-        {Placements(call.inputs.size(), Shard{d}), Placements(call.outputs.size(), Shard{d})});
+    if (d != dim && std::ranges::all_of(call.inputs, has_it)) ways.push_back(all_cut(call, d));
   }
   return ways;
 }
@@ -94,11 +114,15 @@ std::vector<TensorInfo> like_second(const OpCall& call) { return {call.inputs[1]
 
 std::vector<TensorInfo> like_self(const OpCall& call) { return {call.inputs[call.input("self")]}; }
 
+void add_sums(Strategies& ways, const OpCall& call) {
+  for (const auto op : {PartialOp::kSum, PartialOp::kAvg}) ways.push_back(all_pending(call, op));
+}
+
 void add_pending(Strategies& ways, const OpCall& call) {
-  for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
-                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll, PartialOp::kNorm})
-    ways.push_back({Placements(call.inputs.size(), Partial{op}),
-                    Placements(call.outputs.size(), Partial{op})});
+  add_sums(ways, call);
+  for (const auto op : {PartialOp::kMax, PartialOp::kMin, PartialOp::kProd, PartialOp::kAny,
+                        PartialOp::kAll, PartialOp::kNorm})
+    ways.push_back(all_pending(call, op));
 }
 
 const RuleEntry* find_rule(const c10::FunctionSchema& schema) {

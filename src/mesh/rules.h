@@ -120,6 +120,15 @@ constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
 /// cut alike, or whole if `input` has no such dim of that size.
 Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output);
 
+/// Returns the same for all inputs.
+Placements inputs_under(const OpCall& call, int64_t dim, const TensorInfo& output);
+
+/// Returns placements of the inputs: this one for the first, `Replicate` for the others.
+Placements first_placed(const OpCall& call, const Placement& placement);
+
+/// Returns the strategy with all inputs and outputs cut along `dim`.
+Strategy all_cut(const OpCall& call, int64_t dim);
+
 /// Returns placements of the inputs: as given for the tensor arguments of these names, `Replicate`
 /// for the others. Names that the operator does not have, and tensors that are undefined, are left
 /// out.
@@ -138,6 +147,8 @@ std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim);
 /// Adds a strategy for each reduction operator: pending in all inputs, it stays pending in the
 /// outputs.
 void add_pending(Strategies& ways, const OpCall& call);
+/// The same for sums and averages alone.
+void add_sums(Strategies& ways, const OpCall& call);
 
 /// Sizes of a single output, to which all inputs broadcast.
 std::vector<TensorInfo> broadcast_sizes(const OpCall& call);

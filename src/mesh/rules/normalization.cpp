@@ -19,11 +19,8 @@ std::vector<TensorInfo> layer_norm_sizes(const OpCall& call) {
 // Each row is normalized by itself; weight and bias are needed whole.
 Strategies layer_norm(const OpCall& call) {
   Strategies ways;
-  for (int64_t d = 0; d < leading_dims(call, 0); ++d) {
-    Strategy way{Placements(call.inputs.size(), Replicate{}), Placements(3, Shard{d})};
-    way.inputs[0] = Shard{d};
-    ways.push_back(std::move(way));
-  }
+  for (int64_t d = 0; d < leading_dims(call, 0); ++d)
+    ways.push_back({first_placed(call, Shard{d}), Placements(3, Shard{d})});
   return ways;
 }
 
