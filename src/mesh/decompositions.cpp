@@ -1,14 +1,28 @@
 #include "mesh/decompositions.h"
 
+#include <ATen/ops/max_pool1d_with_indices.h>
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 #include <unordered_map>
+#include <vector>
 
 #include "dispatch/each_tensor.h"
 
 namespace tessera {
+namespace {
+
+// If no gradient is required, LibTorch's own form reads the memory of the tensor.
+at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
+  return std::get<0>(
+      at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
+}  // namespace
 
 Decomposition find_decomposition(std::string_view name) {
   static const auto* const known = [] {
@@ -22,6 +36,14 @@ Decomposition find_decomposition(std::string_view name) {
   }();
   const auto found = known->find(std::string(name));
   return found == known->end() ? nullptr : found->second;
+}
+
+void register_composites() {
+  static auto* const libraries = new std::vector<torch::Library>();
+  for (const auto key : {c10::DispatchKey::AutogradPrivateUse3, c10::DispatchKey::PrivateUse3}) {
+    libraries->emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    libraries->back().impl("max_pool1d", max_pool1d);
+  }
 }
 
 NamedArguments::NamedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)

@@ -116,38 +116,29 @@ class Choice {
         "the rule of ", call_.schema.name(), " has ", way.inputs.size(), " inputs and ",
         way.outputs.size(), " outputs; expected ", call_.inputs.size(), " and ",
         call_.outputs.size());
-    for (size_t t = 0; t < way.inputs.size(); ++t)
-      TORCH_INTERNAL_ASSERT(fits(way.inputs[t], call_.inputs[t]), "the rule of ",
-                            call_.schema.name());
-    for (size_t t = 0; t < way.outputs.size(); ++t)
-      TORCH_INTERNAL_ASSERT(fits(way.outputs[t], call_.outputs[t]), "the rule of ",
-                            call_.schema.name());
+    TORCH_INTERNAL_ASSERT(std::ranges::equal(way.inputs, call_.inputs, fits) &&
+                              std::ranges::equal(way.outputs, call_.outputs, fits),
+                          "the rule of ", call_.schema.name());
   }
 
   // False if a split would be uneven, or not the only shard along its dim of a tensor.
   bool can_split(const Strategy& way, int64_t mesh_dim) const {
     const bool is_even_only = has_split(way);
-    const auto can_be = [&](const Placement& placement, const TensorInfo& tensor, auto earlier) {
-      const auto* const shard = std::get_if<Shard>(&placement);
-      if (!shard) return true;
-      const int64_t parts = shard->split_factor * mesh_.size(mesh_dim);
-      if (is_even_only && tensor.sizes[shard->dim] % parts != 0) return false;
-      return std::ranges::none_of(chosen_, [&](const Strategy* other) {
-        const Placement& outer = earlier(*other);
-        return is_shard(outer, shard->dim) && (is_split(outer) || is_split(placement));
-      });
+    const auto can_be = [&](Placements Strategy::*side, const std::vector<TensorInfo>& tensors) {
+      for (size_t t = 0; t < tensors.size(); ++t) {
+        const Placement& placement = (way.*side)[t];
+        const auto* const shard = std::get_if<Shard>(&placement);
+        if (!shard) continue;
+        const int64_t parts = shard->split_factor * mesh_.size(mesh_dim);
+        if (is_even_only && tensors[t].sizes[shard->dim] % parts != 0) return false;
+        for (const Strategy* const other : chosen_) {
+          const Placement& outer = (other->*side)[t];
+          if (is_shard(outer, shard->dim) && (is_split(outer) || is_split(placement))) return false;
+        }
+      }
+      return true;
     };
-    for (size_t t = 0; t < way.inputs.size(); ++t) {
-      if (!can_be(way.inputs[t], call_.inputs[t],
-                  [t](const Strategy& other) { return other.inputs[t]; }))
-        return false;
-    }
-    for (size_t t = 0; t < way.outputs.size(); ++t) {
-      if (!can_be(way.outputs[t], call_.outputs[t],
-                  [t](const Strategy& other) { return other.outputs[t]; }))
-        return false;
-    }
-    return true;
+    return can_be(&Strategy::inputs, call_.inputs) && can_be(&Strategy::outputs, call_.outputs);
   }
 
   std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
