@@ -14,7 +14,7 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -305,86 +305,66 @@ void check_options(const DistOptimizerOptions& options) {
 
 }  // namespace
 
-struct DistOptimizer::Impl {
-  torch::optim::Optimizer* optimizer;
-  DistOptimizerOptions options;
-  std::vector<NamedTensor> params;
-  std::optional<ShardedOptimizer> sharded;
-  std::set<const c10::TensorImpl*> placed;  // parameters whose state has been placed
-  bool has_stepped = false;
-
-  void shard();
-  void place_state();
-  void after_step();
-};
-
 // Shards the optimizer as fully_shard does, but on parameters that have no module.
-void DistOptimizer::Impl::shard() {
-  ShardPlan plan{.level = options.level, .start_values = StartValues::kKeep};
-  plan.precision.master_dtype = options.master_dtype;
-  if (options.level == ShardLevel::kNone) {
+void DistOptimizer::shard() {
+  ShardPlan plan{.level = options_.level, .start_values = StartValues::kKeep};
+  plan.precision.master_dtype = options_.master_dtype;
+  if (options_.level == ShardLevel::kNone) {
     plan.process_group = single_process_group();
   } else {
-    plan.mesh_dim = options.mesh_dim ? *options.mesh_dim : find_mesh_dim(params);
+    plan.mesh_dim = options_.mesh_dim ? *options_.mesh_dim : find_mesh_dim(params_);
   }
-  sharded.emplace(ShardedModule(ShardedState::create(params, {}, plan)), *optimizer);
+  sharded_ = std::make_unique<ShardedOptimizer>(
+      ShardedModule(ShardedState::create(params_, {}, plan)), *optimizer_);
 }
 
-void DistOptimizer::Impl::place_state() {
-  place_optimizer_state(*optimizer, options.place_state, placed);
+void DistOptimizer::place_state() {
+  place_optimizer_state(*optimizer_, options_.place_state, placed_);
 }
 
-void DistOptimizer::Impl::after_step() {
-  has_stepped = true;
+void DistOptimizer::after_step() {
+  has_stepped_ = true;
   // SGD with dampening makes state in its steps. Without a function it is placed as the parameters
   // are.
-  if (options.place_state) place_state();
+  if (options_.place_state) place_state();
 }
 
 DistOptimizer::DistOptimizer(torch::optim::Optimizer& optimizer, DistOptimizerOptions options)
-    : impl_(new Impl{.optimizer = &optimizer,
-                     .options = std::move(options),
-                     .params = named_parameters(optimizer)}) {
-  check_options(impl_->options);
-  if (impl_->options.level != ShardLevel::kNone || impl_->options.master_dtype) {
-    impl_->shard();
+    : optimizer_(&optimizer), options_(std::move(options)), params_(named_parameters(optimizer)) {
+  check_options(options_);
+  if (options_.level != ShardLevel::kNone || options_.master_dtype) {
+    shard();
   } else {
-    if (impl_->options.place_state) make_optimizer_state(optimizer);
-    impl_->place_state();
+    if (options_.place_state) make_optimizer_state(optimizer);
+    place_state();
   }
 }
 
-DistOptimizer::~DistOptimizer() = default;
-DistOptimizer::DistOptimizer(DistOptimizer&&) noexcept = default;
-DistOptimizer& DistOptimizer::operator=(DistOptimizer&&) noexcept = default;
-
 void DistOptimizer::step() {
-  impl_->sharded ? impl_->sharded->step() : (void)impl_->optimizer->step();
-  impl_->after_step();
+  sharded_ ? sharded_->step() : (void)optimizer_->step();
+  after_step();
 }
 
-void DistOptimizer::zero_grad() {
-  impl_->sharded ? impl_->sharded->zero_grad() : impl_->optimizer->zero_grad();
-}
+void DistOptimizer::zero_grad() { sharded_ ? sharded_->zero_grad() : optimizer_->zero_grad(); }
 
 double DistOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
-  if (impl_->sharded) return impl_->sharded->clip_grad_norm_(max_norm, norm_type);
+  if (sharded_) return sharded_->clip_grad_norm_(max_norm, norm_type);
   std::vector<at::Tensor> params;
-  for (const NamedTensor& param : impl_->params) params.push_back(param.tensor);
+  for (const NamedTensor& param : params_) params.push_back(param.tensor);
   return torch::nn::utils::clip_grad_norm_(params, max_norm, norm_type);
 }
 
 std::map<std::string, at::Tensor> DistOptimizer::state_dict() {
   at::NoGradGuard no_grad;
-  if (impl_->sharded) return sharded_state_dict(*impl_->sharded, impl_->params);
-  if (!impl_->has_stepped) {
-    for (const NamedTensor& param : impl_->params)
+  if (sharded_) return sharded_state_dict(*sharded_, params_);
+  if (!has_stepped_) {
+    for (const NamedTensor& param : params_)
       TORCH_CHECK_VALUE(!param.tensor.grad().defined(), "[state_dict] before the first step the gradient should be "
                         "None; '", param.name, "' has one: call zero_grad()");
-    make_optimizer_state(*impl_->optimizer);
-    impl_->place_state();
+    make_optimizer_state(*optimizer_);
+    place_state();
   }
-  return placed_state_dict(*impl_->optimizer, impl_->params);
+  return placed_state_dict(*optimizer_, params_);
 }
 
 void DistOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& state) {
@@ -405,29 +385,22 @@ void DistOptimizer::load_state_dict(const std::map<std::string, at::Tensor>& sta
   }
   TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the state must be that of the optimizer; ",
                     fmt::format("{}", fmt::join(errors, ", ")));
-  if (impl_->sharded) {
-    load_sharded_state(*impl_->sharded, impl_->params, state);
+  if (sharded_) {
+    load_sharded_state(*sharded_, params_, state);
   } else {
-    load_placed_state(*impl_->optimizer, impl_->params, state);
+    load_placed_state(*optimizer_, params_, state);
   }
-  impl_->has_stepped = true;
-}
-
-torch::optim::Optimizer& DistOptimizer::inner() const { return *impl_->optimizer; }
-
-ShardedOptimizer* DistOptimizer::sharded() const {
-  return impl_->sharded ? &*impl_->sharded : nullptr;
+  has_stepped_ = true;
 }
 
 bool DistOptimizer::step(GradScaler& scaler) {
-  const bool stepped =
-      impl_->sharded ? scaler.step(*impl_->sharded) : scaler.step(*impl_->optimizer);
-  if (stepped) impl_->after_step();
+  const bool stepped = sharded_ ? scaler.step(*sharded_) : scaler.step(*optimizer_);
+  if (stepped) after_step();
   return stepped;
 }
 
 void DistOptimizer::unscale_(GradScaler& scaler) {
-  impl_->sharded ? scaler.unscale_(*impl_->sharded) : scaler.unscale_(*impl_->optimizer);
+  sharded_ ? scaler.unscale_(*sharded_) : scaler.unscale_(*optimizer_);
 }
 
 }  // namespace tessera

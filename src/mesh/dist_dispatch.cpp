@@ -26,7 +26,6 @@
 #include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
 #include "mesh/out_variants.h"
-#include "mesh/pending.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
 #include "mesh/random_operators.h"

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
+#include <vector>
+
 #include "mesh/view_source.h"
 
 namespace tessera {
@@ -36,6 +38,18 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
 }
 
 }  // namespace
+
+DistSpecPtr intern(const DeviceMesh& mesh, Placements placements) {
+  thread_local std::vector<std::weak_ptr<const DistSpec>> known;
+  for (const auto& candidate : known) {
+    const DistSpecPtr spec = candidate.lock();
+    if (spec && spec->mesh.is_same(mesh) && spec->placements == placements) return spec;
+  }
+  std::erase_if(known, [](const auto& spec) { return spec.expired(); });
+  auto made = std::make_shared<const DistSpec>(DistSpec{mesh, std::move(placements)});
+  known.push_back(made);
+  return made;
+}
 
 Placements without_partial(Placements placements) {
   for (Placement& placement : placements) {

@@ -22,6 +22,10 @@ struct DistSpec {
 };
 using DistSpecPtr = std::shared_ptr<const DistSpec>;
 
+/// Returns this thread's only `DistSpec` for a mesh and normalized placements, so that equal ones
+/// can be recognized by their address.
+DistSpecPtr intern(const DeviceMesh& mesh, Placements placements);
+
 /// `Replicate` on every mesh dim.
 inline Placements replicated(const DeviceMesh& mesh) {
   return Placements(mesh.ndim(), Replicate{});
@@ -48,7 +52,7 @@ struct DistMeta final : c10::BackendMeta {
         source(std::move(view_of)),
         parameter(std::move(known)) {}
 
-  /// Sets the local part after pending reductions of the tensor; see mesh/pending.h, the only
+  /// Sets the local part after pending reductions of the tensor; see mesh/placed.h, the only
   /// caller.
   void reduce_to(at::Tensor part, DistSpecPtr where) {
     before_ = std::exchange(spec, std::move(where));

@@ -13,7 +13,6 @@
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/gradient_placement.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"

@@ -127,16 +127,8 @@ class Conversion {
 
  private:
   static ReduceOp reduce_op(PartialOp op) {
-    switch (op) {
-      case PartialOp::kMax:
-      case PartialOp::kAny:
-        return ReduceOp::kMax;
-      case PartialOp::kMin:
-      case PartialOp::kAll:
-        return ReduceOp::kMin;
-      default:
-        return ReduceOp::kSum;
-    }
+    if (op == PartialOp::kMax || op == PartialOp::kAny) return ReduceOp::kMax;
+    return op == PartialOp::kMin || op == PartialOp::kAll ? ReduceOp::kMin : ReduceOp::kSum;
   }
 
   at::Tensor average(at::Tensor sum) const {
@@ -170,27 +162,18 @@ class Conversion {
     return terms;
   }
 
+  static at::Tensor combine(const at::Tensor& a, const at::Tensor& b, PartialOp op) {
+    if (op == PartialOp::kMax) return at::maximum(a, b);
+    if (op == PartialOp::kMin) return at::minimum(a, b);
+    if (op == PartialOp::kAny) return at::logical_or(a, b).to(a.scalar_type());
+    if (op == PartialOp::kAll) return at::logical_and(a, b).to(a.scalar_type());
+    return at::mul(a, b);
+  }
+
   // Combines in rank order, so that all ranks get the same bits.
   static at::Tensor combine(const std::vector<at::Tensor>& terms, PartialOp op) {
     at::Tensor result = terms[0];
-    for (size_t r = 1; r < terms.size(); ++r) {
-      switch (op) {
-        case PartialOp::kMax:
-          result = at::maximum(result, terms[r]);
-          break;
-        case PartialOp::kMin:
-          result = at::minimum(result, terms[r]);
-          break;
-        case PartialOp::kAny:
-          result = at::logical_or(result, terms[r]).to(result.scalar_type());
-          break;
-        case PartialOp::kAll:
-          result = at::logical_and(result, terms[r]).to(result.scalar_type());
-          break;
-        default:
-          result = at::mul(result, terms[r]);
-      }
-    }
+    for (size_t r = 1; r < terms.size(); ++r) result = combine(result, terms[r], op);
     return result;
   }
 

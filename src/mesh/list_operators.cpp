@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "mesh/dist_meta.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"

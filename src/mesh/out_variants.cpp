@@ -14,7 +14,6 @@
 
 #include "dispatch/each_tensor.h"
 #include "mesh/dist_meta.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
 
 namespace tessera {

@@ -21,7 +21,6 @@
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
 #include "mesh/dist_meta.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/view_source.h"
 #include "start/rank_generator.h"

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "mesh/dist_meta.h"
-#include "mesh/op_plan.h"
 
 namespace tessera {
 namespace {

@@ -6,7 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "mesh/decompositions.h"
-#include "mesh/op_plan.h"
+#include "mesh/dist_meta.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 

@@ -5,7 +5,7 @@
 #include <ATen/ops/stack.h>
 
 #include "mesh/decompositions.h"
-#include "mesh/op_plan.h"
+#include "mesh/dist_meta.h"
 #include "mesh/placed.h"
 
 namespace tessera {
