@@ -141,9 +141,9 @@ void name_tensors(const torch::nn::Module& module) {
     if (meta.parameter && meta.parameter->name == item.name) continue;
     DistParameter parameter = meta.parameter ? *meta.parameter : DistParameter();
     parameter.name = item.name;
-    item.tensor.set_data(
-        make_dist_parameter(meta.local, meta.spec, item.tensor.sizes(), item.tensor.strides(),
-                            std::make_shared<const DistParameter>(std::move(parameter))));
+    item.tensor.set_data(make_dist(meta.local, meta.spec, item.tensor.sizes(),
+                                   item.tensor.strides(),
+                                   std::make_shared<const DistParameter>(std::move(parameter))));
   }
 }
 

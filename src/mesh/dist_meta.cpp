@@ -85,8 +85,10 @@ const at::Tensor& local_of(const at::Tensor& tensor) {
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides) {
-  return make_dist_view(std::move(local), std::move(spec), sizes, strides, 0, nullptr);
+                     at::IntArrayRef strides, std::shared_ptr<const DistParameter> parameter) {
+  return make_with(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), nullptr,
+                                                 std::move(parameter)),
+                   sizes, strides, 0);
 }
 
 // Autograd reads the offset when it writes the gradient of a view into that of its base.
@@ -96,14 +98,6 @@ at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef si
   return make_with(
       c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), std::move(source)), sizes,
       strides, offset);
-}
-
-at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                               at::IntArrayRef strides,
-                               std::shared_ptr<const DistParameter> parameter) {
-  return make_with(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), nullptr,
-                                                 std::move(parameter)),
-                   sizes, strides, 0);
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes) {

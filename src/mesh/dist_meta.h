@@ -82,18 +82,16 @@ const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
 /// Returns this rank's part of a DistTensor; an ordinary tensor itself.
 const at::Tensor& local_of(const at::Tensor& tensor);
 
-/// Makes a DistTensor with these global sizes and strides, without autograd.
+/// Makes a DistTensor with these global sizes and strides, without autograd; with `parameter`, it
+/// is a parameter.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides);
+                     at::IntArrayRef strides,
+                     std::shared_ptr<const DistParameter> parameter = nullptr);
+/// The same, contiguous.
+at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 /// Makes a view that would start at element `offset` of its base's memory, if the base had any.
 at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                           at::IntArrayRef strides, int64_t offset,
                           std::shared_ptr<ViewSource> source);
-/// Makes a parameter.
-at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                               at::IntArrayRef strides,
-                               std::shared_ptr<const DistParameter> parameter);
-/// The same, contiguous.
-at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 
 }  // namespace tessera

@@ -190,8 +190,7 @@ void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh, Placements pl
                                      : distribute(tensor.detach(), mesh, std::move(placements));
   tensor.mutable_grad().reset();
   const DistMeta& meta = dist_meta("distribute_", placed);
-  tensor.set_data(
-      make_dist_parameter(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
+  tensor.set_data(make_dist(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
   if (tensor.requires_grad()) place_gradients(tensor);
 }
 

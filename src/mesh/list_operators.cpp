@@ -1,5 +1,3 @@
-#include "mesh/list_operators.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/stack.h>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "mesh/dist_meta.h"
+#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
@@ -318,14 +317,6 @@ void call_elementwise(const c10::OperatorHandle& op, Stack arguments, Stack* sta
   }
 }
 
-// Kernels need at least one element to find the largest.
-std::vector<at::Tensor> filled(std::vector<at::Tensor> parts) {
-  for (at::Tensor& part : parts) {
-    if (part.numel() == 0) part = at::zeros({1}, part.options());
-  }
-  return parts;
-}
-
 void call_norm(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
   const ListCall call(op, arguments, {});
   const double order = arguments[1].toScalar().toDouble();
@@ -335,10 +326,12 @@ void call_norm(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
   std::vector<DistSpecPtr> specs;
   for (size_t i = 0; i < call.size(); ++i) {
     specs.push_back(call.row(i));
-    parts.push_back(specs[i] ? placed(call.first(i), *specs[i], op.schema().name())
-                             : call.first(i));
+    const at::Tensor part =
+        specs[i] ? placed(call.first(i), *specs[i], op.schema().name()) : call.first(i);
+    // Kernels need at least one element to find the largest.
+    parts.push_back(part.numel() == 0 ? at::zeros({1}, part.options()) : part);
   }
-  arguments[0] = filled(std::move(parts));
+  arguments[0] = std::move(parts);
   op.callBoxed(arguments);
   auto norms = arguments[0].toTensorVector();
   for (const NormFamily& family : families_of(specs)) combine(family, norms, order);

@@ -1,5 +1,3 @@
-#include "mesh/out_variants.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
@@ -14,6 +12,7 @@
 
 #include "dispatch/each_tensor.h"
 #include "mesh/dist_meta.h"
+#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 
 namespace tessera {

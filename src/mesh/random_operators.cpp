@@ -1,5 +1,3 @@
-#include "mesh/random_operators.h"
-
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
@@ -21,6 +19,7 @@
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
 #include "mesh/dist_meta.h"
+#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 #include "mesh/view_source.h"
 #include "start/rank_generator.h"

@@ -104,16 +104,11 @@ class Converter {
     const auto sizes = local_sizes_of({mesh_, along}, sizes_);
     const Placement from = std::exchange(now_[mesh_dim], to);
     if (mesh_.size(mesh_dim) == 1) return local;
-    return convert_along(*mesh_.process_group(mesh_dim), local, from, to, sizes,
-                         subject_of_change(from, to, sizes));
-  }
-
-  // Part of the text that ranks compare before they accept each other's tensors: tensors of other
-  // sizes or placements may have as many elements.
-  std::string subject_of_change(const Placement& from, const Placement& to,
-                                at::IntArrayRef sizes) const {
-    return fmt::format("{} ([{}], {} to {})", subject_, fmt::join(sizes, ", "), to_string(from),
-                       to_string(to));
+    // Part of the text that ranks compare before they accept each other's tensors: tensors of other
+    // sizes or placements may have as many elements.
+    const std::string subject = fmt::format("{} ([{}], {} to {})", subject_, fmt::join(sizes, ", "),
+                                            to_string(from), to_string(to));
+    return convert_along(*mesh_.process_group(mesh_dim), local, from, to, sizes, subject);
   }
 
   const DeviceMesh& mesh_;
