@@ -46,37 +46,21 @@ void register_composites() {
   }
 }
 
-NamedArguments::NamedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
-    : schema_(op.schema()), values_(torch::jit::last(stack, op.schema().arguments().size())) {}
-
-const c10::IValue* NamedArguments::find(std::string_view name) const {
-  for (size_t i = 0; i < values_.size(); ++i) {
-    if (schema_.arguments()[i].name() == name) return &values_[i];
-  }
-  return nullptr;
-}
-
-const c10::IValue& NamedArguments::operator[](std::string_view name) const {
-  const c10::IValue* const value = find(name);
-  TORCH_INTERNAL_ASSERT(value, schema_.name(), " has no argument ", std::string(name));
-  return *value;
-}
-
-at::Tensor NamedArguments::tensor(std::string_view name) const {
-  const c10::IValue& value = (*this)[name];
+at::Tensor DecomposedCall::tensor(std::string_view name) const {
+  const c10::IValue& value = argument(name);
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
 
-torch::jit::Stack NamedArguments::with(
+torch::jit::Stack DecomposedCall::with(
     const std::vector<std::pair<std::string_view, c10::IValue>>& replaced) const {
-  torch::jit::Stack copy(values_.begin(), values_.end());
-  for (const auto& [name, value] : replaced) copy[find(name) - values_.data()] = value;
+  torch::jit::Stack copy(values.begin(), values.end());
+  for (const auto& [name, value] : replaced) copy[find(name) - values.data()] = value;
   return copy;
 }
 
-bool NamedArguments::any_placement(bool (*holds)(const Placement&)) const {
+bool DecomposedCall::any_placement(bool (*holds)(const Placement&)) const {
   bool any = false;
-  for (const c10::IValue& value : values_) {
+  for (const c10::IValue& value : values) {
     each_tensor(value, [&](const at::Tensor& tensor) {
       const DistMeta* const meta = find_dist_meta(tensor);
       if (meta) any |= std::ranges::any_of(meta->spec->placements, holds);
@@ -85,11 +69,11 @@ bool NamedArguments::any_placement(bool (*holds)(const Placement&)) const {
   return any;
 }
 
-bool NamedArguments::any_cut() const {
+bool DecomposedCall::any_cut() const {
   return any_placement([](const Placement& placement) { return is_shard(placement); });
 }
 
-bool NamedArguments::any_not_whole() const {
+bool DecomposedCall::any_not_whole() const {
   return any_placement([](const Placement& placement) { return !is_replicate(placement); });
 }
 

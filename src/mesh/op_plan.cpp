@@ -295,7 +295,7 @@ torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
 // Sets the size of this rank's part of the output, and its strides if the operator takes them.
 void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, const DistSpec& spec) {
   const auto sizes = local_sizes_of(spec, call.outputs[0].sizes);
-  for (size_t i = 0; i < call.arguments.size(); ++i) {
+  for (size_t i = 0; i < call.values.size(); ++i) {
     const auto& argument = call.schema.arguments()[i].name();
     if (argument == name) plan.arguments.emplace_back(i, sizes);
     if (argument == "stride")
@@ -391,7 +391,8 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   const RuleEntry* const entry = find_rule(schema);
   if (!entry) return std::nullopt;
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
-  OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};
+  OpCall call{{schema, seen}};
+  call.ranks = mesh.size();
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
   for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;

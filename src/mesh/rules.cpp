@@ -9,15 +9,6 @@
 namespace tessera {
 namespace {
 
-// -1: none of this name.
-int index_of(const c10::FunctionSchema& schema, std::string_view name) {
-  const auto& arguments = schema.arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == name) return static_cast<int>(i);
-  }
-  return -1;
-}
-
 Strategy all_pending(const OpCall& call, PartialOp op) {
   return {Placements(call.inputs.size(), Partial{op}),
           Placements(call.outputs.size(), Partial{op})};
@@ -25,12 +16,14 @@ Strategy all_pending(const OpCall& call, PartialOp op) {
 
 }  // namespace
 
-const c10::IValue* OpCall::find(std::string_view name) const {
-  const int index = index_of(schema, name);
-  return index < 0 ? nullptr : &arguments[index];
+const c10::IValue* NamedArguments::find(std::string_view name) const {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (schema.arguments()[i].name() == name) return &values[i];
+  }
+  return nullptr;
 }
 
-const c10::IValue& OpCall::argument(std::string_view name) const {
+const c10::IValue& NamedArguments::argument(std::string_view name) const {
   const c10::IValue* const value = find(name);
   TORCH_INTERNAL_ASSERT(value, schema.name(), " has no argument ", std::string(name));
   return *value;
@@ -38,7 +31,7 @@ const c10::IValue& OpCall::argument(std::string_view name) const {
 
 int OpCall::input(std::string_view name) const {
   const c10::IValue& value = argument(name);
-  return value.isTensor() && value.toTensor().defined() ? first_input[index_of(schema, name)] : -1;
+  return value.isTensor() && value.toTensor().defined() ? first_input[&value - values.data()] : -1;
 }
 
 int64_t OpCall::dim(std::string_view name, int64_t ndim) const {

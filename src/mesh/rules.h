@@ -26,19 +26,24 @@ struct TensorInfo {
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
 };
 
-/// A call of an operator as a rule sees it.
-struct OpCall {
+/// The arguments of a call, by name.
+struct NamedArguments {
   const c10::FunctionSchema& schema;
-  std::span<const c10::IValue> arguments;
-  std::vector<TensorInfo> inputs;  ///< all defined tensors among the arguments, in order
-  std::vector<int> first_input;    ///< per argument: the index of its first tensor among `inputs`
-  std::vector<TensorInfo> outputs;
-  int64_t ranks = 1;  ///< of the whole mesh
+  at::ArrayRef<c10::IValue> values;
 
   /// Returns the argument of this name; null if the operator does not have one.
   const c10::IValue* find(std::string_view name) const;
   /// The same; throws if the operator does not have one.
   const c10::IValue& argument(std::string_view name) const;
+};
+
+/// A call of an operator as a rule sees it.
+struct OpCall : NamedArguments {
+  std::vector<TensorInfo> inputs;  ///< all defined tensors among the arguments, in order
+  std::vector<int> first_input;    ///< per argument: the index of its first tensor among `inputs`
+  std::vector<TensorInfo> outputs;
+  int64_t ranks = 1;  ///< of the whole mesh
+
   /// Returns the index among `inputs` of the tensor argument of this name; -1 if it is undefined.
   int input(std::string_view name) const;
   /// Returns those of `all`, one for each output, that the argument `output_mask` asks for.

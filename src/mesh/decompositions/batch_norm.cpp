@@ -121,30 +121,30 @@ struct Normalized {
   at::Tensor output, mean, variance, inverse_deviation;
 };
 
-Normalized normalize_part(const BatchNorm& norm, const NamedArguments& arguments) {
-  const double eps = arguments["eps"].toDouble();
+Normalized normalize_part(const BatchNorm& norm, const DecomposedCall& call) {
+  const double eps = call.argument("eps").toDouble();
   const at::Tensor sums = norm.added_up(norm.sums()).div(norm.count);
   const at::Tensor mean = sums.select(0, 0);
   const at::Tensor variance = sums.select(0, 1).sub(mean.mul(mean)).clamp_min(0);
-  const at::Tensor weight = norm.per_channel(arguments.tensor("weight"));
-  const at::Tensor bias = norm.per_channel(arguments.tensor("bias"));
+  const at::Tensor weight = norm.per_channel(call.tensor("weight"));
+  const at::Tensor bias = norm.per_channel(call.tensor("bias"));
   return {norm.normalized(weight, bias, mean.to(norm.wide), variance.to(norm.wide), eps), mean,
           variance, variance.add(eps).rsqrt()};
 }
 
 bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor input = arguments.tensor("input");
+  const DecomposedCall call(op, stack);
+  const at::Tensor input = call.tensor("input");
   const DistMeta* const meta = find_dist_meta(input);
-  if (!meta || !arguments["training"].toBool() || !arguments.any_not_whole() || input.numel() == 0)
+  if (!meta || !call.argument("training").toBool() || !call.any_not_whole() || input.numel() == 0)
     return false;
   const BatchNorm norm(input, meta->spec->mesh, meta->spec->placements);
   const at::Tensor none = at::empty({0});
-  const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, arguments)
+  const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, call)
                                                         : Normalized{none, none, none, none};
-  const double momentum = arguments["momentum"].toDouble();
-  update(arguments.tensor("running_mean"), norm.channel_result(found.mean, norm.wide), momentum);
-  update(arguments.tensor("running_var"),
+  const double momentum = call.argument("momentum").toDouble();
+  update(call.tensor("running_mean"), norm.channel_result(found.mean, norm.wide), momentum);
+  update(call.tensor("running_var"),
          norm.channel_result(found.variance.mul(norm.count / (norm.count - 1)), norm.wide),
          momentum);
   return finish(op, stack,
@@ -156,12 +156,12 @@ struct Gradients {
   at::Tensor input, weight, bias;
 };
 
-Gradients gradients_of_part(const BatchNorm& norm, const NamedArguments& arguments) {
-  const at::Tensor gradient = norm.local(arguments.tensor("grad_out"), *norm.layout.input);
-  const at::Tensor inverse = norm.per_channel(arguments.tensor("save_invstd"));
-  const at::Tensor weight = norm.per_channel(arguments.tensor("weight"));
+Gradients gradients_of_part(const BatchNorm& norm, const DecomposedCall& call) {
+  const at::Tensor gradient = norm.local(call.tensor("grad_out"), *norm.layout.input);
+  const at::Tensor inverse = norm.per_channel(call.tensor("save_invstd"));
+  const at::Tensor weight = norm.per_channel(call.tensor("weight"));
   const at::Tensor deviation =
-      norm.input.sub(spread(norm.per_channel(arguments.tensor("save_mean")), norm.input));
+      norm.input.sub(spread(norm.per_channel(call.tensor("save_mean")), norm.input));
   const auto dims = all_but_channels(gradient);
   const at::Tensor sums =
       norm.added_up(at::stack({gradient.sum(dims), gradient.mul(deviation).sum(dims)}));
@@ -185,19 +185,19 @@ Placements placements_of(const DistMeta* input, const DistMeta* gradient) {
 }
 
 bool batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor input = arguments.tensor("input"), weight = arguments.tensor("weight");
+  const DecomposedCall call(op, stack);
+  const at::Tensor input = call.tensor("input"), weight = call.tensor("weight");
   const DistMeta* const meta = find_dist_meta(input);
-  const DistMeta* const gradient = find_dist_meta(arguments.tensor("grad_out"));
-  if ((!meta && !gradient) || !arguments["train"].toBool() || !arguments.any_not_whole() ||
+  const DistMeta* const gradient = find_dist_meta(call.tensor("grad_out"));
+  if ((!meta && !gradient) || !call.argument("train").toBool() || !call.any_not_whole() ||
       input.numel() == 0)
     return false;
   const DeviceMesh& mesh = (meta ? meta : gradient)->spec->mesh;
   const BatchNorm norm(input, mesh, placements_of(meta, gradient));
   const at::Tensor none = at::empty({0});
   const Gradients found =
-      mesh.is_member() ? gradients_of_part(norm, arguments) : Gradients{none, none, none};
-  const auto wanted = arguments["output_mask"].toBoolList();
+      mesh.is_member() ? gradients_of_part(norm, call) : Gradients{none, none, none};
+  const auto wanted = call.argument("output_mask").toBoolList();
   const at::ScalarType dtype = weight.defined() ? weight.scalar_type() : input.scalar_type();
   return finish(op, stack,
                 {wanted[0] ? norm.result(found.input) : at::Tensor(),
