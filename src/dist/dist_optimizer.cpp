@@ -1,6 +1,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -44,9 +45,7 @@ void for_each_param(torch::optim::Optimizer& optimizer, F&& f) {
 at::Tensor learning_rates(const torch::optim::Optimizer& optimizer) {
   std::vector<double> rates;
   for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
-  const at::Tensor result = at::zeros({static_cast<int64_t>(rates.size())}, at::kDouble);
-  std::copy(rates.begin(), rates.end(), result.mutable_data_ptr<double>());
-  return result;
+  return at::tensor(at::ArrayRef<double>(rates), at::kDouble);
 }
 
 void set_learning_rates(torch::optim::Optimizer& optimizer, const at::Tensor& rates) {

@@ -24,7 +24,6 @@
 #include "mesh/decompositions.h"
 #include "mesh/gradient_placement.h"
 #include "mesh/op_plan.h"
-#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
 #include "mesh/redistribute.h"
@@ -116,23 +115,19 @@ void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& gi
     }));
 }
 
-// Pushes the arguments that were written to, and DistTensors of the other results.
-void push_results(const c10::FunctionSchema& schema, const OpPlan& plan, const Stack& arguments,
-                  const Stack& results, Stack* stack) {
+// Pushes the arguments that were written to, and `make(i, output)` for each other result i;
+// `output`, which it must advance, is the index of the result's first tensor.
+template <class Make>
+void push_results(const c10::FunctionSchema& schema, const Stack& arguments, Stack* stack,
+                  Make make) {
   size_t output = 0;
-  for (size_t i = 0; i < results.size(); ++i) {
-    const c10::IValue* const written = written_argument(schema, i, arguments);
-    if (written) {
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    if (const c10::IValue* const written = written_argument(schema, i, arguments)) {
       each_tensor(*written, [&](const at::Tensor&) { ++output; });
       stack->push_back(*written);
-      continue;
+    } else {
+      stack->push_back(make(i, output));
     }
-    stack->push_back(map_tensors(results[i], [&](const at::Tensor& part) {
-      const OpPlan::Output& made = plan.outputs[output++];
-      const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);
-      reduce_once(result);
-      return result;
-    }));
   }
 }
 
@@ -182,7 +177,14 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   reduce_gradients_of(plan, arguments);
   if (plan.is_view) return push_views(plan, arguments[0].toTensor(), given, local, stack);
   if (plan.writes) write_back(schema, arguments);
-  push_results(schema, plan, arguments, local, stack);
+  push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
+    return map_tensors(local[i], [&](const at::Tensor& part) {
+      const OpPlan::Output& made = plan.outputs[output++];
+      const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);
+      reduce_once(result);
+      return result;
+    });
+  });
 }
 
 void warn_once(const std::string& name) {
@@ -258,17 +260,11 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
     part.is_same(meta.local) ? wrote_to(meta)
                              : write_part(meta, part.sizes(), part, *whole, schema.name());
   }
-  for (size_t i = 0; i < local.size(); ++i) {
-    const c10::IValue* const result = written_argument(schema, i, arguments);
-    stack->push_back(result ? *result : map_tensors(local[i], [&](const at::Tensor& part) {
+  push_results(schema, arguments, stack, [&](size_t i, size_t&) {
+    return map_tensors(local[i], [&](const at::Tensor& part) {
       return make_dist(part, whole, part.sizes(), part.strides());
-    }));
-  }
-}
-
-Stack results_without_data(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
-  auto results = run_on_meta(op, arguments);
-  return results ? std::move(*results) : run_on_constants(op, arguments);
+    });
+  });
 }
 
 // Follows the ranks of the mesh in placing the arguments of an operator that does not write to
@@ -295,25 +291,20 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
   if (plan ? !plan->writes : !schema.is_mutable()) note_placed(arguments, plan, whole);
   const bool is_view =
       returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
-  size_t output = 0;
-  for (size_t i = 0; i < schema.returns().size(); ++i) {
-    if (const c10::IValue* const written = written_argument(schema, i, arguments)) {
-      each_tensor(*written, [&](const at::Tensor&) { ++output; });
-      stack->push_back(*written);
-      continue;
-    }
-    if (!results) results = results_without_data(op, arguments);
+  push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
+    if (!results) results = run_on_meta(op, arguments);
+    if (!results) results = run_on_constants(op, arguments);
     const c10::IValue& result = (*results)[i];
     TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] gives a value that a rank has "
                                 "only if it is in the mesh ", mesh.to_string());
-    stack->push_back(map_tensors(result, [&](const at::Tensor& like) {
+    return map_tensors(result, [&](const at::Tensor& like) {
       const DistSpecPtr& spec = plan ? plan->outputs[output++].spec : whole;
       const at::Tensor part = at::empty({0}, like.options().device(device));
       const at::Tensor made = make_dist(part, spec, like.sizes(), like.strides());
       is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
       return made;
-    }));
-  }
+    });
+  });
 }
 
 // Operators that have no rule because they are meant to be computed on whole tensors.

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
-#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"

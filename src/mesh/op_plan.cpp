@@ -94,7 +94,8 @@ std::vector<Written> find_written(const c10::FunctionSchema& schema,
   return found;
 }
 
-// See `choose_way()`.
+// Chooses, along one mesh dim after the other, the strategy that moves least; nullopt if each of
+// them would move a tensor that the operator writes to.
 class Choice {
  public:
   Choice(const OpCall& call, const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh)
@@ -233,15 +234,6 @@ ChosenWay taken_over(const OpCall& call, const std::vector<PlacedInput>& inputs)
   }
   result.outputs.push_back(std::move(placements));
   return result;
-}
-
-// Chooses, along one mesh dim after the other, the strategy of the rule of `entry` that moves
-// least; nullopt if each of them would move a tensor that the operator writes to.
-std::optional<ChosenWay> choose_way(const OpCall& call, const RuleEntry& entry,
-                                    const std::vector<PlacedInput>& inputs,
-                                    const DeviceMesh& mesh) {
-  if (entry.creates) return taken_over(call, inputs);
-  return Choice(call, inputs, mesh).choose(entry.rule(call), entry.splits);
 }
 
 std::vector<PlacedInput> collect_inputs(const c10::FunctionSchema& schema,
@@ -397,7 +389,9 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
-  auto choice = choose_way(call, *entry, inputs, mesh);
+  auto choice = entry->creates
+                    ? taken_over(call, inputs)
+                    : Choice(call, inputs, mesh).choose(entry->rule(call), entry->splits);
   if (!choice) return std::nullopt;
   for (Placements& placements : choice->inputs)
     plan.inputs.push_back(intern(mesh, std::move(placements)));

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "dispatch/each_tensor.h"
+#include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
-#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 
 namespace tessera {

@@ -18,8 +18,8 @@
 
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
+#include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
-#include "mesh/operator_kinds.h"
 #include "mesh/placed.h"
 #include "mesh/view_source.h"
 #include "start/rank_generator.h"

@@ -120,15 +120,14 @@ class Converter {
 
 using Box = std::vector<Range>;
 
+// No ranges if they have no element in common.
 Box intersection(const Box& a, const Box& b) {
   Box both;
-  for (size_t d = 0; d < a.size(); ++d)
+  for (size_t d = 0; d < a.size(); ++d) {
     both.push_back({std::max(a[d].begin, b[d].begin), std::min(a[d].end, b[d].end)});
+    if (both[d].begin >= both[d].end) return {};
+  }
   return both;
-}
-
-bool is_empty(const Box& box) {
-  return std::any_of(box.begin(), box.end(), [](const Range& r) { return r.begin >= r.end; });
 }
 
 at::Tensor part_of(at::Tensor tensor, const Box& own, const Box& part) {
@@ -222,8 +221,7 @@ class Transfer {
     const auto number = static_cast<size_t>(std::distance(targets_.begin(), target));
     const bool has_it = std::find(replicas.begin(), replicas.end(), receiver) != replicas.end();
     if (giver != (has_it ? receiver : replicas[number % replicas.size()])) return {};
-    const Box both = intersection(source->second, target->second);
-    return is_empty(both) ? Box() : both;
+    return intersection(source->second, target->second);
   }
 
   const DistSpec& from_;
