@@ -295,8 +295,8 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
     if (!results) results = run_on_meta(op, arguments);
     if (!results) results = run_on_constants(op, arguments);
     const c10::IValue& result = (*results)[i];
-    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] gives a value that a rank has "
-                                "only if it is in the mesh ", mesh.to_string());
+    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] only ranks of the mesh can call this operator, because "
+                                "it returns a value that is not a tensor; this rank is not in ", mesh.to_string());
     return map_tensors(result, [&](const at::Tensor& like) {
       const DistSpecPtr& spec = plan ? plan->outputs[output++].spec : whole;
       const at::Tensor part = at::empty({0}, like.options().device(device));

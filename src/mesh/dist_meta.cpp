@@ -30,7 +30,11 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset) {
   const at::Tensor& local = meta->local;
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
-  auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
+  const auto keys =
+      c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
+      c10::DispatchKeySet({c10::DispatchKey::PrivateUse3, c10::DispatchKey::AutogradPrivateUse3,
+                           c10::DispatchKey::ADInplaceOrView});
+  auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));
   impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
@@ -56,13 +60,6 @@ Placements without_partial(Placements placements) {
     if (is_partial(placement)) placement = Replicate{};
   }
   return placements;
-}
-
-c10::DispatchKeySet dist_keys(const at::Tensor& local) {
-  return c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
-         c10::DispatchKeySet(c10::DispatchKey::PrivateUse3) |
-         c10::DispatchKeySet(c10::DispatchKey::AutogradPrivateUse3) |
-         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 }
 
 const DistMeta* find_dist_meta(const at::Tensor& tensor) {

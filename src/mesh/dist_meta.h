@@ -71,9 +71,6 @@ struct DistMeta final : c10::BackendMeta {
   DistSpecPtr before_;  // users may hold references to it
 };
 
-/// The dispatch keys of a DistTensor on the device of `local`.
-c10::DispatchKeySet dist_keys(const at::Tensor& local);
-
 /// Returns the meta of `tensor`; null for an ordinary tensor.
 const DistMeta* find_dist_meta(const at::Tensor& tensor);
 /// The same; throws `c10::ValueError` that names `function` for an ordinary tensor.

@@ -96,7 +96,7 @@ const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
       }
       TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && tensor.requires_grad()),
                         "[", op.schema().name(), "] an ordinary tensor that requires a gradient can't be used "
-                        "together with a DistTensor, because its gradient would be one; got one of sizes ",
+                        "together with a DistTensor, because its gradient would be a DistTensor; got a tensor of sizes ",
                         tensor.sizes(), "; distribute() it first");
     });
   }

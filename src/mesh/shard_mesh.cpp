@@ -21,9 +21,8 @@ std::string compare_places(ProcessGroup& dim, const char* name, const ProcessGro
       std::find_if(places.begin(), places.end(), [&](const auto& p) { return p != places[0]; });
   if (differs == places.end()) return "";
   return fmt::format(
-      "[fully_shard] the ranks of a {} process group must have one rank in their {} process "
-      "groups, "
-      "which must be of one size; rank 0 of it is rank {}, rank {} is rank {}",
+      "[fully_shard] all ranks of a {} process group must have the same rank in their {} process "
+      "groups, and these must have the same size; rank 0 of it is rank {}, rank {} is rank {}",
       name, other_name, places[0], differs - places.begin(), *differs);
 }
 

@@ -45,8 +45,8 @@ std::vector<at::Tensor> whole(const at::Tensor& a, const at::Tensor& b, const De
 }
 
 // The sum of the weighted losses, divided by the sum of the weights of all targets that count.
-template <class Forward>
-bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack, Forward forward) {
+template <auto kForward>
+bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
   const at::Tensor self = call.tensor("self"), target = call.tensor("target");
   const DistMeta* const meta = find_dist_meta(self);
@@ -56,19 +56,9 @@ bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack, Fo
   std::optional<at::Tensor> weight;
   if (call.tensor("weight").defined()) weight = call.tensor("weight").to(wide);
   const auto [sum, weights] =
-      forward(self.to(wide), target, weight, kSum, call.argument("ignore_index").toInt());
+      kForward(self.to(wide), target, weight, kSum, call.argument("ignore_index").toInt());
   const auto totals = whole(sum, weights, meta->spec->mesh);
   return finish(op, stack, {at::div(totals[0], totals[1]).to(dtype), totals[1].to(dtype)});
-}
-
-bool nll_loss(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  return mean_of_classes(op, stack,
-                         [](auto&&... arguments) { return at::nll_loss_forward(arguments...); });
-}
-
-bool nll_loss2d(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  return mean_of_classes(op, stack,
-                         [](auto&&... arguments) { return at::nll_loss2d_forward(arguments...); });
 }
 
 constexpr DecompositionEntry kLosses[] = {
@@ -83,8 +73,8 @@ constexpr DecompositionEntry kLosses[] = {
     {"binary_cross_entropy", mean_of_losses},
     {"binary_cross_entropy_backward", mean_of_losses_backward},
     {"binary_cross_entropy_with_logits", mean_of_losses},
-    {"nll_loss_forward", nll_loss},
-    {"nll_loss2d_forward", nll_loss2d},
+    {"nll_loss_forward", mean_of_classes<at::nll_loss_forward>},
+    {"nll_loss2d_forward", mean_of_classes<at::nll_loss2d_forward>},
 };
 
 }  // namespace
