@@ -1,7 +1,6 @@
 #include "mesh/decompositions.h"
 
 #include <ATen/ops/max_pool1d_with_indices.h>
-#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <algorithm>

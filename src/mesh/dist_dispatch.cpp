@@ -26,7 +26,6 @@
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
-#include "mesh/redistribute.h"
 #include "mesh/strict.h"
 #include "mesh/view_source.h"
 
@@ -122,9 +121,9 @@ void push_results(const c10::FunctionSchema& schema, const Stack& arguments, Sta
                   Make make) {
   size_t output = 0;
   for (size_t i = 0; i < schema.returns().size(); ++i) {
-    if (const c10::IValue* const written = written_argument(schema, i, arguments)) {
-      each_tensor(*written, [&](const at::Tensor&) { ++output; });
-      stack->push_back(*written);
+    if (const auto written = written_index(schema, i)) {
+      each_tensor(arguments[*written], [&](const at::Tensor&) { ++output; });
+      stack->push_back(arguments[*written]);
     } else {
       stack->push_back(make(i, output));
     }
@@ -389,10 +388,8 @@ void register_dist_operators() {
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
       if (name.name.rfind("aten::", 0) != 0) continue;
       const auto op = c10::Dispatcher::singleton().findSchema(name);
-      if (!op || !has_own_kernel(*op)) continue;
-      const auto full =
-          name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      library->impl(full.c_str(), kernel_of(op->schema()));
+      if (op && has_own_kernel(*op))
+        library->impl(c10::toString(name).c_str(), kernel_of(op->schema()));
     }
   });
 }

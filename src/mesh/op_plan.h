@@ -1,10 +1,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <tessera/placement.h>
 
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>

@@ -121,10 +121,4 @@ std::optional<size_t> written_index(const c10::FunctionSchema& schema, size_t re
   return std::nullopt;
 }
 
-const c10::IValue* written_argument(const c10::FunctionSchema& schema, size_t result,
-                                    at::ArrayRef<c10::IValue> arguments) {
-  const auto index = written_index(schema, result);
-  return index ? &arguments[*index] : nullptr;
-}
-
 }  // namespace tessera

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 
 #include <optional>
 #include <string_view>
@@ -66,8 +65,5 @@ c10::Device device_of(at::ArrayRef<c10::IValue> arguments);
 /// Returns the index of the argument that `result` is, if it is one that is written to; else
 /// nullopt.
 std::optional<size_t> written_index(const c10::FunctionSchema& schema, size_t result);
-/// Returns that argument itself, or null.
-const c10::IValue* written_argument(const c10::FunctionSchema& schema, size_t result,
-                                    at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace tessera

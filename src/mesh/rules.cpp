@@ -83,13 +83,9 @@ Strategies along_other_dims(const OpCall& call) {
   return ways;
 }
 
-std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim) {
-  const bool names_none = dim && dim->isIntList() && dim->toIntVector().empty();
-  return listed_dims(names_none ? nullptr : dim, ndim);
-}
-
-std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim) {
-  const bool is_given = dim && !dim->isNone();
+std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim, bool empty_is_all) {
+  const bool is_empty = dim && dim->isIntList() && dim->toIntVector().empty();
+  const bool is_given = dim && !dim->isNone() && !(is_empty && empty_is_all);
   std::vector<bool> named(ndim, !is_given);
   if (is_given && ndim > 0) {
     const auto dims = dim->isInt() ? std::vector<int64_t>{dim->toInt()} : dim->toIntVector();

@@ -10,7 +10,6 @@
 #include <array>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -144,10 +143,9 @@ Placements placed_by_name(const OpCall& call,
 /// argument `dim`, along which every rank needs all elements.
 Strategies along_other_dims(const OpCall& call);
 
-/// Returns the dims in the argument `dim`, in order; all dims if it names none.
-std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim);
-/// The same, but all dims only if there is no such argument: an empty list names none.
-std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim);
+/// Returns the dims in the argument `dim`, in order; all dims if there is no such argument, and for
+/// an empty list if `empty_is_all`.
+std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim, bool empty_is_all = true);
 
 /// Adds a strategy for each reduction operator: pending in all inputs, it stays pending in the
 /// outputs.

@@ -1,7 +1,5 @@
 #include "mesh/view_source.h"
 
-#include <ATen/core/ivalue.h>
-
 #include <utility>
 
 #include "mesh/redistribute.h"

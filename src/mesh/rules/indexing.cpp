@@ -1,4 +1,3 @@
-#include <c10/core/WrapDimMinimal.h>
 
 #include <algorithm>
 

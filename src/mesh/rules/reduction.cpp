@@ -9,10 +9,8 @@ namespace {
 std::vector<bool> reduced_dims(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   const bool takes_none = call.schema.name() == "aten::any" || call.schema.name() == "aten::all";
-  const c10::IValue* const dim = call.find("dim");
   std::vector<bool> reduced(ndim, false);
-  for (const int64_t d : takes_none ? listed_dims(dim, ndim) : named_dims(dim, ndim))
-    reduced[d] = true;
+  for (const int64_t d : named_dims(call.find("dim"), ndim, !takes_none)) reduced[d] = true;
   return reduced;
 }
 

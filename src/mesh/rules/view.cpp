@@ -58,7 +58,7 @@ Strategies unsqueeze(const OpCall& call) {
 Strategies squeeze(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   auto to = same_dims(ndim);
-  for (const int64_t dim : listed_dims(call.find("dim"), ndim)) {
+  for (const int64_t dim : named_dims(call.find("dim"), ndim, /*empty_is_all=*/false)) {
     if (call.inputs[0].sizes[dim] == 1) to[dim] = -1;
   }
   int64_t next = 0;
