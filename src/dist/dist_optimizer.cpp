@@ -283,7 +283,7 @@ int64_t find_mesh_dim(const std::vector<NamedTensor>& params) {
     mesh = &mesh_of(param.tensor);
   }
   for (int64_t dim = 0; dim < mesh->ndim(); ++dim) {
-    const bool fits = std::all_of(params.begin(), params.end(), [&](const NamedTensor& param) {
+    const bool fits = std::ranges::all_of(params, [&](const NamedTensor& param) {
       const Placements& placements = placements_of(param.tensor);
       return dim < static_cast<int64_t>(placements.size()) && is_replicate(placements[dim]);
     });

@@ -16,9 +16,7 @@ struct DistSpec {
   DeviceMesh mesh;
   Placements placements;  ///< normalized: one per mesh dim
 
-  bool operator==(const DistSpec& other) const {
-    return mesh == other.mesh && placements == other.placements;
-  }
+  bool operator==(const DistSpec&) const = default;
 };
 using DistSpecPtr = std::shared_ptr<const DistSpec>;
 

@@ -66,8 +66,8 @@ class ListCall {
 
   // False on a rank that is not in the mesh of the tensors at some position.
   bool is_member_of_all() const {
-    return std::all_of(rows_.begin(), rows_.end(),
-                       [](const DistSpecPtr& spec) { return !spec || spec->mesh.is_member(); });
+    return std::ranges::all_of(
+        rows_, [](const DistSpecPtr& spec) { return !spec || spec->mesh.is_member(); });
   }
 
   bool has_equal_sizes() const {
@@ -358,10 +358,10 @@ void share_findings(const ListCall& call, const at::Tensor& found) {
   for (size_t i = 0; i < call.size(); ++i) {
     const DistSpecPtr& spec = call.row(i);
     if (!spec || !spec->mesh.is_member() || spec->mesh.size() == 1) continue;
-    const bool is_cut = std::any_of(spec->placements.begin(), spec->placements.end(),
-                                    [](const Placement& placement) { return is_shard(placement); });
-    const bool is_known = std::any_of(meshes.begin(), meshes.end(),
-                                      [&](const DeviceMesh* mesh) { return *mesh == spec->mesh; });
+    const bool is_cut = std::ranges::any_of(
+        spec->placements, [](const Placement& placement) { return is_shard(placement); });
+    const bool is_known =
+        std::ranges::any_of(meshes, [&](const DeviceMesh* mesh) { return *mesh == spec->mesh; });
     if (is_cut && !is_known) meshes.push_back(&spec->mesh);
   }
   const DistMeta* const meta = find_dist_meta(found);

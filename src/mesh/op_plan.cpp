@@ -365,8 +365,7 @@ bool shows_parameter(const at::Tensor& tensor) {
 }
 
 bool returns_views(const c10::FunctionSchema& schema) {
-  const auto& returns = schema.returns();
-  return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& value) {
+  return std::ranges::any_of(schema.returns(), [](const c10::Argument& value) {
     return value.alias_info() && !value.alias_info()->isWrite();
   });
 }
@@ -399,8 +398,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   if (!entry->size_argument.empty())
     set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
   plan.is_view = returns_views(schema);
-  plan.writes = std::any_of(inputs.begin(), inputs.end(),
-                            [](const PlacedInput& input) { return input.is_written; });
+  plan.writes = std::ranges::any_of(inputs, &PlacedInput::is_written);
   plan.whole_inputs = whole_inputs_of(plan);
   set_local_kernel(plan, call, *entry, mesh);
   if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);

@@ -21,9 +21,7 @@ namespace {
 using torch::jit::Stack;
 
 bool has_out(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(),
-                     [](const c10::Argument& argument) { return argument.is_out(); });
+  return std::ranges::any_of(schema.arguments(), &c10::Argument::is_out);
 }
 
 bool changes_shape(const std::string& name) {

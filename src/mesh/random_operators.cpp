@@ -188,8 +188,7 @@ void draw(const c10::OperatorHandle& op, Kind kind, Stack* stack) {
 }  // namespace
 
 bool draws_numbers(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return kind_of(schema.name()) || std::any_of(arguments.begin(), arguments.end(), is_generator);
+  return kind_of(schema.name()) || std::ranges::any_of(schema.arguments(), is_generator);
 }
 
 bool call_random(const c10::OperatorHandle& op, Stack* stack) {

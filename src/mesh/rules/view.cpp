@@ -166,10 +166,9 @@ Strategies cat(const OpCall& call) {
   const int64_t ndim = call.outputs[0].ndim(), dim = call.dim("dim", ndim);
   const bool is_stack = call.schema.name() == "aten::stack";
   Strategies ways;
-  const bool equal =
-      std::all_of(call.inputs.begin(), call.inputs.end(), [&](const TensorInfo& input) {
-        return input.ndim() == call.inputs[0].ndim();  // `cat` skips empty tensors of one dim
-      });
+  const bool equal = std::ranges::all_of(call.inputs, [&](const TensorInfo& input) {
+    return input.ndim() == call.inputs[0].ndim();  // `cat` skips empty tensors of one dim
+  });
   for (int64_t d = 0; equal && d < ndim; ++d) {
     if (d == dim) continue;
     ways.push_back({Placements(call.inputs.size(), Shard{d - (is_stack && d > dim)}), {Shard{d}}});
