@@ -30,10 +30,11 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset) {
   const at::Tensor& local = meta->local;
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
-  const auto keys =
-      c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
-      c10::DispatchKeySet({c10::DispatchKey::PrivateUse3, c10::DispatchKey::AutogradPrivateUse3,
-                           c10::DispatchKey::ADInplaceOrView});
+  constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
+                                          c10::DispatchKey::AutogradPrivateUse3,
+                                          c10::DispatchKey::ADInplaceOrView});
+  const auto keys = kOwnKeys | c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA
+                                                                   : c10::DispatchKey::CPU);
   auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));
