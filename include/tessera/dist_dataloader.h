@@ -113,7 +113,6 @@ class DistDataloader {
       return *this;
     }
     bool operator==(const iterator& other) const { return inner_ == other.inner_; }
-    bool operator!=(const iterator& other) const { return inner_ != other.inner_; }
 
    private:
     Inner inner_;

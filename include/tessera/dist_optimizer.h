@@ -9,7 +9,9 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <vector>
 
 namespace tessera {
 
@@ -48,9 +50,6 @@ class TESSERA_API DistOptimizer {
   /// returns anything but a DistTensor of the state's sizes; `c10::NotImplementedError` with
   /// `place_state` for optimizers other than Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD.
   DistOptimizer(torch::optim::Optimizer& optimizer, DistOptimizerOptions options = {});
-  ~DistOptimizer();
-  DistOptimizer(DistOptimizer&&) noexcept;
-  DistOptimizer& operator=(DistOptimizer&&) noexcept;
 
   void step();
   void zero_grad();
@@ -75,17 +74,25 @@ class TESSERA_API DistOptimizer {
   /// message lists all of them.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
 
-  torch::optim::Optimizer& inner() const;
+  torch::optim::Optimizer& inner() const { return *optimizer_; }
   /// The optimizer that does the work above `kNone` or with master weights; else null.
-  ShardedOptimizer* sharded() const;
+  ShardedOptimizer* sharded() const { return sharded_.get(); }
 
   /// Steps with `scaler`; see `GradScaler`. Returns whether it stepped.
   bool step(GradScaler& scaler);
   void unscale_(GradScaler& scaler);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  void shard();
+  void place_state();
+  void after_step();
+
+  torch::optim::Optimizer* optimizer_;
+  DistOptimizerOptions options_;
+  std::vector<NamedTensor> params_;
+  std::unique_ptr<ShardedOptimizer> sharded_;
+  std::set<const c10::TensorImpl*> placed_;  // parameters whose state has been placed
+  bool has_stepped_ = false;
 };
 
 }  // namespace tessera

@@ -5,7 +5,9 @@
 #include <tessera/dist_tensor.h>
 #include <tessera/export.h>
 #include <tessera/fully_shard.h>
+#include <tessera/nested_tensors.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <string>
@@ -80,41 +82,27 @@ TESSERA_API at::Tensor as_input(const at::Tensor& tensor, const DeviceMesh& mesh
 [[noreturn]] TESSERA_API void refuse_output();
 [[noreturn]] TESSERA_API void refuse_unwrapped();
 
+/// True for a tensor, and for a tuple or vector of tensors alone.
 template <class T>
-concept TensorTuple = requires {
-  std::tuple_size<T>::value;
-};
-
-template <class T>
-void add_tensor(std::vector<at::Tensor>& list, const T& item) {
-  if constexpr (std::is_same_v<T, at::Tensor>) list.push_back(item);
-}
-template <class T>
-void take_tensor(T& item, const std::vector<at::Tensor>& list, size_t& next) {
-  if constexpr (std::is_same_v<T, at::Tensor>) item = list[next++];
-}
+struct IsTensors : std::is_same<T, at::Tensor> {};
+template <>
+struct IsTensors<std::vector<at::Tensor>> : std::true_type {};
+template <size_t n>
+struct IsTensors<std::array<at::Tensor, n>> : std::true_type {};
+template <>
+struct IsTensors<std::pair<at::Tensor, at::Tensor>> : std::true_type {};
+template <class... T>
+struct IsTensors<std::tuple<T...>> : std::conjunction<std::is_same<T, at::Tensor>...> {};
 
 template <class R>
 R change_output(R output, const ForwardHook& hook, const DeviceMesh& mesh) {
-  const char* const which = "output_fn";
-  if constexpr (std::is_same_v<R, at::Tensor>) {
-    return call_hook(which, hook, {std::move(output)}, mesh)[0];
-  } else if constexpr (std::is_same_v<R, std::vector<at::Tensor>>) {
-    return call_hook(which, hook, std::move(output), mesh);
-  } else if constexpr (TensorTuple<R>) {
-    const auto all_tensors = [](const auto&... items) {
-      return (std::is_same_v<std::decay_t<decltype(items)>, at::Tensor> && ...);
-    };
-    if (!std::apply(all_tensors, output)) refuse_output();
-    std::vector<at::Tensor> list;
-    std::apply([&](const auto&... items) { (add_tensor(list, items), ...); }, output);
-    list = call_hook(which, hook, std::move(list), mesh);
-    size_t next = 0;
-    std::apply([&](auto&... items) { (take_tensor(items, list, next), ...); }, output);
-    return output;
-  } else {
-    refuse_output();
-  }
+  if constexpr (!IsTensors<R>::value) refuse_output();
+  std::vector<at::Tensor> list;
+  replace_tensors(output, [&](const at::Tensor& tensor) { return list.emplace_back(tensor); });
+  list = call_hook("output_fn", hook, std::move(list), mesh);
+  size_t next = 0;
+  replace_tensors(output, [&](const at::Tensor&) { return list[next++]; });
+  return output;
 }
 
 }  // namespace detail

@@ -330,8 +330,8 @@ void Arena::wait_for_slot(const ArenaTicket& ticket) {
   Lock lock(mutex_);
   // Includes this rank's own reading, which could not be told apart from that of the new
   // collective.
-  wait_until([&] { return all_have_read(last); },
-             [&](int rank) { return !has_read(rank, last); }, ticket.name, lock);
+  wait_until([&] { return all_have_read(last); }, [&](int rank) { return !has_read(rank, last); },
+             ticket.name, lock);
 }
 
 bool Arena::spin(uint32_t seen) const {

@@ -22,7 +22,7 @@
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
 #include "mesh/dist_meta.h"
-#include "mesh/ranks.h"
+#include "mesh/shard_mesh.h"
 #include "optim/param_state.h"
 #include "optim/sharded_optimizer_access.h"
 

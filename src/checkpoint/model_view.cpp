@@ -14,7 +14,7 @@
 #include "checkpoint/safetensors.h"
 #include "grad/grad_gate.h"
 #include "mesh/chunks.h"
-#include "mesh/ranks.h"
+#include "mesh/shard_mesh.h"
 #include "optim/optimizer_parameters.h"
 #include "optim/sharded_optimizer_access.h"
 #include "unit/unit_storage.h"

@@ -10,7 +10,7 @@
 
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/chunks.h"
-#include "mesh/ranks.h"
+#include "mesh/shard_mesh.h"
 
 namespace tessera {
 

@@ -1,6 +1,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <tessera/deferred_init.h>
@@ -9,6 +10,7 @@
 
 #include <set>
 #include <string_view>
+#include <utility>
 
 #include "init/deferred_storage.h"
 #include "init/recorder.h"
@@ -101,18 +103,6 @@ class Before {
   std::set<const c10::TensorImpl*> impls_;
 };
 
-class DistributingScope {
- public:
-  explicit DistributingScope(const std::set<const c10::TensorImpl*>& impls)
-      : outer_(std::exchange(being_placed, &impls)) {}
-  ~DistributingScope() { being_placed = outer_; }
-  DistributingScope(const DistributingScope&) = delete;
-  DistributingScope& operator=(const DistributingScope&) = delete;
-
- private:
-  const std::set<const c10::TensorImpl*>* const outer_;
-};
-
 void run_partition(torch::nn::Module& root, const DeviceMesh& mesh, const PartitionFn& partition) {
   std::set<const torch::nn::Module*> seen{&root};
   partition("", root, mesh);
@@ -151,20 +141,9 @@ void name_tensors(const torch::nn::Module& module) {
     if (meta.parameter && meta.parameter->name == item.name) continue;
     DistParameter parameter = meta.parameter ? *meta.parameter : DistParameter();
     parameter.name = item.name;
-    item.tensor.set_data(
-        make_dist_parameter(meta.local, meta.spec, item.tensor.sizes(), item.tensor.strides(),
-                            std::make_shared<const DistParameter>(std::move(parameter))));
-  }
-}
-
-// Turns other errors into LibTorch's, so that they are reported to the other ranks as well.
-void with_known_error(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, error.what());
+    item.tensor.set_data(make_dist(meta.local, meta.spec, item.tensor.sizes(),
+                                   item.tensor.strides(),
+                                   std::make_shared<const DistParameter>(std::move(parameter))));
   }
 }
 
@@ -202,13 +181,14 @@ void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
   if (options.check_values) check_same_values(tensors, mesh);
   const Before before(tensors);
   const auto run = [&] {
-    const DistributingScope scope(before.impls());
+    const auto outer = std::exchange(being_placed, &before.impls());
+    const auto restore = c10::make_scope_exit([&] { being_placed = outer; });
     place_all(module, mesh, partition, before);
   };
   try {
     if (mesh.is_member()) {
       const ShardMesh ranks(mesh.process_group(), nullptr);
-      check_on_all_ranks(ranks, [&] { with_known_error(run); });
+      check_on_all_ranks(ranks, run, "distribute_module");
       check_same_lines(ranks, describe_all(module),
                        "[distribute_module] all ranks must place the tensors alike");
     } else {

@@ -6,11 +6,11 @@
 namespace tessera {
 
 const char* memory_event_name(MemoryEvent event) {
-  constexpr std::array kNames = {
-      "start",             "forward begins", "unit used",         "gather started",
-      "unit gathered",     "unit freed",     "backward begins",   "gradient made",
-      "reduction started", "unit reduced",   "gradients cleared", "backward ends",
-      "step begins",       "step ends"};
+  constexpr std::array kNames = {"start",           "forward begins",    "unit used",
+                                 "gather started",  "unit gathered",     "unit freed",
+                                 "backward begins", "gradient made",     "reduction started",
+                                 "unit reduced",    "gradients cleared", "backward ends",
+                                 "step begins",     "step ends"};
   return kNames.at(static_cast<size_t>(event));
 }
 

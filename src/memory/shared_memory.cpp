@@ -191,10 +191,10 @@ std::shared_ptr<SharedMemory> SharedMemory::open(const SharedMemoryHandle& handl
   uint64_t id = 0;
   const auto at = static_cast<off_t>(memory->mapped_ - kIdPage);
   if (::pread(memory->fd_, &id, sizeof(id), at) != sizeof(id) || id != handle.id) {
-    throw std::runtime_error(
-        fmt::format("the process with the number {} is not the one that made the shared memory: the "
-                    "ranks may be in different containers",
-                    handle.pid));
+    throw std::runtime_error(fmt::format(
+        "the process with the number {} is not the one that made the shared memory: the "
+        "ranks may be in different containers",
+        handle.pid));
   }
   memory->data_ = memory->map(PROT_READ | PROT_WRITE);
   return memory;

@@ -1,14 +1,27 @@
 #include "mesh/decompositions.h"
 
-#include <c10/util/Exception.h>
+#include <ATen/ops/max_pool1d_with_indices.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 #include <unordered_map>
+#include <vector>
 
 #include "dispatch/each_tensor.h"
 
 namespace tessera {
+namespace {
+
+// If no gradient is required, LibTorch's own form reads the memory of the tensor.
+at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::IntArrayRef stride,
+                      at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
+  return std::get<0>(
+      at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
+}  // namespace
 
 Decomposition find_decomposition(std::string_view name) {
   static const auto* const known = [] {
@@ -24,37 +37,29 @@ Decomposition find_decomposition(std::string_view name) {
   return found == known->end() ? nullptr : found->second;
 }
 
-NamedArguments::NamedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
-    : schema_(op.schema()), values_(torch::jit::last(stack, op.schema().arguments().size())) {}
-
-const c10::IValue* NamedArguments::find(std::string_view name) const {
-  for (size_t i = 0; i < values_.size(); ++i) {
-    if (schema_.arguments()[i].name() == name) return &values_[i];
+void register_composites() {
+  static auto* const libraries = new std::vector<torch::Library>();
+  for (const auto key : {c10::DispatchKey::AutogradPrivateUse3, c10::DispatchKey::PrivateUse3}) {
+    libraries->emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    libraries->back().impl("max_pool1d", max_pool1d);
   }
-  return nullptr;
 }
 
-const c10::IValue& NamedArguments::operator[](std::string_view name) const {
-  const c10::IValue* const value = find(name);
-  TORCH_INTERNAL_ASSERT(value, schema_.name(), " has no argument ", std::string(name));
-  return *value;
-}
-
-at::Tensor NamedArguments::tensor(std::string_view name) const {
-  const c10::IValue& value = (*this)[name];
+at::Tensor DecomposedCall::tensor(std::string_view name) const {
+  const c10::IValue& value = argument(name);
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
 
-torch::jit::Stack NamedArguments::with(
+torch::jit::Stack DecomposedCall::with(
     const std::vector<std::pair<std::string_view, c10::IValue>>& replaced) const {
-  torch::jit::Stack copy(values_.begin(), values_.end());
-  for (const auto& [name, value] : replaced) copy[find(name) - values_.data()] = value;
+  torch::jit::Stack copy(values.begin(), values.end());
+  for (const auto& [name, value] : replaced) copy[find(name) - values.data()] = value;
   return copy;
 }
 
-bool NamedArguments::any_placement(bool (*holds)(const Placement&)) const {
+bool DecomposedCall::any_placement(bool (*holds)(const Placement&)) const {
   bool any = false;
-  for (const c10::IValue& value : values_) {
+  for (const c10::IValue& value : values) {
     each_tensor(value, [&](const at::Tensor& tensor) {
       const DistMeta* const meta = find_dist_meta(tensor);
       if (meta) any |= std::ranges::any_of(meta->spec->placements, holds);
@@ -63,11 +68,11 @@ bool NamedArguments::any_placement(bool (*holds)(const Placement&)) const {
   return any;
 }
 
-bool NamedArguments::any_cut() const {
+bool DecomposedCall::any_cut() const {
   return any_placement([](const Placement& placement) { return is_shard(placement); });
 }
 
-bool NamedArguments::any_not_whole() const {
+bool DecomposedCall::any_not_whole() const {
   return any_placement([](const Placement& placement) { return !is_replicate(placement); });
 }
 

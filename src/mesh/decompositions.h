@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mesh/dist_meta.h"
+#include "mesh/rules.h"
 
 namespace tessera {
 
@@ -40,15 +41,11 @@ Decomposition find_decomposition(std::string_view name);
 /// operators. Must be called once in a process.
 void register_composites();
 
-/// The arguments of a call, by name.
-class NamedArguments {
- public:
-  NamedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+/// A call that may be decomposed.
+struct DecomposedCall : NamedArguments {
+  DecomposedCall(const c10::OperatorHandle& op, const torch::jit::Stack& stack)
+      : NamedArguments{op.schema(), torch::jit::last(stack, op.schema().arguments().size())} {}
 
-  /// Returns null if the operator has no argument of this name.
-  const c10::IValue* find(std::string_view name) const;
-  /// Throws if the operator has no argument of this name.
-  const c10::IValue& operator[](std::string_view name) const;
   /// Returns an undefined tensor if the argument is undefined.
   at::Tensor tensor(std::string_view name) const;
   /// Returns a copy of the arguments, with those of these names replaced.
@@ -61,9 +58,6 @@ class NamedArguments {
 
  private:
   bool any_placement(bool (*holds)(const Placement&)) const;
-
-  const c10::FunctionSchema& schema_;
-  at::ArrayRef<c10::IValue> values_;
 };
 
 /// Replaces the arguments of `op` by `results`; returns true.

@@ -12,23 +12,20 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/decompositions.h"
 #include "mesh/gradient_placement.h"
-#include "mesh/list_operators.h"
 #include "mesh/op_plan.h"
-#include "mesh/out_variants.h"
-#include "mesh/outside_mesh.h"
-#include "mesh/pending.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
-#include "mesh/random_operators.h"
-#include "mesh/redistribute.h"
 #include "mesh/strict.h"
 #include "mesh/view_source.h"
 
@@ -117,23 +114,19 @@ void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& gi
     }));
 }
 
-// Pushes the arguments that were written to, and DistTensors of the other results.
-void push_results(const c10::FunctionSchema& schema, const OpPlan& plan, const Stack& arguments,
-                  const Stack& results, Stack* stack) {
+// Pushes the arguments that were written to, and `make(i, output)` for each other result i;
+// `output`, which it must advance, is the index of the result's first tensor.
+template <class Make>
+void push_results(const c10::FunctionSchema& schema, const Stack& arguments, Stack* stack,
+                  Make make) {
   size_t output = 0;
-  for (size_t i = 0; i < results.size(); ++i) {
-    const c10::IValue* const written = written_argument(schema, i, arguments);
-    if (written) {
-      each_tensor(*written, [&](const at::Tensor&) { ++output; });
-      stack->push_back(*written);
-      continue;
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    if (const auto written = written_index(schema, i)) {
+      each_tensor(arguments[*written], [&](const at::Tensor&) { ++output; });
+      stack->push_back(arguments[*written]);
+    } else {
+      stack->push_back(make(i, output));
     }
-    stack->push_back(map_tensors(results[i], [&](const at::Tensor& part) {
-      const OpPlan::Output& made = plan.outputs[output++];
-      const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);
-      reduce_once(result);
-      return result;
-    }));
   }
 }
 
@@ -183,7 +176,14 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   reduce_gradients_of(plan, arguments);
   if (plan.is_view) return push_views(plan, arguments[0].toTensor(), given, local, stack);
   if (plan.writes) write_back(schema, arguments);
-  push_results(schema, plan, arguments, local, stack);
+  push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
+    return map_tensors(local[i], [&](const at::Tensor& part) {
+      const OpPlan::Output& made = plan.outputs[output++];
+      const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);
+      reduce_once(result);
+      return result;
+    });
+  });
 }
 
 void warn_once(const std::string& name) {
@@ -259,12 +259,51 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
     part.is_same(meta.local) ? wrote_to(meta)
                              : write_part(meta, part.sizes(), part, *whole, schema.name());
   }
-  for (size_t i = 0; i < local.size(); ++i) {
-    const c10::IValue* const result = written_argument(schema, i, arguments);
-    stack->push_back(result ? *result : map_tensors(local[i], [&](const at::Tensor& part) {
+  push_results(schema, arguments, stack, [&](size_t i, size_t&) {
+    return map_tensors(local[i], [&](const at::Tensor& part) {
       return make_dist(part, whole, part.sizes(), part.strides());
-    }));
-  }
+    });
+  });
+}
+
+// Follows the ranks of the mesh in placing the arguments of an operator that does not write to
+// them.
+void note_placed(at::ArrayRef<c10::IValue> arguments, const OpPlan* plan,
+                 const DistSpecPtr& whole) {
+  size_t input = 0;
+  for (const c10::IValue& argument : arguments)
+    each_tensor(argument, [&](const at::Tensor& tensor) {
+      note_placed_argument(tensor, plan ? plan->inputs[input++] : whole);
+    });
+}
+
+// Calls an operator on a rank that is not in the mesh of the DistTensors: pushes the results that
+// the ranks of the mesh get, with the global sizes and dtypes but without data, so that one program
+// runs on all ranks. `plan` may be null; `results` caches the results for later calls that have the
+// same plan.
+void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const OpPlan* plan,
+                  std::optional<Stack>& results, Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
+  const DistSpecPtr whole = intern(mesh, replicated(mesh));
+  const c10::Device device = device_of(arguments);
+  if (plan ? !plan->writes : !schema.is_mutable()) note_placed(arguments, plan, whole);
+  const bool is_view =
+      returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
+  push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
+    if (!results) results = run_on_meta(op, arguments);
+    if (!results) results = run_on_constants(op, arguments);
+    const c10::IValue& result = (*results)[i];
+    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] only ranks of the mesh can call this operator, because "
+                                "it returns a value that is not a tensor; this rank is not in ", mesh.to_string());
+    return map_tensors(result, [&](const at::Tensor& like) {
+      const DistSpecPtr& spec = plan ? plan->outputs[output++].spec : whole;
+      const at::Tensor part = at::empty({0}, like.options().device(device));
+      const at::Tensor made = make_dist(part, spec, like.sizes(), like.strides());
+      is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
+      return made;
+    });
+  });
 }
 
 // Operators that have no rule because they are meant to be computed on whole tensors.
@@ -349,10 +388,8 @@ void register_dist_operators() {
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
       if (name.name.rfind("aten::", 0) != 0) continue;
       const auto op = c10::Dispatcher::singleton().findSchema(name);
-      if (!op || !has_own_kernel(*op)) continue;
-      const auto full =
-          name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-      library->impl(full.c_str(), kernel_of(op->schema()));
+      if (op && has_own_kernel(*op))
+        library->impl(c10::toString(name).c_str(), kernel_of(op->schema()));
     }
   });
 }

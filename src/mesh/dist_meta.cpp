@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
+#include <vector>
+
 #include "mesh/view_source.h"
 
 namespace tessera {
@@ -28,7 +30,12 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset) {
   const at::Tensor& local = meta->local;
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
-  auto impl = c10::make_intrusive<c10::TensorImpl>(dist_keys(local), local.dtype(), local.device());
+  constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
+                                          c10::DispatchKey::AutogradPrivateUse3,
+                                          c10::DispatchKey::ADInplaceOrView});
+  const auto keys = kOwnKeys | c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA
+                                                                   : c10::DispatchKey::CPU);
+  auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));
   impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
@@ -37,18 +44,23 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
 
 }  // namespace
 
+DistSpecPtr intern(const DeviceMesh& mesh, Placements placements) {
+  thread_local std::vector<std::weak_ptr<const DistSpec>> known;
+  for (const auto& candidate : known) {
+    const DistSpecPtr spec = candidate.lock();
+    if (spec && spec->mesh.is_same(mesh) && spec->placements == placements) return spec;
+  }
+  std::erase_if(known, [](const auto& spec) { return spec.expired(); });
+  auto made = std::make_shared<const DistSpec>(DistSpec{mesh, std::move(placements)});
+  known.push_back(made);
+  return made;
+}
+
 Placements without_partial(Placements placements) {
   for (Placement& placement : placements) {
     if (is_partial(placement)) placement = Replicate{};
   }
   return placements;
-}
-
-c10::DispatchKeySet dist_keys(const at::Tensor& local) {
-  return c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU) |
-         c10::DispatchKeySet(c10::DispatchKey::PrivateUse3) |
-         c10::DispatchKeySet(c10::DispatchKey::AutogradPrivateUse3) |
-         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 }
 
 const DistMeta* find_dist_meta(const at::Tensor& tensor) {
@@ -71,8 +83,10 @@ const at::Tensor& local_of(const at::Tensor& tensor) {
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides) {
-  return make_dist_view(std::move(local), std::move(spec), sizes, strides, 0, nullptr);
+                     at::IntArrayRef strides, std::shared_ptr<const DistParameter> parameter) {
+  return make_with(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), nullptr,
+                                                 std::move(parameter)),
+                   sizes, strides, 0);
 }
 
 // Autograd reads the offset when it writes the gradient of a view into that of its base.
@@ -82,14 +96,6 @@ at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef si
   return make_with(
       c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), std::move(source)), sizes,
       strides, offset);
-}
-
-at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                               at::IntArrayRef strides,
-                               std::shared_ptr<const DistParameter> parameter) {
-  return make_with(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), nullptr,
-                                                 std::move(parameter)),
-                   sizes, strides, 0);
 }
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes) {

@@ -16,11 +16,13 @@ struct DistSpec {
   DeviceMesh mesh;
   Placements placements;  ///< normalized: one per mesh dim
 
-  bool operator==(const DistSpec& other) const {
-    return mesh == other.mesh && placements == other.placements;
-  }
+  bool operator==(const DistSpec&) const = default;
 };
 using DistSpecPtr = std::shared_ptr<const DistSpec>;
+
+/// Returns this thread's only `DistSpec` for a mesh and normalized placements, so that equal ones
+/// can be recognized by their address.
+DistSpecPtr intern(const DeviceMesh& mesh, Placements placements);
 
 /// `Replicate` on every mesh dim.
 inline Placements replicated(const DeviceMesh& mesh) {
@@ -48,7 +50,7 @@ struct DistMeta final : c10::BackendMeta {
         source(std::move(view_of)),
         parameter(std::move(known)) {}
 
-  /// Sets the local part after pending reductions of the tensor; see mesh/pending.h, the only
+  /// Sets the local part after pending reductions of the tensor; see mesh/placed.h, the only
   /// caller.
   void reduce_to(at::Tensor part, DistSpecPtr where) {
     before_ = std::exchange(spec, std::move(where));
@@ -67,9 +69,6 @@ struct DistMeta final : c10::BackendMeta {
   DistSpecPtr before_;  // users may hold references to it
 };
 
-/// The dispatch keys of a DistTensor on the device of `local`.
-c10::DispatchKeySet dist_keys(const at::Tensor& local);
-
 /// Returns the meta of `tensor`; null for an ordinary tensor.
 const DistMeta* find_dist_meta(const at::Tensor& tensor);
 /// The same; throws `c10::ValueError` that names `function` for an ordinary tensor.
@@ -78,18 +77,16 @@ const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
 /// Returns this rank's part of a DistTensor; an ordinary tensor itself.
 const at::Tensor& local_of(const at::Tensor& tensor);
 
-/// Makes a DistTensor with these global sizes and strides, without autograd.
+/// Makes a DistTensor with these global sizes and strides, without autograd; with `parameter`, it
+/// is a parameter.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                     at::IntArrayRef strides);
+                     at::IntArrayRef strides,
+                     std::shared_ptr<const DistParameter> parameter = nullptr);
+/// The same, contiguous.
+at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 /// Makes a view that would start at element `offset` of its base's memory, if the base had any.
 at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                           at::IntArrayRef strides, int64_t offset,
                           std::shared_ptr<ViewSource> source);
-/// Makes a parameter.
-at::Tensor make_dist_parameter(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
-                               at::IntArrayRef strides,
-                               std::shared_ptr<const DistParameter> parameter);
-/// The same, contiguous.
-at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
 
 }  // namespace tessera

@@ -13,7 +13,6 @@
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/gradient_placement.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
@@ -44,10 +43,6 @@ DistSpecPtr kept_spec(AutogradContext* context) {
       ->spec;
 }
 
-// Placements of a gradient: every rank's term of a pending reduction has the gradient of the
-// result.
-Placements placements_of_gradient(const DistSpec& spec) { return without_partial(spec.placements); }
-
 DistSpecPtr make_spec(const DeviceMesh& mesh, Placements placements, int64_t tensor_ndim) {
   return intern(mesh, normalize(std::move(placements), mesh.ndim(), tensor_ndim));
 }
@@ -67,9 +62,13 @@ void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef si
   }
 }
 
-// A gradient that was computed from ordinary tensors alone is the same on all ranks.
-at::Tensor as_dist(const at::Tensor& gradient, const DeviceMesh& mesh) {
-  return is_dist(gradient) ? gradient : distribute(gradient, mesh, {});
+// A gradient, placed for the tensor that `context` has kept: every rank's term of a pending
+// reduction has the gradient of the result. A gradient that was computed from ordinary tensors
+// alone is the same on all ranks.
+at::Tensor placed_gradient(AutogradContext* context, const at::Tensor& gradient) {
+  const DistSpecPtr spec = kept_spec(context);
+  return redistribute(is_dist(gradient) ? gradient : distribute(gradient, spec->mesh, {}),
+                      spec->mesh, without_partial(spec->placements));
 }
 
 at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
@@ -95,10 +94,7 @@ struct FromLocal : Function<FromLocal> {
     return make_dist(local.detach(), spec, sizes);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const DistSpecPtr spec = kept_spec(context);
-    const at::Tensor gradient =
-        redistribute(as_dist(gradients[0], spec->mesh), spec->mesh, placements_of_gradient(*spec));
-    return {to_local(gradient), at::Tensor(), at::Tensor()};
+    return {to_local(placed_gradient(context, gradients[0])), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -110,7 +106,7 @@ struct ToLocal : Function<ToLocal> {
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const DistSpecPtr spec = kept_spec(context);
-    return {from_local(gradients[0], spec->mesh, placements_of_gradient(*spec),
+    return {from_local(gradients[0], spec->mesh, without_partial(spec->placements),
                        context->saved_data[kSizes].toIntVector())};
   }
 };
@@ -135,10 +131,7 @@ struct Redistribute : Function<Redistribute> {
     return make_dist(local.detach(), to, tensor.sizes());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const DistSpecPtr from = kept_spec(context);
-    return {
-        redistribute(as_dist(gradients[0], from->mesh), from->mesh, placements_of_gradient(*from)),
-        at::Tensor()};
+    return {placed_gradient(context, gradients[0]), at::Tensor()};
   }
 };
 
@@ -197,8 +190,7 @@ void distribute_(const at::Tensor& tensor, const DeviceMesh& mesh, Placements pl
                                      : distribute(tensor.detach(), mesh, std::move(placements));
   tensor.mutable_grad().reset();
   const DistMeta& meta = dist_meta("distribute_", placed);
-  tensor.set_data(
-      make_dist_parameter(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
+  tensor.set_data(make_dist(meta.local, meta.spec, placed.sizes(), placed.strides(), parameter));
   if (tensor.requires_grad()) place_gradients(tensor);
 }
 

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "dispatch/each_tensor.h"
 #include "mesh/dist_meta.h"

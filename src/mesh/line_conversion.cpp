@@ -11,44 +11,34 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "mesh/chunks.h"
-#include "mesh/split_order.h"
 
 namespace tessera {
 namespace {
 
 at::Tensor flat(const at::Tensor& tensor) { return tensor.contiguous().view(-1); }
 
-std::vector<int64_t> with_size(at::IntArrayRef sizes, int64_t dim, int64_t size) {
-  std::vector<int64_t> result = sizes.vec();
-  result[dim] = size;
-  return result;
-}
-
-int64_t numel_of(at::IntArrayRef sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
-}
-
 at::Tensor part_along(const at::Tensor& tensor, int64_t dim, int64_t parts, int64_t index) {
   const Range range = chunk(tensor.size(dim), parts, index);
-  return tensor.narrow(dim, range.begin, range.end - range.begin);
+  return tensor.narrow(dim, range.begin, range.size());
 }
 
 std::vector<int64_t> part_sizes(at::IntArrayRef sizes, int64_t dim, int64_t parts, int64_t index) {
-  const Range range = chunk(sizes[dim], parts, index);
-  return with_size(sizes, dim, range.end - range.begin);
+  std::vector<int64_t> result = sizes.vec();
+  result[dim] = chunk(sizes[dim], parts, index).size();
+  return result;
 }
 
 // Bounds of the parts of all ranks along `dim` in a flat buffer, one after the other.
 std::vector<int64_t> flat_bounds(at::IntArrayRef sizes, int64_t dim, int64_t parts) {
   std::vector<int64_t> bounds{0};
   for (int64_t r = 0; r < parts; ++r)
-    bounds.push_back(bounds.back() + numel_of(part_sizes(sizes, dim, parts, r)));
+    bounds.push_back(bounds.back() + c10::multiply_integers(part_sizes(sizes, dim, parts, r)));
   return bounds;
 }
 
@@ -59,14 +49,14 @@ bool is_outermost(at::IntArrayRef sizes, int64_t dim) {
 
 class Conversion {
  public:
-  Conversion(const Line& line, const at::Tensor& local, at::IntArrayRef sizes,
+  Conversion(ProcessGroup& line, const at::Tensor& local, at::IntArrayRef sizes,
              std::string_view subject)
       : line_(line), local_(local), sizes_(sizes), tag_{subject, Channel::kControl} {}
 
   at::Tensor gather(int64_t dim) const {
     const auto bounds = flat_bounds(sizes_, dim, line_.size());
     const at::Tensor all = at::empty({bounds.back()}, local_.options());
-    const auto work = line_.process_group.all_gather(all, flat(local_), bounds, tag_);
+    const auto work = line_.all_gather(all, flat(local_), bounds, tag_);
     work->wait();
     work->wait_inputs();
     if (is_outermost(sizes_, dim)) return all.view(sizes_);
@@ -87,7 +77,7 @@ class Conversion {
       return combine(receive_terms(sizes_, std::vector<at::Tensor>(line_.size(), flat(local_))),
                      op);
     at::Tensor whole = local_.clone(at::MemoryFormat::Contiguous);
-    line_.process_group.all_reduce(whole, reduce_op(op), tag_)->wait();
+    line_.all_reduce(whole, reduce_op(op), tag_)->wait();
     return op == PartialOp::kAvg ? average(whole) : whole;
   }
 
@@ -106,8 +96,7 @@ class Conversion {
             {bounds[r], flat(part_along(local_, dim, line_.size(), r)), bounds[r + 1] - bounds[r]});
     }
     const at::Tensor part = at::empty(own, local_.options());
-    const auto work =
-        line_.process_group.reduce_scatter(part.view(-1), std::move(pieces), bounds, {}, tag_);
+    const auto work = line_.reduce_scatter(part.view(-1), std::move(pieces), bounds, {}, tag_);
     work->wait();
     return op == PartialOp::kAvg ? average(part) : part;
   }
@@ -138,16 +127,8 @@ class Conversion {
 
  private:
   static ReduceOp reduce_op(PartialOp op) {
-    switch (op) {
-      case PartialOp::kMax:
-      case PartialOp::kAny:
-        return ReduceOp::kMax;
-      case PartialOp::kMin:
-      case PartialOp::kAll:
-        return ReduceOp::kMin;
-      default:
-        return ReduceOp::kSum;
-    }
+    if (op == PartialOp::kMax || op == PartialOp::kAny) return ReduceOp::kMax;
+    return op == PartialOp::kMin || op == PartialOp::kAll ? ReduceOp::kMin : ReduceOp::kSum;
   }
 
   at::Tensor average(at::Tensor sum) const {
@@ -160,7 +141,7 @@ class Conversion {
   void exchange(const std::vector<at::Tensor>& received, std::vector<at::Tensor> sent) const {
     std::vector<at::Tensor> into;
     for (const at::Tensor& tensor : received) into.push_back(tensor.view(-1));
-    const auto work = line_.process_group.all_to_all(std::move(into), std::move(sent), tag_);
+    const auto work = line_.all_to_all(std::move(into), std::move(sent), tag_);
     work->wait();
     work->wait_inputs();
   }
@@ -181,31 +162,22 @@ class Conversion {
     return terms;
   }
 
+  static at::Tensor combine(const at::Tensor& a, const at::Tensor& b, PartialOp op) {
+    if (op == PartialOp::kMax) return at::maximum(a, b);
+    if (op == PartialOp::kMin) return at::minimum(a, b);
+    if (op == PartialOp::kAny) return at::logical_or(a, b).to(a.scalar_type());
+    if (op == PartialOp::kAll) return at::logical_and(a, b).to(a.scalar_type());
+    return at::mul(a, b);
+  }
+
   // Combines in rank order, so that all ranks get the same bits.
   static at::Tensor combine(const std::vector<at::Tensor>& terms, PartialOp op) {
     at::Tensor result = terms[0];
-    for (size_t r = 1; r < terms.size(); ++r) {
-      switch (op) {
-        case PartialOp::kMax:
-          result = at::maximum(result, terms[r]);
-          break;
-        case PartialOp::kMin:
-          result = at::minimum(result, terms[r]);
-          break;
-        case PartialOp::kAny:
-          result = at::logical_or(result, terms[r]).to(result.scalar_type());
-          break;
-        case PartialOp::kAll:
-          result = at::logical_and(result, terms[r]).to(result.scalar_type());
-          break;
-        default:
-          result = at::mul(result, terms[r]);
-      }
-    }
+    for (size_t r = 1; r < terms.size(); ++r) result = combine(result, terms[r], op);
     return result;
   }
 
-  const Line& line_;
+  ProcessGroup& line_;
   const at::Tensor& local_;
   at::IntArrayRef sizes_;
   CollectiveTag tag_;
@@ -228,7 +200,7 @@ at::Tensor signed_roots(const at::Tensor& squares, at::ScalarType dtype) {
 }
 
 // For placements that aren't split.
-at::Tensor convert_plain(const Line& line, const at::Tensor& local, const Placement& from,
+at::Tensor convert_plain(ProcessGroup& line, const at::Tensor& local, const Placement& from,
                          const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
   if (from == to) return local;
   const Conversion conversion(line, local, sizes, subject);
@@ -257,7 +229,7 @@ at::Tensor convert_plain(const Line& line, const at::Tensor& local, const Placem
 
 }  // namespace
 
-at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
+at::Tensor convert_along(ProcessGroup& line, const at::Tensor& local, const Placement& from,
                          const Placement& to, at::IntArrayRef sizes, std::string_view subject) {
   if (!is_split(from) && !is_split(to)) return convert_plain(line, local, from, to, sizes, subject);
   if (from == to) return local;

@@ -9,19 +9,12 @@
 
 namespace tessera {
 
-/// The ranks along one mesh dim, including this one.
-struct Line {
-  ProcessGroup& process_group;
-  int rank() const { return process_group.rank(); }
-  int size() const { return process_group.size(); }
-};
-
 /// Returns this rank's part of a tensor of `sizes` after its placement along one mesh dim changes
 /// from `from` to `to`. `local` is not changed; the result may share its memory. `sizes` are those
-/// of the tensor that the ranks of the line have together.
+/// of the tensor that the ranks of the line have together; `line` is their process group.
 ///
 /// Collective over the line unless nothing is sent. `subject` names the tensor in errors.
-at::Tensor convert_along(const Line& line, const at::Tensor& local, const Placement& from,
+at::Tensor convert_along(ProcessGroup& line, const at::Tensor& local, const Placement& from,
                          const Placement& to, at::IntArrayRef sizes, std::string_view subject);
 
 /// Returns the bytes that this conversion of a tensor of `nbytes` along the line makes each of

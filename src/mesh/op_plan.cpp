@@ -1,20 +1,239 @@
 #include "mesh/op_plan.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
-#include <string>
+#include <set>
+#include <utility>
 
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
+#include "mesh/line_conversion.h"
+#include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/rules.h"
-#include "mesh/way_choice.h"
 
 namespace tessera {
 namespace {
+
+// A tensor among the arguments of a call, with its placements.
+struct PlacedInput {
+  at::Tensor tensor;
+  Placements placements;
+  bool is_written = false;
+  bool is_parameter = false;
+};
+
+// The placements that the tensors of a call get.
+struct ChosenWay {
+  std::vector<Placements> inputs, outputs;
+};
+
+// Small, so that of two strategies that move nothing the one that leaves tensors as they are is
+// chosen.
+constexpr double kChange = 1;
+
+// A parameter that is moved is moved in every step, and is then whole on every rank: leaving it
+// where it is saves more than the bytes of one call.
+constexpr double kParameterWeight = 4;
+
+// The split factors above 1 of the inputs, each once.
+std::set<int64_t> split_factors(const std::vector<PlacedInput>& inputs) {
+  std::set<int64_t> factors;
+  for (const PlacedInput& input : inputs) {
+    for (const Placement& placement : input.placements) {
+      if (is_split(placement)) factors.insert(std::get<Shard>(placement).split_factor);
+    }
+  }
+  return factors;
+}
+
+bool has_split(const Strategy& way) {
+  return std::ranges::any_of(way.inputs, is_split) || std::ranges::any_of(way.outputs, is_split);
+}
+
+// Adds each strategy with all shards split, for each factor.
+void add_splits(Strategies& ways, const std::set<int64_t>& factors) {
+  const size_t count = ways.size();
+  for (const int64_t factor : factors) {
+    for (size_t i = 0; i < count; ++i) {
+      if (has_split(ways[i])) continue;  // a split of the rule's own
+      Strategy way = ways[i];
+      for (Placements* const placements : {&way.inputs, &way.outputs}) {
+        for (Placement& placement : *placements) {
+          if (auto* const shard = std::get_if<Shard>(&placement)) shard->split_factor = factor;
+        }
+      }
+      if (has_split(way)) ways.push_back(std::move(way));
+    }
+  }
+}
+
+bool fits(const Placement& placement, const TensorInfo& tensor) {
+  const auto* const shard = std::get_if<Shard>(&placement);
+  return !shard || (shard->dim >= 0 && shard->dim < tensor.ndim());
+}
+
+// An output that is an input written to, by the indices of both.
+struct Written {
+  size_t input, output;
+};
+
+std::vector<Written> find_written(const c10::FunctionSchema& schema,
+                                  const std::vector<int>& first_input) {
+  std::vector<Written> found;
+  for (size_t result = 0; result < schema.returns().size(); ++result) {
+    const auto index = written_index(schema, result);
+    if (index && schema.arguments()[*index].type()->kind() == c10::TypeKind::TensorType)
+      found.push_back({static_cast<size_t>(first_input[*index]), result});
+  }
+  return found;
+}
+
+// Chooses, along one mesh dim after the other, the strategy that moves least; nullopt if each of
+// them would move a tensor that the operator writes to.
+class Choice {
+ public:
+  Choice(const OpCall& call, const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh)
+      : call_(call),
+        inputs_(inputs),
+        mesh_(mesh),
+        written_(find_written(call.schema, call.first_input)) {}
+
+  std::optional<ChosenWay> choose(Strategies ways, bool splits) {
+    ways.push_back({Placements(call_.inputs.size(), Replicate{}),
+                    Placements(call_.outputs.size(), Replicate{})});
+    if (splits) add_splits(ways, split_factors(inputs_));
+    for (int64_t i = 0; i < mesh_.ndim(); ++i) {
+      const Strategy* best = nullptr;
+      double least = 0;
+      for (const Strategy& way : ways) {
+        check(way);
+        if (!can_split(way, i)) continue;
+        const auto cost = cost_of_way(way, i);
+        if (cost && (!best || *cost < least)) best = &way, least = *cost;
+      }
+      if (!best) return std::nullopt;
+      chosen_.push_back(best);
+    }
+    ChosenWay result{std::vector<Placements>(call_.inputs.size()),
+                     std::vector<Placements>(call_.outputs.size())};
+    for (const Strategy* const way : chosen_) {
+      for (size_t t = 0; t < way->inputs.size(); ++t) result.inputs[t].push_back(way->inputs[t]);
+      for (size_t t = 0; t < way->outputs.size(); ++t) result.outputs[t].push_back(way->outputs[t]);
+    }
+    return result;
+  }
+
+ private:
+  void check(const Strategy& way) const {
+    TORCH_INTERNAL_ASSERT(
+        way.inputs.size() == call_.inputs.size() && way.outputs.size() == call_.outputs.size(),
+        "the rule of ", call_.schema.name(), " has ", way.inputs.size(), " inputs and ",
+        way.outputs.size(), " outputs; expected ", call_.inputs.size(), " and ",
+        call_.outputs.size());
+    TORCH_INTERNAL_ASSERT(std::ranges::equal(way.inputs, call_.inputs, fits) &&
+                              std::ranges::equal(way.outputs, call_.outputs, fits),
+                          "the rule of ", call_.schema.name());
+  }
+
+  // False if a split would be uneven, or not the only shard along its dim of a tensor.
+  bool can_split(const Strategy& way, int64_t mesh_dim) const {
+    const bool is_even_only = has_split(way);
+    const auto can_be = [&](Placements Strategy::*side, const std::vector<TensorInfo>& tensors) {
+      for (size_t t = 0; t < tensors.size(); ++t) {
+        const Placement& placement = (way.*side)[t];
+        const auto* const shard = std::get_if<Shard>(&placement);
+        if (!shard) continue;
+        const int64_t parts = shard->split_factor * mesh_.size(mesh_dim);
+        if (is_even_only && tensors[t].sizes[shard->dim] % parts != 0) return false;
+        for (const Strategy* const other : chosen_) {
+          const Placement& outer = (other->*side)[t];
+          if (is_shard(outer, shard->dim) && (is_split(outer) || is_split(placement))) return false;
+        }
+      }
+      return true;
+    };
+    return can_be(&Strategy::inputs, call_.inputs) && can_be(&Strategy::outputs, call_.outputs);
+  }
+
+  std::optional<double> cost_of_way(const Strategy& way, int64_t mesh_dim) const {
+    for (const Written& written : written_) {
+      if (way.outputs[written.output] != way.inputs[written.input]) return std::nullopt;
+    }
+    double cost = 0;
+    for (size_t t = 0; t < inputs_.size(); ++t) {
+      const Placement& from = inputs_[t].placements[mesh_dim];
+      if (from == way.inputs[t]) continue;
+      if (inputs_[t].is_written) return std::nullopt;
+      Placements to = inputs_[t].placements;
+      to[mesh_dim] = way.inputs[t];
+      const auto nbytes = static_cast<double>(inputs_[t].tensor.numel()) *
+                          static_cast<double>(inputs_[t].tensor.element_size());
+      const double weight = inputs_[t].is_parameter ? kParameterWeight : 1;
+      cost += kChange + weight * cost_of(mesh_, inputs_[t].placements, to, nbytes);
+    }
+    return cost + cost_of_later(way, mesh_dim);
+  }
+
+  // The cost left for outputs of pending inputs until all ranks have them whole. So a reduction is
+  // done where that moves least, and is not split into a reduce-scatter here and an all-gather for
+  // other operators.
+  double cost_of_later(const Strategy& way, int64_t mesh_dim) const {
+    bool keeps_terms = false, cuts_terms = false;
+    for (size_t t = 0; t < inputs_.size(); ++t) {
+      if (!is_partial(inputs_[t].placements[mesh_dim])) continue;
+      keeps_terms |= is_partial(way.inputs[t]);
+      cuts_terms |= is_shard(way.inputs[t]);
+    }
+    double cost = 0;
+    for (size_t t = 0; t < way.outputs.size(); ++t) {
+      const Placement& output = way.outputs[t];
+      if ((keeps_terms && is_partial(output)) || (cuts_terms && is_shard(output)))
+        cost += conversion_cost(output, Replicate{}, line_bytes_of_output(t, mesh_dim),
+                                mesh_.size(mesh_dim)) +
+                (cuts_terms ? kChange : 0);
+    }
+    return cost;
+  }
+
+  // Bytes of the part that the ranks of a line have together, as far as strategies are chosen.
+  double line_bytes_of_output(size_t t, int64_t mesh_dim) const {
+    const auto dtype = call_.outputs[t].dtype == c10::ScalarType::Undefined
+                           ? call_.inputs[0].dtype
+                           : call_.outputs[t].dtype;
+    auto nbytes = static_cast<double>(c10::multiply_integers(call_.outputs[t].sizes)) *
+                  static_cast<double>(c10::elementSize(dtype));
+    for (int64_t i = 0; i < mesh_.ndim(); ++i) {
+      if (i == mesh_dim) continue;
+      const Placement& other = i < mesh_dim ? chosen_[i]->outputs[t] : inputs_[0].placements[i];
+      if (is_shard(other)) nbytes /= static_cast<double>(mesh_.size(i));
+    }
+    return nbytes;
+  }
+
+  const OpCall& call_;
+  const std::vector<PlacedInput>& inputs_;
+  const DeviceMesh& mesh_;
+  const std::vector<Written> written_;
+  std::vector<const Strategy*> chosen_;
+};
+
+// For a tensor that is created: placed as the input is, if both have the same sizes.
+ChosenWay taken_over(const OpCall& call, const std::vector<PlacedInput>& inputs) {
+  ChosenWay result;
+  for (const PlacedInput& input : inputs) result.inputs.push_back(input.placements);
+  Placements placements = inputs[0].placements;
+  for (Placement& placement : placements) {
+    if (call.inputs[0].sizes != call.outputs[0].sizes || is_partial(placement))
+      placement = Replicate{};
+  }
+  result.outputs.push_back(std::move(placements));
+  return result;
+}
 
 std::vector<PlacedInput> collect_inputs(const c10::FunctionSchema& schema,
                                         at::ArrayRef<c10::IValue> arguments, const DeviceMesh& mesh,
@@ -67,7 +286,7 @@ torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
 // Sets the size of this rank's part of the output, and its strides if the operator takes them.
 void set_local_size(OpPlan& plan, const OpCall& call, std::string_view name, const DistSpec& spec) {
   const auto sizes = local_sizes_of(spec, call.outputs[0].sizes);
-  for (size_t i = 0; i < call.arguments.size(); ++i) {
+  for (size_t i = 0; i < call.values.size(); ++i) {
     const auto& argument = call.schema.arguments()[i].name();
     if (argument == name) plan.arguments.emplace_back(i, sizes);
     if (argument == "stride")
@@ -140,9 +359,13 @@ std::vector<size_t> whole_inputs_of(const OpPlan& plan) {
 
 }  // namespace
 
+bool shows_parameter(const at::Tensor& tensor) {
+  const auto is_trained = [](const at::TensorBase& t) { return t.is_leaf() && t.requires_grad(); };
+  return is_trained(tensor) || (tensor.is_view() && is_trained(tensor._base()));
+}
+
 bool returns_views(const c10::FunctionSchema& schema) {
-  const auto& returns = schema.returns();
-  return std::any_of(returns.begin(), returns.end(), [](const c10::Argument& value) {
+  return std::ranges::any_of(schema.returns(), [](const c10::Argument& value) {
     return value.alias_info() && !value.alias_info()->isWrite();
   });
 }
@@ -158,12 +381,15 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   const RuleEntry* const entry = find_rule(schema);
   if (!entry) return std::nullopt;
   const auto seen = is_elementwise(*entry) ? without_reals(arguments) : arguments.vec();
-  OpCall call{.schema = schema, .arguments = {seen.data(), seen.size()}, .ranks = mesh.size()};
+  OpCall call{{schema, seen}};
+  call.ranks = mesh.size();
   const auto inputs = collect_inputs(schema, arguments, mesh, call.first_input);
   for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
-  auto choice = choose_way(call, *entry, inputs, mesh);
+  auto choice = entry->creates
+                    ? taken_over(call, inputs)
+                    : Choice(call, inputs, mesh).choose(entry->rule(call), entry->splits);
   if (!choice) return std::nullopt;
   for (Placements& placements : choice->inputs)
     plan.inputs.push_back(intern(mesh, std::move(placements)));
@@ -172,24 +398,11 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   if (!entry->size_argument.empty())
     set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
   plan.is_view = returns_views(schema);
-  plan.writes = std::any_of(inputs.begin(), inputs.end(),
-                            [](const PlacedInput& input) { return input.is_written; });
+  plan.writes = std::ranges::any_of(inputs, &PlacedInput::is_written);
   plan.whole_inputs = whole_inputs_of(plan);
   set_local_kernel(plan, call, *entry, mesh);
   if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);
   return plan;
-}
-
-DistSpecPtr intern(const DeviceMesh& mesh, Placements placements) {
-  thread_local std::vector<std::weak_ptr<const DistSpec>> known;
-  for (const auto& candidate : known) {
-    const DistSpecPtr spec = candidate.lock();
-    if (spec && spec->mesh.is_same(mesh) && spec->placements == placements) return spec;
-  }
-  std::erase_if(known, [](const auto& spec) { return spec.expired(); });
-  auto made = std::make_shared<const DistSpec>(DistSpec{mesh, std::move(placements)});
-  known.push_back(made);
-  return made;
 }
 
 }  // namespace tessera

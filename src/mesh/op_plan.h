@@ -1,10 +1,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <tessera/placement.h>
 
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -51,8 +48,7 @@ bool returns_views(const c10::FunctionSchema& schema);
 /// True if the operator's plans don't depend on the real numbers among its arguments.
 bool ignores_reals(const c10::FunctionSchema& schema);
 
-/// Returns this thread's only `DistSpec` for a mesh and normalized placements, so that equal ones
-/// can be recognized by their address.
-DistSpecPtr intern(const DeviceMesh& mesh, Placements placements);
+/// True for a leaf that requires a gradient, and for a view of one.
+bool shows_parameter(const at::Tensor& tensor);
 
 }  // namespace tessera

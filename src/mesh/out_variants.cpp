@@ -1,5 +1,3 @@
-#include "mesh/out_variants.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
@@ -13,8 +11,8 @@
 #include <vector>
 
 #include "dispatch/each_tensor.h"
+#include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
 
 namespace tessera {
@@ -23,9 +21,7 @@ namespace {
 using torch::jit::Stack;
 
 bool has_out(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(),
-                     [](const c10::Argument& argument) { return argument.is_out(); });
+  return std::ranges::any_of(schema.arguments(), &c10::Argument::is_out);
 }
 
 bool changes_shape(const std::string& name) {

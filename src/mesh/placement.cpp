@@ -5,27 +5,8 @@
 namespace tessera {
 namespace {
 
-const char* name_of(PartialOp op) {
-  switch (op) {
-    case PartialOp::kSum:
-      return "sum";
-    case PartialOp::kAvg:
-      return "avg";
-    case PartialOp::kMax:
-      return "max";
-    case PartialOp::kMin:
-      return "min";
-    case PartialOp::kProd:
-      return "prod";
-    case PartialOp::kAny:
-      return "any";
-    case PartialOp::kAll:
-      return "all";
-    case PartialOp::kNorm:
-      return "norm";
-  }
-  TORCH_INTERNAL_ASSERT(false, "no such PartialOp: ", static_cast<int>(op));
-}
+// By the number of the `PartialOp`.
+constexpr const char* kOpNames[] = {"sum", "avg", "max", "min", "prod", "any", "all", "norm"};
 
 int64_t wrap(int64_t dim, size_t mesh_dim, int64_t tensor_ndim) {
   TORCH_CHECK_VALUE(tensor_ndim > 0, "[normalize] a tensor without dims can't be sharded; got Shard(",
@@ -45,7 +26,7 @@ std::string to_string(const Placement& placement) {
                ? fmt::format("Shard({})", shard->dim)
                : fmt::format("Shard({}, split_factor={})", shard->dim, shard->split_factor);
   if (const auto* partial = std::get_if<Partial>(&placement))
-    return fmt::format("Partial({})", name_of(partial->op));
+    return fmt::format("Partial({})", kOpNames[static_cast<size_t>(partial->op)]);
   return "Replicate";
 }
 

@@ -11,7 +11,6 @@
 #include "mesh/dist_meta.h"
 #include "mesh/op_plan.h"
 #include "mesh/strict.h"
-#include "mesh/way_choice.h"
 
 namespace tessera {
 namespace {

@@ -1,25 +1,25 @@
-#include "mesh/random_operators.h"
-
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <tessera/generator.h>
 
 #include <algorithm>
+#include <functional>
+#include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
+#include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
-#include "mesh/generator_check.h"
-#include "mesh/op_plan.h"
 #include "mesh/placed.h"
-#include "mesh/split_order.h"
 #include "mesh/view_source.h"
 #include "start/rank_generator.h"
 
@@ -64,6 +64,44 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
     if (named.defined() && named != at::globalContext().defaultGenerator(c10::kCPU)) return named;
   }
   return device.is_cpu() ? default_generator() : at::globalContext().defaultGenerator(device);
+}
+
+// A mesh whose ranks had a generator in the same state.
+struct Checked {
+  DeviceMesh mesh;
+  c10::weak_intrusive_ptr<c10::GeneratorImpl> generator;  // keeps its address from being reused
+};
+
+std::string digest_of(at::Generator& generator) {
+  const std::lock_guard lock(generator.mutex());
+  const at::Tensor state = generator.get_state().contiguous();
+  const std::string_view bytes(static_cast<const char*>(state.const_data_ptr()), state.nbytes());
+  return std::to_string(std::hash<std::string_view>()(bytes));
+}
+
+// Throws on all ranks of `mesh` unless their generators are in the same state. Collective on the
+// first call of a thread for a mesh and a generator; later calls do nothing.
+void check_generators_agree(const DeviceMesh& mesh, at::Generator generator,
+                            const std::string& subject) {
+  if (mesh.size() == 1 || !mesh.is_member()) return;
+  thread_local std::vector<Checked> checked;
+  const auto is_it = [&](const Checked& known) {
+    return known.mesh.is_same(mesh) &&
+           known.generator._unsafe_get_target() == generator.unsafeGetGeneratorImpl();
+  };
+  if (std::ranges::any_of(checked, is_it)) return;
+  const auto states = all_gather_bytes(*mesh.process_group(), digest_of(generator),
+                                       {"generators of random numbers", Channel::kControl});
+  std::vector<int> differing;
+  for (size_t i = 0; i < states.size(); ++i) {
+    if (states[i] != states[0]) differing.push_back(mesh.ranks()[i]);
+  }
+  TORCH_CHECK_VALUE(differing.empty(), "[", subject, "] the generators of all ranks of a mesh must be in one state, because each "
+                    "draws the whole tensor; that of rank ", fmt::format("{}", fmt::join(differing, ", ")),
+                    " differs from that of rank ", mesh.ranks()[0],
+                    "; seed all alike with torch::manual_seed() (tessera::manual_seed() on ranks of spawn())");
+  std::erase_if(checked, [](const Checked& known) { return known.generator.expired(); });
+  checked.push_back({mesh, c10::weak_intrusive_ptr(generator.getIntrusivePtr())});
 }
 
 // Uninitialized memory, laid out as that of the whole tensor would be.
@@ -150,8 +188,7 @@ void draw(const c10::OperatorHandle& op, Kind kind, Stack* stack) {
 }  // namespace
 
 bool draws_numbers(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return kind_of(schema.name()) || std::any_of(arguments.begin(), arguments.end(), is_generator);
+  return kind_of(schema.name()) || std::ranges::any_of(schema.arguments(), is_generator);
 }
 
 bool call_random(const c10::OperatorHandle& op, Stack* stack) {

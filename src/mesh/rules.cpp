@@ -9,23 +9,21 @@
 namespace tessera {
 namespace {
 
-// -1: none of this name.
-int index_of(const c10::FunctionSchema& schema, std::string_view name) {
-  const auto& arguments = schema.arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].name() == name) return static_cast<int>(i);
-  }
-  return -1;
+Strategy all_pending(const OpCall& call, PartialOp op) {
+  return {Placements(call.inputs.size(), Partial{op}),
+          Placements(call.outputs.size(), Partial{op})};
 }
 
 }  // namespace
 
-const c10::IValue* OpCall::find(std::string_view name) const {
-  const int index = index_of(schema, name);
-  return index < 0 ? nullptr : &arguments[index];
+const c10::IValue* NamedArguments::find(std::string_view name) const {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (schema.arguments()[i].name() == name) return &values[i];
+  }
+  return nullptr;
 }
 
-const c10::IValue& OpCall::argument(std::string_view name) const {
+const c10::IValue& NamedArguments::argument(std::string_view name) const {
   const c10::IValue* const value = find(name);
   TORCH_INTERNAL_ASSERT(value, schema.name(), " has no argument ", std::string(name));
   return *value;
@@ -33,7 +31,7 @@ const c10::IValue& OpCall::argument(std::string_view name) const {
 
 int OpCall::input(std::string_view name) const {
   const c10::IValue& value = argument(name);
-  return value.isTensor() && value.toTensor().defined() ? first_input[index_of(schema, name)] : -1;
+  return value.isTensor() && value.toTensor().defined() ? first_input[&value - values.data()] : -1;
 }
 
 int64_t OpCall::dim(std::string_view name, int64_t ndim) const {
@@ -44,6 +42,23 @@ Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& o
   const int64_t own = dim - (output.ndim() - input.ndim());
   if (own < 0 || input.sizes[own] != output.sizes[dim]) return Replicate{};
   return Shard{own};
+}
+
+Placements inputs_under(const OpCall& call, int64_t dim, const TensorInfo& output) {
+  Placements placements;
+  for (const TensorInfo& input : call.inputs)
+    placements.push_back(placed_under(input, dim, output));
+  return placements;
+}
+
+Placements first_placed(const OpCall& call, const Placement& placement) {
+  Placements placements(call.inputs.size(), Replicate{});
+  placements[0] = placement;
+  return placements;
+}
+
+Strategy all_cut(const OpCall& call, int64_t dim) {
+  return {Placements(call.inputs.size(), Shard{dim}), Placements(call.outputs.size(), Shard{dim})};
 }
 
 Placements placed_by_name(const OpCall& call,
@@ -63,20 +78,14 @@ Strategies along_other_dims(const OpCall& call) {
     const auto has_it = [&](const TensorInfo& input) {
       return input.ndim() == ndim && input.sizes[d] == call.inputs[0].sizes[d];
     };
-    if (d == dim || !std::all_of(call.inputs.begin(), call.inputs.end(), has_it)) continue;
-    ways.push_back(
-        {Placements(call.inputs.size(), Shard{d}), Placements(call.outputs.size(), Shard{d})});
+    if (d != dim && std::ranges::all_of(call.inputs, has_it)) ways.push_back(all_cut(call, d));
   }
   return ways;
 }
 
-std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim) {
-  const bool names_none = dim && dim->isIntList() && dim->toIntVector().empty();
-  return listed_dims(names_none ? nullptr : dim, ndim);
-}
-
-std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim) {
-  const bool is_given = dim && !dim->isNone();
+std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim, bool empty_is_all) {
+  const bool is_empty = dim && dim->isIntList() && dim->toIntVector().empty();
+  const bool is_given = dim && !dim->isNone() && !(is_empty && empty_is_all);
   std::vector<bool> named(ndim, !is_given);
   if (is_given && ndim > 0) {
     const auto dims = dim->isInt() ? std::vector<int64_t>{dim->toInt()} : dim->toIntVector();
@@ -94,11 +103,15 @@ std::vector<TensorInfo> like_second(const OpCall& call) { return {call.inputs[1]
 
 std::vector<TensorInfo> like_self(const OpCall& call) { return {call.inputs[call.input("self")]}; }
 
+void add_sums(Strategies& ways, const OpCall& call) {
+  for (const auto op : {PartialOp::kSum, PartialOp::kAvg}) ways.push_back(all_pending(call, op));
+}
+
 void add_pending(Strategies& ways, const OpCall& call) {
-  for (const auto op : {PartialOp::kSum, PartialOp::kAvg, PartialOp::kMax, PartialOp::kMin,
-                        PartialOp::kProd, PartialOp::kAny, PartialOp::kAll, PartialOp::kNorm})
-    ways.push_back({Placements(call.inputs.size(), Partial{op}),
-                    Placements(call.outputs.size(), Partial{op})});
+  add_sums(ways, call);
+  for (const auto op : {PartialOp::kMax, PartialOp::kMin, PartialOp::kProd, PartialOp::kAny,
+                        PartialOp::kAll, PartialOp::kNorm})
+    ways.push_back(all_pending(call, op));
 }
 
 const RuleEntry* find_rule(const c10::FunctionSchema& schema) {

@@ -10,7 +10,6 @@
 #include <array>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -26,19 +25,24 @@ struct TensorInfo {
   int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
 };
 
-/// A call of an operator as a rule sees it.
-struct OpCall {
+/// The arguments of a call, by name.
+struct NamedArguments {
   const c10::FunctionSchema& schema;
-  std::span<const c10::IValue> arguments;
-  std::vector<TensorInfo> inputs;  ///< all defined tensors among the arguments, in order
-  std::vector<int> first_input;    ///< per argument: the index of its first tensor among `inputs`
-  std::vector<TensorInfo> outputs;
-  int64_t ranks = 1;  ///< of the whole mesh
+  at::ArrayRef<c10::IValue> values;
 
   /// Returns the argument of this name; null if the operator does not have one.
   const c10::IValue* find(std::string_view name) const;
   /// The same; throws if the operator does not have one.
   const c10::IValue& argument(std::string_view name) const;
+};
+
+/// A call of an operator as a rule sees it.
+struct OpCall : NamedArguments {
+  std::vector<TensorInfo> inputs;  ///< all defined tensors among the arguments, in order
+  std::vector<int> first_input;    ///< per argument: the index of its first tensor among `inputs`
+  std::vector<TensorInfo> outputs;
+  int64_t ranks = 1;  ///< of the whole mesh
+
   /// Returns the index among `inputs` of the tensor argument of this name; -1 if it is undefined.
   int input(std::string_view name) const;
   /// Returns those of `all`, one for each output, that the argument `output_mask` asks for.
@@ -120,6 +124,15 @@ constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
 /// cut alike, or whole if `input` has no such dim of that size.
 Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output);
 
+/// Returns the same for all inputs.
+Placements inputs_under(const OpCall& call, int64_t dim, const TensorInfo& output);
+
+/// Returns placements of the inputs: this one for the first, `Replicate` for the others.
+Placements first_placed(const OpCall& call, const Placement& placement);
+
+/// Returns the strategy with all inputs and outputs cut along `dim`.
+Strategy all_cut(const OpCall& call, int64_t dim);
+
 /// Returns placements of the inputs: as given for the tensor arguments of these names, `Replicate`
 /// for the others. Names that the operator does not have, and tensors that are undefined, are left
 /// out.
@@ -130,14 +143,15 @@ Placements placed_by_name(const OpCall& call,
 /// argument `dim`, along which every rank needs all elements.
 Strategies along_other_dims(const OpCall& call);
 
-/// Returns the dims in the argument `dim`, in order; all dims if it names none.
-std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim);
-/// The same, but all dims only if there is no such argument: an empty list names none.
-std::vector<int64_t> listed_dims(const c10::IValue* dim, int64_t ndim);
+/// Returns the dims in the argument `dim`, in order; all dims if there is no such argument, and for
+/// an empty list if `empty_is_all`.
+std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim, bool empty_is_all = true);
 
 /// Adds a strategy for each reduction operator: pending in all inputs, it stays pending in the
 /// outputs.
 void add_pending(Strategies& ways, const OpCall& call);
+/// The same for sums and averages alone.
+void add_sums(Strategies& ways, const OpCall& call);
 
 /// Sizes of a single output, to which all inputs broadcast.
 std::vector<TensorInfo> broadcast_sizes(const OpCall& call);

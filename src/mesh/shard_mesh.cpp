@@ -4,10 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "group/host_all_reduce.h"
-#include "mesh/ranks.h"
 
 namespace tessera {
 namespace {
@@ -21,10 +21,35 @@ std::string compare_places(ProcessGroup& dim, const char* name, const ProcessGro
       std::find_if(places.begin(), places.end(), [&](const auto& p) { return p != places[0]; });
   if (differs == places.end()) return "";
   return fmt::format(
-      "[fully_shard] the ranks of a {} process group must have one rank in their {} process "
-      "groups, "
-      "which must be of one size; rank 0 of it is rank {}, rank {} is rank {}",
+      "[fully_shard] all ranks of a {} process group must have the same rank in their {} process "
+      "groups, and these must have the same size; rank 0 of it is rank {}, rank {} is rank {}",
       name, other_name, places[0], differs - places.begin(), *differs);
+}
+
+// Packs the parts into one text, each after its length, and unpacks them again.
+std::string pack(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += std::to_string(part.size()) + ":" + part;
+  return text;
+}
+
+void unpack(const std::string& text, std::vector<std::string>& parts) {
+  for (size_t next = 0; next < text.size();) {
+    const size_t colon = text.find(':', next);
+    const size_t length = std::stoull(text.substr(next, colon - next));
+    parts.push_back(text.substr(colon + 1, length));
+    next = colon + 1 + length;
+  }
+}
+
+void run_as_check(const std::function<void()>& check, const char* subject) {
+  try {
+    check();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "[", subject, "] ", error.what());
+  }
 }
 
 }  // namespace
@@ -58,6 +83,46 @@ void ShardMesh::all_reduce(const at::Tensor& tensor, ReduceOp op, const Collecti
 void ShardMesh::broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const {
   if (shard_->size() > 1) shard_->broadcast(tensor, 0, tag)->wait();
   if (replicates()) replicate_->broadcast(tensor, 0, tag)->wait();
+}
+
+Ranks::Ranks(std::vector<ProcessGroup*> lines) : lines_(std::move(lines)) {
+  for (const ProcessGroup* line : lines_) {
+    rank_ += line->rank() * size_;
+    size_ *= line->size();
+  }
+}
+
+std::vector<std::string> Ranks::all_gather_bytes(const std::string& bytes,
+                                                 const CollectiveTag& tag) const {
+  std::vector<std::string> all = {bytes};
+  for (ProcessGroup* line : lines_) {
+    if (line->size() == 1) continue;
+    const auto gathered = tessera::all_gather_bytes(*line, pack(all), tag);
+    all.clear();
+    for (const std::string& part : gathered) unpack(part, all);
+  }
+  return all;
+}
+
+void Ranks::check(const std::function<void()>& check, const char* subject) const {
+  std::string error;
+  std::exception_ptr exception;
+  try {
+    run_as_check(check, subject);
+  } catch (const c10::Error& e) {
+    error = e.what_without_backtrace();
+    exception = std::current_exception();
+  }
+  if (size() == 1) {
+    if (exception) std::rethrow_exception(exception);
+    return;
+  }
+  const auto errors = all_gather_bytes(error, {"check of the arguments", Channel::kControl});
+  if (exception) std::rethrow_exception(exception);
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    TORCH_CHECK_VALUE(errors[rank].empty(), errors[rank], " (on rank ", rank, " of ", errors.size(),
+                      ")");
+  }
 }
 
 void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check,

@@ -20,14 +20,6 @@ constexpr int kByEnvironment = -1;
 thread_local int strict = kByEnvironment;
 thread_local std::shared_ptr<const DistParameter> last_parameter;
 
-bool environment_is_strict() {
-  static const bool is_strict = [] {
-    const char* const value = std::getenv("TESSERA_STRICT");
-    return value && std::string(value) != "0" && *value != '\0';
-  }();
-  return is_strict;
-}
-
 std::string module_of(const std::string& parameter) {
   const size_t dot = parameter.rfind('.');
   return dot == std::string::npos ? "the root" : "'" + parameter.substr(0, dot) + "'";
@@ -56,7 +48,13 @@ std::string place_of(at::ArrayRef<c10::IValue> arguments) {
 StrictOperators::StrictOperators(bool is_strict) : before_(std::exchange(strict, is_strict)) {}
 StrictOperators::~StrictOperators() { strict = before_; }
 
-bool is_strict() { return strict == kByEnvironment ? environment_is_strict() : strict != 0; }
+bool is_strict() {
+  static const bool is_environment_strict = [] {
+    const char* const value = std::getenv("TESSERA_STRICT");
+    return value && std::string(value) != "0" && *value != '\0';
+  }();
+  return strict == kByEnvironment ? is_environment_strict : strict != 0;
+}
 
 void note_parameter(const std::shared_ptr<const DistParameter>& parameter) {
   if (last_parameter != parameter) last_parameter = parameter;

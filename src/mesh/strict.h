@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
 
 #include <memory>
 

@@ -1,7 +1,5 @@
 #include "mesh/view_source.h"
 
-#include <ATen/core/ivalue.h>
-
 #include <utility>
 
 #include "mesh/redistribute.h"
@@ -44,9 +42,9 @@ void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& p
   wrote_to(meta);
 }
 
-ViewSource::ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
-                       at::IntArrayRef placed_sizes)
-    : base_(shared_meta(base)),
+ViewSource::ViewSource(const at::Tensor& base, c10::intrusive_ptr<const DistMeta> meta,
+                       DistSpecPtr spec, at::Tensor copy, at::IntArrayRef placed_sizes)
+    : base_(std::move(meta)),
       sizes_(base.sizes().vec()),
       placed_sizes_(placed_sizes.vec()),
       spec_(std::move(spec)),
@@ -54,14 +52,12 @@ ViewSource::ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy
       version_(base.unsafeGetTensorImpl()->version_counter()),
       seen_(current(version_)) {}
 
+ViewSource::ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
+                       at::IntArrayRef placed_sizes)
+    : ViewSource(base, shared_meta(base), std::move(spec), std::move(copy), placed_sizes) {}
+
 ViewSource::ViewSource(const at::Tensor& tensor, DistSpecPtr spec, at::Tensor copy)
-    : base_(copy_of_meta(tensor)),
-      sizes_(tensor.sizes().vec()),
-      placed_sizes_(copy.sizes().vec()),
-      spec_(std::move(spec)),
-      copy_(std::move(copy)),
-      version_(tensor.unsafeGetTensorImpl()->version_counter()),
-      seen_(current(version_)) {}
+    : ViewSource(tensor, copy_of_meta(tensor), std::move(spec), copy, copy.sizes()) {}
 
 void ViewSource::refresh() {
   const int64_t now = current(version_);

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -31,6 +30,9 @@ class ViewSource {
   void write_back();
 
  private:
+  ViewSource(const at::Tensor& base, c10::intrusive_ptr<const DistMeta> meta, DistSpecPtr spec,
+             at::Tensor copy, at::IntArrayRef placed_sizes);
+
   const c10::intrusive_ptr<const DistMeta> base_;
   const std::vector<int64_t> sizes_, placed_sizes_;
   const DistSpecPtr spec_;

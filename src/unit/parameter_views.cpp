@@ -33,8 +33,8 @@ at::Tensor dist_around(const at::Tensor& view, const DistSlot& slot, const at::T
   DistParameter parameter;
   if (meta && meta->parameter) parameter.name = meta->parameter->name;
   parameter.gradients = slot.gradients;
-  return make_dist_parameter(view, slot.spec, slot.sizes, slot.strides,
-                             std::make_shared<const DistParameter>(std::move(parameter)));
+  return make_dist(view, slot.spec, slot.sizes, slot.strides,
+                   std::make_shared<const DistParameter>(std::move(parameter)));
 }
 
 bool is_in_use(const ParamSlot& slot) {

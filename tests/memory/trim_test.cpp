@@ -1,11 +1,11 @@
-#include "memory/tensor_allocator.h"
-
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <latch>
 #include <thread>
 #include <vector>
+
+#include "memory/tensor_allocator.h"
 
 namespace tessera::trim_test {
 namespace {

@@ -232,7 +232,7 @@ TEST(Hybrid, ProcessGroupsThatDoNotFitTogetherAreRefusedOnAllRanks) {
           fully_shard(net, {.process_group = process_groups.shard,
                             .replicate_group = process_groups.shard});
         },
-        {"[fully_shard]", "process group must have one rank in their"});
+        {"[fully_shard]", "process group must have the same rank in their"});
     expect_same_state(plain_state(*net), before, 0, "unchanged");
   });
 }

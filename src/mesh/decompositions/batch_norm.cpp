@@ -6,7 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "mesh/decompositions.h"
-#include "mesh/op_plan.h"
+#include "mesh/dist_meta.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 
@@ -55,70 +55,61 @@ at::Tensor spread(const at::Tensor& values, const at::Tensor& like) {
   return values.view(sizes);
 }
 
-class BatchNorm {
- public:
+struct BatchNorm {
   BatchNorm(const at::Tensor& input, const DeviceMesh& mesh, const Placements& placements)
-      : layout_(layout_of(mesh, placements)),
-        channels_(input.size(1)),
-        count_(static_cast<double>(input.numel()) / static_cast<double>(channels_)),
-        sizes_(input.sizes().vec()),
-        dtype_(input.scalar_type()),
-        wide_(sum_dtype(dtype_)),
-        input_(local(input, *layout_.input)) {}
+      : layout(layout_of(mesh, placements)),
+        channels(input.size(1)),
+        count(static_cast<double>(input.numel()) / static_cast<double>(channels)),
+        sizes(input.sizes().vec()),
+        dtype(input.scalar_type()),
+        wide(sum_dtype(dtype)),
+        input(local(input, *layout.input)) {}
 
   // This rank's part of `tensor`, in the dtype of the computation.
   at::Tensor local(const at::Tensor& tensor, const DistSpec& spec) const {
-    return tensor.defined() ? placed(tensor, spec, "argument").to(wide_) : tensor;
+    return tensor.defined() ? placed(tensor, spec, "argument").to(wide) : tensor;
   }
-  at::Tensor per_channel(const at::Tensor& tensor) const {
-    return local(tensor, *layout_.channels);
-  }
+  at::Tensor per_channel(const at::Tensor& tensor) const { return local(tensor, *layout.channels); }
   at::Tensor channel_result(const at::Tensor& part, at::ScalarType dtype) const {
-    return make_dist(part.to(dtype), layout_.channels, {channels_});
+    return make_dist(part.to(dtype), layout.channels, {channels});
   }
   at::Tensor result(const at::Tensor& part) const {
-    return make_dist(part.to(dtype_), layout_.input, sizes_);
+    return make_dist(part.to(dtype), layout.input, sizes);
   }
 
   // Reduces two terms for each channel over the ranks; the result has a row for each of the two.
   at::Tensor added_up(const at::Tensor& terms) const {
-    return convert(terms, *layout_.terms, layout_.whole_sums, {2, channels_}, "batch norm");
+    return convert(terms, *layout.terms, layout.whole_sums, {2, channels}, "batch norm");
   }
 
   // Sums of the values of this rank's part and of their squares, from its own mean and variance,
   // which loses less precision.
   at::Tensor sums() const {
-    const auto options = input_.options().dtype(at::kDouble);
-    if (input_.numel() == 0) return at::zeros({2, input_.size(1)}, options);
+    const auto options = input.options().dtype(at::kDouble);
+    if (input.numel() == 0) return at::zeros({2, input.size(1)}, options);
     const auto [variance, mean] =
-        at::var_mean(input_, all_but_channels(input_), /*correction=*/at::Scalar(0));
+        at::var_mean(input, all_but_channels(input), /*correction=*/at::Scalar(0));
     const at::Tensor m = mean.to(at::kDouble);
-    const auto count = static_cast<double>(input_.numel()) / static_cast<double>(input_.size(1));
+    const auto count = static_cast<double>(input.numel()) / static_cast<double>(input.size(1));
     return at::stack({m.mul(count), variance.to(at::kDouble).add(m.mul(m)).mul(count)});
   }
 
   at::Tensor normalized(const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& mean,
                         const at::Tensor& variance, double eps) const {
-    if (input_.numel() == 0) return at::empty_like(input_);
+    if (input.numel() == 0) return at::empty_like(input);
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? std::optional(tensor) : std::nullopt;
     };
-    return std::get<0>(at::native_batch_norm(input_, optional(weight), optional(bias), mean,
+    return std::get<0>(at::native_batch_norm(input, optional(weight), optional(bias), mean,
                                              variance, /*training=*/false, 0, eps));
   }
 
-  const at::Tensor& input() const { return input_; }
-  double count() const { return count_; }
-  const Layout& layout() const { return layout_; }
-  at::ScalarType wide() const { return wide_; }
-
- private:
-  const Layout layout_;
-  const int64_t channels_;
-  const double count_;  // number of values for each channel
-  const std::vector<int64_t> sizes_;
-  const at::ScalarType dtype_, wide_;
-  const at::Tensor input_;  // this rank's part
+  const Layout layout;
+  const int64_t channels;
+  const double count;  // number of values for each channel
+  const std::vector<int64_t> sizes;
+  const at::ScalarType dtype, wide;
+  const at::Tensor input;  // this rank's part
 };
 
 // In place, on the tensor that the module holds.
@@ -130,55 +121,55 @@ struct Normalized {
   at::Tensor output, mean, variance, inverse_deviation;
 };
 
-Normalized normalize_part(const BatchNorm& norm, const NamedArguments& arguments) {
-  const double eps = arguments["eps"].toDouble();
-  const at::Tensor sums = norm.added_up(norm.sums()).div(norm.count());
+Normalized normalize_part(const BatchNorm& norm, const DecomposedCall& call) {
+  const double eps = call.argument("eps").toDouble();
+  const at::Tensor sums = norm.added_up(norm.sums()).div(norm.count);
   const at::Tensor mean = sums.select(0, 0);
   const at::Tensor variance = sums.select(0, 1).sub(mean.mul(mean)).clamp_min(0);
-  const at::Tensor weight = norm.per_channel(arguments.tensor("weight"));
-  const at::Tensor bias = norm.per_channel(arguments.tensor("bias"));
-  return {norm.normalized(weight, bias, mean.to(norm.wide()), variance.to(norm.wide()), eps), mean,
+  const at::Tensor weight = norm.per_channel(call.tensor("weight"));
+  const at::Tensor bias = norm.per_channel(call.tensor("bias"));
+  return {norm.normalized(weight, bias, mean.to(norm.wide), variance.to(norm.wide), eps), mean,
           variance, variance.add(eps).rsqrt()};
 }
 
 bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor input = arguments.tensor("input");
+  const DecomposedCall call(op, stack);
+  const at::Tensor input = call.tensor("input");
   const DistMeta* const meta = find_dist_meta(input);
-  if (!meta || !arguments["training"].toBool() || !arguments.any_not_whole() || input.numel() == 0)
+  if (!meta || !call.argument("training").toBool() || !call.any_not_whole() || input.numel() == 0)
     return false;
   const BatchNorm norm(input, meta->spec->mesh, meta->spec->placements);
   const at::Tensor none = at::empty({0});
-  const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, arguments)
+  const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, call)
                                                         : Normalized{none, none, none, none};
-  const double momentum = arguments["momentum"].toDouble();
-  update(arguments.tensor("running_mean"), norm.channel_result(found.mean, norm.wide()), momentum);
-  update(arguments.tensor("running_var"),
-         norm.channel_result(found.variance.mul(norm.count() / (norm.count() - 1)), norm.wide()),
+  const double momentum = call.argument("momentum").toDouble();
+  update(call.tensor("running_mean"), norm.channel_result(found.mean, norm.wide), momentum);
+  update(call.tensor("running_var"),
+         norm.channel_result(found.variance.mul(norm.count / (norm.count - 1)), norm.wide),
          momentum);
   return finish(op, stack,
-                {norm.result(found.output), norm.channel_result(found.mean, norm.wide()),
-                 norm.channel_result(found.inverse_deviation, norm.wide())});
+                {norm.result(found.output), norm.channel_result(found.mean, norm.wide),
+                 norm.channel_result(found.inverse_deviation, norm.wide)});
 }
 
 struct Gradients {
   at::Tensor input, weight, bias;
 };
 
-Gradients gradients_of_part(const BatchNorm& norm, const NamedArguments& arguments) {
-  const at::Tensor gradient = norm.local(arguments.tensor("grad_out"), *norm.layout().input);
-  const at::Tensor inverse = norm.per_channel(arguments.tensor("save_invstd"));
-  const at::Tensor weight = norm.per_channel(arguments.tensor("weight"));
+Gradients gradients_of_part(const BatchNorm& norm, const DecomposedCall& call) {
+  const at::Tensor gradient = norm.local(call.tensor("grad_out"), *norm.layout.input);
+  const at::Tensor inverse = norm.per_channel(call.tensor("save_invstd"));
+  const at::Tensor weight = norm.per_channel(call.tensor("weight"));
   const at::Tensor deviation =
-      norm.input().sub(spread(norm.per_channel(arguments.tensor("save_mean")), norm.input()));
+      norm.input.sub(spread(norm.per_channel(call.tensor("save_mean")), norm.input));
   const auto dims = all_but_channels(gradient);
   const at::Tensor sums =
       norm.added_up(at::stack({gradient.sum(dims), gradient.mul(deviation).sum(dims)}));
   const at::Tensor bias_gradient = sums.select(0, 0);
   const at::Tensor weight_gradient = sums.select(0, 1).mul(inverse);
   const at::Tensor scale = weight.defined() ? inverse.mul(weight) : inverse;
-  const at::Tensor along = weight_gradient.mul(inverse).div(norm.count());
-  const at::Tensor input_gradient = gradient.sub(spread(bias_gradient.div(norm.count()), gradient))
+  const at::Tensor along = weight_gradient.mul(inverse).div(norm.count);
+  const at::Tensor input_gradient = gradient.sub(spread(bias_gradient.div(norm.count), gradient))
                                         .sub_(deviation.mul(spread(along, gradient)))
                                         .mul_(spread(scale, gradient));
   return {input_gradient, weight_gradient, bias_gradient};
@@ -194,19 +185,19 @@ Placements placements_of(const DistMeta* input, const DistMeta* gradient) {
 }
 
 bool batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor input = arguments.tensor("input"), weight = arguments.tensor("weight");
+  const DecomposedCall call(op, stack);
+  const at::Tensor input = call.tensor("input"), weight = call.tensor("weight");
   const DistMeta* const meta = find_dist_meta(input);
-  const DistMeta* const gradient = find_dist_meta(arguments.tensor("grad_out"));
-  if ((!meta && !gradient) || !arguments["train"].toBool() || !arguments.any_not_whole() ||
+  const DistMeta* const gradient = find_dist_meta(call.tensor("grad_out"));
+  if ((!meta && !gradient) || !call.argument("train").toBool() || !call.any_not_whole() ||
       input.numel() == 0)
     return false;
   const DeviceMesh& mesh = (meta ? meta : gradient)->spec->mesh;
   const BatchNorm norm(input, mesh, placements_of(meta, gradient));
   const at::Tensor none = at::empty({0});
   const Gradients found =
-      mesh.is_member() ? gradients_of_part(norm, arguments) : Gradients{none, none, none};
-  const auto wanted = arguments["output_mask"].toBoolList();
+      mesh.is_member() ? gradients_of_part(norm, call) : Gradients{none, none, none};
+  const auto wanted = call.argument("output_mask").toBoolList();
   const at::ScalarType dtype = weight.defined() ? weight.scalar_type() : input.scalar_type();
   return finish(op, stack,
                 {wanted[0] ? norm.result(found.input) : at::Tensor(),

@@ -5,7 +5,7 @@
 #include <ATen/ops/stack.h>
 
 #include "mesh/decompositions.h"
-#include "mesh/op_plan.h"
+#include "mesh/dist_meta.h"
 #include "mesh/placed.h"
 
 namespace tessera {
@@ -15,22 +15,22 @@ constexpr int64_t kNone = 0, kMean = 1, kSum = 2;  // at::Reduction
 
 // Computes the loss of each element, then their mean, which counts the elements of all ranks.
 bool mean_of_losses(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  if (arguments["reduction"].toInt() != kMean || !arguments.any_cut()) return false;
-  torch::jit::Stack losses = arguments.with({{"reduction", kNone}});
+  const DecomposedCall call(op, stack);
+  if (call.argument("reduction").toInt() != kMean || !call.any_cut()) return false;
+  torch::jit::Stack losses = call.with({{"reduction", kNone}});
   op.callBoxed(losses);
   return finish(op, stack, {at::mean(losses[0].toTensor())});
 }
 
 // The kernel would divide by the size of the local part.
 bool mean_of_losses_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  if (arguments["reduction"].toInt() != kMean || !arguments.any_cut()) return false;
-  const at::Tensor gradient = at::div(arguments.tensor("grad_output"),
-                                      static_cast<double>(arguments.tensor("self").numel()));
-  torch::jit::Stack call = arguments.with({{"grad_output", gradient}, {"reduction", kSum}});
-  op.callBoxed(call);
-  return finish(op, stack, {call[0].toTensor()});
+  const DecomposedCall call(op, stack);
+  if (call.argument("reduction").toInt() != kMean || !call.any_cut()) return false;
+  const at::Tensor gradient =
+      at::div(call.tensor("grad_output"), static_cast<double>(call.tensor("self").numel()));
+  torch::jit::Stack gradients = call.with({{"grad_output", gradient}, {"reduction", kSum}});
+  op.callBoxed(gradients);
+  return finish(op, stack, {gradients[0].toTensor()});
 }
 
 // Reduces two pending sums in one message.
@@ -45,30 +45,20 @@ std::vector<at::Tensor> whole(const at::Tensor& a, const at::Tensor& b, const De
 }
 
 // The sum of the weighted losses, divided by the sum of the weights of all targets that count.
-template <class Forward>
-bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack, Forward forward) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor self = arguments.tensor("self"), target = arguments.tensor("target");
+template <auto kForward>
+bool mean_of_classes(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const DecomposedCall call(op, stack);
+  const at::Tensor self = call.tensor("self"), target = call.tensor("target");
   const DistMeta* const meta = find_dist_meta(self);
-  if (arguments["reduction"].toInt() != kMean || !meta || self.dim() < 2 || !arguments.any_cut())
+  if (call.argument("reduction").toInt() != kMean || !meta || self.dim() < 2 || !call.any_cut())
     return false;
   const at::ScalarType dtype = self.scalar_type(), wide = sum_dtype(dtype);
   std::optional<at::Tensor> weight;
-  if (arguments.tensor("weight").defined()) weight = arguments.tensor("weight").to(wide);
+  if (call.tensor("weight").defined()) weight = call.tensor("weight").to(wide);
   const auto [sum, weights] =
-      forward(self.to(wide), target, weight, kSum, arguments["ignore_index"].toInt());
+      kForward(self.to(wide), target, weight, kSum, call.argument("ignore_index").toInt());
   const auto totals = whole(sum, weights, meta->spec->mesh);
   return finish(op, stack, {at::div(totals[0], totals[1]).to(dtype), totals[1].to(dtype)});
-}
-
-bool nll_loss(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  return mean_of_classes(op, stack,
-                         [](auto&&... arguments) { return at::nll_loss_forward(arguments...); });
-}
-
-bool nll_loss2d(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  return mean_of_classes(op, stack,
-                         [](auto&&... arguments) { return at::nll_loss2d_forward(arguments...); });
 }
 
 constexpr DecompositionEntry kLosses[] = {
@@ -83,8 +73,8 @@ constexpr DecompositionEntry kLosses[] = {
     {"binary_cross_entropy", mean_of_losses},
     {"binary_cross_entropy_backward", mean_of_losses_backward},
     {"binary_cross_entropy_with_logits", mean_of_losses},
-    {"nll_loss_forward", nll_loss},
-    {"nll_loss2d_forward", nll_loss2d},
+    {"nll_loss_forward", mean_of_classes<at::nll_loss_forward>},
+    {"nll_loss2d_forward", mean_of_classes<at::nll_loss2d_forward>},
 };
 
 }  // namespace

@@ -19,14 +19,14 @@
 namespace tessera {
 namespace {
 
-bool keeps_dims(const NamedArguments& arguments) {
-  const c10::IValue* const keepdim = arguments.find("keepdim");
+bool keeps_dims(const DecomposedCall& call) {
+  const c10::IValue* const keepdim = call.find("keepdim");
   return keepdim && keepdim->toBool();
 }
 
 // The dtype asked for, or `own`.
-at::ScalarType result_dtype(const NamedArguments& arguments, at::ScalarType own) {
-  const c10::IValue* const dtype = arguments.find("dtype");
+at::ScalarType result_dtype(const DecomposedCall& call, at::ScalarType own) {
+  const c10::IValue* const dtype = call.find("dtype");
   return dtype && !dtype->isNone() ? dtype->toScalarType() : own;
 }
 
@@ -50,14 +50,14 @@ bool is_cut_along(const at::Tensor& tensor, const std::vector<int64_t>& dims, Co
 
 // Means of parts of different sizes have different weights.
 bool uneven_mean(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor self = arguments.tensor("self");
-  const auto dims = named_dims(arguments.find("dim"), self.dim());
-  const at::ScalarType dtype = result_dtype(arguments, self.scalar_type());
+  const DecomposedCall call(op, stack);
+  const at::Tensor self = call.tensor("self");
+  const auto dims = named_dims(call.find("dim"), self.dim());
+  const at::ScalarType dtype = result_dtype(call, self.scalar_type());
   const bool is_uneven =
       is_cut_along(self, dims, [](int64_t size, int64_t ranks) { return size % ranks != 0; });
   if (!is_uneven || !c10::isFloatingType(dtype)) return false;
-  const at::Tensor sum = at::sum(self, dims, keeps_dims(arguments), sum_dtype(dtype));
+  const at::Tensor sum = at::sum(self, dims, keeps_dims(call), sum_dtype(dtype));
   return finish(op, stack, {at::div(sum, static_cast<double>(count(self, dims))).to(dtype)});
 }
 
@@ -66,14 +66,14 @@ struct Moments {
 };
 
 // In two passes, by deviations from the mean of all values.
-Moments moments(const NamedArguments& arguments, const at::Tensor& self,
+Moments moments(const DecomposedCall& call, const at::Tensor& self,
                 const std::vector<int64_t>& dims) {
-  const c10::IValue* const given = arguments.find("correction");
+  const c10::IValue* const given = call.find("correction");
   const double correction = given && !given->isNone() ? given->toScalar().toDouble() : 1;
   const at::Tensor wide = self.to(sum_dtype(self.scalar_type()));
   const at::Tensor mean = at::mean(wide, dims, /*keepdim=*/true);
   const at::Tensor deviation = at::sub(wide, mean);
-  const at::Tensor squares = at::sum(at::mul(deviation, deviation), dims, keeps_dims(arguments));
+  const at::Tensor squares = at::sum(at::mul(deviation, deviation), dims, keeps_dims(call));
   const double divisor = std::max(static_cast<double>(count(self, dims)) - correction, 0.0);
   std::vector<int64_t> sizes = squares.sizes().vec();
   return {mean.reshape(sizes).to(self.scalar_type()), at::div(squares, divisor)};
@@ -81,12 +81,12 @@ Moments moments(const NamedArguments& arguments, const at::Tensor& self,
 
 template <bool kRoot, bool kWithMean>
 bool variance(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor self = arguments.tensor("self");
-  const auto dims = named_dims(arguments.find("dim"), self.dim());
+  const DecomposedCall call(op, stack);
+  const at::Tensor self = call.tensor("self");
+  const auto dims = named_dims(call.find("dim"), self.dim());
   const bool is_cut = is_cut_along(self, dims, [](int64_t, int64_t) { return true; });
   if (!is_cut || !c10::isFloatingType(self.scalar_type())) return false;
-  const Moments found = moments(arguments, self, dims);
+  const Moments found = moments(call, self, dims);
   const at::Tensor result =
       (kRoot ? at::sqrt(found.variance) : found.variance).to(self.scalar_type());
   return kWithMean ? finish(op, stack, {result, found.mean}) : finish(op, stack, {result});
@@ -105,18 +105,16 @@ at::Tensor norm_of_order(const at::Tensor& values, double order, const std::vect
 }
 
 bool norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const NamedArguments arguments(op, stack);
-  const at::Tensor self = arguments.tensor("self");
-  const c10::IValue* const given =
-      arguments.find("p") ? arguments.find("p") : arguments.find("ord");
+  const DecomposedCall call(op, stack);
+  const at::Tensor self = call.tensor("self");
+  const c10::IValue* const given = call.find("p") ? call.find("p") : call.find("ord");
   const double order = given->isNone() ? 2 : given->toScalar().toDouble();
-  if (order == 2 || !arguments.any_not_whole()) return false;
-  const at::ScalarType dtype = result_dtype(arguments, c10::toRealValueType(self.scalar_type()));
+  if (order == 2 || !call.any_not_whole()) return false;
+  const at::ScalarType dtype = result_dtype(call, c10::toRealValueType(self.scalar_type()));
   const at::ScalarType wide =
       c10::isComplexType(self.scalar_type()) ? self.scalar_type() : sum_dtype(dtype);
-  const auto dims = named_dims(arguments.find("dim"), self.dim());
-  return finish(op, stack,
-                {norm_of_order(self.to(wide), order, dims, keeps_dims(arguments)).to(dtype)});
+  const auto dims = named_dims(call.find("dim"), self.dim());
+  return finish(op, stack, {norm_of_order(self.to(wide), order, dims, keeps_dims(call)).to(dtype)});
 }
 
 constexpr DecompositionEntry kReductions[] = {

@@ -94,9 +94,7 @@ Strategies pooling(const OpCall& call) {
   Strategies ways;
   const TensorInfo& self = call.inputs[call.input("self")];
   for (int64_t d = 0; d < self.ndim() - kSpatial; ++d) {
-    if (!call.reaches_all(self.sizes[d])) continue;
-    ways.push_back(
-        {Placements(call.inputs.size(), Shard{d}), Placements(call.outputs.size(), Shard{d})});
+    if (call.reaches_all(self.sizes[d])) ways.push_back(all_cut(call, d));
   }
   return ways;
 }

@@ -1,6 +1,5 @@
-#include <functional>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "mesh/rules.h"
@@ -15,18 +14,14 @@ Strategies pointwise(const OpCall& call) {
   Strategies ways;
   if (call.outputs.empty()) return ways;
   const TensorInfo& output = call.outputs[0];
-  for (int64_t dim = 0; dim < output.ndim(); ++dim) {
-    Strategy way;
-    for (const TensorInfo& input : call.inputs)
-      way.inputs.push_back(placed_under(input, dim, output));
-    way.outputs.assign(call.outputs.size(), Shard{dim});
-    ways.push_back(std::move(way));
-  }
+  for (int64_t dim = 0; dim < output.ndim(); ++dim)
+    ways.push_back({inputs_under(call, dim, output), Placements(call.outputs.size(), Shard{dim})});
   return ways;
 }
 
 // Adds strategies: sums pending in exactly the inputs of `is_pending` stay pending in the outputs.
-void add_sums(Strategies& ways, const OpCall& call, const std::function<bool(size_t)>& is_pending) {
+template <class F>
+void add_sums_in(Strategies& ways, const OpCall& call, F is_pending) {
   for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg}) {
     Strategy way{Placements(call.inputs.size(), Replicate{}),
                  Placements(call.outputs.size(), Partial{op})};
@@ -40,7 +35,7 @@ void add_sums(Strategies& ways, const OpCall& call, const std::function<bool(siz
 // f(a + b) = f(a) + f(b), in all inputs together: additions, negation.
 Strategies linear(const OpCall& call) {
   Strategies ways = pointwise(call);
-  add_sums(ways, call, [](size_t) { return true; });
+  add_sums(ways, call);
   return ways;
 }
 
@@ -68,14 +63,14 @@ Strategies casting(const OpCall& call) {
 
 Strategies linear_in_first(const OpCall& call) {
   Strategies ways = pointwise(call);
-  add_sums(ways, call, [](size_t i) { return i == 0; });
+  add_sums_in(ways, call, [](size_t i) { return i == 0; });
   return ways;
 }
 
 // Linear in the first input alone, and in the second alone.
 Strategies bilinear(const OpCall& call) {
   Strategies ways = linear_in_first(call);
-  if (call.inputs.size() > 1) add_sums(ways, call, [](size_t i) { return i == 1; });
+  if (call.inputs.size() > 1) add_sums_in(ways, call, [](size_t i) { return i == 1; });
   return ways;
 }
 
@@ -98,24 +93,28 @@ Strategies sum_of(const OpCall& call) {
 // Linear in the inputs chosen from, not in the condition.
 Strategies choice(const OpCall& call) {
   Strategies ways = pointwise(call);
-  if (call.inputs.size() == 3) add_sums(ways, call, [](size_t i) { return i > 0; });
+  if (call.inputs.size() == 3) add_sums_in(ways, call, [](size_t i) { return i > 0; });
   return ways;
 }
 
+// Operators with one rule: each of the names with each of the endings. "_": the in-place form.
 struct Family {
   Rule rule;
-  std::vector<std::string_view> names;
+  std::vector<std::string> endings;
+  std::vector<std::string> names;
 };
 
-// Operators that also have an in-place form, named with a "_".
 const std::vector<Family>& families() {
   static const auto* const families = new std::vector<Family>{
-      {sum_of, {"add", "sub", "rsub"}},
-      {linear, {"neg"}},
-      {bilinear, {"mul"}},
-      {quotient, {"div"}},
-      {choice, {"where"}},
+      {sum_of, {"", "_"}, {"add", "sub", "rsub"}},
+      {linear, {"", "_"}, {"neg"}},
+      {bilinear, {"", "_"}, {"mul"}},
+      {quotient, {"", "_"}, {"div"}},
+      {choice, {"", "_"}, {"where"}},
+      {copying, {""}, {"clone", "copy_", "detach", "alias", "lift_fresh", "zero_"}},
+      {casting, {""}, {"_to_copy"}},
       {pointwise,
+       {"", "_"},
        {"abs",        "acos",         "acosh",       "addcdiv",    "addcmul",     "asin",
         "asinh",      "atan",         "atan2",       "atanh",      "bitwise_and", "bitwise_not",
         "bitwise_or", "bitwise_xor",  "ceil",        "celu",       "clamp",       "clamp_max",
@@ -130,56 +129,16 @@ const std::vector<Family>& families() {
         "sgn",        "sigmoid",      "sign",        "silu",       "sin",         "sinc",
         "sinh",       "sqrt",         "square",      "tan",        "tanh",        "threshold",
         "trunc",      "xlogy"}},
-  };
-  return *families;
-}
-
-const std::vector<Family>& copies() {
-  static const auto* const families = new std::vector<Family>{
-      {copying, {"clone", "copy_", "detach", "alias", "lift_fresh", "zero_"}},
-      {casting, {"_to_copy"}},
-  };
-  return *families;
-}
-
-// Other operators, without an in-place form.
-const std::vector<Family>& plain_families() {
-  static const auto* const families = new std::vector<Family>{
       {pointwise,
-       {"_prelu_kernel",
-        "elu_backward",
-        "fill_",
-        "fmax",
-        "fmin",
-        "gelu_backward",
-        "hardshrink",
-        "hardshrink_backward",
-        "hardsigmoid_backward",
-        "hardswish_backward",
-        "hardtanh_backward",
-        "heaviside",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "isneginf",
-        "isposinf",
-        "leaky_relu_backward",
-        "log_sigmoid_backward",
-        "logaddexp",
-        "logaddexp2",
-        "logit_backward",
-        "maximum",
-        "minimum",
-        "mish_backward",
-        "sigmoid_backward",
-        "signbit",
-        "silu_backward",
-        "softplus",
-        "softplus_backward",
-        "softshrink",
-        "softshrink_backward",
-        "tanh_backward",
-        "threshold_backward"}},
+       {""},
+       {"_prelu_kernel", "fill_", "fmax", "fmin", "hardshrink", "heaviside", "isfinite", "isinf",
+        "isnan", "isneginf", "isposinf", "logaddexp", "logaddexp2", "maximum", "minimum", "signbit",
+        "softplus", "softshrink"}},
+      {pointwise,
+       {"_backward"},
+       {"elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu",
+        "log_sigmoid", "logit", "mish", "sigmoid", "silu", "softplus", "softshrink", "tanh",
+        "threshold"}},
   };
   return *families;
 }
@@ -193,22 +152,13 @@ std::vector<TensorInfo> two_broadcast_sizes(const OpCall& call) {
   return {output, output};
 }
 
-// Names live as long as the program.
-std::string_view in_place(std::string_view name) {
-  return *new std::string(std::string(name) + "_");
-}
-
 std::vector<RuleEntry> make_elementwise_rules() {
   std::vector<RuleEntry> rules;
   for (const Family& family : families()) {
-    for (const auto name : family.names) {
-      rules.push_back({name, family.rule, broadcast_sizes});
-      rules.push_back({in_place(name), family.rule, broadcast_sizes});
-    }
-  }
-  for (const auto* const plain : {&copies(), &plain_families()}) {
-    for (const Family& family : *plain) {
-      for (const auto name : family.names) rules.push_back({name, family.rule, broadcast_sizes});
+    for (const std::string& name : family.names) {
+      // Names live as long as the program.
+      for (const std::string& ending : family.endings)
+        rules.push_back({*new std::string(name + ending), family.rule, broadcast_sizes});
     }
   }
   for (const auto name : {"log_sigmoid_forward", "_prelu_kernel_backward"})

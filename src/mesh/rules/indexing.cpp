@@ -1,4 +1,3 @@
-#include <c10/core/WrapDimMinimal.h>
 
 #include <algorithm>
 
@@ -80,10 +79,8 @@ Strategies index(const OpCall& call) {
   Strategies ways;
   if (indexing.has_flags) return ways;
   for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) {
-    if (indexing.is_indexed(d)) continue;
-    Strategy way{Placements(call.inputs.size(), Replicate{}), {Shard{indexing.place_of(d)}}};
-    way.inputs[0] = Shard{d};
-    ways.push_back(std::move(way));
+    if (!indexing.is_indexed(d))
+      ways.push_back({first_placed(call, Shard{d}), {Shard{indexing.place_of(d)}}});
   }
   const TensorInfo places{{output.sizes.begin() + indexing.first,
                            output.sizes.begin() + indexing.first + indexing.added}};
@@ -93,9 +90,7 @@ Strategies index(const OpCall& call) {
       way.inputs.push_back(placed_under(call.inputs[i], d, places));
     ways.push_back(std::move(way));
   }
-  Strategy pending{Placements(call.inputs.size(), Replicate{}), {kSum}};
-  pending.inputs[0] = kSum;
-  ways.push_back(std::move(pending));
+  ways.push_back({first_placed(call, kSum), {kSum}});
   return ways;
 }
 
@@ -112,8 +107,7 @@ Strategies index_put(const OpCall& call) {
   }
   for (int64_t d = 0; d < self.ndim(); ++d) {
     if (indexing.is_indexed(d)) continue;
-    Strategy way{Placements(call.inputs.size(), Replicate{}), {Shard{d}}};
-    way.inputs[0] = Shard{d};
+    Strategy way{first_placed(call, Shard{d}), {Shard{d}}};
     way.inputs.back() = placed_under(call.inputs.back(), indexing.place_of(d), chosen);
     ways.push_back(std::move(way));
   }

@@ -16,10 +16,8 @@ Strategies elementwise_loss(const OpCall& call) {
   if (reduction == kMean) return ways;
   const TensorInfo whole = broadcast_sizes(call)[0];
   for (int64_t d = 0; d < whole.ndim(); ++d) {
-    Strategy way;
-    for (const TensorInfo& input : call.inputs) way.inputs.push_back(placed_under(input, d, whole));
-    way.outputs = {reduction == kNone ? Placement(Shard{d}) : Placement(kSum)};
-    ways.push_back(std::move(way));
+    const Placement output = reduction == kNone ? Placement(Shard{d}) : Placement(kSum);
+    ways.push_back({inputs_under(call, d, whole), {output}});
   }
   return ways;
 }
@@ -34,11 +32,9 @@ Strategies elementwise_loss_backward(const OpCall& call) {
   Strategies ways;
   if (reduction_of(call) == kMean) return ways;
   const TensorInfo& self = call.inputs[call.input("self")];
-  for (int64_t d = 0; d < self.ndim(); ++d) {
-    Strategy way{{}, {Shard{d}}};
-    for (const TensorInfo& input : call.inputs) way.inputs.push_back(placed_under(input, d, self));
-    if (broadcast_sizes(call)[0].sizes == self.sizes) ways.push_back(std::move(way));
-  }
+  if (broadcast_sizes(call)[0].sizes != self.sizes) return ways;
+  for (int64_t d = 0; d < self.ndim(); ++d)
+    ways.push_back({inputs_under(call, d, self), {Shard{d}}});
   return ways;
 }
 

@@ -74,8 +74,7 @@ Strategies embedding_backward(const OpCall& call) {
 
 // Batch and heads are independent of each other.
 Strategy attention_by(const OpCall& call, int64_t dim) {
-  Strategy way{Placements(call.inputs.size(), Shard{dim}),
-               Placements(call.outputs.size(), Shard{dim})};
+  Strategy way = all_cut(call, dim);
   const int mask = call.input("attn_mask");
   // It broadcasts to the scores, whose first two dims are those of the query.
   if (mask >= 0) way.inputs[mask] = placed_under(call.inputs[mask], dim, call.inputs[0]);

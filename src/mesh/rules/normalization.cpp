@@ -5,6 +5,16 @@ namespace {
 
 // Layer norm.
 
+// Of the layer or group norm or its gradient: the input and what has its rows, and the weights.
+Placements norm_inputs(const OpCall& call, const Placement& rows, const Placement& weights) {
+  return placed_by_name(call, {{"input", rows},
+                               {"grad_out", rows},
+                               {"mean", rows},
+                               {"rstd", rows},
+                               {"weight", weights},
+                               {"bias", weights}});
+}
+
 int64_t leading_dims(const OpCall& call, size_t input) {
   return call.inputs[input].ndim() -
          static_cast<int64_t>(call.argument("normalized_shape").toIntVector().size());
@@ -19,11 +29,8 @@ std::vector<TensorInfo> layer_norm_sizes(const OpCall& call) {
 // Each row is normalized by itself; weight and bias are needed whole.
 Strategies layer_norm(const OpCall& call) {
   Strategies ways;
-  for (int64_t d = 0; d < leading_dims(call, 0); ++d) {
-    Strategy way{Placements(call.inputs.size(), Replicate{}), Placements(3, Shard{d})};
-    way.inputs[0] = Shard{d};
-    ways.push_back(std::move(way));
-  }
+  for (int64_t d = 0; d < leading_dims(call, 0); ++d)
+    ways.push_back({norm_inputs(call, Shard{d}, Replicate{}), Placements(3, Shard{d})});
   return ways;
 }
 
@@ -38,8 +45,7 @@ Strategies layer_norm_backward(const OpCall& call) {
   for (int64_t d = 0; d < leading_dims(call, call.input("input")); ++d) {
     const Placement cut = Shard{d};
     ways.push_back(
-        {placed_by_name(call, {{"grad_out", cut}, {"input", cut}, {"mean", cut}, {"rstd", cut}}),
-         call.wanted<Placement>({cut, kSum, kSum})});
+        {norm_inputs(call, cut, Replicate{}), call.wanted<Placement>({cut, kSum, kSum})});
   }
   return ways;
 }
@@ -57,10 +63,9 @@ Strategies group_norm(const OpCall& call) {
   const Placement rows = Shard{0}, channels = Shard{1};
   Strategies ways;
   if (call.reaches_all(call.inputs[0].sizes[0]))
-    ways.push_back({placed_by_name(call, {{"input", rows}}), {rows, rows, rows}});
+    ways.push_back({norm_inputs(call, rows, Replicate{}), Placements(3, rows)});
   if (groups_divide(call))
-    ways.push_back({placed_by_name(call, {{"input", channels}, {"weight", rows}, {"bias", rows}}),
-                    {channels, channels, channels}});
+    ways.push_back({norm_inputs(call, channels, rows), Placements(3, channels)});
   return ways;
 }
 
@@ -74,16 +79,10 @@ Strategies group_norm_backward(const OpCall& call) {
   Strategies ways;
   if (call.reaches_all(call.inputs[call.input("input")].sizes[0]))
     ways.push_back(
-        {placed_by_name(call,
-                        {{"grad_out", rows}, {"input", rows}, {"mean", rows}, {"rstd", rows}}),
-         call.wanted<Placement>({rows, kSum, kSum})});
+        {norm_inputs(call, rows, Replicate{}), call.wanted<Placement>({rows, kSum, kSum})});
   if (groups_divide(call))
-    ways.push_back({placed_by_name(call, {{"grad_out", channels},
-                                          {"input", channels},
-                                          {"mean", channels},
-                                          {"rstd", channels},
-                                          {"weight", rows}}),
-                    call.wanted<Placement>({channels, rows, rows})});
+    ways.push_back(
+        {norm_inputs(call, channels, rows), call.wanted<Placement>({channels, rows, rows})});
   return ways;
 }
 

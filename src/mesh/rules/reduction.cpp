@@ -9,10 +9,8 @@ namespace {
 std::vector<bool> reduced_dims(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   const bool takes_none = call.schema.name() == "aten::any" || call.schema.name() == "aten::all";
-  const c10::IValue* const dim = call.find("dim");
   std::vector<bool> reduced(ndim, false);
-  for (const int64_t d : takes_none ? listed_dims(dim, ndim) : named_dims(dim, ndim))
-    reduced[d] = true;
+  for (const int64_t d : named_dims(call.find("dim"), ndim, !takes_none)) reduced[d] = true;
   return reduced;
 }
 
@@ -42,17 +40,12 @@ bool is_floating(const OpCall& call) {
          (!dtype || dtype->isNone() || c10::isFloatingType(dtype->toScalarType()));
 }
 
-void add_sums(Strategies& ways) {
-  for (const PartialOp op : {PartialOp::kSum, PartialOp::kAvg})
-    ways.push_back({{Partial{op}}, {Partial{op}}});
-}
-
 // Terms that are rounded to a dtype do not add up to the rounded sum.
 Strategies sum(const OpCall& call) {
   Strategies ways = reduction(call, PartialOp::kSum, true);
   const bool is_cast = call.find("dtype") && !call.argument("dtype").isNone();
   if (is_floating(call) || (!is_cast && call.inputs[0].dtype != c10::ScalarType::Bool))
-    add_sums(ways);
+    add_sums(ways, call);
   return ways;
 }
 
@@ -63,7 +56,7 @@ Strategies mean(const OpCall& call) {
     const int64_t dim = std::get<Shard>(way.inputs[0]).dim;
     return is_partial(way.outputs[0]) && call.inputs[0].sizes[dim] % call.ranks != 0;
   });
-  add_sums(ways);
+  add_sums(ways, call);
   return ways;
 }
 
@@ -105,7 +98,7 @@ Strategies min(const OpCall& call) {
 // A running sum; linear.
 Strategies scan(const OpCall& call) {
   Strategies ways = along_other_dims(call);
-  if (is_floating(call)) add_sums(ways);
+  if (is_floating(call)) add_sums(ways, call);
   return ways;
 }
 

@@ -58,7 +58,7 @@ Strategies unsqueeze(const OpCall& call) {
 Strategies squeeze(const OpCall& call) {
   const int64_t ndim = call.inputs[0].ndim();
   auto to = same_dims(ndim);
-  for (const int64_t dim : listed_dims(call.find("dim"), ndim)) {
+  for (const int64_t dim : named_dims(call.find("dim"), ndim, /*empty_is_all=*/false)) {
     if (call.inputs[0].sizes[dim] == 1) to[dim] = -1;
   }
   int64_t next = 0;
@@ -130,12 +130,16 @@ Strategies expand(const OpCall& call) {
   return moved_dims(call, to);
 }
 
-// Needs all elements along `dim`; the other dims stay.
-Strategies along_dim(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+// Needs all elements along `dims`; the other dims stay.
+Strategies along_dims(const OpCall& call, const std::vector<int64_t>& dims) {
+  const int64_t ndim = call.inputs[0].ndim();
   auto to = same_dims(ndim);
-  to[dim] = -1;
+  for (const int64_t dim : dims) to[c10::maybe_wrap_dim(dim, ndim)] = -1;
   return moved_dims(call, to);
+}
+
+Strategies along_dim(const OpCall& call) {
+  return along_dims(call, {call.dim("dim", call.inputs[0].ndim())});
 }
 
 Strategies select(const OpCall& call) {
@@ -162,10 +166,9 @@ Strategies cat(const OpCall& call) {
   const int64_t ndim = call.outputs[0].ndim(), dim = call.dim("dim", ndim);
   const bool is_stack = call.schema.name() == "aten::stack";
   Strategies ways;
-  const bool equal =
-      std::all_of(call.inputs.begin(), call.inputs.end(), [&](const TensorInfo& input) {
-        return input.ndim() == call.inputs[0].ndim();  // `cat` skips empty tensors of one dim
-      });
+  const bool equal = std::ranges::all_of(call.inputs, [&](const TensorInfo& input) {
+    return input.ndim() == call.inputs[0].ndim();  // `cat` skips empty tensors of one dim
+  });
   for (int64_t d = 0; equal && d < ndim; ++d) {
     if (d == dim) continue;
     ways.push_back({Placements(call.inputs.size(), Shard{d - (is_stack && d > dim)}), {Shard{d}}});
@@ -179,27 +182,16 @@ std::vector<TensorInfo> padded_sizes(const OpCall& call) {
 }
 
 Strategies flip(const OpCall& call) {
-  auto to = same_dims(call.inputs[0].ndim());
-  for (const int64_t dim : call.argument("dims").toIntVector())
-    to[c10::maybe_wrap_dim(dim, call.inputs[0].ndim())] = -1;
-  return moved_dims(call, to);
+  return along_dims(call, call.argument("dims").toIntVector());
 }
 
+// Without dims, the elements roll as one row.
 Strategies roll(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim();
-  auto to = same_dims(ndim);
-  // Without dims, the elements roll as one row.
-  for (const int64_t dim : named_dims(call.find("dims"), ndim)) to[dim] = -1;
-  return moved_dims(call, to);
+  return along_dims(call, named_dims(call.find("dims"), call.inputs[0].ndim()));
 }
 
 // The last two dims are a matrix.
-Strategies triangle(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim();
-  auto to = same_dims(ndim);
-  for (int64_t d = ndim - 2; d < ndim; ++d) to[d] = -1;
-  return moved_dims(call, to);
-}
+Strategies triangle(const OpCall& call) { return along_dims(call, {-2, -1}); }
 
 // Pairs of sizes that are added before and after, for the last dims, the last one first.
 std::vector<TensorInfo> padded_on_sides(const OpCall& call) {
