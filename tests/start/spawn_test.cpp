@@ -104,7 +104,7 @@ TEST(Spawn, IsRefusedInARankOfALauncher) {
   setenv("OMPI_COMM_WORLD_RANK", "1", 1);
   setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
   setenv("MASTER_ADDR", "127.0.0.1", 1);
-  expect_error([] { spawn(2, [] {}); }, {"[spawn]", "already rank 1 of 2", "mpirun"});
+  expect_error([] { spawn(2, [] {}); }, {"[spawn]", "this one is rank 1 of 2", "mpirun"});
   for (const char* name : {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MASTER_ADDR"}) {
     unsetenv(name);
   }
