@@ -49,7 +49,7 @@ int main(int argc, char** argv) {
   tessera::tools::add_run(app, command, exit_code);
   // Listed for the help.
   app.add_subcommand("bench", "Measures collectives, training steps, operators and checkpoints");
-  app.add_subcommand("plan", "Tells what each rank would keep and send");
+  app.add_subcommand("plan", "Computes the memory and traffic of each rank");
   app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");
   add_version(app);
   command = tessera::tools::take_command(app, arguments);

@@ -69,8 +69,8 @@ class Before {
                         "place, by distribute_(linear->weight, mesh, placements) or its dialect's "
                         "shard_tensor(); it assigned another tensor to the member that was '", name,
                         "', so the module would compute with a tensor that its parameters() and "
-                        "buffers() don't have. Build the module anew: its member keeps what it was "
-                        "assigned");
+                        "buffers() don't have. Build the module anew: its member keeps that "
+                        "tensor");
     }
   }
 

@@ -47,7 +47,7 @@ void check_file_limit(size_t nbytes) {
   if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
   if (nbytes <= limit.rlim_cur) return;
   errno = EFBIG;
-  throw_errno("the limit on the size of files (ulimit -f) is below what shared memory needs");
+  throw_errno("the limit on the size of files (ulimit -f) is too small for shared memory");
 }
 
 bool may_use_huge_pages() {

@@ -112,7 +112,7 @@ int bench_dispatch(const DispatchBenchOptions& options) {
 void add_dispatch_bench(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<DispatchBenchOptions>();
   auto* dispatch = bench.add_subcommand(
-      "dispatch", "what an operator on DistTensors costs the processor beyond the plain one");
+      "dispatch", "processor time of an operator on DistTensors beyond that of the plain one");
   dispatch->option_defaults()->always_capture_default();
   dispatch->add_option("--rounds", options->rounds, "turns of each operator");
   dispatch->add_option("--calls", options->calls, "calls in a turn");

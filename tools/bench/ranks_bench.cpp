@@ -143,7 +143,7 @@ int bench_ranks(const RanksBenchOptions& options) {
 void add_ranks_bench(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<RanksBenchOptions>();
   auto* ranks = bench.add_subcommand(
-      "ranks", "what a step costs the processor by the number of ranks, without messages");
+      "ranks", "processor time of a step by the number of ranks, without messages");
   ranks->option_defaults()->always_capture_default();
   ranks->add_option("--level", options->level, "none, os, os_g or p_g_os");
   ranks->add_option("--ranks", options->ranks, "numbers of ranks");

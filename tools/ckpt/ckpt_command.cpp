@@ -173,7 +173,7 @@ void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments)
   const auto add = [&](const char* name, const char* text, auto work) {
     return add_command(ckpt, name, text, exit_code, arguments, work);
   };
-  CLI::App* command = add("inspect", "Tells what a checkpoint holds", inspect);
+  CLI::App* command = add("inspect", "Lists the contents of a checkpoint", inspect);
   add_path(command, "CKPT", arguments->from, "The checkpoint");
   command->add_flag("--json", arguments->json, "Print one line of JSON");
 
@@ -181,7 +181,7 @@ void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments)
   add_path(command, "CKPT", arguments->from, "The checkpoint");
   add_quiet(command, *arguments);
 
-  command = add("diff", "Compares what two checkpoints hold, however it is cut", diff);
+  command = add("diff", "Compares the contents of two checkpoints, however they are cut", diff);
   add_path(command, "A", arguments->from, "A checkpoint");
   add_path(command, "B", arguments->to, "Another one");
   add_quiet(command, *arguments);

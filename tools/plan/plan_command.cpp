@@ -189,7 +189,7 @@ std::string text_of_plan(const PlanArguments& arguments) {
 
 void add_plan(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<PlanArguments>();
-  CLI::App* plan = app.add_subcommand("plan", "Tells what each rank would keep and send");
+  CLI::App* plan = app.add_subcommand("plan", "Computes the memory and traffic of each rank");
   plan->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   add_model_options(*plan, *arguments);
   add_world_options(*plan, *arguments);
