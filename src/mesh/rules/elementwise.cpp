@@ -1,3 +1,4 @@
+#include <deque>
 #include <string>
 #include <utility>
 #include <vector>
@@ -153,12 +154,13 @@ std::vector<TensorInfo> two_broadcast_sizes(const OpCall& call) {
 }
 
 std::vector<RuleEntry> make_elementwise_rules() {
+  // The names live as long as the program, at the same addresses.
+  static auto* const names = new std::deque<std::string>();
   std::vector<RuleEntry> rules;
   for (const Family& family : families()) {
     for (const std::string& name : family.names) {
-      // Names live as long as the program.
       for (const std::string& ending : family.endings)
-        rules.push_back({*new std::string(name + ending), family.rule, broadcast_sizes});
+        rules.push_back({names->emplace_back(name + ending), family.rule, broadcast_sizes});
     }
   }
   for (const auto name : {"log_sigmoid_forward", "_prelu_kernel_backward"})
