@@ -32,7 +32,8 @@ class CollectiveWatch {
   virtual std::string place() const = 0;
 
   /// Records a collective that this rank issues; returns the number of the record.
-  virtual int64_t issued(const CollectiveName& name, const CollectiveForm& form, int64_t nbytes) = 0;
+  virtual int64_t issued(const CollectiveName& name, const CollectiveForm& form,
+                         int64_t nbytes) = 0;
   virtual void completed(int64_t record) = 0;
 
   /// Registers a wait for a collective until the returned object is destroyed. A long wait is

@@ -1,0 +1,35 @@
+#include "group/flight_record.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "group/process_time.h"
+
+namespace tessera {
+
+int64_t FlightRecord::add(FlightEntry entry) {
+  const std::lock_guard lock(mutex_);
+  entry.sequence = next_++;
+  entry.issued_us = process_time_us();
+  const int64_t sequence = entry.sequence;
+  (ring_.size() < capacity_ ? ring_.emplace_back() : at(sequence)) = std::move(entry);
+  return sequence;
+}
+
+void FlightRecord::complete(int64_t sequence) {
+  const std::lock_guard lock(mutex_);
+  FlightEntry& entry = at(sequence);
+  if (entry.sequence == sequence && entry.completed_us < 0) entry.completed_us = process_time_us();
+}
+
+std::vector<FlightEntry> FlightRecord::entries() const {
+  std::vector<FlightEntry> result;
+  {
+    const std::lock_guard lock(mutex_);
+    result = ring_;
+  }
+  std::ranges::sort(result, {}, &FlightEntry::sequence);
+  return result;
+}
+
+}  // namespace tessera
