@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -50,6 +51,29 @@ void pause() {
   std::this_thread::yield();
 #endif
 }
+
+// The cause for which another thread ends a wait of this one.
+class AbortedBy {
+ public:
+  explicit AbortedBy(Bell& bell) : bell_(bell) {}
+
+  void set(const WaitCause& cause) {
+    {
+      const std::lock_guard lock(mutex_);
+      cause_ = cause;
+    }
+    bell_.ring();
+  }
+  std::optional<WaitCause> cause() const {
+    const std::lock_guard lock(mutex_);
+    return cause_;
+  }
+
+ private:
+  Bell& bell_;
+  mutable std::mutex mutex_;
+  std::optional<WaitCause> cause_;
+};
 
 }  // namespace
 
@@ -163,9 +187,10 @@ std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not)
 
 ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
                                const CollectiveForm& form, int count) {
-  ArenaTicket ticket{.name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size()},
-                     .what = form.text(),
-                     .fingerprint = form.fingerprint()};
+  ArenaTicket ticket{
+      .name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size(), watch_},
+      .what = form.text(),
+      .fingerprint = form.fingerprint()};
   check_process(mark_, ticket.name);
   {
     const std::lock_guard lock(mutex_);
@@ -174,6 +199,7 @@ ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
     ticket.number = ticket.name.sequence = next_[ticket.channel()];
     next_[ticket.channel()] += count;
   }
+  if (watch_) ticket.name.record = watch_->issued(ticket.name, form);
   for (ArenaTicket last = ticket; last.number < ticket.number + count; ++last.number)
     wait_for_slot(last);
   return ticket;
@@ -211,7 +237,8 @@ const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
   if (slot.shown.load(std::memory_order_acquire) != count_of(ticket)) return nullptr;
   const auto* const post = reinterpret_cast<const Post*>(data(rank, slot.address));
   TORCH_CHECK_WITH(DistBackendError, post->fingerprint == ticket.fingerprint,
-                   differing_order(ticket.name, ticket.number, ticket.what, rank,
+                   ticket.name.describe(), ": ",
+                   differing_order(ticket.number, ticket.what, rank,
                                    std::string(post->what, strnlen(post->what, Post::kMaxText))));
   return post;
 }
@@ -268,6 +295,7 @@ void Arena::progress_locked() {
   std::erase_if(tasks_, [&](const std::shared_ptr<Task>& task) {
     try {
       task->is_done = task->advance(*this, task->awaited);
+      if (task->is_done && watch_) watch_->completed(task->awaited.name.record);
     } catch (...) {
       task->error = std::current_exception();  // waits for the task rethrow it
     }
@@ -282,13 +310,18 @@ void Arena::wait_until(const std::function<bool()>& done, const Lacks& lacks,
   if (done()) return;
   const auto start = Clock::now();
   Bell& bell = ledger_.bell(rank_);
+  AbortedBy aborted(bell);
+  std::shared_ptr<void> watched;  // only a wait that is long enough to sleep
   while (true) {
     const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
     progress_locked();
     if (done()) return;
     TORCH_CHECK_WITH(DistBackendError, !gave_up_.load(std::memory_order_acquire), name.describe(),
                      " gave up waiting: the process group was closed");
+    if (const auto cause = aborted.cause()) throw_wait_aborted(name, *cause);
     lock.unlock();
+    if (watch_ && !watched && Clock::now() - start > kLongestSleep)
+      watched = watch_->begin_wait(name, [&](const WaitCause& cause) { aborted.set(cause); });
     const bool has_slept = !may_spin_ || !spin(seen);
     if (has_slept) bell.sleep(seen, kLongestSleep);
     lock.lock();
@@ -350,7 +383,7 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
                              Clock::time_point start) const {
   const auto waited = Clock::now() - start;
   const auto fail = [&](int rank, const std::string& why) {
-    throw_wait_failed(name, fmt::format("rank {}", rank), waited, timeout_,
+    throw_wait_failed(name, Awaited::one(rank), waited, timeout_,
                       std::make_exception_ptr(std::runtime_error(why)));
   };
   int missing = -1, left = -1;
@@ -366,8 +399,7 @@ void Arena::check_neighbours(const Lacks& lacks, const CollectiveName& name,
       fail(rank, fmt::format("its process, {}, has ended", neighbours_[rank]->pid()));
   }
   if (left >= 0) fail(left, "it has left: its world was destroyed");
-  if (waited >= timeout_)
-    throw_wait_failed(name, fmt::format("rank {}", missing), waited, timeout_, nullptr);
+  if (waited >= timeout_) throw_wait_failed(name, Awaited::one(missing), waited, timeout_, nullptr);
 }
 
 void Arena::give_up() noexcept {

@@ -69,6 +69,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   ArenaTicket take_ticket(const char* collective, const CollectiveTag& tag,
                           const CollectiveForm& form, int count = 1);
 
+  void set_watch(std::shared_ptr<CollectiveWatch> watch) { watch_ = std::move(watch); }
+  const std::shared_ptr<CollectiveWatch>& watch() const { return watch_; }
+
   /// Publishes `pieces`, which must lie in memory that the other ranks can reach. Keeps `kept` and
   /// `block` (from `allocate()`, or null) alive until all ranks have read them.
   void show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
@@ -140,6 +143,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   const bool all_are_threads_;
   const bool may_spin_;
 
+  std::shared_ptr<CollectiveWatch> watch_;
   std::recursive_mutex mutex_;  // recursive: a task may publish while it advances
   bool closed_ = false;
   std::atomic<bool> gave_up_ = false;

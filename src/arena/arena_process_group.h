@@ -27,7 +27,10 @@ struct ArenaReduction {
 };
 
 /// A process group of the ranks of one host. Its collectives go through an `Arena`.
-class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closable {
+class ArenaProcessGroup : public ProcessGroup,
+                          public SharesMemory,
+                          public Closable,
+                          public Watchable {
  public:
   explicit ArenaProcessGroup(std::shared_ptr<Arena> arena);
   ~ArenaProcessGroup() override;
@@ -45,6 +48,11 @@ class ArenaProcessGroup : public ProcessGroup, public SharesMemory, public Closa
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
   /// Does nothing: there are no shards of other hosts.
   void release(const SharedBuffer& /*buffer*/) override {}
+
+  void set_watch(std::shared_ptr<CollectiveWatch> watch) override {
+    arena_->set_watch(std::move(watch));
+  }
+  const std::shared_ptr<CollectiveWatch>& watch() const override { return arena_->watch(); }
 
   /// For collectives that span several hosts; see `hosted_process_group()`.
   const std::shared_ptr<Arena>& arena() const { return arena_; }

@@ -32,6 +32,8 @@ class HostTable {
     return equal ? static_cast<int>(first) : 0;
   }
 
+  /// Returns the ranks of a host, by index.
+  const std::vector<int>& ranks_of(int host) const { return ranks_[host]; }
   int host_of(int rank) const { return places_[rank].first; }
   /// Returns the rank's index among the ranks of its host.
   int index_of(int rank) const { return places_[rank].second; }

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -131,7 +132,8 @@ void add_pieces(std::vector<Piece>& out, const std::vector<Piece>& pieces, int64
 class HostedProcessGroup : public ProcessGroup,
                            public SharesMemory,
                            public Closable,
-                           public SendsMessages {
+                           public SendsMessages,
+                           public Watchable {
  public:
   // `local`: the ranks of this host; `rail`: the ranks of this rank's rail, in host order;
   // `whole`: all ranks.
@@ -157,6 +159,22 @@ class HostedProcessGroup : public ProcessGroup,
     tessera::close(rail_);
     tessera::close(whole_);
   }
+
+  void set_watch(std::shared_ptr<CollectiveWatch> watch) override {
+    const int host = table_.host_of(rank());
+    const auto part = [&](ProcessGroup& process_group, const std::string& name,
+                          const std::vector<int>& ranks) {
+      if (auto* const watchable = capability<Watchable>(process_group))
+        watchable->set_watch(watch->part(name, ranks, /*is_inner=*/true));
+    };
+    std::vector<int> all(size());
+    std::iota(all.begin(), all.end(), 0);
+    part(*local_, "host " + std::to_string(host), table_.ranks_of(host));
+    part(*rail_, "rail " + std::to_string(index()), table_.rail(index()));
+    part(*whole_, "messages", all);
+    order_.set_watch(std::move(watch));
+  }
+  const std::shared_ptr<CollectiveWatch>& watch() const override { return order_.watch(); }
 
   int64_t sent_nbytes() const override {
     int64_t nbytes = 0;
@@ -199,11 +217,12 @@ class HostedProcessGroup : public ProcessGroup,
 
   int index() const { return table_.index_of(rank()); }
 
-  WorkPtr start_steps(const char* collective, const CollectiveTag& tag,
+  template <class Call>
+  WorkPtr start_steps(const Call& call, const CollectiveTag& tag,
                       std::vector<CollectiveStep> steps) {
     return run_stepwise(threads_.at(static_cast<size_t>(tag.channel)),
-                        order_.next(*this, collective, tag), timeout(), local_->arena(),
-                        std::move(steps));
+                        order_.next(*this, call.kName, tag, form_of(call, tag)), timeout(),
+                        local_->arena(), std::move(steps));
   }
 
   WorkPtr start(AllGather& call, const CollectiveTag& tag) {
@@ -240,7 +259,7 @@ class HostedProcessGroup : public ProcessGroup,
       pieces.push_back({bounds[cut.ranks[h]], fetched.narrow(0, cut.bounds[h], numel), numel});
     }
     return start_steps(
-        call.kName, tag,
+        call, tag,
         {[fetched, shard = shard, rail_bounds = cut.bounds,
           rail = rail_](const CollectiveTag& rail_tag) {
            return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
@@ -295,7 +314,7 @@ class HostedProcessGroup : public ProcessGroup,
       return works;
     };
     return start_steps(
-        call.kName, tag,
+        call, tag,
         {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
          [local = local_, after](const CollectiveTag&) {
            return std::vector{local->arrive_at(after)};
@@ -322,7 +341,7 @@ class HostedProcessGroup : public ProcessGroup,
         local_->reduce(sums, pieces, std::move(reductions), form_of(call, tag), tag);
     ReduceScatterOptions rail_options = options;
     rail_options.dtype = dtype;
-    return start_steps(call.kName, tag,
+    return start_steps(call, tag,
                        {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
                         [out = out, rail_pieces, rail_bounds = cut.bounds, rail_options,
                          rail = rail_](const CollectiveTag& rail_tag) {
@@ -339,7 +358,7 @@ class HostedProcessGroup : public ProcessGroup,
   WorkPtr all_reduce_whole(const AllReduce& call, const CollectiveTag& tag) {
     const auto& [tensor, op] = call;
     const WorkPtr inside = issue_on(*local_, {tag, call});
-    return start_steps(call.kName, tag,
+    return start_steps(call, tag,
                        {[inside](const CollectiveTag&) { return std::vector{inside}; },
                         [tensor = tensor, op = op, rail = rail_](const CollectiveTag& rail_tag) {
                           return std::vector{rail->all_reduce(tensor, op, rail_tag)};
@@ -361,7 +380,7 @@ class HostedProcessGroup : public ProcessGroup,
         local_->reduce(part, {{0, tensor, tensor.numel()}}, {reduction}, form, tag);
     ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form.mix("gather"));
     return start_steps(
-        call.kName, tag,
+        call, tag,
         {[inside](const CollectiveTag&) { return std::vector{inside}; },
          [part, op = op, rail = rail_](const CollectiveTag& rail_tag) {
            return std::vector{rail->all_reduce(part, op, rail_tag)};
@@ -387,7 +406,7 @@ class HostedProcessGroup : public ProcessGroup,
                         local = local_](const CollectiveTag&) {
       return std::vector{local->broadcast_at(ticket, tensor, from)};
     });
-    return start_steps(call.kName, tag, std::move(steps));
+    return start_steps(call, tag, std::move(steps));
   }
 
   WorkPtr start(AllToAll& call, const CollectiveTag& tag) {

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "message/exchange.h"
@@ -47,10 +48,14 @@ class StepwiseWork final : public Work, public Job {
     changed_.notify_all();
   }
 
-  void abort() noexcept override {
+  void abort() noexcept override { abort(std::nullopt); }
+
+  // Without a cause: the process group was closed.
+  void abort(std::optional<WaitCause> cause) noexcept {
     {
       const std::lock_guard lock(mutex_);
       aborted_ = true;
+      if (!cause_) cause_ = std::move(cause);
       if (auto* const exchange = dynamic_cast<ExchangeWork*>(waiting_for_.get())) exchange->abort();
       if (state_ == State::kQueued) {
         state_ = State::kLastStep;
@@ -64,6 +69,7 @@ class StepwiseWork final : public Work, public Job {
   }
 
   void wait() override {
+    const auto watched = begin_wait();
     const auto works = works_of_last_step();
     name_errors([&] {
       for (const WorkPtr& work : works) work->wait();
@@ -71,6 +77,7 @@ class StepwiseWork final : public Work, public Job {
   }
 
   void wait_inputs() override {
+    const auto watched = begin_wait();
     const auto works = works_of_last_step();
     name_errors([&] {
       for (const WorkPtr& work : works) work->wait_inputs();
@@ -114,11 +121,22 @@ class StepwiseWork final : public Work, public Job {
     });
   }
 
+  std::shared_ptr<void> begin_wait() {
+    if (!name_.watch || mark_.is_inherited()) return nullptr;
+    return name_.watch->begin_wait(name_, [this](const WaitCause& cause) { abort(cause); });
+  }
+
+  std::optional<WaitCause> cause_of_abort() const {
+    const std::lock_guard lock(mutex_);
+    return cause_;
+  }
+
   // Adds the collective's name to errors of its steps, in which ranks are numbered by host or rail.
   void name_errors(const std::function<void()>& step) const {
     try {
       step();
     } catch (const c10::DistBackendError&) {
+      if (const auto cause = cause_of_abort()) throw_wait_aborted(name_, *cause);
       C10_THROW_ERROR(DistBackendError, name_.describe() + " failed in one of its steps: " +
                                             exception_text(std::current_exception()));
     }
@@ -130,7 +148,7 @@ class StepwiseWork final : public Work, public Job {
     std::unique_lock lock(mutex_);
     if (!changed_.wait_for(lock, timeout_ + kGrace, [&] { return state_ == State::kLastStep; })) {
       lock.unlock();
-      throw_wait_failed(name_, "the ranks of its host and its rail",
+      throw_wait_failed(name_, {-1, "the ranks of its host and its rail"},
                         std::chrono::steady_clock::now() - start, timeout_, nullptr);
     }
     if (error_) std::rethrow_exception(error_);
@@ -143,10 +161,11 @@ class StepwiseWork final : public Work, public Job {
   const std::shared_ptr<Arena> arena_;
 
   std::vector<CollectiveStep> steps_;  // used by the running thread alone
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kQueued;
   bool aborted_ = false;
+  std::optional<WaitCause> cause_;  // of the abort
   WorkPtr waiting_for_;
   std::vector<WorkPtr> earlier_;  // works of all steps but the last
   std::vector<WorkPtr> last_;

@@ -143,7 +143,7 @@ class BackendProcessGroupWork : public Work {
     } catch (...) {
       error = std::current_exception();
     }
-    if (error || !completed) throw_wait_failed(name_, "its peers", elapsed(), timeout_, error);
+    if (error || !completed) throw_wait_failed(name_, Awaited::all(), elapsed(), timeout_, error);
   }
 
   const ProcessMark mark_;
@@ -179,12 +179,12 @@ class BackendProcessGroup : public ProcessGroup {
     at::NoGradGuard no_grad;
     return std::visit(
         [&](auto& call) -> WorkPtr {
+          const CollectiveForm form = form_of(call, collective.tag);
           const auto work = std::make_shared<BackendProcessGroupWork>(
-              order_.next(*this, call.kName, collective.tag), timeout_);
+              order_.next(*this, call.kName, collective.tag, form), timeout_);
           // Not on a device, where reading the result would stall the queued work; NCCL has its own
           // checks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
-          if (size() > 1 && !is_on_device())
-            work->compare(*backend_, form_of(call, collective.tag));
+          if (size() > 1 && !is_on_device()) work->compare(*backend_, form);
           start(*work, call);
           return work;
         },

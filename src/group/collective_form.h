@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <tessera/collective.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -31,6 +32,10 @@ class CollectiveForm {
   CollectiveForm& mix(std::string_view text);
 
   uint64_t fingerprint() const { return hash_; }
+  /// Returns the bytes of the elements exchanged.
+  int64_t nbytes() const {
+    return std::max<int64_t>(numel_, 0) * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
 
   /// Returns the tag for messages of the collective with number `sequence` in its channel, or of
   /// one `part` of it. Ranks that disagree use different tags, so they time out waiting for each

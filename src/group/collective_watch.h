@@ -4,11 +4,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
+
+#include "group/progress.h"
 
 namespace tessera {
 
 class CollectiveForm;
-class Progress;
 struct CollectiveName;
 
 /// The rank that made a wait fail, and how, as far as the ranks know.
@@ -26,14 +28,19 @@ class CollectiveWatch {
 
   virtual ~CollectiveWatch() = default;
 
+  /// Returns a watch for a process group of some of this one's ranks, in that order. `name` must be
+  /// the same on all of them, and of no other part. `is_inner`: the part works for this process
+  /// group, whose waits are the ones to report.
+  virtual std::shared_ptr<CollectiveWatch> part(const std::string& name,
+                                                const std::vector<int>& ranks, bool is_inner) = 0;
+
   virtual Progress& progress() = 0;
   /// Returns this rank's position in its training, as "in backward of step 5"; empty before the
   /// first step.
   virtual std::string place() const = 0;
 
   /// Records a collective that this rank issues; returns the number of the record.
-  virtual int64_t issued(const CollectiveName& name, const CollectiveForm& form,
-                         int64_t nbytes) = 0;
+  virtual int64_t issued(const CollectiveName& name, const CollectiveForm& form) = 0;
   virtual void completed(int64_t record) = 0;
 
   /// Registers a wait for a collective until the returned object is destroyed. A long wait is
@@ -49,14 +56,14 @@ class CollectiveWatch {
 };
 
 /// A process group whose collectives can be watched.
-class Watchable {
+class Watchable : public HasProgress {
  public:
-  virtual ~Watchable() = default;
-
   /// Must be called before collectives are issued that should be watched.
   virtual void set_watch(std::shared_ptr<CollectiveWatch> watch) = 0;
   /// Returns null for a process group that is not watched.
-  virtual std::shared_ptr<CollectiveWatch> watch() const = 0;
+  virtual const std::shared_ptr<CollectiveWatch>& watch() const = 0;
+
+  Progress* progress() final { return watch() ? &watch()->progress() : nullptr; }
 };
 
 }  // namespace tessera

@@ -22,6 +22,14 @@ void FlightRecord::complete(int64_t sequence) {
   if (entry.sequence == sequence && entry.completed_us < 0) entry.completed_us = process_time_us();
 }
 
+std::optional<FlightEntry> FlightRecord::find(Channel channel, int64_t number) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::ranges::find_if(ring_, [&](const FlightEntry& entry) {
+    return entry.channel == channel && entry.number == number;
+  });
+  return found == ring_.end() ? std::nullopt : std::optional(*found);
+}
+
 std::vector<FlightEntry> FlightRecord::entries() const {
   std::vector<FlightEntry> result;
   {

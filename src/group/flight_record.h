@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,8 @@ class FlightRecord {
   /// or was already complete.
   void complete(int64_t sequence);
 
+  /// Returns the record of the collective with this number in its channel, if it is in the ring.
+  std::optional<FlightEntry> find(Channel channel, int64_t number) const;
   /// Returns the records in the ring, oldest first.
   std::vector<FlightEntry> entries() const;
 

@@ -75,14 +75,15 @@ class HasProgress {
  public:
   virtual ~HasProgress() = default;
 
-  /// The same object for all process groups of one world on one rank.
-  virtual Progress& progress() = 0;
+  /// Returns the same object for all process groups of one world on one rank; null if the ranks do
+  /// not watch each other.
+  virtual Progress* progress() = 0;
 };
 
 /// Returns null for a process group whose ranks do not watch each other (one rank, a fake world).
 inline Progress* progress_of(ProcessGroup& process_group) {
   auto* const has = capability<HasProgress>(process_group);
-  return has ? &has->progress() : nullptr;
+  return has ? has->progress() : nullptr;
 }
 
 /// Enters `phase` while it lives, then the phase before. `progress` may be null.

@@ -19,14 +19,15 @@ Exchange::Exchange(CollectiveName name, std::chrono::milliseconds timeout, bool 
 
 bool Exchange::outputs_done() {
   if (is_inherited()) return step_ >= Step::kOutputsDone;
-  std::lock_guard lock(mutex_);
-  return error_ != nullptr || step_ >= Step::kOutputsDone;
+  return reached(Step::kOutputsDone);
 }
 
-bool Exchange::inputs_done() {
+bool Exchange::reached(Step step) {
   std::lock_guard lock(mutex_);
-  return error_ != nullptr || step_ == Step::kInputsDone;
+  return error_ != nullptr || step_ >= step;
 }
+
+bool Exchange::inputs_done() { return reached(Step::kInputsDone); }
 
 bool Exchange::claim_queueing() {
   std::lock_guard lock(mutex_);
@@ -46,6 +47,16 @@ void Exchange::run() noexcept {
 
 void Exchange::abort() noexcept {
   std::lock_guard lock(mutex_);
+  abort_locked();
+}
+
+void Exchange::abort(const WaitCause& cause) noexcept {
+  std::lock_guard lock(mutex_);
+  if (!cause_) cause_ = cause;
+  abort_locked();
+}
+
+void Exchange::abort_locked() noexcept {
   aborted_ = true;
   if (waiting_for_) {
     try {
@@ -61,6 +72,9 @@ void Exchange::wait_until(Step step) {
     return;
   }
   const auto start = Clock::now();
+  std::shared_ptr<void> watched;
+  if (name_.watch && !reached(step))
+    watched = name_.watch->begin_wait(name_, [this](const WaitCause& cause) { abort(cause); });
   std::unique_lock lock(mutex_);
   while (step_ < step) {
     if (error_) {
@@ -71,7 +85,7 @@ void Exchange::wait_until(Step step) {
     } else if (changed_.wait_until(lock, start + timeout_ + kGrace) == std::cv_status::timeout &&
                step_ < step && !error_) {
       lock.unlock();
-      throw_wait_failed(name_, "its peers", Clock::now() - start, timeout_, nullptr);
+      throw_wait_failed(name_, Awaited::all(), Clock::now() - start, timeout_, nullptr);
     }
   }
 }
@@ -94,6 +108,7 @@ void Exchange::advance(std::unique_lock<std::mutex>& lock) {
   } else {
     step_ = next;
   }
+  if (!error && next == Step::kOutputsDone && name_.watch) name_.watch->completed(name_.record);
   changed_.notify_all();
 }
 
@@ -108,16 +123,16 @@ void Exchange::perform(Step step) {
   } catch (const c10::Error&) {  // names the collective already
     throw;
   } catch (...) {  // Gloo refused a message that was posted in the step
-    throw_wait_failed(name_, "its peers", Clock::now() - started_, timeout_,
+    throw_wait_failed(name_, Awaited::all(), Clock::now() - started_, timeout_,
                       std::current_exception());
   }
 }
 
 void Exchange::wait(const Transfer& transfer) {
-  const auto whom = [&] { return "rank " + std::to_string(transfer.peer); };
   const auto left =
       std::chrono::duration_cast<std::chrono::milliseconds>(started_ + timeout_ - Clock::now());
   bool aborted = false;
+  std::optional<WaitCause> cause;
   {
     std::lock_guard lock(mutex_);
     aborted = aborted_;
@@ -134,12 +149,15 @@ void Exchange::wait(const Transfer& transfer) {
   {
     std::lock_guard lock(mutex_);
     waiting_for_.reset();
+    aborted = aborted_;
+    cause = cause_;
   }
+  if (aborted && cause) throw_wait_aborted(name_, *cause);
   if (error) {
-    throw_wait_failed(name_, whom(), Clock::now() - started_, timeout_, error);
+    throw_wait_failed(name_, Awaited::one(transfer.peer), Clock::now() - started_, timeout_, error);
   }
-  TORCH_CHECK_WITH(DistBackendError, completed, name_.describe(), " gave up waiting for ", whom(),
-                   ": the process group was closed");
+  TORCH_CHECK_WITH(DistBackendError, completed, name_.describe(), " gave up waiting for rank ",
+                   transfer.peer, ": the process group was closed");
 }
 
 ExchangeWork::ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<JobThread> thread)

@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "group/collective_name.h"
 #include "memory/process_mark.h"
@@ -36,13 +37,17 @@ class Exchange : public Job {
   void run() noexcept override;
   void abort() noexcept override;
 
+  /// Makes a wait in progress, and all later ones, throw an error that gives the cause. Called from
+  /// another thread.
+  void abort(const WaitCause& cause) noexcept;
+
   /// Runs `post`, which posts messages. An exception that it throws becomes a named error.
   template <class Post>
   void post(const Post& post_messages) {
     try {
       post_messages();
     } catch (...) {
-      throw_wait_failed(name_, "its peers", std::chrono::seconds(0), timeout_,
+      throw_wait_failed(name_, Awaited::all(), std::chrono::seconds(0), timeout_,
                         std::current_exception());
     }
   }
@@ -58,9 +63,11 @@ class Exchange : public Job {
   enum class Step : uint8_t { kPosted, kOutputsDone, kInputsDone };
   using Clock = std::chrono::steady_clock;
 
+  bool reached(Step step);
   void wait_until(Step step);
   void advance(std::unique_lock<std::mutex>& lock);
   void perform(Step step);
+  void abort_locked() noexcept;
 
   const ProcessMark mark_;
   const CollectiveName name_;
@@ -73,6 +80,7 @@ class Exchange : public Job {
   bool advancing_ = false;  // a thread is in complete_*()
   bool queued_ = false;
   bool aborted_ = false;
+  std::optional<WaitCause> cause_;  // of the abort; none: the process group was closed
   std::exception_ptr error_;
   c10::intrusive_ptr<c10d::Work> waiting_for_;
   Clock::time_point started_;  // of the current step; used by the advancing thread alone

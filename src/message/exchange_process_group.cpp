@@ -112,7 +112,10 @@ class TransferExchange : public Exchange {
 // collectives in one order, so the messages that such a thread waits for have been issued by its
 // peers already, or will be, regardless of later collectives in the queue: it can't deadlock.
 // Between channels no order is known, hence a thread for each.
-class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsMessages {
+class ExchangeProcessGroup : public ProcessGroup,
+                             public Closable,
+                             public SendsMessages,
+                             public Watchable {
  public:
   ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
       : mailbox_(std::move(backend)), timeout_(timeout) {
@@ -127,6 +130,10 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsM
     mailbox_.close();
   }
   int64_t sent_nbytes() const override { return mailbox_.sent_nbytes(); }
+  void set_watch(std::shared_ptr<CollectiveWatch> watch) override {
+    order_.set_watch(std::move(watch));
+  }
+  const std::shared_ptr<CollectiveWatch>& watch() const override { return order_.watch(); }
 
   int rank() const override { return mailbox_.rank(); }
   int size() const override { return mailbox_.size(); }
@@ -138,8 +145,8 @@ class ExchangeProcessGroup : public ProcessGroup, public Closable, public SendsM
   WorkPtr issue(Collective collective) override {
     return std::visit(
         [&](auto& call) {
-          return start(call, order_.next(*this, call.kName, collective.tag),
-                       form_of(call, collective.tag));
+          const CollectiveForm form = form_of(call, collective.tag);
+          return start(call, order_.next(*this, call.kName, collective.tag, form), form);
         },
         collective.call);
   }

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <tessera/process_group.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "group/collective_watch.h"
+#include "group/flight_record.h"
+#include "group/progress.h"
+#include "memory/process_mark.h"
+#include "watch/datagrams.h"
+#include "watch/flight_file.h"
+#include "watch/messages.h"
+#include "watch/rank_view.h"
+
+namespace tessera {
+
+/// This rank's part of the watch that the ranks of a world keep over each other. See [Note: Watch]
+/// in watch.cpp. Any thread may call any member.
+class Watch : public std::enable_shared_from_this<Watch> {
+ public:
+  struct Options {
+    std::string address = "127.0.0.1";  ///< numeric, of this host
+    /// A wait is reported after so long, and again each time it has lasted twice as long.
+    std::chrono::milliseconds report_after = std::chrono::seconds(10);
+    std::string flight_folder;  ///< empty: no file is written
+  };
+
+  /// Connects the ranks of `world`. Collective. Returns null on all ranks if one of them has no
+  /// socket for it.
+  static std::shared_ptr<Watch> connect(ProcessGroup& world, const Options& options);
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  /// Returns the watch of a process group of `ranks` of the world, in its order, named `label` on
+  /// each of them. `is_inner`: the process group works for another one, whose waits are reported.
+  std::shared_ptr<CollectiveWatch> group(std::string label, std::vector<int> ranks,
+                                         bool is_inner = false);
+
+  /// Tells the other ranks that this one leaves, before it closes its connections. With `why`, or
+  /// while an exception unwinds the stack, as the cause of what fails next. Then this rank answers
+  /// no more. May be called again.
+  void leave(const std::string& why = "") noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+  class Group;
+  struct GroupState;
+  struct Wait;
+  struct Peer;
+
+  Watch(int rank, int size, std::string token, Options options, std::unique_ptr<Datagrams> socket);
+
+  void run();
+  void handle(const Message& message);
+  void answer(int to, const Question& question);
+  void look_at_waits();
+  void judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<void()>>& actions);
+  std::optional<WaitCause> cause_for(const Wait& wait, int rank) const;
+  std::optional<WaitCause> told_cause(int peer) const;
+  void ask_all_locked(const std::vector<CollectiveId>& ids);
+  void send(int to, const Content& content) noexcept;
+  void send_to_all(const Content& content) noexcept;
+  RankView own_view_locked() const;
+  RankView view_of(int rank) const;
+  bool is_blocked_locked() const;
+  std::vector<int> lacking_locked(const Wait& wait) const;
+  std::shared_ptr<GroupState> state_of(const std::string& label) const;
+  void write_flight_file(const std::string& reason, int culprit) noexcept;
+
+  const ProcessMark mark_;
+  const int rank_;
+  const int size_;
+  const std::string token_;
+  const Options options_;
+  const std::unique_ptr<Datagrams> socket_;
+  Progress progress_;
+
+  mutable std::mutex mutex_;  // guards the members below
+  std::condition_variable heard_;
+  std::map<std::string, std::weak_ptr<GroupState>> groups_;
+  std::vector<std::shared_ptr<Wait>> waits_;
+  std::map<pid_t, int> issuers_;  // threads that issue collectives, and how many waits each is in
+  std::vector<Peer> peers_;       // by rank
+  std::string last_;              // collective that this rank issued
+  std::optional<WaitCause> failure_;
+  bool has_left_ = false;
+  bool stops_ = false;
+  std::thread thread_;
+};
+
+}  // namespace tessera
