@@ -12,6 +12,8 @@
 #include <thread>
 #include <utility>
 
+#include "start/store_key.h"
+
 namespace tessera {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Arrival, rank, name, size, local_size, host, host_name, pid,
@@ -21,8 +23,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Time in which a contradiction is seen while some ranks are missing. An arrival costs no message
-// to those who wait: they are woken by the last one.
+// Time in which a rank sees a contradiction while others are missing.
 constexpr milliseconds kBetweenLooks{250};
 constexpr milliseconds kRefusedTakes{1000};
 constexpr milliseconds kEndedFor{1500};
@@ -60,15 +61,9 @@ class ArrivalList {
   // Why this rank is none of those that are there.
   std::string own_contradiction() const { return contradiction(attendance_.own()); }
 
-  void wait_for_last() {
+  void wait_for_last() const {
     const int64_t last = list_.empty() ? attendance_.own().size : list_.front().size;
-    const auto start = Deadline::Clock::now();
-    try {
-      store_.wait({key_of_arrival(last)}, kBetweenLooks);
-    } catch (const std::exception&) {
-      // The store throws the same type for the end of the time and for a broken connection.
-      if (Deadline::Clock::now() - start < kBetweenLooks) throw;
-    }
+    wait_for_key(store_, key_of_arrival(last), Deadline(kBetweenLooks));
   }
 
  private:

@@ -17,6 +17,7 @@
 #include "group/environment.h"
 #include "message/rank_sockets.h"
 #include "start/job_token.h"
+#include "start/store_key.h"
 #include "start/store_listener.h"
 #include "start/wait_report.h"
 
@@ -75,7 +76,8 @@ std::string compare_tokens(c10d::Store& store, const RankInfo& info, bool serves
                            const Deadline& deadline) {
   const std::string own = job_token(info);
   if (serves) store.set(kJobKey, "job " + own);
-  store.wait({kJobKey}, deadline.left());
+  TORCH_CHECK_WITH(DistStoreError, wait_for_key(store, kJobKey, deadline),
+                   "the store there has no job of Tessera");
   const std::string theirs = store.get_to_str(kJobKey).substr(4);
   if (theirs == own) return "";
   const auto shown = [](const std::string& token) {
