@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "group/environment.h"
+#include "message/gloo_sockets.h"
 
 namespace tessera {
 namespace {
@@ -30,9 +31,11 @@ c10::intrusive_ptr<c10d::Backend> gloo_backend(const c10::intrusive_ptr<c10d::St
                                                int connections) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   // c10d makes a context for each device; one device serves them with one thread.
-  options->devices.assign(connections, make_device(hostname));
+  const GlooSockets sockets([&] { options->devices.assign(connections, make_device(hostname)); });
   options->threads = threads;
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  auto backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+  sockets.close_to_others();
+  return backend;
 }
 
 }  // namespace tessera

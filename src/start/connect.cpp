@@ -3,29 +3,33 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <exception>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <type_traits>
+#include <vector>
 
 #include "arena/host_table.h"
 #include "arena/hosted_process_group.h"
 #include "group/collective_name.h"
-#include "start/rendezvous.h"
+#include "start/arrival.h"
+#include "start/host_identity.h"
+#include "start/wait_report.h"
 
 namespace tessera {
 namespace {
 
 // Puts the arena over `gloo`, whose ranks find each other through `store`, if the transport allows
-// it and it is available. `one_host`: the ranks are known to be on one host. Collective.
+// it and it is available. `table`: null if all ranks are on one host. Collective.
 ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
-                           const c10::intrusive_ptr<c10d::Store>& store, bool one_host,
-                           Transport transport) {
+                           const c10::intrusive_ptr<c10d::Store>& store,
+                           const std::optional<HostTable>& table, Transport transport) {
   if (transport == Transport::kGloo) return gloo;
-  std::optional<HostTable> table;
-  if (!one_host)
-    table.emplace(all_gather_bytes(*gloo, host_identity(), {"hosts", Channel::kControl}));
   const bool several_hosts = table && table->hosts() > 1;
   if (several_hosts && table->ranks_per_host() < 2) {
     const bool alone = table->ranks_per_host() == 1;
@@ -52,36 +56,159 @@ ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
   }
 }
 
-ProcessGroupPtr make_process_group(const Meeting& meeting) {
+// The facts about this rank, for the others.
+Arrival arrival_of(const Meeting& meeting) {
   const RankInfo& info = meeting.info;
-  const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", meeting.store);
-  if (meeting.backend == "nccl")
-    return nccl_process_group(keys, info.rank, info.size, meeting.timeout);
-  const bool one_host = info.local_size == info.size;
-  return with_arena(
-      gloo_process_group(keys, info.rank, info.size, meeting.timeout, one_host ? "127.0.0.1" : ""),
-      keys, one_host, meeting.transport);
+  return {.rank = info.rank,
+          .name = meeting.names.empty() ? info.rank : meeting.names[info.rank],
+          .size = info.size,
+          .local_size = info.local_size,
+          .host = host_identity(),
+          .host_name = host_name(),
+          .pid = ::getpid(),
+          .processes = process_space(),
+          .transport = transport_name(meeting.transport),
+          .backend = meeting.backend.empty() ? "gloo" : meeting.backend,
+          .timeout = meeting.deadline.timeout().count(),
+          .token = meeting.token};
 }
+
+std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
+  std::vector<std::string> hosts;
+  for (const Arrival& arrival : arrivals) hosts.push_back(arrival.host);
+  return hosts;
+}
+
+// Connects the ranks, all of which are there. Collective.
+ProcessGroupPtr join_all(const Arrival& own, const Agreement& agreement,
+                         const std::vector<std::string>& hosts,
+                         const c10::intrusive_ptr<c10d::Store>& store) {
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
+  ProcessGroupPtr process_group;
+  if (own.backend == "nccl") {
+    process_group = nccl_process_group(keys, own.rank, own.size, agreement.timeout);
+  } else {
+    process_group = gloo_process_group(keys, own.rank, own.size, agreement.timeout,
+                                       agreement.one_host ? "127.0.0.1" : "");
+    std::optional<HostTable> table;
+    if (!agreement.one_host) table.emplace(hosts);
+    process_group = with_arena(process_group, keys, table, agreement.transport);
+  }
+  // No rank may leave, and close the store, while other ranks still connect.
+  process_group->barrier({.subject = "world", .channel = Channel::kControl});
+  return process_group;
+}
+
+// One meeting of ranks, from this rank's side.
+class Gathering {
+ public:
+  Gathering(const Meeting& meeting, const std::string& function, const std::string& call)
+      : meeting_(meeting),
+        function_(function),
+        call_(call),
+        attendance_(std::make_shared<Attendance>(arrival_of(meeting), meeting.names)),
+        report_(meeting.deadline) {}
+
+  Connection connect() {
+    const Agreement agreement = meet();
+    const std::vector<std::string> hosts = hosts_of(attendance_->arrivals());
+    const auto join = [own = attendance_->own(), agreement, hosts, store = meeting_.store] {
+      return join_all(own, agreement, hosts, store);
+    };
+    // CUDA has a current device for each thread.
+    const auto joined = attendance_->own().backend == "nccl"
+                            ? std::optional(explained<ProcessGroupPtr>(join))
+                            : timed(join);
+    return {.process_group = *joined, .transport = agreement.transport, .hosts = hosts};
+  }
+
+ private:
+  Agreement meet() {
+    const auto arrived = [attendance = attendance_, store = meeting_.store,
+                          deadline = meeting_.deadline] {
+      Agreement agreement{.refusal = arrive(*attendance, *store, deadline)};
+      if (agreement.refusal.empty()) agreement = agree(attendance->arrivals());
+      if (!agreement.refusal.empty()) leave_refused(*attendance, *store);
+      return agreement;
+    };
+    Agreement agreement = *timed(arrived);
+    if (!agreement.refusal.empty())
+      C10_THROW_ERROR(DistNetworkError, fmt::format("[{}] {} (seen by rank {})", function_,
+                                                    agreement.refusal, attendance_->own().name));
+    if (attendance_->own().rank == 0)
+      for (const std::string& warning : agreement.warnings)
+        TORCH_WARN("[", function_, "] ", warning);
+    return agreement;
+  }
+
+  template <typename T>
+  T explained(const std::function<T()>& fn) {
+    try {
+      return fn();
+    } catch (const c10::NotImplementedError&) {
+      throw;
+    } catch (...) {
+      fail(exception_text(std::current_exception()));
+    }
+  }
+
+  // Returns the result of `fn`, which fails if it is not there at the deadline.
+  template <typename F>
+  std::optional<std::invoke_result_t<F>> timed(const F& fn) {
+    using Result = std::optional<std::invoke_result_t<F>>;
+    Result result =
+        explained<Result>([&] { return within(meeting_.deadline, fn, [this] { watch(); }); });
+    if (!result) fail("");
+    return result;
+  }
+
+  void watch() {
+    report_.print_if_due([this](int64_t seconds) {
+      if (!attendance_->is_first()) return std::string();
+      const std::vector<int> missing = attendance_->missing();
+      return fmt::format(
+          "{} has waited {} s in {}() for {}; {}", attendance_->own_name(), seconds, function_,
+          missing.empty() ? "connections to all ranks" : attendance_->describe(missing),
+          attendance_->describe_present());
+    });
+    const std::string ended = attendance_->long_ended();
+    TORCH_CHECK_WITH(DistNetworkError, ended.empty(), ended);
+  }
+
+  [[noreturn]] void fail(const std::string& cause) const {
+    const auto seconds = [](auto duration) {
+      return std::chrono::duration<double>(duration).count();
+    };
+    const std::vector<int> missing = attendance_->missing();
+    std::string text =
+        fmt::format("[{}] {} {} in {:.1f} s, timeout {:.1f} s{}; expected all ranks to call {}; {}",
+                    function_, attendance_->own_name(),
+                    missing.empty() ? "could not connect to all other ranks"
+                                    : "waited in vain for " + attendance_->describe(missing),
+                    seconds(meeting_.deadline.waited()), seconds(meeting_.deadline.timeout()),
+                    place(), call_, attendance_->describe_present());
+    for (const std::string& more : {attendance_->describe_halted(), cause})
+      if (!more.empty() && text.find(more) == std::string::npos) text += "; " + more;
+    C10_THROW_ERROR(DistNetworkError, text);
+  }
+
+  std::string place() const {
+    const RankInfo& info = meeting_.info;
+    if (info.master_addr.empty()) return "";
+    return fmt::format(", at {}:{} (MASTER_ADDR:MASTER_PORT)", info.master_addr, info.master_port);
+  }
+
+  const Meeting& meeting_;
+  const std::string& function_;
+  const std::string& call_;
+  const std::shared_ptr<Attendance> attendance_;
+  WaitReport report_;
+};
 
 }  // namespace
 
-ProcessGroupPtr connect(const Meeting& meeting, const std::string& function,
-                        const std::string& call) {
-  try {
-    ProcessGroupPtr process_group = make_process_group(meeting);
-    // No rank may leave, and close the store, while other ranks still connect.
-    process_group->barrier({.subject = "world", .channel = Channel::kControl});
-    return process_group;
-  } catch (const c10::NotImplementedError&) {
-    throw;
-  } catch (...) {
-    const RankInfo& info = meeting.info;
-    C10_THROW_ERROR(DistNetworkError,
-                    fmt::format("[{}] rank {} of {} could not connect to all other ranks; expected "
-                                "all of them to call {}: {}",
-                                function, info.rank, info.size, call,
-                                exception_text(std::current_exception())));
-  }
+Connection connect(const Meeting& meeting, const std::string& function, const std::string& call) {
+  return Gathering(meeting, function, call).connect();
 }
 
 }  // namespace tessera

@@ -3,9 +3,11 @@
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/world.h>
 
-#include <chrono>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "start/deadline.h"
 
 namespace tessera {
 
@@ -15,16 +17,26 @@ struct Meeting {
   c10::intrusive_ptr<c10d::Store> store;
   std::string backend;
   Transport transport = Transport::kAuto;
-  std::chrono::milliseconds timeout;
+  Deadline deadline;       ///< of the meeting; its timeout is that of all later waits
+  std::string token;       ///< `job_token()`
+  std::vector<int> names;  ///< ranks of the world, by rank of those that meet; empty: 0, 1, ...
+};
+
+/// The result of a meeting.
+struct Connection {
+  ProcessGroupPtr process_group;
+  Transport transport = Transport::kAuto;  ///< on which the ranks agreed
+  std::vector<std::string> hosts;          ///< by rank
 };
 
 /// Connects the ranks that find each other through `meeting.store`. Collective: all ranks return,
-/// or fail, together.
+/// or fail, together, and each within a second after the deadline. Reports regularly for which
+/// ranks it waits.
 ///
 /// Throws `c10::DistNetworkError` in the name of `function`, saying that all ranks must call
-/// `call`, if some do not arrive in time, and `c10::NotImplementedError` on all ranks if
-/// `meeting.transport` is kArena and the arena is not available.
-ProcessGroupPtr connect(const Meeting& meeting, const std::string& function,
-                        const std::string& call);
+/// `call`, if some do not arrive in time, or if they do not agree on world size, backend or
+/// transport, and `c10::NotImplementedError` on all ranks if the agreed transport is kArena and the
+/// arena is not available.
+Connection connect(const Meeting& meeting, const std::string& function, const std::string& call);
 
 }  // namespace tessera

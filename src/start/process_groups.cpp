@@ -157,9 +157,10 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
                         .store = c10::make_intrusive<c10d::PrefixStore>(name, open_store(function)),
                         .backend = world_->backend_name() == "nccl" ? "nccl" : "gloo",
                         .transport = transport_,
-                        .timeout = world_->timeout()};
-  ProcessGroupPtr made =
-      connect(meeting, function, std::string(function) + "(" + text_of(ranks) + ")");
+                        .deadline = Deadline(world_->timeout()),
+                        .names = ranks};
+  const ProcessGroupPtr made =
+      connect(meeting, function, std::string(function) + "(" + text_of(ranks) + ")").process_group;
   add(made);
   return made;
 }

@@ -2,105 +2,153 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <fstream>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <utility>
 #include <vector>
 
 #include "group/collective_name.h"
 #include "group/environment.h"
+#include "message/rank_sockets.h"
+#include "start/job_token.h"
+#include "start/store_key.h"
+#include "start/store_listener.h"
+#include "start/wait_report.h"
 
 namespace tessera {
 namespace {
 
-c10::intrusive_ptr<c10d::Store> tcp_store(const RankInfo& info, std::chrono::milliseconds timeout) {
-  const bool agent_serves = environment("TORCHELASTIC_USE_AGENT_STORE") == "True";
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using std::chrono::milliseconds;
+
+const char* const kJobKey = "tessera/job";
+
+bool agent_serves() { return environment("TORCHELASTIC_USE_AGENT_STORE") == "True"; }
+
+std::string address_of(const RankInfo& info) {
+  return fmt::format("{}:{} (MASTER_ADDR:MASTER_PORT)", info.master_addr, info.master_port);
+}
+
+// The sockets of this process that belong to the store: rank 0's listening one, and connections.
+std::vector<int> sockets_of_store(const RankInfo& info) {
+  std::vector<int> sockets;
+  for (const int fd : open_descriptors()) {
+    const auto ports = tcp_ports_of(fd);
+    if (ports && (ports->local == info.master_port || ports->peer == info.master_port))
+      sockets.push_back(fd);
+  }
+  return sockets;
+}
+
+// Returns true if a server has accepted a connection of this process.
+bool is_connected(const RankInfo& info) {
+  return std::ranges::any_of(sockets_of_store(info),
+                             [&](int fd) { return tcp_ports_of(fd)->peer == info.master_port; });
+}
+
+// Makes the store. `listener`: rank 0's socket, -1 on ranks that do not serve. May take any time: a
+// stranger's server that answers nothing keeps c10d in `recv`.
+c10::intrusive_ptr<c10d::TCPStore> tcp_store(const RankInfo& info, const Deadline& deadline,
+                                             int listener) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(info.master_port);
-  options.isServer = info.rank == 0 && !agent_serves;
+  options.isServer = listener >= 0;
+  if (listener >= 0) options.masterListenFd = listener;
   options.numWorkers = static_cast<size_t>(info.size);
-  options.waitWorkers = false;
-  options.timeout = timeout / 2;  // for connecting, which is tried twice
-  auto store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
-  store->setTimeout(timeout);
-  if (!agent_serves) store->waitForWorkers();
+  options.waitWorkers = false;  // see arrive()
+  // For connecting, which is tried twice; c10d counts whole seconds.
+  options.timeout = std::max<milliseconds>(deadline.left() / 2, std::chrono::seconds(1));
+  auto store = c10::make_intrusive<c10d::TCPStore>(numeric_loopback(info.master_addr), options);
+  store->setTimeout(deadline.timeout());
+  keep_from_children(sockets_of_store(info));
   return store;
 }
 
-thread_local std::string simulated_host;
+// Compares the token of this rank's job with that of the rank that serves the store. Returns an
+// error, or an empty text.
+std::string compare_tokens(c10d::Store& store, const RankInfo& info, bool serves,
+                           const Deadline& deadline) {
+  const std::string own = job_token(info);
+  if (serves) store.set(kJobKey, "job " + own);
+  TORCH_CHECK_WITH(DistStoreError, wait_for_key(store, kJobKey, deadline),
+                   "the store there has no job of Tessera");
+  const std::string theirs = store.get_to_str(kJobKey).substr(4);
+  if (theirs == own) return "";
+  const auto shown = [](const std::string& token) {
+    return token.empty() ? "none" : "'" + token + "'";
+  };
+  return fmt::format("{} is served by another job: expected job token {}, got {}", address_of(info),
+                     shown(own), shown(theirs));
+}
+
+struct StoreOrRefusal {
+  StorePtr store;
+  std::string refusal;
+};
+
+[[noreturn]] void throw_not_reached(const RankInfo& info, const Deadline& deadline,
+                                    const std::string& cause) {
+  C10_THROW_ERROR(
+      DistNetworkError,
+      fmt::format(
+          "[init] rank {} of {} did not reach the rendezvous at {} in {:.1f} s, timeout {:.1f} "
+          "s; expected rank 0 to serve it and all ranks to come; {}",
+          info.rank, info.size, address_of(info), deadline.waited().count(),
+          std::chrono::duration<double>(deadline.timeout()).count(), cause));
+}
+
+// Returns the store, or null if the deadline passes.
+std::optional<StoreOrRefusal> make_store(const RankInfo& info, const Deadline& deadline) {
+  const bool serves = info.rank == 0 && !agent_serves();
+  const int listener = serves ? open_store_listener(info) : -1;
+  const auto make = [info, deadline, listener, serves] {
+    StoreOrRefusal made;
+    made.store = tcp_store(info, deadline, listener);
+    // torchrun's agent serves no other job.
+    if (!agent_serves()) made.refusal = compare_tokens(*made.store, info, serves, deadline);
+    return made;
+  };
+  WaitReport report(deadline);
+  return within(deadline, make, [&] {
+    report.print_if_due([&](int64_t seconds) {
+      return fmt::format("rank {} of {} has waited {} s in init() for the rendezvous at {}",
+                         info.rank, info.size, seconds, address_of(info));
+    });
+  });
+}
 
 }  // namespace
 
-std::string host_identity() {
-  if (!simulated_host.empty()) return simulated_host;
-  std::array<char, 256> name{};
-  gethostname(name.data(), name.size() - 1);
-  std::string boot_id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  std::array<char, 64> network{};
-  const ssize_t length = readlink("/proc/self/ns/net", network.data(), network.size() - 1);
-  return fmt::format("{} {} {}", name.data(), boot_id, length > 0 ? network.data() : "");
-}
-
-SimulatedHost::SimulatedHost(std::string name) { simulated_host = std::move(name); }
-SimulatedHost::~SimulatedHost() { simulated_host.clear(); }
-
-c10::intrusive_ptr<c10d::Store> rendezvous_store(const RankInfo& info,
-                                                 std::chrono::milliseconds timeout) {
-  const auto start = std::chrono::steady_clock::now();
-  c10::intrusive_ptr<c10d::Store> store;
+StorePtr rendezvous_store(const RankInfo& info, const Deadline& deadline) {
+  std::optional<StoreOrRefusal> made;
   try {
-    store = tcp_store(info, timeout);
+    made = make_store(info, deadline);
+  } catch (const c10::ValueError&) {
+    throw;
   } catch (...) {
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-    C10_THROW_ERROR(
-        DistNetworkError,
-        fmt::format(
-            "[init] rank {} of {} did not reach the rendezvous at {}:{} (MASTER_ADDR:MASTER_PORT) "
-            "in {:.1f} s, timeout {:.1f} s; expected rank 0 to serve it and all ranks to come; "
-            "c10d said: {}",
-            info.rank, info.size, info.master_addr, info.master_port, waited.count(),
-            std::chrono::duration<double>(timeout).count(),
-            exception_text(std::current_exception())));
+    throw_not_reached(info, deadline, "c10d said: " + exception_text(std::current_exception()));
   }
+  if (!made)
+    throw_not_reached(
+        info, deadline,
+        is_connected(info)
+            ? "a server accepts connections there, but does not answer as the store of "
+              "a job of Tessera: another service has this port"
+            : "no server accepts connections there");
+  if (!made->refusal.empty())
+    C10_THROW_ERROR(DistNetworkError,
+                    fmt::format("[init] {} (rank {} of {})", made->refusal, info.rank, info.size));
   const auto attempt = environment({"TESSERA_RESTART", "TORCHELASTIC_RESTART_COUNT"}).value_or("0");
-  return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, store);
+  return c10::make_intrusive<c10d::PrefixStore>("tessera/attempt_" + attempt, made->store);
 }
 
-void compare_hosts(c10d::Store& store, RankInfo& info, std::chrono::milliseconds timeout) {
-  const auto key = [](int r) { return "host_of_rank_" + std::to_string(r); };
-  const std::string own = host_identity();
-  store.set(key(info.rank), own);
-  info.local_rank = info.local_size = 0;
-  const auto start = std::chrono::steady_clock::now();
-  for (int r = 0; r < info.size; ++r) {
-    const auto elapsed = std::chrono::duration_cast<std::chrono::milliseconds>(
-        std::chrono::steady_clock::now() - start);
-    try {
-      store.wait({key(r)}, std::max(timeout - elapsed, std::chrono::milliseconds(1)));
-    } catch (...) {
-      C10_THROW_ERROR(
-          DistNetworkError,
-          fmt::format("[init] rank {} of {} waited {:.1f} s for rank {} to call init(); "
-                      "the store said: {}",
-                      info.rank, info.size, std::chrono::duration<double>(timeout).count(), r,
-                      exception_text(std::current_exception())));
-    }
-    if (store.get_to_str(key(r)) == own) {
-      info.local_size += 1;
-      info.local_rank += r < info.rank ? 1 : 0;
-    }
-  }
-}
-
-c10::intrusive_ptr<c10d::Store> fresh_store(const c10::intrusive_ptr<c10d::Store>& store,
-                                            int size) {
+StorePtr fresh_store(const StorePtr& store, int size) {
   // init() ends with a barrier: no rank joins again before all have joined.
   const int64_t round = (store->add("tessera/joined", 1) - 1) / size;
   return c10::make_intrusive<c10d::PrefixStore>("tessera/round_" + std::to_string(round), store);

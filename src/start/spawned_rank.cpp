@@ -23,6 +23,13 @@ void RankStore::wait(const std::vector<std::string>& keys,
                   failure_.empty() ? "Wait timeout" : "the wait ended because " + failure_);
 }
 
+bool RankStore::check(const std::vector<std::string>& keys) {
+  std::unique_lock lock(m_);
+  const bool there = checkLocked(lock, keys);
+  TORCH_CHECK_WITH(DistStoreError, there || failure_.empty(), "the wait ended because ", failure_);
+  return there;
+}
+
 std::vector<uint8_t> RankStore::get(const std::string& key) {
   wait({key}, timeout_);
   return HashStore::get(key);

@@ -13,7 +13,8 @@
 
 namespace tessera {
 
-/// The store of ranks that are threads: its waits end when a rank fails, instead of at the timeout.
+/// The store of ranks that are threads: its waits, and questions for keys, end when a rank fails,
+/// instead of at the timeout.
 class RankStore : public c10d::HashStore {
  public:
   /// Makes all waits for missing keys, also later ones, throw an error with `reason`.
@@ -22,6 +23,7 @@ class RankStore : public c10d::HashStore {
   using c10d::HashStore::wait;
   void wait(const std::vector<std::string>& keys,
             const std::chrono::milliseconds& timeout) override;
+  bool check(const std::vector<std::string>& keys) override;
   std::vector<uint8_t> get(const std::string& key) override;
 
  private:

@@ -3,6 +3,7 @@
 #include <c10/util/env.h>
 #include <tessera/world.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +14,8 @@
 #include "group/environment.h"
 #include "memory/process_mark.h"
 #include "start/connect.h"
+#include "start/deadline.h"
+#include "start/job_token.h"
 #include "start/process_groups.h"
 #include "start/rendezvous.h"
 #include "start/spawned_rank.h"
@@ -74,23 +77,40 @@ void settle_messages() {
   });
 }
 
+// Joins the ranks that meet at `store`. `token`: see `job_token()`. `launched`: a launcher has
+// given the local rank.
 World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options,
-           std::chrono::milliseconds timeout) {
-  const Transport transport = transport_of(options);
-  ProcessGroupPtr process_group =
-      connect({info, store, options.backend, transport, timeout}, "init", "init()");
+           const Deadline& deadline, const std::string& token, bool launched) {
+  const Connection made = connect({.info = info,
+                                   .store = store,
+                                   .backend = options.backend,
+                                   .transport = transport_of(options),
+                                   .deadline = deadline,
+                                   .token = token},
+                                  "init", "init()");
   if (info.rank == 0)
-    LOG(INFO) << "[init] " << info.size << " ranks; transport: " << process_group->backend_name();
-  return World(std::move(info), std::move(store), std::move(process_group), transport);
+    LOG(INFO) << "[init] " << info.size
+              << " ranks; transport: " << made.process_group->backend_name();
+  if (!launched) {
+    const auto own = made.hosts.begin() + info.rank;
+    info.local_rank = static_cast<int>(std::count(made.hosts.begin(), own, *own));
+    info.local_size = static_cast<int>(std::count(made.hosts.begin(), made.hosts.end(), *own));
+  }
+  return World(std::move(info), std::move(store), made.process_group, made.transport);
 }
 
 // Joins the ranks that share `store`.
 World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info,
-                   const WorldOptions& options, std::chrono::milliseconds timeout) {
+                   const WorldOptions& options, const Deadline& deadline) {
   if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
-  store = fresh_store(store, info.size);
-  compare_hosts(*store, info, timeout);
-  return join(std::move(info), std::move(store), options, timeout);
+  const auto fresh = within(
+      deadline, [store, size = info.size] { return fresh_store(store, size); }, [] {});
+  if (!fresh)
+    C10_THROW_ERROR(DistNetworkError,
+                    c10::str("[init] the store must answer within the timeout; rank ", info.rank,
+                             " of ", info.size, " waited ", deadline.waited().count(), " s"));
+  store = *fresh;
+  return join(std::move(info), std::move(store), options, deadline, "", /*launched=*/false);
 }
 
 }  // namespace
@@ -144,14 +164,15 @@ void World::set_process_group(ProcessGroupPtr process_group) {
 World init(const WorldOptions& options) {
   settle_messages();
   check_backend(options.backend);
-  const auto timeout = timeout_of(options);
+  const Deadline deadline(timeout_of(options));
   if (const SpawnedRank* rank = SpawnedRank::current())
-    return join_through(rank->world().store, rank->info(), options, timeout);
+    return join_through(rank->world().store, rank->info(), options, deadline);
   RankInfo info = rank_info_from_environment();
   if (info.size == 1)
     return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
-  auto store = rendezvous_store(info, timeout);
-  return join(std::move(info), std::move(store), options, timeout);
+  auto store = rendezvous_store(info, deadline);
+  const std::string token = job_token(info);
+  return join(std::move(info), std::move(store), options, deadline, token, /*launched=*/true);
 }
 
 World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
@@ -160,9 +181,9 @@ World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const Worl
   TORCH_CHECK_VALUE(store.defined(), "[init] `store` must be given");
   TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,
                     "[init] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ", size);
-  const auto timeout = timeout_of(options);
+  const Deadline deadline(timeout_of(options));
   RankInfo info{.rank = rank, .size = size, .source = "store"};
-  return join_through(std::move(store), std::move(info), options, timeout);
+  return join_through(std::move(store), std::move(info), options, deadline);
 }
 
 }  // namespace tessera

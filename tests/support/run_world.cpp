@@ -13,7 +13,7 @@
 #include <string_view>
 #include <thread>
 
-#include "start/rendezvous.h"
+#include "start/host_identity.h"
 #include "start/spawned_rank.h"
 
 namespace tessera {
