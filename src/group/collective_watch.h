@@ -50,6 +50,9 @@ class CollectiveWatch {
   /// Returns why a wait for `peer` (-1: for any rank) ends with an error. Asks the other ranks, and
   /// waits up to a second for their answers, unless `timed_out`.
   virtual WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) = 0;
+  /// Tells the other ranks of the world that this one closes its connections, and whether an
+  /// exception is the cause.
+  virtual void leave() noexcept = 0;
   /// Tells the other ranks that the collective failed on this one, with the whole error.
   virtual void failed(const CollectiveName& name, const WaitCause& cause,
                       const std::string& error) = 0;

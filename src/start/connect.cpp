@@ -16,10 +16,14 @@
 
 #include "arena/host_table.h"
 #include "arena/hosted_process_group.h"
+#include "group/capability.h"
 #include "group/collective_name.h"
 #include "start/arrival.h"
 #include "start/host_identity.h"
 #include "start/wait_report.h"
+#include "watch/datagrams.h"
+#include "watch/flight_file.h"
+#include "watch/watch.h"
 
 namespace tessera {
 namespace {
@@ -56,8 +60,21 @@ ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
   }
 }
 
+// Opens the socket through which the ranks of a world will watch each other; null if there can be
+// none.
+std::unique_ptr<Datagrams> open_socket(const RankInfo& info) {
+  try {
+    return std::make_unique<Datagrams>(
+        address_towards(info.source == "spawn" ? "127.0.0.1" : info.master_addr));
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "[init] rank " << info.rank
+                 << " can't tell the others where it is, if it waits long: " << error.what();
+    return nullptr;
+  }
+}
+
 // The facts about this rank, for the others.
-Arrival arrival_of(const Meeting& meeting) {
+Arrival arrival_of(const Meeting& meeting, const Datagrams* socket) {
   const RankInfo& info = meeting.info;
   return {.rank = info.rank,
           .name = meeting.names.empty() ? info.rank : meeting.names[info.rank],
@@ -70,7 +87,8 @@ Arrival arrival_of(const Meeting& meeting) {
           .transport = transport_name(meeting.transport),
           .backend = meeting.backend.empty() ? "gloo" : meeting.backend,
           .timeout = meeting.deadline.timeout().count(),
-          .token = meeting.token};
+          .token = meeting.token,
+          .endpoint = Watch::endpoint_of(socket)};
 }
 
 std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
@@ -82,7 +100,8 @@ std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
 // Connects the ranks, all of which are there. Collective.
 ProcessGroupPtr join_all(const Arrival& own, const Agreement& agreement,
                          const std::vector<std::string>& hosts,
-                         const c10::intrusive_ptr<c10d::Store>& store) {
+                         const c10::intrusive_ptr<c10d::Store>& store,
+                         const std::shared_ptr<CollectiveWatch>& watch) {
   const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
   ProcessGroupPtr process_group;
   if (own.backend == "nccl") {
@@ -94,6 +113,8 @@ ProcessGroupPtr join_all(const Arrival& own, const Agreement& agreement,
     if (!agreement.one_host) table.emplace(hosts);
     process_group = with_arena(process_group, keys, table, agreement.transport);
   }
+  if (auto* const watchable = capability<Watchable>(*process_group); watchable && watch)
+    watchable->set_watch(watch);
   // No rank may leave, and close the store, while other ranks still connect.
   process_group->barrier({.subject = "world", .channel = Channel::kControl});
   return process_group;
@@ -106,14 +127,17 @@ class Gathering {
       : meeting_(meeting),
         function_(function),
         call_(call),
-        attendance_(std::make_shared<Attendance>(arrival_of(meeting), meeting.names)),
+        socket_(meeting.watch ? nullptr : open_socket(meeting.info)),
+        attendance_(
+            std::make_shared<Attendance>(arrival_of(meeting, socket_.get()), meeting.names)),
         report_(meeting.deadline) {}
 
   Connection connect() {
     const Agreement agreement = meet();
     const std::vector<std::string> hosts = hosts_of(attendance_->arrivals());
-    const auto join = [own = attendance_->own(), agreement, hosts, store = meeting_.store] {
-      return join_all(own, agreement, hosts, store);
+    const auto join = [own = attendance_->own(), agreement, hosts, store = meeting_.store,
+                       watch = watch_of_all()] {
+      return join_all(own, agreement, hosts, store, watch);
     };
     // CUDA has a current device for each thread.
     const auto joined = attendance_->own().backend == "nccl"
@@ -123,6 +147,21 @@ class Gathering {
   }
 
  private:
+  // Returns the given watch, or begins that of a world, in which all ranks are there.
+  std::shared_ptr<CollectiveWatch> watch_of_all() {
+    if (meeting_.watch) return meeting_.watch;
+    std::vector<std::string> endpoints;
+    std::vector<int> ranks;
+    for (const Arrival& arrival : attendance_->arrivals()) {
+      endpoints.push_back(arrival.endpoint);
+      ranks.push_back(arrival.rank);
+    }
+    const auto watch =
+        Watch::start(std::move(socket_), meeting_.info.rank, endpoints,
+                     {.report_after = report_after(), .flight_folder = flight_folder()});
+    return watch ? watch->group("world", ranks) : nullptr;
+  }
+
   Agreement meet() {
     const auto arrived = [attendance = attendance_, store = meeting_.store,
                           deadline = meeting_.deadline] {
@@ -201,6 +240,7 @@ class Gathering {
   const Meeting& meeting_;
   const std::string& function_;
   const std::string& call_;
+  std::unique_ptr<Datagrams> socket_;  // of the watch; null if there is none
   const std::shared_ptr<Attendance> attendance_;
   WaitReport report_;
 };

@@ -3,10 +3,12 @@
 #include <c10/util/intrusive_ptr.h>
 #include <tessera/world.h>
 
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "group/collective_watch.h"
 #include "start/deadline.h"
 
 namespace tessera {
@@ -20,6 +22,7 @@ struct Meeting {
   Deadline deadline;       ///< of the meeting; its timeout is that of all later waits
   std::string token;       ///< `job_token()`
   std::vector<int> names;  ///< ranks of the world, by rank of those that meet; empty: 0, 1, ...
+  std::shared_ptr<CollectiveWatch> watch;  ///< of those that meet, in a world; null: they are one
 };
 
 /// The result of a meeting.

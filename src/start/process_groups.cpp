@@ -158,11 +158,23 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
                         .backend = world_->backend_name() == "nccl" ? "nccl" : "gloo",
                         .transport = transport_,
                         .deadline = Deadline(world_->timeout()),
-                        .names = ranks};
+                        .names = ranks,
+                        .watch = watch_of_part(ranks, name)};
   const ProcessGroupPtr made =
       connect(meeting, function, std::string(function) + "(" + text_of(ranks) + ")").process_group;
   add(made);
   return made;
+}
+
+std::shared_ptr<CollectiveWatch> ProcessGroups::watch() const {
+  const auto* const watchable = capability<Watchable>(*connected_);
+  return watchable ? watchable->watch() : nullptr;
+}
+
+std::shared_ptr<CollectiveWatch> ProcessGroups::watch_of_part(const std::vector<int>& ranks,
+                                                              const std::string& name) const {
+  const auto whole = watch();
+  return whole ? whole->part(name, ranks, /*is_inner=*/false) : nullptr;
 }
 
 void ProcessGroups::add(const ProcessGroupPtr& process_group) {
@@ -191,6 +203,7 @@ void ProcessGroups::close() noexcept {
     parts = std::move(parts_);
     store_.reset();
   }
+  if (const auto watching = watch()) watching->leave();
   for (const ProcessGroupPtr& part : parts) tessera::close(part);
   tessera::close(connected_);
 }

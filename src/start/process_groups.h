@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "group/collective_watch.h"
+
 namespace tessera {
 
 /// The process groups of a world: that of all ranks, and those of some of them, made on request.
@@ -71,6 +73,10 @@ class ProcessGroups {
   void check(const char* function, const std::vector<int>& ranks) const;
   ProcessGroupPtr connect_part(const std::vector<int>& ranks, const std::string& name,
                                const char* function);
+  /// Returns null if the ranks do not watch each other.
+  std::shared_ptr<CollectiveWatch> watch() const;
+  std::shared_ptr<CollectiveWatch> watch_of_part(const std::vector<int>& ranks,
+                                                 const std::string& name) const;
   /// Registers it to be closed with the world.
   void add(const ProcessGroupPtr& process_group);
   c10::intrusive_ptr<c10d::Store> open_store(const char* function) const;

@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <memory>
+#include <sstream>
 #include <system_error>
 
 #include "group/environment.h"
@@ -114,10 +115,10 @@ Datagrams::~Datagrams() {
 
 void Datagrams::set_endpoints(const std::vector<std::string>& endpoints) {
   for (const std::string& endpoint : endpoints) {
-    const size_t space = endpoint.find(' ');
-    peers_.push_back(space == std::string::npos
-                         ? Address()
-                         : parse(endpoint.substr(0, space), endpoint.substr(space + 1)));
+    std::istringstream words(endpoint);
+    std::string address, port;
+    words >> address >> port;
+    peers_.push_back(parse(address, port));
     if (peers_.back().length > 0)
       ranks_[key_of(peers_.back().storage)] = static_cast<int>(peers_.size()) - 1;
   }

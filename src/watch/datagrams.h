@@ -25,7 +25,8 @@ class Datagrams {
 
   /// Returns "ADDRESS PORT", under which other ranks reach this one.
   const std::string& endpoint() const { return endpoint_; }
-  /// Sets the endpoints of all ranks, by rank. Must be called once, before the first message.
+  /// Sets the endpoints of all ranks, by rank; words after the port are ignored. Must be called
+  /// once, before the first message.
   void set_endpoints(const std::vector<std::string>& endpoints);
 
   /// Never waits, and never throws.

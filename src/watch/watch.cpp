@@ -15,6 +15,7 @@
 
 #include "group/collective_form.h"
 #include "group/collective_name.h"
+#include "watch/last_words.h"
 
 namespace tessera {
 
@@ -174,6 +175,7 @@ class Watch::Group : public CollectiveWatch {
             }};
   }
 
+  void leave() noexcept override { watch_->leave(); }
   WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) override;
   void failed(const CollectiveName& name, const WaitCause& cause,
               const std::string& error) override;
@@ -183,29 +185,24 @@ class Watch::Group : public CollectiveWatch {
   const std::shared_ptr<GroupState> state_;
 };
 
-std::shared_ptr<Watch> Watch::connect(ProcessGroup& world, const Options& options) {
-  std::unique_ptr<Datagrams> socket;
-  std::string own;
-  try {
-    socket = std::make_unique<Datagrams>(options.address);
-    own = socket->endpoint() + "\n" + new_token();
-  } catch (const std::exception& error) {
-    own = std::string("\n") + error.what();
-  }
-  const auto told = all_gather_bytes(world, own, {"watch", Channel::kControl});
-  std::vector<std::string> endpoints;
-  for (const std::string& text : told) {
-    endpoints.push_back(text.substr(0, text.find('\n')));
-    if (endpoints.back().empty()) return nullptr;
-  }
+std::string Watch::endpoint_of(const Datagrams* socket) {
+  return socket ? socket->endpoint() + " " + new_token() : "";
+}
+
+std::shared_ptr<Watch> Watch::start(std::unique_ptr<Datagrams> socket, int rank,
+                                    const std::vector<std::string>& endpoints,
+                                    const Options& options) {
+  if (std::ranges::any_of(endpoints, &std::string::empty)) return nullptr;
   socket->set_endpoints(endpoints);
-  const std::string token = told[0].substr(told[0].find('\n') + 1);
+  // All ranks use rank 0's.
+  const std::string token = endpoints[0].substr(endpoints[0].rfind(' ') + 1);
   const std::shared_ptr<Watch> watch(
-      new Watch(world.rank(), world.size(), token, options, std::move(socket)));
+      new Watch(rank, static_cast<int>(endpoints.size()), token, options, std::move(socket)));
   watch->thread_ = std::thread([raw = watch.get()] { raw->run(); });
   if (!options.flight_folder.empty())
     on_flight_request([](void* waked) { static_cast<Datagrams*>(waked)->wake(); },
                       watch->socket_.get());
+  LastWords::of_process().add(watch);
   return watch;
 }
 

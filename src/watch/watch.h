@@ -28,15 +28,19 @@ namespace tessera {
 class Watch : public std::enable_shared_from_this<Watch> {
  public:
   struct Options {
-    std::string address = "127.0.0.1";  ///< numeric, of this host
     /// A wait is reported after so long, and again each time it has lasted twice as long.
     std::chrono::milliseconds report_after = std::chrono::seconds(10);
     std::string flight_folder;  ///< empty: no file is written
   };
 
-  /// Connects the ranks of `world`. Collective. Returns null on all ranks if one of them has no
-  /// socket for it.
-  static std::shared_ptr<Watch> connect(ProcessGroup& world, const Options& options);
+  /// Returns the text that the ranks exchange before `start()`: the endpoint of `socket`, and a
+  /// token. Empty for null.
+  static std::string endpoint_of(const Datagrams* socket);
+  /// Begins the watch of a world. `endpoints`: the texts of all ranks, by rank. Returns null, on
+  /// all ranks, if one of them is empty.
+  static std::shared_ptr<Watch> start(std::unique_ptr<Datagrams> socket, int rank,
+                                      const std::vector<std::string>& endpoints,
+                                      const Options& options);
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
