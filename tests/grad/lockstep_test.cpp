@@ -126,7 +126,7 @@ TEST(Lockstep, TheErrorIsGoneWhenTheRankThatWasBehindHasStepped) {
               job.backward();
             },
             {"rank 1 is in backward 1 of step 2", "rank 0 is in backward 1 of step 3"});
-        job.optimizer.zero_grad();
+        if (world.rank() == 1) job.optimizer.step();
         job.backward();
       },
       std::chrono::seconds(30), Transport::kGloo);
@@ -173,8 +173,8 @@ TEST(Lockstep, ABatchThatIsSkippedAfterItsForwardIsToldOnce) {
                 job.train(1);
               }
             });
-            if (world.rank() != 0) return EXPECT_TRUE(told.empty());
-            ASSERT_EQ(told.size(), 1U);
+            ASSERT_EQ(told.size(), world.rank() == 0 ? 1U : 0U);
+            if (world.rank() != 0) return;
             for (const std::string& part :
                  {std::string("in backward 1 of step 3"),
                   std::string("rank 1 has made 2 forwards and 1 backward"),

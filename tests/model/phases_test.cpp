@@ -18,6 +18,9 @@ using namespace testing;
 
 using Phases = std::set<Phase>;
 
+// The collective that tells all ranks of an error of one.
+constexpr std::string_view kCheck = "check of the arguments";
+
 // Notes the phase in which each collective is issued.
 class Watched : public ProcessGroupDecorator, public HasProgress {
  public:
@@ -171,9 +174,10 @@ TEST(Phases, OfCheckpoints) {
     const auto loss = job.forward().sum();
     EXPECT_EQ(job.watched->phase(), Phase::kForward);
     loss.backward();
-    job.watched->phases_of("all_reduce");
-    checkpointer.wait();
     EXPECT_EQ(job.watched->phases_of("checkpoint"), Phases{Phase::kSave});
+    job.watched->phases_of(kCheck);
+    checkpointer.wait();
+    EXPECT_EQ(job.watched->phases_of(kCheck), Phases{Phase::kSave});
 
     Job next(world, {.level = ShardLevel::kParameters});
     load_checkpoint(scratch / "plain", *next.sharded, &*next.optimizer);
