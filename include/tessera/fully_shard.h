@@ -61,10 +61,11 @@ struct ClipOptions {
 /// and their gradients are reduced as backward produces them. So the module can be called directly,
 /// and this handle only adds functions that the module lacks. Copies share one state.
 ///
-/// Every backward is collective. At `ShardLevel::kParameters`, the default, so is every forward,
-/// evaluation included: all ranks must run it equally often, each on its own data. (Where all ranks
-/// share the memory of one host, a rank may evaluate alone; a warning says that elsewhere it would
-/// wait for the others until the timeout.)
+/// Every backward is collective: if ranks have made different numbers of steps before it, it throws
+/// `c10::Error` on all of them, with the ranks that are behind. At `ShardLevel::kParameters`, the
+/// default, so is every forward, evaluation included: all ranks must run it equally often, each on
+/// its own data. (Where all ranks share the memory of one host, a rank may evaluate alone; a
+/// warning says that elsewhere it would wait for the others until the timeout.)
 class TESSERA_API ShardedModule {
  public:
   explicit ShardedModule(std::shared_ptr<ShardedState> state);
@@ -99,7 +100,8 @@ class TESSERA_API ShardedModule {
   [[nodiscard]] KeepUnsharded keep_unsharded();
 
   /// Synchronizes the buffers if the plan says so, but not under `no_sync()`. The wrapper calls
-  /// this before each forward.
+  /// this before each forward. With gradients enabled, the forward is counted, and the end of the
+  /// next backward warns if ranks have made different numbers.
   void begin_forward();
 
   /// Copies rank 0's buffers to all ranks. Collective. If not `blocking`, the values may arrive as

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "group/progress.h"
+
 namespace tessera {
 
 // [Note: One order of gathers]
@@ -125,7 +127,18 @@ std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   return units;
 }
 
+// A use outside of backward counts as forward, which lasts until backward begins. The uses of a
+// step, a save or a load belong to it.
+void Residency::show_phase() const {
+  Progress* const progress = units_.front()->context().progress;
+  if (!progress) return;
+  const Phase now = progress->state().phase;
+  if (now == Phase::kUserCode || now == Phase::kForward || now == Phase::kBackward)
+    progress->enter(in_backward() ? Phase::kBackward : Phase::kForward);
+}
+
 void Residency::use_one(Unit& unit) {
+  show_phase();
   const bool trains = in_training();
   last_ = &unit;
   last_trained_ = trains;
@@ -320,6 +333,7 @@ void Residency::forget_pass() {
   const auto guard = lock();
   used_ = {};
   uses_in_evaluation_ = 0;
+  last_ = nullptr;  // the next use begins a pass, even if it is of the same unit
 }
 
 void Residency::learn(const PassOrder& pass) {

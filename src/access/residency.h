@@ -81,6 +81,7 @@ class Residency {
   std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
+  void show_phase() const;
   bool begins_sweep(const Unit& unit) const;
   bool is_expected(const Unit& unit) const;
   Cursor& cursor_for(const Unit& unit, bool trains);

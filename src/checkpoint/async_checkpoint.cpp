@@ -114,6 +114,7 @@ class PendingSave {
   PendingSave(const SaveJob& job, BegunSave begun, double bytes_per_second)
       : ranks_(job.ranks),
         owner_(job.owner),
+        progress_(job.progress),
         begun_(std::move(begun)),
         thread_([this, bytes_per_second] { run(paced(bytes_per_second)); }) {}
   ~PendingSave() {
@@ -124,6 +125,7 @@ class PendingSave {
 
   /// Waits until the checkpoint is published. Collective; if a rank fails, all ranks throw.
   void finish() {
+    const PhaseScope phase(progress_, Phase::kSave);
     try {
       ranks_.check([&] { written_.get_future().get(); }, "checkpoint");
     } catch (...) {
@@ -166,6 +168,8 @@ class PendingSave {
 
   Ranks ranks_;
   std::shared_ptr<const void> owner_;
+  Progress*
+      progress_;  // for the calls that wait; not for the thread, beside which training goes on
   BegunSave begun_;
   std::atomic<bool> stop_ = false, done_ = false;
   std::exception_ptr error_;
@@ -195,6 +199,7 @@ struct AsyncCheckpointer::Impl {
 
   void save(const std::filesystem::path& path, SaveJob job) {
     at::NoGradGuard no_grad;
+    const PhaseScope phase(job.progress, Phase::kSave);
     // Checked inside `collect`, whose errors reach all ranks: throwing here would leave them
     // waiting.
     job.collect = [collect = std::move(job.collect), whole = job.whole](ChunkCollector& contents) {

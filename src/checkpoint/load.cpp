@@ -21,6 +21,7 @@
 #include "checkpoint/fit.h"
 #include "checkpoint/model_view.h"
 #include "checkpoint/safetensors.h"
+#include "group/progress.h"
 #include "mesh/dist_meta.h"
 #include "mesh/shard_mesh.h"
 #include "optim/param_state.h"
@@ -236,6 +237,7 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModul
                                  ShardedOptimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
+  const PhaseScope phase(state.context().progress, Phase::kLoad);
   state.take_in_replaced();
   state.thaw_trained();
   const Ranks ranks = Ranks::of(state.mesh());
@@ -257,6 +259,7 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, torch::nn::M
                                  torch::optim::Optimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
   const ProcessGroupPtr all = default_process_group();
+  const PhaseScope phase(progress_of(*all), Phase::kLoad);
   Loader loader(path, view_of(module, optimizer), options, all->rank(), all->size());
   return loader.load();
 }
@@ -265,6 +268,7 @@ std::vector<std::string> load_state_dict(const std::filesystem::path& path,
                                          const StateDict& state) {
   at::NoGradGuard no_grad;
   const ProcessGroupPtr all = default_process_group();
+  const PhaseScope phase(progress_of(*all), Phase::kLoad);
   const Ranks ranks({all.get()});
   std::optional<PlannedReads> reads;
   std::vector<std::string> missing;

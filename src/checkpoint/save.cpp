@@ -244,10 +244,11 @@ void write_whole_model(ShardedState& state, std::vector<WholeTensor>& plan,
 
 SaveJob job_of_world() {
   ProcessGroupPtr all = default_process_group();
-  return {.ranks = Ranks({all.get()}), .owner = all};
+  return {.ranks = Ranks({all.get()}), .owner = all, .progress = progress_of(*all)};
 }
 
 void save(const std::filesystem::path& path, const SaveJob& job) {
+  const PhaseScope phase(job.progress, Phase::kSave);
   const BegunSave begun = begin_save(path, job);
   job.ranks.check([&] { begun.writer->write(begun.contents); }, "checkpoint");
   job.ranks.check(
@@ -292,9 +293,11 @@ BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
 SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
                const SaveOptions& options) {
   ShardedState& state = *module.state();
+  Progress* const progress = state.context().progress;
+  const PhaseScope phase(progress, Phase::kSave);
   state.take_in_replaced();
   state.thaw_trained();
-  SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state()};
+  SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state(), .progress = progress};
   job.keep_last = options.keep_last;
   job.buffers = ordinary(state.buffers());
   if (options.whole_parameters) job.whole = &state;

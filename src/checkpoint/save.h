@@ -10,6 +10,7 @@
 
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/chunks.h"
+#include "group/progress.h"
 #include "mesh/shard_mesh.h"
 
 namespace tessera {
@@ -17,7 +18,8 @@ namespace tessera {
 /// The data to save, and the ranks that save it together.
 struct SaveJob {
   Ranks ranks;
-  std::shared_ptr<const void> owner;  ///< of the process groups of `ranks`
+  std::shared_ptr<const void> owner;  ///< of the process groups of `ranks`, and of `progress`
+  Progress* progress = nullptr;       ///< of this rank; may be null
   /// Collects the data that this rank stores; may throw. Not collective.
   std::function<void(ChunkCollector&)> collect;
   /// The model whose parameters are gathered and stored whole; null: none.

@@ -108,6 +108,7 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       mesh_(mesh),
       options_(options),
       listener_(listener),
+      progress_(units_.front()->context().progress),
       launched_(units_.size(), false),
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
@@ -178,7 +179,8 @@ void Reducer::take_given() {
 }
 
 // Called on all ranks, which agree on the outcome, when the rest of the backward is done.
-void Reducer::check_gates() const {
+void Reducer::check_agreed() {
+  lockstep_.check();
   TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
               " was replaced after the model was sharded, and with it the hook that reduces its gradient. Set hooks "
               "with Tensor::register_hook() or torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
@@ -215,6 +217,7 @@ void Reducer::begin_backward() {
   const auto token = std::make_shared<int>(0);
   if (!backwards_.add(backward, token)) return;
   if (is_outermost) {
+    if (progress_) progress_->enter(Phase::kBackward);
     if (in_backward_) abandon_backward();
     settle_earlier();
     for (const auto& gradients : gradients_) gradients->begin_backward();
@@ -304,8 +307,8 @@ void Reducer::limit_in_flight() {
   }
 }
 
-// Makes `used_` the same on all ranks, and returns the highest vote.
-PassVote Reducer::agree_on_use() {
+// Makes `used_` the same on all ranks, compares how far they are, and returns the highest vote.
+PassVote Reducer::agree_on_use(bool done) {
   std::vector<uint8_t> own;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
@@ -316,11 +319,15 @@ PassVote Reducer::agree_on_use() {
     }
   }
   own.push_back(to_byte(listener_.vote()));
+  const size_t vote = own.size() - 1;
+  lockstep_.append_to(own, done);
   const at::Tensor highest = at::empty({std::ssize(own)}, at::kByte);
   auto* const bits = highest.mutable_data_ptr<uint8_t>();
   std::copy(own.begin(), own.end(), bits);
-  if (mesh_.size() > 1)
+  if (mesh_.size() > 1) {
     mesh_.all_reduce(highest, ReduceOp::kMax, {"which parameters were used", Channel::kControl});
+    lockstep_.compare(bits + vote + 1, mesh_);
+  }
   size_t i = 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     late_[unit] = false;
@@ -334,13 +341,14 @@ PassVote Reducer::agree_on_use() {
                      std::to_string(bit - kLostGate);
     }
   }
-  return to_vote(bits[own.size() - 1]);
+  return to_vote(bits[vote]);
 }
 
 void Reducer::end_backward(int backward) {
   const std::lock_guard lock(mutex_);
   if (!backwards_.end(backward)) return;
   in_backward_ = false;
+  lockstep_.end_backward();
   listener_.on_backward_end();
   if (no_sync_ > 0) {
     accumulating_ = true;
@@ -349,32 +357,36 @@ void Reducer::end_backward(int backward) {
     listener_.on_pass_end(true, reduce_arrived());
   }
   units_.front()->context().watch.tell(MemoryEvent::kBackwardEnd);
-  check_gates();
+  if (progress_) progress_->enter(Phase::kUserCode);
+  check_agreed();
 }
 
 bool Reducer::reduce_waiting() {
   const std::lock_guard lock(mutex_);
+  const PhaseScope phase(progress_, Phase::kBackward);
   settle_earlier();
   reduce_arrived();
-  check_gates();
+  check_agreed();
   return std::any_of(used_.begin(), used_.end(), is_used);
 }
 
 void Reducer::join_backward(bool has_earlier) {
   const std::lock_guard lock(mutex_);
+  const PhaseScope phase(progress_, Phase::kBackward);
   settle();
   if (!has_earlier) clear_all();
   for (const auto& gradients : gradients_) gradients->begin_backward();
   listener_.on_backward_end();
-  listener_.on_pass_end(true, reduce_arrived());
-  check_gates();
+  listener_.on_pass_end(true, reduce_arrived(/*done=*/true));
+  check_agreed();
 }
 
-// Starts this rank's remaining reductions. All ranks must call it. Returns the highest vote.
-PassVote Reducer::reduce_arrived() {
+// Starts this rank's remaining reductions. All ranks must call it; `done`: this one has run out of
+// data. Returns the highest vote.
+PassVote Reducer::reduce_arrived(bool done) {
   take_given();
   listener_.on_agreement(any_live());
-  const PassVote vote = agree_on_use();
+  const PassVote vote = agree_on_use(done);
   for (; next_ < buckets_.size(); ++next_) {
     std::vector<size_t> used;
     for (const size_t unit : buckets_[next_].units) {

@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "grad/grad_bucket.h"
+#include "grad/lockstep.h"
 #include "grad/open_backwards.h"
 #include "grad/unit_gradients.h"
+#include "group/progress.h"
 
 namespace tessera {
 
@@ -103,6 +105,11 @@ class Reducer {
   void zero_all();
 
   const std::vector<std::shared_ptr<UnitGradients>>& gradients() const { return gradients_; }
+  /// The numbers of this model's forwards, backwards and steps. Without `reduces()`, nobody
+  /// compares them.
+  Lockstep& lockstep() { return lockstep_; }
+  /// Bytes of the all-reduce at the end of a backward of a model of `slots` parameters.
+  static int64_t agreement_nbytes(int64_t slots) { return slots + 1 + Lockstep::kBytes; }
   int64_t peak_in_flight_bytes() const { return peak_in_flight_bytes_; }
 
  private:
@@ -114,7 +121,7 @@ class Reducer {
   void take_given();
   void begin_backward();
   void end_backward(int backward);
-  PassVote reduce_arrived();
+  PassVote reduce_arrived(bool done = false);
   bool any_live() const;
   void settle_earlier();
   void abandon_backward();
@@ -123,8 +130,8 @@ class Reducer {
   void launch_late();
   void replicate(bool waits);
   void limit_in_flight();
-  PassVote agree_on_use();
-  void check_gates() const;
+  PassVote agree_on_use(bool done);
+  void check_agreed();
   void forget_progress();
 
   std::vector<Unit*> units_;
@@ -132,6 +139,7 @@ class Reducer {
   ReducerOptions options_;
   bool has_own_ = false;  // some units are each rank's own
   BackwardListener& listener_;
+  Progress* progress_;  // of this rank; may be null
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
   std::vector<int> order_;               // unit indices, in the order of reductions
   std::vector<GradBucket> buckets_;      // runs of that order
@@ -150,6 +158,7 @@ class Reducer {
   bool in_backward_ = false;
   OpenBackwards backwards_;
   std::string lost_gate_;  // the parameter and the rank; all ranks agree on it
+  Lockstep lockstep_;
   // While true, there is no warning of gradients that nothing reduces.
   std::shared_ptr<std::atomic<bool>> told_captures_ = std::make_shared<std::atomic<bool>>(false);
   std::recursive_mutex mutex_;  // autograd runs on several threads

@@ -146,6 +146,13 @@ void check_countable(const ShardPlan& plan, at::Device device) {
               "has set one of its own");
 }
 
+// Of this rank; null if no process group of the mesh has any.
+Progress* progress_of(const ShardMesh& mesh) {
+  for (ProcessGroup* const dim : {&mesh.shard(), &mesh.replicate(), &mesh.parts()})
+    if (Progress* const progress = progress_of(*dim)) return progress;
+  return nullptr;
+}
+
 }  // namespace
 
 // In the parameters' order, on all ranks alike. Parameters that were given back have no unit.
@@ -190,10 +197,12 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     check_countable(plan, layouts.front().device);
   });
   check_same_model(mesh, params, plan);
-  std::shared_ptr<ShardedState> state(new ShardedState(
-      std::move(buffers), plan,
-      {.mesh = mesh, .offload = offload, .master_only = plan.precision.master_only},
-      std::move(layouts)));
+  std::shared_ptr<ShardedState> state(new ShardedState(std::move(buffers), plan,
+                                                       {.mesh = mesh,
+                                                        .offload = offload,
+                                                        .master_only = plan.precision.master_only,
+                                                        .progress = progress_of(mesh)},
+                                                       std::move(layouts)));
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
   state->adopt();

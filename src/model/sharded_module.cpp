@@ -1,8 +1,10 @@
+#include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 #include <tessera/fully_shard.h>
 
 #include <array>
 
+#include "group/progress.h"
 #include "model/join_scope.h"
 #include "model/sharded_state.h"
 
@@ -37,6 +39,8 @@ const std::shared_ptr<ShardedState>& ShardedModule::state() const {
 
 void ShardedModule::begin_forward() {
   ShardedState& model = *state();
+  if (at::GradMode::is_enabled()) model.reducer().lockstep().begin_forward();
+  if (Progress* const progress = model.context().progress) progress->enter(Phase::kForward);
   model.finish_sync_buffers();
   if (!model.plan().sync_buffers || model.reducer().is_no_sync()) return;
   if (auto* scope = model.join_scope()) scope->announce(JoinCall::kForward);

@@ -10,6 +10,7 @@
 
 #include "grad/capture_watch.h"
 #include "grad/clip_grad.h"
+#include "group/progress.h"
 #include "memory/tensor_allocator.h"
 #include "model/join_scope.h"
 #include "model/memory_budget.h"
@@ -75,6 +76,7 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
       context_(std::move(context)),
       own_context_{.mesh = ShardMesh(single_process_group(), nullptr),
                    .offload = context_.offload,
+                   .progress = context_.progress,
                    .shared_watch = context_.shared_watch} {
   std::vector<Unit*> units;
   for (UnitLayout& layout : layouts) {
@@ -284,6 +286,7 @@ std::vector<double> ShardedState::clip_call(double max_norm, const ClipOptions& 
 }
 
 double ShardedState::clip(const std::vector<double>& call) {
+  const PhaseScope phase(context_.progress, Phase::kStep);
   const double max_norm = call[0], norm_type = call[1], epsilon = call[2];
   std::vector<size_t> begins = {3};  // of the units, in `call`
   for (const auto& unit : units_) begins.push_back(begins.back() + unit->layout().slots.size());

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "group/host_all_reduce.h"
+#include "group/progress.h"
 #include "model/sharded_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
@@ -130,6 +131,7 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   at::NoGradGuard no_grad;
   ShardedState& state = *optimizer.module().state();
   state.check_no_join("GradScaler");
+  const PhaseScope phase(state.context().progress, Phase::kStep);
   TORCH_CHECK(state.reducer().any_gradient(),
               "[unscale_] there must be a backward since the last zero_grad(); no parameter of the sharded "
               "model has a gradient");

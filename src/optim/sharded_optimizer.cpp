@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "grad/grad_gate.h"
+#include "group/progress.h"
 #include "model/sharded_state.h"
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"
@@ -53,6 +54,7 @@ struct ShardedOptimizer::Impl {
   std::vector<std::vector<const Segment*>> live_segments(std::vector<bool>& changed);
   void run(const std::vector<const Segment*>& live);
   std::vector<bool> step(const WorkPtr& stopped_reading);
+  void step_with_others();
 };
 
 // Reserves memory for the state that the optimizer will make at its first steps, while a failure
@@ -240,29 +242,39 @@ ShardedOptimizer::~ShardedOptimizer() = default;
 ShardedOptimizer::ShardedOptimizer(ShardedOptimizer&&) noexcept = default;
 ShardedOptimizer& ShardedOptimizer::operator=(ShardedOptimizer&&) noexcept = default;
 
-void ShardedOptimizer::step() {
-  at::NoGradGuard no_grad;
-  ShardedState& state = impl_->state();
+// The part of a step in which this rank may wait for others.
+void ShardedOptimizer::Impl::step_with_others() {
+  ShardedState& state = this->state();
   state.residency().check_unused("step");
-  announce_step(state, *impl_->optimizer);
-  impl_->follow();
+  announce_step(state, *optimizer);
+  follow();
   const WorkPtr stopped = state.stop_reading();
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");
-  if (impl_->options.max_grad_norm > 0)
-    state.clip(state.clip_call(impl_->options.max_grad_norm, impl_->options.clip));
+  if (options.max_grad_norm > 0) state.clip(state.clip_call(options.max_grad_norm, options.clip));
   for (const auto& unit : state.units()) unit->views().check();
-  restore_digits(state, impl_->segments);
-  for (Segment& segment : impl_->segments) segment.digits.reset();
-  const std::vector<bool> changed = impl_->step(stopped);
-  ++impl_->steps;
-  impl_->tell(MemoryEvent::kStepEnd);
+  restore_digits(state, segments);
+  for (Segment& segment : segments) segment.digits.reset();
+  const std::vector<bool> changed = step(stopped);
+  ++steps;
+  state.reducer().lockstep().end_step();
+  tell(MemoryEvent::kStepEnd);
   // Parameters that autocast has cast and cached are out of date.
   if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();
   const std::string misfit = state.fit_memory();
   state.residency().on_step(changed);
   TORCH_CHECK(misfit.empty(), misfit);
+}
+
+void ShardedOptimizer::step() {
+  at::NoGradGuard no_grad;
+  Progress* const progress = impl_->state().context().progress;
+  {
+    const PhaseScope phase(progress, Phase::kStep);
+    impl_->step_with_others();
+  }
+  if (progress) progress->finish_step(impl_->steps);
 }
 
 at::Tensor ShardedOptimizer::step(const std::function<at::Tensor()>& closure) {
@@ -296,7 +308,11 @@ int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
 }
 
 int64_t ShardedOptimizer::steps() const { return impl_->steps; }
-void ShardedOptimizer::set_steps(int64_t steps) { impl_->steps = steps; }
+void ShardedOptimizer::set_steps(int64_t steps) {
+  impl_->steps = steps;
+  Progress* const progress = impl_->used ? impl_->used->context().progress : nullptr;
+  if (progress) progress->finish_step(steps);
+}
 
 torch::optim::Optimizer& ShardedOptimizer::inner() const {
   impl_->state();  // throws after unwrap()

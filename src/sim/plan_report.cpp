@@ -11,6 +11,7 @@
 #include "access/use_order.h"
 #include "checkpoint/untrusted.h"
 #include "grad/grad_bucket.h"
+#include "grad/reducer.h"
 #include "group/sent_bytes.h"
 #include "model/check_plan.h"
 #include "model/sharded_state.h"
@@ -234,10 +235,10 @@ PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const Plann
     for (const size_t unit : bucket.units) together.push_back(&units[unit]);
     add_reductions(traffic, together, options, rank);
   }
-  // A byte for each parameter, and one for whether any rank needs attention.
-  if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(slots + 1, options.ranks));
+  const int64_t agreement = Reducer::agreement_nbytes(slots);
+  if (options.ranks > 1) add(traffic.agree, 1, all_reduce_bytes(agreement, options.ranks));
   if (options.replicas > 1)
-    add(traffic.agree_replicas, 1, all_reduce_bytes(slots + 1, options.replicas));
+    add(traffic.agree_replicas, 1, all_reduce_bytes(agreement, options.replicas));
   return traffic;
 }
 

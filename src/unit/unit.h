@@ -18,11 +18,15 @@
 
 namespace tessera {
 
+class Progress;
+
 /// State shared by all units of a model.
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
   bool master_only = false;  ///< units keep no shard beside a master copy, if they are freed
+  /// How far this rank has come; null where no other rank asks for it. Belongs to the mesh.
+  Progress* progress = nullptr;
   /// Bytes of the units that are gathered now and will be freed. Each rank counts whole units, also
   /// where the ranks of a host have one copy.
   int64_t unsharded_bytes = 0;
