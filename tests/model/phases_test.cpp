@@ -26,7 +26,7 @@ class Watched : public ProcessGroupDecorator, public HasProgress {
  public:
   using ProcessGroupDecorator::ProcessGroupDecorator;
   ProcessGroup& transport() override { return *this; }
-  Progress& progress() override { return progress_; }
+  Progress* progress() override { return &progress_; }
 
   Phase phase() const { return progress_.state().phase; }
   /// The phases of the collectives of this kind or subject since the last call.
