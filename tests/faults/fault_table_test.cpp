@@ -78,7 +78,7 @@ std::string name_of(const ::testing::TestParamInfo<Parameters>& info) {
 
 std::vector<std::string> names_of_all() {
   std::vector<std::string> names;
-  for (const Fault& fault : all_faults()) names.push_back(fault.name);
+  for (const FaultCase& fault : all_faults()) names.push_back(fault.name);
   return names;
 }
 

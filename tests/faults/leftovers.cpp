@@ -27,7 +27,8 @@ std::set<std::string> memory_mounts() {
   std::set<std::string> lines;
   std::ifstream mounts("/proc/self/mounts");
   for (std::string line; std::getline(mounts, line);) {
-    if (line.starts_with("tmpfs ") || line.find(" tmpfs ") != std::string::npos) lines.insert(line);
+    const bool is_memory = line.starts_with("tmpfs ") || line.find(" tmpfs ") != std::string::npos;
+    if (is_memory && line.find(" /run/netns") == std::string::npos) lines.insert(line);
   }
   return lines;
 }

@@ -3,13 +3,13 @@
 #include <string>
 #include <vector>
 
-#include "fault.h"
+#include "fault_case.h"
 
 namespace tessera {
 
 /// The circumstances in which a fault is tried: one row of the table.
 struct Cell {
-  const Fault* fault = nullptr;
+  const FaultCase* fault = nullptr;
   std::string transport;
   int ranks = 2;
 };

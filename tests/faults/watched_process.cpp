@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <stdexcept>
+#include <utility>
 
 namespace tessera {
 namespace {

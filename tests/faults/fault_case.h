@@ -22,7 +22,7 @@ enum class Deed {
   kLinkDown,      ///< the link between two hosts goes down
 };
 
-struct Fault {
+struct FaultCase {
   std::string name;  ///< of the test
   std::string text;  ///< in the table
   FaultKind kind;
@@ -30,8 +30,8 @@ struct Fault {
   std::string role;  ///< the fault that the worker is told to commit
 };
 
-const std::vector<Fault>& all_faults();
-const Fault& fault_named(const std::string& name);
+const std::vector<FaultCase>& all_faults();
+const FaultCase& fault_named(const std::string& name);
 
 /// TESSERA_TIMEOUT of the ranks, in seconds.
 int timeout_of(FaultKind kind);

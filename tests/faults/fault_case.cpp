@@ -1,13 +1,13 @@
-#include "fault.h"
+#include "fault_case.h"
 
 #include <stdexcept>
 
 namespace tessera {
 
-const std::vector<Fault>& all_faults() {
+const std::vector<FaultCase>& all_faults() {
   using enum FaultKind;
   using enum Deed;
-  static const std::vector<Fault> faults = {
+  static const std::vector<FaultCase> faults = {
       {"killed", "kill -9 after init", kDead, kKill, "driven"},
       {"killed_with_program", "kill -9 with a living child (program)", kDead, kKill, "program"},
       {"killed_with_fork", "kill -9 with a living child (fork)", kDead, kKill, "fork"},
@@ -37,14 +37,23 @@ const std::vector<Fault>& all_faults() {
   return faults;
 }
 
-const Fault& fault_named(const std::string& name) {
-  for (const Fault& fault : all_faults()) {
+const FaultCase& fault_named(const std::string& name) {
+  for (const FaultCase& fault : all_faults()) {
     if (fault.name == name) return fault;
   }
   throw std::invalid_argument("there is no fault " + name);
 }
 
-int timeout_of(FaultKind kind) { return kind == FaultKind::kInit ? 5 : 20; }
+int timeout_of(FaultKind kind) {
+  switch (kind) {
+    case FaultKind::kStuck:
+      return 20;  // ranks report after 10 s and go on waiting
+    case FaultKind::kInit:
+      return 5;
+    default:
+      return 10;
+  }
+}
 
 double goal_of(FaultKind kind) {
   switch (kind) {
