@@ -59,6 +59,8 @@ void FaultJob::start(const std::string& scratch, const std::string& name, int jo
     if (job_number > 0) environment["FAULT_JOB_NUMBER"] = std::to_string(job_number);
     processes.push_back(std::make_unique<WatchedProcess>(command, environment));
     ranks.push_back(rank);
+    titles.push_back("rank " + std::to_string(rank) +
+                     (job_number > 0 ? " of job " + std::to_string(job_number) : ""));
   }
 }
 

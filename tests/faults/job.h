@@ -19,6 +19,7 @@ struct FaultJob {
   FaultJob(const Cell& cell, int number, std::string mark);
 
   /// Starts all ranks, but the culprit if it is to stay away. `name`: that of the job; empty: none.
+  /// `job_number`: from 1, if there are several jobs.
   void start(const std::string& scratch, const std::string& name, int job_number);
   WatchedProcess& culprit_process() const { return *processes[culprit]; }
   /// The cause that a rank should name.
@@ -32,7 +33,8 @@ struct FaultJob {
   std::unique_ptr<Cable> cable;
   int port = 0;
   WatchedProcesses processes;
-  std::vector<int> ranks;  // of each process
+  std::vector<int> ranks;           // of each process
+  std::vector<std::string> titles;  // of each process, for people
 
  private:
   std::map<std::string, std::string> environment_for(int rank) const;

@@ -1,11 +1,14 @@
 #include "trial.h"
 
+#include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <random>
+#include <set>
 #include <stdexcept>
 
 #include "job.h"
@@ -103,8 +106,8 @@ void read_reports(const FaultJob& job, double fault, Outcome& outcome) {
   for (size_t i = 0; i < job.processes.size(); ++i) {
     const WatchedProcess& process = *job.processes[i];
     for (const Line& line : process.err()) {
-      outcome.account += "  rank " + std::to_string(job.ranks[i]) + ", " +
-                         std::to_string(line.at - fault) + " s: " + line.text + "\n";
+      outcome.account +=
+          fmt::format("  {}, {:.3f} s: {}\n", job.titles[i], line.at - fault, line.text);
     }
     if (!should_report(job, i)) continue;
     const double begin = std::max(fault, process.announced("init").value_or(fault));
@@ -138,7 +141,7 @@ void end_ranks(const FaultJob& job, Outcome& outcome) {
   if (is_stopped) job.culprit_process().signal(SIGKILL);
   for (size_t i = 0; i < job.processes.size(); ++i) {
     if (job.processes[i]->has_ended() || (is_stopped && job.ranks[i] == job.culprit)) continue;
-    outcome.leftovers.push_back("rank " + std::to_string(job.ranks[i]) + " hangs");
+    outcome.leftovers.push_back(job.titles[i] + " hangs");
     job.processes[i]->signal(SIGKILL);
   }
   watch(job.processes, now_seconds() + kGrace, [&] {

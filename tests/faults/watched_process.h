@@ -33,7 +33,7 @@ class WatchedProcess {
   void signal(int number) const;
   bool has_ended() const { return status_.has_value(); }
   /// The exit status, or 128 + N after signal N; only after the end.
-  int status() const { return *status_; }
+  int status() const { return status_.value(); }
 
   const std::vector<Line>& out() const { return out_.lines; }
   const std::vector<Line>& err() const { return err_.lines; }
