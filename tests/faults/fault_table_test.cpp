@@ -1,0 +1,107 @@
+// Ranks, one of whose kind commits a fault: the others must name it soon, and nothing may be left
+// over.
+//
+// TESSERA_FAULT_TRIALS: trials of each cell, by default 1 or, in the nightly tests, 5.
+// TESSERA_FAULT_TABLE: a file for the table. TESSERA_FAULT_VERBOSE=1 prints the ranks' own words.
+#include "fault_table.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <tuple>
+
+namespace tessera {
+namespace fault_table_test {
+
+FaultTable& table() {
+  static FaultTable result;
+  return result;
+}
+
+// Prints the table when all tests have run.
+class PrintedTable : public ::testing::Environment {
+ public:
+  void TearDown() override {
+    if (table().is_empty()) return;
+    std::cout << table().text();
+    if (const char* const path = std::getenv("TESSERA_FAULT_TABLE"))
+      std::ofstream(path) << table().text();
+  }
+};
+[[maybe_unused]] const auto* const printed_table =
+    ::testing::AddGlobalTestEnvironment(new PrintedTable);
+
+int trials(int otherwise) {
+  const char* const text = std::getenv("TESSERA_FAULT_TRIALS");
+  return text == nullptr ? otherwise : std::max(1, std::atoi(text));
+}
+
+void expect_named(const Outcome& outcome) {
+  std::string left;
+  for (const std::string& thing : outcome.leftovers) left += ", left over: " + thing;
+  EXPECT_TRUE(outcome.named == outcome.survivors && left.empty())
+      << outcome.named << " of " << outcome.survivors << " survivors name the culprit, "
+      << outcome.blamed_others << " blame another" << left << "\n"
+      << outcome.account;
+}
+
+void try_cell(const Cell& cell, int count) {
+  if (const auto obstacle = obstacle_to(cell); !obstacle.empty()) GTEST_SKIP() << obstacle;
+  const bool is_verbose = std::getenv("TESSERA_FAULT_VERBOSE") != nullptr;
+  std::vector<Outcome> outcomes;
+  for (int number = 0; number < count; ++number) {
+    SCOPED_TRACE("trial " + std::to_string(number));
+    try {
+      outcomes.push_back(try_fault(cell, number));
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+      continue;
+    }
+    if (is_verbose) std::cout << "trial " << number << "\n" << outcomes.back().account;
+    expect_named(outcomes.back());
+  }
+  if (!outcomes.empty()) table().add(cell, outcomes);
+}
+
+using Parameters = std::tuple<std::string, std::string, int>;
+
+Cell cell_of(const Parameters& parameters) {
+  const auto& [fault, transport, ranks] = parameters;
+  return {&fault_named(fault), transport, ranks};
+}
+
+std::string name_of(const ::testing::TestParamInfo<Parameters>& info) {
+  const auto& [fault, transport, ranks] = info.param;
+  return fault + "_" + transport + "_" + std::to_string(ranks);
+}
+
+std::vector<std::string> names_of_all() {
+  std::vector<std::string> names;
+  for (const FaultCase& fault : all_faults()) names.push_back(fault.name);
+  return names;
+}
+
+class FaultTableOf : public ::testing::TestWithParam<Parameters> {};
+class FaultTableNightly : public ::testing::TestWithParam<Parameters> {};
+
+TEST_P(FaultTableOf, SurvivorsNameTheCulprit) { try_cell(cell_of(GetParam()), trials(1)); }
+TEST_P(FaultTableNightly, SurvivorsNameTheCulprit) { try_cell(cell_of(GetParam()), trials(5)); }
+
+using ::testing::Combine;
+using ::testing::Values;
+using ::testing::ValuesIn;
+INSTANTIATE_TEST_SUITE_P(Few, FaultTableOf,
+                         Combine(Values("killed", "throw_in_backward", "different_order",
+                                        "missing"),
+                                 Values("arena", "gloo"), Values(2)),
+                         name_of);
+INSTANTIATE_TEST_SUITE_P(All, FaultTableNightly,
+                         Combine(ValuesIn(names_of_all()), Values("arena", "gloo"), Values(2, 4)),
+                         name_of);
+
+}  // namespace fault_table_test
+}  // namespace tessera
