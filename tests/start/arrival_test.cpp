@@ -160,12 +160,15 @@ class StopsBeforeConnecting : public c10d::PrefixStore {
 
 TEST(Init, EndsInTimeIfARankStopsBeforeItConnects) {
   for (const Transport transport : {Transport::kGloo, Transport::kAuto}) {
-    const auto store = c10::make_intrusive<c10d::HashStore>();
-    const auto stops = c10::make_intrusive<StopsBeforeConnecting>("", store);
-    const auto expect_late = [transport](const c10::intrusive_ptr<c10d::Store>& keys, int rank) {
+    const auto keys = c10::make_intrusive<c10d::HashStore>();
+    const c10::intrusive_ptr<c10d::Store> store =
+        c10::make_intrusive<c10d::PrefixStore>("job", keys);
+    const c10::intrusive_ptr<c10d::Store> stops =
+        c10::make_intrusive<StopsBeforeConnecting>("job", keys);
+    const auto expect_late = [transport](const c10::intrusive_ptr<c10d::Store>& own, int rank) {
       const Deadline deadline(2s);
       try {
-        static_cast<void>(init(keys, rank, 3, {.timeout = 2s, .transport = transport}));
+        static_cast<void>(init(own, rank, 3, {.timeout = 2s, .transport = transport}));
         ADD_FAILURE() << "no exception";
       } catch (const c10::DistNetworkError& error) {
         const std::string text = error.what_without_backtrace();
@@ -176,8 +179,7 @@ TEST(Init, EndsInTimeIfARankStopsBeforeItConnects) {
     };
     std::vector<std::jthread> ranks;
     for (int rank = 0; rank < 3; ++rank)
-      ranks.emplace_back(
-          [=] { expect_late(rank == 1 ? c10::intrusive_ptr<c10d::Store>(stops) : store, rank); });
+      ranks.emplace_back([=] { expect_late(rank == 1 ? stops : store, rank); });
   }
 }
 
