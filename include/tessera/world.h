@@ -112,18 +112,18 @@ class TESSERA_API World {
 /// Joins the job that the environment describes, or, on a rank of `spawn()`, the job of that call,
 /// and makes it the default world of this thread.
 ///
-/// Collective: returns when all ranks have called it, or throws on every rank within the timeout and
-/// a second. Every 10 seconds (`TESSERA_REPORT_AFTER`) a line on stderr names the ranks that are
-/// missing. Keep the returned object until training ends; its destructor closes the connections.
-/// Children of this process do not have the connections.
+/// Collective: returns when all ranks have called it, or throws on every rank within the timeout
+/// and a second. Every 10 seconds (`TESSERA_REPORT_AFTER`) a line on stderr names the ranks that
+/// are missing. Keep the returned object until training ends; its destructor closes the
+/// connections. Children of this process do not have the connections.
 ///
 /// From the first call on, errors of LibTorch, and so those of Tessera, show no stack frames,
 /// unless the environment has `TORCH_SHOW_CPP_STACKTRACES=1`, as in Python.
 ///
 /// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError` if the
 /// rendezvous is not reached within the timeout (naming the address), if ranks do not come (naming
-/// them), if ranks differ in world size, backend or transport, if a rank comes twice, and if another
-/// job or service has the port.
+/// them), if ranks differ in world size, backend or transport, if a rank comes twice, and if
+/// another job or service has the port.
 [[nodiscard]] TESSERA_API World init(const WorldOptions& options = {});
 
 /// Joins a world whose ranks share `store` (for example threads with one `c10d::HashStore`), as
