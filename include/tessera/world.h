@@ -22,8 +22,9 @@ enum class Transport : uint8_t {
 
 /// How this process joins a job.
 struct WorldOptions {
-  /// Longest time that any wait may take, the rendezvous included. The environment variable
-  /// `TESSERA_TIMEOUT` (seconds) overrides the default.
+  /// Longest time that any wait may take, `init()` as a whole included. The environment variable
+  /// `TESSERA_TIMEOUT` (seconds) overrides the default. If ranks differ, the least holds for all
+  /// later waits.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
   /// `gloo` or `nccl`; empty: `gloo`.
@@ -32,7 +33,8 @@ struct WorldOptions {
   /// For the `gloo` backend. If the arena is not available, `kAuto` uses Gloo, and warns unless
   /// this is expected (with one rank per host, or unequal numbers of ranks on the hosts); `kArena`
   /// throws `c10::NotImplementedError` on all ranks. The environment variable `TESSERA_TRANSPORT`
-  /// (`gloo`, `arena` or `auto`) overrides `kAuto`.
+  /// (`gloo`, `arena` or `auto`) overrides `kAuto`. Ranks agree: if some have `kAuto`, they use the
+  /// transport of the others.
   Transport transport = Transport::kAuto;
 };
 
@@ -110,17 +112,22 @@ class TESSERA_API World {
 /// Joins the job that the environment describes, or, on a rank of `spawn()`, the job of that call,
 /// and makes it the default world of this thread.
 ///
-/// Collective: returns when all ranks have called it. Keep the returned object until training ends;
-/// its destructor closes the connections.
+/// Collective: returns when all ranks have called it, or throws on every rank within the timeout
+/// and a second. Every 10 seconds (`TESSERA_REPORT_AFTER`) a line on stderr names the ranks that
+/// are missing. Keep the returned object until training ends; its destructor closes the
+/// connections. Children of this process do not have the connections.
 ///
 /// From the first call on, errors of LibTorch, and so those of Tessera, show no stack frames,
 /// unless the environment has `TORCH_SHOW_CPP_STACKTRACES=1`, as in Python.
 ///
-/// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError`, naming
-/// the address, if the rendezvous is not reached within the timeout.
+/// Throws `c10::ValueError` for a contradictory environment, and `c10::DistNetworkError` if the
+/// rendezvous is not reached within the timeout (naming the address), if ranks do not come (naming
+/// them), if ranks differ in world size, backend or transport, if a rank comes twice, and if
+/// another job or service has the port.
 [[nodiscard]] TESSERA_API World init(const WorldOptions& options = {});
 
-/// Joins a world whose ranks share `store` (for example threads with one `c10d::HashStore`).
+/// Joins a world whose ranks share `store` (for example threads with one `c10d::HashStore`), as
+/// `init(options)` does otherwise.
 [[nodiscard]] TESSERA_API World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                      const WorldOptions& options = {});
 

@@ -219,13 +219,15 @@ class Gathering {
       return std::chrono::duration<double>(duration).count();
     };
     const std::vector<int> missing = attendance_->missing();
+    const double waited = seconds(meeting_.deadline.waited());
+    const std::string failure =
+        missing.empty()
+            ? fmt::format("could not connect to all other ranks in {:.1f} s", waited)
+            : fmt::format("waited {:.1f} s in vain for {}", waited, attendance_->describe(missing));
     std::string text =
-        fmt::format("[{}] {} {} in {:.1f} s, timeout {:.1f} s{}; expected all ranks to call {}; {}",
-                    function_, attendance_->own_name(),
-                    missing.empty() ? "could not connect to all other ranks"
-                                    : "waited in vain for " + attendance_->describe(missing),
-                    seconds(meeting_.deadline.waited()), seconds(meeting_.deadline.timeout()),
-                    place(), call_, attendance_->describe_present());
+        fmt::format("[{}] {} {}, timeout {:.1f} s{}; expected all ranks to call {}; {}", function_,
+                    attendance_->own_name(), failure, seconds(meeting_.deadline.timeout()), place(),
+                    call_, attendance_->describe_present());
     for (const std::string& more : {attendance_->describe_halted(), cause})
       if (!more.empty() && text.find(more) == std::string::npos) text += "; " + more;
     C10_THROW_ERROR(DistNetworkError, text);

@@ -1,20 +1,85 @@
 // Joins the world that its environment describes, sums 1 + rank over all ranks and prints the
-// result. With an argument, it then fails with that as the message of an error of LibTorch.
+// result. Then, by its arguments:
+//
+//   world_probe                   ends
+//   world_probe TEXT              fails with TEXT as the message of an error of LibTorch
+//   world_probe --linger FILE     prints "listening ADDRESS:PORT" for each listening socket, waits
+//                                 until FILE exists, and sums once more: "again SUM"
+//   world_probe --child fork|exec the last rank forks a child ("child PID"), which sleeps or starts
+//                                 `sleep`, and sleeps; the others sum once more
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <exception>
+#include <filesystem>
+#include <string>
+
+namespace {
+
+double sum_of_ranks(const tessera::World& world) {
+  const torch::Tensor sum = torch::full({4}, 1.0 + world.rank());
+  world.process_group()->all_reduce(sum, tessera::ReduceOp::kSum, {"probe"})->wait();
+  return sum[3].item<double>();
+}
+
+void print_if_listening(int fd) {
+  int listens = 0;
+  socklen_t size = sizeof(listens);
+  if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) return;
+  sockaddr_storage address{};
+  size = sizeof(address);
+  ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
+  char text[INET6_ADDRSTRLEN] = "";
+  const auto* const v4 = reinterpret_cast<const sockaddr_in*>(&address);
+  const auto* const v6 = reinterpret_cast<const sockaddr_in6*>(&address);
+  const bool is_v4 = address.ss_family == AF_INET;
+  ::inet_ntop(address.ss_family, is_v4 ? static_cast<const void*>(&v4->sin_addr) : &v6->sin6_addr,
+              text, sizeof(text));
+  std::printf("listening %s:%d\n", text, ntohs(is_v4 ? v4->sin_port : v6->sin6_port));
+}
+
+void wait_for_file(const tessera::World& world, const std::string& file) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    print_if_listening(std::stoi(entry.path().filename()));
+  std::printf("lingers\n");
+  std::fflush(stdout);
+  while (!std::filesystem::exists(file)) ::usleep(20'000);
+  std::printf("again %.0f\n", sum_of_ranks(world));
+}
+
+void sleep_long() { ::sleep(60); }
+
+void start_child(const tessera::World& world, const std::string& kind) {
+  if (world.rank() + 1 < world.size()) return static_cast<void>(sum_of_ranks(world));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (kind == "exec") ::execlp("sleep", "sleep", "60", nullptr);
+    sleep_long();
+    ::_exit(0);
+  }
+  std::printf("child %d\n", static_cast<int>(child));
+  std::fflush(stdout);
+  sleep_long();
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   try {
     const auto world = tessera::init();
-    const torch::Tensor sum = torch::full({4}, 1.0 + world.rank());
-    world.process_group()->all_reduce(sum, tessera::ReduceOp::kSum, {"probe"})->wait();
     std::printf("rank %d of %d, local rank %d, started by %s, sum %.0f, over %s\n", world.rank(),
-                world.size(), world.local_rank(), world.info().source.c_str(),
-                sum[3].item<double>(), world.process_group()->backend_name().c_str());
+                world.size(), world.local_rank(), world.info().source.c_str(), sum_of_ranks(world),
+                world.process_group()->backend_name().c_str());
+    std::fflush(stdout);
+    const std::string mode = argc > 1 ? argv[1] : "";
+    if (mode == "--linger") return wait_for_file(world, argv[2]), 0;
+    if (mode == "--child") return start_child(world, argv[2]), 0;
     world.process_group()->barrier({"probe"});
     TORCH_CHECK(argc == 1, argv[1]);
   } catch (const std::exception& error) {

@@ -1,6 +1,23 @@
 // `tessera::init()` in real processes, started by each launcher that it understands and by none.
 
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "launch/reserved_port.h"
 #include "launched.h"
@@ -18,9 +35,10 @@ using Environment = std::map<std::string, std::string>;
 /// Removes variables that a launcher around the tests may have set; then sets `variables`.
 Environment clean_environment(const Environment& variables = {}) {
   Environment environment;
-  for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-                           "MASTER_PORT", "TESSERA_RUN", "OMPI_COMM_WORLD_RANK",
-                           "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"}) {
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+        "TESSERA_RUN", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID",
+        "SLURM_NTASKS", "TESSERA_JOB", "TESSERA_REPORT_AFTER"}) {
     environment[name] = "";
   }
   environment["OMP_NUM_THREADS"] = "1";
@@ -154,6 +172,260 @@ TEST(WorldStart, LogsTheTransportOnceIfAsked) {
   EXPECT_EQ(text(end).find(line, found + 1), std::string::npos) << text(end);
   EXPECT_EQ(text(run({})).find("transport:"), std::string::npos);
 }
+
+// Ranks of this machine without a launcher, whose environments may differ.
+class RanksByHand {
+ public:
+  explicit RanksByHand(int size, Environment all = {}) : size_(size), all_(std::move(all)) {
+    all_.emplace("TESSERA_TIMEOUT", "3");
+  }
+
+  ProgramRun& start(int rank, const Environment& own = {}, const Command& arguments = {},
+                    bool on_terminal = false) {
+    Environment environment = clean_environment(environment_of(rank, size_, port_.number()));
+    environment["TESSERA_TRANSPORT"] = "";
+    for (const Environment* more : {&std::as_const(all_), &own})
+      for (const auto& [name, value] : *more) environment[name] = value;
+    runs_.push_back(std::make_unique<ProgramRun>(
+        with({WORLD_PROBE}, arguments),
+        ProgramRun::Options{
+            .environment = std::move(environment), .on_terminal = on_terminal, .limit = kLimit}));
+    return *runs_.back();
+  }
+
+  std::vector<ProgramEnd> wait() {
+    std::vector<ProgramEnd> ends;
+    for (const auto& run : runs_) ends.push_back(run->wait());
+    return ends;
+  }
+
+  int port() const { return port_.number(); }
+
+ private:
+  const int size_;
+  Environment all_;
+  const tools::ReservedPort port_{0};
+  std::vector<std::unique_ptr<ProgramRun>> runs_;
+};
+
+void expect_error(const ProgramEnd& end, const std::vector<std::string>& parts) {
+  EXPECT_EQ(end.status, 1) << end.out << end.err;
+  for (const std::string& part : parts)
+    EXPECT_TRUE(contains(end.err, part)) << part << " is missing in " << end.err;
+}
+
+// A server that is no store: it accepts connections, and answers the first bytes with `answer`, if
+// it is not empty.
+class OtherService {
+ public:
+  explicit OtherService(std::string answer)
+      : answer_(std::move(answer)), listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    auto* const generic = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(::bind(listener_, generic, size), 0);
+    EXPECT_EQ(::listen(listener_, 16), 0);
+    EXPECT_EQ(::getsockname(listener_, generic, &size), 0);
+    port_ = ntohs(address.sin_port);
+    serving_ = std::jthread([this] { serve(); });
+  }
+  ~OtherService() {
+    ::shutdown(listener_, SHUT_RDWR);
+    serving_.join();
+    for (const int fd : accepted_) ::close(fd);
+    ::close(listener_);
+  }
+
+  int port() const { return port_; }
+
+ private:
+  void serve() {
+    for (int fd = 0; (fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
+      accepted_.push_back(fd);
+      if (answer_.empty()) continue;
+      char request[64];
+      if (::recv(fd, request, sizeof(request), 0) > 0)
+        ::send(fd, answer_.data(), answer_.size(), MSG_NOSIGNAL);
+      ::shutdown(fd, SHUT_RDWR);
+    }
+  }
+
+  const std::string answer_;
+  const int listener_;
+  int port_ = 0;
+  std::vector<int> accepted_;
+  std::jthread serving_;
+};
+
+TEST(WorldStart, AnotherServiceOnThePortIsAnErrorWithinTheTimeout) {
+  for (const std::string answer : {"", "HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"}) {
+    const OtherService service(answer);
+    RanksByHand ranks(2, {{"MASTER_PORT", std::to_string(service.port())}});
+    ranks.start(0), ranks.start(1);
+    const auto ends = ranks.wait();
+    const std::string port = std::to_string(service.port());
+    expect_error(ends[0], {"[init] rank 0 of 2", "port " + port, "another process", "MASTER_PORT"});
+    expect_error(ends[1], {"[init] rank 1 of 2", "127.0.0.1:" + port, "timeout 3.0 s"});
+    if (answer.empty()) expect_error(ends[1], {"another service has this port"});
+    for (const ProgramEnd& end : ends) EXPECT_LT(end.seconds, kSoon);
+  }
+}
+
+TEST(WorldStart, ReportsAndNamesTheRanksThatAreMissing) {
+  RanksByHand ranks(4, {{"TESSERA_REPORT_AFTER", "1"}});
+  ranks.start(0), ranks.start(1);
+  const auto ends = ranks.wait();
+  expect_error(ends[0], {"[tessera] rank 0 of 4 (host ",
+                         "in init() for ranks 2, 3; ranks 0, 1 are there (hosts "});
+  for (const ProgramEnd& end : ends)
+    expect_error(end, {"in vain for ranks 2, 3, timeout 3.0 s", "ranks 0, 1 are there"});
+  EXPECT_FALSE(contains(ends[1].err, "[tessera] rank 1 of 4")) << "one rank reports for all";
+}
+
+TEST(WorldStart, NamesARankThatEndsBeforeAllAreThere) {
+  RanksByHand ranks(3, {{"TESSERA_TIMEOUT", "60"}, {"TESSERA_REPORT_AFTER", "1"}});
+  auto& first = ranks.start(0, {}, {}, /*on_terminal=*/true);
+  auto& second = ranks.start(1);
+  ASSERT_TRUE(first.wait_for_output("ranks 0, 1 are there")) << first.output();
+  second.signal(SIGKILL);
+  const std::string name = "rank 1 (process " + std::to_string(second.pid());
+  const ProgramEnd end = first.wait();
+  EXPECT_EQ(end.status, 1);
+  EXPECT_TRUE(contains(end.out, name) && contains(end.out, "has ended")) << end.out;
+  EXPECT_LT(end.seconds, kSoon);
+}
+
+TEST(WorldStart, ARankNumberThatComesTwiceIsAnErrorOnAllRanks) {
+  RanksByHand ranks(3, {{"TESSERA_TIMEOUT", "60"}});
+  const pid_t other = ranks.start(1).pid(), twin = ranks.start(1).pid();
+  ranks.start(0);
+  for (const ProgramEnd& end : ranks.wait()) {
+    expect_error(end, {"rank 1 joined twice", std::to_string(other), std::to_string(twin)});
+    EXPECT_LT(end.seconds, kSoon);
+  }
+}
+
+TEST(WorldStart, DifferentWorldSizesAndTransportsAreErrorsOnAllRanks) {
+  RanksByHand sizes(2, {{"TESSERA_TIMEOUT", "60"}});
+  sizes.start(0), sizes.start(1, {{"WORLD_SIZE", "3"}, {"LOCAL_WORLD_SIZE", "3"}});
+  RanksByHand transports(2, {{"TESSERA_TIMEOUT", "60"}});
+  transports.start(0, {{"TESSERA_TRANSPORT", "gloo"}});
+  transports.start(1, {{"TESSERA_TRANSPORT", "arena"}});
+  for (const ProgramEnd& end : sizes.wait())
+    expect_error(end, {"one world size", "2 for rank 0", "3 for rank 1"});
+  for (const ProgramEnd& end : transports.wait())
+    expect_error(end, {"one transport", "gloo for rank 0", "arena for rank 1"});
+}
+
+TEST(WorldStart, OneRankWithGlooMovesAllToIt) {
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "30"}});
+  ranks.start(0), ranks.start(1, {{"TESSERA_TRANSPORT", "gloo"}, {"TESSERA_TIMEOUT", "25"}});
+  const auto ends = ranks.wait();
+  for (const ProgramEnd& end : ends) {
+    EXPECT_EQ(end.status, 0) << end.err;
+    EXPECT_TRUE(contains(end.out, "over gloo")) << end.out;
+  }
+  EXPECT_TRUE(contains(ends[0].err, "because rank 1 (process ")) << ends[0].err;
+  EXPECT_TRUE(contains(ends[0].err, "timeout of all ranks is 25.0 s")) << ends[0].err;
+  EXPECT_FALSE(contains(ends[1].err, "because rank 1")) << ends[1].err;
+}
+
+TEST(WorldStart, RanksOfAnotherJobAreRefusedAndDisturbNobody) {
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "60"}, {"TESSERA_JOB", "blue"}});
+  auto& first = ranks.start(0);
+  auto& stranger = ranks.start(1, {{"TESSERA_JOB", "red"}});
+  expect_error(stranger.wait(), {"[init] 127.0.0.1:" + std::to_string(ranks.port()),
+                                 "served by another job", "expected job token 'red', got 'blue'"});
+  auto& second = ranks.start(1);
+  EXPECT_EQ(first.wait().status, 0);
+  EXPECT_EQ(second.wait().status, 0);
+}
+
+int descriptors_of(pid_t pid) {
+  const std::filesystem::directory_iterator all("/proc/" + std::to_string(pid) + "/fd");
+  return static_cast<int>(std::distance(begin(all), end(all)));
+}
+
+// Opens 400 connections to a port of 127.0.0.1, sends garbage through every second one, and closes
+// them. Returns how many were accepted.
+int visit_as_stranger(int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  std::vector<int> sockets;
+  int accepted = 0;
+  for (int i = 0; i < 400; ++i) {
+    const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    ::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+    pollfd polled{fd, POLLOUT, 0};
+    if (::poll(&polled, 1, accepted == 0 && i > 3 ? 0 : 100) == 1 && polled.revents == POLLOUT)
+      ++accepted;
+    if (i % 2 == 0)
+      ::send(fd, &fd, sizeof(fd), MSG_NOSIGNAL), ::send(fd, "GET / HTTP/1.1\r\n", 16, MSG_NOSIGNAL);
+    sockets.push_back(fd);
+  }
+  for (const int fd : sockets) ::close(fd);
+  return accepted;
+}
+
+std::set<std::string> lines_after(const std::string& text, const std::string& key) {
+  std::set<std::string> found;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with(key)) found.insert(line.substr(key.size()));
+  return found;
+}
+
+TEST(WorldStart, StrangersLeaveNoDescriptorsAndReachNoRank) {
+  const TemporaryDirectory directory;
+  const Command linger = {"--linger", directory.path("go on")};
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "30"}, {"TESSERA_TRANSPORT", "gloo"}});
+  auto& first = ranks.start(0, {}, linger);
+  auto& second = ranks.start(1, {}, linger);
+  ASSERT_TRUE(first.wait_for_output("lingers") && second.wait_for_output("lingers"));
+  const int before = descriptors_of(first.pid());
+  const auto listening = lines_after(first.output(), "listening ");
+  EXPECT_EQ(listening.size(), 2);
+  for (const std::string& address : listening) {
+    EXPECT_TRUE(address.starts_with("127.0.0.1:")) << address << " is open to other hosts";
+    const int port = std::stoi(address.substr(address.find(':') + 1));
+    const int accepted = visit_as_stranger(port);
+    EXPECT_TRUE(port == ranks.port() || accepted == 0) << "Gloo's listener is not deaf";
+  }
+  for (int i = 0; i < 100 && descriptors_of(first.pid()) > before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_LE(descriptors_of(first.pid()), before + 8);
+  std::ofstream(directory.path("go on")) << "";
+  for (const ProgramEnd& end : ranks.wait()) {
+    EXPECT_EQ(end.status, 0) << end.err;
+    EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
+  }
+}
+
+// The connections of a killed rank close although its child lives.
+class ChildOfAKilledRank : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(ChildOfAKilledRank, HasNoneOfItsConnections) {
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "60"}, {"TESSERA_TRANSPORT", "gloo"}});
+  auto& first = ranks.start(0, {}, {"--child", GetParam()});
+  auto& last = ranks.start(1, {}, {"--child", GetParam()});
+  ASSERT_TRUE(last.wait_for_output("child ") && first.wait_for_output("rank 0 of 2"));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // until the child runs
+  const auto start = std::chrono::steady_clock::now();
+  last.signal(SIGKILL);
+  const ProgramEnd end = first.wait();
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  expect_error(end, {"rank 1"});
+  const auto children = numbers_after(last.output(), "child");
+  ASSERT_EQ(children.size(), 1);
+  EXPECT_TRUE(is_running(children[0]));
+  ::kill(children[0], SIGKILL);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ChildOfAKilledRank, ::testing::Values("fork", "exec"));
 
 }  // namespace world_start_test
 }  // namespace tessera

@@ -1,14 +1,20 @@
 // The environments of the launchers, and the world as an object.
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 #include <tessera/process_group_decorators.h>
 #include <tessera/world.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <map>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "start/job_token.h"
 #include "start/slurm.h"
+#include "start/store_listener.h"
 #include "support/run_world.h"
 
 extern char** environ;
@@ -244,6 +250,37 @@ TEST(RankInfo, DerivesOnePortPerJob) {
   EXPECT_NE(port("prterun-a-17@1"), port("prterun-a-18@1"));
 }
 
+TEST(JobToken, IsTheLaunchersNameOfTheJob) {
+  const auto token = [](const std::map<std::string, std::string>& variables, const char* source) {
+    Environment environment(variables);
+    return job_token({.master_port = 77, .source = source});
+  };
+  EXPECT_EQ(token({{"TESSERA_JOB", "x1"}, {"SLURM_JOB_ID", "9"}}, "tessera run"), "x1");
+  EXPECT_EQ(token({{"TORCHELASTIC_RUN_ID", "none"}}, "torchrun"), "");
+  EXPECT_EQ(token({{"TORCHELASTIC_RUN_ID", "me"}}, "torchrun"), "me:77");
+  EXPECT_EQ(token({{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "2"}}, "srun"), "9.2");
+  EXPECT_EQ(token({{"OMPI_MCA_ess_base_jobid", "55"}}, "mpirun"), "55");
+  EXPECT_EQ(token({{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "2"}}, "environment"), "")
+      << "started by hand inside an allocation";
+}
+
+TEST(StoreListener, IsOnLoopbackIfTheMasterIs) {
+  const auto address = [](const std::string& master) {
+    const int fd = open_store_listener({.size = 2, .master_addr = master, .master_port = 21986});
+    sockaddr_storage storage{};
+    socklen_t size = sizeof(storage);
+    ::getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size);
+    ::close(fd);
+    return storage.ss_family == AF_INET
+               ? static_cast<int64_t>(
+                     ntohl(reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr.s_addr))
+               : -1;
+  };
+  EXPECT_EQ(address("127.0.0.1"), INADDR_LOOPBACK);
+  EXPECT_EQ(address("localhost"), INADDR_LOOPBACK);
+  EXPECT_LE(address("some-host"), 0) << "all interfaces";
+}
+
 TEST(Slurm, FindsTheFirstNodeOfAList) {
   EXPECT_EQ(first_node("node[03-05,9],x"), "node03");
   EXPECT_EQ(first_node("x,node[1-2]"), "x");
@@ -390,7 +427,7 @@ TEST(Init, NamesAnUnknownHost) {
 TEST(Init, SaysThatAnotherRankDoesNotCome) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   expect_network_error([&] { static_cast<void>(init(store, 0, 2, {.timeout = 1s})); },
-                       {"[init] rank 0 of 2", "1.0 s", "rank 1"});
+                       {"[init] rank 0 of 2", "1.0 s", "in vain for rank 1"});
   Environment environment(
       {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "21987"}});
   expect_network_error([] { static_cast<void>(init({.timeout = 1s})); },

@@ -1,0 +1,199 @@
+// Ranks that meet: how they agree, and which errors they give.
+#include "start/arrival.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+namespace arrival_test {
+
+using namespace std::chrono_literals;
+
+Arrival arrival(int rank, int size, const std::string& transport = "auto") {
+  return {.rank = rank,
+          .name = rank,
+          .size = size,
+          .host = "id of a",
+          .host_name = "a",
+          .pid = 100 + rank,
+          .transport = transport,
+          .backend = "gloo",
+          .timeout = 1000};
+}
+
+TEST(Arrival, IsReadAsItWasWritten) {
+  Arrival sent = arrival(1, 3, "arena");
+  sent.token = "job \"7\"\n";
+  sent.endpoint = "10.0.0.1:77";
+  const Arrival read = arrival_from_text(to_text(sent));
+  EXPECT_EQ(to_text(read), to_text(sent));
+  EXPECT_EQ(read.token, sent.token);
+  EXPECT_EQ(read.endpoint, sent.endpoint);
+  EXPECT_EQ(read.describe(), "rank 1 (process 101 on host a)");
+  EXPECT_THROW(arrival_from_text("GET / HTTP/1.1"), c10::ValueError);
+  EXPECT_THROW(arrival_from_text("{}"), c10::ValueError);
+}
+
+TEST(Attendance, NamesRanksThatAreThereAndThoseThatAreNot) {
+  Attendance attendance(arrival(1, 4), {});
+  EXPECT_TRUE(attendance.is_first());
+  attendance.note(arrival(0, 4));
+  EXPECT_FALSE(attendance.is_first());
+  EXPECT_EQ(attendance.missing(), (std::vector<int>{2, 3}));
+  EXPECT_EQ(attendance.describe(attendance.missing()), "ranks 2, 3");
+  EXPECT_EQ(attendance.describe_present(), "ranks 0, 1 are there (hosts a, a)");
+  EXPECT_EQ(attendance.own_name(), "rank 1 of 4 (host a)");
+  attendance.note(arrival(2, 4));
+  attendance.note(arrival(3, 4));
+  EXPECT_EQ(attendance.describe_present(), "all ranks are there (hosts a, a, a, a)");
+}
+
+TEST(Attendance, NamesRanksOfAPartAsTheWorldDoes) {
+  const Attendance attendance(arrival(0, 2), {3, 5});
+  EXPECT_EQ(attendance.describe(attendance.missing()), "rank 5");
+  EXPECT_EQ(attendance.describe_present(), "rank 3 is there (host a)");
+}
+
+// Lets the arrivals come in this order; returns the refusal that each of them gets.
+std::vector<std::string> refusals(const std::vector<Arrival>& arrivals) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> result(arrivals.size());
+  std::vector<std::jthread> ranks;
+  for (size_t i = 0; i < arrivals.size(); ++i) {
+    ranks.emplace_back([&, i] {
+      Attendance attendance(arrivals[i], {});
+      result[i] = arrive(attendance, *store, Deadline(20s));
+    });
+    while (!store->check({"arrival/" + std::to_string(i + 1)})) std::this_thread::sleep_for(1ms);
+  }
+  ranks.clear();
+  return result;
+}
+
+TEST(Arrive, ReturnsWhenAllRanksAreThere) {
+  for (const std::string& refusal : refusals({arrival(2, 3), arrival(0, 3), arrival(1, 3)}))
+    EXPECT_EQ(refusal, "");
+}
+
+TEST(Arrive, RefusesOnAllRanksAtOnce) {
+  Arrival twin = arrival(1, 4), nccl = arrival(1, 4);
+  twin.pid = 7;
+  twin.host_name = "b";
+  nccl.backend = "nccl";
+  const std::vector<std::pair<std::vector<Arrival>, std::string>> cases = {
+      {{arrival(0, 4), arrival(1, 4), twin},
+       "rank 1 joined twice: processes 101 on host a and 7 on host b"},
+      {{arrival(0, 4), arrival(1, 3)},
+       "got 4 for rank 0 (process 100 on host a) and 3 for rank 1 (process 101 on host a)"},
+      {{arrival(0, 4), nccl}, "'gloo' for rank 0 (process 100 on host a) and 'nccl' for rank 1"}};
+  for (const auto& [arrivals, part] : cases) {
+    const auto start = Deadline::Clock::now();
+    for (const std::string& refusal : refusals(arrivals))
+      EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
+    EXPECT_LT(Deadline::Clock::now() - start, 5s);
+  }
+}
+
+TEST(Arrive, RefusesARankThatComesAfterAllWereThere) {
+  const auto refused = refusals({arrival(0, 2), arrival(1, 2), arrival(1, 2)});
+  EXPECT_EQ(refused[0], "");
+  EXPECT_EQ(refused[1], "");
+  EXPECT_NE(refused[2].find("rank 1 joined twice"), std::string::npos) << refused[2];
+}
+
+TEST(Agreement, TakesTheTransportThatARankAsksFor) {
+  const auto of = [](std::vector<std::string> transports) {
+    std::vector<Arrival> arrivals;
+    for (const std::string& transport : transports)
+      arrivals.push_back(arrival(static_cast<int>(arrivals.size()),
+                                 static_cast<int>(transports.size()), transport));
+    return agree(arrivals);
+  };
+  EXPECT_EQ(of({"auto", "auto"}).transport, Transport::kAuto);
+  EXPECT_TRUE(of({"gloo", "gloo"}).warnings.empty());
+  EXPECT_EQ(of({"auto", "arena"}).transport, Transport::kArena);
+  EXPECT_TRUE(of({"auto", "arena"}).warnings.empty());
+  const Agreement gloo = of({"auto", "auto", "gloo"});
+  EXPECT_EQ(gloo.transport, Transport::kGloo);
+  ASSERT_EQ(gloo.warnings.size(), 1);
+  EXPECT_NE(gloo.warnings[0].find("rank 2 (process 102 on host a)"), std::string::npos);
+  const std::string refusal = of({"auto", "arena", "gloo"}).refusal;
+  EXPECT_NE(refusal.find("gloo for rank 2 (process 102 on host a) and arena for rank 1"),
+            std::string::npos)
+      << refusal;
+}
+
+TEST(Agreement, TakesTheLeastTimeout) {
+  std::vector<Arrival> arrivals = {arrival(0, 2), arrival(1, 2)};
+  arrivals[1].timeout = 500;
+  const Agreement agreement = agree(arrivals);
+  EXPECT_EQ(agreement.timeout, 500ms);
+  EXPECT_EQ(agreement.warnings.size(), 1);
+}
+
+TEST(Agreement, SeesOneHostByItsNameOrByTheLauncher) {
+  std::vector<Arrival> arrivals = {arrival(0, 2), arrival(1, 2)};
+  EXPECT_TRUE(agree(arrivals).one_host);
+  arrivals[1].host = "id of b";
+  EXPECT_FALSE(agree(arrivals).one_host);
+  arrivals[0].local_size = arrivals[1].local_size = 2;
+  EXPECT_TRUE(agree(arrivals).one_host);
+}
+
+// Stops a rank as soon as it has given the others its address for the connections.
+class StopsBeforeConnecting : public c10d::PrefixStore {
+ public:
+  using c10d::PrefixStore::PrefixStore;
+  using c10d::PrefixStore::set;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    c10d::PrefixStore::set(key, value);
+    if (key.find("world/") != std::string::npos) std::this_thread::sleep_for(8s);
+  }
+};
+
+TEST(Init, EndsInTimeIfARankStopsBeforeItConnects) {
+  for (const Transport transport : {Transport::kGloo, Transport::kAuto}) {
+    const auto keys = c10::make_intrusive<c10d::HashStore>();
+    const c10::intrusive_ptr<c10d::Store> store =
+        c10::make_intrusive<c10d::PrefixStore>("job", keys);
+    const c10::intrusive_ptr<c10d::Store> stops =
+        c10::make_intrusive<StopsBeforeConnecting>("job", keys);
+    const auto expect_late = [transport](const c10::intrusive_ptr<c10d::Store>& own, int rank) {
+      const Deadline deadline(2s);
+      try {
+        static_cast<void>(init(own, rank, 3, {.timeout = 2s, .transport = transport}));
+        ADD_FAILURE() << "no exception";
+      } catch (const c10::DistNetworkError& error) {
+        const std::string text = error.what_without_backtrace();
+        EXPECT_NE(text.find("could not connect to all other ranks"), std::string::npos) << text;
+        EXPECT_NE(text.find("all ranks are there"), std::string::npos) << text;
+      }
+      EXPECT_LT(deadline.waited(), 3s);
+    };
+    std::vector<std::jthread> ranks;
+    for (int rank = 0; rank < 3; ++rank)
+      ranks.emplace_back([=] { expect_late(rank == 1 ? stops : store, rank); });
+  }
+}
+
+TEST(Init, RefusesDifferentTransportsOnAllRanks) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::jthread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([=] {
+      const auto transport = rank == 0 ? Transport::kGloo : Transport::kArena;
+      EXPECT_THROW(
+          static_cast<void>(init(store, rank, 2, {.timeout = 20s, .transport = transport})),
+          c10::DistNetworkError);
+    });
+}
+
+}  // namespace arrival_test
+}  // namespace tessera
