@@ -108,14 +108,15 @@ TEST(StateDict, SL_62_LoadsAtOtherNumbersOfRanksMeshesAndPlacements) {
     for (const Layout& layout : layouts) {
       run_world(ranks, [&](World&) { save_state_dict(make_state(layout, true), scratch / "one"); });
       for (const auto& [others, other_layouts] : kLayouts) {
-        for (const Layout& other : other_layouts) {
-          run_world(others, [&](World&) {
-            const StateDict state = make_state(other, false);
-            EXPECT_TRUE(load_state_dict(state, scratch / "one").empty());
-            EXPECT_TRUE(full_tensor(state.at("w1")).equal(w1())) << ranks << " -> " << others;
-            EXPECT_TRUE(full_tensor(state.at("w2")).equal(w2())) << ranks << " -> " << others;
-          });
-        }
+        const auto load = [&, ranks = ranks, others = others](const Layout& other) {
+          const StateDict state = make_state(other, false);
+          EXPECT_TRUE(load_state_dict(state, scratch / "one").empty());
+          EXPECT_TRUE(full_tensor(state.at("w1")).equal(w1())) << ranks << " -> " << others;
+          EXPECT_TRUE(full_tensor(state.at("w2")).equal(w2())) << ranks << " -> " << others;
+        };
+        run_world(others, [&, &other_layouts = other_layouts](World&) {
+          for (const Layout& other : other_layouts) load(other);
+        });
       }
     }
   }

@@ -105,27 +105,41 @@ struct Training {
   }
 };
 
-std::vector<NamedTensor> train(int ranks, Transport transport, const Training& training) {
-  std::vector<std::vector<NamedTensor>> states(ranks);
-  run_world(
-      ranks, [&](World& world) { states[world.rank()] = training(world); },
-      std::chrono::seconds(30), transport);
-  for (const auto& state : states) expect_same_state(state, states[0], 0, "replicas");
-  return states[0];
-}
+struct Case {
+  Training training;
+  std::string what = "";
+};
 
-// Buckets of some units, and of all.
-void expect_same_bits(int ranks, Transport transport, Training training, const std::string& what) {
-  training.plan.bucket_bytes = 0;
-  const auto expected = train(ranks, transport, training);
-  for (const int64_t bucket_bytes : {int64_t{20000}, kAll}) {
-    training.plan.bucket_bytes = bucket_bytes;
-    expect_same_state(train(ranks, transport, training), expected, 0,
-                      fmt::format("{}, {} ranks over {}, level {}, partition {}, units of {}, "
-                                  "buckets of {}",
-                                  what, ranks, transport == Transport::kArena ? "arena" : "gloo",
-                                  int(training.plan.level), int(training.plan.partition),
-                                  *training.plan.unit_bytes, bucket_bytes));
+// Expects the same bits without buckets, with buckets of some units, and with one of all; each case
+// in turn in one world.
+void expect_same_bits(int ranks, Transport transport, const std::vector<Case>& cases) {
+  constexpr int64_t kBucketBytes[] = {0, 20000, kAll};
+  std::vector<Training> trainings;
+  for (const Case& c : cases) {
+    for (const int64_t bucket_bytes : kBucketBytes) {
+      trainings.push_back(c.training);
+      trainings.back().plan.bucket_bytes = bucket_bytes;
+    }
+  }
+  // By training and rank.
+  std::vector<std::vector<std::vector<NamedTensor>>> states(
+      trainings.size(), std::vector<std::vector<NamedTensor>>(ranks));
+  run_world(
+      ranks,
+      [&](World& world) {
+        for (size_t i = 0; i < trainings.size(); ++i) states[i][world.rank()] = trainings[i](world);
+      },
+      std::chrono::seconds(30), transport);
+  for (size_t i = 0; i < trainings.size(); ++i) {
+    const size_t c = i / std::size(kBucketBytes);
+    const ShardPlan& plan = trainings[i].plan;
+    const auto what =
+        fmt::format("{}, {} ranks over {}, level {}, partition {}, units of {}, buckets of {}",
+                    cases[c].what, ranks, transport == Transport::kArena ? "arena" : "gloo",
+                    int(plan.level), int(plan.partition), *plan.unit_bytes, plan.bucket_bytes);
+    expect_same_state(states[i][0], states[c * std::size(kBucketBytes)][0], 0, what);
+    for (const auto& state : states[i])
+      expect_same_state(state, states[i][0], 0, what + ", replicas");
   }
 }
 
@@ -136,63 +150,66 @@ INSTANTIATE_TEST_SUITE_P(Over, Buckets, ::testing::Values(Transport::kGloo, Tran
                          });
 
 TEST_P(Buckets, ChangeNoBitAtAnyLevelPartitionAndUnitSize) {
-  for (const int ranks : {1, 2, 3}) {
-    for (const ShardLevel level : kAllLevels) {
-      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-        for (const int64_t unit_bytes : {0, 6000}) {
-          expect_same_bits(
-              ranks, GetParam(),
-              {.plan = {.level = level, .partition = partition, .unit_bytes = unit_bytes}}, "");
-        }
+  std::vector<Case> cases;
+  for (const ShardLevel level : kAllLevels) {
+    for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+      for (const int64_t unit_bytes : {0, 6000}) {
+        cases.push_back(
+            {{.plan = {.level = level, .partition = partition, .unit_bytes = unit_bytes}}});
       }
     }
   }
+  for (const int ranks : {1, 2, 3}) expect_same_bits(ranks, GetParam(), cases);
 }
 
 TEST_P(Buckets, ChangeNoBitOfGradientsThatAddUp) {
+  std::vector<Case> cases;
   for (const Backwards& backwards : {Backwards{1, 1}, {0, 1}, {1, 0, 1, 1}}) {
     for (const ShardLevel level :
          {ShardLevel::kNone, ShardLevel::kGradients, ShardLevel::kParameters}) {
-      expect_same_bits(2, GetParam(),
-                       {.plan = {.level = level, .unit_bytes = 0}, .backwards = backwards},
-                       fmt::format("backwards {}", backwards));
+      cases.push_back({{.plan = {.level = level, .unit_bytes = 0}, .backwards = backwards},
+                       fmt::format("backwards {}", backwards)});
     }
   }
+  expect_same_bits(2, GetParam(), cases);
 }
 
 TEST_P(Buckets, ChangeNoBitWithReplicas) {
-  for (const Backwards& backwards : {Backwards{1}, {1, 1}, {0, 1, 1}}) {
-    for (const auto& [ranks, shard_size] : {std::pair(2, 1), std::pair(4, 2)}) {
+  for (const auto& [ranks, shard_size] : {std::pair(2, 1), std::pair(4, 2)}) {
+    std::vector<Case> cases;
+    for (const Backwards& backwards : {Backwards{1}, {1, 1}, {0, 1, 1}}) {
       for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kParameters}) {
-        expect_same_bits(ranks, GetParam(),
-                         {.plan = {.level = level, .unit_bytes = 0},
+        cases.push_back({{.plan = {.level = level, .unit_bytes = 0},
                           .backwards = backwards,
                           .shard_size = shard_size},
-                         fmt::format("shards over {}, backwards {}", shard_size, backwards));
+                         fmt::format("shards over {}, backwards {}", shard_size, backwards)});
       }
     }
+    expect_same_bits(ranks, GetParam(), cases);
   }
 }
 
 TEST_P(Buckets, ChangeNoBitWhereOneGradientIsClearedWhileItIsReduced) {
+  std::vector<Case> cases;
   for (const ShardLevel level : kAllLevels) {
     for (const Backwards& backwards : {Backwards{1}, {1, 1}}) {
-      expect_same_bits(
-          2, GetParam(),
-          {.plan = {.level = level, .unit_bytes = 0}, .backwards = backwards, .clears_one = true},
-          "cleared");
+      cases.push_back(
+          {{.plan = {.level = level, .unit_bytes = 0}, .backwards = backwards, .clears_one = true},
+           "cleared"});
     }
   }
+  expect_same_bits(2, GetParam(), cases);
 }
 
 TEST_P(Buckets, ChangeNoBitOfOtherDtypes) {
+  std::vector<Case> cases;
   for (const auto reduce_dtype : {at::kFloat, at::kBFloat16}) {
-    expect_same_bits(
-        3, GetParam(),
-        {.plan = {.unit_bytes = 0,
-                  .precision = {.master_dtype = at::kFloat, .reduce_dtype = reduce_dtype}}},
-        "one dtype for all");
+    cases.push_back(
+        {{.plan = {.unit_bytes = 0,
+                   .precision = {.master_dtype = at::kFloat, .reduce_dtype = reduce_dtype}}},
+         "one dtype for all"});
   }
+  expect_same_bits(3, GetParam(), cases);
 }
 
 // A layer that one rank uses alone.
@@ -212,19 +229,17 @@ void expect_as_alone(const TrainingRun& run, Transport transport,
                      const std::function<double(int ranks)>& tolerance) {
   for (const int ranks : {1, 2, 3}) {
     const auto expected = train_alone(run, ranks);
-    for (const ShardLevel level : kAllLevels) {
-      for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {
-        run_world(
-            ranks,
-            [&](World& world) {
-              const auto state = train_sharded(
-                  run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
-              expect_same_state(state, expected, tolerance(ranks),
-                                fmt::format("{} ranks, level {}", ranks, int(level)));
-            },
-            std::chrono::seconds(30), transport);
+    const auto compare = [&](World& world) {
+      for (const ShardLevel level : kAllLevels) {
+        for (const int64_t bucket_bytes : {int64_t{8000}, kAll}) {
+          const auto state = train_sharded(
+              run, world, {.level = level, .unit_bytes = 0, .bucket_bytes = bucket_bytes});
+          expect_same_state(state, expected, tolerance(ranks),
+                            fmt::format("{} ranks, level {}", ranks, int(level)));
+        }
       }
-    }
+    };
+    run_world(ranks, compare, std::chrono::seconds(30), transport);
   }
 }
 

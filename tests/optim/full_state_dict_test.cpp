@@ -64,9 +64,9 @@ TEST(FullOptimizerStateDict, IsThatOfAPlainOptimizerAfterTheSameTraining) {
       Plain plain(make);
       train(*plain.net, *plain.optimizer, ranks, 0, 3);
       const OptimizerStateDict expected = state_dict_of(*plain.optimizer);
-      for (const ShardPlan& plan : plans_for(name)) {
-        const std::string what = name + ", " + describe(ranks, plan);
-        run_world(ranks, [&](World& world) {
+      run_world(ranks, [&, name = name, make = make](World& world) {
+        for (const ShardPlan& plan : plans_for(name)) {
+          const std::string what = name + ", " + describe(ranks, plan);
           Job job(make, plan);
           job.train(0, 3);
           const OptimizerStateDict dict = full_state_dict(job.optimizer);
@@ -76,8 +76,8 @@ TEST(FullOptimizerStateDict, IsThatOfAPlainOptimizerAfterTheSameTraining) {
             EXPECT_TRUE(dict.state.empty());
             EXPECT_EQ(dict.param_groups.size(), expected.param_groups.size());
           }
-        });
-      }
+        }
+      });
     }
   }
 }
@@ -98,10 +98,10 @@ TEST(FullOptimizerStateDict, OfAPlainOptimizerOrAnotherWorldLetsASharedOneTrainO
     for (const OptimizerStateDict* const dict : {&plain_dict, &sharded_dict}) {
       const OptimizerStateDict before = copy_of(*dict);
       for (const int ranks : {1, 2, 3}) {
-        for (const ShardPlan& plan :
-             plans_for(dict == &plain_dict && name != "HeavyBall" ? name : "")) {
-          const std::string what = name + ", " + describe(ranks, plan);
-          run_world(ranks, [&](World& world) {
+        run_world(ranks, [&, name = name, make = make](World&) {
+          for (const ShardPlan& plan :
+               plans_for(dict == &plain_dict && name != "HeavyBall" ? name : "")) {
+            const std::string what = name + ", " + describe(ranks, plan);
             Job job(make, plan);
             job.train(5, 6);  // other state, which is to be replaced
             auto* const options = &job.inner->param_groups()[0].options();
@@ -112,8 +112,8 @@ TEST(FullOptimizerStateDict, OfAPlainOptimizerOrAnotherWorldLetsASharedOneTrainO
             job.sharded.load_full_state(start);
             job.train(3, 5);
             expect_same_state(job.sharded.full_state(), plain_state(*plain.net), close_to(3), what);
-          });
-        }
+          }
+        });
       }
       expect_same_dict(*dict, before, 0, name + ", the argument");
     }
@@ -178,8 +178,8 @@ TEST(FullOptimizerStateDict, IsSentOnceToTheRecipientByTheOthersOnly) {
 
 TEST(FullOptimizerStateDict, LeavesParametersThatWereNeverSteppedWithoutState) {
   for (const int ranks : {1, 2, 3}) {
-    for (const ShardPlan& plan : all_plans()) {
-      run_world(ranks, [&](World& world) {
+    run_world(ranks, [&](World&) {
+      for (const ShardPlan& plan : all_plans()) {
         Job job(make_groups, plan);
         EXPECT_TRUE(full_state_dict(job.optimizer, -1).state.empty());
         torch::square(job.net->fcs[0](torch::ones({2, kMlpWidth}))).sum().backward();
@@ -190,8 +190,8 @@ TEST(FullOptimizerStateDict, LeavesParametersThatWereNeverSteppedWithoutState) {
         job.train(0, 1);
         load_full_state_dict(job.optimizer, dict);
         expect_same_dict(full_state_dict(job.optimizer, -1), dict, 0, describe(ranks, plan));
-      });
-    }
+      }
+    });
   }
 }
 
@@ -211,12 +211,12 @@ TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
     plain ? (void)plain->step() : sharded->step();
   };
   for (const int ranks : {1, 2, 3, 4}) {
-    for (const ShardPlan& plan : all_plans()) {
-      Tiny alone;
-      HeavyBall plain(alone.parameters(), 0.1);
-      step(alone, &plain, nullptr);
-      const OptimizerStateDict expected = state_dict_of(plain);
-      run_world(ranks, [&](World& world) {
+    Tiny alone;
+    HeavyBall plain(alone.parameters(), 0.1);
+    step(alone, &plain, nullptr);
+    const OptimizerStateDict expected = state_dict_of(plain);
+    run_world(ranks, [&](World&) {
+      for (const ShardPlan& plan : all_plans()) {
         auto net = std::make_shared<Tiny>();
         HeavyBall inner(net->parameters(), 0.1);
         auto sharded = fully_shard(net, plan);
@@ -227,8 +227,8 @@ TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
         for (auto& [number, values] : dict.state) values["speed"] = values["speed"].toTensor() + 1;
         load_full_state_dict(optimizer, dict);
         expect_same_dict(full_state_dict(optimizer, -1), dict, 0, describe(ranks, plan));
-      });
-    }
+      }
+    });
   }
 }
 

@@ -21,30 +21,38 @@ ShardPlan hybrid(const World& world, int shard_size, ShardPlan plan) {
   return plan;
 }
 
-std::vector<NamedTensor> train_hybrid(const TrainingRun& run, int ranks, int shard_size,
-                                      const ShardPlan& plan, const std::string& what) {
-  std::vector<std::vector<NamedTensor>> states(ranks);
+// Expects of each case the result of one process, and the same on all ranks.
+void expect_parity_of_replicas(const TrainingRun& run, int ranks, int shard_size,
+                               const std::vector<ParityCase>& cases) {
+  const auto expected = train_alone(run, ranks);
+  std::vector<std::vector<std::vector<NamedTensor>>> states(
+      cases.size(), std::vector<std::vector<NamedTensor>>(ranks));
   run_world(ranks, [&](World& world) {
-    states[world.rank()] = train_sharded(run, world, hybrid(world, shard_size, plan));
+    for (size_t i = 0; i < cases.size(); ++i) {
+      states[i][world.rank()] = train_sharded(run, world, hybrid(world, shard_size, cases[i].plan));
+    }
   });
-  for (const auto& state : states) expect_same_state(state, states[0], 0, what + ", replicas");
-  return states[0];
+  for (size_t i = 0; i < cases.size(); ++i) {
+    for (const auto& state : states[i])
+      expect_same_state(state, states[i][0], 0, cases[i].what + ", replicas");
+    expect_same_state(states[i][0], expected, 2e-6, cases[i].what);
+  }
 }
 
 TEST(Hybrid, EveryLevelAndPartitionGivesTheResultOfOneProcessAndOfShardingOverAllRanks) {
-  const auto run = sgd_run<Mlp>(kWidth, 3, kOut);
+  auto run = sgd_run<Mlp>(kWidth, 3, kOut);
+  run.steps = 3;
   for (const auto& [ranks, shard_size] :
        {std::pair(4, 2), std::pair(2, 1), std::pair(2, 2), std::pair(3, 1), std::pair(4, 1)}) {
-    const auto expected = train_alone(run, ranks);
+    std::vector<ParityCase> cases;
     for (const ShardLevel level : kAllLevels) {
       for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
         const ShardPlan plan{.level = level, .partition = partition, .unit_bytes = 6000};
-        const auto what = fmt::format("{} ranks, shards over {}, level {}, partition {}", ranks,
-                                      shard_size, int(level), int(partition));
-        const auto state = train_hybrid(run, ranks, shard_size, plan, what);
-        expect_same_state(state, expected, 2e-6, what);
+        cases.push_back({plan, fmt::format("{} ranks, shards over {}, level {}, partition {}",
+                                           ranks, shard_size, int(level), int(partition))});
       }
     }
+    expect_parity_of_replicas(run, ranks, shard_size, cases);
   }
 }
 
@@ -154,11 +162,11 @@ struct Branches : Net {
 
 TEST(Hybrid, ParametersThatSomeOrNoRanksUseAreAgreedOnByAllMeshDims) {
   const auto run = sgd_run<Branches>();
-  const auto expected = train_alone(run, 4);
-  for (const ShardLevel level : kAllLevels) {
-    const auto state = train_hybrid(run, 4, 2, {.level = level, .unit_bytes = 0}, "branches");
-    expect_same_state(state, expected, 2e-6, fmt::format("level {}", int(level)));
-  }
+  std::vector<ParityCase> cases;
+  for (const ShardLevel level : kAllLevels)
+    cases.push_back(
+        {{.level = level, .unit_bytes = 0}, fmt::format("branches, level {}", int(level))});
+  expect_parity_of_replicas(run, 4, 2, cases);
 }
 
 TEST(Hybrid, ClippingCountsEachElementOnceWithExclusionsAndMissingGradients) {

@@ -84,10 +84,10 @@ TEST_P(KeepOnDevice, GivesTheSameBits) {
   const ScratchDirectory directory;
   for (const auto& make_optimizer : {make_adamw, make_sgd}) {
     for (const int ranks : {1, 2, 3}) {
-      for (const ShardLevel level : kAllLevels) {
-        for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-          for (const auto offload : {Offload::kHost, Offload::kDirectory}) {
-            const auto compare = [&](World& world) {
+      const auto compare = [&](World& world) {
+        for (const ShardLevel level : kAllLevels) {
+          for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+            for (const auto offload : {Offload::kHost, Offload::kDirectory}) {
               const ShardPlan plan{.level = level,
                                    .partition = partition,
                                    .unit_bytes = 6000,
@@ -100,11 +100,11 @@ TEST_P(KeepOnDevice, GivesTheSameBits) {
                     fmt::format("{} ranks, level {}, partition {}, offload {}, {}", ranks,
                                 int(level), int(partition), int(offload), int(when)));
               }
-            };
-            run_world(ranks, compare, std::chrono::seconds(30), GetParam());
+            }
           }
         }
-      }
+      };
+      run_world(ranks, compare, std::chrono::seconds(30), GetParam());
     }
   }
 }

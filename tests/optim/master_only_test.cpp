@@ -67,9 +67,9 @@ INSTANTIATE_TEST_SUITE_P(Over, MasterOnly, ::testing::Values(Transport::kGloo, T
 TEST_P(MasterOnly, GivesTheSameBitsAndSavesTheShardsThatAreFreed) {
   for (const Case& c : kCases) {
     for (const int ranks : {1, 2, 3}) {
-      for (const ShardLevel level : kAllLevels) {
-        for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-          const auto run = [&](World& world) {
+      const auto run = [&](World& world) {
+        for (const ShardLevel level : kAllLevels) {
+          for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
             ShardPlan plan{.level = level,
                            .partition = partition,
                            .unit_bytes = 3000,
@@ -96,10 +96,10 @@ TEST_P(MasterOnly, GivesTheSameBitsAndSavesTheShardsThatAreFreed) {
             EXPECT_EQ(after.master_weights, before.master_weights);
             EXPECT_EQ(after.optimizer_state, before.optimizer_state);
             EXPECT_EQ(after.gradients, before.gradients);
-          };
-          run_world(ranks, run, std::chrono::seconds(30), GetParam());
+          }
         }
-      }
+      };
+      run_world(ranks, run, std::chrono::seconds(30), GetParam());
     }
   }
 }

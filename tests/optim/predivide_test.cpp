@@ -18,44 +18,44 @@ using namespace testing;
 
 constexpr int64_t kWidth = 37, kOut = 5;
 
-std::vector<NamedTensor> train(int ranks, Transport transport, const ShardPlan& plan) {
-  std::vector<NamedTensor> result;
-  run_world(
-      ranks,
-      [&](World& world) {
-        auto state = train_sharded(sgd_run<Mlp>(kWidth, 3, kOut), world, plan);
-        if (world.rank() == 0) result = std::move(state);
-      },
-      std::chrono::seconds(30), transport);
-  return result;
+std::vector<NamedTensor> train(World& world, const ShardPlan& plan) {
+  TrainingRun run = sgd_run<Mlp>(kWidth, 3, kOut);
+  run.steps = 3;
+  return train_sharded(run, world, plan);
 }
 
 TEST(Predivide, ByPowersOfTwoChangesNoBit) {
   for (const auto transport : {Transport::kGloo, Transport::kArena}) {
     for (const int ranks : {1, 2, 3}) {
-      for (const ShardLevel level : kAllLevels) {
-        for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
-          for (const bool average : {true, false}) {
-            ShardPlan plan{
-                .level = level, .partition = partition, .unit_bytes = 6000, .average = average};
-            const auto expected = train(ranks, transport, plan);
-            plan.predivide = average ? 4 : 0.5;
-            expect_same_state(train(ranks, transport, plan), expected, 0,
-                              fmt::format("{} ranks, level {}, partition {}, average {}", ranks,
-                                          int(level), int(partition), average));
+      const auto compare = [&](World& world) {
+        for (const ShardLevel level : kAllLevels) {
+          for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+            for (const bool average : {true, false}) {
+              ShardPlan plan{
+                  .level = level, .partition = partition, .unit_bytes = 6000, .average = average};
+              const auto expected = train(world, plan);
+              plan.predivide = average ? 4 : 0.5;
+              expect_same_state(train(world, plan), expected, 0,
+                                fmt::format("{} ranks, level {}, partition {}, average {}", ranks,
+                                            int(level), int(partition), average));
+            }
           }
         }
-      }
+      };
+      run_world(ranks, compare, std::chrono::seconds(30), transport);
     }
   }
 }
 
 TEST(Predivide, ByOtherNumbersAgreesToRounding) {
   for (const int ranks : {1, 2, 3}) {
-    ShardPlan plan{.unit_bytes = 6000};
-    const auto expected = train(ranks, Transport::kGloo, plan);
-    plan.predivide = 3;
-    expect_same_state(train(ranks, Transport::kGloo, plan), expected, 2e-6, "by 3");
+    const auto compare = [](World& world) {
+      ShardPlan plan{.unit_bytes = 6000};
+      const auto expected = train(world, plan);
+      plan.predivide = 3;
+      expect_same_state(train(world, plan), expected, 2e-6, "by 3");
+    };
+    run_world(ranks, compare, std::chrono::seconds(30), Transport::kGloo);
   }
 }
 

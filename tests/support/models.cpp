@@ -104,12 +104,26 @@ double tolerance_of(int ranks) { return ranks == 3 ? 2e-6 : 0; }
 void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
                    const std::string& what, const ShardedOptimizerOptions& options,
                    double tolerance) {
+  expect_parity_of_each(run, ranks, {{plan, what, options, tolerance}});
+}
+
+void expect_parity_of_each(const TrainingRun& run, int ranks,
+                           const std::vector<ParityCase>& cases) {
   const auto expected = train_alone(run, ranks);
-  std::vector<std::vector<NamedTensor>> states(ranks);
-  run_world(ranks,
-            [&](World& world) { states[world.rank()] = train_sharded(run, world, plan, options); });
-  expect_same_state(states[0], expected, tolerance < 0 ? tolerance_of(ranks) : tolerance, what);
-  for (const auto& state : states) expect_same_state(state, states[0], 0, what + ", replicas");
+  // By case and rank.
+  std::vector<std::vector<std::vector<NamedTensor>>> states(
+      cases.size(), std::vector<std::vector<NamedTensor>>(ranks));
+  run_world(ranks, [&](World& world) {
+    for (size_t i = 0; i < cases.size(); ++i)
+      states[i][world.rank()] = train_sharded(run, world, cases[i].plan, cases[i].options);
+  });
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const auto& [plan, what, options, tolerance] = cases[i];
+    expect_same_state(states[i][0], expected, tolerance < 0 ? tolerance_of(ranks) : tolerance,
+                      what);
+    for (const auto& state : states[i])
+      expect_same_state(state, states[i][0], 0, what + ", replicas");
+  }
 }
 
 void expect_error(const std::function<void()>& f, const std::vector<std::string>& parts) {

@@ -96,6 +96,18 @@ void expect_parity(const TrainingRun& run, int ranks, const ShardPlan& plan,
                    const ShardedOptimizerOptions& options = {.fused = false},
                    double tolerance = -1);
 
+/// A way to shard a run, and what failures say of it.
+struct ParityCase {
+  ShardPlan plan;
+  std::string what;
+  ShardedOptimizerOptions options = {.fused = false};
+  double tolerance = -1;  // `tolerance_of()` the ranks
+};
+
+/// As `expect_parity()` for each of `cases`, one after another in one world: the start of a world
+/// takes longer than a short training.
+void expect_parity_of_each(const TrainingRun& run, int ranks, const std::vector<ParityCase>& cases);
+
 /// 0 (bit for bit) where averaging over `ranks` is exact.
 double tolerance_of(int ranks);
 
