@@ -18,6 +18,7 @@
 #include <system_error>
 
 #include "group/environment.h"
+#include "message/rank_sockets.h"
 
 namespace tessera {
 namespace {
@@ -105,6 +106,7 @@ Datagrams::Datagrams(const std::string& address) {
   const std::string host =
       numeric(reinterpret_cast<const sockaddr*>(&own.storage), own.length, &port);
   endpoint_ = host + " " + port;
+  keep_from_children({socket_});
   wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
