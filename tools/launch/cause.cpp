@@ -44,8 +44,9 @@ Cause blamed_cause(int blamed, const JobEnd& end, const Cause& first) {
   const std::string how =
       ended ? describe(*rank) : "it did not fail by itself, and the launcher ended it";
   return {.rank = rank != end.ranks.end() ? &*rank : nullptr,
-          .text = fmt::format("rank {} is the cause by the flight records of the others: {}; {}",
-                              blamed, how, first.text),
+          .first = first.rank,
+          .text = fmt::format("rank {} is the cause, by the flight records of the others: {}",
+                              blamed, how),
           .status = ended && rank->failed() ? rank->exit_status() : first.status};
 }
 

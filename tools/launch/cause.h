@@ -10,7 +10,8 @@ namespace tessera::tools {
 
 /// The first cause of a failure.
 struct Cause {
-  const RankEnd* rank = nullptr;  ///< the rank that is the cause, if it has ended
+  const RankEnd* rank = nullptr;   ///< the rank that is the cause, if it has ended
+  const RankEnd* first = nullptr;  ///< another rank that failed first in time
   std::string text;
   int status = 1;  ///< the exit status of the job
 };

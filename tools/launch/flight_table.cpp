@@ -13,8 +13,9 @@ namespace tessera::tools {
 namespace {
 
 constexpr size_t kTableWidth = 120;
-constexpr size_t kSubjectWidth = 32;
-constexpr size_t kStateWidth = 16;
+constexpr size_t kSubjectWidth = 31;
+constexpr size_t kStateWidth = 15;
+constexpr size_t kStepWidth = 14;
 constexpr size_t kStatesInALine = 4;
 /// Rows shown at each end of a channel's rows: the hang is at the first, the news at the last.
 constexpr size_t kRowsAtAnEnd = 5;
@@ -196,7 +197,7 @@ std::string state_text(const Row& row, const Column& column) {
     case State::kNotIssued:
       return "not issued";
     case State::kOther:
-      return "other, see below";
+      return "other, below";
     case State::kPast:
       return "past";
     case State::kNoMember:
@@ -260,7 +261,7 @@ class TablePage {
   void add_line(const std::string& number, const std::string& subject, const std::string& step,
                 const std::vector<std::string>& states) {
     std::string line = fmt::format("  {} {} {}", padded(number, 7), padded(subject, kSubjectWidth),
-                                   padded(step, 10));
+                                   padded(step, kStepWidth));
     for (const std::string& state : states) line += " " + padded(state, kStateWidth);
     line.erase(line.find_last_not_of(' ') + 1);
     lines_.push_back(std::move(line));
@@ -288,9 +289,9 @@ std::vector<std::string> flight_table(const MergedFlight& flight) {
   if (flight.ranks.empty()) return lines;
   for (size_t i = 0; i < std::min(flight.ranks.size(), kRanksDescribed); ++i) {
     const RankFlight& rank = flight.ranks[i];
-    lines.push_back(one_line(
-        fmt::format("  rank {}: step {}, {}: {}", rank.rank, rank.step, rank.phase, rank.reason),
-        kTableWidth));
+    lines.push_back(one_line(fmt::format("  rank {}: step {}{}{}: {}", rank.rank, rank.step,
+                                         rank.phase.empty() ? "" : ", ", rank.phase, rank.reason),
+                             kTableWidth));
   }
   if (flight.ranks.size() > kRanksDescribed)
     lines.push_back(fmt::format("  ... {} more ranks ...", flight.ranks.size() - kRanksDescribed));

@@ -2,16 +2,19 @@
 
 #include <sys/types.h>
 
+#include <string>
+
 #include "launch/unique_fd.h"
 
 namespace tessera::tools {
 
-/// A small process that kills the ranks' process groups if this process dies without doing so.
+/// A small process that kills the ranks' process groups, and removes their empty folder for flight
+/// records, if this process dies without doing so.
 ///
 /// PR_SET_PDEATHSIG alone reaches a rank, but not the processes that the rank has started.
 class Guardian {
  public:
-  explicit Guardian(int ranks);
+  Guardian(int ranks, const std::string& folder);
   ~Guardian();
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;

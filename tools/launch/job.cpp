@@ -63,7 +63,7 @@ Job::Job(const LaunchOptions& options, Setup setup, Surroundings surroundings)
       signals_(surroundings.signals),
       flights_(surroundings.flights),
       report_(surroundings.report),
-      guardian_(setup_.assignment.local_ranks) {}
+      guardian_(setup_.assignment.local_ranks, flights_.path()) {}
 
 Job::~Job() {
   for (Rank& rank : ranks_) {

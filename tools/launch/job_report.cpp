@@ -4,9 +4,10 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "launch/cause.h"
 #include "launch/flight_table.h"
-#include "launch/rank_list.h"
 
 namespace tessera::tools {
 namespace {
@@ -27,15 +28,20 @@ void say_cause(Terminal& terminal, const Cause& cause) {
   say(terminal, cause.text);
 }
 
+std::string how_it_ended(const RankEnd& rank, const Cause& cause) {
+  if (&rank == cause.first) return "failed first: " + describe(rank);
+  return rank.by_launcher ? "was ended then" : "failed, too: " + describe(rank);
+}
+
 /// The last words of the other ranks: how they noticed the failure.
 void say_others(Terminal& terminal, const JobEnd& end, const Cause& cause) {
   size_t others = 0;
   for (const RankEnd& rank : end.ranks) {
     const bool speaks = rank.failed() && rank.has_last_words && !rank.last_lines.empty();
-    if (!speaks || &rank == cause.rank || ++others > kOthersShown) continue;
-    say(terminal, fmt::format("rank {} {}{}:", rank.rank,
-                              rank.by_launcher ? "was ended then" : "failed, too: ",
-                              rank.by_launcher ? "" : describe(rank)));
+    if ((!speaks && &rank != cause.first) || &rank == cause.rank) continue;
+    if (++others > kOthersShown) continue;
+    say(terminal, fmt::format("rank {} {}{}", rank.rank, how_it_ended(rank, cause),
+                              rank.last_lines.empty() ? "" : ":"));
     say_lines(terminal, rank.last_lines, kLinesOfOthers);
   }
   if (others > kOthersShown)
