@@ -117,22 +117,25 @@ TEST(LaunchFlight, ATableTellsTheStateOfEachRankAfterAFailure) {
 }
 
 TEST(LaunchFlight, TheStatusIsThatOfTheRankThatTheOthersBlame) {
+  const TemporaryDirectory directory;
   std::vector<std::string> texts;
   for (int rank = 0; rank < 3; ++rank)
     texts.push_back(record(rank, 3, rank == 2 ? -1 : 2, {}).dump());
-  const auto end = run_program(
-      writing_ranks({}, texts, "write \"$text\"; [ $RANK = 2 ] && sleep 0.3; exit $((7 + RANK))"));
+  const auto end =
+      run_program(writing_ranks({"--log-dir", directory.path()}, texts,
+                                "write \"$text\"; [ $RANK = 2 ] && sleep 0.3; exit $((7 + RANK))"));
   EXPECT_EQ(end.status, 9) << end.err;
   EXPECT_TRUE(contains(
       end.err, "rank 2 is the cause, by the flight records of the others: exit status 9\n"));
 }
 
 TEST(LaunchFlight, DamagedRecordsCostALineEach) {
+  const TemporaryDirectory directory;
   const std::vector<std::string> texts = {
       record(0, 4, -1, {}).dump().substr(0, 80), record(0, 4, -1, {}).dump(),
       R"({"rank":2,"size":4,"records":[{"number":"one"}]})", ""};
   const auto end = run_program(writing_ranks(
-      {}, texts,
+      {"--log-dir", directory.path()}, texts,
       "if [ $RANK = 3 ]; then mkfifo $TESSERA_FLIGHT_DIR/rank_3.json; else write \"$text\"; fi; "
       "sleep 0.3; exit 4"));
   EXPECT_EQ(end.status, 4);
@@ -144,11 +147,12 @@ TEST(LaunchFlight, DamagedRecordsCostALineEach) {
 }
 
 TEST(LaunchFlight, AUserSignalShowsTheRecordsWhileTheJobGoesOn) {
+  const TemporaryDirectory directory;
   const std::vector<std::string> texts = {
       record(0, 2, -1, {entry(7, "all_gather", "head", false)}).dump(),
       record(1, 2, -1, {}).dump()};
   ProgramRun run(
-      writing_ranks({}, texts,
+      writing_ranks({"--log-dir", directory.path()}, texts,
                     "trap 'write \"$text\"' USR1; echo ready; "
                     "for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.1; done; echo done"));
   ASSERT_TRUE(run.wait_for_output("ready", 2));

@@ -55,15 +55,16 @@ std::string read_bounded(const std::string& path) {
 
 }  // namespace
 
-FlightFolder::FlightFolder(const std::string& log_dir) : is_temporary_(log_dir.empty()) {
+void FlightFolder::make() {
+  if (!path_.empty()) return;
   try {
-    if (is_temporary_) {
+    if (log_dir_.empty()) {
       std::string pattern = fs::temp_directory_path() / "tessera-flight-XXXXXX";
       if (::mkdtemp(pattern.data()) == nullptr)
         throw std::system_error(errno, std::generic_category(), pattern);
       path_ = pattern;
     } else {
-      const fs::path path = fs::absolute(log_dir) / "flight";  // ranks may change their directory
+      const fs::path path = fs::absolute(log_dir_) / "flight";  // ranks may change their directory
       fs::create_directories(path);
       path_ = path;
     }
@@ -73,7 +74,7 @@ FlightFolder::FlightFolder(const std::string& log_dir) : is_temporary_(log_dir.e
 }
 
 FlightFolder::~FlightFolder() {
-  if (!is_temporary_ || is_kept_ || path_.empty()) return;
+  if (!log_dir_.empty() || is_kept_ || path_.empty()) return;
   std::error_code ignored;
   fs::remove_all(path_, ignored);
 }
@@ -122,6 +123,7 @@ MergedFlight FlightFolder::read_failed(const std::vector<int>& ranks) {
 }
 
 std::string FlightFolder::write_trace(const MergedFlight& flight, int attempt) {
+  make();
   if (path_.empty()) throw std::runtime_error(problem_);
   const std::string path = attempt == 0 ? path_ + "/flight.json"
                                         : fmt::format("{}/flight_restart_{}.json", path_, attempt);

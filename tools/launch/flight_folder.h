@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "launch/flight_record.h"
@@ -19,10 +20,14 @@ namespace tessera::tools {
 /// was written to it. If there is none, `path()` is empty, and ranks write nothing.
 class FlightFolder {
  public:
-  explicit FlightFolder(const std::string& log_dir);
+  explicit FlightFolder(std::string log_dir) : log_dir_(std::move(log_dir)) {}
   ~FlightFolder();
   FlightFolder(const FlightFolder&) = delete;
   FlightFolder& operator=(const FlightFolder&) = delete;
+
+  /// Makes the folder, if that has not been done. A launcher without ranks of its own needs none
+  /// before the first trace.
+  void make();
 
   const std::string& path() const { return path_; }
   /// Returns the reason for which there is no folder; empty if there is one.
@@ -50,9 +55,9 @@ class FlightFolder {
   void read_record(int rank, MergedFlight& flight) const;
   Version version_of(int rank) const;
 
+  std::string log_dir_;  ///< empty: the folder is temporary
   std::string path_;
   std::string problem_;
-  bool is_temporary_ = false;
   bool is_kept_ = false;
   std::map<int, Version> read_;
 };

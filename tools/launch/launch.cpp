@@ -73,6 +73,7 @@ class Launch {
         flights_(options.log_dir) {}
 
   int run() {
+    flights_.make();
     if (!flights_.problem().empty())
       say(terminal_, fmt::format("ranks write no flight records: {}", flights_.problem()));
     const int first_attempt = options_.place ? options_.place->attempt : 0;
