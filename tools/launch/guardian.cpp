@@ -14,10 +14,8 @@
 namespace tessera::tools {
 namespace {
 
-constexpr int kOrderlyEnd = -1;
-
 struct Message {
-  int rank = 0;  ///< or `kOrderlyEnd`
+  int rank = 0;
   pid_t process_group = 0;
 };
 
@@ -42,7 +40,6 @@ void close_all_but(int fd) {
     const ssize_t count = ::read(3, &message, sizeof(message));
     if (count < 0 && errno == EINTR) continue;
     if (count != sizeof(message)) break;
-    if (message.rank == kOrderlyEnd) ::_exit(0);
     process_groups[message.rank] = message.process_group;
   }
   for (pid_t process_group : process_groups) {
@@ -70,7 +67,6 @@ Guardian::Guardian(int ranks, const std::string& folder) {
 }
 
 Guardian::~Guardian() {
-  set(kOrderlyEnd, 0);
   to_guardian_.reset();
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }

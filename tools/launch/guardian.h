@@ -19,7 +19,7 @@ class Guardian {
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
 
-  /// Registers `process_group` as that of `rank`; 0: it has ended.
+  /// Registers `process_group` as that of `rank` of this host; 0: it has ended.
   void set(int rank, pid_t process_group);
 
  private:

@@ -63,13 +63,15 @@ Job::Job(const LaunchOptions& options, Setup setup, Surroundings surroundings)
       signals_(surroundings.signals),
       flights_(surroundings.flights),
       report_(surroundings.report),
-      guardian_(setup_.assignment.local_ranks, flights_.path()) {}
+      guardian_(surroundings.guardian) {}
 
 Job::~Job() {
-  for (Rank& rank : ranks_) {
-    if (rank.pid <= 0) continue;  // an exception interrupted the start
-    ::kill(-rank.pid, SIGKILL);
-    ::waitpid(rank.pid, nullptr, 0);
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const pid_t pid = ranks_[i].pid;
+    if (pid <= 0) continue;  // an exception interrupted the start
+    ::kill(-pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+    guardian_.set(static_cast<int>(i), 0);
   }
 }
 

@@ -33,6 +33,7 @@ class Job {
     Terminal& terminal;
     SignalPipe& signals;
     FlightFolder& flights;
+    Guardian& guardian;
     JobReport& report;
   };
   Job(const LaunchOptions& options, Setup setup, Surroundings surroundings);
@@ -89,7 +90,7 @@ class Job {
   SignalPipe& signals_;
   FlightFolder& flights_;
   JobReport& report_;
-  Guardian guardian_;
+  Guardian& guardian_;
   std::vector<Rank> ranks_;
   Phase phase_ = Phase::kRunning;
   Clock::time_point deadline_ = Clock::time_point::max();

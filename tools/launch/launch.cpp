@@ -74,6 +74,7 @@ class Launch {
 
   int run() {
     flights_.make();
+    guardian_ = std::make_unique<Guardian>(plan_.local_ranks(), flights_.path());
     if (!flights_.problem().empty())
       say(terminal_, fmt::format("ranks write no flight records: {}", flights_.problem()));
     const int first_attempt = options_.place ? options_.place->attempt : 0;
@@ -99,7 +100,7 @@ class Launch {
     }
     const auto report = make_report(attempt);
     Job job(options_, {assignment, plan_.cores, is_connected() ? STDIN_FILENO : -1},
-            {terminal_, signals_, flights_, *report});
+            {terminal_, signals_, flights_, *guardian_, *report});
     flights_.remove_records(job.ranks());
     const JobEnd end = job.run();
     const int status = report->on_end(end, flights_.read_failed(job.ranks()));
@@ -137,6 +138,8 @@ class Launch {
   Terminal& terminal_;
   SignalPipe& signals_;
   Plan plan_;
+  std::unique_ptr<Guardian>
+      guardian_;  // outlives the folder, which it removes if this process is killed
   FlightFolder flights_;
 };
 
