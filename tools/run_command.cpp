@@ -6,18 +6,31 @@
 #include <string>
 
 #include "launch/launch.h"
+#include "launch/launch_hosts.h"
+#include "run_nodes.h"
 
 namespace tessera::tools {
 namespace {
 
 constexpr const char* kFooter = R"(
-Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TESSERA_RUN=1
-and TESSERA_RESTART, and OMP_NUM_THREADS unless it is set. Stdin is empty; rank 0 gets that of
-`tessera run` unless it is a terminal.
+Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TESSERA_RUN=1,
+TESSERA_RESTART, TESSERA_JOB (a text that all ranks of this start share), TESSERA_FLIGHT_DIR (the folder
+for flight records), and OMP_NUM_THREADS unless it is set. Stdin is empty; rank 0 gets that of
+`tessera run` unless it is a terminal or --hosts is given.
 
-When a rank fails, the others are ended, and the exit status is that of the first failure (128 + N if
-signal N killed it; 127 or 126 if the program can't be executed). SIGINT, SIGTERM, SIGHUP, SIGUSR1,
-SIGUSR2 and Ctrl-Z are passed on to all ranks; a second SIGINT kills them.
+When a rank fails, the others get up to five seconds to say so and to end, and then are ended. The cause
+is printed first, then the last words of the others, and the exit status is that of the cause (128 + N if
+signal N killed it; 127 or 126 if the program can't be executed): the rank that failed first, unless the
+flight records of the others blame another one. SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-Z are
+passed on to all ranks; a second SIGINT kills them.
+
+After a failure and after SIGUSR1 the flight records of the ranks are merged: a table of the collectives
+in which the ranks differ, and flight.json, a trace for chrome://tracing, in DIR/flight of --log-dir or in
+a temporary folder.
+
+With --hosts, the launcher on each host is this program under the same path, in the same directory. Each
+host must reach the first one by its name, or by that in --master. With --nodes, each launcher restarts
+its own ranks: those of the other nodes fail, too, when they lose their peers.
 
 Unless --default-malloc is given, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ are set,
 where they are not set yet, so that glibc keeps freed memory: giving it back and getting it again costs
@@ -25,6 +38,7 @@ thousands of page faults in every step.)";
 
 struct RunArguments {
   LaunchOptions launch;
+  NodeArguments nodes;
   std::string bind;
   double grace = 5;
   double interrupt_grace = 30;
@@ -110,8 +124,8 @@ std::vector<std::string> take_command(const CLI::App& app, std::vector<std::stri
 }
 
 void add_run(CLI::App& app, const std::vector<std::string>& command, int& exit_code) {
-  CLI::App* run =
-      app.add_subcommand("run", "Runs a program as the ranks of one job on this machine");
+  CLI::App* run = app.add_subcommand(
+      "run", "Runs a program as the ranks of one job, on this machine or several");
   const auto arguments = std::make_shared<RunArguments>();
   run->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   run->add_option("PROGRAM", arguments->shown_in_help, "The program and its arguments")
@@ -119,6 +133,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& command, int& exit_c
   add_ranks_options(*run, *arguments);
   add_output_options(*run, *arguments);
   add_failure_options(*run, *arguments);
+  add_node_options(*run, arguments->nodes);
   run->footer(kFooter);
   run->callback([arguments, &command, &exit_code] {
     if (command.empty()) throw CLI::RequiredError("PROGRAM");
@@ -128,7 +143,9 @@ void add_run(CLI::App& app, const std::vector<std::string>& command, int& exit_c
     launch_options.prefix = !arguments->no_prefix;
     launch_options.grace = from_seconds(arguments->grace);
     launch_options.interrupt_grace = from_seconds(arguments->interrupt_grace);
-    exit_code = launch(launch_options);
+    launch_options.place = node_place(arguments->nodes, launch_options);
+    const auto hosts = hosts_options(arguments->nodes, launch_options);
+    exit_code = hosts ? launch_hosts(*hosts) : launch(launch_options);
   });
 }
 

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <memory>
 
 #include "launched.h"
@@ -106,6 +108,27 @@ TEST(ProcessesOnHostsSlow, ShareMemoryInsideAHost) {
           << end.out << end.err;
     }
   }
+}
+
+TEST(ProcessesOnHostsSlow, AreStartedByOneLauncher) {
+  if (!TwoHosts::can_be_made()) GTEST_SKIP() << "network namespaces can't be made here";
+  const TwoHosts hosts;
+  const TemporaryDirectory directory;
+  // In place of ssh: the last number of the address is that of the namespace, and one more.
+  const std::string script = directory.path("connect");
+  std::ofstream(script) << "#!/bin/sh\nnumber=$((${1##*.} - 1)); shift\n"
+                        << "exec ip netns exec tessera-" << ::getpid() << "-$number sh -c \"$*\"\n";
+  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
+  const std::string list = TwoHosts::address(0) + ":2," + TwoHosts::address(1) + ":1";
+  const auto end =
+      run_program({TESSERA_CLI, "run", "--hosts", list, "--ssh", script, "--env",
+                   "GLOO_SOCKET_IFNAME", WORLD_PROBE},
+                  {.environment = {{"GLOO_SOCKET_IFNAME", "cable"}, {"TESSERA_TIMEOUT", "40"}},
+                   .limit = kLimit});
+  EXPECT_EQ(end.status, 0) << end.err;
+  for (const char* rank : {"[0] rank 0 of 3", "[1] rank 1 of 3", "[2] rank 2 of 3, local rank 0"})
+    EXPECT_TRUE(contains(end.out, rank)) << end.out;
+  EXPECT_TRUE(contains(end.out, "sum 6, over")) << end.out;
 }
 
 }  // namespace hosts_test

@@ -63,6 +63,58 @@ TEST(RankFailure, LetsTheOthersSayWhatTheySaw) {
   EXPECT_TRUE(contains(end.out, "[0] peer lost\n"));
 }
 
+TEST(RankFailure, RepeatsTheLastWordsOfTheOthersAfterTheCause) {
+  const auto end = run_program({TESSERA_CLI,
+                                "run",
+                                "-n",
+                                "3",
+                                RANK_PROBE,
+                                "--on-rank",
+                                "1",
+                                "--print-err",
+                                "the cause",
+                                "--kill",
+                                "9",
+                                "--on-rank",
+                                "0",
+                                "--sleep",
+                                "2",
+                                "--print-err",
+                                "first",
+                                "--print-err",
+                                "second",
+                                "--print-err",
+                                "rank 1 has died",
+                                "--exit",
+                                "1",
+                                "--on-rank",
+                                "2",
+                                "--sleep",
+                                "3.5",
+                                "--print-err",
+                                "rank 1 is gone",
+                                "--exit",
+                                "1"});
+  EXPECT_EQ(end.status, 137);
+  EXPECT_TRUE(contains(end.err,
+                       "    the cause\n"
+                       "tessera run: rank 1 failed first: killed by signal 9 (Killed)\n"
+                       "tessera run: rank 0 failed, too: exit status 1:\n"
+                       "    second\n"
+                       "    rank 1 has died\n"
+                       "tessera run: rank 2 failed, too: exit status 1:\n"
+                       "    rank 1 is gone\n"))
+      << end.err;
+}
+
+TEST(RankFailure, DoesNotWaitLongForRanksThatSayNothing) {
+  const auto end = run_program({TESSERA_CLI, "run", "-n", "2", RANK_PROBE, "--on-rank", "1",
+                                "--exit", "3", "--on-rank", "0", "--sleep", "60"});
+  EXPECT_EQ(end.status, 3);
+  EXPECT_GT(end.seconds, 2.5);
+  EXPECT_LT(end.seconds, 4.7);
+}
+
 TEST(RankFailure, TerminatesFirstAndKillsThen) {
   const auto end =
       run_program(launched({"-n", "3"}, {"--pid", "--on-rank", "0", "--sleep", "0.1", "--exit", "5",

@@ -57,6 +57,7 @@ struct Prepared {
   std::vector<char*> environment;
   CoreSet cores;
   bool inherit_stdin;
+  int input;
   pid_t launcher;
 };
 
@@ -73,7 +74,9 @@ void reset_signals() {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != prepared.launcher) ::_exit(1);  // the launcher died before prctl()
   prepared.cores.bind();
-  if (!prepared.inherit_stdin) {
+  if (prepared.input >= 0) {
+    ::dup2(prepared.input, STDIN_FILENO);
+  } else if (!prepared.inherit_stdin) {
     const int null_device = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (null_device >= 0) ::dup2(null_device, STDIN_FILENO);
   }
@@ -89,8 +92,12 @@ void reset_signals() {
 }  // namespace
 
 Child start_child(const ChildOptions& options) {
-  const Prepared prepared{pointers(options.command), pointers(options.environment),
-                          CoreSet(options.cores), options.inherit_stdin, ::getpid()};
+  const Prepared prepared{pointers(options.command),
+                          pointers(options.environment),
+                          CoreSet(options.cores),
+                          options.inherit_stdin,
+                          options.input,
+                          ::getpid()};
   Pipe out;
   Pipe err;
   Pipe failure;

@@ -14,7 +14,8 @@ struct ChildOptions {
   std::vector<std::string> command;
   std::vector<std::string> environment;  ///< NAME=value
   std::vector<int> cores;                ///< empty: not bound
-  bool inherit_stdin = false;            ///< else /dev/null
+  bool inherit_stdin = false;            ///< else /dev/null, or `input`
+  int input = -1;                        ///< its stdin, if it is not -1
 };
 
 /// A started program, the leader of its own process group.

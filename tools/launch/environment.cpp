@@ -25,19 +25,31 @@ Variables inherited_variables() {
   return variables;
 }
 
+/// An empty value hides that of an outer launcher.
+void set_or_hide(Variables& variables, const std::string& name, const std::string& value) {
+  if (value.empty()) {
+    variables.erase(name);
+  } else {
+    variables[name] = value;
+  }
+}
+
 }  // namespace
 
 std::vector<std::string> rank_environment(const LaunchOptions& options,
                                           const RankAssignment& assignment) {
   Variables variables = inherited_variables();
-  const auto rank = std::to_string(assignment.rank);
-  const auto ranks = std::to_string(assignment.ranks);
-  variables["RANK"] = variables["LOCAL_RANK"] = rank;
-  variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = ranks;
-  variables["MASTER_ADDR"] = "127.0.0.1";
+  const int local_ranks = assignment.local_ranks > 0 ? assignment.local_ranks : assignment.ranks;
+  variables["RANK"] = std::to_string(assignment.rank);
+  variables["WORLD_SIZE"] = std::to_string(assignment.ranks);
+  variables["LOCAL_RANK"] = std::to_string(assignment.rank - assignment.first_rank);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(local_ranks);
+  variables["MASTER_ADDR"] = assignment.master;
   variables["MASTER_PORT"] = std::to_string(assignment.port);
   variables["TESSERA_RUN"] = "1";
   variables["TESSERA_RESTART"] = std::to_string(assignment.attempt);
+  set_or_hide(variables, "TESSERA_JOB", assignment.job);
+  set_or_hide(variables, "TESSERA_FLIGHT_DIR", assignment.flight_folder);
   variables.emplace("OMP_NUM_THREADS", std::to_string(assignment.threads));  // unless it is set
   if (!options.default_malloc) {
     for (const auto& [name, value] : heap_settings()) variables.emplace(name, value);

@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <system_error>
@@ -29,7 +30,8 @@ void close_all_but(int fd) {
 }
 
 /// Only async-signal-safe calls: the launcher may have threads.
-[[noreturn]] void guard(int from_launcher, std::vector<pid_t>& process_groups) {
+[[noreturn]] void guard(int from_launcher, std::vector<pid_t>& process_groups,
+                        const std::string& folder) {
   ::setsid();  // the terminal's signals must not reach the guardian
   ::prctl(PR_SET_NAME, "tessera-guard");
   close_all_but(from_launcher);
@@ -43,12 +45,13 @@ void close_all_but(int fd) {
   for (pid_t process_group : process_groups) {
     if (process_group > 0) ::kill(-process_group, SIGKILL);
   }
+  if (!folder.empty()) ::rmdir(folder.c_str());  // records in it are kept
   ::_exit(0);
 }
 
 }  // namespace
 
-Guardian::Guardian(int ranks) {
+Guardian::Guardian(int ranks, const std::string& folder) {
   std::vector<pid_t> process_groups(ranks, 0);
   Pipe pipe;
   sigset_t all_signals;
@@ -56,7 +59,7 @@ Guardian::Guardian(int ranks) {
   ::sigfillset(&all_signals);
   ::pthread_sigmask(SIG_SETMASK, &all_signals, &previous);  // stays so in the guardian
   pid_ = ::fork();
-  if (pid_ == 0) guard(pipe.read_end.get(), process_groups);
+  if (pid_ == 0) guard(pipe.read_end.get(), process_groups, folder);
   const int error = errno;
   ::pthread_sigmask(SIG_SETMASK, &previous, nullptr);
   if (pid_ < 0) throw std::system_error(error, std::generic_category(), "fork");

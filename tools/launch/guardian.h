@@ -2,21 +2,24 @@
 
 #include <sys/types.h>
 
+#include <string>
+
 #include "launch/unique_fd.h"
 
 namespace tessera::tools {
 
-/// A small process that kills the ranks' process groups if this process dies without doing so.
+/// A small process that kills the ranks' process groups, and removes their empty folder for flight
+/// records, if this process dies without doing so.
 ///
 /// PR_SET_PDEATHSIG alone reaches a rank, but not the processes that the rank has started.
 class Guardian {
  public:
-  explicit Guardian(int ranks);
+  Guardian(int ranks, const std::string& folder);
   ~Guardian();
   Guardian(const Guardian&) = delete;
   Guardian& operator=(const Guardian&) = delete;
 
-  /// Registers `process_group` as that of `rank`; 0: it has ended.
+  /// Registers `process_group` as that of `rank` of this host; 0: it has ended.
   void set(int rank, pid_t process_group);
 
  private:

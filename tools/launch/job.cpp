@@ -7,16 +7,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <numeric>
+#include <optional>
+
+#include "launch/last_words.h"
 
 namespace tessera::tools {
 namespace {
 
 using std::chrono::milliseconds;
-
-/// Time for the other ranks to report their errors before they are ended, too.
-constexpr milliseconds kLastWords{1000};
-/// After SIGKILL only the kernel can delay the end (a dead network file system, say).
-constexpr milliseconds kKillTime{5000};
 
 std::string prefix_of(int rank, bool is_err) {
   const bool coloured =
@@ -57,43 +56,57 @@ int blame(const RankEnd& end) {
 
 }  // namespace
 
-Job::Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPipe& signals)
+Job::Job(const LaunchOptions& options, Setup setup, Surroundings surroundings)
     : options_(options),
       setup_(std::move(setup)),
-      terminal_(terminal),
-      signals_(signals),
-      guardian_(setup_.assignment.ranks) {}
+      terminal_(surroundings.terminal),
+      signals_(surroundings.signals),
+      flights_(surroundings.flights),
+      report_(surroundings.report),
+      guardian_(surroundings.guardian) {}
 
 Job::~Job() {
-  for (Rank& rank : ranks_) {
-    if (rank.pid <= 0) continue;  // an exception interrupted the start
-    ::kill(-rank.pid, SIGKILL);
-    ::waitpid(rank.pid, nullptr, 0);
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const pid_t pid = ranks_[i].pid;
+    if (pid <= 0) continue;  // an exception interrupted the start
+    ::kill(-pid, SIGKILL);
+    ::waitpid(pid, nullptr, 0);
+    guardian_.set(static_cast<int>(i), 0);
   }
 }
 
 JobEnd Job::run() {
   start_ranks();
   while (any_running() && phase_ != Phase::kGivenUp) {
-    wait_for_events(deadline_);
+    handle_events(std::min(deadline_, watch_.next_look()));
+    extend_last_words();
+    look_for_flights();
     if (Clock::now() >= deadline_) on_deadline();
   }
   end_process_groups();
   finish_output();
+  report_late_flights();
   return std::move(end_);
 }
 
+std::vector<int> Job::ranks() const {
+  std::vector<int> result(setup_.assignment.local_ranks);
+  std::iota(result.begin(), result.end(), setup_.assignment.first_rank);
+  return result;
+}
+
 void Job::start_ranks() {
-  for (int rank = 0; rank < setup_.assignment.ranks; ++rank) {
+  for (const int rank : ranks()) {
+    const int index = rank - setup_.assignment.first_rank;
     RankAssignment assignment = setup_.assignment;
     assignment.rank = rank;
     ChildOptions child_options{.command = options_.command,
                                .environment = rank_environment(options_, assignment)};
-    if (!setup_.cores.empty()) child_options.cores = setup_.cores[rank];
+    if (!setup_.cores.empty()) child_options.cores = setup_.cores[index];
     // Ranks are no foreground job: one that reads the terminal would be stopped.
-    child_options.inherit_stdin = rank == 0 && ::isatty(STDIN_FILENO) == 0;
+    child_options.inherit_stdin = rank == 0 && setup_.control_fd < 0 && ::isatty(STDIN_FILENO) == 0;
     Child child = start_child(child_options);
-    guardian_.set(rank, child.pid);
+    guardian_.set(index, child.pid);
     Rank& started = ranks_.emplace_back();
     started.pid = child.pid;
     started.out =
@@ -124,40 +137,40 @@ bool Job::any_running() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return !rank.ended; });
 }
 
-void Job::wait_for_events(Clock::time_point until) {
-  std::vector<pollfd> polled{{signals_.fd(), POLLIN, 0}};
+void Job::handle_events(Clock::time_point until) {
   std::vector<RankStream*> streams;
-  if (!terminal_.full()) {  // else the ranks wait, as they would for a slow terminal
-    for (Rank& rank : ranks_) {
-      for (RankStream* stream : {rank.out.get(), rank.err.get()}) {
-        if (!stream->is_open()) continue;
-        streams.push_back(stream);
-        polled.push_back({stream->fd(), POLLIN, 0});
-      }
-    }
+  for (Rank& rank : ranks_) {
+    streams.push_back(rank.out.get());
+    streams.push_back(rank.err.get());
   }
-  const bool writes = terminal_.pending();
-  if (writes) polled.push_back({terminal_.next_fd(), POLLOUT, 0});
-
-  int timeout = -1;
-  if (until != Clock::time_point::max()) {
-    const auto left = std::chrono::ceil<milliseconds>(until - Clock::now()).count();
-    timeout = static_cast<int>(std::max<int64_t>(left, 0));
-  }
-  if (::poll(polled.data(), polled.size(), timeout) <= 0) return;
-
-  if (polled[0].revents != 0) {
-    for (int signal : signals_.take()) on_signal(signal);
-  }
-  for (size_t i = 0; i < streams.size(); ++i) {
-    if (polled[i + 1].revents != 0) streams[i]->read_some();
-  }
-  if (writes && polled.back().revents != 0) terminal_.write_some();
+  const Events events = wait_for_events(signals_, terminal_, streams, until, setup_.control_fd);
+  for (const int signal : events.signals) on_signal(signal);
+  if (events.control) read_control();
   if (terminal_.broken() && options_.log_dir.empty() && end_.interrupted_by == 0) {
     end_.interrupted_by = SIGPIPE;  // as for any program whose reader has gone
     signal_ranks(SIGTERM);
     enter(Phase::kTerminating, options_.grace);
   }
+}
+
+/// Obeys the launcher that started this one on another host.
+void Job::read_control() {
+  unsigned char bytes[64];
+  const ssize_t count = ::read(setup_.control_fd, bytes, sizeof(bytes));
+  if (count < 0 && (errno == EINTR || errno == EAGAIN)) return;
+  for (ssize_t i = 0; i < count; ++i) {
+    // This launcher itself goes on, or it could not be told to continue.
+    if (bytes[i] == SIGTSTP || bytes[i] == SIGCONT) {
+      signal_ranks(bytes[i]);
+    } else if (bytes[i] != SIGCHLD && bytes[i] < NSIG) {
+      on_signal(bytes[i]);
+    }
+  }
+  if (count > 0) return;
+  setup_.control_fd = -1;  // the other one has ended, or wants these ranks to end
+  if (phase_ >= Phase::kTerminating) return;
+  signal_ranks(SIGTERM);
+  enter(Phase::kTerminating, options_.grace);
 }
 
 void Job::on_signal(int signal) {
@@ -171,6 +184,9 @@ void Job::on_signal(int signal) {
       signal_ranks(SIGCONT);
       return;
     case SIGUSR1:
+      signal_ranks(signal);
+      watch_.begin();
+      return;
     case SIGUSR2:
       signal_ranks(signal);
       return;
@@ -192,7 +208,8 @@ void Job::look_for_ended_ranks() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].ended || ranks_[i].pid <= 0) continue;
     reap_adopted(ranks_[i].pid);
-    if (const auto end = end_of(static_cast<int>(i), ranks_[i].pid)) {
+    if (const auto end =
+            end_of(setup_.assignment.first_rank + static_cast<int>(i), ranks_[i].pid)) {
       ranks_[i].ended = true;
       ends.push_back(*end);
     }
@@ -202,14 +219,38 @@ void Job::look_for_ended_ranks() {
   for (const RankEnd& end : ends) on_rank_end(end);
 }
 
-void Job::on_rank_end(const RankEnd& end) {
-  const bool failed = end.killed || end.status != 0;
-  if (!failed) return;
-  if (!end_.first_failure) {
-    end_.first_failure = end;
-    end_.first_failure->after_interrupt = end_.interrupted_by != 0;
+void Job::on_rank_end(RankEnd end) {
+  end.seconds = std::chrono::duration<double>(Clock::now() - started_).count();
+  end.after_interrupt = end_.interrupted_by != 0;
+  end.by_launcher = phase_ >= Phase::kTerminating;
+  end_.ranks.push_back(end);
+  if (!end.failed()) return;
+  report_.on_failure(end);
+  if (phase_ == Phase::kFailing) {
+    last_news_ = Clock::now();
+  } else if (phase_ == Phase::kRunning) {
+    for (Rank& rank : ranks_) rank.bytes_before_failure = rank.err->bytes();
+    last_words_end_ = Clock::now() + std::min(kLastWords, options_.grace);
+    last_news_ = Clock::now();
+    enter(Phase::kFailing, std::min(kSilence, options_.grace));
   }
-  if (phase_ == Phase::kRunning) enter(Phase::kFailing, std::min(kLastWords, options_.grace));
+}
+
+void Job::extend_last_words() {
+  if (phase_ != Phase::kFailing) return;
+  size_t heard = 0;
+  for (const Rank& rank : ranks_) heard += rank.err->bytes();
+  if (heard != bytes_heard_) last_news_ = Clock::now();
+  bytes_heard_ = heard;
+  deadline_ = std::min(last_news_ + std::min(kSilence, options_.grace), last_words_end_);
+}
+
+void Job::look_for_flights() {
+  std::vector<int> running;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (!ranks_[i].ended) running.push_back(setup_.assignment.first_rank + static_cast<int>(i));
+  }
+  if (watch_.ends(flights_, running)) report_.on_asked_flight(flights_.read_asked(ranks()));
 }
 
 void Job::on_deadline() {
@@ -226,6 +267,15 @@ void Job::on_deadline() {
     default:
       phase_ = Phase::kGivenUp;
   }
+}
+
+/// Ranks that were asked for flight records may end well before the answer was awaited.
+void Job::report_late_flights() {
+  const bool failed = std::any_of(end_.ranks.begin(), end_.ranks.end(),
+                                  [](const RankEnd& end) { return end.failed(); });
+  if (!watch_.is_on() || failed) return;  // after a failure the records are read anyway
+  const MergedFlight flight = flights_.read_asked(ranks());
+  if (!flight.empty()) report_.on_asked_flight(flight);
 }
 
 void Job::enter(Phase phase, milliseconds duration) {
@@ -267,7 +317,7 @@ void Job::end_process_groups() {
       for (pid_t process_group : left) ::kill(-process_group, SIGKILL);
       killed = true;
     }
-    wait_for_events(Clock::now() + milliseconds(20));
+    handle_events(Clock::now() + milliseconds(20));
   }
   for (size_t i = 0; i < ranks_.size(); ++i) {
     guardian_.set(static_cast<int>(i), 0);
@@ -280,7 +330,11 @@ void Job::finish_output() {
     rank.out->finish();
     rank.err->finish();
   }
-  if (end_.first_failure) end_.last_lines = ranks_[end_.first_failure->rank].err->last_lines();
+  for (RankEnd& end : end_.ranks) {
+    const Rank& rank = ranks_[end.rank - setup_.assignment.first_rank];
+    end.last_lines.assign(rank.err->last_lines().begin(), rank.err->last_lines().end());
+    end.has_last_words = !end.by_launcher || rank.err->bytes() > rank.bytes_before_failure;
+  }
 }
 
 }  // namespace tessera::tools

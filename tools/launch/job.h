@@ -1,17 +1,17 @@
 #pragma once
 
-#include <poll.h>
-
 #include <chrono>
-#include <deque>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "launch/child.h"
 #include "launch/environment.h"
+#include "launch/event_wait.h"
+#include "launch/flight_folder.h"
 #include "launch/guardian.h"
+#include "launch/job_end.h"
+#include "launch/job_report.h"
 #include "launch/launch.h"
 #include "launch/rank_stream.h"
 #include "launch/signal_pipe.h"
@@ -19,31 +19,24 @@
 
 namespace tessera::tools {
 
-/// How a rank ended.
-struct RankEnd {
-  int rank = 0;
-  int status = 0;  ///< exit status, or the signal that killed it
-  bool killed = false;
-  bool dumped_core = false;
-  bool after_interrupt = false;  ///< a signal had been passed on before
-};
-
-/// How all ranks ended.
-struct JobEnd {
-  std::optional<RankEnd> first_failure;  ///< in time
-  std::deque<std::string> last_lines;    ///< of the stderr of that rank
-  int interrupted_by = 0;                ///< the first signal that asked the launcher to end
-  std::vector<pid_t> immortal;           ///< ranks that still exist after SIGKILL
-};
-
-/// One start of all ranks: an event loop until all of them have ended.
+/// One start of all ranks of this host: an event loop until all of them have ended.
 class Job {
  public:
   struct Setup {
     RankAssignment assignment;            ///< shared by all ranks; `rank` is filled in
     std::vector<std::vector<int>> cores;  ///< of each rank; empty: not bound
+    /// Bytes from it are the numbers of signals to pass on; when it closes, the ranks are ended.
+    /// -1: there is none.
+    int control_fd = -1;
   };
-  Job(const LaunchOptions& options, Setup setup, Terminal& terminal, SignalPipe& signals);
+  struct Surroundings {
+    Terminal& terminal;
+    SignalPipe& signals;
+    FlightFolder& flights;
+    Guardian& guardian;
+    JobReport& report;
+  };
+  Job(const LaunchOptions& options, Setup setup, Surroundings surroundings);
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -51,8 +44,10 @@ class Job {
   /// Throws `ExecError` or `std::system_error` if a rank can't be started; then no rank runs.
   JobEnd run();
 
+  /// Returns the ranks of this host.
+  std::vector<int> ranks() const;
+
  private:
-  using Clock = std::chrono::steady_clock;
   enum class Phase {
     kRunning,
     kInterrupted,  ///< a signal was passed on; ranks may still save their state
@@ -66,6 +61,7 @@ class Job {
     bool ended = false;  ///< seen as ended; not reaped while its process group may be signalled
     std::unique_ptr<RankStream> out;
     std::unique_ptr<RankStream> err;
+    size_t bytes_before_failure = 0;  ///< of stderr, at the first failure
   };
 
   void start_ranks();
@@ -73,11 +69,15 @@ class Job {
   bool any_running() const;
 
   // Handle events while it runs.
-  void wait_for_events(Clock::time_point until);
+  void handle_events(Clock::time_point until);
   void on_signal(int signal);
-  void on_rank_end(const RankEnd& end);
+  void read_control();
+  void on_rank_end(RankEnd end);
   void on_deadline();
   void look_for_ended_ranks();
+  void extend_last_words();
+  void look_for_flights();
+  void report_late_flights();
 
   void enter(Phase phase, std::chrono::milliseconds duration);
   void signal_ranks(int signal);
@@ -88,10 +88,17 @@ class Job {
   Setup setup_;
   Terminal& terminal_;
   SignalPipe& signals_;
-  Guardian guardian_;
+  FlightFolder& flights_;
+  JobReport& report_;
+  Guardian& guardian_;
   std::vector<Rank> ranks_;
   Phase phase_ = Phase::kRunning;
   Clock::time_point deadline_ = Clock::time_point::max();
+  Clock::time_point started_ = Clock::now();
+  Clock::time_point last_words_end_;  ///< the latest end of `Phase::kFailing`
+  Clock::time_point last_news_;       ///< when a rank last wrote to stderr or ended, in that phase
+  size_t bytes_heard_ = 0;            ///< of stderr, of all ranks
+  FlightWatch watch_;
   int interrupts_ = 0;
   JobEnd end_;
 };

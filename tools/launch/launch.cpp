@@ -1,129 +1,147 @@
 #include "launch/launch.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
-#include <system_error>
+#include <memory>
+#include <numeric>
+#include <optional>
 
 #include "launch/cores.h"
 #include "launch/job.h"
+#include "launch/job_token.h"
 #include "launch/reserved_port.h"
+#include "launch/uplink.h"
+#include "launch/with_terminal.h"
 
 namespace tessera::tools {
 namespace {
 
-void say(Terminal& terminal, std::string_view text) {
-  terminal.write_from(nullptr, STDERR_FILENO, fmt::format("tessera run: {}\n", text));
-}
-
-std::string signal_text(int signal) {
-  const char* name = ::sigdescr_np(signal);
-  return fmt::format("signal {} ({})", signal, name != nullptr ? name : "unknown");
-}
-
-std::string describe(const RankEnd& end) {
-  if (!end.killed) return fmt::format("exit status {}", end.status);
-  return fmt::format("killed by {}{}", signal_text(end.status),
-                     end.dumped_core ? ", core dumped" : "");
-}
-
-/// If the caller closed 0, 1 or 2, a pipe that gets that number would be mistaken for it.
-void open_standard_fds() {
-  int fd = 0;
-  do {
-    fd = ::open("/dev/null", O_RDWR);
-  } while (fd >= 0 && fd <= STDERR_FILENO);
-  if (fd > STDERR_FILENO) ::close(fd);
-}
-
-/// Reports errors, the most important one last, and returns the exit status.
-int report(const JobEnd& end, Terminal& terminal) {
-  for (pid_t pid : end.immortal) {
-    say(terminal, fmt::format("process {} is still there after SIGKILL", pid));
-  }
-  if (end.interrupted_by != 0 && end.interrupted_by != SIGPIPE) {
-    say(terminal, fmt::format("interrupted by {}", signal_text(end.interrupted_by)));
-  }
-  if (!end.first_failure) return end.immortal.empty() ? 0 : 1;
-  const RankEnd& failure = *end.first_failure;
-  const int status = failure.killed ? 128 + failure.status : failure.status;
-  if (failure.after_interrupt && failure.killed) return 128 + end.interrupted_by;
-  if (!end.last_lines.empty()) {
-    say(terminal, fmt::format("the last lines that rank {} wrote to stderr:", failure.rank));
-    for (const std::string& line : end.last_lines) {
-      terminal.write_from(nullptr, STDERR_FILENO, fmt::format("    {}\n", line));
-    }
-  }
-  say(terminal, fmt::format("rank {} failed first: {}", failure.rank, describe(failure)));
-  return status;
-}
-
-/// Writes the queued output. A signal ends the wait for a reader that does not read.
-void flush(Terminal& terminal, SignalPipe& signals) {
-  while (terminal.pending()) {
-    pollfd polled[] = {{terminal.next_fd(), POLLOUT, 0}, {signals.fd(), POLLIN, 0}};
-    if (::poll(polled, 2, -1) < 0) continue;
-    if (polled[0].revents != 0) terminal.write_some();
-    if (polled[1].revents == 0) continue;
-    for (int signal : signals.take()) {
-      if (signal == SIGINT || signal == SIGTERM || signal == SIGHUP) return;
-    }
-  }
-}
-
 /// The parts of the job that all its starts share.
 struct Plan {
-  int ranks = 1;
+  std::vector<int> node_ranks;
+  int node = 0;
   int threads = 1;
   std::vector<std::vector<int>> cores;
+
+  int local_ranks() const { return node_ranks[node]; }
+  int ranks() const { return std::accumulate(node_ranks.begin(), node_ranks.end(), 0); }
+  int first_rank() const {
+    return std::accumulate(node_ranks.begin(), node_ranks.begin() + node, 0);
+  }
 };
 
 Plan make_plan(const LaunchOptions& options, Terminal& terminal) {
   const Cores cores = available_cores();
-  Plan plan{.ranks = options.ranks > 0 ? options.ranks : cores.usable};
-  plan.threads = std::max(1, cores.usable / plan.ranks);
+  Plan plan;
+  if (options.place) {
+    plan.node_ranks = options.place->ranks;
+    plan.node = options.place->node;
+  } else {
+    plan.node_ranks = {options.ranks > 0 ? options.ranks : cores.usable};
+  }
+  const int ranks = plan.local_ranks();
+  plan.threads = std::max(1, cores.usable / ranks);
   const int count = static_cast<int>(cores.ids.size());
   // If a control group grants less time than there are cores, other programs use those cores, too.
-  const bool fits = plan.ranks <= cores.usable && cores.usable == count;
+  const bool fits = ranks <= cores.usable && cores.usable == count;
   if (options.binding == Binding::kNone || (options.binding == Binding::kAuto && !fits))
     return plan;
-  if (plan.ranks > count) {
-    say(terminal, fmt::format("not bound to cores: {} ranks, {} cores", plan.ranks, count));
+  if (ranks > count) {
+    say(terminal, fmt::format("not bound to cores: {} ranks, {} cores", ranks, count));
     return plan;
   }
-  for (int rank = 0; rank < plan.ranks; ++rank) {
-    plan.cores.push_back(core_slice(cores.ids, rank, plan.ranks));
+  for (int rank = 0; rank < ranks; ++rank) {
+    plan.cores.push_back(core_slice(cores.ids, rank, ranks));
   }
   return plan;
 }
 
 /// Starts the ranks, and starts them again if they fail and restarts are left.
-int run_with_restarts(const LaunchOptions& options, const Plan& plan, Terminal& terminal,
-                      SignalPipe& signals) {
-  for (int attempt = 0;; ++attempt) {
-    const ReservedPort port(options.master_port);
-    const RankAssignment assignment{
-        .ranks = plan.ranks, .port = port.number(), .attempt = attempt, .threads = plan.threads};
-    if (attempt > 0) {
-      say(terminal, fmt::format("restart {} of {}: starting all {} ranks again, port {}", attempt,
-                                options.max_restarts, plan.ranks, assignment.port));
+class Launch {
+ public:
+  Launch(const LaunchOptions& options, Terminal& terminal, SignalPipe& signals)
+      : options_(options),
+        terminal_(terminal),
+        signals_(signals),
+        plan_(make_plan(options, terminal)),
+        flights_(options.log_dir) {}
+
+  int run() {
+    flights_.make();
+    guardian_ = std::make_unique<Guardian>(plan_.local_ranks(), flights_.path());
+    if (!flights_.problem().empty())
+      say(terminal_, fmt::format("ranks write no flight records: {}", flights_.problem()));
+    const int first_attempt = options_.place ? options_.place->attempt : 0;
+    for (int attempt = first_attempt;; ++attempt) {
+      const bool is_last = is_connected() || attempt >= options_.max_restarts;
+      if (const auto status = start(attempt); status.second || is_last || status.first == 0)
+        return status.first;
     }
-    const JobEnd end = Job(options, {assignment, plan.cores}, terminal, signals).run();
-    const int status = report(end, terminal);
-    if (end.interrupted_by == SIGPIPE) return 128 + SIGPIPE;
-    const bool restarts = status != 0 && end.interrupted_by == 0 && end.immortal.empty() &&
-                          attempt < options.max_restarts;
-    if (!restarts) return status;
   }
-}
+
+ private:
+  bool is_connected() const { return options_.place && options_.place->connected; }
+
+  /// Returns the exit status, and whether the job must not be started again.
+  std::pair<int, bool> start(int attempt) {
+    // Only rank 0 listens.
+    std::optional<ReservedPort> port;
+    if (plan_.node == 0) port.emplace(options_.place ? options_.place->port : options_.master_port);
+    const RankAssignment assignment = assignment_of(attempt, port ? port->number() : 0);
+    if (attempt > 0 && !is_connected()) {
+      say(terminal_, fmt::format("restart {} of {}: starting all {} ranks again, port {}", attempt,
+                                 options_.max_restarts, plan_.local_ranks(), assignment.port));
+    }
+    const auto report = make_report(attempt);
+    Job job(options_, {assignment, plan_.cores, is_connected() ? STDIN_FILENO : -1},
+            {terminal_, signals_, flights_, *guardian_, *report});
+    flights_.remove_records(job.ranks());
+    const JobEnd end = job.run();
+    const int status = report->on_end(end, flights_.read_failed(job.ranks()));
+    if (end.interrupted_by == SIGPIPE) return {128 + SIGPIPE, true};
+    return {status, end.interrupted_by != 0 || !end.immortal.empty()};
+  }
+
+  RankAssignment assignment_of(int attempt, int port) const {
+    RankAssignment assignment{.ranks = plan_.ranks(),
+                              .port = port,
+                              .attempt = attempt,
+                              .threads = plan_.threads,
+                              .first_rank = plan_.first_rank(),
+                              .local_ranks = plan_.local_ranks(),
+                              .flight_folder = flights_.path()};
+    if (!options_.place) {
+      assignment.job = random_job_token();
+      return assignment;
+    }
+    const NodePlace& place = *options_.place;
+    assignment.master = place.master;
+    assignment.port = place.port;
+    // The nodes do not talk, but each of them knows this much.
+    assignment.job = job_token(
+        place.job.empty() ? fmt::format("{}:{}", place.master, place.port) : place.job, attempt);
+    return assignment;
+  }
+
+  std::unique_ptr<JobReport> make_report(int attempt) {
+    if (is_connected()) return std::make_unique<Uplink>(terminal_, options_.place->job);
+    return std::make_unique<TerminalReport>(terminal_, flights_, attempt);
+  }
+
+  const LaunchOptions& options_;
+  Terminal& terminal_;
+  SignalPipe& signals_;
+  Plan plan_;
+  std::unique_ptr<Guardian>
+      guardian_;  // outlives the folder, which it removes if this process is killed
+  FlightFolder flights_;
+};
 
 /// While an object lives, processes whose parents ended become children of this process: it can
 /// then reap them and see that a rank's process group has ended, even if process 1 reaps nothing.
@@ -141,15 +159,24 @@ class Subreaper {
   int previous_ = 0;
 };
 
+/// Reports an error for which the ranks could not be started.
+int refuse(const LaunchOptions& options, Terminal& terminal, const std::string& text, int status) {
+  if (options.place && options.place->connected) {
+    Uplink(terminal, options.place->job).on_error(text, status);
+  } else {
+    say(terminal, text);
+  }
+  return status;
+}
+
 int checked_launch(const LaunchOptions& options, Terminal& terminal, SignalPipe& signals) try {
+  if (options.place && options.place->connected) Uplink(terminal, options.place->job).on_start();
   if (!options.log_dir.empty()) std::filesystem::create_directories(options.log_dir);
-  return run_with_restarts(options, make_plan(options, terminal), terminal, signals);
+  return Launch(options, terminal, signals).run();
 } catch (const ExecError& error) {
-  say(terminal, error.what());
-  return error.error == ENOENT ? 127 : 126;
+  return refuse(options, terminal, error.what(), error.error == ENOENT ? 127 : 126);
 } catch (const std::exception& error) {
-  say(terminal, error.what());
-  return 1;
+  return refuse(options, terminal, error.what(), 1);
 }
 
 }  // namespace
@@ -159,13 +186,10 @@ int launch(const LaunchOptions& options) {
     fmt::print(stderr, "tessera run: no program to run, or a negative number of ranks\n");
     return 2;
   }
-  open_standard_fds();
-  const Subreaper subreaper;
-  SignalPipe signals;
-  Terminal terminal;
-  const int status = checked_launch(options, terminal, signals);
-  flush(terminal, signals);
-  return status;
+  return with_terminal([&](Terminal& terminal, SignalPipe& signals) {
+    const Subreaper subreaper;
+    return checked_launch(options, terminal, signals);
+  });
 }
 
 }  // namespace tessera::tools

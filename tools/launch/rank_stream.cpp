@@ -60,6 +60,7 @@ void RankStream::finish() {
 }
 
 void RankStream::feed(std::string_view data) {
+  bytes_ += data.size();
   log(data);
   while (!data.empty()) {
     const size_t end = data.find_first_of(line_ends_);

@@ -35,6 +35,8 @@ class RankStream {
 
   int fd() const { return fd_.get(); }
   bool is_open() const { return fd_.is_open(); }
+  /// Returns how many bytes have come.
+  size_t bytes() const { return bytes_; }
 
   /// Reads once; to be called when `fd()` is readable. Closes at end of file.
   void read_some();
@@ -57,6 +59,7 @@ class RankStream {
   std::string_view line_ends_;
   std::vector<char> buffer_ = std::vector<char>(64 << 10);
   std::string partial_line_;
+  size_t bytes_ = 0;
   bool after_return_ = false;
   std::deque<std::string> last_lines_;
 };

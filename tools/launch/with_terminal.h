@@ -1,0 +1,14 @@
+#pragma once
+
+#include <functional>
+
+#include "launch/signal_pipe.h"
+#include "launch/terminal.h"
+
+namespace tessera::tools {
+
+/// Runs `body` with the launcher's terminal and signals, writes the output that is left and returns
+/// the status of `body`.
+int with_terminal(const std::function<int(Terminal&, SignalPipe&)>& body);
+
+}  // namespace tessera::tools
