@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <tuple>
@@ -90,9 +92,30 @@ class ProcessGroupContract : public ::testing::TestWithParam<std::tuple<Kind, in
 inline const std::vector<torch::ScalarType> kDtypes{torch::kFloat, torch::kDouble, torch::kBFloat16,
                                                     torch::kInt64};
 
-// Small whole numbers: sums are exact in every dtype and order.
+// A sequence of numbers, of which the longest part that was asked for is kept: to make those of
+// long messages anew took most of the time of the tests.
+class Sequence {
+ public:
+  explicit Sequence(torch::Tensor (*make)(int64_t numel)) : make_(make) {}
+
+  // Shares memory with later results.
+  torch::Tensor slice(int64_t begin, int64_t end, torch::ScalarType dtype) {
+    const std::lock_guard lock(mutex_);
+    torch::Tensor& longest = kept_[dtype];
+    if (!longest.defined() || longest.numel() < end) longest = make_(end).to(dtype);
+    return longest.slice(0, begin, end);
+  }
+
+ private:
+  torch::Tensor (*make_)(int64_t numel);
+  std::mutex mutex_;
+  std::map<torch::ScalarType, torch::Tensor> kept_;
+};
+
+// Small whole numbers: sums are exact in every dtype (of numbers) and order.
 inline torch::Tensor values(int64_t numel, torch::ScalarType dtype, int rank) {
-  return (torch::arange(numel, torch::kInt64) % 13 + rank).to(dtype);
+  static Sequence numbers([](int64_t length) { return torch::arange(length, torch::kInt64) % 13; });
+  return numbers.slice(0, numel, dtype) + rank;
 }
 
 inline torch::Tensor part(const torch::Tensor& flat, const std::vector<int64_t>& bounds, int rank) {
