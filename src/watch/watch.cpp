@@ -41,7 +41,8 @@ constexpr auto kAskAfter = std::chrono::milliseconds(250);
 constexpr auto kCauseLimit = std::chrono::seconds(1);
 // From then on a failure of another rank in the same collective is passed on.
 constexpr auto kFailureDelay = std::chrono::milliseconds(500);
-constexpr double kCycleSeconds = 1;
+// Of the waits in a cycle.
+constexpr auto kCycleAge = std::chrono::seconds(1);
 constexpr size_t kRecords = 256;
 constexpr size_t kMaxAsked = 8;
 
@@ -139,7 +140,7 @@ class Watch::Group : public CollectiveWatch {
     entry.step = step;
     if (!state_->is_inner) {
       const std::lock_guard lock(watch_->mutex_);
-      watch_->issuers_.try_emplace(thread_id(), 0);
+      watch_->issuers_.insert(thread_id());
       watch_->last_ = subject_of(name.collective, name.sequence, name.subject);
     }
     const int64_t record = state_->record.add(std::move(entry));
@@ -162,13 +163,12 @@ class Watch::Group : public CollectiveWatch {
     {
       const std::lock_guard lock(watch_->mutex_);
       watch_->waits_.push_back(wait);
-      if (!state_->is_inner) watch_->issuers_[wait->thread] += 1;
+      if (!state_->is_inner) watch_->issuers_.insert(wait->thread);
     }
     return {wait.get(), [watch = watch_, wait](void*) {
               {
                 const std::lock_guard lock(watch->mutex_);
                 std::erase(watch->waits_, wait);
-                if (!wait->group->is_inner) watch->issuers_[wait->thread] -= 1;
               }
               const std::lock_guard calling(wait->calling);  // until a call in progress has ended
               wait->abort = nullptr;
@@ -329,9 +329,14 @@ RankView Watch::own_view_locked() const {
   return view;
 }
 
+// Other ranks' answers are up to half a second old: what a thread issued just now, they may not
+// know.
 bool Watch::is_blocked_locked() const {
-  return std::ranges::all_of(issuers_, [](const auto& issuer) {
-    return issuer.second > 0 || !thread_exists(issuer.first);
+  const auto before = Clock::now() - kCycleAge;
+  return std::ranges::all_of(issuers_, [&](pid_t issuer) {
+    return !thread_exists(issuer) || std::ranges::any_of(waits_, [&](const auto& wait) {
+      return wait->thread == issuer && wait->since < before;
+    });
   });
 }
 
@@ -405,7 +410,7 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
   for (const int rank : wait->group->ranks) {
     if (rank != rank_) members.push_back(view_of(rank));
   }
-  const std::vector<int> cycle = wait_cycle(own, all, kCycleSeconds);
+  const std::vector<int> cycle = wait_cycle(own, all, seconds(kCycleAge));
   if (!cycle.empty() && own.wait && own.wait->id == wait->id) {
     std::string text = "ranks wait for each other:";
     for (size_t i = 0; i < cycle.size(); ++i) {

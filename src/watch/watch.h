@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -94,9 +95,9 @@ class Watch : public std::enable_shared_from_this<Watch> {
   std::condition_variable heard_;
   std::map<std::string, std::weak_ptr<GroupState>> groups_;
   std::vector<std::shared_ptr<Wait>> waits_;
-  std::map<pid_t, int> issuers_;  // threads that issue collectives, and how many waits each is in
-  std::vector<Peer> peers_;       // by rank
-  std::string last_;              // collective that this rank issued
+  std::set<pid_t> issuers_;  // threads that have issued collectives
+  std::vector<Peer> peers_;  // by rank
+  std::string last_;         // collective that this rank issued
   std::optional<WaitCause> failure_;
   bool has_left_ = false;
   bool stops_ = false;

@@ -102,10 +102,10 @@ TEST(Phases, FollowEachOther) {
         EXPECT_EQ(job.watched->phase(), Phase::kForward);
         loss.backward();
       }
-      EXPECT_EQ(job.watched->progress().state().step, step + 1);
+      EXPECT_EQ(job.watched->progress()->state().step, step + 1);
       job.optimizer->step();
       EXPECT_EQ(job.watched->phase(), Phase::kUserCode);
-      EXPECT_EQ(job.watched->progress().state().step, step + 2);
+      EXPECT_EQ(job.watched->progress()->state().step, step + 2);
       job.optimizer->zero_grad();
     }
   });
@@ -144,7 +144,7 @@ TEST(Phases, OfAStepThatAScalerMakesOrSkips) {
       EXPECT_EQ(scaler.step(*job.optimizer), factor == 1);
       EXPECT_EQ(job.watched->phases_of("found inf"), Phases{Phase::kStep});
       EXPECT_EQ(job.watched->phase(), Phase::kUserCode);
-      EXPECT_EQ(job.watched->progress().state().step, 2);
+      EXPECT_EQ(job.watched->progress()->state().step, 2);
       scaler.update();
       job.optimizer->zero_grad();
     }
@@ -155,7 +155,7 @@ TEST(Phases, EndWithAnException) {
   on_plans([](Job& job, const ShardPlan&) {
     expect_error([&] { job.optimizer->step(); }, {"[step]", "backward"});
     EXPECT_EQ(job.watched->phase(), Phase::kUserCode);
-    EXPECT_EQ(job.watched->progress().state().step, 1);
+    EXPECT_EQ(job.watched->progress()->state().step, 1);
   });
 }
 
@@ -183,7 +183,7 @@ TEST(Phases, OfCheckpoints) {
     load_checkpoint(scratch / "plain", *next.sharded, &*next.optimizer);
     EXPECT_EQ(next.watched->phases_of("checkpoint"), Phases{Phase::kLoad});
     EXPECT_EQ(next.watched->phase(), Phase::kUserCode);
-    EXPECT_EQ(next.watched->progress().state().step, 4) << "three steps are in the checkpoint";
+    EXPECT_EQ(next.watched->progress()->state().step, 4) << "three steps are in the checkpoint";
   });
 }
 

@@ -166,13 +166,12 @@ TEST_P(WaitOf, AThreadThatIsBusyMayStillIssue) {
     const CollectiveTag params{.subject = "p", .channel = Channel::kParams};
     const CollectiveTag control{.subject = "c", .channel = Channel::kControl};
     if (world.rank() == 1) {
-      std::thread writer([&] {
+      std::jthread writer([&] {
         pg->barrier(control);
         std::this_thread::sleep_for(3s);
         pg->barrier(control);
       });
       pg->barrier(params);
-      writer.join();
     } else {
       pg->barrier(control);
       pg->barrier(control);
