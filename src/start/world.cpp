@@ -19,6 +19,7 @@
 #include "start/process_groups.h"
 #include "start/rendezvous.h"
 #include "start/spawned_rank.h"
+#include "start/wait_report.h"
 
 namespace tessera {
 
@@ -77,15 +78,30 @@ void settle_messages() {
   });
 }
 
+// The settings of a call of init(), of which the deadline runs.
+struct Settings {
+  std::string backend;
+  Transport transport;
+  Deadline deadline;
+};
+
+// Refuses invalid settings before this rank meets others, who would wait for it.
+Settings settings_of(const WorldOptions& options) {
+  settle_messages();
+  check_backend(options.backend);
+  static_cast<void>(report_after());
+  return {options.backend, transport_of(options), Deadline(timeout_of(options))};
+}
+
 // Joins the ranks that meet at `store`. `token`: see `job_token()`. `launched`: a launcher has
 // given the local rank.
-World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOptions& options,
-           const Deadline& deadline, const std::string& token, bool launched) {
+World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const Settings& settings,
+           const std::string& token, bool launched) {
   const Connection made = connect({.info = info,
                                    .store = store,
-                                   .backend = options.backend,
-                                   .transport = transport_of(options),
-                                   .deadline = deadline,
+                                   .backend = settings.backend,
+                                   .transport = settings.transport,
+                                   .deadline = settings.deadline,
                                    .token = token},
                                   "init", "init()");
   if (info.rank == 0)
@@ -100,17 +116,17 @@ World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const WorldOpti
 }
 
 // Joins the ranks that share `store`.
-World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info,
-                   const WorldOptions& options, const Deadline& deadline) {
+World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info, const Settings& settings) {
   if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
   const auto fresh = within(
-      deadline, [store, size = info.size] { return fresh_store(store, size); }, [] {});
+      settings.deadline, [store, size = info.size] { return fresh_store(store, size); }, [] {});
   if (!fresh)
-    C10_THROW_ERROR(DistNetworkError,
-                    c10::str("[init] the store must answer within the timeout; rank ", info.rank,
-                             " of ", info.size, " waited ", deadline.waited().count(), " s"));
+    C10_THROW_ERROR(
+        DistNetworkError,
+        c10::str("[init] the store must answer within the timeout; rank ", info.rank, " of ",
+                 info.size, " waited ", settings.deadline.waited().count(), " s"));
   store = *fresh;
-  return join(std::move(info), std::move(store), options, deadline, "", /*launched=*/false);
+  return join(std::move(info), std::move(store), settings, "", /*launched=*/false);
 }
 
 }  // namespace
@@ -162,28 +178,24 @@ void World::set_process_group(ProcessGroupPtr process_group) {
 }
 
 World init(const WorldOptions& options) {
-  settle_messages();
-  check_backend(options.backend);
-  const Deadline deadline(timeout_of(options));
+  const Settings settings = settings_of(options);
   if (const SpawnedRank* rank = SpawnedRank::current())
-    return join_through(rank->world().store, rank->info(), options, deadline);
+    return join_through(rank->world().store, rank->info(), settings);
   RankInfo info = rank_info_from_environment();
   if (info.size == 1)
     return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
-  auto store = rendezvous_store(info, deadline);
+  auto store = rendezvous_store(info, settings.deadline);
   const std::string token = job_token(info);
-  return join(std::move(info), std::move(store), options, deadline, token, /*launched=*/true);
+  return join(std::move(info), std::move(store), settings, token, /*launched=*/true);
 }
 
 World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {
-  settle_messages();
-  check_backend(options.backend);
+  const Settings settings = settings_of(options);
   TORCH_CHECK_VALUE(store.defined(), "[init] `store` must be given");
   TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,
                     "[init] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ", size);
-  const Deadline deadline(timeout_of(options));
   RankInfo info{.rank = rank, .size = size, .source = "store"};
-  return join_through(std::move(store), std::move(info), options, deadline);
+  return join_through(std::move(store), std::move(info), settings);
 }
 
 }  // namespace tessera
