@@ -9,7 +9,7 @@ namespace {
 
 std::string place_of(const CollectiveName& name) {
   const std::string place = name.watch ? name.watch->place() : "";
-  return place.empty() ? "" : " " + place;
+  return place.empty() ? "" : ", " + place;
 }
 
 }  // namespace
@@ -47,7 +47,7 @@ void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
                               ? ", which is the timeout"
                               : fmt::format(" and failed before the timeout of {:.1f} s", limit);
   const std::string error = fmt::format("{} waited {:.1f} s for {}{}{}{}", name.describe(),
-                                        waited.count(), whom.text, place_of(name), end, why);
+                                        waited.count(), whom.text, end, place_of(name), why);
   if (name.watch) name.watch->failed(name, known, error);
   C10_THROW_ERROR(DistBackendError, error);
 }

@@ -22,7 +22,7 @@ constexpr std::string_view phase_name(Phase phase) {
     case Phase::kBackward:
       return "backward";
     case Phase::kStep:
-      return "step";
+      return "update";
     case Phase::kSave:
       return "save";
     case Phase::kLoad:

@@ -141,6 +141,7 @@ class Watch::Group : public CollectiveWatch {
     if (!state_->is_inner) {
       const std::lock_guard lock(watch_->mutex_);
       watch_->issuers_.insert(thread_id());
+      watch_->last_issued_ = Clock::now();
       watch_->last_ = subject_of(name.collective, name.sequence, name.subject);
     }
     const int64_t record = state_->record.add(std::move(entry));
@@ -329,14 +330,13 @@ RankView Watch::own_view_locked() const {
   return view;
 }
 
-// Other ranks' answers are up to half a second old: what a thread issued just now, they may not
-// know.
+// Other ranks' answers are up to half a second old: they may not know of a collective that this one
+// has issued since.
 bool Watch::is_blocked_locked() const {
-  const auto before = Clock::now() - kCycleAge;
+  if (Clock::now() - last_issued_ < kCycleAge) return false;
   return std::ranges::all_of(issuers_, [&](pid_t issuer) {
-    return !thread_exists(issuer) || std::ranges::any_of(waits_, [&](const auto& wait) {
-      return wait->thread == issuer && wait->since < before;
-    });
+    const auto waits = [issuer](const auto& wait) { return wait->thread == issuer; };
+    return std::ranges::any_of(waits_, waits) || !thread_exists(issuer);
   });
 }
 

@@ -98,6 +98,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   std::set<pid_t> issuers_;  // threads that have issued collectives
   std::vector<Peer> peers_;  // by rank
   std::string last_;         // collective that this rank issued
+  Clock::time_point last_issued_;
   std::optional<WaitCause> failure_;
   bool has_left_ = false;
   bool stops_ = false;

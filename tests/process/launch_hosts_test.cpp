@@ -195,7 +195,8 @@ TEST(LaunchHosts, ShowTheFlightRecordsThatAUserSignalAsksFor) {
       "trap 'printf "
       "\"{\\\"rank\\\":%s,\\\"size\\\":2,\\\"reason\\\":\\\"SIGUSR1\\\",\\\"records\\\":[]}\" "
       "$RANK "
-      "> $TESSERA_FLIGHT_DIR/new_$RANK; mv $TESSERA_FLIGHT_DIR/new_$RANK $TESSERA_FLIGHT_DIR/rank_$RANK.json' "
+      "> $TESSERA_FLIGHT_DIR/new_$RANK; mv $TESSERA_FLIGHT_DIR/new_$RANK "
+      "$TESSERA_FLIGHT_DIR/rank_$RANK.json' "
       "USR1; "
       "echo ready; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.1; done; echo done";
   Command command = hosts.run({"--hosts", "a:1,b:1", "--log-dir", hosts.path("logs")}, {});
