@@ -137,8 +137,15 @@ class StepwiseWork final : public Work, public Job {
       step();
     } catch (const c10::DistBackendError&) {
       if (const auto cause = cause_of_abort()) throw_wait_aborted(name_, *cause);
-      C10_THROW_ERROR(DistBackendError, name_.describe() + " failed in one of its steps: " +
-                                            exception_text(std::current_exception()));
+      // The step knows only the ranks of its host or rail, which may wait for another rank.
+      WaitCause cause;
+      if (name_.watch) cause = name_.watch->cause_of(name_, /*peer=*/-1, /*timed_out=*/true);
+      const std::string error =
+          name_.describe() + " failed in one of its steps" +
+          (cause.why.empty() ? "" : "; the cause: " + cause.why + "; the step said") + ": " +
+          exception_text(std::current_exception());
+      if (name_.watch) name_.watch->failed(name_, cause, error);
+      C10_THROW_ERROR(DistBackendError, error);
     }
   }
 

@@ -512,6 +512,7 @@ WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool time
 
 void Watch::Group::failed(const CollectiveName& name, const WaitCause& cause,
                           const std::string& error) {
+  if (state_->is_inner) return;  // the process group for which it works tells more
   const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
   {
     const std::lock_guard lock(watch_->mutex_);
