@@ -236,10 +236,11 @@ const Post* Arena::shown(int rank, const ArenaTicket& ticket) const {
   const PostSlot& slot = ledger_.slot(rank, ticket.channel(), ticket.number);
   if (slot.shown.load(std::memory_order_acquire) != count_of(ticket)) return nullptr;
   const auto* const post = reinterpret_cast<const Post*>(data(rank, slot.address));
-  TORCH_CHECK_WITH(DistBackendError, post->fingerprint == ticket.fingerprint,
-                   ticket.name.describe(), ": ",
-                   differing_order(ticket.number, ticket.what, rank,
-                                   std::string(post->what, strnlen(post->what, Post::kMaxText))));
+  if (post->fingerprint != ticket.fingerprint) {
+    const std::string theirs(post->what, strnlen(post->what, Post::kMaxText));
+    throw_disagreement(ticket.name,
+                       {-1, differing_order(ticket.number, ticket.what, rank, theirs)});
+  }
   return post;
 }
 

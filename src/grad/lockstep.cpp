@@ -136,7 +136,8 @@ std::string Lockstep::step_error(const std::vector<std::string>& all) const {
   std::sort(behind.begin(), behind.end());
   return fmt::format(
       "[backward] all ranks must be in the same step; {}, counted since the model was sharded: {} "
-      "skipped a step, or made more backwards before it than the other ranks",
+      "skipped a step, or made more backwards before it than the other ranks (noticed by the "
+      "all_reduce at the end of backward)",
       fmt::join(places, ", "), ranks_that(behind, "has", "have"));
 }
 

@@ -52,6 +52,12 @@ void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
   C10_THROW_ERROR(DistBackendError, error);
 }
 
+void throw_disagreement(const CollectiveName& name, const WaitCause& cause) {
+  const std::string error = fmt::format("{}{}: {}", name.describe(), place_of(name), cause.why);
+  if (name.watch) name.watch->failed(name, cause, error);
+  C10_THROW_ERROR(DistBackendError, error);
+}
+
 void throw_wait_aborted(const CollectiveName& name, const WaitCause& cause) {
   const std::string error =
       fmt::format("{} gave up waiting{}: {}", name.describe(), place_of(name), cause.why);

@@ -54,6 +54,10 @@ struct Awaited {
 /// Throws `c10::DistBackendError` for a wait that the watch ended.
 [[noreturn]] void throw_wait_aborted(const CollectiveName& name, const WaitCause& cause);
 
+/// Throws `c10::DistBackendError` for a collective in which ranks disagree. `cause`: the other
+/// rank.
+[[noreturn]] void throw_disagreement(const CollectiveName& name, const WaitCause& cause);
+
 /// Returns the error message for position `sequence` of a channel, at which `rank` issued `theirs`
 /// and this rank `own` (both from `CollectiveForm::text()`).
 std::string differing_order(int64_t sequence, const std::string& own, int rank,

@@ -28,6 +28,8 @@ struct FaultCase {
   FaultKind kind;
   Deed deed;
   std::string role;  ///< the fault that the worker is told to commit
+  /// Whether ranks are in a step then, and in one of its collectives.
+  bool is_in_step() const { return kind != FaultKind::kInit && role != "different_model"; }
 };
 
 const std::vector<FaultCase>& all_faults();

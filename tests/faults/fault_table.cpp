@@ -45,7 +45,7 @@ void FaultTable::add(const Cell& cell, const std::vector<Outcome>& outcomes) {
     sum.leftovers.insert(sum.leftovers.end(), outcome.leftovers.begin(), outcome.leftovers.end());
   }
   const bool has_times = !sum.seconds.empty();
-  const bool has_steps = cell.fault->kind != FaultKind::kInit;
+  const bool has_steps = cell.fault->is_in_step();
   rows_.push_back(fmt::format(
       "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {:.0f} | {} |\n", cell.fault->text,
       cell.transport, cell.ranks, outcomes.size(), share(sum.named, sum.survivors),

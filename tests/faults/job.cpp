@@ -47,7 +47,8 @@ std::map<std::string, std::string> FaultJob::environment_for(int rank) const {
 
 void FaultJob::start(const std::string& scratch, const std::string& name, int job_number) {
   const Deed deed = cell.fault->deed;
-  const bool is_endless = deed == Deed::kKill || deed == Deed::kStop || deed == Deed::kLinkDown;
+  const bool is_endless = deed == Deed::kKill || deed == Deed::kKillInInit || deed == Deed::kStop ||
+                          deed == Deed::kLinkDown;
   for (int rank = 0; rank < cell.ranks; ++rank) {
     if (deed == Deed::kStayAway && rank == culprit) continue;
     auto command = cable ? cable->on_host(host_of(rank)) : Command();
