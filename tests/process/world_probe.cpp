@@ -18,7 +18,9 @@
 #include <cstdio>
 #include <exception>
 #include <filesystem>
+#include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace {
 
@@ -68,6 +70,13 @@ void start_child(const tessera::World& world, const std::string& kind) {
   sleep_long();
 }
 
+// Ends the process of rank 1 by an exception, while the others wait for it.
+void throw_uncaught(const tessera::World& world) {
+  if (world.rank() == 1)
+    std::thread([] { throw std::runtime_error("the file has 3 bytes too few"); }).join();
+  world.process_group()->barrier({"probe"});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -79,6 +88,7 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     const std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "--linger") return wait_for_file(world, argv[2]), 0;
+    if (mode == "--throw") return throw_uncaught(world), 0;
     if (mode == "--child") return start_child(world, argv[2]), 0;
     world.process_group()->barrier({"probe"});
     TORCH_CHECK(argc == 1, argv[1]);

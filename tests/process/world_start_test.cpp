@@ -61,6 +61,26 @@ void expect_world(const ProgramEnd& end, int size, const std::string& launcher) 
   }
 }
 
+TEST(LastWords, OfAnUncaughtExceptionReachTheOthers) {
+  for (const char* const transport : {"arena", "gloo"}) {
+    const ProgramEnd end = run_program(
+        {TESSERA_CLI, "run", "-n", "3", WORLD_PROBE, "--throw"},
+        {.environment = clean_environment({{"TESSERA_TRANSPORT", transport}}), .limit = kLimit});
+    EXPECT_NE(end.status, 0) << end.err;
+    for (const char* const rank : {"0", "2"}) {
+      const std::string prefix = std::string("[") + rank + "] world_probe: [barrier]";
+      const auto line = end.err.find(prefix);
+      ASSERT_NE(line, std::string::npos) << end.err;
+      EXPECT_NE(
+          end.err.find(
+              "rank 1: an exception ended it in user code of step 1: the file has 3 bytes too few",
+              line),
+          std::string::npos)
+          << end.err;
+    }
+  }
+}
+
 TEST(WorldStart, IsAWorldOfOneWithoutLauncher) { expect_world(probe_world({}), 1, "single"); }
 
 TEST(WorldStart, ErrorsShowTheFramesOfTheStackOnRequest) {
