@@ -10,7 +10,7 @@
 namespace tessera {
 namespace {
 
-// A rank that answers within a few milliseconds when it can, and is asked every half second.
+// A rank that answers within a few milliseconds when it can, and is asked several times a second.
 constexpr double kSilentSeconds = 3;
 
 std::string ranks_text(std::vector<int> ranks) {

@@ -9,8 +9,8 @@
 #include <array>
 #include <atomic>
 #include <exception>
-#include <filesystem>
 #include <random>
+#include <ranges>
 #include <utility>
 
 #include "group/collective_form.h"
@@ -25,12 +25,12 @@ namespace tessera {
 // answers even while its rank computes or waits. Nothing is sent in a world in which no wait is
 // long.
 //
-// A rank that has waited for a quarter of a second asks all ranks, twice a second, whether they
-// have issued the collective, and with which form. The answers show at once whether a rank issued
-// another collective at this position, or left, or is behind; after `report_after` the rank prints
-// them. Ranks that wait for each other in a cycle, and can issue nothing meanwhile, get an error. A
-// rank whose wait fails, or that leaves, tells all others why, so that they name the cause and not
-// the first rank that closed its connections.
+// A rank that has waited for a quarter of a second asks all ranks, some times a second, whether
+// they have issued the collective, and with which form. The answers show at once whether a rank
+// issued another collective at this position, or left, or is behind; after `report_after` the rank
+// prints them. Ranks that wait for each other in a cycle, and can issue nothing meanwhile, get an
+// error. A rank whose wait fails, or that leaves, tells all others why, so that they name the cause
+// and not the first rank that closed its connections.
 //
 // The answers decide nothing that goes well: without UDP between the hosts the ranks wait for the
 // timeout, as if they had no watch.
@@ -38,6 +38,8 @@ namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(250);
 constexpr auto kAskAfter = std::chrono::milliseconds(250);
+// The shortest time between two questions: an answer, too, wakes the threads that would ask again.
+constexpr auto kAskPeriod = std::chrono::milliseconds(100);
 constexpr auto kCauseLimit = std::chrono::seconds(1);
 // From then on a failure of another rank in the same collective is passed on.
 constexpr auto kFailureDelay = std::chrono::milliseconds(500);
@@ -85,7 +87,6 @@ struct Watch::GroupState {
 struct Watch::Wait {
   CollectiveId id;
   std::shared_ptr<GroupState> group;
-  FlightEntry entry;
   CollectiveName name;
   Clock::time_point since;
   Clock::time_point next_report;
@@ -322,9 +323,7 @@ RankView Watch::own_view_locked() const {
   view.is_blocked = is_blocked_locked();
   for (const auto& wait : waits_) {
     if (wait->group->is_inner) continue;
-    view.wait = {wait->id,
-                 subject_of(wait->name.collective, wait->name.sequence, wait->name.subject),
-                 seconds(Clock::now() - wait->since), lacking_locked(*wait)};
+    view.wait = view_of_locked(*wait);
     break;
   }
   return view;
@@ -338,6 +337,11 @@ bool Watch::is_blocked_locked() const {
     const auto waits = [issuer](const auto& wait) { return wait->thread == issuer; };
     return std::ranges::any_of(waits_, waits) || !thread_exists(issuer);
   });
+}
+
+WaitView Watch::view_of_locked(const Wait& wait) const {
+  return {wait.id, subject_of(wait.name.collective, wait.name.sequence, wait.name.subject),
+          seconds(Clock::now() - wait.since), lacking_locked(wait)};
 }
 
 // Returns the ranks that have not issued the collective, as far as they have told.
@@ -382,6 +386,8 @@ void Watch::look_at_waits() {
 
 void Watch::ask_all_locked(const std::vector<CollectiveId>& ids) {
   const auto now = Clock::now();
+  if (now - last_asked_ < kAskPeriod) return;
+  last_asked_ = now;
   for (Peer& peer : peers_) {
     if (!peer.asked) peer.asked = now;
   }
@@ -423,8 +429,7 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
   const auto now = Clock::now();
   if (now < wait->next_report) return;
   wait->next_report = now + (now - wait->since);
-  own.wait = {wait->id, subject_of(wait->name.collective, wait->name.sequence, wait->name.subject),
-              seconds(now - wait->since), lacking_locked(*wait)};
+  own.wait = view_of_locked(*wait);
   actions.emplace_back([line = wait_report(own, members)] { fmt::print(stderr, "{}\n", line); });
 }
 
@@ -498,9 +503,8 @@ WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool time
       for (const int other : state_->ranks) {
         if (other != watch.rank_) views.push_back(watch.view_of(other));
       }
-      const auto lacking = watch.lacking_locked(**found);
-      own.wait = {id, subject_of(name.collective, name.sequence, name.subject),
-                  seconds(Clock::now() - (*found)->since), lacking};
+      own.wait = watch.view_of_locked(**found);
+      const std::vector<int>& lacking = own.wait->lacking;
       return {lacking.size() == 1 ? lacking[0] : rank, wait_report(own, views).substr(10)};
     }
     if (Clock::now() >= end) break;
@@ -591,20 +595,18 @@ void Watch::leave(const std::string& why) noexcept {
       auto& counts = farewell.issued[label];
       for (const auto& issued : state->issued) counts.push_back(issued.load());
     }
+    const auto lacks = [&](int rank) {
+      return rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell;
+    };
+    const auto ranks = std::views::iota(0, size_);
     // Until all ranks have it, or for a moment: a message may get lost.
     for (int attempt = 0; attempt < 4; ++attempt) {
-      for (int rank = 0; rank < size_; ++rank) {
-        if (rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell)
-          send(rank, farewell);
+      for (const int rank : ranks) {
+        if (lacks(rank)) send(rank, farewell);
       }
-      const bool all_know = heard_.wait_for(lock, std::chrono::milliseconds(50), [&] {
-        int missing = 0;
-        for (int rank = 0; rank < size_; ++rank) {
-          if (rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell) ++missing;
-        }
-        return missing == 0;
-      });
-      if (all_know) break;
+      if (heard_.wait_for(lock, std::chrono::milliseconds(50),
+                          [&] { return std::ranges::none_of(ranks, lacks); }))
+        break;
     }
     stops_ = true;
   }

@@ -79,6 +79,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   RankView own_view_locked() const;
   RankView view_of(int rank) const;
   bool is_blocked_locked() const;
+  WaitView view_of_locked(const Wait& wait) const;
   std::vector<int> lacking_locked(const Wait& wait) const;
   std::shared_ptr<GroupState> state_of(const std::string& label) const;
   void write_flight_file(const std::string& reason, int culprit) noexcept;
@@ -99,6 +100,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   std::vector<Peer> peers_;  // by rank
   std::string last_;         // collective that this rank issued
   Clock::time_point last_issued_;
+  Clock::time_point last_asked_;
   std::optional<WaitCause> failure_;
   bool has_left_ = false;
   bool stops_ = false;

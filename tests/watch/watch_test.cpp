@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <cstdlib>
+#include <ctime>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -120,6 +121,7 @@ TEST_P(WaitOf, AnExceptionIsTheCauseOnAllRanks) {
 TEST_P(WaitOf, ALateRankIsReportedAndNothingFails) {
   ::setenv("TESSERA_REPORT_AFTER", "1", 1);
   ::testing::internal::CaptureStderr();
+  const std::clock_t before = std::clock();
   run([](World& world) {
     auto& pg = *world.process_group();
     auto tensor = torch::ones({5});
@@ -133,6 +135,8 @@ TEST_P(WaitOf, ALateRankIsReportedAndNothingFails) {
   });
   const std::string text = ::testing::internal::GetCapturedStderr();
   ::unsetenv("TESSERA_REPORT_AFTER");
+  // Processor time, of two seconds: an answer must not be the reason of the next question.
+  EXPECT_LT(std::clock() - before, CLOCKS_PER_SEC);
   expect_parts(text,
                {"[tessera] rank 1 is in forward of step 1 since 1 s, last collective barrier #",
                 "of unit 'first'", "all_reduce #0 of unit 'head'"});
