@@ -10,6 +10,8 @@
 #include <sstream>
 #include <utility>
 
+#include "group/ranks_text.h"
+
 namespace tessera {
 
 // [Note: Ranks that are behind]
@@ -58,12 +60,7 @@ RanksByNumbers group_ranks(const std::vector<std::string>& texts, F&& of_interes
 
 // Returns "rank 1" or "ranks 0, 2", and the verb that follows.
 std::string ranks_that(const std::vector<size_t>& ranks, const char* one, const char* several) {
-  const size_t listed = std::min(ranks.size(), kListedRanks);
-  const std::string more =
-      listed < ranks.size() ? fmt::format(" and {} more", ranks.size() - listed) : "";
-  return fmt::format("{} {}{} {}", ranks.size() == 1 ? "rank" : "ranks",
-                     fmt::join(ranks.begin(), ranks.begin() + static_cast<ptrdiff_t>(listed), ", "),
-                     more, ranks.size() == 1 ? one : several);
+  return ranks_text(ranks, kListedRanks) + " " + (ranks.size() == 1 ? one : several);
 }
 
 std::string counted(int64_t number, const char* thing) {

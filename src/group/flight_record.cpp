@@ -30,6 +30,11 @@ std::optional<FlightEntry> FlightRecord::find(Channel channel, int64_t number) c
   return found == ring_.end() ? std::nullopt : std::optional(*found);
 }
 
+std::optional<FlightEntry> FlightRecord::last() const {
+  const std::lock_guard lock(mutex_);
+  return ring_.empty() ? std::nullopt : std::optional(ring_[(next_ - 1) % capacity_]);
+}
+
 std::vector<FlightEntry> FlightRecord::entries() const {
   std::vector<FlightEntry> result;
   {

@@ -35,6 +35,8 @@ class FlightRecord {
 
   /// Returns the record of the collective with this number in its channel, if it is in the ring.
   std::optional<FlightEntry> find(Channel channel, int64_t number) const;
+  /// Returns the newest record, if there is one.
+  std::optional<FlightEntry> last() const;
   /// Returns the records in the ring, oldest first.
   std::vector<FlightEntry> entries() const;
 

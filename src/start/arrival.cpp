@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "group/ranks_text.h"
 #include "start/store_key.h"
 
 namespace tessera {
@@ -182,7 +183,7 @@ std::vector<int> Attendance::missing() const {
 std::string Attendance::describe(const std::vector<int>& ranks) const {
   std::vector<int> named;
   for (const int rank : ranks) named.push_back(names_.empty() ? rank : names_[rank]);
-  return fmt::format("{} {}", named.size() == 1 ? "rank" : "ranks", fmt::join(named, ", "));
+  return ranks_text(named);
 }
 
 std::string Attendance::describe_present() const {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "group/ranks_text.h"
+
 namespace tessera {
 namespace {
 
@@ -69,8 +71,7 @@ std::string first_difference(const std::vector<std::vector<std::string>>& ranks)
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     if (differs(ranks[rank])) different.push_back(rank);
   }
-  return fmt::format("rank 0 has {}, but rank{} {} {} {}", line_at(ranks[0], line),
-                     different.size() > 1 ? "s" : "", fmt::join(different, ", "),
+  return fmt::format("rank 0 has {}, but {} {} {}", line_at(ranks[0], line), ranks_text(different),
                      different.size() > 1 ? "have" : "has", line_at(ranks[different[0]], line));
 }
 

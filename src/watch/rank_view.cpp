@@ -7,16 +7,13 @@
 #include <functional>
 #include <map>
 
+#include "group/ranks_text.h"
+
 namespace tessera {
 namespace {
 
 // A rank that answers within a few milliseconds when it can, and is asked several times a second.
 constexpr double kSilentSeconds = 3;
-
-std::string ranks_text(std::vector<int> ranks) {
-  std::ranges::sort(ranks);
-  return fmt::format("rank{} {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "));
-}
 
 std::string state_text(const RankView& view) {
   const std::string last =
@@ -54,6 +51,7 @@ std::string wait_report(const RankView& own, const std::vector<RankView>& views)
   }
   if (clauses.empty())
     clauses.emplace_back("all ranks have issued it, and its data does not arrive");
+  std::ranges::sort(waiting);
   return fmt::format("[tessera] {}; {} wait{} for {} in {} ({}, since {:.0f} s)",
                      fmt::join(clauses, "; "), ranks_text(waiting), waiting.size() == 1 ? "s" : "",
                      clauses.size() == 1 ? "it" : "them", wait.subject,

@@ -143,7 +143,6 @@ class Watch::Group : public CollectiveWatch {
       const std::lock_guard lock(watch_->mutex_);
       watch_->issuers_.insert(thread_id());
       watch_->last_issued_ = Clock::now();
-      watch_->last_ = subject_of(name.collective, name.sequence, name.subject);
     }
     const int64_t record = state_->record.add(std::move(entry));
     state_->issued.at(static_cast<size_t>(name.channel)).store(name.sequence + 1);
@@ -319,7 +318,7 @@ RankView Watch::own_view_locked() const {
   view.phase = phase;
   view.step = step;
   view.phase_seconds = seconds(Clock::now() - since);
-  view.last = last_;
+  view.last = last_collective_locked();
   view.is_blocked = is_blocked_locked();
   for (const auto& wait : waits_) {
     if (wait->group->is_inner) continue;
@@ -327,6 +326,17 @@ RankView Watch::own_view_locked() const {
     break;
   }
   return view;
+}
+
+std::string Watch::last_collective_locked() const {
+  std::optional<FlightEntry> newest;
+  for (const auto& [label, weak] : groups_) {
+    const auto state = weak.lock();
+    if (!state || state->is_inner) continue;
+    const auto last = state->record.last();
+    if (last && (!newest || last->issued_us > newest->issued_us)) newest = last;
+  }
+  return newest ? subject_of(newest->name, newest->number, newest->subject) : "";
 }
 
 // Other ranks' answers are up to half a second old: they may not know of a collective that this one

@@ -77,6 +77,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   void send(int to, const Content& content) noexcept;
   void send_to_all(const Content& content) noexcept;
   RankView own_view_locked() const;
+  std::string last_collective_locked() const;
   RankView view_of(int rank) const;
   bool is_blocked_locked() const;
   WaitView view_of_locked(const Wait& wait) const;
@@ -98,7 +99,6 @@ class Watch : public std::enable_shared_from_this<Watch> {
   std::vector<std::shared_ptr<Wait>> waits_;
   std::set<pid_t> issuers_;  // threads that have issued collectives
   std::vector<Peer> peers_;  // by rank
-  std::string last_;         // collective that this rank issued
   Clock::time_point last_issued_;
   Clock::time_point last_asked_;
   std::optional<WaitCause> failure_;

@@ -46,6 +46,23 @@ void expect_parts(const std::string& text, const std::vector<std::string>& parts
     EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is missing in: " << text;
 }
 
+// Rank `late` does something else until all other ranks have timed out, of which the errors must
+// have `parts`.
+void expect_timeouts(World& world, int late, std::atomic<int>& waiting,
+                     const std::vector<std::string>& parts) {
+  auto& pg = *world.process_group();
+  if (world.rank() == late) {
+    progress_of(pg)->enter(Phase::kForward);
+    while (waiting > 0) std::this_thread::sleep_for(10ms);
+    return;
+  }
+  auto tensor = torch::ones({5});
+  const std::string text =
+      soon_fails_with([&] { pg.all_reduce(tensor, ReduceOp::kSum, {.subject = "head"})->wait(); });
+  --waiting;
+  expect_parts(text, parts);
+}
+
 class WaitOf : public ::testing::TestWithParam<Case> {
  protected:
   static void run(const std::function<void(World&)>& fn) {
@@ -147,17 +164,7 @@ TEST_P(WaitOf, TheTimeoutSaysWhereTheLateRankIs) {
   run_world(
       GetParam().ranks,
       [&](World& world) {
-        auto& pg = *world.process_group();
-        if (world.rank() == 1) {
-          progress_of(pg)->enter(Phase::kForward);
-          while (waiting > 0) std::this_thread::sleep_for(10ms);
-          return;
-        }
-        auto tensor = torch::ones({5});
-        const std::string text =
-            soon_fails_with([&] { pg.all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); });
-        --waiting;
-        expect_parts(text, {"the timeout", "rank 1 is in forward of step 1"});
+        expect_timeouts(world, 1, waiting, {"the timeout", "rank 1 is in forward of step 1"});
       },
       2s, GetParam().transport);
 }
@@ -193,18 +200,7 @@ TEST(WaitOnTwoHosts, ALateRankIsNamed) {
   std::atomic<int> waiting = 3;
   run_hosts(
       4, by_halves,
-      [&](World& world) {
-        auto& pg = *world.process_group();
-        if (world.rank() == 3) {
-          while (waiting > 0) std::this_thread::sleep_for(10ms);
-          return;
-        }
-        auto tensor = torch::ones({5});
-        const std::string text =
-            soon_fails_with([&] { pg.all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); });
-        --waiting;
-        expect_parts(text, {"rank 3 is in user code of step 1"});
-      },
+      [&](World& world) { expect_timeouts(world, 3, waiting, {"rank 3 is in forward of step 1"}); },
       3s);
 }
 
