@@ -44,7 +44,7 @@ constexpr auto kCauseLimit = std::chrono::seconds(1);
 // From then on a failure of another rank in the same collective is passed on.
 constexpr auto kFailureDelay = std::chrono::milliseconds(500);
 // Of the waits in a cycle.
-constexpr auto kCycleAge = std::chrono::seconds(1);
+constexpr auto kCycleAge = std::chrono::milliseconds(700);
 constexpr size_t kRecords = 256;
 constexpr size_t kMaxAsked = 8;
 
@@ -339,8 +339,8 @@ std::string Watch::last_collective_locked() const {
   return newest ? subject_of(newest->name, newest->number, newest->subject) : "";
 }
 
-// Other ranks' answers are up to half a second old: they may not know of a collective that this one
-// has issued since.
+// Other ranks' answers are up to a third of a second old: they may not know of a collective that
+// this one has issued since.
 bool Watch::is_blocked_locked() const {
   if (Clock::now() - last_issued_ < kCycleAge) return false;
   return std::ranges::all_of(issuers_, [&](pid_t issuer) {
@@ -376,6 +376,16 @@ RankView Watch::view_of(int rank) const {
     if (!peer.answered && view.silent_seconds > 1) view.silent_seconds = -1;
   }
   return view;
+}
+
+// Returns the ranks that may be to blame for a wait in `group`: its ranks may wait for any other.
+std::vector<RankView> Watch::views_for(const GroupState& group) const {
+  std::vector<RankView> views;
+  for (int rank = 0; rank < size_; ++rank) {
+    const bool is_member = std::ranges::find(group.ranks, rank) != group.ranks.end();
+    if (rank != rank_ && (is_member || !peers_[rank].farewell)) views.push_back(view_of(rank));
+  }
+  return views;
 }
 
 void Watch::look_at_waits() {
@@ -417,16 +427,10 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
     if (rank == rank_) continue;
     if (const auto cause = cause_for(*wait, rank)) return abort(*cause);
   }
-  if (wait->group->is_inner) return;
   RankView own = own_view_locked();
-  std::vector<RankView> all, members;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_) all.push_back(view_of(rank));
-  }
-  for (const int rank : wait->group->ranks) {
-    if (rank != rank_) members.push_back(view_of(rank));
-  }
-  const std::vector<int> cycle = wait_cycle(own, all, seconds(kCycleAge));
+  if (wait->group->is_inner && own.wait) return;  // the collective for which it works tells more
+  const std::vector<RankView> views = views_for(*wait->group);
+  const std::vector<int> cycle = wait_cycle(own, views, seconds(kCycleAge));
   if (!cycle.empty() && own.wait && own.wait->id == wait->id) {
     std::string text = "ranks wait for each other:";
     for (size_t i = 0; i < cycle.size(); ++i) {
@@ -440,7 +444,7 @@ void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<v
   if (now < wait->next_report) return;
   wait->next_report = now + (now - wait->since);
   own.wait = view_of_locked(*wait);
-  actions.emplace_back([line = wait_report(own, members)] { fmt::print(stderr, "{}\n", line); });
+  actions.emplace_back([line = wait_report(own, views)] { fmt::print(stderr, "{}\n", line); });
 }
 
 // Returns why `rank` makes it impossible that the wait succeeds, if it does.
@@ -509,13 +513,10 @@ WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool time
       RankView own = watch.own_view_locked();
       const auto found = std::ranges::find(watch.waits_, id, &Wait::id);
       if (found == watch.waits_.end()) return {};
-      std::vector<RankView> views;
-      for (const int other : state_->ranks) {
-        if (other != watch.rank_) views.push_back(watch.view_of(other));
-      }
       own.wait = watch.view_of_locked(**found);
       const std::vector<int>& lacking = own.wait->lacking;
-      return {lacking.size() == 1 ? lacking[0] : rank, wait_report(own, views).substr(10)};
+      return {lacking.size() == 1 ? lacking[0] : rank,
+              wait_report(own, watch.views_for(*state_)).substr(10)};
     }
     if (Clock::now() >= end) break;
     watch.ask_all_locked({id});

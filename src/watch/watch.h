@@ -79,6 +79,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   RankView own_view_locked() const;
   std::string last_collective_locked() const;
   RankView view_of(int rank) const;
+  std::vector<RankView> views_for(const GroupState& group) const;
   bool is_blocked_locked() const;
   WaitView view_of_locked(const Wait& wait) const;
   std::vector<int> lacking_locked(const Wait& wait) const;
