@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = ["memory", "group", "message", "watch", "arena", "start", "dispatch", "mesh", "offload", "init", "unit", "grad",
+LAYERS = ["memory", "device", "group", "message", "watch", "arena", "start", "dispatch", "mesh", "offload", "init", "unit", "grad",
           "access", "model", "optim", "dist", "tracer", "checkpoint", "sim", "dialects"]
 DIALECT_NAMES = re.compile(r"paddle|fairscale|colossal|group_sharded", re.IGNORECASE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')

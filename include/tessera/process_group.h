@@ -6,7 +6,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -60,8 +62,8 @@ class TESSERA_API ProcessGroup {
   /// False if all channels share one order, as on a backend that matches collectives by their
   /// order.
   virtual bool has_channels() const { return true; }
-  /// True if all tensors must be in host memory.
-  virtual bool needs_host_memory() const { return false; }
+  /// The type of the devices in whose memory all tensors must be; none: any.
+  virtual std::optional<c10::DeviceType> device_type() const { return std::nullopt; }
   /// Returns the ranks to which this rank sends messages. Ranks that share memory with it are not
   /// included.
   virtual std::vector<int> sends_to() const;
@@ -143,17 +145,40 @@ TESSERA_API ProcessGroupPtr gloo_process_group(const c10::intrusive_ptr<c10d::St
                                                std::chrono::milliseconds timeout,
                                                const std::string& hostname = "");
 
-/// Makes a process group over any c10d backend (NCCL, or the user's own). A backend matches
-/// collectives by their order, so all channels share one order, and all ranks must use units in the
-/// same order. It also sums in its own order, and in the dtype of the messages. Except over NCCL,
-/// `all_to_all()` returns when all ranks have called it, because they compare the lengths first.
+/// Makes a process group over any c10d backend, for tensors on devices of type `device`. A backend
+/// matches collectives by their order, so all channels share one order, and all ranks must use
+/// units in the same order. It also sums in its own order, and in the dtype of the messages.
+///
+/// On the CPU, `all_to_all()` returns when all ranks have called it, because they compare the
+/// lengths first. On other devices, collectives are queued, and `Work::wait()` lets the current
+/// stream wait, not the host (but that of a barrier does both); until then the work keeps the
+/// tensors. The backend's own timeout counts.
 TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backend> backend,
-                                                  std::chrono::milliseconds timeout);
+                                                  std::chrono::milliseconds timeout,
+                                                  c10::DeviceType device = c10::DeviceType::CPU);
 
-/// Makes a process group over NCCL. Throws `c10::NotImplementedError` where LibTorch has no CUDA.
-TESSERA_API ProcessGroupPtr nccl_process_group(const c10::intrusive_ptr<c10d::Store>& store,
-                                               int rank, int size,
-                                               std::chrono::milliseconds timeout);
+/// Makes a process group that passes collectives of tensors in host memory, and barriers, to
+/// `host`, and all others to `device`: models on a device need both. Both have the same ranks, in
+/// the same order. Throws `c10::ValueError` otherwise.
+TESSERA_API ProcessGroupPtr device_process_group(ProcessGroupPtr host, ProcessGroupPtr device);
+
+/// Makes a c10d backend that connects the ranks which have stores with the same keys. Collective.
+using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout)>;
+
+/// Makes `name` a value of `WorldOptions::backend`, for tensors on devices of type `device`.
+/// Replaces a backend that was registered under this name before. "nccl" is registered for CUDA
+/// where LibTorch has it; "gloo" can't be replaced.
+TESSERA_API void register_backend(const std::string& name, c10::DeviceType device,
+                                  BackendFactory make);
+
+/// Makes a process group of the registered backend `name` and, for tensors in host memory, of Gloo.
+/// Collective. Throws `c10::ValueError` if there is no such backend.
+TESSERA_API ProcessGroupPtr registered_process_group(const std::string& name,
+                                                     const c10::intrusive_ptr<c10d::Store>& store,
+                                                     int rank, int size,
+                                                     std::chrono::milliseconds timeout);
 
 /// Makes a process group of ranks of one host that read each other's memory instead of sending
 /// messages; `inner` connects them, and is used for the setup only. For tensors in host memory;

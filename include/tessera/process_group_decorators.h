@@ -31,7 +31,7 @@ class TESSERA_API ProcessGroupDecorator : public ProcessGroup {
   std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
   std::string backend_name() const override { return inner_->backend_name(); }
   bool has_channels() const override { return inner_->has_channels(); }
-  bool needs_host_memory() const override { return inner_->needs_host_memory(); }
+  std::optional<c10::DeviceType> device_type() const override { return inner_->device_type(); }
   std::vector<int> sends_to() const override { return inner_->sends_to(); }
   ProcessGroup& transport() override { return inner_->transport(); }
 

@@ -27,10 +27,11 @@ struct WorldOptions {
   /// later waits.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
-  /// `gloo` or `nccl`; empty: `gloo`.
+  /// `gloo`; or the name of a registered backend, such as `nccl`, over which tensors on devices go,
+  /// beside Gloo for those in host memory; empty: `gloo`. See `register_backend()`.
   std::string backend;
 
-  /// For the `gloo` backend. If the arena is not available, `kAuto` uses Gloo, and warns unless
+  /// For tensors in host memory. If the arena is not available, `kAuto` uses Gloo, and warns unless
   /// this is expected (with one rank per host, or unequal numbers of ranks on the hosts); `kArena`
   /// throws `c10::NotImplementedError` on all ranks. The environment variable `TESSERA_TRANSPORT`
   /// (`gloo`, `arena` or `auto`) overrides `kAuto`. Ranks agree: if some have `kAuto`, they use the
@@ -73,7 +74,7 @@ struct HybridProcessGroups {
 class TESSERA_API World {
  public:
   World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
-        Transport transport = Transport::kAuto);
+        Transport transport = Transport::kAuto, const std::string& backend = "");
   ~World();
   World(World&&) noexcept;
   World& operator=(World&&) noexcept;

@@ -43,7 +43,7 @@ class ArenaProcessGroup : public ProcessGroup,
   std::string backend_name() const override { return "arena"; }
   std::vector<int> sends_to() const override { return {}; }
 
-  bool needs_host_memory() const override { return true; }
+  std::optional<c10::DeviceType> device_type() const override { return at::kCPU; }
 
   std::optional<SharedBuffer> share(int64_t nbytes, const CollectiveTag& tag) override;
   /// Does nothing: there are no shards of other hosts.

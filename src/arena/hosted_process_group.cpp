@@ -150,7 +150,7 @@ class HostedProcessGroup : public ProcessGroup,
   int size() const override { return whole_->size(); }
   std::chrono::milliseconds timeout() const override { return whole_->timeout(); }
   std::string backend_name() const override { return "arena+" + whole_->backend_name(); }
-  bool needs_host_memory() const override { return true; }
+  std::optional<c10::DeviceType> device_type() const override { return at::kCPU; }
 
   void close() noexcept override {
     const auto grace = closing_grace(timeout());

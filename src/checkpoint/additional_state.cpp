@@ -1,6 +1,5 @@
 #include "checkpoint/additional_state.h"
 
-#include <ATen/Context.h>
 #include <fmt/format.h>
 #include <tessera/generator.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
@@ -10,6 +9,8 @@
 #include <mutex>
 #include <tuple>
 #include <type_traits>
+
+#include "device/device.h"
 
 namespace tessera {
 namespace {
@@ -60,7 +61,8 @@ bool can_be(double value) {
 
 std::map<std::string, at::Generator> generators() {
   std::map<std::string, at::Generator> all = {{"cpu", default_generator()}};
-  if (at::hasCUDA()) all.emplace("cuda", at::globalContext().defaultGenerator(at::kCUDA));
+  if (const auto type = accelerator())
+    all.emplace(c10::DeviceTypeName(*type, /*lower_case=*/true), generator_of(*type));
   return all;
 }
 

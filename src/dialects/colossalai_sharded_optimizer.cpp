@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "device/device.h"
 #include "dialects/colossalai_state.h"
 #include "model/sharded_state.h"
 
@@ -163,9 +164,9 @@ double ShardedOptimizerV2::loss_scale() const { return impl_->scaler.get_scale()
 std::pair<int64_t, int64_t> ShardedOptimizerV2::get_memory_usage() const {
   const ShardMemory memory = impl_->sharded.memory();
   const int64_t on_device = memory.master_weights + memory.optimizer_state;
-  const bool is_cuda = impl_->model->sharded.state()->plan().device->is_cuda();
-  return is_cuda ? std::pair(on_device, memory.offloaded)
-                 : std::pair(int64_t{0}, on_device + memory.offloaded);
+  return is_host(*impl_->model->sharded.state()->plan().device)
+             ? std::pair(int64_t{0}, on_device + memory.offloaded)
+             : std::pair(on_device, memory.offloaded);
 }
 
 torch::optim::Optimizer& ShardedOptimizerV2::inner() const { return impl_->sharded.inner(); }

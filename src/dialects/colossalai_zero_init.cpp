@@ -1,4 +1,3 @@
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <tessera/deferred_init.h>
@@ -9,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "device/device.h"
 #include "dialects/colossalai_state.h"
 
 namespace tessera::colossalai {
@@ -28,8 +28,8 @@ namespace {
 void check_options(at::Device device, const ShardStrategyPtr& strategy,
                    const ZeroInitOptions& options) {
   TORCH_CHECK_VALUE(!detail::ParamOrigin::current(), "[ZeroInitContext] must not be in another ZeroInitContext");
-  TORCH_CHECK_VALUE(device.is_cpu() || (device.is_cuda() && at::hasCUDA()),
-                    "[ZeroInitContext] target_device must be a device of this machine, the CPU or CUDA; got ", device);
+  TORCH_CHECK_VALUE(has_device(device), "[ZeroInitContext] target_device must be a device of this process, which has ",
+                    devices_text(), "; got ", device);
   TORCH_CHECK_VALUE(strategy, "[ZeroInitContext] shard_strategy must not be null");
   const std::set<at::ScalarType> dtypes = {at::kHalf, at::kBFloat16, at::kFloat};
   TORCH_CHECK_VALUE(dtypes.contains(options.param_dtype), "[ZeroInitContext] param_dtype must be Half, BFloat16 or "

@@ -1,4 +1,3 @@
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -18,6 +17,7 @@
 #include <tuple>
 #include <utility>
 
+#include "device/device.h"
 #include "grad/saved_tensors.h"
 
 namespace tessera {
@@ -63,8 +63,9 @@ std::vector<at::Generator> generators_for(const Tensors& inputs,
   generators.insert(generators.end(), named.begin(), named.end());
   std::set<at::DeviceIndex> devices;
   for (const at::Tensor& input : inputs)
-    if (input.defined() && input.is_cuda() && devices.insert(input.device().index()).second)
-      generators.push_back(at::globalContext().defaultGenerator(input.device()));
+    if (input.defined() && !is_host(input.device()) &&
+        devices.insert(input.device().index()).second)
+      generators.push_back(generator_of(input.device()));
   return generators;
 }
 

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <thread>
 
+#include "device/device.h"
 #include "grad/capture_watch.h"
 #include "grad/grad_gate.h"
 #include "mesh/redistribute.h"
@@ -37,7 +38,7 @@ namespace tessera {
 //
 // With a replicate dim, a second reduction follows each first one, in the same order. A rank starts
 // it as soon as it finds the first one done while it launches others, and at the latest when the
-// gradients are needed.
+// gradients are needed. On a device it is queued at once, behind the first one.
 //
 // The initial order is the reverse of registration; later it is the order of last use in backward.
 namespace {
@@ -112,6 +113,7 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       launched_(units_.size(), false),
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
+      on_device_(!is_host(units_.front()->layout().device)),
       backwards_(/*may_overlap=*/mesh.size() == 1) {
   for (Unit* unit : units_) {
     // Units that are each rank's own are not averaged.
@@ -265,6 +267,7 @@ void Reducer::launch_ready() {
 // Starts the second reductions of all units that were launched, or only of those for which it need
 // not wait.
 void Reducer::replicate(bool waits) {
+  waits = waits || on_device_;
   // If the channels of a process group share one order, only waiting gives all ranks the same one.
   if (!waits && !mesh_.replicate().has_channels()) return;
   for (; !unreplicated_.empty(); unreplicated_.pop_front()) {
@@ -296,7 +299,9 @@ void Reducer::limit_in_flight() {
   const auto deadline = std::chrono::steady_clock::now() + kLongestPause;
   while (!in_flight_.empty()) {
     const size_t oldest = in_flight_.front();
-    if (gradients_[oldest]->is_reduced()) {
+    const bool is_over = gradients_[oldest]->is_reduced();
+    if (is_over || (on_device_ && in_flight_bytes_ > in_flight_limit_)) {
+      if (on_device_) gradients_[oldest]->wait_on_stream();
       in_flight_bytes_ -= units_[oldest]->layout().nbytes();
       in_flight_.erase(in_flight_.begin());
     } else if (in_flight_bytes_ > in_flight_limit_ && std::chrono::steady_clock::now() < deadline) {

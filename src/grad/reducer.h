@@ -156,6 +156,7 @@ class Reducer {
   int no_sync_ = 0;
   bool accumulating_ = false;  // gradients of a no_sync() backward are waiting
   bool in_backward_ = false;
+  const bool on_device_;  // gradients, and so reductions, are on a device
   OpenBackwards backwards_;
   std::string lost_gate_;  // the parameter and the rank; all ranks agree on it
   Lockstep lockstep_;

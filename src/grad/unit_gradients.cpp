@@ -10,6 +10,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "device/device.h"
+#include "device/side_stream.h"
+
 namespace tessera {
 
 // [Note: The way of a gradient]
@@ -70,8 +73,25 @@ Reduction::Reduction(const ShardMesh& mesh, const at::Tensor& out, std::vector<P
                                         {subject, Channel::kGrads})) {}
 
 void Reduction::replicate() {
+  const auto add_replicas = [this] {
+    return mesh_.replicate().all_reduce(out_, ReduceOp::kSum, {subject_, Channel::kGrads});
+  };
+  if (is_host(out_.device())) {
+    work_->wait();
+    work_ = add_replicas();
+    return;
+  }
+  // The stream of backward's kernels must not wait for the first sum.
+  first_ = std::move(work_);
+  SideStream(out_.device()).run([&] {
+    first_->wait();
+    work_ = add_replicas();
+  });
+}
+
+void Reduction::wait() {
   work_->wait();
-  work_ = mesh_.replicate().all_reduce(out_, ReduceOp::kSum, {subject_, Channel::kGrads});
+  first_.reset();
 }
 
 UnitGradients::UnitGradients(Unit& unit, OnGradient take, double scale, double predivide)

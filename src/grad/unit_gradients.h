@@ -28,7 +28,8 @@ class Reduction {
   /// All ranks, with a replicate dim: waits for the sum, then starts adding up the sums of the
   /// replicas.
   void replicate();
-  void wait() { work_->wait(); }
+  /// On a device, lets the current stream wait, not the host.
+  void wait();
   bool is_completed() { return work_->is_completed(); }
 
  private:
@@ -36,6 +37,7 @@ class Reduction {
   at::Tensor out_;
   std::string_view subject_;
   WorkPtr work_;
+  WorkPtr first_;  // over the shard dim, if `work_` is over the replicate dim, on a device
 };
 
 /// The gradients of one unit, from autograd's tensors to the reduced part that this rank keeps.
@@ -74,6 +76,11 @@ class UnitGradients {
   /// adding up the replicas. Of units that are reduced together, call it on one.
   void replicate();
   bool is_reducing() const { return reduction_ != nullptr; }
+  /// On a device: lets the current stream wait for the reduction, so that the whole gradients are
+  /// freed.
+  void wait_on_stream() {
+    if (reduction_) reduction_->wait();
+  }
   /// Returns true if `replicate()` or, without a replicate dim, `settle()` would not wait.
   bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
   /// All ranks: waits for the reduction. From then on, parameters with `used[slot]` have a

@@ -7,15 +7,11 @@
 namespace tessera {
 namespace {
 
-// Gathers the parts of `flat`, in host memory, on the device that the process group transfers from.
 void gather(ProcessGroup& process_group, const at::Tensor& flat, std::span<const int64_t> bounds,
             const CollectiveTag& tag) {
-  const bool is_on_device = process_group.backend_name() == "nccl";
-  const at::Tensor transferred = is_on_device ? flat.to(at::kCUDA) : flat;
   const int64_t begin = bounds[process_group.rank()], end = bounds[process_group.rank() + 1];
-  const at::Tensor shard = transferred.narrow(0, begin, end - begin);
-  process_group.all_gather(transferred, shard, bounds, tag)->wait_inputs();
-  if (is_on_device) flat.copy_(transferred);
+  const at::Tensor shard = flat.narrow(0, begin, end - begin);
+  process_group.all_gather(flat, shard, bounds, tag)->wait_inputs();
 }
 
 }  // namespace

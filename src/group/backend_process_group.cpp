@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -16,11 +17,27 @@
 #include <utility>
 #include <vector>
 
+#include "device/device.h"
+#include "device/side_stream.h"
+#include "group/collective.h"
 #include "group/collective_form.h"
 #include "group/collective_name.h"
 #include "group/peer_message.h"
 
 namespace tessera {
+
+// [Note: Collectives on a device]
+//
+// A device's backend queues a collective on a stream of its own, behind the work that is on the
+// current stream at that moment, and `wait()` of its work lets the current stream wait. So the host
+// never waits, and the order of issue decides what overlaps: a gather that is issued before the
+// kernels of one unit runs beside them.
+//
+// Everything that belongs to a collective, such as copying pieces into one buffer or adding the
+// sums to a tensor, is queued on a side stream, which waits for the backend's. The stream of the
+// kernels goes on, and waits only when `Work::wait()` is called, for the event behind all of it.
+// Until then the work keeps the caller's tensors, whose memory the allocator could otherwise give
+// to the next kernel. Temporaries belong to the side stream, in whose order they are reused.
 namespace {
 
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
@@ -103,8 +120,9 @@ class FormComparison {
 // they have completed. They are added before anybody waits.
 class BackendProcessGroupWork : public Work {
  public:
-  BackendProcessGroupWork(CollectiveName name, std::chrono::milliseconds timeout)
-      : name_(std::move(name)), timeout_(timeout) {}
+  // `on_device`: `wait()` lets the current stream wait, and not the host.
+  BackendProcessGroupWork(CollectiveName name, std::chrono::milliseconds timeout, bool on_device)
+      : name_(std::move(name)), timeout_(timeout), on_device_(on_device) {}
 
   const CollectiveName& name() const { return name_; }
   void compare(c10d::Backend& backend, const CollectiveForm& form) {
@@ -138,8 +156,9 @@ class BackendProcessGroupWork : public Work {
     std::exception_ptr error;
     bool completed = false;
     try {
-      // A timeout of zero would mean no timeout at all.
-      completed = work->wait(std::max(left, std::chrono::milliseconds(1)));
+      // A timeout of zero would mean no timeout at all; with one, NCCL lets the host wait.
+      completed =
+          on_device_ ? work->wait() : work->wait(std::max(left, std::chrono::milliseconds(1)));
     } catch (...) {
       error = std::current_exception();
     }
@@ -149,17 +168,74 @@ class BackendProcessGroupWork : public Work {
   const ProcessMark mark_;
   const CollectiveName name_;
   const std::chrono::milliseconds timeout_;
+  const bool on_device_;
   std::mutex mutex_;
   std::optional<FormComparison> comparison_;
   std::vector<BackendWork> works_;
   std::function<void()> finish_;
 };
 
+// A collective that is queued on a side stream. See [Note: Collectives on a device].
+class QueuedWork : public Work {
+ public:
+  // `issuer`: the stream that was current when it was issued. `kept`: the tensors that it reads and
+  // writes.
+  QueuedWork(CollectiveName name, c10::Stream issuer, c10::Event end, std::vector<at::Tensor> kept,
+             bool host_waits)
+      : name_(std::move(name)),
+        issuer_(issuer),
+        end_(std::move(end)),
+        kept_(std::move(kept)),
+        host_waits_(host_waits) {}
+
+  ~QueuedWork() override {
+    if (kept_.empty() || mark_.is_inherited()) return;
+    try {
+      end_.block(issuer_);
+    } catch (...) {  // the device has failed, which its next call reports
+    }
+  }
+
+  void wait() override {
+    check_process(mark_, name_);
+    const std::lock_guard lock(mutex_);
+    const c10::Stream current = current_stream(issuer_.device());
+    end_.block(current);
+    if (host_waits_) end_.synchronize();
+    if (current == issuer_) kept_.clear();  // their memory is reused in its order
+  }
+
+  bool is_completed() override { return !mark_.is_inherited() && end_.query(); }
+
+ private:
+  const ProcessMark mark_;
+  const CollectiveName name_;
+  const c10::Stream issuer_;
+  const c10::Event end_;
+  std::mutex mutex_;
+  std::vector<at::Tensor> kept_;
+  const bool host_waits_;
+};
+
+std::vector<at::Tensor> tensors_of(const Collective& collective) {
+  std::vector<at::Tensor> tensors;
+  std::visit(
+      [&](const auto& call) {
+        for_each_tensor(call, [&](const at::Tensor& tensor, bool /*is_written*/) {
+          if (tensor.defined()) tensors.push_back(tensor);
+        });
+      },
+      collective.call);
+  return tensors;
+}
+
 class BackendProcessGroup : public ProcessGroup {
  public:
-  BackendProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
+  BackendProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout,
+                      c10::DeviceType device)
       : backend_(std::move(backend)),
         timeout_(timeout),
+        device_(device),
         // c10d's Gloo implements these through temporaries and, worse, an all-reduce.
         has_fast_base_collectives_(backend_->getBackendName() != "gloo") {}
 
@@ -173,6 +249,10 @@ class BackendProcessGroup : public ProcessGroup {
   std::chrono::milliseconds timeout() const override { return timeout_; }
   std::string backend_name() const override { return backend_->getBackendName(); }
   bool has_channels() const override { return false; }
+  // On the CPU, a backend says itself which tensors it takes.
+  std::optional<c10::DeviceType> device_type() const override {
+    return is_on_device() ? std::optional(device_.type()) : std::nullopt;
+  }
 
  private:
   WorkPtr issue(Collective collective) override {
@@ -181,14 +261,32 @@ class BackendProcessGroup : public ProcessGroup {
         [&](auto& call) -> WorkPtr {
           const CollectiveForm form = form_of(call, collective.tag);
           const auto work = std::make_shared<BackendProcessGroupWork>(
-              order_.next(*this, call.kName, collective.tag, form), timeout_);
-          // Not on a device, where reading the result would stall the queued work; NCCL has its own
-          // checks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
-          if (size() > 1 && !is_on_device()) work->compare(*backend_, form);
+              order_.next(*this, call.kName, collective.tag, form), timeout_, is_on_device());
+          if (is_on_device()) return queue(*work, call, tensors_of(collective));
+          if (size() > 1) work->compare(*backend_, form);
           start(*work, call);
           return work;
         },
         collective.call);
+  }
+
+  // Does not compare the forms of ranks: reading the result would stall the queued work. NCCL has
+  // its own checks (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+  template <class Call>
+  WorkPtr queue(BackendProcessGroupWork& work, Call& call, std::vector<at::Tensor> tensors) {
+    const c10::Device device = tensors.empty() ? device_ : tensors.front().device();
+    c10::Event end = side_stream(device).run([&] {
+      start(work, call);
+      work.wait();
+    });
+    return std::make_shared<QueuedWork>(work.name(), current_stream(device), std::move(end),
+                                        std::move(tensors),
+                                        /*host_waits=*/std::is_same_v<Call, Barrier>);
+  }
+
+  const SideStream& side_stream(c10::Device device) {
+    const std::lock_guard lock(mutex_);
+    return side_streams_.try_emplace(device.index(), device).first->second;
   }
 
   void start(BackendProcessGroupWork& work, AllGather& call) {
@@ -204,7 +302,7 @@ class BackendProcessGroup : public ProcessGroup {
       piece.data.reset();  // from here on only the pieces' ranges are needed
     }
     const at::Tensor own = start_reductions(work, flat, bounds);
-    work.set_finish([out = out, own, pieces = std::move(call.pieces), options = options,
+    work.set_finish([flat, out = out, own, pieces = std::move(call.pieces), options = options,
                      begin = bounds[rank()]] { store_pieces(out, own, pieces, begin, options); });
   }
 
@@ -229,7 +327,7 @@ class BackendProcessGroup : public ProcessGroup {
     });
     std::vector<int64_t> received_sizes = received.sizes;  // a copy: c10d's Gloo moves from it
     work.add(backend_->alltoall_base(received.bytes, sent.bytes, received_sizes, sent.sizes));
-    work.set_finish([received, from = std::move(from)] {
+    work.set_finish([sent, received, from = std::move(from)] {
       at::NoGradGuard no_grad_either;
       received.for_each(from, [](const at::Tensor& message, const at::Tensor& place) {
         message.copy_(place, /*non_blocking=*/true);
@@ -242,7 +340,7 @@ class BackendProcessGroup : public ProcessGroup {
     const at::Tensor one = at::ones({1}, at::TensorOptions().device(device_of({}, {})));
     std::vector<at::Tensor> tensors{one};
     work.add(backend_->allreduce(tensors));
-    work.set_finish([one] { one.item(); });  // on a device, wait() only orders the stream
+    work.set_finish([one] {});
   }
 
   // Returns the device of the messages; if all are empty, the device that the backend requires.
@@ -252,10 +350,10 @@ class BackendProcessGroup : public ProcessGroup {
         if (message_numel(message) > 0) return message.device();
       }
     }
-    return is_on_device() ? at::kCUDA : at::kCPU;
+    return device_;
   }
 
-  bool is_on_device() const { return backend_name() == "nccl"; }
+  bool is_on_device() const { return !is_host(device_); }
 
   void start_gather(BackendProcessGroupWork& work, const at::Tensor& flat, const at::Tensor& shard,
                     std::span<const int64_t> bounds) {
@@ -340,17 +438,20 @@ class BackendProcessGroup : public ProcessGroup {
   ChannelOrder order_;
   c10::intrusive_ptr<c10d::Backend> backend_;
   const std::chrono::milliseconds timeout_;
+  const c10::Device device_;
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, SideStream> side_streams_;
   const bool has_fast_base_collectives_;
 };
 
 }  // namespace
 
 ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backend> backend,
-                                      std::chrono::milliseconds timeout) {
+                                      std::chrono::milliseconds timeout, c10::DeviceType device) {
   TORCH_CHECK_VALUE(backend.defined(), "[backend_process_group] `backend` must be given");
   TORCH_CHECK_VALUE(timeout.count() > 0, "[backend_process_group] `timeout` must be positive; got ",
                     timeout.count(), " ms");
-  return std::make_shared<BackendProcessGroup>(std::move(backend), timeout);
+  return std::make_shared<BackendProcessGroup>(std::move(backend), timeout, device);
 }
 
 }  // namespace tessera

@@ -49,7 +49,7 @@ class ArgumentCheck {
     if constexpr (requires { call.pieces; }) check_pieces(call);
     if constexpr (requires { call.root; }) check_root(call.root);
     if constexpr (requires { call.from; }) check_messages(call.from, call.to);
-    if (process_group_.needs_host_memory()) check_on_host(call);
+    if (process_group_.device_type()) check_device(call, *process_group_.device_type());
   }
 
  private:
@@ -121,7 +121,7 @@ class ArgumentCheck {
                         call.dtype(), ", got ", piece.data.scalar_type(), where());
     }
     // With a single dtype, a backend itself rejects dtypes that it can't sum.
-    if (call.dtype() != call.out.scalar_type() || process_group_.needs_host_memory())
+    if (call.dtype() != call.out.scalar_type() || process_group_.device_type() == at::kCPU)
       check_reducible(function_, call.dtype(), ReduceOp::kSum, call.out.scalar_type());
   }
 
@@ -190,19 +190,22 @@ class ArgumentCheck {
     }
   }
 
-  // Additional checks for process groups whose tensors must be in host memory.
+  // Additional checks for process groups whose tensors must be in one kind of memory.
   template <class Call>
-  void check_on_host(const Call& call) const {
+  void check_device(const Call& call, c10::DeviceType type) const {
     for_each_tensor(call, [this](const at::Tensor& tensor, bool /*is_written*/) {
       // An empty message is not sent.
       const bool is_used =
           tensor.defined() && (tensor.numel() > 0 || !std::is_same_v<Call, AllToAll>);
-      TORCH_CHECK_VALUE(!is_used || tensor.device().is_cpu(), "[", function_,
-                        "] the tensors of this process group must lie in host memory; got device ",
-                        tensor.device(), where());
+      TORCH_CHECK_VALUE(!is_used || tensor.device().type() == type, "[", function_,
+                        "] the tensors of this process group must lie ",
+                        type == at::kCPU ? "in host memory"
+                                         : "on devices of type " + c10::DeviceTypeName(type, true),
+                        "; got device ", tensor.device(), where());
     });
-    if constexpr (requires { call.op; })
-      check_reducible(function_, call.tensor.scalar_type(), call.op);
+    if constexpr (requires { call.op; }) {
+      if (type == at::kCPU) check_reducible(function_, call.tensor.scalar_type(), call.op);
+    }
   }
 
   const ProcessGroup& process_group_;

@@ -1,14 +1,18 @@
 // Built in place of nccl.cpp where LibTorch has no CUDA.
 #include <c10/util/Exception.h>
-#include <tessera/process_group.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "group/registered_backends.h"
 
 namespace tessera {
 
-ProcessGroupPtr nccl_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                   std::chrono::milliseconds timeout) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false,
-                              "[nccl_process_group] NCCL needs a LibTorch with CUDA; this Tessera was "
-                              "built against one without it. Use the backend 'gloo'.");
+RegisteredBackend nccl_backend() {
+  return {c10::DeviceType::CUDA, [](const auto&...) -> c10::intrusive_ptr<c10d::Backend> {
+            TORCH_CHECK_NOT_IMPLEMENTED(
+                false, "[nccl] NCCL needs a LibTorch with CUDA, and nccl.h when Tessera is built; this Tessera was built "
+                "without one of them (the output of its configuration says which). Use the backend 'gloo'.");
+          }};
 }
 
 }  // namespace tessera

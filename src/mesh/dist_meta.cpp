@@ -13,9 +13,9 @@ namespace tessera {
 //
 // A TensorImpl with the global sizes and no memory. It has two backend bits: the higher one,
 // PrivateUse3, sends every operator to this library (see dist_dispatch.cpp); by the lower one, it
-// reports itself as a tensor of the CPU (or of CUDA). Autograd works above that, on the global
-// tensor: it saves and accumulates DistTensors, and derivative formulas are sequences of operators
-// on them.
+// reports itself as a tensor of the device of its local part. Autograd works above that, on the
+// global tensor: it saves and accumulates DistTensors, and derivative formulas are sequences of
+// operators on them.
 
 namespace {
 
@@ -33,8 +33,9 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});
-  const auto keys = kOwnKeys | c10::DispatchKeySet(local.is_cuda() ? c10::DispatchKey::CUDA
-                                                                   : c10::DispatchKey::CPU);
+  const auto keys =
+      kOwnKeys | c10::DispatchKeySet(c10::toRuntimePerBackendFunctionalityKey(
+                     c10::DispatchKey::Dense, c10::toBackendComponent(local.device().type())));
   auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));

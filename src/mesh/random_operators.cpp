@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/device.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
 #include "mesh/dist_dispatch.h"
@@ -63,7 +64,7 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
     const at::Generator named = arguments[i].toGenerator();
     if (named.defined() && named != at::globalContext().defaultGenerator(c10::kCPU)) return named;
   }
-  return device.is_cpu() ? default_generator() : at::globalContext().defaultGenerator(device);
+  return is_host(device) ? default_generator() : generator_of(device);
 }
 
 // A mesh whose ranks had a generator in the same state.

@@ -139,7 +139,7 @@ class ExchangeProcessGroup : public ProcessGroup,
   int size() const override { return mailbox_.size(); }
   std::chrono::milliseconds timeout() const override { return timeout_; }
   std::string backend_name() const override { return "gloo"; }
-  bool needs_host_memory() const override { return true; }
+  std::optional<c10::DeviceType> device_type() const override { return at::kCPU; }
 
  private:
   WorkPtr issue(Collective collective) override {

@@ -1,10 +1,11 @@
 #include "model/check_plan.h"
 
-#include <ATen/Context.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <utility>
+
+#include "device/device.h"
 
 namespace tessera {
 namespace {
@@ -52,8 +53,9 @@ void check_plan(const ShardPlan& plan) {
                     "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
   TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
                               "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
-  TORCH_CHECK_VALUE(!plan.device || plan.device->is_cpu() || (plan.device->is_cuda() && at::hasCUDA()),
-                    "[fully_shard] plan.device must be the CPU or a CUDA device of this machine; got ", *plan.device);
+  TORCH_CHECK_VALUE(!plan.device || has_device(*plan.device),
+                    "[fully_shard] plan.device must be a device of this process, which has ", devices_text(), "; got ",
+                    *plan.device);
   TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
                     "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
   TORCH_CHECK_VALUE(plan.offload_directory.empty() || plan.offload == Offload::kDirectory,

@@ -1,19 +1,21 @@
 #include "offload/state_memory.h"
 
-#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
+
+#include "device/device.h"
 
 namespace tessera {
 namespace {
 
-// Page-locked if there is a GPU to copy from and to.
+// Page-locked if there is an accelerator, which then copies without the host.
 class HostMemory : public StateMemory {
  public:
   at::Tensor empty(int64_t numel, at::ScalarType dtype) override {
-    return at::empty({numel}, at::TensorOptions().dtype(dtype).pinned_memory(at::hasCUDA()));
+    return at::empty({numel},
+                     at::TensorOptions().dtype(dtype).pinned_memory(accelerator().has_value()));
   }
   void reserve(const std::vector<int64_t>&) override {}
-  bool is_ordinary() const override { return !at::hasCUDA(); }
+  bool is_ordinary() const override { return !accelerator(); }
   bool holds(const at::Tensor& tensor) const override { return tensor.device().is_cpu(); }
 };
 

@@ -98,12 +98,11 @@ std::string transfer(ProcessGroup& process_group, const std::string& own, int64_
   const bool sends = rank == from;
   const bool receives = !sends && (recipient < 0 || recipient == rank);
   std::string received(receives ? nbytes : 0, '\0');
-  at::Tensor host, bytes;
+  at::Tensor bytes;
   if (sends || receives) {
     // The tensor over `own` is only read.
     void* const data = sends ? const_cast<char*>(own.data()) : received.data();
-    host = at::from_blob(data, {nbytes}, at::kByte);
-    bytes = process_group.backend_name() == "nccl" ? host.to(at::kCUDA) : host;
+    bytes = at::from_blob(data, {nbytes}, at::kByte);
   }
   const CollectiveTag tag{"optimizer state", Channel::kControl};
   if (recipient < 0) {
@@ -114,7 +113,6 @@ std::string transfer(ProcessGroup& process_group, const std::string& own, int64_
     if (sends) outgoing[recipient] = bytes;
     process_group.all_to_all(std::move(incoming), std::move(outgoing), tag)->wait_inputs();
   }
-  if (receives && !bytes.is_same(host)) host.copy_(bytes);
   return received;
 }
 

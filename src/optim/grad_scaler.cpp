@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "group/host_all_reduce.h"
 #include "group/progress.h"
 #include "model/sharded_state.h"
 #include "optim/segments.h"
@@ -104,6 +103,11 @@ struct GradScaler::Impl {
   bool step(Optimizer& optimizer);
 };
 
+static void highest_of(ProcessGroup& process_group, const at::Tensor& found_inf) {
+  if (process_group.size() > 1)
+    process_group.all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl})->wait();
+}
+
 // Returns one element: 1 if a gradient of this rank is not finite, else 0.
 at::Tensor GradScaler::Impl::unscale_parts(AlikeGradients lists) const {
   const at::Tensor found_inf = at::zeros({1}, at::kFloat);
@@ -120,9 +124,7 @@ at::Tensor GradScaler::Impl::unscale_parts(AlikeGradients lists) const {
 // Returns whether a rank of the options' process group found one, if there is such a group; the
 // ranks of the model have combined their results before.
 bool GradScaler::Impl::on_any_rank(const at::Tensor& found_inf) const {
-  if (options.process_group)
-    host_all_reduce(*options.process_group, found_inf, ReduceOp::kMax,
-                    {"found inf", Channel::kControl});
+  if (options.process_group) highest_of(*options.process_group, found_inf);
   return found_inf.item<float>() > 0;
 }
 
@@ -138,8 +140,7 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, state));
   // Each rank has checked its own parts only: skipping must be agreed on.
   state.mesh().all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl});
-  host_all_reduce(state.mesh().parts(), found_inf, ReduceOp::kMax,
-                  {"found inf", Channel::kControl});
+  highest_of(state.mesh().parts(), found_inf);
   return on_any_rank(found_inf);
 }
 

@@ -44,7 +44,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
   int size() const override { return size_; }
   std::chrono::milliseconds timeout() const override { return std::chrono::minutes(10); }
   std::string backend_name() const override { return "fake"; }
-  bool needs_host_memory() const override { return true; }
+  std::optional<c10::DeviceType> device_type() const override { return at::kCPU; }
   ProcessGroupPtr make_part(int rank, int size) const override {
     return fake_process_group(rank, size);
   }

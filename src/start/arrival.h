@@ -26,7 +26,7 @@ struct Arrival {
   int64_t pid = 0;
   std::string processes;  ///< the processes among which `pid` is unique: a namespace of the host
   std::string transport;  ///< "auto", "gloo" or "arena"
-  std::string backend;    ///< "gloo" or "nccl"
+  std::string backend;    ///< "gloo", or a registered one
   int64_t timeout = 0;    ///< of all waits; ms
   std::string token;      ///< `job_token()`
   std::string endpoint;   ///< an address of the rank for other services; may be empty

@@ -18,6 +18,7 @@
 #include "arena/hosted_process_group.h"
 #include "group/capability.h"
 #include "group/collective_name.h"
+#include "group/registered_backends.h"
 #include "start/arrival.h"
 #include "start/host_identity.h"
 #include "start/wait_report.h"
@@ -103,15 +104,16 @@ ProcessGroupPtr join_all(const Arrival& own, const Agreement& agreement,
                          const c10::intrusive_ptr<c10d::Store>& store,
                          const std::shared_ptr<CollectiveWatch>& watch) {
   const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
-  ProcessGroupPtr process_group;
-  if (own.backend == "nccl") {
-    process_group = nccl_process_group(keys, own.rank, own.size, agreement.timeout);
-  } else {
-    process_group = gloo_process_group(keys, own.rank, own.size, agreement.timeout,
-                                       agreement.one_host ? "127.0.0.1" : "");
-    std::optional<HostTable> table;
-    if (!agreement.one_host) table.emplace(hosts);
-    process_group = with_arena(process_group, keys, table, agreement.transport);
+  ProcessGroupPtr process_group = gloo_process_group(keys, own.rank, own.size, agreement.timeout,
+                                                     agreement.one_host ? "127.0.0.1" : "");
+  std::optional<HostTable> table;
+  if (!agreement.one_host) table.emplace(hosts);
+  process_group = with_arena(process_group, keys, table, agreement.transport);
+  if (const auto backend = find_backend(own.backend)) {
+    const auto device_keys = c10::make_intrusive<c10d::PrefixStore>("device", keys);
+    process_group = device_process_group(
+        process_group,
+        process_group_of(*backend, device_keys, own.rank, own.size, agreement.timeout));
   }
   if (auto* const watchable = capability<Watchable>(*process_group); watchable && watch)
     watchable->set_watch(watch);
@@ -139,8 +141,8 @@ class Gathering {
                        watch = watch_of_all()] {
       return join_all(own, agreement, hosts, store, watch);
     };
-    // CUDA has a current device for each thread.
-    const auto joined = attendance_->own().backend == "nccl"
+    // A device's backend may connect on the current device, of which each thread has its own.
+    const auto joined = find_backend(attendance_->own().backend)
                             ? std::optional(explained<ProcessGroupPtr>(join))
                             : timed(join);
     return {.process_group = *joined, .transport = agreement.transport, .hosts = hosts};

@@ -88,9 +88,10 @@ bool contains(const std::vector<int>& ranks, int rank) {
 }  // namespace
 
 ProcessGroups::ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> store,
-                             ProcessGroupPtr world, Transport transport)
+                             ProcessGroupPtr world, Transport transport, std::string backend)
     : info_(std::move(info)),
       transport_(transport),
+      backend_(std::move(backend)),
       connected_(std::move(world)),
       world_(connected_),
       store_(std::move(store)) {}
@@ -155,7 +156,7 @@ ProcessGroupPtr ProcessGroups::connect_part(const std::vector<int>& ranks, const
   info.local_size = info_.local_size == size() ? info.size : 0;
   const Meeting meeting{.info = std::move(info),
                         .store = c10::make_intrusive<c10d::PrefixStore>(name, open_store(function)),
-                        .backend = world_->backend_name() == "nccl" ? "nccl" : "gloo",
+                        .backend = backend_,
                         .transport = transport_,
                         .deadline = Deadline(world_->timeout()),
                         .names = ranks,

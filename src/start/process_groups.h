@@ -30,9 +30,9 @@ namespace tessera {
 /// Threads may use it at the same time, except for `set_world()`.
 class ProcessGroups {
  public:
-  /// `world` has all ranks, which find each other through `store`.
+  /// `world` has all ranks, which find each other through `store`, over `transport` and `backend`.
   ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr world,
-                Transport transport);
+                Transport transport, std::string backend);
   ~ProcessGroups();
   ProcessGroups(const ProcessGroups&) = delete;
   ProcessGroups& operator=(const ProcessGroups&) = delete;
@@ -83,6 +83,7 @@ class ProcessGroups {
 
   const RankInfo info_;
   const Transport transport_;
+  const std::string backend_;
   const ProcessGroupPtr connected_;  // the world as it was connected
   ProcessGroupPtr world_;            // the same, or a decorator
 

@@ -1,6 +1,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/env.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <tessera/world.h>
 
 #include <algorithm>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "group/environment.h"
+#include "group/registered_backends.h"
 #include "memory/process_mark.h"
 #include "start/connect.h"
 #include "start/deadline.h"
@@ -61,8 +64,9 @@ Transport transport_of(const WorldOptions& options) {
 }
 
 void check_backend(const std::string& backend) {
-  TORCH_CHECK_VALUE(backend.empty() || backend == "gloo" || backend == "nccl",
-                    "[init] `backend` must be \"gloo\" or \"nccl\"; got \"", backend, "\"");
+  TORCH_CHECK_VALUE(backend.empty() || backend == "gloo" || find_backend(backend),
+                    "[init] `backend` must be gloo or a registered backend (",
+                    fmt::format("{}", fmt::join(backend_names(), ", ")), "); got \"", backend, "\"");
 }
 
 // LibTorch's settings from Python: reads TORCH_CPP_LOG_LEVEL, and ends errors with stack frames
@@ -112,7 +116,8 @@ World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const Settings&
     info.local_rank = static_cast<int>(std::count(made.hosts.begin(), own, *own));
     info.local_size = static_cast<int>(std::count(made.hosts.begin(), made.hosts.end(), *own));
   }
-  return World(std::move(info), std::move(store), made.process_group, made.transport);
+  return World(std::move(info), std::move(store), made.process_group, made.transport,
+               settings.backend);
 }
 
 // Joins the ranks that share `store`.
@@ -132,9 +137,10 @@ World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info, const S
 }  // namespace
 
 World::World(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr process_group,
-             Transport transport)
-    : impl_(new Impl{store, std::make_shared<ProcessGroups>(std::move(info), store,
-                                                            std::move(process_group), transport)}) {
+             Transport transport, const std::string& backend)
+    : impl_(new Impl{
+          store, std::make_shared<ProcessGroups>(std::move(info), store, std::move(process_group),
+                                                 transport, backend)}) {
   set_default(impl_->process_groups);
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "device/device.h"
 #include "group/capability.h"
 #include "unit/unit.h"
 
@@ -92,7 +93,7 @@ void UnitMemory::count_gathered(bool is_gathered) {
 
 std::unique_ptr<UnitMemory> make_unit_memory(const UnitLayout& layout, UnitContext& context) {
   // Where nothing is sharded, all ranks write to everything.
-  const bool may_share = layout.level != ShardLevel::kNone && layout.device.is_cpu();
+  const bool may_share = layout.level != ShardLevel::kNone && is_host(layout.device);
   auto* const sharing = may_share ? capability<SharesMemory>(context.mesh.shard()) : nullptr;
   if (sharing) {
     if (auto buffer = sharing->share(layout.nbytes(), {layout.name, Channel::kControl}))

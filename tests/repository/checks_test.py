@@ -120,6 +120,10 @@ class CheckWords(unittest.TestCase):
     def test_finds_paths_of_a_machine(self):
         self.assert_finds({"docs/a.md": "see /home/" + "somebody/tessera\n"}, "a path of one machine")
 
+    def test_finds_names_of_one_device(self):
+        self.assert_finds({"src/unit/a.cpp": "bool b = tensor.is_cuda();\n"}, "is_cuda; expected a device of any type")
+        self.assertEqual(run("check_words.py", {"src/unit/a.cpp": "// as is_cuda() was\n"})[0], 0)
+
     def test_finds_dead_links_and_blanks(self):
         self.assert_finds({"README.md": "[a](docs/none.md)\n"}, "link to docs/none.md")
         self.assert_finds({"a.cpp": "int a; \n"}, "blanks at the end")

@@ -436,7 +436,7 @@ TEST(Init, SaysThatAnotherRankDoesNotCome) {
 
 TEST(Nccl, IsRefusedWithoutCuda) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "LibTorch has CUDA here";
-  EXPECT_THROW(nccl_process_group(c10::make_intrusive<c10d::HashStore>(), 0, 1, 1s),
+  EXPECT_THROW(registered_process_group("nccl", c10::make_intrusive<c10d::HashStore>(), 0, 1, 1s),
                c10::NotImplementedError);
 }
 

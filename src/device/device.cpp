@@ -1,0 +1,39 @@
+#include "device/device.h"
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <fmt/format.h>
+
+namespace tessera {
+namespace {
+
+int count(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
+}
+
+}  // namespace
+
+std::optional<c10::DeviceType> accelerator() {
+  const auto type = at::getAccelerator();
+  return type && count(*type) > 0 ? type : std::nullopt;
+}
+
+bool has_device(c10::Device device) {
+  return is_host(device) || std::max<int>(device.index(), 0) < count(device.type());
+}
+
+std::string devices_text() {
+  const auto type = accelerator();
+  if (!type) return "cpu";
+  const int number = count(*type);
+  return fmt::format("cpu and {} device{} of type {}", number, number == 1 ? "" : "s",
+                     c10::DeviceTypeName(*type, /*lower_case=*/true));
+}
+
+at::Generator generator_of(c10::Device device) {
+  return at::globalContext().defaultGenerator(device);
+}
+
+}  // namespace tessera

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
+
+#include <optional>
+#include <string>
+
+namespace tessera {
+
+/// Returns true if the host may read and write memory of `device` itself.
+inline bool is_host(c10::Device device) { return device.is_cpu(); }
+
+/// Returns the type of this process's accelerator: that of which LibTorch has a backend and the
+/// machine has a device. None: there is no such type.
+std::optional<c10::DeviceType> accelerator();
+
+/// Returns true if this process has `device`: it is the CPU, or a device of a type of which
+/// LibTorch has a backend, with an index below their number, or without one (the current device).
+bool has_device(c10::Device device);
+
+/// Returns, for example, "cpu and 2 devices of type cuda", for messages about other devices.
+std::string devices_text();
+
+/// Returns the default generator of `device`, which is not the CPU.
+at::Generator generator_of(c10::Device device);
+
+}  // namespace tessera

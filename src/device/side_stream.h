@@ -1,0 +1,31 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <functional>
+
+namespace tessera {
+
+/// A device's stream beside those on which its kernels are queued. Not for the host.
+///
+/// Memory that work on it takes from the device's allocator belongs to it: it is reused in its
+/// order, as a temporary of a function should be. Memory of another stream that it reads or writes
+/// must be kept until that stream has waited for the work's event.
+class SideStream {
+ public:
+  explicit SideStream(c10::Device device);
+
+  /// Calls `queue`, whose work is queued here: behind all work that was queued before on the
+  /// current stream. Returns an event after it. The host does not wait.
+  c10::Event run(const std::function<void()>& queue) const;
+
+ private:
+  const c10::Stream stream_;
+};
+
+/// Returns the stream on which the calling thread queues kernels of `device`.
+c10::Stream current_stream(c10::Device device);
+
+}  // namespace tessera
