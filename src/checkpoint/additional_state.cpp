@@ -62,7 +62,7 @@ bool can_be(double value) {
 std::map<std::string, at::Generator> generators() {
   std::map<std::string, at::Generator> all = {{"cpu", default_generator()}};
   if (const auto type = accelerator())
-    all.emplace(c10::DeviceTypeName(*type, /*lower_case=*/true), generator_of(*type));
+    all.emplace(c10::DeviceTypeName(*type, /*lower_case=*/true), default_generator_of(*type));
   return all;
 }
 

@@ -32,7 +32,7 @@ std::string devices_text() {
                      c10::DeviceTypeName(*type, /*lower_case=*/true));
 }
 
-at::Generator generator_of(c10::Device device) {
+at::Generator default_generator_of(c10::Device device) {
   return at::globalContext().defaultGenerator(device);
 }
 

@@ -23,6 +23,6 @@ bool has_device(c10::Device device);
 std::string devices_text();
 
 /// Returns the default generator of `device`, which is not the CPU.
-at::Generator generator_of(c10::Device device);
+at::Generator default_generator_of(c10::Device device);
 
 }  // namespace tessera

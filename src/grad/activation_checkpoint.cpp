@@ -65,7 +65,7 @@ std::vector<at::Generator> generators_for(const Tensors& inputs,
   for (const at::Tensor& input : inputs)
     if (input.defined() && !is_host(input.device()) &&
         devices.insert(input.device().index()).second)
-      generators.push_back(generator_of(input.device()));
+      generators.push_back(default_generator_of(input.device()));
   return generators;
 }
 

@@ -193,7 +193,7 @@ class ArgumentCheck {
   // Additional checks for process groups whose tensors must be in one kind of memory.
   template <class Call>
   void check_device(const Call& call, c10::DeviceType type) const {
-    for_each_tensor(call, [this](const at::Tensor& tensor, bool /*is_written*/) {
+    for_each_tensor(call, [&, this](const at::Tensor& tensor, bool /*is_written*/) {
       // An empty message is not sent.
       const bool is_used =
           tensor.defined() && (tensor.numel() > 0 || !std::is_same_v<Call, AllToAll>);

@@ -64,7 +64,7 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
     const at::Generator named = arguments[i].toGenerator();
     if (named.defined() && named != at::globalContext().defaultGenerator(c10::kCPU)) return named;
   }
-  return is_host(device) ? default_generator() : generator_of(device);
+  return is_host(device) ? default_generator() : default_generator_of(device);
 }
 
 // A mesh whose ranks had a generator in the same state.

@@ -32,7 +32,7 @@ class ProcessGroups {
  public:
   /// `world` has all ranks, which find each other through `store`, over `transport` and `backend`.
   ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr world,
-                Transport transport, std::string backend);
+                Transport transport, std::string backend = "");
   ~ProcessGroups();
   ProcessGroups(const ProcessGroups&) = delete;
   ProcessGroups& operator=(const ProcessGroups&) = delete;
