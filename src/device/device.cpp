@@ -24,6 +24,11 @@ bool has_device(c10::Device device) {
   return is_host(device) || std::max<int>(device.index(), 0) < count(device.type());
 }
 
+c10::Device with_index(c10::Device device) {
+  if (is_host(device) || device.has_index()) return device;
+  return c10::impl::getDeviceGuardImpl(device.type())->getDevice();
+}
+
 std::string devices_text() {
   const auto type = accelerator();
   if (!type) return "cpu";

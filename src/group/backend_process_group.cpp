@@ -23,6 +23,7 @@
 #include "group/collective_form.h"
 #include "group/collective_name.h"
 #include "group/peer_message.h"
+#include "group/store_sum.h"
 
 namespace tessera {
 
@@ -422,16 +423,7 @@ class BackendProcessGroup : public ProcessGroup {
       const int64_t from = std::max<int64_t>(piece.begin - begin, 0);
       const int64_t to = std::min(piece.begin + piece.numel - begin, own.numel());
       if (from >= to) continue;
-      // Computes in the wider of the two dtypes; `add_` and `copy_` round to the dtype of `out`.
-      const auto dtype = c10::promoteTypes(own.scalar_type(), out.scalar_type());
-      at::Tensor sum = own.narrow(0, from, to - from).to(dtype);
-      const at::Tensor target = out.view(-1).narrow(0, from, to - from);
-      if (options.scale != 1.0) {  // integers are scaled in double; to() drops the fractions
-        sum = at::isFloatingType(sum.scalar_type()) || at::isComplexType(sum.scalar_type())
-                  ? sum.mul_(options.scale)
-                  : sum.to(at::kDouble).mul_(options.scale).to(sum.scalar_type());
-      }
-      options.accumulate ? target.add_(sum) : target.copy_(sum);
+      store_sum(out.view(-1).narrow(0, from, to - from), own.narrow(0, from, to - from), options);
     }
   }
 

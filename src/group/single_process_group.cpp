@@ -9,6 +9,7 @@
 #include "group/completed_work.h"
 #include "group/local_sum.h"
 #include "group/peer_message.h"
+#include "group/store_sum.h"
 
 namespace tessera {
 namespace {
@@ -72,8 +73,11 @@ class SingleProcessGroup : public ProcessGroup {
                               const ReduceScatterOptions& options) {
     at::NoGradGuard no_grad;
     const at::Tensor part = out.view(-1).narrow(0, piece.begin, piece.numel);
-    if (!options.accumulate) part.zero_();
-    if (piece.data.defined()) part.add_(piece.data.view(-1), options.scale);
+    if (piece.data.defined()) {
+      store_sum(part, piece.data.view(-1), options);
+    } else if (!options.accumulate) {
+      part.zero_();
+    }
   }
 
   const WorkPtr completed_ = std::make_shared<CompletedWork>();

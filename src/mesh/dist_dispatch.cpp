@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/device.h"
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/decompositions.h"
@@ -371,8 +372,13 @@ torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
   return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
 
+bool has_kernel_of(const c10::OperatorHandle& op, c10::DeviceType device) {
+  return op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(
+      c10::DispatchKey::Dense, c10::toBackendComponent(device)));
+}
+
 bool has_own_kernel(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+  return has_kernel_of(op, at::kCPU) || (accelerator() && has_kernel_of(op, *accelerator())) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }

@@ -10,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "device/device.h"
 #include "grad/grad_gate.h"
 #include "init/recorder.h"
 #include "mesh/op_plan.h"
@@ -188,7 +189,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     check_own_memory(params, "ignored parameter", ignored);
     if (plan.reduce_gradients) check_gradients(params);
     if (plan.device) {
-      for (ParamSlot& param : params) param.device = *plan.device;
+      for (ParamSlot& param : params) param.device = with_index(*plan.device);
     }
     if (plan.mesh_dim) sum_gradients_along(params, *plan.mesh_dim);
     layouts = lay_out(params, plan, mesh.shard().size());

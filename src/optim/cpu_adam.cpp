@@ -166,26 +166,21 @@ void step_on_host(const CPUAdamOptions& options, const AdamParam& param) {
 }
 
 void step_by_operators(const CPUAdamOptions& options, const std::vector<AdamParam>& params) {
-  std::map<std::string, std::vector<const AdamParam*>> devices;
-  for (const AdamParam& param : params) devices[param.param.device().str()].push_back(&param);
-  for (const auto& [device, there] : devices) {
-    FusedAdam call;
-    for (const AdamParam* param : there) {
-      const at::ScalarType dtype = param->exp_avg.scalar_type();
-      call.params.push_back(param->param.to(dtype));
-      call.grads.push_back(param->grad.to(dtype));
-      call.exp_avgs.push_back(param->exp_avg);
-      call.exp_avg_sqs.push_back(param->exp_avg_sq);
-      // After infinitely many steps nothing is left to correct.
-      const double step = options.bias_correction() ? static_cast<double>(param->step)
-                                                    : std::numeric_limits<double>::infinity();
-      call.steps.push_back(at::full({}, step, call.params.back().options().dtype(at::kFloat)));
-    }
-    call.run(options, options.adamw_mode());
-    // A parameter of another dtype than its moments was stepped as a copy.
-    for (size_t i = 0; i < there.size(); ++i)
-      if (!call.params[i].is_same(there[i]->param)) there[i]->param.copy_(call.params[i]);
+  FusedAdam call;
+  for (const AdamParam& param : params) {
+    const at::ScalarType dtype = param.exp_avg.scalar_type();
+    call.params.push_back(param.param.to(dtype));
+    call.grads.push_back(param.grad.to(dtype));
+    call.exp_avgs.push_back(param.exp_avg);
+    call.exp_avg_sqs.push_back(param.exp_avg_sq);
+    // After infinitely many steps nothing is left to correct.
+    call.steps.push_back(options.bias_correction() ? static_cast<double>(param.step)
+                                                   : std::numeric_limits<double>::infinity());
   }
+  call.run(options, options.adamw_mode());
+  // A parameter of another dtype than its moments was stepped as a copy.
+  for (size_t i = 0; i < params.size(); ++i)
+    if (!call.params[i].is_same(params[i].param)) params[i].param.copy_(call.params[i]);
 }
 
 CPUAdamOptions::CPUAdamOptions(double lr) : lr_(lr) {}

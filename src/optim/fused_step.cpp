@@ -1,5 +1,6 @@
 #include "optim/fused_step.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/_fused_adam.h>
@@ -16,7 +17,9 @@
 
 #include <map>
 #include <memory>
+#include <string>
 #include <typeinfo>
+#include <utility>
 
 namespace tessera {
 namespace {
@@ -24,18 +27,47 @@ namespace {
 using torch::optim::OptimizerParamGroup;
 using Tensors = std::vector<at::Tensor>;
 
-// Step counts as tensors, which the kernels take; parameters of equal counts share one.
+// Step counts as tensors of a device, which the kernels take; parameters of equal counts share one.
 class StepTensors {
  public:
-  at::Tensor operator()(int64_t step) {
+  explicit StepTensors(at::Device device) : options_(at::dtype(at::kFloat).device(device)) {}
+
+  at::Tensor operator()(double step) {
     at::Tensor& tensor = tensors_[step];
-    if (!tensor.defined()) tensor = at::full({}, static_cast<double>(step), at::kFloat);
+    if (!tensor.defined()) tensor = at::full({}, step, options_);
     return tensor;
   }
 
  private:
-  std::map<int64_t, at::Tensor> tensors_;
+  const at::TensorOptions options_;
+  std::map<double, at::Tensor> tensors_;
 };
+
+// Calls `call` with the positions of the parameters of each device and dtype: a device's kernel
+// takes alike ones only.
+template <class Call>
+void for_alike(const Tensors& params, const Call& call) {
+  std::map<std::pair<std::string, at::ScalarType>, std::vector<size_t>> alike;
+  for (size_t i = 0; i < params.size(); ++i)
+    alike[{params[i].device().str(), params[i].scalar_type()}].push_back(i);
+  for (const auto& [kind, positions] : alike) call(positions);
+}
+
+Tensors picked(const Tensors& from, const std::vector<size_t>& positions) {
+  Tensors result;
+  for (const size_t i : positions) {
+    if (i < from.size()) result.push_back(from[i]);
+  }
+  return result;
+}
+
+Tensors step_tensors(const Tensors& params, const std::vector<double>& steps,
+                     const std::vector<size_t>& positions) {
+  StepTensors make(params[positions.front()].device());
+  Tensors result;
+  for (const size_t i : positions) result.push_back(make(steps[i]));
+  return result;
+}
 
 // Returns the optimizer's state for `param`, and makes it if there is none (`is_new`).
 template <class State>
@@ -48,7 +80,6 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param, boo
 
 template <class Options, class State>
 void step_adam(torch::optim::Optimizer& optimizer, bool is_adamw) {
-  StepTensors step_tensors;
   for (OptimizerParamGroup& group : optimizer.param_groups()) {
     const auto& options = static_cast<const Options&>(group.options());
     FusedAdam call;
@@ -68,7 +99,7 @@ void step_adam(torch::optim::Optimizer& optimizer, bool is_adamw) {
       call.exp_avgs.push_back(state.exp_avg());
       call.exp_avg_sqs.push_back(state.exp_avg_sq());
       if (options.amsgrad()) call.max_exp_avg_sqs.push_back(state.max_exp_avg_sq());
-      call.steps.push_back(step_tensors(state.step()));
+      call.steps.push_back(static_cast<double>(state.step()));
     }
     if (!call.params.empty()) call.run(options, is_adamw);
   }
@@ -78,11 +109,13 @@ struct SgdLists {
   Tensors params, grads, buffers;
 };
 
-void run_sgd(SgdLists& lists, const torch::optim::SGDOptions& options, bool first) {
-  if (lists.params.empty()) return;
-  at::_fused_sgd_(lists.params, lists.grads, lists.buffers, options.weight_decay(),
-                  options.momentum(), options.lr(), options.dampening(), options.nesterov(),
-                  /*maximize=*/false, first, std::nullopt, std::nullopt);
+void run_sgd(const SgdLists& lists, const torch::optim::SGDOptions& options, bool first) {
+  for_alike(lists.params, [&](const std::vector<size_t>& positions) {
+    at::_fused_sgd_(picked(lists.params, positions), picked(lists.grads, positions),
+                    picked(lists.buffers, positions), options.weight_decay(), options.momentum(),
+                    options.lr(), options.dampening(), options.nesterov(),
+                    /*maximize=*/false, first, std::nullopt, std::nullopt);
+  });
 }
 
 void step_sgd(torch::optim::Optimizer& optimizer) {
@@ -110,10 +143,10 @@ void step_sgd(torch::optim::Optimizer& optimizer) {
 }
 
 void step_adagrad(torch::optim::Optimizer& optimizer) {
-  StepTensors step_tensors;
   for (OptimizerParamGroup& group : optimizer.param_groups()) {
     const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
-    Tensors params, grads, sums, steps;
+    Tensors params, grads, sums;
+    std::vector<double> steps;
     for (const at::Tensor& param : group.params()) {
       if (!param.grad().defined()) continue;
       bool is_new = false;
@@ -126,13 +159,29 @@ void step_adagrad(torch::optim::Optimizer& optimizer) {
       params.push_back(param);
       grads.push_back(param.grad());
       sums.push_back(state.sum());
-      steps.push_back(step_tensors(state.step()));
+      steps.push_back(static_cast<double>(state.step()));
     }
-    if (params.empty()) continue;
-    at::_fused_adagrad_(params, grads, sums, steps, options.lr(), options.lr_decay(),
-                        options.weight_decay(), options.eps(), /*maximize=*/false, std::nullopt,
-                        std::nullopt);
+    for_alike(params, [&](const std::vector<size_t>& positions) {
+      at::_fused_adagrad_(picked(params, positions), picked(grads, positions),
+                          picked(sums, positions), step_tensors(params, steps, positions),
+                          options.lr(), options.lr_decay(), options.weight_decay(), options.eps(),
+                          /*maximize=*/false, std::nullopt, std::nullopt);
+    });
   }
+}
+
+// Returns true if all devices of the parameters have a kernel for the operator, be it a fallback of
+// the backend.
+bool has_kernel(torch::optim::Optimizer& optimizer, const char* op) {
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op, "");
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      const c10::DispatchKey key = c10::toRuntimePerBackendFunctionalityKey(
+          c10::DispatchKey::Dense, c10::toBackendComponent(param.device().type()));
+      if (param.grad().defined() && !handle.hasComputedKernelForDispatchKey(key)) return false;
+    }
+  }
+  return true;
 }
 
 bool has_only_floating_gradients(torch::optim::Optimizer& optimizer) {
@@ -148,16 +197,19 @@ bool has_only_floating_gradients(torch::optim::Optimizer& optimizer) {
 
 void FusedAdam::run(bool is_adamw, double lr, double beta1, double beta2, double weight_decay,
                     double eps) const {
-  const auto call = [&](auto&& fused) {
-    fused(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, beta1, beta2,
-          weight_decay, eps, /*amsgrad=*/!max_exp_avg_sqs.empty(), /*maximize=*/false, std::nullopt,
-          std::nullopt);
-  };
-  if (is_adamw) {
-    call([](auto&&... args) { at::_fused_adamw_(args...); });
-  } else {
-    call([](auto&&... args) { at::_fused_adam_(args...); });
-  }
+  for_alike(params, [&](const std::vector<size_t>& positions) {
+    const auto call = [&](auto&& fused) {
+      fused(picked(params, positions), picked(grads, positions), picked(exp_avgs, positions),
+            picked(exp_avg_sqs, positions), picked(max_exp_avg_sqs, positions),
+            step_tensors(params, steps, positions), lr, beta1, beta2, weight_decay, eps,
+            /*amsgrad=*/!max_exp_avg_sqs.empty(), /*maximize=*/false, std::nullopt, std::nullopt);
+    };
+    if (is_adamw) {
+      call([](auto&&... args) { at::_fused_adamw_(args...); });
+    } else {
+      call([](auto&&... args) { at::_fused_adam_(args...); });
+    }
+  });
 }
 
 bool fused_step(torch::optim::Optimizer& optimizer) {
@@ -165,18 +217,21 @@ bool fused_step(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   if (!has_only_floating_gradients(optimizer)) return false;
   const std::type_info& type = typeid(optimizer);
-  if (type == typeid(AdamW)) {
-    step_adam<AdamWOptions, AdamWParamState>(optimizer, /*is_adamw=*/true);
-  } else if (type == typeid(Adam)) {
-    step_adam<AdamOptions, AdamParamState>(optimizer, /*is_adamw=*/false);
-  } else if (type == typeid(SGD)) {
-    step_sgd(optimizer);
-  } else if (type == typeid(Adagrad)) {
-    step_adagrad(optimizer);
-  } else {
-    return false;
-  }
-  return true;
+  const auto run = [&](const char* op, const auto& step) {
+    if (!has_kernel(optimizer, op)) return false;
+    step();
+    return true;
+  };
+  if (type == typeid(AdamW))
+    return run("aten::_fused_adamw_",
+               [&] { step_adam<AdamWOptions, AdamWParamState>(optimizer, /*is_adamw=*/true); });
+  if (type == typeid(Adam))
+    return run("aten::_fused_adam_",
+               [&] { step_adam<AdamOptions, AdamParamState>(optimizer, /*is_adamw=*/false); });
+  if (type == typeid(SGD)) return run("aten::_fused_sgd_", [&] { step_sgd(optimizer); });
+  if (type == typeid(Adagrad))
+    return run("aten::_fused_adagrad_", [&] { step_adagrad(optimizer); });
+  return false;
 }
 
 }  // namespace tessera

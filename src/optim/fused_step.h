@@ -11,11 +11,11 @@ class Optimizer;
 
 namespace tessera {
 
-/// One call of LibTorch's fused Adam or AdamW.
+/// Calls of LibTorch's fused Adam or AdamW: one for the parameters of each device and dtype.
 struct FusedAdam {
   std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs;
   std::vector<at::Tensor> max_exp_avg_sqs;  ///< with AMSGrad; otherwise empty
-  std::vector<at::Tensor> steps;            ///< step count of each parameter, this step included
+  std::vector<double> steps;                ///< step count of each parameter, this step included
 
   /// `options`: Adam's, AdamW's or CPUAdam's.
   template <class Options>
@@ -32,7 +32,8 @@ struct FusedAdam {
 /// Steps all parameters of `optimizer` that have a gradient with LibTorch's fused kernels, by the
 /// options of their param groups. State is kept where the optimizer itself keeps it, so plain and
 /// fused steps can be mixed. Returns false, with nothing changed, unless the optimizer is exactly
-/// an AdamW, Adam, SGD or Adagrad with dense floating-point parameters.
+/// an AdamW, Adam, SGD or Adagrad with dense floating-point parameters, on devices that have the
+/// kernel.
 bool fused_step(torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera

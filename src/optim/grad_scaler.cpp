@@ -204,7 +204,10 @@ GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 at::Tensor GradScaler::scale(const at::Tensor& outputs) const {
   if (!impl_->options.enabled) return outputs;
   TORCH_CHECK_VALUE(outputs.defined(), "[GradScaler] outputs must be a tensor; got an undefined one");
-  return at::mul(outputs, impl_->scale.to(outputs.device()).view(at::IntArrayRef{}));
+  // By a number, which needs no copy to a device: the host would wait for the forward. A loss of
+  // one element has the dtype that it would have by a tensor.
+  const auto wider = c10::promoteTypes(outputs.scalar_type(), at::kFloat);
+  return at::mul(outputs.dim() == 0 ? outputs.to(wider) : outputs, impl_->scale.item<float>());
 }
 
 std::vector<at::Tensor> GradScaler::scale(const std::vector<at::Tensor>& outputs) const {
