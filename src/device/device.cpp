@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <c10/core/TensorOptions.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <fmt/format.h>
 
@@ -35,6 +36,10 @@ std::string devices_text() {
   const int number = count(*type);
   return fmt::format("cpu and {} device{} of type {}", number, number == 1 ? "" : "s",
                      c10::DeviceTypeName(*type, /*lower_case=*/true));
+}
+
+c10::DispatchKey backend_key(c10::DeviceType type) {
+  return c10::computeDispatchKey(std::nullopt, c10::kStrided, type);
 }
 
 at::Generator default_generator_of(c10::Device device) {

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
 
 #include <optional>
 #include <string>
@@ -24,6 +25,9 @@ c10::Device with_index(c10::Device device);
 
 /// Returns, for example, "cpu and 2 devices of type cuda", for messages about other devices.
 std::string devices_text();
+
+/// Returns the dispatch key of dense tensors on devices of this type.
+c10::DispatchKey backend_key(c10::DeviceType type);
 
 /// Returns the default generator of `device`, which is not the CPU.
 at::Generator default_generator_of(c10::Device device);

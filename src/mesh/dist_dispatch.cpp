@@ -373,8 +373,7 @@ torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
 }
 
 bool has_kernel_of(const c10::OperatorHandle& op, c10::DeviceType device) {
-  return op.hasKernelForDispatchKey(c10::toRuntimePerBackendFunctionalityKey(
-      c10::DispatchKey::Dense, c10::toBackendComponent(device)));
+  return op.hasKernelForDispatchKey(backend_key(device));
 }
 
 bool has_own_kernel(const c10::OperatorHandle& op) {

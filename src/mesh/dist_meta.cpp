@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "device/device.h"
 #include "mesh/view_source.h"
 
 namespace tessera {
@@ -33,9 +34,7 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});
-  const auto keys =
-      kOwnKeys | c10::DispatchKeySet(c10::toRuntimePerBackendFunctionalityKey(
-                     c10::DispatchKey::Dense, c10::toBackendComponent(local.device().type())));
+  const auto keys = kOwnKeys | c10::DispatchKeySet(backend_key(local.device().type()));
   auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));

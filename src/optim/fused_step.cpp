@@ -21,6 +21,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "device/device.h"
+
 namespace tessera {
 namespace {
 
@@ -176,8 +178,7 @@ bool has_kernel(torch::optim::Optimizer& optimizer, const char* op) {
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op, "");
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
     for (const at::Tensor& param : group.params()) {
-      const c10::DispatchKey key = c10::toRuntimePerBackendFunctionalityKey(
-          c10::DispatchKey::Dense, c10::toBackendComponent(param.device().type()));
+      const c10::DispatchKey key = backend_key(param.device().type());
       if (param.grad().defined() && !handle.hasComputedKernelForDispatchKey(key)) return false;
     }
   }
