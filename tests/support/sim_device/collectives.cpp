@@ -141,6 +141,10 @@ class SimBackend final : public c10d::Backend {
              std::chrono::milliseconds timeout)
       : c10d::Backend(rank, size), place_(std::move(place)), timeout_(timeout) {}
 
+  ~SimBackend() override {
+    if (stream_) give_back_stream(*stream_);
+  }
+
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<Options>("simccl", timeout_);
@@ -356,13 +360,13 @@ class SimBackend final : public c10d::Backend {
         TORCH_CHECK(tensor.is_privateuseone(), "[simccl] ", call.name,
                     ": tensors must be on a sim device; got one on ", tensor.device());
         TORCH_CHECK(tensor.is_contiguous(), "[simccl] ", call.name, ": tensors must be contiguous");
-        if (!stream_) stream_ = new_stream(tensor.device().index());
+        if (!stream_) stream_ = take_stream(tensor.device().index());
         TORCH_CHECK(tensor.device() == stream_->device(), "[simccl] ", call.name,
                     ": a rank has one device; expected ", stream_->device(), ", got ",
                     tensor.device());
       }
     }
-    if (!stream_) stream_ = new_stream(current_device());
+    if (!stream_) stream_ = take_stream(current_device());
     return stream_->device_index();
   }
 

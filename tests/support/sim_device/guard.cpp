@@ -35,7 +35,7 @@ class SimGuardImpl final : public c10::impl::DeviceGuardImplInterface {
     return pool_stream(index_of(of));
   }
   c10::Stream getNewStream(c10::Device of, int /*priority*/) const override {
-    return new_stream(index_of(of));
+    return pool_stream(index_of(of));
   }
   c10::Stream exchangeStream(c10::Stream to) const override { return exchange_stream(to); }
   void* getStreamNativeHandle(c10::Stream stream) const override { return &queue_of(stream); }

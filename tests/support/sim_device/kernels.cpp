@@ -182,10 +182,13 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 
 void register_operators(torch::Library& aten) {
   const auto by_cpu = [] { return torch::CppFunction::makeFromBoxedFunction<&run_operator>(); };
-  // These have a kernel for all devices, and one for the CPU with other bits.
-  for (const char* name : {"addr", "addr.out", "all.dims_out", "any.dims_out", "native_group_norm",
-                           "native_layer_norm", "narrow_copy", "pixel_shuffle", "pixel_unshuffle",
-                           "native_channel_shuffle", "mish_backward", "linalg__powsum"})
+  // LibTorch has kernels of these for all devices, whose bits differ from those of the CPU's, or
+  // (the losses) which resize their output twice, with a warning.
+  for (const char* name :
+       {"addr", "addr.out", "all.dims", "all.dims_out", "any.dims", "any.dims_out",
+        "native_group_norm", "native_layer_norm", "narrow_copy", "pixel_shuffle",
+        "pixel_unshuffle", "native_channel_shuffle", "silu_backward", "mish_backward",
+        "linalg__powsum", "mse_loss", "smooth_l1_loss"})
     aten.impl(name, by_cpu());
   aten.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   aten.impl("convolution_backward_overrideable",

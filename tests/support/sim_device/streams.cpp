@@ -16,12 +16,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kPoolSize = 4;
+constexpr int64_t kPoolSize = 8;
 
 struct Device {
   std::mutex mutex;
   std::vector<std::unique_ptr<StreamQueue>> queues;  // by id; the first is the default stream
   int64_t pool_next = 0;
+  std::vector<int64_t> given_back;
   std::exception_ptr fault;
   std::atomic<bool> is_used{false};
 };
@@ -53,7 +54,7 @@ Device& device_at(int device) {
 StreamQueue& queue_at(int device, int64_t id) {
   Device& owner = device_at(device);
   std::lock_guard lock(owner.mutex);
-  // The pool's streams follow the default stream; streams made by new_stream() follow them.
+  // The pool's streams follow the default stream; those of take_stream() follow them.
   while (std::ssize(owner.queues) <= std::max(id, kPoolSize))
     owner.queues.push_back(std::make_unique<StreamQueue>(device, std::ssize(owner.queues)));
   return *owner.queues[id];
@@ -232,12 +233,23 @@ c10::Stream pool_stream(int device) {
   return queue_at(device, id).stream();
 }
 
-c10::Stream new_stream(int device) {
+c10::Stream take_stream(int device) {
   default_stream(device);  // makes the streams of the pool
   Device& owner = device_at(device);
   std::lock_guard lock(owner.mutex);
-  owner.queues.push_back(std::make_unique<StreamQueue>(device, std::ssize(owner.queues)));
-  return owner.queues.back()->stream();
+  if (owner.given_back.empty()) {
+    owner.given_back.push_back(std::ssize(owner.queues));
+    owner.queues.push_back(std::make_unique<StreamQueue>(device, owner.given_back.back()));
+  }
+  const int64_t id = owner.given_back.back();
+  owner.given_back.pop_back();
+  return stream_at(device, id);
+}
+
+void give_back_stream(const c10::Stream& stream) {
+  Device& owner = device_at(stream.device_index());
+  std::lock_guard lock(owner.mutex);
+  owner.given_back.push_back(stream.id());
 }
 
 bool is_used(int device) { return device_at(device).is_used; }

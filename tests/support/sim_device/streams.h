@@ -95,8 +95,11 @@ c10::Stream current_stream(int device);
 /// Makes `stream` the calling thread's current one for its device; returns the one before.
 c10::Stream exchange_stream(const c10::Stream& stream);
 c10::Stream default_stream(int device);
+/// One of the streams of the pool, in turn.
 c10::Stream pool_stream(int device);
-c10::Stream new_stream(int device);
+/// A stream that nobody else has until it is given back.
+c10::Stream take_stream(int device);
+void give_back_stream(const c10::Stream& stream);
 /// Whether anything was ever pushed to a stream of this device.
 bool is_used(int device);
 

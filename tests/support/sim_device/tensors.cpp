@@ -15,6 +15,8 @@ at::Tensor kernel_view(const at::Tensor& tensor) {
       c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   auto* const impl = view.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) impl->_set_conj(true);
+  if (tensor.is_neg()) impl->_set_neg(true);
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
   return view;
 }
