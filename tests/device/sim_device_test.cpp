@@ -28,7 +28,8 @@ at::TensorOptions on(int device, at::ScalarType dtype = at::kFloat) {
 }
 
 c10::Stream side_stream(int device = 0) {
-  return c10::impl::getDeviceGuardImpl(c10::kPrivateUse1)->getStreamFromGlobalPool(sim::device(device));
+  return c10::impl::getDeviceGuardImpl(c10::kPrivateUse1)
+      ->getStreamFromGlobalPool(sim::device(device));
 }
 
 c10::Stream current_stream(int device = 0) {
@@ -271,23 +272,27 @@ TEST(SimDeviceStreams, FaultIsThrownByTheNextSynchronization) {
 }
 
 TEST(SimDeviceStreams, LogShowsOrderAndOverlap) {
-  const auto sim = sim::use(5, 100us);
+  const auto sim = sim::use(5, 3ms);
   const sim::Log log;
   const c10::Stream side = side_stream();
-  const at::Tensor x = torch::ones({256, 256}, on(0));
+  const at::Tensor x = torch::ones({16, 16}, on(0));
   at::Tensor y = x, z;
+  sim::Hold hold(current_stream()), side_hold(side);
   {
     const c10::StreamGuard guard(side);
-    for (int i = 0; i < 5; ++i) z = x.exp();
+    for (int i = 0; i < 8; ++i) z = x.exp();
   }
-  for (int i = 0; i < 5; ++i) y = y.mm(x);
+  for (int i = 0; i < 8; ++i) y = y.mm(x);
+  hold.release();
+  side_hold.release();
   bool overlapped = false;
   std::vector<std::string> names;
-  for (const auto& a : log.operations()) {
+  const auto operations = log.operations();
+  for (const auto& a : operations) {
     names.push_back(a.name);
     EXPECT_LE(a.issued, a.begin);
     EXPECT_LE(a.begin, a.end);
-    for (const auto& b : log.operations()) overlapped |= a.stream != b.stream && sim::overlap(a, b);
+    for (const auto& b : operations) overlapped |= a.stream != b.stream && sim::overlap(a, b);
   }
   EXPECT_TRUE(overlapped);
   EXPECT_LT(std::ranges::find(names, "aten::exp") - names.begin(),
@@ -983,12 +988,15 @@ TEST(SimDeviceCollectives, DifferentOnesAreAnErrorOnAllRanks) {
       });
     };
     Tensors longer{torch::ones({rank == 1 ? 5 : 4}, on(rank))};
-    EXPECT_TRUE(contains(error(backend->allreduce(longer)), "all_reduce by op 0 Float[5]"));
+    EXPECT_TRUE(contains(error(backend->allreduce(longer)), "all_reduce op=0 Float[5]"));
     Tensors bytes{torch::ones({4}, on(rank, rank == 2 ? at::kByte : at::kFloat))};
     EXPECT_TRUE(contains(error(backend->allreduce(bytes)), "rank 2"));
     Tensors same{torch::ones({4}, on(rank))};
     EXPECT_TRUE(contains(error(rank == 0 ? backend->allreduce(same) : backend->broadcast(same)),
                          "different"));
+    at::Tensor sent = torch::ones({6}, on(rank)), received = torch::empty({6}, on(rank));
+    std::vector<int64_t> even, uneven{rank == 1 ? 3 : 2, rank == 1 ? 1 : 2, 2};
+    EXPECT_TRUE(contains(error(backend->alltoall_base(received, sent, even, uneven)), "rank 1 sends"));
     Tensors fine{torch::ones({4}, on(rank))};
     EXPECT_EQ(error(backend->allreduce(fine)), "no error");
     EXPECT_TRUE(contains(error_of([&] {

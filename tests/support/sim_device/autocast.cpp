@@ -1,7 +1,6 @@
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
-#include "support/sim_device/copies.h"
+#include "support/sim_device/backend.h"
 
 namespace tessera::testing::sim {
 
@@ -9,9 +8,9 @@ void register_autocast() {
   using namespace at;  // the macros' types
   using torch::Library;
   constexpr auto kKey = c10::DispatchKey::AutocastPrivateUse1;
-  static auto& all = *new Library(Library::IMPL, "_", kKey, __FILE__, 0);
+  auto& all = *new Library(Library::IMPL, "_", kKey, __FILE__, 0);
   all.fallback(torch::CppFunction::makeFallthrough());
-  static auto& m = *new Library(Library::IMPL, "aten", kKey, __FILE__, 0);
+  auto& m = *new Library(Library::IMPL, "aten", kKey, __FILE__, 0);
 #define SIM_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define SIM_FP32_OPTIONAL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

@@ -1,32 +1,145 @@
 // [Note: Collectives] A collective is one operation of the process group's own stream. There the
 // rank meets the others, computes its outputs from their inputs into temporary memory, waits until
 // all ranks have done so, and writes its outputs late. It has addresses of tensors only.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
-#include <c10/core/DeviceGuard.h>
+#include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <thread>
 #include <utility>
 
-#include "support/sim_device/meeting.h"
+#include "support/sim_device/backend.h"
 #include "support/sim_device/sim_device.h"
 #include "support/sim_device/streams.h"
-#include "support/sim_device/tensors.h"
 
 namespace tessera::testing::sim {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Op = c10d::ReduceOp::RedOpType;
+using Deadline = std::chrono::steady_clock::time_point;
 
-// Computes the values of this rank's outputs, in their order.
-using Compute = std::function<Tensors(const std::vector<Offer>& offers)>;
+// What a rank brings to a collective: its form, which must be that of the other ranks, and the
+// tensors that they read.
+struct Offer {
+  std::string form;
+  Tensors inputs;
+};
+
+// The ranks of a process group, which meet here for each of their collectives.
+class MeetingPlace {
+ public:
+  explicit MeetingPlace(int size) : size_(size) {}
+
+  // Returns the offers of all ranks to collective `number`, once all have come. Throws on all ranks
+  // if one does not come in time or has another form.
+  const std::vector<Offer>& meet(uint64_t number, int rank, Offer offer, Deadline deadline) {
+    std::unique_lock lock(mutex_);
+    Meeting& meeting = meetings_[number];
+    meeting.offers.resize(size_);
+    meeting.offers[rank] = std::move(offer);
+    const auto is_complete = [&] { return missing_ranks(meeting).empty(); };
+    if (is_complete() && meeting.failure.empty()) {
+      meeting.failure = difference(meeting.offers);
+      changed_.notify_all();
+    }
+    wait(lock, meeting, deadline, is_complete);
+    check(meeting, number, rank);
+    return meeting.offers;
+  }
+
+  // Returns once all ranks have read the offers, whose tensors may then be overwritten.
+  void part(uint64_t number, int rank, Deadline deadline) {
+    std::unique_lock lock(mutex_);
+    Meeting& meeting = meetings_.at(number);
+    ++meeting.have_read;
+    changed_.notify_all();
+    wait(lock, meeting, deadline, [&] { return meeting.have_read == size_; });
+    check(meeting, number, rank);
+    if (++meeting.have_parted == size_) meetings_.erase(number);
+  }
+
+  // Fails the collective on the ranks that are in it, or come later.
+  void fail(uint64_t number, const std::string& why) {
+    std::lock_guard lock(mutex_);
+    const auto found = meetings_.find(number);
+    if (found != meetings_.end() && found->second.failure.empty()) found->second.failure = why;
+    changed_.notify_all();
+  }
+
+  // Fails the collectives that have begun, and all later ones.
+  void abort() {
+    std::lock_guard lock(mutex_);
+    is_aborted_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  struct Meeting {
+    std::vector<Offer> offers;  // without a form until the rank has come
+    int have_read = 0;
+    int have_parted = 0;
+    std::string failure;
+  };
+
+  static std::string missing_ranks(const Meeting& meeting) {
+    std::string ranks;
+    for (size_t r = 0; r < meeting.offers.size(); ++r)
+      if (meeting.offers[r].form.empty())
+        ranks += (ranks.empty() ? "rank " : ", rank ") + std::to_string(r);
+    return ranks;
+  }
+
+  static std::string difference(const std::vector<Offer>& offers) {
+    for (size_t r = 1; r < offers.size(); ++r)
+      if (offers[r].form != offers[0].form)
+        return c10::str("ranks issued different collectives: rank 0 ", offers[0].form, ", rank ", r,
+                        " ", offers[r].form);
+    return {};
+  }
+
+  template <class Condition>
+  void wait(std::unique_lock<std::mutex>& lock, Meeting& meeting, Deadline deadline,
+            const Condition& condition) {
+    constexpr std::chrono::milliseconds kPoll(20);  // for the end of the program
+    while (!condition() && meeting.failure.empty()) {
+      const auto now = std::chrono::steady_clock::now();
+      if (is_aborted_ || is_ending()) meeting.failure = "aborted";
+      if (now >= deadline) meeting.failure = missing_ranks(meeting) + " did not come in time";
+      if (meeting.failure.empty()) changed_.wait_until(lock, std::min(deadline, now + kPoll));
+    }
+    if (!meeting.failure.empty()) changed_.notify_all();
+  }
+
+  void check(const Meeting& meeting, uint64_t number, int rank) const {
+    TORCH_CHECK_WITH(DistBackendError, meeting.failure.empty(), "[simccl] collective ", number,
+                     " (", meeting.offers[rank].form, ", rank ", rank, " of ", size_,
+                     "): ", meeting.failure);
+  }
+
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<uint64_t, Meeting> meetings_;
+  bool is_aborted_ = false;
+};
+
+// The place of all ranks that name this token, while one of them keeps it.
+std::shared_ptr<MeetingPlace> meeting_place(const std::string& token, int size) {
+  static auto& places = *new std::map<std::string, std::weak_ptr<MeetingPlace>>;
+  static auto& mutex = *new std::mutex;
+  std::lock_guard lock(mutex);
+  std::shared_ptr<MeetingPlace> place = places[token].lock();
+  if (!place) places[token] = place = std::make_shared<MeetingPlace>(size);
+  return place;
+}
 
 struct WorkState {
   int device;
@@ -74,65 +187,62 @@ Tensors flat_views(const Tensors& tensors) {
   return views;
 }
 
-at::Tensor combine(const at::Tensor& a, const at::Tensor& b, c10d::ReduceOp::RedOpType op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::AVG:
-      return a + b;
-    case c10d::ReduceOp::PRODUCT:
-      return a * b;
-    case c10d::ReduceOp::MIN:
-      return at::minimum(a, b);
-    case c10d::ReduceOp::MAX:
-      return at::maximum(a, b);
-    default:
-      TORCH_CHECK(false, "[simccl] reductions are sum, avg, product, min and max");
-  }
+at::Tensor combine(const at::Tensor& a, const at::Tensor& b, Op op) {
+  if (op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG) return a + b;
+  if (op == c10d::ReduceOp::PRODUCT) return a * b;
+  if (op == c10d::ReduceOp::MIN) return at::minimum(a, b);
+  TORCH_CHECK(op == c10d::ReduceOp::MAX, "[simccl] ops are sum, avg, product, min and max");
+  return at::maximum(a, b);
 }
 
-// Combines `part(inputs)` of all ranks, in rank order; half types are summed in float.
-template <class Part>
-at::Tensor reduced(const std::vector<Offer>& offers, c10d::ReduceOp::RedOpType op,
-                   const Part& part) {
+// Combines a part of the inputs of all ranks, in rank order; half types are summed in float.
+at::Tensor reduced(const std::vector<Offer>& offers, Op op,
+                   const std::function<at::Tensor(const Offer&)>& part) {
   const auto dtype = part(offers[0]).scalar_type();
-  const bool is_half = dtype == at::kHalf || dtype == at::kBFloat16;
-  const auto wide = is_half ? at::kFloat : dtype;
-  at::Tensor result = part(offers[0]).to(wide, /*non_blocking=*/false, /*copy=*/true);
+  const auto wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+  at::Tensor result = part(offers[0]).to(wide);
   for (size_t r = 1; r < offers.size(); ++r) result = combine(result, part(offers[r]).to(wide), op);
-  if (op == c10d::ReduceOp::AVG) result /= static_cast<int64_t>(offers.size());
+  if (op == c10d::ReduceOp::AVG) result = result / static_cast<int64_t>(offers.size());
   return result.to(dtype);
 }
 
-std::string describe(const std::string& kind, const Tensors& tensors, const std::string& more) {
-  std::string text = kind + more;
-  for (const at::Tensor& tensor : tensors)
-    text += c10::str(" ", tensor.scalar_type(), "[", tensor.numel(), "]");
-  return text;
+at::Tensor first(const Offer& offer) { return offer.inputs[0]; }
+
+Tensors all_firsts(const std::vector<Offer>& offers) {
+  Tensors tensors;
+  for (const Offer& offer : offers) tensors.push_back(first(offer));
+  return tensors;
 }
 
-std::vector<int64_t> split_sizes(const std::vector<int64_t>& given, const at::Tensor& tensor,
-                                 int size) {
-  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
-  std::vector<int64_t> splits = given;
-  if (splits.empty()) {
-    TORCH_CHECK(rows % size == 0, "[simccl] ", rows, " rows do not divide by ", size, " ranks");
-    splits.assign(size, rows / size);
+Tensors messages_to(int rank, const std::vector<Offer>& offers, const std::vector<int64_t>& sizes) {
+  Tensors messages;
+  for (size_t r = 0; r < offers.size(); ++r) {
+    messages.push_back(offers[r].inputs[rank]);
+    TORCH_CHECK_WITH(DistBackendError, messages[r].numel() == sizes[r],
+                     "[simccl] all_to_all: rank ", r, " sends ", messages[r].numel(),
+                     " elements to rank ", rank, ", which expects ", sizes[r]);
   }
-  TORCH_CHECK(std::ssize(splits) == size, "[simccl] expected a split size for each rank");
-  TORCH_CHECK(std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
-              "[simccl] split sizes must add up to ", rows, " rows");
-  for (int64_t& split : splits) split *= rows == 0 ? 0 : tensor.numel() / rows;
-  return splits;
+  return messages;
 }
+
+// In elements.
+std::vector<int64_t> split_sizes(std::vector<int64_t> rows, const at::Tensor& tensor, int size) {
+  if (rows.empty()) rows.assign(size, tensor.size(0) / size);
+  TORCH_CHECK(std::ssize(rows) == size && c10::sum_integers(rows) == tensor.size(0),
+              "[simccl] expected split sizes for ", size, " ranks of ", tensor.size(0),
+              " rows; got ", rows);
+  for (int64_t& split : rows) split *= tensor.stride(0);
+  return rows;
+}
+
+// Computes the values of this rank's outputs, in their order.
+using Compute = std::function<Tensors(const std::vector<Offer>& offers)>;
 
 struct Collective {
   c10d::OpType type;
   std::string name;
   std::string form;  // equal on all ranks
-  Tensors inputs;
-  Tensors outputs;
-  Compute compute;
-  std::chrono::milliseconds timeout = c10d::kUnsetTimeout;
+  std::chrono::milliseconds timeout;
 };
 
 class SimBackend final : public c10d::Backend {
@@ -140,7 +250,6 @@ class SimBackend final : public c10d::Backend {
   SimBackend(std::shared_ptr<MeetingPlace> place, int rank, int size,
              std::chrono::milliseconds timeout)
       : c10d::Backend(rank, size), place_(std::move(place)), timeout_(timeout) {}
-
   ~SimBackend() override {
     if (stream_) give_back_stream(*stream_);
   }
@@ -156,196 +265,126 @@ class SimBackend final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto root = options.rootRank;
-    return issue({.type = c10d::OpType::BROADCAST,
-                  .name = "broadcast",
-                  .form = describe("broadcast", tensors, of_root(root)),
-                  .inputs = tensors,
-                  .outputs = root == rank_ ? Tensors{} : tensors,
-                  .compute = [root](const auto& offers) { return Tensors{offers[root].inputs[0]}; },
-                  .timeout = options.timeout});
+    const Tensors outputs = root == rank_ ? Tensors{} : tensors;
+    return issue(
+        {c10d::OpType::BROADCAST, "broadcast", form(tensors, "root", root), options.timeout},
+        flat_inputs(tensors), outputs,
+        [root](const auto& offers) { return Tensors{first(offers[root])}; });
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    const c10d::ReduceOp::RedOpType op = options.reduceOp;
-    return issue(
-        {.type = c10d::OpType::ALLREDUCE,
-         .name = "all_reduce",
-         .form = describe("all_reduce", tensors, of_op(op)),
-         .inputs = tensors,
-         .outputs = tensors,
-         .compute = [op](const auto& offers) { return Tensors{reduced(offers, op, first)}; },
-         .timeout = options.timeout});
+    const Op op = options.reduceOp;
+    return issue({c10d::OpType::ALLREDUCE, "all_reduce", form(tensors, "op", op), options.timeout},
+                 flat_inputs(tensors), tensors,
+                 [op](const auto& offers) { return Tensors{reduced(offers, op, first)}; });
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    const c10d::ReduceOp::RedOpType op = options.reduceOp;
-    return issue(
-        {.type = c10d::OpType::REDUCE,
-         .name = "reduce",
-         .form = describe("reduce", tensors, of_op(op) + of_root(options.rootRank)),
-         .inputs = tensors,
-         .outputs = options.rootRank == rank_ ? tensors : Tensors{},
-         .compute = [op](const auto& offers) { return Tensors{reduced(offers, op, first)}; },
-         .timeout = options.timeout});
+    const Op op = options.reduceOp;
+    const auto root = options.rootRank;
+    return issue({c10d::OpType::REDUCE, "reduce", form(tensors, "op", op) + form({}, "root", root),
+                  options.timeout},
+                 flat_inputs(tensors), root == rank_ ? tensors : Tensors{},
+                 [op](const auto& offers) { return Tensors{reduced(offers, op, first)}; });
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
-    check_list(outputs.at(0));
-    return issue({.type = c10d::OpType::ALLGATHER,
-                  .name = "all_gather",
-                  .form = describe("all_gather", inputs, ""),
-                  .inputs = inputs,
-                  .outputs = outputs[0],
-                  .compute = all_firsts,
-                  .timeout = options.timeout});
+    return issue({c10d::OpType::ALLGATHER, "all_gather", form(inputs), options.timeout},
+                 flat_inputs(inputs), one_for_each_rank(outputs.at(0)), all_firsts);
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
     check_multiple(output, input);
-    return issue(
-        {.type = c10d::OpType::_ALLGATHER_BASE,
-         .name = "all_gather",
-         .form = describe("all_gather", {input}, ""),
-         .inputs = {input},
-         .outputs = {output},
-         .compute = [](const auto& offers) { return Tensors{at::cat(all_firsts(offers))}; },
-         .timeout = options.timeout});
+    return issue({c10d::OpType::_ALLGATHER_BASE, "all_gather", form({input}), options.timeout},
+                 flat_inputs({input}), {output},
+                 [](const auto& offers) { return Tensors{at::cat(all_firsts(offers))}; });
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& options) override {
-    check_list(inputs.at(0));
-    const c10d::ReduceOp::RedOpType op = options.reduceOp;
+    const Op op = options.reduceOp;
     const auto own = [rank = rank_](const Offer& offer) { return offer.inputs[rank]; };
-    return issue(
-        {.type = c10d::OpType::REDUCE_SCATTER,
-         .name = "reduce_scatter",
-         .form = describe("reduce_scatter", inputs[0], of_op(op)),
-         .inputs = inputs[0],
-         .outputs = outputs,
-         .compute = [op, own](const auto& offers) { return Tensors{reduced(offers, op, own)}; },
-         .timeout = options.timeout});
+    return issue({c10d::OpType::REDUCE_SCATTER, "reduce_scatter", form(inputs.at(0), "op", op),
+                  options.timeout},
+                 flat_inputs(one_for_each_rank(inputs[0])), outputs,
+                 [op, own](const auto& offers) { return Tensors{reduced(offers, op, own)}; });
   }
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
     check_multiple(input, output);
-    const c10d::ReduceOp::RedOpType op = options.reduceOp;
-    const auto own = [begin = rank_ * output.numel(), numel = output.numel()](const Offer& offer) {
-      return offer.inputs[0].narrow(0, begin, numel);
+    const Op op = options.reduceOp;
+    const auto own = [rank = rank_, numel = output.numel()](const Offer& offer) {
+      return first(offer).narrow(0, rank * numel, numel);
     };
-    return issue(
-        {.type = c10d::OpType::_REDUCE_SCATTER_BASE,
-         .name = "reduce_scatter",
-         .form = describe("reduce_scatter", {input}, of_op(op)),
-         .inputs = {input},
-         .outputs = {output},
-         .compute = [op, own](const auto& offers) { return Tensors{reduced(offers, op, own)}; },
-         .timeout = options.timeout});
+    return issue({c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", form({input}, "op", op),
+                  options.timeout},
+                 flat_inputs({input}), {output},
+                 [op, own](const auto& offers) { return Tensors{reduced(offers, op, own)}; });
   }
 
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& options) override {
-    const auto received = split_sizes(output_splits, output, size_);
+    const auto sizes = split_sizes(output_splits, output, size_);
     const auto sent = split_sizes(input_splits, input, size_);
-    // The splits differ among ranks; each compares those of its messages.
-    Tensors messages = flat_view(input).split_with_sizes(sent);
-    return issue({.type = c10d::OpType::ALLTOALL_BASE,
-                  .name = "all_to_all",
-                  .form = c10::str("all_to_all ", input.scalar_type()),
-                  .inputs = {input},
-                  .outputs = {output},
-                  .compute =
-                      [rank = rank_, received](const auto& offers) {
-                        return Tensors{at::cat(messages_to(rank, offers, received))};
-                      },
-                  .timeout = options.timeout},
-                 std::move(messages));
+    return issue({c10d::OpType::ALLTOALL_BASE, "all_to_all", dtype_form(input), options.timeout},
+                 flat_inputs({input})[0].split_with_sizes(sent), {output},
+                 [rank = rank_, sizes](const auto& offers) {
+                   return Tensors{at::cat(messages_to(rank, offers, sizes))};
+                 });
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override {
-    check_list(outputs);
-    check_list(inputs);
-    std::vector<int64_t> received;
-    for (const at::Tensor& output : outputs) received.push_back(output.numel());
+    std::vector<int64_t> sizes;
+    for (const at::Tensor& output : one_for_each_rank(outputs)) sizes.push_back(output.numel());
     return issue(
-        {.type = c10d::OpType::ALLTOALL,
-         .name = "all_to_all",
-         .form = c10::str("all_to_all ", inputs[0].scalar_type()),
-         .inputs = inputs,
-         .outputs = outputs,
-         .compute = [rank = rank_,
-                     received](const auto& offers) { return messages_to(rank, offers, received); },
-         .timeout = options.timeout});
+        {c10d::OpType::ALLTOALL, "all_to_all", dtype_form(inputs.at(0)), options.timeout},
+        flat_inputs(one_for_each_rank(inputs)), outputs,
+        [rank = rank_, sizes](const auto& offers) { return messages_to(rank, offers, sizes); });
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
-    const bool is_root = options.rootRank == rank_;
-    if (is_root) check_list(outputs.at(0));
-    return issue({.type = c10d::OpType::GATHER,
-                  .name = "gather",
-                  .form = describe("gather", inputs, of_root(options.rootRank)),
-                  .inputs = inputs,
-                  .outputs = is_root ? outputs[0] : Tensors{},
-                  .compute = all_firsts,
-                  .timeout = options.timeout});
+    const auto root = options.rootRank;
+    return issue({c10d::OpType::GATHER, "gather", form(inputs, "root", root), options.timeout},
+                 flat_inputs(inputs), root == rank_ ? one_for_each_rank(outputs.at(0)) : Tensors{},
+                 all_firsts);
   }
 
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override {
     const auto root = options.rootRank;
-    if (root == rank_) check_list(inputs.at(0));
-    return issue({.type = c10d::OpType::SCATTER,
-                  .name = "scatter",
-                  .form = describe("scatter", outputs, of_root(root)),
-                  .inputs = root == rank_ ? inputs[0] : Tensors{},
-                  .outputs = outputs,
-                  .compute = [root, rank = rank_](
-                                 const auto& offers) { return Tensors{offers[root].inputs[rank]}; },
-                  .timeout = options.timeout});
+    return issue(
+        {c10d::OpType::SCATTER, "scatter", form(outputs, "root", root), options.timeout},
+        flat_inputs(root == rank_ ? one_for_each_rank(inputs.at(0)) : Tensors{}), outputs,
+        [root, rank = rank_](const auto& offers) { return Tensors{offers[root].inputs[rank]}; });
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return issue({.type = c10d::OpType::BARRIER,
-                  .name = "barrier",
-                  .form = "barrier",
-                  .inputs = {},
-                  .outputs = {},
-                  .compute = [](const auto&) { return Tensors{}; },
-                  .timeout = options.timeout});
+    return issue({c10d::OpType::BARRIER, "barrier", "", options.timeout}, {}, {},
+                 [](const auto&) { return Tensors{}; });
   }
 
  private:
-  static at::Tensor first(const Offer& offer) { return offer.inputs[0]; }
-  static Tensors all_firsts(const std::vector<Offer>& offers) {
-    Tensors tensors;
-    for (const Offer& offer : offers) tensors.push_back(offer.inputs[0]);
-    return tensors;
+  static std::string form(const Tensors& tensors, const char* key = nullptr, int64_t value = 0) {
+    std::string text = key ? c10::str(" ", key, "=", value) : "";
+    for (const at::Tensor& tensor : tensors)
+      text += c10::str(" ", tensor.scalar_type(), "[", tensor.numel(), "]");
+    return text;
   }
-  static Tensors messages_to(int rank, const std::vector<Offer>& offers,
-                             const std::vector<int64_t>& sizes) {
-    Tensors messages;
-    for (size_t r = 0; r < offers.size(); ++r) {
-      messages.push_back(offers[r].inputs[rank]);
-      TORCH_CHECK_WITH(DistBackendError, messages[r].numel() == sizes[r],
-                       "[simccl] all_to_all: rank ", r, " sends ", messages[r].numel(),
-                       " elements to rank ", rank, ", which expects ", sizes[r]);
-    }
-    return messages;
-  }
-  static std::string of_root(int64_t root) { return " of root " + std::to_string(root); }
-  static std::string of_op(c10d::ReduceOp::RedOpType op) {
-    return " by op " + std::to_string(static_cast<int>(op));
+  // Sizes differ among the ranks of an all-to-all; each compares those of its messages.
+  static std::string dtype_form(const at::Tensor& tensor) {
+    return c10::str(" ", tensor.scalar_type());
   }
 
-  void check_list(const Tensors& tensors) const {
+  const Tensors& one_for_each_rank(const Tensors& tensors) const {
     TORCH_CHECK(std::ssize(tensors) == size_, "[simccl] expected a tensor for each of ", size_,
                 " ranks, got ", tensors.size());
+    return tensors;
   }
   void check_multiple(const at::Tensor& whole, const at::Tensor& part) const {
     TORCH_CHECK(whole.numel() == size_ * part.numel() && whole.dtype() == part.dtype(),
@@ -353,38 +392,47 @@ class SimBackend final : public c10d::Backend {
                 whole.numel());
   }
 
-  // The one device of the tensors; without any, the device of the collectives before.
-  int device_for(const Collective& call) {
-    for (const Tensors& tensors : {call.inputs, call.outputs}) {
-      for (const at::Tensor& tensor : tensors) {
-        TORCH_CHECK(tensor.is_privateuseone(), "[simccl] ", call.name,
-                    ": tensors must be on a sim device; got one on ", tensor.device());
-        TORCH_CHECK(tensor.is_contiguous(), "[simccl] ", call.name, ": tensors must be contiguous");
-        if (!stream_) stream_ = take_stream(tensor.device().index());
-        TORCH_CHECK(tensor.device() == stream_->device(), "[simccl] ", call.name,
-                    ": a rank has one device; expected ", stream_->device(), ", got ",
-                    tensor.device());
-      }
-    }
-    if (!stream_) stream_ = take_stream(current_device());
-    return stream_->device_index();
+  Tensors flat_inputs(const Tensors& tensors) {
+    check_tensors(tensors);
+    return flat_views(tensors);
   }
 
-  // `messages`: the inputs as other ranks read them, if not one message each. See [Note:
-  // Collectives].
-  WorkPtr issue(const Collective& call, std::optional<Tensors> messages = std::nullopt) {
-    auto state = std::make_shared<WorkState>();
-    state->device = device_for(call);
+  // A rank has one device, that of its first collective.
+  void check_tensors(const Tensors& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      TORCH_CHECK(tensor.is_privateuseone(), "[simccl] tensors must be on a sim device; got one on ",
+                  tensor.device());
+      TORCH_CHECK(tensor.is_contiguous(), "[simccl] tensors must be contiguous");
+      if (!stream_) stream_ = take_stream(tensor.device().index());
+      TORCH_CHECK(tensor.device() == stream_->device(), "[simccl] a rank has one device; expected ",
+                  stream_->device(), ", got ", tensor.device());
+    }
+  }
+
+  // See [Note: Collectives]. `inputs` are views for kernels, `outputs` the caller's tensors.
+  WorkPtr issue(const Collective& call, Tensors inputs, const Tensors& outputs, Compute compute) {
+    check_tensors(outputs);
+    if (!stream_) stream_ = take_stream(current_device());
     StreamQueue& queue = queue_of(*stream_);
+    auto state = std::make_shared<WorkState>();
+    state->device = queue.device();
     queue.wait_for(current_queue(state->device).mark());
-    const auto timeout = call.timeout == c10d::kUnsetTimeout ? timeout_ : call.timeout;
-    queue.push(call.name, [state, place = place_, number = number_++, rank = rank_, timeout,
-                           offer = Offer{call.form, messages.value_or(flat_views(call.inputs))},
-                           outputs = flat_views(call.outputs), compute = call.compute,
+    queue.push(call.name, [state, place = place_, number = number_++, rank = rank_,
+                           timeout = call.timeout == c10d::kUnsetTimeout ? timeout_ : call.timeout,
+                           offer = Offer{call.name + call.form, std::move(inputs)},
+                           outputs = flat_views(outputs), compute = std::move(compute),
                            delay = queue.draw_delay()] {
       try {
-        run(*place, number, rank, timeout, offer, outputs, compute, delay);
-      } catch (...) {
+        const PlainDispatch plain;
+        const Deadline deadline = std::chrono::steady_clock::now() + timeout;
+        Tensors results;
+        for (const at::Tensor& result : compute(place->meet(number, rank, offer, deadline)))
+          results.push_back(result.clone());
+        place->part(number, rank, deadline);
+        std::this_thread::sleep_for(delay);
+        for (size_t i = 0; i < outputs.size(); ++i) outputs[i].copy_(results.at(i));
+      } catch (const c10::Error& error) {
+        place->fail(number, error.what_without_backtrace());
         std::lock_guard lock(state->mutex);
         state->error = std::current_exception();
         throw;
@@ -392,25 +440,6 @@ class SimBackend final : public c10d::Backend {
     });
     state->done = queue.mark();
     return c10::make_intrusive<SimWork>(rank_, call.type, std::move(state));
-  }
-
-  static void run(MeetingPlace& place, uint64_t number, int rank, std::chrono::milliseconds timeout,
-                  const Offer& offer, const Tensors& outputs, const Compute& compute,
-                  std::chrono::microseconds delay) {
-    const PlainDispatch plain;
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
-    Tensors results;
-    std::exception_ptr error;
-    const std::vector<Offer>& offers = place.meet(number, rank, offer, deadline);
-    try {
-      for (const at::Tensor& result : compute(offers)) results.push_back(result.clone());
-    } catch (...) {
-      error = std::current_exception();
-    }
-    place.part(number, deadline);
-    if (error) std::rethrow_exception(error);
-    std::this_thread::sleep_for(delay);
-    for (size_t i = 0; i < outputs.size(); ++i) outputs[i].copy_(results.at(i));
   }
 
   const std::shared_ptr<MeetingPlace> place_;
@@ -430,9 +459,8 @@ c10::intrusive_ptr<c10d::Backend> process_group(const c10::intrusive_ptr<c10d::S
                                                 int rank, int size,
                                                 std::chrono::milliseconds timeout) {
   static std::atomic<int> made{0};
-  const std::string kKey = "simccl";
-  if (rank == 0) store->set(kKey, "by store " + std::to_string(made++));
-  return process_group(store->get_to_str(kKey), rank, size, timeout);
+  if (rank == 0) store->set("simccl", "by store " + std::to_string(made++));
+  return process_group(store->get_to_str("simccl"), rank, size, timeout);
 }
 
 }  // namespace tessera::testing::sim

@@ -1,5 +1,3 @@
-#include "support/sim_device/copies.h"
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -14,17 +12,15 @@
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <utility>
 
+#include "support/sim_device/backend.h"
 #include "support/sim_device/memory.h"
-#include "support/sim_device/pinned.h"
 #include "support/sim_device/streams.h"
-#include "support/sim_device/tensors.h"
 
 namespace tessera::testing::sim {
 namespace {
@@ -96,7 +92,7 @@ void ensure_storage(const at::Tensor& tensor) {
 }
 
 const at::Tensor& resize_in_place(const at::Tensor& self, at::IntArrayRef sizes,
-                         std::optional<at::MemoryFormat> format) {
+                                  std::optional<at::MemoryFormat> format) {
   self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   ensure_storage(self);
@@ -151,6 +147,21 @@ bool can_take_data_of(const at::Tensor& self, const at::Tensor& from) {
 
 }  // namespace
 
+at::Tensor kernel_view(const at::Tensor& tensor) {
+  const at::Storage& storage = tensor.storage();
+  void* data = const_cast<void*>(storage.data());
+  if (tensor.is_privateuseone()) data = alias_of(data);
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), {data, c10::kCPU}),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto* const impl = view.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) impl->_set_conj(true);
+  if (tensor.is_neg()) impl->_set_neg(true);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return view;
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   const at::Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
@@ -173,9 +184,9 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-void resize_tensor(const at::Tensor& tensor, at::IntArrayRef sizes) {
-  at::native::resize_output_check(tensor, sizes);  // warns
-  resize_in_place(tensor, sizes, std::nullopt);
+void resize_out(const at::Tensor& out, at::IntArrayRef sizes) {
+  at::native::resize_output_check(out, sizes);  // warns
+  resize_in_place(out, sizes, std::nullopt);
 }
 
 void resize_storage(c10::StorageImpl& storage, size_t bytes) {

@@ -1,5 +1,3 @@
-#include "support/sim_device/generator.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 
@@ -7,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "support/sim_device/backend.h"
 #include "support/sim_device/streams.h"
 
 namespace tessera::testing::sim {

@@ -242,8 +242,11 @@ int device_of_address(const void* address) {
   return static_cast<int>(offset / kDeviceBytes);
 }
 
-MemoryCount memory_count(int device) { return pool_of(device).count(); }
-void reset_peak_of(int device) { pool_of(device).reset_peak(); }
-void set_limit_of(int device, int64_t bytes) { pool_of(device).set_limit(bytes); }
+const void* peek(const void* data) { return alias_of(data); }
+MemoryCount memory(const c10::Device& device) { return pool_of(device.index()).count(); }
+void reset_peak(const c10::Device& device) { pool_of(device.index()).reset_peak(); }
+void set_memory_limit(const c10::Device& device, int64_t bytes) {
+  pool_of(device.index()).set_limit(bytes);
+}
 
 }  // namespace tessera::testing::sim

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include "support/sim_device/sim_device.h"
@@ -14,15 +15,17 @@ namespace tessera::testing::sim {
 /// block was freed.
 c10::DeviceAllocator& device_allocator();
 
+/// The allocator of pinned host memory. Freed memory is poisoned and returned once the copies that
+/// use it have run.
+at::HostAllocator& pinned_allocator();
+bool is_pinned(const void* address);
+
 /// The address at which kernels reach the device's byte at `address`.
 void* alias_of(const void* address);
 /// The device whose memory this is; -1 for other memory.
 int device_of_address(const void* address);
 
-MemoryCount memory_count(int device);
-void reset_peak_of(int device);
 /// The most that a device can have, which is its address space.
 constexpr int64_t kNoLimit = int64_t{16} << 30;
-void set_limit_of(int device, int64_t bytes);
 
 }  // namespace tessera::testing::sim

@@ -1,5 +1,3 @@
-#include "support/sim_device/pinned.h"
-
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -8,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "support/sim_device/sim_device.h"
+#include "support/sim_device/memory.h"
 #include "support/sim_device/streams.h"
 
 namespace tessera::testing::sim {

@@ -1,11 +1,27 @@
 #include "support/sim_device/sim_device.h"
 
-#include "support/sim_device/kernels.h"
+#include <mutex>
+#include <utility>
+
+#include "support/sim_device/backend.h"
 #include "support/sim_device/memory.h"
-#include "support/sim_device/registration.h"
 #include "support/sim_device/streams.h"
 
 namespace tessera::testing::sim {
+namespace {
+
+struct Entries {
+  std::mutex mutex;
+  bool is_recording = false;
+  std::vector<std::shared_ptr<LoggedOperation>> all;
+
+  static Entries& get() {
+    static Entries& entries = *new Entries;
+    return entries;
+  }
+};
+
+}  // namespace
 
 Use::Use(uint64_t seed, std::chrono::microseconds delay) {
   register_backend();
@@ -17,8 +33,8 @@ Use::~Use() {
   for (int i = 0; i < kDeviceCount; ++i) {
     drain(i);
     forget_fault(i);
-    set_limit_of(i, kNoLimit);
-    reset_peak_of(i);
+    set_memory_limit(sim::device(i), kNoLimit);
+    reset_peak(sim::device(i));
   }
   set_delays(0, std::chrono::microseconds(0));
 }
@@ -39,18 +55,48 @@ void synchronize() {
 
 void synchronize(const c10::Device& device) { synchronize_device(device.index()); }
 
-MemoryCount memory(const c10::Device& device) { return memory_count(device.index()); }
-void reset_peak(const c10::Device& device) { reset_peak_of(device.index()); }
-void set_memory_limit(const c10::Device& device, int64_t bytes) {
-  set_limit_of(device.index(), bytes);
-}
-
-const void* peek(const void* data) { return alias_of(data); }
-
 Hold::Hold(const c10::Stream& stream) : mark_(std::make_shared<Mark>()) {
   queue_of(stream).wait_for(mark_);
 }
 Hold::~Hold() { release(); }
 void Hold::release() { mark_->reach(); }
+
+Log::Log() {
+  Entries& entries = Entries::get();
+  std::lock_guard lock(entries.mutex);
+  TORCH_CHECK(!entries.is_recording, "[sim::Log] one log at a time");
+  entries.is_recording = true;
+}
+
+Log::~Log() {
+  Entries& entries = Entries::get();
+  std::lock_guard lock(entries.mutex);
+  entries.is_recording = false;
+  entries.all.clear();
+}
+
+std::vector<LoggedOperation> Log::operations() const {
+  for (int device = 0; device < kDeviceCount; ++device) drain(device);
+  Entries& entries = Entries::get();
+  std::lock_guard lock(entries.mutex);
+  std::vector<LoggedOperation> all;
+  for (const auto& entry : entries.all) all.push_back(*entry);
+  return all;
+}
+
+std::shared_ptr<LoggedOperation> log_operation(int device, int64_t stream, std::string name) {
+  Entries& entries = Entries::get();
+  std::lock_guard lock(entries.mutex);
+  if (!entries.is_recording) return nullptr;
+  LoggedOperation operation{device, stream, std::move(name), std::chrono::steady_clock::now()};
+  entries.all.push_back(std::make_shared<LoggedOperation>(std::move(operation)));
+  return entries.all.back();
+}
+
+void log_run(LoggedOperation& operation, std::chrono::steady_clock::time_point begin) {
+  std::lock_guard lock(Entries::get().mutex);
+  operation.begin = begin;
+  operation.end = std::chrono::steady_clock::now();
+}
 
 }  // namespace tessera::testing::sim

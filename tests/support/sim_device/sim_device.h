@@ -11,8 +11,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "support/sim_device/log.h"
-
 /// A simulated accelerator, "sim", for tests of code that is to run on devices.
 ///
 /// It is less forgiving than CUDA. The host cannot read device memory. Each stream is a thread that
@@ -77,6 +75,31 @@ class Hold {
 
  private:
   std::shared_ptr<class Mark> mark_;
+};
+
+/// An operation of a stream. Times are 0 until it begins and ends.
+struct LoggedOperation {
+  int device = 0;
+  int64_t stream = 0;
+  std::string name;  ///< "aten::mm.out", "all_gather", "copy to device", "poison", ...
+  std::chrono::steady_clock::time_point issued, begin, end;
+};
+
+/// Whether both operations were running at some moment.
+inline bool overlap(const LoggedOperation& a, const LoggedOperation& b) {
+  return a.begin < b.end && b.begin < a.end;
+}
+
+/// Records the operations of all streams while it lives. One at a time.
+class Log {
+ public:
+  Log();
+  ~Log();
+  Log(const Log&) = delete;
+  Log& operator=(const Log&) = delete;
+
+  /// In the order in which threads issued them; waits for all of them to end.
+  std::vector<LoggedOperation> operations() const;
 };
 
 /// Operators that made the host wait since the last use(): those whose outputs' sizes depend on

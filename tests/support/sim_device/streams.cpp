@@ -178,14 +178,14 @@ void StreamQueue::work() {
       items_.pop_front();
       is_busy_ = true;
     }
-    if (item.delay.count() > 0) std::this_thread::sleep_for(item.delay);
     const Clock::time_point begin = Clock::now();
+    if (item.delay.count() > 0) std::this_thread::sleep_for(item.delay);
     try {
       item.run();
     } catch (...) {
       keep_fault(device_, std::current_exception());
     }
-    if (item.logged) log_run(*item.logged, begin, Clock::now());
+    if (item.logged) log_run(*item.logged, begin);
   }
 }
 

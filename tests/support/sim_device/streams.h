@@ -1,7 +1,5 @@
 #pragma once
 
-#include <c10/core/Stream.h>
-
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -14,11 +12,11 @@
 #include <string>
 #include <thread>
 
+#include "support/sim_device/sim_device.h"
+
 namespace tessera::testing::sim {
 
 constexpr int kDeviceCount = 4;
-
-struct LoggedOperation;
 
 /// A point of a stream, for which other streams and threads wait. It outlives the stream's visit.
 class Mark {
@@ -83,6 +81,10 @@ class StreamQueue {
   std::atomic<uint64_t> drawn_{0};
   std::atomic<uint64_t> seed_{0};
 };
+
+/// The log's entry of an operation that is being issued; null if nothing is recorded.
+std::shared_ptr<LoggedOperation> log_operation(int device, int64_t stream, std::string name);
+void log_run(LoggedOperation& operation, std::chrono::steady_clock::time_point begin);
 
 /// The seed and the scale of all delays.
 void set_delays(uint64_t seed, std::chrono::microseconds scale);

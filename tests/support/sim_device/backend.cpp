@@ -1,5 +1,11 @@
-// The devices', streams' and events' side of c10: DeviceGuard, StreamGuard and Event come here.
+// The backend's side of c10's guards, streams and events, and of at::accelerator.
+#include "support/sim_device/backend.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <mutex>
 
 #include "support/sim_device/memory.h"
 #include "support/sim_device/streams.h"
@@ -90,5 +96,60 @@ class SimGuardImpl final : public c10::impl::DeviceGuardImplInterface {
 // that it finds here.
 C10_REGISTER_GUARD_IMPL(PrivateUse1, SimGuardImpl)
 
+class SimHooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  void init() const override {}
+  // Autograd synchronizes the streams of devices that are in use.
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return is_used(device); }
+
+  c10::DeviceIndex deviceCount() const override { return kDeviceCount; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { exchange_device(device); }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(current_device());
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return static_cast<c10::DeviceIndex>(exchange_device(device));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
+  }
+
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    return device(device_of_address(data));
+  }
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<SimGenerator>(device < 0 ? getCurrentDevice() : device);
+  }
+
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(*storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+
 }  // namespace
+
+void register_backend() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    c10::register_privateuse1_backend("sim");
+    c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
+    at::setHostAllocator(c10::kPrivateUse1, &pinned_allocator());
+    at::RegisterPrivateUse1HooksInterface(new SimHooks);
+    auto* const aten = new torch::Library(torch::Library::IMPL, "aten",
+                                          c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    register_copies(*aten);
+    register_operators(*aten);
+    register_autocast();
+    at::globalContext().lazyInitDevice(c10::kPrivateUse1);
+  });
+}
+
 }  // namespace tessera::testing::sim
