@@ -6,11 +6,9 @@ namespace tessera::testing::sim {
 
 void register_autocast() {
   using namespace at;  // the macros' types
-  using torch::Library;
   constexpr auto kKey = c10::DispatchKey::AutocastPrivateUse1;
-  auto& all = *new Library(Library::IMPL, "_", kKey, __FILE__, 0);
-  all.fallback(torch::CppFunction::makeFallthrough());
-  auto& m = *new Library(Library::IMPL, "aten", kKey, __FILE__, 0);
+  library("_", kKey).fallback(torch::CppFunction::makeFallthrough());
+  torch::Library& m = library("aten", kKey);
 #define SIM_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define SIM_FP32_OPTIONAL(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)

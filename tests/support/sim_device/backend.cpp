@@ -5,7 +5,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <memory>
 #include <mutex>
+#include <vector>
 
 #include "support/sim_device/memory.h"
 #include "support/sim_device/streams.h"
@@ -136,6 +138,13 @@ class SimHooks final : public at::PrivateUse1HooksInterface {
 
 }  // namespace
 
+torch::Library& library(const char* ns, c10::DispatchKey key) {
+  static auto& all = *new std::vector<std::unique_ptr<torch::Library>>;
+  all.push_back(
+      std::make_unique<torch::Library>(torch::Library::IMPL, ns, key, __FILE__, __LINE__));
+  return *all.back();
+}
+
 void register_backend() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -143,10 +152,9 @@ void register_backend() {
     c10::SetAllocator(c10::kPrivateUse1, &device_allocator());
     at::setHostAllocator(c10::kPrivateUse1, &pinned_allocator());
     at::RegisterPrivateUse1HooksInterface(new SimHooks);
-    auto* const aten = new torch::Library(torch::Library::IMPL, "aten",
-                                          c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-    register_copies(*aten);
-    register_operators(*aten);
+    torch::Library& aten = library("aten", c10::DispatchKey::PrivateUse1);
+    register_copies(aten);
+    register_operators(aten);
     register_autocast();
     at::globalContext().lazyInitDevice(c10::kPrivateUse1);
   });

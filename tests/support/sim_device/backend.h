@@ -13,8 +13,11 @@ namespace tessera::testing::sim {
 /// things, which are linked with this backend, shall find no accelerator.
 void register_backend();
 
-/// The parts of register_backend(). Libraries are never destroyed: that would unregister operators
-/// before the streams' threads end.
+/// A new library for kernels of `key`. Never destroyed: that would unregister operators before the
+/// streams' threads end.
+torch::Library& library(const char* ns, c10::DispatchKey key);
+
+/// The parts of register_backend().
 void register_operators(torch::Library& aten);
 void register_copies(torch::Library& aten);
 void register_autocast();

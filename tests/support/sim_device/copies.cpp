@@ -223,10 +223,8 @@ void register_copies(torch::Library& aten) {
   aten.impl("record_stream", record_stream);
   aten.impl("_has_compatible_shallow_copy_type", can_take_data_of);
   // LibTorch would resolve lazy conjugates and signs by copies, endlessly. The CPU's copy does it.
-  for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
-    auto* const lazy = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, 0);
-    lazy->impl("_copy_from", torch::CppFunction::makeFallthrough());
-  }
+  for (const auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative})
+    library("aten", key).impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace tessera::testing::sim

@@ -199,7 +199,8 @@ class SimAllocator final : public c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t /*pool*/) override {}  // the limit does not count free blocks
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
-    if (data.get()) pool_of(device_of_address(data.get())).record(data.get(), queue_of(stream));
+    if (data.get() && data.get_deleter() == &release_memory)
+      pool_of(device_of_address(data.get())).record(data.get(), queue_of(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const MemoryCount count = pool_of(device).count();

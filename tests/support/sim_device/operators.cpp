@@ -344,9 +344,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
 
 void register_operators(torch::Library& aten) {
   const auto by_cpu = [] { return torch::CppFunction::makeFromBoxedFunction<&run_operator>(); };
-  auto* const all = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1,
-                                       __FILE__, __LINE__);
-  all->fallback(by_cpu());
+  library("_", c10::DispatchKey::PrivateUse1).fallback(by_cpu());
   // LibTorch has kernels of these for all devices, whose bits differ from those of the CPU's, or
   // (the losses) which resize their output twice, with a warning.
   for (const char* name :
