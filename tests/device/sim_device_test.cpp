@@ -1,5 +1,6 @@
 // Memory, streams and copies of the simulated accelerator: where code is wrong on a device, it
 // shows.
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Event.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -119,8 +120,13 @@ TEST(SimDeviceMemory, ResizeAndSetKeepValues) {
   y.set_(x.storage(), 2, {2}, {2});
   EXPECT_TRUE(same_bits(y, torch::tensor({2.0F, 4.0F})));
   EXPECT_TRUE(y.is_alias_of(x));
-  x.mutable_data_ptr();
-  x.storage().unsafeGetStorageImpl()->set_nbytes(0);  // as code that frees a unit's storage does
+  // As code does that frees the memory of tensors which it keeps.
+  const auto& hooks = at::detail::getPrivateUse1Hooks();
+  const int64_t live = sim::memory(sim::device(0)).live;
+  hooks.resizePrivateUse1Bytes(x.storage(), 0);
+  EXPECT_EQ(sim::memory(sim::device(0)).live, live - 48);
+  hooks.resizePrivateUse1Bytes(x.storage(), 48);
+  EXPECT_EQ(x.fill_(3).sum().item<float>(), 36);
   y.set_();
   EXPECT_EQ(y.numel(), 0);
 }

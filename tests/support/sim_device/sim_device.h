@@ -17,8 +17,8 @@
 /// works late, and only events order streams. Freed memory is overwritten, in stream order, and
 /// used again at once. Kernels and collectives keep no tensor alive.
 ///
-/// Values are those of the CPU's kernels, bit for bit. There are four devices, and each thread has
-/// its own current one, so that ranks can be threads.
+/// Values are those of the CPU's kernels, bit for bit, except those of random operators. There are
+/// four devices, and each thread has its own current one, so that ranks can be threads.
 namespace tessera::testing::sim {
 
 /// Sets the delays of streams, and makes the backend known to LibTorch. At its end it waits for all
@@ -31,8 +31,9 @@ class Use {
   Use& operator=(const Use&) = delete;
 };
 
-/// Each operation of a stream begins up to `delay` late; half of them begin at once. The delays of
-/// a stream depend only on `seed` and on the number of operations before.
+/// Each operation of a stream lasts up to `delay` longer, which it spends before it reads or writes
+/// anything; half of them are not delayed. The delays of a stream depend only on `seed` and on the
+/// number of operations before.
 [[nodiscard]] inline Use use(uint64_t seed = 0, std::chrono::microseconds delay = {}) {
   return {seed, delay};
 }
@@ -81,7 +82,7 @@ class Hold {
 struct LoggedOperation {
   int device = 0;
   int64_t stream = 0;
-  std::string name;  ///< "aten::mm.out", "all_gather", "copy to device", "poison", ...
+  std::string name;  ///< "aten::mm", "all_gather", "copy to device", "poison", ...
   std::chrono::steady_clock::time_point issued, begin, end;
 };
 

@@ -45,8 +45,8 @@ class StreamQueue {
   int device() const { return device_; }
   c10::Stream stream() const;
 
-  /// Runs `operation` after a random delay, once everything pushed before has run. The stream keeps
-  /// an exception as the device's fault and goes on.
+  /// Runs `operation` after a random delay, once everything pushed before has run. The device keeps
+  /// an exception as its fault, and the stream goes on.
   void push(std::string name, std::function<void()> operation);
   /// Pushes an operation that reaches the returned mark.
   MarkPtr mark();
