@@ -2,8 +2,10 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/Event.h>
 #include <gtest/gtest.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 
@@ -54,6 +56,25 @@ TEST(SimDeviceKernels, OperatorsWhoseSizesDependOnDataMakeTheHostWait) {
   at::Tensor sum = torch::empty({0}, on(0));
   at::add_out(sum, x, x);
   EXPECT_TRUE(same_bits(sum, host + host));
+}
+
+TEST(SimDeviceKernels, OperatorsOfOtherLibrariesRunOnce) {
+  static std::atomic<int> calls;
+  calls = 0;
+  torch::Library library(torch::Library::DEF, "sim_test", std::nullopt, __FILE__, __LINE__);
+  library.def("twice(Tensor x) -> Tensor");
+  torch::Library on_cpu(torch::Library::IMPL, "sim_test", c10::DispatchKey::CPU, __FILE__,
+                        __LINE__);
+  on_cpu.impl("twice", [](const at::Tensor& x) {
+    ++calls;
+    return x * 2;
+  });
+  const auto sim = sim::use(1, 50us);
+  const auto twice = c10::Dispatcher::singleton()
+                         .findSchemaOrThrow("sim_test::twice", "")
+                         .typed<at::Tensor(const at::Tensor&)>();
+  EXPECT_TRUE(same_bits(twice.call(torch::ones({3}, on(0))), torch::full({3}, 2.0F)));
+  EXPECT_EQ(calls, 1);
 }
 
 TEST(SimDeviceKernels, RandomOperatorsDoNotDependOnDelays) {

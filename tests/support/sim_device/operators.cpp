@@ -5,8 +5,8 @@
 // kernel runs is the next tensor's, as on CUDA.
 //
 // Prototypes have the sizes, strides and dtypes of outputs. They come from the operator's own Meta
-// kernel; if it has none, from the CPU's kernel, tried on zeros. If they depend on data, the caller
-// waits for the kernel and allocates the outputs then.
+// kernel; if it has none, from the CPU's kernel, tried on zeros. If they depend on data, or the
+// operator is not LibTorch's, the caller waits for the kernel and allocates the outputs then.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -228,8 +228,11 @@ class OperatorCall {
     for (size_t i = 0; i < returns; ++i) writes_arguments_only &= written_argument(i) != nullptr;
     if (writes_arguments_only) return Prototypes{Stack(returns), arguments_};
     if (depends_on_data()) return std::nullopt;
+    const bool is_libtorchs = op_.operator_name().name.starts_with("aten::");
     for (const auto key : {c10::DispatchKey::Meta, c10::DispatchKey::CPU}) {
       if (key == c10::DispatchKey::Meta && !op_.hasKernelForDispatchKey(key)) continue;
+      // A trial of somebody else's operator could have effects, such as a collective.
+      if (key == c10::DispatchKey::CPU && !is_libtorchs) continue;
       try {
         return prototypes_by(key);
       } catch (const std::exception&) {  // the kernel itself will throw, or can tell
