@@ -232,6 +232,8 @@ TEST(SimDeviceCollectives, DifferentOnesAreAnErrorOnAllRanks) {
     std::vector<int64_t> even, uneven{rank == 1 ? 3 : 2, rank == 1 ? 1 : 2, 2};
     EXPECT_TRUE(
         contains(error(backend->alltoall_base(received, sent, even, uneven)), "rank 1 sends"));
+    at::Tensor halves = torch::empty({6}, on(rank, at::kHalf));
+    EXPECT_TRUE(contains(error(backend->alltoall_base(halves, sent, even, even)), "must have 6"));
     Tensors fine{torch::ones({4}, on(rank))};
     EXPECT_EQ(error(backend->allreduce(fine)), "no error");
     EXPECT_TRUE(contains(error_of([&] {

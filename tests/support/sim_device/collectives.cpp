@@ -26,8 +26,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Op = c10d::ReduceOp::RedOpType;
 using Deadline = std::chrono::steady_clock::time_point;
 
-// What a rank brings to a collective: its form, which must be that of the other ranks, and the
-// tensors that they read.
+// A rank's part of a collective: the form, which must be that of the other ranks, and the tensors
+// that they read.
 struct Offer {
   std::string form;
   Tensors inputs;
@@ -430,7 +430,13 @@ class SimBackend final : public c10d::Backend {
           results.push_back(result.clone());
         place->part(number, rank, deadline);
         std::this_thread::sleep_for(delay);
-        for (size_t i = 0; i < outputs.size(); ++i) outputs[i].copy_(results.at(i));
+        for (size_t i = 0; i < outputs.size(); ++i) {
+          const at::Tensor& result = results.at(i);
+          TORCH_CHECK(outputs[i].numel() == result.numel() && outputs[i].dtype() == result.dtype(),
+                      "[simccl] an output must have ", result.numel(), " elements of ",
+                      result.dtype(), ", got ", outputs[i].numel(), " of ", outputs[i].dtype());
+          outputs[i].copy_(result);
+        }
       } catch (const c10::Error& error) {
         place->fail(number, error.what_without_backtrace());
         std::lock_guard lock(state->mutex);

@@ -10,9 +10,9 @@ namespace tessera::testing::sim {
 /// The allocator of all devices, like LibTorch's caching one for CUDA.
 ///
 /// A block belongs to the stream that was current when it was allocated. A freed one is filled with
-/// kPoison in the order of that stream, and is what the stream's next allocation of this size class
-/// gets. If record_stream() has named other streams, it waits for what they had queued when the
-/// block was freed.
+/// kPoison in the order of that stream, and given to the stream's next allocation of this size
+/// class. If record_stream() has named other streams, it first waits for the operations that they
+/// had queued when the block was freed.
 c10::DeviceAllocator& device_allocator();
 
 /// The allocator of pinned host memory. Freed memory is poisoned and returned once the copies that

@@ -58,7 +58,7 @@ class StreamQueue {
   /// The next of the random delays of this stream.
   std::chrono::microseconds draw_delay();
 
-  /// Ends the thread, without what it has not begun. For the end of the program.
+  /// Ends the thread after its current operation, for the end of the program.
   void stop();
 
  private:
