@@ -10,7 +10,7 @@ namespace tessera {
 namespace {
 
 int count(c10::DeviceType type) {
-  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  if (!at::isAccelerator(type) || !c10::impl::hasDeviceGuardImpl(type)) return 0;
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
