@@ -158,9 +158,11 @@ TESSERA_API ProcessGroupPtr backend_process_group(c10::intrusive_ptr<c10d::Backe
                                                   c10::DeviceType device = c10::DeviceType::CPU);
 
 /// Makes a process group that passes collectives of tensors in host memory, and barriers, to
-/// `host`, and all others to `device`: models on a device need both. Both have the same ranks, in
-/// the same order. Throws `c10::ValueError` otherwise.
-TESSERA_API ProcessGroupPtr device_process_group(ProcessGroupPtr host, ProcessGroupPtr device);
+/// `host`, and all others to `devices`: models on a device need both. `devices` is one process
+/// group, or one for each channel (`kParams`, `kGrads`, `kControl`): then ranks may differ in which
+/// units they use. All have the same ranks, in the same order. Throws `c10::ValueError` otherwise.
+TESSERA_API ProcessGroupPtr device_process_group(ProcessGroupPtr host,
+                                                 std::vector<ProcessGroupPtr> devices);
 
 /// Makes a c10d backend that connects the ranks which have stores with the same keys. Collective.
 using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(

@@ -33,19 +33,19 @@ class DeviceProcessGroup : public ProcessGroup,
                            public Watchable,
                            public SharesMemory {
  public:
-  DeviceProcessGroup(ProcessGroupPtr host, ProcessGroupPtr device)
-      : host_(std::move(host)), device_(std::move(device)) {}
+  DeviceProcessGroup(ProcessGroupPtr host, std::vector<ProcessGroupPtr> devices)
+      : host_(std::move(host)), devices_(std::move(devices)) {}
 
   int rank() const override { return host_->rank(); }
   int size() const override { return host_->size(); }
   std::chrono::milliseconds timeout() const override { return host_->timeout(); }
   std::string backend_name() const override {
-    return device_->backend_name() + "+" + host_->backend_name();
+    return devices_.front()->backend_name() + "+" + host_->backend_name();
   }
-  bool has_channels() const override { return device_->has_channels() && host_->has_channels(); }
+  bool has_channels() const override { return devices_.size() > 1 && host_->has_channels(); }
 
   void close() noexcept override {
-    tessera::close(device_);
+    for (const ProcessGroupPtr& device : devices_) tessera::close(device);
     tessera::close(host_);
   }
 
@@ -69,24 +69,34 @@ class DeviceProcessGroup : public ProcessGroup,
 
  private:
   WorkPtr issue(Collective collective) override {
-    ProcessGroup& part = is_on_device(collective) ? *device_ : *host_;
+    ProcessGroup& part = is_on_device(collective) ? device(collective.tag.channel) : *host_;
     check_arguments(part, collective);
     return issue_on(part, std::move(collective));
   }
 
+  ProcessGroup& device(Channel channel) const {
+    return devices_.size() > 1 ? *devices_.at(static_cast<size_t>(channel)) : *devices_.front();
+  }
+
   const ProcessGroupPtr host_;
-  const ProcessGroupPtr device_;
+  const std::vector<ProcessGroupPtr> devices_;  // by channel, or one for all
 };
 
 }  // namespace
 
-ProcessGroupPtr device_process_group(ProcessGroupPtr host, ProcessGroupPtr device) {
-  TORCH_CHECK_VALUE(host && device, "[device_process_group] `host` and `device` must be given");
-  TORCH_CHECK_VALUE(host->size() == device->size() && host->rank() == device->rank(),
-                    "[device_process_group] `host` and `device` must have the same ranks in the same order; got "
+ProcessGroupPtr device_process_group(ProcessGroupPtr host, std::vector<ProcessGroupPtr> devices) {
+  TORCH_CHECK_VALUE(host != nullptr, "[device_process_group] `host` must be given");
+  TORCH_CHECK_VALUE(devices.size() == 1 || devices.size() == 3,
+                    "[device_process_group] `devices` must be one process group, or one for each of 3 channels; got ",
+                    devices.size());
+  for (const ProcessGroupPtr& device : devices) {
+    TORCH_CHECK_VALUE(device != nullptr, "[device_process_group] all `devices` must be given");
+    TORCH_CHECK_VALUE(host->size() == device->size() && host->rank() == device->rank(),
+                    "[device_process_group] `host` and `devices` must have the same ranks in the same order; got "
                     "rank ", host->rank(), " of ", host->size(), " and rank ", device->rank(), " of ",
                     device->size());
-  return std::make_shared<DeviceProcessGroup>(std::move(host), std::move(device));
+  }
+  return std::make_shared<DeviceProcessGroup>(std::move(host), std::move(devices));
 }
 
 }  // namespace tessera

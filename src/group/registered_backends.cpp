@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "group/collective_name.h"
 
 namespace tessera {
 namespace {
@@ -41,10 +42,19 @@ std::vector<std::string> backend_names() {
   return names;
 }
 
-ProcessGroupPtr process_group_of(const RegisteredBackend& backend,
-                                 const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                 std::chrono::milliseconds timeout) {
-  return backend_process_group(backend.make(store, rank, size, timeout), timeout, backend.device);
+// One for each channel, as a backend matches collectives by their order. NCCL connects the ranks
+// only when one is used.
+ProcessGroupPtr with_backend(const RegisteredBackend& backend, const ProcessGroupPtr& host,
+                             const c10::intrusive_ptr<c10d::Store>& store) {
+  std::vector<ProcessGroupPtr> devices;
+  for (const Channel channel : {Channel::kParams, Channel::kGrads, Channel::kControl}) {
+    const auto keys = c10::make_intrusive<c10d::PrefixStore>(
+        "device " + std::string(channel_name(channel)), store);
+    devices.push_back(
+        backend_process_group(backend.make(keys, host->rank(), host->size(), host->timeout()),
+                              host->timeout(), backend.device));
+  }
+  return device_process_group(host, std::move(devices));
 }
 
 void register_backend(const std::string& name, c10::DeviceType device, BackendFactory make) {
@@ -64,12 +74,8 @@ ProcessGroupPtr registered_process_group(const std::string& name,
   const auto backend = find_backend(name);
   TORCH_CHECK_VALUE(backend, "[registered_process_group] `name` must be a registered backend (",
                     fmt::format("{}", fmt::join(backend_names(), ", ")), "); got '", name, "'");
-  const auto keys = [&](const char* prefix) {
-    return c10::make_intrusive<c10d::PrefixStore>(prefix, store);
-  };
-  const ProcessGroupPtr host = gloo_process_group(keys("host"), rank, size, timeout);
-  return device_process_group(host,
-                              process_group_of(*backend, keys("device"), rank, size, timeout));
+  const auto keys = c10::make_intrusive<c10d::PrefixStore>("host", store);
+  return with_backend(*backend, gloo_process_group(keys, rank, size, timeout), store);
 }
 
 }  // namespace tessera

@@ -17,10 +17,9 @@ struct RegisteredBackend {
 std::optional<RegisteredBackend> find_backend(const std::string& name);
 std::vector<std::string> backend_names();
 
-/// Makes a process group of the backend, for tensors on devices alone. Collective.
-ProcessGroupPtr process_group_of(const RegisteredBackend& backend,
-                                 const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                 std::chrono::milliseconds timeout);
+/// Makes a process group of `host` and, for tensors on devices, of the backend. Collective.
+ProcessGroupPtr with_backend(const RegisteredBackend& backend, const ProcessGroupPtr& host,
+                             const c10::intrusive_ptr<c10d::Store>& store);
 
 /// NCCL. Where LibTorch has no CUDA, its factory throws `c10::NotImplementedError`.
 RegisteredBackend nccl_backend();

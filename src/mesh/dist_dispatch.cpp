@@ -377,7 +377,9 @@ bool has_kernel_of(const c10::OperatorHandle& op, c10::DeviceType device) {
 }
 
 bool has_own_kernel(const c10::OperatorHandle& op) {
-  return has_kernel_of(op, at::kCPU) || (accelerator() && has_kernel_of(op, *accelerator())) ||
+  const bool is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  return has_kernel_of(op, at::kCPU) ||
+         (accelerator() && !is_composite && has_kernel_of(op, *accelerator())) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }

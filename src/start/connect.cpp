@@ -109,12 +109,8 @@ ProcessGroupPtr join_all(const Arrival& own, const Agreement& agreement,
   std::optional<HostTable> table;
   if (!agreement.one_host) table.emplace(hosts);
   process_group = with_arena(process_group, keys, table, agreement.transport);
-  if (const auto backend = find_backend(own.backend)) {
-    const auto device_keys = c10::make_intrusive<c10d::PrefixStore>("device", keys);
-    process_group = device_process_group(
-        process_group,
-        process_group_of(*backend, device_keys, own.rank, own.size, agreement.timeout));
-  }
+  if (const auto backend = find_backend(own.backend))
+    process_group = with_backend(*backend, process_group, keys);
   if (auto* const watchable = capability<Watchable>(*process_group); watchable && watch)
     watchable->set_watch(watch);
   // No rank may leave, and close the store, while other ranks still connect.

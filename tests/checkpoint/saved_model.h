@@ -51,14 +51,14 @@ struct Picture : torch::nn::Module {
 
 inline std::shared_ptr<Picture> make_picture(uint64_t seed) {
   manual_seed(seed);
-  return std::make_shared<Picture>();
+  return on_test_device(std::make_shared<Picture>());
 }
 
 /// The same rows on every rank, so that worlds of all sizes compute the same.
 inline std::pair<torch::Tensor, torch::Tensor> picture_batch(int64_t step) {
   auto generator = at::detail::createCPUGenerator(1000 + step);
   torch::Tensor x = torch::randn({5, 3, 6, 6}, generator);
-  return {x, torch::randn({5, 17}, generator)};
+  return {on_test_device(x), on_test_device(torch::randn({5, 17}, generator))};
 }
 
 inline void train_step(Picture& picture, ShardedOptimizer& optimizer, int64_t step) {
@@ -134,7 +134,7 @@ inline void expect_same_tensors(const std::map<std::string, torch::Tensor>& actu
   for (const auto& [name, value] : expected) {
     const auto it = actual.find(name);
     ASSERT_NE(it, actual.end()) << what << ": no " << name;
-    EXPECT_TRUE(torch::equal(it->second, value)) << what << ": " << name << " differs";
+    EXPECT_TRUE(torch::equal(it->second.cpu(), value.cpu())) << what << ": " << name << " differs";
   }
 }
 

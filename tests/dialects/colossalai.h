@@ -85,7 +85,7 @@ template <class Net>
 Net zero_net(const ZeroInitOptions& options = {.shard_param = true},
              const ShardStrategyPtr& strategy = kTensor, uint64_t seed = 3) {
   return seeded(seed, [&] {
-    ZeroInitContext context(torch::kCPU, strategy, options);
+    ZeroInitContext context(test_device(), strategy, options);
     return Net();
   });
 }
@@ -138,7 +138,7 @@ torch::optim::AdamW adam_of(Net& net) {
 inline void expect_same_bits(World& world, const std::vector<NamedTensor>& state) {
   std::string bytes;
   for (const NamedTensor& item : state) {
-    const at::Tensor value = item.tensor.contiguous();
+    const at::Tensor value = item.tensor.cpu().contiguous();
     bytes.append(static_cast<const char*>(value.data_ptr()), value.nbytes());
   }
   for (const std::string& other :

@@ -97,7 +97,7 @@ std::vector<NamedTensor> train(Model& model, AnyOss& optimizer, const World& wor
 inline void expect_replicas(ProcessGroup& group, const std::vector<at::Tensor>& tensors) {
   std::string bytes;
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor value = tensor.detach().clone(at::MemoryFormat::Contiguous);
+    const at::Tensor value = tensor.detach().cpu().clone(at::MemoryFormat::Contiguous);
     bytes.append(static_cast<const char*>(value.data_ptr()), value.nbytes());
   }
   for (const std::string& other : all_gather_bytes(group, bytes, {"replicas", Channel::kControl}))

@@ -35,7 +35,7 @@ std::shared_ptr<M> with_values(std::shared_ptr<M> model, uint64_t seed = 7) {
   torch::NoGradGuard no_grad;
   auto generator = at::detail::createCPUGenerator(seed);
   for (auto& param : model->parameters()) param.copy_(0.2 * torch::randn(param.sizes(), generator));
-  return model;
+  return on_test_device(model);
 }
 
 using MakeNet = std::function<std::shared_ptr<Net>()>;

@@ -172,7 +172,7 @@ inline void expect_same_values(const Values& actual, const Values& expected, dou
           << what << ": " << name;
       continue;
     }
-    const torch::Tensor a = got.toTensor(), b = want.toTensor();
+    const torch::Tensor a = got.toTensor().cpu(), b = want.toTensor().cpu();
     ASSERT_EQ(a.sizes(), b.sizes()) << what << ": " << name;
     EXPECT_EQ(a.strides(), b.strides()) << what << ": " << name;
     EXPECT_TRUE(tolerance == 0 ? torch::equal(a, b) : torch::allclose(a, b, tolerance, tolerance))

@@ -28,15 +28,18 @@ torch::Tensor rows_of(const torch::Tensor& batch, int rank, int size) {
 
 Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out) {
   auto generator = at::detail::createCPUGenerator(1000 + step);
-  return {torch::randn({rows, in}, generator), torch::randn({rows, out}, generator)};
+  const torch::Tensor x = torch::randn({rows, in}, generator);
+  const torch::Tensor y = torch::randn({rows, out}, generator);
+  return {on_test_device(x), on_test_device(y)};
 }
 
 std::vector<NamedTensor> plain_state(torch::nn::Module& module) {
   std::vector<NamedTensor> state;
-  for (const auto& item : module.named_parameters())
-    state.push_back({item.key(), item.value().detach().clone()});
-  for (const auto& item : module.named_buffers())
-    state.push_back({item.key(), item.value().detach().clone()});
+  const auto add = [&](const auto& item) {
+    state.push_back({item.key(), item.value().detach().clone().cpu()});
+  };
+  for (const auto& item : module.named_parameters()) add(item);
+  for (const auto& item : module.named_buffers()) add(item);
   return state;
 }
 
@@ -56,11 +59,12 @@ void for_each_pair(
 void expect_same_state(const std::vector<NamedTensor>& actual,
                        const std::vector<NamedTensor>& expected, double tolerance,
                        const std::string& what) {
-  for_each_pair(actual, expected, what, [&](const NamedTensor& want, const torch::Tensor& got) {
-    const bool same = tolerance == 0 ? torch::equal(got, want.tensor)
-                                     : torch::allclose(got, want.tensor, tolerance, tolerance);
+  for_each_pair(actual, expected, what, [&](const NamedTensor& want, const torch::Tensor& tensor) {
+    const torch::Tensor got = tensor.cpu(), wanted = want.tensor.cpu();
+    const bool same = tolerance == 0 ? torch::equal(got, wanted)
+                                     : torch::allclose(got, wanted, tolerance, tolerance);
     EXPECT_TRUE(same) << what << ": " << want.name << " differs by "
-                      << (got - want.tensor).abs().max().item<double>();
+                      << (got - wanted).abs().max().item<double>();
   });
 }
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "support/test_device.h"
+
 namespace tessera::testing {
 
 constexpr ShardLevel kAllLevels[] = {ShardLevel::kNone, ShardLevel::kOptimizerState,
@@ -33,13 +35,14 @@ struct Mlp : Net {
 /// The rows of a global batch that one rank of `size` sees.
 torch::Tensor rows_of(const torch::Tensor& batch, int rank, int size);
 
-/// Inputs and targets of step `step`: the same on every rank and in every world.
+/// Inputs and targets of step `step`, on the `test_device()`: the same on every rank and in every
+/// world.
 struct Batch {
   torch::Tensor x, y;
 };
 Batch global_batch(int64_t step, int64_t rows, int64_t in, int64_t out);
 
-/// Names and values of everything a model holds, for comparisons.
+/// Names and values of everything a model holds, in host memory, for comparisons.
 std::vector<NamedTensor> plain_state(torch::nn::Module& module);
 
 /// Expects the same names, and calls `compare` with the tensors of each.
@@ -53,11 +56,16 @@ void expect_same_state(const std::vector<NamedTensor>& actual,
                        const std::vector<NamedTensor>& expected, double tolerance,
                        const std::string& what);
 
-/// Makes something from random values that depend on `seed` alone.
+/// Makes a module or a tensor from random values that depend on `seed` alone, and moves it to the
+/// `test_device()`.
 template <class F>
 auto seeded(uint64_t seed, F&& make) {
   manual_seed(seed);
-  return make();
+  if constexpr (requires { on_test_device(make()); }) {
+    return on_test_device(make());
+  } else {
+    return make();
+  }
 }
 
 /// A training run that can be done by one process or by a world: `steps` steps on `global_batch`es,

@@ -4,6 +4,8 @@
 #include <tessera/dist_tensor.h>
 #include <torch/torch.h>
 
+#include "support/test_device.h"
+
 namespace tessera::testing {
 
 namespace nn = torch::nn;
@@ -24,7 +26,7 @@ inline NormMlp make_norm_mlp() {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
   torch::NoGradGuard no_grad;
   for (at::Tensor& parameter : mlp->parameters()) parameter.normal_(0, 0.5, generator);
-  return mlp;
+  return testing::on_test_device(mlp);
 }
 
 /// Shards the first matrix by columns, the second by rows: nothing is sent between them. `outer`:

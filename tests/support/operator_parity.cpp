@@ -40,7 +40,7 @@ bool is_mixed_with_splits(const std::vector<Placements>& inputs) {
 Tensors make_inputs(const OperatorCase& test) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
   Tensors inputs;
-  for (const auto& sizes : test.sizes) inputs.push_back(torch::randn(sizes, generator));
+  for (const auto& sizes : test.sizes) inputs.push_back(on_test_device(torch::randn(sizes, generator)));
   return inputs;
 }
 
@@ -48,7 +48,7 @@ at::Tensor factors(const at::Tensor& output) {
   return torch::linspace(0.5, 2, std::max<int64_t>(output.numel(), 1), at::kDouble)
       .slice(0, 0, output.numel())
       .view(output.sizes())
-      .to(output.scalar_type());
+      .to(output.options().requires_grad(false));
 }
 
 Tensors gradients_of(const Tensors& inputs, const at::Tensor& output) {

@@ -15,6 +15,7 @@
 
 #include "start/host_identity.h"
 #include "start/spawned_rank.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace {
@@ -75,7 +76,8 @@ void run_ranks(int size, const std::function<void(World&)>& fn, milliseconds tim
     std::optional<SimulatedHost> host;
     if (host_of) host.emplace("host " + std::to_string(host_of(rank)));
     try {
-      World world = init({.timeout = timeout, .transport = transport});
+      testing::take_test_device(rank);
+      World world = init({.timeout = timeout, .backend = testing::test_backend(), .transport = transport});
       fn(world);
     } catch (const std::exception& error) {
       watch.failed(rank, error.what());

@@ -12,7 +12,7 @@ namespace tessera {
 /// wait has `timeout`.
 ///
 /// Ranks talk over `transport`; without it over Gloo, whose messages tests count, unless the
-/// environment has TESSERA_TEST_TRANSPORT=arena.
+/// environment has TESSERA_TEST_TRANSPORT=arena. Each has a `test_device()` of its own.
 ///
 /// Failures are those of `spawn()`. A rank that never returns ends the whole test program with a
 /// message that names it, since a thread can't be killed.
