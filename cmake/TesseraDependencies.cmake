@@ -20,9 +20,6 @@ if(torch_version VERSION_LESS 2.11)
 endif()
 tessera_load_libtorch("${torch_folder}" "${torch_version}")
 message(STATUS "LibTorch ${Torch_VERSION}: ${TORCH_INSTALL_PREFIX}")
-if(TESSERA_TORCH_LACKS_TOOLKIT)
-  message(STATUS "LibTorch has CUDA, and its CUDA toolkit was not found: Tessera is built without NCCL")
-endif()
 
 # One target in place of Torch's variables. Its headers are system headers, so that their warnings are not shown.
 add_library(tessera_torch INTERFACE)
@@ -54,13 +51,32 @@ if(TESSERA_BUILD_TESTS)
   FetchContent_MakeAvailable(googletest)
 endif()
 
-# NCCL is compiled in if LibTorch itself has it.
+# NCCL is compiled in if LibTorch has CUDA and the headers are there: those of a CUDA toolkit and of NCCL, or of the Python
+# wheels that pip installs with LibTorch's.
+option(TESSERA_REQUIRE_NCCL "Fail if NCCL can't be built in" OFF)
 set(TESSERA_HAVE_NCCL OFF)
-if(TORCH_CUDA_LIBRARIES)
-  find_path(TESSERA_NCCL_INCLUDE nccl.h)
-  if(TESSERA_NCCL_INCLUDE)
+set(tessera_no_nccl "LibTorch has no CUDA")
+if(EXISTS "${TORCH_INSTALL_PREFIX}/lib/libtorch_cuda.so")
+  file(GLOB tessera_wheel_includes "${TORCH_INSTALL_PREFIX}/../nvidia/*/include")
+  find_path(TESSERA_NCCL_INCLUDE nccl.h HINTS ${tessera_wheel_includes})
+  find_path(TESSERA_CUDA_INCLUDE cuda_runtime_api.h HINTS ${CUDAToolkit_INCLUDE_DIRS} ${tessera_wheel_includes}
+            PATHS /usr/local/cuda/include)
+  if(TESSERA_NCCL_INCLUDE AND TESSERA_CUDA_INCLUDE)
     set(TESSERA_HAVE_NCCL ON)
+    message(STATUS "NCCL is built in, with the headers in ${TESSERA_NCCL_INCLUDE} and ${TESSERA_CUDA_INCLUDE}")
+    if(TESSERA_TORCH_LACKS_TOOLKIT)
+      target_link_libraries(tessera_torch INTERFACE "$<BUILD_INTERFACE:${TORCH_INSTALL_PREFIX}/lib/libtorch_cuda.so>"
+                                                    "$<BUILD_INTERFACE:${TORCH_INSTALL_PREFIX}/lib/libc10_cuda.so>")
+    endif()
+  else()
+    set(tessera_no_nccl "LibTorch has CUDA, but nccl.h or cuda_runtime_api.h was not found (set TESSERA_NCCL_INCLUDE and TESSERA_CUDA_INCLUDE to their folders)")
   endif()
+endif()
+if(NOT TESSERA_HAVE_NCCL)
+  if(TESSERA_REQUIRE_NCCL)
+    message(FATAL_ERROR "TESSERA_REQUIRE_NCCL is set: ${tessera_no_nccl}")
+  endif()
+  message(STATUS "Tessera is built without NCCL: ${tessera_no_nccl}")
 endif()
 
 # ProcessGroupGloo.hpp is included with our own declarations of gloo's types: compile and run a program that shows that they

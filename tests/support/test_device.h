@@ -11,6 +11,10 @@ namespace tessera::testing {
 /// the simulated one.
 const std::string& test_device_kind();
 
+/// Skips a test of facts of host memory where tests run on another device.
+#define TESSERA_ON_HOST_ONLY(reason) \
+  if (!::tessera::testing::tests_on_host()) GTEST_SKIP() << (reason)
+
 /// The device of this rank or, outside of a world, the first one.
 at::Device test_device();
 
@@ -27,6 +31,18 @@ template <class M>
 M on_test_device(M module) {
   module->to(test_device());
   return module;
+}
+
+/// Returns true on the CPU, where tests may read the memory of tensors.
+inline bool tests_on_host() { return test_device_kind() == "cpu"; }
+
+/// Returns true if the tensors, on any devices, have the same sizes and values.
+inline bool same_values(const at::Tensor& a, const at::Tensor& b) {
+  return torch::equal(a.detach().cpu(), b.detach().cpu());
+}
+/// The same up to `tolerance`, relative and absolute.
+inline bool close_values(const at::Tensor& a, const at::Tensor& b, double tolerance) {
+  return torch::allclose(a.detach().cpu(), b.detach().cpu(), tolerance, tolerance);
 }
 
 }  // namespace tessera::testing

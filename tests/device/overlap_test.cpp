@@ -1,0 +1,147 @@
+// The order in which a training step queues its work on a device, and its memory there.
+#include <gtest/gtest.h>
+#include <tessera/tessera.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "support/models.h"
+#include "support/run_world.h"
+#include "support/sim_device/sim_device.h"
+
+namespace tessera {
+namespace overlap_test {
+
+using namespace testing;
+
+constexpr int64_t kWidth = 64, kLayers = 4, kRows = 4;
+constexpr int64_t kUnitBytes = kWidth * kWidth * 4;
+
+// Worlds of this program are on the simulated device.
+const int kSimulates = ::setenv("TESSERA_TEST_DEVICE", "sim", /*overwrite=*/1);
+
+struct Chain : Net {
+  explicit Chain(int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      layers.push_back(
+          register_module("layer" + std::to_string(i),
+                          torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false))));
+  }
+  torch::Tensor forward(torch::Tensor x) override {
+    for (auto& layer : layers) x = torch::tanh(layer->forward(x));
+    return x;
+  }
+  std::vector<torch::nn::Linear> layers;
+};
+
+// A model of which each layer is a unit, on one rank.
+struct Training {
+  explicit Training(World& world, int64_t layers = kLayers)
+      : world(world),
+        net(seeded(7, [&] { return std::make_shared<Chain>(layers); })),
+        sgd(net->parameters(), torch::optim::SGDOptions(0.1)),
+        sharded(fully_shard(
+            net, {.level = ShardLevel::kParameters, .unit_bytes = kUnitBytes, .prefetch = 1})),
+        optimizer(sharded, sgd) {}
+
+  torch::Tensor loss(const Batch& batch) {
+    return rank_loss(*net, batch, world.rank(), world.size(), 0);
+  }
+  void run(int steps) {
+    for (int64_t step = 0; step < steps; ++step) {
+      optimizer.zero_grad();
+      loss(global_batch(step, kRows, kWidth, kWidth)).backward();
+      optimizer.step();
+    }
+    sim::synchronize(test_device());
+  }
+
+  World& world;
+  std::shared_ptr<Chain> net;
+  torch::optim::SGD sgd;
+  ShardedModule sharded;
+  ShardedOptimizer optimizer;
+};
+
+// The operations of a device in the order of issue: G for a gather, R for a reduction, M for a
+// product of matrices.
+std::string order_of(const std::vector<sim::LoggedOperation>& operations, int device) {
+  static const std::map<std::string, char> kLetters = {
+      {"all_gather", 'G'}, {"reduce_scatter", 'R'}, {"aten::mm", 'M'}, {"aten::addmm", 'M'}};
+  std::string order;
+  for (const sim::LoggedOperation& operation : operations) {
+    const auto letter = kLetters.find(operation.name);
+    if (operation.device == device && letter != kLetters.end()) order += letter->second;
+  }
+  return order;
+}
+
+// Between forward and backward, the last two units stay; backward needs no gradient of the first
+// one's input. The first two units of the next forward are gathered behind the step.
+TEST(Overlap, EachGatherIsIssuedBeforeTheWorkOfTheUnitAheadOfIt) {
+  std::string order;
+  run_world(2, [&](World& world) {
+    Training training(world);
+    training.run(2);
+    world.process_group()->barrier({"begin"});
+    std::unique_ptr<sim::Log> log;
+    if (world.rank() == 0) log = std::make_unique<sim::Log>();
+    world.process_group()->barrier({"log"});
+    training.run(1);
+    world.process_group()->barrier({"end"});
+    if (log) order = order_of(log->operations(), 0);
+  });
+  const std::string forward =
+      "M"
+      "GM"
+      "GM"
+      "M";
+  const std::string backward =
+      "MMR"
+      "MGMR"
+      "MMR"
+      "MR";
+  EXPECT_EQ(order, forward + backward + "GG");
+}
+
+TEST(Overlap, TheHostQueuesForwardAndBackwardWithoutWaitingForTheDevice) {
+  run_world(2, [&](World& world) {
+    Training training(world);
+    training.run(2);
+    training.optimizer.zero_grad();
+    const Batch batch = global_batch(2, kRows, kWidth, kWidth);
+    const c10::Stream stream =
+        c10::impl::VirtualGuardImpl(test_device().type()).getStream(test_device());
+    sim::Hold hold(stream);
+    training.loss(batch).backward();
+    EXPECT_FALSE(stream.query()) << "nothing was held";
+    hold.release();
+    training.optimizer.step();
+    sim::synchronize(test_device());
+  });
+}
+
+TEST(Overlap, MoreUnitsTakeNoMoreMemoryDuringAStep) {
+  // The most that a step needs beside what stays, in whole units: the parameters in use and ahead,
+  // the gradients in flight, and what activations take.
+  const auto needed = [](World& world, int64_t layers) {
+    Training training(world, layers);
+    training.run(2);
+    const int64_t before = sim::memory(test_device()).live;
+    sim::reset_peak(test_device());
+    training.run(3);
+    return (sim::memory(test_device()).peak - before) / kUnitBytes;
+  };
+  run_world(2, [&](World& world) {
+    const int64_t few = needed(world, kLayers), many = needed(world, 3 * kLayers);
+    EXPECT_LE(many, few + 1);
+    EXPECT_LE(few, 5);
+  });
+}
+
+}  // namespace overlap_test
+}  // namespace tessera
