@@ -384,6 +384,13 @@ bool has_own_kernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }
 
+// For `set_data()`. LibTorch's own answer is no for tensors on devices that register themselves
+// (PrivateUse1), unless both have the same keys, which a DistTensor and an ordinary tensor never
+// have.
+bool can_take_data_of(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
+
 }  // namespace
 
 void register_dist_operators() {
@@ -398,6 +405,11 @@ void register_dist_operators() {
       if (op && has_own_kernel(*op))
         library->impl(c10::toString(name).c_str(), kernel_of(op->schema()));
     }
+    // A kernel of the backend takes LibTorch's composite away from autograd's key.
+    static auto* const autograd = new torch::Library(
+        torch::Library::IMPL, "aten", c10::DispatchKey::AutogradPrivateUse3, __FILE__, __LINE__);
+    for (torch::Library* keys : {library, autograd})
+      keys->impl("_has_compatible_shallow_copy_type", &can_take_data_of);
   });
 }
 

@@ -175,7 +175,10 @@ class Transfer {
   at::Tensor run(const at::Tensor& local, std::string_view subject) const {
     const ProcessGroupPtr process_group = from_.mesh.process_group_of(ranks_);
     const int self = ranks_[process_group->rank()];
-    std::vector<at::Tensor> sent(ranks_.size()), received(ranks_.size());
+    // Not undefined: the device of empty ones tells over which connection a rank without messages
+    // takes part.
+    const at::Tensor nothing = at::empty({0}, local.options());
+    std::vector<at::Tensor> sent(ranks_.size(), nothing), received(ranks_.size(), nothing);
     const auto own = sources_.find(self), wanted = targets_.find(self);
     for (size_t r = 0; r < ranks_.size(); ++r) {
       if (own != sources_.end()) {
@@ -187,10 +190,8 @@ class Transfer {
         if (!part.empty()) received[r] = at::empty(sizes_of(part), local.options());
       }
     }
-    std::vector<at::Tensor> into(received);
-    for (at::Tensor& tensor : into) {
-      if (tensor.defined()) tensor = tensor.view(-1);
-    }
+    std::vector<at::Tensor> into;
+    for (const at::Tensor& tensor : received) into.push_back(tensor.view(-1));
     const auto work =
         process_group->all_to_all(std::move(into), std::move(sent), {subject, Channel::kControl});
     work->wait();
@@ -198,7 +199,7 @@ class Transfer {
     if (wanted == targets_.end()) return at::empty({0}, local.options());
     const at::Tensor result = at::empty(sizes_of(wanted->second), local.options());
     for (size_t r = 0; r < ranks_.size(); ++r) {
-      if (received[r].defined())
+      if (received[r].numel() > 0)
         part_of(result, wanted->second, what_goes(ranks_[r], self)).copy_(received[r]);
     }
     return result;

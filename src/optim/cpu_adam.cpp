@@ -166,21 +166,30 @@ void step_on_host(const CPUAdamOptions& options, const AdamParam& param) {
 }
 
 void step_by_operators(const CPUAdamOptions& options, const std::vector<AdamParam>& params) {
+  // The kernels take four tensors of equal dtype and strides, and walk through their memory: others
+  // are stepped as copies.
   FusedAdam call;
   for (const AdamParam& param : params) {
     const at::ScalarType dtype = param.exp_avg.scalar_type();
-    call.params.push_back(param.param.to(dtype));
-    call.grads.push_back(param.grad.to(dtype));
-    call.exp_avgs.push_back(param.exp_avg);
-    call.exp_avg_sqs.push_back(param.exp_avg_sq);
+    call.params.push_back(param.param.to(dtype).contiguous());
+    call.grads.push_back(param.grad.to(dtype).contiguous());
+    call.exp_avgs.push_back(param.exp_avg.contiguous());
+    call.exp_avg_sqs.push_back(param.exp_avg_sq.contiguous());
     // After infinitely many steps nothing is left to correct.
     call.steps.push_back(options.bias_correction() ? static_cast<double>(param.step)
                                                    : std::numeric_limits<double>::infinity());
   }
   call.run(options, options.adamw_mode());
-  // A parameter of another dtype than its moments was stepped as a copy.
-  for (size_t i = 0; i < params.size(); ++i)
-    if (!call.params[i].is_same(params[i].param)) params[i].param.copy_(call.params[i]);
+  const auto give_back = [](const at::Tensor& stepped, const at::Tensor& own) {
+    if (!stepped.is_same(own)) own.copy_(stepped);
+  };
+  for (size_t i = 0; i < params.size(); ++i) {
+    give_back(call.params[i], params[i].param);
+    give_back(call.exp_avgs[i], params[i].exp_avg);
+    give_back(call.exp_avg_sqs[i], params[i].exp_avg_sq);
+    // The kernels do not tell autograd that values which it has saved are out of date.
+    params[i].param.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 CPUAdamOptions::CPUAdamOptions(double lr) : lr_(lr) {}

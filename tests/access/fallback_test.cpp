@@ -109,7 +109,7 @@ TEST(TwoShardedModels, TrainTogetherAsInOneProcess) {
 
 TEST(AShardedModelInsideAnother, IsRefusedWithItsNameAlsoIfThePlanIgnoresIt) {
   on_worlds([](World&, const ShardPlan& plan) {
-    const auto net = std::make_shared<Mlp>(37, 2, 5);
+    const auto net = on_test_device(std::make_shared<Mlp>(37, 2, 5));
     fully_shard(net->head, plan);
     expect_error([&] { fully_shard(net, plan); }, {"[fully_shard]", "'head.weight'", "sharded"});
     ShardPlan ignoring = plan;

@@ -10,7 +10,7 @@ namespace keep_unsharded_test {
 using namespace testing;
 
 void train(World& world, const std::function<void(int step)>& before_step) {
-  const auto net = std::make_shared<Mlp>(37, 3, 5);
+  const auto net = on_test_device(std::make_shared<Mlp>(37, 3, 5));
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto sharded = fully_shard(net, {.unit_bytes = 6000});
   ShardedOptimizer optimizer(sharded, inner);
@@ -39,7 +39,7 @@ TEST(KeepUnsharded, EndsWhileAnExceptionUnwindsAfterAPeerFailed) {
 
 TEST(KeepUnsharded, ItsEndFreesTheUnitsAndTheNextUseGathersThem) {
   run_world(2, [](World&) {
-    const auto net = std::make_shared<Mlp>(37, 3, 5);
+    const auto net = on_test_device(std::make_shared<Mlp>(37, 3, 5));
     auto sharded = fully_shard(net, {.unit_bytes = 6000});
     {
       const auto whole = sharded.keep_unsharded();
@@ -47,7 +47,8 @@ TEST(KeepUnsharded, ItsEndFreesTheUnitsAndTheNextUseGathersThem) {
     }
     EXPECT_ANY_THROW(net->head->weight.data_ptr<float>());
     torch::NoGradGuard no_grad;
-    EXPECT_TRUE(net->forward(torch::ones({2, 37})).isfinite().all().item<bool>());
+    const auto x = on_test_device(torch::ones({2, 37}));
+    EXPECT_TRUE(net->forward(x).isfinite().all().item<bool>());
   });
 }
 

@@ -107,9 +107,9 @@ TEST(Order, RanksMayUseAUnitThatNoneUsedBefore) {
 TEST(Order, IsLearnedOnceIfPassesAreAlike) {
   run_world(2, [&](World& world) {
     auto counter = counting_process_group(world.process_group());
-    const auto net = std::make_shared<Choosing>([](int, int) {
+    const auto net = on_test_device(std::make_shared<Choosing>([](int, int) {
       return std::vector<int>{2, 0, 3, 1};
-    });
+    }));
     torch::optim::SGD inner(net->parameters(), 0.1);
     auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
     ShardedOptimizer optimizer(sharded, inner);
@@ -135,13 +135,13 @@ TEST(Order, IsLearnedOnceIfPassesAreAlike) {
 TEST(Order, AnAbandonedForwardDoesNotGrowTheTrafficOfLaterSteps) {
   run_world(2, [&](World& world) {
     auto counter = counting_process_group(world.process_group());
-    const auto net = std::make_shared<Mlp>(37, 3, 5);
+    const auto net = on_test_device(std::make_shared<Mlp>(37, 3, 5));
     torch::optim::SGD inner(net->parameters(), 0.1);
     auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
     ShardedOptimizer optimizer(sharded, inner);
     std::vector<int64_t> gathers;
     for (int step = 0; step < 7; ++step) {
-      if (step == 3) sharded.forward(torch::ones({2, 37}));  // no backward follows
+      if (step == 3) sharded.forward(on_test_device(torch::ones({2, 37})));  // no backward follows
       counter->reset_counts();
       optimizer.zero_grad();
       rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
@@ -174,13 +174,13 @@ struct Watching : Net {
     return x;
   }
   std::vector<torch::nn::Linear> layers;
-  torch::Tensor norms = torch::zeros({});
+  torch::Tensor norms = on_test_device(torch::zeros({}));
   int when;
 };
 
 std::vector<int64_t> gathers_of(World& world, int when, int steps) {
   auto counter = counting_process_group(world.process_group());
-  const auto net = std::make_shared<Watching>(when);
+  const auto net = on_test_device(std::make_shared<Watching>(when));
   torch::optim::SGD inner(net->parameters(), 0.1);
   auto sharded = fully_shard(net, {.unit_bytes = 6000, .process_group = counter});
   ShardedOptimizer optimizer(sharded, inner);
@@ -209,13 +209,14 @@ TEST(Order, AForwardThatLooksAtItsWeightsWithoutGradientsGathersNothingMore) {
 TEST(Order, AForwardThatBeginsWithoutGradientsIsOnePass) {
   run_world(2, [](World& world) {
     auto counter = counting_process_group(world.process_group());
-    const auto body = std::make_shared<Choosing>([](int, int) { return std::vector<int>{}; });
+    const auto body =
+        on_test_device(std::make_shared<Choosing>([](int, int) { return std::vector<int>{}; }));
     torch::optim::SGD inner(body->last->parameters(), 0.1);
     auto sharded = fully_shard(body, {.unit_bytes = 6000, .process_group = counter});
     ShardedOptimizer optimizer(sharded, inner);
     for (int step = 0; step < 4; ++step) {
       counter->reset_counts();
-      torch::Tensor x = torch::ones({3, 37});
+      torch::Tensor x = on_test_device(torch::ones({3, 37}));
       {
         torch::NoGradGuard no_grad;
         x = body->first->forward(x);
@@ -279,13 +280,12 @@ TEST(Order, AnExceptionInForwardLeavesTheModelUsable) {
         ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
         for (int step = 0; step < run.steps; ++step) {
           optimizer.zero_grad();
-          EXPECT_THROW(
-              net->fcs[1]->forward(net->fcs[0]->forward(torch::ones({2, 37})).narrow(1, 0, 3)),
-              c10::Error);
+          const auto x = on_test_device(torch::ones({2, 37}));
+          EXPECT_THROW(net->fcs[1]->forward(net->fcs[0]->forward(x).narrow(1, 0, 3)), c10::Error);
           const auto batch = global_batch(step, run.rows, run.in, run.out);
           rank_loss(*net, batch, world.rank(), world.size(), step).backward();
           if (step % 2) {
-            EXPECT_THROW(sharded.forward(torch::ones({2, 3})), c10::Error);
+            EXPECT_THROW(sharded.forward(x.narrow(1, 0, 3)), c10::Error);
           }
           optimizer.step();
         }

@@ -25,7 +25,7 @@ std::string saved(const std::shared_ptr<Mlp>& net) {
 
 void load(std::shared_ptr<Mlp> net, const std::string& bytes) {
   std::istringstream in(bytes);
-  torch::load(net, in);
+  torch::load(net, in, test_device());
 }
 
 torch::Tensor loss_of(Mlp& net, int step) {
@@ -118,7 +118,7 @@ TEST(ReplacedData, ClippingWeightsBySetDataIsSeenAtEachBackward) {
 
 TEST(ReplacedData, ValuesThatStayTheSameKeepTheirMasters) {
   run_world(2, [](World&) {
-    const auto net = std::make_shared<torch::nn::LinearImpl>(4, 1);
+    const auto net = on_test_device(std::make_shared<torch::nn::LinearImpl>(4, 1));
     torch::NoGradGuard no_grad;
     net->weight.fill_(1);
     torch::optim::SGD inner({net->weight}, 3e-4);
@@ -159,7 +159,7 @@ TEST(ReplacedData, AnotherDtypeIsRefusedOnAllRanksWithTheWayOut) {
     expect_error([&] { sharded.full_state(); },
                  {"fc0.weight", "Module::to()", "expected Float", "got Double", "before sharding",
                   "load_full_state()"});
-    const auto x = torch::ones({2, 37}, torch::kDouble);
+    const auto x = on_test_device(torch::ones({2, 37}, torch::kDouble));
     expect_error([&] { net->forward(x).sum().backward(); }, {"Module::to()", "got Double"});
   });
 }
@@ -168,7 +168,7 @@ TEST(ReplacedData, OnOneRankAloneItIsRefusedOnAll) {
   run_world(3, [](World& world) {
     const auto net = net_of(7);
     auto sharded = fully_shard(net);
-    if (world.rank() == 1) net->head->weight.set_data(torch::ones({5, 37}));
+    if (world.rank() == 1) net->head->weight.set_data(on_test_device(torch::ones({5, 37})));
     expect_error([&] { sharded.full_state(); }, {"all ranks", "rank 1", "head.weight"});
     expect_error([&] { loss_of(*net, 0).backward(); }, {"all ranks", "rank 1", "head.weight"});
   });
@@ -181,7 +181,7 @@ TEST(ReplacedData, AStepThatCouldNotSeeItSaysSo) {
     auto sharded = fully_shard(net);
     ShardedOptimizer optimizer(sharded, inner);
     loss_of(*net, 0).backward();
-    net->head->weight.set_data(torch::ones({5, 37}));
+    net->head->weight.set_data(on_test_device(torch::ones({5, 37})));
     expect_error([&] { optimizer.step(); }, {"head.weight", "since the last backward"});
   });
 }

@@ -32,8 +32,9 @@ at::Tensor& hold_(at::Tensor& tensor) {
 
 // Operators that run until a test lets them end.
 TORCH_LIBRARY_FRAGMENT(tessera_test, m) {
-  m.def("hold(Tensor x) -> Tensor", torch::dispatch(c10::DispatchKey::CPU, &hold));
-  m.def("hold_(Tensor(a!) x) -> Tensor(a!)", torch::dispatch(c10::DispatchKey::CPU, &hold_));
+  constexpr auto kAnyDevice = c10::DispatchKey::CompositeExplicitAutograd;
+  m.def("hold(Tensor x) -> Tensor", torch::dispatch(kAnyDevice, &hold));
+  m.def("hold_(Tensor(a!) x) -> Tensor(a!)", torch::dispatch(kAnyDevice, &hold_));
 }
 
 std::shared_ptr<Mlp> make_mlp() {
@@ -83,7 +84,7 @@ void while_in_use(const torch::Tensor& tensor, bool writes, const std::function<
 
 void expect_forward_as_ever(Sharded<Mlp>& sharded, Mlp& plain = *make_mlp()) {
   torch::NoGradGuard no_grad;
-  const auto x = torch::ones({2, 37});
+  const auto x = torch::ones({2, 37}, plain.head->weight.device());
   EXPECT_TRUE(torch::equal(sharded.forward(x), plain.forward(x)));
 }
 
@@ -161,9 +162,8 @@ TEST(SeveralThreads, MustNotStepWhileAnotherOneUsesTheModel) {
 TEST(SeveralThreads, MayUseTheModelInTurns) {
   on_worlds([](World& world, Sharded<Mlp>& sharded) {
     torch::Tensor loss;
-    std::thread([&] {
-      loss = rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0);
-    }).join();
+    const auto batch = global_batch(0, 12, 37, 5);
+    std::thread([&] { loss = rank_loss(*sharded, batch, world.rank(), world.size(), 0); }).join();
     std::thread([&] { loss.backward(); }).join();
     EXPECT_TRUE(sharded.full_grad("fc0.weight").defined());
     expect_forward_as_ever(sharded);

@@ -24,6 +24,7 @@ def forward(self, x):
     h = torch.tanh(torch.matmul(x, self.w1) + self.b1)
     return torch.matmul(h, self.w2)
 )");
+  module.to(test_device());
   return module;
 }
 
@@ -71,11 +72,12 @@ TEST(Script, AScriptedModuleTrainsLikeInOneProcess) {
 
 TEST(Autocast, CastsGatheredParametersLikeInOneProcess) {
   const auto loss = [](Net& net, int rank, int size, int step) {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
-    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    const at::DeviceType device = test_device().type();
+    at::autocast::set_autocast_enabled(device, true);
+    at::autocast::set_autocast_dtype(device, at::kBFloat16);
     const auto value = rank_loss(net, global_batch(step, 12, 37, 5), rank, size, step);
     at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_enabled(device, false);
     return value;
   };
   const TrainingRun run = sgd_run<Mlp>(37, 2, 5);

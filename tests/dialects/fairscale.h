@@ -5,6 +5,7 @@
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -56,6 +57,11 @@ struct PlainNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(PlainNet);
 
+/// A leaf of ones that requires a gradient.
+inline at::Tensor leaf_of_ones(int64_t numel) {
+  return on_test_device(torch::ones({numel})).requires_grad_();
+}
+
 /// A net whose values depend on `seed` alone.
 template <class Net>
 Net make_net(uint64_t seed = 3) {
@@ -69,6 +75,16 @@ template <class Model>
 at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
   const Batch batch = batch_of(step);
   return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
+}
+
+/// Gradients by name, in host memory: a rank that reads another device waits for what is queued
+/// there, which may wait for the rank.
+template <class Net>
+std::map<std::string, at::Tensor> gradients_on_host(const Net& net) {
+  std::map<std::string, at::Tensor> gradients;
+  for (const auto& item : net->named_parameters())
+    if (item.value().grad().defined()) gradients[item.key()] = item.value().grad().cpu();
+  return gradients;
 }
 
 /// Trains `steps` steps on the batches of `ranks` ranks in one process; returns the state.

@@ -230,7 +230,9 @@ TEST(GroupSharded, GS_28_WholeParametersAreAScopeAfterWhichTrainingIsShardedAgai
         const auto whole = model.keep_unsharded();
         // Raw memory may be read now.
         const auto weight = net->parameters()[0];
-        EXPECT_EQ(weight.data_ptr<float>()[0], weight[0][0].item<float>());
+        if (tests_on_host()) {
+          EXPECT_EQ(weight.data_ptr<float>()[0], weight[0][0].item<float>());
+        }
       }
       EXPECT_ANY_THROW(net->parameters()[0].data_ptr<float>()) << "sharded again";
       EXPECT_EQ(resident(), 0);

@@ -172,7 +172,7 @@ TEST(GroupSharded, GS_29_ASharedLinearTrainsBesideAnExcludedGroupNorm) {
   expect_parity(training);
   run_world(2, [&](World&) {
     auto options = training.options;
-    const auto net = std::make_shared<Special>();
+    const auto net = on_test_device(std::make_shared<Special>());
     options.exclude_layer = {net->norm.get()};
     const auto inner = make_sgd(*net);
     const auto model = group_sharded_parallel(net, *inner, "p_g_os", options).model;

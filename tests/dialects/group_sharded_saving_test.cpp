@@ -229,15 +229,16 @@ TEST(GroupSharded, GS_46_AModelNeedsNotBeWholeOnARankBeforeItIsSharded) {
   for (const std::string level : {"os", "os_g", "p_g_os"}) {
     run_world(2, [&](World& world) {
       const auto eager = seeded(5, [] { return std::make_shared<Big>(); });
-      const auto deferred = seeded(5, [] {
+      manual_seed(5);
+      const auto deferred = [] {
         const DeferredInit scope;
         return std::make_shared<Big>();
-      });
+      }();
       EXPECT_TRUE(is_deferred(deferred->parameters()[0]));
       torch::optim::SGD inner(deferred->parameters(), torch::optim::SGDOptions(0.1));
       auto [model, optimizer, scaler] = group_sharded_parallel(deferred, inner, level);
       expect_same_state(model.full_state(), plain_state(*eager), 0, level);
-      rows_of(model(torch::ones({4, 256})), world.rank(), 2).sum().backward();
+      rows_of(model(on_test_device(torch::ones({4, 256}))), world.rank(), 2).sum().backward();
       optimizer.step();
     });
   }

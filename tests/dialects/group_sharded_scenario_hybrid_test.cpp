@@ -12,6 +12,8 @@ using namespace testing;
 
 constexpr int kRanks = 4;
 constexpr double kTolerance = 1e-5;  // of losses
+// A device's backend adds up in the dtype of the messages, and so rounds each of the two sums.
+double tolerance_of_half() { return tests_on_host() ? kTolerance : 2e-3; }
 
 Scenario hybrid(Scenario scenario, int shard_size = 2) {
   scenario.place = [shard_size](World& world, paddle::GroupShardedOptions& options) {
@@ -46,7 +48,7 @@ TEST_P(GroupShardedHybrid, HalfPrecisionGivesTheLossesOfShardingOverAllRanks) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Scenario scenario{.o2 = dtype, .init_scale = dtype == at::kHalf ? 32768.0 : 0};
     const Trained sharded = run(scenario), replicated = run(hybrid(scenario));
-    expect_close_losses(replicated, sharded, kTolerance, c10::toString(dtype));
+    expect_close_losses(replicated, sharded, tolerance_of_half(), c10::toString(dtype));
     expect_close(replicated.state, sharded.state, 1e-4, 1e-3, c10::toString(dtype));
   }
 }
@@ -92,7 +94,7 @@ TEST_P(GroupShardedHybrid, WhatWasSavedGoesOnOverAllRanksAndBack) {
       job.train(3, 6);
       next.train(3, 6);
       for (size_t i = 0; i < next.losses.size(); ++i)
-        EXPECT_NEAR(next.losses[i], job.losses[i + 3], kTolerance);
+        EXPECT_NEAR(next.losses[i], job.losses[i + 3], tolerance_of_half());
     });
   }
 }

@@ -80,7 +80,7 @@ TEST(GroupSharded, GS_18_EvaluationBetweenStepsChangesNothing) {
     training.before_step = [](Net& net, int step) {
       torch::NoGradGuard no_grad;
       net.eval();
-      for (int i = 0; i < step; ++i) net.forward(torch::ones({2, kIn}));
+      for (int i = 0; i < step; ++i) net.forward(on_test_device(torch::ones({2, kIn})));
       net.train();
     };
     expect_same_state(train_sharded(2, level, training), expected, 0, level);
@@ -96,7 +96,7 @@ TEST(GroupSharded, GS_19_ConversionComesBeforeShardingAndIsFoundAfterIt) {
     const auto forward = [&model = model](const torch::Tensor& x) {
       return model(x.to(torch::kDouble)).to(torch::kFloat);
     };
-    net->to(torch::kCPU);  // it is there already
+    net->to(test_device());  // it is there already
     accumulate({}, 0, world.rank(), world.size(), forward);
     optimizer.step();
     net->to(torch::kFloat);
@@ -124,6 +124,7 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
     first.step();
     second.step();
   }
+  const auto expected = plain_state(*alone);
   for (const std::string level : {"os_g", "p_g_os"}) {
     run_world(2, [&](World& world) {
       const auto net = make_mlp();
@@ -140,7 +141,7 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
         optimizer.step();
         other.step();
       }
-      expect_same_state(model.full_state(), plain_state(*alone), 1e-5, level);
+      expect_same_state(model.full_state(), expected, 1e-5, level);
     });
   }
 }
@@ -168,7 +169,7 @@ TEST(GroupSharded, UnwrapGivesTheModelAndTheOptimizerBack) {
         }
         parts.unwrap();
         expect_contains(message_of<c10::Error>([&] {
-                          parts.model(torch::ones({1, kIn}));
+                          parts.model(on_test_device(torch::ones({1, kIn})));
                         }),
                         "was unwrapped");
         for (int step = 3; step < 5; ++step) {

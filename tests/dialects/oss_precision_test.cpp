@@ -138,14 +138,14 @@ struct TinySteps {
   void expect_sum(const std::string& what) {
     const at::Tensor expected = torch::full({4}, 1 - 1e-4 * done, at::kDouble).to(at::kHalf);
     for (const at::Tensor& param : {first, second})
-      EXPECT_TRUE(torch::equal(param.to(at::kHalf), expected)) << what << param;
+      EXPECT_TRUE(same_values(param.to(at::kHalf), expected)) << what << param;
     expect_replicas(*world.process_group(), params());
   }
   std::vector<at::Tensor> params() { return optimizer.parameters(); }
 
   World& world;
-  at::Tensor first = torch::ones({4}, torch::requires_grad());
-  at::Tensor second = torch::ones({4}, torch::requires_grad());
+  at::Tensor first = leaf_of_ones(4);
+  at::Tensor second = leaf_of_ones(4);
   OSS<SGD> optimizer;
   int done = 0;
 };
@@ -154,7 +154,7 @@ TEST(Oss, FS_45_UpdatesBelowFp16AddUp) {
   run_world(2, [](World& world) {
     TinySteps plain(world);
     plain.run(1);
-    EXPECT_TRUE(torch::equal(plain.first, torch::ones({4})));  // not visible yet
+    EXPECT_TRUE(same_values(plain.first, torch::ones({4})));  // not visible yet
     plain.run(29);
     plain.expect_sum("by itself");
     EXPECT_LT(plain.first[0].item<float>(), 0.998);
@@ -168,7 +168,7 @@ TEST(Oss, FS_45_MastersOutliveNewGroups) {
     for (int round = 0; round < 6; ++round) {
       some.run(3);
       some.optimizer.add_param_group(
-          OptimizerParamGroup({torch::ones({3}, torch::requires_grad())}));
+          OptimizerParamGroup({leaf_of_ones(3)}));
     }
     some.run(3);
     some.expect_sum("after add_param_group()");
@@ -189,11 +189,11 @@ TEST(Oss, FS_45_MastersOutliveConversions) {
     some.run(3);
     some.expect_sum("after conversions");
     // A value that the user sets takes precedence.
-    some.first.set_data(torch::full({4}, 0.5));
-    some.second.set_data(torch::full({4}, 0.5));
+    some.first.set_data(on_test_device(torch::full({4}, 0.5)));
+    some.second.set_data(on_test_device(torch::full({4}, 0.5)));
     some.run(1);
-    EXPECT_TRUE(torch::equal(some.first, torch::full({4}, 0.5)));
-    EXPECT_TRUE(torch::equal(some.second, torch::full({4}, 0.5)));
+    EXPECT_TRUE(same_values(some.first, torch::full({4}, 0.5)));
+    EXPECT_TRUE(same_values(some.second, torch::full({4}, 0.5)));
   });
 }
 
@@ -208,7 +208,7 @@ TORCH_MODULE(Ones);
 
 TEST(Oss, FS_45_MastersOutliveConversionsOfTheModel) {
   run_world(2, [](World& world) {
-    Ones net;
+    Ones net = on_test_device(Ones());
     OSS<SGD> optimizer(net->parameters(), SGDOptions(1e-4), {.broadcast_fp16 = true});
     ShardedDataParallel<Ones> model(net, optimizer);
     const auto run = [&](int steps) {
@@ -225,8 +225,8 @@ TEST(Oss, FS_45_MastersOutliveConversionsOfTheModel) {
     }
     run(3);
     const at::Tensor expected = torch::full({4}, 1 - 9e-4, at::kDouble).to(at::kHalf);
-    EXPECT_TRUE(torch::equal(net->first.to(at::kHalf), expected)) << net->first;
-    EXPECT_TRUE(torch::equal(net->second.to(at::kHalf), expected)) << net->second;
+    EXPECT_TRUE(same_values(net->first.to(at::kHalf), expected)) << net->first;
+    EXPECT_TRUE(same_values(net->second.to(at::kHalf), expected)) << net->second;
     // As wide as the messages: replicas agree at once. (1 - 20e-4 and its value in fp16 differ in
     // bfloat16.)
     run(11);

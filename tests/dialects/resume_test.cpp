@@ -86,7 +86,7 @@ class NativeJob : public Job {
 
  private:
   World& world_;
-  DrawingNet net_;
+  DrawingNet net_ = on_test_device(DrawingNet());
   Sharded<DrawingNetImpl> sharded_;
   AdamW adamw_;
   ShardedOptimizer optimizer_;
@@ -119,7 +119,7 @@ class GroupShardedJob : public Job {
 
  private:
   World& world_;
-  DrawingNet net_;
+  DrawingNet net_ = on_test_device(DrawingNet());
   GradScaler scaler_{{.init_scale = 64, .growth_interval = 2}};
   AdamW adamw_;
   paddle::GroupSharded<DrawingNetImpl> parts_;
@@ -177,7 +177,7 @@ class ShardLayerJob : public Job {
   }
 
   DeviceMesh mesh_;
-  DrawingNet net_;
+  DrawingNet net_ = on_test_device(DrawingNet());
   DistModule<DrawingNetImpl> layer_;
   AdamW adamw_;
   DistOptimizer optimizer_;
@@ -209,7 +209,7 @@ class ShardedDdpJob : public Job {
 
  private:
   World& world_;
-  DrawingNet net_;
+  DrawingNet net_ = on_test_device(DrawingNet());
   fairscale::OSS<AdamW> oss_;
   fairscale::ShardedDataParallel<DrawingNet> model_;
 };
@@ -241,7 +241,7 @@ class ShardedModelJob : public Job {
 
  private:
   static DrawingNet make(const colossalai::ShardStrategyPtr& strategy) {
-    colossalai::ZeroInitContext context(torch::kCPU, strategy, {.shard_param = true});
+    colossalai::ZeroInitContext context(test_device(), strategy, {.shard_param = true});
     return DrawingNet();
   }
   World& world_;

@@ -233,7 +233,7 @@ inline void expect_close(const std::vector<NamedTensor>& actual,
                          const std::vector<NamedTensor>& expected, double rtol, double atol,
                          const std::string& what) {
   for_each_pair(actual, expected, what, [&](const NamedTensor& want, const torch::Tensor& got) {
-    const auto a = got.to(torch::kDouble), b = want.tensor.to(torch::kDouble);
+    const auto a = got.cpu().to(torch::kDouble), b = want.tensor.cpu().to(torch::kDouble);
     EXPECT_TRUE(torch::allclose(a, b, rtol, atol))
         << what << ": " << want.name << " differs by " << (a - b).abs().max().item<double>();
   });

@@ -14,7 +14,7 @@ struct Rows : torch::data::datasets::Dataset<Rows> {
   explicit Rows(int64_t rows, int64_t first = 0) : rows_(rows), first_(first) {}
   torch::data::Example<> get(size_t index) override {
     const auto row = static_cast<double>(index) + static_cast<double>(first_);
-    return {torch::full({3}, row), torch::full({1}, 2 * row)};
+    return {on_test_device(torch::full({3}, row)), on_test_device(torch::full({1}, 2 * row))};
   }
   std::optional<size_t> size() const override { return rows_; }
 
@@ -28,7 +28,8 @@ auto make_loader(int64_t rows, int64_t batch, int64_t first = 0) {
 }
 
 at::Tensor rows_from(int64_t begin, int64_t end) {
-  return torch::arange(begin, end).to(torch::kFloat).view({-1, 1}).expand({end - begin, 3});
+  return on_test_device(torch::arange(begin, end).to(torch::kFloat).view({-1, 1}))
+      .expand({end - begin, 3});
 }
 
 TEST(ShardDataloader, SL_56_WholeBatchesAreSplitOverAMeshDim) {
@@ -138,7 +139,7 @@ TEST(ShardDataloader, SL_56_WhatDoesNotFitIsRefused) {
 TEST(ShardDataloader, SL_56_AModelTrainsOnItAsOnWholeBatches) {
   run_world(2, [](World&) {
     const ProcessMesh mesh({0, 1}, {"dp"});
-    nn::Linear model(3, 1), plain(3, 1);
+    auto model = on_test_device(nn::Linear(3, 1)), plain = on_test_device(nn::Linear(3, 1));
     {
       torch::NoGradGuard no_grad;
       for (nn::Linear* layer : {&model, &plain}) {

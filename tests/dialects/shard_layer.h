@@ -18,7 +18,7 @@ namespace nn = torch::nn;
 using paddle::ProcessMesh;
 
 inline at::Tensor values(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 /// Two Linear layers and a buffer, with the same values on all ranks.
@@ -31,6 +31,7 @@ struct TwoLayersImpl : nn::Module {
     uint64_t seed = 3;
     for (at::Tensor& parameter : parameters())
       parameter.copy_(values(parameter.sizes().vec(), ++seed));
+    to(test_device());
   }
   at::Tensor forward(const at::Tensor& x) { return fc2(torch::relu(fc1(x))) * scale; }
   nn::Linear fc1, fc2;
@@ -53,11 +54,10 @@ inline void columns_then_rows(const std::string& name, nn::Module& layer, const 
 inline void expect_values(const at::Tensor& dist, const at::Tensor& plain, double tolerance = 0) {
   ASSERT_TRUE(is_dist(dist));
   ASSERT_EQ(dist.sizes(), plain.sizes());
-  const at::Tensor full = full_tensor(dist).detach(), expected = plain.detach();
-  EXPECT_TRUE(tolerance > 0 ? torch::allclose(full, expected, tolerance, tolerance)
-                            : full.equal(expected))
-      << full << "\n"
-      << expected;
+  const at::Tensor full = full_tensor(dist).detach();
+  EXPECT_TRUE(tolerance > 0 ? close_values(full, plain, tolerance) : same_values(full, plain))
+      << full.cpu() << "\n"
+      << plain.detach().cpu();
 }
 
 }  // namespace tessera::testing

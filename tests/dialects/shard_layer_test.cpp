@@ -104,7 +104,7 @@ TEST(ShardLayer, SL_05_AShardedParameterKeepsDtypeAndDevice) {
                   });
       EXPECT_TRUE(is_dist(model->fc1->weight));
     };
-    with({.dtype = torch::kFloat, .place = torch::kCPU});
+    with({.dtype = torch::kFloat, .place = test_device()});
     expect_error([&] { with({.dtype = torch::kDouble}); }, {"[shard_tensor]", "keeps its dtype"});
     expect_error([&] { with({.place = torch::kMeta}); }, {"[shard_tensor]", "and device"});
   });
@@ -169,16 +169,17 @@ TEST(ShardLayer, SL_07_ManyInputsAndOutputs) {
       for (at::Tensor& tensor : tensors) tensor = tensor * 2;
       return tensors;
     };
-    auto layer = shard_layer(Many(), mesh, {}, twice, twice);
-    const auto [a, b] = layer(torch::ones({2}), 3.0, torch::ones({2}));
+    const auto ones = [] { return on_test_device(torch::ones({2})); };
+    auto layer = shard_layer(on_test_device(Many()), mesh, {}, twice, twice);
+    const auto [a, b] = layer(ones(), 3.0, ones());
     expect_values(a, torch::full({2}, 12.0));
     expect_values(b, torch::full({2}, 6.0));
-    auto number = shard_layer(Number(), mesh, {}, {}, twice);
-    expect_error([&] { number(torch::ones({2})); }, {"output_fn needs a forward that returns"});
+    auto number = shard_layer(on_test_device(Number()), mesh, {}, {}, twice);
+    expect_error([&] { number(ones()); }, {"output_fn needs a forward that returns"});
     auto fewer =
-        shard_layer(Many(), mesh, {},
+        shard_layer(on_test_device(Many()), mesh, {},
                     [](std::vector<at::Tensor> inputs, const DeviceMesh&) { return inputs[0]; });
-    expect_error([&] { fewer(torch::ones({2}), 3.0, torch::ones({2})); },
+    expect_error([&] { fewer(ones(), 3.0, ones()); },
                  {"input_fn must return as many tensors", "expected 2, got 1"});
   });
 }
@@ -212,7 +213,7 @@ TEST(ShardLayer, SL_09_AStaticGraphIsRefused) {
 TEST(ShardLayer, SL_10_OrdinaryInputsCountAsReplicated) {
   run_world(2, [](World&) {
     const ProcessMesh mesh({0, 1});
-    nn::Linear linear(8, 6), plain(8, 6);
+    auto linear = on_test_device(nn::Linear(8, 6)), plain = on_test_device(nn::Linear(8, 6));
     {
       torch::NoGradGuard no_grad;
       linear->weight.copy_(values({6, 8}, 2));
@@ -263,7 +264,8 @@ TEST(ShardLayer, SL_12_AShardedLayerTrainsAsOneProcess) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [](World&) {
       const auto mesh = DeviceMesh::over_world();
-      nn::Linear linear(10, 10), plain(10, 10);
+      auto linear = on_test_device(nn::Linear(10, 10)),
+           plain = on_test_device(nn::Linear(10, 10));
       {
         torch::NoGradGuard no_grad;
         linear->weight.copy_(values({10, 10}, 2));
@@ -363,7 +365,7 @@ TEST(ShardLayer, ADeferredModelIsMadeAsAnEagerOne) {
       return nn::Linear(128, 96);
     };
     const nn::Linear eager = make();
-    const nn::Linear deferred = [&] {
+    const nn::Linear deferred = [&] {  // in host memory: moving it would make its values
       const DeferredInit scope;
       return make();
     }();

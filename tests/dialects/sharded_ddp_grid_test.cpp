@@ -128,7 +128,7 @@ class OneProcess {
  private:
   void run(int step, int backward) {
     const int ranks = static_cast<int>(nets_.size());
-    std::vector<at::Tensor> losses(ranks, torch::zeros({}));
+    std::vector<at::Tensor> losses(ranks, on_test_device(torch::zeros({})));
     for (int forward = 0; forward < forwards_of(options_); ++forward) {
       if (options_.broadcast && syncs(options_, backward)) take_buffers();
       for (int rank = 0; rank < ranks; ++rank)
@@ -199,7 +199,7 @@ class Ranks {
 
  private:
   void run(int step, int backward) {
-    at::Tensor loss = torch::zeros({});
+    at::Tensor loss = on_test_device(torch::zeros({}));
     for (int forward = 0; forward < forwards_of(options_); ++forward)
       loss = loss + loss_of(model_, batch_index(options_, step, backward, forward), world_.rank(),
                             world_.size());

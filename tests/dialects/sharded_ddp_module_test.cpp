@@ -34,7 +34,7 @@ TEST(ShardedDdp, FS_06_WhatWasSetToZeroIsSteppedWithZeros) {
       SGD alone(plain->parameters(), options);
       for (int step = 0; step < 4; ++step) {
         plain->zero_grad(set_to_none);
-        at::Tensor loss = torch::zeros({});
+        at::Tensor loss = on_test_device(torch::zeros({}));
         const int calls = plain->calls;
         for (int rank = 0; rank < ranks; ++rank) {
           plain->calls = calls;
@@ -43,6 +43,7 @@ TEST(ShardedDdp, FS_06_WhatWasSetToZeroIsSteppedWithZeros) {
         loss.backward();
         alone.step();
       }
+      const auto expected = plain_state(*plain);
       run_world(ranks, [&](World& world) {
         SkippingNet net = make_net<SkippingNet>();
         OSS<SGD> optimizer(net->parameters(), options);
@@ -52,7 +53,7 @@ TEST(ShardedDdp, FS_06_WhatWasSetToZeroIsSteppedWithZeros) {
           loss_of(model, step, world.rank(), ranks).backward();
           optimizer.step();
         }
-        expect_same_state(plain_state(*net), plain_state(*plain), 2e-6,
+        expect_same_state(plain_state(*net), expected, 2e-6,
                           std::to_string(ranks) + (set_to_none ? " ranks, none" : " ranks, zero"));
         expect_replicas(world, *net);
       });
@@ -63,7 +64,7 @@ TEST(ShardedDdp, FS_06_WhatWasSetToZeroIsSteppedWithZeros) {
 // Records how it was asked to move.
 struct MovedNetImpl : PlainNetImpl {
   using torch::nn::Module::to;
-  void to(torch::Device device, bool non_blocking) override {
+  void to(torch::Device device, bool non_blocking = false) override {
     asked.push_back(non_blocking);
     PlainNetImpl::to(device, non_blocking);
   }
@@ -74,11 +75,12 @@ TORCH_MODULE(MovedNet);
 TEST(ShardedDdp, FS_18_ToMayBeNonBlocking) {
   run_world(2, [](World& world) {
     MovedNet net = make_net<MovedNet>();
+    net->asked.clear();
     OSS<SGD> optimizer(net->parameters(), kSgd);
     ShardedDataParallel<MovedNet> model(net, optimizer);
-    const at::Device cpu(at::kCPU);
-    model.to(cpu).to(cpu, /*non_blocking=*/true).to(cpu, at::kDouble, /*non_blocking=*/true);
-    model.to(at::kFloat, /*non_blocking=*/true).to(cpu, at::kFloat);
+    const at::Device own = test_device();
+    model.to(own).to(own, /*non_blocking=*/true).to(own, at::kDouble, /*non_blocking=*/true);
+    model.to(at::kFloat, /*non_blocking=*/true).to(own, at::kFloat);
     EXPECT_EQ(net->asked, (std::vector<bool>{false, true, true, false}));
     train(model, optimizer, world, 1);
     expect_replicas(world, *net);

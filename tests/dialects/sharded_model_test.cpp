@@ -108,7 +108,7 @@ TORCH_MODULE(Sees);
 TEST(ShardedModelV2, CO_07_InputsAreConvertedAtAnyDepth) {
   run_world(2, [](World&) {
     ShardedModelV2<Sees> model(zero_net<Sees>(), kTensor);
-    const at::Tensor x = torch::ones({3, 2});
+    const at::Tensor x = on_test_device(torch::ones({3, 2}));
     const at::Tensor y =
         model.forward(std::vector<at::Tensor>{x},
                       std::map<std::string, std::tuple<at::Tensor, int>>{{"x", {x, 7}}},
@@ -137,7 +137,7 @@ TEST(ShardedModelV2, CO_08_BackwardGoesThroughTheModelOrTheOptimizer) {
       backward(model, optimizer, model.forward(rows_of(batch.x, world.rank(), 2)));
       return model.sharded().full_grad("first.weight") / divisor;
     };
-    const at::Tensor ones = torch::ones({6, 3});
+    const at::Tensor ones = on_test_device(torch::ones({6, 3}));
     const at::Tensor expected =
         gradient([](auto& model, auto&, const at::Tensor& y) { model.backward(y.sum()); }, 1);
     const auto check = [&](const at::Tensor& actual) {
@@ -203,7 +203,7 @@ TEST(ShardedModelV2, CO_09_GradientsMayBeDividedBeforeTheyAreReduced) {
   EXPECT_EQ(automatic(1), 1);
   EXPECT_EQ(automatic(2), 2);
   EXPECT_EQ(automatic(3), 2);
-  EXPECT_EQ(automatic(8), 4);
+  if (tests_on_host()) EXPECT_EQ(automatic(8), 4);  // there need not be 8 devices
 }
 
 // Counts a step's reductions of gradients. The world's process group must be a counting one.
@@ -402,13 +402,13 @@ TEST(ShardedModelV2, CO_17_StateIsThatOfThePlainModel) {
 
 TEST(ShardedModelV2, CO_17_ModuleListsAreLists) {
   run_world(2, [](World&) {
-    const auto list = seeded(3, [] {
-      ZeroInitContext context(torch::kCPU, kTensor, kFloatShards);
+    const auto list = [] {
+      ZeroInitContext context(test_device(), kTensor, kFloatShards);
       return torch::nn::ModuleList(torch::nn::Linear(4, 5), torch::nn::Linear(5, 6));
-    });
+    }();
     ShardedModelV2<torch::nn::ModuleList> model(list, kTensor);
     EXPECT_EQ(model.size(), 2U);
-    at::Tensor x = torch::ones({2, 4});
+    at::Tensor x = on_test_device(torch::ones({2, 4}));
     for (const auto& module : model) x = module->as<torch::nn::Linear>()->forward(x);
     EXPECT_EQ(x.sizes(), (std::vector<int64_t>{2, 6}));
     EXPECT_EQ(model[1]->as<torch::nn::Linear>()->weight.sizes(), (std::vector<int64_t>{6, 5}));

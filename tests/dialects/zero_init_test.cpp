@@ -62,7 +62,7 @@ TEST(ZeroInit, CO_02_ParametersAndBuffersAreOfTheContextsDtype) {
       for (const at::Tensor& param : model->parameters()) EXPECT_EQ(param.scalar_type(), dtype);
       EXPECT_EQ(model->offset.scalar_type(), dtype);
       EXPECT_EQ(model->calls.scalar_type(), torch::kLong);
-      EXPECT_EQ(model->first->weight.device(), torch::kCPU);
+      EXPECT_EQ(model->first->weight.device(), test_device());
       plain->to(dtype);
       plain->calls.set_data(plain->calls.to(torch::kLong));
       expect_same_state(model.state_dict(), plain_state(*plain), 0, "start");
@@ -110,7 +110,7 @@ TORCH_MODULE(Wide);
 TEST(ZeroInit, CO_02_ParametersHaveNoMemoryBeforeTheyAreSharded) {
   Wide deferred = zero_net<Wide>();
   EXPECT_TRUE(is_deferred(deferred->fc->weight));
-  EXPECT_TRUE(torch::equal(deferred->fc->weight, eager_net<Wide>()->fc->weight));
+  EXPECT_TRUE(same_values(deferred->fc->weight, eager_net<Wide>()->fc->weight));
   Wide eager = zero_net<Wide>({.rm_torch_payload_on_the_fly = false});
   EXPECT_FALSE(is_deferred(eager->fc->weight));
   run_world(2, [&](World&) {
@@ -127,7 +127,7 @@ TEST(ZeroInit, CO_02_ParametersHaveNoMemoryBeforeTheyAreSharded) {
 
 TEST(ZeroInit, CO_02_OptionsMustFit) {
   const auto context = [](const ZeroInitOptions& options, const ShardStrategyPtr& strategy) {
-    ZeroInitContext(torch::kCPU, strategy, options);
+    ZeroInitContext(test_device(), strategy, options);
   };
   expect_error([&] { context({}, nullptr); }, {"shard_strategy"});
   expect_error([&] { context({.param_dtype = torch::kDouble}, kTensor); },
@@ -135,7 +135,7 @@ TEST(ZeroInit, CO_02_OptionsMustFit) {
   expect_error([&] { context({.model_numel_tensor = torch::zeros({2})}, kTensor); },
                {"model_numel_tensor", "2 of Float"});
   expect_error([&] { ZeroInitContext(torch::Device("meta"), kTensor); }, {"target_device", "meta"});
-  ZeroInitContext outer(torch::kCPU, kTensor);
+  ZeroInitContext outer(test_device(), kTensor);
   expect_error([&] { context({}, kTensor); }, {"must not be in another"});
 }
 
@@ -174,7 +174,7 @@ TEST(ZeroInit, CO_03_ExpertsAreEachRanksOwn) {
         std::vector<Experts> nets;
         std::vector<torch::optim::AdamW> optimizers;
         for (int rank = 0; rank < ranks; ++rank) {
-          nets.push_back(zero_net<Experts>(kFloatShards, strategy));
+          nets.push_back(on_test_device(zero_net<Experts>(kFloatShards, strategy)));
           Experts other = zero_net<Experts>(kFloatShards, strategy, 100 + rank);
           torch::NoGradGuard no_grad;
           nets[rank]->expert->weight.copy_(other->expert->weight);
@@ -236,7 +236,8 @@ TEST(ZeroInit, CO_03_ParametersMayStayWhole) {
   for (const bool decorated : {false, true}) {
     run_world(2, [&](World& world) {
       const auto build = [&] {
-        ZeroInitContext context(torch::kCPU, kTensor, kFloatShards);
+        manual_seed(3);
+        ZeroInitContext context(test_device(), kTensor, kFloatShards);
         torch::nn::Sequential net;
         net->push_back(torch::nn::Linear(6, 8));
         const auto make = [] { return torch::nn::Linear(8, 3); };
@@ -248,7 +249,7 @@ TEST(ZeroInit, CO_03_ParametersMayStayWhole) {
         }
         return net;
       };
-      torch::nn::Sequential net = seeded(3, build);
+      torch::nn::Sequential net = build();
       ShardedModelV2<torch::nn::Sequential> model(net, kTensor);
       const auto& units = model.sharded().state()->units();
       std::set<std::string> whole;
@@ -256,7 +257,7 @@ TEST(ZeroInit, CO_03_ParametersMayStayWhole) {
         if (unit->layout().level == ShardLevel::kGradients) whole.insert(unit->layout().name);
       EXPECT_EQ(whole, (std::set<std::string>{"1.weight", "1.bias"}));
       EXPECT_TRUE(torch::equal(model.forward(tower_batch(0).x),
-                               seeded(3, build)->forward(tower_batch(0).x)));
+                               on_test_device(build())->forward(tower_batch(0).x)));
     });
   }
   expect_error([] { (void)no_shard_zero_context(); }, {"must be in a ZeroInitContext"});
@@ -269,7 +270,7 @@ TEST(ZeroInit, CO_04_ASeedGivesTheValuesAndLeavesTheGenerator) {
     manual_seed(50 + world.rank());
     const ZeroInitOptions options{.shard_param = true, .param_dtype = torch::kFloat, .seed = 3};
     Tower net = [&] {
-      ZeroInitContext context(torch::kCPU, kTensor, options);
+      ZeroInitContext context(test_device(), kTensor, options);
       return Tower();
     }();
     EXPECT_TRUE(torch::equal(torch::rand({3}), expected));
@@ -280,13 +281,12 @@ TEST(ZeroInit, CO_04_ASeedGivesTheValuesAndLeavesTheGenerator) {
 
 // A module of two parameters and nothing else.
 std::shared_ptr<torch::nn::Module> zero_holder(int64_t rows, const ShardStrategyPtr& strategy) {
-  return seeded(3, [&] {
-    ZeroInitContext context(torch::kCPU, strategy, kFloatShards);
-    auto holder = std::make_shared<torch::nn::Module>("holder");
-    holder->register_parameter("even", torch::randn({rows, 3}));
-    holder->register_parameter("tiny", torch::randn({1}));
-    return holder;
-  });
+  manual_seed(3);
+  ZeroInitContext context(test_device(), strategy, kFloatShards);
+  auto holder = std::make_shared<torch::nn::Module>("holder");
+  holder->register_parameter("even", torch::randn({rows, 3}));
+  holder->register_parameter("tiny", torch::randn({1}));
+  return holder;
 }
 
 // As in the original's test, [2 * n * ranks, 3] leaves 6 * n elements on each rank, where n makes

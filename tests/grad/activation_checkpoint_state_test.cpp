@@ -15,10 +15,14 @@ using at::Tensor;
 
 Tensor input(uint64_t seed = 1) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return torch::randn({4, 8}, generator).requires_grad_();
+  return on_test_device(torch::randn({4, 8}, generator)).requires_grad_();
 }
 
-Tensor random_state() { return default_generator().get_state(); }
+// That of the generator from which operators of the test device draw.
+Tensor random_state() {
+  return tests_on_host() ? default_generator().get_state()
+                         : at::globalContext().defaultGenerator(test_device()).get_state();
+}
 
 Tensor drop(const Tensor& x) { return torch::dropout(x.exp(), 0.5, true).square(); }
 
@@ -30,7 +34,7 @@ TEST(ActivationCheckpointState, BackwardLeavesTheGeneratorsAsTheyAre) {
   manual_seed(1);
   const Tensor x = input();
   const Tensor y = checkpoint(&drop, x);
-  torch::rand({7});
+  torch::rand({7}, test_device());
   const Tensor before = random_state();
   const Tensor grad = gradient_of(y, x);
   EXPECT_TRUE(random_state().equal(before));
@@ -49,7 +53,7 @@ TEST(ActivationCheckpointState, WithoutTheirStateTheSecondRunDrawsOtherNumbers) 
 
 TEST(ActivationCheckpointState, AGeneratorAmongTheInputsIsSetBack) {
   const auto noisy = [](const Tensor& x, const std::optional<at::Generator>& generator) {
-    return x * torch::rand(x.sizes(), generator);
+    return x * on_test_device(torch::rand(x.sizes(), generator));
   };
   auto generator = at::make_generator<at::CPUGeneratorImpl>(9);
   const Tensor x = input();
@@ -57,7 +61,8 @@ TEST(ActivationCheckpointState, AGeneratorAmongTheInputsIsSetBack) {
   const Tensor before = generator.get_state();
   const Tensor grad = gradient_of(y, x);
   EXPECT_TRUE(generator.get_state().equal(before));
-  EXPECT_TRUE(grad.equal(torch::rand({4, 8}, at::make_generator<at::CPUGeneratorImpl>(9))));
+  EXPECT_TRUE(
+      same_values(grad, torch::rand({4, 8}, at::make_generator<at::CPUGeneratorImpl>(9))));
 }
 
 TEST(ActivationCheckpointState, TheSecondRunHasTheAutocastOfTheFirst) {
@@ -72,11 +77,11 @@ TEST(ActivationCheckpointState, TheSecondRunHasTheAutocastOfTheFirst) {
     }();
     EXPECT_EQ(cast.scalar_type(), at::kBFloat16);
     std::vector<Tensor> grads = {gradient_of(cast, x)};
-    EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+    EXPECT_FALSE(at::autocast::is_autocast_enabled(test_device().type()));
     const Tensor uncast = forward();
     const Autocast autocast(at::kBFloat16);
     grads.push_back(gradient_of(uncast, x));
-    EXPECT_TRUE(at::autocast::is_autocast_enabled(at::kCPU));
+    EXPECT_TRUE(at::autocast::is_autocast_enabled(test_device().type()));
     EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
     return grads;
   };
@@ -104,7 +109,7 @@ TEST(ActivationCheckpointState, TheSecondRunLeavesNoCastedParametersBehind) {
 
 TEST(ActivationCheckpointState, ScriptsSaveTheSameEachTime) {
   torch::jit::Module module("net");
-  module.register_parameter("w", torch::eye(8).mul_(0.1).requires_grad_(), false);
+  module.register_parameter("w", torch::eye(8, test_device()).mul_(0.1).requires_grad_(), false);
   module.define(R"(
 def forward(self, x):
     h = torch.tanh(torch.matmul(x, self.w)) * torch.sigmoid(x)
@@ -145,7 +150,7 @@ TEST(ActivationCheckpointState, ExceptionsLeaveEverythingAsItWas) {
   EXPECT_THROW(y.sum().backward({}, true), std::runtime_error);
   EXPECT_TRUE(memory.expired());
   EXPECT_TRUE(random_state().equal(before));
-  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(test_device().type()));
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
   EXPECT_FALSE(is_recomputing());
   fails = false;
@@ -170,7 +175,7 @@ TEST(ActivationCheckpointState, AFunctionThatChangesAnInputInPlaceIsRefused) {
 }
 
 TEST(ActivationCheckpointState, InputsThatChangeBeforeBackwardAreNoticed) {
-  const Tensor x = input(), buffer = torch::ones({4, 8});
+  const Tensor x = input(), buffer = torch::ones({4, 8}, test_device());
   const Tensor y =
       checkpoint([](const Tensor& x, const Tensor& b) { return (x * b).exp(); }, x, buffer);
   buffer.add_(1);
@@ -178,7 +183,7 @@ TEST(ActivationCheckpointState, InputsThatChangeBeforeBackwardAreNoticed) {
 }
 
 TEST(ActivationCheckpointState, ParametersThatChangeBeforeBackwardAreNoticed) {
-  nn::Linear layer(8, 8);
+  nn::Linear layer = on_test_device(nn::Linear(8, 8));
   const Tensor y = checkpoint([layer](const Tensor& x) mutable { return layer(x); }, input());
   {
     torch::NoGradGuard no_grad;
@@ -202,7 +207,7 @@ TEST(ActivationCheckpointState, ASecondRunThatDoesSomethingElseIsNoticed) {
   const std::vector<std::pair<Fn, std::string>> others = {
       {[](const Tensor& x) { return x.exp(); }, "2 tensors to be saved"},
       {[](const Tensor& x) { return x.exp().sin().sin(); }, "2 tensors to be saved"},
-      {[](const Tensor& x) { return x.slice(0, 0, 2).exp().sin(); }, "Float of [4, 8] on cpu"},
+      {[](const Tensor& x) { return x.slice(0, 0, 2).exp().sin(); }, "Float of [4, 8] on " + test_device().str()},
       {[](const Tensor& x) { return x.to(at::kDouble).exp().sin(); }, "got Double of [4, 8]"},
       {[](const Tensor& x) { return x.exp().sin().view({-1}); }, "returned tensor 0"}};
   for (const auto& [other, message] : others) {

@@ -33,7 +33,7 @@ Block make_block() {
 
 Tensor input(uint64_t seed = 1) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
-  return torch::randn({4, 8}, generator).requires_grad_();
+  return on_test_device(torch::randn({4, 8}, generator)).requires_grad_();
 }
 
 void expect_equal(const Tensors& actual, const Tensors& expected) {
@@ -51,7 +51,7 @@ Tensors gradients(const std::function<Tensor()>& run, const Tensors& leaves) {
   for (const Tensor& leaf : leaves) leaf.mutable_grad().reset();
   manual_seed(11);
   run().backward();
-  Tensors grads = {torch::rand({3})};  // shows whether as many numbers were drawn
+  Tensors grads = {torch::rand({3}, test_device())};  // shows whether as many numbers were drawn
   for (const Tensor& leaf : leaves) grads.push_back(leaf.grad());
   return grads;
 }
@@ -160,7 +160,7 @@ TEST(ActivationCheckpoint, BackwardTwiceAddsUp) {
 TEST(ActivationCheckpoint, TakesInputsAndResultsOfAnyKind) {
   using Two = std::tuple<Tensor, Tensor>;
   const Tensor a = input(1), b = input(2), c = input(3), d = input(4);
-  const Tensor rows = torch::tensor({2, 0, 1});
+  const Tensor rows = on_test_device(torch::tensor({2, 0, 1}));
   const auto fn = [](const Tensor& a, Tensors list, std::optional<Tensor> maybe,
                      const std::optional<Tensor>& nothing, const Two& two, const Tensor& rows,
                      double factor, const Tensor& same, const char* /*text*/) {
@@ -194,7 +194,7 @@ TEST(ActivationCheckpoint, TakesFunctionsOfAnyKind) {
   const Tensor x = input();
   const auto mlp = seeded(3, [] { return std::make_shared<Mlp>(8, 2, 8); });
   const std::shared_ptr<Net> net = mlp;
-  nn::Sequential sequence(nn::Linear(8, 8), nn::Tanh());
+  nn::Sequential sequence = on_test_device(nn::Sequential(nn::Linear(8, 8), nn::Tanh()));
   expect_equal(gradients([&] { return checkpoint(&cube, x).sum(); }, {x}),
                gradients([&] { return cube(x).sum(); }, {x}));
   expect_equal(gradients([&] { return checkpoint(net, x).sum(); }, {x}),

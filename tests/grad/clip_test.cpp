@@ -26,6 +26,10 @@ std::shared_ptr<Mlp> gradients_alone(int ranks, double scale) {
   return net;
 }
 
+bool close_gradients(const torch::Tensor& a, const torch::Tensor& b) {
+  return torch::allclose(a.cpu(), b.cpu(), 1e-5, 1e-7);
+}
+
 void for_each_plan(const std::function<void(int, const ShardPlan&, const std::string&)>& f) {
   for (const int ranks : {1, 2, 3, 4}) {
     for (const auto level : {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients,
@@ -53,7 +57,7 @@ TEST(ClipGrad, NormAndClippedGradientsAreThoseOfOneProcess) {
           EXPECT_NEAR(sharded.clip_grad_norm_(max_norm, norm_type), expected, 1e-5 * expected);
           for (const auto& item : alone->named_parameters()) {
             EXPECT_TRUE(
-                torch::allclose(sharded.full_grad(item.key()), item.value().grad(), 1e-5, 1e-7))
+                close_gradients(sharded.full_grad(item.key()), item.value().grad()))
                 << item.key();
           }
         });
@@ -66,8 +70,8 @@ TEST(ClipGrad, RanksWithoutAShardTakePart) {
   run_world(4, [&](World& world) {
     for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
       auto sharded =
-          fully_shard(std::make_shared<torch::nn::LinearImpl>(3, 1), {.partition = partition});
-      sharded.forward(torch::ones({1, 3})).sum().backward();
+          fully_shard(on_test_device(std::make_shared<torch::nn::LinearImpl>(3, 1)), {.partition = partition});
+      sharded.forward(torch::ones({1, 3}, test_device())).sum().backward();
       EXPECT_NEAR(sharded.clip_grad_norm_(100.0), 2.0, 1e-6);
     }
   });
@@ -77,7 +81,7 @@ TEST(ClipGrad, ANanOnOneRankIsANanOnAll) {
   run_world(3, [&](World& world) {
     for (const double norm_type : {1.0, 2.0, HUGE_VAL}) {
       auto sharded = fully_shard(make_mlp(), {.unit_bytes = 6000});
-      auto x = torch::ones({2, 37});
+      auto x = torch::ones({2, 37}, test_device());
       if (world.rank() == 1) x[0][0] = NAN;
       sharded.forward(x).sum().backward();
       EXPECT_TRUE(std::isnan(sharded.clip_grad_norm_(1.0, norm_type))) << norm_type;
@@ -108,9 +112,9 @@ TEST(FullGrad, IsTheGradientOfOneProcess) {
         ASSERT_TRUE(actual.defined()) << item.key();
         EXPECT_EQ(actual.sizes(), expected.sizes());
         if (ranks == 3) {
-          EXPECT_TRUE(torch::allclose(actual, expected, 1e-5, 1e-7)) << item.key();
+          EXPECT_TRUE(close_gradients(actual, expected)) << item.key();
         } else {
-          EXPECT_TRUE(torch::equal(actual, expected)) << item.key();
+          EXPECT_TRUE(same_values(actual, expected)) << item.key();
         }
       }
     });
@@ -129,7 +133,7 @@ TEST(FullGrad, IsTheSumIfThePlanDoesNotAverage) {
       for (const auto level : {ShardLevel::kNone, ShardLevel::kParameters}) {
         auto sharded = fully_shard(make_mlp(), {.level = level, .average = false});
         rank_loss(*sharded, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
-        EXPECT_TRUE(torch::equal(sharded.full_grad("fc1.weight"), alone->fcs[1]->weight.grad()));
+        EXPECT_TRUE(same_values(sharded.full_grad("fc1.weight"), alone->fcs[1]->weight.grad()));
       }
     });
   }
@@ -138,10 +142,10 @@ TEST(FullGrad, IsTheSumIfThePlanDoesNotAverage) {
 TEST(RefusedGradients, SparseOnesNameTheParameter) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World&) {
-      auto embedding = std::make_shared<torch::nn::EmbeddingImpl>(
-          torch::nn::EmbeddingOptions(10, 4).sparse(true));
+      auto embedding = on_test_device(std::make_shared<torch::nn::EmbeddingImpl>(
+          torch::nn::EmbeddingOptions(10, 4).sparse(true)));
       auto sharded = fully_shard(embedding);
-      const auto loss = sharded.forward(torch::tensor({1, 2})).sum();
+      const auto loss = sharded.forward(on_test_device(torch::tensor({1, 2}))).sum();
       expect_error([&] { loss.backward(); }, {"weight", "dense", "sparse"});
     });
   }
@@ -151,12 +155,12 @@ TEST(RefusedGradients, OnesWithAGraphNameTheParameter) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World&) {
       auto sharded = fully_shard(make_mlp());
-      const auto loss = sharded.forward(torch::ones({2, 37})).square().sum();
+      const auto loss = sharded.forward(torch::ones({2, 37}, test_device())).square().sum();
       expect_error([&] { loss.backward({}, std::nullopt, /*create_graph=*/true); },
                    {"create_graph"});
       // The model is usable afterwards.
       sharded.zero_grad();
-      sharded.forward(torch::ones({2, 37})).square().sum().backward();
+      sharded.forward(torch::ones({2, 37}, test_device())).square().sum().backward();
       EXPECT_TRUE(sharded.full_grad("fc0.weight").defined());
     });
   }

@@ -42,7 +42,7 @@ torch::Tensor local_gradient(int rank, int size, int step = 0) {
 }
 
 torch::Tensor mean_of(int size, const std::function<torch::Tensor(const torch::Tensor&)>& change) {
-  torch::Tensor sum = torch::zeros({37, 37});
+  torch::Tensor sum = torch::zeros({37, 37}, test_device());
   for (int rank = 0; rank < size; ++rank) sum += change(local_gradient(rank, size));
   return sum / size;
 }
@@ -164,7 +164,7 @@ TEST(GradHook, ThatClearsTheGradientLeavesNone) {
         EXPECT_FALSE(sharded.full_grad("fc0.weight").defined());
         continue;
       }
-      torch::Tensor others = torch::zeros({37, 37});
+      torch::Tensor others = torch::zeros({37, 37}, test_device());
       for (int rank = 1; rank < world.size(); ++rank) others += local_gradient(rank, world.size());
       expect_gradient(sharded, others / world.size());
     }
@@ -175,7 +175,7 @@ TEST(GradHook, ThatGivesAGradientOfAnotherShapeIsToldSo) {
   run_world(1, [](World& world) {
     // Its strides are those of a smaller parameter.
     auto sharded = shard_with_hook({}, true, [](const torch::Tensor& weight) {
-      weight.mutable_grad() = torch::ones({3, 37});
+      weight.mutable_grad() = torch::ones({3, 37}, test_device());
     });
     expect_error([&] { loss_of(*sharded, world.rank(), world.size()).backward(); },
                  {"fc0.weight", "[37, 37]", "[3, 37]"});
@@ -253,21 +253,21 @@ TEST(GradHook, AGradientSetByHandIsNotSteppedOnSilentlyAndReduceTakesIt) {
     ShardedOptimizer optimizer(sharded, inner);
     const auto start = sharded->fcs[0]->weight.detach().clone();
     const auto by_hand = [&] {
-      return torch::full({37, 37}, 1. + static_cast<double>(world.rank()));
+      return torch::full({37, 37}, 1. + static_cast<double>(world.rank()), test_device());
     };
     const double mean = (1. + world.size()) / 2;
     loss_of(*sharded, world.rank(), world.size()).backward();
     sharded->fcs[0]->weight.mutable_grad() = by_hand();
     expect_error([&] { optimizer.step(); }, {"fc0.weight", "reduce()"});
     sharded.reduce();
-    expect_gradient(sharded, torch::full({37, 37}, mean));
+    expect_gradient(sharded, torch::full({37, 37}, mean, test_device()));
     optimizer.step();
     EXPECT_TRUE(torch::allclose(sharded->fcs[0]->weight * 1, start - 0.1 * mean, 1e-5, 1e-6));
     // Also without a backward, and cleared like others.
     optimizer.zero_grad();
     sharded->fcs[0]->weight.mutable_grad() = by_hand();
     sharded.reduce();
-    expect_gradient(sharded, torch::full({37, 37}, mean));
+    expect_gradient(sharded, torch::full({37, 37}, mean, test_device()));
     sharded->fcs[0]->weight.mutable_grad() = by_hand();
     sharded.zero_grad();
     EXPECT_FALSE(sharded.full_grad("fc0.weight").defined());
@@ -277,14 +277,14 @@ TEST(GradHook, AGradientSetByHandIsNotSteppedOnSilentlyAndReduceTakesIt) {
 TEST(GradHook, AGradientSetByHandCountsInTheNextBackward) {
   on_worlds([](World& world, const ShardPlan& plan) {
     auto sharded = fully_shard(make_mlp(), plan);
-    sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37});
+    sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37}, test_device());
     loss_of(*sharded, world.rank(), world.size()).backward();
     expect_gradient(sharded, mean_of(world.size(), [](const auto& g) { return g + 1; }));
     // Also for a parameter that the backward does not use.
     sharded.zero_grad();
-    sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37});
+    sharded->fcs[0]->weight.mutable_grad() = torch::ones({37, 37}, test_device());
     sharded->head->weight.square().sum().backward();
-    expect_gradient(sharded, torch::ones({37, 37}));
+    expect_gradient(sharded, torch::ones({37, 37}, test_device()));
   });
 }
 

@@ -24,7 +24,7 @@ struct Job {
         optimizer(sharded, sgd) {}
 
   int rank() const { return world.rank(); }
-  torch::Tensor loss() { return sharded.forward(torch::ones({2, kWidth})).pow(2).sum(); }
+  torch::Tensor loss() { return sharded.forward(torch::ones({2, kWidth}, test_device())).pow(2).sum(); }
   void backward() { loss().backward(); }
   void step() {
     optimizer.step();
@@ -300,7 +300,7 @@ TEST(Lockstep, OptimizersOfOneModelMayStepInTurns) {
           torch::optim::SGD first(rest, 0.01), second(net->head->parameters(), 0.01);
           ShardedOptimizer one(sharded, first), two(sharded, second);
           for (int i = 0; i < 6; ++i) {
-            sharded.forward(torch::ones({2, kWidth})).sum().backward();
+            sharded.forward(torch::ones({2, kWidth}, test_device())).sum().backward();
             one.step();
             if (i % 3 == 2) two.step(), sharded.zero_grad();
           }

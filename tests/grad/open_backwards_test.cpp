@@ -119,7 +119,7 @@ TEST(TwoThreadsInBackward, AreToldSoOnAllRanksAndCanGoOnOneAfterAnother) {
       run_world(size, [&](World& world) {
         SCOPED_TRACE(fmt::format("{} ranks, level {}", size, static_cast<int>(level)));
         auto sharded = fully_shard(make_meets(), {.level = level});
-        const auto x = torch::ones({2, 37});
+        const auto x = torch::ones({2, 37}, test_device());
         std::latch failed(1);
         {
           TwoBackwards backwards(*sharded, x);
@@ -155,7 +155,7 @@ TEST(TwoThreadsInBackward, OfARankThatIsAloneAddTheirGradients) {
     run_world(1, [&](World&) {
       auto sharded = fully_shard(make_meets(), {.level = level});
       const auto plain = make_meets();
-      const auto x = torch::ones({2, 37});
+      const auto x = torch::ones({2, 37}, test_device());
       for (Meets* net : {&*sharded, &*plain}) {
         TwoBackwards backwards(*net, x);
         auto other = std::async(std::launch::async, [&] { backwards.first.backward(); });

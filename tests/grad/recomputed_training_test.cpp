@@ -72,6 +72,14 @@ struct Case {
   bool arena = false;
 };
 
+// On a rank, manual_seed() leaves the generators of devices as they are.
+void seed_all(uint64_t seed) {
+  manual_seed(seed);
+  if (tests_on_host()) return;
+  at::Generator generator = at::globalContext().defaultGenerator(test_device());
+  generator.set_current_seed(seed);
+}
+
 Trained train(const Case& which, Use use, World& world) {
   const auto net = seeded(7, [&] { return std::make_shared<Blocks>(use); });
   torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -80,7 +88,7 @@ Trained train(const Case& which, Use use, World& world) {
   if (counter) plan.process_group = counter;
   auto sharded = fully_shard(net, plan);
   ShardedOptimizer optimizer(sharded, inner, {.fused = false});
-  manual_seed(20 + world.rank());
+  seed_all(20 + world.rank());
   Trained trained;
   const auto backward = [&](int step, int batch) {
     const auto loss = [&] {
@@ -212,10 +220,11 @@ std::vector<Tensor> train_dist(World&, ShardLevel level, bool use) {
   torch::optim::AdamW inner(mlp->parameters(), torch::optim::AdamWOptions(0.01));
   auto model = fully_shard(mlp, {.level = level, .unit_bytes = 200, .mesh_dim = 0});
   ShardedOptimizer optimizer(model, inner);
-  manual_seed(5);
+  seed_all(5);
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
-    const auto batch = torch::randn({8, 6}, at::make_generator<at::CPUGeneratorImpl>(step));
+    const auto batch =
+        on_test_device(torch::randn({8, 6}, at::make_generator<at::CPUGeneratorImpl>(step)));
     const auto x = distribute(batch, mesh, {Shard{0}, Replicate{}});
     auto block = [mlp](const Tensor& x) mutable { return torch::dropout(mlp(x), 0.4, true); };
     const auto run = [&](const Tensor& x) { return use ? checkpoint(block, x) : block(x); };
@@ -224,7 +233,7 @@ std::vector<Tensor> train_dist(World&, ShardLevel level, bool use) {
   }
   std::vector<Tensor> state;
   for (const NamedTensor& parameter : model.full_state()) state.push_back(parameter.tensor);
-  state.push_back(torch::rand({3}));
+  state.push_back(torch::rand({3}, test_device()));
   return state;
 }
 

@@ -3,6 +3,7 @@
 #include <tessera/process_group_decorators.h>
 
 #include "support/contract.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace all_to_all_test {
@@ -17,7 +18,7 @@ using Messages = std::vector<torch::Tensor>;
 torch::Tensor message(int sender, int receiver, int64_t numel, torch::ScalarType dtype) {
   static Sequence numbers([](int64_t length) { return torch::arange(length) * 3 % 7 - 3; });
   const int64_t begin = (5 * sender + receiver) * 5 % 7;  // 3 times 5 is 1, modulo 7
-  return numbers.slice(begin, begin + numel, dtype).clone();
+  return on_test_device(numbers.slice(begin, begin + numel, dtype).clone());
 }
 
 Messages messages_to_all(const ProcessGroup& pg, const Numel& numel, torch::ScalarType dtype) {
@@ -29,7 +30,8 @@ Messages messages_to_all(const ProcessGroup& pg, const Numel& numel, torch::Scal
 
 Messages places_for_all(const ProcessGroup& pg, const Numel& numel, torch::ScalarType dtype) {
   Messages from;
-  for (int r = 0; r < pg.size(); ++r) from.push_back(torch::full({numel(r, pg.rank())}, 1, dtype));
+  for (int r = 0; r < pg.size(); ++r)
+    from.push_back(on_test_device(torch::full({numel(r, pg.rank())}, 1, dtype)));
   return from;
 }
 
@@ -52,6 +54,11 @@ Numel even(int64_t numel) {
 
 struct AllToAllContract : ProcessGroupContract {
   Kind kind() const { return std::get<0>(GetParam()); }
+
+  void SetUp() override {
+    if (kind() == Kind::kBackend) TESSERA_ON_HOST_ONLY("Gloo sends tensors in host memory");
+    if (kind() == Kind::kHosts) TESSERA_ON_HOST_ONLY("hosts send tensors in host memory");
+  }
 
   // Even, uneven, with some empty, only to the next rank, only from one rank, empty, and so long
   // that they take several messages.
@@ -91,7 +98,8 @@ TEST_P(AllToAllContract, UndefinedAndEmptyTensorsStandForNothing) {
       for (int r = 0; r < pg.size(); ++r) {
         // The dtype and shape of an empty message do not matter.
         if ((*messages)[r].numel() == 0)
-          (*messages)[r] = r % 2 == 0 ? torch::Tensor() : torch::zeros({3, 0}, torch::kInt32);
+          (*messages)[r] =
+              r % 2 == 0 ? torch::Tensor() : on_test_device(torch::zeros({3, 0}, torch::kInt32));
       }
     }
     pg.all_to_all(from, to, kTag)->wait();
@@ -119,13 +127,14 @@ TEST_P(AllToAllContract, OwnMessageMayBeInPlace) {
 TEST_P(AllToAllContract, MessagesMayBeViewsAndTheSameForAll) {
   run([&](ProcessGroup& pg) {
     const int64_t n = 60'000;
-    const auto all = torch::zeros({pg.size() * n});
-    const auto shard = torch::full({n + 2}, pg.rank() + 1.0F).slice(0, 1, n + 1);
+    const auto all = on_test_device(torch::zeros({pg.size() * n}));
+    const auto shard = on_test_device(torch::full({n + 2}, pg.rank() + 1.0F)).slice(0, 1, n + 1);
     Messages from;
     for (int r = 0; r < pg.size(); ++r) from.push_back(all.slice(0, r * n, (r + 1) * n));
     pg.all_to_all(from, Messages(pg.size(), shard), kTag)->wait();
-    EXPECT_TRUE(
-        torch::equal(all, torch::arange(1, pg.size() + 1).repeat_interleave(n).to(torch::kFloat)));
+    EXPECT_TRUE(torch::equal(
+        all,
+        on_test_device(torch::arange(1, pg.size() + 1).repeat_interleave(n).to(torch::kFloat))));
   });
 }
 
@@ -160,7 +169,7 @@ TEST_P(AllToAllContract, KeepsItsPlaceAmongOtherCollectives) {
         received.emplace_back(places_for_all(pg, numel, torch::kFloat), numel);
         works.push_back(
             pg.all_to_all(received.back().first, messages_to_all(pg, numel, torch::kFloat), tag));
-        sums.push_back(torch::full({5}, i));
+        sums.push_back(on_test_device(torch::full({5}, i)));
         works.push_back(pg.all_reduce(sums.back(), ReduceOp::kSum, tag));
       }
     };
@@ -212,13 +221,16 @@ TEST_P(AllToAllContract, RefusesWrongArgumentsOnThisRank) {
     expect_refused(pg, Messages(n + 1), to, "an entry for each rank");
     expect_refused(pg, from, Messages(n - 1), "an entry for each rank");
     expect_refused(pg, {}, {}, "an entry for each rank");
-    expect_refused(pg, from, with(to, last, torch::zeros({6}, torch::kDouble)), "one dtype");
-    expect_refused(pg, with(from, 0, torch::zeros({6}, torch::kInt64)), to, "one dtype");
-    expect_refused(pg, from, with(to, last, torch::zeros({12}).slice(0, 0, 12, 2)),
+    expect_refused(pg, from, with(to, last, on_test_device(torch::zeros({6}, torch::kDouble))),
+                   "one dtype");
+    expect_refused(pg, with(from, 0, on_test_device(torch::zeros({6}, torch::kInt64))), to,
+                   "one dtype");
+    expect_refused(pg, from, with(to, last, on_test_device(torch::zeros({12})).slice(0, 0, 12, 2)),
                    "1-D and contiguous");
-    expect_refused(pg, with(from, 0, torch::zeros({2, 3})), to, "1-D and contiguous");
-    expect_refused(pg, from, with(to, 0, torch::zeros({6}).to_sparse()), "dense");
-    expect_refused(pg, from, with(to, own, torch::zeros({7})), "message to itself");
+    expect_refused(pg, with(from, 0, on_test_device(torch::zeros({2, 3}))), to,
+                   "1-D and contiguous");
+    expect_refused(pg, from, with(to, 0, on_test_device(torch::zeros({6})).to_sparse()), "dense");
+    expect_refused(pg, from, with(to, own, on_test_device(torch::zeros({7}))), "message to itself");
     expect_refused(pg, with(from, own, torch::Tensor()), to, "message to itself");
     pg.barrier(kTag);  // and everything still works
     pg.all_to_all(from, to, kTag)->wait();
@@ -231,7 +243,7 @@ TEST_P(AllToAllContract, RefusesWhatOverlaps) {
     const size_t own = pg.rank();
     const auto from = places_for_all(pg, even(6), torch::kFloat);
     const auto to = messages_to_all(pg, even(6), torch::kFloat);
-    const auto memory = torch::zeros({12});
+    const auto memory = on_test_device(torch::zeros({12}));
     expect_refused(pg, with(from, own, memory.slice(0, 0, 6)), with(to, own, memory.slice(0, 1, 7)),
                    "may overlap");
     if (pg.size() > 1) {
@@ -326,6 +338,7 @@ class AllToAllDisagreement : public ::testing::TestWithParam<std::tuple<Kind, Di
 // No rank may accept a message that does not match, and at least one gets an error; where the ranks
 // can compare beforehand, all get one, and go on.
 TEST_P(AllToAllDisagreement, IsAnErrorThatNamesTheCollective) {
+  TESSERA_ON_HOST_ONLY("the backend of a device checks messages itself");
   const auto& [kind, disagreement] = GetParam();
   const bool all_are_told = kind != Kind::kGloo;
   std::atomic<int> returned{0}, failed{0};

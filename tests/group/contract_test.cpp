@@ -3,17 +3,32 @@
 
 #include <gtest/gtest.h>
 
+#include "support/test_device.h"
+
 namespace tessera {
 namespace contract_test {
 
 using namespace testing;
+
+// On a device, the worlds' process groups pass each collective to its backend.
+struct ProcessGroupContract : testing::ProcessGroupContract {
+  void SetUp() override {
+    const Kind kind = std::get<0>(GetParam());
+    if (kind == Kind::kBackend) TESSERA_ON_HOST_ONLY("Gloo sends tensors in host memory");
+    if (kind == Kind::kHosts) TESSERA_ON_HOST_ONLY("hosts send tensors in host memory");
+  }
+};
+
+torch::Tensor values(int64_t numel, torch::ScalarType dtype, int rank) {
+  return on_test_device(testing::values(numel, dtype, rank));
+}
 
 TEST_P(ProcessGroupContract, AllGatherConcatenatesTheShards) {
   run([&](ProcessGroup& pg) {
     for (const auto& bounds : all_bounds()) {
       for (const auto dtype : kDtypes) {
         const auto expected = values(bounds.back(), dtype, 0);
-        auto flat = torch::full({bounds.back()}, 77, dtype);
+        auto flat = on_test_device(torch::full({bounds.back()}, 77, dtype));
         auto shard = part(expected, bounds, pg.rank()).clone();
         pg.all_gather(flat, shard, bounds, kTag)->wait_inputs();
         EXPECT_TRUE(torch::equal(flat, expected)) << "rank " << pg.rank() << ' ' << dtype << bounds;
@@ -26,7 +41,7 @@ TEST_P(ProcessGroupContract, AllGatherWorksInPlace) {
   run([&](ProcessGroup& pg) {
     for (const auto& bounds : all_bounds()) {
       const auto expected = values(bounds.back(), torch::kFloat, 0);
-      auto flat = torch::zeros({bounds.back()});
+      auto flat = on_test_device(torch::zeros({bounds.back()}));
       part(flat, bounds, pg.rank()).copy_(part(expected, bounds, pg.rank()));
       pg.all_gather(flat, part(flat, bounds, pg.rank()), bounds, kTag)->wait();
       EXPECT_TRUE(torch::equal(flat, expected)) << "rank " << pg.rank() << bounds;
@@ -38,7 +53,7 @@ TEST_P(ProcessGroupContract, ReduceScatterSumsAndScales) {
   run([&](ProcessGroup& pg) {
     for (const auto& bounds : all_bounds()) {
       for (const auto dtype : kDtypes) {
-        auto sum = torch::zeros({bounds.back()}, dtype);
+        auto sum = on_test_device(torch::zeros({bounds.back()}, dtype));
         for (int r = 0; r < pg.size(); ++r) {
           sum += values(bounds.back(), dtype, r);
         }
@@ -46,7 +61,8 @@ TEST_P(ProcessGroupContract, ReduceScatterSumsAndScales) {
         auto out = torch::full_like(part(flat, bounds, pg.rank()), 5);
         const double scale = dtype == torch::kInt64 ? 2.0 : 0.5;
         pg.reduce_scatter(out, {{0, flat, flat.numel()}}, bounds, {.scale = scale}, kTag)->wait();
-        const auto expected = part(sum, bounds, pg.rank()) * torch::tensor(scale, dtype);
+        const auto expected =
+            part(sum, bounds, pg.rank()) * on_test_device(torch::tensor(scale, dtype));
         EXPECT_TRUE(torch::equal(out, expected)) << "rank " << pg.rank() << ' ' << dtype << bounds;
       }
     }
@@ -57,7 +73,7 @@ TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
   run([&](ProcessGroup& pg) {
     for (const auto& bounds : all_bounds()) {
       for (const bool accumulate : {false, true}) {
-        auto sum = torch::zeros({bounds.back()});
+        auto sum = on_test_device(torch::zeros({bounds.back()}));
         std::vector<Piece> pieces;
         torch::Tensor covered;
         for (int r = 0; r < pg.size(); ++r) {
@@ -69,9 +85,9 @@ TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
           }
           covered = pieces_of_rank.covered;
         }
-        auto out = torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0);
+        auto out = on_test_device(torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0));
         const auto base = accumulate ? out.clone() : torch::zeros_like(out);
-        const auto expected = torch::where(part(covered, bounds, pg.rank()),
+        const auto expected = torch::where(part(on_test_device(covered), bounds, pg.rank()),
                                            base + 0.25 * part(sum, bounds, pg.rank()), out);
         pg.reduce_scatter(out, std::move(pieces), bounds, {.scale = 0.25, .accumulate = accumulate},
                           kTag)
@@ -149,12 +165,13 @@ TEST_P(ProcessGroupContract, NegatedAndConjugatedTensorsAreSentAndReceivedAsThei
     EXPECT_TRUE(torch::equal(copied, whole + pg.size() - 1));
     std::vector<at::Tensor> from, to;
     for (int r = 0; r < pg.size(); ++r) {
-      from.push_back(noted(torch::zeros({3})));
-      to.push_back(noted(torch::full({3}, 10. * pg.rank() + r)));
+      from.push_back(noted(on_test_device(torch::zeros({3}))));
+      to.push_back(noted(on_test_device(torch::full({3}, 10. * pg.rank() + r))));
     }
     pg.all_to_all(from, to, kTag)->wait();
     for (int r = 0; r < pg.size(); ++r)
-      EXPECT_TRUE(torch::equal(from[r], torch::full({3}, 10. * r + pg.rank()))) << from[r];
+      EXPECT_TRUE(torch::equal(from[r], on_test_device(torch::full({3}, 10. * r + pg.rank()))))
+          << from[r];
   });
 }
 
@@ -183,15 +200,16 @@ TEST_P(ProcessGroupContract, AllGatherBytesReturnsEachRanksText) {
 
 TEST_P(ProcessGroupContract, CompletionCanBePolled) {
   run([&](ProcessGroup& pg) {
-    auto flat = torch::zeros({pg.size() * 1000});
-    auto shard = torch::ones({1000});
+    auto flat = on_test_device(torch::zeros({pg.size() * 1000}));
+    auto shard = on_test_device(torch::ones({1000}));
     std::vector<int64_t> bounds(pg.size() + 1);
     for (int r = 0; r <= pg.size(); ++r) {
       bounds[r] = 1000 * r;
     }
-    auto out = torch::zeros({1000});
+    auto out = on_test_device(torch::zeros({1000}));
     const auto input = torch::ones_like(flat);
-    auto number = torch::ones({1}), other = torch::full({7}, pg.rank());
+    auto number = on_test_device(torch::ones({1})),
+         other = on_test_device(torch::full({7}, pg.rank()));
     const std::vector<WorkPtr> works{
         pg.all_gather(flat, shard, bounds, kTag),
         pg.reduce_scatter(out, {{0, input, input.numel()}}, bounds, {}, kTag),
@@ -218,13 +236,14 @@ TEST_P(ProcessGroupContract, RefusesWrongArgumentsOnThisRank) {
     for (int r = 0; r <= n; ++r) {
       bounds[r] = 4 * r;
     }
-    auto flat = torch::zeros({4 * n});
-    auto shard = torch::zeros({4});
-    auto gaps = torch::zeros({8}).slice(0, 0, 8, 2);
+    auto flat = on_test_device(torch::zeros({4 * n}));
+    auto shard = on_test_device(torch::zeros({4}));
+    auto gaps = on_test_device(torch::zeros({8})).slice(0, 0, 8, 2);
     const auto long_bounds = std::vector<int64_t>(n + 2, 0);
     EXPECT_THROW(pg.all_gather(flat, shard, long_bounds, kTag), c10::ValueError);
     EXPECT_THROW(pg.all_gather(flat, gaps, bounds, kTag), c10::ValueError);
-    EXPECT_THROW(pg.all_gather(flat, torch::zeros({5}), bounds, kTag), c10::ValueError);
+    EXPECT_THROW(pg.all_gather(flat, on_test_device(torch::zeros({5})), bounds, kTag),
+                 c10::ValueError);
     EXPECT_THROW(pg.all_gather(flat, shard.to(torch::kDouble), bounds, kTag), c10::ValueError);
     EXPECT_THROW(pg.all_gather(torch::Tensor(), shard, bounds, kTag), c10::ValueError);
     EXPECT_THROW(pg.reduce_scatter(shard, {{4 * n, shard, 4}}, bounds, {}, kTag), c10::ValueError);

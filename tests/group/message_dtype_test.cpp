@@ -3,6 +3,7 @@
 #include <tessera/process_group_decorators.h>
 
 #include "support/contract.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace message_dtype_test {
@@ -11,7 +12,17 @@ using namespace testing;
 
 struct MessageDtypeContract : ProcessGroupContract {
   Kind kind() const { return std::get<0>(GetParam()); }
+  // A c10d backend adds messages up itself, in their dtype.
+  bool is_over_c10d() const { return kind() == Kind::kBackend || !tests_on_host(); }
+
+  void SetUp() override {
+    if (kind() == Kind::kBackend) TESSERA_ON_HOST_ONLY("Gloo sends tensors in host memory");
+  }
 };
+
+torch::Tensor values(int64_t numel, torch::ScalarType dtype, int rank) {
+  return on_test_device(testing::values(numel, dtype, rank));
+}
 
 // The dtypes of the messages and of the result.
 constexpr std::pair<at::ScalarType, at::ScalarType> kPairs[] = {{at::kBFloat16, at::kFloat},
@@ -24,7 +35,7 @@ TEST_P(MessageDtypeContract, ReduceScatterTakesPiecesScalesAndAccumulates) {
     for (const auto& [dtype, out_dtype] : kPairs) {
       for (const auto& bounds : all_bounds()) {
         for (const bool accumulate : {false, true}) {
-          auto sum = torch::zeros({bounds.back()});
+          auto sum = on_test_device(torch::zeros({bounds.back()}));
           Cut own;
           for (int r = 0; r < pg.size(); ++r) {
             auto flat = values(bounds.back(), dtype, r);
@@ -32,11 +43,13 @@ TEST_P(MessageDtypeContract, ReduceScatterTakesPiecesScalesAndAccumulates) {
             sum += flat;  // undefined pieces count as zeros
             if (r == pg.rank()) own = of_rank;
           }
-          auto out = torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0, out_dtype);
-          const auto base = accumulate ? out.to(torch::kFloat) : torch::zeros({out.numel()});
+          auto out = on_test_device(
+              torch::full({bounds[pg.rank() + 1] - bounds[pg.rank()]}, 3.0, out_dtype));
+          const auto base =
+              accumulate ? out.to(torch::kFloat) : on_test_device(torch::zeros({out.numel()}));
           const auto reduced = base + 0.25 * part(sum, bounds, pg.rank());
-          const auto expected =
-              torch::where(part(own.covered, bounds, pg.rank()), reduced.to(out_dtype), out);
+          const auto expected = torch::where(part(on_test_device(own.covered), bounds, pg.rank()),
+                                             reduced.to(out_dtype), out);
           pg.reduce_scatter(out, std::move(own.pieces), bounds,
                             {.scale = 0.25, .accumulate = accumulate, .dtype = dtype}, kTag)
               ->wait();
@@ -55,23 +68,22 @@ TEST_P(MessageDtypeContract, SumsAreTakenInFloatInTheOrderOfRanksAndRoundedOnce)
     std::vector<int64_t> bounds(pg.size() + 1);
     for (int r = 0; r <= pg.size(); ++r) bounds[r] = kNumel * r;
     for (const auto& [dtype, out_dtype] : kPairs) {
-      // A c10d backend adds messages up itself, in their dtype.
-      if (kind() == Kind::kBackend && dtype != at::kFloat) continue;
+      if (is_over_c10d() && dtype != at::kFloat) continue;
       torch::Tensor sum, own;
       for (int r = 0; r < pg.size(); ++r) {
         auto generator = at::detail::createCPUGenerator(r);
-        const auto flat = torch::randn({bounds.back()}, generator).to(dtype);
+        const auto flat = on_test_device(torch::randn({bounds.back()}, generator).to(dtype));
         sum = sum.defined() ? sum + flat.to(torch::kFloat) : flat.to(torch::kFloat);
         if (r == pg.rank()) own = flat;
       }
       for (const bool accumulate : {false, true}) {
-        auto out = torch::full({kNumel}, 256.0, out_dtype);
+        auto out = on_test_device(torch::full({kNumel}, 256.0, out_dtype));
         const auto base = out.to(torch::kFloat) * (accumulate ? 1 : 0);
         const auto expected = (base + part(sum, bounds, pg.rank()) * 0.25).to(out_dtype);
         pg.reduce_scatter(out, {{0, own, own.numel()}}, bounds,
                           {.scale = 0.25, .accumulate = accumulate, .dtype = dtype}, kTag)
             ->wait();
-        const bool in_order = kind() != Kind::kBackend || pg.size() <= 2;
+        const bool in_order = !is_over_c10d() || pg.size() <= 2;
         EXPECT_TRUE(in_order ? torch::equal(out, expected)
                              : torch::allclose(out, expected, 1e-2, 1e-2))
             << "rank " << pg.rank() << ' ' << dtype << " to " << out_dtype << ", " << accumulate;
@@ -85,7 +97,7 @@ TEST_P(MessageDtypeContract, OfNoPieceAtAllNothingIsStored) {
     std::vector<int64_t> bounds(pg.size() + 1);
     for (int r = 0; r <= pg.size(); ++r) bounds[r] = 3 * r;
     for (const auto& [dtype, out_dtype] : kPairs) {
-      auto out = torch::full({3}, 7.0, out_dtype);
+      auto out = on_test_device(torch::full({3}, 7.0, out_dtype));
       pg.reduce_scatter(out, {}, bounds, {.dtype = dtype}, kTag)->wait();
       EXPECT_TRUE(out.eq(7).all().item<bool>());
       // A piece of zeros, without data, on all ranks.
@@ -105,8 +117,8 @@ TEST_P(MessageDtypeContract, OtherPairsAndOtherPiecesAreRefused) {
     for (int r = 0; r <= pg.size(); ++r) bounds[r] = 3 * r;
     const auto reduce = [&](at::ScalarType piece, at::ScalarType message,
                             at::ScalarType out_dtype) {
-      auto out = torch::zeros({3}, out_dtype);
-      const auto flat = torch::zeros({bounds.back()}, piece);
+      auto out = on_test_device(torch::zeros({3}, out_dtype));
+      const auto flat = on_test_device(torch::zeros({bounds.back()}, piece));
       pg.reduce_scatter(out, {{0, flat, flat.numel()}}, bounds, {.dtype = message}, kTag)->wait();
     };
     for (const auto& [dtype, out_dtype] :
@@ -132,8 +144,8 @@ TEST_P(MessageDtypeContract, DecoratorsCountBytesOfMessages) {
     const int64_t all = bounds.back(), own = bounds[world.rank() + 1] - bounds[world.rank()];
     for (const auto& [dtype, out_dtype] : kPairs) {
       counting->reset_counts();
-      auto out = torch::zeros({own}, out_dtype);
-      const auto flat = torch::zeros({all}, dtype);
+      auto out = on_test_device(torch::zeros({own}, out_dtype));
+      const auto flat = on_test_device(torch::zeros({all}, dtype));
       tracing->reduce_scatter(out, {{0, flat, all}}, bounds, {.dtype = dtype}, kTag)->wait();
       const auto item = static_cast<int64_t>(c10::elementSize(dtype));
       EXPECT_EQ(counting->counts().reduce_scatter.bytes_sent, (all - own) * item);

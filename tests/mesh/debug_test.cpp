@@ -8,14 +8,16 @@
 #include <sstream>
 
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace debug_test {
 
 namespace nn = torch::nn;
+using testing::on_test_device;
 
 at::Tensor numbers(std::vector<int64_t> sizes) {
-  return torch::arange(torch::zeros(sizes).numel(), torch::kFloat).view(sizes);
+  return on_test_device(torch::arange(torch::zeros(sizes).numel(), torch::kFloat).view(sizes));
 }
 
 std::string refusal_of(const std::function<void()>& f) {
@@ -35,7 +37,7 @@ struct OddImpl : nn::Module {
 TEST(StrictOperators, AnOperatorWithoutARuleNamesItselfAndItsModule) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    auto odd = std::make_shared<OddImpl>();
+    auto odd = on_test_device(std::make_shared<OddImpl>());
     auto model = distribute_module(odd, mesh);
     const at::Tensor x = distribute(numbers({6, 4}), mesh, {Shard{0}});
     EXPECT_NO_THROW(model(x));  // computed on whole tensors
@@ -90,7 +92,7 @@ TEST(CommDebug, CountsByKindAndOperator) {
 
 TEST(CommDebug, CountsWhatFullyShardSends) {
   run_world(2, [](World&) {
-    nn::Linear linear(4, 4);
+    nn::Linear linear = on_test_device(nn::Linear(4, 4));
     auto model = fully_shard(linear);
     const CommDebug debug;
     model(numbers({2, 4})).sum().backward();

@@ -16,6 +16,7 @@ using testing::expect_error;
 using Ranks = std::vector<int>;
 using Sizes = std::vector<int64_t>;
 using Names = std::vector<std::string>;
+using testing::on_test_device;
 
 TEST(DeviceMesh, SL_20_IsAnArrayOfRanksWithNames) {
   run_world(4, [](World&) {
@@ -237,7 +238,7 @@ TEST(DeviceMesh, NeedsNoWorldForOneRank) {
   EXPECT_EQ(mesh.coordinate(), Sizes({0}));
   EXPECT_EQ(DeviceMesh({1, 1}, {0}, {"dp", "tp"}).sub_mesh("tp"), mesh);
   EXPECT_THROW(DeviceMesh({1}, {1}), c10::ValueError);
-  const auto number = torch::ones({3});
+  const auto number = on_test_device(torch::ones({3}));
   mesh.process_group(0)->all_reduce(number, ReduceOp::kSum, {.subject = "one"})->wait();
   mesh.process_group()->all_reduce(number, ReduceOp::kSum, {.subject = "one"})->wait();
   EXPECT_TRUE(number.eq(1).all().item<bool>());

@@ -8,12 +8,15 @@
 
 #include "mesh/plan_key.h"
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace dispatch_test {
 
+using testing::on_test_device;
+
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 void expect_equal(const at::Tensor& dist, const at::Tensor& plain, const std::string& what) {
@@ -80,7 +83,7 @@ const std::vector<Write>& writes_to_views() {
       {"unbind", [](at::Tensor& x) { x.unbind(0)[1].zero_(); }},
       {"index_put",
        [](at::Tensor& x) {
-         x.index_put_({torch::tensor({1, 3})}, numbers({2, 4}));
+         x.index_put_({on_test_device(torch::tensor({1, 3}))}, numbers({2, 4}));
        }},
       {"masked_fill", [](at::Tensor& x) { x[1].masked_fill_(x[1] > 0, 0.25); }},
   };
@@ -139,7 +142,7 @@ TEST(DistViews, LocalPartsOfViewsAreUpToDate) {
     const at::Tensor row = x[0];
     x.zero_();
     EXPECT_TRUE(torch::equal(to_local(row), torch::zeros_like(to_local(row))));
-    EXPECT_TRUE(torch::equal(full_tensor(row), torch::zeros({4})));
+    EXPECT_TRUE(torch::equal(full_tensor(row), on_test_device(torch::zeros({4}))));
   });
 }
 
@@ -181,18 +184,19 @@ TEST(DistOut, WritesWhatTheOperatorGives) {
     const at::Tensor n = distribute(m, mesh, {Shard{0}});
     for (const Placements& into : kPlacements) {
       SCOPED_TRACE(to_string(into));
-      at::Tensor out = distribute(torch::zeros({5, 4}), mesh, into);
+      at::Tensor out = distribute(on_test_device(torch::zeros({5, 4})), mesh, into);
       torch::add_out(out, x, y);
       EXPECT_EQ(placements_of(out), into);
       EXPECT_TRUE(torch::allclose(full_tensor(out), a + b));
-      out = distribute(torch::zeros({5, 3}), mesh, into);
+      out = distribute(on_test_device(torch::zeros({5, 3})), mesh, into);
       torch::mm_out(out, x, n);
       EXPECT_TRUE(torch::allclose(full_tensor(out), torch::mm(a, m), 1e-5, 1e-6));
-      out = distribute(torch::zeros({5, 8}, at::kDouble), mesh, into);
+      out = distribute(on_test_device(torch::zeros({5, 8}, at::kDouble)), mesh, into);
       torch::cat_out(out, {x, y}, 1);
       EXPECT_TRUE(torch::allclose(full_tensor(out), torch::cat({a, b}, 1).to(at::kDouble)));
     }
-    at::Tensor out = distribute(torch::zeros({4}, at::kDouble), mesh, {Replicate{}});
+    at::Tensor out =
+        distribute(on_test_device(torch::zeros({4}, at::kDouble)), mesh, {Replicate{}});
     torch::sum_out(out, x, 0);
     EXPECT_TRUE(torch::allclose(full_tensor(out), a.sum(0, false, at::kDouble), 1e-12, 1e-12));
     // The `out` tensor may be one of the inputs.
@@ -206,19 +210,19 @@ TEST(DistOut, EmptyOnesTakeTheResultsSizes) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
     const at::Tensor a = numbers({5, 4}), x = distribute(a, mesh, {Shard{0}});
-    at::Tensor out = distribute(torch::empty({0}), mesh, {});
+    at::Tensor out = distribute(on_test_device(torch::empty({0})), mesh, {});
     torch::mul_out(out, x, x);
     expect_equal(out, a * a, "mul");
     EXPECT_EQ(placements_of(out), Placements{Shard{0}});
-    at::Tensor values = distribute(torch::empty({0}), mesh, {});
-    at::Tensor places = distribute(torch::empty({0}, at::kLong), mesh, {});
+    at::Tensor values = distribute(on_test_device(torch::empty({0})), mesh, {});
+    at::Tensor places = distribute(on_test_device(torch::empty({0}, at::kLong)), mesh, {});
     torch::sort_out(values, places, x, 1);
     expect_equal(values, std::get<0>(a.sort(1)), "values");
     expect_equal(places, std::get<1>(a.sort(1)), "indices");
-    at::Tensor ordinary = torch::empty({0});
+    at::Tensor ordinary = on_test_device(torch::empty({0}));
     torch::mul_out(ordinary, x, x);
     EXPECT_TRUE(torch::equal(ordinary, a * a));
-    at::Tensor eye = distribute(torch::ones({3, 3}), mesh, {Shard{0}});
+    at::Tensor eye = distribute(on_test_device(torch::ones({3, 3})), mesh, {Shard{0}});
     torch::eye_out(eye, 3);
     expect_equal(eye, torch::eye(3), "eye");
   });
@@ -228,10 +232,11 @@ TEST(DistOut, OthersAreRefusedOnAllRanks) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
     const at::Tensor x = distribute(numbers({5, 4}), mesh, {Shard{0}});
-    at::Tensor out = distribute(torch::zeros({4, 4}), mesh, {Shard{0}});
+    at::Tensor out = distribute(on_test_device(torch::zeros({4, 4})), mesh, {Shard{0}});
     const auto text = error_of<c10::ValueError>([&] { torch::add_out(out, x, x); });
     EXPECT_NE(text.find("expected [5, 4], got [4, 4]"), std::string::npos) << text;
-    at::Tensor whole_numbers = distribute(torch::zeros({5, 4}, at::kLong), mesh, {});
+    at::Tensor whole_numbers =
+        distribute(on_test_device(torch::zeros({5, 4}, at::kLong)), mesh, {});
     error_of<c10::Error>([&] { torch::add_out(whole_numbers, x, x); });
     EXPECT_EQ(full_tensor(out).count_nonzero().item<int64_t>(), 0);
   });
@@ -296,7 +301,8 @@ TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
     const DeviceMesh mesh({2}, {0, 1});
     const at::Tensor a = numbers({6, 4});
     const at::Tensor x = distribute(a, mesh, {Shard{0}});
-    const at::Tensor ids = distribute(torch::arange(6).remainder(3), mesh, {Shard{0}});
+    const at::Tensor ids =
+        distribute(on_test_device(torch::arange(6).remainder(3)), mesh, {Shard{0}});
     const auto check = [&](const at::Tensor& dist, const at::Tensor& plain) {
       EXPECT_EQ(dist.scalar_type(), plain.scalar_type());
       ASSERT_EQ(dist.sizes(), plain.sizes());
@@ -311,12 +317,13 @@ TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
     for (size_t i = 0; i < parts.size(); ++i) check(parts[i], expected[i]);
     check(std::get<1>(x.topk(2, 1)), std::get<1>(a.topk(2, 1)));
     check(torch::layer_norm(x, {4}), torch::layer_norm(a, {4}));
-    check(torch::embedding(x, ids), torch::embedding(a, torch::arange(6).remainder(3)));
+    check(torch::embedding(x, ids),
+          torch::embedding(a, on_test_device(torch::arange(6).remainder(3))));
     check(torch::tril(x), torch::tril(a));  // without a rule
     at::Tensor y = distribute(a, mesh, {Shard{0}}), z = a.clone();
     y.add_(1)[0].fill_(3), z.add_(1)[0].fill_(3);
     check(y, z);
-    at::Tensor out = distribute(torch::zeros({6, 4}), mesh, {});
+    at::Tensor out = distribute(on_test_device(torch::zeros({6, 4})), mesh, {});
     check(torch::add_out(out, x, x), a + a);
     if (world.rank() == 2) error_of<c10::NotImplementedError>([&] { x.sum().item(); });
     if (world.rank() != 2) x.sum().item();

@@ -6,11 +6,13 @@
 #include <torch/torch.h>
 
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace dist_gpt_test {
 
 namespace nn = torch::nn;
+using testing::on_test_device;
 
 constexpr int64_t kVocabulary = 17, kWidth = 16, kHeads = 4, kLength = 6, kBatch = 3;
 
@@ -58,11 +60,12 @@ struct GptImpl : nn::Module {
       if (parameter.value().dim() == 2) parameter.value().normal_(0, 0.2, generator);
       if (parameter.key().ends_with("bias")) parameter.value().zero_();
     }
+    to(testing::test_device());
   }
 
   at::Tensor loss(const at::Tensor& text) {
     const at::Tensor inputs = text.slice(1, 0, kLength), targets = text.slice(1, 1);
-    const at::Tensor x = tok(inputs) + pos(torch::arange(kLength));
+    const at::Tensor x = tok(inputs) + pos(on_test_device(torch::arange(kLength)));
     return torch::cross_entropy_loss(head(ln(second(first(x)))).view({-1, kVocabulary}),
                                      targets.reshape({-1}));
   }
@@ -85,7 +88,8 @@ Placement placement_of(const std::string& name, bool is_bias) {
 
 double step(Gpt& gpt, torch::optim::Optimizer& optimizer, int number) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(number);
-  const at::Tensor text = torch::randint(0, kVocabulary, {kBatch, kLength + 1}, generator);
+  const at::Tensor text =
+      on_test_device(torch::randint(0, kVocabulary, {kBatch, kLength + 1}, generator));
   optimizer.zero_grad();
   const at::Tensor loss = gpt->loss(text);
   loss.backward();

@@ -18,7 +18,7 @@ namespace dist_modules_test {
 using namespace testing;
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 void train(NormMlp& mlp, torch::optim::Optimizer& optimizer, int steps) {
@@ -59,7 +59,7 @@ TEST(DistModules, TrainAsOneProcess) {
 TEST(DistModules, MembersSeeTheShardedTensor) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    nn::Linear linear(4, 6);
+    nn::Linear linear = on_test_device(nn::Linear(4, 6));
     distribute_(linear->weight, mesh, {Shard{0}});
     EXPECT_TRUE(linear->named_parameters()["weight"].is_same(linear->weight));
     EXPECT_EQ(placements_of(linear->weight), Placements{Shard{0}});

@@ -9,14 +9,16 @@
 #include <string>
 
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace dist_tensor_test {
 
 namespace nn = torch::nn;
+using testing::on_test_device;
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 // Uses a weight on rows of a batch, so that each rank has one term of its gradient.
@@ -37,7 +39,7 @@ void expect_placed_gradient(nn::Linear& linear, const DeviceMesh& mesh, const Pl
 }
 
 nn::Linear make_linear(const DeviceMesh& mesh, const Placements& placements, bool is_frozen) {
-  nn::Linear linear(6, 4);
+  nn::Linear linear = on_test_device(nn::Linear(6, 4));
   {
     torch::NoGradGuard no_grad;
     linear->weight.copy_(numbers({4, 6}, 2));
@@ -94,7 +96,7 @@ TEST(DistGradients, OfACloneLieAsItsParametersDo) {
 TEST(DistGradients, OfALeafThatTookTheDataOfAnotherLieAsItDoes) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    nn::Linear linear = make_linear(mesh, {}, false), other(6, 4);
+    nn::Linear linear = make_linear(mesh, {}, false), other = on_test_device(nn::Linear(6, 4));
     other->weight.set_data(linear->weight.detach());
     other->bias.set_data(linear->bias.detach());
     expect_placed_gradient(other, mesh, {Replicate{}}, "set_data");

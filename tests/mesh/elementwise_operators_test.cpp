@@ -172,32 +172,35 @@ TEST(PendingAverages, StayPendingUnderOperatorsThatTheyGoThrough) {
     const auto mesh = DeviceMesh::over_world();
     const auto rank = static_cast<double>(world.rank());
     for (const auto dtype : {at::kFloat, at::kDouble}) {
-      at::Tensor y = from_local(torch::full({2, 2}, rank, dtype), mesh, {Partial{PartialOp::kAvg}});
-      y.add_(3).mul_(2).sub_(torch::ones({2}, dtype)).neg_().div_(3);
+      at::Tensor y = from_local(on_test_device(torch::full({2, 2}, rank, dtype)), mesh,
+                                {Partial{PartialOp::kAvg}});
+      y.add_(3).mul_(2).sub_(on_test_device(torch::ones({2}, dtype))).neg_().div_(3);
       EXPECT_EQ(placements_of(y)[0], Placement(Partial{PartialOp::kAvg}));
-      EXPECT_TRUE(torch::allclose(full_tensor(y), torch::full({2, 2}, -7. / 3, dtype)));
+      EXPECT_TRUE(
+          torch::allclose(full_tensor(y), on_test_device(torch::full({2, 2}, -7. / 3, dtype))));
       y.square_();
-      EXPECT_TRUE(torch::allclose(full_tensor(y), torch::full({2, 2}, 49. / 9, dtype)));
+      EXPECT_TRUE(
+          torch::allclose(full_tensor(y), on_test_device(torch::full({2, 2}, 49. / 9, dtype))));
     }
-    const at::Tensor whole =
-        from_local(torch::full({2}, world.rank(), at::kLong), mesh, {Partial{PartialOp::kAvg}});
-    EXPECT_TRUE(torch::allclose(full_tensor(whole / 2), torch::full({2}, 0.5)));
-    EXPECT_TRUE(torch::allclose(full_tensor(whole * 0.5), torch::full({2}, 0.5)));
+    const at::Tensor whole = from_local(on_test_device(torch::full({2}, world.rank(), at::kLong)),
+                                        mesh, {Partial{PartialOp::kAvg}});
+    EXPECT_TRUE(torch::allclose(full_tensor(whole / 2), on_test_device(torch::full({2}, 0.5))));
+    EXPECT_TRUE(torch::allclose(full_tensor(whole * 0.5), on_test_device(torch::full({2}, 0.5))));
   });
 }
 
 TEST(PendingSums, OfWholeNumbersAreDoneBeforeTheyAreRounded) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    at::Tensor x = from_local(torch::full({2}, 3, at::kLong), mesh, {Partial{}});
+    at::Tensor x = from_local(on_test_device(torch::full({2}, 3, at::kLong)), mesh, {Partial{}});
     EXPECT_EQ(full_tensor(x.floor_divide(4))[0].item<int64_t>(), 1);
     EXPECT_EQ(full_tensor(x.bitwise_and(3))[0].item<int64_t>(), 2);
     x.remainder_(4);
     EXPECT_EQ(full_tensor(x)[0].item<int64_t>(), 2);
-    const at::Tensor halves = from_local(torch::full({2}, 0.5), mesh, {Partial{}});
+    const at::Tensor halves = from_local(on_test_device(torch::full({2}, 0.5)), mesh, {Partial{}});
     EXPECT_EQ(full_tensor(halves.to(at::kLong))[0].item<int64_t>(), 1);
     EXPECT_TRUE(is_partial(placements_of(halves.to(at::kBFloat16))[0]));
-    at::Tensor into = distribute(torch::zeros({2}, at::kLong), mesh, {Partial{}});
+    at::Tensor into = distribute(on_test_device(torch::zeros({2}, at::kLong)), mesh, {Partial{}});
     into.copy_(halves);
     EXPECT_EQ(full_tensor(into)[0].item<int64_t>(), 1);
   });

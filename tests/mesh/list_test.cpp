@@ -10,14 +10,16 @@
 #include <limits>
 
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace list_test {
 
 using Tensors = std::vector<at::Tensor>;
+using testing::on_test_device;
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::rand(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)) + 0.25;
+  return on_test_device(torch::rand(sizes, at::make_generator<at::CPUGeneratorImpl>(seed))) + 0.25;
 }
 
 // Uneven, fewer rows than ranks, empty, and a number.
@@ -122,7 +124,8 @@ std::vector<Case> others() {
       {"reciprocal", RETURNS(at::_foreach_reciprocal(a))},
       {"lerp list", RETURNS(at::_foreach_lerp(a, b, c))},
       {"addcdiv tensor",
-       RETURNS(at::_foreach_addcdiv(a, b, c, torch::tensor({1.F, 2.F, 3.F, 4.F, 5.F, 6.F})))},
+       RETURNS(at::_foreach_addcdiv(
+           a, b, c, on_test_device(torch::tensor({1.F, 2.F, 3.F, 4.F, 5.F, 6.F}))))},
       {"pow of a scalar", RETURNS(at::_foreach_pow(2, a))},
       {"broadcasts", RETURNS(at::_foreach_add(a, Tensors(a.size(), c[4])))},
       {"mm", RETURNS(at::_foreach_mm({a[5]}, {b[5]}))},
@@ -192,7 +195,8 @@ struct States {
 
 States make_states() {
   States states{make_list(1), make_list(20), make_list(40), make_list(60), make_list(80), {}};
-  for (size_t i = 0; i < kSizes.size(); ++i) states.steps.push_back(torch::full({}, 3.0));
+  for (size_t i = 0; i < kSizes.size(); ++i)
+    states.steps.push_back(on_test_device(torch::full({}, 3.0)));
   return states;
 }
 
@@ -208,7 +212,8 @@ struct Step {
 };
 
 std::vector<Step> steps() {
-  const auto scale = torch::full({}, 4.F), not_found = torch::zeros({});
+  const auto scale = on_test_device(torch::full({}, 4.F)),
+             not_found = on_test_device(torch::zeros({}));
   return {
       {"adam",
        [](const States& s) {
@@ -227,8 +232,9 @@ std::vector<Step> steps() {
        }},
       {"adam with lr in a tensor",
        [](const States& s) {
-         at::_fused_adam_(s.params, s.grads, s.first, s.second, {}, s.steps, torch::full({}, 0.1),
-                          0.9, 0.99, 0.01, 1e-8, false, false);
+         at::_fused_adam_(s.params, s.grads, s.first, s.second, {}, s.steps,
+                          on_test_device(torch::full({}, 0.1)), 0.9, 0.99, 0.01, 1e-8, false,
+                          false);
        }},
       {"sgd",
        [](const States& s) {
@@ -319,13 +325,14 @@ TEST(DistLists, GradientsAreCheckedOnAllRanks) {
         Tensors a = make_list(1);
         if (is_bad) a[0][4][3] = std::numeric_limits<float>::infinity();
         const Tensors x = distribute_list(a, mesh, way);
-        const at::Tensor inverse = torch::full({1}, 0.5F);
-        at::Tensor expected = torch::zeros({1}), found = torch::zeros({1});
+        const at::Tensor inverse = on_test_device(torch::full({1}, 0.5F));
+        at::Tensor expected = on_test_device(torch::zeros({1})),
+                   found = on_test_device(torch::zeros({1}));
         at::_amp_foreach_non_finite_check_and_unscale_(a, expected, inverse);
         at::_amp_foreach_non_finite_check_and_unscale_(x, found, inverse);
         EXPECT_EQ(found.item<float>(), expected.item<float>());
         if (!is_bad) expect_lists(x, a, way != 3);
-        found = distribute(torch::zeros({1}), mesh, {});
+        found = distribute(on_test_device(torch::zeros({1})), mesh, {});
         at::_amp_foreach_non_finite_check_and_unscale_(x, found, distribute(inverse, mesh, {}));
         EXPECT_EQ(found.item<float>(), expected.item<float>());
       }
@@ -337,10 +344,11 @@ TEST(DistLists, ScalesAreUpdated) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
     for (const float found : {0.F, 1.F}) {
-      at::Tensor scale = torch::full({}, 8.F), count = torch::zeros({}, at::kInt);
+      at::Tensor scale = on_test_device(torch::full({}, 8.F)),
+                 count = on_test_device(torch::zeros({}, at::kInt));
       at::Tensor dist_scale = distribute(scale.clone(), mesh, {});
       at::Tensor dist_count = distribute(count.clone(), mesh, {});
-      const at::Tensor found_inf = torch::full({}, found);
+      const at::Tensor found_inf = on_test_device(torch::full({}, found));
       at::_amp_update_scale_(scale, count, found_inf, 2, 0.5, 1);
       at::_amp_update_scale_(dist_scale, dist_count, found_inf, 2, 0.5, 1);
       expect_lists({dist_scale, dist_count}, {scale, count}, true);

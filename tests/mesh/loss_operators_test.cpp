@@ -142,8 +142,8 @@ TEST(Losses, OfACutBatchSendASum) {
 TEST(Losses, OfTargetsThatAreAllIgnoredAreNotNumbers) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    const at::Tensor x = distribute(torch::ones({3, 4}), mesh, {Shard{0}});
-    const at::Tensor y = distribute(torch::ones({3}, at::kLong), mesh, {Shard{0}});
+    const at::Tensor x = distribute(on_test_device(torch::ones({3, 4})), mesh, {Shard{0}});
+    const at::Tensor y = distribute(on_test_device(torch::ones({3}, at::kLong)), mesh, {Shard{0}});
     const at::Tensor loss = torch::cross_entropy_loss(x, y, {}, at::Reduction::Mean, 1);
     EXPECT_TRUE(std::isnan(full_tensor(loss).item<float>()));
   });

@@ -19,11 +19,12 @@ namespace mesh_process_group_test {
 using namespace std::chrono_literals;
 using testing::expect_error;
 using Ranks = std::vector<int>;
+using testing::on_test_device;
 
 constexpr CollectiveTag kTag{.subject = "line"};
 
 double sum_over(ProcessGroup& process_group, double value) {
-  const auto number = torch::full({1}, value, torch::kDouble);
+  const auto number = on_test_device(torch::full({1}, value, torch::kDouble));
   process_group.all_reduce(number, ReduceOp::kSum, kTag)->wait();
   return number.item<double>();
 }
@@ -32,9 +33,12 @@ double sum_over(ProcessGroup& process_group, double value) {
 Ranks members(ProcessGroup& process_group, int world_rank) {
   std::vector<int64_t> bounds(process_group.size() + 1);
   for (int r = 0; r <= process_group.size(); ++r) bounds[r] = r;
-  const auto flat = torch::empty({process_group.size()}, torch::kInt);
-  process_group.all_gather(flat, torch::full({1}, world_rank, torch::kInt), bounds, kTag)->wait();
-  return {flat.const_data_ptr<int>(), flat.const_data_ptr<int>() + flat.numel()};
+  const auto flat = on_test_device(torch::empty({process_group.size()}, torch::kInt));
+  process_group
+      .all_gather(flat, on_test_device(torch::full({1}, world_rank, torch::kInt)), bounds, kTag)
+      ->wait();
+  const auto ranks = flat.cpu();
+  return {ranks.const_data_ptr<int>(), ranks.const_data_ptr<int>() + ranks.numel()};
 }
 
 TEST(MeshProcessGroup, HasTheRanksOfTheLineInItsOrder) {
@@ -68,7 +72,8 @@ TEST(MeshProcessGroup, ServesBothDimsOfA2DMeshAtOnce) {
     const auto dp = counting_process_group(mesh.process_group(0));
     const auto tp = counting_process_group(mesh.process_group(1));
     for (int round = 0; round < 10; ++round) {
-      const auto a = torch::full({3000}, std::pow(10.0, world.rank()), torch::kDouble);
+      const auto a =
+          on_test_device(torch::full({3000}, std::pow(10.0, world.rank()), torch::kDouble));
       const auto b = a.clone();
       const auto across = dp->all_reduce(a, ReduceOp::kSum, kTag);
       const auto along = tp->all_reduce(b, ReduceOp::kSum, kTag);

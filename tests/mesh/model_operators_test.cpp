@@ -64,9 +64,11 @@ TEST(ModelOperators, SendNoRowsOfAVocabularyThatIsCut) {
 
 TEST(ModelOperators, RefuseIndicesOutsideOfAVocabularyThatIsCut) {
   run_world(2, [](World&) {
-    const at::Tensor weight = distribute(torch::ones({5, 2}), DeviceMesh::over_world(), {Shard{0}});
+    const at::Tensor weight =
+        distribute(on_test_device(torch::ones({5, 2})), DeviceMesh::over_world(), {Shard{0}});
     for (const int64_t index : {-1, 5})
-      EXPECT_THROW(torch::embedding(weight, torch::tensor({0, int(index)})), c10::IndexError);
+      EXPECT_THROW(torch::embedding(weight, on_test_device(torch::tensor({0, int(index)}))),
+                   c10::IndexError);
   });
 }
 

@@ -64,7 +64,7 @@ TEST(Normalizations, OfACutBatchSendTwoSumsForEachChannel) {
   };
   const auto group_norm = [](const Tensors& x) { return torch::group_norm(x[0], 2, x[1], x[2]); };
   const auto by_given = [](const Tensors& x) {
-    const at::Tensor ones = torch::ones({4});
+    const at::Tensor ones = on_test_device(torch::ones({4}));
     return torch::batch_norm(x[0], x[1], x[2], ones, ones * 2, false, 0.1, 1e-5, false);
   };
   const Placements rows = {Shard{0}, Replicate{}, Replicate{}};
@@ -84,7 +84,8 @@ TEST(Normalizations, OfACutBatchSendTwoSumsForEachChannel) {
 void expect_trains_alike(bool distributes_buffers) {
   run_world(3, [=](World&) {
     const auto mesh = DeviceMesh::over_world();
-    torch::nn::BatchNorm2d plain(4), dist(4);
+    torch::nn::BatchNorm2d plain = on_test_device(torch::nn::BatchNorm2d(4)),
+                           dist = on_test_device(torch::nn::BatchNorm2d(4));
     for (at::Tensor& parameter : dist->parameters()) distribute_(parameter, mesh, {});
     if (distributes_buffers) {
       distribute_(dist->running_mean, mesh, {Shard{0}});
@@ -95,7 +96,7 @@ void expect_trains_alike(bool distributes_buffers) {
     };
     auto generator = at::make_generator<at::CPUGeneratorImpl>(5);
     for (int step = 0; step < 3; ++step) {
-      const at::Tensor x = torch::randn({5, 4, 3, 2}, generator) * 2 + 10;
+      const at::Tensor x = on_test_device(torch::randn({5, 4, 3, 2}, generator)) * 2 + 10;
       plain->forward(x).square().sum().backward();
       dist->forward(distribute(x, mesh, {Shard{0}})).square().sum().backward();
     }
@@ -104,7 +105,7 @@ void expect_trains_alike(bool distributes_buffers) {
     EXPECT_TRUE(torch::allclose(value(dist->weight.grad()), plain->weight.grad(), 1e-4, 1e-4));
     plain->eval();
     dist->eval();
-    const at::Tensor x = torch::ones({2, 4, 3, 2});
+    const at::Tensor x = on_test_device(torch::ones({2, 4, 3, 2}));
     EXPECT_TRUE(torch::allclose(value(dist->forward(distribute(x, mesh, {Shard{0}}))),
                                 plain->forward(x), 1e-4, 1e-5));
   });
@@ -118,7 +119,7 @@ TEST(Normalizations, RunningStatisticsAreThoseOfOneProcess) {
 TEST(Normalizations, OfShortDtypesAreAsExactAsOneProcess) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    const at::Tensor x = (torch::arange(60.) / 7).view({5, 4, 3}).to(at::kBFloat16);
+    const at::Tensor x = on_test_device((torch::arange(60.) / 7).view({5, 4, 3}).to(at::kBFloat16));
     const auto normalized = [](const at::Tensor& input) {
       return torch::batch_norm(input, {}, {}, {}, {}, true, 0.1, 1e-5, false);
     };

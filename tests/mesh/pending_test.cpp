@@ -7,12 +7,15 @@
 #include <torch/torch.h>
 
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace pending_test {
 
+using testing::on_test_device;
+
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 // A product whose sum over ranks is pending, and the same in one process.
@@ -148,12 +151,12 @@ TEST(PendingReductions, AnOperatorMayHaveATensorTwice) {
 TEST(PendingReductions, WhatAUserMadePartialStaysSo) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    const at::Tensor memory = torch::ones({4});
+    const at::Tensor memory = on_test_device(torch::ones({4}));
     const at::Tensor given = from_local(memory, mesh, {Partial{}});
     const at::Tensor made = distribute(numbers({4}), mesh, {Partial{}}), view = given.view({2, 2});
     for (int step = 1; step < 4; ++step) {
-      expect_close(torch::relu(given), torch::full({4}, 2. * step));
-      expect_close(torch::relu(view), torch::full({2, 2}, 2. * step));
+      expect_close(torch::relu(given), on_test_device(torch::full({4}, 2. * step)));
+      expect_close(torch::relu(view), on_test_device(torch::full({2, 2}, 2. * step)));
       torch::relu(made);
       memory.add_(1);
     }

@@ -8,13 +8,19 @@
 
 #include <functional>
 
+#include "mesh/test_generator.h"
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace random_test {
 
+using testing::on_test_device;
+using testing::seed_test_generator;
+using testing::test_generator;
+
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 struct Draw {
@@ -75,10 +81,10 @@ std::vector<Draw> all() {
 void expect_as_plain(const Draw& draw, const at::Tensor& whole, const DeviceMesh& mesh,
                      const Placements& placements) {
   SCOPED_TRACE(std::string(draw.name) + " " + to_string(placements));
-  manual_seed(11);
+  seed_test_generator(11);
   const at::Tensor expected = draw.run(whole.clone());
-  const at::Tensor after = default_generator().get_state();
-  manual_seed(11);
+  const at::Tensor after = test_generator().get_state();
+  seed_test_generator(11);
   const at::Tensor dist = draw.run(distribute(whole.clone(), mesh, placements));
   ASSERT_TRUE(is_dist(dist));
   EXPECT_EQ(dist.scalar_type(), expected.scalar_type());
@@ -89,7 +95,7 @@ void expect_as_plain(const Draw& draw, const at::Tensor& whole, const DeviceMesh
                        : torch::allclose(full_tensor(dist), expected, 1e-5, 1e-6))
       << full_tensor(dist) << "\n"
       << expected;
-  EXPECT_TRUE(torch::equal(default_generator().get_state(), after));
+  EXPECT_TRUE(torch::equal(test_generator().get_state(), after));
 }
 
 void expect_all_as_plain(int ranks, const std::vector<int64_t>& shape,
@@ -117,14 +123,16 @@ TEST(DistRandom, OnASquare) {
 TEST(DistRandom, ExplicitGenerators) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
-    const at::Tensor before = default_generator().get_state();
-    auto one = at::make_generator<at::CPUGeneratorImpl>(5), two = one.clone();
-    at::Tensor plain = torch::empty({7, 3}).normal_(0, 1, one);
-    at::Tensor dist = distribute(torch::zeros({7, 3}), mesh, {Shard{0}});
+    const at::Tensor before = test_generator().get_state();
+    at::Generator one = test_generator().clone();
+    one.set_current_seed(5);
+    at::Generator two = one.clone();
+    at::Tensor plain = on_test_device(torch::empty({7, 3})).normal_(0, 1, one);
+    at::Tensor dist = distribute(on_test_device(torch::zeros({7, 3})), mesh, {Shard{0}});
     dist.normal_(0, 1, two);
     EXPECT_TRUE(torch::equal(full_tensor(dist), plain));
     EXPECT_TRUE(torch::equal(one.get_state(), two.get_state()));
-    EXPECT_TRUE(torch::equal(default_generator().get_state(), before));
+    EXPECT_TRUE(torch::equal(test_generator().get_state(), before));
   });
 }
 
@@ -144,8 +152,8 @@ TEST(DistRandom, SendsNothing) {
 TEST(DistRandom, DifferingGeneratorsAreNamedOnAllRanks) {
   run_world(3, [](World& world) {
     const auto mesh = DeviceMesh::over_world();
-    at::Tensor x = distribute(torch::zeros({4, 2}), mesh, {Shard{0}});
-    manual_seed(world.rank() == 1 ? 8 : 7);
+    at::Tensor x = distribute(on_test_device(torch::zeros({4, 2})), mesh, {Shard{0}});
+    seed_test_generator(world.rank() == 1 ? 8 : 7);
     try {
       x.normal_();
       ADD_FAILURE() << "no error";
@@ -155,7 +163,7 @@ TEST(DistRandom, DifferingGeneratorsAreNamedOnAllRanks) {
       EXPECT_NE(text.find("manual_seed"), std::string::npos) << text;
     }
     EXPECT_EQ(full_tensor(x).count_nonzero().item<int64_t>(), 0);
-    manual_seed(7);
+    seed_test_generator(7);
     x.normal_();
     EXPECT_NE(full_tensor(x).count_nonzero().item<int64_t>(), 0);
   });
@@ -164,14 +172,14 @@ TEST(DistRandom, DifferingGeneratorsAreNamedOnAllRanks) {
 TEST(DistRandom, RanksOutsideTheMeshStayInStep) {
   run_world(3, [](World&) {
     const DeviceMesh mesh({2}, {0, 1});
-    manual_seed(3);
-    at::Tensor plain = torch::empty({5, 4}).normal_();
+    seed_test_generator(3);
+    at::Tensor plain = on_test_device(torch::empty({5, 4})).normal_();
     plain = torch::dropout(plain, 0.5, true);
-    const at::Tensor after = torch::randn({3});
-    manual_seed(3);
-    at::Tensor dist = distribute(torch::zeros({5, 4}), mesh, {Shard{0}}).normal_();
+    const at::Tensor after = on_test_device(torch::empty({3})).normal_();
+    seed_test_generator(3);
+    at::Tensor dist = distribute(on_test_device(torch::zeros({5, 4})), mesh, {Shard{0}}).normal_();
     dist = torch::dropout(dist, 0.5, true);
-    EXPECT_TRUE(torch::equal(torch::randn({3}), after));
+    EXPECT_TRUE(torch::equal(on_test_device(torch::empty({3})).normal_(), after));
     EXPECT_TRUE(!mesh.is_member() || torch::equal(full_tensor(dist), plain));
   });
 }
@@ -198,7 +206,7 @@ TEST(DistRandom, ModulesWithDropoutTrainAsOneProcess) {
       const auto mesh = DeviceMesh::over_world();
       for (const Cut& cut : {Cut{{Shard{0}}, {}, {}}, Cut{{}, {Shard{0}}, {Shard{1}}}}) {
         manual_seed(21);
-        Net plain, dist;
+        Net plain = on_test_device(Net()), dist = on_test_device(Net());
         torch::NoGradGuard no_grad;
         for (size_t i = 0; i < plain->parameters().size(); ++i)
           dist->parameters()[i].copy_(plain->parameters()[i]);
@@ -206,9 +214,9 @@ TEST(DistRandom, ModulesWithDropoutTrainAsOneProcess) {
         distribute_(dist->down->weight, mesh, cut.down), distribute_(dist->down->bias, mesh, {});
         at::AutoGradMode with_grad(true);
         const at::Tensor x = numbers({5, 6});
-        manual_seed(4);
+        seed_test_generator(4);
         plain->forward(x).square().mean().backward();
-        manual_seed(4);
+        seed_test_generator(4);
         dist->forward(distribute(x, mesh, cut.input)).square().mean().backward();
         for (size_t i = 0; i < plain->parameters().size(); ++i)
           EXPECT_TRUE(torch::allclose(full_tensor(dist->parameters()[i].grad()),

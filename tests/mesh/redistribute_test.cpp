@@ -7,9 +7,12 @@
 
 #include "mesh/chunks.h"
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace redistribute_test {
+
+using testing::on_test_device;
 
 const std::vector<PartialOp> kOps = {PartialOp::kSum, PartialOp::kAvg,  PartialOp::kMax,
                                      PartialOp::kMin, PartialOp::kProd, PartialOp::kNorm};
@@ -18,7 +21,7 @@ const std::vector<PartialOp> kOps = {PartialOp::kSum, PartialOp::kAvg,  PartialO
 at::Tensor numbers(std::vector<int64_t> sizes, at::ScalarType dtype = at::kFloat) {
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
-  return (torch::arange(numel, at::kDouble) * 0.5 - 3).to(dtype).view(sizes);
+  return on_test_device((torch::arange(numel, at::kDouble) * 0.5 - 3).to(dtype).view(sizes));
 }
 
 std::vector<Placement> placements_of_dims(int64_t ndim) {
@@ -150,8 +153,8 @@ TEST(RedistributeOnALine, TakesTheRootOfTheSumOfSquares) {
     const auto mesh = DeviceMesh::over_world();
     const Placements norm = {Partial{PartialOp::kNorm}};
     for (const double scale : {1.0, 1e30}) {  // whose square no float holds
-      const at::Tensor terms = torch::full({4, 2}, scale * (world.rank() + 1));
-      const at::Tensor whole = torch::full({4, 2}, scale * std::sqrt(14.));
+      const at::Tensor terms = on_test_device(torch::full({4, 2}, scale * (world.rank() + 1)));
+      const at::Tensor whole = on_test_device(torch::full({4, 2}, scale * std::sqrt(14.)));
       const at::Tensor source = from_local(terms, mesh, norm);
       EXPECT_TRUE(torch::allclose(full_tensor(source), whole));
       const at::Tensor cut = redistribute(source, {Shard{0}});
@@ -161,7 +164,7 @@ TEST(RedistributeOnALine, TakesTheRootOfTheSumOfSquares) {
     }
     const at::Tensor half = distribute(numbers({3, 2}, at::kHalf), mesh, norm);
     EXPECT_TRUE(torch::equal(full_tensor(half), numbers({3, 2}, at::kHalf)));
-    const at::Tensor counts = from_local(torch::ones({2}, at::kLong), mesh, norm);
+    const at::Tensor counts = from_local(on_test_device(torch::ones({2}, at::kLong)), mesh, norm);
     EXPECT_THROW(full_tensor(counts), c10::ValueError);
   });
 }

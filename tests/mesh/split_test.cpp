@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "mesh/chunks.h"
+#include "mesh/test_generator.h"
 #include "support/counted.h"
 #include "support/models.h"
 #include "support/run_world.h"
@@ -18,13 +19,15 @@ namespace split_test {
 
 namespace nn = torch::nn;
 using testing::expect_error;
+using testing::on_test_device;
 
 at::Tensor numbers(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
+  return on_test_device(torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 at::Tensor doubles(std::vector<int64_t> sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble);
+  return on_test_device(
+      torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kDouble));
 }
 
 // The indices of a rank's elements along a dim of `size` elements.
@@ -46,8 +49,9 @@ void expect_part(const at::Tensor& tensor, const at::Tensor& whole) {
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
     const auto* const shard = std::get_if<Shard>(&placements[i]);
     if (!shard) continue;
-    part = part.index_select(shard->dim, own_indices(whole.size(shard->dim), *shard, mesh.size(i),
-                                                     (*mesh.coordinate())[i]));
+    part = part.index_select(
+        shard->dim, on_test_device(own_indices(whole.size(shard->dim), *shard, mesh.size(i),
+                                               (*mesh.coordinate())[i])));
   }
   EXPECT_TRUE(torch::equal(to_local(tensor), part)) << describe(tensor);
 }
@@ -192,8 +196,8 @@ TEST(SplitOnALine, PartsGoInAndOut) {
     // Rows 0 to 11 in blocks of 4: rank 0 has the first half of each, rank 1 the second.
     const std::vector<float> rows = world.rank() == 0 ? std::vector<float>{0, 1, 4, 5, 8, 9}
                                                       : std::vector<float>{2, 3, 6, 7, 10, 11};
-    const at::Tensor whole = torch::arange(12.).to(at::kFloat);
-    const at::Tensor part = torch::tensor(rows).requires_grad_(true);
+    const at::Tensor whole = on_test_device(torch::arange(12.).to(at::kFloat));
+    const at::Tensor part = on_test_device(torch::tensor(rows)).requires_grad_(true);
     EXPECT_TRUE(torch::equal(to_local(distribute(whole, mesh, {Shard{0, 3}})), part));
     const at::Tensor made = from_local(part, mesh, {Shard{-1, 3}});
     EXPECT_EQ(placements_of(made), Placements({Shard{0, 3}}));
@@ -258,7 +262,8 @@ TEST(SplitOnALine, SendsNothingForAViewOfItsBlocks) {
     EXPECT_TRUE(torch::equal(full_tensor(merged), whole + 1));
     EXPECT_TRUE(torch::equal(full_tensor(rows), whole.view({6, 20})));
     blocks.select(1, 1).zero_();  // x is their base
-    EXPECT_TRUE(torch::equal(full_tensor(x).slice(1, 20, 40), torch::zeros({2, 20})));
+    EXPECT_TRUE(
+        torch::equal(full_tensor(x).slice(1, 20, 40), on_test_device(torch::zeros({2, 20}))));
     // Blocks of 5 rows can't be cut in two: the whole tensor is gathered, and right.
     EXPECT_TRUE(torch::equal(full_tensor(x.view({2, 12, 5})), full_tensor(x).view({2, 12, 5})));
     EXPECT_TRUE(torch::equal(full_tensor(x.view({2, 4, 3, 5})), full_tensor(x).view({2, 4, 3, 5})));
@@ -278,7 +283,7 @@ TEST(SplitOnALine, OperatorsThatNeedPlainPartsAreRight) {
     };
     EXPECT_TRUE(torch::allclose(full_tensor(convolved(split(image, 1), split(kernel, 0))),
                                 convolved(image, kernel), 1e-4, 1e-5));
-    const at::Tensor weight = numbers({8, 4}), indices = torch::arange(8).flip(0);
+    const at::Tensor weight = numbers({8, 4}), indices = on_test_device(torch::arange(8).flip(0));
     EXPECT_TRUE(torch::equal(full_tensor(at::embedding(split(weight, 0), split(indices, 0))),
                              at::embedding(weight, indices)));
     const at::Tensor scale = numbers({8}, 3), shift = numbers({8}, 4);
@@ -305,15 +310,15 @@ TEST(SplitOnALine, RandomNumbersAreThoseOfOneProcess) {
     };
     at::Tensor expected;
     run_world(1, [&](World&) {
-      default_generator().set_current_seed(9);
+      testing::seed_test_generator(9);
       expected = draw(whole.clone());
     });
     run_world(2, [&](World&) {
-      default_generator().set_current_seed(9);
+      testing::seed_test_generator(9);
       const auto mesh = DeviceMesh::over_world();
       const at::Tensor result = draw(distribute(whole, mesh, {Shard{dim, 2}}));
       EXPECT_EQ(placements_of(result), Placements({Shard{dim, 2}}));
-      EXPECT_TRUE(torch::equal(full_tensor(result), expected));
+      EXPECT_TRUE(testing::same_values(full_tensor(result), expected));
     });
   }
 }
@@ -328,6 +333,7 @@ struct AttentionImpl : nn::Module {
     torch::NoGradGuard no_grad;
     to(at::kDouble);  // so that rounding does not hide anything
     for (at::Tensor& parameter : parameters()) parameter.normal_(0, 0.5, generator);
+    to(testing::test_device());
   }
 
   // Without the norm.

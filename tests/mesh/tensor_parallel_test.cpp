@@ -12,11 +12,13 @@
 
 #include "support/counted.h"
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace tensor_parallel_test {
 
 namespace nn = torch::nn;
+using testing::on_test_device;
 
 constexpr int64_t kVocabulary = 32, kWidth = 64, kHeads = 4, kHidden = 96, kLength = 16, kBatch = 2;
 constexpr int64_t kLayers = 2;
@@ -46,8 +48,8 @@ struct AttentionImpl : nn::Module {
     return x.view({x.size(0), x.size(1), kHeads, kWidth / kHeads}).transpose(1, 2);
   }
   at::Tensor forward(const at::Tensor& x) {
-    const at::Tensor angles =
-        torch::outer(torch::arange(kLength), torch::arange(kWidth / kHeads) * 0.1);
+    const at::Tensor angles = torch::outer(on_test_device(torch::arange(kLength)),
+                                           on_test_device(torch::arange(kWidth / kHeads)) * 0.1);
     const at::Tensor cos = angles.cos(), sin = angles.sin();
     const at::Tensor mixed = torch::scaled_dot_product_attention(
         rotated(heads_of(wq(x)), cos, sin), rotated(heads_of(wk(x)), cos, sin), heads_of(wv(x)), {},
@@ -95,6 +97,7 @@ struct LlamaImpl : nn::Module {
     for (auto& parameter : parameters()) {
       if (parameter.dim() == 2) parameter.normal_(0, 0.1, generator);
     }
+    to(testing::test_device());
   }
   at::Tensor forward(const at::Tensor& tokens) {
     at::Tensor h = tok_embeddings(tokens);
@@ -132,8 +135,8 @@ at::Tensor loss_of(Llama& llama, const at::Tensor& tokens) {
 }
 
 at::Tensor some_tokens() {
-  return torch::randint(kVocabulary, {kBatch, kLength},
-                        at::make_generator<at::CPUGeneratorImpl>(2));
+  return on_test_device(
+      torch::randint(kVocabulary, {kBatch, kLength}, at::make_generator<at::CPUGeneratorImpl>(2)));
 }
 
 void expect_gradients(Llama& dist, Llama& plain, double tolerance) {

@@ -303,6 +303,7 @@ TEST(MemoryBudgets, ResultsAreTheSameBitsWhateverTheBudget) {
 }
 
 TEST(MemoryBudgets, OnOneHostWithSharedMemoryNothingIsFreedAndTheBudgetIsOnlyChecked) {
+  TESSERA_ON_HOST_ONLY("parameters in shared memory");
   run_arena(2, [&](World& world) {
     Job job(world, {.memory_budget = int64_t{1} << 30});
     for (int i = 0; i < 3; ++i) job.step(i);

@@ -61,7 +61,7 @@ struct Job {
     sgd.emplace((*sharded)->parameters(), 0.1);
     optimizer.emplace(*sharded, *sgd);
   }
-  torch::Tensor forward() { return (*sharded)->forward(torch::ones({2, 8})); }
+  torch::Tensor forward() { return (*sharded)->forward(torch::ones({2, 8}, test_device())); }
   void train(int steps) {
     for (int i = 0; i < steps; ++i) {
       optimizer->zero_grad();

@@ -48,7 +48,7 @@ void expect_ordinary(torch::nn::Module& module) {
 // Gradients of a forward on ordinary tensors.
 void expect_plain_gradients(Block& net) {
   Block plain = make_block();
-  const at::Tensor x = torch::ones({2, 6});
+  const at::Tensor x = torch::ones({2, 6}, test_device());
   net->forward(x).sum().backward();
   plain->forward(x).sum().backward();
   const auto expected = plain->named_parameters();
@@ -63,13 +63,13 @@ TEST(UnwrapModule, DistTensorsBecomeOrdinaryOnes) {
       Block net = make_block();
       const at::Tensor held = net->up->weight;
       auto layer = distribute_module(net, mesh, place);
-      layer(distribute(torch::ones({2, 6}), mesh, {})).sum().backward();
+      layer(distribute(torch::ones({2, 6}, test_device()), mesh, {})).sum().backward();
       layer.unwrap();
       expect_ordinary(*net);
       EXPECT_TRUE(held.is_same(net->up->weight));
       expect_same_state(plain_state(*net), plain_state(*make_block()), 0, "full values");
       expect_plain_gradients(net);
-      expect_error([&] { layer.forward(torch::ones({2, 6})); }, {"was unwrapped"});
+      expect_error([&] { layer.forward(torch::ones({2, 6}, test_device())); }, {"was unwrapped"});
       expect_error([&] { layer.unwrap(); }, {"none of its tensors is"});
     });
   }
@@ -79,7 +79,7 @@ TEST(UnwrapModule, TrainingGoesOnAlone) {
   run_world(2, [](World& world) {
     const DeviceMesh mesh = DeviceMesh::over_world(world);
     Block net = make_block(), plain = make_block();
-    const at::Tensor x = torch::ones({2, 6});
+    const at::Tensor x = torch::ones({2, 6}, test_device());
     {
       auto layer = distribute_module(net, mesh, place);
       torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1));

@@ -36,6 +36,10 @@ TrainingRun adam_run() {
   return run;
 }
 
+// On a device LibTorch's operators step, whose bits depend on how tensors are cut, and which are not
+// those of the host's kernel.
+double unless_on_host(double tolerance) { return tests_on_host() ? 0 : tolerance; }
+
 std::string describe(int ranks, const ShardPlan& plan) {
   return fmt::format("{} ranks, level {}, partition {}, offload {}", ranks,
                      static_cast<int>(plan.level), static_cast<int>(plan.partition),
@@ -58,7 +62,7 @@ TEST(ShardedCPUAdam, GivesTheBitsOfOneProcessAtEveryLevelAndPlace) {
           cases.push_back({plan,
                            describe(ranks, plan),
                            {.fused = offload == Offload::kNone},
-                           ranks == 3 ? 1e-4 : 0});
+                           ranks == 3 ? 1e-4 : unless_on_host(1e-4)});
         }
       }
     }
@@ -111,14 +115,16 @@ TEST(ShardedCPUAdam, OfNarrowParametersKeepsFloatStateWhereItBelongs) {
           const std::string what = describe(ranks, plan);
           NarrowJob job(world, plan);
           job.train(0, 3);
-          expect_same_state(job.sharded->full_state(), expected.sharded->full_state(), 0, what);
+          expect_same_state(job.sharded->full_state(), expected.sharded->full_state(),
+                            unless_on_host(2e-2), what);
           const auto own = full_state_dict(*job.optimizer, -1);
           ASSERT_EQ(own.state.size(), dict.state.size());
           for (const auto& [number, values] : dict.state) {
             for (const char* name : {"exp_avg", "exp_avg_sq"}) {
               const Tensor tensor = own.state.at(number).at(name).toTensor();
               EXPECT_EQ(tensor.scalar_type(), at::kFloat);
-              EXPECT_TRUE(torch::equal(tensor, values.at(name).toTensor())) << what << name;
+              const Tensor wanted = values.at(name).toTensor();
+              EXPECT_TRUE(close_values(tensor, wanted, unless_on_host(2e-2))) << what << name;
             }
           }
         }
@@ -127,16 +133,28 @@ TEST(ShardedCPUAdam, OfNarrowParametersKeepsFloatStateWhereItBelongs) {
   }
 }
 
+// In the memory of the host, where any rank may read it at any time.
+std::vector<NamedTensor> on_host(std::vector<NamedTensor> state) {
+  for (NamedTensor& item : state) item.tensor = item.tensor.cpu();
+  return state;
+}
+OptimizerStateDict on_host(OptimizerStateDict dict) {
+  for (auto& [number, values] : dict.state)
+    for (auto& [name, value] : values)
+      if (value.isTensor()) value = value.toTensor().cpu();
+  return dict;
+}
+
 TEST(ShardedCPUAdam, WholeNarrowStateLetsAnotherWorldTrainOn) {
   OptimizerStateDict dict;
   std::vector<NamedTensor> state, later;
   run_world(2, [&](World& world) {
     NarrowJob job(world, {.unit_bytes = 3000});
     job.train(0, 2);
-    auto own = full_state_dict(*job.optimizer);
-    const auto start = job.sharded->full_state();
+    auto own = on_host(full_state_dict(*job.optimizer));
+    const auto start = on_host(job.sharded->full_state());
     job.train(2, 4);
-    const auto end = job.sharded->full_state();
+    const auto end = on_host(job.sharded->full_state());
     if (world.rank() == 0) dict = std::move(own), state = start, later = end;
   });
   run_world(2, [&](World& world) {
@@ -145,7 +163,7 @@ TEST(ShardedCPUAdam, WholeNarrowStateLetsAnotherWorldTrainOn) {
     load_full_state_dict(*job.optimizer, dict);
     job.sharded->load_full_state(state);
     job.train(2, 4);
-    expect_same_state(job.sharded->full_state(), later, 0, "trained on");
+    expect_same_state(job.sharded->full_state(), later, unless_on_host(2e-2), "trained on");
   });
 }
 
@@ -199,7 +217,7 @@ TEST(ShardedCPUAdam, AnOverflowOnOneRankSkipsTheStepOnAll) {
       GradScaler scaler({.init_scale = 8});
       for (const bool overflows : {true, false}) {
         job.optimizer->zero_grad();
-        Tensor x = torch::ones({2, kWidth}, at::kBFloat16);
+        Tensor x = torch::ones({2, kWidth}, at::dtype(at::kBFloat16).device(test_device()));
         auto loss = job.net->forward(x).to(at::kFloat).sum();
         if (overflows && world.rank() == 2) loss = loss * std::numeric_limits<float>::infinity();
         scaler.scale(loss).backward();
@@ -241,7 +259,8 @@ TEST(ShardedCPUAdam, StepsDistTensorsWhereTheirStateLies) {
             param.mutable_grad() = distribute(values(step), mesh, {Replicate{}});
             optimizer.step();
           }
-          EXPECT_TRUE(torch::equal(full_tensor(param), alone)) << ranks << " ranks";
+          EXPECT_TRUE(close_values(full_tensor(param), alone, unless_on_host(1e-5)))
+              << ranks << " ranks";
           const ParamState state = read_param_state(adam, param);
           EXPECT_TRUE(placements_of(state.tensors.at("exp_avg")) == Placements{state_place});
         });

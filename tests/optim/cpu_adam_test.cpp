@@ -136,13 +136,15 @@ TEST(CPUAdam, GradientsMayBeNarrowerThanTheirParameter) {
 // Every value of 16 bits, and every rounding: a step of size `lr` against the gradient's sign.
 TEST(CPUAdam, ConvertsAsLibTorch) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
-    const Tensor all = torch::arange(-32768, 32768).to(at::kShort).view(dtype);
+    const Tensor all =
+        on_test_device(torch::arange(-32768, 32768).to(at::kShort).view(dtype));
     for (const double lr : {0.0, 1e-8, 3e-5, 0.123, 31.7, 70000.0, 1e30}) {
       Tensor param = all.clone();
       CPUAdam adam({param}, CPUAdamOptions(lr).betas({0, 0}).eps(0).bias_correction(false));
-      param.mutable_grad() = torch::ones({65536});
+      param.mutable_grad() = torch::ones({65536}, test_device());
       adam.step();
-      const Tensor expected = (all.to(at::kFloat) - torch::full({65536}, lr, at::kFloat)).to(dtype);
+      const Tensor expected =
+          (all.to(at::kFloat) - torch::full({65536}, lr, all.options().dtype(at::kFloat))).to(dtype);
       EXPECT_TRUE(torch::equal(param.isnan(), expected.isnan())) << dtype << ", lr " << lr;
       EXPECT_TRUE(torch::equal(param.nan_to_num(7), expected.nan_to_num(7)))
           << dtype << ", lr " << lr;
@@ -184,6 +186,7 @@ void expect_equal(const Moments& actual, const Moments& expected, const std::str
 }
 
 TEST(CPUAdam, TheWayATensorIsCutChangesNoBit) {
+  TESSERA_ON_HOST_ONLY("the bits of the kernel of the host");
   for (const at::ScalarType dtype : kDtypes) {
     const Moments whole = step_pieces(dtype, {0, 1003});
     std::vector<int64_t> singles;
@@ -200,6 +203,7 @@ TEST(CPUAdam, TheNumberOfThreadsChangesNoBit) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "the thread sanitizer does not see how OpenMP's threads wait for each other";
 #endif
+  TESSERA_ON_HOST_ONLY("the bits of the kernel of the host");
   const int before = at::get_num_threads();
   for (const at::ScalarType dtype : kDtypes) {
     at::set_num_threads(1);
@@ -217,7 +221,7 @@ TEST(CPUAdam, StridesChangeNoBit) {
   const Tensor start = random({12, 7, 9}, 1), grad = random({12, 7, 9}, 2);
   Tensor dense = start.clone();
   Tensor transposed = start.permute({2, 0, 1}).contiguous().permute({1, 2, 0});
-  Tensor gaps = torch::zeros({12, 7, 18}).slice(2, 0, 18, 2).copy_(start);
+  Tensor gaps = torch::zeros({12, 7, 18}, test_device()).slice(2, 0, 18, 2).copy_(start);
   Tensor scalar = start.select(0, 3).select(0, 2).select(0, 1).clone();
   CPUAdam adam({dense, transposed, gaps, scalar}, CPUAdamOptions(1e-2));
   for (int step = 0; step < 2; ++step) {
@@ -233,6 +237,7 @@ TEST(CPUAdam, StridesChangeNoBit) {
 }
 
 TEST(CPUAdam, ValuesThatAreAlsoWrittenRoundedAreTheParametersOwn) {
+  TESSERA_ON_HOST_ONLY("a call of the kernel of the host");
   const auto options = CPUAdamOptions(1e-2).betas({0.9, 0.99}).weight_decay(0.1);
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     const auto make = [] {
@@ -265,21 +270,24 @@ TEST(CPUAdam, LibTorchsOperatorsGiveTheSameToRounding) {
           return AdamParam{random({99}, 1).to(dtype), random({99}, 2).to(dtype), random({99}, 3),
                            random({99}, 4).abs(), 3};
         };
-        const AdamParam host = make(), other = make();
+        const AdamParam made = make(), other = make();
+        const AdamParam host{made.param.cpu(), made.grad.cpu(), made.exp_avg.cpu(),
+                             made.exp_avg_sq.cpu(), made.step};
         step_on_host(options, host);
         step_by_operators(options, {other});
         const double tolerance = dtype == at::kFloat ? 1e-5 : 1e-2;
-        EXPECT_FALSE(torch::equal(host.param, make().param));
-        EXPECT_TRUE(torch::allclose(other.param, host.param, tolerance, tolerance));
-        EXPECT_TRUE(torch::allclose(other.exp_avg, host.exp_avg, 1e-5, 1e-5));
-        EXPECT_TRUE(torch::allclose(other.exp_avg_sq, host.exp_avg_sq, 1e-5, 1e-5));
+        EXPECT_FALSE(same_values(host.param, make().param));
+        EXPECT_TRUE(close_values(other.param, host.param, tolerance));
+        EXPECT_TRUE(close_values(other.exp_avg, host.exp_avg, 1e-5));
+        EXPECT_TRUE(close_values(other.exp_avg_sq, host.exp_avg_sq, 1e-5));
       }
     }
   }
 }
 
 TEST(CPUAdam, StepsOnlyWhatHasAGradientAndEvaluatesAClosure) {
-  Tensor with = torch::ones({3}, torch::requires_grad()), without = torch::ones({3});
+  Tensor with = torch::ones({3}, test_device()).requires_grad_();
+  const Tensor without = torch::ones({3}, test_device());
   CPUAdam adam({with, without}, CPUAdamOptions(0.1));
   torch::NoGradGuard no_grad;
   const Tensor loss = adam.step([&] {
@@ -288,16 +296,16 @@ TEST(CPUAdam, StepsOnlyWhatHasAGradientAndEvaluatesAClosure) {
     return value;
   });
   EXPECT_EQ(loss.item<double>(), 6);
-  EXPECT_TRUE(torch::allclose(with, torch::full({3}, 0.9)));
-  EXPECT_TRUE(torch::equal(without, torch::ones({3})));
+  EXPECT_TRUE(torch::allclose(with, torch::full_like(with, 0.9)));
+  EXPECT_TRUE(same_values(without, torch::ones({3})));
   EXPECT_EQ(adam.state().size(), 1u);
 }
 
 TEST(CPUAdam, AutogradHearsThatAParameterHasChanged) {
-  Tensor param = torch::ones({3}, torch::requires_grad());
+  Tensor param = torch::ones({3}, test_device()).requires_grad_();
   const Tensor loss = (param * param).sum();
   CPUAdam adam({param}, CPUAdamOptions(0.1));
-  param.mutable_grad() = torch::ones({3});
+  param.mutable_grad() = torch::ones({3}, test_device());
   adam.step();
   expect_error([&] { loss.backward(); }, {"modified by an inplace operation"});
 }
@@ -305,11 +313,11 @@ TEST(CPUAdam, AutogradHearsThatAParameterHasChanged) {
 TEST(CPUAdam, StateFollowsAConvertedParameter) {
   Tensor param = random({20}, 1);
   CPUAdam adam({param}, CPUAdamOptions(0.1));
-  param.mutable_grad() = torch::ones({20});
+  param.mutable_grad() = torch::ones_like(param);
   adam.step();
   param.mutable_grad().reset();
   param.set_data(param.to(at::kDouble));
-  param.mutable_grad() = torch::ones({20}, at::kDouble);
+  param.mutable_grad() = torch::ones_like(param);
   adam.step();
   EXPECT_EQ(read_param_state(adam, param).tensors.at("exp_avg").scalar_type(), at::kDouble);
   EXPECT_EQ(read_param_state(adam, param).counts.at("step"), 2);

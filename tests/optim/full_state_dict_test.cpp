@@ -182,7 +182,7 @@ TEST(FullOptimizerStateDict, LeavesParametersThatWereNeverSteppedWithoutState) {
       for (const ShardPlan& plan : all_plans()) {
         Job job(make_groups, plan);
         EXPECT_TRUE(full_state_dict(job.optimizer, -1).state.empty());
-        torch::square(job.net->fcs[0](torch::ones({2, kMlpWidth}))).sum().backward();
+        torch::square(job.net->fcs[0](torch::ones({2, kMlpWidth}, test_device()))).sum().backward();
         job.optimizer.step();
         const OptimizerStateDict dict = full_state_dict(job.optimizer, -1);
         ASSERT_EQ(dict.state.size(), 2u) << describe(ranks, plan);

@@ -101,7 +101,8 @@ TEST(GradScaler, ANonFiniteElementInOneShardIsSeenByAllRanks) {
     GradScaler scaler({.init_scale = 2});
     auto loss = job.loss(0);
     const auto last = job.net->head->bias;
-    loss = loss + (last * torch::tensor({0.F, 0.F, 0.F, 0.F, std::nanf("")})).sum();
+    const auto one_nan = on_test_device(torch::tensor({0.F, 0.F, 0.F, 0.F, std::nanf("")}));
+    loss = loss + (last * one_nan).sum();
     scaler.scale(loss).backward();
     EXPECT_FALSE(scaler.step(*job.optimizer));
   });

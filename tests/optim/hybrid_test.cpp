@@ -186,7 +186,7 @@ TEST(Hybrid, ClippingCountsEachElementOnceWithExclusionsAndMissingGradients) {
       const auto model = make();
       auto sharded =
           fully_shard(model, hybrid(world, 2, {.unit_bytes = 0, .whole_numel = whole_numel}));
-      rank_loss(*model, batch, world.rank(), 4, 0).backward();
+      rank_loss(*model, global_batch(0, kRows, kWidth, kOut), world.rank(), 4, 0).backward();
       EXPECT_NEAR(sharded.clip_grad_norm_(1e9), std::sqrt(all), 1e-5 * std::sqrt(all));
       const auto before = sharded.full_grad("head.weight");
       const double norm =

@@ -213,7 +213,7 @@ TEST(Unwrap, HandlesAreOfNoUseAfterIt) {
     auto sharded = fully_shard(net, {.sync_buffers = true});
     const ShardedModule copy = sharded;
     sharded.unwrap();
-    const at::Tensor x = torch::ones({2, kMlpWidth});
+    const at::Tensor x = torch::ones({2, kMlpWidth}, test_device());
     const std::vector<std::function<void()>> calls = {
         [&] { sharded.forward(x); },         [&] { sharded.unwrap(); },
         [&] { sharded.full_state(); },       [&] { sharded.zero_grad(); },
@@ -272,27 +272,28 @@ struct TiedImpl : torch::nn::Module {
 
 TEST(Unwrap, TiesAndStridesStay) {
   run_everywhere([](World&) {
-    const auto net = std::make_shared<TiedImpl>();
+    const auto net = on_test_device(std::make_shared<TiedImpl>());
     const at::Tensor held = net->first;
     fully_shard(net).unwrap();
     EXPECT_TRUE(net->first.is_same(held));
     EXPECT_EQ(net->first.data_ptr(), net->again.data_ptr());
     EXPECT_TRUE(net->wide.is_contiguous(at::MemoryFormat::ChannelsLast));
-    EXPECT_TRUE(torch::equal(held, torch::arange(12).view({3, 4}).to(at::kFloat)));
+    EXPECT_TRUE(same_values(held, torch::arange(12).view({3, 4}).to(at::kFloat)));
   });
 }
 
 TEST(Unwrap, WorksForScriptedModules) {
   run_world(2, [](World&) {
     torch::jit::Module module("scripted");
-    module.register_parameter("weight", torch::ones({3, 4}), /*is_buffer=*/false);
+    module.register_parameter("weight", torch::ones({3, 4}, test_device()), /*is_buffer=*/false);
     module.define("def forward(self, x):\n    return x @ self.weight\n");
     ShardedModule sharded = fully_shard(module);
     sharded.unwrap();
     const at::Tensor weight = module.attr("weight").toTensor();
     EXPECT_EQ(unit_of(weight), nullptr);
-    EXPECT_TRUE(torch::equal(weight, torch::ones({3, 4})));
-    EXPECT_EQ(module.forward({torch::ones({1, 3})}).toTensor()[0][0].item<float>(), 3);
+    EXPECT_TRUE(same_values(weight, torch::ones({3, 4})));
+    const at::Tensor x = torch::ones({1, 3}, test_device());
+    EXPECT_EQ(module.forward({x}).toTensor()[0][0].item<float>(), 3);
   });
 }
 
