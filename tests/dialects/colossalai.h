@@ -80,8 +80,8 @@ inline const ZeroInitOptions kFloatShards = {.shard_param = true, .param_dtype =
 /// With this scale, half gradients of these losses do not overflow.
 inline const ShardedOptimizerV2Options kSmallScale = {.initial_scale = 256};
 
-/// A net built in a context, from values that depend on `seed` alone. It goes to the `test_device()`
-/// when it is sharded.
+/// A net built in a context, from values that depend on `seed` alone. It goes to the
+/// `test_device()` when it is sharded.
 template <class Net>
 Net zero_net(const ZeroInitOptions& options = {.shard_param = true},
              const ShardStrategyPtr& strategy = kTensor, uint64_t seed = 3) {

@@ -167,8 +167,7 @@ TEST(Oss, FS_45_MastersOutliveNewGroups) {
     // The values lie between two of fp16: losing the remainder would show.
     for (int round = 0; round < 6; ++round) {
       some.run(3);
-      some.optimizer.add_param_group(
-          OptimizerParamGroup({leaf_of_ones(3)}));
+      some.optimizer.add_param_group(OptimizerParamGroup({leaf_of_ones(3)}));
     }
     some.run(3);
     some.expect_sum("after add_param_group()");

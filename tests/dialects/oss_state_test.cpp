@@ -23,7 +23,8 @@ std::vector<OptimizerParamGroup> interleaved(const PlainNet& net, double lr) {
   return groups;
 }
 
-// A rank that reads another device would wait for what is queued there, which may wait for the rank.
+// A rank that reads another device would wait for what is queued there, which may wait for the
+// rank.
 OptimizerStateDict on_host(OptimizerStateDict dict) {
   for (auto& [number, values] : dict.state) {
     for (auto& [name, value] : values)

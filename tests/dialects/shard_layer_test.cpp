@@ -264,8 +264,7 @@ TEST(ShardLayer, SL_12_AShardedLayerTrainsAsOneProcess) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [](World&) {
       const auto mesh = DeviceMesh::over_world();
-      auto linear = on_test_device(nn::Linear(10, 10)),
-           plain = on_test_device(nn::Linear(10, 10));
+      auto linear = on_test_device(nn::Linear(10, 10)), plain = on_test_device(nn::Linear(10, 10));
       {
         torch::NoGradGuard no_grad;
         linear->weight.copy_(values({10, 10}, 2));

@@ -171,8 +171,7 @@ TEST(ShardTensor, SL_27_OfNumbersListsAndTensors) {
     // A partial tensor has the value on the first rank, zeros on the others.
     const at::Tensor partial =
         shard_tensor(on_test_device(torch::full({2}, 66.0)), mesh, {Partial{}});
-    EXPECT_TRUE(
-        same_values(to_local(partial), torch::full({2}, world.rank() == 0 ? 66.0 : 0.0)));
+    EXPECT_TRUE(same_values(to_local(partial), torch::full({2}, world.rank() == 0 ? 66.0 : 0.0)));
   });
 }
 
@@ -212,9 +211,8 @@ TEST(ShardTensor, SL_29_FromAFunctionFromPartsAndBack) {
     const at::Tensor joined = dtensor_from_local(own, mesh, {Shard{0}});
     EXPECT_EQ(joined.sizes(), (Sizes{4, 3}));
     EXPECT_TRUE(dtensor_to_local(joined).equal(own));
-    EXPECT_TRUE(
-        same_values(unshard_dtensor(joined),
-                    torch::cat({torch::full({2, 3}, 1.0), torch::full({2, 3}, 2.0)})));
+    EXPECT_TRUE(same_values(unshard_dtensor(joined),
+                            torch::cat({torch::full({2, 3}, 1.0), torch::full({2, 3}, 2.0)})));
     EXPECT_FALSE(is_dist(unshard_dtensor(joined)));
   });
 }

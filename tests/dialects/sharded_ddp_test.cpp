@@ -475,8 +475,9 @@ TEST(ShardedDdp, FS_18_ToConvertsAndReturnsTheModel) {
     train(model, optimizer, world, 2);
     expect_replicas(world, *net);
     EXPECT_EQ(&model.to(test_device()), &model);
-    expect_error([&] { model.to(at::Device(at::kMeta)); },
-                 {"type of device can't change", c10::DeviceTypeName(test_device().type(), true), "meta"});
+    expect_error(
+        [&] { model.to(at::Device(at::kMeta)); },
+        {"type of device can't change", c10::DeviceTypeName(test_device().type(), true), "meta"});
     expect_error([&] { model.to(at::kLong); }, {"must be floating"});
     const auto guard = model.no_sync();
     expect_error([&] { model.to(at::kDouble); }, {"no_sync()"});

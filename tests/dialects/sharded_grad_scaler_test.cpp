@@ -129,7 +129,8 @@ TEST(ShardedGradScaler, FS_61_UnscaledGradientsMayBeClipped) {
       for (const at::Tensor& own : owned) {
         for (const auto& item : net->named_parameters()) {
           if (!item.value().is_same(own)) continue;
-          EXPECT_TRUE(torch::allclose(optimizer.gradient(own).cpu(), expected.at(item.key()), 1e-5, 1e-7));
+          EXPECT_TRUE(
+              torch::allclose(optimizer.gradient(own).cpu(), expected.at(item.key()), 1e-5, 1e-7));
         }
       }
     }

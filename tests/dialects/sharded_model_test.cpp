@@ -203,7 +203,9 @@ TEST(ShardedModelV2, CO_09_GradientsMayBeDividedBeforeTheyAreReduced) {
   EXPECT_EQ(automatic(1), 1);
   EXPECT_EQ(automatic(2), 2);
   EXPECT_EQ(automatic(3), 2);
-  if (tests_on_host()) EXPECT_EQ(automatic(8), 4);  // there need not be 8 devices
+  if (tests_on_host()) {
+    EXPECT_EQ(automatic(8), 4);  // there need not be 8 devices
+  }
 }
 
 // Counts a step's reductions of gradients. The world's process group must be a counting one.

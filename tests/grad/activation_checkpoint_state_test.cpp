@@ -31,8 +31,8 @@ Tensor gradient_of(const Tensor& y, const Tensor& x) {
 }
 
 TEST(ActivationCheckpointState, BackwardLeavesTheGeneratorsAsTheyAre) {
-  manual_seed(1);
   const Tensor x = input();
+  manual_seed(1);
   const Tensor y = checkpoint(&drop, x);
   torch::rand({7}, test_device());
   const Tensor before = random_state();
@@ -61,8 +61,7 @@ TEST(ActivationCheckpointState, AGeneratorAmongTheInputsIsSetBack) {
   const Tensor before = generator.get_state();
   const Tensor grad = gradient_of(y, x);
   EXPECT_TRUE(generator.get_state().equal(before));
-  EXPECT_TRUE(
-      same_values(grad, torch::rand({4, 8}, at::make_generator<at::CPUGeneratorImpl>(9))));
+  EXPECT_TRUE(same_values(grad, torch::rand({4, 8}, at::make_generator<at::CPUGeneratorImpl>(9))));
 }
 
 TEST(ActivationCheckpointState, TheSecondRunHasTheAutocastOfTheFirst) {
@@ -207,7 +206,8 @@ TEST(ActivationCheckpointState, ASecondRunThatDoesSomethingElseIsNoticed) {
   const std::vector<std::pair<Fn, std::string>> others = {
       {[](const Tensor& x) { return x.exp(); }, "2 tensors to be saved"},
       {[](const Tensor& x) { return x.exp().sin().sin(); }, "2 tensors to be saved"},
-      {[](const Tensor& x) { return x.slice(0, 0, 2).exp().sin(); }, "Float of [4, 8] on " + test_device().str()},
+      {[](const Tensor& x) { return x.slice(0, 0, 2).exp().sin(); },
+       "Float of [4, 8] on " + test_device().str()},
       {[](const Tensor& x) { return x.to(at::kDouble).exp().sin(); }, "got Double of [4, 8]"},
       {[](const Tensor& x) { return x.exp().sin().view({-1}); }, "returned tensor 0"}};
   for (const auto& [other, message] : others) {

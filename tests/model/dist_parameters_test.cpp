@@ -18,8 +18,7 @@ namespace dist_parameters_test {
 using namespace testing;
 
 at::Tensor batch(int64_t rows, uint64_t seed) {
-  return on_test_device(
-      torch::randn({rows, 6}, at::make_generator<at::CPUGeneratorImpl>(seed)));
+  return on_test_device(torch::randn({rows, 6}, at::make_generator<at::CPUGeneratorImpl>(seed)));
 }
 
 at::Tensor loss_of(const at::Tensor& y) { return y.square().mean(); }

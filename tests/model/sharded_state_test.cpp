@@ -183,8 +183,7 @@ TEST(ParametersInOneMemory, ThatDoNotOverlapAreKept) {
   on_worlds([](World& world, const ShardPlan& plan) {
     const auto build = [] {
       const auto net = make_mlp();
-      const auto packed =
-          on_test_device(torch::arange(37. * 37 + 37).to(torch::kFloat).mul_(1e-4));
+      const auto packed = on_test_device(torch::arange(37. * 37 + 37).to(torch::kFloat).mul_(1e-4));
       net->fcs[0]->weight.set_data(packed.narrow(0, 37, 37 * 37).view({37, 37}));
       net->fcs[0]->bias.set_data(packed.narrow(0, 0, 37));
       return net;

@@ -36,8 +36,8 @@ TrainingRun adam_run() {
   return run;
 }
 
-// On a device LibTorch's operators step, whose bits depend on how tensors are cut, and which are not
-// those of the host's kernel.
+// On a device LibTorch's operators step, whose bits depend on how tensors are cut, and which are
+// not those of the host's kernel.
 double unless_on_host(double tolerance) { return tests_on_host() ? 0 : tolerance; }
 
 std::string describe(int ranks, const ShardPlan& plan) {

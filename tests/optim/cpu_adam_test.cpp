@@ -136,15 +136,15 @@ TEST(CPUAdam, GradientsMayBeNarrowerThanTheirParameter) {
 // Every value of 16 bits, and every rounding: a step of size `lr` against the gradient's sign.
 TEST(CPUAdam, ConvertsAsLibTorch) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
-    const Tensor all =
-        on_test_device(torch::arange(-32768, 32768).to(at::kShort).view(dtype));
+    const Tensor all = on_test_device(torch::arange(-32768, 32768).to(at::kShort).view(dtype));
     for (const double lr : {0.0, 1e-8, 3e-5, 0.123, 31.7, 70000.0, 1e30}) {
       Tensor param = all.clone();
       CPUAdam adam({param}, CPUAdamOptions(lr).betas({0, 0}).eps(0).bias_correction(false));
       param.mutable_grad() = torch::ones({65536}, test_device());
       adam.step();
       const Tensor expected =
-          (all.to(at::kFloat) - torch::full({65536}, lr, all.options().dtype(at::kFloat))).to(dtype);
+          (all.to(at::kFloat) - torch::full({65536}, lr, all.options().dtype(at::kFloat)))
+              .to(dtype);
       EXPECT_TRUE(torch::equal(param.isnan(), expected.isnan())) << dtype << ", lr " << lr;
       EXPECT_TRUE(torch::equal(param.nan_to_num(7), expected.nan_to_num(7)))
           << dtype << ", lr " << lr;

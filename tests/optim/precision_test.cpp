@@ -336,7 +336,8 @@ TEST(Precision, InputsThatAModelTakesByReferenceAreLeftAloneOrRefused) {
     EXPECT_EQ(x.sum().item<float>(), 8);
     auto half = fully_shard(make(), {.precision = {.param_dtype = at::kBFloat16}});
     expect_error([&] { half.forward(x); }, {"takes a tensor by reference", "cast_inputs"});
-    auto own = fully_shard(make(), {.precision = {.param_dtype = at::kBFloat16, .cast_inputs = false}});
+    auto own =
+        fully_shard(make(), {.precision = {.param_dtype = at::kBFloat16, .cast_inputs = false}});
     torch::Tensor y = x.to(at::kBFloat16);
     EXPECT_EQ(own.forward(y).scalar_type(), at::kBFloat16);
   });

@@ -18,7 +18,7 @@
 /// used again at once. Kernels and collectives keep no tensor alive.
 ///
 /// Values are those of the CPU's kernels, bit for bit, except those of random operators. There are
-/// eight devices, and each thread has its own current one, so that ranks can be threads.
+/// four devices, and each thread has its own current one, so that ranks can be threads.
 namespace tessera::testing::sim {
 
 /// Sets the delays of streams, and makes the backend known to LibTorch. At its end it waits for all
