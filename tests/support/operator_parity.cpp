@@ -40,7 +40,8 @@ bool is_mixed_with_splits(const std::vector<Placements>& inputs) {
 Tensors make_inputs(const OperatorCase& test) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
   Tensors inputs;
-  for (const auto& sizes : test.sizes) inputs.push_back(on_test_device(torch::randn(sizes, generator)));
+  for (const auto& sizes : test.sizes)
+    inputs.push_back(on_test_device(torch::randn(sizes, generator)));
   return inputs;
 }
 

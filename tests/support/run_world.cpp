@@ -77,7 +77,8 @@ void run_ranks(int size, const std::function<void(World&)>& fn, milliseconds tim
     if (host_of) host.emplace("host " + std::to_string(host_of(rank)));
     try {
       testing::take_test_device(rank);
-      World world = init({.timeout = timeout, .backend = testing::test_backend(), .transport = transport});
+      World world =
+          init({.timeout = timeout, .backend = testing::test_backend(), .transport = transport});
       fn(world);
     } catch (const std::exception& error) {
       watch.failed(rank, error.what());

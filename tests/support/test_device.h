@@ -7,8 +7,8 @@
 namespace tessera::testing {
 
 /// The kind of device on which tests of numbers run: "cpu", unless the environment has
-/// TESSERA_TEST_DEVICE=sim, the simulated accelerator, or =cuda. TESSERA_TEST_SEED seeds the delays of
-/// the simulated one.
+/// TESSERA_TEST_DEVICE=sim, the simulated accelerator, or =cuda. TESSERA_TEST_SEED seeds the delays
+/// of the simulated one.
 const std::string& test_device_kind();
 
 /// Skips a test of facts of host memory where tests run on another device.
@@ -27,7 +27,7 @@ std::string test_backend();
 /// Moves a tensor to the device of this rank; modules are moved in place.
 inline at::Tensor on_test_device(const at::Tensor& tensor) { return tensor.to(test_device()); }
 template <class M>
-  requires requires(M& module) { module->to(at::Device(at::kCPU)); }
+requires requires(M& module) { module->to(at::Device(at::kCPU)); }
 M on_test_device(M module) {
   module->to(test_device());
   return module;
