@@ -2,10 +2,12 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <gtest/gtest.h>
 #include <tessera/process_group.h>
 
 #include <chrono>
 #include <cstdlib>
+#include <exception>
 
 #include "support/sim_device/sim_device.h"
 
@@ -19,8 +21,20 @@ std::string environment_or(const char* name, const char* otherwise) {
   return value == nullptr ? otherwise : value;
 }
 
+// Lets all streams end before the program destroys what their kernels use.
+class StreamsEnd : public ::testing::EmptyTestEventListener {
+  void OnTestProgramEnd(const ::testing::UnitTest&) override {
+    try {
+      sim::synchronize();
+    } catch (
+        const std::exception&) {  // the fault of a test's kernel, which the test has seen or not
+    }
+  }
+};
+
 // The simulated accelerator is known to LibTorch from here to the end of the program.
 void begin_simulation() {
+  ::testing::UnitTest::GetInstance()->listeners().Append(new StreamsEnd);
   static const auto* const kUse =
       new sim::Use(std::stoull(environment_or("TESSERA_TEST_SEED", "1")), kDelay);
   static_cast<void>(kUse);
