@@ -170,8 +170,8 @@ using BackendFactory = std::function<c10::intrusive_ptr<c10d::Backend>(
     std::chrono::milliseconds timeout)>;
 
 /// Makes `name` a value of `WorldOptions::backend`, for tensors on devices of type `device`.
-/// Replaces a backend that was registered under this name before. "nccl" is registered for CUDA
-/// where LibTorch has it; "gloo" can't be replaced.
+/// Replaces a backend that was registered under this name before; "gloo" can't be replaced. "nccl"
+/// is registered for CUDA; where it was not built in, its use throws `c10::NotImplementedError`.
 TESSERA_API void register_backend(const std::string& name, c10::DeviceType device,
                                   BackendFactory make);
 

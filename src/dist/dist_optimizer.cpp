@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "group/blocking_all_reduce.h"
 #include "mesh/dist_meta.h"
 #include "model/sharded_state.h"
 #include "optim/param_state.h"
@@ -133,8 +134,7 @@ at::Tensor cut_part(const ShardedParam& param, const at::Tensor& value) {
 // The highest count on any rank: ranks without a part of the parameter have no count.
 int64_t agree_on_count(ProcessGroup& process_group, int64_t count) {
   const at::Tensor most = at::full({1}, count, at::kLong);
-  if (process_group.size() > 1)
-    process_group.all_reduce(most, ReduceOp::kMax, {"optimizer state", Channel::kControl})->wait();
+  blocking_all_reduce(process_group, most, ReduceOp::kMax, {"optimizer state", Channel::kControl});
   return most.item<int64_t>();
 }
 

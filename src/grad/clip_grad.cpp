@@ -10,6 +10,8 @@
 #include <cmath>
 #include <vector>
 
+#include "group/blocking_all_reduce.h"
+
 namespace tessera {
 namespace {
 
@@ -79,10 +81,8 @@ double grad_norm(const AllGradients& gradients, const ShardMesh& mesh, double no
   data[0] = std::isnan(total) ? 0 : total;
   data[1] = std::isnan(total) ? 1 : 0;
   const ReduceOp op = is_max ? ReduceOp::kMax : ReduceOp::kSum;
-  for (ProcessGroup* process_group : {&mesh.shard(), &mesh.parts()}) {
-    if (process_group->size() > 1)
-      process_group->all_reduce(sums, op, {"gradient norm", Channel::kControl})->wait();
-  }
+  for (ProcessGroup* process_group : {&mesh.shard(), &mesh.parts()})
+    blocking_all_reduce(*process_group, sums, op, {"gradient norm", Channel::kControl});
   if (data[1] > 0) return NAN;
   return is_max ? data[0] : std::pow(data[0], 1.0 / norm_type);
 }

@@ -7,6 +7,8 @@
 #include <exception>
 #include <utility>
 
+#include "group/blocking_all_reduce.h"
+
 namespace tessera {
 namespace {
 
@@ -74,8 +76,8 @@ std::vector<std::string> ShardMesh::all_gather_bytes(const std::string& bytes,
 }
 
 void ShardMesh::all_reduce(const at::Tensor& tensor, ReduceOp op, const CollectiveTag& tag) const {
-  if (shard_->size() > 1) shard_->all_reduce(tensor, op, tag)->wait();
-  if (replicates()) replicate_->all_reduce(tensor, op, tag)->wait();
+  blocking_all_reduce(*shard_, tensor, op, tag);
+  blocking_all_reduce(*replicate_, tensor, op, tag);
 }
 
 void ShardMesh::broadcast(const at::Tensor& tensor, const CollectiveTag& tag) const {

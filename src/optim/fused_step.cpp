@@ -17,11 +17,10 @@
 
 #include <map>
 #include <memory>
-#include <string>
 #include <typeinfo>
-#include <utility>
 
 #include "device/device.h"
+#include "optim/tensor_kind.h"
 
 namespace tessera {
 namespace {
@@ -49,9 +48,8 @@ class StepTensors {
 // takes alike ones only.
 template <class Call>
 void for_alike(const Tensors& params, const Call& call) {
-  std::map<std::pair<std::string, at::ScalarType>, std::vector<size_t>> alike;
-  for (size_t i = 0; i < params.size(); ++i)
-    alike[{params[i].device().str(), params[i].scalar_type()}].push_back(i);
+  std::map<TensorKind, std::vector<size_t>> alike;
+  for (size_t i = 0; i < params.size(); ++i) alike[kind_of(params[i])].push_back(i);
   for (const auto& [kind, positions] : alike) call(positions);
 }
 

@@ -15,10 +15,12 @@
 #include <utility>
 #include <vector>
 
+#include "group/blocking_all_reduce.h"
 #include "group/progress.h"
 #include "model/sharded_state.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
+#include "optim/tensor_kind.h"
 
 namespace tessera {
 namespace {
@@ -39,11 +41,13 @@ void check_factors(const GradScalerOptions& options) {
                     options.max_scale);
 }
 
-// Gradients by device and dtype: one call of the operator takes those of one list.
-using AlikeGradients = std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>>;
+constexpr CollectiveTag kFoundInf{"found inf", Channel::kControl};
+
+// One call of the operator takes the gradients of one list.
+using AlikeGradients = std::map<TensorKind, std::vector<at::Tensor>>;
 
 void add_gradient(AlikeGradients& lists, const at::Tensor& part) {
-  if (part.defined()) lists[{part.device().str(), part.scalar_type()}].push_back(part);
+  if (part.defined()) lists[kind_of(part)].push_back(part);
 }
 
 // Returns this rank's parts of the gradients that the optimizer would step with.
@@ -103,11 +107,6 @@ struct GradScaler::Impl {
   bool step(Optimizer& optimizer);
 };
 
-static void highest_of(ProcessGroup& process_group, const at::Tensor& found_inf) {
-  if (process_group.size() > 1)
-    process_group.all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl})->wait();
-}
-
 // Returns one element: 1 if a gradient of this rank is not finite, else 0.
 at::Tensor GradScaler::Impl::unscale_parts(AlikeGradients lists) const {
   const at::Tensor found_inf = at::zeros({1}, at::kFloat);
@@ -124,7 +123,8 @@ at::Tensor GradScaler::Impl::unscale_parts(AlikeGradients lists) const {
 // Returns whether a rank of the options' process group found one, if there is such a group; the
 // ranks of the model have combined their results before.
 bool GradScaler::Impl::on_any_rank(const at::Tensor& found_inf) const {
-  if (options.process_group) highest_of(*options.process_group, found_inf);
+  if (options.process_group)
+    blocking_all_reduce(*options.process_group, found_inf, ReduceOp::kMax, kFoundInf);
   return found_inf.item<float>() > 0;
 }
 
@@ -139,8 +139,8 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
               "model has a gradient");
   const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, state));
   // Each rank has checked its own parts only: skipping must be agreed on.
-  state.mesh().all_reduce(found_inf, ReduceOp::kMax, {"found inf", Channel::kControl});
-  highest_of(state.mesh().parts(), found_inf);
+  state.mesh().all_reduce(found_inf, ReduceOp::kMax, kFoundInf);
+  blocking_all_reduce(state.mesh().parts(), found_inf, ReduceOp::kMax, kFoundInf);
   return on_any_rank(found_inf);
 }
 

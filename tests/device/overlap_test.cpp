@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "support/even_stack.h"
 #include "support/models.h"
 #include "support/run_world.h"
 #include "support/sim_device/sim_device.h"
@@ -24,25 +25,11 @@ constexpr int64_t kUnitBytes = kWidth * kWidth * 4;
 // Worlds of this program are on the simulated device.
 const int kSimulates = ::setenv("TESSERA_TEST_DEVICE", "sim", /*overwrite=*/1);
 
-struct Chain : Net {
-  explicit Chain(int64_t count) {
-    for (int64_t i = 0; i < count; ++i)
-      layers.push_back(
-          register_module("layer" + std::to_string(i),
-                          torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false))));
-  }
-  torch::Tensor forward(torch::Tensor x) override {
-    for (auto& layer : layers) x = torch::tanh(layer->forward(x));
-    return x;
-  }
-  std::vector<torch::nn::Linear> layers;
-};
-
 // A model of which each layer is a unit, on one rank.
 struct Training {
   explicit Training(World& world, int64_t layers = kLayers)
       : world(world),
-        net(seeded(7, [&] { return std::make_shared<Chain>(layers); })),
+        net(seeded(7, [&] { return std::make_shared<EvenStack>(kWidth, layers); })),
         sgd(net->parameters(), torch::optim::SGDOptions(0.1)),
         sharded(fully_shard(
             net, {.level = ShardLevel::kParameters, .unit_bytes = kUnitBytes, .prefetch = 1})),
@@ -61,7 +48,7 @@ struct Training {
   }
 
   World& world;
-  std::shared_ptr<Chain> net;
+  std::shared_ptr<EvenStack> net;
   torch::optim::SGD sgd;
   ShardedModule sharded;
   ShardedOptimizer optimizer;

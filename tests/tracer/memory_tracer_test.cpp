@@ -12,6 +12,7 @@
 
 #include "model/memory_count.h"
 #include "model/sharded_state.h"
+#include "support/even_stack.h"
 #include "support/models.h"
 #include "support/run_world.h"
 #include "support/scratch_directory.h"
@@ -25,26 +26,10 @@ using enum MemoryEvent;
 
 constexpr int64_t kWidth = 40, kRows = 6;
 
-// Equal layers without biases: forward keeps the inputs of each layer and of its activation.
-struct EvenStack : Net {
-  explicit EvenStack(int64_t layers) {
-    for (int64_t i = 0; i < layers; ++i) {
-      fcs.push_back(
-          register_module("fc" + std::to_string(i),
-                          torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false))));
-    }
-  }
-  torch::Tensor forward(torch::Tensor x) override {
-    for (auto& fc : fcs) x = torch::gelu(fc->forward(x));
-    return x;
-  }
-  std::vector<torch::nn::Linear> fcs;
-};
-
 struct Traced {
   explicit Traced(World& world, ShardPlan plan = {}, int64_t layers = 4) : world(world) {
     if (!plan.unit_bytes) plan.unit_bytes = 0;
-    net = seeded(3, [&] { return std::make_shared<EvenStack>(layers); });
+    net = seeded(3, [&] { return std::make_shared<EvenStack>(kWidth, layers); });
     inner =
         std::make_unique<torch::optim::AdamW>(net->parameters(), torch::optim::AdamWOptions(1e-3));
     sharded = std::make_unique<Sharded<EvenStack>>(fully_shard(net, plan));
