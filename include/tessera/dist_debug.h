@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <tessera/collective.h>
 #include <tessera/export.h>
 
@@ -13,12 +14,12 @@
 namespace tessera {
 
 /// While an instance lives, an operator on DistTensors that has no rule for its call throws
-/// `c10::NotImplementedError` on this thread, instead of computing on whole tensors on every rank.
-/// The message names the operator, the placements of its tensors, and, if `distribute_module()`
-/// placed it, the module in or after which the operator runs.
+/// `c10::NotImplementedError` on this thread, and in a backward that it runs, instead of computing
+/// on whole tensors on every rank. The message names the operator, the placements of its tensors,
+/// and, if `distribute_module()` placed it, the module in or after which the operator runs.
 ///
 /// Outside of such a guard, the environment variable `TESSERA_STRICT=1` has the same effect. Guards
-/// nest. A backward on the CPU runs on the thread that calls it.
+/// nest.
 class TESSERA_API StrictOperators {
  public:
   explicit StrictOperators(bool strict = true);
@@ -27,10 +28,11 @@ class TESSERA_API StrictOperators {
   StrictOperators& operator=(const StrictOperators&) = delete;
 
  private:
-  int before_;
+  c10::DebugInfoGuard scope_;
 };
 
-/// Counts the collectives that this thread issues while an instance lives, by kind and by purpose:
+/// Counts the collectives that this thread issues while an instance lives, and those of a backward
+/// that it runs, by kind and by purpose:
 /// the operator (`aten::mm`) or `redistributed tensor`, and, for `fully_shard`, the unit.
 ///
 /// ```cpp
@@ -65,13 +67,14 @@ class TESSERA_API CommDebug {
 
  private:
   friend class ProcessGroup;
-  // Counts a collective in all scopes of this thread: under the subject up to " (", as the shapes
+  // Counts a collective in all scopes around the call: under the subject up to " (", as the shapes
   // and placements after that serve only the comparison between ranks.
   static void count(const Collective& collective);
   void add(const char* kind, int64_t bytes, std::string_view subject);
 
   std::vector<Entry> entries_;
   CommDebug* const outer_;
+  c10::DebugInfoGuard scope_;
 };
 
 }  // namespace tessera

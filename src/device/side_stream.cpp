@@ -19,6 +19,11 @@ c10::Event SideStream::run(const std::function<void()>& queue) const {
   return after;
 }
 
+const SideStream& SideStreams::of(c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  return streams_.try_emplace(device.index(), device).first->second;
+}
+
 c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }

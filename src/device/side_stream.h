@@ -5,6 +5,8 @@
 #include <c10/core/Stream.h>
 
 #include <functional>
+#include <map>
+#include <mutex>
 
 namespace tessera {
 
@@ -23,6 +25,17 @@ class SideStream {
 
  private:
   const c10::Stream stream_;
+};
+
+/// A side stream for each device that is asked for, made at its first use. Safe to call from
+/// several threads.
+class SideStreams {
+ public:
+  const SideStream& of(c10::Device device);
+
+ private:
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, SideStream> streams_;
 };
 
 /// Returns the stream on which the calling thread queues kernels of `device`.

@@ -20,7 +20,7 @@ namespace tessera {
 // backward of step 4 is reduced with their backward of step 5. Where step() sends nothing, nothing
 // else shows it. So the agreement at the end of a backward carries the number of steps. As the
 // ranks take the highest byte, each sends the number and its complement, which gives the lowest:
-// four bytes tell whether any rank differs, however many there are. Only if one does, the ranks
+// two bytes tell whether any rank differs, however many there are. Only if one does, the ranks
 // gather all numbers.
 //
 // The number of steps is that of this model since it was sharded. The steps that an optimizer
@@ -32,6 +32,10 @@ namespace tessera {
 // is a warning. Forwards count that go through the handle, and backwards under no_sync(), of which
 // each rank may make its own number, are subtracted. A batch that is skipped before its forward
 // leaves no trace.
+//
+// Backends of devices do not compare collectives. A rank that catches an exception in the middle of
+// a forward and goes on with another has gathered some units twice, and what others gather goes to
+// the wrong parameters. So the number of gathers up to the end of the last pass is compared, too.
 namespace {
 
 constexpr size_t kListedRanks = 8;
@@ -39,7 +43,7 @@ constexpr int kHighest = 255;
 
 // The numbers of one rank.
 struct Numbers {
-  int64_t steps = 0, reductions = 0, forwards = 0, backwards = 0;
+  int64_t steps = 0, reductions = 0, forwards = 0, backwards = 0, gathers = 0;
   auto operator<=>(const Numbers&) const = default;
 };
 
@@ -52,7 +56,7 @@ RanksByNumbers group_ranks(const std::vector<std::string>& texts, F&& of_interes
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     Numbers all;
     std::istringstream stream(texts[rank]);
-    if (stream >> all.steps >> all.reductions >> all.forwards >> all.backwards)
+    if (stream >> all.steps >> all.reductions >> all.forwards >> all.backwards >> all.gathers)
       groups[of_interest(all)].push_back(rank);
   }
   return groups;
@@ -88,7 +92,9 @@ void Lockstep::append_to(std::vector<uint8_t>& message, bool done) {
   const auto steps = static_cast<uint8_t>(steps_ % (kHighest + 1));
   const int64_t more = std::clamp<int64_t>(forwards_ - backwards_, -100, 100);
   const auto forwards = static_cast<uint8_t>(more + 100);
-  for (const uint8_t byte : {steps, complement(steps), forwards, complement(forwards)})
+  const auto gathers = static_cast<uint8_t>(gathers_ % (kHighest + 1));
+  for (const uint8_t byte :
+       {steps, complement(steps), forwards, complement(forwards), gathers, complement(gathers)})
     message.push_back(byte);
 }
 
@@ -96,11 +102,14 @@ void Lockstep::compare(const uint8_t* highest, const ShardMesh& mesh) {
   error_.clear();
   const bool steps_differ = differs(highest);
   const bool forwards_differ = differs(highest + 2) && !warned_;
-  if (steps_differ || forwards_differ) {
+  const bool gathers_differ = differs(highest + 4);
+  if (steps_differ || forwards_differ || gathers_differ) {
     const auto all =
         mesh.all_gather_bytes(is_done_ ? "" : numbers(), {"steps taken", Channel::kControl});
     if (steps_differ) {
       error_ = step_error(all);
+    } else if (gathers_differ) {
+      error_ = gather_error(all);
     } else {
       warned_ = true;
       if (mesh.rank() == 0) TORCH_WARN(forward_warning(all));
@@ -116,7 +125,7 @@ void Lockstep::check() {
 }
 
 std::string Lockstep::numbers() const {
-  return fmt::format("{} {} {} {}", steps_, reductions_, forwards_.load(), backwards_);
+  return fmt::format("{} {} {} {} {}", steps_, reductions_, forwards_.load(), backwards_, gathers_);
 }
 
 std::string Lockstep::step_error(const std::vector<std::string>& all) const {
@@ -136,6 +145,20 @@ std::string Lockstep::step_error(const std::vector<std::string>& all) const {
       "skipped a step, or made more backwards before it than the other ranks (noticed by the "
       "all_reduce at the end of backward)",
       fmt::join(places, ", "), ranks_that(behind, "has", "have"));
+}
+
+std::string Lockstep::gather_error(const std::vector<std::string>& all) const {
+  std::vector<std::string> counts;
+  for (const auto& [n, ranks] :
+       group_ranks(all, [](const Numbers& n) { return Numbers{.gathers = n.gathers}; }))
+    counts.push_back(fmt::format("{} {}", ranks_that(ranks, "has made", "have made"),
+                                 counted(n.gathers, "gather")));
+  return fmt::format(
+      "[backward] all ranks must have gathered the same units by the end of the last backward; {}. "
+      "A forward that failed, and after which its rank went on with another, gathers units twice. "
+      "Parameters are wrong since then: start again from a checkpoint, and let an exception in a "
+      "forward end the program (noticed by the all_reduce at the end of backward {} of step {})",
+      fmt::join(counts, ", "), reductions_, steps_ + 1);
 }
 
 std::string Lockstep::forward_warning(const std::vector<std::string>& all) const {

@@ -16,12 +16,14 @@ namespace tessera {
 class Lockstep {
  public:
   /// Bytes that a comparison adds to the agreement at the end of a backward.
-  static constexpr int64_t kBytes = 4;
+  static constexpr int64_t kBytes = 6;
 
   /// Counts a forward with gradients. Any thread may call it.
   void begin_forward() { forwards_.fetch_add(1, std::memory_order_relaxed); }
   void end_backward() { ++backwards_; }
   void end_step();
+  /// Tells the gathers that this rank has begun when all ranks have begun the same ones.
+  void end_pass(int64_t gathers) { gathers_ = gathers; }
 
   /// Appends `kBytes` to a message of whose bytes the ranks take the highest. A rank that is `done`
   /// under `join()` makes no forwards, and leaves the comparison to the others.
@@ -29,18 +31,21 @@ class Lockstep {
   /// Reads the highest bytes. If ranks differ, all gather their numbers; one of them warns if only
   /// their forwards differ. Called by all ranks.
   void compare(const uint8_t* highest, const ShardMesh& mesh);
-  /// Throws once, on all ranks, if they had made different numbers of steps at the last comparison.
+  /// Throws once, on all ranks, if they had made different numbers of steps, or of gathers, at the
+  /// last comparison.
   void check();
 
  private:
   std::string numbers() const;
   std::string step_error(const std::vector<std::string>& all) const;
+  std::string gather_error(const std::vector<std::string>& all) const;
   std::string forward_warning(const std::vector<std::string>& all) const;
 
   int64_t steps_ = 0;
   int64_t reductions_ = 0;             // since the last step
   std::atomic<int64_t> forwards_ = 0;  // since the last reduction
   int64_t backwards_ = 0;              // since the last reduction
+  int64_t gathers_ = 0;
   bool is_done_ = false;
   bool warned_ = false;  // the same on all ranks
   std::string error_;    // the same on all ranks

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -15,6 +16,7 @@
 #include "grad/capture_watch.h"
 #include "grad/grad_gate.h"
 #include "mesh/redistribute.h"
+#include "unit/lost_step.h"
 
 namespace tessera {
 
@@ -182,7 +184,13 @@ void Reducer::take_given() {
 
 // Called on all ranks, which agree on the outcome, when the rest of the backward is done.
 void Reducer::check_agreed() {
-  lockstep_.check();
+  try {
+    lockstep_.check();
+  } catch (const c10::Error& error) {
+    // What is queued may wait for other ranks without end.
+    if (on_device_) leave(units_.front()->context(), error.what_without_backtrace());
+    throw;
+  }
   TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
               " was replaced after the model was sharded, and with it the hook that reduces its gradient. Set hooks "
               "with Tensor::register_hook() or torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
@@ -288,7 +296,12 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
     in_flight_bytes_ += units_[unit]->layout().nbytes();
     gradients.push_back(gradients_[unit].get());
   }
-  launch_together(gradients, *names_.insert(name).first);
+  try {
+    launch_together(gradients, *names_.insert(name).first);
+  } catch (...) {
+    rethrow_as_lost(units_.front()->context(),
+                    fmt::format("reduce the gradients of unit '{}'", name));
+  }
   if (units_[units.front()]->context().mesh.replicates()) unreplicated_.push_back(units.front());
   replicate(/*waits=*/false);
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
@@ -314,6 +327,7 @@ void Reducer::limit_in_flight() {
 
 // Makes `used_` the same on all ranks, compares how far they are, and returns the highest vote.
 PassVote Reducer::agree_on_use(bool done) {
+  check_in_step(units_.front()->context(), "reduce gradients");
   std::vector<uint8_t> own;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
@@ -360,6 +374,7 @@ void Reducer::end_backward(int backward) {
     listener_.on_pass_end(false, {});
   } else {
     listener_.on_pass_end(true, reduce_arrived());
+    lockstep_.end_pass(units_.front()->context().unchecked_gathers);
   }
   units_.front()->context().watch.tell(MemoryEvent::kBackwardEnd);
   if (progress_) progress_->enter(Phase::kUserCode);

@@ -5,7 +5,10 @@
 #include <torch/csrc/autograd/input_buffer.h>
 
 #include <atomic>
+#include <string_view>
 #include <utility>
+
+#include "device/scoped_value.h"
 
 namespace tessera {
 
@@ -14,7 +17,7 @@ namespace tessera {
 // For each tensor that an operator saves, LibTorch asks its autograd engine whether hooks are set
 // for it. Python's engine answers with those of torch.autograd.graph.saved_tensors_hooks; the C++
 // engine has none. So our engine stands in front of the installed one, whichever it is: it answers
-// that question if a scope is open on the thread, and forwards every other call. It has no threads
+// that question in a scope, and forwards every other call. It has no threads
 // and no state, and is installed by the first scope. If another engine was installed since
 // (Python's, by an import), the next scope puts it in front of that one.
 //
@@ -24,7 +27,8 @@ namespace {
 
 using namespace torch::autograd;
 
-thread_local const SavedTensorScope::MakeHooks* current_scope = nullptr;
+constexpr std::string_view kHooksName = "tessera saved tensors";
+const ScopedValue<const SavedTensorScope::MakeHooks*> kCurrent(&kHooksName, 203);
 
 class FrontAutograd final : public Engine {
  public:
@@ -42,7 +46,8 @@ class FrontAutograd final : public Engine {
   }
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
-    return current_scope ? (*current_scope)() : behind().get_default_saved_variable_hooks();
+    const auto* const make = kCurrent.find();
+    return make ? (**make)() : behind().get_default_saved_variable_hooks();
   }
 
   variable_list execute(const edge_list& roots, const variable_list& inputs, bool keep_graph,
@@ -80,11 +85,9 @@ class FrontAutograd final : public Engine {
 
 }  // namespace
 
-SavedTensorScope::SavedTensorScope(MakeHooks make) : make_(std::move(make)) {
+SavedTensorScope::SavedTensorScope(MakeHooks make)
+    : make_(std::move(make)), scope_(kCurrent.scope(&make_)) {
   FrontAutograd::install();
-  outer_ = std::exchange(current_scope, &make_);
 }
-
-SavedTensorScope::~SavedTensorScope() { current_scope = outer_; }
 
 }  // namespace tessera

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <functional>
@@ -7,8 +8,9 @@
 
 namespace tessera {
 
-/// While it lives, each tensor that autograd saves on this thread gets hooks that `make` returns,
-/// and none of the scopes around it: they store the tensor and return it.
+/// While it lives, each tensor that autograd saves on this thread, or in a backward that it runs,
+/// gets hooks that `make` returns, and none of the scopes around it: they store the tensor and
+/// return it.
 ///
 /// See [Note: Hooks without Python] in saved_tensors.cpp.
 class SavedTensorScope {
@@ -16,13 +18,12 @@ class SavedTensorScope {
   using MakeHooks = std::function<std::unique_ptr<torch::autograd::SavedVariableHooks>()>;
 
   explicit SavedTensorScope(MakeHooks make);
-  ~SavedTensorScope();
   SavedTensorScope(const SavedTensorScope&) = delete;
   SavedTensorScope& operator=(const SavedTensorScope&) = delete;
 
  private:
   const MakeHooks make_;
-  const MakeHooks* outer_;
+  c10::DebugInfoGuard scope_;
 };
 
 }  // namespace tessera

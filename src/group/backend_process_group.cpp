@@ -6,9 +6,9 @@
 #include <tessera/process_group.h>
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -19,9 +19,11 @@
 
 #include "device/device.h"
 #include "device/side_stream.h"
+#include "group/capability.h"
 #include "group/collective.h"
 #include "group/collective_form.h"
 #include "group/collective_name.h"
+#include "group/collective_watch.h"
 #include "group/peer_message.h"
 #include "group/store_sum.h"
 
@@ -190,9 +192,10 @@ class QueuedWork : public Work {
         host_waits_(host_waits) {}
 
   ~QueuedWork() override {
-    if (kept_.empty() || mark_.is_inherited()) return;
+    if (mark_.is_inherited()) return;
     try {
-      end_.block(issuer_);
+      if (!kept_.empty()) end_.block(issuer_);
+      record_end();
     } catch (...) {  // the device has failed, which its next call reports
     }
   }
@@ -206,9 +209,16 @@ class QueuedWork : public Work {
     if (current == issuer_) kept_.clear();  // their memory is reused in its order
   }
 
-  bool is_completed() override { return !mark_.is_inherited() && end_.query(); }
+  bool is_completed() override { return !mark_.is_inherited() && record_end(); }
 
  private:
+  // Returns whether it has ended, and tells the flight record.
+  bool record_end() {
+    const bool has_ended = end_.query();
+    if (has_ended && name_.watch) name_.watch->completed(name_.record);
+    return has_ended;
+  }
+
   const ProcessMark mark_;
   const CollectiveName name_;
   const c10::Stream issuer_;
@@ -230,7 +240,10 @@ std::vector<at::Tensor> tensors_of(const Collective& collective) {
   return tensors;
 }
 
-class BackendProcessGroup : public ProcessGroup {
+class BackendProcessGroup : public ProcessGroup,
+                            public Closable,
+                            public Abortable,
+                            public Watchable {
  public:
   BackendProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout,
                       c10::DeviceType device)
@@ -250,13 +263,40 @@ class BackendProcessGroup : public ProcessGroup {
   std::chrono::milliseconds timeout() const override { return timeout_; }
   std::string backend_name() const override { return backend_->getBackendName(); }
   bool has_channels() const override { return false; }
+
+  // The host's backends end with their objects.
+  void close() noexcept override {
+    if (is_on_device()) end([this] { backend_->shutdown(); });
+  }
+  void abort() noexcept override {
+    end([this] { backend_->abort(); });
+  }
+
+  void set_watch(std::shared_ptr<CollectiveWatch> watch) override {
+    order_.set_watch(std::move(watch));
+  }
+  const std::shared_ptr<CollectiveWatch>& watch() const override { return order_.watch(); }
+
   // On the CPU, a backend says itself which tensors it takes.
   std::optional<c10::DeviceType> device_type() const override {
     return is_on_device() ? std::optional(device_.type()) : std::nullopt;
   }
 
  private:
+  void end(const std::function<void()>& how) noexcept {
+    if (order_.is_inherited() || has_ended_.exchange(true)) return;
+    try {
+      how();
+    } catch (const std::exception& error) {
+      TORCH_WARN("[tessera] the connection over ", backend_name(),
+                 " did not end in order: ", error.what());
+    }
+  }
+
   WorkPtr issue(Collective collective) override {
+    TORCH_CHECK_WITH(DistBackendError, !has_ended_, "[", collective.name(), "] unit '",
+                     collective.tag.subject, "': the connection over ", backend_name(),
+                     " has been closed");
     at::NoGradGuard no_grad;
     return std::visit(
         [&](auto& call) -> WorkPtr {
@@ -276,18 +316,13 @@ class BackendProcessGroup : public ProcessGroup {
   template <class Call>
   WorkPtr queue(BackendProcessGroupWork& work, Call& call, std::vector<at::Tensor> tensors) {
     const c10::Device device = tensors.empty() ? device_ : tensors.front().device();
-    c10::Event end = side_stream(device).run([&] {
+    c10::Event end = side_streams_.of(device).run([&] {
       start(work, call);
       work.wait();
     });
     return std::make_shared<QueuedWork>(work.name(), current_stream(device), std::move(end),
                                         std::move(tensors),
                                         /*host_waits=*/std::is_same_v<Call, Barrier>);
-  }
-
-  const SideStream& side_stream(c10::Device device) {
-    const std::lock_guard lock(mutex_);
-    return side_streams_.try_emplace(device.index(), device).first->second;
   }
 
   void start(BackendProcessGroupWork& work, AllGather& call) {
@@ -431,8 +466,8 @@ class BackendProcessGroup : public ProcessGroup {
   c10::intrusive_ptr<c10d::Backend> backend_;
   const std::chrono::milliseconds timeout_;
   const c10::Device device_;
-  std::mutex mutex_;
-  std::map<c10::DeviceIndex, SideStream> side_streams_;
+  SideStreams side_streams_;
+  std::atomic<bool> has_ended_ = false;
   const bool has_fast_base_collectives_;
 };
 

@@ -41,6 +41,15 @@ inline void close(const ProcessGroupPtr& process_group) noexcept {
   if (auto* const closable = capability<Closable>(*process_group)) closable->close();
 }
 
+/// A process group whose collectives run on devices, where they wait for other ranks without end.
+class Abortable {
+ public:
+  virtual ~Abortable() = default;
+
+  /// Ends the collectives that wait for other ranks; later ones fail. May be called again.
+  virtual void abort() noexcept = 0;
+};
+
 /// A world's process group that makes process groups of a subset of its ranks locally, without
 /// communication.
 class MakesParts {

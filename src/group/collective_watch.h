@@ -50,9 +50,12 @@ class CollectiveWatch {
   /// Returns why a wait for `peer` (-1: for any rank) ends with an error. Asks the other ranks, and
   /// waits up to a second for their answers, unless `timed_out`.
   virtual WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) = 0;
-  /// Tells the other ranks of the world that this one closes its connections, and whether an
-  /// exception is the cause.
-  virtual void leave() noexcept = 0;
+  /// Tells the other ranks of the world that this one closes its connections, or that it takes no
+  /// further part because of the error `why`. If `why` is empty, an exception that unwinds the
+  /// stack is the cause.
+  virtual void leave(const std::string& why = {}) noexcept = 0;
+  /// Returns true if a collective has failed on this rank, or if it has left because of an error.
+  virtual bool has_failed() const = 0;
   /// Tells the other ranks that the collective failed on this one, with the whole error.
   virtual void failed(const CollectiveName& name, const WaitCause& cause,
                       const std::string& error) = 0;

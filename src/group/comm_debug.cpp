@@ -1,10 +1,24 @@
 #include <fmt/format.h>
 #include <tessera/dist_debug.h>
 
+#include <mutex>
+#include <string_view>
+
+#include "device/scoped_value.h"
+
 namespace tessera {
 namespace {
 
-thread_local CommDebug* innermost = nullptr;
+constexpr std::string_view kCountName = "tessera count of collectives";
+const ScopedValue<CommDebug*> kInnermost(&kCountName, 202);
+
+CommDebug* innermost() {
+  CommDebug* const* const found = kInnermost.find();
+  return found ? *found : nullptr;
+}
+
+// Threads of several devices may count in one backward.
+std::mutex counting;
 
 bool is_meant(const CommDebug::Entry& entry, const std::string& kind, const std::string& subject) {
   return (kind.empty() || entry.kind == kind) && (subject.empty() || entry.subject == subject);
@@ -13,15 +27,17 @@ bool is_meant(const CommDebug::Entry& entry, const std::string& kind, const std:
 }  // namespace
 
 void CommDebug::count(const Collective& collective) {
-  if (!innermost || std::holds_alternative<Barrier>(collective.call)) return;
+  CommDebug* const first = innermost();
+  if (!first || std::holds_alternative<Barrier>(collective.call)) return;
   const std::string_view whole = collective.tag.subject,
                          subject = whole.substr(0, whole.find(" ("));
-  for (CommDebug* scope = innermost; scope; scope = scope->outer_)
+  const std::lock_guard lock(counting);
+  for (CommDebug* scope = first; scope; scope = scope->outer_)
     scope->add(collective.name(), collective.nbytes(), subject);
 }
 
-CommDebug::CommDebug() : outer_(innermost) { innermost = this; }
-CommDebug::~CommDebug() { innermost = outer_; }
+CommDebug::CommDebug() : outer_(innermost()), scope_(kInnermost.scope(this)) {}
+CommDebug::~CommDebug() = default;
 
 void CommDebug::add(const char* kind, int64_t bytes, std::string_view subject) {
   for (Entry& entry : entries_) {

@@ -1,9 +1,13 @@
 #include <c10/util/Exception.h>
 #include <tessera/process_group.h>
 
-#include <algorithm>
+#include <exception>
+#include <numeric>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "device/device.h"
 #include "group/capability.h"
@@ -13,15 +17,21 @@
 namespace tessera {
 namespace {
 
-bool is_on_device(const Collective& collective) {
-  bool result = false;
+// Returns true if the collective's tensors are in the memory of a device. Ranks must agree on it.
+bool is_on_device(const Collective& collective, int size) {
+  bool result = false, is_known = size == 1;
   std::visit(
       [&](const auto& call) {
+        is_known = is_known || std::is_same_v<std::decay_t<decltype(call)>, Barrier>;
         for_each_tensor(call, [&](const at::Tensor& tensor, bool /*is_written*/) {
+          is_known = is_known || tensor.defined();
           result = result || (tensor.defined() && !is_host(tensor.device()));
         });
       },
       collective.call);
+  TORCH_CHECK_VALUE(is_known, "[", collective.name(), "] unit '", collective.tag.subject,
+                    "': a rank that sends and receives nothing must pass an empty tensor of the device, "
+                    "which shows over which connection the others do; all that it passed are undefined");
   return result;
 }
 
@@ -44,12 +54,25 @@ class DeviceProcessGroup : public ProcessGroup,
   }
   bool has_channels() const override { return devices_.size() > 1 && host_->has_channels(); }
 
+  // Where ranks are out of step, collectives are queued that will never end.
   void close() noexcept override {
-    for (const ProcessGroupPtr& device : devices_) tessera::close(device);
+    const bool is_broken = std::uncaught_exceptions() > 0 || (watch() && watch()->has_failed());
+    for (const ProcessGroupPtr& device : devices_) {
+      auto* const abortable = capability<Abortable>(*device);
+      if (is_broken && abortable) abortable->abort();
+      tessera::close(device);
+    }
     tessera::close(host_);
   }
 
   void set_watch(std::shared_ptr<CollectiveWatch> watch) override {
+    std::vector<int> ranks(size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    for (size_t i = 0; i < devices_.size(); ++i) {
+      auto* const watchable = capability<Watchable>(*devices_[i]);
+      const std::string name = "device" + std::to_string(i);
+      if (watch && watchable) watchable->set_watch(watch->part(name, ranks, /*is_inner=*/false));
+    }
     if (auto* const watchable = capability<Watchable>(*host_))
       watchable->set_watch(std::move(watch));
   }
@@ -69,7 +92,7 @@ class DeviceProcessGroup : public ProcessGroup,
 
  private:
   WorkPtr issue(Collective collective) override {
-    ProcessGroup& part = is_on_device(collective) ? device(collective.tag.channel) : *host_;
+    ProcessGroup& part = is_on_device(collective, size()) ? device(collective.tag.channel) : *host_;
     check_arguments(part, collective);
     return issue_on(part, std::move(collective));
   }

@@ -8,16 +8,17 @@
 
 #include <cstdlib>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
+#include "device/scoped_value.h"
 #include "dispatch/each_tensor.h"
 
 namespace tessera {
 namespace {
 
-constexpr int kByEnvironment = -1;
-thread_local int strict = kByEnvironment;
+constexpr std::string_view kStrictName = "tessera strict operators";
+const ScopedValue<bool> kStrict(&kStrictName, 201);
 thread_local std::shared_ptr<const DistParameter> last_parameter;
 
 std::string module_of(const std::string& parameter) {
@@ -45,15 +46,16 @@ std::string place_of(at::ArrayRef<c10::IValue> arguments) {
 
 }  // namespace
 
-StrictOperators::StrictOperators(bool is_strict) : before_(std::exchange(strict, is_strict)) {}
-StrictOperators::~StrictOperators() { strict = before_; }
+StrictOperators::StrictOperators(bool is_strict) : scope_(kStrict.scope(is_strict)) {}
+StrictOperators::~StrictOperators() = default;
 
 bool is_strict() {
   static const bool is_environment_strict = [] {
     const char* const value = std::getenv("TESSERA_STRICT");
     return value && std::string(value) != "0" && *value != '\0';
   }();
-  return strict == kByEnvironment ? is_environment_strict : strict != 0;
+  const bool* const is_strict = kStrict.find();
+  return is_strict ? *is_strict : is_environment_strict;
 }
 
 void note_parameter(const std::shared_ptr<const DistParameter>& parameter) {

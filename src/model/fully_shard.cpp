@@ -14,6 +14,7 @@
 #include "grad/grad_gate.h"
 #include "init/recorder.h"
 #include "mesh/op_plan.h"
+#include "model/check_devices.h"
 #include "model/check_plan.h"
 #include "model/memory_budget.h"
 #include "unit/agreement.h"
@@ -198,6 +199,7 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     check_countable(plan, layouts.front().device);
   });
   check_same_model(mesh, params, plan);
+  check_devices(mesh, layouts.front().device);
   std::shared_ptr<ShardedState> state(new ShardedState(std::move(buffers), plan,
                                                        {.mesh = mesh,
                                                         .offload = offload,

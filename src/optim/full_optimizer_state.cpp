@@ -108,7 +108,11 @@ std::string transfer(ProcessGroup& process_group, const std::string& own, int64_
   if (recipient < 0) {
     process_group.broadcast(bytes, from, tag)->wait_inputs();
   } else {
-    std::vector<at::Tensor> incoming(process_group.size()), outgoing(process_group.size());
+    // Empty ones of the host, and not undefined: they tell over which connection a rank without
+    // messages takes part.
+    const at::Tensor nothing = at::empty({0}, at::kByte);
+    std::vector<at::Tensor> incoming(process_group.size(), nothing),
+        outgoing(process_group.size(), nothing);
     if (receives) incoming[from] = bytes;
     if (sends) outgoing[recipient] = bytes;
     process_group.all_to_all(std::move(incoming), std::move(outgoing), tag)->wait_inputs();

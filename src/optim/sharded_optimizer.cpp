@@ -18,6 +18,7 @@
 #include "optim/kept_units.h"
 #include "optim/master_digits.h"
 #include "optim/param_state.h"
+#include "optim/segment_gradients.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
 #include "optim/state_replacement.h"
@@ -52,7 +53,7 @@ struct ShardedOptimizer::Impl {
   void offload_state();
   RoundedParams rounded_params(const std::vector<const Segment*>& live);
   std::vector<std::vector<const Segment*>> live_segments(std::vector<bool>& changed);
-  void run(const std::vector<const Segment*>& live);
+  void run(const std::vector<const Segment*>& live, const std::vector<at::Tensor>& gradients);
   std::vector<bool> step(const WorkPtr& stopped_reading);
   void step_with_others();
 };
@@ -127,12 +128,12 @@ void ShardedOptimizer::Impl::tell(MemoryEvent event) {
   watch.tell(event);
 }
 
-// Steps the optimizer on these segments only, with their reduced gradients as `.grad`.
-void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live) {
+// Steps the optimizer on these segments only, with `gradients` as `.grad`.
+void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live,
+                                 const std::vector<at::Tensor>& gradients) {
   OpenGates gates;
-  for (const Segment* segment : live) {
-    const at::Tensor& tensor = segment->tensor;
-    const at::Tensor grad = reduced_gradient(state(), *segment).to(tensor.device());
+  for (size_t i = 0; i < live.size(); ++i) {
+    const at::Tensor &tensor = live[i]->tensor, &grad = gradients[i];
     tensor.mutable_grad() =
         at::as_strided(grad, tensor.sizes(), tensor.strides(), grad.storage_offset());
   }
@@ -170,11 +171,22 @@ std::vector<bool> ShardedOptimizer::Impl::step(const WorkPtr& stopped_reading) {
   const auto live = live_segments(changed);
   state().wait_until_unread(stopped_reading);
   tell(MemoryEvent::kStepBegin);
-  if (!memory) run(live[0]);
+  // While the host steps a unit, the gradients of the next one are copied to it.
+  std::vector<SegmentGradients> gradients(live.size());
+  size_t begun = 0;
+  const auto ahead = [&] {
+    while (begun < live.size() && live[begun].empty()) ++begun;
+    if (begun == live.size()) return;
+    gradients[begun].begin(state(), live[begun]);
+    ++begun;
+  };
+  ahead();
+  if (!memory) run(live[0], gradients[0].take());
   for (const auto& unit : units) {
     const int index = unit->index();
     if (memory && !live[index].empty()) {
-      run(live[index]);
+      ahead();
+      run(live[index], gradients[index].take());
       for (const Segment* segment : live[index]) offload_state(*segment);
     }
     const bool is_published = steps_rounding() && publish_target(*unit).defined();

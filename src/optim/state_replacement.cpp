@@ -145,6 +145,11 @@ void replace_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict&
 }
 
 c10::IValue move_to(const c10::IValue& value, at::Device device) {
+  if (value.isTensorList()) {  // LBFGS has some
+    std::vector<at::Tensor> tensors = value.toTensorVector();
+    for (at::Tensor& tensor : tensors) tensor = tensor.to(device);
+    return tensors;
+  }
   return value.isTensor() && value.toTensor().dim() > 0 ? value.toTensor().to(device) : value;
 }
 

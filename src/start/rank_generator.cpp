@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 
+#include "device/device.h"
 #include "start/spawned_rank.h"
 
 namespace tessera {
@@ -114,8 +115,12 @@ GeneratorSeal::~GeneratorSeal() {
 void manual_seed(uint64_t seed) {
   SpawnedRank* rank = SpawnedRank::current();
   if (!rank) return at::manual_seed(seed);
-  const std::lock_guard lock(rank->generator().mutex());
-  rank->generator().set_current_seed(seed);
+  const auto set_seed = [&](at::Generator generator) {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_current_seed(seed);
+  };
+  set_seed(rank->generator());
+  if (const auto type = accelerator()) set_seed(default_generator_of(with_index(*type)));
 }
 
 at::Generator default_generator() {

@@ -49,9 +49,10 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
       dtype_name(precision.reduce_dtype), dtype_name(precision.gather_dtype), precision.master_only,
       dtype_name(precision.buffer_dtype), precision.cast_inputs)};
   for (const ParamSlot& param : params) {
-    lines.push_back(fmt::format("'{}' {} [{}] with strides [{}]{}", fmt::join(param.names, "' = '"),
-                                c10::toString(param.dtype), fmt::join(param.sizes, ", "),
-                                fmt::join(param.strides, ", "),
+    lines.push_back(fmt::format("'{}' {} [{}] with strides [{}] on {}{}",
+                                fmt::join(param.names, "' = '"), c10::toString(param.dtype),
+                                fmt::join(param.sizes, ", "), fmt::join(param.strides, ", "),
+                                c10::DeviceTypeName(param.device.type(), /*lower_case=*/true),
                                 param.requires_grad ? "" : ", frozen"));
     if (param.dist) lines.back() += ", placed " + to_string(param.dist->spec->placements);
   }

@@ -97,6 +97,7 @@ void Unit::take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_aliv
   if (begin < end) {
     const at::Tensor part = flat_in_order(local_of(tensor).detach(), slot.strides)
                                 .narrow(0, begin - slot.offset, end - begin);
+    wait_for_upload();
     const at::Tensor own = updated().narrow(0, begin - updated_begin(), end - begin);
     const at::Tensor given = part.to(own.options());
     const at::Tensor seen = rounded(own).to(layout_.dtype).to(own.options());

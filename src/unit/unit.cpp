@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "unit/lost_step.h"
+
 namespace tessera {
 namespace {
 
@@ -63,10 +65,22 @@ at::Tensor Unit::updated_of(const at::Tensor& flat) const {
   return flat.narrow(0, updated_begin(), updated_end() - updated_begin());
 }
 
-// This rank's shard for a gather, in the dtype that the gather fills.
+// This rank's shard for a gather, on the device and in the dtype that the gather fills.
 at::Tensor Unit::gather_source() const {
   const at::Tensor& own = shard_.defined() ? shard_ : master_.values();
-  return arriving_.defined() ? rounded(own).to(layout_.device) : own.to(layout_.options());
+  const at::Tensor values = arriving_.defined() ? rounded(own) : own;
+  return values.to(layout_.options().dtype(gathered().scalar_type()), /*non_blocking=*/true);
+}
+
+WorkPtr Unit::start_gather() const {
+  return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
+                                          {layout_.name, Channel::kParams});
+}
+
+// Waits until the host may change the values of an offloaded master copy.
+void Unit::wait_for_upload() {
+  if (uploaded_) uploaded_->synchronize();
+  uploaded_.reset();
 }
 
 // New values as all ranks are to use them.
@@ -77,11 +91,12 @@ at::Tensor Unit::rounded(const at::Tensor& values) const {
 void Unit::publish() {
   if (!master_.exists()) return;
   at::NoGradGuard no_grad;
-  if (memory_->holds_shard()) {
-    updated_of(full()).copy_(rounded(master_.values()));
-  } else if (shard_.defined()) {
-    shard_.copy_(rounded(master_.values()));
-  }
+  const at::Tensor shard = memory_->holds_shard() ? updated_of(full()) : shard_;
+  if (!shard.defined()) return;
+  shard.copy_(rounded(master_.values()), /*non_blocking=*/true);
+  if (!is_uploaded()) return;
+  uploaded_.emplace(layout_.device.type());
+  uploaded_->record(current_stream(layout_.device));
 }
 
 int64_t Unit::resident_nbytes() const {
@@ -104,21 +119,36 @@ void Unit::unshard() {
     return;
   }
   wait();
+  check_in_step(context_, "gather " + label_);
   context_.watch.before_change();
-  memory_->allocate();
-  // Shared memory has the rounded values already.
-  if (layout_.rounds() && !is_shared())
-    arriving_ = at::empty({layout_.numel()}, layout_.options().dtype(layout_.gather_dtype));
-  gather_ =
-      context_.mesh.shard().all_gather(arriving_.defined() ? arriving_ : full(), gather_source(),
-                                       layout_.bounds, {layout_.name, Channel::kParams});
+  try {
+    begin_gather();
+  } catch (...) {
+    arriving_.reset();
+    memory_->free();
+    rethrow_as_lost(context_, fmt::format("gather {} ({} bytes)", label_, layout_.nbytes()));
+  }
+  if (!is_host(layout_.device)) ++context_.unchecked_gathers;
   state_ = State::kUnsharding;
-  unread_.push_back(gather_);
   if (unread_.size() > kMostUnread) {
     unread_.front()->wait_inputs();
     unread_.erase(unread_.begin());
   }
   context_.watch.tell(MemoryEvent::kGatherStarted, layout_.name);
+}
+
+void Unit::begin_gather() {
+  memory_->allocate();
+  // Shared memory has the rounded values already.
+  if (layout_.rounds() && !is_shared())
+    arriving_ = at::empty({layout_.numel()}, layout_.options().dtype(layout_.gather_dtype));
+  if (!shard_.defined() && is_uploaded()) {
+    // The copy on the device, which the gather sends, is made beside the kernels that come next.
+    uploaded_ = context_.copies->of(layout_.device).run([&] { gather_ = start_gather(); });
+  } else {
+    gather_ = start_gather();
+    unread_.push_back(gather_);
+  }
 }
 
 void Unit::wait() {
@@ -183,6 +213,7 @@ void Unit::write_back() {
 // Brings the written values into the master copy.
 void Unit::keep_written(const at::Tensor& before, const at::Tensor& after) {
   if (!master_.exists()) return;
+  wait_for_upload();
   if (layout_.has_master()) {
     master_.take_changed(before, after);
   } else {
@@ -193,6 +224,7 @@ void Unit::keep_written(const at::Tensor& before, const at::Tensor& after) {
 void Unit::wait_until_unread() {
   for (const WorkPtr& work : unread_) work->wait_inputs();
   unread_.clear();
+  wait_for_upload();
 }
 
 const at::Tensor& Unit::updated() const {

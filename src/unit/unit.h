@@ -5,9 +5,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "device/device.h"
+#include "device/side_stream.h"
 #include "memory/memory_watch.h"
 #include "mesh/shard_mesh.h"
 #include "offload/state_memory.h"
@@ -24,6 +27,12 @@ class Progress;
 struct UnitContext {
   ShardMesh mesh;
   std::shared_ptr<StateMemory> offload;  ///< null: nothing is offloaded
+  /// Of copies between offloaded state and devices.
+  std::shared_ptr<SideStreams> copies = std::make_shared<SideStreams>();
+  /// Gathers that this rank has begun over connections that do not compare them.
+  int64_t unchecked_gathers = 0;
+  /// Why the ranks are out of step for good; empty while they are not.
+  std::string lost;
   bool master_only = false;  ///< units keep no shard beside a master copy, if they are freed
   /// How far this rank has come; null where no other rank asks for it. Belongs to the mesh.
   Progress* progress = nullptr;
@@ -116,8 +125,9 @@ class Unit {
   /// is out of date then.
   void publish();
 
-  /// Waits until no peer reads the shard any more, which must be called before the shard is
-  /// changed. Does not wait for ranks that share its memory.
+  /// Waits until no peer reads the shard any more, and until an offloaded master copy has been
+  /// copied to the device; must be called before they are changed. Does not wait for ranks that
+  /// share its memory.
   void wait_until_unread();
 
   /// The parameters' tensors, which may have been given other data.
@@ -167,6 +177,12 @@ class Unit {
   at::Tensor shard_of(const at::Tensor& flat) const;
   at::Tensor updated_of(const at::Tensor& flat) const;
   at::Tensor gather_source() const;
+  WorkPtr start_gather() const;
+  void begin_gather();
+  void wait_for_upload();
+  /// True if values of the master copy come from host memory to a device.
+  bool is_uploaded() const { return master_.is_offloaded() && !is_host(layout_.device); }
+  const at::Tensor& gathered() const { return arriving_.defined() ? arriving_ : full(); }
   at::Tensor rounded(const at::Tensor& values) const;
   void show() const;
 
@@ -184,8 +200,9 @@ class Unit {
   at::Tensor arriving_;  // filled by a gather in place of the memory, where parameters are rounded
   at::Tensor written_;   // written by an operator in place of the memory, where that is shared
   at::Tensor before_write_;  // the values of this rank's part before, if a master copy keeps more
-  WorkPtr gather_;           // the latest
-  std::vector<WorkPtr> unread_;  // gathers whose peers may still be reading our shard
+  std::optional<c10::Event> uploaded_;  // behind the latest copy of an offloaded master copy
+  WorkPtr gather_;                      // the latest
+  std::vector<WorkPtr> unread_;         // gathers whose peers may still be reading our shard
 };
 
 }  // namespace tessera

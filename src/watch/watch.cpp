@@ -176,7 +176,8 @@ class Watch::Group : public CollectiveWatch {
             }};
   }
 
-  void leave() noexcept override { watch_->leave(); }
+  void leave(const std::string& why) noexcept override { watch_->leave(why); }
+  bool has_failed() const override { return watch_->has_failed(); }
   WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) override;
   void failed(const CollectiveName& name, const WaitCause& cause,
               const std::string& error) override;
@@ -576,6 +577,11 @@ void Watch::write_flight_file(const std::string& reason, int culprit) noexcept {
   }
 }
 
+bool Watch::has_failed() const {
+  const std::lock_guard lock(mutex_);
+  return failure_.has_value();
+}
+
 void Watch::leave(const std::string& why) noexcept {
   if (mark_.is_inherited()) return;
   const bool by_exception = !why.empty() || std::uncaught_exceptions() > 0;
@@ -599,6 +605,7 @@ void Watch::leave(const std::string& why) noexcept {
       farewell.culprit = rank_;
       farewell.why = fmt::format("rank {}: an exception ended it in {}{}", rank_,
                                  place_text(phase, step), why.empty() ? "" : ": " + why);
+      if (!failure_) failure_ = WaitCause{rank_, farewell.why};
     }
     for (const auto& [label, weak] : groups_) {
       const auto state = weak.lock();

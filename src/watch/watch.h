@@ -55,6 +55,8 @@ class Watch : public std::enable_shared_from_this<Watch> {
   /// while an exception unwinds the stack, as the cause of what fails next. Then this rank answers
   /// no more. May be called again.
   void leave(const std::string& why = "") noexcept;
+  /// See `CollectiveWatch::has_failed()`.
+  bool has_failed() const;
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -109,7 +109,7 @@ TEST(AsyncCheckpoint, WholeParametersAreRefusedOnAllRanksWithTheWayOut) {
   const ScratchDirectory scratch;
   run_world(2, [&](World& world) {
     Filled model(1);
-    auto plain = std::make_shared<torch::nn::LinearImpl>(2, 2);
+    auto plain = on_test_device(std::make_shared<torch::nn::LinearImpl>(2, 2));
     AsyncCheckpointer checkpointer;
     const auto error_with = [&](bool whole) {
       return error_of([&] {

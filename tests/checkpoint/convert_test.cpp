@@ -47,7 +47,8 @@ TEST(CheckpointReshard, KeepsEverythingForEveryNumberOfRanks) {
 TEST(CheckpointReshard, CutsEachTensorEvenly) {
   const ScratchDirectory scratch;
   run_world(2, [&](World&) {
-    save_state_dict(scratch / "on2", {{"a", torch::arange(31.)}, {"b", torch::ones({2})}});
+    save_state_dict(scratch / "on2", {{"a", on_test_device(torch::arange(31.))},
+                                      {"b", torch::ones({2}, test_device())}});
   });
   reshard_checkpoint(scratch / "on2", scratch / "on3", 3);
   std::map<std::string, Lines> pieces;
@@ -68,7 +69,8 @@ TEST(CheckpointReshard, PutsBlocksOfDistTensorsTogether) {
   const torch::Tensor value = torch::arange(60.).view({6, 10});
   run_world(4, [&](World& world) {
     const auto mesh = DeviceMesh::over_world(world, {2, 2});
-    save_state_dict(scratch / "on4", {{"a", distribute(value, mesh, {Shard{0}, Shard{1}})}});
+    save_state_dict(scratch / "on4",
+                    {{"a", distribute(on_test_device(value), mesh, {Shard{0}, Shard{1}})}});
   });
   reshard_checkpoint(scratch / "on4", scratch / "on3", 3);
   EXPECT_EQ(compare_checkpoints(scratch / "on4", scratch / "on3"), Lines());
@@ -79,8 +81,9 @@ TEST(CheckpointReshard, KeepsWhatRanksHadForThemselvesIfThereStillAre) {
   const ScratchDirectory scratch;
   run_world(3, [&](World& world) {
     Filled model(1);
-    save_checkpoint(scratch / "on3", *model.sharded, nullptr,
-                    {.rank_state = {{"mine", torch::full({5}, world.rank() + 10)}}});
+    save_checkpoint(
+        scratch / "on3", *model.sharded, nullptr,
+        {.rank_state = {{"mine", on_test_device(torch::full({5}, world.rank() + 10))}}});
   });
   reshard_checkpoint(scratch / "on3", scratch / "on2", 2);
   reshard_checkpoint(scratch / "on2", scratch / "on4", 4);

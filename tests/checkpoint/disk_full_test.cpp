@@ -42,7 +42,7 @@ TEST(CheckpointDiskFull, OnOneRankAloneDoesNotStopTheGathersOfTheOthers) {
       bag->add(name, torch::ones({5}));
       if (name[0] == 'a') bag->add("b", torch::ones({50, 100}));  // the unit of rank 1
     }
-    auto sharded = fully_shard(bag, {.unit_bytes = 0});
+    auto sharded = fully_shard(on_test_device(bag), {.unit_bytes = 0});
     save_checkpoint(scratch / "one", sharded, nullptr,
                     {.whole_parameters = true, .random_state = false});
   };

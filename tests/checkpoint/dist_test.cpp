@@ -88,7 +88,7 @@ class Job {
  public:
   Job(const Layout& layout, const World& world, uint64_t seed, int steps) : layout_(layout) {
     manual_seed(seed);
-    net_ = std::make_shared<Net>();
+    net_ = on_test_device(std::make_shared<Net>());
     net_->count.fill_(static_cast<double>(seed));
     if (!layout.mesh.empty()) place(DeviceMesh::over_world(world, layout.mesh));
     adamw_.emplace(net_->parameters(), torch::optim::AdamWOptions(0.01));
@@ -127,7 +127,7 @@ class Job {
   // Takes steps, so that the optimizer has state with values unlike the parameters'.
   void fill(uint64_t seed, int steps) {
     auto generator = at::detail::createCPUGenerator(seed);
-    torch::Tensor x = torch::randn({4, 8}, generator);
+    torch::Tensor x = on_test_device(torch::randn({4, 8}, generator));
     if (!layout_.mesh.empty()) x = distribute(x, mesh_of(net_->first->weight), {});
     for (int step = 0; step < steps; ++step) {
       layout_.plan ? optimizer_->zero_grad() : adamw_->zero_grad();
@@ -199,7 +199,7 @@ TEST(CheckpointDist, EachValueIsStoredOnceAndReplicasTakeTurns) {
     StateDict state;
     for (int i = 0; i < 8; ++i)
       state[fmt::format("rows{}", i)] =
-          distribute(torch::full({6, 5}, i), mesh, {Replicate{}, Shard{0}});
+          distribute(on_test_device(torch::full({6, 5}, i)), mesh, {Replicate{}, Shard{0}});
     save_state_dict(scratch / "one", state);
   });
   int64_t stored = 0;
@@ -221,7 +221,8 @@ TEST(CheckpointDist, PartialTensorsAreRefusedByName) {
   const ScratchDirectory scratch;
   run_world(2, [&](World& world) {
     const auto mesh = DeviceMesh::over_world(world);
-    const StateDict state = {{"terms", from_local(torch::ones({2}), mesh, {Partial{}})}};
+    const StateDict state = {
+        {"terms", from_local(torch::ones({2}, test_device()), mesh, {Partial{}})}};
     expect_contains(error_of([&] { save_state_dict(scratch / "one", state); }),
                     {"'terms' is [Partial(sum)]", "redistribute()"});
   });

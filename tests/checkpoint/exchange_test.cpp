@@ -151,7 +151,7 @@ TEST_F(CheckpointExchangePython, ViewsAreImportedAsTheyLookAndEqualOnesAreTied) 
     bag->add("turned", torch::zeros({6, 4}));
     bag->add("wide", torch::zeros({3, 2}));
     bag->add("some", torch::zeros({3, 3}));
-    return bag;
+    return on_test_device(bag);
   });
 }
 
@@ -183,7 +183,7 @@ TEST_F(CheckpointExchangePython, EveryDtypeIsImportedAndExportedAgain) {
       const torch::Tensor value = torch::zeros({7}, dtype);
       name == "float32" ? bag->add(name, value) : bag->add_buffer(name, value);
     }
-    return bag;
+    return on_test_device(bag);
   };
   expect_loads(scratch / "one", expected, make);
 }

@@ -58,27 +58,31 @@ TEST(CheckpointExtras, SchedulersGoOnWhereTheyWere) {
 TEST(CheckpointExtras, EachRankDrawsOnWhereItWas) {
   const ScratchDirectory scratch;
   std::vector<torch::Tensor> expected(3);
+  const auto draw = [] {
+    const at::Device device = test_device();
+    return torch::cat({torch::randn({4}, device), torch::rand({4}, device)}).cpu();
+  };
   run_world(3, [&](World& world) {
     Filled model(1);
     manual_seed(static_cast<uint64_t>(world.rank()));
-    torch::rand({7});
-    torch::randn({3});  // leaves a second normal number cached
+    torch::rand({7}, test_device());
+    torch::randn({3}, test_device());  // leaves a second normal number cached
     save_checkpoint(scratch / "one", *model.sharded, nullptr);
-    expected[static_cast<size_t>(world.rank())] = torch::cat({torch::randn({4}), torch::rand({4})});
+    expected[static_cast<size_t>(world.rank())] = draw();
   });
   for (const int ranks : {2, 3, 4}) {
     run_world(ranks, [&](World& world) {
       Filled model(2);
       manual_seed(77);
       load_checkpoint(scratch / "one", *model.sharded, nullptr);
-      const auto drawn = torch::cat({torch::randn({4}), torch::rand({4})});
+      const auto drawn = draw();
       manual_seed(77);
-      const auto untouched = torch::cat({torch::randn({4}), torch::rand({4})});
+      const auto untouched = draw();
       const auto rank = static_cast<size_t>(world.rank());
       EXPECT_TRUE(torch::equal(drawn, rank < 3 ? expected[rank] : untouched)) << rank;
       manual_seed(77);
       load_checkpoint(scratch / "one", *model.sharded, nullptr, {.random_state = false});
-      EXPECT_TRUE(torch::equal(torch::cat({torch::randn({4}), torch::rand({4})}), untouched));
+      EXPECT_TRUE(torch::equal(draw(), untouched));
     });
   }
 }
@@ -139,7 +143,7 @@ TEST(CheckpointExtras, WhatMayDifferIsListedAndTheRestIsLoaded) {
     auto bag = std::make_shared<Bag>();
     for (const char* name : names) bag->add(name, torch::full({5}, value));
     bag->add_buffer(names.begin()[0] + std::string("_buffer"), torch::full({2}, value));
-    return bag;
+    return on_test_device(bag);
   };
   run_world(2, [&](World&) {
     auto saved = make({"a", "b"}, 1);
@@ -170,10 +174,10 @@ TEST(CheckpointExtras, WhatMayDifferIsListedAndTheRestIsLoaded) {
 
 // LibTorch may only mark a tensor as conjugated or negated: its memory holds other values.
 StateDict noted_tensors(double scale, const DeviceMesh& mesh) {
-  const auto z = torch::complex(torch::arange(5.), torch::ones({5}));
-  const auto own = torch::full({2}, 1. + mesh.process_group()->rank());
+  const auto z = on_test_device(torch::complex(torch::arange(5.), torch::ones({5})));
+  const auto own = torch::full({2}, 1. + mesh.process_group()->rank(), test_device());
   return {{"conjugate", torch::conj(z * scale)},
-          {"negative", at::_neg_view(torch::arange(6.) * scale)},
+          {"negative", at::_neg_view(on_test_device(torch::arange(6.)) * scale)},
           {"parts", from_local(at::_neg_view(own * scale), mesh, {Shard{0}})}};
 }
 

@@ -250,7 +250,7 @@ TEST(CheckpointBlocks, OnlyTheRanksThatNeedADamagedBlockFindItAndAllHearOfIt) {
                     {file.string(), bytes});
     run_world(2, [&](World& world) {
       const auto mesh = DeviceMesh::over_world(world);
-      const torch::Tensor a = distribute(torch::zeros({numel}), mesh, {Shard{0}});
+      const torch::Tensor a = distribute(torch::zeros({numel}, test_device()), mesh, {Shard{0}});
       const std::string error = error_of([&] { load_state_dict(scratch / "one", {{"a", a}}); });
       expect_contains(error, {file.string(), bytes});
       const int finder = block == 0 ? 0 : 1;

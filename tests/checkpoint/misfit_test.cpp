@@ -11,7 +11,7 @@ std::shared_ptr<Bag> saved_bag() {
   bag->add("old", torch::ones({2}));
   bag->add_buffer("mean", torch::ones({4}));
   bag->add_buffer("old_count", torch::ones({}, torch::kLong));
-  return bag;
+  return on_test_device(bag);
 }
 
 TEST(CheckpointMisfit, OneErrorOnEveryRankListsAllAndTheModelStays) {
@@ -26,7 +26,7 @@ TEST(CheckpointMisfit, OneErrorOnEveryRankListsAllAndTheModelStays) {
     bag->add("fresh", torch::zeros({2}));
     bag->add_buffer("mean", torch::zeros({5}));
     bag->add_buffer("fresh_count", torch::zeros({}, torch::kLong));
-    auto sharded = fully_shard(bag);
+    auto sharded = fully_shard(on_test_device(bag));
     const auto before = sharded.full_state();
     EXPECT_THROW(load_checkpoint(scratch / "one", sharded, nullptr), c10::ValueError);
     expect_contains(
@@ -44,7 +44,7 @@ std::shared_ptr<Bag> pair(bool tied, double value) {
   const torch::Tensor a = torch::full({5, 3}, value);
   bag->add("a", a);
   bag->add("b", tied ? a : torch::full({5, 3}, value));
-  return bag;
+  return on_test_device(bag);
 }
 
 TEST(CheckpointMisfit, TiesMayBeLoosenedButNotMade) {

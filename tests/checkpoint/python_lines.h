@@ -30,7 +30,7 @@ inline std::string run_python(const std::string& script,
 }
 
 inline std::string hex_of(const torch::Tensor& value) {
-  const torch::Tensor ordered = value.contiguous();
+  const torch::Tensor ordered = value.cpu().contiguous();
   const auto* bytes = static_cast<const unsigned char*>(ordered.data_ptr());
   std::string text;
   for (size_t i = 0; i < ordered.nbytes(); ++i) text += fmt::format("{:02x}", bytes[i]);

@@ -78,7 +78,7 @@ TEST_F(CheckpointPython, TheReaderOfTheGuideReadsShardsAndBoxes) {
   });
   run_world(4, [&](World& world) {
     const auto mesh = DeviceMesh::over_world(world, {2, 2});
-    const torch::Tensor values = torch::arange(120.).view({12, 10});
+    const torch::Tensor values = on_test_device(torch::arange(120.).view({12, 10}));
     save_state_dict(scratch / "boxes",
                     {{"cut", distribute(values, mesh, {Shard{1}, Shard{0}})},
                      {"in blocks", distribute(values, mesh, {Replicate{}, Shard{0, 3}})},

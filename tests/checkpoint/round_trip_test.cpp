@@ -77,7 +77,7 @@ TEST(Checkpoint, LoadsIntoAFreshProgramAndBeforeTheFirstStep) {
 TEST(Checkpoint, ParametersAreUsedAsTheyWereLoaded) {
   const ScratchDirectory scratch;
   run_world(2, [&](World&) {
-    const torch::Tensor x = torch::ones({2, 3, 4, 4});
+    const torch::Tensor x = torch::ones({2, 3, 4, 4}, test_device());
     Job job(1, plans()[3]);
     job.module->eval();
     torch::NoGradGuard no_grad;

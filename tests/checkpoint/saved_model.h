@@ -166,7 +166,7 @@ struct Bag : torch::nn::Module {
 
 /// A sharded model whose parameters all have one value.
 struct Filled {
-  explicit Filled(double value) : module(std::make_shared<Mlp>(11, 2, 3)) {
+  explicit Filled(double value) : module(on_test_device(std::make_shared<Mlp>(11, 2, 3))) {
     torch::NoGradGuard no_grad;
     for (auto& param : module->parameters()) param.fill_(value);
     sharded.emplace(fully_shard(module, {.unit_bytes = 600}));

@@ -42,7 +42,7 @@ TEST(CheckpointWholeParameters, LieUnderPlainNamesInTheirShapes) {
   for (const auto& [name, tensor] : state) {
     const auto& [entry, bytes] = stored.at(ties.contains(name) ? ties.at(name) : name);
     EXPECT_EQ(entry.at("shape"), tensor.sizes().vec()) << name;
-    const torch::Tensor ordered = tensor.contiguous();
+    const torch::Tensor ordered = tensor.cpu().contiguous();
     EXPECT_EQ(bytes, std::string(static_cast<char*>(ordered.data_ptr()), ordered.nbytes())) << name;
   }
   EXPECT_EQ(ties.count("encode.weight") + ties.count("decode"), 1u);
@@ -64,7 +64,7 @@ TEST(CheckpointWholeParameters, WithoutAnOptimizerThereAreOnlyModelFiles) {
 TEST(CheckpointWholeParameters, AreGatheredUnitByUnit) {
   const ScratchDirectory scratch;
   run_world(2, [&](World&) {
-    auto module = std::make_shared<Mlp>(32, 4, 5);
+    auto module = on_test_device(std::make_shared<Mlp>(32, 4, 5));
     auto sharded = fully_shard(module, {.unit_bytes = 0, .resident_bytes = -1});
     ASSERT_EQ(sharded.memory().peak_unsharded, 0);
     save_checkpoint(scratch / "one", sharded, nullptr, kWhole);

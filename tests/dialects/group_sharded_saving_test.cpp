@@ -238,7 +238,7 @@ TEST(GroupSharded, GS_46_AModelNeedsNotBeWholeOnARankBeforeItIsSharded) {
       torch::optim::SGD inner(deferred->parameters(), torch::optim::SGDOptions(0.1));
       auto [model, optimizer, scaler] = group_sharded_parallel(deferred, inner, level);
       expect_same_state(model.full_state(), plain_state(*eager), 0, level);
-      rows_of(model(on_test_device(torch::ones({4, 256}))), world.rank(), 2).sum().backward();
+      rows_of(model(torch::ones({4, 256})), world.rank(), 2).sum().backward();
       optimizer.step();
     });
   }

@@ -73,8 +73,9 @@ TEST(GroupShardedAmp, O2IsWhatOneProcessWithFloatMastersGives) {
       for (const int ranks : {2, 4}) {
         const auto what = c10::toString(dtype) + on(ranks);
         const Trained alone = train_alone(ranks, scenario), os_g = train(ranks, "os_g", scenario);
-        expect_close(os_g.state, alone.state, 1e-4, 1e-3, what);
-        expect_close_losses(os_g, alone, 1e-4, what);
+        const bool rounds = rounds_sums() && !main_grad;
+        expect_close(os_g.state, alone.state, 1e-4, rounds ? kRoundedState : 1e-3, what);
+        expect_close_losses(os_g, alone, rounds ? kRoundedLoss : 1e-4, what);
       }
     }
   }
@@ -110,7 +111,8 @@ TEST(GroupShardedAmp, TheScalerIsTheOneThatWasGivenAndChangesNoBit) {
 }
 
 TEST(GroupShardedAmp, AScaleThatOverflowsIsHalvedOnAllRanksAlike) {
-  const Scenario scenario{.o2 = at::kHalf, .init_scale = std::pow(2.0, 22), .steps = 10};
+  Scenario scenario{.o2 = at::kHalf, .init_scale = std::pow(2.0, 22), .steps = 10};
+  if (rounds_sums()) scenario.options.precision.reduce_dtype = at::kFloat;
   for (const int ranks : {2, 4}) {
     const Trained alone = train_alone(ranks, scenario);
     for (const std::string level : {"os", "os_g", "p_g_os"}) {

@@ -224,7 +224,7 @@ TEST(DistOut, EmptyOnesTakeTheResultsSizes) {
     EXPECT_TRUE(torch::equal(ordinary, a * a));
     at::Tensor eye = distribute(on_test_device(torch::ones({3, 3})), mesh, {Shard{0}});
     torch::eye_out(eye, 3);
-    expect_equal(eye, torch::eye(3), "eye");
+    expect_equal(eye, on_test_device(torch::eye(3)), "eye");
   });
 }
 
@@ -333,7 +333,7 @@ TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
 TEST(DistOutsideTheMesh, ModulesTrain) {
   run_world(3, [](World&) {
     const DeviceMesh mesh({2}, {0, 2});
-    torch::nn::Linear linear(4, 4);
+    auto linear = on_test_device(torch::nn::Linear(4, 4));
     torch::NoGradGuard no_grad;
     linear->weight.copy_(numbers({4, 4})), linear->bias.zero_();
     const at::Tensor before = linear->weight.detach().clone();

@@ -123,9 +123,8 @@ std::vector<Case> others() {
       {"sigmoid", RETURNS(at::_foreach_sigmoid(a))},
       {"reciprocal", RETURNS(at::_foreach_reciprocal(a))},
       {"lerp list", RETURNS(at::_foreach_lerp(a, b, c))},
-      {"addcdiv tensor",
-       RETURNS(at::_foreach_addcdiv(
-           a, b, c, on_test_device(torch::tensor({1.F, 2.F, 3.F, 4.F, 5.F, 6.F}))))},
+      {"addcdiv tensor",  // whose scalars are in host memory, as on CUDA
+       RETURNS(at::_foreach_addcdiv(a, b, c, torch::tensor({1.F, 2.F, 3.F, 4.F, 5.F, 6.F})))},
       {"pow of a scalar", RETURNS(at::_foreach_pow(2, a))},
       {"broadcasts", RETURNS(at::_foreach_add(a, Tensors(a.size(), c[4])))},
       {"mm", RETURNS(at::_foreach_mm({a[5]}, {b[5]}))},

@@ -161,8 +161,10 @@ TEST(MeshProcessGroup, IsMadeByThreadsInAnyOrder) {
   run_world(4, [](World& world) {
     const auto mesh = DeviceMesh::over_world({2, 2});
     const int64_t first = (world.rank() / 2 + world.rank()) % 2;
-    auto early =
-        std::async(std::launch::async, [&] { return sum_over(*mesh.process_group(first), 1); });
+    auto early = std::async(std::launch::async, [&] {
+      testing::take_test_device(world.rank());
+      return sum_over(*mesh.process_group(first), 1);
+    });
     std::this_thread::sleep_for(200ms);
     EXPECT_EQ(sum_over(*mesh.process_group(1 - first), 1), 2);
     EXPECT_EQ(early.get(), 2);

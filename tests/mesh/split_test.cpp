@@ -302,7 +302,7 @@ TEST(SplitOnALine, OperatorsThatNeedPlainPartsAreRight) {
 TEST(SplitOnALine, RandomNumbersAreThoseOfOneProcess) {
   for (const int64_t dim : {0, 1}) {
     at::manual_seed(5);
-    const at::Tensor whole = numbers({12, 8});
+    const at::Tensor whole = numbers({12, 8}).cpu();
     const auto draw = [](at::Tensor x) {
       at::Tensor noise = torch::randn_like(x);
       x = torch::dropout(x + noise, 0.5, /*train=*/true);
@@ -311,12 +311,12 @@ TEST(SplitOnALine, RandomNumbersAreThoseOfOneProcess) {
     at::Tensor expected;
     run_world(1, [&](World&) {
       testing::seed_test_generator(9);
-      expected = draw(whole.clone());
+      expected = draw(on_test_device(whole.clone())).cpu();
     });
     run_world(2, [&](World&) {
       testing::seed_test_generator(9);
       const auto mesh = DeviceMesh::over_world();
-      const at::Tensor result = draw(distribute(whole, mesh, {Shard{dim, 2}}));
+      const at::Tensor result = draw(distribute(on_test_device(whole), mesh, {Shard{dim, 2}}));
       EXPECT_EQ(placements_of(result), Placements({Shard{dim, 2}}));
       EXPECT_TRUE(testing::same_values(full_tensor(result), expected));
     });

@@ -379,7 +379,7 @@ TEST(BucketTraffic, ReplicasAddUpABucketInOneCollective) {
 // The buckets of a model's units, checked independently of the rule's code.
 TEST(BucketTraffic, BucketsAreRunsOfTheOrderThatFit) {
   run_world(2, [](World&) {
-    const auto net = std::make_shared<Kinds>();
+    const auto net = on_test_device(std::make_shared<Kinds>());
     const auto sharded = fully_shard(net, {.unit_bytes = 0});
     std::vector<const UnitLayout*> units;
     for (const auto& unit : sharded.state()->units()) units.push_back(&unit->layout());

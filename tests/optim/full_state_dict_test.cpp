@@ -207,7 +207,7 @@ struct Tiny : Net {
 
 TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
   const auto step = [](Tiny& net, Optimizer* plain, ShardedOptimizer* sharded) {
-    torch::square(net.forward(torch::ones({2, 2}))).sum().backward();
+    torch::square(net.forward(torch::ones({2, 2}, net.scale.device()))).sum().backward();
     plain ? (void)plain->step() : sharded->step();
   };
   for (const int ranks : {1, 2, 3, 4}) {
@@ -217,7 +217,7 @@ TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
     const OptimizerStateDict expected = state_dict_of(plain);
     run_world(ranks, [&](World&) {
       for (const ShardPlan& plan : all_plans()) {
-        auto net = std::make_shared<Tiny>();
+        auto net = on_test_device(std::make_shared<Tiny>());
         HeavyBall inner(net->parameters(), 0.1);
         auto sharded = fully_shard(net, plan);
         ShardedOptimizer optimizer(sharded, inner);

@@ -52,6 +52,7 @@ TEST(TrainingOnHosts, TakesMasterWeightsOffloadAndLimits) {
 
 // A host keeps its own ranks' shards, and whole units only while they are used.
 TEST(TrainingOnHosts, FreesWhatOtherHostsOwn) {
+  TESSERA_ON_HOST_ONLY("parameters in shared memory");
   run_hosts(4, by_halves, [](World& world) {
     auto net = seeded(7, [] { return std::make_shared<Mlp>(512, 4, 5); });
     torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
@@ -96,6 +97,7 @@ TEST(TrainingOnHosts, OperatorsMayWriteParametersInPlace) {
 }
 
 TEST(TrainingOnHosts, SendsAShardOncePerHost) {
+  TESSERA_ON_HOST_ONLY("the backends of devices see to hosts themselves");
   run_hosts(4, by_halves, [](World& world) {
     const auto counter = counting_process_group(world.process_group());
     auto net = seeded(3, [] { return std::make_shared<Mlp>(37, 4, 5); });

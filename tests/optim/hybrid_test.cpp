@@ -219,7 +219,7 @@ TEST(Hybrid, BuffersAreBroadcastOverBothDims) {
     torch::Tensor count = register_buffer("count", torch::zeros({2}));
   };
   run_world(4, [](World& world) {
-    const auto net = std::make_shared<Counter>();
+    const auto net = on_test_device(std::make_shared<Counter>());
     net->count.fill_(world.rank() + 1.0);
     auto sharded = fully_shard(net, hybrid(world, 2, {.sync_buffers = true}));
     EXPECT_EQ(net->count[1].item<float>(), 1);
@@ -232,7 +232,7 @@ TEST(Hybrid, BuffersAreBroadcastOverBothDims) {
 TEST(Hybrid, ProcessGroupsThatDoNotFitTogetherAreRefusedOnAllRanks) {
   run_world(4, [](World& world) {
     const auto process_groups = world.hybrid_process_groups(2);
-    const auto net = std::make_shared<Mlp>(8, 1, 3);
+    const auto net = on_test_device(std::make_shared<Mlp>(8, 1, 3));
     const auto before = plain_state(*net);
     // Replicas of neighbours, over which the model is sharded already.
     expect_error(
@@ -247,7 +247,7 @@ TEST(Hybrid, ProcessGroupsThatDoNotFitTogetherAreRefusedOnAllRanks) {
 
 TEST(Hybrid, AModelThatDiffersInAnotherReplicaIsNamedOnAllRanks) {
   run_world(4, [](World& world) {
-    const auto net = std::make_shared<Mlp>(8, 1, world.rank() == 3 ? 4 : 3);
+    const auto net = on_test_device(std::make_shared<Mlp>(8, 1, world.rank() == 3 ? 4 : 3));
     expect_error([&] { fully_shard(net, hybrid(world, 2, {})); },
                  {"'head.weight'", "rank 0 has", "rank 3 has"});
   });

@@ -137,7 +137,7 @@ TEST_P(Traffic, FrozenParametersSendNoGradients) {
   if (ranks() == 1) return;
   run_world(ranks(), [&](World& world) {
     auto counter = counting_process_group(world.process_group());
-    auto net = std::make_shared<Mlp>(kWidth, 2, kOut);
+    auto net = on_test_device(std::make_shared<Mlp>(kWidth, 2, kOut));
     net->fcs[0]->weight.requires_grad_(false);
     torch::optim::SGD inner(net->parameters(), 0.1);
     auto sharded = fully_shard(net, {.level = ShardLevel::kGradients, .process_group = counter});

@@ -243,7 +243,7 @@ TEST(MemoryTracing, TensorsOfTheUserAreOther) {
     MemoryTracer tracer(*job.sharded);
     job.step(1);
     const int64_t before = tracer.samples().back().bytes.other;
-    const auto mine = torch::empty({12345}, torch::kByte);
+    const auto mine = torch::empty({12345}, torch::dtype(torch::kByte).device(test_device()));
     job.optimizer->zero_grad();
     EXPECT_EQ(tracer.samples().back().event, kGradientsCleared);
     EXPECT_EQ(tracer.samples().back().bytes.other - before, 12345);
@@ -301,7 +301,7 @@ TEST(MemoryTracing, KeepsTheLastStepsAndThePeakOfAll) {
     MemoryTracer tracer(*job.sharded, {.steps = 2});
     MemoryTracer all(*job.sharded, {.steps = 0});
     for (int i = 0; i < 3; ++i) job.step(i);
-    auto big = torch::empty({10 << 20}, torch::kByte);
+    auto big = torch::empty({10 << 20}, torch::dtype(torch::kByte).device(test_device()));
     job.step(3);
     EXPECT_GE(tracer.peak().bytes.other, 10 << 20);
     const int64_t peak_step = tracer.peak().step;
