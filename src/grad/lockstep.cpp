@@ -110,6 +110,7 @@ void Lockstep::compare(const uint8_t* highest, const ShardMesh& mesh) {
       error_ = step_error(all);
     } else if (gathers_differ) {
       error_ = gather_error(all);
+      has_lost_gathers_ = true;
     } else {
       warned_ = true;
       if (mesh.rank() == 0) TORCH_WARN(forward_warning(all));

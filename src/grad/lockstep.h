@@ -34,6 +34,8 @@ class Lockstep {
   /// Throws once, on all ranks, if they had made different numbers of steps, or of gathers, at the
   /// last comparison.
   void check();
+  /// Returns true if ranks differed in their gathers: their parameters are wrong.
+  bool has_lost_gathers() const { return has_lost_gathers_; }
 
  private:
   std::string numbers() const;
@@ -46,6 +48,7 @@ class Lockstep {
   std::atomic<int64_t> forwards_ = 0;  // since the last reduction
   int64_t backwards_ = 0;              // since the last reduction
   int64_t gathers_ = 0;
+  bool has_lost_gathers_ = false;
   bool is_done_ = false;
   bool warned_ = false;  // the same on all ranks
   std::string error_;    // the same on all ranks

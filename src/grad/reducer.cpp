@@ -45,10 +45,15 @@ namespace tessera {
 // The initial order is the reverse of registration; later it is the order of last use in backward.
 namespace {
 
-// How long to wait for the oldest reduction when many are in flight. A rank that is behind may
-// itself be waiting for this one, so this is not a condition, only a pause that bounds memory in
-// the usual case.
+// How long the host waits for the oldest reduction when many are in flight. A rank that is behind
+// may itself be waiting for this one, so this is not a condition, only a pause that bounds memory
+// in the usual case. The stream of a device does not wait in its place, as that would be a
+// condition; the pause is longer there, because kernels of a unit may take long, until one was in
+// vain: then the ranks use different units, and so they may again.
 constexpr auto kLongestPause = std::chrono::milliseconds(50);
+constexpr auto kLongestDevicePause = std::chrono::milliseconds(500);
+constexpr auto kShortDevicePause = std::chrono::milliseconds(1);
+constexpr int kShortBackwards = 64;
 constexpr auto kPollInterval = std::chrono::microseconds(100);
 // Bytes that may be in flight where ranks share memory and units are small, so that ranks need not
 // wait for each other at every unit.
@@ -187,8 +192,9 @@ void Reducer::check_agreed() {
   try {
     lockstep_.check();
   } catch (const c10::Error& error) {
-    // What is queued may wait for other ranks without end.
-    if (on_device_) leave(units_.front()->context(), error.what_without_backtrace());
+    // Gathers that are queued may wait for other ranks without end.
+    if (lockstep_.has_lost_gathers())
+      leave(units_.front()->context(), error.what_without_backtrace());
     throw;
   }
   TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
@@ -229,6 +235,7 @@ void Reducer::begin_backward() {
   if (is_outermost) {
     if (progress_) progress_->enter(Phase::kBackward);
     if (in_backward_) abandon_backward();
+    if (short_backwards_ > 0) --short_backwards_;
     settle_earlier();
     for (const auto& gradients : gradients_) gradients->begin_backward();
     in_backward_ = true;
@@ -309,17 +316,20 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
 }
 
 void Reducer::limit_in_flight() {
-  const auto deadline = std::chrono::steady_clock::now() + kLongestPause;
+  auto pause = kLongestPause;
+  if (on_device_) pause = short_backwards_ > 0 ? kShortDevicePause : kLongestDevicePause;
+  const auto deadline = std::chrono::steady_clock::now() + pause;
   while (!in_flight_.empty()) {
     const size_t oldest = in_flight_.front();
-    const bool is_over = gradients_[oldest]->is_reduced();
-    if (is_over || (on_device_ && in_flight_bytes_ > in_flight_limit_)) {
-      if (on_device_) gradients_[oldest]->wait_on_stream();
+    const bool is_over = in_flight_bytes_ > in_flight_limit_;
+    if (gradients_[oldest]->is_reduced()) {
+      if (on_device_) gradients_[oldest]->wait_on_stream();  // which frees what it has sent
       in_flight_bytes_ -= units_[oldest]->layout().nbytes();
       in_flight_.erase(in_flight_.begin());
-    } else if (in_flight_bytes_ > in_flight_limit_ && std::chrono::steady_clock::now() < deadline) {
+    } else if (is_over && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(kPollInterval);
     } else {
+      if (is_over && short_backwards_ == 0) short_backwards_ = kShortBackwards;
       return;
     }
   }
@@ -398,6 +408,7 @@ void Reducer::join_backward(bool has_earlier) {
   for (const auto& gradients : gradients_) gradients->begin_backward();
   listener_.on_backward_end();
   listener_.on_pass_end(true, reduce_arrived(/*done=*/true));
+  lockstep_.end_pass(units_.front()->context().unchecked_gathers);
   check_agreed();
 }
 

@@ -156,7 +156,8 @@ class Reducer {
   int no_sync_ = 0;
   bool accumulating_ = false;  // gradients of a no_sync() backward are waiting
   bool in_backward_ = false;
-  const bool on_device_;  // gradients, and so reductions, are on a device
+  const bool on_device_;     // gradients, and so reductions, are on a device
+  int short_backwards_ = 0;  // in which pauses are short, as one was in vain
   OpenBackwards backwards_;
   std::string lost_gate_;  // the parameter and the rank; all ranks agree on it
   Lockstep lockstep_;

@@ -69,7 +69,10 @@ struct MessageRow {
   void for_each(std::span<const at::Tensor> messages, const Copy& copy) const {
     int64_t begin = 0;
     for (size_t r = 0; r < messages.size(); begin += sizes[r++]) {
-      if (sizes[r] > 0) copy(messages[r].view(at::kByte), bytes.narrow(0, begin, sizes[r]));
+      if (sizes[r] == 0) continue;
+      // One element counts as contiguous with any stride, and view() wants 1.
+      const at::Tensor message = messages[r].as_strided({messages[r].numel()}, {1});
+      copy(message.view(at::kByte), bytes.narrow(0, begin, sizes[r]));
     }
   }
 

@@ -46,16 +46,6 @@ void expect_has(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << "expected \"" << part << "\" in: " << text;
 }
 
-// Where a collective waited for other ranks in vain, until the world was closed.
-void forget_faults() {
-  for (int index = 0; index < sim::device_count(); ++index) {
-    try {
-      sim::synchronize(sim::device(index));
-    } catch (const c10::DistBackendError&) {
-    }
-  }
-}
-
 TEST(BadDevices, TypesMustBeEqualOnAllRanks) {
   run_world(3, [](World& world) {
     const auto net = stack_on(world.rank() == 1 ? c10::Device(at::kCPU) : test_device());
@@ -141,7 +131,7 @@ void expect_all_are_told(std::vector<int64_t> widths, const std::string& failed)
         }
       },
       30s);
-  forget_faults();
+  forget_device_faults();
 }
 
 TEST(BadDevices, NoMemoryInTheMiddleOfAGather) {
@@ -171,7 +161,7 @@ TEST(BadDevices, ARankThatGoesOnAfterAFailedForwardIsNoticed) {
                    "rank 1 has made");
       },
       30s);
-  forget_faults();
+  forget_device_faults();
 }
 
 TEST(BadDevices, NoMemoryInTheMiddleOfAReduction) {

@@ -252,7 +252,8 @@ TEST(DistErrors, WrongShapesAreErrorsOnAllRanks) {
     error_of<c10::Error>([&] { y.clone().add_(x); });
     error_of<c10::Error>([&] { torch::mm(x, y); });
     error_of<c10::Error>([&] { torch::where(x > 0, x, y); });
-    error_of<c10::Error>([&] { distribute(numbers({4}), mesh, {}).masked_fill_(x > 0, 1); });
+    if (testing::tests_on_host())  // a kernel of the simulated device fails later
+      error_of<c10::Error>([&] { distribute(numbers({4}), mesh, {}).masked_fill_(x > 0, 1); });
     error_of<c10::Error>([&] { x.view({3, 7}); });
     expect_equal(x, numbers({5, 4}), "after the errors");
     expect_equal(x + x, numbers({5, 4}) * 2, "add");

@@ -26,8 +26,7 @@ class StreamsEnd : public ::testing::EmptyTestEventListener {
   void OnTestProgramEnd(const ::testing::UnitTest&) override {
     try {
       sim::synchronize();
-    } catch (
-        const std::exception&) {  // the fault of a test's kernel, which the test has seen or not
+    } catch (const std::exception&) {  // of a test's kernel, which the test has seen or not
     }
   }
 };
@@ -76,6 +75,15 @@ void take_test_device(int rank) {
   TORCH_CHECK(rank < guard.deviceCount(), "each rank needs a device of its own; there are ",
               static_cast<int>(guard.deviceCount()));
   guard.setDevice(at::Device(type, static_cast<c10::DeviceIndex>(rank)));
+}
+
+void forget_device_faults() {
+  for (int index = 0; test_device_kind() == "sim" && index < sim::device_count(); ++index) {
+    try {
+      sim::synchronize(sim::device(index));
+    } catch (const c10::DistBackendError&) {
+    }
+  }
 }
 
 std::string test_backend() {

@@ -21,6 +21,9 @@ at::Device test_device();
 /// Lets the calling thread, which is that of `rank`, use a device of its own.
 void take_test_device(int rank);
 
+/// Forgets the faults that collectives leave on simulated devices if a rank does not come.
+void forget_device_faults();
+
 /// The `backend` of worlds on the device; empty on the CPU.
 std::string test_backend();
 

@@ -26,7 +26,7 @@ Strategies embedding(const OpCall& call) {
   return ways;
 }
 
-// As in one process, an index without a row is an error.
+// As in one process, an index without a row is an error. On a device the kernel finds it.
 void check_indices(const at::Tensor& indices, int64_t rows) {
   if (!indices.is_cpu() || indices.numel() == 0) return;
   const auto [least, most] = at::aminmax(indices);
@@ -50,7 +50,8 @@ void local_embedding(const c10::OperatorHandle& op, const std::vector<LocalPart>
     return;
   }
   const at::Tensor own = indices.sub(rows.begin);
-  const at::Tensor elsewhere = own.lt(0).logical_or_(own.ge(rows.size()));
+  const at::Tensor is_row = indices.ge(0).logical_and_(indices.lt(parts[0].sizes[0]));
+  const at::Tensor elsewhere = own.lt(0).logical_or_(own.ge(rows.size())).logical_and_(is_row);
   stack.emplace_back(at::index_select(weight, 0, own.masked_fill(elsewhere, 0).view(-1))
                          .view(sizes)
                          .masked_fill_(elsewhere.unsqueeze(-1), 0));
