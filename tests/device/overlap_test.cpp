@@ -144,7 +144,10 @@ TEST(Overlap, TheTraceHasABarForEachOperationOnItsStream) {
   const std::string text = sim::chrome_trace(operations);
   if (const char* const file = std::getenv("TESSERA_TRACE")) std::ofstream(file) << text;
   const auto trace = nlohmann::json::parse(text);
-  ASSERT_EQ(trace.size(), operations.size());
+  // The other rank may be at the end of its world.
+  ASSERT_EQ(trace.size(), std::ranges::count_if(operations, [](const auto& operation) {
+              return operation.end != decltype(operation.end)();
+            }));
   std::set<int64_t> gathers, kernels;
   for (const auto& bar : trace) {
     EXPECT_GE(bar.at("ts"), bar.at("args").at("issued"));

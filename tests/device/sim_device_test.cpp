@@ -191,6 +191,7 @@ TEST(SimDeviceStreams, GenericInterfaceOfAcceleratorsWorks) {
   c10::Event start(c10::kPrivateUse1, c10::EventFlag::BACKEND_DEFAULT);
   c10::Event end(c10::kPrivateUse1, c10::EventFlag::BACKEND_DEFAULT);
   start.record(side);
+  start.synchronize();
   sim::Hold hold(side);
   end.record(side);
   EXPECT_FALSE(side.query());

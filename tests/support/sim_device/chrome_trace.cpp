@@ -12,6 +12,7 @@ std::string chrome_trace(const std::vector<LoggedOperation>& operations) {
     return std::chrono::duration<double, std::micro>(duration).count();
   };
   for (const LoggedOperation& operation : operations) {
+    if (operation.end == decltype(operation.end)()) continue;
     events.push_back({{"ph", "X"},
                       {"name", operation.name},
                       {"pid", operation.device},

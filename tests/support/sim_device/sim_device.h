@@ -103,8 +103,9 @@ class Log {
   std::vector<LoggedOperation> operations() const;
 };
 
-/// Returns the operations as a Chrome trace (chrome://tracing, Perfetto): a process for each
-/// device, a thread for each stream, times in microseconds from the issue of the first one.
+/// Returns the operations that have ended as a Chrome trace (chrome://tracing, Perfetto): a process
+/// for each device, a thread for each stream, times in microseconds from the issue of the first
+/// one.
 std::string chrome_trace(const std::vector<LoggedOperation>& operations);
 
 /// Operators that made the host wait since the last use(): those whose outputs' sizes depend on
