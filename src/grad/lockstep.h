@@ -9,8 +9,8 @@
 
 namespace tessera {
 
-/// The numbers of forwards, backwards and steps that this rank has made with one model, and their
-/// comparison with those of the other ranks.
+/// The numbers of forwards, backwards, steps and gathers that this rank has made with one model,
+/// and their comparison with those of the other ranks.
 ///
 /// See [Note: Ranks that are behind] in lockstep.cpp.
 class Lockstep {
@@ -34,6 +34,8 @@ class Lockstep {
   /// Throws once, on all ranks, if they had made different numbers of steps, or of gathers, at the
   /// last comparison.
   void check();
+  /// Returns the error that `check()` will throw; empty if there is none.
+  const std::string& error() const { return error_; }
   /// Returns true if ranks differed in their gathers: their parameters are wrong.
   bool has_lost_gathers() const { return has_lost_gathers_; }
 

@@ -189,14 +189,9 @@ void Reducer::take_given() {
 
 // Called on all ranks, which agree on the outcome, when the rest of the backward is done.
 void Reducer::check_agreed() {
-  try {
-    lockstep_.check();
-  } catch (const c10::Error& error) {
-    // Gathers that are queued may wait for other ranks without end.
-    if (lockstep_.has_lost_gathers())
-      leave(units_.front()->context(), error.what_without_backtrace());
-    throw;
-  }
+  // Gathers that are queued may wait for other ranks without end.
+  if (lockstep_.has_lost_gathers()) leave(units_.front()->context(), lockstep_.error());
+  lockstep_.check();
   TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
               " was replaced after the model was sharded, and with it the hook that reduces its gradient. Set hooks "
               "with Tensor::register_hook() or torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
@@ -337,7 +332,7 @@ void Reducer::limit_in_flight() {
 
 // Makes `used_` the same on all ranks, compares how far they are, and returns the highest vote.
 PassVote Reducer::agree_on_use(bool done) {
-  check_in_step(units_.front()->context(), "reduce gradients");
+  check_in_step(units_.front()->context(), "reduce", "gradients");
   std::vector<uint8_t> own;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {

@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "device/device.h"
 #include "device/side_stream.h"
 #include "model/sharded_state.h"
 

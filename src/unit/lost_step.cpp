@@ -27,17 +27,16 @@ void rethrow_as_lost(UnitContext& context, const std::string& failed) {
                                error.what_without_backtrace()));
     error.add_context(fmt::format(
         "[tessera] {}, and has told the others: the model is lost. Start again from a checkpoint. "
-        "If "
-        "memory was lacking: plan.prefetch, plan.unit_bytes and plan.level decide how much is "
+        "If memory was lacking: plan.prefetch, plan.unit_bytes and plan.level decide how much is "
         "gathered and reduced at a time",
         what));
     throw;
   }
 }
 
-void check_in_step(const UnitContext& context, const std::string& wanted) {
-  TORCH_CHECK_WITH(DistBackendError, context.lost.empty(), "[tessera] this rank can't ", wanted,
-                   " any more: ", context.lost);
+void check_in_step(const UnitContext& context, std::string_view verb, std::string_view object) {
+  TORCH_CHECK_WITH(DistBackendError, context.lost.empty(), "[tessera] this rank can't ", verb, " ",
+                   object, " any more: ", context.lost);
 }
 
 }  // namespace tessera

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "unit/unit.h"
 
@@ -16,7 +17,8 @@ void leave(UnitContext& context, const std::string& why);
 /// model is lost. If a connection has failed, only throws the exception.
 [[noreturn]] void rethrow_as_lost(UnitContext& context, const std::string& failed);
 
-/// Throws `c10::DistBackendError` if the context's model is lost.
-void check_in_step(const UnitContext& context, const std::string& wanted);
+/// Throws `c10::DistBackendError` if the context's model is lost: this rank can't "gather unit
+/// 'x'", the verb and its object.
+void check_in_step(const UnitContext& context, std::string_view verb, std::string_view object);
 
 }  // namespace tessera

@@ -119,7 +119,7 @@ void Unit::unshard() {
     return;
   }
   wait();
-  check_in_step(context_, "gather " + label_);
+  check_in_step(context_, "gather", label_);
   context_.watch.before_change();
   try {
     begin_gather();

@@ -4,12 +4,12 @@
 #include <torch/torch.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
+#include "device/sim_tensors.h"
 #include "support/even_stack.h"
 #include "support/models.h"
 #include "support/run_world.h"
@@ -19,27 +19,15 @@ namespace tessera {
 namespace bad_input_test {
 
 using namespace testing;
+using sim_tensors::error_of;
 using namespace std::chrono_literals;
 
 constexpr int64_t kWidth = 64, kLayers = 4, kRows = 4;
-
-// Worlds of this program are on the simulated device.
-const int kSimulates = ::setenv("TESSERA_TEST_DEVICE", "sim", /*overwrite=*/1);
 
 std::shared_ptr<EvenStack> stack_on(c10::Device device) {
   auto net = seeded(7, [] { return std::make_shared<EvenStack>(kWidth, kLayers); });
   net->to(device);
   return net;
-}
-
-template <class Call>
-std::string message_of(const Call& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 void expect_has(const std::string& text, const std::string& part) {
@@ -49,7 +37,7 @@ void expect_has(const std::string& text, const std::string& part) {
 TEST(BadDevices, TypesMustBeEqualOnAllRanks) {
   run_world(3, [](World& world) {
     const auto net = stack_on(world.rank() == 1 ? c10::Device(at::kCPU) : test_device());
-    const std::string error = message_of([&] { fully_shard(net); });
+    const std::string error = error_of([&] { fully_shard(net); });
     expect_has(error, "must be the same on all ranks");
     expect_has(error, "rank 0 has 'fc0.weight' Float [64, 64] with strides [64, 1] on sim");
     expect_has(error, "rank 1 has 'fc0.weight' Float [64, 64] with strides [64, 1] on cpu");
@@ -59,7 +47,7 @@ TEST(BadDevices, TypesMustBeEqualOnAllRanks) {
 TEST(BadDevices, TwoRanksOnOne) {
   run_world(3, [](World& world) {
     const auto net = stack_on(sim::device(world.rank() == 2 ? 0 : world.rank()));
-    const std::string error = message_of([&] { fully_shard(net); });
+    const std::string error = error_of([&] { fully_shard(net); });
     expect_has(error, "ranks 0 and 2 have their parameters on one");
     expect_has(error, "World::local_rank()");
   });
@@ -70,7 +58,7 @@ TEST(BadDevices, APlanNeedsOneThatIsThere) {
     const auto net = stack_on(c10::Device(at::kCPU));
     ShardPlan plan;
     if (world.rank() == 1) plan.device = c10::Device(c10::DeviceType::PrivateUse1, 9);
-    const std::string error = message_of([&] { fully_shard(net, plan); });
+    const std::string error = error_of([&] { fully_shard(net, plan); });
     expect_has(error, "4 devices of type");
     // The plan of rank 0 is in order: nothing has changed, and the next call is fine.
     const ShardedModule sharded = fully_shard(net, {.device = test_device()});
@@ -84,7 +72,7 @@ TEST(BadDevices, ConnectionsOfTheHostDoNotCarryTheirTensors) {
     const auto keys = c10::make_intrusive<c10d::PrefixStore>("gloo alone", world.store());
     const auto host = gloo_process_group(keys, world.rank(), world.size(), 20s);
     const auto net = stack_on(test_device());
-    const std::string error = message_of([&] { fully_shard(net, {.process_group = host}); });
+    const std::string error = error_of([&] { fully_shard(net, {.process_group = host}); });
     expect_has(error, "init({.backend = ...}), with one of nccl, simccl");
   });
 }
@@ -119,7 +107,7 @@ void expect_all_are_told(std::vector<int64_t> widths, const std::string& failed)
         if (world.rank() == 1)
           sim::set_memory_limit(test_device(), sim::memory(test_device()).live + (24 << 10));
         const auto start = std::chrono::steady_clock::now();
-        const std::string error = message_of([&] { step(1); });
+        const std::string error = error_of([&] { step(1); });
         EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
         expect_has(error, "rank 1");
         expect_has(error, "out of memory");
@@ -127,7 +115,7 @@ void expect_all_are_told(std::vector<int64_t> widths, const std::string& failed)
         if (world.rank() == 1) {
           expect_has(error, "plan.prefetch");
           sim::set_memory_limit(test_device(), int64_t{1} << 30);
-          expect_has(message_of([&] { step(2); }), "any more");
+          expect_has(error_of([&] { step(2); }), "any more");
         }
       },
       30s);
@@ -155,7 +143,7 @@ TEST(BadDevices, ARankThatGoesOnAfterAFailedForwardIsNoticed) {
         pass(1);
         if (world.rank() == 1)
           net->fcs[1]->forward(net->fcs[0]->forward(global_batch(2, 4, 64, 1).x));
-        expect_has(message_of([&] {
+        expect_has(error_of([&] {
                      for (int64_t number = 2; number < 5; ++number) pass(number);
                    }),
                    "rank 1 has made");

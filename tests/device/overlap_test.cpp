@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "device/sim_tensors.h"
 #include "support/even_stack.h"
 #include "support/models.h"
 #include "support/run_world.h"
@@ -25,9 +26,6 @@ using namespace testing;
 
 constexpr int64_t kWidth = 64, kLayers = 4, kRows = 4;
 constexpr int64_t kUnitBytes = kWidth * kWidth * 4;
-
-// Worlds of this program are on the simulated device.
-const int kSimulates = ::setenv("TESSERA_TEST_DEVICE", "sim", /*overwrite=*/1);
 
 // A model of which each layer is a unit, on one rank.
 struct Training {

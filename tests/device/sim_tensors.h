@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -16,6 +17,9 @@ namespace tessera::sim_tensors {
 using Tensors = std::vector<at::Tensor>;
 
 inline constexpr int kSeeds = 20;
+
+/// Worlds of this program are on the simulated device.
+inline const int kSimulates = ::setenv("TESSERA_TEST_DEVICE", "sim", /*overwrite=*/1);
 
 inline at::TensorOptions on(int device, at::ScalarType dtype = at::kFloat) {
   return at::TensorOptions().device(testing::sim::device(device)).dtype(dtype);
