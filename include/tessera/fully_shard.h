@@ -116,6 +116,13 @@ class TESSERA_API ShardedModule {
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
 
+  /// Returns this rank's part of a parameter's reduced gradient, to be read or changed: the elements
+  /// that this rank updates, in one dimension, or with the parameter's shape under
+  /// `Partition::kWholeParam`. Undefined if it has none, or if all of it lies on other ranks. Waits
+  /// for reductions in progress. Not collective.
+  at::Tensor local_grad(const at::Tensor& parameter);
+  at::Tensor local_grad(const std::string& name);
+
   /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
   /// parameters that the next backward does not use with zero gradients. Not collective, but all
   /// ranks must call it.
@@ -268,5 +275,9 @@ auto fully_shard(const Holder& holder, const ShardPlan& plan = {}) {
 }
 /// The same for a scripted module, which is itself a handle.
 TESSERA_API ShardedModule fully_shard(torch::jit::Module& module, const ShardPlan& plan = {});
+/// The same for tensors by name, whatever holds them: a module of another language, say. A tensor
+/// may have several names. The tensors themselves are changed; keep them to train them.
+TESSERA_API ShardedModule fully_shard(std::vector<NamedTensor> parameters,
+                                      std::vector<NamedTensor> buffers, const ShardPlan& plan = {});
 
 }  // namespace tessera

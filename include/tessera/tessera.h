@@ -17,6 +17,7 @@
 #include <tessera/dist_optimizer.h>
 #include <tessera/dist_tensor.h>
 #include <tessera/distribute_module.h>
+#include <tessera/foreign_optimizer.h>
 #include <tessera/fully_shard.h>
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>

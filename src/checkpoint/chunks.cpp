@@ -53,9 +53,8 @@ void ChunkCollector::add_masters(const ModelView& view) {
 void ChunkCollector::add_optimizer(const ModelView& view) {
   OptimizerRecord& record = contents_.index.optimizer.emplace();
   record.kind = optimizer_kind(*view.optimizer);
-  for (auto& group : view.optimizer->param_groups()) {
-    record.param_groups.push_back({.options = read_options(record.kind, group)});
-  }
+  for (size_t group = 0; group < view.optimizer->param_groups().size(); ++group)
+    record.param_groups.push_back({.options = read_options(*view.optimizer, group)});
   for (const OptimizedParam& optimized : view.optimized) {
     const ParamView& param = view.params[optimized.param];
     record.param_groups[optimized.param_group].params.push_back(param.name());

@@ -182,15 +182,14 @@ class Loader {
     torch::optim::Optimizer& optimizer = *view_.optimizer;
     for (const StateTarget& target : states_) {
       if (target.state.tensors.empty() && target.state.counts.empty()) {
-        optimizer.state().erase(target.param.unsafeGetTensorImpl());
+        erase_param_state(optimizer, target.param);
       } else {
         write_param_state(optimizer, target.param, target.state);
       }
     }
     const OptimizerRecord& record = *index().optimizer;
     for (size_t group = 0; group < record.param_groups.size(); ++group) {
-      write_options(record.kind, optimizer.param_groups()[group],
-                    record.param_groups[group].options);
+      write_options(optimizer, group, record.param_groups[group].options);
     }
   }
 

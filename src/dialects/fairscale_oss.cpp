@@ -1,9 +1,9 @@
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
 #include <tessera/world.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -118,17 +118,10 @@ std::vector<std::vector<at::Tensor>> AnyOss::partition_parameters() const {
 }
 
 at::Tensor AnyOss::gradient(const at::Tensor& param) {
-  ShardedOptimizer& sharded = impl_->ready();
-  ShardedState& state = *sharded.module().state();
-  state.reducer().settle();
-  const auto place = state.find(param);
-  for (const Segment& segment : segments_of(sharded)) {
-    if (place != segment.place) continue;
-    const at::Tensor gradient = reduced_gradient(state, segment);
-    if (!gradient.defined()) return gradient;
-    return at::as_strided(gradient, param.sizes(), param.strides(), gradient.storage_offset());
-  }
-  TORCH_CHECK_VALUE(false, "[OSS] the tensor must be a parameter of the optimizer; got one of shape ", param.sizes());
+  const auto own = impl_->params();
+  TORCH_CHECK_VALUE(std::any_of(own.begin(), own.end(), [&](const at::Tensor& other) { return other.is_same(param); }),
+                    "[OSS] the tensor must be a parameter of the optimizer; got one of shape ", param.sizes());
+  return impl_->ready().module().local_grad(param);
 }
 
 void AnyOss::unwrap() {

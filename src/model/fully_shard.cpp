@@ -239,4 +239,9 @@ ShardedModule fully_shard(torch::jit::Module& module, const ShardPlan& plan) {
   return ShardedModule(detail::shard(module, plan));
 }
 
+ShardedModule fully_shard(std::vector<NamedTensor> parameters, std::vector<NamedTensor> buffers,
+                          const ShardPlan& plan) {
+  return ShardedModule(ShardedState::create(std::move(parameters), std::move(buffers), plan));
+}
+
 }  // namespace tessera

@@ -14,6 +14,19 @@ namespace {
 // By `ShardLevel`.
 constexpr std::array kLevelNames = {"none", "optimizer state", "gradients", "parameters"};
 
+ParamIndex place_of(const ShardedState& state, const at::Tensor& parameter, const char* function) {
+  const auto place = state.find(parameter);
+  TORCH_CHECK_VALUE(place, "[", function, "] the tensor must be a parameter of the sharded model; got one of shape ",
+                    parameter.sizes());
+  return *place;
+}
+
+ParamIndex place_of(const ShardedState& state, const std::string& name, const char* function) {
+  const auto place = state.find(name);
+  TORCH_CHECK_VALUE(place, "[", function, "] the sharded model has no parameter '", name, "'");
+  return *place;
+}
+
 }  // namespace
 
 ShardedModule::ShardedModule(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
@@ -74,16 +87,17 @@ void ShardedModule::refuse_to_cast() {
 }
 
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
-  const auto place = state()->find(parameter);
-  TORCH_CHECK_VALUE(place, "[full_grad] the tensor must be a parameter of the sharded model; got one of shape ",
-                    parameter.sizes());
-  return state()->full_grad(*place);
+  return state()->full_grad(place_of(*state(), parameter, "full_grad"));
+}
+at::Tensor ShardedModule::full_grad(const std::string& name) {
+  return state()->full_grad(place_of(*state(), name, "full_grad"));
 }
 
-at::Tensor ShardedModule::full_grad(const std::string& name) {
-  const auto place = state()->find(name);
-  TORCH_CHECK_VALUE(place, "[full_grad] the sharded model has no parameter '", name, "'");
-  return state()->full_grad(*place);
+at::Tensor ShardedModule::local_grad(const at::Tensor& parameter) {
+  return state()->local_grad(place_of(*state(), parameter, "local_grad"));
+}
+at::Tensor ShardedModule::local_grad(const std::string& name) {
+  return state()->local_grad(place_of(*state(), name, "local_grad"));
 }
 
 void ShardedModule::zero_grad(bool set_to_none) {

@@ -1,6 +1,7 @@
 #include "model/sharded_state.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <tessera/deferred_init.h>
@@ -263,6 +264,19 @@ at::Tensor ShardedState::full_grad(const ParamIndex& place) {
     work->wait_inputs();
   }
   return global_value(param, view_param(param, full)).clone();
+}
+
+at::Tensor ShardedState::local_grad(const ParamIndex& place) {
+  at::NoGradGuard no_grad;
+  reducer_->settle();
+  const UnitGradients& gradients = *reducer_->gradients()[place.unit];
+  const ParamSlot& param = slot(place);
+  const Unit& unit = *units_[place.unit];
+  const auto [begin, end] = unit.updated_range(param);
+  if (begin == end || !gradients.is_live(place.slot)) return {};
+  const at::Tensor part = gradients.reduced(begin, end);
+  const bool is_whole = unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
+  return is_whole ? at::as_strided(part, param.sizes, param.strides, part.storage_offset()) : part;
 }
 
 std::vector<double> ShardedState::clip_call(double max_norm, const ClipOptions& options) const {

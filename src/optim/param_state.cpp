@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "optim/cpu_adam_step.h"
+#include "optim/foreign_state.h"
 #include "optim/optimizer_kinds.h"
 
 namespace tessera {
@@ -20,21 +21,51 @@ void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
                               "Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD; got another class");
 }
 
-// Calls `f` with each option's name and a reference to its double or bool.
-template <class F>
-void visit_options(const std::string& kind_name, torch::optim::OptimizerParamGroup& group, F&& f) {
-  with_kind(kind_name, [&](auto kind) {
-    kind.visit_options(static_cast<typename decltype(kind)::Options&>(group.options()), f);
+template <class Options>
+Options default_options() {
+  if constexpr (std::is_default_constructible_v<Options>) {
+    return Options();
+  } else {
+    return Options(/*lr=*/0);
+  }
+}
+
+template <class Kind, class Options>
+void set_options(Kind kind, Options& options, const std::map<std::string, double>& values) {
+  kind.visit_options(options, [&](const char* name, auto& value) {
+    const auto it = values.find(name);
+    if (it != values.end())
+      value = static_cast<std::remove_reference_t<decltype(value)>>(it->second);
   });
+}
+
+// Calls `f(kind, options)` with the kind and the options of a param group; throws if there is none.
+template <class F>
+void with_options(const torch::optim::Optimizer& optimizer,
+                  torch::optim::OptimizerParamGroup& param_group, F&& f) {
+  const auto call = [&](auto kind) {
+    f(kind, static_cast<typename decltype(kind)::Options&>(param_group.options()));
+  };
+  const ForeignOptimizer* const foreign = as_foreign(optimizer);
+  if (!foreign) return with_known_kind(optimizer, call);
+  const auto numbers = foreign_options(*foreign, &param_group - optimizer.param_groups().data());
+  const bool is_known = with_kind(foreign->kind(), [&](auto kind) {
+    auto options = default_options<typename decltype(kind)::Options>();
+    set_options(kind, options, numbers);
+    f(kind, options);
+  });
+  TORCH_CHECK_NOT_IMPLEMENTED(is_known, "[tessera] which tensors an optimizer will make is known only for Adagrad, Adam, "
+                              "AdamW, RMSprop and SGD; got ", foreign->kind());
 }
 
 }  // namespace
 
 bool knows_state(const torch::optim::Optimizer& optimizer) {
-  return with_kind(optimizer, [](auto) {});
+  return as_foreign(optimizer) || with_kind(optimizer, [](auto) {});
 }
 
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+  if (const auto* foreign = as_foreign(optimizer)) return foreign_param_state(*foreign, param);
   ParamState result;
   const auto& states = optimizer.state();
   const auto it = states.find(param.unsafeGetTensorImpl());
@@ -52,6 +83,7 @@ ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::
 
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& source) {
+  if (auto* foreign = as_foreign(optimizer)) return foreign->write_state(param, values_of(source));
   with_known_kind(optimizer, [&](auto kind) {
     auto state = std::make_unique<typename decltype(kind)::State>();
     kind.visit_state(
@@ -68,8 +100,45 @@ void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& par
   });
 }
 
+void move_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& from,
+                      const at::Tensor& to) {
+  if (auto* foreign = as_foreign(optimizer)) {
+    const auto values = foreign->read_state(from);
+    foreign->write_state(from, {});
+    return foreign->write_state(to, values);
+  }
+  auto& states = optimizer.state();
+  const auto it = states.find(from.unsafeGetTensorImpl());
+  if (it == states.end()) return;
+  auto own = std::move(it->second);
+  states.erase(it);
+  states[to.unsafeGetTensorImpl()] = std::move(own);
+}
+
+void erase_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+  if (auto* foreign = as_foreign(optimizer)) return foreign->write_state(param, {});
+  optimizer.state().erase(param.unsafeGetTensorImpl());
+}
+
+void erase_state(torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& param : group.params()) erase_param_state(optimizer, param);
+  optimizer.state().clear();
+}
+
+bool has_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param) {
+  if (const auto* foreign = as_foreign(optimizer)) return !foreign->read_state(param).empty();
+  return optimizer.state().count(param.unsafeGetTensorImpl()) > 0;
+}
+
 void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                            const std::function<at::Tensor(const at::Tensor&)>& f) {
+  if (auto* foreign = as_foreign(optimizer)) {
+    ParamState state = foreign_param_state(*foreign, param);
+    if (state.tensors.empty()) return;
+    for (auto& [name, tensor] : state.tensors) tensor = f(tensor);
+    return foreign->write_state(param, values_of(state));
+  }
   const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
   if (it == optimizer.state().end()) return;
   with_known_kind(optimizer, [&](auto kind) {
@@ -85,10 +154,8 @@ void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor&
 std::vector<std::string> state_names(const torch::optim::Optimizer& optimizer,
                                      torch::optim::OptimizerParamGroup& param_group) {
   std::vector<std::string> names;
-  with_known_kind(optimizer, [&](auto kind) {
-    using Options = typename decltype(kind)::Options;
-    names = kind.state_names(static_cast<Options&>(param_group.options()));
-  });
+  with_options(optimizer, param_group,
+               [&](auto kind, auto& options) { names = kind.state_names(options); });
   return names;
 }
 
@@ -98,12 +165,11 @@ at::ScalarType state_dtype(const torch::optim::Optimizer& optimizer, at::ScalarT
 
 void make_param_state(torch::optim::Optimizer& optimizer,
                       torch::optim::OptimizerParamGroup& param_group, const at::Tensor& param) {
-  if (optimizer.state().count(param.unsafeGetTensorImpl())) return;
+  if (has_param_state(optimizer, param)) return;
   const auto names = state_names(optimizer, param_group);
   bool starts_with_zeros = false;
-  with_known_kind(optimizer, [&](auto kind) {
-    using Options = typename decltype(kind)::Options;
-    starts_with_zeros = kind.starts_with_zeros(static_cast<Options&>(param_group.options()));
+  with_options(optimizer, param_group, [&](auto kind, auto& options) {
+    starts_with_zeros = kind.starts_with_zeros(options);
   });
   if (names.empty() || !starts_with_zeros) return;
   ParamState state;
@@ -123,6 +189,13 @@ int64_t ParamState::nbytes() const {
 
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
   int64_t total = 0;
+  if (const auto* foreign = as_foreign(optimizer)) {
+    for (const auto& group : optimizer.param_groups())
+      for (const at::Tensor& param : group.params())
+        for (const auto& [name, value] : foreign->read_state(param))
+          if (value.isTensor()) total += static_cast<int64_t>(value.toTensor().nbytes());
+    return total;
+  }
   with_kind(optimizer, [&](auto kind) {
     for (const auto& entry : optimizer.state()) {
       kind.visit_state(
@@ -137,26 +210,28 @@ int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
 }
 
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer) {
+  if (const auto* foreign = as_foreign(optimizer)) return foreign->kind();
   std::string name;
   with_known_kind(optimizer, [&](auto kind) { name = kind.kName; });
   return name;
 }
 
-std::map<std::string, double> read_options(const std::string& kind,
-                                           torch::optim::OptimizerParamGroup& group) {
+std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, size_t param_group) {
+  if (const auto* foreign = as_foreign(optimizer)) return foreign_options(*foreign, param_group);
   std::map<std::string, double> values;
-  visit_options(kind, group,
-                [&](const char* name, auto& value) { values[name] = static_cast<double>(value); });
+  with_options(optimizer, optimizer.param_groups()[param_group], [&](auto kind, auto& options) {
+    kind.visit_options(
+        options, [&](const char* name, auto& value) { values[name] = static_cast<double>(value); });
+  });
   return values;
 }
 
-void write_options(const std::string& kind, torch::optim::OptimizerParamGroup& group,
+void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values) {
-  visit_options(kind, group, [&](const char* name, auto& value) {
-    const auto it = values.find(name);
-    if (it != values.end())
-      value = static_cast<std::remove_reference_t<decltype(value)>>(it->second);
-  });
+  if (auto* foreign = as_foreign(optimizer))
+    return set_foreign_options(*foreign, param_group, values);
+  with_options(optimizer, optimizer.param_groups()[param_group],
+               [&](auto kind, auto& options) { set_options(kind, options, values); });
 }
 
 }  // namespace tessera

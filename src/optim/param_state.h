@@ -27,12 +27,21 @@ struct ParamState {
 };
 
 /// Returns the state of a parameter; empty if it has none. Throws `c10::NotImplementedError` for an
-/// optimizer other than `CPUAdam` and LibTorch's Adagrad, Adam, AdamW, RMSprop and SGD.
+/// optimizer other than a `ForeignOptimizer`, `CPUAdam` and LibTorch's Adagrad, Adam, AdamW, RMSprop
+/// and SGD.
 ParamState read_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
 
 /// Sets the state of a parameter.
 void write_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param,
                        const ParamState& state);
+
+/// Make the state of `from`, whatever it is, that of `to`; or remove a parameter's state, or all.
+/// For optimizers of any class.
+void move_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& from,
+                      const at::Tensor& to);
+void erase_param_state(torch::optim::Optimizer& optimizer, const at::Tensor& param);
+void erase_state(torch::optim::Optimizer& optimizer);
+bool has_param_state(const torch::optim::Optimizer& optimizer, const at::Tensor& param);
 
 /// Replaces each tensor of a parameter's state by `f` of it, without a new state object.
 void replace_state_tensors(torch::optim::Optimizer& optimizer, const at::Tensor& param,
@@ -60,17 +69,16 @@ void make_param_state(torch::optim::Optimizer& optimizer,
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer);
 
 /// Returns the class that the optimizer is or derives from: LibTorch's `Adagrad`, `Adam`, `AdamW`,
-/// `RMSprop` or `SGD`, or `CPUAdam`. Throws as `read_param_state` does.
+/// `RMSprop` or `SGD`, or `CPUAdam`; for a `ForeignOptimizer`, its `kind()`. Throws as
+/// `read_param_state` does.
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 /// Returns the options of a param group by LibTorch's names; flags are 0 or 1, and a pair such as
 /// `betas` becomes `beta1` and `beta2`.
-std::map<std::string, double> read_options(const std::string& optimizer_kind,
-                                           torch::optim::OptimizerParamGroup& param_group);
+std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, size_t param_group);
 
 /// Sets the options that `values` contain.
-void write_options(const std::string& optimizer_kind,
-                   torch::optim::OptimizerParamGroup& param_group,
+void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values);
 
 }  // namespace tessera

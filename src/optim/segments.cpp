@@ -39,13 +39,10 @@ std::string foreign_step_error(const ParamSlot& slot) {
 
 void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, const ParamSlot& slot,
                 const Segment* segment) {
-  const auto it = optimizer.state().find(param.unsafeGetTensorImpl());
-  if (it == optimizer.state().end()) return;
+  if (!has_param_state(optimizer, param)) return;
   if (segment && !slot.dist && segment->tensor.sizes() == param.sizes()) {
     // The state is whole, so it can be moved for any class of optimizers.
-    auto own = std::move(it->second);
-    optimizer.state().erase(it);
-    optimizer.state()[segment->tensor.unsafeGetTensorImpl()] = std::move(own);
+    move_param_state(optimizer, param, segment->tensor);
     return;
   }
   if (segment) {
@@ -54,7 +51,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
       tensor = cut_segment(slot, *segment, local_of(tensor));
     write_param_state(optimizer, segment->tensor, state);
   }
-  optimizer.state().erase(param.unsafeGetTensorImpl());
+  erase_param_state(optimizer, param);
 }
 
 // Makes the tensor that the optimizer holds for a parameter on other ranks. Without elements or
@@ -155,15 +152,9 @@ void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& opt
                                 "' is cut");
   }
   give_back_parameters(state, optimizer, segments);
-  auto& states = optimizer.state();
   for (const Segment& segment : segments) {
-    const at::Tensor param = state.slot(segment.place).tensor();
-    if (!segment.tensor.defined()) continue;
-    const auto it = states.find(segment.tensor.unsafeGetTensorImpl());
-    if (it == states.end()) continue;
-    auto own = std::move(it->second);
-    states.erase(it);
-    states[param.unsafeGetTensorImpl()] = std::move(own);
+    if (segment.tensor.defined())
+      move_param_state(optimizer, segment.tensor, state.slot(segment.place).tensor());
   }
 }
 

@@ -356,8 +356,8 @@ void ShardedOptimizer::unwrap() {
   at::NoGradGuard no_grad;
   const OptimizerStateDict whole = full_state_dict(*this, /*recipient=*/-1);
   torch::optim::Optimizer& optimizer = *impl_->optimizer;
+  erase_state(optimizer);
   give_back_parameters(impl_->state(), optimizer, impl_->segments);
-  optimizer.state().clear();
   replace_state(optimizer, whole, "unwrap");
   impl_->leave();
 }

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "grad/grad_gate.h"
+#include "optim/foreign_state.h"
 #include "optim/master_digits.h"
 #include "optim/optimizer_archive.h"
 
@@ -92,19 +93,31 @@ std::vector<int64_t> match_params(const torch::optim::Optimizer& optimizer,
 
 PreviousState::PreviousState(torch::optim::Optimizer& optimizer, const char* function)
     : optimizer_(&optimizer) {
-  std::swap(state_, optimizer.state());
+  exchange_state();
   try {
     options_ = save_optimizer(optimizer);
     parse_optimizer(options_, function);
   } catch (...) {
-    std::swap(state_, optimizer.state());
+    exchange_state();
     throw;
   }
 }
 
+void PreviousState::exchange_state() {
+  std::swap(state_, optimizer_->state());
+  ForeignOptimizer* const foreign = as_foreign(*optimizer_);
+  if (!foreign) return;
+  const auto earlier = std::exchange(foreign_, {});
+  for (const at::Tensor& param : distinct_params(*foreign)) {
+    foreign_.emplace_back(param, foreign->read_state(param));
+    foreign->write_state(param, {});
+  }
+  for (const auto& [param, values] : earlier) foreign->write_state(param, values);
+}
+
 PreviousState::~PreviousState() {
   if (!optimizer_) return;
-  std::swap(state_, optimizer_->state());
+  exchange_state();
   try {
     load_optimizer(*optimizer_, options_);
   } catch (const std::exception& error) {
@@ -127,7 +140,7 @@ void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& sta
     if (values) own.state[static_cast<int64_t>(number)] = std::move(*values);
   }
   load_optimizer(optimizer, write_optimizer(own));
-  TORCH_CHECK_NOT_IMPLEMENTED(own.state.empty() || !optimizer.state().empty(), "[", function,
+  TORCH_CHECK_NOT_IMPLEMENTED(own.state.empty() || as_foreign(optimizer) || !optimizer.state().empty(), "[", function,
                               "] the class of the optimizer must override load(), too; it has taken no state");
 }
 

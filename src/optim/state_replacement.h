@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <tessera/foreign_optimizer.h>
 #include <tessera/optimizer_state_dict.h>
 #include <torch/optim/optimizer.h>
 
@@ -9,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace tessera {
@@ -32,9 +34,12 @@ class PreviousState {
   void drop() { optimizer_ = nullptr; }
 
  private:
+  void exchange_state();
+
   torch::optim::Optimizer* optimizer_;  // null once dropped
   std::string options_;                 // an archive without state
   std::remove_reference_t<decltype(optimizer_->state())> state_;
+  std::vector<std::pair<at::Tensor, ForeignOptimizer::Values>> foreign_;  // by parameter
 };
 
 /// Returns the values for parameter `number`, made from those in the dict; nothing if it gets no

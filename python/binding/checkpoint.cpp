@@ -1,0 +1,89 @@
+// Checkpoints.
+#include <tessera/async_checkpoint.h>
+#include <tessera/checkpoint.h>
+
+#include <tessera/grad_scaler.h>
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "sharded_optimizer.h"
+
+namespace tessera::python {
+namespace {
+
+using Path = std::filesystem::path;
+using Numbers = std::map<std::string, double>;
+using OptimizerPtr = std::shared_ptr<ShardedPythonOptimizer>;
+
+SaveOptions save_options(Numbers numbers, StateDict rank_state,
+                         const std::shared_ptr<GradScaler>& scaler, bool whole_parameters,
+                         bool random_state, int keep_last) {
+  return {.numbers = std::move(numbers),
+          .whole_parameters = whole_parameters,
+          .scaler = scaler.get(),
+          .rank_state = std::move(rank_state),
+          .random_state = random_state,
+          .keep_last = keep_last};
+}
+
+// Calls `use` with the engine's optimizer, or with null.
+template <class Use>
+void with(const OptimizerPtr& optimizer, const Use& use) {
+  if (!optimizer) return use(static_cast<ShardedOptimizer*>(nullptr));
+  optimizer->use([&](ShardedOptimizer& sharded) { use(&sharded); });
+}
+
+void save(const Path& path, const ShardedModule& model, const OptimizerPtr& optimizer,
+          Numbers numbers, StateDict rank_state, const std::shared_ptr<GradScaler>& scaler,
+          bool whole_parameters, bool random_state, int keep_last) {
+  const SaveOptions options = save_options(std::move(numbers), std::move(rank_state), scaler,
+                                           whole_parameters, random_state, keep_last);
+  with(optimizer,
+       [&](ShardedOptimizer* sharded) { save_checkpoint(path, model, sharded, options); });
+}
+
+auto load(const Path& path, ShardedModule& model, const OptimizerPtr& optimizer,
+          const std::shared_ptr<GradScaler>& scaler, bool random_state, bool allow_missing,
+          bool allow_unexpected) {
+  LoadedCheckpoint loaded;
+  with(optimizer, [&](ShardedOptimizer* sharded) {
+    loaded = load_checkpoint(path, model, sharded,
+                             {.scaler = scaler.get(),
+                              .random_state = random_state,
+                              .allow_missing = allow_missing,
+                              .allow_unexpected = allow_unexpected});
+  });
+  return std::make_tuple(loaded.numbers, loaded.rank_state, loaded.missing, loaded.unexpected);
+}
+
+void save_async(AsyncCheckpointer& checkpointer, const Path& path, const ShardedModule& model,
+                const OptimizerPtr& optimizer, Numbers numbers, StateDict rank_state,
+                const std::shared_ptr<GradScaler>& scaler, bool random_state, int keep_last) {
+  const SaveOptions options = save_options(std::move(numbers), std::move(rank_state), scaler,
+                                           /*whole_parameters=*/false, random_state, keep_last);
+  with(optimizer,
+       [&](ShardedOptimizer* sharded) { checkpointer.save(path, model, sharded, options); });
+}
+
+}  // namespace
+
+void bind_checkpoint(py::module_& module) {
+  module.def("save_checkpoint", &save, Waits());
+  module.def("load_checkpoint", &load, Waits());
+  module.def("latest_checkpoint", &latest_checkpoint, Waits());
+  py::class_<AsyncCheckpointer>(module, "AsyncCheckpointer")
+      .def(py::init([](bool refuse_when_busy, double bytes_per_second) {
+        return std::make_unique<AsyncCheckpointer>(AsyncCheckpointOptions{
+            .when_busy = refuse_when_busy ? WhenBusy::kRefuse : WhenBusy::kWait,
+            .bytes_per_second = bytes_per_second});
+      }))
+      .def("save", &save_async, Waits())
+      .def("wait", &AsyncCheckpointer::wait, Waits())
+      .def("is_busy", &AsyncCheckpointer::is_busy);
+}
+
+}  // namespace tessera::python

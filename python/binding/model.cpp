@@ -1,0 +1,154 @@
+// Sharded models.
+#include <tessera/fully_shard.h>
+#include <tessera/memory_tracer.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "binding.h"
+#include "grad/grad_gate.h"
+#include "model/sharded_state.h"
+#include "plan.h"
+
+namespace tessera::python {
+namespace {
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+std::vector<NamedTensor> from_pairs(const Named& pairs) {
+  std::vector<NamedTensor> result;
+  for (const auto& [name, tensor] : pairs) result.push_back({name, tensor});
+  return result;
+}
+
+// Of a module and its optimizers, as a context manager.
+template <class Guard, Guard (ShardedModule::*kEnter)()>
+class Scope {
+ public:
+  explicit Scope(ShardedModule module) : module_(std::move(module)) {}
+  void enter() {
+    TORCH_CHECK(!guard_, "[tessera] a context manager can't be entered again before it was left");
+    guard_.reset(new Guard((module_.*kEnter)()));
+  }
+  void exit(const py::args& /*exception*/) {
+    const py::gil_scoped_release release;
+    guard_.reset();
+  }
+
+ private:
+  ShardedModule module_;
+  std::unique_ptr<Guard> guard_;
+};
+
+using NoSyncScope = Scope<ShardedModule::NoSync, &ShardedModule::no_sync>;
+using KeepUnshardedScope = Scope<ShardedModule::KeepUnsharded, &ShardedModule::keep_unsharded>;
+
+template <class ScopeClass>
+void bind_scope(py::module_& module, const char* name) {
+  py::class_<ScopeClass>(module, name)
+      .def("__enter__", &ScopeClass::enter, Waits())
+      .def("__exit__", &ScopeClass::exit);
+}
+
+std::map<std::string, int64_t> to_dict(const ShardMemory& memory) {
+  return {{"parameters", memory.parameters},
+          {"gradients", memory.gradients},
+          {"optimizer_state", memory.optimizer_state},
+          {"master_weights", memory.master_weights},
+          {"offloaded", memory.offloaded},
+          {"peak_unsharded", memory.peak_unsharded},
+          {"peak_in_flight", memory.peak_in_flight}};
+}
+
+// Python's own `None` for an undefined tensor.
+std::optional<at::Tensor> defined(at::Tensor tensor) {
+  if (!tensor.defined()) return std::nullopt;
+  return tensor;
+}
+
+// True if there is a gradient, reduced or kept under `no_sync()`.
+bool has_grad(const ShardedModule& model, const at::Tensor& param) {
+  ShardedState& state = *model.state();
+  const auto place = state.find(param);
+  if (!place) return false;
+  state.reducer().settle();
+  const UnitGradients& gradients = *state.reducer().gradients()[place->unit];
+  return gradients.is_live(place->slot) || gradients.has_arrived(place->slot);
+}
+
+ShardedModule shard(const Named& parameters, const Named& buffers, const py::dict& arguments) {
+  const ShardPlan plan = plan_of(arguments);
+  const py::gil_scoped_release release;
+  return fully_shard(from_pairs(parameters), from_pairs(buffers), plan);
+}
+
+double clip_model(ShardedModule& module, double max_norm, double norm_type, double epsilon,
+            std::vector<std::string> exclude) {
+  return module.clip_grad_norm_(
+      max_norm, {.norm_type = norm_type, .epsilon = epsilon, .exclude = std::move(exclude)});
+}
+
+}  // namespace
+
+void bind_model(py::module_& module) {
+  bind_scope<NoSyncScope>(module, "NoSync");
+  bind_scope<KeepUnshardedScope>(module, "KeepUnsharded");
+
+  py::class_<ShardedModule>(module, "Model")
+      .def("no_sync", [](const ShardedModule& model) { return NoSyncScope(model); })
+      .def("keep_unsharded", [](const ShardedModule& model) { return KeepUnshardedScope(model); })
+      .def("begin_forward", &ShardedModule::begin_forward, Waits())
+      .def("sync_buffers", &ShardedModule::sync_buffers, py::arg("blocking") = true, Waits())
+      .def("reduce", &ShardedModule::reduce, Waits())
+      .def(
+          "full_grad",
+          [](ShardedModule& model, const at::Tensor& param) { return defined(model.full_grad(param)); },
+          Waits())
+      .def(
+          "local_grad",
+          [](ShardedModule& model, const at::Tensor& param) { return defined(model.local_grad(param)); },
+          Waits())
+      .def("has_grad", &has_grad, Waits())
+      .def("zero_grad", &ShardedModule::zero_grad, py::arg("set_to_none") = true, Waits())
+      .def("clip_grad_norm_", &clip_model, Waits())
+      .def(
+          "full_state",
+          [](ShardedModule& model) {
+            Named pairs;
+            for (auto& item : model.full_state()) pairs.emplace_back(item.name, item.tensor);
+            return pairs;
+          },
+          Waits())
+      .def(
+          "load_full_state",
+          [](ShardedModule& model, const Named& state, bool strict) {
+            model.load_full_state(from_pairs(state), strict);
+          },
+          Waits())
+      .def("unwrap", &ShardedModule::unwrap, Waits())
+      .def("memory", [](const ShardedModule& model) { return to_dict(model.memory()); })
+      .def("describe", &ShardedModule::describe);
+
+  module.def("fully_shard", &shard);
+  module.def("is_sharded", &has_grad_gate, "True for a parameter of a sharded model.");
+
+  py::class_<MemoryTracer>(module, "MemoryTracer")
+      .def(py::init([](const ShardedModule& model, bool pss, int64_t steps) {
+             return MemoryTracer(model, {.pss = pss, .steps = steps});
+           }),
+           py::arg("model"), py::arg("pss"), py::arg("steps"))
+      .def("start_step", &MemoryTracer::start_step)
+      .def("peak_model_bytes", &MemoryTracer::peak_model_bytes)
+      .def("peak_other_bytes", &MemoryTracer::peak_other_bytes)
+      .def("knows_other", &MemoryTracer::knows_other)
+      .def("samples", [](const MemoryTracer& tracer) { return tracer.samples().size(); })
+      .def("write_chrome_trace", &MemoryTracer::write_chrome_trace, Waits())
+      .def("write_merged_chrome_trace", &MemoryTracer::write_merged_chrome_trace, Waits())
+      .def("write_svg", &MemoryTracer::write_svg, Waits())
+      .def("dump_memory_stats", &MemoryTracer::dump_memory_stats, Waits());
+}
+
+}  // namespace tessera::python

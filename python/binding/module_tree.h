@@ -1,0 +1,23 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace tessera::python {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// Returns a module of LibTorch with these tensors, for interfaces that take a module: a tree of
+/// modules, as the dots in the names say. It has no forward.
+std::shared_ptr<torch::nn::Module> module_tree(const NamedTensors& parameters,
+                                               const NamedTensors& buffers);
+
+}  // namespace tessera::python

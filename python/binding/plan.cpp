@@ -1,0 +1,108 @@
+#include "plan.h"
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace tessera::python {
+namespace {
+
+template <class Value>
+using Names = std::map<std::string, Value>;
+
+const Names<ShardLevel> kLevels = {{"none", ShardLevel::kNone},
+                                   {"os", ShardLevel::kOptimizerState},
+                                   {"os_g", ShardLevel::kGradients},
+                                   {"p_g_os", ShardLevel::kParameters}};
+const Names<Partition> kPartitions = {{"flat_even", Partition::kFlatEven},
+                                      {"whole_param", Partition::kWholeParam}};
+const Names<StartValues> kStartValues = {{"broadcast", StartValues::kBroadcast},
+                                         {"keep", StartValues::kKeep}};
+const Names<Offload> kOffloads = {
+    {"none", Offload::kNone}, {"host", Offload::kHost}, {"directory", Offload::kDirectory}};
+
+template <class Value>
+Value choice(const char* argument, const Names<Value>& names, const py::handle& given) {
+  const std::string name = py::isinstance<py::str>(given) ? given.cast<std::string>() : "";
+  const auto it = names.find(name);
+  if (it != names.end()) return it->second;
+  std::string text = std::string("[fully_shard] ") + argument + " must be one of";
+  for (const auto& [known, value] : names) text += " '" + known + "'";
+  throw py::value_error(text + "; got " + py::repr(given).cast<std::string>());
+}
+
+using Set = std::function<void(ShardPlan&, const py::handle&)>;
+
+template <class Value>
+Set field(Value ShardPlan::*member) {
+  return [=](ShardPlan& plan, const py::handle& value) { plan.*member = value.cast<Value>(); };
+}
+template <class Value>
+Set field(Value Precision::*member) {
+  return [=](ShardPlan& plan, const py::handle& value) {
+    plan.precision.*member = value.cast<Value>();
+  };
+}
+template <class Value>
+Set field(Value ShardPlan::*member, const char* argument, const Names<Value>& names) {
+  return [=, &names](ShardPlan& plan, const py::handle& value) {
+    plan.*member = choice(argument, names, value);
+  };
+}
+
+const Names<Set> kFields = {
+    {"level", field(&ShardPlan::level, "level", kLevels)},
+    {"partition", field(&ShardPlan::partition, "partition", kPartitions)},
+    {"unit_bytes", field(&ShardPlan::unit_bytes)},
+    {"owners", field(&ShardPlan::owners)},
+    {"ignored", field(&ShardPlan::ignored)},
+    {"unreplicated", field(&ShardPlan::unreplicated)},
+    {"units", field(&ShardPlan::units)},
+    {"whole_numel", field(&ShardPlan::whole_numel)},
+    {"whole", field(&ShardPlan::whole)},
+    {"resident_bytes", field(&ShardPlan::resident_bytes)},
+    {"memory_budget", field(&ShardPlan::memory_budget)},
+    {"prefetch", field(&ShardPlan::prefetch)},
+    {"average", field(&ShardPlan::average)},
+    {"predivide", field(&ShardPlan::predivide)},
+    {"bucket_bytes", field(&ShardPlan::bucket_bytes)},
+    {"device", field(&ShardPlan::device)},
+    {"start_values", field(&ShardPlan::start_values, "start_values", kStartValues)},
+    {"sync_buffers", field(&ShardPlan::sync_buffers)},
+    {"group", field(&ShardPlan::process_group)},
+    {"replicate_group", field(&ShardPlan::replicate_group)},
+    {"offload", field(&ShardPlan::offload, "offload", kOffloads)},
+    {"offload_directory", field(&ShardPlan::offload_directory)},
+    {"param_dtype", field(&Precision::param_dtype)},
+    {"master_dtype", field(&Precision::master_dtype)},
+    {"reduce_dtype", field(&Precision::reduce_dtype)},
+    {"gather_dtype", field(&Precision::gather_dtype)},
+    {"master_only", field(&Precision::master_only)},
+    {"buffer_dtype", field(&Precision::buffer_dtype)},
+    {"cast_inputs", field(&Precision::cast_inputs)},
+};
+
+}  // namespace
+
+ShardPlan plan_of(const py::dict& arguments) {
+  ShardPlan plan;
+  for (const auto& [key, value] : arguments) {
+    const auto name = key.cast<std::string>();
+    const auto it = kFields.find(name);
+    if (it == kFields.end()) {
+      std::string text = "fully_shard() got an unexpected keyword argument '" + name + "'; a plan has";
+      for (const auto& [known, set] : kFields) text += " " + known;
+      throw py::type_error(text);
+    }
+    try {
+      it->second(plan, value);
+    } catch (const py::cast_error&) {
+      throw py::type_error("fully_shard() got a value of the wrong type for '" + name +
+                           "': " + py::repr(value).cast<std::string>());
+    }
+  }
+  return plan;
+}
+
+}  // namespace tessera::python

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <tessera/sharded_optimizer.h>
+
+#include <memory>
+#include <utility>
+
+#include "python_optimizer.h"
+
+namespace tessera::python {
+
+/// A `ShardedOptimizer` over an optimizer of Python.
+class ShardedPythonOptimizer {
+ public:
+  ShardedPythonOptimizer(const ShardedModule& model, std::unique_ptr<PythonOptimizer> inner,
+                         double max_grad_norm)
+      : inner_(std::move(inner)),
+        sharded_(model, *inner_, {.fused = false, .max_grad_norm = max_grad_norm}) {
+    inner_->give_params();
+  }
+
+  /// Calls `use` with the engine's optimizer, which knows the param groups that Python has then;
+  /// afterwards Python has those of the engine.
+  template <class Use>
+  void use(const Use& use) {
+    inner_->take_new_groups();
+    use(sharded_);
+    inner_->give_params();
+  }
+
+  PythonOptimizer& inner() { return *inner_; }
+
+ private:
+  std::unique_ptr<PythonOptimizer> inner_;
+  ShardedOptimizer sharded_;
+};
+
+}  // namespace tessera::python

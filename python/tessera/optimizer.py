@@ -1,0 +1,141 @@
+"""`ShardedOptimizer`: any optimizer of `torch.optim`, on this rank's shards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from . import _C
+from .sharded_module import ShardedModule
+
+# Their fused operators step all parameters of a group at once, also on the CPU.
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def use_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer whose user has chosen neither `fused` nor `foreach` step with LibTorch's fused operators."""
+    if type(optimizer) not in _FUSED:
+        return
+    for group in [optimizer.defaults, *optimizer.param_groups]:
+        chosen = any(group.get(name) for name in ("foreach", "fused", "differentiable", "capturable"))
+        if group.get("fused", 0) is None and not chosen and not isinstance(group["lr"], torch.Tensor):
+            group["fused"], group["foreach"] = True, False
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps an optimizer on this rank's shards of a sharded model.
+
+    It is itself an optimizer: its `param_groups` and `state` are those of the one inside, in which each parameter is
+    replaced by this rank's part of it. Schedulers, and code that takes any optimizer, take it. The optimizer inside must
+    be elementwise; `LBFGS` is refused.
+
+    `fused`: lets AdamW, Adam, SGD and Adagrad use LibTorch's fused operators unless the user has chosen `foreach` or
+    `fused` himself; results agree with the plain step to rounding. `max_grad_norm`: clips at the beginning of each step.
+    """
+
+    def __init__(self, model: ShardedModule, optimizer: torch.optim.Optimizer, *, fused: bool = True,
+                 max_grad_norm: float = 0.0):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"ShardedOptimizer takes an optimizer of torch.optim; got {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise NotImplementedError("[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step needs "
+                                      "products over all parameters, which shards don't give")
+        if fused:
+            use_fused(optimizer)
+        self.optimizer = optimizer
+        self._model = model
+        self._sharded = _C.Optimizer(model._model, optimizer, max_grad_norm)
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self._patch_step_function()
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state):
+        self.optimizer.state = state
+
+    @property
+    def defaults(self):
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults):
+        self.optimizer.defaults = defaults
+
+    def step(self, closure=None):
+        """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
+        one, and returns its loss. Raises if there was no backward since `zero_grad()`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._sharded.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model. All ranks must call it."""
+        self._model.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Adds parameters of the model, say to unfreeze layers; all ranks must add the same. They are replaced by this
+        rank's parts at the next step or save."""
+        self.optimizer.add_param_group(param_group)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options) -> torch.Tensor:
+        """See `ShardedModule.clip_grad_norm_()`."""
+        return self._model.clip_grad_norm_(max_norm, norm_type, **options)
+
+    def state_dict(self, recipient: int | None = None) -> dict:
+        """Returns the whole state, as the optimizer inside would have it without sharding, on all ranks, or on rank
+        `recipient` alone (`state` is empty on the others). Collective."""
+        return self._sharded.full_state_dict(-1 if recipient is None else recipient)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads such a state, from any number of ranks or from the plain optimizer, equal on all ranks. Collective."""
+        self._sharded.load_full_state_dict(state_dict)
+
+    def memory(self) -> dict[str, int]:
+        """Returns `ShardedModule.memory()` with the optimizer's state."""
+        return dict(self._model.memory(), optimizer_state=self._sharded.state_nbytes(),
+                    offloaded=self._sharded.offloaded_nbytes())
+
+    def keep_on_device(self, nbytes: int) -> int:
+        """Moves offloaded units back to the parameters' device for good, as many as fit; returns the bytes moved."""
+        return self._sharded.keep_on_device(nbytes)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, including those before a checkpoint that was loaded."""
+        return self._sharded.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._sharded.steps = steps
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """Returns the optimizer inside with the module's own parameters and, on every rank, its whole state. Collective.
+        Afterwards this object raises."""
+        self._sharded.unwrap()
+        return self.optimizer
+
+    def __getstate__(self):
+        raise RuntimeError("[tessera] a ShardedOptimizer can't be pickled or copied; save its state_dict()")
+
+    def __repr__(self):
+        return f"ShardedOptimizer({self.optimizer!r})"

@@ -1,0 +1,218 @@
+"""`fully_shard()` and its handle."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import _C
+from .parameter import AbsentGrad, make_plain, make_sharded
+from .world import resolve_group
+
+
+def named_tensors(module: nn.Module) -> tuple[list, list]:
+    """Returns the parameters and the buffers of a module under all of their names."""
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    buffers = list(module.named_buffers(remove_duplicate=False))
+    return parameters, buffers
+
+
+def gather_in_state_dict(module: nn.Module) -> list:
+    """Lets `state_dict()` of a module, and of each of its submodules, return whole tensors, as copies. Collective where
+    parameters are sharded between uses, as every use of them is.
+
+    Returns handles, whose `remove()` undoes it.
+    """
+
+    def gather(owner, state, prefix, _):
+        for name, parameter in owner._parameters.items():
+            value = state.get(prefix + name)
+            if parameter is None or value is None or isinstance(value, nn.Parameter):
+                continue  # keep_vars: the parameter itself
+            if _C.is_sharded(parameter):
+                with torch.no_grad():
+                    state[prefix + name] = parameter.detach().clone()
+
+    return [submodule._register_state_dict_hook(gather) for submodule in module.modules()]
+
+
+class ShardedModule(nn.Module):
+    """A sharded model. The module itself was changed in place, and may be called directly, too; this wrapper adds
+    functions that the module lacks, and has its attributes.
+
+    Every backward is collective. At level "p_g_os", so is every forward: all ranks run it equally often, each on its
+    own data.
+    """
+
+    def __init__(self, module: nn.Module, model: _C.Model, plan: Mapping[str, Any]):
+        super().__init__()
+        self.module = module
+        self._model = model
+        self._casts_to = plan.get("param_dtype") if plan.get("cast_inputs", True) else None
+        self._hooks = gather_in_state_dict(module)
+        shown = weakref.ref(model)
+        for name, parameter in module.named_parameters():
+            make_sharded(parameter, lambda it, name=name: _absent_grad(shown(), it, name))
+
+    def forward(self, *args, **kwargs):
+        self._model.begin_forward()
+        if self._casts_to is not None:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._casts_to) if tensor.is_floating_point() else tensor
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    # Names are those of the module.
+    def named_parameters(self, *args, **kwargs):
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args, **kwargs):
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs):
+        """The module's own `state_dict()`, of whole tensors. Collective at "p_g_os"."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """Sets parameters and buffers from values that are equal on all ranks. Collective."""
+        if assign:
+            raise ValueError("[load_state_dict] assign=True would replace parameters that are sharded; leave it out")
+        own = dict.fromkeys(name for name, _ in self.full_names())
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"[load_state_dict] missing: {missing}; unexpected: {unexpected}")
+        self.load_full_state({name: state_dict[name] for name in own if name in state_dict}, strict=False)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def full_names(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yields the names and tensors that a state dict has."""
+        persistent = set()
+        for prefix, submodule in self.module.named_modules(remove_duplicate=False):
+            for name in submodule._buffers:
+                if name not in submodule._non_persistent_buffers_set:
+                    persistent.add(f"{prefix}.{name}" if prefix else name)
+        parameters, buffers = named_tensors(self.module)
+        yield from parameters
+        yield from ((name, buffer) for name, buffer in buffers if name in persistent)
+
+    def no_sync(self):
+        """A context in which backward keeps this rank's own gradients, and sends nothing; the next backward after it
+        reduces their sum."""
+        return self._model.no_sync()
+
+    def keep_unsharded(self):
+        """A context in which all parameters stay whole, to sample from a model, say. Collective."""
+        return self._model.keep_unsharded()
+
+    def reduce(self) -> None:
+        """Reduces the gradients accumulated under `no_sync()`, if no other backward is to follow. Collective."""
+        self._model.reduce()
+
+    def sync_buffers(self, blocking: bool = True) -> None:
+        """Copies rank 0's buffers to all ranks. Collective."""
+        self._model.sync_buffers(blocking)
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Returns copies of all parameters and buffers under their names, on every rank. Collective."""
+        return dict(self._model.full_state())
+
+    def load_full_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Sets all parameters and buffers from values that are equal on all ranks. Collective. Raises `ValueError` on
+        every rank, and changes nothing, if names or shapes differ; with `strict=False`, missing entries keep their
+        values, and unknown names are ignored."""
+        self._model.load_full_state(list(state.items()), strict)
+
+    def full_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns a parameter's whole reduced gradient, on every rank; None if it has none. Collective."""
+        return self._model.full_grad(parameter)
+
+    def local_grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns this rank's part of a parameter's reduced gradient, to be read or changed; None if it has none, or all
+        of it lies on other ranks."""
+        return self._model.local_grad(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients. With `set_to_none=False` they become zeros, and the optimizer also steps parameters that
+        the next backward does not use. All ranks must call it."""
+        self._model.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, epsilon: float = 1e-6,
+                        exclude: Iterable[str] = ()) -> torch.Tensor:
+        """Scales the reduced gradients so that their total norm is at most `max_norm`, and returns the norm before, as
+        `torch.nn.utils.clip_grad_norm_` does. Collective. `exclude`: names of parameters to leave out."""
+        return torch.tensor(self._model.clip_grad_norm_(float(max_norm), float(norm_type), epsilon, list(exclude)))
+
+    def memory(self) -> dict[str, int]:
+        """Returns the bytes that this rank keeps between steps, by kind. Without the optimizer's state, which
+        `ShardedOptimizer.memory()` adds."""
+        return self._model.memory()
+
+    def describe(self) -> str:
+        """Returns a table of the units: names, elements, this rank's shard, level."""
+        return self._model.describe()
+
+    def unwrap(self) -> nn.Module:
+        """Undoes the sharding: the module's parameters are ordinary ones again, on every rank. Returns the module.
+        Collective. Call the optimizer's `unwrap()` first."""
+        self._model.unwrap()
+        for parameter in self.module.parameters():
+            make_plain(parameter)
+        for hook in self._hooks:
+            hook.remove()
+        return self.module
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("[tessera] a sharded model can't be copied as such. Copy its module before fully_shard(); "
+                           "copy.deepcopy(sharded.module) makes an ordinary module with the values of now")
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("[tessera] a sharded model can't be pickled, as each rank has a part of it. Save "
+                           "state_dict(), which has whole tensors, or use tessera.save_checkpoint()")
+
+
+def _absent_grad(model: _C.Model | None, parameter: torch.Tensor, name: str):
+    if model is None or not model.has_grad(parameter):
+        return None
+
+    def clear():
+        torch.Tensor.grad.__set__(parameter, None)
+
+    return AbsentGrad.of(parameter, name, clear)
+
+
+def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan) -> ShardedModule:
+    """Shards a module's parameters, their gradients and the optimizer's state over the ranks of a process group, in place.
+
+    Collective: all ranks call it with models of the same structure; rank 0's values count. `level`: "p_g_os" shards all
+    three, "os_g" gradients and state, "os" state, "none" nothing. `group`: of Tessera or of `torch.distributed`; None: all
+    ranks. `plan`: further fields of a plan, see docs/guide/python.md (`unit_bytes`, `param_dtype`, `offload`...).
+
+    Raises `ValueError` on every rank, and changes nothing, for a model without parameters, one that is sharded already,
+    models that differ between ranks, and options that contradict each other.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard() takes a torch.nn.Module; got {type(module).__name__}")
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo and isinstance(module, dynamo.OptimizedModule):
+        raise ValueError("[fully_shard] the module was compiled by torch.compile, which sharded parameters do not support "
+                         "yet: give the module before torch.compile")
+    arguments = dict(plan, level=level, group=resolve_group(group))
+    if arguments.get("replicate_group") is not None:
+        arguments["replicate_group"] = resolve_group(arguments["replicate_group"])
+    parameters, buffers = named_tensors(module)
+    return ShardedModule(module, _C.fully_shard(parameters, buffers, arguments), arguments)
+

@@ -1,0 +1,263 @@
+"""A sharded module behaves as a module of PyTorch, or refuses with a reason."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import tessera
+from models import LEVELS, batch, loss_of, make_net, my_rows
+
+
+def _trained(level, **plan):
+    net = make_net()
+    sharded = tessera.fully_shard(net, level=level, **plan)
+    optimizer = tessera.ShardedOptimizer(sharded, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    loss_of(sharded, my_rows(batch(0))).backward()
+    return net, sharded, optimizer
+
+
+def _gradients():
+    for level in LEVELS:
+        net, sharded, optimizer = _trained(level)
+        weight = net.block[0].weight
+        assert weight.grad is not None and weight.grad.shape == weight.shape
+        assert weight.grad.dtype == weight.dtype
+        assert net.unused.grad is None and net.scale.grad is None
+        for use in (lambda: weight.grad.norm(), lambda: weight.grad + 1, lambda: weight.grad.item(),
+                    lambda: weight.grad.zero_()):
+            with pytest.raises(RuntimeError, match="block.0.weight"):
+                use()
+        with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        with pytest.raises(RuntimeError, match="can't be set"):
+            weight.grad = torch.zeros_like(weight)
+        whole, part = sharded.full_grad(weight), sharded.local_grad(weight)
+        assert whole.shape == weight.shape and (part is None or part.numel() <= whole.numel())
+        net.block.zero_grad()
+        assert weight.grad is None and net.norm.weight.grad is not None
+        sharded.zero_grad()
+        assert all(param.grad is None for param in net.parameters())
+        with pytest.raises(RuntimeError, match="backward"):
+            optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients(ranks, size):
+    assert all(ranks(size, _gradients))
+
+
+def _state_dict():
+    for level in LEVELS:
+        net, sharded, optimizer = _trained(level, unit_bytes=2000)
+        optimizer.step()
+        full = sharded.full_state()
+        stream = io.BytesIO()
+        torch.save(net.state_dict(), stream)  # after a step, before any use
+        stream.seek(0)
+        loaded = torch.load(stream)
+        assert list(loaded) == list(make_net().state_dict())
+        for key, value in loaded.items():
+            assert torch.equal(value, full[key]), (level, key)
+        assert list(net.block.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert (net.block[0].weight.detach().clone().numpy() == full["block.0.weight"].numpy()).all()
+        assert (net.norm.weight.numpy() == full["norm.weight"].numpy()).all()
+        other = tessera.fully_shard(make_net(), level=level)
+        other.load_state_dict(loaded)
+        for key, value in other.full_state().items():
+            assert torch.equal(value, full[key]), (level, key)
+        with pytest.raises(RuntimeError, match="missing"):
+            other.load_state_dict({})
+        assert other.load_state_dict({"more": torch.ones(1)}, strict=False).unexpected_keys == ["more"]
+    return True
+
+
+@pytest.mark.parametrize("transport", ["gloo", "arena"])
+def test_state_dict_is_whole(ranks, transport):
+    assert all(ranks(2, _state_dict, transport=transport))
+
+
+def _copies():
+    net, sharded, optimizer = _trained("p_g_os")
+    optimizer.step()
+    copied = copy.deepcopy(net)
+    full = sharded.full_state()
+    for key, value in copied.state_dict().items():
+        assert torch.equal(value, full[key])
+    assert type(copied.block[0].weight) is nn.Parameter and copied.block[0].weight.grad is None
+    assert copied.head.weight is copied.embedding.weight
+    loss_of(copied, my_rows(batch(1))).backward()
+    assert copied.block[0].weight.grad.norm() > 0
+    for thing in (sharded, optimizer, net.block[0].weight):
+        with pytest.raises(RuntimeError, match="can't be pickled"):
+            pickle.dumps(thing)
+    with pytest.raises(RuntimeError, match="copied"):
+        copy.deepcopy(sharded)
+    return True
+
+
+def test_copies(ranks):
+    assert all(ranks(2, _copies))
+
+
+def _unwrap():
+    net, sharded, optimizer = _trained("p_g_os")
+    optimizer.step()
+    full = sharded.full_state()
+    inner = optimizer.unwrap()
+    assert sharded.unwrap() is net
+    assert type(net.block[0].weight) is nn.Parameter
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, full[key])
+    assert inner.state[net.block[0].weight]["exp_avg"].shape == net.block[0].weight.shape
+    loss_of(net, batch(1)).backward()
+    inner.step()
+    assert net.block[0].weight.grad.norm() > 0
+    with pytest.raises(RuntimeError, match="unwrapped"):
+        sharded.full_state()
+    return True
+
+
+def test_unwrap(ranks):
+    assert all(ranks(2, _unwrap))
+
+
+class _Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return batch(index, 1)[0]
+
+
+def _workers(context):
+    net, sharded, optimizer = _trained("p_g_os")
+    for _ in range(2):
+        for tokens in DataLoader(_Tokens(), 6, num_workers=2, multiprocessing_context=context):
+            optimizer.zero_grad()
+            loss_of(sharded, tokens).backward()
+            optimizer.step()
+    return sharded.full_state()["norm.weight"]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers(ranks, context):
+    one, other = ranks(2, _workers, context)
+    assert torch.equal(one, other)
+
+
+def _hooks():
+    net = make_net()
+    seen = []
+    net.norm.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    sharded = tessera.fully_shard(net)
+    net.norm.bias.register_hook(lambda grad: grad * 2)
+    loss_of(sharded, my_rows(batch(0))).backward()
+    assert len(seen) == 1 and seen[0].shape == net.norm.weight.shape
+
+    def fails(param):
+        raise ValueError("in a hook")
+
+    sharded.zero_grad()
+    handle = net.norm.weight.register_post_accumulate_grad_hook(fails)
+    with pytest.raises(ValueError, match="in a hook"):
+        loss_of(sharded, my_rows(batch(0))).backward()
+    return True
+
+
+def test_hooks(ranks):
+    assert all(ranks(1, _hooks))
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.net, self.reentrant = make_net(), reentrant
+
+    def forward(self, tokens):
+        hidden = self.net.embedding(tokens)
+        if self.reentrant is None:
+            hidden = self.net.block(hidden)
+        else:
+            hidden = torch.utils.checkpoint.checkpoint(self.net.block, hidden, use_reentrant=self.reentrant)
+        return self.net.head(hidden)
+
+
+def _recompute():
+    grads = []
+    for reentrant in (None, True, False):
+        model = _Recomputed(reentrant)
+        sharded = tessera.fully_shard(model, unit_bytes=2000)
+        loss_of(sharded, my_rows(batch(0))).backward()
+        grads.append(sharded.full_grad(model.net.block[0].weight))
+    return grads
+
+
+def test_activation_checkpoint(ranks):
+    for plain, reentrant, other in ranks(2, _recompute):
+        assert torch.equal(plain, reentrant) and torch.equal(plain, other)
+
+
+def _others():
+    net, sharded, optimizer = _trained("p_g_os")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(sharded, my_rows(batch(0)))
+    loss.backward()
+    optimizer.step()
+    with torch.profiler.profile() as profile:
+        loss_of(sharded, my_rows(batch(0))).backward()
+    assert len(profile.events()) > 10
+    whole = sharded.full_state()
+    out = torch.func.functional_call(net, whole, (my_rows(batch(0)),))
+    assert torch.equal(out, sharded(my_rows(batch(0))))
+    assert sharded.block is net.block and not hasattr(sharded, "orange")
+    assert "elements" in sharded.describe() and sharded.memory()["parameters"] > 0
+    return True
+
+
+def test_autocast_profiler_functional_call(ranks):
+    assert all(ranks(2, _others))
+
+
+def _refusals():
+    with pytest.raises(TypeError, match="torch.nn.Module"):
+        tessera.fully_shard([torch.ones(2)])
+    with pytest.raises(ValueError, match="level must be one of"):
+        tessera.fully_shard(make_net(), level="zero3")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        tessera.fully_shard(make_net(), colour=1)
+    with pytest.raises(TypeError, match="wrong type for 'prefetch'"):
+        tessera.fully_shard(make_net(), prefetch="many")
+    with pytest.raises(ValueError, match="parameters"):
+        tessera.fully_shard(nn.GELU())
+    net = make_net()
+    sharded = tessera.fully_shard(net)
+    with pytest.raises(ValueError, match="sharded already"):
+        tessera.fully_shard(net)
+    with pytest.raises(NotImplementedError, match="LBFGS"):
+        tessera.ShardedOptimizer(sharded, torch.optim.LBFGS(net.parameters()))
+    with pytest.raises(ValueError, match="must be the model's"):
+        tessera.ShardedOptimizer(sharded, torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1))
+    with pytest.raises(ValueError, match="must be the model's|parameter of the sharded model"):
+        sharded.full_grad(torch.ones(3))
+    return True
+
+
+def test_refusals(ranks):
+    assert all(ranks(2, _refusals))
+
+
+def _differ():
+    net = nn.Linear(3, 4 + tessera.rank())
+    with pytest.raises(ValueError, match="weight"):
+        tessera.fully_shard(net)
+    return type(net.weight) is nn.Parameter
+
+
+def test_models_that_differ_fail_on_all_ranks(ranks):
+    assert all(ranks(2, _differ))
