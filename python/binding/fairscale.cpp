@@ -62,6 +62,14 @@ std::optional<at::Tensor> gradient(Oss& oss, const at::Tensor& param) {
   return gradient;
 }
 
+// Waits until the parameters are whole on this rank. Collective.
+void gather(Oss& oss) {
+  oss.with_sharded([](ShardedOptimizer& sharded) {
+    ShardedModule module = sharded.module();
+    const auto whole = module.keep_unsharded();
+  });
+}
+
 class Ddp final : public fairscale::AnyShardedDataParallel {
  public:
   Ddp(const NamedTensors& parameters, const NamedTensors& buffers,
@@ -111,7 +119,9 @@ void bind_fairscale(py::module_& module) {
              const py::gil_scoped_release release;
              oss.step();
            })
+      .def("gather", &gather, Waits())
       .def("add_group", &add_group, Waits())
+      .def("give_params", [](Oss& oss) { oss.inner().give_params(); })
       .def("clip_grad_norm", &clip_oss)
       .def("consolidate_state_dict", &Oss::consolidate_state_dict, Waits())
       .def("state_dict", [](Oss& oss) { return to_python(oss.state_dict(), oss.inner().optimizer()); })

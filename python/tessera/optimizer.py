@@ -19,8 +19,22 @@ def use_fused(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in [optimizer.defaults, *optimizer.param_groups]:
         chosen = any(group.get(name) for name in ("foreach", "fused", "differentiable", "capturable"))
-        if group.get("fused", 0) is None and not chosen and not isinstance(group["lr"], torch.Tensor):
+        starts_with_gradient = bool(group.get("momentum") and group.get("dampening"))
+        if group.get("fused", 0) is None and not (chosen or starts_with_gradient or isinstance(group["lr"], torch.Tensor)):
             group["fused"], group["foreach"] = True, False
+    if type(optimizer) is torch.optim.SGD and not hasattr(optimizer, "_makes_buffers"):
+        optimizer._makes_buffers = optimizer.register_step_pre_hook(_make_buffers)
+
+
+def _make_buffers(optimizer: torch.optim.SGD, args, kwargs) -> None:
+    # The fused operator takes buffers for all parameters or for none: it can't begin with one that was frozen before.
+    # Without dampening, zeros give the same bits as no buffer.
+    for group in optimizer.param_groups:
+        if not (group.get("fused") and group["momentum"] and not group["dampening"]):
+            continue
+        for param in group["params"]:
+            if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,8 +17,9 @@ from . import _C
 ProcessGroup = _C.ProcessGroup
 
 _world: _C.World | None = None
-_joined = None  # the default group of torch.distributed whose ranks the world has
+_joined: weakref.ref | None = None  # the default group of torch.distributed whose ranks the world has
 _groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, _C.World]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -43,13 +45,13 @@ def init(*, timeout: float | None = None, backend: str = "", transport: str = "a
         if dist.is_available() and dist.is_initialized():
             store = dist.PrefixStore("tessera", dist.distributed_c10d._get_default_store())
             _world = _C.join_store(store, dist.get_rank(), dist.get_world_size(), timeout, backend, transport)
-            _joined = dist.group.WORLD
+            _joined = weakref.ref(dist.group.WORLD)
         else:
             _world = _C.join(timeout, backend, transport)
 
 
 def _is_outdated() -> bool:
-    return _joined is not None and dist.is_initialized() and dist.group.WORLD is not _joined
+    return _joined is not None and dist.is_initialized() and dist.group.WORLD is not _joined()
 
 
 def is_initialized() -> bool:
@@ -62,10 +64,23 @@ def shutdown() -> None:
     global _world, _joined
     with _lock:
         _groups.clear()
+        _beside.clear()
         _world = _joined = None
 
 
+def _forget_in_child() -> None:
+    """A child has none of its parent's connections, nor the threads that would close them."""
+    global _world, _joined
+    for world in [_world, *_beside.values()]:
+        if world is not None:
+            world.abandon()
+    _groups.clear()
+    _beside.clear()
+    _world = _joined = None
+
+
 atexit.register(shutdown)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def rank() -> int:
@@ -105,10 +120,21 @@ def resolve_group(group) -> ProcessGroup:
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, dist.ProcessGroup):
-        init()
         ranks = dist.get_process_group_ranks(group)
-        return default_group() if ranks == list(range(size())) else new_group(ranks)
+        if len(ranks) < dist.get_world_size():
+            return _group_beside(group, ranks)
+        init()
+        return default_group()
     raise TypeError(f"a process group must be one of Tessera's or of torch.distributed; got {type(group).__name__}")
+
+
+def _group_beside(group: dist.ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+    # The other ranks make no call: so its ranks join a world of their own.
+    with _lock:
+        if group not in _beside:
+            store = dist.PrefixStore(f"tessera/{group.group_name}", dist.distributed_c10d._get_default_store())
+            _beside[group] = _C.join_store(store, dist.get_rank(group), len(ranks), None, "", "auto")
+        return _beside[group].group
 
 
 def _free_port() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from pathlib import Path
 
 from .. import fairscale as _own
 
@@ -38,7 +39,8 @@ def install() -> None:
     for name, classes in _MODULES.items():
         module = types.ModuleType(name)
         module._of_tessera = True
-        module.__path__ = []
+        # Other submodules are FairScale's own.
+        module.__path__ = [str(Path(root, *name.split(".")[1:])) for root in sys.modules["fairscale"].__path__]
         for entry in classes:
             setattr(module, entry, getattr(_own, entry))
         sys.modules[name] = module

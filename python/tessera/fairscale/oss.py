@@ -93,6 +93,7 @@ class OSS(Optimizer):
         """Calls `use` with the engine's optimizer while it has the options of `param_groups`."""
         self._give_options()
         result = use(self._oss)
+        self._oss.give_params()
         self._take_options()
         return result
 
@@ -126,6 +127,8 @@ class OSS(Optimizer):
         elif isinstance(closure, torch.Tensor):
             loss = closure  # step(loss.backward()) and the like: it was evaluated already
         self.lend(lambda oss: oss.step(kwargs))
+        if self._ddp is None:
+            self._oss.gather()  # no wrapper sees to it that whole values are read
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
@@ -168,6 +171,7 @@ class OSS(Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads a full state, from any number of ranks or from the plain optimizer, the same on every rank."""
         self._oss.load_state_dict(state_dict)
+        self._oss.give_params()
         self._take_options()
 
     def refresh_trainable(self) -> None:
