@@ -1,0 +1,1 @@
+"""Measures training steps of Tessera beside PyTorch's own ways to shard: `python -m tessera.bench --help`."""

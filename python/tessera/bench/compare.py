@@ -1,0 +1,124 @@
+"""Trains the same model by several systems, whose rounds take turns in the same processes, and compares them.
+
+Ratios are those of rounds next to each other: more than 1 means that Tessera is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tessera
+
+from .systems import SYSTEMS
+from .workloads import NAMES, make_batch, make_model
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tessera.bench", description=__doc__)
+    parser.add_argument("--against", default="fsdp2,ddp", help="systems, by commas: fsdp2, ddp (default: both)")
+    parser.add_argument("--size", default="mlp,small", help=f"workloads, by commas: {', '.join(NAMES)} (default: mlp,small)")
+    parser.add_argument("--level", default="p_g_os", help="of Tessera: none, os, os_g, p_g_os; by commas")
+    parser.add_argument("--transport", default="arena", help="of Tessera: arena, gloo; by commas")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=0, help="steps of a round; 0: about half a second")
+    parser.add_argument("--losses", type=int, default=0, metavar="STEPS",
+                        help="train so many steps first, and compare the losses bit by bit")
+    options = parser.parse_args()
+    for name in options.against.split(","):
+        if name not in SYSTEMS or name == "tessera":
+            parser.error(f"--against must name fsdp2 or ddp; got '{name}'")
+    for name in options.size.split(","):
+        if name not in NAMES:
+            parser.error(f"--size must be of {', '.join(NAMES)}; got '{name}'")
+    return options
+
+
+def _losses(systems: dict, size: str, steps: int) -> dict[str, list[float]]:
+    losses = {name: [] for name in systems}
+    for name, system in systems.items():
+        generator = torch.Generator().manual_seed(4321 + dist.get_rank())
+        for _ in range(steps):
+            losses[name].append(system.step(*make_batch(size, generator)))
+    return losses
+
+
+def _round(system, batches) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for batch in batches:
+        system.step(*batch)
+    dist.barrier()
+    return (time.perf_counter() - start) / len(batches)
+
+
+def _measure(size: str, level: str, options: argparse.Namespace) -> dict:
+    systems = {name: SYSTEMS[name](make_model(size), level) for name in ["tessera", *options.against.split(",")]}
+    result: dict = {"size": size, "level": level}
+    if options.losses:
+        result["losses"] = _losses(systems, size, options.losses)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    warm = [make_batch(size, generator) for _ in range(3)]
+    seconds = {name: _round(system, warm) for name, system in systems.items()}
+    steps = torch.tensor([options.steps or max(1, int(0.5 / max(seconds.values())))])
+    dist.broadcast(steps, 0)
+    batches = [make_batch(size, generator) for _ in range(int(steps))]
+    times = {name: [] for name in systems}
+    for _ in range(options.rounds):
+        for name, system in systems.items():
+            times[name].append(_round(system, batches))
+    result["milliseconds"] = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+    result["ratios"] = {name: sorted(other / own for own, other in zip(times["tessera"], values))
+                        for name, values in times.items() if name != "tessera"}
+    result["kept"] = {name: system.kept_bytes() for name, system in systems.items()}
+    return result
+
+
+def _rank(options: argparse.Namespace, transport: str, output: str) -> None:
+    os.environ["TESSERA_TRANSPORT"] = transport
+    dist.init_process_group("gloo")
+    tessera.init()
+    for size in options.size.split(","):
+        for level in options.level.split(","):
+            result = _measure(size, level, options)
+            results = [None] * dist.get_world_size()
+            dist.all_gather_object(results, result.get("losses"))
+            if dist.get_rank() == 0:
+                result.update(transport=transport, losses_of_ranks=results)
+                with open(output, "a") as file:
+                    file.write(json.dumps(result) + "\n")
+                _print(result)
+    tessera.shutdown()
+    dist.destroy_process_group()
+
+
+def _print(result: dict) -> None:
+    own, kept = result["milliseconds"]["tessera"], result["kept"]["tessera"] / 2**20
+    print(f"{result['size']:<7} {result['level']:<7} {result['transport']:<6} tessera {own:8.1f} ms {kept:8.1f} MiB", end="")
+    for name, ratios in result["ratios"].items():
+        print(f" | {name} {result['milliseconds'][name]:8.1f} ms {result['kept'][name] / 2**20:8.1f} MiB, ratio "
+              f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]", end="")
+    for losses in filter(None, result["losses_of_ranks"][:1]):
+        for name in result["ratios"]:
+            equal = all(rank["tessera"] == rank[name] for rank in result["losses_of_ranks"])
+            print(f" | {len(losses[name])} losses {'equal' if equal else 'differ from'} {name}'s", end="")
+    print(flush=True)
+
+
+def main() -> None:
+    options = _parse()
+    print(f"{options.ranks} ranks, {torch.get_num_threads() // options.ranks or 1} threads each, PyTorch {torch.__version__}; "
+          f"median of {options.rounds} rounds [least, most]", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        for transport in options.transport.split(","):
+            tessera.spawn(_rank, options.ranks, (options, transport, str(Path(folder) / "results")))

@@ -1,0 +1,70 @@
+"""Ways to train a model on ranks. Each has `step(inputs, targets)`, which returns the loss, and `kept_bytes()`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import tessera
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.numel() * tensor.element_size()
+
+
+class _System:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, inputs, targets) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def kept_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state that this rank keeps between steps."""
+        params = list(self.model.parameters())
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return sum(map(_nbytes, [*params, *(param.grad for param in params if param.grad is not None), *state]))
+
+
+class Tessera(_System):
+    def __init__(self, model: nn.Module, level: str):
+        self.model = tessera.fully_shard(model, level=level)
+        self.optimizer = tessera.ShardedOptimizer(self.model, _adamw(model))
+
+    def kept_bytes(self) -> int:
+        memory = self.optimizer.memory()
+        return sum(memory[kind] for kind in ("parameters", "gradients", "optimizer_state", "master_weights"))
+
+
+class Ddp(_System):
+    def __init__(self, model: nn.Module, level: str):
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.optimizer = _adamw(model)
+
+
+class Fsdp2(_System):
+    def __init__(self, model: nn.Module, level: str):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        # Parameters that are not resharded after forward are freed after backward.
+        options = {"mesh": mesh, "reshard_after_forward": level == "p_g_os"}
+        for block in model.blocks:
+            fully_shard(block, **options)
+        self.model = fully_shard(model, **options)
+        self.optimizer = _adamw(model)
+
+
+SYSTEMS = {"tessera": Tessera, "ddp": Ddp, "fsdp2": Fsdp2}
