@@ -116,12 +116,16 @@ class TESSERA_API ShardedModule {
   at::Tensor full_grad(const at::Tensor& parameter);
   at::Tensor full_grad(const std::string& name);
 
-  /// Returns this rank's part of a parameter's reduced gradient, to be read or changed: the elements
-  /// that this rank updates, in one dimension, or with the parameter's shape under
+  /// Returns this rank's part of a parameter's reduced gradient, to be read or changed: the
+  /// elements that this rank updates, in one dimension, or with the parameter's shape under
   /// `Partition::kWholeParam`. Undefined if it has none, or if all of it lies on other ranks. Waits
   /// for reductions in progress. Not collective.
   at::Tensor local_grad(const at::Tensor& parameter);
   at::Tensor local_grad(const std::string& name);
+
+  /// Returns true if a parameter has a gradient, reduced or kept under `no_sync()`. Waits for
+  /// reductions in progress. Not collective.
+  bool has_grad(const at::Tensor& parameter);
 
   /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
   /// parameters that the next backward does not use with zero gradients. Not collective, but all
@@ -279,5 +283,8 @@ TESSERA_API ShardedModule fully_shard(torch::jit::Module& module, const ShardPla
 /// may have several names. The tensors themselves are changed; keep them to train them.
 TESSERA_API ShardedModule fully_shard(std::vector<NamedTensor> parameters,
                                       std::vector<NamedTensor> buffers, const ShardPlan& plan = {});
+
+/// Returns true for a parameter of a sharded model.
+TESSERA_API bool is_sharded(const at::Tensor& parameter);
 
 }  // namespace tessera

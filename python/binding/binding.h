@@ -21,5 +21,6 @@ void bind_model(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_checkpoint(py::module_& module);
 void bind_fairscale(py::module_& module);
+void bind_paddle(py::module_& module);
 
 }  // namespace tessera::python

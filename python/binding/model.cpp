@@ -9,20 +9,11 @@
 #include <vector>
 
 #include "binding.h"
-#include "grad/grad_gate.h"
-#include "model/sharded_state.h"
+#include "module_tree.h"
 #include "plan.h"
 
 namespace tessera::python {
 namespace {
-
-using Named = std::vector<std::pair<std::string, at::Tensor>>;
-
-std::vector<NamedTensor> from_pairs(const Named& pairs) {
-  std::vector<NamedTensor> result;
-  for (const auto& [name, tensor] : pairs) result.push_back({name, tensor});
-  return result;
-}
 
 // Of a module and its optimizers, as a context manager.
 template <class Guard, Guard (ShardedModule::*kEnter)()>
@@ -69,20 +60,10 @@ std::optional<at::Tensor> defined(at::Tensor tensor) {
   return tensor;
 }
 
-// True if there is a gradient, reduced or kept under `no_sync()`.
-bool has_grad(const ShardedModule& model, const at::Tensor& param) {
-  ShardedState& state = *model.state();
-  const auto place = state.find(param);
-  if (!place) return false;
-  state.reducer().settle();
-  const UnitGradients& gradients = *state.reducer().gradients()[place->unit];
-  return gradients.is_live(place->slot) || gradients.has_arrived(place->slot);
-}
-
-ShardedModule shard(const Named& parameters, const Named& buffers, const py::dict& arguments) {
+ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers, const py::dict& arguments) {
   const ShardPlan plan = plan_of(arguments);
   const py::gil_scoped_release release;
-  return fully_shard(from_pairs(parameters), from_pairs(buffers), plan);
+  return fully_shard(named(parameters), named(buffers), plan);
 }
 
 double clip_model(ShardedModule& module, double max_norm, double norm_type, double epsilon,
@@ -111,21 +92,21 @@ void bind_model(py::module_& module) {
           "local_grad",
           [](ShardedModule& model, const at::Tensor& param) { return defined(model.local_grad(param)); },
           Waits())
-      .def("has_grad", &has_grad, Waits())
+      .def("has_grad", &ShardedModule::has_grad, Waits())
       .def("zero_grad", &ShardedModule::zero_grad, py::arg("set_to_none") = true, Waits())
       .def("clip_grad_norm_", &clip_model, Waits())
       .def(
           "full_state",
           [](ShardedModule& model) {
-            Named pairs;
+            NamedTensors pairs;
             for (auto& item : model.full_state()) pairs.emplace_back(item.name, item.tensor);
             return pairs;
           },
           Waits())
       .def(
           "load_full_state",
-          [](ShardedModule& model, const Named& state, bool strict) {
-            model.load_full_state(from_pairs(state), strict);
+          [](ShardedModule& model, const NamedTensors& state, bool strict) {
+            model.load_full_state(named(state), strict);
           },
           Waits())
       .def("unwrap", &ShardedModule::unwrap, Waits())
@@ -133,7 +114,7 @@ void bind_model(py::module_& module) {
       .def("describe", &ShardedModule::describe);
 
   module.def("fully_shard", &shard);
-  module.def("is_sharded", &has_grad_gate, "True for a parameter of a sharded model.");
+  module.def("is_sharded", &is_sharded, "True for a parameter of a sharded model.");
 
   py::class_<MemoryTracer>(module, "MemoryTracer")
       .def(py::init([](const ShardedModule& model, bool pss, int64_t steps) {

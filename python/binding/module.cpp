@@ -14,4 +14,5 @@ PYBIND11_MODULE(_C, module) {
   python::bind_optimizer(module);
   python::bind_checkpoint(module);
   python::bind_fairscale(module);
+  python::bind_paddle(module);
 }

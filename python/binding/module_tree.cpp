@@ -22,6 +22,12 @@ std::pair<torch::nn::Module*, std::string> place_of(torch::nn::Module& root, std
 
 }  // namespace
 
+std::vector<NamedTensor> named(const NamedTensors& pairs) {
+  std::vector<NamedTensor> result;
+  for (const auto& [name, tensor] : pairs) result.push_back({name, tensor});
+  return result;
+}
+
 std::shared_ptr<torch::nn::Module> module_tree(const NamedTensors& parameters,
                                                const NamedTensors& buffers) {
   auto root = std::make_shared<torch::nn::Module>();

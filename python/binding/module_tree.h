@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <tessera/fully_shard.h>
 
 #include <memory>
 #include <string>
@@ -14,6 +15,7 @@ class Module;
 namespace tessera::python {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+std::vector<NamedTensor> named(const NamedTensors& pairs);
 
 /// Returns a module of LibTorch with these tensors, for interfaces that take a module: a tree of
 /// modules, as the dots in the names say. It has no forward.

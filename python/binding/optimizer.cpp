@@ -19,7 +19,8 @@ std::shared_ptr<ShardedPythonOptimizer> make(const ShardedModule& model, const p
                                              double max_grad_norm) {
   auto inner = std::make_unique<PythonOptimizer>(optimizer);
   const py::gil_scoped_release release;
-  return std::make_shared<ShardedPythonOptimizer>(model, std::move(inner), max_grad_norm);
+  return std::make_shared<ShardedPythonOptimizer>(model, std::move(inner),
+                                                  ShardedOptimizerOptions{.max_grad_norm = max_grad_norm});
 }
 
 std::shared_ptr<GradScaler> make_scaler(double init_scale, double growth_factor,

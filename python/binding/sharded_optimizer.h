@@ -9,13 +9,13 @@
 
 namespace tessera::python {
 
-/// A `ShardedOptimizer` over an optimizer of Python.
+/// A `ShardedOptimizer` over an optimizer of Python, which chooses its own operators: `fused` has no
+/// effect.
 class ShardedPythonOptimizer {
  public:
   ShardedPythonOptimizer(const ShardedModule& model, std::unique_ptr<PythonOptimizer> inner,
-                         double max_grad_norm)
-      : inner_(std::move(inner)),
-        sharded_(model, *inner_, {.fused = false, .max_grad_norm = max_grad_norm}) {
+                         const ShardedOptimizerOptions& options)
+      : inner_(std::move(inner)), sharded_(model, *inner_, options) {
     inner_->give_params();
   }
 

@@ -57,9 +57,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                                       "products over all parameters, which shards don't give")
         if fused:
             use_fused(optimizer)
+        self._attach(model, optimizer, _C.Optimizer(model._model, optimizer, max_grad_norm))
+
+    def _attach(self, model: ShardedModule, optimizer: torch.optim.Optimizer, sharded: _C.Optimizer) -> None:
         self.optimizer = optimizer
         self._model = model
-        self._sharded = _C.Optimizer(model._model, optimizer, max_grad_norm)
+        self._sharded = sharded
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
         self._optimizer_state_dict_pre_hooks = OrderedDict()

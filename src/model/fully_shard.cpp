@@ -244,4 +244,6 @@ ShardedModule fully_shard(std::vector<NamedTensor> parameters, std::vector<Named
   return ShardedModule(ShardedState::create(std::move(parameters), std::move(buffers), plan));
 }
 
+bool is_sharded(const at::Tensor& parameter) { return has_grad_gate(parameter); }
+
 }  // namespace tessera

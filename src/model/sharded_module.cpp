@@ -100,6 +100,10 @@ at::Tensor ShardedModule::local_grad(const std::string& name) {
   return state()->local_grad(place_of(*state(), name, "local_grad"));
 }
 
+bool ShardedModule::has_grad(const at::Tensor& parameter) {
+  return state()->has_grad(place_of(*state(), parameter, "has_grad"));
+}
+
 void ShardedModule::zero_grad(bool set_to_none) {
   Reducer& reducer = state()->reducer();
   set_to_none ? reducer.clear_all() : reducer.zero_all();

@@ -275,8 +275,15 @@ at::Tensor ShardedState::local_grad(const ParamIndex& place) {
   const auto [begin, end] = unit.updated_range(param);
   if (begin == end || !gradients.is_live(place.slot)) return {};
   const at::Tensor part = gradients.reduced(begin, end);
-  const bool is_whole = unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
+  const bool is_whole =
+      unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
   return is_whole ? at::as_strided(part, param.sizes, param.strides, part.storage_offset()) : part;
+}
+
+bool ShardedState::has_grad(const ParamIndex& place) {
+  reducer_->settle();
+  const UnitGradients& gradients = *reducer_->gradients()[place.unit];
+  return gradients.is_live(place.slot) || gradients.has_arrived(place.slot);
 }
 
 std::vector<double> ShardedState::clip_call(double max_norm, const ClipOptions& options) const {

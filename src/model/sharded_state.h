@@ -78,6 +78,7 @@ class ShardedState : public UseListener,
   void finish_sync_buffers();
   at::Tensor full_grad(const ParamIndex& place);
   at::Tensor local_grad(const ParamIndex& place);
+  bool has_grad(const ParamIndex& place);
   /// Returns a call that clips the gradients, the same on all ranks, in numbers that `JoinScope`
   /// can send. Throws `c10::ValueError` for options that don't fit the model or are out of range.
   std::vector<double> clip_call(double max_norm, const ClipOptions& options) const;

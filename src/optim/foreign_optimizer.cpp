@@ -28,7 +28,8 @@ bool is_count(const std::string& name, const c10::IValue& value, const at::Tenso
 }
 
 int64_t to_count(const std::string& name, const c10::IValue& value) {
-  const double number = value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
+  const double number =
+      value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
   TORCH_CHECK_NOT_IMPLEMENTED(number == static_cast<double>(static_cast<int64_t>(number)),
                               "[tessera] numbers in an optimizer's state must be whole to be stored in a checkpoint; '",
                               name, "' is ", number, ". Use full_state_dict() for this class");

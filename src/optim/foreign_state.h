@@ -14,8 +14,8 @@ namespace tessera {
 const ForeignOptimizer* as_foreign(const torch::optim::Optimizer& optimizer);
 ForeignOptimizer* as_foreign(torch::optim::Optimizer& optimizer);
 
-/// Returns the state of a parameter. Throws `c10::NotImplementedError` for values other than tensors
-/// and whole numbers.
+/// Returns the state of a parameter. Throws `c10::NotImplementedError` for values other than
+/// tensors and whole numbers.
 ParamState foreign_param_state(const ForeignOptimizer& optimizer, const at::Tensor& param);
 ForeignOptimizer::Values values_of(const ParamState& state);
 

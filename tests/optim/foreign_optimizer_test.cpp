@@ -20,8 +20,9 @@ class Tables : public ForeignOptimizer {
   Tables(const std::vector<std::vector<at::Tensor>>& groups, double lr)
       : ForeignOptimizer(groups), options_(groups.size()) {
     for (Values& options : options_)
-      options = {{"lr", lr}, {"betas", std::vector<double>{0.9, 0.999}}, {"eps", 1e-8},
-                 {"weight_decay", 0.01}, {"amsgrad", false}, {"capturable", c10::IValue()}};
+      options = {{"lr", lr},         {"betas", std::vector<double>{0.9, 0.999}},
+                 {"eps", 1e-8},      {"weight_decay", 0.01},
+                 {"amsgrad", false}, {"capturable", c10::IValue()}};
   }
 
   std::string kind() const override { return "AdamW"; }
@@ -106,7 +107,8 @@ TEST(ForeignOptimizer, StepsAsLibTorchsClass) {
 TEST(ForeignOptimizer, IsOffloaded) {
   for (const Partition partition : {Partition::kFlatEven, Partition::kWholeParam})
     expect_parity(run_of(make<Tables>), 2,
-                  {.partition = partition, .unit_bytes = 4096, .offload = Offload::kHost}, "offload");
+                  {.partition = partition, .unit_bytes = 4096, .offload = Offload::kHost},
+                  "offload");
 }
 
 // A model and its optimizer, after some steps.
@@ -216,7 +218,8 @@ TEST(NamedTensors, AreShardedWithoutAModule) {
     Trained module(make<optim::AdamW>);
     auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
     std::vector<NamedTensor> parameters, buffers;
-    for (const auto& item : net->named_parameters()) parameters.push_back({item.key(), item.value()});
+    for (const auto& item : net->named_parameters())
+      parameters.push_back({item.key(), item.value()});
     for (const auto& item : net->named_buffers()) buffers.push_back({item.key(), item.value()});
     ShardedModule sharded = fully_shard(parameters, buffers, {.unit_bytes = 4096});
     auto inner = make<optim::AdamW>(*net);
@@ -240,9 +243,13 @@ TEST(LocalGrad, IsThisRanksPartOfTheWholeGradient) {
         auto sharded = fully_shard(net, {.level = level, .partition = partition});
         const at::Tensor first = net->parameters().front();
         EXPECT_FALSE(sharded.local_grad(first).defined());
+        EXPECT_FALSE(sharded.has_grad(first));
+        EXPECT_TRUE(is_sharded(first));
+        EXPECT_FALSE(is_sharded(torch::ones({2})));
         const Batch batch = global_batch(0, 12, 37, 5);
         torch::mse_loss(net->forward(batch.x), batch.y).backward();
         for (const auto& item : net->named_parameters()) {
+          EXPECT_TRUE(sharded.has_grad(item.value()));
           const at::Tensor whole = sharded.full_grad(item.key());
           const at::Tensor part = sharded.local_grad(item.key());
           // The parts of all ranks, of which some may be empty, are the whole.
