@@ -56,7 +56,7 @@ def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent).resolve()
     over, engine = [], 0
     print(f"{'':12}{'files':>7}{'lines':>8}{'median':>8}{'largest':>9}{'functions':>11}{'p90':>6}{'p99':>6}{'longest':>9}")
-    for folder in ("include", "src", "tools", "examples", "tests"):
+    for folder in ("include", "src", "tools", "examples", "python", "tests"):
         files = sorted(p for p in (root / folder).rglob("*") if p.suffix in SUFFIXES)
         texts = {p.relative_to(root): p.read_text() for p in files}
         lines = {where: text.count("\n") for where, text in texts.items()}

@@ -4,7 +4,7 @@
     check_layers.py [ROOT]
 
 A folder of src/ may include only itself and the folders above it in LAYERS, public headers include only public
-headers, a dialect includes no other dialect, no other layer names one, and programs (examples, tools) include
+headers, a dialect includes no other dialect, no other layer names one, and programs (examples, tools, the Python binding) include
 public headers and files of their own folder only. Prints one line per violation; the exit status is 1 if there
 is any.
 """
@@ -67,7 +67,7 @@ def check_public(root):
 
 
 def check_programs(root):
-    for folder in ("examples", "tools"):
+    for folder in ("examples", "tools", "python"):
         for path in sources(root / folder):
             for number, quote, name in includes(path):
                 known = any((base / name).is_file() for base in (path.parent, *path.parents) if root in base.parents)

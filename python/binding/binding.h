@@ -1,12 +1,11 @@
 #pragma once
 
 // The Python casters of LibTorch's tensors, devices and dtypes.
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
-
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace tessera::python {
 

@@ -1,7 +1,6 @@
 // Checkpoints.
 #include <tessera/async_checkpoint.h>
 #include <tessera/checkpoint.h>
-
 #include <tessera/grad_scaler.h>
 
 #include <filesystem>

@@ -18,7 +18,8 @@ namespace {
 class Oss final : public fairscale::AnyOss {
  public:
   Oss(std::unique_ptr<PythonOptimizer> inner, const fairscale::OssOptions& options)
-      : AnyOss(std::unique_ptr<torch::optim::Optimizer>(inner.get()), options), inner_(inner.release()) {}
+      : AnyOss(std::unique_ptr<torch::optim::Optimizer>(inner.get()), options),
+        inner_(inner.release()) {}
 
   PythonOptimizer& inner() { return *inner_; }
 
@@ -48,10 +49,11 @@ void add_group(Oss& oss) {
 
 double clip_oss(Oss& oss, double max_norm, double norm_type, const py::object& filter) {
   std::function<bool(const at::Tensor&)> accepts;
-  if (!filter.is_none()) accepts = [&](const at::Tensor& param) {
-    const py::gil_scoped_acquire acquire;
-    return py::cast<bool>(filter(param));
-  };
+  if (!filter.is_none())
+    accepts = [&](const at::Tensor& param) {
+      const py::gil_scoped_acquire acquire;
+      return py::cast<bool>(filter(param));
+    };
   const py::gil_scoped_release release;
   return oss.clip_grad_norm(max_norm, norm_type, accepts);
 }
@@ -97,15 +99,15 @@ std::shared_ptr<Ddp> make_ddp(const NamedTensors& parameters, const NamedTensors
                               ProcessGroupPtr group, bool broadcast_buffers, bool sync_models,
                               std::optional<int64_t> reduce_buffer_size, bool auto_refresh,
                               bool reduce_fp16, bool warn_on_change) {
-  return std::make_shared<Ddp>(parameters, buffers, optimizers,
-                               fairscale::ShardedDataParallelOptions{
-                                   .process_group = std::move(group),
-                                   .broadcast_buffers = broadcast_buffers,
-                                   .sync_models_at_startup = sync_models,
-                                   .reduce_buffer_size = reduce_buffer_size,
-                                   .auto_refresh_trainable = auto_refresh,
-                                   .reduce_fp16 = reduce_fp16,
-                                   .warn_on_trainable_params_changed = warn_on_change});
+  return std::make_shared<Ddp>(
+      parameters, buffers, optimizers,
+      fairscale::ShardedDataParallelOptions{.process_group = std::move(group),
+                                            .broadcast_buffers = broadcast_buffers,
+                                            .sync_models_at_startup = sync_models,
+                                            .reduce_buffer_size = reduce_buffer_size,
+                                            .auto_refresh_trainable = auto_refresh,
+                                            .reduce_fp16 = reduce_fp16,
+                                            .warn_on_trainable_params_changed = warn_on_change});
 }
 
 }  // namespace
@@ -124,7 +126,8 @@ void bind_fairscale(py::module_& module) {
       .def("give_params", [](Oss& oss) { oss.inner().give_params(); })
       .def("clip_grad_norm", &clip_oss)
       .def("consolidate_state_dict", &Oss::consolidate_state_dict, Waits())
-      .def("state_dict", [](Oss& oss) { return to_python(oss.state_dict(), oss.inner().optimizer()); })
+      .def("state_dict",
+           [](Oss& oss) { return to_python(oss.state_dict(), oss.inner().optimizer()); })
       .def("load_state_dict",
            [](Oss& oss, const py::dict& state) {
              const OptimizerStateDict dict = to_state_dict(state);

@@ -60,14 +60,15 @@ std::optional<at::Tensor> defined(at::Tensor tensor) {
   return tensor;
 }
 
-ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers, const py::dict& arguments) {
+ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers,
+                    const py::dict& arguments) {
   const ShardPlan plan = plan_of(arguments);
   const py::gil_scoped_release release;
   return fully_shard(named(parameters), named(buffers), plan);
 }
 
 double clip_model(ShardedModule& module, double max_norm, double norm_type, double epsilon,
-            std::vector<std::string> exclude) {
+                  std::vector<std::string> exclude) {
   return module.clip_grad_norm_(
       max_norm, {.norm_type = norm_type, .epsilon = epsilon, .exclude = std::move(exclude)});
 }
@@ -86,11 +87,15 @@ void bind_model(py::module_& module) {
       .def("reduce", &ShardedModule::reduce, Waits())
       .def(
           "full_grad",
-          [](ShardedModule& model, const at::Tensor& param) { return defined(model.full_grad(param)); },
+          [](ShardedModule& model, const at::Tensor& param) {
+            return defined(model.full_grad(param));
+          },
           Waits())
       .def(
           "local_grad",
-          [](ShardedModule& model, const at::Tensor& param) { return defined(model.local_grad(param)); },
+          [](ShardedModule& model, const at::Tensor& param) {
+            return defined(model.local_grad(param));
+          },
           Waits())
       .def("has_grad", &ShardedModule::has_grad, Waits())
       .def("zero_grad", &ShardedModule::zero_grad, py::arg("set_to_none") = true, Waits())

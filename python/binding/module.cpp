@@ -7,8 +7,9 @@
 PYBIND11_MODULE(_C, module) {
   namespace python = tessera::python;
   module.doc() = "Tessera's engine; see the Python package `tessera`.";
-  module.attr("version") = std::to_string(TESSERA_VERSION_MAJOR) + "." + std::to_string(TESSERA_VERSION_MINOR) +
-                           "." + std::to_string(TESSERA_VERSION_PATCH);
+  module.attr("version") = std::to_string(TESSERA_VERSION_MAJOR) + "." +
+                           std::to_string(TESSERA_VERSION_MINOR) + "." +
+                           std::to_string(TESSERA_VERSION_PATCH);
   python::bind_world(module);
   python::bind_model(module);
   python::bind_optimizer(module);

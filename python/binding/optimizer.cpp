@@ -15,18 +15,18 @@
 namespace tessera::python {
 namespace {
 
-std::shared_ptr<ShardedPythonOptimizer> make(const ShardedModule& model, const py::object& optimizer,
-                                             double max_grad_norm) {
+std::shared_ptr<ShardedPythonOptimizer> make(const ShardedModule& model,
+                                             const py::object& optimizer, double max_grad_norm) {
   auto inner = std::make_unique<PythonOptimizer>(optimizer);
   const py::gil_scoped_release release;
-  return std::make_shared<ShardedPythonOptimizer>(model, std::move(inner),
-                                                  ShardedOptimizerOptions{.max_grad_norm = max_grad_norm});
+  return std::make_shared<ShardedPythonOptimizer>(
+      model, std::move(inner), ShardedOptimizerOptions{.max_grad_norm = max_grad_norm});
 }
 
 std::shared_ptr<GradScaler> make_scaler(double init_scale, double growth_factor,
-                                        double backoff_factor, int64_t growth_interval, bool enabled,
-                                        int64_t hysteresis, double min_scale, double max_scale,
-                                        ProcessGroupPtr group) {
+                                        double backoff_factor, int64_t growth_interval,
+                                        bool enabled, int64_t hysteresis, double min_scale,
+                                        double max_scale, ProcessGroupPtr group) {
   return std::make_shared<GradScaler>(GradScalerOptions{.init_scale = init_scale,
                                                         .growth_factor = growth_factor,
                                                         .backoff_factor = backoff_factor,
@@ -45,7 +45,8 @@ void bind_optimizer(py::module_& module) {
   py::class_<Optimizer, std::shared_ptr<Optimizer>>(module, "Optimizer")
       .def(py::init(&make), py::arg("model"), py::arg("optimizer"), py::arg("max_grad_norm"))
       .def(
-          "step", [](Optimizer& self) { self.use([](ShardedOptimizer& it) { it.step(); }); }, Waits())
+          "step", [](Optimizer& self) { self.use([](ShardedOptimizer& it) { it.step(); }); },
+          Waits())
       .def(
           "zero_grad",
           [](Optimizer& self) { self.use([](ShardedOptimizer& it) { it.zero_grad(); }); }, Waits())

@@ -43,9 +43,8 @@ std::pair<ShardedModule, std::shared_ptr<ShardedPythonOptimizer>> group_sharded_
   const auto tree = module_tree(parameters, buffers);
   const ShardPlan plan = paddle::detail::check_group_sharded(*tree, *inner, level, options);
   const ShardedModule model = fully_shard(named(parameters), named(buffers), plan);
-  return {model,
-          std::make_shared<ShardedPythonOptimizer>(
-              model, std::move(inner), paddle::group_sharded_optimizer_options(options))};
+  return {model, std::make_shared<ShardedPythonOptimizer>(
+                     model, std::move(inner), paddle::group_sharded_optimizer_options(options))};
 }
 
 }  // namespace

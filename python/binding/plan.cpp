@@ -91,7 +91,8 @@ ShardPlan plan_of(const py::dict& arguments) {
     const auto name = key.cast<std::string>();
     const auto it = kFields.find(name);
     if (it == kFields.end()) {
-      std::string text = "fully_shard() got an unexpected keyword argument '" + name + "'; a plan has";
+      std::string text =
+          "fully_shard() got an unexpected keyword argument '" + name + "'; a plan has";
       for (const auto& [known, set] : kFields) text += " " + known;
       throw py::type_error(text);
     }

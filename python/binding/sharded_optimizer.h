@@ -9,8 +9,8 @@
 
 namespace tessera::python {
 
-/// A `ShardedOptimizer` over an optimizer of Python, which chooses its own operators: `fused` has no
-/// effect.
+/// A `ShardedOptimizer` over an optimizer of Python, which chooses its own operators: `fused` has
+/// no effect.
 class ShardedPythonOptimizer {
  public:
   ShardedPythonOptimizer(const ShardedModule& model, std::unique_ptr<PythonOptimizer> inner,

@@ -72,7 +72,8 @@ py::dict to_python(const OptimizerStateDict& dict, const py::object& optimizer) 
     py::dict group;
     for (const auto& [key, value] : own[py::int_(i)].cast<py::dict>()) group[key] = value;
     for (const auto& [name, value] : dict.param_groups[i].options)
-      group[name.c_str()] = to_python(value, group.contains(name) ? group[name.c_str()] : py::handle());
+      group[name.c_str()] =
+          to_python(value, group.contains(name) ? group[name.c_str()] : py::handle());
     group["params"] = py::cast(dict.param_groups[i].params);
     groups.append(group);
   }

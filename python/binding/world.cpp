@@ -1,13 +1,13 @@
 // Worlds and process groups.
 #include <tessera/page_heap.h>
 #include <tessera/world.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "binding.h"
@@ -87,7 +87,8 @@ void bind_world(py::module_& module) {
       .def_property_readonly("source", [](const World& world) { return world.info().source; })
       .def_property_readonly("group", &World::process_group)
       // In a forked child: its destructor would wait for threads that the child does not have.
-      .def("abandon", [](const std::shared_ptr<World>& world) { new std::shared_ptr<World>(world); })
+      .def("abandon",
+           [](const std::shared_ptr<World>& world) { new std::shared_ptr<World>(world); })
       .def("new_group", &World::new_process_group, py::arg("ranks"), Waits())
       .def(
           "hybrid_groups",
