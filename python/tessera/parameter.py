@@ -26,7 +26,7 @@ class AbsentGrad(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex",
-                    "__repr__", "__hash__", "stride", "requires_grad_", "detach_", "nelement", "ndimension"):
+                    "__repr__", "__hash__", "stride", "_is_view", "requires_grad_", "detach_", "nelement", "ndimension"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
