@@ -17,14 +17,15 @@ class AbsentGrad(torch.Tensor):
     """
 
     @staticmethod
-    def of(parameter: torch.Tensor, name: str, clear: Callable[[], None]) -> "AbsentGrad":
+    def of(parameter: torch.Tensor, name: str) -> "AbsentGrad":
         grad = torch.empty_like(parameter, device="meta", requires_grad=False).as_subclass(AbsentGrad)
-        grad.of_parameter, grad._clear = name, clear
+        grad.of_parameter = name
         return grad
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
+        # These describe a tensor, or are called by zero_grad() and torch.compile.
         if name in ("__get__", "__set__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex",
                     "__repr__", "__hash__", "stride", "_is_view", "requires_grad_", "detach_", "nelement", "ndimension"):
             with torch._C.DisableTorchFunctionSubclass():

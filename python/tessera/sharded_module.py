@@ -187,11 +187,7 @@ class ShardedModule(nn.Module):
 def _absent_grad(model: _C.Model | None, parameter: torch.Tensor, name: str):
     if model is None or not model.has_grad(parameter):
         return None
-
-    def clear():
-        torch.Tensor.grad.__set__(parameter, None)
-
-    return AbsentGrad.of(parameter, name, clear)
+    return AbsentGrad.of(parameter, name)
 
 
 def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan) -> ShardedModule:
