@@ -130,6 +130,8 @@ def _alone():
     with pytest.raises(ValueError):
         optimizer.add_param_group({"params": [net.norm.weight]})
     assert len(optimizer.param_groups) == 2
+    tessera.shutdown()
+    dist.barrier()  # rank 0 has the store
     dist.destroy_process_group()
     return True
 
@@ -148,7 +150,10 @@ def _beside():
     model = ShardedDataParallel(net, optimizer, process_group=group)
     loss_of(model, batch(dist.get_rank())).backward()
     optimizer.step()
-    return optimizer.world_size, {name: value.clone() for name, value in net.state_dict().items()}
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    tessera.shutdown()
+    dist.barrier(group)  # rank 0 has the store
+    return optimizer.world_size, state
 
 
 def test_a_group_of_some_ranks(ranks):

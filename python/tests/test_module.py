@@ -137,8 +137,8 @@ class _Tokens(torch.utils.data.Dataset):
 
 def _workers(context):
     net, sharded, optimizer = _trained("p_g_os")
-    for _ in range(2):
-        for tokens in DataLoader(_Tokens(), 6, num_workers=2, multiprocessing_context=context):
+    for _ in range(2 if context == "fork" else 1):  # a worker that is spawned imports PyTorch
+        for tokens in DataLoader(_Tokens(), 6, num_workers=2 if context == "fork" else 1, multiprocessing_context=context):
             optimizer.zero_grad()
             loss_of(sharded, tokens).backward()
             optimizer.step()
