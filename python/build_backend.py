@@ -4,19 +4,22 @@ A wheel works with one minor version of PyTorch. So this one is not downloaded f
 used.
 """
 
+import functools
 import os
 
+import scikit_build_core.build
 import torch_pin
 from scikit_build_core.build import *  # noqa: F401,F403
-from scikit_build_core.build import build_editable as _build_editable
-from scikit_build_core.build import build_wheel as _build_wheel
 
 
-def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    os.environ.setdefault("Torch_DIR", str(torch_pin.find_torch() / "share" / "cmake" / "Torch"))
-    return _build_wheel(wheel_directory, config_settings, metadata_directory)
+def _against_torch(build):
+    @functools.wraps(build)
+    def call(*args, **kwargs):
+        os.environ.setdefault("Torch_DIR", str(torch_pin.find_torch() / "share" / "cmake" / "Torch"))
+        return build(*args, **kwargs)
+
+    return call
 
 
-def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    os.environ.setdefault("Torch_DIR", str(torch_pin.find_torch() / "share" / "cmake" / "Torch"))
-    return _build_editable(wheel_directory, config_settings, metadata_directory)
+build_wheel = _against_torch(scikit_build_core.build.build_wheel)
+build_editable = _against_torch(scikit_build_core.build.build_editable)

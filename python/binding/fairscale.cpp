@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "make_scaler.h"
 #include "module_tree.h"
 #include "python_optimizer.h"
 #include "state_dict.h"
@@ -160,15 +161,7 @@ void bind_fairscale(py::module_& module) {
 
   py::class_<fairscale::ShardedGradScaler, GradScaler,
              std::shared_ptr<fairscale::ShardedGradScaler>>(module, "ShardedGradScaler")
-      .def(py::init([](double init_scale, double growth_factor, double backoff_factor,
-                       int64_t growth_interval, bool enabled) {
-        return std::make_shared<fairscale::ShardedGradScaler>(
-            GradScalerOptions{.init_scale = init_scale,
-                              .growth_factor = growth_factor,
-                              .backoff_factor = backoff_factor,
-                              .growth_interval = growth_interval,
-                              .enabled = enabled});
-      }))
+      .def(py::init(&make_scaler<fairscale::ShardedGradScaler>))
       .def(
           "unscale_", [](fairscale::ShardedGradScaler& scaler, Oss& oss) { scaler.unscale_(oss); },
           Waits())

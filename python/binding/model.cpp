@@ -44,16 +44,6 @@ void bind_scope(py::module_& module, const char* name) {
       .def("__exit__", &ScopeClass::exit);
 }
 
-std::map<std::string, int64_t> to_dict(const ShardMemory& memory) {
-  return {{"parameters", memory.parameters},
-          {"gradients", memory.gradients},
-          {"optimizer_state", memory.optimizer_state},
-          {"master_weights", memory.master_weights},
-          {"offloaded", memory.offloaded},
-          {"peak_unsharded", memory.peak_unsharded},
-          {"peak_in_flight", memory.peak_in_flight}};
-}
-
 // Python's own `None` for an undefined tensor.
 std::optional<at::Tensor> defined(at::Tensor tensor) {
   if (!tensor.defined()) return std::nullopt;
@@ -74,6 +64,16 @@ double clip_model(ShardedModule& module, double max_norm, double norm_type, doub
 }
 
 }  // namespace
+
+std::map<std::string, int64_t> to_dict(const ShardMemory& memory) {
+  return {{"parameters", memory.parameters},
+          {"gradients", memory.gradients},
+          {"optimizer_state", memory.optimizer_state},
+          {"master_weights", memory.master_weights},
+          {"offloaded", memory.offloaded},
+          {"peak_unsharded", memory.peak_unsharded},
+          {"peak_in_flight", memory.peak_in_flight}};
+}
 
 void bind_model(py::module_& module) {
   bind_scope<NoSyncScope>(module, "NoSync");
@@ -129,7 +129,6 @@ void bind_model(py::module_& module) {
       .def("start_step", &MemoryTracer::start_step)
       .def("peak_model_bytes", &MemoryTracer::peak_model_bytes)
       .def("peak_other_bytes", &MemoryTracer::peak_other_bytes)
-      .def("knows_other", &MemoryTracer::knows_other)
       .def("samples", [](const MemoryTracer& tracer) { return tracer.samples().size(); })
       .def("write_chrome_trace", &MemoryTracer::write_chrome_trace, Waits())
       .def("write_merged_chrome_trace", &MemoryTracer::write_merged_chrome_trace, Waits())

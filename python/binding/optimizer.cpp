@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "make_scaler.h"
 #include "python_optimizer.h"
 #include "sharded_optimizer.h"
 #include "state_dict.h"
@@ -23,21 +24,6 @@ std::shared_ptr<ShardedPythonOptimizer> make(const ShardedModule& model,
       model, std::move(inner), ShardedOptimizerOptions{.max_grad_norm = max_grad_norm});
 }
 
-std::shared_ptr<GradScaler> make_scaler(double init_scale, double growth_factor,
-                                        double backoff_factor, int64_t growth_interval,
-                                        bool enabled, int64_t hysteresis, double min_scale,
-                                        double max_scale, ProcessGroupPtr group) {
-  return std::make_shared<GradScaler>(GradScalerOptions{.init_scale = init_scale,
-                                                        .growth_factor = growth_factor,
-                                                        .backoff_factor = backoff_factor,
-                                                        .growth_interval = growth_interval,
-                                                        .hysteresis = hysteresis,
-                                                        .min_scale = min_scale,
-                                                        .max_scale = max_scale,
-                                                        .process_group = std::move(group),
-                                                        .enabled = enabled});
-}
-
 }  // namespace
 
 void bind_optimizer(py::module_& module) {
@@ -45,20 +31,13 @@ void bind_optimizer(py::module_& module) {
   py::class_<Optimizer, std::shared_ptr<Optimizer>>(module, "Optimizer")
       .def(py::init(&make), py::arg("model"), py::arg("optimizer"), py::arg("max_grad_norm"))
       .def(
-          "step", [](Optimizer& self) { self.use([](ShardedOptimizer& it) { it.step(); }); },
-          Waits())
+          "step", [](Optimizer& self) { self.use([](auto& it) { it.step(); }); }, Waits())
       .def(
-          "zero_grad",
-          [](Optimizer& self) { self.use([](ShardedOptimizer& it) { it.zero_grad(); }); }, Waits())
-      .def(
-          "unwrap", [](Optimizer& self) { self.use([](ShardedOptimizer& it) { it.unwrap(); }); },
-          Waits())
+          "unwrap", [](Optimizer& self) { self.use([](auto& it) { it.unwrap(); }); }, Waits())
       .def(
           "keep_on_device",
           [](Optimizer& self, int64_t nbytes) {
-            int64_t moved = 0;
-            self.use([&](ShardedOptimizer& it) { moved = it.keep_on_device(nbytes); });
-            return moved;
+            return self.use([&](auto& it) { return it.keep_on_device(nbytes); });
           },
           Waits())
       .def(
@@ -67,7 +46,7 @@ void bind_optimizer(py::module_& module) {
             OptimizerStateDict dict;
             {
               const py::gil_scoped_release release;
-              self.use([&](ShardedOptimizer& it) { dict = full_state_dict(it, recipient); });
+              dict = self.use([&](auto& it) { return full_state_dict(it, recipient); });
             }
             return to_python(dict, self.inner().optimizer());
           },
@@ -77,51 +56,30 @@ void bind_optimizer(py::module_& module) {
           [](Optimizer& self, const py::dict& state) {
             const OptimizerStateDict dict = to_state_dict(state);
             const py::gil_scoped_release release;
-            self.use([&](ShardedOptimizer& it) { load_full_state_dict(it, dict); });
+            self.use([&](auto& it) { load_full_state_dict(it, dict); });
           },
           py::arg("state"))
       .def(
-          "state_nbytes",
-          [](Optimizer& self) {
-            int64_t nbytes = 0;
-            self.use([&](ShardedOptimizer& it) { nbytes = it.memory().optimizer_state; });
-            return nbytes;
-          },
-          Waits())
-      .def(
-          "offloaded_nbytes",
-          [](Optimizer& self) {
-            int64_t nbytes = 0;
-            self.use([&](ShardedOptimizer& it) { nbytes = it.memory().offloaded; });
-            return nbytes;
-          },
+          "memory",
+          [](Optimizer& self) { return to_dict(self.use([](auto& it) { return it.memory(); })); },
           Waits())
       .def_property(
-          "steps",
-          [](Optimizer& self) {
-            int64_t steps = 0;
-            self.use([&](ShardedOptimizer& it) { steps = it.steps(); });
-            return steps;
-          },
-          [](Optimizer& self, int64_t steps) {
-            self.use([&](ShardedOptimizer& it) { it.set_steps(steps); });
-          });
+          "steps", [](Optimizer& self) { return self.use([](auto& it) { return it.steps(); }); },
+          [](Optimizer& self, int64_t steps) { self.use([&](auto& it) { it.set_steps(steps); }); });
 
   py::class_<GradScaler, std::shared_ptr<GradScaler>>(module, "GradScaler")
-      .def(py::init(&make_scaler))
+      .def(py::init(&make_scaler<GradScaler>))
       .def("scale", py::overload_cast<const at::Tensor&>(&GradScaler::scale, py::const_))
       .def(
           "unscale_",
           [](GradScaler& scaler, Optimizer& optimizer) {
-            optimizer.use([&](ShardedOptimizer& it) { scaler.unscale_(it); });
+            optimizer.use([&](auto& it) { scaler.unscale_(it); });
           },
           Waits())
       .def(
           "step",
           [](GradScaler& scaler, Optimizer& optimizer) {
-            bool stepped = false;
-            optimizer.use([&](ShardedOptimizer& it) { stepped = scaler.step(it); });
-            return stepped;
+            return optimizer.use([&](auto& it) { return scaler.step(it); });
           },
           Waits())
       .def("update", py::overload_cast<std::optional<double>>(&GradScaler::update), Waits())

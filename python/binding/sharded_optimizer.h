@@ -3,6 +3,7 @@
 #include <tessera/sharded_optimizer.h>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "python_optimizer.h"
@@ -19,13 +20,19 @@ class ShardedPythonOptimizer {
     inner_->give_params();
   }
 
-  /// Calls `use` with the engine's optimizer, which knows the param groups that Python has then;
+  /// Returns `use` of the engine's optimizer, which knows the param groups that Python has then;
   /// afterwards Python has those of the engine.
   template <class Use>
-  void use(const Use& use) {
+  auto use(const Use& use) {
     inner_->take_new_groups();
-    use(sharded_);
-    inner_->give_params();
+    if constexpr (std::is_void_v<decltype(use(sharded_))>) {
+      use(sharded_);
+      inner_->give_params();
+    } else {
+      auto result = use(sharded_);
+      inner_->give_params();
+      return result;
+    }
   }
 
   PythonOptimizer& inner() { return *inner_; }

@@ -83,20 +83,11 @@ void bind_world(py::module_& module) {
   py::class_<World, std::shared_ptr<World>>(module, "World")
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
-      .def_property_readonly("local_rank", &World::local_rank)
-      .def_property_readonly("source", [](const World& world) { return world.info().source; })
       .def_property_readonly("group", &World::process_group)
       // In a forked child: its destructor would wait for threads that the child does not have.
       .def("abandon",
            [](const std::shared_ptr<World>& world) { new std::shared_ptr<World>(world); })
-      .def("new_group", &World::new_process_group, py::arg("ranks"), Waits())
-      .def(
-          "hybrid_groups",
-          [](const World& world, int shard_size) {
-            const HybridProcessGroups groups = world.hybrid_process_groups(shard_size);
-            return std::make_pair(groups.shard, groups.replicate);
-          },
-          py::arg("shard_size"), Waits());
+      .def("new_group", &World::new_process_group, py::arg("ranks"), Waits());
 
   module.def("join", &join, py::arg("timeout"), py::arg("backend"), py::arg("transport"), Waits());
   module.def("join_store", &join_store, py::arg("store"), py::arg("rank"), py::arg("size"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,11 +18,13 @@ class GradScaler:
     calls are those of `torch.amp.GradScaler`; works on every device. All ranks must make the same calls.
     """
 
+    _class = _C.GradScaler
+
     def __init__(self, init_scale: float = 65536.0, growth_factor: float = 2.0, backoff_factor: float = 0.5,
                  growth_interval: int = 2000, enabled: bool = True, *, hysteresis: int = 1, min_scale: float = 0.0,
                  max_scale: float = math.inf, group=None):
-        self._scaler = _C.GradScaler(init_scale, growth_factor, backoff_factor, growth_interval, enabled, hysteresis,
-                                     min_scale, max_scale, None if group is None else resolve_group(group))
+        self._scaler = self._class(init_scale, growth_factor, backoff_factor, growth_interval, enabled, hysteresis,
+                                   min_scale, max_scale, None if group is None else resolve_group(group))
 
     def scale(self, outputs):
         """Returns a tensor, or each one of a list or tuple, times the scale."""
@@ -30,13 +34,14 @@ class GradScaler:
 
     def unscale_(self, optimizer: ShardedOptimizer) -> None:
         """Divides the reduced gradients by the scale, say to clip them before the step. Collective."""
-        self._scaler.unscale_(_sharded(optimizer))
+        self._with_engines(optimizer, self._scaler.unscale_)
 
     def step(self, optimizer: ShardedOptimizer, *args, **kwargs) -> bool:
         """Steps if all gradients of all ranks are finite, and returns whether it did. Collective."""
         if args or kwargs:
-            raise RuntimeError("[GradScaler] closures can't be used with a scaler: their gradients would have other scales")
-        return self._scaler.step(_sharded(optimizer))
+            raise RuntimeError(f"[{type(self).__name__}] closures can't be used with a scaler: their gradients would have "
+                               "other scales")
+        return self._with_engines(optimizer, self._scaler.step)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapts the scale to the overflows since the last update, or sets it."""
@@ -54,8 +59,8 @@ class GradScaler:
     def load_state_dict(self, state: dict) -> None:
         self._scaler.load_state(state)
 
-
-def _sharded(optimizer) -> _C.Optimizer:
-    if not isinstance(optimizer, ShardedOptimizer):
-        raise TypeError(f"GradScaler takes a ShardedOptimizer; got {type(optimizer).__name__}")
-    return optimizer._sharded
+    def _with_engines(self, optimizer: ShardedOptimizer, use: Callable[[Any], Any]) -> Any:
+        """Calls `use` with the engine's own optimizer."""
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise TypeError(f"GradScaler takes a ShardedOptimizer; got {type(optimizer).__name__}")
+        return use(optimizer._sharded)

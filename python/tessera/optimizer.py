@@ -37,6 +37,11 @@ def _make_buffers(optimizer: torch.optim.SGD, args, kwargs) -> None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
 
 
+def _of_inside(name: str) -> property:
+    """An attribute that is the one of the optimizer inside."""
+    return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Steps an optimizer on this rank's shards of a sharded model.
 
@@ -52,9 +57,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                  max_grad_norm: float = 0.0):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"ShardedOptimizer takes an optimizer of torch.optim; got {type(optimizer).__name__}")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise NotImplementedError("[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step needs "
-                                      "products over all parameters, which shards don't give")
         if fused:
             use_fused(optimizer)
         self._attach(model, optimizer, _C.Optimizer(model._model, optimizer, max_grad_norm))
@@ -71,29 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
         self._patch_step_function()
 
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups):
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self):
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state):
-        self.optimizer.state = state
-
-    @property
-    def defaults(self):
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults):
-        self.optimizer.defaults = defaults
+    param_groups, state, defaults = _of_inside("param_groups"), _of_inside("state"), _of_inside("defaults")
 
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
@@ -129,8 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Returns `ShardedModule.memory()` with the optimizer's state."""
-        return dict(self._model.memory(), optimizer_state=self._sharded.state_nbytes(),
-                    offloaded=self._sharded.offloaded_nbytes())
+        return self._sharded.memory()
 
     def keep_on_device(self, nbytes: int) -> int:
         """Moves offloaded units back to the parameters' device for good, as many as fit; returns the bytes moved."""

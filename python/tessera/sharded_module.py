@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,35 @@ def gather_in_state_dict(module: nn.Module) -> list:
     return [submodule._register_state_dict_hook(gather) for submodule in module.modules()]
 
 
-class ShardedModule(nn.Module):
+class Wrapper(nn.Module):
+    """A module around one that was sharded in place, whose attributes it has."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+        self._hooks: list = []
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def _take_over(self, shown: Iterable[tuple[nn.Parameter, Callable]]) -> None:
+        # `shown`: parameters, and functions that return what their `.grad` shows.
+        self._hooks = gather_in_state_dict(self.module)
+        for parameter, show_grad in shown:
+            make_sharded(parameter, show_grad)
+
+    def _give_back(self) -> nn.Module:
+        for parameter in self.module.parameters():
+            make_plain(parameter)
+        for hook in self._hooks:
+            hook.remove()
+        return self.module
+
+
+class ShardedModule(Wrapper):
     """A sharded model. The module itself was changed in place, and may be called directly, too; this wrapper adds
     functions that the module lacks, and has its attributes.
 
@@ -51,14 +79,12 @@ class ShardedModule(nn.Module):
     """
 
     def __init__(self, module: nn.Module, model: _C.Model, plan: Mapping[str, Any]):
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._model = model
         self._casts_to = plan.get("param_dtype") if plan.get("cast_inputs", True) else None
-        self._hooks = gather_in_state_dict(module)
         shown = weakref.ref(model)
-        for name, parameter in module.named_parameters():
-            make_sharded(parameter, lambda it, name=name: _absent_grad(shown(), it, name))
+        self._take_over((parameter, lambda it, name=name: _absent_grad(shown(), it, name))
+                        for name, parameter in module.named_parameters())
 
     def forward(self, *args, **kwargs):
         self._model.begin_forward()
@@ -68,12 +94,6 @@ class ShardedModule(nn.Module):
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._casts_to) if tensor.is_floating_point() else tensor
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
     # Names are those of the module.
     def named_parameters(self, *args, **kwargs):
@@ -169,11 +189,7 @@ class ShardedModule(nn.Module):
         """Undoes the sharding: the module's parameters are ordinary ones again, on every rank. Returns the module.
         Collective. Call the optimizer's `unwrap()` first."""
         self._model.unwrap()
-        for parameter in self.module.parameters():
-            make_plain(parameter)
-        for hook in self._hooks:
-            hook.remove()
-        return self.module
+        return self._give_back()
 
     def __deepcopy__(self, memo):
         raise RuntimeError("[tessera] a sharded model can't be copied as such. Copy its module before fully_shard(); "

@@ -100,7 +100,7 @@ def test_state_dict_is_that_of_the_plain_optimizer(ranks):
 
 def _wrong():
     sharded, optimizer = _job("p_g_os")
-    with pytest.raises(ValueError, match="checkpoint|No such|not"):
+    with pytest.raises(ValueError, match="/nonexistent/step-1"):
         tessera.load_checkpoint("/nonexistent/step-1", sharded, optimizer)
     return True
 

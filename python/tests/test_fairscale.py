@@ -182,6 +182,12 @@ def test_scaler(ranks):
 
 def _accumulate():
     net = make_net()
+    with pytest.warns(UserWarning, match="broadcast_buffer_size"):
+        OSS(net.parameters(), lr=0.1, broadcast_buffer_size=4)
+    with pytest.raises(NotImplementedError, match="LBFGS"):
+        OSS(net.parameters(), torch.optim.LBFGS).step()
+    with pytest.raises(TypeError, match="OSS"):
+        ShardedGradScaler().step(torch.optim.SGD(net.parameters()))
     optimizer = OSS(net.parameters(), lr=0.1)
     model = ShardedDataParallel(net, optimizer)
     with model.no_sync():
@@ -195,6 +201,11 @@ def _accumulate():
     assert model.module is net and model.block is net.block and not model.is_multi_device_module
     model.unwrap()
     assert type(net.norm.weight) is nn.Parameter
+    for param in net.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    before = net.norm.weight.detach().clone()
+    optimizer.step()  # by itself again: the values are there at once
+    assert torch.equal(copy.deepcopy(net.norm.weight.detach()), before - 0.1)
     return True
 
 

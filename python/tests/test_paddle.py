@@ -90,6 +90,9 @@ def _refusals():
         _make("os_g", buffer_max_size=-1)
     with pytest.raises(ValueError, match="none that is 'Conv9'"):
         _make("p_g_os", exclude_layer=["Conv9"])
+    net = make_net()
+    with pytest.raises(NotImplementedError, match="elementwise; got LBFGS"):
+        group_sharded_parallel(net, torch.optim.LBFGS(net.parameters()), "os_g")
     with pytest.raises(TypeError, match="tessera.GradScaler"):
         _make("os_g", scaler=torch.amp.GradScaler("cpu"))
     model, optimizer, _ = _make("p_g_os", segment_size=0, exclude_layer=["LayerNorm", "block.0"])

@@ -4,7 +4,6 @@
 #include <tessera/dialects/paddle_group_sharded.h>
 #include <tessera/world.h>
 #include <torch/nn/module.h>
-#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -102,8 +101,7 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
     plan = group_sharded_plan(model, level, options);
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");
-    TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-                                "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
+    TORCH_CHECK_NOT_IMPLEMENTED(steps_elementwise(optimizer), "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
     check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
                          {&optimizer});
   });

@@ -99,6 +99,19 @@ ParamState foreign_param_state(const ForeignOptimizer& optimizer, const at::Tens
   return state;
 }
 
+int64_t foreign_state_nbytes(const ForeignOptimizer& optimizer) {
+  int64_t total = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      for (const auto& [name, value] : optimizer.read_state(param)) {
+        if (value.isTensor() && !is_count(name, value, param))
+          total += static_cast<int64_t>(value.toTensor().nbytes());
+      }
+    }
+  }
+  return total;
+}
+
 ForeignOptimizer::Values values_of(const ParamState& state) {
   ForeignOptimizer::Values values;
   for (const auto& [name, tensor] : state.tensors) values[name] = tensor;

@@ -3,6 +3,7 @@
 #include <tessera/foreign_optimizer.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <string>
 
@@ -17,6 +18,8 @@ ForeignOptimizer* as_foreign(torch::optim::Optimizer& optimizer);
 /// Returns the state of a parameter. Throws `c10::NotImplementedError` for values other than
 /// tensors and whole numbers.
 ParamState foreign_param_state(const ForeignOptimizer& optimizer, const at::Tensor& param);
+/// Returns the bytes of all tensors in the state, of any class, but for counts.
+int64_t foreign_state_nbytes(const ForeignOptimizer& optimizer);
 ForeignOptimizer::Values values_of(const ParamState& state);
 
 /// Returns the options of a param group that are numbers or flags; `betas` becomes `beta1` and

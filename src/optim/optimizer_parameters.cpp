@@ -3,11 +3,14 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <map>
 #include <string>
 #include <utility>
+
+#include "optim/foreign_state.h"
 
 namespace tessera {
 namespace {
@@ -49,6 +52,12 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
       }
     }
   }
+}
+
+bool steps_elementwise(const torch::optim::Optimizer& optimizer) {
+  if (const ForeignOptimizer* const foreign = as_foreign(optimizer))
+    return foreign->kind() != "LBFGS";
+  return dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr;
 }
 
 }  // namespace tessera

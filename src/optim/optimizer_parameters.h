@@ -17,4 +17,8 @@ namespace tessera {
 void check_optimized_once(const char* function, const std::vector<NamedTensor>& model,
                           const std::vector<const torch::optim::Optimizer*>& optimizers);
 
+/// Returns false for LBFGS, of LibTorch or of another language, whose step needs products over all
+/// parameters.
+bool steps_elementwise(const torch::optim::Optimizer& optimizer);
+
 }  // namespace tessera

@@ -188,14 +188,8 @@ int64_t ParamState::nbytes() const {
 }
 
 int64_t state_nbytes(const torch::optim::Optimizer& optimizer) {
+  if (const auto* foreign = as_foreign(optimizer)) return foreign_state_nbytes(*foreign);
   int64_t total = 0;
-  if (const auto* foreign = as_foreign(optimizer)) {
-    for (const auto& group : optimizer.param_groups())
-      for (const at::Tensor& param : group.params())
-        for (const auto& [name, value] : foreign->read_state(param))
-          if (value.isTensor()) total += static_cast<int64_t>(value.toTensor().nbytes());
-    return total;
-  }
   with_kind(optimizer, [&](auto kind) {
     for (const auto& entry : optimizer.state()) {
       kind.visit_state(

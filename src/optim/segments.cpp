@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -126,8 +125,7 @@ bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segmen
 
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
                      const std::vector<Segment>& adopted) {
-  TORCH_CHECK_NOT_IMPLEMENTED(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-                              "[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step "
+  TORCH_CHECK_NOT_IMPLEMENTED(steps_elementwise(optimizer), "[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step "
                               "needs products over all parameters, which shards don't give");
   std::vector<NamedTensor> params = parameters_of(state);
   for (const Segment& segment : adopted)

@@ -195,6 +195,19 @@ TEST(ForeignOptimizer, AFailedLoadKeepsItsState) {
   });
 }
 
+TEST(ForeignOptimizer, CountsAreNoBytesOfItsState) {
+  run_world(2, [&](World&) {
+    const ShardPlan plan{.unit_bytes = 4096, .offload = Offload::kHost};
+    Trained one(make<Tables>, plan), other(make<optim::AdamW>, plan);
+    for (Trained* const trained : {&one, &other}) trained->train(0, 1);
+    EXPECT_EQ(one.optimizer.memory().offloaded, other.optimizer.memory().offloaded);
+    one.optimizer.keep_on_device(1 << 30);
+    other.optimizer.keep_on_device(1 << 30);
+    EXPECT_EQ(one.optimizer.memory().optimizer_state, other.optimizer.memory().optimizer_state);
+    EXPECT_EQ(one.optimizer.memory().offloaded, 0);
+  });
+}
+
 TEST(ForeignOptimizer, UnwrapGivesItTheWholeState) {
   run_world(2, [&](World&) {
     Trained one(make<Tables>);

@@ -6,13 +6,9 @@ Ratios are those of rounds next to each other: more than 1 means that Tessera is
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -84,21 +80,18 @@ def _measure(size: str, level: str, options: argparse.Namespace) -> dict:
     return result
 
 
-def _rank(options: argparse.Namespace, transport: str, output: str) -> None:
-    os.environ["TESSERA_TRANSPORT"] = transport
+def _rank(options: argparse.Namespace, transport: str) -> None:
     dist.init_process_group("gloo")
-    tessera.init()
+    tessera.init(transport=transport)
     for size in options.size.split(","):
         for level in options.level.split(","):
             result = _measure(size, level, options)
             results = [None] * dist.get_world_size()
             dist.all_gather_object(results, result.get("losses"))
             if dist.get_rank() == 0:
-                result.update(transport=transport, losses_of_ranks=results)
-                with open(output, "a") as file:
-                    file.write(json.dumps(result) + "\n")
-                _print(result)
+                _print(dict(result, transport=transport, losses_of_ranks=results))
     tessera.shutdown()
+    dist.barrier()  # rank 0 has the store
     dist.destroy_process_group()
 
 
@@ -119,6 +112,5 @@ def main() -> None:
     options = _parse()
     print(f"{options.ranks} ranks, {torch.get_num_threads() // options.ranks or 1} threads each, PyTorch {torch.__version__}; "
           f"median of {options.rounds} rounds [least, most]", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder:
-        for transport in options.transport.split(","):
-            tessera.spawn(_rank, options.ranks, (options, transport, str(Path(folder) / "results")))
+    for transport in options.transport.split(","):
+        tessera.spawn(_rank, options.ranks, (options, transport))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,25 +13,6 @@ from torch.optim import SGD, Optimizer
 from .. import _C
 from ..optimizer import use_fused
 from ..world import resolve_group
-
-
-class _OwnedState(Mapping):
-    """The state of the parameters that this rank owns, by parameter."""
-
-    def __init__(self, oss: "OSS"):
-        self._oss = oss
-
-    def _held(self) -> dict[torch.Tensor, torch.Tensor]:
-        return {param: held for param, held in self._oss._pairs() if held in self._oss._inner.state}
-
-    def __getitem__(self, param):
-        return self._oss._inner.state[self._held()[param]]
-
-    def __iter__(self):
-        return iter(self._held())
-
-    def __len__(self):
-        return len(self._held())
 
 
 class _Owned:
@@ -44,8 +26,8 @@ class _Owned:
         return self._oss.partition_parameters()[self._oss.rank]
 
     @property
-    def state(self) -> Mapping:
-        return _OwnedState(self._oss)
+    def state(self) -> dict[torch.Tensor, dict]:
+        return self._oss.state
 
     def __getattr__(self, name):
         return getattr(self._oss._inner, name)
@@ -65,6 +47,9 @@ class OSS(Optimizer):
 
     def __init__(self, params, optim: type[Optimizer] = SGD, group=None, broadcast_buffer_size: int = -1,
                  broadcast_fp16: bool = False, force_broadcast_object: bool = False, **default: Any):
+        if broadcast_buffer_size >= 0 or force_broadcast_object:
+            warnings.warn("[OSS] broadcast_buffer_size and force_broadcast_object concern FairScale's own messages, and have "
+                          "no effect here", stacklevel=2)
         self._inner = None
         super().__init__(params, default)
         self._inner = optim([dict(group) for group in self.param_groups], **default)
@@ -110,8 +95,12 @@ class OSS(Optimizer):
         return _Owned(self)
 
     @property
-    def state(self) -> Mapping:
-        return _OwnedState(self) if self._inner is not None else self.__dict__["state"]
+    def state(self) -> dict[torch.Tensor, dict]:
+        """The state of the parameters that this rank owns, by parameter."""
+        if self._inner is None:
+            return self.__dict__["state"]
+        states = self._inner.state
+        return {param: states[held] for param, held in self._pairs() if held in states}
 
     @state.setter
     def state(self, state) -> None:

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..parameter import make_plain, make_sharded
-from ..sharded_module import gather_in_state_dict, named_tensors
+from ..sharded_module import Wrapper, named_tensors
 from ..world import resolve_group
 from .oss import OSS
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(Wrapper):
     """Data parallel training of a module with optimizers that are `OSS`.
 
     The arguments are FairScale's. `.grad` of a parameter is its averaged gradient on the rank that owns it, and None on
@@ -29,8 +28,7 @@ class ShardedDataParallel(nn.Module):
                  broadcast_buffers: bool = True, sync_models_at_startup: bool = True, reduce_buffer_size: int = 2**23,
                  auto_refresh_trainable: bool = True, reduce_fp16: bool = False,
                  warn_on_trainable_params_changed: bool = True):
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._optimizers = sharded_optimizer if isinstance(sharded_optimizer, list) else [sharded_optimizer]
         for optimizer in self._optimizers:
             if not isinstance(optimizer, OSS):
@@ -57,23 +55,15 @@ class ShardedDataParallel(nn.Module):
         parameters, buffers = named_tensors(self.module)
         self._ddp = _C.ShardedDataParallel(parameters, buffers, [optimizer._oss for optimizer in self._optimizers],
                                            *self._options)
-        self._hooks = gather_in_state_dict(self.module)
         for optimizer in self._optimizers:
             optimizer._ddp = self
-            for param, _ in optimizer._pairs():
-                make_sharded(param, optimizer._oss.gradient)
+        self._take_over((param, optimizer._oss.gradient) for optimizer in self._optimizers for param, _ in optimizer._pairs())
 
     def forward(self, *inputs, **kwargs):
         if self._ddp is None:
             self._build()
         self._ddp.begin_forward()
         return self.module(*inputs, **kwargs)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
     def __getitem__(self, key):
         return self.module[key]
@@ -118,8 +108,6 @@ class ShardedDataParallel(nn.Module):
     def unwrap(self) -> nn.Module:
         """Makes the module's parameters ordinary ones again, and returns the module. Collective."""
         self._ddp.unwrap()
-        for param in self.module.parameters():
-            make_plain(param)
-        for hook in self._hooks:
-            hook.remove()
-        return self.module
+        for optimizer in self._optimizers:
+            optimizer._ddp = None
+        return self._give_back()

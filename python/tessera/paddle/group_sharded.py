@@ -77,8 +77,6 @@ def group_sharded_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, l
         raise TypeError(f"[group_sharded_parallel] scaler must be a tessera.GradScaler; got {type(scaler).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"[group_sharded_parallel] optimizer must be of torch.optim; got {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotImplementedError("[group_sharded_parallel] the optimizer must be elementwise; got LBFGS")
     if fused:
         use_fused(optimizer)
     options = _C.GroupShardedOptions(
