@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401  Optimizers import it at their first step: so it is done once, and not on each rank.
 
 import tessera
 
