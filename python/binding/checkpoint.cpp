@@ -73,6 +73,9 @@ void save_async(AsyncCheckpointer& checkpointer, const Path& path, const Sharded
 void bind_checkpoint(py::module_& module) {
   module.def("save_checkpoint", &save, Waits());
   module.def("load_checkpoint", &load, Waits());
+  module.def("save_state_dict", &save_state_dict, Waits());
+  module.def("load_state_dict",
+             py::overload_cast<const Path&, const StateDict&>(&tessera::load_state_dict), Waits());
   module.def("latest_checkpoint", &latest_checkpoint, Waits());
   py::class_<AsyncCheckpointer>(module, "AsyncCheckpointer")
       .def(py::init([](bool refuse_when_busy, double bytes_per_second) {

@@ -31,7 +31,7 @@ class Oss final : public fairscale::AnyOss {
 std::shared_ptr<Oss> make_oss(const py::object& optimizer, ProcessGroupPtr group,
                               bool broadcast_fp16) {
   auto inner = std::make_unique<PythonOptimizer>(optimizer);
-  const py::gil_scoped_release release;
+  const Waiting waiting;
   return std::make_shared<Oss>(
       std::move(inner),
       fairscale::OssOptions{.group = std::move(group), .broadcast_fp16 = broadcast_fp16});
@@ -55,7 +55,7 @@ double clip_oss(Oss& oss, double max_norm, double norm_type, const py::object& f
       const py::gil_scoped_acquire acquire;
       return py::cast<bool>(filter(param));
     };
-  const py::gil_scoped_release release;
+  const Waiting waiting;
   return oss.clip_grad_norm(max_norm, norm_type, accepts);
 }
 
@@ -119,7 +119,7 @@ void bind_fairscale(py::module_& module) {
       .def("step",
            [](Oss& oss, const py::dict& arguments) {
              oss.inner().set_step_arguments(arguments);
-             const py::gil_scoped_release release;
+             const Waiting waiting;
              oss.step();
            })
       .def("gather", &gather, Waits())
@@ -132,7 +132,7 @@ void bind_fairscale(py::module_& module) {
       .def("load_state_dict",
            [](Oss& oss, const py::dict& state) {
              const OptimizerStateDict dict = to_state_dict(state);
-             const py::gil_scoped_release release;
+             const Waiting waiting;
              oss.load_state_dict(dict);
            })
       .def("partition_parameters", &Oss::partition_parameters)

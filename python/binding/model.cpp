@@ -25,7 +25,7 @@ class Scope {
     guard_.reset(new Guard((module_.*kEnter)()));
   }
   void exit(const py::args& /*exception*/) {
-    const py::gil_scoped_release release;
+    const Waiting waiting;
     guard_.reset();
   }
 
@@ -53,7 +53,7 @@ std::optional<at::Tensor> defined(at::Tensor tensor) {
 ShardedModule shard(const NamedTensors& parameters, const NamedTensors& buffers,
                     const py::dict& arguments) {
   const ShardPlan plan = plan_of(arguments);
-  const py::gil_scoped_release release;
+  const Waiting waiting;
   return fully_shard(named(parameters), named(buffers), plan);
 }
 

@@ -12,8 +12,13 @@ PYBIND11_MODULE(_C, module) {
                            std::to_string(TESSERA_VERSION_PATCH);
   python::bind_world(module);
   python::bind_model(module);
+  python::bind_deferred_init(module);
   python::bind_optimizer(module);
+  python::bind_cpu_adam(module);
+  python::bind_dist_tensor(module);
+  python::bind_dist_optimizer(module);
   python::bind_checkpoint(module);
   python::bind_fairscale(module);
   python::bind_paddle(module);
+  python::bind_colossalai(module);
 }

@@ -29,8 +29,13 @@ std::vector<NamedTensor> named(const NamedTensors& pairs) {
 }
 
 std::shared_ptr<torch::nn::Module> module_tree(const NamedTensors& parameters,
-                                               const NamedTensors& buffers) {
+                                               const NamedTensors& buffers,
+                                               const std::vector<std::string>& modules) {
   auto root = std::make_shared<torch::nn::Module>();
+  for (const std::string& name : modules) {
+    const auto [parent, last] = place_of(*root, name);
+    parent->register_module(last, std::make_shared<torch::nn::Module>());
+  }
   for (const auto& [name, tensor] : parameters) {
     const auto [module, last] = place_of(*root, name);
     module->register_parameter(last, tensor, tensor.requires_grad());

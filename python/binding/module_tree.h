@@ -18,8 +18,10 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 std::vector<NamedTensor> named(const NamedTensors& pairs);
 
 /// Returns a module of LibTorch with these tensors, for interfaces that take a module: a tree of
-/// modules, as the dots in the names say. It has no forward.
+/// modules, as the dots in the names say. It has no forward. `modules`: names of modules that it
+/// also has, in their order, parents first.
 std::shared_ptr<torch::nn::Module> module_tree(const NamedTensors& parameters,
-                                               const NamedTensors& buffers);
+                                               const NamedTensors& buffers,
+                                               const std::vector<std::string>& modules = {});
 
 }  // namespace tessera::python

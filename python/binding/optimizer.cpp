@@ -19,7 +19,7 @@ namespace {
 std::shared_ptr<ShardedPythonOptimizer> make(const ShardedModule& model,
                                              const py::object& optimizer, double max_grad_norm) {
   auto inner = std::make_unique<PythonOptimizer>(optimizer);
-  const py::gil_scoped_release release;
+  const Waiting waiting;
   return std::make_shared<ShardedPythonOptimizer>(
       model, std::move(inner), ShardedOptimizerOptions{.max_grad_norm = max_grad_norm});
 }
@@ -45,7 +45,7 @@ void bind_optimizer(py::module_& module) {
           [](Optimizer& self, int recipient) {
             OptimizerStateDict dict;
             {
-              const py::gil_scoped_release release;
+              const Waiting waiting;
               dict = self.use([&](auto& it) { return full_state_dict(it, recipient); });
             }
             return to_python(dict, self.inner().optimizer());
@@ -55,7 +55,7 @@ void bind_optimizer(py::module_& module) {
           "load_full_state_dict",
           [](Optimizer& self, const py::dict& state) {
             const OptimizerStateDict dict = to_state_dict(state);
-            const py::gil_scoped_release release;
+            const Waiting waiting;
             self.use([&](auto& it) { load_full_state_dict(it, dict); });
           },
           py::arg("state"))

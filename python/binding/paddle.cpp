@@ -1,5 +1,6 @@
-// Paddle's group_sharded interface; see `tessera.paddle`.
+// Paddle's interfaces; see `tessera.paddle`.
 #include <tessera/dialects/paddle_group_sharded.h>
+#include <tessera/dialects/paddle_shard_layer.h>
 
 #include <memory>
 #include <optional>
@@ -39,7 +40,7 @@ std::pair<ShardedModule, std::shared_ptr<ShardedPythonOptimizer>> group_sharded_
     const NamedTensors& parameters, const NamedTensors& buffers, const py::object& optimizer,
     const std::string& level, const paddle::GroupShardedOptions& options) {
   auto inner = std::make_unique<PythonOptimizer>(optimizer);
-  const py::gil_scoped_release release;
+  const Waiting waiting;
   const auto tree = module_tree(parameters, buffers);
   const ShardPlan plan = paddle::detail::check_group_sharded(*tree, *inner, level, options);
   const ShardedModule model = fully_shard(named(parameters), named(buffers), plan);
@@ -47,9 +48,39 @@ std::pair<ShardedModule, std::shared_ptr<ShardedPythonOptimizer>> group_sharded_
                      model, std::move(inner), paddle::group_sharded_optimizer_options(options))};
 }
 
+at::Tensor shard_tensor(const at::Tensor& data, const DeviceMesh& mesh,
+                        const Placements& placements, std::optional<at::ScalarType> dtype,
+                        std::optional<at::Device> place, std::optional<bool> stop_gradient) {
+  return paddle::shard_tensor(
+      data, mesh, placements, {.dtype = dtype, .place = place, .stop_gradient = stop_gradient});
+}
+
+void bind_shard_layer(py::module_& module) {
+  module.def("shard_tensor", &shard_tensor, Waits());
+  module.def("dtensor_from_local_list", &paddle::dtensor_from_local_list, Waits());
+  module.def("local_tensor_list_from_dtensor", &paddle::local_tensor_list_from_dtensor, Waits());
+
+  using Placement = tessera::detail::InputPlacement;
+  py::class_<Placement>(module, "InputPlacement")
+      .def(py::init([](std::vector<DeviceMesh> meshes, std::vector<std::string> keys,
+                       std::vector<MeshDim> dims, bool is_split, bool check_values) {
+        return Placement(std::move(meshes),
+                         {std::move(keys), std::move(dims), is_split, check_values});
+      }))
+      .def("place",
+           [](const Placement& self, const at::Tensor& input,
+              const std::variant<std::string, size_t>& at, size_t count) {
+             if (const auto* key = std::get_if<std::string>(&at))
+               return self.place(input, *key, count);
+             return self.place(input, std::get<size_t>(at), count);
+           },
+           Waits());
+}
+
 }  // namespace
 
 void bind_paddle(py::module_& module) {
+  bind_shard_layer(module);
   py::class_<paddle::GroupShardedOptions>(module, "GroupShardedOptions")
       .def(py::init(&group_sharded_options));
   module.def("group_sharded_parallel", &group_sharded_parallel);

@@ -71,6 +71,7 @@ const Names<Set> kFields = {
     {"start_values", field(&ShardPlan::start_values, "start_values", kStartValues)},
     {"sync_buffers", field(&ShardPlan::sync_buffers)},
     {"group", field(&ShardPlan::process_group)},
+    {"mesh_dim", field(&ShardPlan::mesh_dim)},
     {"replicate_group", field(&ShardPlan::replicate_group)},
     {"offload", field(&ShardPlan::offload, "offload", kOffloads)},
     {"offload_directory", field(&ShardPlan::offload_directory)},
@@ -85,8 +86,14 @@ const Names<Set> kFields = {
 
 }  // namespace
 
-ShardPlan plan_of(const py::dict& arguments) {
-  ShardPlan plan;
+ShardLevel level_of(const std::string& name) {
+  const auto it = kLevels.find(name);
+  if (it == kLevels.end())
+    throw py::value_error("level must be 'none', 'os', 'os_g' or 'p_g_os'; got '" + name + "'");
+  return it->second;
+}
+
+void set_fields(ShardPlan& plan, const py::dict& arguments) {
   for (const auto& [key, value] : arguments) {
     const auto name = key.cast<std::string>();
     const auto it = kFields.find(name);
@@ -103,6 +110,11 @@ ShardPlan plan_of(const py::dict& arguments) {
                            "': " + py::repr(value).cast<std::string>());
     }
   }
+}
+
+ShardPlan plan_of(const py::dict& arguments) {
+  ShardPlan plan;
+  set_fields(plan, arguments);
   return plan;
 }
 

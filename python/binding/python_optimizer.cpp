@@ -38,10 +38,10 @@ PythonOptimizer::~PythonOptimizer() {
 std::string PythonOptimizer::kind() const {
   const py::gil_scoped_acquire acquire;
   const py::type own = py::type::of(optimizer_);
-  // Of a class derived from one of torch.optim, the state is that of its base.
+  // Of a class derived from one of torch.optim, or from CPUAdam, the state is that of its base.
   for (const py::handle type : own.attr("__mro__")) {
     const auto module = type.attr("__module__").cast<std::string>();
-    if (module.starts_with("torch.optim.")) return type.attr("__name__").cast<std::string>();
+    if (module.starts_with("torch.optim.") || module.starts_with("tessera.")) return type.attr("__name__").cast<std::string>();
   }
   return own.attr("__name__").cast<std::string>();
 }

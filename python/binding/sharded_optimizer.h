@@ -16,7 +16,8 @@ class ShardedPythonOptimizer {
  public:
   ShardedPythonOptimizer(const ShardedModule& model, std::unique_ptr<PythonOptimizer> inner,
                          const ShardedOptimizerOptions& options)
-      : inner_(std::move(inner)), sharded_(model, *inner_, options) {
+      : inner_(std::move(inner)),
+        sharded_(std::make_shared<ShardedOptimizer>(model, *inner_, options)) {
     inner_->give_params();
   }
 
@@ -25,11 +26,11 @@ class ShardedPythonOptimizer {
   template <class Use>
   auto use(const Use& use) {
     inner_->take_new_groups();
-    if constexpr (std::is_void_v<decltype(use(sharded_))>) {
-      use(sharded_);
+    if constexpr (std::is_void_v<decltype(use(*sharded_))>) {
+      use(*sharded_);
       inner_->give_params();
     } else {
-      auto result = use(sharded_);
+      auto result = use(*sharded_);
       inner_->give_params();
       return result;
     }
@@ -37,9 +38,17 @@ class ShardedPythonOptimizer {
 
   PythonOptimizer& inner() { return *inner_; }
 
+ protected:
+  /// `sharded` steps `inner`.
+  ShardedPythonOptimizer(std::unique_ptr<PythonOptimizer> inner,
+                         std::shared_ptr<ShardedOptimizer> sharded)
+      : inner_(std::move(inner)), sharded_(std::move(sharded)) {
+    inner_->give_params();
+  }
+
  private:
   std::unique_ptr<PythonOptimizer> inner_;
-  ShardedOptimizer sharded_;
+  std::shared_ptr<ShardedOptimizer> sharded_;  // ends first
 };
 
 }  // namespace tessera::python

@@ -63,7 +63,7 @@ void bind_world(py::module_& module) {
           "all_reduce",
           [](ProcessGroup& group, const at::Tensor& tensor, const std::string& op) {
             const ReduceOp reduce = reduce_op_of(op);
-            const py::gil_scoped_release release;
+            const Waiting waiting;
             const WorkPtr work = group.all_reduce(tensor, reduce, {"all_reduce"});
             work->wait();
             work->wait_inputs();

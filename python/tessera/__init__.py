@@ -14,7 +14,14 @@ The engine is the C++ library Tessera. See docs/guide/python.md.
 import torch  # first: the process has one LibTorch
 
 from . import _C
-from .checkpoint import AsyncCheckpointer, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import (AsyncCheckpointer, latest_checkpoint, load_checkpoint, load_state_dict, save_checkpoint,
+                         save_state_dict)
+from .cpu_adam import CPUAdam
+from .deferred_init import DeferredInit, is_deferred, materialize
+from .dist_optimizer import DistOptimizer
+from .dist_tensor import (CommDebug, DeviceMesh, Partial, Placement, Replicate, Shard, StrictOperators, distribute,
+                          distribute_, distribute_module, from_local, full_tensor, is_dist, mesh_of, placements_of,
+                          redistribute, to_local, unwrap)
 from .grad_scaler import GradScaler
 from .memory_tracer import MemoryTracer
 from .optimizer import ShardedOptimizer
@@ -24,9 +31,12 @@ from .world import ProcessGroup, init, is_initialized, new_group, rank, shutdown
 __version__ = _C.version
 
 __all__ = [
-    "AsyncCheckpointer", "GradScaler", "MemoryTracer", "ProcessGroup", "ShardedModule", "ShardedOptimizer",
-    "fully_shard", "init", "is_initialized", "latest_checkpoint", "load_checkpoint", "new_group", "rank",
-    "save_checkpoint", "shutdown", "size", "spawn", "use_page_heap",
+    "AsyncCheckpointer", "CPUAdam", "CommDebug", "DeferredInit", "DeviceMesh", "DistOptimizer", "GradScaler",
+    "MemoryTracer", "Partial", "Placement", "ProcessGroup", "Replicate", "Shard", "ShardedModule", "ShardedOptimizer",
+    "StrictOperators", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor", "fully_shard", "init",
+    "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint", "load_state_dict", "materialize",
+    "mesh_of", "new_group", "placements_of", "rank", "redistribute", "save_checkpoint", "save_state_dict", "shutdown",
+    "size", "spawn", "to_local", "unwrap", "use_page_heap",
 ]
 
 use_page_heap = _C.use_page_heap

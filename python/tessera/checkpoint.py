@@ -117,3 +117,24 @@ class AsyncCheckpointer:
     @property
     def is_busy(self) -> bool:
         return self._checkpointer.is_busy()
+
+
+def _flattened(state_dict: Mapping, prefix: str = "") -> dict[str, torch.Tensor]:
+    flat: dict[str, torch.Tensor] = {}
+    for name, value in state_dict.items():
+        items = _flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        if double := flat.keys() & items.keys():
+            raise ValueError(f"the names {sorted(double)} are there twice, once in a nested dict")
+        flat.update(items)
+    return flat
+
+
+def save_state_dict(state_dict: Mapping, path: str | os.PathLike) -> None:
+    """Saves tensors by name, each rank its parts, in the directory `path`. Nested dicts are flattened with dots. Collective."""
+    _C.save_state_dict(Path(path), _flattened(state_dict))
+
+
+def load_state_dict(state_dict: Mapping, path: str | os.PathLike) -> list[str]:
+    """Loads values into the tensors of `state_dict`, with any placements. Collective. Tensors that the
+    files lack keep their values; a warning lists their names, and they are returned."""
+    return _C.load_state_dict(Path(path), _flattened(state_dict))

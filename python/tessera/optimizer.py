@@ -42,7 +42,29 @@ def _of_inside(name: str) -> property:
     return property(lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value))
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class InnerOptimizer(torch.optim.Optimizer):
+    """An optimizer around another one, whose `param_groups`, `state` and `defaults` it has."""
+
+    def _become(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self._patch_step_function()
+
+    param_groups, state, defaults = _of_inside("param_groups"), _of_inside("state"), _of_inside("defaults")
+
+    def __getstate__(self):
+        raise RuntimeError(f"[tessera] a {type(self).__name__} can't be pickled or copied; save its state_dict()")
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+class ShardedOptimizer(InnerOptimizer):
     """Steps an optimizer on this rank's shards of a sharded model.
 
     It is itself an optimizer: its `param_groups` and `state` are those of the one inside, in which each parameter is
@@ -62,18 +84,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._attach(model, optimizer, _C.Optimizer(model._model, optimizer, max_grad_norm))
 
     def _attach(self, model: ShardedModule, optimizer: torch.optim.Optimizer, sharded: _C.Optimizer) -> None:
-        self.optimizer = optimizer
+        self._become(optimizer)
         self._model = model
         self._sharded = sharded
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_state_dict_post_hooks = OrderedDict()
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._patch_step_function()
-
-    param_groups, state, defaults = _of_inside("param_groups"), _of_inside("state"), _of_inside("defaults")
 
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
@@ -129,9 +142,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Afterwards this object raises."""
         self._sharded.unwrap()
         return self.optimizer
-
-    def __getstate__(self):
-        raise RuntimeError("[tessera] a ShardedOptimizer can't be pickled or copied; save its state_dict()")
-
-    def __repr__(self):
-        return f"ShardedOptimizer({self.optimizer!r})"

@@ -81,7 +81,8 @@ def _deepcopy(self, memo):
     # A copy of the module is an ordinary one, with the values of now.
     if id(self) not in memo:
         copy = nn.Parameter(self.detach().clone(), self.requires_grad)
-        copy.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_show_grad"})
+        copy.__dict__.update({name: value for name, value in self.__dict__.items()
+                              if name != "_show_grad" and not hasattr(value, "belongs_to_one_parameter")})
         memo[id(self)] = copy
     return memo[id(self)]
 

@@ -222,7 +222,10 @@ def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan)
     if dynamo and isinstance(module, dynamo.OptimizedModule):
         raise ValueError("[fully_shard] the module was compiled by torch.compile, which sharded parameters do not support "
                          "yet: give the module before torch.compile")
-    arguments = dict(plan, level=level, group=resolve_group(group))
+    # On a dim of the parameters' mesh, the plan has no group.
+    arguments = dict(plan, level=level)
+    if group is not None or plan.get("mesh_dim") is None:
+        arguments["group"] = resolve_group(group)
     if arguments.get("replicate_group") is not None:
         arguments["replicate_group"] = resolve_group(arguments["replicate_group"])
     parameters, buffers = named_tensors(module)

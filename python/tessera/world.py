@@ -93,6 +93,13 @@ def size() -> int:
     return _world.size if _world else 1
 
 
+def current_world(caller: str) -> _C.World:
+    """Returns the world of this process. Raises `RuntimeError` before `init()`."""
+    if _world is None:
+        raise RuntimeError(f"[{caller}] call tessera.init() first")
+    return _world
+
+
 def default_group() -> ProcessGroup:
     """The process group of all ranks; that of this process alone before `init()`."""
     return _world.group if _world else _C.single_group()
@@ -103,11 +110,10 @@ def new_group(ranks: Sequence[int]) -> ProcessGroup | None:
 
     Collective over `ranks` alone; None on other ranks. A second call with the same ranks returns the first's group.
     """
-    if _world is None:
-        raise RuntimeError("[new_group] call tessera.init() first")
+    world = current_world("new_group")
     key = tuple(int(number) for number in ranks)
     if key not in _groups:
-        _groups[key] = _world.new_group(list(key))
+        _groups[key] = world.new_group(list(key))
     return _groups[key]
 
 

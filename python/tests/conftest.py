@@ -7,9 +7,12 @@ import traceback
 from pathlib import Path
 
 import pytest
+import torch
 import torch._dynamo  # noqa: F401  Optimizers import it at their first step: so it is done once, and not on each rank.
 
 import tessera
+
+torch.set_num_threads(1)  # ranks are forked, and would wait for threads of operators that only their parent has
 
 
 def _rank_main(folder, fn, args, transport, joins):

@@ -163,6 +163,29 @@ def test_a_group_of_some_ranks(ranks):
         assert torch.equal(last[1][key], value)
 
 
+def _uneven():
+    # Each rank owns one parameter, whose gradient is 1 on each rank that still trains.
+    net = nn.ParameterList([nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))])
+    optimizer = OSS(net.parameters(), lr=1.0)
+    model = ShardedDataParallel(net, optimizer)
+
+    def train():
+        for step in range(3 if tessera.rank() == 0 else 1):
+            optimizer.param_groups[0]["lr"] = 10.0**step
+            optimizer.zero_grad()
+            sum(param.sum() for param in net).backward()
+            optimizer.step()
+
+    model.join(train)
+    return [param.detach().clone() for param in net]
+
+
+def test_ranks_that_have_ended_take_the_rate_of_those_that_train(ranks):
+    for values in ranks(2, _uneven):
+        for value in values:  # mean of both ranks, then of one
+            assert torch.equal(value, torch.full((4,), -(1.0 + 0.5 * 10 + 0.5 * 100)))
+
+
 def _scaler():
     net = make_net()
     optimizer = OSS(net.parameters(), lr=0.1)

@@ -8,6 +8,7 @@
 #include "dialects/element_bytes.h"
 #include "dialects/fairscale_sharding.h"
 #include "grad/grad_gate.h"
+#include "optim/foreign_state.h"
 #include "optim/joined_training.h"
 #include "unit/agreement.h"
 
@@ -165,8 +166,10 @@ void AnyShardedDataParallel::begin_forward() {
 void AnyShardedDataParallel::join(const std::function<void()>& train) {
   std::vector<JoinedOptimizer> joined;
   for (OssImpl* optimizer : sharding_->optimizers) {
-    joined.push_back(
-        {optimizer->inner.get(), optimizer->oss, [optimizer] { optimizer->oss->step(); }});
+    torch::optim::Optimizer* const inner = optimizer->inner.get();
+    // One of another language keeps its learning rates itself.
+    torch::optim::Optimizer* const options = as_foreign(*inner) ? inner : optimizer->oss;
+    joined.push_back({inner, options, [optimizer] { optimizer->oss->step(); }});
   }
   train_joined(*sharded().state(), joined, train);
 }

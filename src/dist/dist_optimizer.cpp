@@ -44,15 +44,15 @@ void for_each_param(torch::optim::Optimizer& optimizer, F&& f) {
 
 at::Tensor learning_rates(const torch::optim::Optimizer& optimizer) {
   std::vector<double> rates;
-  for (const auto& group : optimizer.param_groups()) rates.push_back(group.options().get_lr());
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
+    rates.push_back(learning_rate(optimizer, i).value_or(0));
   return at::tensor(at::ArrayRef<double>(rates), at::kDouble);
 }
 
 void set_learning_rates(torch::optim::Optimizer& optimizer, const at::Tensor& rates) {
   const at::Tensor values = (is_dist(rates) ? full_tensor(rates) : rates).to(at::kDouble);
-  auto& groups = optimizer.param_groups();
-  for (size_t i = 0; i < groups.size(); ++i)
-    groups[i].options().set_lr(values.select(0, static_cast<int64_t>(i)).item<double>());
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
+    set_learning_rate(optimizer, i, values.select(0, static_cast<int64_t>(i)).item<double>());
 }
 
 // A count as a tensor on the mesh of `param`, if that is a DistTensor.

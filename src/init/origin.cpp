@@ -43,10 +43,11 @@ void mark_origin(c10::ArrayRef<c10::IValue> results) {
   for (const c10::IValue& result : results) {
     each_tensor(result, [](const at::Tensor& tensor) {
       c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+      const OriginMark* const mark = mark_of(tensor);  // a view has that of its base
       // Metadata that another library has set is left alone.
-      if (impl.get_backend_meta()) return;
-      impl.set_backend_meta(c10::make_intrusive<OriginMark>(current_origin));
-      current_origin->on_made(tensor);
+      if (impl.get_backend_meta() && !mark) return;
+      if (!mark) impl.set_backend_meta(c10::make_intrusive<OriginMark>(current_origin));
+      if (!mark || mark->origin == current_origin) current_origin->on_made(tensor);
     });
   }
 }

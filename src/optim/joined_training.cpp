@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "model/join_scope.h"
+#include "optim/param_state.h"
 
 namespace tessera {
 namespace {
@@ -17,15 +18,6 @@ std::vector<const torch::optim::Optimizer*> inner_of(
   std::vector<const torch::optim::Optimizer*> inner;
   for (const JoinedOptimizer& optimizer : optimizers) inner.push_back(optimizer.inner);
   return inner;
-}
-
-// A user's class may have no learning rate; a value that is not finite is not applied.
-double lr_of(const torch::optim::OptimizerParamGroup& param_group) {
-  try {
-    return param_group.options().get_lr();
-  } catch (const c10::Error&) {
-    return -INFINITY;
-  }
 }
 
 class Training {
@@ -91,9 +83,9 @@ class Training {
 
   void step(const std::vector<double>& values) {
     const JoinedOptimizer& optimizer = optimizers_[static_cast<size_t>(values[0])];
-    auto& groups = optimizer.options->param_groups();
-    for (size_t i = 0; i < groups.size() && i + 1 < values.size(); ++i) {
-      if (std::isfinite(values[i + 1])) groups[i].options().set_lr(values[i + 1]);
+    const size_t groups = optimizer.options->param_groups().size();
+    for (size_t i = 0; i < groups && i + 1 < values.size(); ++i) {
+      if (std::isfinite(values[i + 1])) set_learning_rate(*optimizer.options, i, values[i + 1]);
     }
     optimizer.step();
   }
@@ -114,7 +106,9 @@ void announce_step(ShardedState& state, torch::optim::Optimizer& inner) {
   JoinScope* const scope = state.join_scope();
   if (!scope) return;
   std::vector<double> values = {static_cast<double>(scope->index_of(inner))};
-  for (const auto& param_group : inner.param_groups()) values.push_back(lr_of(param_group));
+  // A value that is not finite, for a class without learning rate, is not applied.
+  for (size_t i = 0; i < inner.param_groups().size(); ++i)
+    values.push_back(learning_rate(inner, i).value_or(-INFINITY));
   scope->announce(JoinCall::kStep, values);
 }
 

@@ -228,4 +228,24 @@ void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                [&](auto kind, auto& options) { set_options(kind, options, values); });
 }
 
+std::optional<double> learning_rate(const torch::optim::Optimizer& optimizer, size_t param_group) {
+  if (const auto* foreign = as_foreign(optimizer)) {
+    const auto numbers = foreign_options(*foreign, param_group);
+    const auto it = numbers.find("lr");
+    return it == numbers.end() ? std::nullopt : std::optional(it->second);
+  }
+  try {
+    return optimizer.param_groups()[param_group].options().get_lr();
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
+
+void set_learning_rate(torch::optim::Optimizer& optimizer, size_t param_group, double lr) {
+  if (auto* foreign = as_foreign(optimizer))
+    return set_foreign_options(*foreign, param_group, {{"lr", lr}});
+  if (learning_rate(optimizer, param_group))
+    optimizer.param_groups()[param_group].options().set_lr(lr);
+}
+
 }  // namespace tessera

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,5 +81,10 @@ std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, s
 /// Sets the options that `values` contain.
 void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values);
+
+/// Return and set the learning rate of a param group, for optimizers of any class. A user's class
+/// may have none: nothing is then returned, or set.
+std::optional<double> learning_rate(const torch::optim::Optimizer& optimizer, size_t param_group);
+void set_learning_rate(torch::optim::Optimizer& optimizer, size_t param_group, double lr);
 
 }  // namespace tessera

@@ -120,6 +120,13 @@ class OSS(Optimizer):
             self._oss.gather()  # no wrapper sees to it that whole values are read
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, or sets them to zero. Not collective."""
+        if not set_to_none or self._ddp is None:
+            return super().zero_grad(set_to_none)
+        for param, _ in self._pairs():
+            param.grad = None  # also of those whose gradient another rank has
+
     def add_param_group(self, param_group: dict) -> None:
         """Adds a group; its parameters go to the ranks that own least so far."""
         super().add_param_group(param_group)

@@ -1,10 +1,24 @@
-"""Paddle's `group_sharded_parallel` on tensors of PyTorch, with its signature. See docs/dialects/group_sharded.md.
+"""Paddle's `group_sharded_parallel` and `shard_layer` on tensors of PyTorch, with their signatures. See
+docs/dialects/group_sharded.md and docs/dialects/shard_layer.md.
 
     model, optimizer, scaler = tessera.paddle.group_sharded_parallel(model, optimizer, "p_g_os")
+
+    mesh = tessera.paddle.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+    layer = tessera.paddle.shard_layer(layer, mesh, shard_fn)
 """
 
+from ..dist_tensor import Partial, Replicate, Shard
 from .group_sharded import (ClipGradByGlobalNorm, GroupShardedOptimizer, group_sharded_parallel, load_group_sharded_model,
                             save_group_sharded_model)
+from .shard_layer import (ProcessMesh, ShardDataloader, ShardingStage1, ShardingStage2, ShardingStage3, ShardScaler,
+                          dtensor_from_fn, dtensor_from_local, dtensor_from_local_list, dtensor_to_local,
+                          load_state_dict, local_tensor_list_from_dtensor, reshard, save_state_dict, shard_dataloader,
+                          shard_layer, shard_optimizer, shard_scaler, shard_tensor, unshard_dtensor)
 
-__all__ = ["ClipGradByGlobalNorm", "GroupShardedOptimizer", "group_sharded_parallel", "load_group_sharded_model",
-           "save_group_sharded_model"]
+__all__ = [
+    "ClipGradByGlobalNorm", "GroupShardedOptimizer", "Partial", "ProcessMesh", "Replicate", "Shard", "ShardDataloader",
+    "ShardScaler", "ShardingStage1", "ShardingStage2", "ShardingStage3", "dtensor_from_fn", "dtensor_from_local",
+    "dtensor_from_local_list", "dtensor_to_local", "group_sharded_parallel", "load_group_sharded_model", "load_state_dict",
+    "local_tensor_list_from_dtensor", "reshard", "save_group_sharded_model", "save_state_dict", "shard_dataloader",
+    "shard_layer", "shard_optimizer", "shard_scaler", "shard_tensor", "unshard_dtensor",
+]

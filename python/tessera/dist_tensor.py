@@ -1,0 +1,199 @@
+"""DistTensors: tensors that stand for a global one, of which each rank of a mesh holds a part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import _C, world
+from ._C import Partial, Replicate, Shard, is_dist
+from .sharded_module import named_tensors
+
+Placement = Replicate | Shard | Partial
+
+
+class DeviceMesh(_C.DeviceMesh):
+    """An array of ranks with named dims, on which tensors are placed.
+
+        mesh = tessera.DeviceMesh([[0, 1], [2, 3]], ["dp", "tp"])
+
+    `mesh`: ranks of the job, as nested lists or a tensor of integers; `dim_names`: d0, d1... unless given. Any rank of the
+    job may make any mesh, and nothing is sent; `process_group(dim)`, of this rank's line along a dim, is collective over the
+    line at its first call.
+    """
+
+    def __init__(self, mesh: Sequence | torch.Tensor, dim_names: Sequence[str] = ()):
+        ranks = torch.as_tensor(mesh)
+        if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool:
+            raise ValueError(f"a mesh must consist of ranks, which are integers; got {ranks.dtype}")
+        super().__init__(world.current_world("DeviceMesh"), list(ranks.shape), ranks.flatten().tolist(), list(dim_names))
+
+    @classmethod
+    def over_world(cls, shape: Sequence[int] = (), dim_names: Sequence[str] = ()) -> "DeviceMesh":
+        """Returns a mesh of all ranks in their order. An empty shape: one dim."""
+        return cls(torch.arange(world.size()).view(*(shape or (-1,))), dim_names)
+
+
+def _meshes(mesh, placements) -> tuple[_C.DeviceMesh, list]:
+    if not isinstance(mesh, _C.DeviceMesh):
+        raise TypeError(f"mesh must be a tessera.DeviceMesh; got {type(mesh).__name__}")
+    return mesh, [placements] if isinstance(placements, Placement) else list(placements)
+
+
+def distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """Returns a DistTensor of `tensor`, whose values must be equal on all ranks; each rank keeps its part, and nothing is
+    sent. `placements`: one for each mesh dim; missing ones are `Replicate`. Differentiable."""
+    return _C.distribute(tensor, *_meshes(mesh, placements))
+
+
+def distribute_(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """Turns a parameter or buffer itself into a DistTensor, or redistributes it; returns it. Drops its gradient."""
+    _C.distribute_(tensor, *_meshes(mesh, placements))
+    return tensor
+
+
+def from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
+               sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """Makes a DistTensor from the parts that the ranks hold; nothing is sent. `sizes`: the global ones; None: all parts have
+    equal sizes. Differentiable."""
+    return _C.from_local(local, *_meshes(mesh, placements), None if sizes is None else list(sizes))
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part, which shares memory with the DistTensor. Differentiable."""
+    return _C.to_local(tensor)
+
+
+def redistribute(tensor: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """Returns the same global tensor with other placements, or on another mesh. Collective; differentiable."""
+    return _C.redistribute(tensor, *_meshes(mesh or _C.mesh_of(tensor), placements))
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the global values as an ordinary tensor, on every rank of the mesh. Collective; differentiable."""
+    return _C.full_tensor(tensor)
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh:
+    """Returns the mesh of a DistTensor."""
+    return _C.mesh_of(tensor)
+
+
+def placements_of(tensor: torch.Tensor) -> list[Placement]:
+    """Returns the placements of a DistTensor."""
+    return _C.placements_of(tensor)
+
+
+def distribute_module(module: nn.Module, mesh: DeviceMesh,
+                      partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+                      input_fn: Callable | None = None, output_fn: Callable | None = None, *,
+                      check_values: bool = False) -> nn.Module:
+    """Turns all parameters and buffers of a module into DistTensors, in place, and returns the module.
+
+    `partition_fn(name, submodule, mesh)` is called once for each module, outer first; it places the parameters that the
+    submodule itself holds by `distribute_()`. Those that it does not place are replicated. `input_fn(module, inputs, mesh)`
+    returns the positional arguments of the module's forward, `output_fn(module, outputs, mesh)` its result. Values must be
+    equal on all ranks; `check_values` compares them first.
+
+    Collective. If `partition_fn` raises on one rank, or places a tensor differently on one, every rank raises, and the module
+    is unchanged.
+    """
+    modules = dict(module.named_modules())
+    partition = None
+    if partition_fn is not None:
+        partition = lambda name, own_mesh: _run_partition(partition_fn, name, modules.get(name), own_mesh)
+    _C.distribute_module(*named_tensors(module), [name for name in modules if name], _meshes(mesh, ())[0], partition,
+                         check_values)
+    hooks = [module.register_forward_pre_hook(functools.partial(_place_inputs, mesh, input_fn), with_kwargs=True)]
+    if output_fn is not None:
+        hooks.append(module.register_forward_hook(lambda its, _, outputs: output_fn(its, outputs, mesh)))
+    module.__dict__.setdefault("_tessera_hooks", []).extend(hooks)
+    return module
+
+
+def _run_partition(partition_fn, name: str, module: nn.Module | None, mesh) -> None:
+    if module is None:
+        return  # another name of a module that was placed before
+    held = lambda: {**module._parameters, **module._buffers}
+    before = held()
+    partition_fn(name, module, mesh)
+    for key, tensor in held().items():
+        if before.get(key) is not None and tensor is not before[key]:
+            for name_before, value in before.items():
+                (module._parameters if name_before in module._parameters else module._buffers)[name_before] = value
+            raise ValueError(f"[distribute_module] a partition must place tensors in place, by distribute_() or its dialect's "
+                             f"shard_tensor(); it assigned another tensor to '{name + '.' if name else ''}{key}'")
+
+
+def _place_inputs(mesh, input_fn, module, args, kwargs):
+    # Ordinary tensors that require a gradient are replicated; operators take the others as they are.
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: _C.as_input(tensor, mesh), (args, kwargs))
+    if input_fn is not None:
+        changed = input_fn(module, args, mesh)
+        if changed is not None:
+            args = changed if isinstance(changed, (tuple, list)) else (changed,)
+    return tuple(args), kwargs
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Turns all parameters and buffers of a module on DistTensors back into ordinary ones with the full values; returns the
+    module. Collective. For a module of `fully_shard()`, call `unwrap()` of what that returned."""
+    if any(_C.is_sharded(parameter) for parameter in module.parameters()):
+        raise ValueError("[unwrap] the module was sharded by fully_shard(): call unwrap() of the ShardedModule")
+    _C.unwrap_distributed(*named_tensors(module))
+    for hook in module.__dict__.pop("_tessera_hooks", []):
+        hook.remove()
+    return module
+
+
+class StrictOperators:
+    """A context in which an operator on DistTensors that has no rule raises on this thread, instead of computing on whole
+    tensors on every rank. `TESSERA_STRICT=1` has the same effect everywhere."""
+
+    def __init__(self, strict: bool = True):
+        self._strict, self._scope = strict, _C.StrictOperators()
+
+    def __enter__(self) -> "StrictOperators":
+        self._scope.enter(self._strict)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._scope.exit()
+
+
+class CommDebug:
+    """A context that counts the collectives of this thread, and of its backwards: `entries` are tuples of kind, subject (the
+    operator, the unit), calls and bytes."""
+
+    def __init__(self):
+        self._scope = _C.CommDebug()
+        self.entries: list[tuple[str, str, int, int]] = []
+
+    def __enter__(self) -> "CommDebug":
+        self._scope.enter()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.entries = self._scope.entries()
+        self._scope.exit()
+
+    def calls(self, kind: str = "", subject: str = "") -> int:
+        """Returns the number of collectives, of one kind or subject if given."""
+        return sum(calls for its, of, calls, _ in self.entries if kind in ("", its) and subject in ("", of))
+
+
+_plain_text = torch.Tensor.__repr__
+
+
+def _text(self, *, tensor_contents=None):
+    # Its values lie on several ranks: PyTorch's text would need them.
+    if type(self) in (torch.Tensor, nn.Parameter) and is_dist(self):
+        return f"DistTensor({_C.describe(self)})"
+    return _plain_text(self, tensor_contents=tensor_contents)
+
+
+torch.Tensor.__repr__ = _text

@@ -1,0 +1,214 @@
+"""`shard_layer` and what belongs to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..checkpoint import load_state_dict, save_state_dict  # noqa: F401
+from ..dist_optimizer import DistOptimizer
+from ..dist_tensor import DeviceMesh, distribute_module, from_local, full_tensor, redistribute, to_local
+from ..grad_scaler import GradScaler
+
+
+class ProcessMesh(DeviceMesh):
+    """Paddle's mesh: ranks in an array. `mesh[i]`: the ranks at index `i` of the first dim."""
+
+    @property
+    def process_ids(self) -> list[int]:
+        return self.ranks
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        return torch.tensor(self.ranks).view(self.shape)
+
+    def get_dim_size(self, dim_name: str) -> int:
+        return self.size(self.dim(dim_name))
+
+    def get_mesh_with_dim(self, dim_name: str, index: int | None = None) -> _C.DeviceMesh:
+        """The mesh with that dim first; with `index`, only the ranks at that index along it."""
+        return self.with_first(dim_name, index)
+
+    def __getitem__(self, index: int) -> _C.DeviceMesh:
+        return self.select(0, index)
+
+
+def shard_tensor(data, mesh: DeviceMesh, placements: Sequence, dtype: torch.dtype | None = None, place=None,
+                 stop_gradient: bool | None = None) -> torch.Tensor:
+    """Distributes `data` (a tensor, a number or lists of numbers), equal on all ranks, over a mesh; nothing is sent.
+
+    In a `shard_fn`, places a parameter or buffer of the layer itself and returns it, so that
+    `layer.weight = shard_tensor(layer.weight, mesh, [Shard(1)])` works as written; elsewhere the result is a new tensor.
+    """
+    tensor = data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=dtype)
+    return _C.shard_tensor(tensor, mesh, list(placements), dtype, None if place is None else torch.device(place),
+                           stop_gradient)
+
+
+def dtensor_from_fn(fn: Callable, mesh: DeviceMesh, placements: Sequence, *args, **kwargs) -> torch.Tensor:
+    return shard_tensor(fn(*args, **kwargs), mesh, placements)
+
+
+def dtensor_from_local(local_tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence) -> torch.Tensor:
+    return from_local(local_tensor, mesh, placements)
+
+
+def dtensor_to_local(dist_tensor: torch.Tensor, mesh=None, placements=None) -> torch.Tensor:
+    """Returns this rank's part, as `mesh` and `placements` say, if they are given."""
+    if placements is not None:
+        dist_tensor = redistribute(dist_tensor, placements, mesh)
+    return to_local(dist_tensor)
+
+
+def reshard(dist_tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence) -> torch.Tensor:
+    return redistribute(dist_tensor, placements, mesh)
+
+
+def unshard_dtensor(dist_tensor: torch.Tensor) -> torch.Tensor:
+    return full_tensor(dist_tensor)
+
+
+def dtensor_from_local_list(local_tensor_list: Sequence[torch.Tensor], mesh: DeviceMesh, placements: Sequence,
+                            local_mesh_dim: int = -1) -> torch.Tensor:
+    """Makes one DistTensor from those on the slices of `mesh` along a dim."""
+    return _C.dtensor_from_local_list(list(local_tensor_list), mesh, list(placements), local_mesh_dim)
+
+
+def local_tensor_list_from_dtensor(dist_tensor: torch.Tensor, mesh=None, local_mesh_dim: int = -1) -> list[torch.Tensor]:
+    """The inverse: a DistTensor for each slice of the mesh along a dim."""
+    return _C.local_tensor_list_from_dtensor(dist_tensor, local_mesh_dim)
+
+
+def shard_layer(layer: nn.Module, process_mesh: DeviceMesh,
+                shard_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None, input_fn: Callable | None = None,
+                output_fn: Callable | None = None) -> nn.Module:
+    """Places the parameters and buffers of `layer` by `shard_fn`, in place; those that it does not place are replicated.
+    Returns the layer. `input_fn(inputs, mesh)` replaces the arguments of its forward, `output_fn(outputs, mesh)` its result.
+    Collective; see `tessera.distribute_module()`."""
+    if process_mesh is None:
+        raise ValueError("The argument `process_mesh` cannot be empty.")
+    if not isinstance(process_mesh, _C.DeviceMesh):
+        raise ValueError("The argument `process_mesh` is not `dist.ProcessMesh` type.")
+    return distribute_module(layer, process_mesh, shard_fn,
+                             input_fn and (lambda _, inputs, mesh: input_fn(inputs, mesh)),
+                             output_fn and (lambda _, outputs, mesh: output_fn(outputs, mesh)))
+
+
+@dataclasses.dataclass
+class _Stage:
+    sharding_mesh_dim: str | int | None = None
+    mesh: DeviceMesh | None = None
+
+
+class ShardingStage1(_Stage):
+    """For `shard_optimizer`: accumulators are sharded over a mesh dim; None: the first along which all parameters are
+    replicated. `mesh`: that of the parameters."""
+
+    level = "os"
+
+
+class ShardingStage2(_Stage):
+    """And gradients."""
+
+    level = "os_g"
+
+
+class ShardingStage3(_Stage):
+    """And parameters."""
+
+    level = "p_g_os"
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: Callable | _Stage | None = None,
+                    gradient_accumulation_steps: int = 1, *, multi_precision: bool = False) -> DistOptimizer:
+    """Makes an optimizer step on DistTensors, with accumulators placed by `shard_fn(name, param, accumulator)` or a stage.
+    `multi_precision` stands for the option of Paddle's optimizers: float32 master weights."""
+    if optimizer is None:
+        raise ValueError("The argument `optimizer` cannot be empty.")
+    if gradient_accumulation_steps != 1:
+        raise NotImplementedError("[shard_optimizer] gradient_accumulation_steps is not supported: call step() after as many "
+                                  "backwards as are to be accumulated")
+    master = torch.float32 if multi_precision else None
+    if not isinstance(shard_fn, _Stage):
+        return _ShardOptimizer(optimizer, place_state=shard_fn, master_dtype=master)
+    if shard_fn.mesh is not None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if _C.is_dist(param) and not _C.mesh_of(param) == shard_fn.mesh:
+                    raise ValueError(f"[shard_optimizer] the stage's mesh must be that of the parameters; expected "
+                                     f"{_C.mesh_of(param)}, got {shard_fn.mesh}")
+    return _ShardOptimizer(optimizer, level=shard_fn.level, mesh_dim=shard_fn.sharding_mesh_dim, master_dtype=master)
+
+
+class _ShardOptimizer(DistOptimizer):
+    def clear_grad(self, set_to_zero: bool = False) -> None:
+        if set_to_zero:
+            raise NotImplementedError("[clear_grad] gradients are dropped, not set to zero")
+        self.zero_grad()
+
+    set_state_dict = DistOptimizer.load_state_dict
+
+
+class ShardScaler:
+    """A `GradScaler` for sharded optimizers: an overflow on any rank of any mesh skips all ranks' step."""
+
+    def __init__(self, scaler: GradScaler):
+        self.scaler = scaler
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.scaler.scale(loss)
+
+    def unscale_(self, optimizer: DistOptimizer) -> None:
+        optimizer._dist.unscale_(self.scaler._scaler)
+
+    def step(self, optimizer: DistOptimizer) -> bool:
+        return optimizer._dist.step_scaled(self.scaler._scaler)
+
+    def update(self) -> None:
+        self.scaler.update()
+
+    def minimize(self, optimizer: DistOptimizer, *args) -> bool:
+        """`step()` and `update()`."""
+        stepped = self.step(optimizer)
+        self.update()
+        return stepped
+
+
+def shard_scaler(scaler: GradScaler) -> ShardScaler:
+    return ShardScaler(scaler)
+
+
+class ShardDataloader:
+    """A loader whose batches are DistTensors. A batch is a tensor, a tuple, a list, or a dict by name; with several meshes,
+    its items go to one mesh each, in order."""
+
+    def __init__(self, dataloader: Iterable, placement: _C.InputPlacement):
+        self._loader, self._placement = dataloader, placement
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self):
+        for batch in self._loader:
+            if isinstance(batch, torch.Tensor):
+                yield self._placement.place(batch, 0, 1)
+            elif isinstance(batch, Mapping):
+                yield {name: self._placement.place(item, name, len(batch)) for name, item in batch.items()}
+            else:
+                yield type(batch)([self._placement.place(item, index, len(batch)) for index, item in enumerate(batch)])
+
+
+def shard_dataloader(dataloader: Iterable, meshes: DeviceMesh | Sequence[DeviceMesh], input_keys: Sequence[str] | None = None,
+                     shard_dims: Sequence | str | int | None = None, is_dataset_splitted: bool = False, *,
+                     check_values: bool = False) -> ShardDataloader:
+    """Wraps a loader. `shard_dims`: the mesh dim over which batches are cut along their first dim, one for all meshes or one
+    for each; None: batches are replicated. Every rank reads whole batches and keeps its rows, unless `is_dataset_splitted`.
+    `check_values` compares the batches of the ranks."""
+    meshes = [meshes] if isinstance(meshes, _C.DeviceMesh) else list(meshes)
+    dims = list(shard_dims) if isinstance(shard_dims, (list, tuple)) else [shard_dims]
+    return ShardDataloader(dataloader, _C.InputPlacement(meshes, list(input_keys or ()), dims, is_dataset_splitted,
+                                                         check_values))

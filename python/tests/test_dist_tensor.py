@@ -1,0 +1,281 @@
+"""DistTensors, and Paddle's shard_layer on them."""
+
+import pytest
+import torch
+from torch import nn
+
+import tessera
+import tessera.paddle as dist
+from tessera import DeviceMesh, Partial, Replicate, Shard
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(5, 6)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(6, 3)
+        self.register_buffer("shift", torch.arange(3.0))
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x))) + self.shift
+
+
+def _make():
+    torch.manual_seed(3)
+    return Mlp()
+
+
+def _batch(step):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+
+
+def _train(model, optimizer, steps=3):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+def _values(module):
+    return {name: (tessera.full_tensor(value) if tessera.is_dist(value) else value).detach().clone()
+            for name, value in module.state_dict().items()}
+
+
+def _alone(make_optimizer):
+    model = _make()
+    _train(model, make_optimizer(model.parameters()))
+    return model.state_dict()
+
+
+def _assert_close(state, want):
+    assert list(state) == list(want)
+    for key, value in want.items():
+        assert torch.allclose(state[key], value, rtol=1e-5, atol=1e-6), key
+
+
+def _tensors():
+    mesh = DeviceMesh(torch.arange(tessera.size()), ["d"])
+    whole = torch.arange(14.0).view(7, 2)
+    tensor = tessera.distribute(whole, mesh, [Shard(0)])
+    assert tessera.is_dist(tensor) and not tessera.is_dist(whole)
+    assert tensor.shape == (7, 2) and torch.equal(tessera.to_local(tensor), whole.chunk(tessera.size())[tessera.rank()])
+    assert tessera.placements_of(tensor) == [Shard(0)] and tessera.mesh_of(tensor) == mesh
+    assert torch.equal(tessera.full_tensor(tensor @ torch.ones(2, 3)), whole @ torch.ones(2, 3))
+    assert "Shard(0)" in repr(tensor) and "Shard(0)" in repr(nn.Parameter(tensor))
+    cut = tessera.redistribute(tensor, [Shard(-1)])
+    assert tessera.placements_of(cut) == [Shard(1)]
+    terms = tessera.from_local(torch.ones(3), mesh, [Partial("sum")])
+    assert torch.equal(tessera.full_tensor(terms), torch.full((3,), float(tessera.size())))
+    weight = tessera.distribute(whole, mesh, Shard(1)).requires_grad_()
+    (weight * 2).sum().backward()
+    assert torch.equal(tessera.full_tensor(weight.grad), torch.full((7, 2), 2.0))
+    with pytest.raises(RuntimeError, match="to_local|full_tensor"):
+        tensor.numpy()
+    with pytest.raises(ValueError, match="dim"):
+        tessera.distribute(whole, mesh, [Shard(2)])
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        tessera.distribute(whole, [0, 1], [Shard(0)])
+    with tessera.CommDebug() as debug:
+        tessera.full_tensor(tensor)
+    assert debug.calls("all_gather") == 1 and tessera.CommDebug().calls() == 0
+    with tessera.StrictOperators(), pytest.raises(NotImplementedError, match="aten::"):
+        torch.linalg.svd(tensor)
+    return True
+
+
+def test_tensors(ranks):
+    for size in (2, 3):
+        assert all(ranks(size, _tensors))
+
+
+def test_values_of_placements():
+    assert Shard(1) == Shard(1) != Shard(0) and Shard(0, split_factor=3) != Shard(0) and Replicate() == Replicate()
+    assert len({Partial(), Partial("sum"), Partial("max"), Replicate()}) == 3
+    assert Partial("max").op == "max" and repr(Shard(0, 3)) == "Shard(0, split_factor=3)" and Shard(0) != "Shard(0)"
+    with pytest.raises(ValueError, match="must be one of"):
+        Partial("median")
+
+
+def _columns_then_rows(name, layer, mesh):
+    if name == "up":
+        layer.weight = dist.shard_tensor(layer.weight, mesh, [Replicate(), Shard(0)])
+        layer.bias = dist.shard_tensor(layer.bias, mesh, [Replicate(), Shard(0)])
+    elif name == "down":
+        tessera.distribute_(layer.weight, mesh, [Replicate(), Shard(1)])
+
+
+def _mesh():
+    shape = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[tessera.size()]
+    return dist.ProcessMesh(torch.arange(tessera.size()).view(shape), dim_names=["dp", "mp"])
+
+
+def _shard(model, calls=None):
+    def shard_fn(name, layer, mesh):
+        if calls is not None:
+            calls.append((name, type(layer).__name__))
+        _columns_then_rows(name, layer, mesh)
+
+    return dist.shard_layer(model, _mesh(), shard_fn,
+                            lambda inputs, mesh: dist.shard_tensor(inputs[0], mesh, [Shard(0)]),
+                            lambda outputs, mesh: dist.reshard(outputs, mesh, [Shard(0)]))
+
+
+_adamw = lambda params: torch.optim.AdamW(params, lr=1e-2)
+
+
+def _layer():
+    states, calls = [], []
+    model = _make()
+    weight = model.up.weight
+    assert _shard(model, calls) is model and model.up.weight is weight and tessera.is_dist(model.down.bias)
+    assert calls == [("", "Mlp"), ("up", "Linear"), ("act", "ReLU"), ("down", "Linear")]
+    _train(model, _adamw(model.parameters()))  # PyTorch's own
+    states.append(_values(model))
+    for shard_fn in (None, dist.ShardingStage1("dp"), dist.ShardingStage2("dp"), dist.ShardingStage3("dp"),
+                     lambda name, param, state: dist.reshard(state, tessera.mesh_of(param), [Shard(0), Replicate()])):
+        model = _shard(_make())
+        optimizer = dist.shard_optimizer(_adamw(model.parameters()), shard_fn)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        _train(model, optimizer)
+        scheduler.step()
+        states.append(_values(model))
+        if shard_fn is None:
+            state = optimizer.state_dict()
+            assert state["up.weight.exp_avg"].shape == (6, 5) and tessera.is_dist(state["up.weight.exp_avg"])
+            other = _shard(_make())
+            again = dist.shard_optimizer(_adamw(other.parameters()))
+            again.set_state_dict(state)
+            other.load_state_dict(model.state_dict())
+            _train(model, optimizer)
+            _train(other, again)
+            for key, value in _values(model).items():
+                assert torch.equal(_values(other)[key], value), key
+    tessera.unwrap(model)
+    assert not tessera.is_dist(model.up.weight) and torch.equal(model.up.weight, states[-1]["up.weight"])
+    assert model(_batch(0)).shape == (4, 3)
+    return states
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shard_layer(ranks, size):
+    want = _alone(_adamw)
+    for states in ranks(size, _layer):
+        for state in states:
+            _assert_close(state, want)
+
+
+def _precision_and_scaler():
+    model = _shard(_make().to(torch.bfloat16))
+    optimizer = dist.shard_optimizer(_adamw(model.parameters()), multi_precision=True)
+    scaler = dist.shard_scaler(tessera.GradScaler(init_scale=8.0))
+    scales = []
+    for step in range(3):
+        loss = model(_batch(step).to(torch.bfloat16)).square().mean()
+        if step == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scales.append((scaler.minimize(optimizer), scaler.scaler.get_scale()))
+        optimizer.clear_grad()
+    assert scales == [(True, 8.0), (False, 4.0), (True, 4.0)]
+    model(_batch(0).to(torch.bfloat16)).sum().backward()
+    assert optimizer.clip_grad_norm_(0.5) > 0.5
+    return _values(model)["up.weight"]
+
+
+def test_precision_and_scaler(ranks):
+    first, second = ranks(2, _precision_and_scaler)
+    assert torch.equal(first, second)
+
+
+def _loader():
+    mesh = _mesh()
+    rows = torch.arange(12.0).view(6, 2)
+    for batch in dist.shard_dataloader([(rows, rows[:, 0])], mesh, shard_dims="mp"):
+        assert tessera.placements_of(batch[0]) == [Replicate(), Shard(0)]
+        assert torch.equal(tessera.full_tensor(batch[0]), rows)
+    own = rows.chunk(2)[tessera.rank()]
+    loader = dist.shard_dataloader([{"x": own}, {"x": own + 1}], [mesh], ["x"], "mp", is_dataset_splitted=True)
+    assert len(loader) == 2
+    assert [tessera.full_tensor(batch["x"]).sum().item() for batch in loader] == [66.0, 78.0]
+    listed = dist.local_tensor_list_from_dtensor(tessera.distribute(rows, mesh, [Replicate(), Shard(0)]))
+    assert torch.equal(tessera.full_tensor(dist.dtensor_from_local_list(listed, mesh, [Replicate(), Shard(0)])), rows)
+    numbers = dist.shard_tensor([[1, 2], [3, 4]], mesh, [Replicate(), Shard(0)], dtype=torch.float64, stop_gradient=False)
+    assert numbers.dtype == torch.float64 and numbers.requires_grad
+    assert torch.equal(dist.dtensor_to_local(numbers, mesh, [Replicate(), Replicate()]).detach(),
+                       torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64))
+    assert mesh.get_dim_size("mp") == 2 and mesh.get_mesh_with_dim("mp").shape == [2, 1] and mesh[0].ranks == [0, 1]
+    assert torch.equal(dist.unshard_dtensor(dist.dtensor_from_fn(torch.ones, mesh, [Shard(0)], 3)), torch.ones(3))
+    return True
+
+
+def test_loaders_and_lists(ranks):
+    assert all(ranks(2, _loader))
+
+
+def _save(path):
+    model = _shard(_make())
+    optimizer = dist.shard_optimizer(_adamw(model.parameters()))
+    _train(model, optimizer)
+    dist.save_state_dict({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    other = _shard(_make())
+    tessera.distribute_(other.up.weight, _mesh(), [Shard(1)])
+    assert dist.load_state_dict({"model": other.state_dict()}, path) == []
+    for key, value in _values(model).items():
+        assert torch.equal(_values(other)[key], value), key
+    with pytest.raises(ValueError, match="twice"):
+        dist.save_state_dict({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, path)
+    return True
+
+
+def test_save(ranks, tmp_path):
+    assert all(ranks(2, _save, tmp_path / "state"))
+
+
+def _bad_partitions():
+    mesh = _mesh()
+    model = _make()
+
+    def replaces(name, layer, mesh):
+        if name == "up":
+            layer.weight = nn.Parameter(torch.zeros(6, 5))
+
+    with pytest.raises((ValueError, RuntimeError), match="in place"):
+        dist.shard_layer(model, mesh, replaces)
+
+    def fails_on_one(name, layer, mesh):
+        _columns_then_rows(name, layer, mesh)
+        if tessera.rank() == 1 and name == "down":
+            raise KeyError("no such layer")
+
+    with pytest.raises(Exception, match="no such layer"):
+        dist.shard_layer(model, mesh, fails_on_one)
+    for key, value in _make().state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    with pytest.raises(ValueError, match="cannot be empty"):
+        dist.shard_layer(model, None)
+    with pytest.raises(ValueError, match="is not"):
+        dist.shard_layer(model, [0, 1])
+    sharded = tessera.fully_shard(_make())
+    with pytest.raises(ValueError, match="unwrap\\(\\) of the ShardedModule"):
+        tessera.unwrap(sharded.module)
+    return True
+
+
+def test_bad_partitions_change_nothing(ranks):
+    assert all(ranks(2, _bad_partitions))
+
+
+def _with_fully_shard():
+    mesh = DeviceMesh.over_world((2, 2), ["dp", "tp"])
+    model = tessera.distribute_module(_make(), mesh, _columns_then_rows)
+    sharded = tessera.fully_shard(model, mesh_dim=0)  # and "tp" of distribute_module
+    optimizer = tessera.ShardedOptimizer(sharded, _adamw(model.parameters()))
+    _train(sharded, optimizer)
+    return sharded.full_state()
+
+
+def test_two_dims(ranks):
+    want = _alone(_adamw)
+    for state in ranks(4, _with_fully_shard):
+        _assert_close({key: state[key] for key in want}, want)
