@@ -43,6 +43,7 @@ std::map<std::string, int64_t> to_dict(const ShardMemory& memory);
 void bind_world(py::module_& module);
 void bind_model(py::module_& module);
 void bind_deferred_init(py::module_& module);
+void bind_plan_report(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_cpu_adam(py::module_& module);
 void bind_dist_tensor(py::module_& module);

@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, module) {
   python::bind_world(module);
   python::bind_model(module);
   python::bind_deferred_init(module);
+  python::bind_plan_report(module);
   python::bind_optimizer(module);
   python::bind_cpu_adam(module);
   python::bind_dist_tensor(module);

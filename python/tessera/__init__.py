@@ -25,6 +25,7 @@ from .dist_tensor import (CommDebug, DeviceMesh, Partial, Placement, Replicate, 
 from .grad_scaler import GradScaler
 from .memory_tracer import MemoryTracer
 from .optimizer import ShardedOptimizer
+from .plan import Plan, plan
 from .sharded_module import ShardedModule, fully_shard
 from .world import ProcessGroup, init, is_initialized, new_group, rank, shutdown, size, spawn
 
@@ -32,10 +33,10 @@ __version__ = _C.version
 
 __all__ = [
     "AsyncCheckpointer", "CPUAdam", "CommDebug", "DeferredInit", "DeviceMesh", "DistOptimizer", "GradScaler",
-    "MemoryTracer", "Partial", "Placement", "ProcessGroup", "Replicate", "Shard", "ShardedModule", "ShardedOptimizer",
+    "MemoryTracer", "Partial", "Placement", "Plan", "ProcessGroup", "Replicate", "Shard", "ShardedModule", "ShardedOptimizer",
     "StrictOperators", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor", "fully_shard", "init",
     "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint", "load_state_dict", "materialize",
-    "mesh_of", "new_group", "placements_of", "rank", "redistribute", "save_checkpoint", "save_state_dict", "shutdown",
+    "mesh_of", "new_group", "placements_of", "plan", "rank", "redistribute", "save_checkpoint", "save_state_dict", "shutdown",
     "size", "spawn", "to_local", "unwrap", "use_page_heap",
 ]
 

@@ -18,7 +18,7 @@ from tessera.colossalai import (BaseShardStrategy, BucketTensorShardStrategy, CP
 def _build(strategy, make=Net, seed=5, **options):
     options = {"shard_param": True, "param_dtype": torch.float32, **options}
     torch.manual_seed(seed)
-    with ZeroInitContext(torch.device("cpu"), strategy, **options):
+    with ZeroInitContext(torch.device("cpu:0"), strategy, **options):
         return make()
 
 

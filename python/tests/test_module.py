@@ -316,3 +316,35 @@ def _differ():
 
 def test_models_that_differ_fail_on_all_ranks(ranks):
     assert all(ranks(2, _differ))
+
+
+def _planned():
+    net = make_net()
+    planned = tessera.plan(net, ranks=tessera.size(), rank=tessera.rank(), shares_memory=tessera.size() > 1, unit_bytes=2000)
+    sharded = tessera.fully_shard(net, unit_bytes=2000)
+    optimizer = tessera.ShardedOptimizer(sharded, torch.optim.AdamW(net.parameters()))
+    for step in range(2):
+        optimizer.zero_grad()
+        (loss_of(sharded, my_rows(batch(step))) + sharded.unused.sum()).backward()
+        optimizer.step()
+    kept = ("parameters", "gradients", "optimizer_state", "master_weights", "offloaded")
+    return [(planned.rank.memory[name], optimizer.memory()[name]) for name in kept], planned
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_plan(ranks, size):
+    for pairs, planned in ranks(size, _planned):
+        assert all(planned == measured for planned, measured in pairs), pairs
+        assert planned.parameters == sum(param.numel() for param in make_net().parameters())
+        assert sum(unit.numel for unit in planned.units) >= planned.parameters and planned.fullest.kept >= planned.rank.kept
+    with torch.device("meta"):
+        assert tessera.plan(nn.Linear(1000, 1000), ranks=4, level="os_g", state_tensors=0).rank.bytes_sent > 0
+    with pytest.raises(ValueError, match="ranks"):
+        tessera.plan(make_net(), ranks=0)
+
+
+def test_the_cpu_may_have_an_index():
+    net = make_net()
+    sharded = tessera.fully_shard(net, device=torch.device("cpu:0"))
+    loss_of(sharded, batch(0)).backward()
+    assert sharded.full_grad(net.head.weight).device == torch.device("cpu")

@@ -1,6 +1,12 @@
 """Training on ranks gives the numbers of one process."""
 
+import contextlib
 import functools
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -211,3 +217,34 @@ def test_groups_may_be_added(ranks):
     for state in ranks(2, _unfreeze):
         for key, value in net.state_dict().items():
             assert torch.equal(state[key], value), key
+
+
+_INTERRUPTED = """
+import sys, time, torch, tessera
+
+def rank_main(folder):
+    tessera.init()
+    open(f"{folder}/{tessera.rank()}", "w").close()
+    if tessera.rank() == 1:
+        time.sleep(60)
+    tessera.world.default_group().all_reduce(torch.ones(1))  # rank 0 waits for rank 1
+
+if __name__ == "__main__":
+    tessera.spawn(rank_main, 2, (sys.argv[1],), start_method="fork")
+"""
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    """Those that wait in the engine, too: they hear that another rank has left."""
+    program = subprocess.Popen([sys.executable, "-c", _INTERRUPTED, str(tmp_path)], start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while program.poll() is None and not all((tmp_path / str(rank)).exists() for rank in range(2)):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.killpg(program.pid, signal.SIGINT)
+        text, _ = program.communicate(timeout=40)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+    assert program.returncode != 0 and "KeyboardInterrupt" in text, text

@@ -28,7 +28,8 @@ bool has_device(c10::Device device) {
 }
 
 c10::Device with_index(c10::Device device) {
-  if (is_host(device) || device.has_index()) return device;
+  if (is_host(device)) return device.type();  // tensors there have none
+  if (device.has_index()) return device;
   return c10::impl::getDeviceGuardImpl(device.type())->getDevice();
 }
 
