@@ -1,6 +1,7 @@
 """ColossalAI's interface."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -208,7 +209,9 @@ def test_strategies_may_be_the_users_own():
     model = ShardedModelV2(_build(strategy), strategy)
     assert len([line for line in model.describe().splitlines() if "Float" in line or "float" in line]) <= 3
     with pytest.raises(TypeError, match="does not move data"):
-        _Moves()
+        ShardedModelV2(_build(strategy), _Moves())
+    copied = pickle.loads(pickle.dumps(strategy))
+    assert ShardedModelV2(_build(copied), strategy).describe() == model.describe()
     with pytest.raises(TypeError, match="must be a BaseShardStrategy"):
         ZeroInitContext("cpu", "tensor")
 

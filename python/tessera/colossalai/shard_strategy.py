@@ -12,14 +12,7 @@ from .. import _C
 class BaseShardStrategy:
     """Derive from it to write a strategy: it chooses fields of a plan, and leaves the moving of data to the engine."""
 
-    def __init__(self):
-        for name in ("shard", "gather"):
-            if hasattr(self, name):
-                raise TypeError(f"[{type(self).__name__}] a strategy does not move data here, so {name}() would not be called: "
-                                "write apply(), which returns fields of a plan")
-        self._strategy = self._make()
-
-    def _make(self) -> _C.ShardStrategy:
+    def _native(self) -> _C.ShardStrategy:
         return _C.PythonStrategy(self.apply)
 
     def apply(self, parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -31,14 +24,14 @@ class BaseShardStrategy:
 class TensorShardStrategy(BaseShardStrategy):
     """Cuts each parameter into equal parts, and gathers it by itself."""
 
-    def _make(self) -> _C.ShardStrategy:
+    def _native(self) -> _C.ShardStrategy:
         return _C.TensorShardStrategy()
 
 
 class BucketTensorShardStrategy(BaseShardStrategy):
     """Gathers the parameters of a submodule (not of its children) at once."""
 
-    def _make(self) -> _C.ShardStrategy:
+    def _native(self) -> _C.ShardStrategy:
         return _C.BucketTensorShardStrategy()
 
 
@@ -46,6 +39,8 @@ def native(strategy: BaseShardStrategy, caller: str) -> _C.ShardStrategy:
     """Returns the engine's strategy. Raises `TypeError`."""
     if not isinstance(strategy, BaseShardStrategy):
         raise TypeError(f"[{caller}] shard_strategy must be a BaseShardStrategy; got {type(strategy).__name__}")
-    if not hasattr(strategy, "_strategy"):
-        raise TypeError(f"[{caller}] {type(strategy).__name__}.__init__() must call that of BaseShardStrategy")
-    return strategy._strategy
+    for name in ("shard", "gather"):
+        if hasattr(strategy, name):
+            raise TypeError(f"[{caller}] a strategy does not move data here, so {type(strategy).__name__}.{name}() would not be "
+                            "called: write apply(), which returns fields of a plan")
+    return strategy._native()
