@@ -48,14 +48,14 @@ void enter_zero(ZeroContext& context, at::Device device, colossalai::ShardStrate
                 bool shard_param, bool rm_torch_payload_on_the_fly,
                 const std::optional<at::Tensor>& model_numel_tensor, ProcessGroupPtr group,
                 at::ScalarType param_dtype, std::optional<uint64_t> seed) {
-  context.enter(device, std::move(strategy),
-                colossalai::ZeroInitOptions{
-                    .shard_param = shard_param,
-                    .rm_torch_payload_on_the_fly = rm_torch_payload_on_the_fly,
-                    .model_numel_tensor = model_numel_tensor.value_or(at::Tensor()),
-                    .dp_process_group = std::move(group),
-                    .param_dtype = param_dtype,
-                    .seed = seed});
+  context.enter(
+      device, std::move(strategy),
+      colossalai::ZeroInitOptions{.shard_param = shard_param,
+                                  .rm_torch_payload_on_the_fly = rm_torch_payload_on_the_fly,
+                                  .model_numel_tensor = model_numel_tensor.value_or(at::Tensor()),
+                                  .dp_process_group = std::move(group),
+                                  .param_dtype = param_dtype,
+                                  .seed = seed});
 }
 
 colossalai::ShardedModelV2Options model_options(
@@ -125,9 +125,8 @@ class OptimizerV2 final : public ShardedPythonOptimizer {
   std::shared_ptr<V2> own_;
 };
 
-std::shared_ptr<OptimizerV2> make_optimizer(
-    ModelV2& model, const py::object& optimizer,
-    const colossalai::ShardedOptimizerV2Options& options) {
+std::shared_ptr<OptimizerV2> make_optimizer(ModelV2& model, const py::object& optimizer,
+                                            const colossalai::ShardedOptimizerV2Options& options) {
   auto inner = std::make_unique<PythonOptimizer>(optimizer);
   const Waiting waiting;
   auto own = std::make_shared<colossalai::ShardedOptimizerV2>(model, *inner, options);
@@ -222,12 +221,9 @@ void bind_colossalai(py::module_& module) {
              self.use_own([&](auto& it) { it.load_state_dict(state); });
            })
       .def(
-          "unwrap", [](OptimizerV2& self) { self.use_own([](auto& it) { it.unwrap(); }); },
-          Waits())
+          "unwrap", [](OptimizerV2& self) { self.use_own([](auto& it) { it.unwrap(); }); }, Waits())
       .def("loss_scale",
-           [](OptimizerV2& self) {
-             return self.use_own([](auto& it) { return it.loss_scale(); });
-           })
+           [](OptimizerV2& self) { return self.use_own([](auto& it) { return it.loss_scale(); }); })
       .def("get_memory_usage", [](OptimizerV2& self) {
         return self.use_own([](auto& it) { return it.get_memory_usage(); });
       });

@@ -35,8 +35,6 @@ void step_cpu_adam(const std::vector<at::Tensor>& params, const std::vector<at::
 
 }  // namespace
 
-void bind_cpu_adam(py::module_& module) {
-  module.def("step_cpu_adam", &step_cpu_adam, Waits());
-}
+void bind_cpu_adam(py::module_& module) { module.def("step_cpu_adam", &step_cpu_adam, Waits()); }
 
 }  // namespace tessera::python

@@ -40,10 +40,11 @@ class PythonDistOptimizer {
   DistOptimizer own_;
 };
 
-std::shared_ptr<PythonDistOptimizer> make_dist(const py::object& optimizer, const std::string& level,
-                                          std::optional<int64_t> mesh_dim,
-                                          const std::optional<py::function>& place_state,
-                                          std::optional<at::ScalarType> master_dtype) {
+std::shared_ptr<PythonDistOptimizer> make_dist(const py::object& optimizer,
+                                               const std::string& level,
+                                               std::optional<int64_t> mesh_dim,
+                                               const std::optional<py::function>& place_state,
+                                               std::optional<at::ScalarType> master_dtype) {
   DistOptimizerOptions options{
       .level = level_of(level), .mesh_dim = mesh_dim, .master_dtype = master_dtype};
   if (place_state) {
@@ -84,8 +85,7 @@ void bind_dist_optimizer(py::module_& module) {
           },
           Waits())
       .def(
-          "zero_grad", [](Optimizer& self) { self.use([](auto& it) { it.zero_grad(); }); },
-          Waits())
+          "zero_grad", [](Optimizer& self) { self.use([](auto& it) { it.zero_grad(); }); }, Waits())
       .def(
           "clip_grad_norm_",
           [](Optimizer& self, double max_norm, double norm_type) {

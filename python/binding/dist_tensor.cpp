@@ -20,9 +20,9 @@ namespace tessera::python {
 namespace {
 
 const std::map<std::string, PartialOp> kPartialOps = {
-    {"sum", PartialOp::kSum},   {"avg", PartialOp::kAvg}, {"max", PartialOp::kMax},
-    {"min", PartialOp::kMin},   {"prod", PartialOp::kProd}, {"any", PartialOp::kAny},
-    {"all", PartialOp::kAll},   {"norm", PartialOp::kNorm}};
+    {"sum", PartialOp::kSum}, {"avg", PartialOp::kAvg},   {"max", PartialOp::kMax},
+    {"min", PartialOp::kMin}, {"prod", PartialOp::kProd}, {"any", PartialOp::kAny},
+    {"all", PartialOp::kAll}, {"norm", PartialOp::kNorm}};
 
 Partial make_partial(const std::string& op) {
   const auto it = kPartialOps.find(op);
@@ -92,17 +92,16 @@ void bind_mesh(py::module_& module) {
       .def("contains", &DeviceMesh::contains)
       .def("is_member", &DeviceMesh::is_member)
       .def("select", &DeviceMesh::select)
-      .def("sub_mesh",
-           [](const DeviceMesh& mesh, const std::vector<std::string>& names) {
-             return mesh.sub_mesh(names);
-           })
+      .def("sub_mesh", [](const DeviceMesh& mesh,
+                          const std::vector<std::string>& names) { return mesh.sub_mesh(names); })
       .def("with_first", &DeviceMesh::with_first, py::arg("dim_name"),
            py::arg("index") = std::nullopt)
-      .def("process_group",
-           [](const DeviceMesh& mesh, std::optional<int64_t> dim) {
-             return dim ? mesh.process_group(*dim) : mesh.process_group();
-           },
-           Waits())
+      .def(
+          "process_group",
+          [](const DeviceMesh& mesh, std::optional<int64_t> dim) {
+            return dim ? mesh.process_group(*dim) : mesh.process_group();
+          },
+          Waits())
       .def("__eq__", [](const DeviceMesh& self, const DeviceMesh& other) { return self == other; })
       .def("__repr__", &DeviceMesh::to_string);
 }
@@ -125,29 +124,32 @@ void distribute(const NamedTensors& parameters, const NamedTensors& buffers,
 void bind_functions(py::module_& module) {
   using Sizes = std::optional<std::vector<int64_t>>;
   module.def("is_dist", &is_dist, "True for a DistTensor.");
-  module.def("distribute", py::overload_cast<const at::Tensor&, const DeviceMesh&, Placements>(
-                               &tessera::distribute),
-             Waits());
+  module.def(
+      "distribute",
+      py::overload_cast<const at::Tensor&, const DeviceMesh&, Placements>(&tessera::distribute),
+      Waits());
   module.def("distribute_", &distribute_, Waits());
   module.def("from_local", &from_local, py::arg("local"), py::arg("mesh"), py::arg("placements"),
              py::arg("sizes") = Sizes(), Waits());
   module.def("to_local", &to_local, Waits());
-  module.def("redistribute",
-             [](const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
-               return redistribute(tensor, mesh, std::move(placements));
-             },
-             Waits());
+  module.def(
+      "redistribute",
+      [](const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
+        return redistribute(tensor, mesh, std::move(placements));
+      },
+      Waits());
   module.def("full_tensor", &full_tensor, Waits());
   module.def("mesh_of", &mesh_of, py::return_value_policy::copy);
   module.def("placements_of", &placements_of, py::return_value_policy::copy);
   module.def("describe", &tessera::describe);
   module.def("as_input", &tessera::detail::as_input);
   module.def("distribute_module", &distribute);
-  module.def("unwrap_distributed",
-             [](const NamedTensors& parameters, const NamedTensors& buffers) {
-               unwrap(*module_tree(parameters, buffers));
-             },
-             Waits());
+  module.def(
+      "unwrap_distributed",
+      [](const NamedTensors& parameters, const NamedTensors& buffers) {
+        unwrap(*module_tree(parameters, buffers));
+      },
+      Waits());
 }
 
 void bind_debug(py::module_& module) {

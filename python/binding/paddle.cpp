@@ -51,8 +51,8 @@ std::pair<ShardedModule, std::shared_ptr<ShardedPythonOptimizer>> group_sharded_
 at::Tensor shard_tensor(const at::Tensor& data, const DeviceMesh& mesh,
                         const Placements& placements, std::optional<at::ScalarType> dtype,
                         std::optional<at::Device> place, std::optional<bool> stop_gradient) {
-  return paddle::shard_tensor(
-      data, mesh, placements, {.dtype = dtype, .place = place, .stop_gradient = stop_gradient});
+  return paddle::shard_tensor(data, mesh, placements,
+                              {.dtype = dtype, .place = place, .stop_gradient = stop_gradient});
 }
 
 void bind_shard_layer(py::module_& module) {
@@ -67,14 +67,15 @@ void bind_shard_layer(py::module_& module) {
         return Placement(std::move(meshes),
                          {std::move(keys), std::move(dims), is_split, check_values});
       }))
-      .def("place",
-           [](const Placement& self, const at::Tensor& input,
-              const std::variant<std::string, size_t>& at, size_t count) {
-             if (const auto* key = std::get_if<std::string>(&at))
-               return self.place(input, *key, count);
-             return self.place(input, std::get<size_t>(at), count);
-           },
-           Waits());
+      .def(
+          "place",
+          [](const Placement& self, const at::Tensor& input,
+             const std::variant<std::string, size_t>& at, size_t count) {
+            if (const auto* key = std::get_if<std::string>(&at))
+              return self.place(input, *key, count);
+            return self.place(input, std::get<size_t>(at), count);
+          },
+          Waits());
 }
 
 }  // namespace

@@ -41,7 +41,8 @@ std::string PythonOptimizer::kind() const {
   // Of a class derived from one of torch.optim, or from CPUAdam, the state is that of its base.
   for (const py::handle type : own.attr("__mro__")) {
     const auto module = type.attr("__module__").cast<std::string>();
-    if (module.starts_with("torch.optim.") || module.starts_with("tessera.")) return type.attr("__name__").cast<std::string>();
+    if (module.starts_with("torch.optim.") || module.starts_with("tessera."))
+      return type.attr("__name__").cast<std::string>();
   }
   return own.attr("__name__").cast<std::string>();
 }
