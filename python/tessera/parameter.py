@@ -13,13 +13,16 @@ _plain_grad = torch.Tensor.grad
 
 class AbsentGrad(torch.Tensor):
     """Stands for a gradient that is sharded, in `.grad`: it says that there is one, and has its shape, dtype and device,
-    but no values. Every operator on it raises, except for those of `zero_grad()`.
+    but no values. Every operator on it raises, except for those of `zero_grad()`, of `torch.nn.utils.clip_grad_norm_()`
+    (the norm is collective), and conversions to the dtype and device that it has.
     """
 
     @staticmethod
-    def of(parameter: torch.Tensor, name: str) -> "AbsentGrad":
-        grad = torch.empty_like(parameter, device="meta", requires_grad=False).as_subclass(AbsentGrad)
-        grad.of_parameter = name
+    def of(parameter: torch.Tensor, name: str, model) -> "AbsentGrad":
+        """`model`: has `full_grad()` and `local_grad()`."""
+        value = torch.zeros((), dtype=parameter.dtype, device=parameter.device)  # the memory of one element
+        grad = value.expand(parameter.shape).as_subclass(AbsentGrad)
+        grad.of_parameter, grad._parameter, grad._model = name, parameter, model
         return grad
 
     @classmethod
@@ -27,9 +30,18 @@ class AbsentGrad(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         # These describe a tensor, or are called by zero_grad() and torch.compile.
         if name in ("__get__", "__set__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex",
-                    "__repr__", "__hash__", "stride", "_is_view", "requires_grad_", "detach_", "nelement", "ndimension"):
+                    "__repr__", "__hash__", "stride", "_is_view", "_has_compatible_shallow_copy_type", "requires_grad_", "detach_", "nelement", "ndimension"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name == "linalg_vector_norm":
+            return func(args[0]._model.full_grad(args[0]._parameter), *args[1:], **(kwargs or {}))
+        if name == "mul_":
+            local = args[0]._model.local_grad(args[0]._parameter)
+            if local is not None:
+                local.mul_(*args[1:])
+            return args[0]
+        if name in _CONVERSIONS and _CONVERSIONS[name](args[0], *args[1:], **(kwargs or {})):
+            return args[0]
         raise RuntimeError(
             f"[tessera] the gradient of '{_name_in(args)}' is sharded, so '{name}' can't be called on its .grad. Call the "
             "sharded model's clip_grad_norm_() to clip, full_grad(parameter) for the whole gradient (collective), or "
@@ -41,6 +53,19 @@ class AbsentGrad(torch.Tensor):
     def zero_(self):
         raise RuntimeError(f"[tessera] the gradient of '{self.of_parameter}' is sharded: call zero_grad(set_to_none=False) "
                            "of the sharded model to keep zeros, or zero_grad() to clear it")
+
+
+def _is_to_its_own(grad: AbsentGrad, *args, **kwargs) -> bool:
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device in (None, grad.device) and dtype in (None, grad.dtype)
+
+
+# By function: whether it would change nothing.
+_CONVERSIONS = {
+    "cpu": lambda grad, *_: grad.device.type == "cpu", "to": _is_to_its_own,
+    "float": lambda grad, *_: grad.dtype == torch.float32, "double": lambda grad, *_: grad.dtype == torch.float64,
+    "half": lambda grad, *_: grad.dtype == torch.float16, "bfloat16": lambda grad, *_: grad.dtype == torch.bfloat16,
+}
 
 
 def _name_in(args) -> str:

@@ -203,7 +203,7 @@ class ShardedModule(Wrapper):
 def _absent_grad(model: _C.Model | None, parameter: torch.Tensor, name: str):
     if model is None or not model.has_grad(parameter):
         return None
-    return AbsentGrad.of(parameter, name)
+    return AbsentGrad.of(parameter, name, model)
 
 
 def fully_shard(module: nn.Module, *, level: str = "p_g_os", group=None, **plan) -> ShardedModule:

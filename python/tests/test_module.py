@@ -33,7 +33,15 @@ def _gradients():
             with pytest.raises(RuntimeError, match="block.0.weight"):
                 use()
         with pytest.raises(RuntimeError, match="clip_grad_norm_"):
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            nn.utils.clip_grad_value_(net.parameters(), 1.0)
+        grads = [grad for param in net.parameters() if (grad := sharded.full_grad(param)) is not None]
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        torch.testing.assert_close(norm, torch.stack([grad.norm() for grad in grads]).norm())
+        torch.testing.assert_close(sharded.full_grad(net.embedding.weight), grads[0] * (0.01 / (norm + 1e-6)))
+        net.float()  # and the like, as trainers call them: nothing changes
+        assert weight.grad.cpu().to(torch.float32) is not None and sharded.full_grad(weight) is not None
+        with pytest.raises(RuntimeError, match="half"):
+            weight.grad.half()
         with pytest.raises(RuntimeError, match="can't be set"):
             weight.grad = torch.zeros_like(weight)
         whole, part = sharded.full_grad(weight), sharded.local_grad(weight)
