@@ -31,7 +31,7 @@ class Waiting {
 
  private:
   const int exceptions_;  // on their way when the call began
-  std::optional<torch::PyWarningHandler> warnings_{std::in_place};
+  torch::PyWarningHandler warnings_;
   std::optional<py::gil_scoped_release> unlocked_;
 };
 using Waits = py::call_guard<Waiting>;

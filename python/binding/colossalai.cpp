@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,8 +33,11 @@ class PythonStrategy final : public BaseShardStrategy {
   void apply(const torch::nn::Module& module, ShardPlan& plan) const override {
     const py::gil_scoped_acquire acquire;
     py::dict parameters;
-    for (const auto& item : module.named_parameters())
-      parameters[py::str(item.key())] = py::cast(item.value());
+    std::set<const c10::TensorImpl*> seen;  // a tied parameter has its first name, as in Python
+    for (const auto& item : module.named_parameters()) {
+      if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+        parameters[py::str(item.key())] = py::cast(item.value());
+    }
     set_fields(plan, apply_(parameters).cast<py::dict>());
   }
 

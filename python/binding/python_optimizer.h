@@ -3,6 +3,7 @@
 #include <tessera/foreign_optimizer.h>
 
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "binding.h"
@@ -31,6 +32,20 @@ class PythonOptimizer final : public ForeignOptimizer {
   /// Puts the parameters that the engine holds into Python's groups. Called after it may have
   /// changed them; `step()` does so itself.
   void give_params();
+
+  /// Returns `use` of an engine's optimizer that steps this one; afterwards Python's groups have
+  /// the parameters that the engine holds.
+  template <class Engine, class Use>
+  auto lend(Engine& engine, const Use& use) {
+    if constexpr (std::is_void_v<decltype(use(engine))>) {
+      use(engine);
+      give_params();
+    } else {
+      auto result = use(engine);
+      give_params();
+      return result;
+    }
+  }
 
   /// Passes these keyword arguments to Python's `step()` from now on.
   void set_step_arguments(const py::dict& arguments) { step_arguments_ = arguments; }

@@ -3,7 +3,6 @@
 #include <tessera/sharded_optimizer.h>
 
 #include <memory>
-#include <type_traits>
 #include <utility>
 
 #include "python_optimizer.h"
@@ -26,14 +25,7 @@ class ShardedPythonOptimizer {
   template <class Use>
   auto use(const Use& use) {
     inner_->take_new_groups();
-    if constexpr (std::is_void_v<decltype(use(*sharded_))>) {
-      use(*sharded_);
-      inner_->give_params();
-    } else {
-      auto result = use(*sharded_);
-      inner_->give_params();
-      return result;
-    }
+    return inner_->lend(*sharded_, use);
   }
 
   PythonOptimizer& inner() { return *inner_; }

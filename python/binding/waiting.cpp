@@ -2,15 +2,13 @@
 
 namespace tessera::python {
 
-Waiting::~Waiting() noexcept(false) {
+// Also catches what the destructor of `warnings_` throws, which gives them to Python.
+Waiting::~Waiting() noexcept(false) try {
   unlocked_.reset();
-  if (std::uncaught_exceptions() > exceptions_) warnings_->set_in_exception();
-  try {
-    warnings_.reset();  // gives them to Python
-  } catch (python_error& error) {
-    error.restore();
-    throw py::error_already_set();
-  }
+  if (std::uncaught_exceptions() > exceptions_) warnings_.set_in_exception();
+} catch (python_error& error) {
+  error.restore();
+  throw py::error_already_set();
 }
 
 }  // namespace tessera::python

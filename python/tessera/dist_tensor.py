@@ -38,21 +38,25 @@ class DeviceMesh(_C.DeviceMesh):
         return cls(torch.arange(world.size()).view(*(shape or (-1,))), dim_names)
 
 
-def _meshes(mesh, placements) -> tuple[_C.DeviceMesh, list]:
+def _checked(mesh) -> _C.DeviceMesh:
     if not isinstance(mesh, _C.DeviceMesh):
         raise TypeError(f"mesh must be a tessera.DeviceMesh; got {type(mesh).__name__}")
-    return mesh, [placements] if isinstance(placements, Placement) else list(placements)
+    return mesh
+
+
+def _where(mesh, placements) -> tuple[_C.DeviceMesh, list]:
+    return _checked(mesh), [placements] if isinstance(placements, Placement) else list(placements)
 
 
 def distribute(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
     """Returns a DistTensor of `tensor`, whose values must be equal on all ranks; each rank keeps its part, and nothing is
     sent. `placements`: one for each mesh dim; missing ones are `Replicate`. Differentiable."""
-    return _C.distribute(tensor, *_meshes(mesh, placements))
+    return _C.distribute(tensor, *_where(mesh, placements))
 
 
 def distribute_(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
     """Turns a parameter or buffer itself into a DistTensor, or redistributes it; returns it. Drops its gradient."""
-    _C.distribute_(tensor, *_meshes(mesh, placements))
+    _C.distribute_(tensor, *_where(mesh, placements))
     return tensor
 
 
@@ -60,7 +64,7 @@ def from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Place
                sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Makes a DistTensor from the parts that the ranks hold; nothing is sent. `sizes`: the global ones; None: all parts have
     equal sizes. Differentiable."""
-    return _C.from_local(local, *_meshes(mesh, placements), None if sizes is None else list(sizes))
+    return _C.from_local(local, *_where(mesh, placements), None if sizes is None else list(sizes))
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +74,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 def redistribute(tensor: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh | None = None) -> torch.Tensor:
     """Returns the same global tensor with other placements, or on another mesh. Collective; differentiable."""
-    return _C.redistribute(tensor, *_meshes(mesh or _C.mesh_of(tensor), placements))
+    return _C.redistribute(tensor, *_where(mesh or _C.mesh_of(tensor), placements))
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +110,7 @@ def distribute_module(module: nn.Module, mesh: DeviceMesh,
     partition = None
     if partition_fn is not None:
         partition = lambda name, own_mesh: _run_partition(partition_fn, name, modules.get(name), own_mesh)
-    _C.distribute_module(*named_tensors(module), [name for name in modules if name], _meshes(mesh, ())[0], partition,
+    _C.distribute_module(*named_tensors(module), [name for name in modules if name], _checked(mesh), partition,
                          check_values)
     hooks = [module.register_forward_pre_hook(functools.partial(_place_inputs, mesh, input_fn), with_kwargs=True)]
     if output_fn is not None:

@@ -28,9 +28,7 @@ class AbsentGrad(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", str(func))
-        # These describe a tensor, or are called by zero_grad() and torch.compile.
-        if name in ("__get__", "__set__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex",
-                    "__repr__", "__hash__", "stride", "_is_view", "_has_compatible_shallow_copy_type", "requires_grad_", "detach_", "nelement", "ndimension"):
+        if name in _DESCRIBING:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name == "linalg_vector_norm":
@@ -40,7 +38,7 @@ class AbsentGrad(torch.Tensor):
             if local is not None:
                 local.mul_(*args[1:])
             return args[0]
-        if name in _CONVERSIONS and _CONVERSIONS[name](args[0], *args[1:], **(kwargs or {})):
+        if name in _CONVERSIONS and _keeps(name, *args, **(kwargs or {})):
             return args[0]
         raise RuntimeError(
             f"[tessera] the gradient of '{_name_in(args)}' is sharded, so '{name}' can't be called on its .grad. Call the "
@@ -55,17 +53,24 @@ class AbsentGrad(torch.Tensor):
                            "of the sharded model to keep zeros, or zero_grad() to clear it")
 
 
-def _is_to_its_own(grad: AbsentGrad, *args, **kwargs) -> bool:
+# These describe a tensor, or are called by zero_grad(), Module.to() and torch.compile.
+_DESCRIBING = frozenset((
+    "__get__", "__set__", "dim", "size", "numel", "element_size", "is_floating_point", "is_complex", "__repr__", "__hash__",
+    "stride", "_is_view", "_has_compatible_shallow_copy_type", "requires_grad_", "detach_", "nelement", "ndimension"))
+_DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+_CONVERSIONS = ("cpu", "to", *_DTYPES)
+
+
+def _keeps(name: str, grad: AbsentGrad, *args, **kwargs) -> bool:
+    """True for a conversion to the dtype and device that the gradient has."""
+    if name in _DTYPES:
+        return grad.dtype == _DTYPES[name]
+    if name == "cpu":
+        return grad.device.type == "cpu"
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device in (None, grad.device) and dtype in (None, grad.dtype)
-
-
-# By function: whether it would change nothing.
-_CONVERSIONS = {
-    "cpu": lambda grad, *_: grad.device.type == "cpu", "to": _is_to_its_own,
-    "float": lambda grad, *_: grad.dtype == torch.float32, "double": lambda grad, *_: grad.dtype == torch.float64,
-    "half": lambda grad, *_: grad.dtype == torch.float16, "bfloat16": lambda grad, *_: grad.dtype == torch.bfloat16,
-}
 
 
 def _name_in(args) -> str:

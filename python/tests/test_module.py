@@ -39,7 +39,8 @@ def _gradients():
         torch.testing.assert_close(norm, torch.stack([grad.norm() for grad in grads]).norm())
         torch.testing.assert_close(sharded.full_grad(net.embedding.weight), grads[0] * (0.01 / (norm + 1e-6)))
         net.float()  # and the like, as trainers call them: nothing changes
-        assert weight.grad.cpu().to(torch.float32) is not None and sharded.full_grad(weight) is not None
+        grad = weight.grad
+        assert grad.cpu() is grad.to("cpu", torch.float32) is grad and sharded.full_grad(weight) is not None
         with pytest.raises(RuntimeError, match="half"):
             weight.grad.half()
         with pytest.raises(RuntimeError, match="can't be set"):

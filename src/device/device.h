@@ -20,7 +20,8 @@ std::optional<c10::DeviceType> accelerator();
 /// LibTorch has a backend, with an index below their number, or without one (the current device).
 bool has_device(c10::Device device);
 
-/// Returns `device` with the index of the current device, if it is an accelerator's without one.
+/// Returns `device` with the index of the current device, if it is an accelerator's without one;
+/// the host's without any.
 c10::Device with_index(c10::Device device);
 
 /// Returns, for example, "cpu and 2 devices of type cuda", for messages about other devices.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
-from collections.abc import Callable
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -53,25 +52,26 @@ class ZeroInitContext:
                            model_numel_tensor, group, param_dtype, seed)
         self._settings = dict(is_sharded=shard_param, is_replicated=True, dtype=param_dtype, device=device, group=group)
         self._default_dtype = default_dtype
-        self._context = _C.ZeroInitContext()
 
     def __enter__(self) -> "ZeroInitContext":
-        self._context.enter(*self._arguments)
-        _stack().append(self._settings)
-        self._hook = register_module_parameter_registration_hook(_describe)
-        self._earlier_dtype = torch.get_default_dtype()
-        if self._default_dtype is not None:
-            torch.set_default_dtype(self._default_dtype)
+        with contextlib.ExitStack() as stack:
+            if self._default_dtype is not None:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._default_dtype)
+            context = _C.ZeroInitContext()
+            context.enter(*self._arguments)
+            stack.callback(context.exit)
+            _stack().append(self._settings)
+            stack.callback(_stack().pop)
+            stack.callback(register_module_parameter_registration_hook(_describe).remove)
+            self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *exception) -> None:
-        torch.set_default_dtype(self._earlier_dtype)
-        self._hook.remove()
-        _stack().pop()
-        self._context.exit()
+        self._undo.close()
 
 
-class no_shard_zero_context:
+class no_shard_zero_context(contextlib.ContextDecorator):
     """A context in a `ZeroInitContext`, and a decorator: parameters made in it stay whole on all ranks. With
     `is_replicated=False` they are also each rank's own: never sent, and their gradients never reduced, as for experts that
     ranks do not share."""
@@ -89,16 +89,9 @@ class no_shard_zero_context:
         _stack().pop()
         self._context.exit()
 
+    def _recreate_cm(self) -> "no_shard_zero_context":
+        return no_shard_zero_context(self._is_replicated)  # of a function that calls itself, each call has its own
 
-def no_shard_zero_decrator(is_replicated: bool = True) -> Callable:
-    """Lets a function, such as a constructor, run in a `no_shard_zero_context`. (The name is ColossalAI's.)"""
 
-    def decorate(function):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            with no_shard_zero_context(is_replicated):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate
+no_shard_zero_decrator = no_shard_zero_context
+"""ColossalAI's name for the decorator."""

@@ -7,13 +7,13 @@ docs/dialects/group_sharded.md and docs/dialects/shard_layer.md.
     layer = tessera.paddle.shard_layer(layer, mesh, shard_fn)
 """
 
+from ..checkpoint import load_state_dict, save_state_dict
 from ..dist_tensor import Partial, Replicate, Shard
 from .group_sharded import (ClipGradByGlobalNorm, GroupShardedOptimizer, group_sharded_parallel, load_group_sharded_model,
                             save_group_sharded_model)
 from .shard_layer import (ProcessMesh, ShardDataloader, ShardingStage1, ShardingStage2, ShardingStage3, ShardScaler,
                           dtensor_from_fn, dtensor_from_local, dtensor_from_local_list, dtensor_to_local,
-                          load_state_dict, local_tensor_list_from_dtensor, reshard, save_state_dict, shard_dataloader,
-                          shard_layer, shard_optimizer, shard_scaler, shard_tensor, unshard_dtensor)
+                          local_tensor_list_from_dtensor, reshard, shard_dataloader, shard_layer, shard_optimizer, shard_scaler, shard_tensor, unshard_dtensor)
 
 __all__ = [
     "ClipGradByGlobalNorm", "GroupShardedOptimizer", "Partial", "ProcessMesh", "Replicate", "Shard", "ShardDataloader",

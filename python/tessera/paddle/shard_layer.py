@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from .. import _C
-from ..checkpoint import load_state_dict, save_state_dict  # noqa: F401
 from ..dist_optimizer import DistOptimizer
 from ..dist_tensor import DeviceMesh, distribute_module, from_local, full_tensor, redistribute, to_local
 from ..grad_scaler import GradScaler
@@ -98,32 +96,29 @@ def shard_layer(layer: nn.Module, process_mesh: DeviceMesh,
                              output_fn and (lambda _, outputs, mesh: output_fn(outputs, mesh)))
 
 
-@dataclasses.dataclass
-class _Stage:
-    sharding_mesh_dim: str | int | None = None
-    mesh: DeviceMesh | None = None
+class ShardingStage1(_C.ShardingStage):
+    """For `shard_optimizer`: accumulators are sharded over a mesh dim, by name or number; None: the first along which all
+    parameters are replicated. `mesh`: that of the parameters."""
+
+    _level = "os"
+
+    def __init__(self, sharding_mesh_dim: str | int | None = None, mesh: DeviceMesh | None = None):
+        super().__init__(self._level, sharding_mesh_dim, mesh)
 
 
-class ShardingStage1(_Stage):
-    """For `shard_optimizer`: accumulators are sharded over a mesh dim; None: the first along which all parameters are
-    replicated. `mesh`: that of the parameters."""
-
-    level = "os"
-
-
-class ShardingStage2(_Stage):
+class ShardingStage2(ShardingStage1):
     """And gradients."""
 
-    level = "os_g"
+    _level = "os_g"
 
 
-class ShardingStage3(_Stage):
+class ShardingStage3(ShardingStage1):
     """And parameters."""
 
-    level = "p_g_os"
+    _level = "p_g_os"
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: Callable | _Stage | None = None,
+def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: Callable | _C.ShardingStage | None = None,
                     gradient_accumulation_steps: int = 1, *, multi_precision: bool = False) -> DistOptimizer:
     """Makes an optimizer step on DistTensors, with accumulators placed by `shard_fn(name, param, accumulator)` or a stage.
     `multi_precision` stands for the option of Paddle's optimizers: float32 master weights."""
@@ -132,19 +127,14 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, shard_fn: Callable | _Stag
     if gradient_accumulation_steps != 1:
         raise NotImplementedError("[shard_optimizer] gradient_accumulation_steps is not supported: call step() after as many "
                                   "backwards as are to be accumulated")
-    master = torch.float32 if multi_precision else None
-    if not isinstance(shard_fn, _Stage):
-        return _ShardOptimizer(optimizer, place_state=shard_fn, master_dtype=master)
-    if shard_fn.mesh is not None:
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if _C.is_dist(param) and not _C.mesh_of(param) == shard_fn.mesh:
-                    raise ValueError(f"[shard_optimizer] the stage's mesh must be that of the parameters; expected "
-                                     f"{_C.mesh_of(param)}, got {shard_fn.mesh}")
-    return _ShardOptimizer(optimizer, level=shard_fn.level, mesh_dim=shard_fn.sharding_mesh_dim, master_dtype=master)
+    return _ShardOptimizer(optimizer, _C.shard_optimizer(optimizer, shard_fn, multi_precision))
 
 
 class _ShardOptimizer(DistOptimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer, dist: _C.DistOptimizer):
+        self._become(optimizer)
+        self._dist = dist
+
     def clear_grad(self, set_to_zero: bool = False) -> None:
         if set_to_zero:
             raise NotImplementedError("[clear_grad] gradients are dropped, not set to zero")
