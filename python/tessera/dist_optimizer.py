@@ -40,6 +40,9 @@ class DistOptimizer(InnerOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients."""
+        if not set_to_none:
+            raise NotImplementedError("[DistOptimizer] gradients are dropped, not set to zero")
         self._dist.zero_grad()
 
     def add_param_group(self, param_group: dict) -> None:

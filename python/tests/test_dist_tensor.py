@@ -180,6 +180,8 @@ def _precision_and_scaler():
     assert scales == [(True, 8.0), (False, 4.0), (True, 4.0)]
     model(_batch(0).to(torch.bfloat16)).sum().backward()
     assert optimizer.clip_grad_norm_(0.5) > 0.5
+    with pytest.raises(NotImplementedError, match="dropped"):
+        optimizer.clear_grad(set_to_zero=True)
     return _values(model)["up.weight"]
 
 
@@ -204,6 +206,11 @@ def _loader():
     assert numbers.dtype == torch.float64 and numbers.requires_grad
     assert torch.equal(dist.dtensor_to_local(numbers, mesh, [Replicate(), Replicate()]).detach(),
                        torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64))
+    other = DeviceMesh.over_world((2,), ["x"])
+    assert dist.dtensor_to_local(numbers, other, [Shard(1)]).shape == (2, 1)
+    assert dist.dtensor_to_local(tessera.distribute(rows, other, [Shard(0)]), other).shape == (3, 2)
+    with pytest.raises(ValueError, match="that of the tensor"):
+        dist.local_tensor_list_from_dtensor(numbers, other)
     assert mesh.get_dim_size("mp") == 2 and mesh.get_mesh_with_dim("mp").shape == [2, 1] and mesh[0].ranks == [0, 1]
     assert torch.equal(dist.unshard_dtensor(dist.dtensor_from_fn(torch.ones, mesh, [Shard(0)], 3)), torch.ones(3))
     return True

@@ -9,7 +9,8 @@ from torch import nn
 
 from .. import _C
 from ..dist_optimizer import DistOptimizer
-from ..dist_tensor import DeviceMesh, distribute_module, from_local, full_tensor, redistribute, to_local
+from ..dist_tensor import (DeviceMesh, distribute_module, from_local, full_tensor, mesh_of, placements_of, redistribute,
+                           to_local)
 from ..grad_scaler import GradScaler
 
 
@@ -57,8 +58,8 @@ def dtensor_from_local(local_tensor: torch.Tensor, mesh: DeviceMesh, placements:
 
 def dtensor_to_local(dist_tensor: torch.Tensor, mesh=None, placements=None) -> torch.Tensor:
     """Returns this rank's part, as `mesh` and `placements` say, if they are given."""
-    if placements is not None:
-        dist_tensor = redistribute(dist_tensor, placements, mesh)
+    if mesh is not None or placements is not None:
+        dist_tensor = redistribute(dist_tensor, placements_of(dist_tensor) if placements is None else placements, mesh)
     return to_local(dist_tensor)
 
 
@@ -77,7 +78,9 @@ def dtensor_from_local_list(local_tensor_list: Sequence[torch.Tensor], mesh: Dev
 
 
 def local_tensor_list_from_dtensor(dist_tensor: torch.Tensor, mesh=None, local_mesh_dim: int = -1) -> list[torch.Tensor]:
-    """The inverse: a DistTensor for each slice of the mesh along a dim."""
+    """The inverse: a DistTensor for each slice of the mesh along a dim. `mesh`: if given, that of the tensor."""
+    if mesh is not None and not mesh == mesh_of(dist_tensor):
+        raise ValueError(f"[local_tensor_list_from_dtensor] mesh must be that of the tensor, {mesh_of(dist_tensor)}; got {mesh}")
     return _C.local_tensor_list_from_dtensor(dist_tensor, local_mesh_dim)
 
 
@@ -136,9 +139,7 @@ class _ShardOptimizer(DistOptimizer):
         self._dist = dist
 
     def clear_grad(self, set_to_zero: bool = False) -> None:
-        if set_to_zero:
-            raise NotImplementedError("[clear_grad] gradients are dropped, not set to zero")
-        self.zero_grad()
+        self.zero_grad(set_to_none=not set_to_zero)
 
     set_state_dict = DistOptimizer.load_state_dict
 
@@ -161,8 +162,8 @@ class ShardScaler:
     def update(self) -> None:
         self.scaler.update()
 
-    def minimize(self, optimizer: DistOptimizer, *args) -> bool:
-        """`step()` and `update()`."""
+    def minimize(self, optimizer: DistOptimizer, scaled_loss: torch.Tensor | None = None) -> bool:
+        """`step()` and `update()`. `scaled_loss`: as in Paddle, its backward has run, and it is not used."""
         stepped = self.step(optimizer)
         self.update()
         return stepped
