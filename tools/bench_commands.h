@@ -12,6 +12,9 @@ void add_comm_bench(CLI::App& bench, int& exit_code);
 /// Adds `bench step`: sharded training steps against the local reference.
 void add_step_bench(CLI::App& bench, int& exit_code);
 
+/// Adds `bench link`: sharded training steps over slow links between hosts.
+void add_link_bench(CLI::App& bench, int& exit_code);
+
 /// Adds `bench dispatch`: operators on DistTensors against plain ones.
 void add_dispatch_bench(CLI::App& bench, int& exit_code);
 

@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
       "bench", "Measures collectives, training steps, operators, optimizers and checkpoints");
   tessera::tools::add_comm_bench(*bench, exit_code);
   tessera::tools::add_step_bench(*bench, exit_code);
+  tessera::tools::add_link_bench(*bench, exit_code);
   tessera::tools::add_dispatch_bench(*bench, exit_code);
   tessera::tools::add_optim_bench(*bench, exit_code);
   tessera::tools::add_ranks_bench(*bench, exit_code);

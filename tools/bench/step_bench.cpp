@@ -36,8 +36,8 @@ void check_options(const StepBenchOptions& options) {
                     options.size, "'");
   TORCH_CHECK_VALUE(kLevels.contains(options.level), "[bench step] --level must be a level; ",
                     "expected none, os, os_g or p_g_os, got '", options.level, "'");
-  TORCH_CHECK_VALUE(options.transport == "gloo" || options.transport == "arena",
-                    "[bench step] --transport must be gloo or arena, got '", options.transport, "'");
+  TORCH_CHECK_VALUE(options.transport == "gloo" || options.transport == "arena" || options.transport == "auto",
+                    "[bench step] --transport must be gloo, arena or auto, got '", options.transport, "'");
   const auto at_least = [](const char* name, int64_t least, int64_t value) {
     TORCH_CHECK_VALUE(value >= least, "[bench step] ", name, " must be at least ", least, ", got ",
                       value);
@@ -58,30 +58,6 @@ void check_options(const StepBenchOptions& options) {
   at_least("--prefetch", 0, options.prefetch);
 }
 
-std::vector<std::string> worker_arguments(const StepBenchOptions& options, StepRole role,
-                                          int rank) {
-  const auto cores = available_cores().ids;
-  std::vector<std::string> arguments = {
-      "bench",       "step-worker",
-      "--size",      options.size,
-      "--level",     options.level,
-      "--transport", options.transport,
-      "--dialect",   role == StepRole::kNative ? "native" : options.dialect,
-      "--loop",      options.loop};
-  const auto number = [&](const char* name, int64_t value) {
-    arguments.push_back(fmt::format("{}={}", name, value));
-  };
-  number("--unit-bytes", options.unit_bytes);
-  number("--resident-bytes", options.resident_bytes);
-  number("--prefetch", options.prefetch);
-  number("--ranks", options.ranks);
-  number("--rank", rank);
-  // Threads of one process are not bound to cores.
-  number("--core", role == StepRole::kThreads ? -1 : cores[rank % cores.size()]);
-  number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));
-  return arguments;
-}
-
 // All kinds get the launcher's environment, and so the same heap settings.
 WorkerProcesses start_workers(const StepBenchOptions& options, StepRole role, int port) {
   WorkerProcesses workers;
@@ -91,8 +67,8 @@ WorkerProcesses start_workers(const StepBenchOptions& options, StepRole role, in
   for (int rank = 0; rank < ranks; ++rank) {
     const RankAssignment assignment = {.rank = rank, .ranks = ranks, .port = port};
     workers.push_back(std::make_unique<WorkerProcess>(
-        fmt::format("{} process {}", to_string(role), rank), worker_arguments(options, role, rank),
-        rank_environment(launch, assignment)));
+        fmt::format("{} process {}", to_string(role), rank),
+        step_worker_command(options, role, rank), rank_environment(launch, assignment)));
   }
   return workers;
 }
@@ -163,6 +139,36 @@ const char* to_string(StepRole role) {
       return "threads";
   }
   return "?";
+}
+
+std::vector<std::string> step_worker_command(const StepBenchOptions& options, StepRole role,
+                                             int rank) {
+  const auto cores = available_cores().ids;
+  std::vector<std::string> arguments = {this_program(),
+                                        "bench",
+                                        "step-worker",
+                                        "--size",
+                                        options.size,
+                                        "--level",
+                                        options.level,
+                                        "--transport",
+                                        options.transport,
+                                        "--dialect",
+                                        role == StepRole::kNative ? "native" : options.dialect,
+                                        "--loop",
+                                        options.loop};
+  const auto number = [&](const char* name, int64_t value) {
+    arguments.push_back(fmt::format("{}={}", name, value));
+  };
+  number("--unit-bytes", options.unit_bytes);
+  number("--resident-bytes", options.resident_bytes);
+  number("--prefetch", options.prefetch);
+  number("--ranks", options.ranks);
+  number("--rank", rank);
+  // Threads of one process are not bound to cores.
+  number("--core", role == StepRole::kThreads ? -1 : cores[rank % cores.size()]);
+  number("--role", static_cast<int>(role == StepRole::kNative ? StepRole::kSharded : role));
+  return arguments;
 }
 
 ShardPlan step_bench_plan(const StepBenchOptions& options) {

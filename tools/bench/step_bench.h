@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace CLI {
 class App;
@@ -63,13 +64,19 @@ struct StepWorkerOptions {
   int core = -1;  ///< the core to stay on; -1: any
 };
 
-/// Trains as commanded by lines on stdin (`prepare N`, `train N`, `memory N`; end of file ends it)
-/// and answers each with a line of JSON on stdout. While idle, it waits in `read()` and uses no
-/// processor time.
+/// Returns the command that starts such a process.
+std::vector<std::string> step_worker_command(const StepBenchOptions& options, StepRole role,
+                                             int rank);
+
+/// Trains as commanded by lines on stdin (`prepare N`, `train N`, `memory N`), which it answers as
+/// `serve_commands()` does.
 int bench_step_worker(const StepWorkerOptions& options);
 
 /// Returns the plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
 ShardPlan step_bench_plan(const StepBenchOptions& options);
+
+/// Adds the options of the workload, the job and its units.
+void add_workload(CLI::App& command, StepBenchOptions& options);
 
 /// Adds the commands `step`, `loop` and, hidden, `step-worker`.
 void add_step_bench(CLI::App& bench, int& exit_code);

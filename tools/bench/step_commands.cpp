@@ -11,6 +11,19 @@
 namespace tessera::tools {
 namespace {
 
+void add_turns(CLI::App& command, StepBenchOptions& options) {
+  command.add_option("--ranks", options.ranks, "processes of each kind");
+  command.add_option("--rounds", options.rounds, "turns of each kind");
+  command.add_option("--steps", options.steps, "timed steps in a turn");
+  command.add_option(
+      "--quiet", options.quiet,
+      "begin a round when the cores, by themselves, take at most so many times as long as at "
+      "best, or after a minute; 0: at once");
+  command.add_flag("--json", options.json, "print one line of JSON");
+}
+
+}  // namespace
+
 void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.option_defaults()->always_capture_default();
   command.add_option("--size", options.size, "tiny (to try this out), small, medium or mlp");
@@ -24,19 +37,6 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
                      "unsharded bytes that may stay between two uses (p_g_os)");
   command.add_option("--prefetch", options.prefetch, "units gathered ahead of use (p_g_os)");
 }
-
-void add_turns(CLI::App& command, StepBenchOptions& options) {
-  command.add_option("--ranks", options.ranks, "processes of each kind");
-  command.add_option("--rounds", options.rounds, "turns of each kind");
-  command.add_option("--steps", options.steps, "timed steps in a turn");
-  command.add_option(
-      "--quiet", options.quiet,
-      "begin a round when the cores, by themselves, take at most so many times as long as at "
-      "best, or after a minute; 0: at once");
-  command.add_flag("--json", options.json, "print one line of JSON");
-}
-
-}  // namespace
 
 void add_step_bench(CLI::App& bench, int& exit_code) {
   auto options = std::make_shared<StepBenchOptions>();

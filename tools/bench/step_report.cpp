@@ -57,16 +57,6 @@ double per_step(const RoleResult& role, const char* key, int steps) {
 
 double final_loss(const RoleResult& role) { return role.turns.back().front().at("loss"); }
 
-// The time of local's steps, had the optimizer worked on its rank's part only.
-double limit_seconds(const RoleResult& local, int ranks) {
-  auto seconds = local.seconds();
-  const auto optimizer = local.part_seconds("optimizer");
-  for (size_t step = 0; step < seconds.size(); ++step) {
-    seconds[step] -= optimizer[step] * (1 - 1.0 / ranks);
-  }
-  return median_of(std::move(seconds));
-}
-
 ordered_json breakdown_ms(const RoleResult& role) {
   ordered_json breakdown;
   for (const char* part : kParts) breakdown[part] = 1e3 * median_of(role.part_seconds(part));

@@ -37,4 +37,13 @@ std::vector<double> RoleResult::part_seconds(const std::string& part) const {
   return all;
 }
 
+double limit_seconds(const RoleResult& local, int ranks) {
+  auto seconds = local.seconds();
+  const auto optimizer = local.part_seconds("optimizer");
+  for (size_t step = 0; step < seconds.size(); ++step) {
+    seconds[step] -= optimizer[step] * (1 - 1.0 / ranks);
+  }
+  return median_of(std::move(seconds));
+}
+
 }  // namespace tessera::tools

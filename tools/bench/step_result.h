@@ -26,6 +26,10 @@ struct RoleResult {
   std::vector<double> part_seconds(const std::string& part) const;
 };
 
+/// Returns the median of the time of `local`'s steps, had the optimizer worked on the part of one
+/// of `ranks` ranks only.
+double limit_seconds(const RoleResult& local, int ranks);
+
 struct StepResult {
   int warmup_steps = 0;
   RoleResult sharded;

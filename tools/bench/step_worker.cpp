@@ -1,19 +1,18 @@
-#include <sys/prctl.h>
 #include <tessera/page_heap.h>
 #include <tessera/process_memory.h>
 #include <tessera/world.h>
-#include <unistd.h>
 
 #include <chrono>
-#include <csignal>
-#include <iostream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
+#include <string>
 
 #include "bench/process_memory.h"
 #include "bench/step_bench.h"
 #include "bench/trainer.h"
+#include "bench/worker_commands.h"
 #include "launch/cores.h"
 
 namespace tessera::tools {
@@ -21,6 +20,9 @@ namespace {
 
 using nlohmann::json;
 using Clock = std::chrono::steady_clock;
+
+const std::map<std::string, Transport> kTransports = {
+    {"auto", Transport::kAuto}, {"gloo", Transport::kGloo}, {"arena", Transport::kArena}};
 
 // The durations of each step of a turn and of its parts, as arrays for the report.
 class StepTimes {
@@ -62,8 +64,7 @@ class StepWorker {
     for (int i = 0; i < ranks; ++i) streams_.emplace_back(options.bench.size, options.rank + i);
     use_page_heap();  // the local reference gets it, too
     if (options.role == StepRole::kLocal || is_one) return;
-    const bool arena = options.bench.transport == "arena";
-    world_.emplace(init({.transport = arena ? Transport::kArena : Transport::kGloo}));
+    world_.emplace(init({.transport = kTransports.at(options.bench.transport)}));
   }
 
   json prepare(int steps) {
@@ -82,7 +83,9 @@ class StepWorker {
                                     world_ ? world_->process_group() : nullptr);
     }
     for (int i = 0; i < steps; ++i) trainer_->step(next_batch());
-    return {{"parameters", numel}, {"peak_pss", peak.stop() - pss_before_}};
+    return {{"parameters", numel},
+            {"peak_pss", peak.stop() - pss_before_},
+            {"transport", world_ ? world_->process_group()->backend_name() : "none"}};
   }
 
   // The batches are made before the clock starts and the losses are read after it stops, and a step
@@ -153,20 +156,13 @@ json answer(StepWorker& worker, const std::string& line) {
 }  // namespace
 
 int bench_step_worker(const StepWorkerOptions& options) {
-  ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // never outlives the measurement
   TORCH_CHECK(options.core < 0 || stay_on_core(options.core), "[bench_step_worker] core ",
               options.core, " must be one that this process may use");
-  // The output of libraries must not be mixed with the answers.
-  const int answers = ::dup(STDOUT_FILENO);
-  ::dup2(STDERR_FILENO, STDOUT_FILENO);
-  {
-    StepWorker worker(options);
-    for (std::string line; std::getline(std::cin, line);) {
-      const auto text = answer(worker, line).dump() + "\n";
-      if (::write(answers, text.data(), text.size()) != static_cast<ssize_t>(text.size())) return 1;
-    }
-  }
-  return 0;
+  std::optional<StepWorker> worker;
+  return serve_commands([&](const std::string& line) {
+    if (!worker) worker.emplace(options);
+    return answer(*worker, line);
+  });
 }
 
 }  // namespace tessera::tools

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -29,23 +30,24 @@ void check_system(bool ok, int error, const char* what) {
   if (!ok) throw std::system_error(error, std::generic_category(), what);
 }
 
-pid_t spawn_self(std::vector<std::string> arguments, std::vector<std::string> environment, int fd) {
-  arguments.insert(arguments.begin(), "tessera");
+pid_t spawn(std::vector<std::string> command, std::vector<std::string> environment, int fd) {
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, fd, STDIN_FILENO);
   posix_spawn_file_actions_adddup2(&actions, fd, STDOUT_FILENO);
   pid_t pid = -1;
-  const int error = ::posix_spawn(&pid, "/proc/self/exe", &actions, nullptr,
-                                  pointers(arguments).data(), pointers(environment).data());
+  const int error = ::posix_spawnp(&pid, command.front().c_str(), &actions, nullptr,
+                                   pointers(command).data(), pointers(environment).data());
   posix_spawn_file_actions_destroy(&actions);
-  check_system(error == 0, error, "cannot start a worker process");
+  check_system(error == 0, error, ("cannot start '" + command.front() + "'").c_str());
   return pid;
 }
 
 }  // namespace
 
-WorkerProcess::WorkerProcess(std::string name, std::vector<std::string> arguments,
+std::string this_program() { return std::filesystem::read_symlink("/proc/self/exe"); }
+
+WorkerProcess::WorkerProcess(std::string name, std::vector<std::string> command,
                              std::vector<std::string> environment)
     : name_(std::move(name)) {
   int ends[2];
@@ -53,7 +55,7 @@ WorkerProcess::WorkerProcess(std::string name, std::vector<std::string> argument
                "cannot connect to a worker process");
   socket_ = UniqueFd(ends[0]);
   const UniqueFd theirs(ends[1]);
-  pid_ = spawn_self(std::move(arguments), std::move(environment), theirs.get());
+  pid_ = spawn(std::move(command), std::move(environment), theirs.get());
 }
 
 WorkerProcess::~WorkerProcess() {

@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -14,9 +15,9 @@ namespace tessera::tools {
 /// A child process that reads commands from its stdin and answers on its stdout, one line each.
 class WorkerProcess {
  public:
-  /// Runs this program again with other arguments. `name` identifies the process in errors. Throws
+  /// Runs `command`, the program first. `name` identifies the process in errors. Throws
   /// `std::system_error`.
-  WorkerProcess(std::string name, std::vector<std::string> arguments,
+  WorkerProcess(std::string name, std::vector<std::string> command,
                 std::vector<std::string> environment);
 
   /// Closes the connection and waits for the process to end; kills it after 10 seconds.
@@ -43,6 +44,9 @@ class WorkerProcess {
   bool ended_ = false;
   std::string received_;
 };
+
+/// Returns the path of this program, for workers that run it.
+std::string this_program();
 
 using WorkerProcesses = std::vector<std::unique_ptr<WorkerProcess>>;
 

@@ -1,0 +1,199 @@
+#include "bench/link_bench.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <thread>
+
+#include "bench/link_report.h"
+#include "bench/linked_hosts.h"
+#include "bench/worker_process.h"
+#include "launch/environment.h"
+
+namespace tessera::tools {
+namespace {
+
+using nlohmann::json;
+
+constexpr int kLinkWarmupSteps = 2;
+constexpr std::chrono::seconds kLongestLinkTurn(1800);
+constexpr int kFirstPort = 29500;  // the hosts are new: all ports are free
+// Less than that within the time: questions of ranks that wait, but no data.
+constexpr int64_t kQuietBytes = 20'000;
+constexpr std::chrono::milliseconds kQuietTime(100);
+
+void link_progress(const std::string& text) { fmt::print(stderr, "bench link: {}\n", text); }
+
+std::vector<std::string> names_in(const std::string& list) {
+  std::vector<std::string> names;
+  std::istringstream stream(list);
+  for (std::string name; std::getline(stream, name, ',');) names.push_back(name);
+  return names;
+}
+
+// Returns the bytes that each host has sent, once nothing moves.
+std::vector<int64_t> wait_until_quiet(const LinkedHosts& hosts) {
+  for (auto last = hosts.sent_nbytes();;) {
+    std::this_thread::sleep_for(kQuietTime);
+    const auto now = hosts.sent_nbytes();
+    bool quiet = true;
+    for (size_t host = 0; host < now.size(); ++host) quiet &= now[host] - last[host] < kQuietBytes;
+    if (quiet) return now;
+    last = now;
+  }
+}
+
+// Processes, one for each rank, on its host.
+class LinkTeam {
+ public:
+  using CommandOfRank = std::function<std::vector<std::string>(int rank)>;
+
+  LinkTeam(std::string name, const LinkBenchOptions& options, const LinkedHosts& hosts, int number,
+           const CommandOfRank& command_of)
+      : name_(std::move(name)), hosts_(hosts) {
+    const LaunchOptions launch = {
+        .environment = {{"OMP_NUM_THREADS", "1"}, {"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface}}};
+    const int local = options.ranks_per_host;
+    for (int rank = 0; rank < options.ranks(); ++rank) {
+      const int host = rank / local;
+      auto command = hosts.on_host(host);
+      std::ranges::copy(command_of(rank), std::back_inserter(command));
+      const RankAssignment assignment = {.rank = rank,
+                                         .ranks = options.ranks(),
+                                         .port = kFirstPort + number,
+                                         .first_rank = host * local,
+                                         .local_ranks = local,
+                                         .master = hosts.address(0)};
+      workers_.push_back(std::make_unique<WorkerProcess>(fmt::format("{} process {}", name_, rank),
+                                                         command,
+                                                         rank_environment(launch, assignment)));
+    }
+  }
+
+  const std::string& name() const { return name_; }
+  std::vector<json> ask(const std::string& command) {
+    return tools::ask(workers_, command, kLongestLinkTurn);
+  }
+
+  // Trains for a turn. Returns the bytes per step of the host that sent most.
+  double train(int steps, RoleResult& result) {
+    const auto before = wait_until_quiet(hosts_);
+    auto answers = ask(fmt::format("train {}", steps + 1));
+    const auto after = wait_until_quiet(hosts_);
+    for (json& rank : answers) {
+      rank.at("seconds").erase(0);
+      if (rank.contains("parts"))
+        for (auto& part : rank["parts"]) part.erase(0);
+    }
+    result.turns.push_back(std::move(answers));
+    int64_t most = 0;
+    for (size_t host = 0; host < after.size(); ++host)
+      most = std::max(most, after[host] - before[host]);
+    return static_cast<double>(most) / (steps + 1);
+  }
+
+ private:
+  std::string name_;
+  const LinkedHosts& hosts_;
+  WorkerProcesses workers_;
+};
+
+void check_link_options(const LinkBenchOptions& options) {
+  TORCH_CHECK_VALUE(options.ranks_per_host >= 1,
+                    "[bench link] --ranks-per-host must be at least 1; got ", options.ranks_per_host);
+  for (const auto& name : names_in(options.against))
+    TORCH_CHECK_VALUE(name == "fsdp2" || name == "ddp",
+                      "[bench link] --against must name fsdp2 or ddp; got '", name, "'");
+}
+
+// All that is measured, on hosts of its own.
+class LinkMeasurement {
+ public:
+  explicit LinkMeasurement(const LinkBenchOptions& options)
+      : options_(options), hosts_(options.hosts, options.mbit) {
+    options_.step.ranks = options.ranks();
+    const auto step_team = [&](StepRole role) {
+      return add(to_string(role),
+                 [&](int rank) { return step_worker_command(options_.step, role, rank); });
+    };
+    sharded_ = step_team(StepRole::kSharded);
+    local_ = step_team(StepRole::kLocal);
+    transfer_ = add("transfer", [&](int /*rank*/) -> std::vector<std::string> {
+      return {this_program(), "bench", "link-worker", std::to_string(options.ranks_per_host)};
+    });
+    for (const auto& name : names_in(options.against)) {
+      others_.push_back(add(name, [&](int /*rank*/) -> std::vector<std::string> {
+        return {options.python,    "-m",      "tessera.bench.worker", "--system", name, "--size",
+                options.step.size, "--level", options.step.level};
+      }));
+    }
+  }
+
+  LinkResult measure() {
+    LinkResult result;
+    const auto prepare = [&](LinkTeam& team) {
+      return team.ask(fmt::format("prepare {}", kLinkWarmupSteps));
+    };
+    result.sharded.role.prepared = prepare(*sharded_);
+    result.transport = result.sharded.role.prepared.front().at("transport");
+    result.local.prepared = prepare(*local_);
+    for (const auto& other : others_) result.others[other->name()].role.prepared = prepare(*other);
+    for (int round = 0; round < options_.step.rounds; ++round) measure_round(result, round);
+    return result;
+  }
+
+ private:
+  std::unique_ptr<LinkTeam> add(const std::string& name,
+                                const LinkTeam::CommandOfRank& command_of) {
+    return std::make_unique<LinkTeam>(name, options_, hosts_, teams_++, command_of);
+  }
+
+  void measure_round(LinkResult& result, int round) {
+    const int steps = options_.step.steps;
+    const auto train = [&](LinkTeam& team, LinkResult::Job& job) {
+      job.wire_nbytes.push_back(team.train(steps, job.role));
+      return fmt::format("{} {:.4f} s, {:.2f} MB", team.name(), job.role.turn_median(round),
+                         job.wire_nbytes.back() / 1e6);
+    };
+    std::vector<std::string> texts = {train(*sharded_, result.sharded)};
+    const auto nbytes = static_cast<int64_t>(result.sharded.wire_nbytes.back());
+    const auto times = transfer_->ask(fmt::format("transfer {}", nbytes / options_.ranks_per_host));
+    double seconds = 0;
+    for (const auto& rank : times) seconds = std::max(seconds, rank.at("seconds").get<double>());
+    result.transfer_seconds.push_back(seconds);
+    texts.push_back(fmt::format("transfer {:.4f} s", seconds));
+    local_->train(steps, result.local);
+    texts.push_back(fmt::format("local {:.4f} s", result.local.turn_median(round)));
+    for (const auto& other : others_) texts.push_back(train(*other, result.others[other->name()]));
+    link_progress(
+        fmt::format("round {} of {}: {}", round + 1, options_.step.rounds, fmt::join(texts, "; ")));
+  }
+
+  LinkBenchOptions options_;
+  LinkedHosts hosts_;
+  int teams_ = 0;
+  std::unique_ptr<LinkTeam> sharded_, local_, transfer_;
+  std::vector<std::unique_ptr<LinkTeam>> others_;
+};
+
+}  // namespace
+
+int bench_link(const LinkBenchOptions& options) {
+  check_link_options(options);
+  step_bench_plan(options.step);  // refuses what does not exist, before hosts are made
+  link_progress(fmt::format(
+      "{} at {}, {} hosts with {} ranks each, {}: {} warm-up steps", options.step.size,
+      options.step.level, options.hosts, options.ranks_per_host,
+      options.mbit > 0 ? fmt::format("{} Mbit/s", options.mbit) : "no limit", kLinkWarmupSteps));
+  const auto report = link_report(options, LinkMeasurement(options).measure());
+  fmt::print("{}\n", options.step.json ? report.dump() : link_table(report));
+  return 0;
+}
+
+}  // namespace tessera::tools

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tessera::tools {
+
+/// Hosts in one network, whose links have a limited bandwidth: network namespaces of this machine,
+/// joined by a bridge, with token buckets (`tc tbf`) at both ends of each link.
+///
+/// Their processes share cores, memory and files with all others; only what they send to each other
+/// is as between machines.
+class LinkedHosts {
+ public:
+  /// `mbit`: of each link and direction, in 10^6 bits per second; 0: no limit. First removes hosts
+  /// that killed processes have left. Throws `c10::NotImplementedError` with the words of `ip` or
+  /// `tc` where this process may not make them: it needs root, and iproute2.
+  LinkedHosts(int hosts, double mbit);
+  ~LinkedHosts();
+  LinkedHosts(const LinkedHosts&) = delete;
+  LinkedHosts& operator=(const LinkedHosts&) = delete;
+
+  int count() const { return hosts_; }
+  /// Returns words to put before a command that is to run on a host.
+  std::vector<std::string> on_host(int host) const;
+  std::string address(int host) const;
+  /// The name of each host's link, on the host.
+  static constexpr const char* kInterface = "uplink0";
+
+  /// Returns the bytes that each host has sent since it was made, as its link's port at the bridge
+  /// has counted them. A segment that the kernel passes on whole counts with one header.
+  std::vector<int64_t> sent_nbytes() const;
+
+ private:
+  void add_host(int host, double mbit);
+  void remove() noexcept;
+
+  const std::string prefix_;
+  const int hosts_;
+};
+
+}  // namespace tessera::tools
