@@ -19,7 +19,7 @@ constexpr int kSteps = 200, kStepsUntilKilled = 1'000'000;
 FaultJob::FaultJob(const Cell& of_cell, int number, std::string of_mark)
     : cell(of_cell), mark(std::move(of_mark)), culprit((number + 1) % of_cell.ranks) {
   const Deed deed = cell.fault->deed;
-  if (deed == Deed::kLinkDown) cable = std::make_unique<Cable>();
+  if (deed == Deed::kLinkDown) hosts = std::make_unique<tools::LinkedHosts>(2, /*mbit=*/0);
   if (deed == Deed::kSilentPort || deed == Deed::kWebPort) {
     stranger = std::make_unique<Stranger>(deed == Deed::kWebPort);
     port = stranger->port();
@@ -35,12 +35,12 @@ std::map<std::string, std::string> FaultJob::environment_for(int rank) const {
   environment["TESSERA_TRANSPORT"] = cell.transport;
   environment["TESSERA_JOB"] = environment["TESSERA_REPORT_AFTER"] = "";
   environment[mark.substr(0, mark.find('='))] = mark.substr(mark.find('=') + 1);
-  if (cable) {
+  if (hosts) {
     const int ranks_of_host = cell.ranks / 2;
     environment["LOCAL_RANK"] = std::to_string(rank % ranks_of_host);
     environment["LOCAL_WORLD_SIZE"] = std::to_string(ranks_of_host);
-    environment["MASTER_ADDR"] = cable->address(0);
-    environment["GLOO_SOCKET_IFNAME"] = Cable::kInterface;
+    environment["MASTER_ADDR"] = hosts->address(0);
+    environment["GLOO_SOCKET_IFNAME"] = tools::LinkedHosts::kInterface;
   }
   return environment;
 }
@@ -51,7 +51,7 @@ void FaultJob::start(const std::string& scratch, const std::string& name, int jo
                           deed == Deed::kLinkDown;
   for (int rank = 0; rank < cell.ranks; ++rank) {
     if (deed == Deed::kStayAway && rank == culprit) continue;
-    auto command = cable ? cable->on_host(host_of(rank)) : Command();
+    auto command = hosts ? hosts->on_host(host_of(rank)) : Command();
     command = with(command,
                    {FAULT_WORKER, cell.fault->role, std::to_string(culprit), std::to_string(kStep),
                     std::to_string(is_endless ? kStepsUntilKilled : kSteps), scratch});

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "bench/linked_hosts.h"
 #include "blame.h"
-#include "cable.h"
 #include "launch/reserved_port.h"
 #include "stranger.h"
 #include "trial.h"
@@ -30,7 +30,7 @@ struct FaultJob {
   int culprit;
   std::unique_ptr<tools::ReservedPort> reserved;
   std::unique_ptr<Stranger> stranger;
-  std::unique_ptr<Cable> cable;
+  std::unique_ptr<tools::LinkedHosts> hosts;
   int port = 0;
   WatchedProcesses processes;
   std::vector<int> ranks;           // of each process

@@ -71,7 +71,7 @@ double commit(const FaultJob& job, int number) {
       time_of(job, "ready");
       watch_for(job, up_to(0.03));
       const double now = now_seconds();
-      job.cable->cut();
+      job.hosts->cut(0);
       return now;
     }
     default:
@@ -176,7 +176,7 @@ Outcome try_fault(const Cell& cell, int number) {
 
 std::string obstacle_to(const Cell& cell) {
   if (cell.fault->deed != Deed::kLinkDown) return "";
-  if (!Cable::can_be_laid()) return "network namespaces can't be made here";
+  if (!tools::LinkedHosts::can_be_made()) return "network namespaces can't be made here";
   if (cell.transport == "arena" && cell.ranks == 2)
     return "each host has one rank, which shares no memory";
   return "";

@@ -8,7 +8,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <sstream>
 #include <thread>
 
 #include "bench/link_report.h"
@@ -24,27 +23,27 @@ using nlohmann::json;
 constexpr int kLinkWarmupSteps = 2;
 constexpr std::chrono::seconds kLongestLinkTurn(1800);
 constexpr int kFirstPort = 29500;  // the hosts are new: all ports are free
-// Less than that within the time: questions of ranks that wait, but no data.
-constexpr int64_t kQuietBytes = 20'000;
 constexpr std::chrono::milliseconds kQuietTime(100);
+// The questions of ranks that wait are shorter within that time.
+constexpr double kQuietBytes = 20e3;
 
 void link_progress(const std::string& text) { fmt::print(stderr, "bench link: {}\n", text); }
 
-std::vector<std::string> names_in(const std::string& list) {
-  std::vector<std::string> names;
-  std::istringstream stream(list);
-  for (std::string name; std::getline(stream, name, ',');) names.push_back(name);
-  return names;
-}
-
-// Returns the bytes that each host has sent, once nothing moves.
-std::vector<int64_t> wait_until_quiet(const LinkedHosts& hosts) {
+// Returns the bytes that each host has sent, once nothing moves: less than a few questions, and
+// than a quarter of what a link carries.
+std::vector<int64_t> wait_until_quiet(const LinkedHosts& hosts, double mbit) {
+  const auto deadline = std::chrono::steady_clock::now() + kLongestLinkTurn;
+  const double carried = mbit * 1e6 / 8 * std::chrono::duration<double>(kQuietTime).count();
+  const double most = mbit > 0 ? std::min(kQuietBytes, carried / 4) : kQuietBytes;
   for (auto last = hosts.sent_nbytes();;) {
     std::this_thread::sleep_for(kQuietTime);
     const auto now = hosts.sent_nbytes();
     bool quiet = true;
-    for (size_t host = 0; host < now.size(); ++host) quiet &= now[host] - last[host] < kQuietBytes;
+    for (size_t host = 0; host < now.size(); ++host)
+      quiet &= static_cast<double>(now[host] - last[host]) < most;
     if (quiet) return now;
+    TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "[bench link] the links must be quiet ",
+                kLongestLinkTurn.count(), " s after a turn; hosts still send");
     last = now;
   }
 }
@@ -56,7 +55,7 @@ class LinkTeam {
 
   LinkTeam(std::string name, const LinkBenchOptions& options, const LinkedHosts& hosts, int number,
            const CommandOfRank& command_of)
-      : name_(std::move(name)), hosts_(hosts) {
+      : name_(std::move(name)), hosts_(hosts), mbit_(options.mbit) {
     const LaunchOptions launch = {
         .environment = {{"OMP_NUM_THREADS", "1"}, {"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface}}};
     const int local = options.ranks_per_host;
@@ -83,9 +82,9 @@ class LinkTeam {
 
   // Trains for a turn. Returns the bytes per step of the host that sent most.
   double train(int steps, RoleResult& result) {
-    const auto before = wait_until_quiet(hosts_);
+    const auto before = wait_until_quiet(hosts_, mbit_);
     auto answers = ask(fmt::format("train {}", steps + 1));
-    const auto after = wait_until_quiet(hosts_);
+    const auto after = wait_until_quiet(hosts_, mbit_);
     for (json& rank : answers) {
       rank.at("seconds").erase(0);
       if (rank.contains("parts"))
@@ -101,13 +100,14 @@ class LinkTeam {
  private:
   std::string name_;
   const LinkedHosts& hosts_;
+  const double mbit_;
   WorkerProcesses workers_;
 };
 
 void check_link_options(const LinkBenchOptions& options) {
   TORCH_CHECK_VALUE(options.ranks_per_host >= 1,
                     "[bench link] --ranks-per-host must be at least 1; got ", options.ranks_per_host);
-  for (const auto& name : names_in(options.against))
+  for (const auto& name : options.against)
     TORCH_CHECK_VALUE(name == "fsdp2" || name == "ddp",
                       "[bench link] --against must name fsdp2 or ddp; got '", name, "'");
 }
@@ -125,9 +125,9 @@ class LinkMeasurement {
     sharded_ = step_team(StepRole::kSharded);
     local_ = step_team(StepRole::kLocal);
     transfer_ = add("transfer", [&](int /*rank*/) -> std::vector<std::string> {
-      return {this_program(), "bench", "link-worker", std::to_string(options.ranks_per_host)};
+      return {this_program(), "bench", "link-worker"};
     });
-    for (const auto& name : names_in(options.against)) {
+    for (const auto& name : options.against) {
       others_.push_back(add(name, [&](int /*rank*/) -> std::vector<std::string> {
         return {options.python,    "-m",      "tessera.bench.worker", "--system", name, "--size",
                 options.step.size, "--level", options.step.level};

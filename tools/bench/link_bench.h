@@ -15,9 +15,9 @@ struct LinkBenchOptions {
   StepBenchOptions step;  ///< `ranks` is not used
   int hosts = 2;
   int ranks_per_host = 1;
-  double mbit = 0;      ///< of each link and direction, in 10^6 bits per second; 0: no limit
-  std::string against;  ///< of PyTorch: fsdp2, ddp, with commas between
-  std::string python = "python3";  ///< with PyTorch and Tessera's package, for `against`
+  double mbit = 0;  ///< of each link and direction, in 10^6 bits per second; 0: no limit
+  std::vector<std::string> against;  ///< of PyTorch: fsdp2, ddp
+  std::string python = "python3";    ///< with PyTorch and Tessera's package, for `against`
 
   int ranks() const { return hosts * ranks_per_host; }
 };
@@ -46,13 +46,13 @@ struct LinkResult {
 /// has left to the background.
 ///
 /// Prints a table, or one line of JSON, to stdout and progress to stderr. Returns the exit status;
-/// throws `c10::ValueError` for options that do not exist, and `c10::NotImplementedError` where no
+/// throws `c10::ValueError` for options that do not exist, and what `LinkedHosts` throws where no
 /// such hosts can be made.
 int bench_link(const LinkBenchOptions& options);
 
 /// One process of a transfer, of rank RANK of the world in its environment: `transfer N` sends N
 /// bytes to the next host and answers with the seconds that it took. See `serve_commands()`.
-int bench_link_worker(int ranks_per_host);
+int bench_link_worker();
 
 /// Adds the commands `link` and, hidden, `link-worker`.
 void add_link_bench(CLI::App& bench, int& exit_code);

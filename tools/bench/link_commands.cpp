@@ -20,7 +20,8 @@ void add_link_bench(CLI::App& bench, int& exit_code) {
   link->add_option("--rounds", options->step.rounds, "turns of each");
   link->add_option("--steps", options->step.steps, "timed steps in a turn");
   link->add_option("--against", options->against,
-                   "jobs of PyTorch in turns with it: fsdp2, ddp, with a comma between");
+                   "jobs of PyTorch in turns with it: fsdp2, ddp, with a comma between")
+      ->delimiter(',');
   link->add_option("--python", options->python,
                    "the Python for them, with PyTorch and Tessera's package");
   link->add_flag("--json", options->step.json, "print one line of JSON");
@@ -28,12 +29,9 @@ void add_link_bench(CLI::App& bench, int& exit_code) {
     exit_code = exit_code_of("tessera bench link", [&] { return bench_link(*options); });
   });
 
-  auto ranks_per_host = std::make_shared<int>(1);
   auto* worker = bench.add_subcommand("link-worker", "one process of a transfer")->group("");
-  worker->add_option("ranks_per_host", *ranks_per_host)->required();
-  worker->callback([ranks_per_host, &exit_code] {
-    exit_code = exit_code_of("tessera bench link: a transfer's process",
-                             [&] { return bench_link_worker(*ranks_per_host); });
+  worker->callback([&exit_code] {
+    exit_code = exit_code_of("tessera bench link: a transfer's process", bench_link_worker);
   });
 }
 

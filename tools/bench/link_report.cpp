@@ -25,11 +25,6 @@ double formula_nbytes(const LinkBenchOptions& options, const std::string& transp
   return bytes_of_rank(ranks) * local * (ranks - local) / (ranks - 1);
 }
 
-ordered_json of_rounds(const std::vector<double>& ratios) {
-  const auto [low, high] = median_interval(ratios);
-  return {{"median", median_of(ratios)}, {"low", low}, {"high", high}, {"of_rounds", ratios}};
-}
-
 ordered_json against(const LinkResult& result, const LinkResult::Job& other) {
   std::vector<double> ratios;
   for (size_t round = 0; round < other.role.turns.size(); ++round) {
@@ -38,7 +33,7 @@ ordered_json against(const LinkResult& result, const LinkResult::Job& other) {
   }
   return {{"seconds", median_of(other.role.seconds())},
           {"wire_nbytes", median_of(other.wire_nbytes)},
-          {"ratio", of_rounds(ratios)}};
+          {"ratio", ratio_of_rounds(ratios)}};
 }
 
 std::string interval(const ordered_json& ratio) {
@@ -79,7 +74,7 @@ ordered_json link_report(const LinkBenchOptions& options, const LinkResult& resu
                  {"transfer_seconds", median_of(transfers)},
                  {"link_seconds", link},
                  {"roofline_seconds", std::max(compute, link)},
-                 {"ratio_to_roofline", of_rounds(ratios)}});
+                 {"ratio_to_roofline", ratio_of_rounds(ratios)}});
   for (const auto& [name, other] : others) report["others"][name] = against(result, other);
   report.update(report_origin());
   return report;

@@ -14,7 +14,7 @@ namespace tessera::tools {
 namespace {
 
 // Sends and receives `nbytes` while each other rank does, and returns the seconds.
-double transfer(ProcessGroup& ranks, int64_t nbytes, int ranks_per_host) {
+double transfer(ProcessGroup& ranks, int ranks_per_host, int64_t nbytes) {
   const int size = ranks.size(), rank = ranks.rank();
   const auto bytes = [&] { return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte)); };
   std::vector<at::Tensor> to(size), from(size);
@@ -29,7 +29,7 @@ double transfer(ProcessGroup& ranks, int64_t nbytes, int ranks_per_host) {
 
 }  // namespace
 
-int bench_link_worker(int ranks_per_host) {
+int bench_link_worker() {
   std::optional<World> world;
   return serve_commands([&](const std::string& line) -> nlohmann::json {
     if (!world) world.emplace(init({.transport = Transport::kGloo}));
@@ -37,7 +37,7 @@ int bench_link_worker(int ranks_per_host) {
     TORCH_CHECK_VALUE(line.starts_with(verb), "[bench_link_worker] a command must be transfer; got '",
                       line, "'");
     const int64_t nbytes = std::stoll(line.substr(verb.size()));
-    return {{"seconds", transfer(*world->process_group(), nbytes, ranks_per_host)}};
+    return {{"seconds", transfer(*world->process_group(), world->info().local_size, nbytes)}};
   });
 }
 

@@ -1,6 +1,5 @@
 #include "bench/linked_hosts.h"
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <signal.h>
@@ -13,6 +12,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <stdexcept>
 
 namespace tessera::tools {
 namespace {
@@ -39,10 +39,11 @@ Result run(const std::vector<std::string>& command) {
 
 std::string need(const std::vector<std::string>& command) {
   const Result result = run(command);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      result.ok, "[bench link] the hosts are network namespaces, which need root, iproute2 and a "
-      "kernel with bridges and token buckets; `", fmt::format("{}", fmt::join(command, " ")),
-      "` failed: ", result.text);
+  if (!result.ok)
+    throw std::runtime_error(
+        fmt::format("the hosts are network namespaces, which need root, iproute2 and a kernel with "
+                    "bridges and token buckets; `{}` failed: {}",
+                    fmt::join(command, " "), result.text));
   return result.text;
 }
 
@@ -81,10 +82,11 @@ void limit(const std::string& space, const std::string& interface, double mbit) 
 
 LinkedHosts::LinkedHosts(int hosts, double mbit)
     : prefix_(fmt::format("{}{}-", kPrefix, ::getpid())), hosts_(hosts) {
-  TORCH_CHECK_VALUE(hosts >= 2 && hosts <= 200, "[bench link] --hosts must be from 2 to 200; got ",
-                    hosts);
-  TORCH_CHECK_VALUE(mbit >= 0, "[bench link] --mbit must be positive, or 0 for no limit; got ",
-                    mbit);
+  if (hosts < 2 || hosts > 200)
+    throw std::invalid_argument(fmt::format("--hosts must be from 2 to 200; got {}", hosts));
+  if (!(mbit >= 0))
+    throw std::invalid_argument(
+        fmt::format("--mbit must be positive, or 0 for no limit; got {}", mbit));
   remove_left_over();
   try {
     const std::string bridge = prefix_ + "bridge";
@@ -99,6 +101,22 @@ LinkedHosts::LinkedHosts(int hosts, double mbit)
 }
 
 LinkedHosts::~LinkedHosts() { remove(); }
+
+bool LinkedHosts::can_be_made() {
+  static const bool can = [] {
+    try {
+      const LinkedHosts hosts(2, 0);
+      return true;
+    } catch (const std::runtime_error&) {
+      return false;
+    }
+  }();
+  return can;
+}
+
+void LinkedHosts::cut(int host) const {
+  need({"ip", "-n", prefix_ + std::to_string(host), "link", "set", kInterface, "down"});
+}
 
 void LinkedHosts::add_host(int host, double mbit) {
   const std::string space = prefix_ + std::to_string(host), bridge = prefix_ + "bridge";

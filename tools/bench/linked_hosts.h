@@ -14,19 +14,24 @@ namespace tessera::tools {
 class LinkedHosts {
  public:
   /// `mbit`: of each link and direction, in 10^6 bits per second; 0: no limit. First removes hosts
-  /// that killed processes have left. Throws `c10::NotImplementedError` with the words of `ip` or
-  /// `tc` where this process may not make them: it needs root, and iproute2.
+  /// that killed processes have left. Throws `std::invalid_argument`, and `std::runtime_error` with
+  /// the words of `ip` or `tc` where this process may not make them: it needs root, and iproute2.
   LinkedHosts(int hosts, double mbit);
   ~LinkedHosts();
   LinkedHosts(const LinkedHosts&) = delete;
   LinkedHosts& operator=(const LinkedHosts&) = delete;
 
-  int count() const { return hosts_; }
+  /// True if this process can make hosts without a limit. Tries it the first time.
+  static bool can_be_made();
+
   /// Returns words to put before a command that is to run on a host.
   std::vector<std::string> on_host(int host) const;
   std::string address(int host) const;
   /// The name of each host's link, on the host.
   static constexpr const char* kInterface = "uplink0";
+
+  /// Takes a host's link down, for good.
+  void cut(int host) const;
 
   /// Returns the bytes that each host has sent since it was made, as its link's port at the bridge
   /// has counted them. A segment that the kernel passes on whole counts with one header.

@@ -26,8 +26,7 @@ ordered_json ratio(const RoleResult& sharded, const RoleResult& other) {
   std::vector<double> ratios = turn_means(sharded);
   const auto others = turn_means(other);
   for (size_t turn = 0; turn < ratios.size(); ++turn) ratios[turn] /= others[turn];
-  const auto [low, high] = median_interval(ratios);
-  return {{"median", median_of(ratios)}, {"low", low}, {"high", high}, {"of_rounds", ratios}};
+  return ratio_of_rounds(ratios);
 }
 
 ordered_json parts_ms(const RoleResult& role) {

@@ -30,7 +30,7 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.add_option("--level", options.level, "none, os, os_g or p_g_os");
   command.add_option("--dialect", options.dialect,
                      "train by the library's own names (native) or FairScale's (fairscale)");
-  command.add_option("--transport", options.transport, "gloo or arena");
+  command.add_option("--transport", options.transport, "gloo, arena or auto");
   command.add_option("--unit-bytes", options.unit_bytes,
                      "bytes of a unit; -1: as suits the transport");
   command.add_option("--resident-bytes", options.resident_bytes,

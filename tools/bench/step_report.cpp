@@ -181,6 +181,11 @@ ordered_json report_origin() {
           {"date", now()}};
 }
 
+ordered_json ratio_of_rounds(const std::vector<double>& ratios) {
+  const auto [low, high] = median_interval(ratios);
+  return {{"median", median_of(ratios)}, {"low", low}, {"high", high}, {"of_rounds", ratios}};
+}
+
 ordered_json step_report(const StepBenchOptions& options, const StepResult& result) {
   const auto& [warmup_steps, sharded, local, in_step, native, threads, noise] = result;
   auto report = report_head("step", options);

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "bench/step_result.h"
 
@@ -42,6 +43,10 @@ nlohmann::ordered_json report_head(const char* bench, const StepBenchOptions& op
 
 /// Returns versions and date, for any report.
 nlohmann::ordered_json report_origin();
+
+/// Returns the median of the ratios of rounds, the interval in which it lies (`median_interval()`),
+/// and the ratios themselves.
+nlohmann::ordered_json ratio_of_rounds(const std::vector<double>& ratios);
 
 /// Formats `step_report()` for human readers.
 std::string step_table(const nlohmann::ordered_json& report);

@@ -78,7 +78,7 @@ bool WorkerProcess::receive() {
   char buffer[4096];
   const ssize_t size = ::recv(socket_.get(), buffer, sizeof(buffer), MSG_DONTWAIT);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-  TORCH_CHECK(size > 0, "[bench step] ", name_, " must train until it is told to end; it ",
+  TORCH_CHECK(size > 0, "[tessera bench] ", name_, " must train until it is told to end; it ",
               how_it_ended());
   received_.append(buffer, size);
   return received_.find('\n') != std::string::npos;
@@ -115,7 +115,7 @@ std::vector<nlohmann::json> ask(WorkerProcesses& workers, const std::string& com
     }
     if (waiting == 0) break;
     const auto late = std::ranges::find_if(polled, [](const auto& entry) { return entry.fd >= 0; });
-    TORCH_CHECK(Clock::now() < deadline, "[bench step] ", workers[late - polled.begin()]->name(),
+    TORCH_CHECK(Clock::now() < deadline, "[tessera bench] ", workers[late - polled.begin()]->name(),
                 " must answer '", command, "' within ", timeout.count(), " s");
   }
   return answers;

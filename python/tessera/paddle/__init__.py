@@ -13,7 +13,8 @@ from .group_sharded import (ClipGradByGlobalNorm, GroupShardedOptimizer, group_s
                             save_group_sharded_model)
 from .shard_layer import (ProcessMesh, ShardDataloader, ShardingStage1, ShardingStage2, ShardingStage3, ShardScaler,
                           dtensor_from_fn, dtensor_from_local, dtensor_from_local_list, dtensor_to_local,
-                          local_tensor_list_from_dtensor, reshard, shard_dataloader, shard_layer, shard_optimizer, shard_scaler, shard_tensor, unshard_dtensor)
+                          local_tensor_list_from_dtensor, reshard, shard_dataloader, shard_layer, shard_optimizer, shard_scaler,
+                          shard_tensor, unshard_dtensor)
 
 __all__ = [
     "ClipGradByGlobalNorm", "GroupShardedOptimizer", "Partial", "ProcessMesh", "Replicate", "Shard", "ShardDataloader",
