@@ -18,11 +18,14 @@
 
 struct Options : TrainingOptions {
   std::string save, losses, level = "p_g_os";
-  std::string dtype = "float", offload;
+  std::string dtype = "float", gather_dtype, reduce_dtype, offload;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1, keep = 2;
   int64_t save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
 };
+
+const std::map<std::string, torch::Dtype> message_dtypes = {
+    {"bfloat16", torch::kBFloat16}, {"int8", torch::kChar}, {"float8", torch::kFloat8_e4m3fn}};
 
 // --- the text ------------------------------------------------------------------------------------
 struct Text {
@@ -109,6 +112,10 @@ struct Job {
       const auto groups = world.hybrid_process_groups(world.size() / o.replicas);
       plan.process_group = groups.shard, plan.replicate_group = groups.replicate;
     }
+    // The dtypes of messages, where ranks send any: on several hosts, or with
+    // TESSERA_TRANSPORT=gloo.
+    if (!o.gather_dtype.empty()) plan.precision.gather_dtype = message_dtypes.at(o.gather_dtype);
+    if (!o.reduce_dtype.empty()) plan.precision.reduce_dtype = message_dtypes.at(o.reduce_dtype);
     if (!o.offload.empty()) plan.offload = tessera::Offload::kDirectory;
     plan.offload_directory = o.offload;
     return plan;
@@ -187,6 +194,10 @@ int main(int argc, char** argv) {
   app.add_option("--level", o.level, "what is sharded")->check(CLI::IsMember(levels));
   app.add_option("--dtype", o.dtype, "of the parameters")
       ->check(CLI::IsMember({"float", "bfloat16", "half"}));
+  app.add_option("--gather-dtype", o.gather_dtype, "parameters are sent in this dtype")
+      ->check(CLI::IsMember(message_dtypes));
+  app.add_option("--reduce-dtype", o.reduce_dtype, "gradients are sent in this dtype")
+      ->check(CLI::IsMember(message_dtypes));
   app.add_flag("--scaler", o.scaler, "scale the loss, for --dtype half");
   app.add_option("--threads", o.threads,
                  "ranks as threads of this process; 0: one, or the launcher's")

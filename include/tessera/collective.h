@@ -4,6 +4,7 @@
 #include <tessera/export.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -25,6 +26,15 @@ struct CollectiveTag {
   Channel channel = Channel::kControl;
 };
 
+/// The form in which floating-point elements are sent.
+enum class Encoding : uint8_t {
+  kPlain,     ///< as they are
+  kBFloat16,  ///< rounded
+  kHalf,      ///< rounded
+  kInt8,      ///< blocks of 256 elements: a float scale, and an int8 for each
+  kFloat8,    ///< the same with e4m3, which is finer near 0 and coarser near the block's maximum
+};
+
 /// A contiguous range of a flat buffer and the tensor that holds its values.
 struct Piece {
   int64_t begin = 0;  ///< offset of the first element in the flat buffer
@@ -38,6 +48,13 @@ struct ReduceScatterOptions {
   /// Dtype of the pieces, and so of the messages; none: that of `out`. Float pieces may go with an
   /// `out` of bfloat16 or half, and the reverse: sums are taken in float and rounded once.
   std::optional<at::ScalarType> dtype = std::nullopt;
+  /// Form of the messages. Ranks that share memory, and this rank itself, add plain values. Sums
+  /// are taken in float.
+  Encoding encoding = Encoding::kPlain;
+  /// With an encoding: what messages of earlier calls have lost, which is added to those of this
+  /// one (error feedback). Belongs to the process group, and must be given to all calls for the
+  /// same data; undefined at first. Null: losses are forgotten.
+  std::shared_ptr<at::Tensor> error = nullptr;
 };
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };
@@ -48,6 +65,7 @@ struct AllGather {
   static constexpr const char* kName = "all_gather";
   at::Tensor flat, shard;
   std::span<const int64_t> bounds;
+  Encoding encoding = Encoding::kPlain;
 
   /// Dtype of the messages.
   at::ScalarType dtype() const { return flat.scalar_type(); }
@@ -71,6 +89,7 @@ struct Broadcast {
   static constexpr const char* kName = "broadcast";
   at::Tensor tensor;
   int root = 0;
+  Encoding encoding = Encoding::kPlain;
 };
 struct AllToAll {
   static constexpr const char* kName = "all_to_all";

@@ -72,9 +72,13 @@ class TESSERA_API ProcessGroup {
 
   /// Gathers the shards of all ranks into `flat`; `shard` is this rank's, and may be its own range
   /// of `flat` (in place). `shard` must not change before `wait_inputs()`.
+  ///
+  /// Messages are sent in the form `encoding`. The values of `shard` must be such that this loses
+  /// nothing, as ranks that share memory get them as they are.
   WorkPtr all_gather(const at::Tensor& flat, const at::Tensor& shard,
-                     std::span<const int64_t> bounds, const CollectiveTag& tag) {
-    return start({tag, AllGather{flat, shard, bounds}});
+                     std::span<const int64_t> bounds, const CollectiveTag& tag,
+                     Encoding encoding = Encoding::kPlain) {
+    return start({tag, AllGather{flat, shard, bounds, encoding}});
   }
 
   /// Sums the ranks' flat buffers, in rank order, and stores this rank's part times `scale` in
@@ -94,9 +98,11 @@ class TESSERA_API ProcessGroup {
     return start({tag, AllReduce{tensor, op}});
   }
 
-  /// Copies `tensor` (contiguous) of rank `root` to all ranks, in place.
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag) {
-    return start({tag, Broadcast{tensor, root}});
+  /// Copies `tensor` (contiguous) of rank `root` to all ranks, in place. For `encoding`, see
+  /// `all_gather()`.
+  WorkPtr broadcast(const at::Tensor& tensor, int root, const CollectiveTag& tag,
+                    Encoding encoding = Encoding::kPlain) {
+    return start({tag, Broadcast{tensor, root, encoding}});
   }
 
   /// Sends `to[r]` to each rank `r`, and receives the message of `r` to this rank in `from[r]`.

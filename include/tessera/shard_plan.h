@@ -45,12 +45,25 @@ struct Precision {
 
   /// Dtype in which gradients are sent; none: the parameter's. Sums over ranks are taken in float
   /// or wider, and stored in the dtype that the optimizer updates.
+  ///
+  /// kChar (int8) or kFloat8_e4m3fn: blocks of 256 elements are sent with a scale in a quarter of
+  /// float's bytes, as in ZeRO++'s qgZ (arXiv 2306.10209). Each rank sends its gradients, or the
+  /// sums of a host whose ranks share memory, once; sums are taken in float. For parameters of
+  /// float or bfloat16 over connections of messages in host memory; not with `replicate_group`.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
+
+  /// With a `reduce_dtype` of 8 bits: what rounding has lost of a gradient is added to the next one
+  /// before it is sent. Keeps a float for each element that this rank sends; it is not part of
+  /// checkpoints. Not with `bucket_bytes`, by which different units may share messages.
+  bool error_feedback = true;
 
   /// Dtype in which updated parameters are sent, narrower than the one in which they are used;
   /// none: that one. All ranks, the owner included, then use the rounded values; the owner also
   /// keeps the unrounded values, which it updates as master weights. No effect on parameters that
   /// are used in a dtype as narrow.
+  ///
+  /// kChar (int8) or kFloat8_e4m3fn: blocks of 256 elements with a scale, as for `reduce_dtype`
+  /// (qwZ of ZeRO++). No effect at `ShardLevel::kNone`, where parameters are not sent.
   std::optional<at::ScalarType> gather_dtype = std::nullopt;
 
   /// Units that are resharded between uses and have master weights keep no shard besides them: each

@@ -78,6 +78,7 @@ const Names<Set> kFields = {
     {"param_dtype", field(&Precision::param_dtype)},
     {"master_dtype", field(&Precision::master_dtype)},
     {"reduce_dtype", field(&Precision::reduce_dtype)},
+    {"error_feedback", field(&Precision::error_feedback)},
     {"gather_dtype", field(&Precision::gather_dtype)},
     {"master_only", field(&Precision::master_only)},
     {"buffer_dtype", field(&Precision::buffer_dtype)},

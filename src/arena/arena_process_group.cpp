@@ -173,7 +173,7 @@ WorkPtr ArenaProcessGroup::start(Barrier& call, const CollectiveTag& tag) {
 }
 
 WorkPtr ArenaProcessGroup::start(AllGather& call, const CollectiveTag& tag) {
-  const auto& [flat, shard, bounds] = call;
+  const auto& [flat, shard, bounds, encoding] = call;  // nothing is sent, nor encoded
   CollectiveForm form = form_of(call, tag);
   if (const auto buffer = buffers_.holding(flat)) {
     check_in_place(*this, call, tag);

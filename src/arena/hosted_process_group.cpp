@@ -31,11 +31,12 @@ namespace tessera {
 // messages of bfloat16 or half are rounded once more in between; but the result is the same in
 // every run and on all ranks.
 //
-// The steps of a collective run without its caller: a thread per channel, started when needed,
-// runs the collectives of the channel in the order in which they were issued. The steps inside the
-// host get their positions in the arena's order when the collective is issued. So the thread waits
-// only for operations that its peers have issued already, or will issue regardless of the
-// collectives behind this one in the queue.
+// The steps of a collective run without its caller: two threads per channel, started when needed,
+// run the collectives of the channel in the order in which they were issued, one up to the start of
+// the messages between hosts, the other from their end. So the link need not wait for the steps
+// inside the host. Those get their positions in the arena's order when the collective is issued. So
+// a thread waits only for operations that its peers have issued already, or will issue regardless
+// of the collectives behind this one in the queue.
 namespace {
 
 // A range [begin, end) of a buffer, in bytes.
@@ -154,7 +155,8 @@ class HostedProcessGroup : public ProcessGroup,
 
   void close() noexcept override {
     const auto grace = closing_grace(timeout());
-    for (JobThread& thread : threads_) thread.stop(grace);
+    for (StepThreads& threads : threads_) threads.begin.stop(grace);
+    for (StepThreads& threads : threads_) threads.end.stop(grace);
     local_->close();
     tessera::close(rail_);
     tessera::close(whole_);
@@ -217,12 +219,13 @@ class HostedProcessGroup : public ProcessGroup,
 
   int index() const { return table_.index_of(rank()); }
 
+  // `sends`: the step that sends messages to other hosts.
   template <class Call>
-  WorkPtr start_steps(const Call& call, const CollectiveTag& tag,
-                      std::vector<CollectiveStep> steps) {
+  WorkPtr start_steps(const Call& call, const CollectiveTag& tag, std::vector<CollectiveStep> steps,
+                      size_t sends) {
     return run_stepwise(threads_.at(static_cast<size_t>(tag.channel)),
                         order_.next(*this, call.kName, tag, form_of(call, tag)), timeout(),
-                        local_->arena(), std::move(steps));
+                        local_->arena(), std::move(steps), sends);
   }
 
   WorkPtr start(AllGather& call, const CollectiveTag& tag) {
@@ -247,7 +250,7 @@ class HostedProcessGroup : public ProcessGroup,
   // Gathers into memory that the ranks of a host do not share: each rank fetches the shards of its
   // rail and publishes them to the other ranks of the host.
   WorkPtr gather_own(const AllGather& call, const CollectiveTag& tag) {
-    const auto& [flat, shard, bounds] = call;
+    const auto& [flat, shard, bounds, encoding] = call;
     ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
     const RailCut cut = cut_for_rail(bounds);
     // Not in `flat`: other ranks may still be reading when the owner of `flat` writes to it again.
@@ -260,14 +263,13 @@ class HostedProcessGroup : public ProcessGroup,
     }
     return start_steps(
         call, tag,
-        {[fetched, shard = shard, rail_bounds = cut.bounds,
+        {[fetched, shard = shard, rail_bounds = cut.bounds, encoding = encoding,
           rail = rail_](const CollectiveTag& rail_tag) {
-           return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag)};
+           return std::vector{rail->all_gather(fetched, shard, rail_bounds, rail_tag, encoding)};
          },
-         [ticket = std::move(ticket), pieces = std::move(pieces), flat = flat,
-          local = local_](const CollectiveTag&) {
-           return std::vector{local->gather_at(ticket, pieces, flat)};
-         }});
+         [ticket = std::move(ticket), pieces = std::move(pieces), flat = flat, local = local_](
+             const CollectiveTag&) { return std::vector{local->gather_at(ticket, pieces, flat)}; }},
+        /*sends=*/0);
   }
 
   // Returns the ranges owned by ranks of other hosts. Adjacent ranges are merged, because only
@@ -287,7 +289,7 @@ class HostedProcessGroup : public ProcessGroup,
   }
 
   WorkPtr gather_shared(HostBuffer& buffer, const AllGather& call, const CollectiveTag& tag) {
-    const auto& [flat, shard, bounds] = call;
+    const auto& [flat, shard, bounds, encoding] = call;
     const auto item = static_cast<int64_t>(flat.element_size());
     const size_t begin = buffer.offset_of(flat);
     CollectiveForm form = form_of(call, tag);
@@ -304,12 +306,12 @@ class HostedProcessGroup : public ProcessGroup,
     buffer.begin_gather(foreign_ranges(begin, item, bounds));
     // After this, no rank of the host reads the previous gather, and its pages have been returned.
     const WorkPtr all_have_come = local_->arrive_at(std::move(before));
-    const auto fetch = [slices, ranges, memory = buffer.shared_memory(),
+    const auto fetch = [slices, ranges, encoding = encoding, memory = buffer.shared_memory(),
                         rail = rail_](const CollectiveTag& rail_tag) {
       std::vector<WorkPtr> works;
       for (int h = 0; h < rail->size(); ++h) {
         memory->reserve(ranges[h].begin, ranges[h].end);
-        works.push_back(rail->broadcast(slices[h], h, rail_tag));
+        works.push_back(rail->broadcast(slices[h], h, rail_tag, encoding));
       }
       return works;
     };
@@ -318,7 +320,8 @@ class HostedProcessGroup : public ProcessGroup,
         {[all_have_come](const CollectiveTag&) { return std::vector{all_have_come}; }, fetch,
          [local = local_, after](const CollectiveTag&) {
            return std::vector{local->arrive_at(after)};
-         }});
+         }},
+        /*sends=*/1);
   }
 
   WorkPtr start(ReduceScatter& call, const CollectiveTag& tag) {
@@ -347,7 +350,8 @@ class HostedProcessGroup : public ProcessGroup,
                          rail = rail_](const CollectiveTag& rail_tag) {
                           return std::vector{rail->reduce_scatter(out, rail_pieces, rail_bounds,
                                                                   rail_options, rail_tag)};
-                        }});
+                        }},
+                       /*sends=*/1);
   }
 
   WorkPtr start(AllReduce& call, const CollectiveTag& tag) {
@@ -362,7 +366,8 @@ class HostedProcessGroup : public ProcessGroup,
                        {[inside](const CollectiveTag&) { return std::vector{inside}; },
                         [tensor = tensor, op = op, rail = rail_](const CollectiveTag& rail_tag) {
                           return std::vector{rail->all_reduce(tensor, op, rail_tag)};
-                        }});
+                        }},
+                       /*sends=*/1);
   }
 
   // Each rank sums one part over its host, then over its rail, whose ranks hold the same part.
@@ -389,24 +394,25 @@ class HostedProcessGroup : public ProcessGroup,
           local = local_](const CollectiveTag&) {
            inside->wait_inputs();  // `tensor` is overwritten now: others must have read it
            return std::vector{local->gather_at(ticket, {{begin, part, part.numel()}}, tensor)};
-         }});
+         }},
+        /*sends=*/1);
   }
 
   WorkPtr start(Broadcast& call, const CollectiveTag& tag) {
-    const auto& [tensor, root] = call;
+    const auto& [tensor, root, encoding] = call;
     ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form_of(call, tag));
     std::vector<CollectiveStep> steps;
     if (table_.index_of(root) == index()) {
-      steps.emplace_back([tensor = tensor, from = table_.host_of(root),
+      steps.emplace_back([tensor = tensor, from = table_.host_of(root), encoding = encoding,
                           rail = rail_](const CollectiveTag& rail_tag) {
-        return std::vector{rail->broadcast(tensor, from, rail_tag)};
+        return std::vector{rail->broadcast(tensor, from, rail_tag, encoding)};
       });
     }
     steps.emplace_back([ticket = std::move(ticket), tensor = tensor, from = table_.index_of(root),
                         local = local_](const CollectiveTag&) {
       return std::vector{local->broadcast_at(ticket, tensor, from)};
     });
-    return start_steps(call, tag, std::move(steps));
+    return start_steps(call, tag, std::move(steps), /*sends=*/0);
   }
 
   WorkPtr start(AllToAll& call, const CollectiveTag& tag) {
@@ -419,7 +425,7 @@ class HostedProcessGroup : public ProcessGroup,
   const ProcessGroupPtr rail_;
   const ProcessGroupPtr whole_;
   ChannelOrder order_;
-  std::array<JobThread, 3> threads_;  // by channel
+  std::array<StepThreads, 3> threads_;  // by channel
   SharedBuffers<HostBuffer> buffers_;
 };
 

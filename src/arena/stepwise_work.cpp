@@ -17,38 +17,45 @@ namespace {
 // How much longer a caller waits than the thread that runs the steps, whose error is more detailed.
 constexpr std::chrono::milliseconds kGrace{500};
 
-class StepwiseWork final : public Work, public Job {
+class StepwiseWork final : public Work {
  public:
+  // The steps of one of the threads.
+  enum class Part : uint8_t { kBegin, kEnd };
+
   StepwiseWork(CollectiveName name, std::chrono::milliseconds timeout, std::shared_ptr<Arena> arena,
-               std::vector<CollectiveStep> steps)
+               std::vector<CollectiveStep> steps, size_t sends)
       : name_(std::move(name)),
         timeout_(timeout),
         arena_(std::move(arena)),
-        steps_(std::move(steps)) {}
+        steps_(std::move(steps)),
+        sends_(sends) {}
 
-  void run() noexcept override {
+  // Runs the steps of a part. Returns true if the other part is left to run.
+  bool run(Part part) noexcept {
     {
       const std::lock_guard lock(mutex_);
-      if (aborted_) return;
+      if (aborted_ || state_ == State::kLastStep) return false;
       state_ = State::kRunning;
     }
     std::exception_ptr error;
+    bool is_last = true;
     try {
-      perform_steps();
+      is_last = perform_steps(part);
     } catch (...) {
       error = std::current_exception();
     }
-    steps_.clear();  // also releases their captures
-    {
-      const std::lock_guard lock(mutex_);
-      waiting_for_.reset();
-      error_ = error;
-      state_ = State::kLastStep;
+    if (error || is_last) {
+      finish(error);
+      return false;
     }
+    std::unique_lock lock(mutex_);
+    state_ = State::kSent;
+    if (!aborted_) return true;
+    drop();
+    lock.unlock();
     changed_.notify_all();
+    return false;
   }
-
-  void abort() noexcept override { abort(std::nullopt); }
 
   // Without a cause: the process group was closed.
   void abort(std::optional<WaitCause> cause) noexcept {
@@ -57,12 +64,7 @@ class StepwiseWork final : public Work, public Job {
       aborted_ = true;
       if (!cause_) cause_ = std::move(cause);
       if (auto* const exchange = dynamic_cast<ExchangeWork*>(waiting_for_.get())) exchange->abort();
-      if (state_ == State::kQueued) {
-        state_ = State::kLastStep;
-        error_ = std::make_exception_ptr(c10::DistBackendError(
-            {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-            name_.describe() + " was not begun: the process group was closed"));
-      }
+      if (state_ == State::kQueued || state_ == State::kSent) drop();
     }
     changed_.notify_all();
     arena_->give_up();
@@ -97,28 +99,58 @@ class StepwiseWork final : public Work, public Job {
   }
 
  private:
-  enum class State : uint8_t { kQueued, kRunning, kLastStep };
+  enum class State : uint8_t {
+    kQueued,
+    kRunning,
+    kSent,  // the steps after the messages are queued
+    kLastStep,
+  };
 
-  void perform_steps() {
+  // Called with the lock: no thread will run the steps that are left.
+  void drop() {
+    const char* const what = state_ == State::kQueued ? " was not begun" : " was not ended";
+    error_ = std::make_exception_ptr(
+        c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                              name_.describe() + what + ": the process group was closed"));
+    is_dropped_ = true;
+    state_ = State::kLastStep;
+  }
+
+  void finish(const std::exception_ptr& error) noexcept {
+    steps_.clear();  // also releases their captures
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_for_.reset();
+      error_ = error;
+      state_ = State::kLastStep;
+    }
+    changed_.notify_all();
+  }
+
+  // Returns true if the last step has been started.
+  bool perform_steps(Part part) {
     const CollectiveTag tag{name_.subject, name_.channel};
+    const size_t end = part == Part::kBegin ? sends_ + 1 : steps_.size();
     name_errors([&] {
-      for (size_t i = 0; i < steps_.size(); ++i) {
-        std::vector<WorkPtr> works = steps_[i](tag);
-        if (i + 1 == steps_.size()) {
-          last_ = std::move(works);
-          return;
-        }
-        for (const WorkPtr& work : works) {
-          {
-            const std::lock_guard lock(mutex_);
-            TORCH_CHECK_WITH(DistBackendError, !aborted_, "the process group was closed");
-            waiting_for_ = work;
-          }
-          work->wait();
-          earlier_.push_back(work);
-        }
+      for (size_t i = part == Part::kBegin ? 0 : sends_ + 1; i < end; ++i) {
+        wait_for_step();
+        last_ = steps_[i](tag);
       }
     });
+    return end == steps_.size();
+  }
+
+  // Waits for the step that was started last.
+  void wait_for_step() {
+    for (const WorkPtr& work : std::exchange(last_, {})) {
+      {
+        const std::lock_guard lock(mutex_);
+        TORCH_CHECK_WITH(DistBackendError, !aborted_, "the process group was closed");
+        waiting_for_ = work;
+      }
+      work->wait();
+      earlier_.push_back(work);
+    }
   }
 
   std::shared_ptr<void> begin_wait() {
@@ -158,6 +190,11 @@ class StepwiseWork final : public Work, public Job {
       throw_wait_failed(name_, {-1, "the ranks of its host and its rail"},
                         std::chrono::steady_clock::now() - start, timeout_, nullptr);
     }
+    if (is_dropped_ && cause_) {
+      const WaitCause cause = *cause_;
+      lock.unlock();
+      throw_wait_aborted(name_, cause);
+    }
     if (error_) std::rethrow_exception(error_);
     return last_;
   }
@@ -168,10 +205,12 @@ class StepwiseWork final : public Work, public Job {
   const std::shared_ptr<Arena> arena_;
 
   std::vector<CollectiveStep> steps_;  // used by the running thread alone
+  const size_t sends_;                 // the last step of the first part
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kQueued;
   bool aborted_ = false;
+  bool is_dropped_ = false;
   std::optional<WaitCause> cause_;  // of the abort
   WorkPtr waiting_for_;
   std::vector<WorkPtr> earlier_;  // works of all steps but the last
@@ -179,13 +218,41 @@ class StepwiseWork final : public Work, public Job {
   std::exception_ptr error_;
 };
 
+class EndJob final : public Job {
+ public:
+  explicit EndJob(std::shared_ptr<StepwiseWork> work) : work_(std::move(work)) {}
+  void run() noexcept override { work_->run(StepwiseWork::Part::kEnd); }
+  void abort() noexcept override { work_->abort(std::nullopt); }
+
+ private:
+  const std::shared_ptr<StepwiseWork> work_;
+};
+
+class BeginJob final : public Job {
+ public:
+  BeginJob(std::shared_ptr<StepwiseWork> work, JobThread& end)
+      : work_(std::move(work)), end_(end) {}
+  void run() noexcept override {
+    if (work_->run(StepwiseWork::Part::kBegin) && !end_.push(std::make_shared<EndJob>(work_)))
+      work_->abort(std::nullopt);
+  }
+  void abort() noexcept override { work_->abort(std::nullopt); }
+
+ private:
+  const std::shared_ptr<StepwiseWork> work_;
+  JobThread& end_;
+};
+
 }  // namespace
 
-WorkPtr run_stepwise(JobThread& thread, CollectiveName name, std::chrono::milliseconds timeout,
-                     std::shared_ptr<Arena> arena, std::vector<CollectiveStep> steps) {
-  auto work = std::make_shared<StepwiseWork>(name, timeout, std::move(arena), std::move(steps));
-  TORCH_CHECK_WITH(DistBackendError, thread.push(work), name.describe(),
-                   ": the process group was closed");
+WorkPtr run_stepwise(StepThreads& threads, CollectiveName name, std::chrono::milliseconds timeout,
+                     std::shared_ptr<Arena> arena, std::vector<CollectiveStep> steps,
+                     size_t sends) {
+  auto work =
+      std::make_shared<StepwiseWork>(name, timeout, std::move(arena), std::move(steps), sends);
+  TORCH_CHECK_WITH(DistBackendError,
+                   threads.begin.push(std::make_shared<BeginJob>(work, threads.end)),
+                   name.describe(), ": the process group was closed");
   return work;
 }
 

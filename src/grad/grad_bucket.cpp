@@ -34,8 +34,8 @@ int64_t sent_bytes(const UnitLayout& layout) {
 }
 
 bool can_share(const UnitLayout& a, const UnitLayout& b) {
-  return a.reduce_dtype == b.reduce_dtype && a.master_dtype == b.master_dtype &&
-         a.device == b.device;
+  return a.reduce_dtype == b.reduce_dtype && a.reduce_encoding == b.reduce_encoding &&
+         a.master_dtype == b.master_dtype && a.device == b.device;
 }
 
 bool is_frozen(const UnitLayout& layout) { return !layout.slots.front().requires_grad; }
@@ -155,7 +155,8 @@ void launch_together(const std::vector<UnitGradients*>& units, std::string_view 
       mesh, out, bucket_pieces(units, given, mesh.shard().size()), bounds,
       ReduceScatterOptions{.scale = units[0]->scale(),
                            .accumulate = has_earlier && !apart,
-                           .dtype = layout.reduce_dtype},
+                           .dtype = layout.reduce_dtype,
+                           .encoding = layout.reduce_encoding},
       subject);
   for (UnitGradients* unit : units) unit->follow(reduction);
 }

@@ -12,6 +12,7 @@
 
 #include "device/device.h"
 #include "device/side_stream.h"
+#include "group/encoding.h"
 
 namespace tessera {
 
@@ -103,7 +104,9 @@ UnitGradients::UnitGradients(Unit& unit, OnGradient take, double scale, double p
       arrived_(unit.layout().slots.size(), false),
       seen_(unit.layout().slots.size()),
       live_(unit.layout().slots.size(), false),
-      cleared_(unit.layout().slots.size(), false) {}
+      cleared_(unit.layout().slots.size(), false) {
+  if (unit.layout().error_feedback) error_ = std::make_shared<at::Tensor>();
+}
 
 // The chunk of a parameter that has elements.
 size_t UnitGradients::chunk_of(size_t slot) const {
@@ -204,8 +207,12 @@ bool UnitGradients::prepare_reduced() {
   if (!any_live()) {
     const int64_t numel = unit_.updated_end() - unit_.updated_begin();
     // From the heap, whose memory activations use while there are no gradients.
-    if (!reduced_.defined())
+    if (!reduced_.defined()) {
       reduced_ = at::empty({numel}, layout.options().dtype(layout.master_dtype));
+      // The padding, which nothing writes to, may share a block with gradients.
+      if (layout.level == ShardLevel::kNone && layout.reduce_encoding != Encoding::kPlain)
+        reduced_.zero_();
+    }
     return false;
   }
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
@@ -235,11 +242,14 @@ void UnitGradients::launch() {
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
   adds_ = apart;
-  reduction_ = std::make_shared<Reduction>(
-      mesh, apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
-      ReduceScatterOptions{
-          .scale = scale_, .accumulate = accumulate && !apart, .dtype = layout.reduce_dtype},
-      layout.name);
+  reduction_ = std::make_shared<Reduction>(mesh, apart ? partial_ : shard_part(), take_pieces(),
+                                           layout.bounds,
+                                           ReduceScatterOptions{.scale = scale_,
+                                                                .accumulate = accumulate && !apart,
+                                                                .dtype = layout.reduce_dtype,
+                                                                .encoding = layout.reduce_encoding,
+                                                                .error = error_},
+                                           layout.name);
   unit_.context().watch.tell(MemoryEvent::kReductionStarted, layout.name);
 }
 
@@ -281,8 +291,11 @@ void UnitGradients::finish_reduction() {
 void UnitGradients::gather_whole() {
   ProcessGroup& process_group = unit_.context().mesh.shard();
   if (unit_.layout().level != ShardLevel::kNone || process_group.size() == 1) return;
+  const Encoding encoding = unit_.layout().reduce_encoding;
+  // All ranks have the same gradients, the owner of a part included.
+  if (encoding != Encoding::kPlain) shard_part().copy_(rounded_by(encoding, shard_part()));
   const auto work = process_group.all_gather(reduced_, shard_part(), unit_.layout().bounds,
-                                             {unit_.layout().name, Channel::kGrads});
+                                             {unit_.layout().name, Channel::kGrads}, encoding);
   work->wait();
   work->wait_inputs();
 }
@@ -350,7 +363,9 @@ at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
 }
 
 int64_t UnitGradients::nbytes() const {
-  return reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
+  int64_t nbytes = reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
+  if (error_ && error_->defined()) nbytes += static_cast<int64_t>(error_->nbytes());
+  return nbytes;
 }
 
 int64_t UnitGradients::in_flight_nbytes() const {

@@ -132,8 +132,9 @@ class UnitGradients {
   std::vector<bool> live_;
   std::vector<bool> cleared_;  // during the reduction: its result does not count
   at::Tensor reduced_;
-  at::Tensor partial_;  // destination of the sum, if not `reduced_` itself
-  bool adds_ = false;   // `partial_` is added to `reduced_` (earlier backwards' sums)
+  at::Tensor partial_;                 // destination of the sum, if not `reduced_` itself
+  std::shared_ptr<at::Tensor> error_;  // what messages have lost; null if losses are forgotten
+  bool adds_ = false;  // `partial_` is added to `reduced_` (earlier backwards' sums)
   std::shared_ptr<Reduction> reduction_;
 
   // A gradient that was handed to the process group, which frees it when all ranks have read it.

@@ -24,6 +24,7 @@
 #include "group/collective_form.h"
 #include "group/collective_name.h"
 #include "group/collective_watch.h"
+#include "group/encoding.h"
 #include "group/peer_message.h"
 #include "group/store_sum.h"
 
@@ -303,6 +304,11 @@ class BackendProcessGroup : public ProcessGroup,
     at::NoGradGuard no_grad;
     return std::visit(
         [&](auto& call) -> WorkPtr {
+          TORCH_CHECK_NOT_IMPLEMENTED(encoding_of(call) == Encoding::kPlain, "[", collective.name(), "] unit '",
+                                      collective.tag.subject, "': messages over ", backend_name(),
+                                      " can't be sent as ", to_string(encoding_of(call)),
+                                      "; over Gloo's own connections, and between hosts whose ranks share "
+                                      "memory, they can");
           const CollectiveForm form = form_of(call, collective.tag);
           const auto work = std::make_shared<BackendProcessGroupWork>(
               order_.next(*this, call.kName, collective.tag, form), timeout_, is_on_device());

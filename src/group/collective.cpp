@@ -9,6 +9,7 @@
 #include <string>
 #include <type_traits>
 
+#include "group/encoding.h"
 #include "group/local_sum.h"
 #include "group/peer_message.h"
 
@@ -49,6 +50,7 @@ class ArgumentCheck {
     if constexpr (requires { call.pieces; }) check_pieces(call);
     if constexpr (requires { call.root; }) check_root(call.root);
     if constexpr (requires { call.from; }) check_messages(call.from, call.to);
+    check_encoding(call);
     if (process_group_.device_type()) check_device(call, *process_group_.device_type());
   }
 
@@ -123,6 +125,22 @@ class ArgumentCheck {
     // With a single dtype, a backend itself rejects dtypes that it can't sum.
     if (call.dtype() != call.out.scalar_type() || process_group_.device_type() == at::kCPU)
       check_reducible(function_, call.dtype(), ReduceOp::kSum, call.out.scalar_type());
+  }
+
+  template <class Call>
+  void check_encoding(const Call& call) const {
+    if constexpr (requires { call.bounds; })
+      check_encodable(function_, encoding_of(call), call.dtype());
+    if constexpr (requires {
+                    call.encoding;
+                    call.tensor;
+                  })
+      check_encodable(function_, call.encoding, call.tensor.scalar_type());
+    if constexpr (requires { call.options; }) {
+      const auto& [scale, accumulate, dtype, encoding, error] = call.options;
+      TORCH_CHECK_VALUE(!error || encoding != Encoding::kPlain, "[", function_,
+                        "] `error` needs an encoding that loses something", where());
+    }
   }
 
   void check_root(int root) const {

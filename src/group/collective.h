@@ -23,6 +23,14 @@ void for_each_tensor(Call& call, const Visit& visit) {
   }
 }
 
+/// Returns the form of the messages of a call.
+template <class Call>
+Encoding encoding_of(const Call& call) {
+  if constexpr (requires { call.encoding; }) return call.encoding;
+  if constexpr (requires { call.options; }) return call.options.encoding;
+  return Encoding::kPlain;
+}
+
 /// Throws `c10::ValueError` unless `process_group` can issue `collective`. Checks only this rank's
 /// arguments: disagreements between ranks are reported when they wait.
 void check_arguments(const ProcessGroup& process_group, const Collective& collective);

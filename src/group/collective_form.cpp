@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "group/encoding.h"
+
 namespace tessera {
 namespace {
 
@@ -65,6 +67,11 @@ CollectiveForm& CollectiveForm::root(int root) {
   return mix(root);
 }
 
+CollectiveForm& CollectiveForm::encoding(Encoding encoding) {
+  encoding_ = encoding;
+  return encoding == Encoding::kPlain ? *this : mix(static_cast<int64_t>(encoding));
+}
+
 int CollectiveForm::message_tag(int64_t sequence, int64_t part) const {
   return static_cast<int>((mixed(mixed(hash_, sequence), part) >> 16) & 0x7FFFFFFF);
 }
@@ -72,6 +79,7 @@ int CollectiveForm::message_tag(int64_t sequence, int64_t part) const {
 std::string CollectiveForm::text() const {
   std::string text = fmt::format("{} of unit '{}'", collective_, subject_);
   if (numel_ >= 0) text += fmt::format(": {} elements of {}", numel_, c10::toString(dtype_));
+  if (encoding_ != Encoding::kPlain) text += fmt::format(" sent as {}", to_string(encoding_));
   if (op_) text += fmt::format(", {}", kOpNames[static_cast<size_t>(*op_)]);
   if (root_) text += fmt::format(", from rank {}", *root_);
   if (parts_ > 0) {

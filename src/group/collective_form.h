@@ -12,6 +12,8 @@
 #include <string>
 #include <string_view>
 
+#include "group/collective.h"
+
 namespace tessera {
 
 /// The properties of a collective on which ranks must agree: its kind, subject and channel, and the
@@ -27,6 +29,7 @@ class CollectiveForm {
   CollectiveForm& pieces(std::span<const Piece> pieces);
   CollectiveForm& op(ReduceOp op);
   CollectiveForm& root(int root);
+  CollectiveForm& encoding(Encoding encoding);
   /// Adds another property, which `text()` does not show.
   CollectiveForm& mix(int64_t value);
   CollectiveForm& mix(std::string_view text);
@@ -56,6 +59,7 @@ class CollectiveForm {
   std::optional<size_t> pieces_;
   std::optional<ReduceOp> op_;
   std::optional<int> root_;
+  Encoding encoding_ = Encoding::kPlain;
   uint64_t hash_ = 0xCBF29CE484222325ull;
 };
 
@@ -71,6 +75,7 @@ CollectiveForm form_of(const Call& call, const CollectiveTag& tag) {
   if constexpr (requires { call.pieces; }) form.pieces(call.pieces);
   if constexpr (requires { call.op; }) form.op(call.op);
   if constexpr (requires { call.root; }) form.root(call.root);
+  form.encoding(encoding_of(call));
   return form;
 }
 

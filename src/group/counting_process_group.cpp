@@ -1,10 +1,12 @@
 #include <tessera/process_group_decorators.h>
 
+#include <algorithm>
 #include <iterator>
 #include <mutex>
 #include <utility>
 #include <variant>
 
+#include "group/encoding.h"
 #include "group/peer_message.h"
 #include "group/sent_bytes.h"
 
@@ -46,13 +48,25 @@ class CountingDecorator : public CountingProcessGroup {
   }
 
   int64_t sent_by(const AllGather& call) const {
-    return receivers() * static_cast<int64_t>(call.shard.nbytes());
+    return receivers() * encoded_nbytes(call.encoding, call.shard.numel(), call.dtype());
   }
 
   int64_t sent_by(const ReduceScatter& call) const {
-    int64_t numel = 0;
-    for (const int r : sends_to()) numel += call.bounds[r + 1] - call.bounds[r];
-    return numel * static_cast<int64_t>(c10::elementSize(call.dtype()));
+    int64_t bytes = 0;
+    for (const int r : sends_to()) {
+      const int64_t begin = call.bounds[r], end = call.bounds[r + 1];
+      if (call.options.encoding == Encoding::kPlain) {
+        bytes += encoded_nbytes(Encoding::kPlain, end - begin, call.dtype());
+        continue;
+      }
+      // Each piece is encoded by itself.
+      for (const Piece& piece : call.pieces) {
+        const int64_t numel =
+            std::min(end, piece.begin + piece.numel) - std::max(begin, piece.begin);
+        if (numel > 0) bytes += encoded_nbytes(call.options.encoding, numel, call.dtype());
+      }
+    }
+    return bytes;
   }
 
   // Ranks that share memory each reduce one part with the ranks that they send to. A c10d backend,
@@ -66,7 +80,9 @@ class CountingDecorator : public CountingProcessGroup {
   }
 
   int64_t sent_by(const Broadcast& call) const {
-    return rank() == call.root ? receivers() * static_cast<int64_t>(call.tensor.nbytes()) : 0;
+    if (rank() != call.root) return 0;
+    return receivers() *
+           encoded_nbytes(call.encoding, call.tensor.numel(), call.tensor.scalar_type());
   }
 
   // A transport that sends messages at all sends every message of an all-to-all.

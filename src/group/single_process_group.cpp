@@ -28,7 +28,7 @@ class SingleProcessGroup : public ProcessGroup {
   }
 
   void perform(const AllGather& call) {
-    const auto& [flat, shard, bounds] = call;
+    const auto& [flat, shard, bounds, encoding] = call;
     if (flat.numel() == 0 || flat.mutable_data_ptr() == shard.const_data_ptr()) return;
     if (flat.device().is_cpu() && shard.device().is_cpu()) {
       std::memmove(flat.mutable_data_ptr(), shard.const_data_ptr(), flat.nbytes());

@@ -16,6 +16,7 @@
 #include "group/collective.h"
 #include "group/collective_form.h"
 #include "group/collective_name.h"
+#include "group/encoding.h"
 #include "group/peer_message.h"
 #include "group/sent_bytes.h"
 #include "message/gloo_backend.h"
@@ -42,7 +43,17 @@ struct Stretch {
 using Incoming = std::vector<Stretch<std::byte>>;        // by rank
 using Outgoing = std::vector<Stretch<const std::byte>>;  // by rank
 
-// A collective that only moves data: its messages go directly from and into the tensors.
+// Encoded elements that are received, and the place of their values.
+struct Decoding {
+  Encoding encoding;
+  const std::byte* encoded;
+  int64_t numel;
+  at::ScalarType dtype;
+  std::byte* values;
+};
+
+// A collective that only moves data: its messages go directly from and into the tensors, or from
+// and into buffers of encoded elements.
 class TransferExchange : public Exchange {
  public:
   // Keeps `inputs` until they have been sent, and `outputs` until they have been received: a unit's
@@ -59,7 +70,10 @@ class TransferExchange : public Exchange {
   // Receives come first: a message whose receive is posted is sent without another round trip. Many
   // short messages pass through a socket faster than a long one: data is read before it leaves the
   // cache.
-  void post_messages(const Mailbox& mailbox, const Incoming& from, const Outgoing& to) {
+  // `decodings`, once all has been received, are done on the thread that waits.
+  void post_messages(const Mailbox& mailbox, const Incoming& from, const Outgoing& to,
+                     std::vector<Decoding> decodings) {
+    decodings_ = std::move(decodings);
     const int rank = mailbox.rank();
     const int size = mailbox.size();
     int64_t longest = 0;
@@ -87,6 +101,8 @@ class TransferExchange : public Exchange {
   void complete_outputs() override {
     for (const Transfer& transfer : receives_) wait(transfer);
     receives_.clear();
+    for (const auto& [encoding, encoded, numel, dtype, values] : std::exchange(decodings_, {}))
+      decode(encoding, encoded, numel, dtype, values);
     outputs_.clear();
     if (wait_for_sends_) complete_inputs();
   }
@@ -101,6 +117,32 @@ class TransferExchange : public Exchange {
   // Destroyed after the transfers that use their memory.
   std::vector<at::Tensor> inputs_, outputs_;
   std::vector<Transfer> receives_, sends_;
+  std::vector<Decoding> decodings_;
+};
+
+// The bytes that the ranks of a transfer receive from each other in encoded form.
+class EncodedBytes {
+ public:
+  explicit EncodedBytes(int64_t nbytes)
+      : bytes_(at::empty({nbytes}, at::TensorOptions().dtype(at::kByte).requires_grad(false))) {}
+
+  const at::Tensor& tensor() const { return bytes_; }
+  // Encodes `values` into the next bytes. Returns their place.
+  Stretch<const std::byte> encoded(Encoding encoding, const at::Tensor& values, int tag) {
+    const auto [data, nbytes, same_tag] = next(encoding, values.numel(), values.scalar_type(), tag);
+    encode(encoding, values.scalar_type(), values.const_data_ptr(), values.numel(), data);
+    return {data, nbytes, same_tag};
+  }
+  // Returns the place for so many elements.
+  Stretch<std::byte> next(Encoding encoding, int64_t numel, at::ScalarType dtype, int tag) {
+    const int64_t nbytes = encoded_nbytes(encoding, numel, dtype);
+    std::byte* const data = bytes_of(bytes_) + std::exchange(used_, used_ + nbytes);
+    return {data, nbytes, tag};
+  }
+
+ private:
+  at::Tensor bytes_;
+  int64_t used_ = 0;
 };
 
 // A process group on a c10d backend with tagged messages (Gloo): every collective is a direct
@@ -154,8 +196,9 @@ class ExchangeProcessGroup : public ProcessGroup,
   // Start a collective, given its name and the form that ranks must agree on. Each posts its
   // messages.
   WorkPtr start(AllGather& call, CollectiveName name, const CollectiveForm& form) {
-    const auto& [flat, shard, bounds] = call;
+    const auto& [flat, shard, bounds, encoding] = call;
     const int tag = form.message_tag(name.sequence);
+    if (encoding != Encoding::kPlain) return gather_encoded(std::move(name), tag, call);
     return gather(std::move(name), tag, flat, shard, bounds, /*wait_for_sends=*/false);
   }
 
@@ -171,9 +214,10 @@ class ExchangeProcessGroup : public ProcessGroup,
   }
 
   WorkPtr start(Broadcast& call, CollectiveName name, const CollectiveForm& form) {
-    const auto& [tensor, root] = call;
-    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    const auto& [tensor, root, encoding] = call;
     const int tag = form.message_tag(name.sequence);
+    if (encoding != Encoding::kPlain) return broadcast_encoded(std::move(name), tag, call);
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
     Incoming from(size());
     Outgoing to(size());
     if (rank() == root) {
@@ -218,7 +262,9 @@ class ExchangeProcessGroup : public ProcessGroup,
                    .ranges = ranges_of(bounds),
                    .out = out,
                    .reduction = {call.dtype(), ReduceOp::kSum, options.scale, options.accumulate,
-                                 out.scalar_type()}},
+                                 out.scalar_type()},
+                   .encoding = options.encoding,
+                   .error = options.error},
                   form);
   }
 
@@ -256,14 +302,56 @@ class ExchangeProcessGroup : public ProcessGroup,
     return work;
   }
 
+  WorkPtr gather_encoded(CollectiveName name, int tag, const AllGather& call) {
+    const auto& [flat, shard, bounds, encoding] = call;
+    const at::ScalarType dtype = call.dtype();
+    const auto item = static_cast<int64_t>(flat.element_size());
+    const auto numel = [&, cut = bounds](int r) { return cut[r + 1] - cut[r]; };
+    int64_t nbytes = 0;
+    for (int r = 0; r < size(); ++r) nbytes += encoded_nbytes(encoding, numel(r), dtype);
+    EncodedBytes bytes(nbytes);
+    const Outgoing to(size(), bytes.encoded(encoding, shard, tag));
+    Incoming from(size());
+    std::vector<Decoding> decodings;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank()) continue;
+      from[r] = bytes.next(encoding, numel(r), dtype, tag);
+      decodings.push_back(
+          {encoding, from[r].data, numel(r), dtype, bytes_of(flat) + bounds[r] * item});
+    }
+    const WorkPtr work = transfer(std::move(name), from, to, {bytes.tensor()},
+                                  {bytes.tensor(), flat}, /*wait_for_sends=*/false, decodings);
+    std::byte* const place = bytes_of(flat) + bounds[rank()] * item;
+    if (shard.numel() > 0 && place != const_bytes_of(shard))
+      std::memmove(place, shard.const_data_ptr(), shard.nbytes());
+    return work;
+  }
+
+  WorkPtr broadcast_encoded(CollectiveName name, int tag, const Broadcast& call) {
+    const auto& [tensor, root, encoding] = call;
+    const at::ScalarType dtype = tensor.scalar_type();
+    EncodedBytes bytes(encoded_nbytes(encoding, tensor.numel(), dtype));
+    Incoming from(size());
+    Outgoing to(size());
+    std::vector<Decoding> decodings;
+    if (rank() == root) {
+      to.assign(size(), bytes.encoded(encoding, tensor, tag));
+    } else {
+      from[root] = bytes.next(encoding, tensor.numel(), dtype, tag);
+      decodings.push_back({encoding, from[root].data, tensor.numel(), dtype, bytes_of(tensor)});
+    }
+    return transfer(std::move(name), from, to, {bytes.tensor()}, {bytes.tensor(), tensor},
+                    /*wait_for_sends=*/true, decodings);
+  }
+
   // Posts the messages from and to the other ranks; waiting for the work completes them.
   WorkPtr transfer(CollectiveName name, const Incoming& from, const Outgoing& to,
                    std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-                   bool wait_for_sends) {
+                   bool wait_for_sends, std::vector<Decoding> decodings = {}) {
     const auto& thread_of_channel = thread(name.channel);
     const auto exchange = std::make_shared<TransferExchange>(
         std::move(name), timeout_, std::move(inputs), std::move(outputs), wait_for_sends);
-    exchange->post([&] { exchange->post_messages(mailbox_, from, to); });
+    exchange->post([&] { exchange->post_messages(mailbox_, from, to, std::move(decodings)); });
     return std::make_shared<ExchangeWork>(exchange, thread_of_channel);
   }
 

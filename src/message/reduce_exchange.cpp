@@ -1,11 +1,15 @@
 #include "message/reduce_exchange.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <deque>
 #include <span>
 #include <utility>
+
+#include "group/encoding.h"
 
 namespace tessera {
 namespace {
@@ -19,6 +23,9 @@ constexpr size_t kMaxEarlyBlocks = 16;
 // Parts of pieces up to this size are copied into a common message.
 constexpr int64_t kMaxPackedBytes = int64_t{32} << 10;
 
+// The elements that are decoded before they are summed, in whole blocks: they stay in the cache.
+constexpr int64_t kDecodedNumel = 16 * kEncodedBlock;
+
 // A part of one piece.
 struct PiecePart {
   size_t piece = 0;
@@ -26,27 +33,38 @@ struct PiecePart {
   int64_t numel = 0;
 };
 
-// Parts [first, last) of the plan, one after another.
+// Parts [first, last) of the plan, each encoded by itself, one after another.
 struct Message {
   size_t first = 0;
   size_t last = 0;
-  int64_t numel = 0;
+  int64_t nbytes = 0;
+};
+
+// The size of elements in a message.
+struct ElementForm {
+  Encoding encoding = Encoding::kPlain;
+  at::ScalarType dtype = at::kFloat;
+
+  bool is_plain() const { return encoding == Encoding::kPlain; }
+  int64_t nbytes(int64_t numel) const { return encoded_nbytes(encoding, numel, dtype); }
+  // The most elements of a part that fit a message, in whole blocks.
+  int64_t max_numel() const { return kMaxMessageBytes / nbytes(kEncodedBlock) * kEncodedBlock; }
 };
 
 // How a range of a flat buffer that is given in pieces is cut into messages. It depends on the
 // arguments alone, so that sender and receiver compute the same plan.
 struct MessagePlan {
-  MessagePlan(std::span<const Piece> pieces, const FlatRange& range, int64_t element_size) {
-    const int64_t max_numel = kMaxMessageBytes / element_size;
+  MessagePlan(std::span<const Piece> pieces, const FlatRange& range, const ElementForm& form) {
+    const int64_t max_numel = form.max_numel();
     for (size_t piece = 0; piece < pieces.size(); ++piece) {
       const int64_t stop = std::min(range.end, pieces[piece].begin + pieces[piece].numel);
       for (int64_t at = std::max(range.begin, pieces[piece].begin); at < stop;) {
         const PiecePart part{piece, at, std::min(stop - at, max_numel)};
-        if (may_join(part, element_size)) {
+        if (may_join(part, form)) {
           messages.back().last += 1;
-          messages.back().numel += part.numel;
+          messages.back().nbytes += form.nbytes(part.numel);
         } else {
-          messages.push_back({parts.size(), parts.size() + 1, part.numel});
+          messages.push_back({parts.size(), parts.size() + 1, form.nbytes(part.numel)});
         }
         parts.push_back(part);
         at += part.numel;
@@ -55,19 +73,19 @@ struct MessagePlan {
   }
 
   // True if `part` may join the last message.
-  bool may_join(const PiecePart& part, int64_t element_size) const {
-    return !messages.empty() && part.numel * element_size <= kMaxPackedBytes &&
-           parts.back().numel * element_size <= kMaxPackedBytes &&
-           (messages.back().numel + part.numel) * element_size <= kMaxMessageBytes;
+  bool may_join(const PiecePart& part, const ElementForm& form) const {
+    return !messages.empty() && form.nbytes(part.numel) <= kMaxPackedBytes &&
+           form.nbytes(parts.back().numel) <= kMaxPackedBytes &&
+           messages.back().nbytes + form.nbytes(part.numel) <= kMaxMessageBytes;
   }
 
   std::vector<PiecePart> parts;
   std::vector<Message> messages;
 };
 
-// Sent in place of pieces without data.
+// The values of parts without data. Encoded ones have up to 4 bytes for each byte of a message.
 const std::byte* zeros() {
-  static const auto memory = std::make_unique<std::byte[]>(kMaxMessageBytes);
+  static const auto memory = std::make_unique<std::byte[]>(4 * kMaxMessageBytes);
   return memory.get();
 }
 
@@ -80,6 +98,7 @@ class ReduceExchange : public Exchange {
         mailbox_(mailbox),
         task_(std::move(task)),
         element_size_(static_cast<int64_t>(c10::elementSize(task_.reduction.dtype))),
+        form_{task_.encoding, task_.reduction.dtype},
         out_element_size_(static_cast<int64_t>(c10::elementSize(task_.reduction.dtype_of_out()))),
         data_(static_cast<std::byte*>(task_.out.mutable_data_ptr())),
         plan_(plan_for(mailbox_.rank())) {}
@@ -88,6 +107,7 @@ class ReduceExchange : public Exchange {
     const int rank = mailbox_.rank();
     const int size = mailbox_.size();
     const bool early = pool_->in_use() < kMaxEarlyBlocks;
+    prepare_error();
     for (size_t m = 0; early && m < std::min(kWindow, plan_.messages.size()); ++m) {
       post_receives(m);
     }
@@ -163,12 +183,22 @@ class ReduceExchange : public Exchange {
   }
 
   MessagePlan plan_for(int rank) const {
-    return MessagePlan(task_.pieces, task_.ranges[rank], element_size_);
+    return MessagePlan(task_.pieces, task_.ranges[rank], form_);
+  }
+
+  // Other data, as after a change of the plan, begins without errors.
+  void prepare_error() {
+    if (!task_.error) return;
+    at::Tensor& error = *task_.error;
+    const int64_t numel = task_.ranges.back().end;
+    if (error.defined() && error.numel() == numel) return;
+    error = at::empty({numel}, at::TensorOptions().dtype(at::kFloat).requires_grad(false));
+    if (numel > 0) std::memset(error.mutable_data_ptr(), 0, error.nbytes());
   }
 
   void post_receives(size_t message) {
     std::vector<Arrival>& arrivals = arrivals_.emplace_back();
-    const int64_t bytes = plan_.messages[message].numel * element_size_;
+    const int64_t bytes = plan_.messages[message].nbytes;
     for (int peer = 0; peer < mailbox_.size(); ++peer) {
       if (peer != mailbox_.rank()) {
         Arrival& arrival = arrivals.emplace_back();
@@ -181,33 +211,67 @@ class ReduceExchange : public Exchange {
 
   void send_message(const MessagePlan& plan, size_t message, int peer) {
     const Message& cut = plan.messages[message];
-    const int64_t bytes = cut.numel * element_size_;
-    if (cut.last - cut.first == 1) {
-      sends_.push_back(mailbox_.send(own_data(plan.parts[cut.first]), bytes, peer, task_.tag));
+    if (cut.last - cut.first == 1 && form_.is_plain()) {
+      sends_.push_back(mailbox_.send(own_data(plan.parts[cut.first]), cut.nbytes, peer, task_.tag));
       return;
     }
     std::byte* to = packed_.emplace_back(pool_->take()).get();
     for (size_t i = cut.first; i < cut.last; ++i) {
-      const PiecePart& part = plan.parts[i];
-      std::memcpy(to, own_data(part), part.numel * element_size_);
-      to += part.numel * element_size_;
+      pack(plan.parts[i], to);
+      to += form_.nbytes(plan.parts[i].numel);
     }
-    sends_.push_back(mailbox_.send(packed_.back().get(), bytes, peer, task_.tag));
+    sends_.push_back(mailbox_.send(packed_.back().get(), cut.nbytes, peer, task_.tag));
+  }
+
+  void pack(const PiecePart& part, std::byte* to) const {
+    if (form_.is_plain()) {
+      std::memcpy(to, own_data(part), part.numel * element_size_);
+      return;
+    }
+    float* error = nullptr;
+    if (task_.error) error = task_.error->mutable_data_ptr<float>() + part.begin;
+    encode(task_.encoding, task_.reduction.dtype, own_data(part), part.numel, to, error);
   }
 
   void reduce_message(const Message& message, std::span<const Arrival> arrivals, std::byte* out) {
     const int64_t range_begin = task_.ranges[mailbox_.rank()].begin;
-    std::vector<const void*> inputs(mailbox_.size());
     int64_t offset = 0;
     for (size_t i = message.first; i < message.last; ++i) {
       const PiecePart& part = plan_.parts[i];
+      std::byte* const to = out + (part.begin - range_begin) * out_element_size_;
+      form_.is_plain() ? reduce_plain(part, arrivals, offset, to)
+                       : reduce_encoded(part, arrivals, offset, to);
+      offset += form_.nbytes(part.numel);
+    }
+  }
+
+  // `offset`: bytes from the start of the arrivals.
+  void reduce_plain(const PiecePart& part, std::span<const Arrival> arrivals, int64_t offset,
+                    std::byte* out) {
+    std::vector<const void*> inputs(mailbox_.size());
+    for (const Arrival& arrival : arrivals)
+      inputs[arrival.transfer.peer] = arrival.block.get() + offset;
+    inputs[mailbox_.rank()] = own_data(part);
+    reduce_in_order(task_.reduction, out, inputs, part.numel);
+  }
+
+  void reduce_encoded(const PiecePart& part, std::span<const Arrival> arrivals, int64_t offset,
+                      std::byte* out) {
+    LocalReduction reduction = task_.reduction;
+    reduction.out_dtype = reduction.dtype_of_out();
+    reduction.dtype = at::kFloat;
+    decoded_.resize(mailbox_.size() * kDecodedNumel);
+    std::vector<const void*> inputs;
+    for (int r = 0; r < mailbox_.size(); ++r) inputs.push_back(decoded_.data() + r * kDecodedNumel);
+    for (int64_t begin = 0; begin < part.numel; begin += kDecodedNumel) {
+      const int64_t numel = std::min(kDecodedNumel, part.numel - begin);
       for (const Arrival& arrival : arrivals) {
-        inputs[arrival.transfer.peer] = arrival.block.get() + offset * element_size_;
+        decode(task_.encoding, arrival.block.get() + offset + form_.nbytes(begin), numel,
+               at::kFloat, decoded_.data() + arrival.transfer.peer * kDecodedNumel);
       }
-      inputs[mailbox_.rank()] = own_data(part);
-      reduce_in_order(task_.reduction, out + (part.begin - range_begin) * out_element_size_, inputs,
-                      part.numel);
-      offset += part.numel;
+      widen(task_.reduction.dtype, own_data(part) + begin * element_size_, numel,
+            decoded_.data() + mailbox_.rank() * kDecodedNumel);
+      reduce_in_order(reduction, out + begin * out_element_size_, inputs, numel);
     }
   }
 
@@ -221,7 +285,8 @@ class ReduceExchange : public Exchange {
   const std::shared_ptr<BlockPool> pool_;
   const Mailbox mailbox_;
   ReduceTask task_;
-  const int64_t element_size_;      // of the elements that are sent
+  const int64_t element_size_;      // of the elements that are reduced
+  const ElementForm form_;          // of the elements that are sent
   const int64_t out_element_size_;  // of the elements that are stored
   std::byte* const data_;           // of `out`
   const MessagePlan plan_;          // of this rank's range
@@ -232,6 +297,7 @@ class ReduceExchange : public Exchange {
   // Those of the oldest message not reduced yet, and of later ones.
   std::deque<std::vector<Arrival>> arrivals_;
   size_t next_receive_ = 0;
+  std::vector<float> decoded_;  // per rank
 };
 
 }  // namespace

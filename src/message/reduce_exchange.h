@@ -27,6 +27,8 @@ struct ReduceTask {
   at::Tensor out;                 ///< receives this rank's range
   LocalReduction reduction;
   int tag = 0;
+  Encoding encoding = Encoding::kPlain;         ///< of the messages
+  std::shared_ptr<at::Tensor> error = nullptr;  ///< see `ReduceScatterOptions::error`
   /// The tag of an all-reduce's second part: each rank sends its range to all others. `out` then
   /// has room for all ranges.
   std::optional<int> gather_tag = std::nullopt;
@@ -37,7 +39,8 @@ struct ReduceTask {
 ///
 /// Messages are short, and a few from each peer are received at once, into blocks of the pool. So
 /// summing overlaps with receiving, reads data that is still in the cache, and needs little memory,
-/// however large the tensors are.
+/// however large the tensors are. Encoded messages are decoded where they are summed, a few blocks
+/// at a time.
 std::shared_ptr<Exchange> start_reduction(CollectiveName name, std::chrono::milliseconds timeout,
                                           std::shared_ptr<BlockPool> pool, const Mailbox& mailbox,
                                           ReduceTask task);

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "device/device.h"
+#include "group/encoding.h"
 
 namespace tessera {
 namespace {
@@ -13,12 +14,28 @@ namespace {
 void check_precision(const Precision& precision) {
   for (const auto& [name, dtype] : {std::pair("param_dtype", precision.param_dtype),
                                     std::pair("master_dtype", precision.master_dtype),
-                                    std::pair("reduce_dtype", precision.reduce_dtype),
-                                    std::pair("gather_dtype", precision.gather_dtype),
                                     std::pair("buffer_dtype", precision.buffer_dtype)}) {
     TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[fully_shard] plan.precision.", name,
                       " must be a floating dtype; got ", *dtype);
   }
+  for (const auto& [name, dtype] : {std::pair("reduce_dtype", precision.reduce_dtype),
+                                    std::pair("gather_dtype", precision.gather_dtype)}) {
+    TORCH_CHECK_VALUE(!dtype || block_encoding(*dtype) || c10::isFloatingType(*dtype),
+                      "[fully_shard] plan.precision.", name,
+                      " must be a floating dtype, or kChar (int8); got ", *dtype);
+  }
+}
+
+void check_quantized_reductions(const ShardPlan& plan) {
+  const auto& dtype = plan.precision.reduce_dtype;
+  if (!dtype || !block_encoding(*dtype)) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.replicate_group && !plan.mesh_dim, "[fully_shard] plan.precision.reduce_dtype ",
+                              *dtype, " can't go with replicate_group or mesh_dim. Shard over all ranks: between "
+                              "hosts whose ranks share memory, the sums of a host are sent once");
+  TORCH_CHECK_VALUE(!plan.precision.error_feedback || plan.bucket_bytes == 0,
+                    "[fully_shard] plan.precision.error_feedback can't go with bucket_bytes: the units that share "
+                    "messages may change from step to step. Set one of them to ",
+                    "false or 0; got bucket_bytes ", plan.bucket_bytes);
 }
 
 // Messages should be long. In shared memory there are none, and a short unit is summed while its
@@ -49,6 +66,7 @@ void check_plan(const ShardPlan& plan) {
                     "[fully_shard] plan.memory_budget chooses plan.resident_bytes, which must be 0 then; got ",
                     plan.resident_bytes);
   check_precision(plan.precision);
+  check_quantized_reductions(plan);
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
                     "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
   TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),

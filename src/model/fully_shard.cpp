@@ -68,11 +68,24 @@ ProcessGroupPtr ranks_beside(const DeviceMesh& mesh, int64_t mesh_dim) {
   return names.empty() ? nullptr : mesh.sub_mesh(names).process_group();
 }
 
+// The ranks to shard over if the plan names none.
+ProcessGroupPtr default_ranks() {
+  ProcessGroupPtr ranks = default_process_group();
+  static const int started = rank_info_from_environment().size;
+  if (ranks->size() == 1 && started > 1) {
+    TORCH_WARN_ONCE(
+        "[fully_shard] this process was started as one of ", started,
+        " ranks, and shards a model over itself alone. Call tessera::init() before, and keep "
+        "the World; or name the ranks (ShardPlan::process_group)");
+  }
+  return ranks;
+}
+
 // The ranks that `plan` asks for, with those that hold other parts of parameters on a mesh.
 ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardPlan& plan) {
   const DeviceMesh* const mesh = find_mesh(parameters);
   if (!plan.mesh_dim) {
-    return {plan.process_group ? plan.process_group : default_process_group(), plan.replicate_group,
+    return {plan.process_group ? plan.process_group : default_ranks(), plan.replicate_group,
             mesh ? mesh->process_group() : nullptr};
   }
   TORCH_CHECK_VALUE(!plan.process_group, "[fully_shard] plan.mesh_dim and plan.process_group can't both be given");

@@ -3,6 +3,7 @@
 #include <ATen/core/Dict.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
@@ -19,6 +20,7 @@ namespace tessera {
 // optimizer's state or after it. So the master weights of a state dict change no parameter: where a
 // parameter's element has the value that the loaded master rounds to, its master gets the loaded
 // digits back; where the element has another value, which the user has loaded, that value counts.
+// (Of 8-bit values, the loaded digits count wherever they are within a step of the quantization.)
 // As parameters may be loaded later, the digits are kept and tried again until the next step of the
 // optimizer.
 namespace {
@@ -37,9 +39,16 @@ at::Tensor whole_master(const Unit& unit) {
   return whole;
 }
 
-// Returns the dtype that the parameters are rounded to.
-at::ScalarType shown_dtype(const UnitLayout& layout) {
-  return layout.rounds() ? layout.gather_dtype : layout.dtype;
+// Returns true where a master weight, taken from a parameter that was loaded, is what `digits`
+// round to.
+at::Tensor is_rounded(const UnitLayout& layout, const at::Tensor& digits,
+                      const at::Tensor& master) {
+  // The scale of a block is not known any more: other ranks may have cut it. It is at most that of
+  // the largest element, and rounding moves an element by half of it.
+  if (layout.quantizes())
+    return (digits - master).abs().le(at::maximum(digits.abs().max(), master.abs().max()) / 127);
+  const at::ScalarType shown = layout.rounds() ? layout.gather_dtype : layout.dtype;
+  return digits.to(shown).eq(master.to(shown));
 }
 
 }  // namespace
@@ -94,10 +103,10 @@ std::vector<at::Tensor> cut_master_weights(ShardedOptimizer& optimizer,
 void restore_digits(const ShardedState& state, const std::vector<Segment>& segments) {
   for (const Segment& segment : segments) {
     if (!segment.digits.defined()) continue;
-    const at::ScalarType shown = shown_dtype(state.units()[segment.place.unit]->layout());
+    const UnitLayout& layout = state.units()[segment.place.unit]->layout();
     const at::Tensor& master = segment.tensor;
-    const at::Tensor is_shown = segment.digits.to(shown).eq(master.to(shown));
-    master.copy_(at::where(is_shown, segment.digits, master));
+    if (master.numel() == 0) continue;
+    master.copy_(at::where(is_rounded(layout, segment.digits, master), segment.digits, master));
   }
 }
 

@@ -56,7 +56,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
   }
 
   void perform(const AllGather& call) const {
-    const auto& [flat, shard, bounds] = call;
+    const auto& [flat, shard, bounds, encoding] = call;
     if (flat.numel() == 0) return;
     auto* const to = static_cast<std::byte*>(flat.mutable_data_ptr());
     const auto item = static_cast<int64_t>(flat.element_size());

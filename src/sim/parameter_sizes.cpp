@@ -20,16 +20,35 @@ namespace fs = std::filesystem;
 
 const std::map<std::string, at::ScalarType>& dtypes() {
   static const std::map<std::string, at::ScalarType> dtypes = {
-      {"float64", at::kDouble},    {"double", at::kDouble}, {"fp64", at::kDouble},
-      {"f64", at::kDouble},        {"float32", at::kFloat}, {"float", at::kFloat},
-      {"fp32", at::kFloat},        {"f32", at::kFloat},     {"float16", at::kHalf},
-      {"half", at::kHalf},         {"fp16", at::kHalf},     {"f16", at::kHalf},
-      {"bfloat16", at::kBFloat16}, {"bf16", at::kBFloat16}, {"int64", at::kLong},
-      {"long", at::kLong},         {"i64", at::kLong},      {"int32", at::kInt},
-      {"int", at::kInt},           {"i32", at::kInt},       {"int16", at::kShort},
-      {"short", at::kShort},       {"i16", at::kShort},     {"int8", at::kChar},
-      {"i8", at::kChar},           {"uint8", at::kByte},    {"u8", at::kByte},
-      {"bool", at::kBool}};
+      {"float64", at::kDouble},
+      {"double", at::kDouble},
+      {"fp64", at::kDouble},
+      {"f64", at::kDouble},
+      {"float32", at::kFloat},
+      {"float", at::kFloat},
+      {"fp32", at::kFloat},
+      {"f32", at::kFloat},
+      {"float16", at::kHalf},
+      {"half", at::kHalf},
+      {"fp16", at::kHalf},
+      {"f16", at::kHalf},
+      {"bfloat16", at::kBFloat16},
+      {"bf16", at::kBFloat16},
+      {"int64", at::kLong},
+      {"long", at::kLong},
+      {"i64", at::kLong},
+      {"int32", at::kInt},
+      {"int", at::kInt},
+      {"i32", at::kInt},
+      {"int16", at::kShort},
+      {"short", at::kShort},
+      {"i16", at::kShort},
+      {"int8", at::kChar},
+      {"i8", at::kChar},
+      {"uint8", at::kByte},
+      {"u8", at::kByte},
+      {"bool", at::kBool},
+      {"float8_e4m3fn", at::kFloat8_e4m3fn}};
   return dtypes;
 }
 

@@ -12,6 +12,7 @@
 #include "checkpoint/untrusted.h"
 #include "grad/grad_bucket.h"
 #include "grad/reducer.h"
+#include "group/encoding.h"
 #include "group/sent_bytes.h"
 #include "model/check_plan.h"
 #include "model/sharded_state.h"
@@ -113,6 +114,8 @@ ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan
     if (is_offloaded || unit.has_master()) masters += (end - begin) * item;
     if (!is_trainable(unit)) continue;
     memory.gradients += (end - begin) * item;
+    const bool is_sent = unit.is_replicated && options.ranks > 1 && !options.shares_memory;
+    if (unit.error_feedback && is_sent) memory.gradients += unit.numel() * item_size(at::kFloat);
     for (const ParamSlot& slot : unit.slots) {
       const auto [slot_begin, slot_end] = overlap(slot, begin, end);
       state += (slot_end - slot_begin) * item * options.state_tensors;
@@ -163,8 +166,29 @@ void add(Entry& entry, int64_t calls, int64_t bytes) {
                     kMostBytes, " bytes in a step; got ", entry.bytes_sent);
 }
 
-int64_t gathered_bytes(int64_t numel, at::ScalarType dtype, const PlanReportOptions& options) {
-  return checked_product(options.ranks - 1, checked_product(numel, item_size(dtype)));
+int64_t gathered_bytes(int64_t numel, at::ScalarType dtype, Encoding encoding,
+                       const PlanReportOptions& options) {
+  const int64_t nbytes = encoding == Encoding::kPlain ? checked_product(numel, item_size(dtype))
+                                                      : encoded_nbytes(encoding, numel, dtype);
+  return checked_product(options.ranks - 1, nbytes);
+}
+
+// The bytes of gradients that a rank sends to the others. Encoded messages are made of parts, each
+// with blocks of its own.
+int64_t reduced_bytes(const UnitLayout& unit, int rank) {
+  if (unit.reduce_encoding == Encoding::kPlain)
+    return (unit.numel() - unit.shard_numel(rank)) * item_size(unit.reduce_dtype);
+  int64_t bytes = 0;
+  const auto ranks = static_cast<int>(unit.bounds.size()) - 1;
+  for (int other = 0; other < ranks; ++other) {
+    if (other == rank) continue;
+    for (const GradChunk& chunk : unit.chunks) {
+      const int64_t numel =
+          std::min(chunk.end, unit.bounds[other + 1]) - std::max(chunk.begin, unit.bounds[other]);
+      if (numel > 0) bytes += encoded_nbytes(unit.reduce_encoding, numel, unit.reduce_dtype);
+    }
+  }
+  return bytes;
 }
 
 // Adds the reduction of the gradients of one bucket's units.
@@ -174,10 +198,11 @@ void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*
   for (const UnitLayout* unit : units) {
     const int64_t own = unit->shard_numel(rank);
     const int64_t own_bytes = own * item_size(unit->master_dtype);
-    sent += (unit->numel() - own) * item_size(unit->reduce_dtype);
+    sent += reduced_bytes(*unit, rank);
     kept += own_bytes;
     if (unit->level == ShardLevel::kNone && options.ranks > 1)
-      add(traffic.gather_reduced, 1, gathered_bytes(own, unit->master_dtype, options));
+      add(traffic.gather_reduced, 1,
+          gathered_bytes(own, unit->master_dtype, unit->reduce_encoding, options));
   }
   add(traffic.reduce, 1, sent);
   if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));
@@ -221,7 +246,8 @@ PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const Plann
     const UnitLayout& unit = units[i];
     slots += static_cast<int64_t>(unit.slots.size());
     if (!unit.is_replicated) continue;  // other ranks take no part in it
-    const int64_t gathered = gathered_bytes(unit.shard_numel(rank), unit.gather_dtype, options);
+    const int64_t gathered =
+        gathered_bytes(unit.shard_numel(rank), unit.gather_dtype, unit.gather_encoding, options);
     add(traffic.gather_forward, gathers.forward[i], gathered);
     add(traffic.gather_backward, gathers.backward[i], gathered);
     if (!is_trainable(unit)) continue;

@@ -36,7 +36,8 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
       "plan.predivide {}\nplan.bucket_bytes {}\nplan.reduce_gradients {}\nplan.device {}\n"
       "plan.start_values {}\nplan.sync_buffers {}\nplan.offload {}\n"
       "plan.precision.param_dtype {}\nplan.precision.master_dtype {}\n"
-      "plan.precision.reduce_dtype {}\nplan.precision.gather_dtype {}\n"
+      "plan.precision.reduce_dtype {}\nplan.precision.error_feedback {}\n"
+      "plan.precision.gather_dtype {}\n"
       "plan.precision.master_only {}\nplan.precision.buffer_dtype {}\n"
       "plan.precision.cast_inputs {}",
       name_of(kLevels, plan.level), name_of(kPartitions, plan.partition), plan.unit_bytes.value(),
@@ -46,8 +47,9 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
       plan.device ? c10::DeviceTypeName(plan.device->type()) : "any",
       name_of(kStartValues, plan.start_values), plan.sync_buffers, name_of(kOffloads, plan.offload),
       dtype_name(precision.param_dtype), dtype_name(precision.master_dtype),
-      dtype_name(precision.reduce_dtype), dtype_name(precision.gather_dtype), precision.master_only,
-      dtype_name(precision.buffer_dtype), precision.cast_inputs)};
+      dtype_name(precision.reduce_dtype), precision.error_feedback,
+      dtype_name(precision.gather_dtype), precision.master_only, dtype_name(precision.buffer_dtype),
+      precision.cast_inputs)};
   for (const ParamSlot& param : params) {
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}] on {}{}",
                                 fmt::join(param.names, "' = '"), c10::toString(param.dtype),

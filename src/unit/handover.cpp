@@ -29,7 +29,7 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
   {
     const at::Tensor values = collect_values(broadcast);
     views_.install(keep_alive);
-    memory_->adopt(layout_.has_master() ? rounded(values).to(layout_.dtype) : values);
+    memory_->adopt(layout_.has_master() ? rounded_shards(values).to(layout_.dtype) : values);
     keep_part_of(values);
   }
   if (is_shared() || frees()) {
@@ -82,11 +82,11 @@ void Unit::restore_taken_out(const ParamSlot& slot, const at::Tensor& values) co
   const auto [begin, end] = updated_range(slot);
   if (!layout_.rounds() || begin == end || taken.sizes() != at::IntArrayRef(slot.sizes) ||
       !taken.is_floating_point() ||
-      c10::elementSize(taken.scalar_type()) <= c10::elementSize(layout_.gather_dtype)) {
+      c10::elementSize(taken.scalar_type()) <= c10::elementSize(layout_.rounded_dtype())) {
     return;
   }
-  const at::Tensor own = view_param(slot, values).to(taken.options());
-  if (at::equal(rounded(own).to(taken.scalar_type()), taken)) taken.copy_(own);
+  if (at::equal(view_param(slot, full()).to(taken.options()), taken))
+    taken.copy_(view_param(slot, values));
 }
 
 // Elements whose value is the one that the parameter showed keep the bits that it does not show.
@@ -100,7 +100,7 @@ void Unit::take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_aliv
     wait_for_upload();
     const at::Tensor own = updated().narrow(0, begin - updated_begin(), end - begin);
     const at::Tensor given = part.to(own.options());
-    const at::Tensor seen = rounded(own).to(layout_.dtype).to(own.options());
+    const at::Tensor seen = shown(begin, end).to(layout_.dtype).to(own.options());
     own.copy_(layout_.has_master() ? at::where(given.ne(seen), given, own) : given);
   }
   views_.install(slot, keep_alive);

@@ -11,6 +11,8 @@
 #include <set>
 #include <tuple>
 
+#include "device/device.h"
+#include "group/encoding.h"
 #include "group/local_sum.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
@@ -226,6 +228,36 @@ std::vector<UnitMembers> pack(const std::vector<ParamSlot>& params, const ShardP
   return units;
 }
 
+// Chooses the form of a unit's messages.
+void choose_message_dtypes(UnitLayout& unit, bool is_trained, const ShardPlan& plan) {
+  const auto reduce_dtype = plan.precision.reduce_dtype, gather_dtype = plan.precision.gather_dtype;
+  const auto check_blocks = [&](const char* field, at::ScalarType wanted, at::ScalarType dtype) {
+    TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kBFloat16,
+                                "[fully_shard] plan.precision.", field, " ", wanted,
+                                " is for elements of float and bfloat16; got ", dtype);
+    TORCH_CHECK_NOT_IMPLEMENTED(is_host(unit.device), "[fully_shard] plan.precision.", field, " ", wanted,
+                                " is for parameters in host memory; got device ", unit.device);
+  };
+  if (reduce_dtype && block_encoding(*reduce_dtype)) {
+    check_blocks("reduce_dtype", *reduce_dtype, unit.dtype);
+    check_blocks("reduce_dtype", *reduce_dtype, unit.master_dtype);
+    unit.reduce_encoding = *block_encoding(*reduce_dtype);
+    unit.error_feedback = plan.precision.error_feedback;
+  } else if (reduce_dtype) {
+    unit.reduce_dtype = *reduce_dtype;
+    check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
+  }
+  if (!gather_dtype || !is_trained ||
+      c10::elementSize(*gather_dtype) >= c10::elementSize(unit.dtype))
+    return;
+  if (!block_encoding(*gather_dtype)) {
+    unit.gather_dtype = *gather_dtype;
+  } else if (unit.level != ShardLevel::kNone) {
+    check_blocks("gather_dtype", *gather_dtype, unit.dtype);
+    unit.gather_encoding = *block_encoding(*gather_dtype);
+  }
+}
+
 // A unit of parameters like this one.
 UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan& plan) {
   UnitLayout unit{.level = level,
@@ -237,15 +269,7 @@ UnitLayout start_unit(const ParamSlot& param, ShardLevel level, const ShardPlan&
                   .gather_dtype = param.dtype,
                   .device = param.device,
                   .is_replicated = param.is_replicated};
-  if (plan.precision.reduce_dtype && c10::isFloatingType(unit.dtype)) {
-    unit.reduce_dtype = *plan.precision.reduce_dtype;
-    check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
-  }
-  const auto gather_dtype = plan.precision.gather_dtype;
-  if (gather_dtype && param.requires_grad && c10::isFloatingType(unit.dtype) &&
-      c10::elementSize(*gather_dtype) < c10::elementSize(unit.dtype)) {
-    unit.gather_dtype = *gather_dtype;
-  }
+  if (c10::isFloatingType(unit.dtype)) choose_message_dtypes(unit, param.requires_grad, plan);
   return unit;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <tessera/collective.h>
 #include <tessera/fully_shard.h>
 #include <tessera/shard_plan.h>
 
@@ -71,6 +72,9 @@ struct UnitLayout {
   at::ScalarType thawed_dtype = at::kFloat;  ///< `master_dtype` once frozen parameters are trained
   at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients on the wire
   at::ScalarType gather_dtype = at::kFloat;  ///< to which parameters are rounded when updated
+  Encoding gather_encoding = Encoding::kPlain;  ///< of blocks, to which they are rounded as well
+  Encoding reduce_encoding = Encoding::kPlain;  ///< of gradients in messages
+  bool error_feedback = false;                  ///< for what that loses
   at::Device device = at::kCPU;
   /// False: each rank has parameters of its own, alone in a world of one.
   bool is_replicated = true;
@@ -80,7 +84,11 @@ struct UnitLayout {
 
   int64_t numel() const { return bounds.back(); }
   int64_t shard_numel(int rank) const { return bounds[rank + 1] - bounds[rank]; }
-  bool rounds() const { return gather_dtype != dtype; }
+  bool rounds() const { return gather_dtype != dtype || quantizes(); }
+  /// True if all ranks use parameters that are rounded by a scale of their block of a shard.
+  bool quantizes() const { return gather_encoding != Encoding::kPlain; }
+  /// A dtype as wide as the rounded values.
+  at::ScalarType rounded_dtype() const { return quantizes() ? at::kChar : gather_dtype; }
   bool has_master() const { return master_dtype != dtype || rounds(); }
   /// Of the full parameters.
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }

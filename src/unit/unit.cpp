@@ -2,10 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <fmt/format.h>
 
 #include <utility>
 
+#include "group/encoding.h"
 #include "unit/lost_step.h"
 
 namespace tessera {
@@ -68,13 +70,19 @@ at::Tensor Unit::updated_of(const at::Tensor& flat) const {
 // This rank's shard for a gather, on the device and in the dtype that the gather fills.
 at::Tensor Unit::gather_source() const {
   const at::Tensor& own = shard_.defined() ? shard_ : master_.values();
-  const at::Tensor values = arriving_.defined() ? rounded(own) : own;
+  // A shard has been rounded by the scales of its blocks already.
+  const bool rounds = arriving_.defined() || (layout_.quantizes() && !shard_.defined());
+  const at::Tensor values = rounds ? rounded(own) : own;
   return values.to(layout_.options().dtype(gathered().scalar_type()), /*non_blocking=*/true);
 }
 
 WorkPtr Unit::start_gather() const {
+  Encoding encoding = layout_.gather_encoding;
+  // Ranks of a host share the rounded values; only messages between hosts are narrow.
+  if (is_shared() && layout_.dtype == at::kFloat && layout_.gather_dtype != layout_.dtype)
+    encoding = rounding_encoding(layout_.gather_dtype);
   return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
-                                          {layout_.name, Channel::kParams});
+                                          {layout_.name, Channel::kParams}, encoding);
 }
 
 // Waits until the host may change the values of an offloaded master copy.
@@ -83,9 +91,30 @@ void Unit::wait_for_upload() {
   uploaded_.reset();
 }
 
-// New values as all ranks are to use them.
+// New values of this rank's shard as all ranks are to use them.
 at::Tensor Unit::rounded(const at::Tensor& values) const {
+  if (layout_.quantizes())
+    return rounded_by(layout_.gather_encoding, values.to(layout_.dtype).contiguous());
   return layout_.rounds() ? values.to(layout_.gather_dtype) : values;
+}
+
+// The same of all ranks' shards.
+at::Tensor Unit::rounded_shards(const at::Tensor& values) const {
+  if (!layout_.quantizes()) return rounded(values);
+  const at::Tensor result = at::empty_like(values, layout_.options());
+  for (size_t r = 0; r + 1 < layout_.bounds.size(); ++r) {
+    const int64_t begin = layout_.bounds[r], numel = layout_.bounds[r + 1] - begin;
+    result.narrow(0, begin, numel).copy_(rounded(values.narrow(0, begin, numel)));
+  }
+  return result;
+}
+
+// The same of elements [begin, end) of the flat buffer, which this rank updates.
+at::Tensor Unit::shown(int64_t begin, int64_t end) const {
+  const auto part = [&, first = updated_begin()](const at::Tensor& values) {
+    return values.narrow(0, begin - first, end - begin);
+  };
+  return layout_.quantizes() ? part(rounded(updated())) : rounded(part(updated()));
 }
 
 void Unit::publish() {
@@ -140,7 +169,7 @@ void Unit::unshard() {
 void Unit::begin_gather() {
   memory_->allocate();
   // Shared memory has the rounded values already.
-  if (layout_.rounds() && !is_shared())
+  if (layout_.gather_dtype != layout_.dtype && !is_shared())
     arriving_ = at::empty({layout_.numel()}, layout_.options().dtype(layout_.gather_dtype));
   if (!shard_.defined() && is_uploaded()) {
     // The copy on the device, which the gather sends, is made beside the kernels that come next.
@@ -207,6 +236,7 @@ void Unit::write_back() {
     if (frees() && shard_.defined()) shard_.copy_(shard_of(full()));
     keep_written(std::exchange(before_write_, at::Tensor()), updated_of(full()));
   }
+  if (layout_.quantizes()) publish();  // a value changes the scale of its neighbours
   reshard();
 }
 

@@ -184,6 +184,8 @@ class Unit {
   bool is_uploaded() const { return master_.is_offloaded() && !is_host(layout_.device); }
   const at::Tensor& gathered() const { return arriving_.defined() ? arriving_ : full(); }
   at::Tensor rounded(const at::Tensor& values) const;
+  at::Tensor rounded_shards(const at::Tensor& values) const;
+  at::Tensor shown(int64_t begin, int64_t end) const;
   void show() const;
 
   UnitLayout layout_;

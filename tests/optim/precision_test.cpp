@@ -349,7 +349,8 @@ TEST(Precision, DtypesThatCannotWorkAreRefused) {
       expect_error([&] { fully_shard(make_net({}), {.precision = precision}); }, {part});
     };
     refuse({.param_dtype = at::kLong}, "param_dtype must be a floating dtype; got Long");
-    refuse({.reduce_dtype = at::kChar}, "reduce_dtype must be a floating dtype; got Char");
+    refuse({.reduce_dtype = at::kInt},
+           "reduce_dtype must be a floating dtype, or kChar (int8); got Int");
     refuse({.reduce_dtype = at::kDouble}, "can't sum tensors of dtype Double into Float");
   });
 }

@@ -130,6 +130,26 @@ TEST_P(PlanReportMatrix, EqualsTheEngineInEveryLevelPartitionAndPrecision) {
   });
 }
 
+TEST_P(PlanReportMatrix, EqualsTheEngineWithMessagesOf8Bits) {
+  if (GetParam().second > 1) return;  // refused with replicas
+  on_all_ranks([&](const Groups& groups) {
+    for (const auto level : kAllLevels) {
+      for (const auto partition : kPartitions) {
+        SCOPED_TRACE(fmt::format("level {}", static_cast<int>(level)));
+        ShardPlan plan{.level = level, .partition = partition, .unit_bytes = 400};
+        plan.precision = {.reduce_dtype = at::kChar, .gather_dtype = at::kFloat8_e4m3fn};
+        expect_plan_is_measured(groups, plan, at::kFloat);
+        plan.bucket_bytes = 1000;
+        plan.precision = {.param_dtype = at::kBFloat16,
+                          .reduce_dtype = at::kFloat8_e4m3fn,
+                          .error_feedback = false,
+                          .gather_dtype = at::kChar};
+        expect_plan_is_measured(groups, plan, at::kFloat);
+      }
+    }
+  });
+}
+
 TEST_P(PlanReportMatrix, EqualsTheEngineWithEveryOptionOfUnitsAndResidency) {
   const std::vector<ShardPlan> plans = {
       {.unit_bytes = 0},

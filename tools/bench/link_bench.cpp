@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <functional>
+#include <future>
 #include <memory>
 #include <thread>
 
@@ -31,16 +33,16 @@ void link_progress(const std::string& text) { fmt::print(stderr, "bench link: {}
 
 // Returns the bytes that each host has sent, once nothing moves: less than a few questions, and
 // than a quarter of what a link carries.
-std::vector<int64_t> wait_until_quiet(const LinkedHosts& hosts, double mbit) {
+std::vector<LinkedHosts::Sent> wait_until_quiet(const LinkedHosts& hosts, double mbit) {
   const auto deadline = std::chrono::steady_clock::now() + kLongestLinkTurn;
   const double carried = mbit * 1e6 / 8 * std::chrono::duration<double>(kQuietTime).count();
   const double most = mbit > 0 ? std::min(kQuietBytes, carried / 4) : kQuietBytes;
-  for (auto last = hosts.sent_nbytes();;) {
+  for (auto last = hosts.sent();;) {
     std::this_thread::sleep_for(kQuietTime);
-    const auto now = hosts.sent_nbytes();
+    const auto now = hosts.sent();
     bool quiet = true;
     for (size_t host = 0; host < now.size(); ++host)
-      quiet &= static_cast<double>(now[host] - last[host]) < most;
+      quiet &= static_cast<double>(now[host].wire - last[host].wire) < most;
     if (quiet) return now;
     TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "[bench link] the links must be quiet ",
                 kLongestLinkTurn.count(), " s after a turn; hosts still send");
@@ -80,21 +82,29 @@ class LinkTeam {
     return tools::ask(workers_, command, kLongestLinkTurn);
   }
 
-  // Trains for a turn. Returns the bytes per step of the host that sent most.
-  double train(int steps, RoleResult& result) {
-    const auto before = wait_until_quiet(hosts_, mbit_);
+  // Trains for a turn, whatever moves on the links.
+  void train_now(int steps, RoleResult& result) {
     auto answers = ask(fmt::format("train {}", steps + 1));
-    const auto after = wait_until_quiet(hosts_, mbit_);
     for (json& rank : answers) {
       rank.at("seconds").erase(0);
       if (rank.contains("parts"))
         for (auto& part : rank["parts"]) part.erase(0);
     }
     result.turns.push_back(std::move(answers));
-    int64_t most = 0;
-    for (size_t host = 0; host < after.size(); ++host)
-      most = std::max(most, after[host] - before[host]);
-    return static_cast<double>(most) / (steps + 1);
+  }
+
+  // Trains for a turn. Returns the bytes per step of the host that sent most.
+  std::pair<double, double> train(int steps, RoleResult& result) {
+    const auto before = wait_until_quiet(hosts_, mbit_);
+    train_now(steps, result);
+    const auto after = wait_until_quiet(hosts_, mbit_);
+    LinkedHosts::Sent most;
+    for (size_t host = 0; host < after.size(); ++host) {
+      const int64_t wire = after[host].wire - before[host].wire;
+      if (wire > most.wire) most = {wire, after[host].payload - before[host].payload};
+    }
+    return {static_cast<double>(most.wire) / (steps + 1),
+            static_cast<double>(most.payload) / (steps + 1)};
   }
 
  private:
@@ -154,22 +164,34 @@ class LinkMeasurement {
     return std::make_unique<LinkTeam>(name, options_, hosts_, teams_++, command_of);
   }
 
+  // Returns the seconds in which each rank sends `nbytes` to the next host.
+  double transfer(double nbytes) {
+    double seconds = 0;
+    for (const auto& rank : transfer_->ask(fmt::format("transfer {}", std::llround(nbytes))))
+      seconds = std::max(seconds, rank.at("seconds").get<double>());
+    return seconds;
+  }
+
   void measure_round(LinkResult& result, int round) {
     const int steps = options_.step.steps;
     const auto train = [&](LinkTeam& team, LinkResult::Job& job) {
-      job.wire_nbytes.push_back(team.train(steps, job.role));
+      const auto [wire, payload] = team.train(steps, job.role);
+      job.wire_nbytes.push_back(wire);
+      job.payload_nbytes.push_back(payload);
       return fmt::format("{} {:.4f} s, {:.2f} MB", team.name(), job.role.turn_median(round),
                          job.wire_nbytes.back() / 1e6);
     };
     std::vector<std::string> texts = {train(*sharded_, result.sharded)};
-    const auto nbytes = static_cast<int64_t>(result.sharded.wire_nbytes.back());
-    const auto times = transfer_->ask(fmt::format("transfer {}", nbytes / options_.ranks_per_host));
-    double seconds = 0;
-    for (const auto& rank : times) seconds = std::max(seconds, rank.at("seconds").get<double>());
-    result.transfer_seconds.push_back(seconds);
-    texts.push_back(fmt::format("transfer {:.4f} s", seconds));
+    const double nbytes = result.sharded.payload_nbytes.back() / options_.ranks_per_host;
+    result.transfer_seconds.push_back(transfer(nbytes));
+    texts.push_back(fmt::format("transfer {:.4f} s", result.transfer_seconds.back()));
     local_->train(steps, result.local);
     texts.push_back(fmt::format("local {:.4f} s", result.local.turn_median(round)));
+    auto beside = std::async(std::launch::async, [&] { return transfer(nbytes * (steps + 1)); });
+    local_->train_now(steps, result.beside);
+    result.beside_seconds.push_back(beside.get() / (steps + 1));
+    texts.push_back(fmt::format("both at once {:.4f} s and {:.4f} s", result.beside_seconds.back(),
+                                result.beside.turn_median(round)));
     for (const auto& other : others_) texts.push_back(train(*other, result.others[other->name()]));
     link_progress(
         fmt::format("round {} of {}: {}", round + 1, options_.step.rounds, fmt::join(texts, "; ")));

@@ -27,11 +27,14 @@ struct LinkResult {
   /// A job that trains over the links.
   struct Job {
     RoleResult role;
-    std::vector<double> wire_nbytes;  ///< per step, of the host that sends most
+    // Per step, of the host that sends most.
+    std::vector<double> wire_nbytes, payload_nbytes;
   };
   Job sharded;
   RoleResult local;                      ///< each process trains alone
+  RoleResult beside;                     ///< the same, beside a transfer of the bytes of all steps
   std::vector<double> transfer_seconds;  ///< of as many bytes from each host, and nothing else
+  std::vector<double> beside_seconds;    ///< of the transfer beside `beside`, per step
   std::map<std::string, Job> others;     ///< by name
   std::string transport;                 ///< of the sharded job: "gloo" or "arena+gloo"
 };
@@ -41,7 +44,8 @@ struct LinkResult {
 /// for its bytes, whichever is longer.
 ///
 /// Each round has a turn of each: the job; a transfer of as many bytes; as many processes, each of
-/// which trains alone; and the jobs of `options.against`. A turn begins when nothing moves on the
+/// which trains alone; both at once, which tells what moving the bytes costs the cores of this
+/// machine; and the jobs of `options.against`. A turn begins when nothing moves on the
 /// links. Its first step is not timed, so that each timed step begins with what the one before it
 /// has left to the background.
 ///

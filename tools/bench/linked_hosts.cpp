@@ -147,13 +147,18 @@ std::vector<std::string> LinkedHosts::on_host(int host) const {
 
 std::string LinkedHosts::address(int host) const { return fmt::format("10.213.74.{}", 1 + host); }
 
-std::vector<int64_t> LinkedHosts::sent_nbytes() const {
+std::vector<LinkedHosts::Sent> LinkedHosts::sent() const {
+  // Of Ethernet, IPv4, and TCP with timestamps.
+  constexpr int64_t kHeaderBytes = 14 + 20 + 32;
   const auto links =
       nlohmann::json::parse(need({"ip", "-n", prefix_ + "bridge", "-j", "-s", "link", "show"}));
-  std::vector<int64_t> sent(hosts_);
+  std::vector<Sent> sent(hosts_);
   for (int host = 0; host < hosts_; ++host) {
     for (const auto& link : links) {
-      if (link.at("ifname") == port_of(host)) sent[host] = link.at("stats64").at("rx").at("bytes");
+      if (link.at("ifname") != port_of(host)) continue;
+      const auto& received = link.at("stats64").at("rx");
+      sent[host].wire = received.at("bytes");
+      sent[host].payload = sent[host].wire - kHeaderBytes * received.at("packets").get<int64_t>();
     }
   }
   return sent;

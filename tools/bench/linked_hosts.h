@@ -33,9 +33,14 @@ class LinkedHosts {
   /// Takes a host's link down, for good.
   void cut(int host) const;
 
+  /// Bytes that a host has sent.
+  struct Sent {
+    int64_t wire = 0;     ///< with headers; a segment that the kernel passes on whole has one
+    int64_t payload = 0;  ///< without the headers of TCP over IPv4 and Ethernet
+  };
   /// Returns the bytes that each host has sent since it was made, as its link's port at the bridge
-  /// has counted them. A segment that the kernel passes on whole counts with one header.
-  std::vector<int64_t> sent_nbytes() const;
+  /// has counted them.
+  std::vector<Sent> sent() const;
 
  private:
   void add_host(int host, double mbit);

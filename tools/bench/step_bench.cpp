@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tessera/plan_report.h>
 
 #include <algorithm>
 #include <chrono>
@@ -50,6 +51,9 @@ void check_options(const StepBenchOptions& options) {
                     "[bench step] --quiet must be 0, or above 1, which is no noise; got ", options.quiet);
   TORCH_CHECK_VALUE(loop_switches(options.loop).is_plain() || options.dialect == "native",
                     "[bench step] loops go with --dialect native; got '", options.dialect, "'");
+  TORCH_CHECK_VALUE(options.dialect == "native" || (options.gather_dtype.empty() && options.reduce_dtype.empty()),
+                    "[bench step] --gather-dtype and --reduce-dtype go with --dialect native; got '",
+                    options.dialect, "'");
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);
@@ -160,6 +164,10 @@ std::vector<std::string> step_worker_command(const StepBenchOptions& options, St
   const auto number = [&](const char* name, int64_t value) {
     arguments.push_back(fmt::format("{}={}", name, value));
   };
+  if (!options.gather_dtype.empty())
+    arguments.insert(arguments.end(), {"--gather-dtype", options.gather_dtype});
+  if (!options.reduce_dtype.empty())
+    arguments.insert(arguments.end(), {"--reduce-dtype", options.reduce_dtype});
   number("--unit-bytes", options.unit_bytes);
   number("--resident-bytes", options.resident_bytes);
   number("--prefetch", options.prefetch);
@@ -178,6 +186,10 @@ ShardPlan step_bench_plan(const StepBenchOptions& options) {
   if (options.unit_bytes >= 0) plan.unit_bytes = options.unit_bytes;
   plan.resident_bytes = options.resident_bytes;
   plan.prefetch = options.prefetch;
+  if (!options.gather_dtype.empty())
+    plan.precision.gather_dtype = parse_dtype(options.gather_dtype);
+  if (!options.reduce_dtype.empty())
+    plan.precision.reduce_dtype = parse_dtype(options.reduce_dtype);
   if (loop_switches(options.loop).bf16) plan.precision.master_dtype = torch::kFloat;
   return plan;
 }

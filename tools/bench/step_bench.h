@@ -33,6 +33,7 @@ struct StepBenchOptions {
   int64_t unit_bytes = -1;  ///< the library's choice
   int64_t resident_bytes = ShardPlan{}.resident_bytes;
   int prefetch = ShardPlan{}.prefetch;
+  std::string gather_dtype, reduce_dtype;  ///< as `parse_dtype()` reads them; empty: none
 };
 
 /// Measures a training step of a sharded job against the *local reference*: as many processes, each

@@ -36,6 +36,9 @@ void add_workload(CLI::App& command, StepBenchOptions& options) {
   command.add_option("--resident-bytes", options.resident_bytes,
                      "unsharded bytes that may stay between two uses (p_g_os)");
   command.add_option("--prefetch", options.prefetch, "units gathered ahead of use (p_g_os)");
+  command.add_option("--gather-dtype", options.gather_dtype,
+                     "parameters are sent in this dtype, such as bfloat16 or int8");
+  command.add_option("--reduce-dtype", options.reduce_dtype, "gradients are sent in this dtype");
 }
 
 void add_step_bench(CLI::App& bench, int& exit_code) {

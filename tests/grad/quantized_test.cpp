@@ -1,0 +1,157 @@
+// Training whose messages have 8 bits an element.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <tessera/process_group_decorators.h>
+
+#include "model/sharded_state.h"
+#include "support/models.h"
+#include "support/run_world.h"
+#include "support/test_device.h"
+
+namespace tessera {
+namespace quantized_test {
+
+using namespace testing;
+
+constexpr int kSteps = 12;
+
+struct Trained {
+  std::vector<NamedTensor> state;
+  std::vector<double> losses;
+  CollectiveCounts counts;
+  int64_t gradient_bytes = 0;
+};
+
+Trained train(World& world, ShardPlan plan) {
+  const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
+  plan.unit_bytes = 3000;
+  const auto counted = counting_process_group(world.process_group());
+  plan.process_group = counted;
+  torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(1e-2));
+  auto sharded = fully_shard(net, plan);
+  ShardedOptimizer optimizer(sharded, inner, {.fused = false});
+  Trained trained;
+  for (int step = 0; step < kSteps; ++step) {
+    if (step == kSteps - 1) counted->reset_counts();
+    optimizer.zero_grad();
+    const Batch batch = global_batch(step % 4, 12, 37, 5);
+    const auto x = rows_of(batch.x, world.rank(), world.size());
+    const auto out = net->forward(x.to(plan.precision.param_dtype.value_or(at::kFloat)));
+    const auto loss =
+        torch::mse_loss(out.to(at::kFloat), rows_of(batch.y, world.rank(), world.size()));
+    loss.backward();
+    optimizer.step();
+    trained.losses.push_back(loss.item<double>());
+  }
+  trained.counts = counted->counts();
+  trained.gradient_bytes = optimizer.memory().gradients;
+  trained.state = sharded.full_state();
+  return trained;
+}
+
+// Trains each plan on all ranks; returns the results by plan and rank.
+std::vector<std::vector<Trained>> train_all(const std::vector<ShardPlan>& plans, int ranks,
+                                            bool on_hosts) {
+  std::vector<std::vector<Trained>> results(plans.size(), std::vector<Trained>(ranks));
+  const auto run = [&](World& world) {
+    for (size_t i = 0; i < plans.size(); ++i) results[i][world.rank()] = train(world, plans[i]);
+  };
+  if (on_hosts) {
+    run_hosts(ranks, by_halves, run, std::chrono::seconds(60));
+  } else {
+    run_world(ranks, run, std::chrono::seconds(60), Transport::kGloo);
+  }
+  return results;
+}
+
+double mean_loss(const std::vector<Trained>& ranks) {
+  double sum = 0;
+  for (const Trained& rank : ranks) sum += rank.losses.back();
+  return sum / static_cast<double>(ranks.size());
+}
+
+TEST(Quantized, ReplicasStayEqualAndLearnAlmostAsWellWithAQuarterOfTheBytes) {
+  TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
+  for (const auto& [ranks, on_hosts] :
+       {std::pair(2, false), std::pair(3, false), std::pair(4, true)}) {
+    for (const ShardLevel level : kAllLevels) {
+      for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+        const ShardPlan plain{.level = level, .partition = partition};
+        std::vector<ShardPlan> plans = {plain, plain, plain, plain};
+        plans[1].precision = {.reduce_dtype = at::kChar, .gather_dtype = at::kChar};
+        plans[2].precision = {.reduce_dtype = at::kFloat8_e4m3fn,
+                              .gather_dtype = at::kFloat8_e4m3fn};
+        plans[3].precision = {.param_dtype = at::kBFloat16,
+                              .reduce_dtype = at::kChar,
+                              .error_feedback = false,
+                              .gather_dtype = at::kChar};
+        const auto results = train_all(plans, ranks, on_hosts);
+        for (size_t i = 0; i < plans.size(); ++i) {
+          const auto what = fmt::format("{} ranks, hosts {}, level {}, partition {}, plan {}",
+                                        ranks, on_hosts, int(level), int(partition), i);
+          for (const Trained& rank : results[i])
+            expect_same_state(rank.state, results[i][0].state, 0, what);
+          EXPECT_LT(mean_loss(results[i]), 0.5 * results[i][0].losses.front()) << what;
+          EXPECT_NEAR(mean_loss(results[i]), mean_loss(results[0]), 0.1 * results[0][0].losses[0])
+              << what;
+          if (i == 0) continue;
+          const auto bytes = [&](const CollectiveCounts& counts) {
+            return static_cast<double>(counts.all_gather.bytes_sent +
+                                       counts.reduce_scatter.bytes_sent);
+          };
+          // Small pieces have a scale for fewer elements.
+          EXPECT_LT(bytes(results[i][0].counts), 0.3 * bytes(results[0][0].counts)) << what;
+        }
+        // Forgotten losses need no memory.
+        EXPECT_GT(results[1][0].gradient_bytes, results[3][0].gradient_bytes);
+      }
+    }
+  }
+}
+
+TEST(Quantized, OneRankSendsNothingAndRoundsNoGradient) {
+  TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
+  const auto results =
+      train_all({{}, {.precision = {.reduce_dtype = at::kChar}}}, 1, /*on_hosts=*/false);
+  expect_same_state(results[1][0].state, results[0][0].state, 0, "one rank");
+}
+
+TEST(Quantized, AWriteToAParameterIsRoundedWithItsBlockAndKeptAsItIsInTheMasterWeights) {
+  TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
+  const auto write = [](World& world) {
+    const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
+    ShardPlan plan{.unit_bytes = 3000, .process_group = world.process_group()};
+    plan.precision.gather_dtype = at::kChar;
+    auto sharded = fully_shard(net, plan);
+    const auto before = sharded.full_state();
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.mul_(2);
+    }
+    // Twice the masters round to twice the values.
+    const auto after = sharded.full_state();
+    for (size_t i = 0; i < before.size(); ++i)
+      EXPECT_TRUE(torch::allclose(after[i].tensor, 2 * before[i].tensor, 0.02, 0.02))
+          << before[i].name;
+  };
+  run_world(2, write, std::chrono::seconds(30), Transport::kGloo);
+  run_arena(2, write);
+}
+
+TEST(Quantized, PlansThatContradictAreRefused) {
+  const auto refuse = [](ShardPlan plan, const std::vector<std::string>& words) {
+    plan.process_group = single_process_group();
+    expect_error([&] { fully_shard(std::make_shared<Mlp>(), plan); }, words);
+  };
+  refuse({.bucket_bytes = 100, .precision = {.reduce_dtype = at::kChar}},
+         {"error_feedback can't go with bucket_bytes", "got bucket_bytes 100"});
+  refuse({.replicate_group = single_process_group(), .precision = {.reduce_dtype = at::kChar}},
+         {"reduce_dtype Char can't go with replicate_group"});
+  refuse({.precision = {.param_dtype = at::kHalf, .gather_dtype = at::kChar}},
+         {"gather_dtype Char is for elements of float and bfloat16; got Half"});
+  refuse({.precision = {.gather_dtype = at::kInt}},
+         {"must be a floating dtype, or kChar (int8); got Int"});
+}
+
+}  // namespace quantized_test
+}  // namespace tessera
