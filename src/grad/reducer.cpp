@@ -15,6 +15,7 @@
 #include "device/device.h"
 #include "grad/capture_watch.h"
 #include "grad/grad_gate.h"
+#include "grad/longest_pause.h"
 #include "mesh/redistribute.h"
 #include "unit/lost_step.h"
 
@@ -45,12 +46,9 @@ namespace tessera {
 // The initial order is the reverse of registration; later it is the order of last use in backward.
 namespace {
 
-// How long the host waits for the oldest reduction when many are in flight. A rank that is behind
-// may itself be waiting for this one, so this is not a condition, only a pause that bounds memory
-// in the usual case. The stream of a device does not wait in its place, as that would be a
+// As kLongestPause, on a device. Its stream does not wait in the host's place, as that would be a
 // condition; the pause is longer there, because kernels of a unit may take long, until one was in
 // vain: then the ranks use different units, and so they may again.
-constexpr auto kLongestPause = std::chrono::milliseconds(50);
 constexpr auto kLongestDevicePause = std::chrono::milliseconds(500);
 constexpr auto kShortDevicePause = std::chrono::milliseconds(1);
 constexpr int kShortBackwards = 64;

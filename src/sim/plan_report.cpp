@@ -1,5 +1,4 @@
 #include <c10/util/Exception.h>
-#include <c10/util/strides.h>
 #include <tessera/plan_report.h>
 #include <tessera/process_group_decorators.h>
 #include <torch/nn/module.h>
@@ -14,15 +13,13 @@
 #include "grad/reducer.h"
 #include "group/encoding.h"
 #include "group/sent_bytes.h"
-#include "model/check_plan.h"
 #include "model/sharded_state.h"
 #include "optim/param_state.h"
+#include "sim/planned_units.h"
 #include "unit/layout.h"
 
 namespace tessera {
 namespace {
-
-int64_t item_size(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
 
 void check_options(const PlanReportOptions& options) {
   TORCH_CHECK_VALUE(options.ranks >= 1, "[plan_report] options.ranks must be at least 1; got ",
@@ -37,63 +34,11 @@ void check_options(const PlanReportOptions& options) {
                     options.state_tensors);
 }
 
-void check_foreseeable(const ShardPlan& plan) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not supported: a list of sizes "
-                              "does not say which parameters are DistTensors");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not supported: the size of "
-                              "activations is not known; give plan.resident_bytes");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not supported: "
-                              "the list holds parameters, not buffers");
-  TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[plan_report] plan.reduce_gradients must be true: "
-                              "the bytes of a reduction by the user are not known");
-}
-
-ParamSlot slot_of(const ParameterSize& parameter) {
-  TORCH_CHECK_VALUE(!parameter.names.empty(), "[plan_report] each parameter must have a name");
-  const int64_t numel = CheckedShape(parameter.shape, item_size(parameter.dtype)).numel();
-  const auto strides = c10::contiguous_strides(parameter.shape);
-  return {.names = parameter.names,
-          .sizes = parameter.shape,
-          .strides = {strides.begin(), strides.end()},
-          .dtype = parameter.dtype,
-          .requires_grad = parameter.trainable,
-          .numel = numel};
-}
-
-// Returns the parameters that the plan shards.
-std::vector<ParamSlot> slots_of(const std::vector<ParameterSize>& parameters,
-                                const ShardPlan& plan) {
-  std::set<std::string> ignored(plan.ignored.begin(), plan.ignored.end());
-  std::set<std::string> seen;
-  std::vector<ParamSlot> slots;
-  for (const ParameterSize& parameter : parameters) {
-    bool is_ignored = false;
-    for (const std::string& name : parameter.names) {
-      is_ignored = ignored.erase(name) > 0 || is_ignored;
-      TORCH_CHECK_VALUE(seen.insert(name).second,
-                        "[plan_report] parameters must have different names; got '", name, "' twice");
-    }
-    if (!is_ignored) slots.push_back(slot_of(parameter));
-  }
-  TORCH_CHECK_VALUE(ignored.empty(), "[plan_report] plan.ignored names '",
-                    ignored.empty() ? "" : *ignored.begin(), "', which the model does not have");
-  TORCH_CHECK_VALUE(!slots.empty(), "[plan_report] the model must have parameters to shard; it has none");
-  return slots;
-}
-
-// Returns true if the unit's full parameters are freed between uses. With one rank, its shard is
-// the whole unit.
-bool frees(const UnitLayout& unit, int ranks) {
-  return unit.level == ShardLevel::kParameters && ranks > 1;
-}
-
 // Returns the range that a rank updates, in elements of the unit's flat buffer.
 std::pair<int64_t, int64_t> updated_range(const UnitLayout& unit, int rank) {
   if (unit.level == ShardLevel::kNone) return {0, unit.numel()};
   return {unit.bounds[rank], unit.bounds[rank + 1]};
 }
-
-bool is_trainable(const UnitLayout& unit) { return unit.slots.front().requires_grad; }
 
 ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan& plan,
                            const PlanReportOptions& options, int rank) {
@@ -134,27 +79,6 @@ struct PlannedGathers {
 };
 
 using Entry = CollectiveCounts::Entry;
-
-PassOrder order_of_use(const std::vector<UnitLayout>& units, const PlanReportOptions& options) {
-  const int count = static_cast<int>(units.size());
-  if (options.forward_order.empty() && options.backward_order.empty())
-    return registration_order(count);
-  PassOrder pass;
-  for (const bool forward : {true, false}) {
-    for (const int unit : forward ? options.forward_order : options.backward_order) {
-      TORCH_CHECK_VALUE(unit >= 0 && unit < count, "[plan_report] options.",
-                        forward ? "forward_order" : "backward_order", " must name units from 0 to ",
-                        count - 1, "; got ", unit);
-      append_use(forward ? pass.forward : pass.backward, unit);
-    }
-  }
-  std::vector<int> trainable;
-  for (int unit = 0; unit < count; ++unit) {
-    if (is_trainable(units[unit])) trainable.push_back(unit);
-  }
-  insert_missing(pass, trainable);
-  return pass;
-}
 
 // Leaves room for the sum of all entries.
 constexpr int64_t kMostBytes = int64_t{1} << 59;
@@ -210,17 +134,16 @@ void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*
 
 PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPlan& plan,
                             const PlanReportOptions& options) {
-  const PassOrder pass = order_of_use(units, options);
+  const PassOrder pass = order_of_use(units, options.forward_order, options.backward_order);
   const UseOrder order = pass.joined();
   PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size()),
                          reduction_order(pass.backward, static_cast<int>(units.size()))};
-  std::vector<int64_t> nbytes;
+  const std::vector<int64_t> nbytes = freed_nbytes(units, options.ranks);
   for (size_t unit = 0; unit < units.size(); ++unit) {
-    const bool is_freed = frees(units[unit], options.ranks);
-    nbytes.push_back(is_freed ? units[unit].nbytes() : 0);
     // A unit without bytes is in no residency plan: it is gathered when it is used.
     const bool is_used = std::find(order.begin(), order.end(), unit) != order.end();
-    if (is_freed && nbytes.back() == 0 && is_used) gathers.forward[unit] = 1;
+    if (frees(units[unit], options.ranks) && nbytes[unit] == 0 && is_used)
+      gathers.forward[unit] = 1;
   }
   int64_t bytes = 0;
   const auto steps = plan_residency(order, nbytes, plan.resident_bytes, plan.prefetch);
@@ -325,10 +248,9 @@ int64_t PlannedRank::kept() const {
 PlanReport plan_report(const std::vector<ParameterSize>& parameters, const ShardPlan& wanted,
                        const PlanReportOptions& options) {
   check_options(options);
-  check_plan(wanted);
-  check_foreseeable(wanted);
-  const ShardPlan plan = with_defaults(wanted, options.ranks == 1 || options.shares_memory);
-  const auto units = lay_out(slots_of(parameters, plan), plan, options.ranks);
+  const ShardPlan plan =
+      foreseeable_plan(wanted, /*sends_nothing=*/options.ranks == 1 || options.shares_memory);
+  const auto units = planned_units(parameters, plan, options.ranks);
   const PlannedGathers gathers = plan_gathers(units, plan, options);
   const auto planned = [&](int rank) {
     PlannedRank result{rank, planned_memory(units, plan, options, rank)};

@@ -28,6 +28,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kBetweenLooks{250};
 constexpr milliseconds kRefusedTakes{1000};
 constexpr milliseconds kEndedFor{1500};
+// Facts read with one request: about 300 bytes each.
+constexpr int64_t kMostAtOnce = 256;
 
 std::string key_of_arrival(int64_t number) { return "arrival/" + std::to_string(number); }
 
@@ -46,13 +48,11 @@ class ArrivalList {
   // Reads new arrivals, up to the first that contradicts the ones before it.
   void read() {
     const int64_t count = store_.add("arrivals", 0);
-    // A rank that has its number may not have written its facts yet.
-    while (!complete() && refusal_.empty() && seen() < count &&
-           store_.check({key_of_arrival(seen() + 1)})) {
-      Arrival next = arrival_from_text(store_.get_to_str(key_of_arrival(seen() + 1)));
-      refusal_ = contradiction(next);
-      if (next.rank < attendance_.own().size) attendance_.note(next);
-      list_.push_back(std::move(next));
+    while (!complete() && refusal_.empty() && seen() < count) {
+      const std::vector<std::string> texts = next_texts(count);
+      if (texts.empty()) return;
+      for (size_t i = 0; i < texts.size() && !complete() && refusal_.empty(); ++i)
+        take(arrival_from_text(texts[i]));
     }
   }
 
@@ -69,6 +69,27 @@ class ArrivalList {
 
  private:
   int64_t seen() const { return static_cast<int64_t>(list_.size()); }
+
+  // Returns the next facts: many with one request, as every rank reads those of all ranks. A rank
+  // that has its number may not have written its facts yet: then those before it, or none.
+  std::vector<std::string> next_texts(int64_t count) {
+    const int64_t most = store_.hasExtendedApi() ? kMostAtOnce : 1;
+    std::vector<std::string> keys;
+    for (int64_t number = seen() + 1; number <= std::min(count, seen() + most); ++number)
+      keys.push_back(key_of_arrival(number));
+    while (!keys.empty() && !store_.check(keys)) keys.resize(keys.size() / 2);
+    if (keys.empty()) return {};
+    if (keys.size() == 1) return {store_.get_to_str(keys.front())};
+    std::vector<std::string> texts;
+    for (const auto& bytes : store_.multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
+    return texts;
+  }
+
+  void take(Arrival next) {
+    refusal_ = contradiction(next);
+    if (next.rank < attendance_.own().size) attendance_.note(next);
+    list_.push_back(std::move(next));
+  }
 
   std::string contradiction(const Arrival& next) const {
     const std::string cause =

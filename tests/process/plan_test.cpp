@@ -215,5 +215,55 @@ TEST(RanksBench, PrintsTheTimesOfEachNumberOfRanks) {
   }
 }
 
+// Two units of 1 MB over a link of 1 MB/s: their reductions and gathers send 2 MB from each host.
+TEST(Plan, PredictsTheTimeOfAStep) {
+  const Command job = {"--parameters", "524288", "--layers", "2",     "--unit-bytes", "0",
+                       "--hosts",      "2",      "--link",   "8Mbit", "--compute",    "0",
+                       "--level",      "os_g",   "--ranks",  "2"};
+  const json report = report_of(job);
+  EXPECT_EQ(report.at("ranks"), 2);
+  const json& time = report.at("step_time");
+  EXPECT_EQ(time.at("hosts"), 2);
+  EXPECT_EQ(time.at("ranks_per_host"), 1);
+  EXPECT_EQ(time.at("link_bandwidth"), 1e6);
+  ASSERT_EQ(time.at("levels").size(), 1U);
+  EXPECT_NEAR(time["levels"][0].at("link_nbytes").get<double>(), 1 << 21, 100);
+  const double payload = 1448.0 / 1514.0;
+  EXPECT_NEAR(time["levels"][0].at("seconds").get<double>(), (1 << 21) / 1e6 / payload, 1e-3);
+  const auto end = plan(job);
+  EXPECT_EQ(end.status, 0) << end.err;
+  for (const std::string text : {"time of a step on 2 hosts with 1 ranks each", "8 Mbit/s",
+                                 "95.64 % of its bytes are payload", "67 % of them backward"})
+    EXPECT_NE(end.out.find(text), std::string::npos) << text << "\n" << end.out;
+}
+
+TEST(Plan, TakesTheNumberOfRanksFromTheirHosts) {
+  const Command hosts = {"--parameters", "500000", "--compute",        "1", "--link", "unlimited",
+                         "--hosts",      "4",      "--ranks-per-host", "2"};
+  EXPECT_EQ(report_of(hosts).at("ranks"), 8);
+}
+
+TEST(Plan, RefusesContradictoryHostsAndLinks) {
+  const auto refuses = [](const Command& arguments, const std::string& words) {
+    const auto end = plan(with({"--parameters", "500000"}, arguments));
+    EXPECT_NE(end.status, 0);
+    EXPECT_NE(end.err.find(words), std::string::npos) << end.err;
+  };
+  refuses({"--hosts", "2", "--link", "1Gbit"}, "need --compute");
+  refuses({"--hosts", "2", "--compute", "1"}, "need --link");
+  refuses({"--compute", "1", "--link", "1Gbit"}, "one host has no link");
+  refuses({"--compute", "1", "--link-latency", "1ms"}, "one host has no link");
+  refuses({"--compute", "1", "--host-link", "1GB"}, "shares no memory");
+  refuses({"--compute", "1", "--hosts", "2", "--link", "1Gbit", "--ranks", "3"},
+          "multiple of --hosts");
+  refuses({"--compute", "1", "--hosts", "2", "--ranks-per-host", "2", "--link", "1Gbit", "--ranks",
+           "2"},
+          "--hosts x --ranks-per-host");
+  refuses({"--compute", "1", "--replicas", "2"}, "--replicas");
+  refuses({"--compute", "1", "--offload", "host"}, "offload");
+  refuses({"--compute", "1h"}, "must be a time");
+  refuses({"--compute", "1", "--hosts", "2", "--link", "200"}, "must be a bandwidth");
+}
+
 }  // namespace plan_test
 }  // namespace tessera

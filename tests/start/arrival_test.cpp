@@ -195,5 +195,63 @@ TEST(Init, RefusesDifferentTransportsOnAllRanks) {
     });
 }
 
+// Counts the requests that a rank makes, each of which a server would have to answer.
+class CountsRequests : public c10d::PrefixStore {
+ public:
+  using c10d::PrefixStore::PrefixStore;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    ++requests;
+    PrefixStore::set(key, value);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    ++requests;
+    return PrefixStore::get(key);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    ++requests;
+    return PrefixStore::add(key, value);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    ++requests;
+    return PrefixStore::check(keys);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    ++requests;
+    return PrefixStore::multiGet(keys);
+  }
+
+  int requests = 0;
+};
+
+// The store answers all ranks: two requests for each pair of ranks would be 32 million.
+TEST(Arrive, AsksForManyRanksAtOnce) {
+  constexpr int kRanks = 4096;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  CountsRequests counting("ranks", store);
+  for (int rank = 0; rank + 1 < kRanks; ++rank) {
+    const auto number = counting.add("arrivals", 1);
+    static_cast<c10d::Store&>(counting).set("arrival/" + std::to_string(number),
+                                            to_text(arrival(rank, kRanks)));
+  }
+  counting.requests = 0;
+  Attendance last(arrival(kRanks - 1, kRanks), {});
+  EXPECT_EQ(arrive(last, counting, Deadline(60s)), "");
+  EXPECT_TRUE(last.missing().empty());
+  EXPECT_LE(counting.requests, 3 + 2 * kRanks / 256);
+}
+
+// A rank that has its number, but has not written its facts.
+TEST(Arrive, ReadsThoseBeforeARankThatIsLate) {
+  CountsRequests counting("ranks", c10::make_intrusive<c10d::HashStore>());
+  c10d::Store& store = counting;
+  for (int rank = 0; rank < 8; ++rank) {
+    const auto number = store.add("arrivals", 1);
+    if (rank != 5) store.set("arrival/" + std::to_string(number), to_text(arrival(rank, 9)));
+  }
+  Attendance last(arrival(8, 9), {});
+  EXPECT_THROW(arrive(last, counting, Deadline(300ms)), c10::DistNetworkError);
+  EXPECT_EQ(last.missing(), (std::vector<int>{5, 6, 7}));
+}
+
 }  // namespace arrival_test
 }  // namespace tessera

@@ -15,6 +15,8 @@
 
 #include "level_names.h"
 #include "plan/plan_table.h"
+#include "plan/step_arguments.h"
+#include "plan/step_table.h"
 
 namespace tessera::tools {
 namespace {
@@ -30,7 +32,10 @@ is shown for ranks that send messages, and for ranks of one host that share memo
 parameters once for all of them at every level but none.
 
 The last line is what the formulas of the ZeRO paper (Rajbhandari et al., 2020) give. Its numbers:
-  tessera plan --parameters 7.5e9 --ranks 64 --param-dtype float16)";
+  tessera plan --parameters 7.5e9 --ranks 64 --param-dtype float16
+
+With --compute, the time of a step is predicted, and all that it assumes is printed:
+  tessera plan FILE --hosts 64 --ranks-per-host 8 --link 200Mbit --link-latency 0.1ms --compute 2.5)";
 
 struct PlanArguments {
   std::string file;
@@ -40,6 +45,8 @@ struct PlanArguments {
   std::string param_dtype, master_dtype, reduce_dtype, gather_dtype;
   ShardPlan plan;
   PlanReportOptions options;
+  std::optional<int> ranks;
+  StepArguments step;
   bool json = false;
 };
 
@@ -88,7 +95,7 @@ void add_model_options(CLI::App& plan, PlanArguments& arguments) {
 
 void add_world_options(CLI::App& plan, PlanArguments& arguments) {
   PlanReportOptions& options = arguments.options;
-  plan.add_option("--ranks", options.ranks, "Ranks that shards are spread over (default 1)")
+  plan.add_option("--ranks", arguments.ranks, "Ranks that shards are spread over (default 1)")
       ->check(CLI::Range(1, 1 << 20))
       ->type_name("N");
   plan.add_option("--replicas", options.replicas,
@@ -170,10 +177,15 @@ std::vector<ParameterSize> sizes_of(const PlanArguments& arguments) {
 
 std::string text_of_plan(const PlanArguments& arguments) {
   PlanReportOptions options = arguments.options;
+  const auto step = arguments.step.options(arguments.ranks);
+  options.ranks = step ? step->ranks() : arguments.ranks.value_or(1);
+  TORCH_CHECK_VALUE(!step || options.replicas == 1,
+                    "the time of a step is not known for --replicas; got ", options.replicas);
   options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
   const auto sizes = sizes_of(arguments);
   ShardPlan plan = plan_of(arguments);
   std::vector<LevelReport> reports;
+  StepTimes times;
   for (const auto& [name, level] : kLevels) {
     if (!arguments.level.empty() && arguments.level != name) continue;
     plan.level = level;
@@ -181,8 +193,12 @@ std::string text_of_plan(const PlanArguments& arguments) {
     reports.push_back({name, plan_report(sizes, plan, options), {}});
     options.shares_memory = true;
     reports.back().shared = plan_report(sizes, plan, options);
+    if (step) times.emplace_back(name, step_time(sizes, plan, *step));
   }
-  return arguments.json ? plan_json(reports, options).dump() + "\n" : plan_table(reports, options);
+  if (!arguments.json) return plan_table(reports, options) + (step ? step_table(times, *step) : "");
+  auto json = plan_json(reports, options);
+  if (step) json["step_time"] = step_json(times, *step);
+  return json.dump() + "\n";
 }
 
 }  // namespace
@@ -195,6 +211,7 @@ void add_plan(CLI::App& app, int& exit_code) {
   add_world_options(*plan, *arguments);
   add_plan_options(*plan, *arguments);
   add_dtype_options(*plan, *arguments);
+  arguments->step.add_to(*plan);
   plan->add_flag("--json", arguments->json, "Print one line of JSON");
   plan->footer(kPlanFooter);
   plan->callback([arguments, &exit_code] {
