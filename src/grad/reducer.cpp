@@ -436,6 +436,8 @@ void Reducer::launch_late() {
 void Reducer::settle() {
   const std::lock_guard lock(mutex_);
   replicate(/*waits=*/true);
+  // While one gather sends, the next one begins.
+  for (const int unit : order_) gradients_[unit]->start_gather();
   for (const int unit : order_) {
     gradients_[unit]->settle(used_[unit]);
     std::fill(used_[unit].begin(), used_[unit].end(), false);

@@ -278,9 +278,21 @@ void UnitGradients::replicate() {
   if (is_reducing()) reduction_->replicate();
 }
 
-// Waits for the reduction in flight, and moves its result into `reduced_`.
+// Waits for the reduction in flight, or for the gather behind it.
 void UnitGradients::finish_reduction() {
-  std::exchange(reduction_, nullptr)->wait();
+  if (const WorkPtr gather = std::exchange(whole_, nullptr)) {
+    reduction_.reset();
+    gather->wait();
+    gather->wait_inputs();
+  } else {
+    finish_sum();
+    reduction_.reset();
+  }
+}
+
+// Waits for the reduction in flight, and moves its result into `reduced_`.
+void UnitGradients::finish_sum() {
+  reduction_->wait();
   if (!partial_.defined()) return;
   at::NoGradGuard no_grad;
   adds_ ? shard_part().add_(partial_) : shard_part().copy_(partial_);
@@ -288,23 +300,25 @@ void UnitGradients::finish_reduction() {
 }
 
 // At ShardLevel::kNone every rank keeps everything.
-void UnitGradients::gather_whole() {
+void UnitGradients::start_gather() {
   ProcessGroup& process_group = unit_.context().mesh.shard();
-  if (unit_.layout().level != ShardLevel::kNone || process_group.size() == 1) return;
+  if (!is_reducing() || whole_ || unit_.layout().level != ShardLevel::kNone ||
+      process_group.size() == 1)
+    return;
+  at::NoGradGuard no_grad;
+  finish_sum();
   const Encoding encoding = unit_.layout().reduce_encoding;
   // All ranks have the same gradients, the owner of a part included.
   if (encoding != Encoding::kPlain) shard_part().copy_(rounded_by(encoding, shard_part()));
-  const auto work = process_group.all_gather(reduced_, shard_part(), unit_.layout().bounds,
-                                             {unit_.layout().name, Channel::kGrads}, encoding);
-  work->wait();
-  work->wait_inputs();
+  whole_ = process_group.all_gather(reduced_, shard_part(), unit_.layout().bounds,
+                                    {unit_.layout().name, Channel::kGrads}, encoding);
 }
 
 void UnitGradients::settle(const std::vector<bool>& used) {
   if (!is_reducing()) return;
+  start_gather();
   finish_reduction();
   unit_.context().watch.before_change();
-  gather_whole();
   for (size_t slot = 0; slot < live_.size(); ++slot) {
     if (used[slot] && !cleared_[slot]) live_[slot] = true;
     cleared_[slot] = false;

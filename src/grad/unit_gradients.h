@@ -83,6 +83,9 @@ class UnitGradients {
   }
   /// Returns true if `replicate()` or, without a replicate dim, `settle()` would not wait.
   bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
+  /// All ranks, at `ShardLevel::kNone`: waits for the reduction, and starts gathering its result;
+  /// `settle()` waits for that. Does nothing at other levels.
+  void start_gather();
   /// All ranks: waits for the reduction. From then on, parameters with `used[slot]` have a
   /// gradient.
   void settle(const std::vector<bool>& used);
@@ -114,7 +117,7 @@ class UnitGradients {
  private:
   void drop_arrivals();
   void finish_reduction();
-  void gather_whole();
+  void finish_sum();
   at::Tensor shard_part() const;
   size_t chunk_of(size_t slot) const;
   at::Tensor place_of(size_t slot);
@@ -136,6 +139,7 @@ class UnitGradients {
   std::shared_ptr<at::Tensor> error_;  // what messages have lost; null if losses are forgotten
   bool adds_ = false;  // `partial_` is added to `reduced_` (earlier backwards' sums)
   std::shared_ptr<Reduction> reduction_;
+  WorkPtr whole_;  // the gather behind it
 
   // A gradient that was handed to the process group, which frees it when all ranks have read it.
   struct Sent {

@@ -226,10 +226,12 @@ class TimeLine {
   }
 
   void optimize() {
+    std::vector<size_t> gathers;
     for (size_t i = 0; i < reductions_.size(); ++i) {
       clock_.wait(reductions_[i]);
-      if (level_ == ShardLevel::kNone) gather_reduced(buckets_[i]);
+      if (level_ == ShardLevel::kNone) gather_reduced(buckets_[i], gathers);
     }
+    for (const size_t gather : gathers) clock_.wait(gather);
     reductions_.clear();
     in_flight_.clear();
     in_flight_nbytes_ = 0;
@@ -237,13 +239,13 @@ class TimeLine {
     if (!shares_memory_) gather_updated();
   }
 
-  // One unit after the other, each behind the reductions that are still queued.
-  void gather_reduced(const GradBucket& bucket) {
+  // Behind the reductions that are still queued.
+  void gather_reduced(const GradBucket& bucket, std::vector<size_t>& gathers) {
     if (options_.ranks() == 1) return;
     for (const size_t unit : bucket.units) {
       const int64_t nbytes = encoded_nbytes(units_[unit].reduce_encoding, units_[unit].numel(),
                                             units_[unit].master_dtype);
-      clock_.wait(clock_.start(
+      gathers.push_back(clock_.start(
           {.channel = kReductions, .host_seconds = in_host(nbytes), .nbytes = over_link(nbytes)}));
     }
   }
