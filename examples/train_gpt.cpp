@@ -21,6 +21,7 @@ struct Options : TrainingOptions {
   std::string dtype = "float", gather_dtype, reduce_dtype, offload;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1, keep = 2;
+  tessera::OuterStep outer;
   int64_t save_every = 200, eval_every = 50, eval_batches = 8, sample = 400;
 };
 
@@ -111,6 +112,7 @@ struct Job {
     if (o.replicas > 1) {
       const auto groups = world.hybrid_process_groups(world.size() / o.replicas);
       plan.process_group = groups.shard, plan.replicate_group = groups.replicate;
+      if (o.outer.every > 0) plan.outer = o.outer;
     }
     // The dtypes of messages, where ranks send any: on several hosts, or with
     // TESSERA_TRANSPORT=gloo.
@@ -121,6 +123,12 @@ struct Job {
     return plan;
   }
 
+  /// Of the checkpoints. Replicas that train by themselves have one each.
+  std::string directory() const {
+    if (o.outer.every == 0 || o.save.empty()) return o.save;
+    return fmt::format("{}/replica-{}", o.save, world.rank() / (world.size() / o.replicas));
+  }
+
   void run(tessera::ShardLevel level) {
     if (o.dtype != "float") gpt->to(o.dtype == "half" ? torch::kHalf : torch::kBFloat16);
     auto sharded = tessera::fully_shard(gpt, plan(level));  // (*)
@@ -128,7 +136,8 @@ struct Job {
     tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
     tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
     int64_t step = 0;
-    if (const auto latest = tessera::latest_checkpoint(o.save); o.resume && latest)
+    const std::string runs = directory();
+    if (const auto latest = tessera::latest_checkpoint(runs); o.resume && latest)
       step = tessera::load_checkpoint(*latest, sharded, &optimizer, {.scaler = &scaler})
                  .numbers.at("step");         // (*)
     tessera::AsyncCheckpointer checkpointer;  // (*)
@@ -163,7 +172,7 @@ struct Job {
       }
       if (!o.save.empty() && (step % o.save_every == 0 || step == o.steps))
         checkpointer.save(
-            fmt::format("{}/step-{}", o.save, step), sharded, &optimizer,
+            fmt::format("{}/step-{}", runs, step), sharded, &optimizer,
             {.numbers = {{"step", double(step)}}, .scaler = &scaler, .keep_last = o.keep});  // (*)
     }
     checkpointer.wait();  // (*)
@@ -175,7 +184,7 @@ struct Job {
       say("speed: {:.0f} bytes per second on {} ranks (median step: {:.4f} s)\n",
           o.batch * o.seq / seconds, world.size(), seconds);
     if (o.sample > 0) say("--- it writes:\n{}\n---\n", sample("namespace torch {\n"));
-    if (!o.save.empty()) say("checkpoint: {}/step-{} (go on with --resume)\n", o.save, step);
+    if (!o.save.empty()) say("checkpoint: {}/step-{} (go on with --resume)\n", runs, step);
   }
 
   const Options& o;
@@ -203,6 +212,13 @@ int main(int argc, char** argv) {
                  "ranks as threads of this process; 0: one, or the launcher's")
       ->check(natural);
   app.add_option("--replicas", o.replicas, "shards are the same on so many ranks")->check(positive);
+  app.add_option("--outer-every", o.outer.every,
+                 "steps after which --replicas, each trained by itself, are averaged (DiLoCo); 0: "
+                 "gradients are, in every step")
+      ->check(natural);
+  app.add_option("--outer-lr", o.outer.learning_rate,
+                 "learning rate of these averages; 1: LocalSGD");
+  app.add_option("--outer-momentum", o.outer.momentum, "their momentum (Nesterov's)");
   app.add_option("--offload", o.offload, "directory for optimizer state and master weights");
   app.add_option("--save", o.save, "directory of the checkpoints");
   app.add_option("--keep", o.keep, "the newest of them that are kept; 0: all")->check(natural);
@@ -223,6 +239,13 @@ int main(int argc, char** argv) {
                       "expected a multiple of ", world.size(), ", got ", o.batch);
     TORCH_CHECK_VALUE(world.size() % o.replicas == 0, "[train_gpt] --replicas must divide the ",
                       world.size(), " ranks; got ", o.replicas);
+    TORCH_CHECK_VALUE(o.outer.every == 0 || o.replicas > 1,
+                      "[train_gpt] --outer-every needs --replicas");
+    TORCH_CHECK_VALUE(
+        o.outer.every == 0 || o.save.empty() ||
+            (o.save_every % o.outer.every == 0 && o.steps % o.outer.every == 0),
+        "[train_gpt] with --save, --outer-every must divide --save-every and --steps: replicas are "
+        "saved when they are equal");
     TORCH_CHECK_VALUE(o.width % o.heads == 0, "[train_gpt] --width must be a multiple of --heads");
     tessera::manual_seed(o.seed);  // (*)
     Job{o, world}.run(tessera::ShardLevel(std::ranges::find(levels, o.level) - levels.begin()));

@@ -151,7 +151,7 @@ struct PlanReport {
 ///
 /// `plan.process_group` and `replicate_group` are ignored: `options` takes their place. Throws
 /// `c10::ValueError` as `fully_shard()` does, and for impossible ranks, replicas, state or orders,
-/// and `c10::NotImplementedError` for `mesh_dim`, `memory_budget`, `sync_buffers` and
+/// and `c10::NotImplementedError` for `mesh_dim`, `memory_budget`, `sync_buffers`, `outer` and
 /// `reduce_gradients = false`.
 TESSERA_API PlanReport plan_report(const std::vector<ParameterSize>& parameters,
                                    const ShardPlan& plan, const PlanReportOptions& options = {});

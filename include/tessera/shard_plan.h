@@ -88,6 +88,18 @@ enum class Offload : uint8_t {
   kDirectory,  ///< in unnamed files mapped into memory, which disappear with the process
 };
 
+/// Replicas that train by themselves and are averaged every few steps: LocalSGD, or DiLoCo (arXiv
+/// 2311.08105). Every `every` optimizer steps, the mean over replicas of (start - present) values,
+/// where start values are those after the last average, is the gradient of a step of SGD, by the
+/// formula of `torch::optim::SGD`, from the start values. Its result is the parameters of all.
+/// LocalSGD is a learning rate of 1 without momentum: the result is the mean of the replicas.
+struct OuterStep {
+  int every = 0;  ///< optimizer steps between two averages; must be given
+  double learning_rate = 0.7;
+  double momentum = 0.9;  ///< 0: none, and no memory for it
+  bool nesterov = true;   ///< no difference without momentum
+};
+
 /// Describes how a model is sharded. Every dialect translates its arguments into a plan.
 struct ShardPlan {
   ShardLevel level = ShardLevel::kParameters;
@@ -176,6 +188,13 @@ struct ShardPlan {
   /// `process_group`, then over this group. Null: shards are not replicated. All ranks of this
   /// group must have the same rank number in their `process_group`s.
   ProcessGroupPtr replicate_group;
+
+  /// With `replicate_group`: gradients are reduced over `process_group` alone, each replica steps
+  /// its own optimizer, whose state stays its own, and replicas exchange nothing in a step but
+  /// every `outer->every` steps: see `OuterStep`. Clipping and skipped steps are each replica's
+  /// own, too; a step that a `GradScaler` skips counts. All replicas must make the same number of
+  /// steps. Buffers are not averaged. None: gradients are summed over replicas in every backward.
+  std::optional<OuterStep> outer = std::nullopt;
 
   /// For parameters that are DistTensors on one mesh: the dim of it to shard over, along which all
   /// are replicated, instead of `process_group`. A negative one counts from the end. Gradients are

@@ -26,6 +26,9 @@ struct ShardedOptimizerOptions {
 
 class ShardedOptimizer;
 struct Segment;
+class OuterSteps;
+OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer);                       // internal
+void skip_step(ShardedOptimizer& optimizer);                                         // internal
 const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);          // internal
 void offload_state(ShardedOptimizer& optimizer);                                     // internal
 void give_back_optimizer(ShardedOptimizer& optimizer);                               // internal
@@ -56,7 +59,8 @@ class TESSERA_API ShardedOptimizer {
   ///
   /// Collective. A parameter that no rank used since `zero_grad()` is not changed, as in one
   /// process. Throws if there was no backward since the last `zero_grad()`. If state is offloaded,
-  /// units are stepped one after another, so that little of the state is in memory at a time.
+  /// units are stepped one after another, so that little of the state is in memory at a time. With
+  /// `ShardPlan::outer`, every `outer->every`-th step averages the replicas at its end.
   void step();
 
   /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first, and returns its loss.
@@ -91,14 +95,21 @@ class TESSERA_API ShardedOptimizer {
   int64_t steps() const;
   void set_steps(int64_t steps);
 
+  /// With `ShardPlan::outer`: the number of steps since replicas were averaged. 0 right after an
+  /// average, when they are equal, and without `outer`.
+  int64_t steps_since_average() const;
+
   /// Returns the user's optimizer.
   torch::optim::Optimizer& inner() const;
   ShardedModule module() const;
 
-  /// Returns `ShardedModule::memory()` plus this rank's optimizer state.
+  /// Returns `ShardedModule::memory()` plus this rank's optimizer state, which includes the start
+  /// values and the momentum of `ShardPlan::outer`.
   ShardMemory memory() const;
 
  private:
+  friend OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer);
+  friend void skip_step(ShardedOptimizer& optimizer);
   friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
   friend void offload_state(ShardedOptimizer& optimizer);
   friend void give_back_optimizer(ShardedOptimizer& optimizer);

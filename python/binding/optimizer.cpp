@@ -63,6 +63,10 @@ void bind_optimizer(py::module_& module) {
           "memory",
           [](Optimizer& self) { return to_dict(self.use([](auto& it) { return it.memory(); })); },
           Waits())
+      .def_property_readonly("steps_since_average",
+                             [](Optimizer& self) {
+                               return self.use([](auto& it) { return it.steps_since_average(); });
+                             })
       .def_property(
           "steps", [](Optimizer& self) { return self.use([](auto& it) { return it.steps(); }); },
           [](Optimizer& self, int64_t steps) { self.use([&](auto& it) { it.set_steps(steps); }); });

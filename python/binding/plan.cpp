@@ -51,6 +51,34 @@ Set field(Value ShardPlan::*member, const char* argument, const Names<Value>& na
   };
 }
 
+// A number of steps, or a dict with the fields of `OuterStep`.
+void set_outer(ShardPlan& plan, const py::handle& value) {
+  if (value.is_none()) return plan.outer.reset();
+  OuterStep outer;
+  if (!py::isinstance<py::dict>(value)) {
+    outer.every = value.cast<int>();
+    plan.outer = outer;
+    return;
+  }
+  for (const auto& [key, item] : value.cast<py::dict>()) {
+    const auto name = key.cast<std::string>();
+    if (name == "every") {
+      outer.every = item.cast<int>();
+    } else if (name == "learning_rate") {
+      outer.learning_rate = item.cast<double>();
+    } else if (name == "momentum") {
+      outer.momentum = item.cast<double>();
+    } else if (name == "nesterov") {
+      outer.nesterov = item.cast<bool>();
+    } else {
+      throw py::type_error(
+          "[fully_shard] outer has every, learning_rate, momentum and nesterov; got '" + name +
+          "'");
+    }
+  }
+  plan.outer = outer;
+}
+
 const Names<Set> kFields = {
     {"level", field(&ShardPlan::level, "level", kLevels)},
     {"partition", field(&ShardPlan::partition, "partition", kPartitions)},
@@ -73,6 +101,7 @@ const Names<Set> kFields = {
     {"group", field(&ShardPlan::process_group)},
     {"mesh_dim", field(&ShardPlan::mesh_dim)},
     {"replicate_group", field(&ShardPlan::replicate_group)},
+    {"outer", set_outer},
     {"offload", field(&ShardPlan::offload, "offload", kOffloads)},
     {"offload_directory", field(&ShardPlan::offload_directory)},
     {"param_dtype", field(&Precision::param_dtype)},

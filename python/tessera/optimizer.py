@@ -137,6 +137,11 @@ class ShardedOptimizer(InnerOptimizer):
     def steps(self, steps: int) -> None:
         self._sharded.steps = steps
 
+    @property
+    def steps_since_average(self) -> int:
+        """With `outer` in the plan: steps since replicas were averaged; 0 right after, when they are equal."""
+        return self._sharded.steps_since_average
+
     def unwrap(self) -> torch.optim.Optimizer:
         """Returns the optimizer inside with the module's own parameters and, on every rank, its whole state. Collective.
         Afterwards this object raises."""

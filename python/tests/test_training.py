@@ -90,6 +90,42 @@ def test_replicas_are_equal_with_every_plan(ranks):
             assert torch.equal(left[key], right[key]), key
 
 
+def _averaged():
+    # Each rank is a replica. `single` is the group of this rank alone.
+    single = tessera.new_group([tessera.rank()])
+    everyone = tessera.new_group(range(tessera.size()))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    state, _ = train_sharded(sgd, 2, group=single, replicate_group=everyone,
+                             outer={"every": 2, "learning_rate": 1, "momentum": 0})
+    with pytest.raises(TypeError, match="outer has every, learning_rate, momentum and nesterov; got 'lr'"):
+        tessera.fully_shard(make_net(), group=single, replicate_group=everyone, outer={"lr": 1})
+    net = make_net()
+    sharded = tessera.fully_shard(net, group=single, replicate_group=everyone, outer=3)
+    optimizer = tessera.ShardedOptimizer(sharded, sgd(net.parameters()))
+    assert optimizer.steps_since_average == 0
+    loss_of(sharded, batch(0)).backward()
+    optimizer.step()
+    assert optimizer.steps_since_average == 1
+    return state
+
+
+def test_replicas_are_averaged(ranks):
+    states = ranks(2, _averaged)
+    alone = []
+    for rank in range(2):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(net, batch(step).view(2, -1, 6)[rank]).backward()
+            optimizer.step()
+        alone.append(net.state_dict())
+    assert not torch.equal(alone[0]["head.weight"], alone[1]["head.weight"])
+    for state in states:
+        for name, value in state.items():
+            torch.testing.assert_close(value, (alone[0][name] + alone[1][name]) / 2, rtol=1e-5, atol=1e-6)
+
+
 def _fused():
     states = []
     for fused in (False, True):

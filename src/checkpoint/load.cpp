@@ -11,8 +11,10 @@
 #include <tessera/world.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -83,6 +85,18 @@ class Loader {
   }
 
   const CheckpointIndex& index() const { return reads_.reader.index(); }
+  /// The momentum of averages of replicas that the rank of this number saved.
+  const std::map<std::string, at::Tensor>& outer_momentum() const { return outer_momentum_; }
+  /// Throws `c10::ValueError` if there is such momentum, saved by another number of ranks.
+  void check_ranks_of_momentum() const {
+    const bool any = std::ranges::any_of(index().tensors, [](const TensorRecord& record) {
+      return record.kind == "rank" &&
+             record.names.front().starts_with(std::string(kOuterMomentum) + "/");
+    });
+    TORCH_CHECK_VALUE(!any || index().world_size == ranks_, "[load_checkpoint] the momentum of plan.outer was saved by "
+                      "replicas of ", index().world_size, " ranks, which must load it; this one has ", ranks_, ". Load the "
+                      "model alone, without the optimizer");
+  }
 
   LoadedCheckpoint load() {
     reads_.read();
@@ -147,12 +161,16 @@ class Loader {
       const std::string& name = record.names.front();
       const size_t slash = name.find('/');
       if (name.starts_with("buffer/")) continue;
-      const bool is_random = name.substr(0, slash) == "random";
+      const std::string group = name.substr(0, slash);
+      const bool is_random = group == "random";
       if (is_random && !options_.random_state) continue;
       reads_.reader.check(record);  // before memory is allocated
       const at::Tensor value = at::empty(record.shape, scalar_type_of(record.dtype));
       reads_.add(&record, record.strides, {0, record.numel()}, value);
-      (is_random ? random_state_ : loaded_.rank_state)[name.substr(slash + 1)] = value;
+      auto& values = group == kOuterMomentum ? outer_momentum_
+                     : is_random             ? random_state_
+                                             : loaded_.rank_state;
+      values[name.substr(slash + 1)] = value;
     }
   }
 
@@ -198,7 +216,7 @@ class Loader {
   const LoadOptions& options_;
   int rank_, ranks_;
   LoadedCheckpoint loaded_;
-  std::map<std::string, at::Tensor> random_state_;
+  std::map<std::string, at::Tensor> random_state_, outer_momentum_;
   std::vector<StateTarget> states_;
 };
 
@@ -241,14 +259,21 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModul
   state.thaw_trained();
   const Ranks ranks = Ranks::of(state.mesh());
   std::optional<Loader> loader;
+  OuterSteps* const outer = optimizer ? outer_steps_of(*optimizer) : nullptr;
   ranks.check(
-      [&] { loader.emplace(path, view_of(state, optimizer), options, ranks.rank(), ranks.size()); },
+      [&] {
+        loader.emplace(path, view_of(state, optimizer), options, ranks.rank(), ranks.size());
+        if (!outer || state.plan().outer->momentum == 0) return;
+        loader->check_ranks_of_momentum();
+        outer->check_momentum(loader->outer_momentum());
+      },
       "checkpoint");
   check_same_checkpoint(ranks, loader->index().id);
   LoadedCheckpoint loaded;
   state.overwrite([&] { ranks.check([&] { loaded = loader->load(); }, "checkpoint"); });
   if (optimizer) {
     offload_state(*optimizer);
+    if (outer) outer->set_momentum(loader->outer_momentum());
     optimizer->set_steps(loader->index().optimizer->steps);
   }
   return loaded;

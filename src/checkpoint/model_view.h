@@ -22,6 +22,9 @@ namespace tessera {
 /// Of the collectives of saves and loads.
 constexpr CollectiveTag kCheckpointTag{"checkpoint", Channel::kControl};
 
+/// The group of a rank's own tensors with the momentum of its parts, for `ShardPlan::outer`.
+constexpr const char* kOuterMomentum = "outer_momentum";
+
 /// Returns this rank's part of a DistTensor of these global sizes, in the order of its local part;
 /// an empty region without a box if it has none. Throws `c10::NotImplementedError`, naming `name`,
 /// for placements that are `Partial`: the terms are not the tensor's values.

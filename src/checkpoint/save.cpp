@@ -26,6 +26,7 @@
 #include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 #include "optim/param_state.h"
+#include "optim/sharded_optimizer_access.h"
 
 namespace tessera {
 namespace {
@@ -135,6 +136,19 @@ Agreement agree(const SaveJob& job) {
     if (mine.buffers[i] != first.buffers[i])
       agreement.own_buffers[job.buffers[i].name] = job.buffers[i].tensor;
   return agreement;
+}
+
+// Each replica has an optimizer state of its own. Throws on all ranks if two save to one path.
+void check_paths_differ(ProcessGroup& replicas, const std::filesystem::path& path) {
+  const std::string own = std::filesystem::absolute(path).lexically_normal().string();
+  if (replicas.size() == 1) return;
+  const auto paths = all_gather_bytes(replicas, own, kCheckpointTag);
+  for (size_t i = 0; i < paths.size(); ++i) {
+    for (size_t j = 0; j < i; ++j)
+      TORCH_CHECK_VALUE(paths[i] != paths[j], "[save_checkpoint] with plan.outer each replica has an optimizer state of its "
+                        "own, and must save to a directory of its own (add the number of the replica, "
+                        "plan.replicate_group->rank()); replicas ", j, " and ", i, " save to '", paths[i], "'");
+  }
 }
 
 // A parameter or buffer that one rank stores whole and contiguous, under its plain name.
@@ -262,6 +276,7 @@ void save(const std::filesystem::path& path, const SaveJob& job) {
 
 BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
   at::NoGradGuard no_grad;
+  if (job.replicas) check_paths_differ(*job.replicas, path);
   const int rank = job.ranks.rank();
   const Agreement agreement = agree(job);
   BegunSave begun;
@@ -299,6 +314,7 @@ SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
   state.thaw_trained();
   SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state(), .progress = progress};
   job.keep_last = options.keep_last;
+  if (state.plan().outer) job.replicas = state.plan().replicate_group;
   job.buffers = ordinary(state.buffers());
   if (options.whole_parameters) job.whole = &state;
   job.collect = [&state, optimizer, &options](ChunkCollector& contents) {
@@ -308,6 +324,10 @@ SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
     if (optimizer) {
       contents.add_optimizer(view);
       contents.index().optimizer->steps = optimizer->steps();
+      if (const OuterSteps* const outer = outer_steps_of(*optimizer)) {
+        outer->check_averaged("save_checkpoint");
+        contents.add_rank_state(kOuterMomentum, outer->momentum());
+      }
     }
     add_options(contents, options);
   };

@@ -24,6 +24,8 @@ struct SaveJob {
   std::function<void(ChunkCollector&)> collect;
   /// The model whose parameters are gathered and stored whole; null: none.
   ShardedState* whole = nullptr;
+  /// Replicas that save by themselves (`ShardPlan::outer`); null: none.
+  ProcessGroupPtr replicas = nullptr;
   /// Names that all ranks must have.
   std::vector<std::string> names = {};
   int keep_last = 0;

@@ -247,7 +247,8 @@ std::vector<at::Tensor> tensors_of(const Collective& collective) {
 class BackendProcessGroup : public ProcessGroup,
                             public Closable,
                             public Abortable,
-                            public Watchable {
+                            public Watchable,
+                            public SendsPlain {
  public:
   BackendProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout,
                       c10::DeviceType device)

@@ -70,6 +70,12 @@ class SendsMessages {
   virtual int64_t sent_nbytes() const = 0;
 };
 
+/// A process group that sends tensors as they are: it refuses any other `Encoding`.
+class SendsPlain {
+ public:
+  virtual ~SendsPlain() = default;
+};
+
 /// Host memory that the ranks of a process group share. It lives as long as a tensor on any rank
 /// refers to it.
 struct SharedBuffer {

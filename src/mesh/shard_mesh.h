@@ -28,6 +28,9 @@ class ShardMesh {
   int rank() const { return replicate_->rank() * shard_->size() + shard_->rank(); }
   bool replicates() const { return replicate_->size() > 1; }
 
+  /// The same without a replicate dim.
+  ShardMesh without_replicas() const { return {shard_, nullptr, parts_}; }
+
   /// Throws `c10::ValueError` on every rank unless both dims fit together: the ranks of a replicate
   /// dim must have the same rank in their shard dims, and vice versa. Collective.
   void check() const;

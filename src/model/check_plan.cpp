@@ -38,6 +38,21 @@ void check_quantized_reductions(const ShardPlan& plan) {
                     "false or 0; got bucket_bytes ", plan.bucket_bytes);
 }
 
+void check_outer(const ShardPlan& plan) {
+  if (!plan.outer) return;
+  const OuterStep& outer = *plan.outer;
+  TORCH_CHECK_VALUE(outer.every >= 1, "[fully_shard] plan.outer.every must be at least 1, the number of optimizer steps "
+                    "between two averages; got ", outer.every);
+  TORCH_CHECK_VALUE(std::isfinite(outer.learning_rate) && outer.learning_rate > 0,
+                    "[fully_shard] plan.outer.learning_rate must be positive and finite; got ", outer.learning_rate);
+  TORCH_CHECK_VALUE(outer.momentum >= 0 && outer.momentum < 1,
+                    "[fully_shard] plan.outer.momentum must be at least 0 and below 1; got ", outer.momentum);
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[fully_shard] plan.outer can't go with mesh_dim");
+  TORCH_CHECK_VALUE(plan.replicate_group, "[fully_shard] plan.outer needs plan.replicate_group, the ranks whose values are "
+                    "averaged; with one rank in each replica, plan.process_group is a process group of one rank");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[fully_shard] plan.outer needs plan.reduce_gradients");
+}
+
 // Messages should be long. In shared memory there are none, and a short unit is summed while its
 // gradients are in the caches.
 constexpr int64_t kMessageUnitBytes = int64_t{10} << 20;
@@ -67,6 +82,7 @@ void check_plan(const ShardPlan& plan) {
                     plan.resident_bytes);
   check_precision(plan.precision);
   check_quantized_reductions(plan);
+  check_outer(plan);
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
                     "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
   TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),

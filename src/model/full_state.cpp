@@ -134,6 +134,7 @@ void ShardedState::take_in_replaced() {
 }
 
 void ShardedState::overwrite(const std::function<void()>& write) {
+  ++overwrites_;
   for (const auto& unit : units_) unit->wait();
   wait_until_unread(stop_reading());
   write();

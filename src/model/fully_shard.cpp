@@ -12,6 +12,8 @@
 
 #include "device/device.h"
 #include "grad/grad_gate.h"
+#include "group/capability.h"
+#include "group/encoding.h"
 #include "init/recorder.h"
 #include "mesh/op_plan.h"
 #include "model/check_devices.h"
@@ -161,6 +163,19 @@ void check_countable(const ShardPlan& plan, at::Device device) {
               "has set one of its own");
 }
 
+void check_messages(ProcessGroup& shard, const std::vector<UnitLayout>& layouts) {
+  if (shard.size() == 1 || !capability<SendsPlain>(shard)) return;
+  for (const UnitLayout& unit : layouts) {
+    for (const auto& [field, encoding] : {std::pair("reduce_dtype", unit.reduce_encoding),
+                                          std::pair("gather_dtype", unit.gather_encoding)}) {
+      TORCH_CHECK_NOT_IMPLEMENTED(encoding == Encoding::kPlain, "[fully_shard] plan.precision.", field, ": messages over ",
+                                  shard.backend_name(), " can't be sent as ", to_string(encoding),
+                                  ". Over Gloo's own connections (init() makes them), and between hosts whose ranks share "
+                                  "memory, they can");
+    }
+  }
+}
+
 // Of this rank; null if no process group of the mesh has any.
 Progress* progress_of(const ShardMesh& mesh) {
   for (ProcessGroup* const dim : {&mesh.shard(), &mesh.replicate(), &mesh.parts()})
@@ -192,6 +207,8 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   std::vector<NamedTensor> ignored;
   check_on_all_ranks(mesh, [&] {
     check_plan(plan);
+    TORCH_CHECK_NOT_IMPLEMENTED(!plan.outer || mesh.parts().size() == 1,
+                                "[fully_shard] plan.outer can't go with parameters that are DistTensors");
     ignored = take_ignored(parameters, plan);
     for (const NamedTensor& parameter : parameters)
       TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '", parameter.name,
@@ -210,18 +227,20 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
     offload = make_state_memory(plan);
     if (offload) offload->reserve(master_nbytes(layouts, mesh.shard().rank()));
     check_countable(plan, layouts.front().device);
+    check_messages(mesh.shard(), layouts);
   });
   check_same_model(mesh, params, plan);
   check_devices(mesh, layouts.front().device);
-  std::shared_ptr<ShardedState> state(new ShardedState(std::move(buffers), plan,
-                                                       {.mesh = mesh,
-                                                        .offload = offload,
-                                                        .master_only = plan.precision.master_only,
-                                                        .progress = progress_of(mesh)},
-                                                       std::move(layouts)));
+  std::shared_ptr<ShardedState> state(
+      new ShardedState(std::move(buffers), plan,
+                       {.mesh = plan.outer ? mesh.without_replicas() : mesh,
+                        .offload = offload,
+                        .master_only = plan.precision.master_only,
+                        .progress = progress_of(mesh)},
+                       std::move(layouts)));
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
   state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
-  state->adopt();
+  state->adopt(mesh);
   if (plan.memory_budget)
     state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
   return state;

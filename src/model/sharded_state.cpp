@@ -98,15 +98,18 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
 
 ShardedState::~ShardedState() = default;
 
-void ShardedState::adopt() {
+// `all`: the ranks that have equal start values, replicas that train by themselves included.
+void ShardedState::adopt(const ShardMesh& all) {
   const bool broadcast = plan_.start_values == StartValues::kBroadcast;
+  const ShardMesh training = std::exchange(context_.mesh, all);
   for (const auto& unit : units_) unit->adopt(shared_from_this(), broadcast);
+  context_.mesh = training;
   if (context_.offload) context_.offload->rest();
   for (const NamedTensor& buffer : buffers_) materialize(buffer.tensor);
   convert_buffers();
   reducer_->install();
-  if (plan_.sync_buffers) take_from_first(mesh(), synced_)();
-  if (broadcast) take_from_first(mesh(), ignored_parameters())();
+  if (plan_.sync_buffers) take_from_first(all, synced_)();
+  if (broadcast) take_from_first(all, ignored_parameters())();
   // The whole parameters have been freed, but the heap would keep their pages.
   trim_heaps();
 }

@@ -102,6 +102,8 @@ class ShardedState : public UseListener,
   /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
   /// rank reads the old ones any more.
   void overwrite(const std::function<void()>& write);
+  /// How often that was called.
+  int64_t overwrites() const { return overwrites_; }
   /// The parameters that this rank's user has given other data: see [Note: Replaced data].
   std::vector<std::pair<Unit*, const ParamSlot*>> replaced() const;
   /// Copies such data into the shards. Collective. Throws on every rank, and changes nothing, if it
@@ -149,7 +151,7 @@ class ShardedState : public UseListener,
   ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan, UnitContext context,
                std::vector<UnitLayout> layouts);
   static void take_over_released(const std::vector<NamedTensor>& parameters);
-  void adopt();
+  void adopt(const ShardMesh& all);
   void convert_buffers();
   void on_settle() override;
   void on_backward_end() override;
@@ -170,6 +172,7 @@ class ShardedState : public UseListener,
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<Reducer> reducer_;
   JoinScope* join_scope_ = nullptr;
+  int64_t overwrites_ = 0;
   bool is_given_back_ = false;
   bool warned_ = false;                   // of an evaluation in which this rank took no part
   bool is_released_ = false;              // the next `create()` with the parameters may take them

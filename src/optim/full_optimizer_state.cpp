@@ -237,6 +237,15 @@ std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerSt
 }  // namespace
 
 OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
+  if (const OuterSteps* const outer = outer_steps_of(optimizer)) {
+    outer->check_averaged("full_state_dict");
+    TORCH_CHECK_NOT_IMPLEMENTED(optimizer.module().state()->plan().outer->momentum == 0, "[full_state_dict] would leave out "
+                                "the momentum of plan.outer: use save_checkpoint(), which keeps it");
+  }
+  return full_inner_state(optimizer, recipient);
+}
+
+OptimizerStateDict full_inner_state(ShardedOptimizer& optimizer, int recipient) {
   at::NoGradGuard no_grad;
   const auto state = optimizer.module().state();
   ProcessGroup& process_group = state->process_group();

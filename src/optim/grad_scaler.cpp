@@ -12,6 +12,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -175,7 +176,10 @@ bool GradScaler::Impl::step(Optimizer& optimizer) {
     throw std::runtime_error("step() has already been called since the last update().");
   if (own.stage == Stage::kReady) unscale_once(optimizer);
   own.stage = Stage::kStepped;
-  if (*own.found_inf) return false;
+  if (*own.found_inf) {
+    if constexpr (std::is_same_v<Optimizer, ShardedOptimizer>) skip_step(optimizer);
+    return false;
+  }
   optimizer.step();
   return true;
 }

@@ -48,6 +48,8 @@ class Training {
  private:
   void check() const {
     TORCH_CHECK(!state_.join_scope(), "[join] calls don't nest");
+    TORCH_CHECK_NOT_IMPLEMENTED(!state_.plan().outer, "[join] replicas that are averaged (plan.outer) must make the same "
+                                "number of steps: give all of them equally many batches");
     for (const auto& unit : state_.units()) {
       TORCH_CHECK_NOT_IMPLEMENTED(!unit->frees(), "[join] parameters must stay whole between uses; those of ",
                                   unit->label(), " are freed. Use a level below kParameters");

@@ -17,6 +17,7 @@
 #include "optim/joined_training.h"
 #include "optim/kept_units.h"
 #include "optim/master_digits.h"
+#include "optim/outer_steps.h"
 #include "optim/param_state.h"
 #include "optim/segment_gradients.h"
 #include "optim/segments.h"
@@ -33,6 +34,12 @@ struct ShardedOptimizer::Impl {
   std::vector<Segment> segments = {};
   int64_t steps = 0;
   std::shared_ptr<ShardedState> used = module.state();  // null after unwrap()
+  // Null: the plan has none.
+  std::unique_ptr<OuterSteps> outer = make_outer(*module.state());
+
+  static std::unique_ptr<OuterSteps> make_outer(ShardedState& state) {
+    return state.plan().outer ? std::make_unique<OuterSteps>(state) : nullptr;
+  }
 
   ShardedState& state() {
     TORCH_CHECK(used, "[ShardedOptimizer] was unwrapped: step the optimizer that it was made for");
@@ -56,6 +63,8 @@ struct ShardedOptimizer::Impl {
   void run(const std::vector<const Segment*>& live, const std::vector<at::Tensor>& gradients);
   std::vector<bool> step(const WorkPtr& stopped_reading);
   void step_with_others();
+  void skip_step();
+  int64_t state_bytes() const { return state_nbytes(*optimizer) + (outer ? outer->nbytes() : 0); }
 };
 
 // Reserves memory for the state that the optimizer will make at its first steps, while a failure
@@ -75,6 +84,10 @@ void ShardedOptimizer::Impl::reserve_state() {
       nbytes.insert(nbytes.end(), state_names(*optimizer, param_group).size(),
                     (end - begin) * item);
     }
+  }
+  if (outer) {
+    const auto more = outer->offloaded_sizes();
+    nbytes.insert(nbytes.end(), more.begin(), more.end());
   }
   memory->reserve(nbytes);
 }
@@ -247,7 +260,7 @@ ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Op
   });
   impl_->adopt();
   state.context().watch.add_optimizer(impl_.get(),
-                                      [&optimizer] { return state_nbytes(optimizer); });
+                                      [impl = impl_.get()] { return impl->state_bytes(); });
 }
 
 ShardedOptimizer::~ShardedOptimizer() = default;
@@ -268,7 +281,9 @@ void ShardedOptimizer::Impl::step_with_others() {
   for (const auto& unit : state.units()) unit->views().check();
   restore_digits(state, segments);
   for (Segment& segment : segments) segment.digits.reset();
-  const std::vector<bool> changed = step(stopped);
+  if (outer) outer->begin_step(segments);
+  std::vector<bool> changed = step(stopped);
+  if (outer) outer->end_step(changed);
   ++steps;
   state.reducer().lockstep().end_step();
   tell(MemoryEvent::kStepEnd);
@@ -277,6 +292,23 @@ void ShardedOptimizer::Impl::step_with_others() {
   const std::string misfit = state.fit_memory();
   state.residency().on_step(changed);
   TORCH_CHECK(misfit.empty(), misfit);
+}
+
+// Replicas whose scalers skip different steps still average after equally many.
+void ShardedOptimizer::Impl::skip_step() {
+  if (!outer) return;
+  ShardedState& state = this->state();
+  const PhaseScope phase(state.context().progress, Phase::kStep);
+  follow();
+  outer->begin_step(segments);
+  const bool averages = outer->is_last();
+  if (averages) {
+    for (const auto& unit : state.units()) unit->wait();
+    state.wait_until_unread(state.stop_reading());
+  }
+  std::vector<bool> changed(state.units().size(), false);
+  outer->end_step(changed);
+  if (averages) state.residency().on_step(changed);
 }
 
 void ShardedOptimizer::step() {
@@ -319,6 +351,10 @@ int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
   return bring_units_back(state, *impl_->optimizer, impl_->segments, nbytes);
 }
 
+int64_t ShardedOptimizer::steps_since_average() const {
+  return impl_->outer ? impl_->outer->position() : 0;
+}
+
 int64_t ShardedOptimizer::steps() const { return impl_->steps; }
 void ShardedOptimizer::set_steps(int64_t steps) {
   impl_->steps = steps;
@@ -334,12 +370,21 @@ ShardedModule ShardedOptimizer::module() const { return impl_->module; }
 
 ShardMemory ShardedOptimizer::memory() const {
   ShardMemory memory = impl_->module.memory();
-  memory.optimizer_state = state_nbytes(*impl_->optimizer);
+  memory.optimizer_state = impl_->state_bytes();
   if (!impl_->state().context().offload) return memory;
-  const int64_t kept = kept_state_nbytes(impl_->state(), *impl_->optimizer, impl_->segments);
+  int64_t kept = kept_state_nbytes(impl_->state(), *impl_->optimizer, impl_->segments);
+  if (impl_->outer) kept += impl_->outer->nbytes() - impl_->outer->offloaded_nbytes();
   memory.offloaded += memory.optimizer_state - kept;
   memory.optimizer_state = kept;
   return memory;
+}
+
+OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer) {
+  return optimizer.impl_->outer.get();
+}
+void skip_step(ShardedOptimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  optimizer.impl_->skip_step();
 }
 
 void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state(); }
@@ -354,7 +399,8 @@ void give_back_optimizer(ShardedOptimizer& optimizer) {
 
 void ShardedOptimizer::unwrap() {
   at::NoGradGuard no_grad;
-  const OptimizerStateDict whole = full_state_dict(*this, /*recipient=*/-1);
+  if (impl_->outer) impl_->outer->check_averaged("unwrap");
+  const OptimizerStateDict whole = full_inner_state(*this, /*recipient=*/-1);
   torch::optim::Optimizer& optimizer = *impl_->optimizer;
   erase_state(optimizer);
   give_back_parameters(impl_->state(), optimizer, impl_->segments);

@@ -19,6 +19,8 @@ void check_foreseeable(const ShardPlan& plan) {
                               "activations is not known; give plan.resident_bytes");
   TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not supported: "
                               "the list holds parameters, not buffers");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.outer, "[plan_report] plan.outer is not supported: its report would have steps of "
+                              "two kinds. Report the plan without it and with one replica, for the steps between averages");
   TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[plan_report] plan.reduce_gradients must be true: "
                               "the bytes of a reduction by the user are not known");
 }
@@ -59,8 +61,8 @@ std::vector<ParamSlot> slots_of(const std::vector<ParameterSize>& parameters,
 }  // namespace
 
 ShardPlan foreseeable_plan(const ShardPlan& plan, bool sends_nothing) {
-  check_plan(plan);
   check_foreseeable(plan);
+  check_plan(plan);
   return with_defaults(plan, sends_nothing);
 }
 

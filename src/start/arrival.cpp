@@ -62,9 +62,11 @@ class ArrivalList {
   // Why this rank is none of those that are there.
   std::string own_contradiction() const { return contradiction(attendance_.own()); }
 
-  void wait_for_last() const {
+  void wait_for_last(const Deadline& deadline) const {
     const int64_t last = list_.empty() ? attendance_.own().size : list_.front().size;
-    wait_for_key(store_, key_of_arrival(last), Deadline(kBetweenLooks));
+    const int askers = attendance_.own().size;
+    const auto time = std::max(kBetweenLooks, 8 * pause_between_questions(askers));
+    wait_for_key(store_, key_of_arrival(last), Deadline(std::min(time, deadline.left())), askers);
   }
 
  private:
@@ -267,7 +269,7 @@ std::string arrive(Attendance& attendance, c10d::Store& store, const Deadline& d
     if (!list.refusal().empty()) return list.refusal();
     if (list.complete()) return list.has_own() ? "" : list.own_contradiction();
     if (deadline.has_passed()) C10_THROW_ERROR(DistNetworkError, "the time is over");
-    list.wait_for_last();
+    list.wait_for_last(deadline);
   }
 }
 

@@ -76,7 +76,7 @@ std::string compare_tokens(c10d::Store& store, const RankInfo& info, bool serves
                            const Deadline& deadline) {
   const std::string own = job_token(info);
   if (serves) store.set(kJobKey, "job " + own);
-  TORCH_CHECK_WITH(DistStoreError, wait_for_key(store, kJobKey, deadline),
+  TORCH_CHECK_WITH(DistStoreError, wait_for_key(store, kJobKey, deadline, info.size),
                    "the store there has no job of Tessera");
   const std::string theirs = store.get_to_str(kJobKey).substr(4);
   if (theirs == own) return "";

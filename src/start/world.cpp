@@ -63,7 +63,18 @@ Transport transport_of(const WorldOptions& options) {
   return name == "gloo" ? Transport::kGloo : Transport::kArena;
 }
 
+// Backends of c10d for host memory that LibTorch's packages are built without.
+void check_no_foreign_backend(const std::string& backend) {
+  if (find_backend(backend)) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(backend != "mpi", "[init] `backend` can't be mpi: LibTorch's packages are built without MPI, and "
+                              "Tessera needs none: a job that mpirun starts connects its ranks by gloo. Leave `backend` out");
+  TORCH_CHECK_NOT_IMPLEMENTED(backend != "ucc", "[init] `backend` can't be ucc: LibTorch's packages are built without UCC. Leave "
+                              "`backend` out (gloo), or name an accelerator's backend: ",
+                              fmt::format("{}", fmt::join(backend_names(), ", ")));
+}
+
 void check_backend(const std::string& backend) {
+  check_no_foreign_backend(backend);
   TORCH_CHECK_VALUE(backend.empty() || backend == "gloo" || find_backend(backend),
                     "[init] `backend` must be gloo or a registered backend (",
                     fmt::format("{}", fmt::join(backend_names(), ", ")), "); got \"", backend, "\"");

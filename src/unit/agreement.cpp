@@ -50,6 +50,11 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
       dtype_name(precision.reduce_dtype), precision.error_feedback,
       dtype_name(precision.gather_dtype), precision.master_only, dtype_name(precision.buffer_dtype),
       precision.cast_inputs)};
+  if (const auto& outer = plan.outer) {
+    lines.push_back(fmt::format("plan.outer every {}, learning_rate {}, momentum {}, nesterov {}",
+                                outer->every, outer->learning_rate, outer->momentum,
+                                outer->nesterov));
+  }
   for (const ParamSlot& param : params) {
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}] on {}{}",
                                 fmt::join(param.names, "' = '"), c10::toString(param.dtype),

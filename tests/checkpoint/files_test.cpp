@@ -1,4 +1,8 @@
+#include <fmt/format.h>
+#include <tessera/fake_world.h>
+
 #include "checkpoint/saved_model.h"
+#include "model/sharded_state.h"
 
 namespace tessera::testing {
 namespace files_test {
@@ -44,6 +48,39 @@ TEST(CheckpointFiles, FollowTheSafetensorsFormat) {
       end = to;
     }
     EXPECT_EQ(end, static_cast<int64_t>(file.data.size()));
+  }
+}
+
+// A rank of as many ranks as saved opens its own file, and that of rank 0, which has the buffers.
+TEST(CheckpointFiles, ARankOpensNoFilesOfOtherRanks) {
+  constexpr int kRanks = 4;
+  const ScratchDirectory scratch;
+  const auto file_of = [](int rank) {
+    return fmt::format("rank-{:05}-of-00004.safetensors", rank);
+  };
+  std::vector<torch::Tensor> shards(kRanks);
+  const auto shard_of = [](const Sharded<Picture>& sharded) {
+    std::vector<torch::Tensor> parts;
+    for (const auto& unit : sharded.state()->units()) parts.push_back(unit->updated().clone());
+    return torch::cat(parts);
+  };
+  run_world(kRanks, [&](World& world) {
+    auto sharded = fully_shard(make_picture(1));
+    save_checkpoint(scratch / "one", sharded, nullptr);
+    shards[world.rank()] = shard_of(sharded);
+  });
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto copy = scratch / fmt::format("of-{}", rank);
+    fs::copy(scratch / "one", copy);
+    for (int other = 1; other < kRanks; ++other)
+      if (other != rank) fs::remove(copy / file_of(other));
+    const auto world = fake_world(kRanks, rank);
+    auto sharded = fully_shard(make_picture(2));
+    EXPECT_FALSE(shard_of(sharded).equal(shards[rank]));
+    load_checkpoint(copy, sharded, nullptr);
+    EXPECT_TRUE(shard_of(sharded).equal(shards[rank])) << "rank " << rank;
+    fs::remove(copy / file_of(rank));
+    EXPECT_THROW(load_checkpoint(copy, sharded, nullptr), c10::Error) << "rank " << rank;
   }
 }
 

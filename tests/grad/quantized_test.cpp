@@ -4,6 +4,7 @@
 #include <tessera/process_group_decorators.h>
 
 #include "model/sharded_state.h"
+#include "support/contract.h"
 #include "support/models.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
@@ -136,6 +137,20 @@ TEST(Quantized, AWriteToAParameterIsRoundedWithItsBlockAndKeptAsItIsInTheMasterW
   };
   run_world(2, write, std::chrono::seconds(30), Transport::kGloo);
   run_arena(2, write);
+}
+
+TEST(Quantized, BackendsThatSendPlainElementsAreRefusedAtWrap) {
+  run_world(2, [](World& world) {
+    const auto group = make_process_group(Kind::kBackend, world);
+    for (auto Precision::*const field : {&Precision::reduce_dtype, &Precision::gather_dtype}) {
+      ShardPlan plan{.process_group = counting_process_group(group)};
+      plan.precision.*field = at::kChar;
+      const auto net = std::make_shared<Mlp>();
+      expect_error([&] { fully_shard(net, plan); },
+                   {"[fully_shard]", "messages over gloo can't be sent as int8"});
+      fully_shard(net, {.process_group = group});  // nothing of it was changed
+    }
+  });
 }
 
 TEST(Quantized, PlansThatContradictAreRefused) {

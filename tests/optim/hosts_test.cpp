@@ -121,5 +121,44 @@ TEST(TrainingOnHosts, SendsAShardOncePerHost) {
   });
 }
 
+// ZeRO++'s secondary shards (hpZ): with `resident_bytes` a host keeps the parameters whole from
+// forward to backward, in one copy that its ranks share, and no gather of backward leaves it.
+TEST(TrainingOnHosts, ParametersThatStayOnTheHostAreSentOnceAStep) {
+  TESSERA_ON_HOST_ONLY("parameters in shared memory");
+  for (const int64_t resident_bytes : {0, -1}) {
+    run_hosts(4, by_halves, [&](World& world) {
+      const auto counter = counting_process_group(world.process_group());
+      auto net = seeded(3, [] { return std::make_shared<Mlp>(37, 4, 5); });
+      torch::optim::SGD inner(net->parameters(), torch::optim::SGDOptions(0.1));
+      auto sharded = fully_shard(
+          net, {.unit_bytes = 0, .resident_bytes = resident_bytes, .process_group = counter});
+      ShardedOptimizer optimizer(sharded, inner);
+      // To the one other host.
+      int64_t shards = 0;
+      for (const auto& unit : sharded.state()->units())
+        shards += unit->layout().shard_numel(world.rank()) * 4;
+      const Batch batch = global_batch(0, 12, 37, 5);
+      const auto loss = [&] { return rank_loss(*net, batch, world.rank(), world.size(), 0); };
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        loss().backward();
+        optimizer.step();
+      }
+      optimizer.zero_grad();
+      counter->reset_counts();
+      const auto forward = loss();
+      const int64_t in_forward = counter->counts().all_gather.bytes_sent;
+      forward.backward();
+      const int64_t in_backward = counter->counts().all_gather.bytes_sent - in_forward;
+      if (resident_bytes < 0) {
+        EXPECT_LE(in_forward, shards);
+        EXPECT_EQ(in_backward, 0);
+      } else {
+        EXPECT_GT(in_backward, shards / 2);
+      }
+    });
+  }
+}
+
 }  // namespace hosts_test
 }  // namespace tessera

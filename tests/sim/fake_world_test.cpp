@@ -117,7 +117,7 @@ TEST(FakeWorld, ARankIssuesTheCollectivesOfThatRankOfARealWorldInTheirOrder) {
   }
 }
 
-// --- 1,024 ranks
+// --- many ranks
 // ------------------------------------------------------------------------------------------------
 
 // Counts the allocations of tensors on this thread.
@@ -167,7 +167,7 @@ HostWork work_of_a_step(int size, ShardPlan plan, bool replicated) {
   const auto counter = counting_process_group(groups.shard);
   plan.process_group = counter;
   if (replicated) plan.replicate_group = groups.replicate;
-  // Rank 0 has a part of each weight, even where 1,024 ranks share it.
+  // Rank 0 has a part of each weight, even where 4,096 ranks share it.
   const auto net = seeded(3, [] { return std::make_shared<BlockNet>(128, 4, /*bias=*/false); });
   PaperJob<BlockNet> job(net, plan);
   const auto x = torch::ones({2, 128});
@@ -180,7 +180,7 @@ HostWork work_of_a_step(int size, ShardPlan plan, bool replicated) {
       *counter);
 }
 
-TEST(FakeWorld, AStepTakesAsManyOperatorsAllocationsAndCollectivesOn1024RanksAsOn8) {
+TEST(FakeWorld, AStepTakesAsManyOperatorsAllocationsAndCollectivesOn4096RanksAsOn8) {
   for (const bool replicated : {false, true}) {
     for (const auto level : kAllLevels) {
       for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
@@ -189,7 +189,7 @@ TEST(FakeWorld, AStepTakesAsManyOperatorsAllocationsAndCollectivesOn1024RanksAsO
         EXPECT_GT(few.operators, 50);
         EXPECT_GT(few.allocations, 10);
         EXPECT_GT(few.collectives, 5);
-        for (const int size : {64, 1024}) {
+        for (const int size : {64, 512, 4096}) {
           EXPECT_EQ(work_of_a_step(size, plan, replicated), few)
               << size << " ranks, level " << static_cast<int>(level) << ", partition "
               << static_cast<int>(partition) << (replicated ? ", replicated" : "");

@@ -240,6 +240,14 @@ TEST(Arrive, AsksForManyRanksAtOnce) {
   EXPECT_LE(counting.requests, 3 + 2 * kRanks / 256);
 }
 
+// All ranks that wait together ask a store no more often than a few do.
+TEST(Arrive, AsksSeldomWhereManyRanksWait) {
+  CountsRequests counting("ranks", c10::make_intrusive<c10d::HashStore>());
+  Attendance first(arrival(0, 4096), {});
+  EXPECT_THROW(arrive(first, counting, Deadline(500ms)), c10::DistNetworkError);
+  EXPECT_LE(counting.requests, 12);
+}
+
 // A rank that has its number, but has not written its facts.
 TEST(Arrive, ReadsThoseBeforeARankThatIsLate) {
   CountsRequests counting("ranks", c10::make_intrusive<c10d::HashStore>());

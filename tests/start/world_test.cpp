@@ -15,6 +15,7 @@
 #include "start/job_token.h"
 #include "start/slurm.h"
 #include "start/store_listener.h"
+#include "support/models.h"
 #include "support/run_world.h"
 
 extern char** environ;
@@ -380,6 +381,11 @@ TEST(World, RefusesAProcessGroupOfOtherRanks) {
 TEST(Init, RefusesUnknownBackendsAndTimeouts) {
   Environment environment({});
   EXPECT_THROW(static_cast<void>(init({.backend = "smoke"})), c10::ValueError);
+  // c10d has these, and LibTorch's packages do not.
+  for (const char* const name : {"mpi", "ucc"})
+    testing::expect_error(
+        [&] { static_cast<void>(init({.backend = name})); },
+        {std::string("can't be ") + name, "LibTorch's packages are built without"});
   EXPECT_THROW(static_cast<void>(init({.timeout = -1s})), c10::ValueError);
   const auto store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THROW(static_cast<void>(init(store, 2, 2)), c10::ValueError);
