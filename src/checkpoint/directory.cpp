@@ -10,10 +10,12 @@
 #include <atomic>
 #include <cctype>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <future>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -42,6 +44,9 @@ namespace {
 
 constexpr const char* kInMountPoint = "checkpoint";
 
+// For how long a save tries to lock its draft.
+constexpr std::chrono::milliseconds kWaitForDraft(100);
+
 fs::path with_suffix(const fs::path& path, const char* suffix) { return path.string() + suffix; }
 
 bool is_checkpoint_file(const fs::path& file) {
@@ -53,13 +58,17 @@ bool is_checkpoint_file(const fs::path& file) {
 // Throws unless `path` may be removed.
 void check_removable(const fs::path& path) {
   if (!fs::exists(fs::symlink_status(path))) return;
-  TORCH_CHECK_VALUE(fs::is_directory(path), "[save_checkpoint] '", path.string(),
-                    "' must be a new path or a checkpoint's directory; got a file");
-  for (const auto& entry : fs::directory_iterator(path)) {
-    TORCH_CHECK_VALUE(is_checkpoint_file(entry.path()), "[save_checkpoint] '", path.string(),
+  std::error_code error;
+  auto entry = fs::directory_iterator(path, error);
+  if (error == std::errc::no_such_file_or_directory) return;  // another save has removed it
+  TORCH_CHECK_VALUE(!error, "[save_checkpoint] '", path.string(),
+                    "' must be a new path or a checkpoint's directory; got ",
+                    error == std::errc::not_a_directory ? "a file" : error.message());
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    TORCH_CHECK_VALUE(is_checkpoint_file(entry->path()), "[save_checkpoint] '", path.string(),
                       "' must be a new path or hold nothing but a checkpoint, because it will be "
                       "replaced; it has '",
-                      entry.path().filename().string(), "'");
+                      entry->path().filename().string(), "'");
   }
 }
 
@@ -96,11 +105,15 @@ void remove_checkpoint(const fs::path& path) noexcept {
 
 // Removes a draft that a save left behind, for example one that was killed: a draft that is not
 // locked and contains only a checkpoint's files. Where locks are not supported, removes none.
-void remove_abandoned_draft(const fs::path& draft) noexcept {
+// It is renamed to `removed` first, because a save may want a draft of this name meanwhile.
+void remove_abandoned_draft(const fs::path& draft, const fs::path& removed) noexcept {
   try {
     check_removable(draft);
     File directory = File::open_directory(draft);
-    if (directory.lock() == File::Lock::kTaken && directory.is_there()) remove_checkpoint(draft);
+    if (directory.lock() != File::Lock::kTaken || !directory.is_there()) return;
+    std::error_code error;
+    fs::rename(draft, removed, error);
+    remove_checkpoint(error ? draft : removed);
   } catch (const std::exception&) {
     // It belongs to another save, or no longer exists.
   }
@@ -205,7 +218,8 @@ void remove_abandoned(const fs::path& path, const std::string& suffix) {
   if (!own) return;
   for (const Numbered& item : list(path.parent_path(), suffix))
     if (item.prefix == own->prefix && item.path != path)
-      remove_abandoned_draft(item.path.string() + suffix);
+      remove_abandoned_draft(with_suffix(item.path, suffix.c_str()),
+                             with_suffix(item.path, kRemoved));
 }
 
 // Renamed first, it is no checkpoint to any reader, even if the removal is interrupted.
@@ -223,7 +237,6 @@ void remove_older(const fs::path& path, int keep) noexcept {
   try {
     const auto last = numbered(path);
     if (keep <= 0 || !last) return;
-    remove_abandoned(path, kRemoved);
     std::vector<Numbered> older = list_checkpoints(path.parent_path());
     std::erase_if(older, [&](const Numbered& item) {
       return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
@@ -269,13 +282,22 @@ void CheckpointDirectory::prepare() {
 }
 
 void CheckpointDirectory::take_draft() {
-  // Another save may publish or remove the draft between two steps here: then make a new one.
-  while (!held_) {
-    fs::create_directories(draft_);
-    File draft = File::open_directory(draft_);
-    TORCH_CHECK(draft.lock() != File::Lock::kHeld, "[save_checkpoint] another save to '", path_.string(),
+  using Clock = std::chrono::steady_clock;
+  // Another save may publish or remove the draft between two steps here: then make a new one. A
+  // save of the same series locks it for a moment, to find out whether it is abandoned.
+  const Clock::time_point end = Clock::now() + kWaitForDraft;
+  std::error_code error;
+  fs::create_directories(draft_.parent_path(), error);
+  TORCH_CHECK_VALUE(!error, "[save_checkpoint] could not create the directory of '", draft_.string(),
+                    "': ", error.message());
+  for (; !held_; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    TORCH_CHECK(Clock::now() < end, "[save_checkpoint] another save to '", path_.string(),
                 "' is under way, of this job or another one; give each job a path of its own");
-    if (draft.is_there()) held_.emplace(std::move(draft));
+    TORCH_CHECK_VALUE(::mkdir(draft_.c_str(), 0777) == 0 || errno == EEXIST, "[save_checkpoint] could not create '",
+                      draft_.string(), "': ", std::strerror(errno));
+    std::optional<File> draft = File::open_directory_if_there(draft_);
+    if (draft && draft->lock() != File::Lock::kHeld && draft->is_there())
+      held_.emplace(std::move(*draft));
   }
 }
 
@@ -331,6 +353,7 @@ fs::path readable_checkpoint(const fs::path& path) {
 void remove_abandoned_drafts(const fs::path& path) noexcept {
   try {
     remove_abandoned(path, ".tmp");
+    remove_abandoned(path, kRemoved);
   } catch (const std::exception&) {
     // A draft that stays takes space, and does no harm.
   }

@@ -61,7 +61,15 @@ File File::create(const std::filesystem::path& path) {
 }
 
 File File::open_directory(const std::filesystem::path& path) {
+  std::optional<File> directory = open_directory_if_there(path);
+  TORCH_CHECK_VALUE(directory, "[checkpoint] could not open the directory '", path.string(),
+                    "': ", std::strerror(ENOENT));
+  return std::move(*directory);
+}
+
+std::optional<File> File::open_directory_if_there(const std::filesystem::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0 && errno == ENOENT) return std::nullopt;
   TORCH_CHECK_VALUE(fd >= 0, "[checkpoint] could not open the directory '", path.string(),
                     "': ", std::strerror(errno));
   return File(fd, path.string());

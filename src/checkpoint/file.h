@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 
 namespace tessera {
@@ -13,6 +14,8 @@ class File {
   /// Creates an empty file for writing.
   static File create(const std::filesystem::path& path);
   static File open_directory(const std::filesystem::path& path);
+  /// Returns nothing if the path does not exist.
+  static std::optional<File> open_directory_if_there(const std::filesystem::path& path);
   /// Opens a file for reading. Throws `c10::ValueError` for anything but a regular file, such as a
   /// named pipe, on which a read would wait.
   static File open_file(const std::filesystem::path& path);

@@ -146,8 +146,8 @@ void check_paths_differ(ProcessGroup& replicas, const std::filesystem::path& pat
   for (size_t i = 0; i < paths.size(); ++i) {
     for (size_t j = 0; j < i; ++j)
       TORCH_CHECK_VALUE(paths[i] != paths[j], "[save_checkpoint] with plan.outer each replica has an optimizer state of its "
-                        "own, and must save to a directory of its own (add the number of the replica, "
-                        "plan.replicate_group->rank()); replicas ", j, " and ", i, " save to '", paths[i], "'");
+                        "own, and must save to a directory of its own, such as runs/replica-1/step-100 with "
+                        "plan.replicate_group->rank() in it; replicas ", j, " and ", i, " save to '", paths[i], "'");
   }
 }
 

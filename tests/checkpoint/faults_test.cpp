@@ -271,7 +271,7 @@ TEST(CheckpointPlaces, ASecondSaveToADirectoryIsRefusedAndTheFirstOneIsWhole) {
       Filled first(1), second(2);
       if (replaces) save_checkpoint(scratch / "one", *Filled(0).sharded, nullptr);
       // Slow enough to be under way when the second save starts.
-      AsyncCheckpointer checkpointer({.bytes_per_second = world.rank() == 0 ? 20'000. : 40'000.});
+      AsyncCheckpointer checkpointer({.bytes_per_second = world.rank() == 0 ? 1'500. : 3'000.});
       checkpointer.save(scratch / "one", *first.sharded, nullptr);
       for (const bool whole : {false, true}) {
         expect_contains(error_of([&] {

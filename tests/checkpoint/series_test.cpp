@@ -1,6 +1,8 @@
 // Numbered checkpoints: which ones are removed, and the leftovers of killed saves.
 #include <fmt/format.h>
 
+#include <future>
+
 #include "checkpoint/directory.h"
 #include "checkpoint/saved_model.h"
 
@@ -73,6 +75,26 @@ TEST(CheckpointSeries, DraftsOfKilledSavesAreRemovedByTheNextSave) {
   make_draft("step-100.tmp", "rank-00000-of-00002.safetensors");
   save(scratch / "best", 0);
   EXPECT_TRUE(fs::exists(scratch / "step-100.tmp"));
+}
+
+// As replicas do that save `step-100-0`, `step-100-1`, ... together.
+TEST(CheckpointSeries, SavesOfOneSeriesMayBeginAtOnce) {
+  const ScratchDirectory scratch;
+  const auto save_often = [&](int number) {
+    for (int i = 0; i < 300; ++i) {
+      CheckpointDirectory directory(scratch / ("step-" + std::to_string(number)));
+      directory.prepare();
+      write_text(directory.draft() / "rank-00000-of-00001.safetensors", "some");
+      remove_abandoned_drafts(directory.path());
+      EXPECT_TRUE(fs::exists(directory.draft() / "rank-00000-of-00001.safetensors"));
+      directory.discard();
+    }
+  };
+  std::vector<std::future<void>> saves;
+  for (int number = 1; number <= 4; ++number)
+    saves.push_back(std::async(std::launch::async, save_often, number));
+  for (auto& save : saves) EXPECT_NO_THROW(save.get());
+  EXPECT_EQ(names_in(scratch.path()), Lines());
 }
 
 }  // namespace series_test
