@@ -13,10 +13,16 @@
 
 namespace tessera {
 
-/// While an instance lives, an operator on DistTensors that has no rule for its call throws
-/// `c10::NotImplementedError` on this thread, and in a backward that it runs, instead of computing
-/// on whole tensors on every rank. The message names the operator, the placements of its tensors,
-/// and, if `distribute_module()` placed it, the module in or after which the operator runs.
+/// While an instance lives, an operator on DistTensors that needs shards of other ranks throws
+/// `c10::NotImplementedError` on this thread, and in a backward that it runs, instead of gathering
+/// them: a softmax along a dim that its function can't reduce in parts, `cat` along a cut dim, or
+/// an operator that has no rule for its call and is computed on whole tensors on every rank. The
+/// message names the operator, the placements and bytes of its tensors, and, if
+/// `distribute_module()` placed it, the module in or after which the operator runs.
+///
+/// Pending reductions, `redistribute()` and `full_tensor()` are no gathers of this kind, nor is the
+/// placement of a gradient like its parameter. Without such a guard, each operator, module and
+/// placements is warned of once.
 ///
 /// Outside of such a guard, the environment variable `TESSERA_STRICT=1` has the same effect. Guards
 /// nest.
@@ -32,7 +38,7 @@ class TESSERA_API StrictOperators {
 };
 
 /// Counts the collectives that this thread issues while an instance lives, and those of a backward
-/// that it runs, by kind and by purpose:
+/// that it runs, by kind, module and purpose:
 /// the operator (`aten::mm`) or `redistributed tensor`, and, for `fully_shard`, the unit.
 ///
 /// ```cpp
@@ -49,6 +55,9 @@ class TESSERA_API CommDebug {
     std::string subject;  ///< its purpose: the operator, the unit, ...
     int64_t calls = 0;
     int64_t bytes = 0;  ///< of the whole buffer; for an all-to-all, of all that this rank sends
+    /// For operators on DistTensors: the module whose parameter was used last before, in forward
+    /// and in backward, if `distribute_module()` placed it; else empty.
+    std::string module;
   };
 
   CommDebug();
@@ -61,7 +70,7 @@ class TESSERA_API CommDebug {
   /// Totals over all entries, over those of one kind, or over those of one kind and subject.
   int64_t calls(const std::string& kind = "", const std::string& subject = "") const;
   int64_t bytes(const std::string& kind = "", const std::string& subject = "") const;
-  /// Returns the entries as a table.
+  /// Returns the entries as a table, by module if there are any.
   std::string describe() const;
   void reset() { entries_.clear(); }
 
@@ -70,7 +79,7 @@ class TESSERA_API CommDebug {
   // Counts a collective in all scopes around the call: under the subject up to " (", as the shapes
   // and placements after that serve only the comparison between ranks.
   static void count(const Collective& collective);
-  void add(const char* kind, int64_t bytes, std::string_view subject);
+  void add(const char* kind, int64_t bytes, std::string_view subject, const std::string& module);
 
   std::vector<Entry> entries_;
   CommDebug* const outer_;

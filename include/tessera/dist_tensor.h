@@ -65,6 +65,11 @@ TESSERA_API at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mes
 /// Throws `c10::ValueError` for an ordinary tensor.
 TESSERA_API at::Tensor to_local(const at::Tensor& tensor);
 
+/// The same, but gradients of the part have these placements: `Partial` where each rank computes a
+/// term of the gradient, as it uses the whole tensor with its part of another one. Throws
+/// `c10::ValueError` unless they cut the same dims as those of `tensor`.
+TESSERA_API at::Tensor to_local(const at::Tensor& tensor, Placements gradient_placements);
+
 /// Returns the same global tensor with other placements; differentiable, and never changes
 /// `tensor`.
 ///

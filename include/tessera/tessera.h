@@ -5,6 +5,7 @@
 #include <tessera/async_checkpoint.h>
 #include <tessera/checkpoint.h>
 #include <tessera/checkpoint_files.h>
+#include <tessera/context_parallel.h>
 #include <tessera/cpu_adam.h>
 #include <tessera/deferred_init.h>
 #include <tessera/device_mesh.h>
@@ -14,6 +15,7 @@
 #include <tessera/dialects/paddle_shard_layer.h>
 #include <tessera/dist_dataloader.h>
 #include <tessera/dist_debug.h>
+#include <tessera/dist_factories.h>
 #include <tessera/dist_optimizer.h>
 #include <tessera/dist_tensor.h>
 #include <tessera/distribute_module.h>
@@ -22,10 +24,13 @@
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>
 #include <tessera/join.h>
+#include <tessera/local_map.h>
 #include <tessera/memory_sample.h>
 #include <tessera/memory_tracer.h>
+#include <tessera/operator_rules.h>
 #include <tessera/optimizer_state_dict.h>
 #include <tessera/page_heap.h>
+#include <tessera/parallelize.h>
 #include <tessera/placement.h>
 #include <tessera/process_group.h>
 #include <tessera/process_group_decorators.h>

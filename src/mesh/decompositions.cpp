@@ -23,13 +23,14 @@ at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::I
 
 }  // namespace
 
-Decomposition find_decomposition(std::string_view name) {
+const DecompositionEntry* find_decomposition(std::string_view name) {
   static const auto* const known = [] {
-    auto* const map = new std::unordered_map<std::string, Decomposition>();
+    auto* const map = new std::unordered_map<std::string, const DecompositionEntry*>();
     for (const auto family :
-         {loss_decompositions(), reduction_decompositions(), batch_norm_decompositions()}) {
-      for (const auto& [own_name, decompose] : family)
-        map->emplace("aten::" + std::string(own_name), decompose);
+         {loss_decompositions(), reduction_decompositions(), batch_norm_decompositions(),
+          view_decompositions(), embedding_bag_decompositions()}) {
+      for (const DecompositionEntry& entry : family)
+        map->emplace("aten::" + std::string(entry.name), &entry);
     }
     return map;
   }();
@@ -81,6 +82,13 @@ bool finish(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   torch::jit::drop(stack, op.schema().arguments().size());
   for (const at::Tensor& result : results) stack.emplace_back(result);
   return true;
+}
+
+bool is_cut_along(const at::Tensor& tensor, int64_t dim) {
+  const DistMeta* const meta = find_dist_meta(tensor);
+  return meta && std::ranges::any_of(meta->spec->placements, [dim](const Placement& placement) {
+           return is_shard(placement, dim);
+         });
 }
 
 at::ScalarType sum_dtype(at::ScalarType dtype) {

@@ -27,15 +27,20 @@ using Decomposition = bool (*)(const c10::OperatorHandle& op, torch::jit::Stack&
 struct DecompositionEntry {
   std::string_view name;  ///< of the operator, without namespace and overload
   Decomposition decompose;
+  /// Other operators on DistTensors are all that it calls: ranks that are not in the mesh call them
+  /// too, and so learn the placements of the result.
+  bool is_composed = false;
 };
 
 /// The decompositions, by family.
 std::span<const DecompositionEntry> loss_decompositions();
 std::span<const DecompositionEntry> reduction_decompositions();
 std::span<const DecompositionEntry> batch_norm_decompositions();
+std::span<const DecompositionEntry> view_decompositions();
+std::span<const DecompositionEntry> embedding_bag_decompositions();
 
 /// Returns the decomposition of an operator named with its namespace; null if it has none.
-Decomposition find_decomposition(std::string_view name);
+const DecompositionEntry* find_decomposition(std::string_view name);
 
 /// Registers replacements for composite operators of LibTorch that do more than call other
 /// operators. Must be called once in a process.
@@ -63,6 +68,9 @@ struct DecomposedCall : NamedArguments {
 /// Replaces the arguments of `op` by `results`; returns true.
 bool finish(const c10::OperatorHandle& op, torch::jit::Stack& stack,
             const std::vector<at::Tensor>& results);
+
+/// True if `tensor` is a DistTensor that is cut along `dim`.
+bool is_cut_along(const at::Tensor& tensor, int64_t dim);
 
 /// Returns the dtype in which sums of `dtype` are computed: float for shorter ones.
 at::ScalarType sum_dtype(at::ScalarType dtype);

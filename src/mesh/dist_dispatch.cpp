@@ -22,6 +22,7 @@
 #include "device/device.h"
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
+#include "group/module_of_operators.h"
 #include "mesh/decompositions.h"
 #include "mesh/gradient_placement.h"
 #include "mesh/op_plan.h"
@@ -51,6 +52,7 @@ constexpr size_t kMostPlans = 20'000;
 struct CachedPlan {
   std::optional<OpPlan> plan;
   std::vector<DistSpecPtr> keys;  // their addresses are in the key; all on one mesh
+  bool is_told = false;           // that it gathers
   std::optional<Stack> outside;   // results without data, for ranks that are not in the mesh
 };
 
@@ -187,16 +189,6 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   });
 }
 
-void warn_once(const std::string& name) {
-  static std::mutex mutex;
-  static auto* const warned = new std::set<std::string>();
-  const std::lock_guard lock(mutex);
-  if (warned->insert(name).second)
-    TORCH_WARN("[tessera] ", name,
-               " has no rule for DistTensors that fits this call: every rank "
-               "computes it on whole tensors");
-}
-
 // For an operator that reads strides: `part`, in memory laid out as that of `tensor` would be.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& part) {
   if (part.strides() == tensor.strides()) return part;
@@ -307,11 +299,15 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
   });
 }
 
-// Operators that have no rule because they are meant to be computed on whole tensors.
+}  // namespace
+
 bool is_meant_whole(const std::string& name) {
   return name == "aten::_local_scalar_dense" || name == "aten::equal" ||
-         name == "aten::multinomial" || name == "aten::_amp_update_scale_";
+         name == "aten::multinomial" || name == "aten::_linalg_check_errors" ||
+         name == "aten::_amp_update_scale_";
 }
+
+namespace {
 
 void replacing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
@@ -326,11 +322,13 @@ void dist_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   at::AutoDispatchBelowADInplaceOrView below;
   if (!mesh.is_member())
     return call_outside(op, mesh, cached->plan ? &*cached->plan : nullptr, cached->outside, stack);
-  if (cached->plan) return call_planned(op, *cached->plan, stack);
-  if (!is_meant_whole(op.schema().name())) {
-    if (is_strict()) refuse_without_rule(op, arguments);
-    warn_once(op.schema().name());
+  if (cached->plan) {
+    if (!cached->plan->gathered_inputs.empty() &&
+        (is_strict() || !std::exchange(cached->is_told, true)))
+      tell_gather(op, arguments, cached->plan->inputs);
+    return call_planned(op, *cached->plan, stack);
   }
+  if (!is_meant_whole(op.schema().name())) tell_without_rule(op, arguments);
   call_replicated(op, mesh, stack);
 }
 
@@ -355,9 +353,10 @@ void decomposing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   const KeepTerms keep;
   place_gradients_of(arguments);
-  if (mesh_of_arguments(op, arguments).is_member()) {
+  const DecompositionEntry& entry = *find_decomposition(op.schema().name());
+  if (entry.is_composed || mesh_of_arguments(op, arguments).is_member()) {
     at::AutoDispatchBelowADInplaceOrView below;
-    if (find_decomposition(op.schema().name())(op, *stack)) return;
+    if (entry.decompose(op, *stack)) return;
   }
   dist_kernel(op, keys, stack);
 }
@@ -367,7 +366,7 @@ torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
   if (replaces_tensor(schema)) return CppFunction::makeFromBoxedFunction<&replacing_kernel>();
   if (takes_lists(schema)) return CppFunction::makeFromBoxedFunction<&list_kernel>();
   if (draws_numbers(schema)) return CppFunction::makeFromBoxedFunction<&random_kernel>();
-  if (find_decomposition(schema.name()) && !schema.is_mutable())
+  if (find_decomposition(schema.name()))
     return CppFunction::makeFromBoxedFunction<&decomposing_kernel>();
   return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
@@ -376,6 +375,8 @@ bool has_kernel_of(const c10::OperatorHandle& op, c10::DeviceType device) {
   return op.hasKernelForDispatchKey(backend_key(device));
 }
 
+}  // namespace
+
 bool has_own_kernel(const c10::OperatorHandle& op) {
   const bool is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   return has_kernel_of(op, at::kCPU) ||
@@ -383,6 +384,8 @@ bool has_own_kernel(const c10::OperatorHandle& op) {
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }
+
+namespace {
 
 // For `set_data()`. LibTorch's own answer is no for tensors on devices that register themselves
 // (PrivateUse1), unless both have the same keys, which a DistTensor and an ordinary tensor never
@@ -397,6 +400,7 @@ void register_dist_operators() {
   static std::once_flag once;
   std::call_once(once, [] {
     register_composites();
+    set_module_of_operators(&last_module);
     static auto* const library = new torch::Library(
         torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse3, __FILE__, __LINE__);
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -411,6 +415,30 @@ void register_dist_operators() {
     for (torch::Library* keys : {library, autograd})
       keys->impl("_has_compatible_shallow_copy_type", &can_take_data_of);
   });
+}
+
+void register_rule(const std::string& name, Rule rule, const RuleOptions& options) {
+  register_dist_operators();
+  TORCH_CHECK_VALUE(rule, "[register_rule] rule must be a function; got none for '", name, "'");
+  std::vector<c10::OperatorHandle> overloads;
+  for (const c10::OperatorName& known : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (known.name != name) continue;
+    if (const auto op = c10::Dispatcher::singleton().findSchema(known)) overloads.push_back(*op);
+  }
+  TORCH_CHECK_VALUE(!overloads.empty(), "[register_rule] name must be that of an operator, with its namespace, which is defined "
+                    "before; got '", name, "'");
+  std::erase_if(overloads, [](const c10::OperatorHandle& op) { return !has_own_kernel(op); });
+  TORCH_CHECK_VALUE(!overloads.empty(), "[register_rule] '", name, "' has no kernel of its own: it arrives as the operators that it "
+                    "is composed of, and needs no rule");
+  for (const c10::OperatorHandle& op : overloads)
+    TORCH_CHECK_VALUE(!find_rule(op.schema()), "[register_rule] '", name, "' has a rule already");
+  add_rule(name, rule, options);
+  const std::string library = name.substr(0, name.find("::"));
+  if (library == "aten") return;
+  auto* const kernels = new torch::Library(torch::Library::IMPL, library,
+                                           c10::DispatchKey::PrivateUse3, __FILE__, __LINE__);
+  for (const c10::OperatorHandle& op : overloads)
+    kernels->impl(c10::toString(op.operator_name()).c_str(), kernel_of(op.schema()));
 }
 
 }  // namespace tessera

@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <string>
+
 namespace tessera {
 
 /// Registers the operators of LibTorch for DistTensors. Called wherever a DistTensor is made; only
@@ -35,6 +37,13 @@ bool draws_numbers(const c10::FunctionSchema& schema);
 /// Throws `c10::ValueError` on all ranks if the states of their generators differ, and names those
 /// ranks. Collective on the first call of a thread for a mesh and a generator.
 bool call_random(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+/// True for an operator of LibTorch that is registered for DistTensors: others arrive as the
+/// operators that they are composed of.
+bool has_own_kernel(const c10::OperatorHandle& op);
+
+/// True for an operator that has no rule because it is meant to be computed on whole tensors.
+bool is_meant_whole(const std::string& name);
 
 /// True for an operator with arguments to which results are written (`add.out`), or that changes
 /// the shape of a tensor in place (`t_`).

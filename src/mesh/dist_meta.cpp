@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "mesh/module_functions.h"
 #include "mesh/view_source.h"
 
 namespace tessera {
@@ -34,12 +35,28 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});
-  const auto keys = kOwnKeys | c10::DispatchKeySet(backend_key(local.device().type()));
+  auto keys = kOwnKeys | c10::DispatchKeySet(backend_key(local.device().type()));
+  if (meta->parameter && !meta->parameter->functions.empty()) keys = keys.add(kModuleKey);
   auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));
   impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
   return at::Tensor(std::move(impl));
+}
+
+// A split must cut its dim evenly, and no other mesh dim may shard that dim.
+void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef sizes) {
+  for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
+    if (!is_split(spec.placements[i])) continue;
+    const auto& [dim, factor] = std::get<Shard>(spec.placements[i]);
+    const int64_t ranks = spec.mesh.size(i);
+    TORCH_CHECK_VALUE(sizes[dim] % (factor * ranks) == 0, "[", function, "] a dim with a split must be a multiple of the split factor "
+                      "times the ranks of the mesh dim; expected one of ", factor, " * ", ranks, ", got dim ", dim, " of size ",
+                      sizes[dim], " (", to_string(spec.placements), ")");
+    for (int64_t j = 0; j < spec.mesh.ndim(); ++j)
+      TORCH_CHECK_VALUE(j == i || !is_shard(spec.placements[j], dim), "[", function, "] only one mesh dim may shard a dim with a split; "
+                        "got dim ", dim, " sharded by mesh dims ", i, " and ", j, " (", to_string(spec.placements), ")");
+  }
 }
 
 }  // namespace
@@ -54,6 +71,14 @@ DistSpecPtr intern(const DeviceMesh& mesh, Placements placements) {
   auto made = std::make_shared<const DistSpec>(DistSpec{mesh, std::move(placements)});
   known.push_back(made);
   return made;
+}
+
+DistSpecPtr checked_spec(const char* function, const DeviceMesh& mesh, Placements placements,
+                         at::IntArrayRef sizes) {
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  DistSpecPtr spec = intern(mesh, normalize(std::move(placements), mesh.ndim(), ndim));
+  check_splits(function, *spec, sizes);
+  return spec;
 }
 
 Placements without_partial(Placements placements) {

@@ -8,8 +8,11 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace tessera {
+
+struct ModuleFunctions;
 
 /// How a DistTensor is placed on its mesh. Shared by all tensors that one operator's rule made.
 struct DistSpec {
@@ -24,6 +27,13 @@ using DistSpecPtr = std::shared_ptr<const DistSpec>;
 /// can be recognized by their address.
 DistSpecPtr intern(const DeviceMesh& mesh, Placements placements);
 
+/// Returns the spec of a tensor of these global sizes; `placements` need not be normalized.
+///
+/// Throws `c10::ValueError` that names `function` as `normalize()` does, and for splits that don't
+/// cut their dim evenly, or together with another mesh dim.
+DistSpecPtr checked_spec(const char* function, const DeviceMesh& mesh, Placements placements,
+                         at::IntArrayRef sizes);
+
 /// `Replicate` on every mesh dim.
 inline Placements replicated(const DeviceMesh& mesh) {
   return Placements(mesh.ndim(), Replicate{});
@@ -36,6 +46,8 @@ struct DistParameter {
   std::string name;  ///< dotted; may be empty
   /// Placements of its gradients as they are accumulated; null: the parameter's own.
   DistSpecPtr gradients;
+  /// Of the modules whose weight this is; see mesh/module_functions.h.
+  std::vector<std::shared_ptr<const ModuleFunctions>> functions;
 };
 
 class ViewSource;
@@ -62,6 +74,11 @@ struct DistMeta final : c10::BackendMeta {
   /// Set for a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
   std::shared_ptr<ViewSource> source;
   const std::shared_ptr<const DistParameter> parameter;  ///< null for other tensors
+  /// Of a view of a parameter: that parameter.
+  std::shared_ptr<const DistParameter> shown_parameter;
+  /// Equal for a result of an operator and its views, and for no other tensors of the thread; 0 for
+  /// tensors whose memory may be the user's.
+  int64_t family = 0;
   bool reduces_once = false;  ///< the first operator that needs the values reduces them for all
   bool is_shown = false;      ///< other DistTensors may share the memory of `local`
 

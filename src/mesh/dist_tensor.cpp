@@ -7,12 +7,14 @@
 #include <tessera/dist_tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <ostream>
 #include <utility>
 
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/gradient_placement.h"
+#include "mesh/kept_gather.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
@@ -41,25 +43,6 @@ void keep(AutogradContext* context, const DistSpecPtr& spec, at::IntArrayRef siz
 DistSpecPtr kept_spec(AutogradContext* context) {
   return c10::static_intrusive_pointer_cast<SpecHolder>(context->saved_data[kSpec].toCapsule())
       ->spec;
-}
-
-DistSpecPtr make_spec(const DeviceMesh& mesh, Placements placements, int64_t tensor_ndim) {
-  return intern(mesh, normalize(std::move(placements), mesh.ndim(), tensor_ndim));
-}
-
-// A split must cut its dim evenly, and no other mesh dim may shard that dim.
-void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef sizes) {
-  for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
-    if (!is_split(spec.placements[i])) continue;
-    const auto& [dim, factor] = std::get<Shard>(spec.placements[i]);
-    const int64_t ranks = spec.mesh.size(i);
-    TORCH_CHECK_VALUE(sizes[dim] % (factor * ranks) == 0, "[", function, "] a dim with a split must be a multiple of the split factor "
-                      "times the ranks of the mesh dim; expected one of ", factor, " * ", ranks, ", got dim ", dim, " of size ",
-                      sizes[dim], " (", to_string(spec.placements), ")");
-    for (int64_t j = 0; j < spec.mesh.ndim(); ++j)
-      TORCH_CHECK_VALUE(j == i || !is_shard(spec.placements[j], dim), "[", function, "] only one mesh dim may shard a dim with a split; "
-                        "got dim ", dim, " sharded by mesh dims ", i, " and ", j, " (", to_string(spec.placements), ")");
-  }
 }
 
 // A gradient, placed for the tensor that `context` has kept: every rank's term of a pending
@@ -99,15 +82,18 @@ struct FromLocal : Function<FromLocal> {
 };
 
 struct ToLocal : Function<ToLocal> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
+                            const DistSpecPtr& of_gradient) {
     const DistMeta& meta = dist_meta("to_local", tensor);
-    keep(context, meta.spec, tensor.sizes());
+    keep(context, of_gradient, tensor.sizes());
+    show_family(meta);
     return local_part(meta).detach();
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const DistSpecPtr spec = kept_spec(context);
-    return {from_local(gradients[0], spec->mesh, without_partial(spec->placements),
-                       context->saved_data[kSizes].toIntVector())};
+    return {from_local(gradients[0], spec->mesh, spec->placements,
+                       context->saved_data[kSizes].toIntVector()),
+            at::Tensor()};
   }
 };
 
@@ -128,18 +114,21 @@ struct Redistribute : Function<Redistribute> {
         meta.spec->mesh == to->mesh
             ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
             : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
-    return make_dist(local.detach(), to, tensor.sizes());
+    const at::Tensor made = make_dist(local.detach(), to, tensor.sizes());
+    note_redistributed(made, tensor);
+    return made;
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {placed_gradient(context, gradients[0]), at::Tensor()};
   }
 };
 
-std::vector<int64_t> global_sizes(const at::Tensor& local, const DistSpec& spec) {
+std::vector<int64_t> global_sizes(const at::Tensor& local, const DeviceMesh& mesh,
+                                  const Placements& placements) {
   std::vector<int64_t> sizes = local.sizes().vec();
-  for (int64_t i = 0; i < spec.mesh.ndim(); ++i) {
-    if (const auto* const shard = std::get_if<Shard>(&spec.placements[i]))
-      sizes[shard->dim] *= spec.mesh.size(i);
+  for (int64_t i = 0; i < mesh.ndim(); ++i) {
+    if (const auto* const shard = std::get_if<Shard>(&placements[i]))
+      sizes[shard->dim] *= mesh.size(i);
   }
   return sizes;
 }
@@ -163,8 +152,7 @@ at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placemen
                     tensor.defined() ? "a DistTensor; redistribute() changes its placements"
                                      : "an undefined one");
   register_dist_operators();
-  const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
-  check_splits("distribute", *spec, tensor.sizes());
+  const DistSpecPtr spec = checked_spec("distribute", mesh, std::move(placements), tensor.sizes());
   if (at::GradMode::is_enabled() && tensor.requires_grad() && !tensor.is_leaf())
     return Distribute::apply(tensor, spec);
   at::Tensor result;
@@ -199,24 +187,43 @@ at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mesh, Placement
   TORCH_CHECK_VALUE(local.defined() && !is_dist(local),
                     "[from_local] `local` must be an ordinary tensor");
   register_dist_operators();
-  const auto ndim = sizes ? static_cast<int64_t>(sizes->size()) : local.dim();
-  const DistSpecPtr spec = make_spec(mesh, std::move(placements), ndim);
-  const auto whole = sizes ? std::move(*sizes) : global_sizes(local, *spec);
-  check_splits("from_local", *spec, whole);
+  const auto whole =
+      sizes ? std::move(*sizes)
+            : global_sizes(local, mesh, normalize(placements, mesh.ndim(), local.dim()));
+  const DistSpecPtr spec = checked_spec("from_local", mesh, std::move(placements), whole);
   check_part(local, *spec, whole);
   return FromLocal::apply(local, spec, whole);
 }
 
 at::Tensor to_local(const at::Tensor& tensor) {
-  dist_meta("to_local", tensor);
-  return ToLocal::apply(tensor);
+  const DistSpecPtr& spec = dist_meta("to_local", tensor).spec;
+  const bool is_pending = std::ranges::any_of(spec->placements, is_partial);
+  return ToLocal::apply(tensor,
+                        is_pending ? intern(spec->mesh, without_partial(spec->placements)) : spec);
+}
+
+at::Tensor to_local(const at::Tensor& tensor, Placements gradient_placements) {
+  const DistSpec& own = *dist_meta("to_local", tensor).spec;
+  const DistSpecPtr spec =
+      checked_spec("to_local", own.mesh, std::move(gradient_placements), tensor.sizes());
+  for (size_t i = 0; i < own.placements.size(); ++i) {
+    const Placement &mine = own.placements[i], &gradient = spec->placements[i];
+    TORCH_CHECK_VALUE(is_shard(mine) || is_shard(gradient) ? mine == gradient : true,
+                      "[to_local] the gradient of a part must be cut as the part is; expected ",
+                      to_string(own.placements), " with `Replicate` or `Partial` where it is not cut, got ",
+                      to_string(spec->placements));
+  }
+  // A leaf accumulates gradients in its own placements.
+  if (at::GradMode::is_enabled() && tensor.requires_grad() && tensor.is_leaf())
+    place_gradients(tensor);
+  return ToLocal::apply(tensor, spec);
 }
 
 at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
   const DistMeta& meta = dist_meta("redistribute", tensor);
-  const DistSpecPtr spec = make_spec(mesh, std::move(placements), tensor.dim());
+  const DistSpecPtr spec =
+      checked_spec("redistribute", mesh, std::move(placements), tensor.sizes());
   if (*spec == *meta.spec) return tensor;
-  check_splits("redistribute", *spec, tensor.sizes());
   return Redistribute::apply(tensor, spec);
 }
 

@@ -33,7 +33,7 @@ struct PlaceGradient {
 };
 
 struct ReduceGradient {
-  DistSpecPtr spec;  // of the tensor
+  DistSpecPtr spec;  // to whose placements terms are reduced
 
   at::TensorBase operator()(const at::TensorBase& gradient) const {
     const at::Tensor given(gradient);
@@ -95,6 +95,11 @@ void reduce_gradients(const at::Tensor& tensor) {
   const DistMeta* const meta = find_dist_meta(hooked);
   if (!meta || hooked.is_leaf() || has_hook<ReduceGradient>(hooked)) return;
   static_cast<const at::TensorBase&>(hooked).register_hook(ReduceGradient{meta->spec});
+}
+
+void reduce_gradients_to(const at::Tensor& tensor, const DistSpecPtr& source) {
+  if (!tensor.requires_grad() || tensor.is_leaf() || has_hook<ReduceGradient>(tensor)) return;
+  static_cast<const at::TensorBase&>(tensor).register_hook(ReduceGradient{source});
 }
 
 }  // namespace tessera

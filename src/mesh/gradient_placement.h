@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include "mesh/dist_meta.h"
+
 namespace tessera {
 
 // [Note: Where gradients lie]
@@ -28,5 +30,9 @@ void place_gradients_of(at::ArrayRef<c10::IValue> arguments);
 /// Lets terms of the gradient of `tensor` be reduced, to the tensor's own placements, when the
 /// gradient is complete. Does nothing for a tensor that requires no gradient, or is a leaf.
 void reduce_gradients(const at::Tensor& tensor);
+
+/// The same, to the placements of `source`, from which the tensor was redistributed: so the terms
+/// are reduced and scattered at once.
+void reduce_gradients_to(const at::Tensor& tensor, const DistSpecPtr& source);
 
 }  // namespace tessera

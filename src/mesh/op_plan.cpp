@@ -5,12 +5,14 @@
 #include <c10/util/strides.h>
 
 #include <algorithm>
+#include <deque>
 #include <set>
 #include <utility>
 
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
+#include "mesh/kept_gather.h"
 #include "mesh/line_conversion.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
@@ -60,7 +62,7 @@ void add_splits(Strategies& ways, const std::set<int64_t>& factors) {
   const size_t count = ways.size();
   for (const int64_t factor : factors) {
     for (size_t i = 0; i < count; ++i) {
-      if (has_split(ways[i])) continue;  // a split of the rule's own
+      if (has_split(ways[i]) || !ways[i].can_split) continue;  // a split of the rule's own
       Strategy way = ways[i];
       for (Placements* const placements : {&way.inputs, &way.outputs}) {
         for (Placement& placement : *placements) {
@@ -97,21 +99,24 @@ std::vector<Written> find_written(const c10::FunctionSchema& schema,
 // them would move a tensor that the operator writes to.
 class Choice {
  public:
-  Choice(const OpCall& call, const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh)
+  Choice(OpCall& call, const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh)
       : call_(call),
         inputs_(inputs),
         mesh_(mesh),
         written_(find_written(call.schema, call.first_input)) {}
 
-  std::optional<ChosenWay> choose(Strategies ways, bool splits) {
-    ways.push_back({Placements(call_.inputs.size(), Replicate{}),
-                    Placements(call_.outputs.size(), Replicate{})});
-    if (splits) add_splits(ways, split_factors(inputs_));
+  std::optional<ChosenWay> choose(const RuleEntry& entry) {
+    const Strategies on_all_ranks = ways_of(entry, mesh_.size());
+    std::deque<Strategies> by_mesh_dim;  // chosen_ refers to them
     for (int64_t i = 0; i < mesh_.ndim(); ++i) {
+      const Strategies& ways = by_mesh_dim.emplace_back(
+          mesh_.ndim() == 1 ? on_all_ranks : ways_of(entry, mesh_.size(i)));
       const Strategy* best = nullptr;
       double least = 0;
       for (const Strategy& way : ways) {
         check(way);
+        // A dim that several mesh dims cut is in as many parts as the mesh has ranks.
+        if (cuts_again(way) && !has(on_all_ranks, way)) continue;
         if (!can_split(way, i)) continue;
         const auto cost = cost_of_way(way, i);
         if (cost && (!best || *cost < least)) best = &way, least = *cost;
@@ -129,6 +134,36 @@ class Choice {
   }
 
  private:
+  // The strategies where a dim is cut into parts for this many ranks.
+  Strategies ways_of(const RuleEntry& entry, int64_t ranks) {
+    call_.ranks = ranks;
+    Strategies ways = entry.rule(call_);
+    ways.push_back({Placements(call_.inputs.size(), Replicate{}),
+                    Placements(call_.outputs.size(), Replicate{})});
+    if (entry.splits) add_splits(ways, split_factors(inputs_));
+    return ways;
+  }
+
+  static bool has(const Strategies& ways, const Strategy& way) {
+    return std::ranges::any_of(ways, [&](const Strategy& other) {
+      return other.inputs == way.inputs && other.outputs == way.outputs;
+    });
+  }
+
+  // True if a dim that this cuts is cut along an earlier mesh dim.
+  bool cuts_again(const Strategy& way) const {
+    return std::ranges::any_of(chosen_, [&](const Strategy* other) {
+      return has_same_cut(way.inputs, other->inputs) || has_same_cut(way.outputs, other->outputs);
+    });
+  }
+  static bool has_same_cut(const Placements& a, const Placements& b) {
+    for (size_t t = 0; t < a.size(); ++t) {
+      const auto* const shard = std::get_if<Shard>(&a[t]);
+      if (shard && is_shard(b[t], shard->dim)) return true;
+    }
+    return false;
+  }
+
   void check(const Strategy& way) const {
     TORCH_INTERNAL_ASSERT(
         way.inputs.size() == call_.inputs.size() && way.outputs.size() == call_.outputs.size(),
@@ -165,6 +200,7 @@ class Choice {
       if (way.outputs[written.output] != way.inputs[written.input]) return std::nullopt;
     }
     double cost = 0;
+    bool moves = false;
     for (size_t t = 0; t < inputs_.size(); ++t) {
       const Placement& from = inputs_[t].placements[mesh_dim];
       if (from == way.inputs[t]) continue;
@@ -175,8 +211,21 @@ class Choice {
                           static_cast<double>(inputs_[t].tensor.element_size());
       const double weight = inputs_[t].is_parameter ? kParameterWeight : 1;
       cost += kChange + weight * cost_of(mesh_, inputs_[t].placements, to, nbytes);
+      moves |= moves_shards({from}, {way.inputs[t]});
     }
-    return cost + cost_of_later(way, mesh_dim);
+    return cost + cost_of_later(way, mesh_dim) + (moves ? cost_of_terms(way, mesh_dim) : 0);
+  }
+
+  // The reduction of outputs that would be terms: not to be preferred where shards have to be sent
+  // first, which another strategy may make the only message.
+  double cost_of_terms(const Strategy& way, int64_t mesh_dim) const {
+    double cost = 0;
+    for (size_t t = 0; t < way.outputs.size(); ++t) {
+      if (is_partial(way.outputs[t]))
+        cost += conversion_cost(way.outputs[t], Replicate{}, line_bytes_of_output(t, mesh_dim),
+                                mesh_.size(mesh_dim));
+    }
+    return cost;
   }
 
   // The cost left for outputs of pending inputs until all ranks have them whole. So a reduction is
@@ -215,7 +264,7 @@ class Choice {
     return nbytes;
   }
 
-  const OpCall& call_;
+  OpCall& call_;
   const std::vector<PlacedInput>& inputs_;
   const DeviceMesh& mesh_;
   const std::vector<Written> written_;
@@ -338,9 +387,10 @@ void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
   if (!entry.local || !mesh.is_member()) return;
   plan.local = entry.local;
   for (size_t t = 0; t < call.inputs.size(); ++t)
-    plan.parts.push_back({local_box(call.inputs[t].sizes, plan.inputs[t]->placements, mesh.shape(),
-                                    *mesh.coordinate()),
-                          call.inputs[t].sizes});
+    plan.parts.push_back(
+        {local_box(call.inputs[t].sizes, without_splits(plan.inputs[t]->placements), mesh.shape(),
+                   *mesh.coordinate()),
+         call.inputs[t].sizes});
 }
 
 std::vector<size_t> whole_inputs_of(const OpPlan& plan) {
@@ -387,9 +437,8 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
-  auto choice = entry->creates
-                    ? taken_over(call, inputs)
-                    : Choice(call, inputs, mesh).choose(entry->rule(call), entry->splits);
+  auto choice =
+      entry->creates ? taken_over(call, inputs) : Choice(call, inputs, mesh).choose(*entry);
   if (!choice) return std::nullopt;
   for (Placements& placements : choice->inputs)
     plan.inputs.push_back(intern(mesh, std::move(placements)));
@@ -400,6 +449,10 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   plan.is_view = returns_views(schema);
   plan.writes = std::ranges::any_of(inputs, &PlacedInput::is_written);
   plan.whole_inputs = whole_inputs_of(plan);
+  for (size_t t = 0; t < inputs.size(); ++t) {
+    if (moves_shards(inputs[t].placements, plan.inputs[t]->placements))
+      plan.gathered_inputs.push_back(t);
+  }
   set_local_kernel(plan, call, *entry, mesh);
   if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);
   return plan;

@@ -29,6 +29,8 @@ struct OpPlan {
   /// The local part is reshaped to these sizes in place of a call. Its layout may differ from that
   /// of the whole: a view of it may have to be a copy.
   std::optional<std::vector<int64_t>> reshape;
+  /// Indices, in order, of the inputs whose shards other ranks need: they are gathered.
+  std::vector<size_t> gathered_inputs;
   bool is_view = false;  ///< results are views of the first argument
   bool writes = false;   ///< writes to one of its arguments
   /// See `RuleEntry::local`; null where the operator is called as it is.

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "dispatch/each_tensor.h"
+#include "mesh/kept_gather.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
 
@@ -51,9 +52,16 @@ at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_
 
 at::Tensor placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted,
                            std::string_view subject) {
-  const at::Tensor part = placed(tensor, *wanted, subject);
   DistMeta* const meta = meta_of(tensor);
-  if (!meta || !can_reduce(*meta, tensor, *wanted)) return part;
+  if (meta) {
+    if (auto part = find_kept_gather(tensor, *meta, wanted)) return *std::move(part);
+  }
+  const at::Tensor part = placed(tensor, *wanted, subject);
+  if (!meta || meta->spec == wanted) return part;
+  if (!can_reduce(*meta, tensor, *wanted)) {
+    keep_gather(tensor, *meta, wanted, part);
+    return part;
+  }
   if (meta->is_shown) meta->source = std::make_shared<ViewSource>(tensor, wanted, part);
   meta->reduce_to(part, wanted);
   return part;
@@ -67,6 +75,7 @@ void note_placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted) {
 void reduce_once(const at::Tensor& made) {
   DistMeta* const meta = meta_of(made);
   meta->reduces_once = std::ranges::any_of(meta->spec->placements, is_partial);
+  meta->family = new_family();
 }
 
 void reduce_once(const at::Tensor& view, const at::Tensor& base) {
@@ -74,6 +83,12 @@ void reduce_once(const at::Tensor& view, const at::Tensor& base) {
   if (!shown) return;
   shown->is_shown = meta->is_shown = true;
   meta->reduces_once = shown->reduces_once;
+  meta->family = shown->family;
+  meta->shown_parameter = shown->parameter ? shown->parameter : shown->shown_parameter;
+}
+
+void note_redistributed(const at::Tensor& made, const at::Tensor& source) {
+  if (meta_of(source)->family > 0) meta_of(made)->family = new_family();
 }
 
 KeepTerms::KeepTerms() : before_(std::exchange(keeps_terms, true)) {}

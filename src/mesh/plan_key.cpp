@@ -71,7 +71,11 @@ class Writer {
   void write(const at::Tensor& tensor) {
     if (!tensor.defined()) return key_.push_back(kUndefined);
     const DistMeta* const meta = find_dist_meta(tensor);
-    if (meta && meta->parameter) note_parameter(meta->parameter);
+    if (meta && meta->parameter) {
+      note_parameter(meta->parameter);
+    } else if (meta && meta->shown_parameter) {
+      note_parameter(meta->shown_parameter);
+    }
     const bool wants_gradient = !meta && at::GradMode::is_enabled() && tensor.requires_grad();
     key_.push_back(meta             ? reinterpret_cast<int64_t>(meta->spec.get())
                    : wants_gradient ? kWantsGradient

@@ -1,25 +1,20 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/util/Exception.h>
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <tessera/generator.h>
 
 #include <algorithm>
-#include <functional>
-#include <mutex>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "device/device.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
+#include "mesh/generators.h"
 #include "mesh/placed.h"
 #include "mesh/view_source.h"
 #include "start/rank_generator.h"
@@ -51,7 +46,10 @@ const Kind* kind_of(const std::string& name) {
       {"aten::geometric_", Kind::kFills},       {"aten::bernoulli_", Kind::kFills},
       {"aten::rand_like", Kind::kMakes},        {"aten::randn_like", Kind::kMakes},
       {"aten::randint_like", Kind::kMakes},     {"aten::bernoulli", Kind::kChanges},
-      {"aten::native_dropout", Kind::kChanges},
+      {"aten::native_dropout", Kind::kChanges}, {"aten::normal_functional", Kind::kMakes},
+      {"aten::uniform", Kind::kMakes},          {"aten::exponential", Kind::kMakes},
+      {"aten::log_normal", Kind::kMakes},       {"aten::cauchy", Kind::kMakes},
+      {"aten::geometric", Kind::kMakes},        {"aten::random", Kind::kMakes},
   };
   const auto found = kinds->find(name);
   return found == kinds->end() ? nullptr : &found->second;
@@ -64,45 +62,7 @@ at::Generator generator_of(const c10::FunctionSchema& schema, at::ArrayRef<c10::
     const at::Generator named = arguments[i].toGenerator();
     if (named.defined() && named != at::globalContext().defaultGenerator(c10::kCPU)) return named;
   }
-  return is_host(device) ? default_generator() : default_generator_of(device);
-}
-
-// A mesh whose ranks had a generator in the same state.
-struct Checked {
-  DeviceMesh mesh;
-  c10::weak_intrusive_ptr<c10::GeneratorImpl> generator;  // keeps its address from being reused
-};
-
-std::string digest_of(at::Generator& generator) {
-  const std::lock_guard lock(generator.mutex());
-  const at::Tensor state = generator.get_state().contiguous();
-  const std::string_view bytes(static_cast<const char*>(state.const_data_ptr()), state.nbytes());
-  return std::to_string(std::hash<std::string_view>()(bytes));
-}
-
-// Throws on all ranks of `mesh` unless their generators are in the same state. Collective on the
-// first call of a thread for a mesh and a generator; later calls do nothing.
-void check_generators_agree(const DeviceMesh& mesh, at::Generator generator,
-                            const std::string& subject) {
-  if (mesh.size() == 1 || !mesh.is_member()) return;
-  thread_local std::vector<Checked> checked;
-  const auto is_it = [&](const Checked& known) {
-    return known.mesh.is_same(mesh) &&
-           known.generator._unsafe_get_target() == generator.unsafeGetGeneratorImpl();
-  };
-  if (std::ranges::any_of(checked, is_it)) return;
-  const auto states = all_gather_bytes(*mesh.process_group(), digest_of(generator),
-                                       {"generators of random numbers", Channel::kControl});
-  std::vector<int> differing;
-  for (size_t i = 0; i < states.size(); ++i) {
-    if (states[i] != states[0]) differing.push_back(mesh.ranks()[i]);
-  }
-  TORCH_CHECK_VALUE(differing.empty(), "[", subject, "] the generators of all ranks of a mesh must be in one state, because each "
-                    "draws the whole tensor; that of rank ", fmt::format("{}", fmt::join(differing, ", ")),
-                    " differs from that of rank ", mesh.ranks()[0],
-                    "; seed all alike with torch::manual_seed() (tessera::manual_seed() on ranks of spawn())");
-  std::erase_if(checked, [](const Checked& known) { return known.generator.expired(); });
-  checked.push_back({mesh, c10::weak_intrusive_ptr(generator.getIntrusivePtr())});
+  return generator_on(device);
 }
 
 // Uninitialized memory, laid out as that of the whole tensor would be.
@@ -192,8 +152,32 @@ bool draws_numbers(const c10::FunctionSchema& schema) {
   return kind_of(schema.name()) || std::ranges::any_of(schema.arguments(), is_generator);
 }
 
+namespace {
+
+// Normal numbers with a mean and a deviation for each element, as LibTorch makes them of numbers
+// with mean 0 and deviation 1. Returns false for calls without a tensor of either.
+bool draw_normal(const c10::FunctionSchema& schema, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  const c10::IValue &mean = arguments[0], &deviation = arguments[1];
+  if (!mean.isTensor() && !deviation.isTensor()) return false;
+  const at::Tensor like = !deviation.isTensor() ? mean.toTensor()
+                          : !mean.isTensor()    ? deviation.toTensor()
+                                                : at::add(mean.toTensor(), deviation.toTensor());
+  const auto generator = arguments[2].toOptional<at::Generator>();
+  at::Tensor numbers = at::empty_like(like, at::MemoryFormat::Contiguous);
+  numbers.normal_(0, deviation.isTensor() ? 1 : deviation.toDouble(), generator);
+  if (deviation.isTensor()) numbers.mul_(deviation.toTensor());
+  mean.isTensor() ? numbers.add_(mean.toTensor()) : numbers.add_(mean.toScalar());
+  torch::jit::drop(*stack, schema.arguments().size());
+  stack->emplace_back(numbers);
+  return true;
+}
+
+}  // namespace
+
 bool call_random(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
+  if (schema.name() == "aten::normal" && draw_normal(schema, stack)) return true;
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
   const DeviceMesh& mesh = mesh_of_arguments(op, arguments);
   check_generators_agree(mesh, generator_of(schema, arguments, device_of(arguments)),

@@ -4,6 +4,11 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
 #include <unordered_map>
 
 namespace tessera {
@@ -114,12 +119,46 @@ void add_pending(Strategies& ways, const OpCall& call) {
     ways.push_back(all_pending(call, op));
 }
 
+namespace {
+
+// Rules of users. Few threads write, before others read.
+struct AddedRules {
+  std::shared_mutex mutex;
+  std::map<std::string, RuleEntry> rules;  // by the name with its namespace
+  std::deque<std::string> names;           // the entries refer to them
+};
+AddedRules& added_rules() {
+  static auto* const added = new AddedRules();
+  return *added;
+}
+
+const RuleEntry* find_added_rule(const std::string& name) {
+  AddedRules& added = added_rules();
+  const std::shared_lock lock(added.mutex);
+  const auto found = added.rules.find(name);
+  return found == added.rules.end() ? nullptr : &found->second;
+}
+
+}  // namespace
+
+void add_rule(const std::string& name, Rule rule, const RuleOptions& options) {
+  AddedRules& added = added_rules();
+  const std::unique_lock lock(added.mutex);
+  RuleEntry entry{.name = added.names.emplace_back(name), .rule = rule, .sizes = options.sizes};
+  entry.size_argument = added.names.emplace_back(options.size_argument);
+  entry.splits = options.splits;
+  added.rules.emplace(name, entry);
+}
+
 const RuleEntry* find_rule(const c10::FunctionSchema& schema) {
+  if (const RuleEntry* const added = find_added_rule(schema.name())) return added;
+  if (!schema.name().starts_with("aten::")) return nullptr;
   static const auto* const rules = [] {
     auto* const map = new std::unordered_map<std::string_view, const RuleEntry*>();
     for (const auto family :
          {elementwise_rules(), matrix_rules(), view_rules(), indexing_rules(), reduction_rules(),
-          model_rules(), normalization_rules(), convolution_rules(), loss_rules()}) {
+          model_rules(), normalization_rules(), convolution_rules(), loss_rules(),
+          attention_rules(), spatial_rules(), linear_algebra_rules()}) {
       for (const RuleEntry& entry : family) map->emplace(entry.name, &entry);
     }
     return map;

@@ -1,15 +1,15 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
-#include <c10/core/ScalarType.h>
+#include <tessera/operator_rules.h>
 #include <tessera/placement.h>
 
 #include <array>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -18,66 +18,8 @@
 
 namespace tessera {
 
-/// A tensor as a rule sees it: the global sizes and, for inputs, the dtype.
-struct TensorInfo {
-  std::vector<int64_t> sizes;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  ///< also of outputs whose dtype is unknown
-  int64_t ndim() const { return static_cast<int64_t>(sizes.size()); }
-};
-
-/// The arguments of a call, by name.
-struct NamedArguments {
-  const c10::FunctionSchema& schema;
-  at::ArrayRef<c10::IValue> values;
-
-  /// Returns the argument of this name; null if the operator does not have one.
-  const c10::IValue* find(std::string_view name) const;
-  /// The same; throws if the operator does not have one.
-  const c10::IValue& argument(std::string_view name) const;
-};
-
-/// A call of an operator as a rule sees it.
-struct OpCall : NamedArguments {
-  std::vector<TensorInfo> inputs;  ///< all defined tensors among the arguments, in order
-  std::vector<int> first_input;    ///< per argument: the index of its first tensor among `inputs`
-  std::vector<TensorInfo> outputs;
-  int64_t ranks = 1;  ///< of the whole mesh
-
-  /// Returns the index among `inputs` of the tensor argument of this name; -1 if it is undefined.
-  int input(std::string_view name) const;
-  /// Returns those of `all`, one for each output, that the argument `output_mask` asks for.
-  template <class T>
-  std::vector<T> wanted(const std::vector<T>& all) const {
-    const auto mask = argument("output_mask").toBoolList();
-    std::vector<T> some;
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (mask[i]) some.push_back(all[i]);
-    }
-    return some;
-  }
-  /// True if every rank gets some of `size` elements: kernels may not support empty parts.
-  bool reaches_all(int64_t size) const { return (ranks - 1) * ((size + ranks - 1) / ranks) < size; }
-  /// Returns a dim argument, wrapped to be non-negative.
-  int64_t dim(std::string_view name, int64_t ndim) const;
-};
-
-/// One way to compute along one mesh dim: with inputs of these placements, the operator on each
-/// rank's local parts yields parts of outputs of those placements.
-struct Strategy {
-  Placements inputs;
-  Placements outputs;
-};
-using Strategies = std::vector<Strategy>;
-
-/// Returns the strategies that an operator allows along one mesh dim, from shapes and arguments
-/// alone. Replicating everything is always allowed and need not be listed.
-using Rule = Strategies (*)(const OpCall&);
-
-/// Returns the sizes of the outputs; needed where LibTorch can't compute the operator on meta
-/// tensors.
-using OutputSizes = std::vector<TensorInfo> (*)(const OpCall&);
-
 /// The part of an input that this rank has: a range for each dim of the whole, which has `sizes`.
+/// Of a dim that is split, the range is that of a plain `Shard`.
 struct LocalPart {
   std::vector<Range> box;
   std::vector<int64_t> sizes;
@@ -172,6 +114,12 @@ std::span<const RuleEntry> model_rules();
 std::span<const RuleEntry> normalization_rules();
 std::span<const RuleEntry> convolution_rules();
 std::span<const RuleEntry> loss_rules();
+std::span<const RuleEntry> attention_rules();
+std::span<const RuleEntry> spatial_rules();
+std::span<const RuleEntry> linear_algebra_rules();
+
+/// Adds the rule of an operator, by its name with its namespace.
+void add_rule(const std::string& name, Rule rule, const RuleOptions& options);
 
 /// Returns the rule of an operator: that of the overload, or else of the name; null if it has none.
 const RuleEntry* find_rule(const c10::FunctionSchema& schema);

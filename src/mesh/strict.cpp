@@ -6,13 +6,17 @@
 #include <tessera/dist_debug.h>
 #include <tessera/dist_tensor.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "device/scoped_value.h"
 #include "dispatch/each_tensor.h"
+#include "mesh/kept_gather.h"
 
 namespace tessera {
 namespace {
@@ -44,6 +48,16 @@ std::string place_of(at::ArrayRef<c10::IValue> arguments) {
                      last_parameter->name);
 }
 
+// An error if operators are strict, and a warning otherwise, of each text once.
+void tell(const std::string& fact, const std::string& effect, const std::string& remedy) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_strict(), "[strict] ", fact, ". ", remedy);
+  static std::mutex mutex;
+  static auto* const told = new std::set<std::string>();
+  const std::lock_guard lock(mutex);
+  if (told->insert(fact).second)
+    TORCH_WARN("[tessera] ", fact, ": ", effect, " (StrictOperators makes this an error)");
+}
+
 }  // namespace
 
 StrictOperators::StrictOperators(bool is_strict) : scope_(kStrict.scope(is_strict)) {}
@@ -62,18 +76,53 @@ void note_parameter(const std::shared_ptr<const DistParameter>& parameter) {
   if (last_parameter != parameter) last_parameter = parameter;
 }
 
-void refuse_without_rule(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+std::string last_module() {
+  if (!last_parameter) return "";
+  const size_t dot = last_parameter->name.rfind('.');
+  return dot == std::string::npos ? "" : last_parameter->name.substr(0, dot);
+}
+
+void tell_without_rule(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   std::vector<std::string> tensors;
+  int64_t nbytes = 0;
   for (const c10::IValue& argument : arguments) {
     each_tensor(argument, [&](const at::Tensor& tensor) {
       const DistMeta* const meta = find_dist_meta(tensor);
       tensors.push_back(fmt::format("[{}] {}", fmt::join(tensor.sizes(), ", "),
                                     meta ? to_string(meta->spec->placements) : "ordinary"));
+      if (meta &&
+          std::ranges::any_of(meta->spec->placements, [](const auto& p) { return is_shard(p); }))
+        nbytes += static_cast<int64_t>(tensor.nbytes());
     });
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "[strict] ", op.schema().name(), " has no rule for DistTensors that fits this call",
-                              place_of(arguments), "; it got ", fmt::format("{}", fmt::join(tensors, ", ")),
-                              ". redistribute() its arguments, or leave the strict scope to compute it on whole tensors");
+  tell(
+      fmt::format("{} has no rule for DistTensors that fits this call{}; it got {}",
+                  op.schema().name(), place_of(arguments), fmt::join(tensors, ", ")),
+      fmt::format("every rank computes it on whole tensors, for which it gathers {} bytes", nbytes),
+      "redistribute() its arguments, or leave the strict scope to compute it on whole tensors");
+}
+
+void tell_gather(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                 const std::vector<DistSpecPtr>& wanted) {
+  std::vector<std::string> moves;
+  size_t input = 0;
+  int64_t nbytes = 0;
+  for (const c10::IValue& argument : arguments) {
+    each_tensor(argument, [&](const at::Tensor& tensor) {
+      const Placements& to = wanted[input++]->placements;
+      const DistMeta* const meta = find_dist_meta(tensor);
+      if (!meta || !moves_shards(meta->spec->placements, to)) return;
+      moves.push_back(fmt::format("a tensor of sizes [{}] from {} to {}",
+                                  fmt::join(tensor.sizes(), ", "),
+                                  to_string(meta->spec->placements), to_string(to)));
+      nbytes += static_cast<int64_t>(tensor.nbytes());
+    });
+  }
+  if (moves.empty()) return;
+  tell(fmt::format("{} needs shards of other ranks{}: {}, {} bytes in all", op.schema().name(),
+                   place_of(arguments), fmt::join(moves, ", and "), nbytes),
+       "they are sent in every such call",
+       "redistribute() it where it should be sent, or leave the strict scope");
 }
 
 }  // namespace tessera

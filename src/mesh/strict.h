@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "mesh/dist_meta.h"
 
@@ -15,8 +17,18 @@ bool is_strict();
 /// parameter's module.
 void note_parameter(const std::shared_ptr<const DistParameter>& parameter);
 
-/// Throws `c10::NotImplementedError`; see `StrictOperators`.
-[[noreturn]] void refuse_without_rule(const c10::OperatorHandle& op,
-                                      at::ArrayRef<c10::IValue> arguments);
+/// Returns the dotted name of the module whose parameter an operator of this thread used last;
+/// empty if there was none.
+std::string last_module();
+
+/// Must be called before an operator that every rank computes on whole tensors. Throws
+/// `c10::NotImplementedError` if operators are strict, and warns otherwise: once for an operator, a
+/// module, and placements.
+void tell_without_rule(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments);
+
+/// The same for an operator that needs shards of other ranks. `wanted`: the placements that each
+/// tensor among the arguments gets.
+void tell_gather(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
+                 const std::vector<DistSpecPtr>& wanted);
 
 }  // namespace tessera

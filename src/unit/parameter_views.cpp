@@ -30,8 +30,7 @@ c10::intrusive_ptr<UnitStorage> no_storage() { return {}; }
 // The DistTensor of which `view` is this rank's part, in place of `old`.
 at::Tensor dist_around(const at::Tensor& view, const DistSlot& slot, const at::Tensor& old) {
   const DistMeta* const meta = find_dist_meta(old);
-  DistParameter parameter;
-  if (meta && meta->parameter) parameter.name = meta->parameter->name;
+  DistParameter parameter = meta && meta->parameter ? *meta->parameter : DistParameter();
   parameter.gradients = slot.gradients;
   return make_dist(view, slot.spec, slot.sizes, slot.strides,
                    std::make_shared<const DistParameter>(std::move(parameter)));

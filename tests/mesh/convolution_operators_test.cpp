@@ -51,6 +51,13 @@ std::vector<OperatorCase> cases() {
        {{2, 3, 4, 5, 4}},
        [](const Tensors& x) { return torch::max_pool3d(x[0], 3, 2, 1, 1, /*ceil_mode=*/true); }},
       {"avg_pool1d", {{3, 4, 6}}, [](const Tensors& x) { return torch::avg_pool1d(x[0], 2); }},
+      {"pooling of lines without gradients",
+       {{3, 4, 6}},
+       [](const Tensors& x) {
+         const torch::NoGradGuard no_grad;
+         return torch::avg_pool1d(x[0], 2) + torch::adaptive_avg_pool1d(x[0], 3);
+       },
+       false},
       {"avg_pool2d",
        {{3, 4, 5, 6}},
        [](const Tensors& x) { return torch::avg_pool2d(x[0], 3, 2, 1); }},

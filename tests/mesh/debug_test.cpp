@@ -5,10 +5,12 @@
 #include <tessera/distribute_module.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <sstream>
 
 #include "support/run_world.h"
 #include "support/test_device.h"
+#include "support/warnings.h"
 
 namespace tessera {
 namespace debug_test {
@@ -30,7 +32,7 @@ std::string refusal_of(const std::function<void()>& f) {
 }
 
 struct OddImpl : nn::Module {
-  at::Tensor forward(const at::Tensor& x) { return std::get<0>(torch::kthvalue(fc(x), 1, 0)); }
+  at::Tensor forward(const at::Tensor& x) { return torch::renorm(fc(x), 2, 0, 1); }
   nn::Linear fc = register_module("fc", nn::Linear(4, 3));
 };
 
@@ -43,10 +45,10 @@ TEST(StrictOperators, AnOperatorWithoutARuleNamesItselfAndItsModule) {
     EXPECT_NO_THROW(model(x));  // computed on whole tensors
     const StrictOperators strict;
     const std::string after = refusal_of([&] { model(x); });
-    EXPECT_NE(after.find("aten::kthvalue has no rule"), std::string::npos) << after;
+    EXPECT_NE(after.find("aten::renorm has no rule"), std::string::npos) << after;
     EXPECT_NE(after.find("after module 'fc'"), std::string::npos) << after;
     EXPECT_NE(after.find("[6, 3] [Shard(0)]"), std::string::npos) << after;
-    const std::string in = refusal_of([&] { torch::kthvalue(odd->fc->weight, 1, 0); });
+    const std::string in = refusal_of([&] { torch::renorm(odd->fc->weight, 2, 0, 1); });
     EXPECT_NE(in.find("in module 'fc', with parameter 'fc.weight'"), std::string::npos) << in;
     EXPECT_NO_THROW(odd->fc(x));
     {
@@ -54,6 +56,88 @@ TEST(StrictOperators, AnOperatorWithoutARuleNamesItselfAndItsModule) {
       EXPECT_NO_THROW(model(x));
     }
     EXPECT_NE(refusal_of([&] { model(x); }), "no error");
+  });
+}
+
+// Each gathers shards that the program did not ask for.
+TEST(StrictOperators, GathersThatNobodyAskedForAreErrors) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor x = distribute(numbers({4, 6}), mesh, {Shard{1}});
+    const at::Tensor heads = distribute(numbers({1, 6, 2, 2}), mesh, {Shard{1}});
+    const at::Tensor few = distribute(numbers({1, 3, 2, 2}), mesh, {Shard{1}});
+    const std::vector<std::pair<std::string, std::function<void()>>> calls = {
+        {"aten::cat",
+         [&] {
+           torch::cat({x, x}, 1);
+         }},
+        {"aten::flip", [&] { x.flip({1}); }},
+        {"aten::cumsum", [&] { x.cumsum(1); }},
+        {"aten::sort", [&] { x.sort(1); }},
+        {"aten::topk", [&] { x.topk(2, 1); }},
+        {"aten::kthvalue", [&] { x.kthvalue(2, 1); }},
+        {"aten::_scaled_dot_product_flash_attention_for_cpu",
+         [&] { torch::scaled_dot_product_attention(heads, few, few, {}, 0, false, {}, true); }},
+        {"aten::renorm", [&] { torch::renorm(x, 2, 0, 1); }},
+        {"aten::masked_select", [&] { torch::masked_select(x, x > 3); }},
+    };
+    for (const auto& [name, call] : calls) {
+      EXPECT_NO_THROW(call()) << name;
+      const StrictOperators strict;
+      const CommDebug debug;
+      const std::string refusal = refusal_of(call);
+      EXPECT_NE(refusal.find("[strict] " + name), std::string::npos) << name << ": " << refusal;
+      EXPECT_EQ(debug.calls(), 0) << name << ": nothing is sent before the error";
+    }
+    const StrictOperators strict;
+    const std::string refusal = refusal_of([&] { x.cumsum(1); });
+    EXPECT_NE(refusal.find("a tensor of sizes [4, 6] from [Shard(1)] to [Shard(0)], 96 bytes"),
+              std::string::npos)
+        << refusal;
+    EXPECT_NO_THROW(redistribute(x, {}).cumsum(1));
+    EXPECT_NO_THROW(x.softmax(1));  // sends maxima and sums
+    EXPECT_NO_THROW(torch::cross_entropy_loss(x, on_test_device(torch::zeros({4}, torch::kLong))));
+    EXPECT_NO_THROW(full_tensor(x));
+  });
+}
+
+TEST(StrictOperators, OtherwiseGathersAreToldOnce) {
+  std::atomic<int> told = 0;
+  run_world(2, [&](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor x = distribute(numbers({4, 10}), mesh, {Shard{1}});
+    const auto warnings = testing::warnings_of([&] {
+      for (int again = 0; again < 3; ++again) x.cumsum(1);
+    });
+    for (const std::string& text : warnings)
+      told += text.find("aten::cumsum needs shards of other ranks") != std::string::npos;
+  });
+  EXPECT_EQ(told, 1);
+}
+
+TEST(CommDebug, CountsByModule) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    nn::Sequential net(nn::Linear(4, 6), nn::ReLU(), nn::Linear(6, 4));
+    net->to(testing::test_device());
+    distribute_module(*net, mesh,
+                      [](const std::string& name, nn::Module& module, const DeviceMesh& m) {
+                        if (auto* const linear = module.as<nn::LinearImpl>()) {
+                          distribute_(linear->weight, m, {Shard{name == "0" ? 0 : 1}});
+                          if (name == "0") distribute_(linear->bias, m, {Shard{0}});
+                        }
+                      });
+    CommDebug debug;
+    const at::Tensor x = distribute(numbers({3, 4}), mesh, {}).requires_grad_(true);
+    net->forward(x).square().sum().backward();
+    int64_t of_first = 0, of_last = 0;
+    for (const CommDebug::Entry& entry : debug.entries()) {
+      of_first += entry.module == "0" ? entry.calls : 0;
+      of_last += entry.module == "2" ? entry.calls : 0;
+    }
+    EXPECT_EQ(of_last, 1) << debug.describe();   // the sum of the output
+    EXPECT_EQ(of_first, 1) << debug.describe();  // the gradient of the input
+    EXPECT_NE(debug.describe().find("\n2\n  all_reduce"), std::string::npos) << debug.describe();
   });
 }
 

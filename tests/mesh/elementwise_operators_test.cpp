@@ -156,6 +156,36 @@ std::vector<OperatorCase> cases() {
          return y.pow_(2).sub_(x[0]).div_(2).neg_().lt_(0.5);
        },
        false},
+      {"special functions",
+       {{5, 4}},
+       [](const Tensors& x) {
+         const at::Tensor p = x[0].abs() + 1;
+         return torch::digamma(p) + torch::i0(x[0]) + torch::special_i0e(x[0]) +
+                torch::special_i1(x[0]) + torch::special_entr(p) + torch::special_erfcx(x[0]) +
+                torch::special_log_ndtr(x[0]) + torch::polygamma(1, p) + torch::mvlgamma(p + 1, 2) +
+                torch::special_xlog1py(x[0], p) + torch::deg2rad(x[0]) + torch::rad2deg(x[0]);
+       }},
+      {"special functions without gradients",
+       {{5, 4}, {4}},
+       [](const Tensors& x) {
+         const at::Tensor p = x[0].abs() + 1, q = x[1].abs() + 1;
+         return torch::igamma(p, q) + torch::igammac(p, q) + torch::special_bessel_j0(p) +
+                torch::special_zeta(p + 1, q) + torch::special_hermite_polynomial_h(x[0], 3) +
+                torch::nextafter(p, q) + torch::ldexp(x[0], torch::ones_like(x[1])) +
+                std::get<0>(torch::frexp(x[0])) + torch::heaviside(x[0], x[1]);
+       },
+       false},
+      {"whole numbers by bits",
+       {{5, 4}, {4}},
+       [](const Tensors& x) {
+         const at::Tensor a = whole_numbers(x[0], 50) + 1, b = whole_numbers(x[1], 3) + 1;
+         return torch::gcd(a, b) + torch::lcm(a, b) + torch::bitwise_left_shift(a, b) +
+                torch::bitwise_right_shift(a, b) + torch::__lshift__(a, 2);
+       },
+       false},
+      {"rrelu in evaluation",
+       {{5, 4}},
+       [](const Tensors& x) { return torch::rrelu(x[0], 0.1, 0.3, /*training=*/false); }},
   };
 }
 

@@ -139,6 +139,38 @@ TEST(Losses, OfACutBatchSendASum) {
   });
 }
 
+// Of a row of logits, ranks send the maximum, the sum of the exponentials and the target's logit.
+TEST(Losses, OfAVocabularyThatIsCutGatherNoLogits) {
+  const auto loss = [](int64_t ignored, at::Reduction::Reduction reduction) {
+    return [=](const Tensors& x) {
+      return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 6), {}, reduction, ignored);
+    };
+  };
+  const Placements classes = {Shard{1}, Replicate{}};
+  expect_quiet({
+      {{"mean", {{4, 6}, {4}}, loss(-100, at::Reduction::Mean)}, classes, 3, 1, 16 + 16 + 8 + 16},
+      {{"sum", {{4, 6}, {4}}, loss(2, at::Reduction::Sum)}, classes, 3, 1, 16 + 16 + 4 + 16},
+      {{"of each", {{4, 6}, {4}}, loss(2, at::Reduction::None)}, classes, 3, 1, 4 * 16},
+      {{"of pixels", {{2, 6, 1, 3}, {2, 1, 3}}, loss(2, at::Reduction::Mean)},
+       classes,
+       3,
+       1,
+       24 + 24 + 8 + 24},
+  });
+}
+
+TEST(Losses, RefuseTargetsOutsideOfAVocabularyThatIsCut) {
+  TESSERA_ON_HOST_ONLY("on a device the host does not read the targets");
+  run_world(2, [](World&) {
+    const at::Tensor x =
+        distribute(on_test_device(torch::ones({2, 6})), DeviceMesh::over_world(), {Shard{1}});
+    for (const int64_t target : {-1, 6})
+      EXPECT_THROW(
+          torch::cross_entropy_loss(x, on_test_device(torch::tensor({0, int(target)}, at::kLong))),
+          c10::IndexError);
+  });
+}
+
 TEST(Losses, OfTargetsThatAreAllIgnoredAreNotNumbers) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();

@@ -40,6 +40,22 @@ std::vector<OperatorCase> cases() {
          return torch::scaled_dot_product_attention(x[0], x[1], x[1] * x[0].detach(), {}, 0.0,
                                                     /*is_causal=*/true);
        }},
+      {"attention with fewer heads of keys",
+       {{2, 4, 5, 3}, {2, 2, 5, 3}},
+       [](const Tensors& x) {
+         return torch::scaled_dot_product_attention(x[0], x[1], x[1] * 2, {}, 0.0, true, {},
+                                                    /*enable_gqa=*/true);
+       }},
+      {"embedding_bag",
+       {{5, 4}, {7}},
+       [](const Tensors& x) {
+         const at::Tensor starts = on_test_device(torch::tensor({0, 3, 5}));
+         const at::Tensor indices = whole_numbers(x[1], 5);
+         at::Tensor sum = torch::zeros({}, x[0].options().requires_grad(false));
+         for (const int64_t mode : {0, 1})
+           sum = sum + std::get<0>(torch::embedding_bag(x[0], indices, starts, false, mode));
+         return sum + std::get<0>(torch::embedding_bag(x[0], indices, starts, false, 2));
+       }},
   };
 }
 
@@ -60,6 +76,14 @@ TEST(ModelOperators, SendNoRowsOfAVocabularyThatIsCut) {
                  0,
                  0,
                  0}});
+}
+
+TEST(ModelOperators, HeadsOfKeysThatDivideStayCut) {
+  const auto run = [](const Tensors& x) {
+    return torch::scaled_dot_product_attention(x[0], x[1], x[1] * 2, {}, 0.0, true, {},
+                                               /*enable_gqa=*/true);
+  };
+  expect_quiet({{{"4 heads, 2 of keys", {{2, 4, 5, 3}, {2, 2, 5, 3}}, run}, {Shard{1}, Shard{1}}}});
 }
 
 TEST(ModelOperators, RefuseIndicesOutsideOfAVocabularyThatIsCut) {

@@ -119,7 +119,67 @@ std::vector<OperatorCase> cases() {
        [](const Tensors& x) {
          return torch::stack({x[0].norm(), x[1].norm(), x[1].norm() - 9}).norm();
        }},
+      {"nansum, count_nonzero",
+       {{4, 5}},
+       [](const Tensors& x) {
+         return torch::nansum(x[0], {1}) + torch::count_nonzero(x[0], std::vector<int64_t>{1});
+       }},
+      {"aminmax",
+       {{4, 5}},
+       [](const Tensors& x) {
+         const auto [least, most] = torch::aminmax(x[0], 0);
+         return most * 2 - least;
+       }},
+      {"aminmax of all",
+       {{4, 5}},
+       [](const Tensors& x) {
+         const auto [least, most] = torch::aminmax(x[0]);
+         return most * 2 - least;
+       }},
+      {"median, mode, kthvalue",
+       {{4, 5}},
+       [](const Tensors& x) {
+         return std::get<0>(x[0].median(1)) + std::get<0>(x[0].nanmedian(1)) +
+                std::get<0>(x[0].kthvalue(2, 1)) + std::get<0>((x[0] * 1).mode(1));
+       }},
+      {"median of all",
+       {{4, 5}},
+       [](const Tensors& x) { return x[0].median() + x[0].nanmedian(); }},
+      {"histc", {{4, 5}}, [](const Tensors& x) { return torch::histc(x[0], 4, -1, 1); }, false},
+      {"softmax along either dim",
+       {{4, 6}},
+       [](const Tensors& x) {
+         return x[0].softmax(0) * 2 + x[0].softmax(1) + x[0].log_softmax(0) * x[0].log_softmax(1);
+       }},
   };
+}
+
+TEST(Reductions, OfCutDimsSendOneNumberForEachRow) {
+  const auto softmax = [](const Tensors& x) { return x[0].softmax(1) * 2; };
+  const auto log_softmax = [](const Tensors& x) { return x[0].log_softmax(1) * 2; };
+  // Forward: maxima and sums of four rows; backward: sums.
+  expect_quiet({
+      {{"softmax", {{4, 6}}, softmax}, {Shard{1}}, 2, 1, 3 * 16},
+      {{"log_softmax", {{4, 6}}, log_softmax}, {Shard{1}}, 2, 1, 3 * 16},
+      {{"nansum", {{4, 6}}, [](const Tensors& x) { return torch::nansum(x[0], {1}); }},
+       {Shard{1}},
+       1,
+       0,
+       16},
+      {{"count_nonzero",
+        {{4, 6}},
+        [](const Tensors& x) { return torch::count_nonzero(x[0]); },
+        false},
+       {Shard{1}},
+       1,
+       0,
+       8},
+      {{"histc", {{4, 6}}, [](const Tensors& x) { return torch::histc(x[0], 4, -1, 1); }, false},
+       {Shard{1}},
+       1,
+       0,
+       16},
+  });
 }
 
 TEST(ReductionOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }

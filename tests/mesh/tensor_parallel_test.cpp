@@ -212,6 +212,40 @@ TEST(TensorParallel, ACutEmbeddingIsReducedOnce) {
   });
 }
 
+// With activations cut along the sequence between the blocks, as in sequence parallelism: an
+// all-gather before the matrices that are cut by columns, which q, k and v share, and a
+// reduce-scatter after those that are cut by rows.
+TEST(TensorParallel, ACutSequenceIsGatheredOncePerBlock) {
+  run_world(2, [](World& world) {
+    world.set_process_group(counting_process_group(world.process_group()));
+    Llama dist, plain;
+    const DeviceMesh mesh = DeviceMesh::over_world();
+    cut(dist, mesh, false);
+    const auto cut_sequence = [](const at::Tensor& h) {
+      return is_dist(h) ? redistribute(h, {Shard{1}}) : h;
+    };
+    const auto loss = [&](Llama& llama) {
+      at::Tensor h = cut_sequence(llama->tok_embeddings(some_tokens()));
+      for (const auto& layer : *llama->layers) h = layer->as<LayerImpl>()->forward(h);
+      return llama->norm(h).square().sum();
+    };
+    const at::Tensor expected = loss(plain);
+    expected.backward();
+    at::Tensor found;
+    const auto forward = count(world, [&] { found = loss(dist); });
+    EXPECT_EQ(forward.all_gather.calls, 2 * kLayers);
+    EXPECT_EQ(forward.reduce_scatter.calls, 2 * kLayers);
+    EXPECT_EQ(forward.all_to_all.calls, 0);
+    const auto backward = count(world, [&] { found.backward(); });
+    // Two gathers per block: of the gradient of its output, and of its input, which is not saved
+    // whole.
+    EXPECT_LE(backward.all_gather.calls, 4 * kLayers + 1);
+    EXPECT_EQ(backward.reduce_scatter.calls, 2 * kLayers);
+    EXPECT_NEAR(full_tensor(found).item<double>(), expected.item<double>(), 1e-3);
+    expect_gradients(dist, plain, 1e-3);
+  });
+}
+
 TEST(TensorParallel, EvaluationSendsWhatForwardDoes) {
   run_world(2, [](World& world) {
     world.set_process_group(counting_process_group(world.process_group()));

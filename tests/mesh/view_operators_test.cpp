@@ -190,9 +190,69 @@ std::vector<OperatorCase> cases() {
        [](const Tensors& x) {
          return x[0].repeat({2, 1, 3, 1});
        }},
+      {"a written row of a window",
+       {{4, 3, 5}},
+       [](const Tensors& x) {
+         const at::Tensor y = (x[0] * 1).view({4, 15});
+         y.select(1, 3).mul_(2);
+         return y * x[0].view({4, 15});
+       }},
   };
 }
 
+// Cases that send nothing if the first dim is cut.
+std::vector<OperatorCase> quiet_cases() {
+  const std::vector<std::vector<int64_t>> one = {{4, 3, 5}};
+  const auto of = [&](const std::string& name, auto f) {
+    return OperatorCase{name, one, [f](const Tensors& x) { return f(x[0]); }};
+  };
+  return {
+      of("diagonal",
+         [](const at::Tensor& x) {
+           return x.diagonal(1, 1, 2) + torch::diagonal_copy(x, 1, 1, 2);
+         }),
+      of("diag_embed", [](const at::Tensor& x) { return torch::diag_embed(x, -1, 1, 3); }),
+      {"diagonal_scatter",
+       {{4, 3, 5}, {4, 3}},
+       [](const Tensors& x) { return torch::diagonal_scatter(x[0], x[1], 0, 1, 2); }},
+      {"select_scatter",
+       {{4, 3, 5}, {4, 5}},
+       [](const Tensors& x) { return torch::select_scatter(x[0], x[1], 1, 2); }},
+      {"slice_scatter",
+       {{4, 3, 5}, {4, 3, 2}},
+       [](const Tensors& x) { return torch::slice_scatter(x[0], x[1], 2, 1, 5, 2); }},
+      of("unfold", [](const at::Tensor& x) { return x.unfold(2, 3, 2) * 2; }),
+      of("unsafe_split",
+         [](const at::Tensor& x) {
+           return torch::unsafe_split(x, 2, 2)[1] +
+                  torch::unsafe_split_with_sizes(x, {1, 4}, 2)[0] +
+                  torch::split_with_sizes_copy(x, {1, 4}, 2)[0];
+         }),
+      of("copies of views",
+         [](const at::Tensor& x) {
+           const at::Tensor flat = torch::view_copy(x, {4, 15});
+           return flat.add_(1) +
+                  torch::expand_copy(x.select(2, 0).unsqueeze(2), {4, 3, 5}).reshape({4, 15});
+         }),
+      of("a written slice",
+         [](const at::Tensor& x) {
+           const at::Tensor y = x * 1;
+           y.slice(1, 1, 3).mul_(3);
+           y.slice(2, 0, 5, 2).select(1, 0).add_(x.select(1, 1).slice(1, 1, 4));
+           y.transpose(1, 2).slice(1, 0, 2).tanh_();
+           return y * x;
+         }),
+  };
+}
+
+TEST(ViewOperators, ThatSendNothingOnTwoRanks) { expect_as_plain(quiet_cases(), {2}); }
+TEST(ViewOperators, ThatSendNothingOnThreeRanks) { expect_as_plain(quiet_cases(), {3}); }
+TEST(ViewOperators, SendNothingWhereOtherDimsAreCut) {
+  std::vector<QuietCase> quiet;
+  for (const OperatorCase& test : quiet_cases())
+    quiet.push_back({test, Placements(test.sizes.size(), Shard{0})});
+  expect_quiet(quiet);
+}
 TEST(ViewOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(ViewOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ViewOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }

@@ -5,6 +5,10 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "mesh/decompositions.h"
 #include "mesh/dist_meta.h"
 #include "mesh/placed.h"
@@ -112,10 +116,20 @@ struct BatchNorm {
   const at::Tensor input;  // this rank's part
 };
 
-// In place, on the tensor that the module holds.
+// `running` itself changes, which the module holds.
 void update(const at::Tensor& running, const at::Tensor& now, double momentum) {
   if (running.defined()) running.mul_(1 - momentum).add_(now, momentum);
 }
+
+// The operator's forms: `_functional` ones return new running statistics in place of changing them,
+// and `_with_update` ones are always in training and return memory that is theirs.
+struct Form {
+  explicit Form(const DecomposedCall& call)
+      : is_functional(call.schema.name().ends_with("_functional")),
+        is_update(call.schema.name().find("_with_update") != std::string::npos),
+        is_training(is_update || call.argument("training").toBool()) {}
+  bool is_functional, is_update, is_training;
+};
 
 struct Normalized {
   at::Tensor output, mean, variance, inverse_deviation;
@@ -136,20 +150,24 @@ bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
   const at::Tensor input = call.tensor("input");
   const DistMeta* const meta = find_dist_meta(input);
-  if (!meta || !call.argument("training").toBool() || !call.any_not_whole() || input.numel() == 0)
-    return false;
+  const Form form(call);
+  if (!meta || !form.is_training || !call.any_not_whole() || input.numel() == 0) return false;
   const BatchNorm norm(input, meta->spec->mesh, meta->spec->placements);
   const at::Tensor none = at::empty({0});
   const Normalized found = meta->spec->mesh.is_member() ? normalize_part(norm, call)
                                                         : Normalized{none, none, none, none};
-  const double momentum = call.argument("momentum").toDouble();
-  update(call.tensor("running_mean"), norm.channel_result(found.mean, norm.wide), momentum);
-  update(call.tensor("running_var"),
-         norm.channel_result(found.variance.mul(norm.count / (norm.count - 1)), norm.wide),
-         momentum);
-  return finish(op, stack,
-                {norm.result(found.output), norm.channel_result(found.mean, norm.wide),
-                 norm.channel_result(found.inverse_deviation, norm.wide)});
+  const at::Tensor mean = norm.channel_result(found.mean, norm.wide);
+  const at::Tensor variance =
+      norm.channel_result(found.variance.mul(norm.count / (norm.count - 1)), norm.wide);
+  std::vector<at::Tensor> results = {norm.result(found.output), mean,
+                                     norm.channel_result(found.inverse_deviation, norm.wide)};
+  if (form.is_update) results.push_back(at::empty({0}, input.options().dtype(at::kByte)));
+  for (const auto& [name, now] : {std::pair{"running_mean", mean}, {"running_var", variance}}) {
+    at::Tensor running = call.find(name) ? call.tensor(name) : at::Tensor();
+    if (form.is_functional) results.push_back(running = running.clone());
+    update(running, now, call.argument("momentum").toDouble());
+  }
+  return finish(op, stack, results);
 }
 
 struct Gradients {
@@ -207,6 +225,10 @@ bool batch_norm_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack
 
 constexpr DecompositionEntry kBatchNorms[] = {
     {"native_batch_norm", batch_norm},
+    {"_native_batch_norm_legit", batch_norm},
+    {"_native_batch_norm_legit_functional", batch_norm},
+    {"_batch_norm_with_update", batch_norm},
+    {"_batch_norm_with_update_functional", batch_norm},
     {"native_batch_norm_backward", batch_norm_backward},
 };
 

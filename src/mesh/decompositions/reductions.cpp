@@ -2,6 +2,8 @@
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/log.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
@@ -9,6 +11,7 @@
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/sub.h>
 #include <ATen/ops/sum.h>
+#include <c10/core/WrapDimMinimal.h>
 
 #include <algorithm>
 #include <limits>
@@ -38,13 +41,10 @@ int64_t count(const at::Tensor& tensor, const std::vector<int64_t>& dims) {
 
 // True if one of `dims` is cut and `counts` holds for its size and the number of ranks.
 template <class Counts>
-bool is_cut_along(const at::Tensor& tensor, const std::vector<int64_t>& dims, Counts counts) {
+bool is_any_cut(const at::Tensor& tensor, const std::vector<int64_t>& dims, Counts counts) {
   const DistMeta* const meta = find_dist_meta(tensor);
   return meta && std::ranges::any_of(dims, [&](int64_t dim) {
-           return counts(tensor.size(dim), meta->spec->mesh.size()) &&
-                  std::ranges::any_of(meta->spec->placements, [&](const Placement& placement) {
-                    return is_shard(placement, dim);
-                  });
+           return counts(tensor.size(dim), meta->spec->mesh.size()) && is_cut_along(tensor, dim);
          });
 }
 
@@ -55,7 +55,7 @@ bool uneven_mean(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto dims = named_dims(call.find("dim"), self.dim());
   const at::ScalarType dtype = result_dtype(call, self.scalar_type());
   const bool is_uneven =
-      is_cut_along(self, dims, [](int64_t size, int64_t ranks) { return size % ranks != 0; });
+      is_any_cut(self, dims, [](int64_t size, int64_t ranks) { return size % ranks != 0; });
   if (!is_uneven || !c10::isFloatingType(dtype)) return false;
   const at::Tensor sum = at::sum(self, dims, keeps_dims(call), sum_dtype(dtype));
   return finish(op, stack, {at::div(sum, static_cast<double>(count(self, dims))).to(dtype)});
@@ -84,7 +84,7 @@ bool variance(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
   const at::Tensor self = call.tensor("self");
   const auto dims = named_dims(call.find("dim"), self.dim());
-  const bool is_cut = is_cut_along(self, dims, [](int64_t, int64_t) { return true; });
+  const bool is_cut = is_any_cut(self, dims, [](int64_t, int64_t) { return true; });
   if (!is_cut || !c10::isFloatingType(self.scalar_type())) return false;
   const Moments found = moments(call, self, dims);
   const at::Tensor result =
@@ -117,7 +117,47 @@ bool norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   return finish(op, stack, {norm_of_order(self.to(wide), order, dims, keeps_dims(call)).to(dtype)});
 }
 
+// Where classes are cut, what ranks send of each row is its maximum and the sum of its
+// exponentials.
+template <bool kLog>
+bool softmax(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const DecomposedCall call(op, stack);
+  const at::Tensor self = call.tensor("self");
+  if (self.dim() == 0) return false;
+  const int64_t dim = c10::maybe_wrap_dim(call.argument("dim").toInt(), self.dim());
+  if (!is_cut_along(self, dim)) return false;
+  const c10::IValue* const widens = call.find("half_to_float");
+  const at::ScalarType dtype =
+      widens && widens->toBool() ? at::kFloat : result_dtype(call, self.scalar_type());
+  const at::Tensor wide = self.to(sum_dtype(dtype));
+  const at::Tensor shifted = at::sub(wide, at::amax(wide, {dim}, /*keepdim=*/true));
+  const at::Tensor powers = at::exp(shifted), sums = at::sum(powers, {dim}, /*keepdim=*/true);
+  return finish(op, stack,
+                {(kLog ? at::sub(shifted, at::log(sums)) : at::div(powers, sums)).to(dtype)});
+}
+
+template <bool kLog>
+bool softmax_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const DecomposedCall call(op, stack);
+  const at::Tensor gradient = call.tensor("grad_output"), output = call.tensor("output");
+  if (output.dim() == 0) return false;
+  const int64_t dim = c10::maybe_wrap_dim(call.argument("dim").toInt(), output.dim());
+  if (!is_cut_along(output, dim)) return false;
+  const at::ScalarType dtype = call.argument("input_dtype").toScalarType();
+  const at::ScalarType wide = sum_dtype(dtype);
+  const at::Tensor y = output.to(wide), dy = gradient.to(wide);
+  const auto sum = [&](const at::Tensor& x) { return at::sum(x, {dim}, /*keepdim=*/true); };
+  return finish(op, stack,
+                {(kLog ? at::sub(dy, at::mul(at::exp(y), sum(dy)))
+                       : at::mul(y, at::sub(dy, sum(at::mul(dy, y)))))
+                     .to(dtype)});
+}
+
 constexpr DecompositionEntry kReductions[] = {
+    {"_softmax", softmax<false>, true},
+    {"_log_softmax", softmax<true>, true},
+    {"_softmax_backward_data", softmax_backward<false>, true},
+    {"_log_softmax_backward_data", softmax_backward<true>, true},
     {"mean", uneven_mean},
     {"var", variance<false, false>},
     {"std", variance<true, false>},

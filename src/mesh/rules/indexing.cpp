@@ -114,6 +114,59 @@ Strategies index_put(const OpCall& call) {
   return ways;
 }
 
+// Fills rows at the positions that `index` gives along `dim` with one value.
+Strategies index_fill(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  if (ndim == 0) return {};
+  const int64_t dim = call.dim("dim", ndim);
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d != dim) ways.push_back({first_placed(call, Shard{d}), {Shard{d}}});
+  }
+  return ways;
+}
+
+// Reduces rows of `source` into `self`, at the positions that `index` gives along `dim`.
+Strategies index_reduce(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  if (ndim == 0) return {};
+  const int64_t dim = call.dim("dim", ndim);
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d != dim) ways.push_back({{Shard{d}, Replicate{}, Shard{d}}, {Shard{d}}});
+  }
+  return ways;
+}
+
+// Each value is looked up by itself; every rank has all boundaries.
+Strategies bucketize(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < call.inputs[0].ndim(); ++d)
+    ways.push_back({{Shard{d}, Replicate{}}, {Shard{d}}});
+  return ways;
+}
+
+// A sequence of one dim is that of all values; otherwise each row of values has its own.
+Strategies searchsorted(const OpCall& call) {
+  const int sequence = call.input("sorted_sequence");
+  const int values = call.argument("self").isTensor() ? call.input("self") : -1;
+  Strategies ways;
+  if (values < 0) return ways;
+  const bool is_shared = call.inputs[sequence].ndim() == 1;
+  const int64_t ndim = call.inputs[values].ndim();
+  for (int64_t d = 0; d < ndim - (is_shared ? 0 : 1); ++d) {
+    const Placement own = is_shared ? Placement(Replicate{}) : Shard{d};
+    ways.push_back(
+        {placed_by_name(call, {{"self", Shard{d}}, {"sorted_sequence", own}, {"sorter", own}}),
+         {Shard{d}}});
+  }
+  return ways;
+}
+
+std::vector<TensorInfo> like_values(const OpCall& call) {
+  return {call.argument("self").isTensor() ? call.inputs[call.input("self")] : TensorInfo{}};
+}
+
 constexpr auto kIndexingRules = with_splits({
     {"gather", along_other_dims, like_second},
     {"scatter", along_other_dims, like_first},
@@ -125,9 +178,16 @@ constexpr auto kIndexingRules = with_splits({
     {"index_select", index_select, index_select_sizes},
     {"index_add", index_add, like_first},
     {"index_add_", index_add, like_first},
+    {"index_fill", index_fill, like_first},
+    {"index_fill_", index_fill, like_first},
+    {"index_reduce", index_reduce, like_first},
+    {"index_reduce_", index_reduce, like_first},
+    {"bucketize.Tensor", bucketize, like_first},
+    {"searchsorted", searchsorted, like_values},
     {"index", index},
     {"index_put", index_put, like_first},
     {"index_put_", index_put, like_first},
+    {"_index_put_impl", index_put, like_first},
     {"_index_put_impl_", index_put, like_first},
 });
 

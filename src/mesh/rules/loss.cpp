@@ -1,3 +1,12 @@
+#include <ATen/ops/masked_select.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "mesh/rules.h"
 
 namespace tessera {
@@ -5,7 +14,7 @@ namespace {
 
 // Losses. Their means over cut tensors are decomposed.
 
-constexpr int64_t kNone = 0, kMean = 1;  // at::Reduction
+constexpr int64_t kNone = 0, kMean = 1, kSumOfAll = 2;  // at::Reduction
 
 int64_t reduction_of(const OpCall& call) { return call.argument("reduction").toInt(); }
 
@@ -47,6 +56,53 @@ std::vector<std::pair<int64_t, int64_t>> rows_of(const OpCall& call) {
   return rows;
 }
 
+// Where classes are cut, each rank has the losses of the targets among its own. See local_nll_loss.
+// Of sums, the backward does not read the weight of all.
+Placements cut_by_classes(const OpCall& call) {
+  const Placement total = reduction_of(call) == kSumOfAll ? Placement(kSum) : Replicate{};
+  return placed_by_name(call, {{"self", Shard{1}}, {"weight", Shard{0}}, {"total_weight", total}});
+}
+
+bool has_classes(const OpCall& call) { return call.inputs[call.input("self")].ndim() >= 2; }
+
+// Targets as indices among the classes of this rank, and this in place of others.
+constexpr int64_t kElsewhere = -100;
+
+at::Tensor own_targets(const at::Tensor& target, Range classes, int64_t count, int64_t ignored) {
+  const at::Tensor counts = target.ne(ignored);
+  if (target.is_cpu()) {
+    const at::Tensor is_wrong = target.lt(0).logical_or_(target.ge(count)).logical_and_(counts);
+    TORCH_CHECK_INDEX(
+        !is_wrong.any().item().toBool(),
+        "[nll_loss] targets must be those of classes, or ignore_index; expected 0 to ", count - 1,
+        ", got ", at::masked_select(target, is_wrong)[0].item().toLong());
+  }
+  const at::Tensor own = target.sub(classes.begin);
+  const at::Tensor is_own = own.ge(0).logical_and_(own.lt(classes.size())).logical_and_(counts);
+  return own.masked_fill(is_own.logical_not_(), kElsewhere);
+}
+
+// For classes that are cut: targets of other ranks are ignored here.
+void local_nll_loss(const c10::OperatorHandle& op, const std::vector<LocalPart>& parts,
+                    torch::jit::Stack& stack) {
+  const auto at = [&](const char* name) { return *op.schema().argumentIndexWithName(name); };
+  const bool is_backward = op.schema().argumentIndexWithName("grad_output").has_value();
+  const LocalPart& self = parts[is_backward ? 1 : 0];
+  if (self.sizes.size() < 2 || self.box[1].size() == self.sizes[1]) return op.callBoxed(stack);
+  c10::IValue& ignored = stack[at("ignore_index")];
+  stack[at("target")] =
+      own_targets(stack[at("target")].toTensor(), self.box[1], self.sizes[1], ignored.toInt());
+  ignored = kElsewhere;
+  if (self.box[1].size() > 0) return op.callBoxed(stack);
+  // The kernel needs a class.
+  const at::Tensor part = stack[at("self")].toTensor();
+  const auto target = stack[at("target")].toTensor().sizes();
+  const at::Tensor none = at::zeros({}, part.options());
+  const bool is_each = stack[at("reduction")].toInt() == kNone;
+  stack = is_backward ? torch::jit::Stack{at::zeros_like(part)}
+                      : torch::jit::Stack{is_each ? at::zeros(target, part.options()) : none, none};
+}
+
 // Rows are independent of each other; the weight of a mean is already that of the whole batch.
 Strategies nll_loss_backward(const OpCall& call) {
   Strategies ways;
@@ -58,6 +114,7 @@ Strategies nll_loss_backward(const OpCall& call) {
              call, {{"self", Shard{self}}, {"target", Shard{target}}, {"grad_output", gradient}}),
          {Shard{self}}});
   }
+  if (has_classes(call)) ways.push_back({cut_by_classes(call), {Shard{1}}, /*can_split=*/false});
   return ways;
 }
 
@@ -70,6 +127,10 @@ Strategies nll_loss(const OpCall& call) {
                  {kSum, kSum}};
     if (reduction == kNone) way.outputs = {Shard{target}, Replicate{}};
     ways.push_back(std::move(way));
+  }
+  if (has_classes(call)) {
+    const Placement weights = reduction == kNone ? Placement(Replicate{}) : kSum;
+    ways.push_back({cut_by_classes(call), {kSum, weights}, /*can_split=*/false});
   }
   return ways;
 }
@@ -86,6 +147,7 @@ std::vector<RuleEntry> make_loss_rules() {
       {"nll_loss_backward", nll_loss_backward, like_self},
       {"nll_loss2d_backward", nll_loss_backward, like_self},
   };
+  for (RuleEntry& rule : rules) rule.local = local_nll_loss;
   for (const auto name : {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss",
                           "binary_cross_entropy", "binary_cross_entropy_with_logits"})
     rules.push_back({name, elementwise_loss, loss_sizes});

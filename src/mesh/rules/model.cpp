@@ -73,47 +73,25 @@ Strategies embedding_backward(const OpCall& call) {
   return ways;
 }
 
-// Batch and heads are independent of each other.
-Strategy attention_by(const OpCall& call, int64_t dim) {
-  Strategy way = all_cut(call, dim);
-  const int mask = call.input("attn_mask");
-  // It broadcasts to the scores, whose first two dims are those of the query.
-  if (mask >= 0) way.inputs[mask] = placed_under(call.inputs[mask], dim, call.inputs[0]);
-  return way;
+// The bags of the columns of the weight are independent of each other.
+Strategies embedding_bag_backward(const OpCall& call) {
+  if (call.find("sparse") && call.argument("sparse").toBool()) return {};
+  constexpr int64_t kMax = 2;
+  Strategy way{first_placed(call, Shard{1}), {Shard{1}}};
+  const int maximum = call.input("maximum_indices");
+  if (call.argument("mode").toInt() == kMax) way.inputs[maximum] = Shard{1};
+  return {way, {first_placed(call, kSum), {kSum}}};
 }
 
-bool draws_numbers(const OpCall& call) { return call.argument("dropout_p").toDouble() > 0; }
-
-Strategies attention(const OpCall& call) {
-  if (draws_numbers(call)) return {};
-  const int q = call.input("query"), k = call.input("key");
-  Strategies ways;
-  for (const int64_t dim : {0, 1}) {
-    const int64_t size = call.inputs[q].sizes[dim];
-    // Heads of q and k are cut alike only if they are equally many.
-    if (size != call.inputs[k].sizes[dim] || !call.reaches_all(size)) continue;
-    ways.push_back(attention_by(call, dim));
-  }
-  return ways;
-}
-
-std::vector<TensorInfo> attention_sizes(const OpCall& call) {
-  TensorInfo output = call.inputs[0], sums = call.inputs[0];
-  output.sizes[3] = call.inputs[2].sizes[3];
-  sums.sizes.pop_back();
-  return {output, sums};
-}
-
-std::vector<TensorInfo> attention_backward_sizes(const OpCall& call) {
-  return {call.inputs[call.input("query")], call.inputs[call.input("key")],
-          call.inputs[call.input("value")]};
+std::vector<TensorInfo> embedding_bag_backward_sizes(const OpCall& call) {
+  return {{{call.argument("num_weights").toInt(), call.inputs[0].sizes[1]}}};
 }
 
 constexpr auto kModelRules = with_splits({
     {.name = "embedding", .rule = embedding, .sizes = embedding_sizes, .local = local_embedding},
     {"embedding_dense_backward", embedding_backward, embedding_backward_sizes},
-    {"_scaled_dot_product_flash_attention_for_cpu", attention, attention_sizes},
-    {"_scaled_dot_product_flash_attention_for_cpu_backward", attention, attention_backward_sizes},
+    {"_embedding_bag_backward", embedding_bag_backward, embedding_bag_backward_sizes},
+    {"_embedding_bag_dense_backward", embedding_bag_backward, embedding_bag_backward_sizes},
 });
 
 }  // namespace

@@ -50,6 +50,33 @@ Strategies layer_norm_backward(const OpCall& call) {
   return ways;
 }
 
+// Root mean square norm of devices that have a kernel for it.
+
+Strategies rms_norm(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < leading_dims(call, 0); ++d)
+    ways.push_back({norm_inputs(call, Shard{d}, Replicate{}), Placements(2, Shard{d})});
+  return ways;
+}
+
+std::vector<TensorInfo> rms_norm_sizes(const OpCall& call) {
+  const auto sizes = layer_norm_sizes(call);
+  return {sizes[0], sizes[1]};
+}
+
+Strategies rms_norm_backward(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < leading_dims(call, call.input("input")); ++d)
+    ways.push_back(
+        {norm_inputs(call, Shard{d}, Replicate{}), call.wanted<Placement>({Shard{d}, kSum})});
+  return ways;
+}
+
+std::vector<TensorInfo> rms_norm_backward_sizes(const OpCall& call) {
+  const TensorInfo weight{call.argument("normalized_shape").toIntVector()};
+  return call.wanted<TensorInfo>({call.inputs[call.input("input")], weight});
+}
+
 // Group norm: the groups of a row are independent of each other.
 
 std::vector<TensorInfo> group_norm_sizes(const OpCall& call) {
@@ -92,10 +119,11 @@ void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart
   const auto argument = [&](std::string_view name) -> c10::IValue& {
     return stack[*op.schema().argumentIndexWithName(std::string(name))];
   };
-  for (const std::string_view name : {"input", "grad_out"}) {
-    if (!op.schema().argumentIndexWithName(std::string(name))) continue;
+  for (const std::string_view name : {"input", "grad_out", "mean", "rstd", "weight"}) {
+    if (!op.schema().argumentIndexWithName(std::string(name)) || !argument(name).isTensor())
+      continue;
     const at::Tensor part = argument(name).toTensor();
-    argument(name) = part.contiguous(part.suggest_memory_format());
+    if (part.defined()) argument(name) = part.contiguous(part.suggest_memory_format());
   }
   const at::Tensor input = argument("input").toTensor();
   const int64_t per_group = argument("C").toInt() / argument("group").toInt();
@@ -107,8 +135,14 @@ void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart
 
 // Batch norm with given statistics. In training it is decomposed.
 
+// Operators that have no such argument say it by their names.
+bool is_in_training(const OpCall& call) {
+  const c10::IValue* const training = call.find("training");
+  return training ? training->toBool() : !call.schema.name().ends_with("_no_training");
+}
+
 std::vector<TensorInfo> batch_norm_sizes(const OpCall& call) {
-  const int64_t channels = call.argument("training").toBool() ? call.inputs[0].sizes[1] : 0;
+  const int64_t channels = is_in_training(call) ? call.inputs[0].sizes[1] : 0;
   return {call.inputs[0], {{channels}}, {{channels}}};
 }
 
@@ -125,7 +159,7 @@ Placements batch_norm_inputs(const OpCall& call, int64_t dim, std::string_view g
 Strategies batch_norm(const OpCall& call) {
   Strategies ways;
   for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) {
-    if (call.argument("training").toBool() || !call.reaches_all(call.inputs[0].sizes[d])) continue;
+    if (is_in_training(call) || !call.reaches_all(call.inputs[0].sizes[d])) continue;
     ways.push_back({batch_norm_inputs(call, d, {}), {Shard{d}, Replicate{}, Replicate{}}});
   }
   return ways;
@@ -151,6 +185,8 @@ Strategies batch_norm_backward(const OpCall& call) {
 constexpr auto kNormalizationRules = with_splits({
     {"native_layer_norm", layer_norm, layer_norm_sizes},
     {"native_layer_norm_backward", layer_norm_backward, layer_norm_backward_sizes},
+    {"_fused_rms_norm", rms_norm, rms_norm_sizes},
+    {"_fused_rms_norm_backward", rms_norm_backward, rms_norm_backward_sizes},
     {.name = "native_group_norm",
      .rule = group_norm,
      .sizes = group_norm_sizes,
@@ -160,6 +196,8 @@ constexpr auto kNormalizationRules = with_splits({
      .sizes = group_norm_backward_sizes,
      .local = local_group_norm},
     {"native_batch_norm", batch_norm, batch_norm_sizes},
+    {"_native_batch_norm_legit", batch_norm, batch_norm_sizes},
+    {"_native_batch_norm_legit_no_training", batch_norm, batch_norm_sizes},
     {"native_batch_norm_backward", batch_norm_backward, batch_norm_backward_sizes},
 });
 

@@ -95,6 +95,59 @@ Strategies min(const OpCall& call) {
   return call.outputs.size() == 1 ? of_nonempty(call, PartialOp::kMin) : kept_dims(call);
 }
 
+// Both extremes at once.
+Strategies aminmax(const OpCall& call) {
+  Strategies ways = reduction(call, PartialOp::kMax, true);
+  std::erase_if(ways, [&](const Strategy& way) {
+    const int64_t dim = std::get<Shard>(way.inputs[0]).dim;
+    return is_partial(way.outputs[0]) && !call.reaches_all(call.inputs[0].sizes[dim]);
+  });
+  for (Strategy& way : ways) {
+    if (is_partial(way.outputs[0]))
+      way.outputs = {Partial{PartialOp::kMin}, Partial{PartialOp::kMax}};
+  }
+  return ways;
+}
+
+// Counts, and sums that are not linear: parts have terms of the sum.
+Strategies counted(const OpCall& call) { return reduction(call, PartialOp::kSum, true); }
+
+// The bins depend on all values, unless their range is given.
+Strategies histogram(const OpCall& call) {
+  if (call.argument("min").toScalar().equal(0) && call.argument("max").toScalar().equal(0))
+    return {};
+  Strategies ways;
+  for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) ways.push_back({{Shard{d}}, {kSum}});
+  return ways;
+}
+
+std::vector<TensorInfo> bins(const OpCall& call) { return {{{call.argument("bins").toInt()}}}; }
+
+// With a dim they also return positions along it; without one, they need all values.
+Strategies selected(const OpCall& call) {
+  return call.outputs.size() == 1 ? Strategies() : kept_dims(call);
+}
+
+// Puts the gradient of a selected value where it was: the positions are known to all ranks.
+Strategies selecting_backward(const OpCall& call) {
+  const auto sizes = call.argument("sizes").toIntVector();
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  if (ndim == 0) return {};
+  const int64_t dim = call.dim("dim", ndim);
+  const bool keeps = call.argument("keepdim").toBool();
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    const Shard cut{keeps || d < dim ? d : d - 1};
+    if (d != dim) ways.push_back({{cut, cut}, {Shard{d}}});
+  }
+  ways.push_back({{kSum, Replicate{}}, {kSum}});
+  return ways;
+}
+
+std::vector<TensorInfo> selecting_backward_sizes(const OpCall& call) {
+  return {{call.argument("sizes").toIntVector()}};
+}
+
 // A running sum; linear.
 Strategies scan(const OpCall& call) {
   Strategies ways = along_other_dims(call);
@@ -114,6 +167,11 @@ std::vector<TensorInfo> reduced_sizes(const OpCall& call) {
   return std::vector<TensorInfo>(call.schema.returns().size(), output);
 }
 
+// Without a dim, one value; reduced_sizes() would need a dim.
+std::vector<TensorInfo> selected_sizes(const OpCall& call) {
+  return call.find("dim") ? reduced_sizes(call) : std::vector<TensorInfo>(1);
+}
+
 std::vector<TensorInfo> like_first_twice(const OpCall& call) {
   return {call.inputs[0], call.inputs[0]};
 }
@@ -128,6 +186,16 @@ constexpr auto kReductionRules = with_splits({
     {"prod", prod, reduced_sizes},
     {"any", any, reduced_sizes},
     {"all", all, reduced_sizes},
+    {"aminmax", aminmax, reduced_sizes},
+    {"nansum", counted, reduced_sizes},
+    {"count_nonzero", counted, reduced_sizes},
+    {"linalg__powsum", counted, reduced_sizes},
+    {"histc", histogram, bins},
+    {"median", selected, selected_sizes},
+    {"nanmedian", selected, selected_sizes},
+    {"mode", kept_dims, reduced_sizes},
+    {"kthvalue", kept_dims, reduced_sizes},
+    {"value_selecting_reduction_backward", selecting_backward, selecting_backward_sizes, "sizes"},
     {"argmax", kept_dims, reduced_sizes},
     {"argmin", kept_dims, reduced_sizes},
     {"var", kept_dims, reduced_sizes},

@@ -177,6 +177,93 @@ Strategies cat(const OpCall& call) {
   return ways;
 }
 
+// The elements whose indices along two dims differ by an offset, as a last dim.
+struct Diagonal {
+  Diagonal(const OpCall& call, int64_t of_ndim)
+      : ndim(of_ndim), dim1(call.dim("dim1", ndim)), dim2(call.dim("dim2", ndim)) {}
+  bool has(int64_t dim) const { return dim == dim1 || dim == dim2; }
+  // The dim of the diagonals that is dim `dim`, which is not one of the two, of the matrices.
+  int64_t place_of(int64_t dim) const { return dim - (dim > dim1) - (dim > dim2); }
+  int64_t ndim, dim1, dim2;
+};
+
+Strategies diagonal(const OpCall& call) {
+  const Diagonal diagonal(call, call.inputs[0].ndim());
+  std::vector<int64_t> to(diagonal.ndim, -1);
+  for (int64_t d = 0; d < diagonal.ndim; ++d) {
+    if (!diagonal.has(d)) to[d] = diagonal.place_of(d);
+  }
+  return moved_dims(call, to);
+}
+
+// Puts a diagonal into matrices, of zeros or those of `self`.
+Strategies diagonal_into(const OpCall& call) {
+  const Diagonal diagonal(call, call.outputs[0].ndim());
+  Strategies ways;
+  for (int64_t d = 0; d < diagonal.ndim; ++d) {
+    if (diagonal.has(d)) continue;
+    const Shard of_diagonal{diagonal.place_of(d)};
+    ways.push_back(
+        {call.inputs.size() == 1 ? Placements{of_diagonal} : Placements{Shard{d}, of_diagonal},
+         {Shard{d}}});
+  }
+  add_sums(ways, call);
+  return ways;
+}
+
+// `self` with `src` in place of a part of it.
+Strategies scattered(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  const bool is_select = call.inputs[1].ndim() < ndim;
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d != dim) ways.push_back({{Shard{d}, Shard{d - (is_select && d > dim)}}, {Shard{d}}});
+  }
+  add_sums(ways, call);
+  return ways;
+}
+
+// Windows along a dim, as a last dim.
+Strategies unfold(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  return ndim == 0 ? Strategies() : along_dims(call, {call.dim("dimension", ndim)});
+}
+
+// Elements that are in several windows are added up.
+Strategies unfold_backward(const OpCall& call) {
+  const int64_t ndim = call.outputs[0].ndim();
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (d != call.dim("dim", ndim)) ways.push_back({{Shard{d}}, {Shard{d}}});
+  }
+  add_sums(ways, call);
+  return ways;
+}
+
+// Complex numbers seen as pairs of real ones, pairs as complex numbers, or conjugated.
+Strategies complex_view(const OpCall& call) {
+  const int64_t ndim = std::min(call.inputs[0].ndim(), call.outputs[0].ndim());
+  Strategies ways;
+  for (int64_t d = 0; d < ndim; ++d) ways.push_back({{Shard{d}}, {Shard{d}}});
+  add_sums(ways, call);
+  return ways;
+}
+
+// The conjugated part does not have the numbers in memory that the view would show.
+void local_view_as_real(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
+                        torch::jit::Stack& stack) {
+  stack[0] = stack[0].toTensor().resolve_conj();
+  op.callBoxed(stack);
+}
+
+// `size` is that of the local part, whose layout may not allow a view.
+void local_view_copy(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
+                     torch::jit::Stack& stack) {
+  const at::Tensor part = stack[0].toTensor();
+  const auto sizes = stack[*op.schema().argumentIndexWithName("size")].toIntVector();
+  stack = {part.reshape(sizes).clone()};
+}
+
 std::vector<TensorInfo> padded_sizes(const OpCall& call) {
   return {{call.argument("input_sizes").toIntVector()}};
 }
@@ -257,6 +344,25 @@ constexpr auto kViewRules = with_splits({
     {"split_with_sizes", along_dim},
     {"unbind", select},
     {"narrow", along_dim},
+    {"unsafe_split", along_dim},
+    {"unsafe_split_with_sizes", along_dim},
+    {"split_with_sizes_copy", along_dim},
+    {.name = "view_copy", .rule = view, .size_argument = "size", .local = local_view_copy},
+    {"view_copy.dtype", view_as_dtype},
+    {"expand_copy", expand, nullptr, "size"},
+    {.name = "view_as_real", .rule = complex_view, .local = local_view_as_real},
+    {"view_as_complex", complex_view},
+    {"_conj", complex_view},
+    {"_neg_view", complex_view},
+    {"diagonal", diagonal},
+    {"diagonal_copy", diagonal},
+    {"diagonal_scatter", diagonal_into, like_first},
+    {"diagonal_backward", diagonal_into, padded_sizes, "input_sizes"},
+    {"diag_embed", diagonal_into},
+    {"select_scatter", scattered, like_first},
+    {"slice_scatter", scattered, like_first},
+    {"unfold", unfold},
+    {"unfold_backward", unfold_backward, padded_sizes, "input_sizes"},
     {"cat", cat},
     {"stack", cat},
     {"slice_backward", padded, padded_sizes, "input_sizes"},
