@@ -131,7 +131,8 @@ void bind_functions(py::module_& module) {
   module.def("distribute_", &distribute_, Waits());
   module.def("from_local", &from_local, py::arg("local"), py::arg("mesh"), py::arg("placements"),
              py::arg("sizes") = Sizes(), Waits());
-  module.def("to_local", &to_local, Waits());
+  module.def(
+      "to_local", [](const at::Tensor& tensor) { return to_local(tensor); }, Waits());
   module.def(
       "redistribute",
       [](const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
@@ -167,7 +168,8 @@ void bind_debug(py::module_& module) {
       .def("entries", [](const Debug& scope) {
         py::list entries;
         for (const auto& entry : scope->entries())
-          entries.append(py::make_tuple(entry.kind, entry.subject, entry.calls, entry.bytes));
+          entries.append(
+              py::make_tuple(entry.kind, entry.subject, entry.calls, entry.bytes, entry.module));
         return entries;
       });
 }

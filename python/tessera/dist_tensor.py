@@ -155,8 +155,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 class StrictOperators:
-    """A context in which an operator on DistTensors that has no rule raises on this thread, instead of computing on whole
-    tensors on every rank. `TESSERA_STRICT=1` has the same effect everywhere."""
+    """A context in which an operator on DistTensors that needs shards of other ranks, or has no rule, raises on this thread,
+    instead of gathering them; `redistribute()` where they should be sent. `TESSERA_STRICT=1` has the same effect everywhere."""
 
     def __init__(self, strict: bool = True):
         self._strict, self._scope = strict, _C.StrictOperators()
@@ -175,7 +175,7 @@ class CommDebug:
 
     def __init__(self):
         self._scope = _C.CommDebug()
-        self.entries: list[tuple[str, str, int, int]] = []
+        self.entries: list[tuple[str, str, int, int, str]] = []
 
     def __enter__(self) -> "CommDebug":
         self._scope.enter()
@@ -187,7 +187,7 @@ class CommDebug:
 
     def calls(self, kind: str = "", subject: str = "") -> int:
         """Returns the number of collectives, of one kind or subject if given."""
-        return sum(calls for its, of, calls, _ in self.entries if kind in ("", its) and subject in ("", of))
+        return sum(calls for its, of, calls, _, _ in self.entries if kind in ("", its) and subject in ("", of))
 
 
 _plain_text = torch.Tensor.__repr__

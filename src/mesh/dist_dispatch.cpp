@@ -349,25 +349,32 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
 }
 
 // For operators that may be decomposed into others.
-void decomposing_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  const KeepTerms keep;
-  place_gradients_of(arguments);
-  const DecompositionEntry& entry = *find_decomposition(op.schema().name());
-  if (entry.is_composed || mesh_of_arguments(op, arguments).is_member()) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    if (entry.decompose(op, *stack)) return;
+class DecomposingKernel final : public c10::OperatorKernel {
+ public:
+  explicit DecomposingKernel(const DecompositionEntry& entry) : entry_(entry) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    const KeepTerms keep;
+    place_gradients_of(arguments);
+    if (entry_.is_composed || mesh_of_arguments(op, arguments).is_member()) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      if (entry_.decompose(op, *stack)) return;
+    }
+    dist_kernel(op, keys, stack);
   }
-  dist_kernel(op, keys, stack);
-}
+
+ private:
+  const DecompositionEntry& entry_;
+};
 
 torch::CppFunction kernel_of(const c10::FunctionSchema& schema) {
   using torch::CppFunction;
   if (replaces_tensor(schema)) return CppFunction::makeFromBoxedFunction<&replacing_kernel>();
   if (takes_lists(schema)) return CppFunction::makeFromBoxedFunction<&list_kernel>();
   if (draws_numbers(schema)) return CppFunction::makeFromBoxedFunction<&random_kernel>();
-  if (find_decomposition(schema.name()))
-    return CppFunction::makeFromBoxedFunction<&decomposing_kernel>();
+  if (const DecompositionEntry* const entry = find_decomposition(schema.name()))
+    return CppFunction::makeFromBoxedFunctor(std::make_unique<DecomposingKernel>(*entry));
   return CppFunction::makeFromBoxedFunction<&dist_kernel>();
 }
 
@@ -435,10 +442,18 @@ void register_rule(const std::string& name, Rule rule, const RuleOptions& option
   add_rule(name, rule, options);
   const std::string library = name.substr(0, name.find("::"));
   if (library == "aten") return;
-  auto* const kernels = new torch::Library(torch::Library::IMPL, library,
-                                           c10::DispatchKey::PrivateUse3, __FILE__, __LINE__);
-  for (const c10::OperatorHandle& op : overloads)
-    kernels->impl(c10::toString(op.operator_name()).c_str(), kernel_of(op.schema()));
+  const auto library_of = [&](c10::DispatchKey key) {
+    return new torch::Library(torch::Library::IMPL, library, key, __FILE__, __LINE__);
+  };
+  torch::Library* const kernels = library_of(c10::DispatchKey::PrivateUse3);
+  // LibTorch lets operators without derivatives pass for its own backends only.
+  torch::Library* const autograd = library_of(c10::DispatchKey::AutogradPrivateUse3);
+  for (const c10::OperatorHandle& op : overloads) {
+    const std::string overload = c10::toString(op.operator_name());
+    kernels->impl(overload.c_str(), kernel_of(op.schema()));
+    if (!op.hasKernelForDispatchKey(c10::DispatchKey::Autograd))
+      autograd->impl(overload.c_str(), torch::CppFunction::makeFallthrough());
+  }
 }
 
 }  // namespace tessera

@@ -35,7 +35,10 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,
                                           c10::DispatchKey::AutogradPrivateUse3,
                                           c10::DispatchKey::ADInplaceOrView});
-  auto keys = kOwnKeys | c10::DispatchKeySet(backend_key(local.device().type()));
+  const c10::DispatchKey device = backend_key(local.device().type());
+  // A tensor gets the key of autocast for its highest backend only.
+  auto keys = kOwnKeys | c10::DispatchKeySet(device) |
+              c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(device));
   if (meta->parameter && !meta->parameter->functions.empty()) keys = keys.add(kModuleKey);
   auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);

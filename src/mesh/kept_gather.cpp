@@ -10,21 +10,16 @@ namespace {
 
 // The families of a thread: a block of numbers that no other thread has. Tensors that another
 // thread made are not kept here, as only that thread knows whether they were shown.
-class OwnFamilies {
- public:
-  int64_t add() { return ++last_; }
-  int64_t last() const { return last_; }
-  bool has(int64_t family) const { return family > first_ && family <= last_; }
-
- private:
-  static int64_t next_block() {
-    static std::atomic<int64_t> blocks = 0;
-    return blocks++ * (int64_t{1} << 40);
-  }
-  const int64_t first_ = next_block();
-  int64_t last_ = first_;
+struct OwnFamilies {
+  int64_t before = 0, last = 0;
+  bool has(int64_t family) const { return family > before && family <= last; }
 };
-thread_local OwnFamilies own_families;
+constinit thread_local OwnFamilies own_families;
+
+int64_t next_block() {
+  static std::atomic<int64_t> blocks = 1;
+  return blocks++ * (int64_t{1} << 40);
+}
 
 // Families whose memory was shown to the user: these, and all up to a number, so that the set stays
 // small.
@@ -37,7 +32,7 @@ struct ShownFamilies {
   void add(int64_t family) {
     if (some.size() >= kMost) {
       some.clear();
-      all_up_to = own_families.last();
+      all_up_to = own_families.last;
     }
     some.insert(family);
   }
@@ -45,7 +40,6 @@ struct ShownFamilies {
 thread_local ShownFamilies shown;
 
 struct KeptGather {
-  int64_t family = 0;
   int64_t offset = 0;
   uint32_t version = 0;
   std::vector<int64_t> sizes, strides;
@@ -53,6 +47,7 @@ struct KeptGather {
   at::Tensor part;
 };
 thread_local KeptGather kept;
+constinit thread_local int64_t kept_family = 0;  // kept.family, at no cost
 
 bool can_keep(const at::Tensor& tensor, const DistMeta& meta) {
   return meta.family > 0 && own_families.has(meta.family) && !shown.has(meta.family) &&
@@ -75,17 +70,22 @@ Placements transposed(Placements placements) {
 
 }  // namespace
 
-int64_t new_family() { return own_families.add(); }
+int64_t new_family() {
+  if (own_families.last == 0) own_families.last = own_families.before = next_block();
+  return ++own_families.last;
+}
 
 void show_family(const DistMeta& meta) {
   if (meta.family <= 0) return;
   shown.add(meta.family);
-  if (kept.family == meta.family) kept = {};
+  if (kept_family != meta.family) return;
+  kept = {};
+  kept_family = 0;
 }
 
 std::optional<at::Tensor> find_kept_gather(const at::Tensor& tensor, const DistMeta& meta,
                                            const DistSpecPtr& wanted) {
-  if (meta.family == 0 || kept.family != meta.family || kept.offset != tensor.storage_offset() ||
+  if (meta.family == 0 || kept_family != meta.family || kept.offset != tensor.storage_offset() ||
       kept.version != version_of(tensor))
     return std::nullopt;
   const bool is_same = kept.to == wanted && kept.from == meta.spec &&
@@ -102,14 +102,14 @@ std::optional<at::Tensor> find_kept_gather(const at::Tensor& tensor, const DistM
 void keep_gather(const at::Tensor& tensor, const DistMeta& meta, const DistSpecPtr& wanted,
                  const at::Tensor& part) {
   if (!can_keep(tensor, meta) || !moves_shards(meta.spec->placements, wanted->placements)) return;
-  kept = {meta.family,
-          tensor.storage_offset(),
+  kept = {tensor.storage_offset(),
           version_of(tensor),
           tensor.sizes().vec(),
           tensor.strides().vec(),
           meta.spec,
           wanted,
           part};
+  kept_family = meta.family;
 }
 
 bool moves_shards(const Placements& from, const Placements& to) {

@@ -18,8 +18,8 @@ namespace {
 thread_local bool keeps_terms = false;
 
 DistMeta* meta_of(const at::Tensor& tensor) {
-  if (!find_dist_meta(tensor)) return nullptr;
-  return static_cast<DistMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  return const_cast<DistMeta*>(
+      find_dist_meta(tensor));  // NOLINT: the meta of a tensor is no constant
 }
 
 // True if pending reductions are all that changes from one to the other, and they get done.
@@ -53,11 +53,10 @@ at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_
 at::Tensor placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted,
                            std::string_view subject) {
   DistMeta* const meta = meta_of(tensor);
-  if (meta) {
-    if (auto part = find_kept_gather(tensor, *meta, wanted)) return *std::move(part);
-  }
+  if (!meta) return placed(tensor, *wanted, subject);
+  if (meta->spec == wanted) return local_part(*meta);
+  if (auto part = find_kept_gather(tensor, *meta, wanted)) return *std::move(part);
   const at::Tensor part = placed(tensor, *wanted, subject);
-  if (!meta || meta->spec == wanted) return part;
   if (!can_reduce(*meta, tensor, *wanted)) {
     keep_gather(tensor, *meta, wanted, part);
     return part;

@@ -1,4 +1,5 @@
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <tessera/spawn.h>
@@ -41,6 +42,9 @@ void run_rank(const std::shared_ptr<SpawnedRank>& rank, int threads,
               const std::function<void()>& fn) {
   const c10::DebugInfoGuard current(SpawnedRank::kind(), rank);
   const c10::impl::IncludeDispatchKeyGuard draws(kRankKey);
+  // Autocast's cache of weights is one for all threads, and is cleared when any of them leaves
+  // autocast: then weights that another rank uses twice would have two casts there, and one here.
+  at::autocast::set_autocast_cache_enabled(false);
   try {
     at::set_num_threads(threads);
     fn();

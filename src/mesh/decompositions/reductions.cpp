@@ -122,9 +122,9 @@ bool norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 template <bool kLog>
 bool softmax(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
-  const at::Tensor self = call.tensor("self");
+  const at::Tensor& self = call.values[0].toTensor();
   if (self.dim() == 0) return false;
-  const int64_t dim = c10::maybe_wrap_dim(call.argument("dim").toInt(), self.dim());
+  const int64_t dim = c10::maybe_wrap_dim(call.values[1].toInt(), self.dim());
   if (!is_cut_along(self, dim)) return false;
   const c10::IValue* const widens = call.find("half_to_float");
   const at::ScalarType dtype =
