@@ -27,7 +27,8 @@ struct SpawnOptions {
 ///
 /// A rank behaves like a process, except that process-wide state, such as the working directory,
 /// standard output and LibTorch's default dtype, are shared. Each rank draws its own random
-/// numbers, see `manual_seed()` in <tessera/generator.h>.
+/// numbers, see `manual_seed()` in <tessera/generator.h>. Autocast does not keep its casts of
+/// weights on these threads, since LibTorch has one cache of them for all threads of a process.
 ///
 /// When ranks fail, the first failure in time is thrown here after all ranks have returned. Its
 /// message names the rank; a `c10::Error` keeps its type, any other `std::exception` becomes a

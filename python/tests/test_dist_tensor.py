@@ -286,3 +286,31 @@ def test_two_dims(ranks):
     want = _alone(_adamw)
     for state in ranks(4, _with_fully_shard):
         _assert_close({key: state[key] for key in want}, want)
+
+
+def _sent(name):
+    from tessera.bench.parallel import _Ours
+    from tessera.bench.parallel_models import MODELS
+
+    make, make_input, dims, formula = MODELS[name]
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    system = _Ours(make, dims, [tessera.size()])
+    torch.manual_seed(1)
+    inputs = make_input()
+    expected = plain(inputs)
+    expected.backward()
+    loss, _, forward = system.count(lambda: system.model(system.input(inputs)))
+    _, _, backward = system.count(lambda: loss.backward())
+    assert torch.allclose(tessera.full_tensor(loss), expected, atol=1e-5)
+    for param, value in zip(system.model.parameters(), plain.parameters()):
+        assert torch.allclose(tessera.full_tensor(param.grad), value.grad, rtol=1e-3, atol=1e-5)
+    return [forward, backward], [4 * elements for elements in formula()]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, GQA by expand", "llama, tied", "llama, complex rotary",
+                                  "llama, cut vocabulary", "vit", "unet", "mlp"])
+def test_models_as_written_send_what_explicit_reductions_send(ranks, name):
+    for found, most in ranks(2, _sent, name):
+        assert found[0] <= most[0] and found[1] <= most[1], (found, most)

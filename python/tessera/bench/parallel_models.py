@@ -169,7 +169,7 @@ MODELS = {
     "llama, cut vocabulary": (Llama, TOKENS, {**_LLAMA, r"(tok_embeddings|output)\.weight": 0},
                               lambda: [_BLOCKS()[0] + BATCH * LENGTH * (WIDTH + 3), _BLOCKS()[1] + BATCH * LENGTH * (WIDTH + 1)]),
     # qkv is one matrix, whose rows are those of q, k and v.
-    "vit": (Vit, IMAGES, {**_VIT, r"qkv\.(weight|bias)": (0, 3)}, _BLOCKS),
+    "vit": (Vit, IMAGES, {**_VIT, r"qkv\.(weight|bias)": (0, 3)}, lambda: [2 * LAYERS * BATCH * 16 * WIDTH] * 2),
     "unet": (Unet, IMAGES, _UNET, lambda: [_PLANE + _PLANE // 4 + _PLANE, _PLANE // 4 + 2 * _PLANE]),
     "mlp": (Mlp, lambda: torch.randn(BATCH, WIDTH), _MLP, lambda: [BATCH * WIDTH, 0]),
 }
