@@ -20,9 +20,10 @@ namespace tessera {
 /// message names the operator, the placements and bytes of its tensors, and, if
 /// `distribute_module()` placed it, the module in or after which the operator runs.
 ///
-/// Pending reductions, `redistribute()` and `full_tensor()` are no gathers of this kind, nor is the
-/// placement of a gradient like its parameter. Without such a guard, each operator, module and
-/// placements is warned of once.
+/// No gathers of this kind are pending reductions, `redistribute()`, `full_tensor()`, the placement
+/// of a gradient like its parameter, and a factor of a matrix product that meets the shards of the
+/// other factor, as in models whose sequences are cut between their matrices. Without such a guard,
+/// each operator, module and placements is warned of once.
 ///
 /// Outside of such a guard, the environment variable `TESSERA_STRICT=1` has the same effect. Guards
 /// nest.

@@ -393,6 +393,25 @@ void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
          call.inputs[t].sizes});
 }
 
+// A factor of a product that meets the shards of the other one is not among them: the program asks
+// for this when it cuts matrices and, between them, the sequence.
+std::vector<size_t> gathered_inputs_of(const OpPlan& plan, const RuleEntry& entry,
+                                       const std::vector<PlacedInput>& inputs) {
+  const auto products = matrix_rules();
+  const bool is_product = &entry >= products.data() && &entry < products.data() + products.size();
+  std::vector<size_t> found;
+  for (size_t t = 0; t < inputs.size(); ++t) {
+    const Placements &from = inputs[t].placements, &to = plan.inputs[t]->placements;
+    bool is_gathered = false;
+    for (size_t i = 0; i < from.size(); ++i) {
+      const bool is_divided = is_product && !is_replicate(plan.outputs[0].spec->placements[i]);
+      is_gathered |= !is_divided && moves_shards({from[i]}, {to[i]});
+    }
+    if (is_gathered) found.push_back(t);
+  }
+  return found;
+}
+
 std::vector<size_t> whole_inputs_of(const OpPlan& plan) {
   std::vector<size_t> found;
   for (size_t t = 0; t < plan.inputs.size(); ++t) {
@@ -449,10 +468,7 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   plan.is_view = returns_views(schema);
   plan.writes = std::ranges::any_of(inputs, &PlacedInput::is_written);
   plan.whole_inputs = whole_inputs_of(plan);
-  for (size_t t = 0; t < inputs.size(); ++t) {
-    if (moves_shards(inputs[t].placements, plan.inputs[t]->placements))
-      plan.gathered_inputs.push_back(t);
-  }
+  plan.gathered_inputs = gathered_inputs_of(plan, *entry, inputs);
   set_local_kernel(plan, call, *entry, mesh);
   if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);
   return plan;

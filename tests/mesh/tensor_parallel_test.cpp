@@ -232,6 +232,7 @@ TEST(TensorParallel, ACutSequenceIsGatheredOncePerBlock) {
     const at::Tensor expected = loss(plain);
     expected.backward();
     at::Tensor found;
+    const StrictOperators strict;  // placements of the matrices ask for these gathers
     const auto forward = count(world, [&] { found = loss(dist); });
     EXPECT_EQ(forward.all_gather.calls, 2 * kLayers);
     EXPECT_EQ(forward.reduce_scatter.calls, 2 * kLayers);
