@@ -76,7 +76,7 @@ struct DistMeta final : c10::BackendMeta {
   const std::shared_ptr<const DistParameter> parameter;  ///< null for other tensors
   /// Of a view of a parameter: that parameter.
   std::shared_ptr<const DistParameter> shown_parameter;
-  /// Equal for a result of an operator and its views, and for no other tensors of the thread; 0 for
+  /// Equal for a result of an operator and its views, and for no other tensors; 0 for
   /// tensors whose memory may be the user's.
   int64_t family = 0;
   bool reduces_once = false;  ///< the first operator that needs the values reduces them for all

@@ -1,6 +1,9 @@
 #include "mesh/kept_gather.h"
 
+#include <algorithm>
 #include <atomic>
+#include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <variant>
 #include <vector>
@@ -8,36 +11,48 @@
 namespace tessera {
 namespace {
 
-// The families of a thread: a block of numbers that no other thread has. Tensors that another
-// thread made are not kept here, as only that thread knows whether they were shown.
-struct OwnFamilies {
-  int64_t before = 0, last = 0;
-  bool has(int64_t family) const { return family > before && family <= last; }
-};
-constinit thread_local OwnFamilies own_families;
+// The families that a thread makes are a block of numbers that no other thread has: the backward of
+// a device runs on a thread of its own, which reads results of others.
+constexpr int64_t kBlock = int64_t{1} << 40;
+constinit thread_local int64_t last_family = 0;
 
 int64_t next_block() {
   static std::atomic<int64_t> blocks = 1;
-  return blocks++ * (int64_t{1} << 40);
+  return blocks++ * kBlock;
 }
 
-// Families whose memory was shown to the user: these, and all up to a number, so that the set stays
-// small.
-struct ShownFamilies {
-  static constexpr size_t kMost = 4096;
-  std::unordered_set<int64_t> some;
-  int64_t all_up_to = 0;
-
-  bool has(int64_t family) const { return family <= all_up_to || some.contains(family); }
-  void add(int64_t family) {
-    if (some.size() >= kMost) {
-      some.clear();
-      all_up_to = own_families.last;
-    }
-    some.insert(family);
+// Families whose memory was shown to the user, of all threads. Of a block: these, and all up to a
+// number, so that the set stays small.
+class ShownFamilies {
+ public:
+  bool has(int64_t family) {
+    const std::lock_guard lock(mutex_);
+    const Block& block = blocks_[family / kBlock];
+    return family <= block.all_up_to || block.some.contains(family);
   }
+  void add(int64_t family) {
+    const std::lock_guard lock(mutex_);
+    Block& block = blocks_[family / kBlock];
+    block.some.insert(family);
+    if (block.some.size() < kMost) return;
+    block.all_up_to = std::ranges::max(block.some);
+    block.some.clear();
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+  struct Block {
+    std::unordered_set<int64_t> some;
+    int64_t all_up_to = 0;
+  };
+  std::mutex mutex_;
+  std::unordered_map<int64_t, Block> blocks_;
 };
-thread_local ShownFamilies shown;
+
+ShownFamilies& shown() {
+  static auto* const families = new ShownFamilies();
+  return *families;
+}
 
 struct KeptGather {
   int64_t offset = 0;
@@ -50,7 +65,7 @@ thread_local KeptGather kept;
 constinit thread_local int64_t kept_family = 0;  // kept.family, at no cost
 
 bool can_keep(const at::Tensor& tensor, const DistMeta& meta) {
-  return meta.family > 0 && own_families.has(meta.family) && !shown.has(meta.family) &&
+  return meta.family > 0 && !shown().has(meta.family) &&
          tensor.unsafeGetTensorImpl()->version_counter().enabled();
 }
 
@@ -71,22 +86,19 @@ Placements transposed(Placements placements) {
 }  // namespace
 
 int64_t new_family() {
-  if (own_families.last == 0) own_families.last = own_families.before = next_block();
-  return ++own_families.last;
+  if (last_family == 0) last_family = next_block();
+  return ++last_family;
 }
 
 void show_family(const DistMeta& meta) {
   if (meta.family <= 0) return;
-  shown.add(meta.family);
-  if (kept_family != meta.family) return;
-  kept = {};
-  kept_family = 0;
+  shown().add(meta.family);
 }
 
 std::optional<at::Tensor> find_kept_gather(const at::Tensor& tensor, const DistMeta& meta,
                                            const DistSpecPtr& wanted) {
   if (meta.family == 0 || kept_family != meta.family || kept.offset != tensor.storage_offset() ||
-      kept.version != version_of(tensor))
+      kept.version != version_of(tensor) || shown().has(meta.family))
     return std::nullopt;
   const bool is_same = kept.to == wanted && kept.from == meta.spec &&
                        tensor.sizes() == kept.sizes && tensor.strides() == kept.strides;

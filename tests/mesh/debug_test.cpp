@@ -82,6 +82,7 @@ TEST(StrictOperators, GathersThatNobodyAskedForAreErrors) {
         {"aten::masked_select", [&] { torch::masked_select(x, x > 3); }},
     };
     for (const auto& [name, call] : calls) {
+      if (!x.is_cpu() && name.ends_with("_for_cpu")) continue;  // composed of others there
       EXPECT_NO_THROW(call()) << name;
       const StrictOperators strict;
       const CommDebug debug;
