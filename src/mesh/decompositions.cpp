@@ -28,7 +28,7 @@ const DecompositionEntry* find_decomposition(std::string_view name) {
     auto* const map = new std::unordered_map<std::string, const DecompositionEntry*>();
     for (const auto family :
          {loss_decompositions(), reduction_decompositions(), batch_norm_decompositions(),
-          view_decompositions(), embedding_bag_decompositions()}) {
+          view_decompositions(), embedding_bag_decompositions(), mask_decompositions()}) {
       for (const DecompositionEntry& entry : family)
         map->emplace("aten::" + std::string(entry.name), &entry);
     }

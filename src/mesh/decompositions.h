@@ -38,6 +38,7 @@ std::span<const DecompositionEntry> reduction_decompositions();
 std::span<const DecompositionEntry> batch_norm_decompositions();
 std::span<const DecompositionEntry> view_decompositions();
 std::span<const DecompositionEntry> embedding_bag_decompositions();
+std::span<const DecompositionEntry> mask_decompositions();
 
 /// Returns the decomposition of an operator named with its namespace; null if it has none.
 const DecompositionEntry* find_decomposition(std::string_view name);

@@ -190,6 +190,14 @@ std::vector<OperatorCase> cases() {
        [](const Tensors& x) {
          return x[0].repeat({2, 1, 3, 1});
        }},
+      {"numbers under masks of rows",
+       {{4, 3}, {4}},
+       [](const Tensors& x) {
+         const at::Tensor mask = x[1].detach() > 0;
+         at::Tensor y = x[0] * 1;
+         y.index_put_({mask}, 5);
+         return y * x[0] + x[0].index_put({mask}, x[0].new_full({}, 2));
+       }},
       {"a written row of a window",
        {{4, 3, 5}},
        [](const Tensors& x) {
@@ -233,6 +241,12 @@ std::vector<OperatorCase> quiet_cases() {
            const at::Tensor flat = torch::view_copy(x, {4, 15});
            return flat.add_(1) +
                   torch::expand_copy(x.select(2, 0).unsqueeze(2), {4, 3, 5}).reshape({4, 15});
+         }),
+      of("a number under a mask",
+         [](const at::Tensor& x) {
+           at::Tensor y = x * 1;
+           y.index_put_({x.detach() > 0}, 7);
+           return y * x;
          }),
       of("a written slice",
          [](const at::Tensor& x) {
