@@ -103,6 +103,15 @@ void remove_checkpoint(const fs::path& path) noexcept {
   fs::remove(path, ignored);  // only if it is empty
 }
 
+// Removes a checkpoint under another name: renamed first, it is no checkpoint to any reader, even
+// if the removal is interrupted. Returns false if it could not be renamed.
+bool remove_renamed(const fs::path& path, const fs::path& removed) noexcept {
+  std::error_code error;
+  fs::rename(path, removed, error);
+  if (!error) remove_checkpoint(removed);
+  return !error;
+}
+
 // Removes a draft that a save left behind, for example one that was killed: a draft that is not
 // locked and contains only a checkpoint's files. Where locks are not supported, removes none.
 // It is renamed to `removed` first, because a save may want a draft of this name meanwhile.
@@ -111,9 +120,7 @@ void remove_abandoned_draft(const fs::path& draft, const fs::path& removed) noex
     check_removable(draft);
     File directory = File::open_directory(draft);
     if (directory.lock() != File::Lock::kTaken || !directory.is_there()) return;
-    std::error_code error;
-    fs::rename(draft, removed, error);
-    remove_checkpoint(error ? draft : removed);
+    if (!remove_renamed(draft, removed)) remove_checkpoint(draft);
   } catch (const std::exception&) {
     // It belongs to another save, or no longer exists.
   }
@@ -222,14 +229,6 @@ void remove_abandoned(const fs::path& path, const std::string& suffix) {
                              with_suffix(item.path, kRemoved));
 }
 
-// Renamed first, it is no checkpoint to any reader, even if the removal is interrupted.
-void remove_renamed(const fs::path& path) noexcept {
-  const fs::path removed = with_suffix(path, kRemoved);
-  std::error_code error;
-  fs::rename(checkpoint_or_old(path), removed, error);
-  if (!error) remove_checkpoint(removed);
-}
-
 // Removes the oldest checkpoints of the series of `path`, if that ends with a number, so that
 // `keep` are left. Counts only checkpoints that were saved to be removed in this way, and still
 // have the name they were saved under.
@@ -242,8 +241,10 @@ void remove_older(const fs::path& path, int keep) noexcept {
       return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
              !was_saved_as(checkpoint_or_old(item.path), item.path.filename());
     });
-    for (int64_t item = std::ssize(older) - keep; item >= 0; --item)
-      remove_renamed(older[static_cast<size_t>(item)].path);
+    for (int64_t item = std::ssize(older) - keep; item >= 0; --item) {
+      const fs::path& path_of_item = older[static_cast<size_t>(item)].path;
+      remove_renamed(checkpoint_or_old(path_of_item), with_suffix(path_of_item, kRemoved));
+    }
   } catch (const std::exception&) {
     // The new checkpoint exists: failing to remove an old one is no reason to fail.
   }

@@ -70,20 +70,14 @@ struct KeyOf : c10::TensorImpl {
   }
 };
 
-// Lets operators find the functions of a weight by a view of it.
-void show_parameter(const at::Tensor& view, const std::shared_ptr<const DistParameter>& parameter) {
-  c10::TensorImpl& impl = *view.unsafeGetTensorImpl();
-  static_cast<DistMeta*>(impl.get_backend_meta())->shown_parameter = parameter;
-  KeyOf::add(impl, kModuleKey);
-}
-
+// A view knows the parameter that it shows; with the key, operators ask for the functions of that.
 void transpose_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                       torch::jit::Stack* stack) {
   const at::Tensor weight = stack->back().toTensor();
   op.redispatchBoxed(keys & kBelowModules, stack);
   const DistMeta* const meta = find_dist_meta(weight);
   if (meta && meta->parameter && find_functions(meta, OperatorFamily::kLinear))
-    show_parameter(stack->back().toTensor(), meta->parameter);
+    KeyOf::add(*stack->back().toTensor().unsafeGetTensorImpl(), kModuleKey);
 }
 
 template <OperatorFamily family, size_t input, size_t weight>

@@ -221,9 +221,7 @@ class Choice {
   double cost_of_terms(const Strategy& way, int64_t mesh_dim) const {
     double cost = 0;
     for (size_t t = 0; t < way.outputs.size(); ++t) {
-      if (is_partial(way.outputs[t]))
-        cost += conversion_cost(way.outputs[t], Replicate{}, line_bytes_of_output(t, mesh_dim),
-                                mesh_.size(mesh_dim));
+      if (is_partial(way.outputs[t])) cost += cost_until_whole(way, t, mesh_dim);
     }
     return cost;
   }
@@ -242,11 +240,15 @@ class Choice {
     for (size_t t = 0; t < way.outputs.size(); ++t) {
       const Placement& output = way.outputs[t];
       if ((keeps_terms && is_partial(output)) || (cuts_terms && is_shard(output)))
-        cost += conversion_cost(output, Replicate{}, line_bytes_of_output(t, mesh_dim),
-                                mesh_.size(mesh_dim)) +
-                (cuts_terms ? kChange : 0);
+        cost += cost_until_whole(way, t, mesh_dim) + (cuts_terms ? kChange : 0);
     }
     return cost;
+  }
+
+  // The cost until all ranks have an output whole.
+  double cost_until_whole(const Strategy& way, size_t t, int64_t mesh_dim) const {
+    return conversion_cost(way.outputs[t], Replicate{}, line_bytes_of_output(t, mesh_dim),
+                           mesh_.size(mesh_dim));
   }
 
   // Bytes of the part that the ranks of a line have together, as far as strategies are chosen.
@@ -317,12 +319,13 @@ std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle
   return outputs;
 }
 
+bool is_of(const RuleEntry& entry, std::span<const RuleEntry> family) {
+  return &entry >= family.data() && &entry < family.data() + family.size();
+}
+
 // Rules of this family see no real numbers, so plans need not be distinguished by them: the factors
 // of optimizers change with each step.
-bool is_elementwise(const RuleEntry& entry) {
-  const auto rules = elementwise_rules();
-  return &entry >= rules.data() && &entry < rules.data() + rules.size();
-}
+bool is_elementwise(const RuleEntry& entry) { return is_of(entry, elementwise_rules()); }
 
 // The arguments as a rule of that family sees them.
 torch::jit::Stack without_reals(at::ArrayRef<c10::IValue> arguments) {
@@ -397,8 +400,7 @@ void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
 // for this when it cuts matrices and, between them, the sequence.
 std::vector<size_t> gathered_inputs_of(const OpPlan& plan, const RuleEntry& entry,
                                        const std::vector<PlacedInput>& inputs) {
-  const auto products = matrix_rules();
-  const bool is_product = &entry >= products.data() && &entry < products.data() + products.size();
+  const bool is_product = is_of(entry, matrix_rules());
   std::vector<size_t> found;
   for (size_t t = 0; t < inputs.size(); ++t) {
     const Placements &from = inputs[t].placements, &to = plan.inputs[t]->placements;

@@ -88,6 +88,27 @@ Strategies along_other_dims(const OpCall& call) {
   return ways;
 }
 
+Strategies before_spatial(const OpCall& call, int64_t spatial) {
+  Strategies ways;
+  const TensorInfo& self = call.inputs[call.input("self")];
+  for (int64_t d = 0; d < self.ndim() - spatial; ++d) {
+    if (call.reaches_all(self.sizes[d])) ways.push_back(all_cut(call, d));
+  }
+  return ways;
+}
+
+int64_t stretched(const OpCall& call, std::string_view name, size_t dim) {
+  const auto values = call.argument(name).toIntVector();
+  return values[values.size() == 1 ? 0 : dim];
+}
+
+std::vector<TensorInfo> surrounded_sizes(const OpCall& call, std::string_view padding) {
+  TensorInfo output = call.inputs[0];
+  const auto pad = call.argument(padding).toIntVector();
+  for (size_t i = 0; i < pad.size(); ++i) output.sizes[output.ndim() - 1 - i / 2] += pad[i];
+  return {output};
+}
+
 std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim, bool empty_is_all) {
   const bool is_empty = dim && dim->isIntList() && dim->toIntVector().empty();
   const bool is_given = dim && !dim->isNone() && !(is_empty && empty_is_all);

@@ -81,6 +81,21 @@ Strategy all_cut(const OpCall& call, int64_t dim);
 Placements placed_by_name(const OpCall& call,
                           const std::vector<std::pair<std::string_view, Placement>>& given);
 
+/// Returns the strategies that cut all tensors along a dim before the `spatial` last ones of the
+/// argument `self`: batch and channels. Kernels support no empty parts.
+Strategies before_spatial(const OpCall& call, int64_t spatial);
+template <int64_t kSpatial>
+Strategies before_spatial(const OpCall& call) {
+  return before_spatial(call, kSpatial);
+}
+
+/// Returns an argument with a number for each of several dims, or one number for all.
+int64_t stretched(const OpCall& call, std::string_view name, size_t dim);
+
+/// Returns sizes of the first input with the pairs of this argument added, which are for the last
+/// dims, the last one first.
+std::vector<TensorInfo> surrounded_sizes(const OpCall& call, std::string_view padding);
+
 /// Returns strategies with all tensors cut along one dim that they have in common, other than the
 /// argument `dim`, along which every rank needs all elements.
 Strategies along_other_dims(const OpCall& call);

@@ -25,9 +25,15 @@ constexpr std::string_view kStrictName = "tessera strict operators";
 const ScopedValue<bool> kStrict(&kStrictName, 201);
 thread_local std::shared_ptr<const DistParameter> last_parameter;
 
-std::string module_of(const std::string& parameter) {
+// The dotted name of the module that has this parameter; empty for the root.
+std::string name_of_module(const std::string& parameter) {
   const size_t dot = parameter.rfind('.');
-  return dot == std::string::npos ? "the root" : "'" + parameter.substr(0, dot) + "'";
+  return dot == std::string::npos ? "" : parameter.substr(0, dot);
+}
+
+std::string module_of(const std::string& parameter) {
+  const std::string name = name_of_module(parameter);
+  return name.empty() ? "the root" : "'" + name + "'";
 }
 
 // The module of a call: that of a parameter among its arguments, or else of the last one used
@@ -76,11 +82,7 @@ void note_parameter(const std::shared_ptr<const DistParameter>& parameter) {
   if (last_parameter != parameter) last_parameter = parameter;
 }
 
-std::string last_module() {
-  if (!last_parameter) return "";
-  const size_t dot = last_parameter->name.rfind('.');
-  return dot == std::string::npos ? "" : last_parameter->name.substr(0, dot);
-}
+std::string last_module() { return last_parameter ? name_of_module(last_parameter->name) : ""; }
 
 void tell_without_rule(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   std::vector<std::string> tensors;

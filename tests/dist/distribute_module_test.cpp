@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 
+#include "support/error_of.h"
 #include "support/run_world.h"
 
 namespace tessera {
@@ -22,14 +23,7 @@ struct PairImpl : nn::Module {
 };
 TORCH_MODULE(Pair);
 
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
+using testing::error_of;
 
 // Expects an error on all ranks, and that the module's registered tensors are unchanged.
 void expect_refused(Pair& pair, const DeviceMesh& mesh, const PartitionFn& partition,

@@ -13,6 +13,7 @@
 
 #include "mesh/test_generator.h"
 #include "support/counted.h"
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 
@@ -228,14 +229,7 @@ TEST(DistFactories, ALeafOnRequest) {
   });
 }
 
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
+using testing::error_of;
 
 TEST(DistFactories, BadArgumentsAreErrors) {
   run_world(2, [](World&) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dist/llama.h"
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 
@@ -19,14 +20,7 @@ namespace parallelize_refusals_test {
 
 using namespace testing::llama;
 
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
+using testing::error_of;
 
 void expect_refused(nn::Module& module, const ParallelPlan& plan,
                     const std::vector<std::string>& words) {

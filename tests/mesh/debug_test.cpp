@@ -8,6 +8,7 @@
 #include <atomic>
 #include <sstream>
 
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 #include "support/warnings.h"
@@ -23,12 +24,7 @@ at::Tensor numbers(std::vector<int64_t> sizes) {
 }
 
 std::string refusal_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::NotImplementedError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
+  return testing::error_of<c10::NotImplementedError>(f);
 }
 
 struct OddImpl : nn::Module {

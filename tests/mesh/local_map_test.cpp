@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "support/counted.h"
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 
@@ -30,14 +31,7 @@ at::Tensor leaf(const at::Tensor& values, const DeviceMesh& mesh, const Placemen
   return distribute(values.detach().clone(), mesh, placements).requires_grad_(true);
 }
 
-std::string error_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
+using testing::error_of;
 
 void expect_error(const std::function<void()>& f, const std::vector<std::string>& words) {
   const std::string text = error_of(f);

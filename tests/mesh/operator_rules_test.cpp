@@ -7,6 +7,7 @@
 #include <torch/library.h>
 #include <torch/torch.h>
 
+#include "support/error_of.h"
 #include "support/run_world.h"
 #include "support/test_device.h"
 
@@ -60,13 +61,8 @@ TEST(OperatorRules, OfAUserKeepPartsWhereTheyAre) {
 }
 
 TEST(OperatorRules, ThatCanHaveNoEffectAreRefused) {
-  const auto refusal_of = [](const char* name) -> std::string {
-    try {
-      register_rule(name, by_element);
-    } catch (const c10::ValueError& error) {
-      return error.what_without_backtrace();
-    }
-    return "no error";
+  const auto refusal_of = [](const char* name) {
+    return testing::error_of([&] { register_rule(name, by_element); });
   };
   EXPECT_NE(refusal_of("tessera_test::unknown").find("must be that of an operator"),
             std::string::npos);

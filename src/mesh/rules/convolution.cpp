@@ -7,11 +7,6 @@ namespace {
 
 const Placement kRows = Shard{0}, kColumns = Shard{1};
 
-int64_t stretched(const OpCall& call, std::string_view name, size_t index) {
-  const auto values = call.argument(name).toIntVector();
-  return values[values.size() == 1 ? 0 : index];
-}
-
 std::vector<TensorInfo> convolution_sizes(const OpCall& call) {
   const TensorInfo &input = call.inputs[0], &weight = call.inputs[1];
   const bool transposed = call.argument("transposed").toBool();
@@ -88,15 +83,10 @@ void local_convolution_backward(const c10::OperatorHandle& op, const std::vector
   op.callBoxed(stack);
 }
 
-// The `kSpatial` last dims are never cut; of the dims before them, kernels support no empty parts.
+// Random samples have a batch, of one image if the input has none.
 template <int64_t kSpatial>
-Strategies pooling(const OpCall& call) {
-  Strategies ways;
-  const TensorInfo& self = call.inputs[call.input("self")];
-  for (int64_t d = 0; d < self.ndim() - kSpatial; ++d) {
-    if (call.reaches_all(self.sizes[d])) ways.push_back(all_cut(call, d));
-  }
-  return ways;
+Strategies fractional_pooling(const OpCall& call) {
+  return call.inputs[0].ndim() == kSpatial + 2 ? before_spatial<kSpatial>(call) : Strategies();
 }
 
 // For max_pool3d alone: LibTorch has no meta kernel for it.
@@ -117,7 +107,7 @@ std::vector<TensorInfo> max_pool3d_sizes(const OpCall& call) {
   return {output, output};
 }
 
-// For adaptive pooling: an `output_size` for each spatial dim.
+// An `output_size` for each spatial dim.
 template <int64_t kSpatial, int kOutputs>
 std::vector<TensorInfo> adapted_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[0];
@@ -133,24 +123,30 @@ constexpr RuleEntry kConvolutionRules[] = {
      .rule = convolution_backward,
      .sizes = convolution_backward_sizes,
      .local = local_convolution_backward},
-    {"max_pool2d_with_indices", pooling<2>},
-    {"max_pool2d_with_indices_backward", pooling<2>, like_self},
-    {"max_pool3d_with_indices", pooling<3>, max_pool3d_sizes},
-    {"max_pool3d_with_indices_backward", pooling<3>, like_self},
-    {"avg_pool1d", pooling<1>},
-    {"avg_pool2d", pooling<2>},
-    {"avg_pool2d_backward", pooling<2>, like_self},
-    {"avg_pool3d", pooling<3>},
-    {"avg_pool3d_backward", pooling<3>, like_self},
-    {"adaptive_avg_pool1d", pooling<1>, adapted_sizes<1, 1>},
-    {"_adaptive_avg_pool2d", pooling<2>, adapted_sizes<2, 1>},
-    {"_adaptive_avg_pool2d_backward", pooling<2>, like_self},
-    {"_adaptive_avg_pool3d", pooling<3>, adapted_sizes<3, 1>},
-    {"_adaptive_avg_pool3d_backward", pooling<3>, like_self},
-    {"adaptive_max_pool2d", pooling<2>, adapted_sizes<2, 2>},
-    {"adaptive_max_pool2d_backward", pooling<2>, like_self},
-    {"adaptive_max_pool3d", pooling<3>, adapted_sizes<3, 2>},
-    {"adaptive_max_pool3d_backward", pooling<3>, like_self},
+    {"max_pool2d_with_indices", before_spatial<2>},
+    {"max_pool2d_with_indices_backward", before_spatial<2>, like_self},
+    {"max_pool3d_with_indices", before_spatial<3>, max_pool3d_sizes},
+    {"max_pool3d_with_indices_backward", before_spatial<3>, like_self},
+    {"avg_pool1d", before_spatial<1>},
+    {"avg_pool2d", before_spatial<2>},
+    {"avg_pool2d_backward", before_spatial<2>, like_self},
+    {"avg_pool3d", before_spatial<3>},
+    {"avg_pool3d_backward", before_spatial<3>, like_self},
+    {"adaptive_avg_pool1d", before_spatial<1>, adapted_sizes<1, 1>},
+    {"_adaptive_avg_pool2d", before_spatial<2>, adapted_sizes<2, 1>},
+    {"_adaptive_avg_pool2d_backward", before_spatial<2>, like_self},
+    {"_adaptive_avg_pool3d", before_spatial<3>, adapted_sizes<3, 1>},
+    {"_adaptive_avg_pool3d_backward", before_spatial<3>, like_self},
+    {"adaptive_max_pool2d", before_spatial<2>, adapted_sizes<2, 2>},
+    {"adaptive_max_pool2d_backward", before_spatial<2>, like_self},
+    {"adaptive_max_pool3d", before_spatial<3>, adapted_sizes<3, 2>},
+    {"adaptive_max_pool3d_backward", before_spatial<3>, like_self},
+    {"max_unpool2d", before_spatial<2>, adapted_sizes<2, 1>},
+    {"max_unpool3d", before_spatial<3>, adapted_sizes<3, 1>},
+    {"fractional_max_pool2d", fractional_pooling<2>},
+    {"fractional_max_pool2d_backward", before_spatial<2>, like_self},
+    {"fractional_max_pool3d", fractional_pooling<3>},
+    {"fractional_max_pool3d_backward", before_spatial<3>, like_self},
 };
 
 }  // namespace

@@ -27,13 +27,22 @@ std::vector<TensorInfo> index_select_sizes(const OpCall& call) {
   return {output};
 }
 
-// Adds rows of `source` to `self`, at the positions that `index` gives along `dim`.
-Strategies index_add(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+// Reduces rows of `source` into `self`, at the positions that `index` gives along `dim`.
+Strategies index_reduce(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim();
+  if (ndim == 0) return {};
+  const int64_t dim = call.dim("dim", ndim);
   Strategies ways;
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != dim) ways.push_back({{Shard{d}, Replicate{}, Shard{d}}, {Shard{d}}});
   }
+  return ways;
+}
+
+// Adds rows of `source` to `self`, at the positions that `index` gives along `dim`.
+Strategies index_add(const OpCall& call) {
+  const int64_t ndim = call.inputs[0].ndim(), dim = call.dim("dim", ndim);
+  Strategies ways = index_reduce(call);
   ways.push_back({{kSum, Replicate{}, kSum}, {kSum}});
   if (ndim > 0 && call.inputs[1].ndim() > 0 && call.inputs[2].ndim() == ndim)
     ways.push_back({{kSum, Shard{0}, Shard{dim}}, {kSum}});
@@ -122,18 +131,6 @@ Strategies index_fill(const OpCall& call) {
   Strategies ways;
   for (int64_t d = 0; d < ndim; ++d) {
     if (d != dim) ways.push_back({first_placed(call, Shard{d}), {Shard{d}}});
-  }
-  return ways;
-}
-
-// Reduces rows of `source` into `self`, at the positions that `index` gives along `dim`.
-Strategies index_reduce(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim();
-  if (ndim == 0) return {};
-  const int64_t dim = call.dim("dim", ndim);
-  Strategies ways;
-  for (int64_t d = 0; d < ndim; ++d) {
-    if (d != dim) ways.push_back({{Shard{d}, Replicate{}, Shard{d}}, {Shard{d}}});
   }
   return ways;
 }

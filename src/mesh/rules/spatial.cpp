@@ -20,24 +20,6 @@ Strategies by_channel(const OpCall& call) {
   return ways;
 }
 
-// The same for tensors with or without a batch, where `kSpatial` dims follow the channels.
-template <int64_t kSpatial>
-Strategies before_spatial(const OpCall& call) {
-  const TensorInfo& first = call.inputs[0];
-  Strategies ways;
-  for (int64_t d = 0; d < first.ndim() - kSpatial; ++d) {
-    if (call.reaches_all(first.sizes[d])) ways.push_back(all_cut(call, d));
-  }
-  return ways;
-}
-
-// Random samples have a batch, of one image if the input has none.
-Strategies fractional_pool(const OpCall& call, int64_t spatial) {
-  return call.inputs[0].ndim() == spatial + 2 ? by_channel(call) : Strategies();
-}
-Strategies fractional_pool2d(const OpCall& call) { return fractional_pool(call, 2); }
-Strategies fractional_pool3d(const OpCall& call) { return fractional_pool(call, 3); }
-
 // All channels of an image are sampled at the same places.
 Strategies grid_sampler(const OpCall& call) {
   const auto channels = placed_by_name(call, {{"input", Shard{1}}});
@@ -82,21 +64,16 @@ Strategies columns(const OpCall& call) {
   return ways;
 }
 
-// An argument with a number for each of two dims, or one for both.
-int64_t of_dim(const OpCall& call, std::string_view name, size_t dim) {
-  const auto values = call.argument(name).toIntVector();
-  return values[values.size() == 1 ? 0 : dim];
-}
-
 std::vector<TensorInfo> column_sizes(const OpCall& call) {
   const TensorInfo& image = call.inputs[0];
   int64_t elements = 1, places = 1;
   for (size_t d = 0; d < 2; ++d) {
-    const int64_t kernel = of_dim(call, "kernel_size", d);
-    const int64_t reach = of_dim(call, "dilation", d) * (kernel - 1) + 1;
-    const int64_t room = image.sizes[image.ndim() - 2 + d] + 2 * of_dim(call, "padding", d) - reach;
+    const int64_t kernel = stretched(call, "kernel_size", d);
+    const int64_t reach = stretched(call, "dilation", d) * (kernel - 1) + 1;
+    const int64_t room =
+        image.sizes[image.ndim() - 2 + d] + 2 * stretched(call, "padding", d) - reach;
     elements *= kernel;
-    places *= room / of_dim(call, "stride", d) + 1;
+    places *= room / stretched(call, "stride", d) + 1;
   }
   TensorInfo output = image;
   output.sizes.pop_back();
@@ -107,27 +84,15 @@ std::vector<TensorInfo> column_sizes(const OpCall& call) {
 
 std::vector<TensorInfo> image_sizes(const OpCall& call) {
   TensorInfo output = call.inputs[0];
-  const int64_t elements = of_dim(call, "kernel_size", 0) * of_dim(call, "kernel_size", 1);
+  const int64_t elements = stretched(call, "kernel_size", 0) * stretched(call, "kernel_size", 1);
   output.sizes[output.ndim() - 2] /= elements;
-  output.sizes.back() = of_dim(call, "output_size", 0);
-  output.sizes.push_back(of_dim(call, "output_size", 1));
+  output.sizes.back() = stretched(call, "output_size", 0);
+  output.sizes.push_back(stretched(call, "output_size", 1));
   return {output};
 }
 
-// The last dims have the sizes of `output_size`.
-std::vector<TensorInfo> unpooled_sizes(const OpCall& call) {
-  TensorInfo output = call.inputs[0];
-  const auto sizes = call.argument("output_size").toIntVector();
-  std::copy(sizes.begin(), sizes.end(), output.sizes.end() - std::ssize(sizes));
-  return {output};
-}
-
-// Pairs of sizes that are added before and after, for the last dims, the last one first.
-std::vector<TensorInfo> surrounded_sizes(const OpCall& call) {
-  TensorInfo output = call.inputs[0];
-  const auto padding = call.argument("padding").toIntVector();
-  for (size_t i = 0; i < padding.size(); ++i) output.sizes[output.ndim() - 1 - i / 2] += padding[i];
-  return {output};
+std::vector<TensorInfo> padded_images(const OpCall& call) {
+  return surrounded_sizes(call, "padding");
 }
 
 // Channels become blocks of pixels, or pixels channels: only the dims before the channels are cut.
@@ -151,12 +116,6 @@ std::vector<RuleEntry> make_spatial_rules() {
       {"pixel_shuffle", before_channels},
       {"pixel_unshuffle", before_channels},
       {"channel_shuffle", before_channels, like_first},
-      {"max_unpool2d", before_spatial<2>, unpooled_sizes},
-      {"max_unpool3d", before_spatial<3>, unpooled_sizes},
-      {"fractional_max_pool2d", fractional_pool2d},
-      {"fractional_max_pool2d_backward", before_spatial<2>, like_self},
-      {"fractional_max_pool3d", fractional_pool3d},
-      {"fractional_max_pool3d_backward", before_spatial<3>, like_self},
   };
   for (const auto [forward, backward] : {
            std::pair{"upsample_nearest1d", "upsample_nearest1d_backward"},
@@ -177,7 +136,7 @@ std::vector<RuleEntry> make_spatial_rules() {
     rules.push_back({backward, by_channel, nullptr, "input_size"});
   }
   const auto add_pads = [&](const char* forward, const char* backward, Rule rule) {
-    rules.push_back({forward, rule, surrounded_sizes});
+    rules.push_back({forward, rule, padded_images});
     rules.push_back({backward, rule, like_self});
   };
   add_pads("reflection_pad1d", "reflection_pad1d_backward", before_spatial<1>);

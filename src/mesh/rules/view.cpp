@@ -280,12 +280,8 @@ Strategies roll(const OpCall& call) {
 // The last two dims are a matrix.
 Strategies triangle(const OpCall& call) { return along_dims(call, {-2, -1}); }
 
-// Pairs of sizes that are added before and after, for the last dims, the last one first.
 std::vector<TensorInfo> padded_on_sides(const OpCall& call) {
-  TensorInfo output = call.inputs[0];
-  const auto pad = call.argument("pad").toIntVector();
-  for (size_t i = 0; i < pad.size(); ++i) output.sizes[output.ndim() - 1 - i / 2] += pad[i];
-  return {output};
+  return surrounded_sizes(call, "pad");
 }
 
 Strategies pad(const OpCall& call) {
