@@ -15,10 +15,13 @@ if(NOT torch_folder)
   message(FATAL_ERROR "LibTorch was not found. Set Torch_DIR to the folder with TorchConfig.cmake, or let "
                       "Python3_EXECUTABLE be a Python that has torch (./dev build sets both up).")
 endif()
-if(torch_version VERSION_LESS 2.11)
-  message(FATAL_ERROR "LibTorch ${torch_version} was found in ${torch_folder}; Tessera needs 2.11 or newer.")
+if(torch_version VERSION_LESS 2.12)
+  message(FATAL_ERROR "LibTorch ${torch_version} was found in ${torch_folder}; Tessera needs 2.12 or newer.")
 endif()
+# A project that adds this one links with these targets, too, by the names that Tessera::tessera passes on.
+set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
 tessera_load_libtorch("${torch_folder}" "${torch_version}")
+unset(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL)
 message(STATUS "LibTorch ${Torch_VERSION}: ${TORCH_INSTALL_PREFIX}")
 
 # One target in place of Torch's variables. Its headers are system headers, so that their warnings are not shown.

@@ -20,6 +20,13 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # ccache can keep the results of compiling with a precompiled header only if the compiler names the header.
   target_compile_options(tessera_flags INTERFACE -fpch-preprocess)
 endif()
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  if(CMAKE_CXX_COMPILER_VERSION VERSION_LESS 16)
+    message(FATAL_ERROR "clang ${CMAKE_CXX_COMPILER_VERSION} was found; Tessera needs clang 16 or newer (C++20's ranges).")
+  endif()
+  # Hints at loops, which GCC alone understands.
+  target_compile_options(tessera_flags INTERFACE -Wno-unknown-pragmas)
+endif()
 
 # Compile through ccache if it is installed. The settings let it work with precompiled headers, and let builds in several
 # folders share its cache.

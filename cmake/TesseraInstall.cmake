@@ -1,8 +1,15 @@
-# Makes `find_package(Tessera)` work for an installed copy.
+# Makes `find_package(Tessera)` work for an installed copy. All of it is the component `tessera`, to leave out the files
+# of dependencies that CMake has fetched: `cmake --install BUILD --component tessera`.
 include(CMakePackageConfigHelpers)
-# The installed library finds LibTorch where the build did, and the tools find the library beside themselves.
-# INSTALL_RPATH_USE_LINK_PATH would leave out folders inside the project, where ./dev puts LibTorch.
+set(CMAKE_INSTALL_DEFAULT_COMPONENT_NAME tessera)
+# The installed library finds LibTorch where the build did, or where it is told to, and the tools find the library beside
+# themselves. INSTALL_RPATH_USE_LINK_PATH would leave out folders inside the project, where ./dev puts LibTorch.
+set(TESSERA_TORCH_RPATH "" CACHE STRING
+    "Folders, separated by :, where the installed library looks for LibTorch; empty: where the build found it")
 set(torch_rpath "${TORCH_INSTALL_PREFIX}/lib")
+if(TESSERA_TORCH_RPATH)
+  set(torch_rpath "${TESSERA_TORCH_RPATH}")
+endif()
 set_target_properties(tessera PROPERTIES INSTALL_RPATH "\$ORIGIN;${torch_rpath}")
 install(TARGETS tessera tessera_torch EXPORT TesseraTargets)
 install(EXPORT TesseraTargets NAMESPACE Tessera:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
@@ -19,3 +26,4 @@ if(TARGET tessera_cli)
     INSTALL_RPATH "\$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${torch_rpath}")
   install(TARGETS tessera_cli tessera_bench)
 endif()
+install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/tessera RENAME copyright)

@@ -13,11 +13,12 @@
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 #include "gpt.h"
 
 struct Options : TrainingOptions {
-  std::string save, losses, level = "p_g_os";
+  std::string save, losses, memory, level = "p_g_os";
   std::string dtype = "float", gather_dtype, reduce_dtype, offload;
   bool resume = false, scaler = false;
   int threads = 0, replicas = 1, keep = 2;
@@ -63,12 +64,6 @@ struct Job {
     if (world.rank() == 0) fmt::print(format, std::forward<Args>(args)...);
   }
 
-  double mean_over_ranks(double value) const {
-    const auto sum = torch::full({1}, value, torch::kDouble);
-    world.process_group()->all_reduce(sum, tessera::ReduceOp::kSum, {.subject = "loss"})->wait();
-    return sum.item<double>() / world.size();
-  }
-
   /// Returns the mean loss of up to `batches` batches, spread evenly over the held-out text.
   double held_out_loss(int64_t batches) {
     torch::NoGradGuard no_grad;
@@ -79,7 +74,7 @@ struct Job {
       const auto starts = torch::arange(first, first + rows) * o.seq;
       sum += gpt->loss(windows(text.held_out, starts, o.seq)).item<double>();
     }
-    return mean_over_ranks(sum / n);
+    return tessera::mean_over_ranks(sum / n);
   }
 
   /// Continues `written` byte by byte. All ranks do the same, with the same random numbers.
@@ -134,6 +129,8 @@ struct Job {
     auto sharded = tessera::fully_shard(gpt, plan(level));  // (*)
     torch::optim::AdamW adamw(gpt->parameters(), torch::optim::AdamWOptions(o.lr));
     tessera::ShardedOptimizer optimizer(sharded, adamw);  // (*)
+    std::optional<tessera::MemoryTracer> tracer;
+    if (!o.memory.empty()) tracer.emplace(sharded);  // (*)
     tessera::GradScaler scaler({.growth_interval = 100, .enabled = o.scaler});
     int64_t step = 0;
     const std::string runs = directory();
@@ -158,7 +155,7 @@ struct Job {
       if (o.clip > 0) optimizer.clip_grad_norm_(o.clip);
       scaler.step(optimizer);  // (*)
       scaler.update();
-      const double mean = mean_over_ranks(loss.item<double>());
+      const double mean = tessera::mean_over_ranks(loss.item<double>());
       losses << fmt::format("{:.9g}\n", mean) << std::flush;
       pace.step_done();
       if (step++ == first) show_memory(optimizer.memory());
@@ -176,6 +173,7 @@ struct Job {
             {.numbers = {{"step", double(step)}}, .scaler = &scaler, .keep_last = o.keep});  // (*)
     }
     checkpointer.wait();  // (*)
+    if (tracer && world.rank() == 0) tracer->write_svg(o.memory);
     held_out = held_out_loss(std::numeric_limits<int64_t>::max());
     say("all held-out bytes: {:.4f} nats = {:.3f} bits; unigram model: {:.4f} = {:.3f} bits\n",
         held_out, held_out / bit, unigram, unigram / bit);
@@ -226,6 +224,7 @@ int main(int argc, char** argv) {
       ->needs("--save");
   app.add_option("--losses", o.losses, "file for the loss of each step, one per line");
   o.add_to(app);
+  app.add_option("--memory", o.memory, "file for a picture (SVG) of rank 0's memory in a step");
   app.add_option("--save-every", o.save_every,
                  "steps between checkpoints, which are written meanwhile")
       ->check(positive);

@@ -13,7 +13,7 @@ import re
 import sys
 
 LAYERS = ["memory", "device", "group", "message", "watch", "arena", "start", "dispatch", "mesh", "offload", "init", "unit", "grad",
-          "access", "model", "optim", "dist", "tracer", "checkpoint", "sim", "dialects"]
+          "access", "model", "optim", "dist", "tracer", "metrics", "checkpoint", "sim", "dialects"]
 DIALECT_NAMES = re.compile(r"paddle|fairscale|colossal|group_sharded", re.IGNORECASE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 SUFFIXES = {".h", ".cpp", ".hpp", ".cc"}

@@ -18,21 +18,41 @@
 
 namespace {
 
-/// Executes the program beside this one that is linked with LibTorch. Returns only if that fails.
-int become_bench(char** argv) {
+std::string bench_beside_this() {
   std::error_code error;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
-  const std::string bench = self.parent_path() / "tessera-bench";
+  return self.parent_path() / "tessera-bench";
+}
+
+/// Executes the program beside this one that is linked with LibTorch. Returns only if that fails.
+int become_bench(char** argv) {
+  const std::string bench = bench_beside_this();
   ::execv(bench.c_str(), argv);
   fmt::print(stderr, "tessera: cannot execute '{}': {}\n", bench, std::strerror(errno));
   return errno == ENOENT ? 127 : 126;
 }
 
+/// Prints the versions that this program was built with, then executes the other one, which adds
+/// the facts of the library: the first line is there also where LibTorch can't be loaded. Returns
+/// the text to print where there is no other one.
+std::string version_text() {
+  const std::string versions =
+      fmt::format("tessera {}.{}.{} (LibTorch {})", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
+                  TESSERA_VERSION_PATCH, TESSERA_TORCH_VERSION);
+  const std::string bench = bench_beside_this();
+  if (::access(bench.c_str(), X_OK) == 0) {
+    fmt::print("{}\n", versions);
+    const char* arguments[] = {"tessera", "--version", nullptr};
+    if (std::fflush(stdout) == 0) ::execv(bench.c_str(), const_cast<char**>(arguments));
+  }
+  return versions + "\nmore is known by tessera-bench, which is not there: " + bench;
+}
+
 void add_version(CLI::App& app) {
-  app.add_subcommand("version", "Prints the versions of Tessera and of LibTorch")->callback([] {
-    fmt::print("tessera {}.{}.{} (LibTorch {})\n", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
-               TESSERA_VERSION_PATCH, TESSERA_TORCH_VERSION);
-  });
+  const std::string effect =
+      "Prints the versions of Tessera, LibTorch and the compiler, and the backends";
+  app.set_version_flag("--version", version_text, effect);
+  app.add_subcommand("version", effect)->callback([] { fmt::print("{}\n", version_text()); });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <vector>
 
 namespace tessera {
 
@@ -52,6 +53,8 @@ class TESSERA_API AsyncCheckpointer {
             const ShardedOptimizer* optimizer, const SaveOptions& options = {});
   void save(const std::filesystem::path& path, torch::nn::Module& module,
             torch::optim::Optimizer* optimizer, const SaveOptions& options = {});
+  void save(const std::filesystem::path& path, const std::vector<CheckpointModel>& models,
+            const SaveOptions& options = {});
   void save(const std::filesystem::path& path, const StateDict& state);
 
   /// Waits until the last checkpoint is in its place, or throws the error that prevented it.

@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -18,17 +19,28 @@ class ReduceLROnPlateauScheduler;
 
 namespace tessera {
 
+class ExponentialAverage;
 class GradScaler;
+struct AveragedWeights;
 
 /// A learning rate scheduler of LibTorch, or one derived from `LRScheduler`, whose number of steps
 /// is stored.
 using SchedulerPtr =
     std::variant<torch::optim::LRScheduler*, torch::optim::ReduceLROnPlateauScheduler*>;
 
+/// The best of several checkpoints is that with the lowest, or the highest, value of a number in
+/// `SaveOptions::numbers`; of equal ones, the first.
+struct BestBy {
+  std::string number;
+  bool highest = false;
+};
+
 /// The contents of a checkpoint besides the model and its optimizer, and the storage format.
 struct SaveOptions {
-  /// The caller's own numbers (the step, say), equal on all ranks; loading returns rank 0's.
+  /// The caller's own numbers (the step, say) and texts (a configuration, say, also as JSON), equal
+  /// on all ranks; loading returns rank 0's.
   std::map<std::string, double> numbers = {};
+  std::map<std::string, std::string> texts = {};
 
   /// Stores each parameter in one piece, with its plain name and shape, in safetensors files that
   /// other tools open as a state dict. Gathers the units for this, one after another. False: each
@@ -55,6 +67,10 @@ struct SaveOptions {
   /// without `keep_last`, renamed, or made by another tool. 0, or no number in `path`: none is
   /// removed.
   int keep_last = 0;
+
+  /// With `keep_last`: the best checkpoint of the series is kept, too, even if it is older than
+  /// those. Its number must be in `numbers`; one that is NaN is never the best.
+  std::optional<BestBy> keep_best = std::nullopt;
 };
 
 struct LoadOptions {
@@ -77,11 +93,38 @@ struct LoadOptions {
 /// Values from a loaded checkpoint for the caller.
 struct LoadedCheckpoint {
   std::map<std::string, double> numbers;
+  std::map<std::string, std::string> texts;
   /// `SaveOptions::rank_state` of the rank of this number; empty if fewer ranks saved.
   std::map<std::string, at::Tensor> rank_state;
   /// Differences that `LoadOptions` allowed: names of parameters and buffers, and "optimizer: NAME"
-  /// for parameters whose optimizer state is missing or unexpected.
+  /// for parameters whose optimizer state is missing or unexpected. Of several models:
+  /// "MODEL/NAME", and "MODEL" for one that is missing or unexpected itself.
   std::vector<std::string> missing, unexpected;
+};
+
+/// One of several models that are saved as one checkpoint.
+struct TESSERA_API CheckpointModel {
+  struct Sharded {
+    ShardedModule module;
+    ShardedOptimizer* optimizer;
+  };
+  struct Plain {
+    torch::nn::Module* module;
+    torch::optim::Optimizer* optimizer;
+  };
+  using Average = std::shared_ptr<AveragedWeights>;
+
+  /// `name`: letters, digits, `-` and `_`. The optimizers may be null. An average is saved as the
+  /// model with the averaged parameters and the model's buffers. All must live until the save or
+  /// load has ended.
+  CheckpointModel(std::string name, const ShardedModule& module,
+                  ShardedOptimizer* optimizer = nullptr);
+  CheckpointModel(std::string name, torch::nn::Module& module,
+                  torch::optim::Optimizer* optimizer = nullptr);
+  CheckpointModel(std::string name, const ExponentialAverage& average);
+
+  std::string name;
+  std::variant<Sharded, Plain, Average> model;
 };
 
 /// Writes the model, its buffers and the optimizer's state and options into the directory `path`.
@@ -107,6 +150,21 @@ TESSERA_API void save_checkpoint(const std::filesystem::path& path, const Sharde
 /// if there are DistTensors.
 TESSERA_API void save_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                                  torch::optim::Optimizer* optimizer,
+                                 const SaveOptions& options = {});
+
+/// Saves several models with their optimizers, such as those of a GAN, or a model and its average:
+/// all of them or, if a rank fails, none.
+///
+///     save_checkpoint("runs/gan/step-100",
+///                     {{"generator", generator, &for_generator}, {"critic", critic, &for_critic}},
+///                     {.numbers = {{"step", 100}}});
+///
+/// Each model becomes a checkpoint of its own in the subdirectory `path`/NAME, which the other
+/// functions and `tessera ckpt` take as such; `options` is saved once, in `path`. Collective, with
+/// the same names in the same order. **Throws** as above, and `c10::ValueError` on every rank for
+/// names that are invalid or not distinct, and for models that are sharded over different ranks.
+TESSERA_API void save_checkpoint(const std::filesystem::path& path,
+                                 const std::vector<CheckpointModel>& models,
                                  const SaveOptions& options = {});
 
 /// Reads a checkpoint into a sharded model, at any number of ranks, level and partition.
@@ -137,11 +195,23 @@ TESSERA_API LoadedCheckpoint load_checkpoint(const std::filesystem::path& path,
                                              torch::optim::Optimizer* optimizer,
                                              const LoadOptions& options = {});
 
+/// Reads the models of a checkpoint that was saved with several. Collective over the ranks of the
+/// first model. Nothing is changed before all of them are known to fit. Names of models that the
+/// checkpoint lacks, or has besides, are refused like those of parameters.
+TESSERA_API LoadedCheckpoint load_checkpoint(const std::filesystem::path& path,
+                                             const std::vector<CheckpointModel>& models,
+                                             const LoadOptions& options = {});
+
 /// Returns the checkpoint in `directory` whose name ends with the highest number (`step-100`), with
 /// any prefix; none if there is none. While a job is saving, ranks may find different ones: call
 /// this before training.
 TESSERA_API std::optional<std::filesystem::path> latest_checkpoint(
     const std::filesystem::path& directory);
+
+/// Returns the best checkpoint in `directory` among those that have the number; none if there is
+/// none. Reads the indices of all. As above, call it when no job saves there.
+TESSERA_API std::optional<std::filesystem::path> best_checkpoint(
+    const std::filesystem::path& directory, const BestBy& by);
 
 /// Tensors by name: DistTensors, and ordinary tensors that are equal on all ranks.
 using StateDict = std::map<std::string, at::Tensor>;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <tessera/export.h>
+#include <tessera/rename_rule.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -72,31 +73,75 @@ enum class ExportFormat : uint8_t {
   /// One file, which Python's `torch.load(weights_only=True)` reads. Throws
   /// `c10::NotImplementedError` for float8 tensors, and for unsigned ones of more than a byte.
   kTorch,
+  /// A directory of safetensors files, `model-00001-of-00003.safetensors` and so on, and their
+  /// index, `model.safetensors.index.json`; or `model.safetensors` alone, if one suffices. Hugging
+  /// Face's `from_pretrained` reads it beside the model's `config.json`.
+  kHuggingFace,
+  kDcp,  ///< a directory, which Python's `torch.distributed.checkpoint.load` reads; dtypes as
+         ///< `kTorch`
 };
 
 struct ExportOptions {
-  /// None: by the file's extension, `.safetensors`, or `.pt`, `.pth` or `.bin`.
+  /// None: `kHuggingFace` for a path that ends with `/` or has no extension; else by the extension,
+  /// `.safetensors`, or `.pt`, `.pth` or `.bin`.
   std::optional<ExportFormat> format = std::nullopt;
-  /// Dtype to which all floating tensors are converted; none: as stored, which is the dtype of the
-  /// master weights, if there are any, unless the checkpoint has `whole_parameters`.
+  /// Dtype to which all floating tensors of the model are converted; none: as stored, which is the
+  /// dtype of the master weights, if there are any, unless the checkpoint has `whole_parameters`.
   std::optional<at::ScalarType> dtype = std::nullopt;
+  CheckpointProgress progress = {};
+
+  /// How names of the checkpoint become names of the files; see `RenameRule`.
+  RenameRules rename = {};
+  /// Most bytes of a file of `kHuggingFace`, unless one tensor has more. None: 5 GB.
+  std::optional<int64_t> max_shard_bytes = std::nullopt;
+
+  /// For `kTorch` and `kDcp`: the keys of a dict in which the model and the optimizer's state dict
+  /// are stored. `optimizer_key` empty: no optimizer. `model_key` empty: `model` beside an
+  /// optimizer; else the model's tensors are the dict.
+  ///
+  /// `torch.optim`'s `load_state_dict` reads the optimizer's, of Adagrad, Adam, AdamW, RMSprop or
+  /// SGD, with the parameters in the order of the param groups; other classes throw
+  /// `c10::NotImplementedError`. In `kDcp`, names are those of `get_state_dict`.
+  std::string model_key = "", optimizer_key = "";
+};
+
+/// Writes the model's parameters and buffers whole, a tied one under each of its names
+/// (safetensors: once; the metadata maps its other names to the first, as `save_model` of Python's
+/// safetensors does). Memory: one tensor. A file, or a new directory, appears when it is complete.
+///
+/// A directory may have other files: for `kHuggingFace`, none of a model's; for `kDcp`, none.
+TESSERA_API void export_checkpoint(const std::filesystem::path& path,
+                                   const std::filesystem::path& to,
+                                   const ExportOptions& options = {});
+
+struct ImportOptions {
+  /// How names of the files become names of the checkpoint; see `RenameRule`.
+  RenameRules rename = {};
+  /// Regular expressions, which match whole new names: these tensors, of two dims, are transposed.
+  std::vector<std::string> transpose = {};
+
+  /// The key of the dict in which the model is. Empty: `model`, if `optimizer_key` is given; else
+  /// all tensors are imported, with names as `OUTER.INNER`.
+  std::string model_key = "";
+  /// The key of the state dict of an optimizer of `torch.optim`, in a file of `torch.save` or a DCP
+  /// directory. Empty: no optimizer is imported.
+  ///
+  /// Its parameters are known by name in DCP directories, and in files of optimizers that were made
+  /// from `named_parameters()` (PyTorch 2.6). Else there must be one param group, and all of the
+  /// model's parameters, in the order of its state dict, must be in it.
+  std::string optimizer_key = "";
+  /// `Adagrad`, `Adam`, `AdamW`, `RMSprop` or `SGD`. Empty: told from the options, which have Adam
+  /// and AdamW differ since PyTorch 2.7.
+  std::string optimizer_class = "";
+
   CheckpointProgress progress = {};
 };
 
-/// Writes the model's parameters and buffers whole into one file, a tied one under each of its
-/// names (safetensors: once; the metadata maps its other names to the first, as `save_model` of
-/// Python's safetensors does). Memory: one tensor. The file appears when it is complete.
-TESSERA_API void export_checkpoint(const std::filesystem::path& path,
-                                   const std::filesystem::path& file,
-                                   const ExportOptions& options = {});
-
-/// Makes a checkpoint from a safetensors file, from a file that Python's `torch.save` made of a
-/// state dict, or from a directory of safetensors files: those that its index names
-/// (`model.safetensors.index.json`), or, without an index, all of them (if they are numbered, none
-/// may be missing). `load_checkpoint` can then read it into a model with these names; it has no
-/// optimizer. Tensors that shared memory in `torch.save` stay tied. Memory: one tensor.
+/// Makes a checkpoint from files of other tools: all that `load_safetensors()` reads.
+/// `load_checkpoint` can then read it into a model with these names. Tensors that shared memory in
+/// `torch.save` stay tied. Nothing of a pickle is executed. Memory: one tensor.
 TESSERA_API void import_checkpoint(const std::filesystem::path& from,
                                    const std::filesystem::path& path,
-                                   const CheckpointProgress& progress = {});
+                                   const ImportOptions& options = {});
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 #include <tessera/export.h>
 #include <tessera/fully_shard.h>
+#include <tessera/memory_sample.h>
 #include <tessera/process_group_decorators.h>
 #include <tessera/shard_plan.h>
 
@@ -36,6 +37,9 @@ TESSERA_API std::vector<ParameterSize> parameter_sizes(const torch::nn::Module& 
 /// - a safetensors file, whose name ends in `.safetensors`,
 /// - a directory: a checkpoint of Tessera's, or one with safetensors files, which are chosen as
 ///   `import_checkpoint()` does: by its index, or all of them,
+/// - a `config.json` of Hugging Face's, an index of safetensors files in the same directory, or a
+///   directory with a `config.json` and none of the safetensors files: see
+///   `read_transformer_config()`,
 /// - any other file: a list with a line for each parameter, `name dtype size...`, with ` frozen` at
 ///   the end if it is not trained. `#` begins a comment. It may be a pipe.
 ///
@@ -58,6 +62,18 @@ TESSERA_API at::ScalarType parse_dtype(const std::string& name);
 /// differ in this.
 TESSERA_API int state_tensors_of(torch::optim::Optimizer& optimizer);
 
+/// A moment of forward or backward at which a rank may need the most memory.
+struct ActivationMoment {
+  std::string name;       ///< such as `backward of layer 3: feed-forward`
+  bool backward = false;  ///< in backward, else in forward
+  /// Names of the parameters that operators read, in the order of use.
+  std::vector<std::string> parameters = {};
+  /// Names of the parameters whose gradients are made.
+  std::vector<std::string> gradients = {};
+  /// Of activations at most: what was kept for backward so far, and what operators take.
+  int64_t nbytes = 0;
+};
+
 /// The ranks and the optimizer for which a plan is evaluated.
 struct PlanReportOptions {
   int ranks = 1;     ///< number of ranks that shard: the size of `ShardPlan::process_group`
@@ -78,6 +94,13 @@ struct PlanReportOptions {
   /// each rank then counts only its shard of the parameters, of which all ranks share one copy that
   /// stays whole, and sends nothing.
   bool shares_memory = false;
+
+  /// Bytes of activations at their peak, if they are known as one number: measured by
+  /// `MemoryTracer::peak_other_bytes()`, say. They are then added to the peaks of everything else.
+  int64_t activations = 0;
+  /// Or the moments of a step in the order of time. Where they name parameters, they tell the order
+  /// in which units are used, unless `forward_order` and `backward_order` do.
+  std::vector<ActivationMoment> moments;
 };
 
 /// A unit's sizes, without its values.
@@ -116,6 +139,15 @@ struct TESSERA_API PlannedRank {
   ShardMemory memory;
   PlannedTraffic traffic;
 
+  /// What the rank holds when it needs the most memory in a step that begins with `zero_grad()` and
+  /// has one backward; `other` are the activations. Counts one unit's whole gradients in flight
+  /// besides those that are being made. Without `PlanReportOptions::moments` it is an upper bound:
+  /// the sum of all peaks.
+  MemoryBytes peak;
+  std::string peak_at;  ///< the moment's name; empty without moments
+
+  /// Returns the bytes of the peak on the rank's device: all but `peak.offloaded`.
+  int64_t needed() const { return peak.total() - peak.offloaded; }
   /// Returns the bytes kept between steps: all of `memory` but the peaks.
   int64_t kept() const;
 };
@@ -147,12 +179,12 @@ struct PlanReport {
 /// backward in which each trainable parameter gets a gradient on some rank, and one optimizer step
 /// of all trainable parameters; no clipping (16 bytes more are reduced), no activation checkpoints.
 /// Buffers and ignored parameters are not counted. Ranks are taken to send messages, unless
-/// `options.shares_memory`.
+/// `options.shares_memory`. `PlannedRank::peak` is an estimate.
 ///
 /// `plan.process_group` and `replicate_group` are ignored: `options` takes their place. Throws
-/// `c10::ValueError` as `fully_shard()` does, and for impossible ranks, replicas, state or orders,
-/// and `c10::NotImplementedError` for `mesh_dim`, `memory_budget`, `sync_buffers`, `outer` and
-/// `reduce_gradients = false`.
+/// `c10::ValueError` as `fully_shard()` does, and for impossible ranks, replicas, state, orders or
+/// activations, and `c10::NotImplementedError` for `mesh_dim`, `memory_budget`, `sync_buffers`,
+/// `outer` and `reduce_gradients = false`.
 TESSERA_API PlanReport plan_report(const std::vector<ParameterSize>& parameters,
                                    const ShardPlan& plan, const PlanReportOptions& options = {});
 

@@ -19,14 +19,19 @@
 #include <tessera/dist_optimizer.h>
 #include <tessera/dist_tensor.h>
 #include <tessera/distribute_module.h>
+#include <tessera/exponential_average.h>
 #include <tessera/foreign_optimizer.h>
 #include <tessera/fully_shard.h>
 #include <tessera/generator.h>
 #include <tessera/grad_scaler.h>
 #include <tessera/join.h>
+#include <tessera/load_safetensors.h>
 #include <tessera/local_map.h>
+#include <tessera/lr_schedule.h>
 #include <tessera/memory_sample.h>
 #include <tessera/memory_tracer.h>
+#include <tessera/metrics.h>
+#include <tessera/metrics_log.h>
 #include <tessera/operator_rules.h>
 #include <tessera/optimizer_state_dict.h>
 #include <tessera/page_heap.h>
@@ -35,6 +40,7 @@
 #include <tessera/process_group.h>
 #include <tessera/process_group_decorators.h>
 #include <tessera/process_memory.h>
+#include <tessera/progress_line.h>
 #include <tessera/resumable_sampler.h>
 #include <tessera/shard_plan.h>
 #include <tessera/sharded_optimizer.h>

@@ -14,7 +14,7 @@ The engine is the C++ library Tessera. See docs/guide/python.md.
 import torch  # first: the process has one LibTorch
 
 from . import _C
-from .checkpoint import (AsyncCheckpointer, latest_checkpoint, load_checkpoint, load_state_dict, save_checkpoint,
+from .checkpoint import (AsyncCheckpointer, best_checkpoint, latest_checkpoint, load_checkpoint, load_state_dict, save_checkpoint,
                          save_state_dict)
 from .cpu_adam import CPUAdam
 from .deferred_init import DeferredInit, is_deferred, materialize
@@ -34,7 +34,7 @@ __version__ = _C.version
 __all__ = [
     "AsyncCheckpointer", "CPUAdam", "CommDebug", "DeferredInit", "DeviceMesh", "DistOptimizer", "GradScaler",
     "MemoryTracer", "Partial", "Placement", "Plan", "ProcessGroup", "Replicate", "Shard", "ShardedModule", "ShardedOptimizer",
-    "StrictOperators", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor", "fully_shard", "init",
+    "StrictOperators", "best_checkpoint", "distribute", "distribute_", "distribute_module", "from_local", "full_tensor", "fully_shard", "init",
     "is_deferred", "is_dist", "is_initialized", "latest_checkpoint", "load_checkpoint", "load_state_dict", "materialize",
     "mesh_of", "new_group", "placements_of", "plan", "rank", "redistribute", "save_checkpoint", "save_state_dict", "shutdown",
     "size", "spawn", "to_local", "unwrap", "use_page_heap",

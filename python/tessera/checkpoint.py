@@ -23,6 +23,7 @@ class LoadedCheckpoint:
     """Values from a checkpoint for the caller."""
 
     numbers: dict[str, float]
+    texts: dict[str, str]
     rank_state: dict[str, torch.Tensor]
     missing: list[str]
     unexpected: list[str]
@@ -51,19 +52,27 @@ def _scaler(scaler: GradScaler | None):
     return None if scaler is None else scaler._scaler
 
 
+def _keep(last: int, best: str | None, best_is_highest: bool):
+    return last, None if best is None else (best, best_is_highest)
+
+
 def save_checkpoint(path: str | os.PathLike, model: ShardedModule, optimizer: ShardedOptimizer | None = None, *,
-                    numbers: Mapping[str, float] | None = None, rank_state: Mapping[str, torch.Tensor] | None = None,
+                    numbers: Mapping[str, float] | None = None, texts: Mapping[str, str] | None = None,
+                    rank_state: Mapping[str, torch.Tensor] | None = None,
                     scaler: GradScaler | None = None, schedulers: Sequence = (), whole_parameters: bool = False,
-                    random_state: bool = True, keep_last: int = 0) -> None:
+                    random_state: bool = True, keep_last: int = 0, keep_best: str | None = None,
+                    best_is_highest: bool = False) -> None:
     """Writes the model, its buffers and the optimizer's state and options into the directory `path`.
 
     Collective, with the same arguments on all ranks. Each rank writes its own shards as safetensors files; `path` holds
-    the old checkpoint or the new one, never a part. `numbers`: the caller's own, equal on all ranks. `rank_state`:
-    tensors of this rank alone. `whole_parameters`: stores each parameter in one piece. `keep_last`: of the series
-    `step-100`, `step-200`..., so many stay; 0: all.
+    the old checkpoint or the new one, never a part. `numbers` and `texts`: the caller's own, equal on all ranks.
+    `rank_state`: tensors of this rank alone. `whole_parameters`: stores each parameter in one piece. `keep_last`: of the
+    series `step-100`, `step-200`..., so many stay; 0: all. `keep_best`: the name of one of `numbers`: the checkpoint with
+    its lowest value, or the highest, stays, too.
     """
-    _C.save_checkpoint(Path(path), model._model, _inner(optimizer), dict(numbers or {}), _state(rank_state, schedulers),
-                       _scaler(scaler), whole_parameters, random_state, keep_last)
+    _C.save_checkpoint(Path(path), model._model, _inner(optimizer), dict(numbers or {}), dict(texts or {}),
+                       _state(rank_state, schedulers), _scaler(scaler), whole_parameters, random_state,
+                       _keep(keep_last, keep_best, best_is_highest))
 
 
 def load_checkpoint(path: str | os.PathLike, model: ShardedModule, optimizer: ShardedOptimizer | None = None, *,
@@ -71,7 +80,7 @@ def load_checkpoint(path: str | os.PathLike, model: ShardedModule, optimizer: Sh
                     allow_missing: bool = False, allow_unexpected: bool = False) -> LoadedCheckpoint:
     """Reads a checkpoint, at any number of ranks, level and partition. Collective. Checkpoints of the C++ library and of
     this package are the same."""
-    numbers, rank_state, missing, unexpected = _C.load_checkpoint(
+    numbers, texts, rank_state, missing, unexpected = _C.load_checkpoint(
         Path(path), model._model, _inner(optimizer), _scaler(scaler), random_state, allow_missing, allow_unexpected)
     text = rank_state.pop(_SCHEDULERS, None)
     if schedulers and text is not None:
@@ -82,12 +91,17 @@ def load_checkpoint(path: str | os.PathLike, model: ShardedModule, optimizer: Sh
             scheduler.load_state_dict(state)
     elif schedulers:
         raise ValueError("[load_checkpoint] the checkpoint has no schedulers of this rank")
-    return LoadedCheckpoint(numbers, rank_state, missing, unexpected)
+    return LoadedCheckpoint(numbers, texts, rank_state, missing, unexpected)
 
 
 def latest_checkpoint(directory: str | os.PathLike) -> Path | None:
     """Returns the checkpoint in `directory` whose name ends with the highest number; None if there is none."""
     return _C.latest_checkpoint(Path(directory))
+
+
+def best_checkpoint(directory: str | os.PathLike, number: str, *, highest: bool = False) -> Path | None:
+    """Returns the checkpoint in `directory` with the lowest value, or the highest, of a number that it was saved with."""
+    return _C.best_checkpoint(Path(directory), number, highest)
 
 
 class AsyncCheckpointer:
@@ -103,12 +117,14 @@ class AsyncCheckpointer:
         self._checkpointer = _C.AsyncCheckpointer(when_busy == "refuse", bytes_per_second)
 
     def save(self, path: str | os.PathLike, model: ShardedModule, optimizer: ShardedOptimizer | None = None, *,
-             numbers: Mapping[str, float] | None = None, rank_state: Mapping[str, torch.Tensor] | None = None,
+             numbers: Mapping[str, float] | None = None, texts: Mapping[str, str] | None = None,
+             rank_state: Mapping[str, torch.Tensor] | None = None,
              scaler: GradScaler | None = None, schedulers: Sequence = (), random_state: bool = True,
-             keep_last: int = 0) -> None:
+             keep_last: int = 0, keep_best: str | None = None, best_is_highest: bool = False) -> None:
         """See `save_checkpoint()`. Collective."""
-        self._checkpointer.save(Path(path), model._model, _inner(optimizer), dict(numbers or {}),
-                                _state(rank_state, schedulers), _scaler(scaler), random_state, keep_last)
+        self._checkpointer.save(Path(path), model._model, _inner(optimizer), dict(numbers or {}), dict(texts or {}),
+                                _state(rank_state, schedulers), _scaler(scaler), random_state,
+                                _keep(keep_last, keep_best, best_is_highest))
 
     def wait(self) -> None:
         """Waits until the last checkpoint is in its place. Collective."""

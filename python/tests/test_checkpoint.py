@@ -50,6 +50,21 @@ def _resume(path, level):
     return sharded.full_state()
 
 
+def _save_series(path):
+    sharded, optimizer = _job("p_g_os")
+    for step, loss in enumerate([3.0, 1.0, 2.0, 4.0], 1):
+        tessera.save_checkpoint(path / f"step-{step}", sharded, optimizer, numbers={"loss": loss}, texts={"config": "{}"},
+                                keep_last=1, keep_best="loss")
+    return tessera.load_checkpoint(tessera.best_checkpoint(path, "loss"), sharded, optimizer).texts
+
+
+def test_the_best_of_a_series_is_kept(ranks, tmp_path):
+    assert ranks(2, _save_series, tmp_path) == [{"config": "{}"}] * 2
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-2", "step-4"]
+    assert tessera.best_checkpoint(tmp_path, "loss", highest=True) == tmp_path / "step-4"
+    assert tessera.best_checkpoint(tmp_path, "accuracy") is None
+
+
 @pytest.mark.parametrize("asynchronously", [False, True])
 def test_resume_has_the_same_bits(ranks, tmp_path, asynchronously):
     want = ranks(2, _save, tmp_path / "step-2", asynchronously)[0]

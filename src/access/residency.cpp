@@ -1,7 +1,7 @@
 #include "access/residency.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 

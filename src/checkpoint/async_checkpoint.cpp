@@ -73,27 +73,35 @@ class HostCopy {
   // Copies the chunks and makes `contents` refer to the copies. Overwrites earlier copies.
   void take(RankContents& contents) {
     size_t nbytes = 0;
-    for (const ChunkData& chunk : contents.chunks) nbytes += room_for(chunk);
+    visit_contents(contents, [&](const RankContents& part) {
+      for (const ChunkData& chunk : part.chunks) nbytes += room_for(chunk);
+    });
     if (nbytes > nbytes_) {
       memory_.reset();  // before more is allocated
       memory_.reset(new (std::align_val_t(kAlignment)) char[nbytes]);
       nbytes_ = nbytes;
     }
     char* next = memory_.get();
-    for (ChunkData& chunk : contents.chunks) {
-      const at::Tensor data = chunk.get();
-      const at::Tensor copy = at::from_blob(next, {chunk.numel}, at::dtype(chunk.dtype));
-      if (data.is_cpu() && data.is_contiguous()) {
-        copy_past_caches(next, static_cast<const char*>(data.const_data_ptr()), data.nbytes());
-      } else {
-        copy.copy_(data);
+    visit_contents(contents, [&](RankContents& part) {
+      for (ChunkData& chunk : part.chunks) {
+        chunk = copied_to(next, chunk);
+        next += room_for(chunk);
       }
-      next += room_for(chunk);
-      chunk = chunk_of(chunk.key, copy);
-    }
+    });
   }
 
  private:
+  static ChunkData copied_to(char* place, const ChunkData& chunk) {
+    const at::Tensor data = chunk.get();
+    const at::Tensor copy = at::from_blob(place, {chunk.numel}, at::dtype(chunk.dtype));
+    if (data.is_cpu() && data.is_contiguous()) {
+      copy_past_caches(place, static_cast<const char*>(data.const_data_ptr()), data.nbytes());
+    } else {
+      copy.copy_(data);
+    }
+    return chunk_of(chunk.key, copy);
+  }
+
   static size_t room_for(const ChunkData& chunk) {
     return (static_cast<size_t>(chunk.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
   }
@@ -202,8 +210,11 @@ struct AsyncCheckpointer::Impl {
     const PhaseScope phase(job.progress, Phase::kSave);
     // Checked inside `collect`, whose errors reach all ranks: throwing here would leave them
     // waiting.
-    job.collect = [collect = std::move(job.collect), whole = job.whole](ChunkCollector& contents) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!whole,
+    const bool is_whole = job.whole || std::ranges::any_of(job.models, [](const SaveJob& model) {
+                            return model.whole;
+                          });
+    job.collect = [collect = std::move(job.collect), is_whole](ChunkCollector& contents) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!is_whole,
                                   "[AsyncCheckpointer] options.whole_parameters can't be saved "
                                   "while training goes on, as all ranks gather for it: use "
                                   "save_checkpoint(), or export_checkpoint() of the checkpoint that "
@@ -239,6 +250,12 @@ void AsyncCheckpointer::save(const std::filesystem::path& path, const ShardedMod
 void AsyncCheckpointer::save(const std::filesystem::path& path, torch::nn::Module& module,
                              torch::optim::Optimizer* optimizer, const SaveOptions& options) {
   impl_->save(path, job_of(module, optimizer, options));
+}
+
+void AsyncCheckpointer::save(const std::filesystem::path& path,
+                             const std::vector<CheckpointModel>& models,
+                             const SaveOptions& options) {
+  impl_->save(path, job_of(models, options));
 }
 
 void AsyncCheckpointer::save(const std::filesystem::path& path, const StateDict& state) {

@@ -45,7 +45,7 @@ std::optional<std::string> read_text(const fs::path& path) {
 // Changes while a rank writes into the directory.
 std::pair<size_t, uintmax_t> extent(const fs::path& directory) {
   std::pair<size_t, uintmax_t> result;
-  for (const auto& entry : fs::directory_iterator(directory)) {
+  for (const auto& entry : fs::recursive_directory_iterator(directory)) {
     std::error_code ignored;
     const auto size = entry.file_size(ignored);
     result.first += 1;
@@ -61,13 +61,16 @@ std::string new_save_id() {
   return fmt::format("{:08x}{:08x}", random(), random());
 }
 
-void CheckpointWriter::begin() {
+void CheckpointWriter::begin(std::vector<std::string> models) {
   directory_.prepare();
   remove_abandoned_drafts(directory_.path());
+  models_ = std::move(models);
+  for (const std::string& model : models_) fs::create_directory(draft() / model);
 }
 
-fs::path CheckpointWriter::part_file(int rank) const {
-  return draft() / (fs::path(rank_file(rank, size_)).stem().string() + kPartSuffix);
+// `model`: the name of one of several, or empty.
+fs::path CheckpointWriter::part_file(const std::string& model, int rank) const {
+  return draft() / model / (fs::path(rank_file(rank, size_)).stem().string() + kPartSuffix);
 }
 
 CheckpointIndex CheckpointWriter::write_file(const RankContents& contents,
@@ -80,8 +83,8 @@ CheckpointIndex CheckpointWriter::write_file(const RankContents& contents,
   std::vector<TensorHeader> headers;
   for (const ChunkData& chunk : contents.chunks)
     headers.push_back({chunk.key, safetensors_dtype(chunk.dtype), {chunk.numel}});
-  SafetensorsWriter file(File::create(draft() / rank_file(rank_, size_)), std::move(headers),
-                         {{"format", "tessera"}, {"id", id_}}, before_write);
+  SafetensorsWriter file(File::create(draft() / contents.name / rank_file(rank_, size_)),
+                         std::move(headers), {{"format", "tessera"}, {"id", id_}}, before_write);
   std::unordered_map<std::string, std::vector<uint64_t>> checksums;
   for (const ChunkData& chunk : contents.chunks)
     checksums[chunk.key] = file.write(chunk.key, chunk.get());
@@ -97,7 +100,10 @@ CheckpointIndex CheckpointWriter::write_file(const RankContents& contents,
 
 void CheckpointWriter::write(const RankContents& contents, const BeforeWrite& before_write) {
   try {
-    put(part_file(rank_), to_json(write_file(contents, before_write)));
+    // The one that a failure is reported in comes last.
+    for (const RankContents& model : contents.models)
+      put(part_file(model.name, rank_), to_json(write_file(model, before_write)));
+    put(part_file("", rank_), to_json(write_file(contents, before_write)));
   } catch (...) {
     report_failure(exception_text(std::current_exception()));
     throw;
@@ -106,13 +112,14 @@ void CheckpointWriter::write(const RankContents& contents, const BeforeWrite& be
 
 void CheckpointWriter::report_failure(const std::string& error) const noexcept {
   try {
-    put(part_file(rank_), kFailed + error);
+    put(part_file("", rank_), kFailed + error);
   } catch (const std::exception&) {
     // Then rank 0 learns of it when the ranks meet.
   }
 }
 
-CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeout,
+CheckpointIndex CheckpointWriter::collect_parts(const std::string& model,
+                                                std::chrono::milliseconds timeout,
                                                 const std::atomic<bool>* stop) const {
   std::vector<CheckpointIndex> parts;
   auto pause = std::chrono::milliseconds(1);
@@ -120,7 +127,7 @@ CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeou
   Clock::time_point changed = Clock::now();
   while (std::ssize(parts) < size_) {
     const int rank = static_cast<int>(parts.size());
-    const fs::path path = part_file(rank);
+    const fs::path path = part_file(model, rank);
     if (const auto text = read_text(path)) {
       TORCH_CHECK(!text->starts_with(kFailed), text->substr(std::string(kFailed).size()),
                   " (on rank ", rank, " of ", size_, ")");
@@ -136,17 +143,27 @@ CheckpointIndex CheckpointWriter::collect_parts(std::chrono::milliseconds timeou
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, std::chrono::milliseconds(100));
   }
-  for (int rank = 0; rank < size_; ++rank) fs::remove(part_file(rank));
+  for (int rank = 0; rank < size_; ++rank) fs::remove(part_file(model, rank));
   return merged(std::move(parts));
 }
 
 void CheckpointWriter::commit(std::chrono::milliseconds timeout, const std::atomic<bool>* stop) {
-  CheckpointIndex index = collect_parts(timeout, stop);
+  CheckpointIndex index = collect_parts("", timeout, stop);  // the last that each rank writes
+  for (const std::string& model : models_) {
+    write_index(collect_parts(model, timeout, stop), model);
+    File::open_directory(draft() / model).sync();
+  }
+  index.models = models_;
+  if (keep_.last > 0) index.saved_as = directory_.path().filename().string();
+  write_index(std::move(index), "");
+  directory_.publish(keep_);
+}
+
+void CheckpointWriter::write_index(CheckpointIndex index, const std::string& model) const {
+  const fs::path path = draft() / model / kIndexFile;
   index.id = id_;
-  if (keep_last_ > 0) index.saved_as = directory_.path().filename().string();
-  check_whole(index, (draft() / kIndexFile).string());
-  write_text(draft() / kIndexFile, to_json(index)).sync();
-  directory_.publish(keep_last_);
+  check_whole(index, path.string());
+  write_text(path, to_json(index)).sync();
 }
 
 void write_for_all(const fs::path& path, const std::vector<RankContents>& ranks,

@@ -28,18 +28,19 @@ std::string new_save_id();
 /// background needs no collective, for which the ranks would have to meet.
 class CheckpointWriter {
  public:
-  /// `id`: of the save, the same on all ranks and in all files. `keep_last`: see `SaveOptions`.
+  /// `id`: of the save, the same on all ranks and in all files.
   CheckpointWriter(const std::filesystem::path& path, int rank, int size, std::string id,
-                   int keep_last = 0)
-      : directory_(path), rank_(rank), size_(size), id_(std::move(id)), keep_last_(keep_last) {}
+                   KeptCheckpoints keep = {})
+      : directory_(path), rank_(rank), size_(size), id_(std::move(id)), keep_(std::move(keep)) {}
   ~CheckpointWriter() { directory_.discard(); }
 
   const std::filesystem::path& draft() const { return directory_.draft(); }
 
-  /// Creates the draft. Also removes drafts that killed saves of the same series left behind.
-  void begin();
+  /// Creates the draft, with a subdirectory for each of several models. Also removes drafts that
+  /// killed saves of the same series left behind.
+  void begin(std::vector<std::string> models = {});
 
-  /// Writes this rank's file, if it has anything to store there, and syncs it to disk; then reports
+  /// Writes this rank's files, where it has anything to store, and syncs them to disk; then reports
   /// success or failure to rank 0.
   void write(const RankContents& contents, const BeforeWrite& before_write = {});
 
@@ -53,14 +54,16 @@ class CheckpointWriter {
  private:
   CheckpointIndex write_file(const RankContents& contents, const BeforeWrite& before_write) const;
   void report_failure(const std::string& error) const noexcept;
-  CheckpointIndex collect_parts(std::chrono::milliseconds timeout,
+  void write_index(CheckpointIndex index, const std::string& model) const;
+  CheckpointIndex collect_parts(const std::string& model, std::chrono::milliseconds timeout,
                                 const std::atomic<bool>* stop) const;
-  std::filesystem::path part_file(int rank) const;
+  std::filesystem::path part_file(const std::string& model, int rank) const;
 
   CheckpointDirectory directory_;
   int rank_, size_;
   std::string id_;
-  int keep_last_;
+  KeptCheckpoints keep_;
+  std::vector<std::string> models_;  // on rank 0
 };
 
 /// Counts bytes for a `CheckpointProgress`, which may be empty, and may throw to end the work.

@@ -12,6 +12,8 @@
 
 #include "checkpoint/checksum.h"
 #include "checkpoint/directory.h"
+#include "checkpoint/file.h"
+#include "checkpoint/safetensors.h"
 #include "checkpoint/untrusted.h"
 #include "group/math_bits.h"
 
@@ -24,11 +26,13 @@ constexpr size_t kMostOpen = 64;
 /// Reads bytes of one chunk in ascending order, by blocks that have checksums.
 class CheckedBytes {
  public:
-  CheckedBytes(const SafetensorsFile& file, const ChunkRecord& chunk, int64_t nbytes,
+  CheckedBytes(const ChunkSource& file, const ChunkRecord& chunk, int64_t nbytes,
                std::vector<char>& block)
       : file_(file), chunk_(chunk), nbytes_(nbytes), block_(block) {}
 
   void read(int64_t offset, int64_t count, char* out) {
+    if (chunk_.checksums.empty())  // another tool's file
+      return file_.read(chunk_.key, offset, static_cast<size_t>(count), out);
     while (count > 0) {
       const int64_t index = offset / kChecksumBlock, begin = index * kChecksumBlock;
       const int64_t size = std::min(kChecksumBlock, nbytes_ - begin);
@@ -60,12 +64,22 @@ class CheckedBytes {
                       "' don't have the checksum that the index has for them");
   }
 
-  const SafetensorsFile& file_;
+  const ChunkSource& file_;
   const ChunkRecord& chunk_;
   int64_t nbytes_;
   std::vector<char>& block_;  // holds block number `held_`
   int64_t held_ = -1;
 };
+
+std::shared_ptr<const ChunkSource> open_rank_file(const File& directory, const std::string& name,
+                                                  const std::string& id) {
+  auto file = std::make_shared<const SafetensorsFile>(directory.open(name));
+  const auto found = file->metadata().find("id");
+  TORCH_CHECK_VALUE(found != file->metadata().end() && found->second == id, "[checkpoint] '",
+                    file->path(), "' is of another save than the index; expected id ", id, ", got ",
+                    found == file->metadata().end() ? "none" : found->second);
+  return file;
+}
 
 // Returns the strides by which a region's elements are counted: row by row in a box.
 std::vector<int64_t> order_of(const TensorRecord& tensor, at::IntArrayRef strides,
@@ -75,26 +89,33 @@ std::vector<int64_t> order_of(const TensorRecord& tensor, at::IntArrayRef stride
 
 }  // namespace
 
-ChunkReader::ChunkReader(const std::filesystem::path& path)
-    : directory_(File::open_directory(readable_checkpoint(path))), index_(read_index(directory_)) {
-  check_whole(index_, directory_.path() + "/" + kIndexFile);
+ChunkReader::ChunkReader(const std::filesystem::path& path) {
+  const auto directory =
+      std::make_shared<const File>(File::open_directory(readable_checkpoint(path)));
+  path_ = directory->path();
+  index_ = read_index(*directory);
+  check_whole(index_, path_ + "/" + kIndexFile);
+  open_source_ = [directory, id = index_.id](const std::string& name) {
+    return open_rank_file(*directory, name, id);
+  };
 }
 
-// Returns the file that contains the chunk. Reading the index has checked that it has the chunk's
-// checksums. All access to a chunk's bytes goes through this function.
-SafetensorsFile& ChunkReader::open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
+ChunkReader::ChunkReader(std::string path, CheckpointIndex index, OpenSource open)
+    : path_(std::move(path)), open_source_(std::move(open)), index_(std::move(index)) {
+  check_whole(index_, path_);
+}
+
+// Returns the file that contains the chunk. The numbers of the index are checked already. All
+// access to a chunk's bytes goes through this function.
+const ChunkSource& ChunkReader::open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk) {
   auto it = open_.find(chunk.file);
   if (it == open_.end()) {
-    SafetensorsFile file(directory_.open(chunk.file));
-    const auto id = file.metadata().find("id");
-    TORCH_CHECK_VALUE(id != file.metadata().end() && id->second == index_.id, "[checkpoint] '",
-                      file.path(), "' is of another save than the index; expected id ", index_.id,
-                      ", got ", id == file.metadata().end() ? "none" : id->second);
+    auto source = open_source_(chunk.file);
     if (open_.size() >= kMostOpen) open_.clear();
-    it = open_.emplace(chunk.file, std::move(file)).first;
+    it = open_.emplace(chunk.file, std::move(source)).first;
   }
-  it->second.check(chunk.key, tensor.dtype, chunk.region.numel());
-  return it->second;
+  it->second->check(chunk.key, tensor.dtype, chunk.region.numel());
+  return *it->second;
 }
 
 void ChunkReader::check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region) {

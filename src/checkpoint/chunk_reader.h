@@ -3,15 +3,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <functional>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "checkpoint/file.h"
+#include "checkpoint/chunk_source.h"
 #include "checkpoint/index.h"
-#include "checkpoint/safetensors.h"
 
 namespace tessera {
+
+/// Opens a file that an index names. Called again for a file that was closed in between.
+using OpenSource = std::function<std::shared_ptr<const ChunkSource>(const std::string& file)>;
 
 /// Reads parts of a checkpoint's tensors from the files that store them.
 ///
@@ -22,8 +26,13 @@ class ChunkReader {
  public:
   explicit ChunkReader(const std::filesystem::path& path);
 
+  /// Reads other files than a checkpoint's, which `index` describes as chunks without checksums.
+  /// The numbers of `index` must be as safe to compute with as those of `index_from_json()`. Throws
+  /// `c10::ValueError`, naming `path`, unless its chunks make up whole tensors.
+  ChunkReader(std::string path, CheckpointIndex index, OpenSource open);
+
   const CheckpointIndex& index() const { return index_; }
-  const std::string& path() const { return directory_.path(); }
+  const std::string& path() const { return path_; }
 
   /// Throws unless the files have everything that `read()` with these arguments would read.
   void check(const TensorRecord& tensor, at::IntArrayRef strides, const Region& region);
@@ -42,13 +51,14 @@ class ChunkReader {
   void verify(const TensorRecord& tensor, const ChunkRecord& chunk);
 
  private:
-  SafetensorsFile& open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk);
+  const ChunkSource& open_chunk(const TensorRecord& tensor, const ChunkRecord& chunk);
   void read_stored(const TensorRecord& tensor, const Region& region, void* out);
   at::Tensor read_reordered(const TensorRecord& tensor, at::IntArrayRef strides);
 
-  File directory_;
+  std::string path_;
+  OpenSource open_source_;
   CheckpointIndex index_;
-  std::unordered_map<std::string, SafetensorsFile> open_;
+  std::unordered_map<std::string, std::shared_ptr<const ChunkSource>> open_;
   std::vector<char> block_;
 };
 

@@ -31,7 +31,16 @@ ChunkData chunk_of(std::string key, const at::Tensor& data);
 struct RankContents {
   CheckpointIndex index;  ///< of this rank's chunks; rank 0 adds the data common to all ranks
   std::vector<ChunkData> chunks;
+  std::string name = {};                  ///< its subdirectory, for one of several models
+  std::vector<RankContents> models = {};  ///< in subdirectories
 };
+
+/// Calls `visit` with the contents and those of its models.
+template <class Contents, class F>
+void visit_contents(Contents& contents, F&& visit) {
+  visit(contents);
+  for (auto& model : contents.models) visit(model);
+}
 
 /// Collects the data that this rank, `rank` of `size`, stores: each element that the ranks add is
 /// in exactly one chunk of one rank. Changes nothing, and copies only tensors that are not laid out

@@ -2,154 +2,132 @@
 #include <c10/util/Exception.h>
 #include <tessera/checkpoint_files.h>
 
-#include <functional>
-#include <map>
-#include <memory>
-#include <set>
+#include <algorithm>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "checkpoint/checkpoint_writer.h"
-#include "checkpoint/chunk_reader.h"
-#include "checkpoint/model_files.h"
-#include "checkpoint/safetensors.h"
-#include "checkpoint/torch_file.h"
-#include "checkpoint/untrusted.h"
+#include "checkpoint/exported_model.h"
+#include "checkpoint/file.h"
 
 namespace tessera {
 namespace {
 
 namespace fs = std::filesystem;
 
-ExportFormat format_of(const fs::path& file, const ExportOptions& options) {
+bool is_directory_format(ExportFormat format) {
+  return format == ExportFormat::kHuggingFace || format == ExportFormat::kDcp;
+}
+
+ExportFormat format_of(const fs::path& to, const ExportOptions& options) {
   if (options.format) return *options.format;
-  const std::string extension = file.extension().string();
+  const std::string extension = to.extension().string();
+  if (extension.empty()) return ExportFormat::kHuggingFace;  // `directory/` has none, either
   if (extension == ".safetensors") return ExportFormat::kSafetensors;
   TORCH_CHECK_VALUE(extension == ".pt" || extension == ".pth" || extension == ".bin",
-                    "[export_checkpoint] options.format must be given for a file that ends with "
-                    "none of .safetensors, .pt, .pth and .bin; got '", file.string(), "'");
+                    "[export_checkpoint] options.format must be given for a path that ends with "
+                    "none of .safetensors, .pt, .pth and .bin, and has no directory's name; got '", to.string(), "'");
   return ExportFormat::kTorch;
 }
 
-// Returns the model's tensors in the order of the index.
-std::vector<const TensorRecord*> model_of(const CheckpointIndex& index) {
-  std::vector<const TensorRecord*> tensors;
-  for (const TensorRecord& record : index.tensors) {
-    if (is_of_model(record)) tensors.push_back(&record);
+void check_options(ExportFormat format, const ExportOptions& options) {
+  TORCH_CHECK_VALUE(!options.dtype || c10::isFloatingType(*options.dtype),
+                    "[export_checkpoint] options.dtype must be a floating one; got ",
+                    c10::toString(options.dtype.value_or(at::kFloat)));
+  const bool has_keys = format == ExportFormat::kTorch || format == ExportFormat::kDcp;
+  TORCH_CHECK_VALUE(has_keys || (options.model_key.empty() && options.optimizer_key.empty()),
+                    "[export_checkpoint] options.model_key and options.optimizer_key are for files of torch.save and "
+                    "DCP directories; safetensors files hold a model's tensors alone");
+  TORCH_CHECK_VALUE(options.optimizer_key.empty() || options.optimizer_key != options.model_key,
+                    "[export_checkpoint] options.model_key and options.optimizer_key must differ; got '",
+                    options.model_key, "' for both");
+  TORCH_CHECK_VALUE(!options.max_shard_bytes || format == ExportFormat::kHuggingFace,
+                    "[export_checkpoint] options.max_shard_bytes is for a Hugging Face directory");
+  TORCH_CHECK_VALUE(options.max_shard_bytes.value_or(1) > 0,
+                    "[export_checkpoint] options.max_shard_bytes must be 1 or more; got ",
+                    options.max_shard_bytes.value_or(1));
+}
+
+bool is_model_file(const fs::path& path) {
+  const std::string name = path.filename().string();
+  return name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
+}
+
+// A directory that a model's files are added to may have others, such as `config.json`.
+void check_target(const fs::path& to, ExportFormat format) {
+  if (!is_directory_format(format)) {
+    TORCH_CHECK_VALUE(!fs::exists(to) || fs::is_regular_file(to), "[export_checkpoint] '",
+                      to.string(), "' must be a file, which is replaced if it is there; got ",
+                      fs::is_directory(to) ? "a directory" : "a device or a pipe");
+    return;
   }
-  return tensors;
+  if (!fs::exists(to)) return;
+  TORCH_CHECK_VALUE(fs::is_directory(to), "[export_checkpoint] '", to.string(), "' must be a directory, or not be there");
+  for (const auto& entry : fs::directory_iterator(to))
+    TORCH_CHECK_VALUE(format == ExportFormat::kHuggingFace && !is_model_file(entry.path()), "[export_checkpoint] '",
+                      to.string(), "' must have no ", format == ExportFormat::kDcp ? "files" : "model's files",
+                      "; it has '", entry.path().filename().string(), "'");
 }
 
-at::ScalarType dtype_of(const TensorRecord& record, const ExportOptions& options) {
-  const at::ScalarType stored = scalar_type_of(record.dtype);
-  return options.dtype && c10::isFloatingType(stored) ? *options.dtype : stored;
-}
-
-using ReadTensor = std::function<at::Tensor(const TensorRecord&)>;
-
-void write_safetensors(const fs::path& file, const std::vector<const TensorRecord*>& records,
-                       const ExportOptions& options, const ReadTensor& read) {
-  std::vector<TensorHeader> headers;
-  std::map<std::string, std::string> metadata = {{"format", "pt"}};
-  for (const TensorRecord* record : records) {
-    headers.push_back(
-        {record->names.front(), safetensors_dtype(dtype_of(*record, options)), record->shape});
-    add_other_names(*record, metadata);
-  }
-  SafetensorsWriter writer(File::create(file), std::move(headers), metadata);
-  for (const TensorRecord* record : records) writer.write(record->names.front(), read(*record));
-}
-
-// Adds a tensor of a file that another program wrote. `read` returns it contiguous.
-void add_source(std::vector<std::string> names, const std::string& dtype,
-                std::vector<int64_t> shape, std::function<at::Tensor()> read,
-                RankContents& contents) {
-  const at::ScalarType type = scalar_type_of(dtype);
-  TensorRecord record = contiguous_record("tensor", std::move(names), std::move(shape), type);
-  if (const int64_t numel = record.numel(); numel > 0) {
-    record.chunks = {{rank_file(0, 1), record.id(), Region{0, numel}}};
-    contents.chunks.push_back(
-        {record.id(), type, numel, [read = std::move(read)] { return read().view({-1}); }});
-  }
-  contents.index.tensors.push_back(std::move(record));
-}
-
-void add_torch(const fs::path& path, RankContents& contents) {
-  const auto file = std::make_shared<TorchFile>(path);
-  std::map<PickledTensor, size_t> seen;  // equal views of one storage are one tied tensor
-  std::set<std::string> names;
-  for (const auto& [name, tensor] : file->tensors()) {
-    TORCH_CHECK_VALUE(names.insert(name).second, "[import_checkpoint] '", path.string(), "' has '",
-                      shortened(name), "' twice");
-    const auto [place, is_new] = seen.emplace(tensor, contents.index.tensors.size());
-    if (is_new) {
-      add_source(
-          {name}, tensor.dtype, tensor.shape,
-          [file, tensor = tensor] { return file->read(tensor); }, contents);
-    } else {
-      contents.index.tensors[place->second].names.push_back(name);
-    }
+void write_files(const fs::path& draft, ExportFormat format, ExportedModel& model) {
+  switch (format) {
+    case ExportFormat::kSafetensors:
+      return write_safetensors(draft, model);
+    case ExportFormat::kTorch:
+      return write_torch(draft, model);
+    case ExportFormat::kHuggingFace:
+      return write_hugging_face(draft, model);
+    case ExportFormat::kDcp:
+      return write_dcp(draft, model);
   }
 }
 
-void add_model(const fs::path& path, RankContents& contents) {
-  TORCH_CHECK_VALUE(!fs::exists(readable_checkpoint(path) / kIndexFile), "[import_checkpoint] '", path.string(),
-                    "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() "
-                    "convert it");
-  for (ModelTensor& tensor : open_model(path)) {
-    add_source(
-        tensor.names, tensor.header.dtype, tensor.header.shape, [tensor] { return tensor.read(); },
-        contents);
+// Moves the files of the draft, the one that names the others last.
+void publish_directory(const fs::path& draft, const fs::path& to) {
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(draft)) {
+    File::open_file(entry.path()).sync();
+    files.push_back(entry.path().filename());
   }
+  if (!fs::exists(to)) return fs::rename(draft, to);
+  std::ranges::sort(files, {}, [](const fs::path& file) {
+    return std::pair(file.extension() == ".json" || file == ".metadata", file);
+  });
+  for (const fs::path& file : files) fs::rename(draft / file, to / file);
+  fs::remove(draft);
 }
 
 }  // namespace
 
-void export_checkpoint(const fs::path& path, const fs::path& file, const ExportOptions& options) {
+void export_checkpoint(const fs::path& path, const fs::path& to, const ExportOptions& options) {
   at::NoGradGuard no_grad;
-  const ExportFormat format = format_of(file, options);
-  TORCH_CHECK_VALUE(!options.dtype || c10::isFloatingType(*options.dtype),
-                    "[export_checkpoint] options.dtype must be a floating one; got ",
-                    c10::toString(options.dtype.value_or(at::kFloat)));
-  ChunkReader reader(path);
-  TORCH_CHECK_VALUE(!fs::exists(file) || fs::is_regular_file(file), "[export_checkpoint] '",
-                    file.string(), "' must be a file, which is replaced if it is there; got ",
-                    fs::is_directory(file) ? "a directory" : "a device or a pipe");
-  const std::vector<const TensorRecord*> records = model_of(reader.index());
-  int64_t total = 0;
-  for (const TensorRecord* record : records) {
-    reader.check(*record);
-    total += record->nbytes();
+  const ExportFormat format = format_of(to, options);
+  check_options(format, options);
+  // `directory/` names the directory.
+  const fs::path target = to.has_filename() ? to : to.parent_path();
+  check_target(target, format);
+  ExportedModel model(path, options);
+  const fs::path draft = target.string() + ".tmp";
+  if (is_directory_format(format)) {
+    TORCH_CHECK_VALUE(!fs::exists(draft), "[export_checkpoint] '", draft.string(), "' must not be there: remove it, if an export "
+                      "that was killed left it");
+    fs::create_directories(draft);
+  } else {
+    File::create(draft);  // its error says why the file can't be created
   }
-  ProgressCount count(options.progress, total);
-  const auto read = [&](const TensorRecord& record) {
-    const at::Tensor value = reader.read_whole(record);
-    count.add(record.nbytes());
-    return value.to(dtype_of(record, options));
-  };
-  const fs::path draft = file.string() + ".tmp";
-  File::create(draft);  // its error says why the file can't be created
   try {
-    format == ExportFormat::kTorch ? write_torch_file(draft, records, read)
-                                   : write_safetensors(draft, records, options, read);
-    File::open_file(draft).sync();
-    fs::rename(draft, file);
+    write_files(draft, format, model);
+    if (is_directory_format(format)) {
+      publish_directory(draft, target);
+    } else {
+      File::open_file(draft).sync();
+      fs::rename(draft, target);
+    }
   } catch (...) {
     std::error_code ignored;
-    fs::remove(draft, ignored);
+    fs::remove_all(draft, ignored);
     throw;
   }
-}
-
-void import_checkpoint(const fs::path& from, const fs::path& path,
-                       const CheckpointProgress& progress) {
-  at::NoGradGuard no_grad;
-  std::vector<RankContents> contents(1);
-  contents[0].index.plan = "imported";
-  const bool is_model = fs::is_directory(from) || from.extension() == ".safetensors";
-  is_model ? add_model(from, contents[0]) : add_torch(from, contents[0]);
-  TORCH_CHECK_VALUE(!contents[0].index.tensors.empty(), "[import_checkpoint] '", from.string(),
-                    "' has no tensors");
-  write_for_all(path, contents, progress);
 }
 
 }  // namespace tessera

@@ -11,6 +11,7 @@
 #include <cctype>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <future>
 #include <string>
@@ -39,6 +40,8 @@ namespace fs = std::filesystem;
 // checkpoint that is saved to a mount point is put into its subdirectory `checkpoint`, where
 // readers find it.
 //
+// A checkpoint of several models has a subdirectory for each, with a checkpoint's files.
+//
 // Only files with a checkpoint's names are ever removed.
 namespace {
 
@@ -55,6 +58,18 @@ bool is_checkpoint_file(const fs::path& file) {
                                 (name.ends_with(".safetensors") || name.ends_with(kPartSuffix)));
 }
 
+// Returns true for the directory of one of several models, in a checkpoint or a draft of it.
+bool is_model_directory(const fs::path& path) {
+  std::error_code error;
+  if (!fs::is_directory(fs::symlink_status(path, error)) ||
+      !is_model_name(path.filename().string()))
+    return false;
+  auto entry = fs::directory_iterator(path, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error))
+    if (!is_checkpoint_file(entry->path()) || fs::is_directory(entry->path())) return false;
+  return !error;
+}
+
 // Throws unless `path` may be removed.
 void check_removable(const fs::path& path) {
   if (!fs::exists(fs::symlink_status(path))) return;
@@ -65,7 +80,8 @@ void check_removable(const fs::path& path) {
                     "' must be a new path or a checkpoint's directory; got ",
                     error == std::errc::not_a_directory ? "a file" : error.message());
   for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
-    TORCH_CHECK_VALUE(is_checkpoint_file(entry->path()), "[save_checkpoint] '", path.string(),
+    TORCH_CHECK_VALUE(is_checkpoint_file(entry->path()) || is_model_directory(entry->path()),
+                      "[save_checkpoint] '", path.string(),
                       "' must be a new path or hold nothing but a checkpoint, because it will be "
                       "replaced; it has '",
                       entry->path().filename().string(), "'");
@@ -76,10 +92,18 @@ void check_removable(const fs::path& path) {
 void remove_files(const fs::path& path) noexcept {
   std::error_code ignored;
   fs::remove(path / kIndexFile, ignored);
-  std::vector<fs::path> files;
+  std::vector<fs::path> files, directories;
   for (auto entry = fs::directory_iterator(path, ignored);
        !ignored && entry != fs::directory_iterator(); entry.increment(ignored)) {
-    if (is_checkpoint_file(entry->path())) files.push_back(entry->path());
+    if (is_checkpoint_file(entry->path())) {
+      files.push_back(entry->path());
+    } else if (is_model_directory(entry->path())) {
+      directories.push_back(entry->path());
+    }
+  }
+  for (const fs::path& directory : directories) {
+    remove_files(directory);
+    fs::remove(directory, ignored);
   }
   // Removing a large file takes a file system as long as writing part of it: use several threads.
   std::atomic<size_t> next = 0;
@@ -210,14 +234,35 @@ std::vector<Numbered> list_checkpoints(const fs::path& directory) {
   return found;
 }
 
-// Returns whether the checkpoint in `directory` was saved under this name, as one of a series.
-bool was_saved_as(const fs::path& directory, const std::string& name) {
+// Returns the index of the checkpoint in `directory`; none if it can't be read.
+std::optional<CheckpointIndex> index_of(const fs::path& directory) {
   try {
-    return read_index(File::open_directory(directory)).saved_as == name;
+    return read_index(File::open_directory(directory));
   } catch (const std::exception&) {
-    return false;
+    return std::nullopt;
   }
 }
+
+// Remembers the best of the checkpoints that it is shown.
+class Best {
+ public:
+  explicit Best(std::optional<BestBy> by) : by_(std::move(by)) {}
+
+  void offer(const fs::path& path, const CheckpointIndex& index) {
+    if (!by_) return;
+    const auto it = index.numbers.find(by_->number);
+    if (it == index.numbers.end() || std::isnan(it->second)) return;
+    if (path_ && (by_->highest ? it->second <= value_ : it->second >= value_)) return;
+    path_ = path;
+    value_ = it->second;
+  }
+  const std::optional<fs::path>& path() const { return path_; }
+
+ private:
+  std::optional<BestBy> by_;
+  std::optional<fs::path> path_;
+  double value_ = 0;
+};
 
 // Removes abandoned directories named as `path` except for the number, followed by `suffix`.
 void remove_abandoned(const fs::path& path, const std::string& suffix) {
@@ -229,20 +274,26 @@ void remove_abandoned(const fs::path& path, const std::string& suffix) {
                              with_suffix(item.path, kRemoved));
 }
 
-// Removes the oldest checkpoints of the series of `path`, if that ends with a number, so that
-// `keep` are left. Counts only checkpoints that were saved to be removed in this way, and still
+// Removes the oldest checkpoints of the series of `path`, if that ends with a number, so that those
+// to keep are left. Counts only checkpoints that were saved to be removed in this way, and still
 // have the name they were saved under.
-void remove_older(const fs::path& path, int keep) noexcept {
+void remove_older(const fs::path& path, const KeptCheckpoints& keep) noexcept {
   try {
     const auto last = numbered(path);
-    if (keep <= 0 || !last) return;
+    if (keep.last <= 0 || !last) return;
+    Best best(keep.best);
     std::vector<Numbered> older = list_checkpoints(path.parent_path());
     std::erase_if(older, [&](const Numbered& item) {
-      return item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path) ||
-             !was_saved_as(checkpoint_or_old(item.path), item.path.filename());
+      if (item.prefix != last->prefix || !(item < *last) || fs::is_symlink(item.path)) return true;
+      const auto index = index_of(checkpoint_or_old(item.path));
+      if (!index || index->saved_as != item.path.filename()) return true;
+      best.offer(item.path, *index);
+      return false;
     });
-    for (int64_t item = std::ssize(older) - keep; item >= 0; --item) {
+    if (const auto index = index_of(path)) best.offer(path, *index);
+    for (int64_t item = std::ssize(older) - keep.last; item >= 0; --item) {
       const fs::path& path_of_item = older[static_cast<size_t>(item)].path;
+      if (path_of_item == best.path()) continue;
       remove_renamed(checkpoint_or_old(path_of_item), with_suffix(path_of_item, kRemoved));
     }
   } catch (const std::exception&) {
@@ -302,7 +353,7 @@ void CheckpointDirectory::take_draft() {
   }
 }
 
-void CheckpointDirectory::publish(int keep_last) {
+void CheckpointDirectory::publish(const KeptCheckpoints& keep) {
   File::open_directory(draft_).sync();
   const fs::path parent = path_.parent_path();
   // Locked, so that no other save takes the old checkpoint for a draft while it is removed.
@@ -321,7 +372,7 @@ void CheckpointDirectory::publish(int keep_last) {
   if (exchanged) remove_checkpoint(draft_);
   remove_checkpoint(with_suffix(path_, ".old"));
   held_.reset();
-  remove_older(path_, keep_last);
+  remove_older(path_, keep);
 }
 
 void CheckpointDirectory::replace_by_renames() const {
@@ -358,6 +409,14 @@ void remove_abandoned_drafts(const fs::path& path) noexcept {
   } catch (const std::exception&) {
     // A draft that stays takes space, and does no harm.
   }
+}
+
+std::optional<fs::path> best_checkpoint(const fs::path& directory, const BestBy& by) {
+  Best best(by);
+  if (!fs::is_directory(directory)) return std::nullopt;
+  for (const Numbered& item : list_checkpoints(directory))
+    if (const auto index = index_of(checkpoint_or_old(item.path))) best.offer(item.path, *index);
+  return best.path();
 }
 
 std::optional<fs::path> latest_checkpoint(const fs::path& directory) {

@@ -1,11 +1,19 @@
 #pragma once
 
+#include <tessera/checkpoint.h>
+
 #include <filesystem>
 #include <optional>
 
 #include "checkpoint/file.h"
 
 namespace tessera {
+
+/// The checkpoints of a series that a save keeps; see `SaveOptions`.
+struct KeptCheckpoints {
+  int last = 0;
+  std::optional<BestBy> best = std::nullopt;
+};
 
 /// The location of a checkpoint while a new one is written: `path`, or its subdirectory
 /// `checkpoint` if `path` is a mount point, which can't be replaced.
@@ -24,9 +32,8 @@ class CheckpointDirectory {
   /// holds the draft. Called on one rank.
   void prepare();
   /// Replaces the checkpoint by the draft in one step, and removes the old one; then, as far as
-  /// possible, the oldest ones of its series, so that `keep_last` are left (see `SaveOptions`).
-  /// Called on one rank.
-  void publish(int keep_last = 0);
+  /// possible, the oldest ones of its series but those to keep. Called on one rank.
+  void publish(const KeptCheckpoints& keep = {});
   /// Removes the draft, as far as possible. Called on one rank.
   void discard() noexcept;
 

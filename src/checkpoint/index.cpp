@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
@@ -198,6 +199,14 @@ void check_format(const json& value) {
                     "checksums must be of blocks of ", kChecksumBlock, " bytes");
 }
 
+std::vector<std::string> from_json_models(const json& value) {
+  const auto names = value.get<std::vector<std::string>>();
+  for (const std::string& name : names)
+    TORCH_CHECK_VALUE(is_model_name(name), "a model's name must be of letters, digits, - and _; got '",
+                      shortened(name), "'");
+  return names;
+}
+
 CheckpointIndex from_json_index(const json& value) {
   check_format(value);
   CheckpointIndex index;
@@ -207,6 +216,8 @@ CheckpointIndex from_json_index(const json& value) {
   index.plan = value.value("plan", "");
   index.saved_as = value.value("saved_as", "");
   index.numbers = from_json_numbers(value.at("numbers"));
+  if (value.contains("texts")) value.at("texts").get_to(index.texts);
+  if (value.contains("models")) index.models = from_json_models(value.at("models"));
   int64_t nbytes = 0;
   for (const json& item : value.at("tensors")) {
     const TensorRecord& tensor = index.tensors.emplace_back(from_json_tensor(item));
@@ -276,6 +287,13 @@ void add_other_names(const TensorRecord& record, std::map<std::string, std::stri
     metadata[record.names[name]] = record.names.front();
 }
 
+bool is_model_name(const std::string& name) {
+  const auto is_allowed = [](unsigned char c) {
+    return std::isalnum(c) != 0 || c == '-' || c == '_';
+  };
+  return !name.empty() && std::all_of(name.begin(), name.end(), is_allowed);
+}
+
 int64_t total_nbytes(const CheckpointIndex& index) {
   int64_t total = 0;
   for (const TensorRecord& tensor : index.tensors) total += tensor.nbytes();
@@ -308,6 +326,8 @@ std::string to_json(const CheckpointIndex& index) {
   result["plan"] = index.plan;
   if (!index.saved_as.empty()) result["saved_as"] = index.saved_as;
   result["numbers"] = to_json_numbers(index.numbers);
+  if (!index.texts.empty()) result["texts"] = index.texts;
+  if (!index.models.empty()) result["models"] = index.models;
   if (index.optimizer) result["optimizer"] = to_json_optimizer(*index.optimizer);
   if (!index.scaler.empty()) result["scaler"] = to_json_numbers(index.scaler);
   for (const auto& scheduler : index.schedulers)

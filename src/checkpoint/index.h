@@ -62,6 +62,8 @@ struct CheckpointIndex {
   std::string id;  ///< of this one save; its files carry it, too
   int world_size = 1;
   std::map<std::string, double> numbers;
+  std::map<std::string, std::string> texts;
+  std::vector<std::string> models;  ///< in subdirectories of these names, with the same id
   std::vector<TensorRecord> tensors;
   std::optional<OptimizerRecord> optimizer;
   std::map<std::string, double> scaler;  ///< the scaler's state; empty if there is none
@@ -86,6 +88,9 @@ bool is_of_model(const TensorRecord& record);
 /// Adds a tied tensor's names, other than the one it is stored under, to the metadata of a
 /// safetensors file, as `save_model` of Python's safetensors does.
 void add_other_names(const TensorRecord& record, std::map<std::string, std::string>& metadata);
+
+/// Returns true for a name that one of several models may have.
+bool is_model_name(const std::string& name);
 
 /// Returns the bytes of all tensors.
 int64_t total_nbytes(const CheckpointIndex& index);

@@ -1,3 +1,5 @@
+#include "checkpoint/load.h"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
@@ -26,6 +28,7 @@
 #include "group/progress.h"
 #include "mesh/dist_meta.h"
 #include "mesh/shard_mesh.h"
+#include "optim/averaged_weights.h"
 #include "optim/param_state.h"
 #include "optim/sharded_optimizer_access.h"
 
@@ -75,13 +78,15 @@ struct PlannedReads {
 class Loader {
  public:
   Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank,
-         int ranks)
+         int ranks, bool wants_several = false)
       : reads_(path), view_(std::move(view)), options_(options), rank_(rank), ranks_(ranks) {
+    check_number_of_models(path, wants_several);
     check_fit(index(), reads_.table, view_, options, path.string(), loaded_);
     plan_model();
     if (view_.optimizer) plan_optimizer();
     plan_rank_state();
     loaded_.numbers = index().numbers;
+    loaded_.texts = index().texts;
   }
 
   const CheckpointIndex& index() const { return reads_.reader.index(); }
@@ -109,6 +114,15 @@ class Loader {
   }
 
  private:
+  void check_number_of_models(const std::filesystem::path& path, bool wants_several) const {
+    TORCH_CHECK_VALUE(wants_several || index().models.empty(), "[load_checkpoint] '", path.string(),
+                      "' holds several models (", fmt::format("{}", fmt::join(index().models, ", ")),
+                      "): load all of them, or one from '", (path / index().models.front()).string(), "'");
+    const bool has_one = std::ranges::any_of(index().tensors, is_of_model);
+    TORCH_CHECK_VALUE(!wants_several || !has_one, "[load_checkpoint] '", path.string(),
+                      "' holds one model without a name: load it alone");
+  }
+
   void plan_model() {
     for (const ParamView& param : view_.params) {
       const TensorRecord* source = reads_.table.source_of(param);
@@ -220,13 +234,110 @@ class Loader {
   std::vector<StateTarget> states_;
 };
 
-void check_same_checkpoint(const Ranks& ranks, const std::string& id) {
-  for (const std::string& other : ranks.all_gather_bytes(id, kCheckpointTag)) {
-    TORCH_CHECK_VALUE(
-        other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ",
-        id, " and ", other, " (was it replaced, or is the path another one on some machine?)");
+class ShardedLoad : public ModelLoad {
+ public:
+  ShardedLoad(ShardedModule module, ShardedOptimizer* optimizer)
+      : ModelLoad(Ranks::of(module.state()->mesh())),
+        state_(module.state()),
+        optimizer_(optimizer),
+        outer_(optimizer ? outer_steps_of(*optimizer) : nullptr) {
+    state_->take_in_replaced();
+    state_->thaw_trained();
   }
-}
+
+  void plan(const std::filesystem::path& path, const LoadOptions& options) override {
+    loader_.emplace(path, view_of(*state_, optimizer_), options, ranks().rank(), ranks().size());
+    if (!outer_ || state_->plan().outer->momentum == 0) return;
+    loader_->check_ranks_of_momentum();
+    outer_->check_momentum(loader_->outer_momentum());
+  }
+  const CheckpointIndex& index() const override { return loader_->index(); }
+
+  LoadedCheckpoint load() override {
+    LoadedCheckpoint loaded;
+    state_->overwrite([&] { ranks().check([&] { loaded = loader_->load(); }, "checkpoint"); });
+    if (!optimizer_) return loaded;
+    offload_state(*optimizer_);
+    if (outer_) outer_->set_momentum(loader_->outer_momentum());
+    optimizer_->set_steps(index().optimizer->steps);
+    return loaded;
+  }
+
+ private:
+  std::shared_ptr<ShardedState> state_;
+  ShardedOptimizer* optimizer_;
+  OuterSteps* outer_;
+  std::optional<Loader> loader_;
+};
+
+// Of a module that is not sharded: the ranks of the default world load it.
+class PlainLoad : public ModelLoad {
+ public:
+  PlainLoad(ProcessGroupPtr all, torch::nn::Module& module, torch::optim::Optimizer* optimizer)
+      : ModelLoad(Ranks({all.get()})),
+        all_(std::move(all)),
+        module_(module),
+        optimizer_(optimizer) {}
+
+  void plan(const std::filesystem::path& path, const LoadOptions& options) override {
+    loader_.emplace(path, view_of(module_, optimizer_), options, all_->rank(), all_->size());
+  }
+  const CheckpointIndex& index() const override { return loader_->index(); }
+  LoadedCheckpoint load() override {
+    LoadedCheckpoint loaded;
+    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
+    return loaded;
+  }
+
+ private:
+  ProcessGroupPtr all_;
+  torch::nn::Module& module_;
+  torch::optim::Optimizer* optimizer_;
+  std::optional<Loader> loader_;
+};
+
+class AverageLoad : public ModelLoad {
+ public:
+  explicit AverageLoad(std::shared_ptr<AveragedWeights> average)
+      : ModelLoad(Ranks::of(average->state->mesh())), average_(std::move(average)) {}
+
+  void plan(const std::filesystem::path& path, const LoadOptions& options) override {
+    TORCH_CHECK_VALUE(!average_->is_swapped, "[load_checkpoint] the model has the averaged values: call swap() first");
+    average_->prepare();
+    loader_.emplace(path, view_of(*average_), options, ranks().rank(), ranks().size());
+  }
+  const CheckpointIndex& index() const override { return loader_->index(); }
+  LoadedCheckpoint load() override {
+    LoadedCheckpoint loaded;
+    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
+    const auto it = loaded.numbers.find("updates");  // none in a checkpoint of the model alone
+    average_->updates = it == loaded.numbers.end() ? 1 : static_cast<int64_t>(it->second);
+    return loaded;
+  }
+
+ private:
+  std::shared_ptr<AveragedWeights> average_;
+  std::optional<Loader> loader_;
+};
+
+class OptionsLoad : public ModelLoad {
+ public:
+  using ModelLoad::ModelLoad;
+
+  void plan(const std::filesystem::path& path, const LoadOptions& options) override {
+    loader_.emplace(path, ModelView{}, options, ranks().rank(), ranks().size(),
+                    /*wants_several=*/true);
+  }
+  const CheckpointIndex& index() const override { return loader_->index(); }
+  LoadedCheckpoint load() override {
+    LoadedCheckpoint loaded;
+    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
+    return loaded;
+  }
+
+ private:
+  std::optional<Loader> loader_;
+};
 
 // Plans to read tensors by name. Returns the names that the checkpoint lacks.
 std::vector<std::string> plan_tensors(const std::filesystem::path& path, const StateDict& state,
@@ -250,33 +361,35 @@ std::vector<std::string> plan_tensors(const std::filesystem::path& path, const S
 
 }  // namespace
 
+void check_same_checkpoint(const Ranks& ranks, const std::string& id) {
+  for (const std::string& other : ranks.all_gather_bytes(id, kCheckpointTag)) {
+    TORCH_CHECK_VALUE(
+        other == id, "[load_checkpoint] all ranks must read the same checkpoint; got those of ids ",
+        id, " and ", other, " (was it replaced, or is the path another one on some machine?)");
+  }
+}
+
+std::unique_ptr<ModelLoad> load_of(ShardedModule& module, ShardedOptimizer* optimizer) {
+  return std::make_unique<ShardedLoad>(module, optimizer);
+}
+std::unique_ptr<ModelLoad> load_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer) {
+  return std::make_unique<PlainLoad>(default_process_group(), module, optimizer);
+}
+std::unique_ptr<ModelLoad> load_of(const std::shared_ptr<AveragedWeights>& average) {
+  return std::make_unique<AverageLoad>(average);
+}
+std::unique_ptr<ModelLoad> load_of_options(const Ranks& ranks) {
+  return std::make_unique<OptionsLoad>(ranks);
+}
+
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, ShardedModule& module,
                                  ShardedOptimizer* optimizer, const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  ShardedState& state = *module.state();
-  const PhaseScope phase(state.context().progress, Phase::kLoad);
-  state.take_in_replaced();
-  state.thaw_trained();
-  const Ranks ranks = Ranks::of(state.mesh());
-  std::optional<Loader> loader;
-  OuterSteps* const outer = optimizer ? outer_steps_of(*optimizer) : nullptr;
-  ranks.check(
-      [&] {
-        loader.emplace(path, view_of(state, optimizer), options, ranks.rank(), ranks.size());
-        if (!outer || state.plan().outer->momentum == 0) return;
-        loader->check_ranks_of_momentum();
-        outer->check_momentum(loader->outer_momentum());
-      },
-      "checkpoint");
-  check_same_checkpoint(ranks, loader->index().id);
-  LoadedCheckpoint loaded;
-  state.overwrite([&] { ranks.check([&] { loaded = loader->load(); }, "checkpoint"); });
-  if (optimizer) {
-    offload_state(*optimizer);
-    if (outer) outer->set_momentum(loader->outer_momentum());
-    optimizer->set_steps(loader->index().optimizer->steps);
-  }
-  return loaded;
+  const PhaseScope phase(module.state()->context().progress, Phase::kLoad);
+  const auto load = load_of(module, optimizer);
+  load->ranks().check([&] { load->plan(path, options); }, "checkpoint");
+  check_same_checkpoint(load->ranks(), load->index().id);
+  return load->load();
 }
 
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,

@@ -58,21 +58,9 @@ void add_part(const Part& part, std::vector<ModelTensor>& tensors) {
 }
 
 std::vector<Part> indexed_parts(const fs::path& index) {
-  std::map<fs::path, std::set<std::string>> files;
-  naming_file("checkpoint", index.string(), "must have a weight_map of names and files", [&] {
-    const auto json = parse_json(File::open_file(index).read_all(kMostModelIndexBytes));
-    for (const auto& [name, value] :
-         json.at("weight_map").get<std::map<std::string, std::string>>()) {
-      check_file_name(value);
-      files[index.parent_path() / value].insert(name);
-    }
-  });
   std::vector<Part> parts;
-  for (auto& [path, names] : files) {
-    TORCH_CHECK_VALUE(fs::exists(path), "[checkpoint] could not open '", path.string(), "', which '",
-                      index.filename().string(), "' names: No such file");
-    parts.push_back({path, std::move(names), index.filename().string()});
-  }
+  for (auto& [path, names] : files_of_index(index))
+    parts.push_back({path, names, index.filename().string()});
   return parts;
 }
 
@@ -130,9 +118,28 @@ at::Tensor ModelTensor::read() const {
   return value;
 }
 
+std::map<fs::path, std::set<std::string>> files_of_index(const fs::path& index) {
+  std::map<fs::path, std::set<std::string>> files;
+  naming_file("checkpoint", index.string(), "must have a weight_map of names and files", [&] {
+    const auto json = parse_json(File::open_file(index).read_all(kMostModelIndexBytes));
+    for (const auto& [name, value] :
+         json.at("weight_map").get<std::map<std::string, std::string>>()) {
+      check_file_name(value);
+      files[index.parent_path() / value].insert(name);
+    }
+  });
+  for (const auto& [path, names] : files)
+    TORCH_CHECK_VALUE(fs::exists(path), "[checkpoint] could not open '", path.string(), "', which '",
+                      index.filename().string(), "' names: No such file");
+  return files;
+}
+
 std::vector<ModelTensor> open_model(const fs::path& path) {
   std::vector<ModelTensor> tensors;
-  const auto parts = fs::is_directory(path) ? parts_of(path) : std::vector<Part>{{path}};
+  const bool is_index = path.string().ends_with(kIndexExtension) && !fs::is_directory(path);
+  const auto parts = fs::is_directory(path) ? parts_of(path)
+                     : is_index             ? indexed_parts(path)
+                                            : std::vector<Part>{{path}};
   for (const Part& part : parts) add_part(part, tensors);
   std::map<std::string, const ModelTensor*> seen;
   for (const ModelTensor& tensor : tensors) {

@@ -3,7 +3,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <filesystem>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -21,8 +23,9 @@ struct ModelTensor {
   at::Tensor read() const;
 };
 
-/// Opens the tensors of a safetensors file, or of a directory of such files as Hugging Face's tools
-/// write it, in the order of the files' names and of the bytes in each. Reads headers only.
+/// Opens the tensors of a safetensors file, of an index, or of a directory of such files as Hugging
+/// Face's tools write it, in the order of the files' names and of the bytes in each. Reads headers
+/// only.
 ///
 /// If the directory has an index, `model.safetensors.index.json` or else the only one with a name
 /// of that form, the index determines which file has which tensor; other files are ignored. Without
@@ -33,5 +36,10 @@ struct ModelTensor {
 /// missing or present twice; also for a directory without safetensors files or with several
 /// indices.
 std::vector<ModelTensor> open_model(const std::filesystem::path& path);
+
+/// Returns the files that an index of a model names, and the names of the tensors in each. Throws
+/// `c10::ValueError`, naming the index, if it is none, or if a file is missing.
+std::map<std::filesystem::path, std::set<std::string>> files_of_index(
+    const std::filesystem::path& index);
 
 }  // namespace tessera

@@ -16,6 +16,7 @@
 #include "mesh/chunks.h"
 #include "mesh/shard_mesh.h"
 #include "optim/optimizer_parameters.h"
+#include "optim/averaged_weights.h"
 #include "optim/sharded_optimizer_access.h"
 #include "unit/unit_storage.h"
 
@@ -188,6 +189,22 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
   for (const Segment& segment : segments_of(*optimizer)) {
     view.optimized.push_back({first_param[segment.place.unit] + segment.place.slot,
                               segment.param_group, segment.tensor});
+  }
+  return view;
+}
+
+ModelView view_of(const AveragedWeights& average) {
+  ModelView view = view_of(*average.state, nullptr);
+  size_t place = 0;  // units come first
+  for (const auto& unit : average.state->units()) {
+    const at::Tensor& values = average.values[unit->index()];
+    for (const ParamSlot& slot : unit->layout().slots) {
+      ParamView& param = view.params[place++];
+      param.master_dtype = values.scalar_type();
+      if (param.begin == param.end) continue;
+      param.values = values.narrow(0, slot.offset + param.begin - unit->updated_begin(),
+                                   param.end - param.begin);
+    }
   }
   return view;
 }

@@ -19,6 +19,8 @@
 
 namespace tessera {
 
+struct AveragedWeights;
+
 /// Of the collectives of saves and loads.
 constexpr CollectiveTag kCheckpointTag{"checkpoint", Channel::kControl};
 
@@ -96,6 +98,10 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer);
 /// module's, or if the module is sharded.
 ModelView view_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer, int rank = 0,
                   int ranks = 1);
+
+/// Views an average of a sharded model's parameters, with the model's buffers. The average must be
+/// prepared.
+ModelView view_of(const AveragedWeights& average);
 
 /// Returns the parameters that the plan ignores. Other plans, and models that are not sharded, have
 /// them among their parameters, and so do checkpoints.

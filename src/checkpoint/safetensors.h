@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/chunk_source.h"
 #include "checkpoint/file.h"
 
 namespace tessera {
@@ -64,7 +65,7 @@ class SafetensorsWriter {
 };
 
 /// A file that is open for reading.
-class SafetensorsFile {
+class SafetensorsFile final : public ChunkSource {
  public:
   /// Reads the header. Throws `c10::ValueError` if the file has another format, or if its tensors
   /// overlap or exceed the file.
@@ -77,13 +78,10 @@ class SafetensorsFile {
   /// Returns each tensor's entry in the header, in the order of their bytes.
   std::vector<TensorHeader> tensors() const;
 
-  /// Throws `c10::ValueError` unless the file has this tensor, of any shape.
-  void check(const std::string& key, const std::string& dtype, int64_t numel) const;
-
-  /// Reads some bytes of a tensor. Throws `c10::ValueError` if it has fewer.
-  void read(const std::string& key, int64_t offset, size_t nbytes, void* out) const;
-
-  const std::string& path() const { return file_.path(); }
+  /// The tensor may have any shape.
+  void check(const std::string& key, const std::string& dtype, int64_t numel) const override;
+  void read(const std::string& key, int64_t offset, size_t nbytes, void* out) const override;
+  const std::string& path() const override { return file_.path(); }
 
  private:
   struct Entry {

@@ -31,15 +31,15 @@
 namespace tessera {
 namespace {
 
-// Adds the objects that are saved along with a model.
-void add_options(ChunkCollector& contents, const SaveOptions& options) {
-  CheckpointIndex& index = contents.index();
-  index.numbers = options.numbers;
-  if (options.scaler) index.scaler = options.scaler->state();
-  for (const SchedulerPtr& scheduler : options.schedulers)
-    index.schedulers.push_back(read_scheduler(scheduler));
-  if (options.random_state) contents.add_rank_state("random", read_random_state());
-  contents.add_rank_state("user", options.rank_state);
+// Throws for options that name no checkpoints to keep.
+void check(const SaveOptions& options) {
+  TORCH_CHECK_VALUE(options.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
+                    "number of checkpoints to keep, or 0; got ", options.keep_last);
+  if (!options.keep_best) return;
+  TORCH_CHECK_VALUE(options.keep_last > 0, "[save_checkpoint] options.keep_best needs options.keep_last: without it, all "
+                    "checkpoints are kept");
+  TORCH_CHECK_VALUE(options.numbers.contains(options.keep_best->number), "[save_checkpoint] options.keep_best: '",
+                    options.keep_best->number, "' must be in options.numbers");
 }
 
 std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
@@ -261,7 +261,81 @@ SaveJob job_of_world() {
   return {.ranks = Ranks({all.get()}), .owner = all, .progress = progress_of(*all)};
 }
 
-void save(const std::filesystem::path& path, const SaveJob& job) {
+// One model of a save that begins, or the whole.
+struct BeginningPart {
+  BeginningPart(const SaveJob& given, Agreement agreed)
+      : job(given), agreement(std::move(agreed)), contents(job.ranks.rank(), job.ranks.size()) {}
+
+  void collect() {
+    if (job.whole) plan = plan_whole_model(*job.whole);
+    job.collect(contents);
+    contents.add_rank_state("buffer", agreement.own_buffers);
+  }
+
+  RankContents take() {
+    RankContents taken = std::move(contents).take();
+    taken.name = job.name;
+    return taken;
+  }
+
+  const SaveJob& job;
+  Agreement agreement;
+  std::vector<WholeTensor> plan;
+  ChunkCollector contents;
+};
+
+// Writes the model of a part whose parameters are stored whole, if they are. Collective.
+void write_if_whole(BeginningPart& part, const std::filesystem::path& draft,
+                    const std::string& id) {
+  if (!part.job.whole) return;
+  write_whole_model(*part.job.whole, part.plan, draft / part.job.name, id);
+  const int rank = part.job.ranks.rank();
+  std::vector<TensorRecord> stored;  // rank 0 lists all tensors
+  for (auto& [record, writer] : part.plan)
+    if (rank == 0 || writer == rank) stored.push_back(std::move(record));
+  part.contents.add_stored(std::move(stored));
+}
+
+}  // namespace
+
+void add_options(ChunkCollector& contents, const SaveOptions& options) {
+  check(options);
+  CheckpointIndex& index = contents.index();
+  index.numbers = options.numbers;
+  index.texts = options.texts;
+  if (options.scaler) index.scaler = options.scaler->state();
+  for (const SchedulerPtr& scheduler : options.schedulers)
+    index.schedulers.push_back(read_scheduler(scheduler));
+  if (options.random_state) contents.add_rank_state("random", read_random_state());
+  contents.add_rank_state("user", options.rank_state);
+}
+
+BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
+  at::NoGradGuard no_grad;
+  if (job.replicas) check_paths_differ(*job.replicas, path);
+  std::vector<BeginningPart> parts;
+  parts.emplace_back(job, agree(job));
+  for (const SaveJob& model : job.models) parts.emplace_back(model, agree(model));
+  const std::string& id = parts.front().agreement.id;
+  const int rank = job.ranks.rank();
+  BegunSave begun;
+  job.ranks.check(
+      [&] {
+        for (BeginningPart& part : parts) part.collect();
+        begun.writer =
+            std::make_unique<CheckpointWriter>(path, rank, job.ranks.size(), id, job.keep);
+        std::vector<std::string> models;
+        for (const SaveJob& model : job.models) models.push_back(model.name);
+        if (rank == 0) begun.writer->begin(std::move(models));
+      },
+      "checkpoint");
+  for (BeginningPart& part : parts) write_if_whole(part, begun.writer->draft(), id);
+  begun.contents = parts.front().take();
+  for (size_t i = 1; i < parts.size(); ++i) begun.contents.models.push_back(parts[i].take());
+  return begun;
+}
+
+void run_save(const std::filesystem::path& path, const SaveJob& job) {
   const PhaseScope phase(job.progress, Phase::kSave);
   const BegunSave begun = begin_save(path, job);
   job.ranks.check([&] { begun.writer->write(begun.contents); }, "checkpoint");
@@ -272,39 +346,6 @@ void save(const std::filesystem::path& path, const SaveJob& job) {
       "checkpoint");
 }
 
-}  // namespace
-
-BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job) {
-  at::NoGradGuard no_grad;
-  if (job.replicas) check_paths_differ(*job.replicas, path);
-  const int rank = job.ranks.rank();
-  const Agreement agreement = agree(job);
-  BegunSave begun;
-  std::vector<WholeTensor> plan;
-  ChunkCollector contents(rank, job.ranks.size());
-  job.ranks.check(
-      [&] {
-        if (job.whole) plan = plan_whole_model(*job.whole);
-        job.collect(contents);
-        contents.add_rank_state("buffer", agreement.own_buffers);
-        TORCH_CHECK_VALUE(job.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
-                          "number of checkpoints to keep, or 0; got ", job.keep_last);
-        begun.writer = std::make_unique<CheckpointWriter>(path, rank, job.ranks.size(),
-                                                          agreement.id, job.keep_last);
-        if (rank == 0) begun.writer->begin();
-      },
-      "checkpoint");
-  if (job.whole) {
-    write_whole_model(*job.whole, plan, begun.writer->draft(), agreement.id);
-    std::vector<TensorRecord> stored;  // rank 0 lists all tensors
-    for (auto& [record, writer] : plan)
-      if (rank == 0 || writer == rank) stored.push_back(std::move(record));
-    contents.add_stored(std::move(stored));
-  }
-  begun.contents = std::move(contents).take();
-  return begun;
-}
-
 SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
                const SaveOptions& options) {
   ShardedState& state = *module.state();
@@ -313,7 +354,7 @@ SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
   state.take_in_replaced();
   state.thaw_trained();
   SaveJob job{.ranks = Ranks::of(state.mesh()), .owner = module.state(), .progress = progress};
-  job.keep_last = options.keep_last;
+  job.keep = {options.keep_last, options.keep_best};
   if (state.plan().outer) job.replicas = state.plan().replicate_group;
   job.buffers = ordinary(state.buffers());
   if (options.whole_parameters) job.whole = &state;
@@ -338,7 +379,7 @@ SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
                const SaveOptions& options) {
   SaveJob job = job_of_world();
   const int rank = job.ranks.rank(), size = job.ranks.size();
-  job.keep_last = options.keep_last;
+  job.keep = {options.keep_last, options.keep_best};
   for (const auto& item : module.named_buffers()) job.buffers.push_back({item.key(), item.value()});
   job.buffers = ordinary(job.buffers);
   job.collect = [&module, optimizer, &options, rank, size](ChunkCollector& contents) {
@@ -367,16 +408,16 @@ SaveJob job_of(const StateDict& state) {
 
 void save_checkpoint(const std::filesystem::path& path, const ShardedModule& module,
                      const ShardedOptimizer* optimizer, const SaveOptions& options) {
-  save(path, job_of(module, optimizer, options));
+  run_save(path, job_of(module, optimizer, options));
 }
 
 void save_checkpoint(const std::filesystem::path& path, torch::nn::Module& module,
                      torch::optim::Optimizer* optimizer, const SaveOptions& options) {
-  save(path, job_of(module, optimizer, options));
+  run_save(path, job_of(module, optimizer, options));
 }
 
 void save_state_dict(const std::filesystem::path& path, const StateDict& state) {
-  save(path, job_of(state));
+  run_save(path, job_of(state));
 }
 
 StateDict flatten_state_dict(const std::map<std::string, StateDict>& parts) {

@@ -28,10 +28,12 @@ struct SaveJob {
   ProcessGroupPtr replicas = nullptr;
   /// Names that all ranks must have.
   std::vector<std::string> names = {};
-  int keep_last = 0;
+  KeptCheckpoints keep = {};
   /// Ordinary tensors that each rank may have changed by itself. Rank 0's are the model's; those of
   /// other ranks, where they differ, are stored with the rank's own tensors.
   std::vector<NamedTensor> buffers = {};
+  std::string name = {};             ///< of one of several models
+  std::vector<SaveJob> models = {};  ///< over the same ranks, in subdirectories
 };
 
 /// `options`, and all that it points to, must outlive the job.
@@ -39,7 +41,12 @@ SaveJob job_of(const ShardedModule& module, const ShardedOptimizer* optimizer,
                const SaveOptions& options);
 SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
                const SaveOptions& options);
+/// The models' own jobs have no options but `whole_parameters`.
+SaveJob job_of(const std::vector<CheckpointModel>& models, const SaveOptions& options);
 SaveJob job_of(const StateDict& state);
+
+/// Adds the objects that are saved along with a model. Throws for invalid options.
+void add_options(ChunkCollector& contents, const SaveOptions& options);
 
 /// A save whose draft exists.
 struct BegunSave {
@@ -51,5 +58,9 @@ struct BegunSave {
 /// the data that this rank stores. If `job.whole` is set, writes that model. Collective; if a rank
 /// fails, all ranks throw.
 BegunSave begin_save(const std::filesystem::path& path, const SaveJob& job);
+
+/// Saves, and returns when the checkpoint is in its place. Collective; if a rank fails, all ranks
+/// throw.
+void run_save(const std::filesystem::path& path, const SaveJob& job);
 
 }  // namespace tessera

@@ -1,14 +1,8 @@
 #include "checkpoint/torch_file.h"
 
-#include <ATen/core/Dict.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
-#include <caffe2/serialize/inline_container.h>
-#include <torch/csrc/jit/serialization/pickler.h>
 
 #include <algorithm>
 #include <map>
@@ -18,7 +12,6 @@
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/untrusted.h"
-#include "group/math_bits.h"
 
 namespace tessera {
 namespace {
@@ -47,9 +40,9 @@ constexpr uint16_t kSizes64 = 1;        // the extra field with numbers of 64 bi
 // Enough for a million records with names of 200 bytes.
 constexpr int64_t kMostListBytes = int64_t{256} << 20;
 
-std::string read_bytes(const File& file, int64_t offset, int64_t nbytes) {
-  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes()), "it must have ", nbytes, " bytes from byte ",
-                    offset, " on; it has ", file.nbytes());
+std::string read_bytes(const FileRange& file, int64_t offset, int64_t nbytes) {
+  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes), "it must have ", nbytes, " bytes from byte ",
+                    offset, " on; it has ", file.nbytes);
   std::string bytes(static_cast<size_t>(nbytes), '\0');
   file.read(bytes.data(), bytes.size(), offset);
   return bytes;
@@ -62,7 +55,7 @@ int64_t place(ByteReader& bytes) {
   return static_cast<int64_t>(value);
 }
 
-std::optional<TorchFile::Record> find_list64(const File& file, int64_t end) {
+std::optional<TorchFile::Record> find_list64(const FileRange& file, int64_t end) {
   if (end < kEnd64PlaceBytes) return std::nullopt;
   const std::string text = read_bytes(file, end - kEnd64PlaceBytes, kEnd64PlaceBytes);
   ByteReader where(text);
@@ -76,8 +69,8 @@ std::optional<TorchFile::Record> find_list64(const File& file, int64_t end) {
   return TorchFile::Record{place(bytes), nbytes};
 }
 
-TorchFile::Record find_list(const File& file) {
-  const int64_t nbytes = file.nbytes(), looked_at = std::min(nbytes, kEndBytes + kMostComment);
+TorchFile::Record find_list(const FileRange& file) {
+  const int64_t nbytes = file.nbytes, looked_at = std::min(nbytes, kEndBytes + kMostComment);
   const std::string tail = read_bytes(file, nbytes - looked_at, looked_at);
   for (int64_t begin = looked_at - kEndBytes; begin >= 0; --begin) {
     ByteReader bytes(std::string_view(tail).substr(static_cast<size_t>(begin)));
@@ -130,23 +123,23 @@ Listed read_listed(ByteReader& bytes) {
   return record;
 }
 
-TorchFile::Record find_bytes(const File& file, const Listed& listed) {
+TorchFile::Record find_bytes(const FileRange& file, const Listed& listed) {
   const std::string header = read_bytes(file, listed.header, kHeaderBytes);
   ByteReader bytes(header);
   TORCH_CHECK_VALUE(bytes.number<uint32_t>() == kHeader, "'", listed.name, "' has no header");
   bytes.take(22);
   const int64_t name = bytes.number<uint16_t>(), extras = bytes.number<uint16_t>();
   const int64_t offset = listed.header + kHeaderBytes + name + extras;
-  TORCH_CHECK_VALUE(is_inside(offset, listed.nbytes, file.nbytes()), "'", listed.name,
+  TORCH_CHECK_VALUE(is_inside(offset, listed.nbytes, file.nbytes), "'", listed.name,
                     "' is cut off: it has ", listed.nbytes, " bytes at ", offset, " of ",
-                    file.nbytes());
+                    file.nbytes);
   return {offset, listed.nbytes};
 }
 
 // Throws `c10::ValueError`, without the file's name, if the file is no zip file, or if records are
 // compressed or encrypted, overlap, or are not in the file. The names are without the folder that
 // contains all records of a file that `torch.save` made.
-std::map<std::string, TorchFile::Record> read_zip_list(const File& file) {
+std::map<std::string, TorchFile::Record> read_zip_list(const FileRange& file) {
   const TorchFile::Record list = find_list(file);
   TORCH_CHECK_VALUE(list.nbytes <= kMostListBytes, "its list of records has ", list.nbytes,
                     " bytes; expected ", kMostListBytes, " at most");
@@ -160,24 +153,46 @@ std::map<std::string, TorchFile::Record> read_zip_list(const File& file) {
     const std::string name = listed.name.substr(listed.name.find('/') + 1);  // npos + 1 is 0
     TORCH_CHECK_VALUE(records.emplace(name, record).second, "it has '", listed.name, "' twice");
   }
-  TORCH_CHECK_VALUE(total <= file.nbytes(), "its records have ", total, " bytes, and it has ",
-                    file.nbytes());
+  TORCH_CHECK_VALUE(total <= file.nbytes, "its records have ", total, " bytes, and it has ",
+                    file.nbytes);
   return records;
 }
 
 std::string record_of(const PickledTensor& tensor) { return "data/" + tensor.storage; }
 
+constexpr const char* kExpected = "must be a state dict as torch.save writes it since PyTorch 1.6";
+
+FileRange whole_file(const std::filesystem::path& path) {
+  auto file = std::make_shared<const File>(File::open_file(path));
+  const int64_t nbytes = file->nbytes();
+  return {std::move(file), 0, nbytes};
+}
+
 }  // namespace
 
-TorchFile::TorchFile(const std::filesystem::path& path) : file_(File::open_file(path)) {
-  naming_file("import_checkpoint", path.string(),
-              "must be a state dict as torch.save writes it since PyTorch 1.6", [&] {
-                records_ = read_zip_list(file_);
-                const std::string order = read_record("byteorder", 16, "little");
-                TORCH_CHECK_VALUE(order == "little", "it was written by a big-endian machine");
-                tensors_ = unpickle_tensors(read_record("data.pkl", kMostPickleBytes));
-                check_tensors();
-              });
+void FileRange::read(void* data, size_t count, int64_t at) const {
+  TORCH_CHECK_VALUE(is_inside(at, static_cast<int64_t>(count), nbytes), "it must have ", count,
+                    " bytes from byte ", at, " on; it has ", nbytes);
+  file->read(data, count, offset + at);
+}
+
+TorchFile::TorchFile(const std::filesystem::path& path) : TorchFile(whole_file(path)) {
+  naming_file("import_checkpoint", path.string(), kExpected, [&] {
+    tensors_ = named_tensors(*pickle_);
+    std::set<PickledTensor> seen;         // equal views are one tensor
+    std::map<std::string, int64_t> used;  // bytes of the tensors of a storage
+    for (const auto& [name, tensor] : tensors_)
+      naming_part("'" + name + "'", [&, &tensor = tensor] { count_bytes(tensor, seen, used); });
+  });
+}
+
+TorchFile::TorchFile(FileRange range) : file_(std::move(range)) {
+  naming_file("import_checkpoint", file_.file->path(), kExpected, [&] {
+    records_ = read_zip_list(file_);
+    const std::string order = read_record("byteorder", 16, "little");
+    TORCH_CHECK_VALUE(order == "little", "it was written by a big-endian machine");
+    pickle_ = std::make_shared<Pickle>(read_record("data.pkl", kMostPickleBytes));
+  });
 }
 
 std::string TorchFile::read_record(const std::string& name, int64_t most,
@@ -190,70 +205,45 @@ std::string TorchFile::read_record(const std::string& name, int64_t most,
   return read_bytes(file_, it->second.offset, it->second.nbytes);
 }
 
-void TorchFile::check_tensors() const {
-  std::set<PickledTensor> seen;         // equal views are one tensor
-  std::map<std::string, int64_t> used;  // bytes of the tensors of a storage
-  for (const auto& item : tensors_) {
-    const PickledTensor& tensor = item.second;
-    const auto it = records_.find(record_of(tensor));
-    TORCH_CHECK_VALUE(it != records_.end(), "it lacks '", record_of(tensor), "' of '", item.first, "'");
-    const int64_t stored = it->second.nbytes;
-    naming_part("'" + item.first + "'", [&] {
-      const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
-      const int64_t end = checked_sum(tensor.offset, shape.reach(tensor.strides));
-      TORCH_CHECK_VALUE(tensor.offset >= 0 && checked_product(end, item_size(tensor.dtype)) <= stored,
-                        "it does not fit into the ", stored, " bytes of its storage");
-      if (!seen.insert(tensor).second) return;
-      int64_t& bytes = used[tensor.storage];
-      bytes = checked_sum(bytes, shape.nbytes());
-      TORCH_CHECK_VALUE(bytes <= std::max(kMostSmallBytes, kMostViews * stored),
-                        "it and others repeat the ", stored, " bytes of its storage; clone() the "
-                        "expanded tensors before torch.save");
-    });
-  }
+const TorchFile::Record& TorchFile::storage_of(const PickledTensor& tensor) const {
+  const auto it = records_.find(record_of(tensor));
+  TORCH_CHECK_VALUE(it != records_.end(), "it lacks '", record_of(tensor), "'");
+  const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
+  const int64_t end = checked_sum(tensor.offset, shape.reach(tensor.strides));
+  TORCH_CHECK_VALUE(tensor.offset >= 0 && checked_product(end, item_size(tensor.dtype)) <= it->second.nbytes,
+                    "it does not fit into the ", it->second.nbytes, " bytes of its storage");
+  return it->second;
+}
+
+void TorchFile::count_bytes(const PickledTensor& tensor, std::set<PickledTensor>& seen,
+                            std::map<std::string, int64_t>& used) const {
+  const int64_t stored = storage_of(tensor).nbytes;
+  if (!seen.insert(tensor).second) return;
+  int64_t& bytes = used[tensor.storage];
+  bytes = checked_sum(bytes, CheckedShape(tensor.shape, item_size(tensor.dtype)).nbytes());
+  TORCH_CHECK_VALUE(bytes <= std::max(kMostSmallBytes, kMostViews * stored),
+                    "it and others repeat the ", stored, " bytes of its storage; clone() the "
+                    "expanded tensors before torch.save");
+}
+
+const TorchFile::Record& TorchFile::check(const PickledTensor& tensor) const {
+  return *naming_file("import_checkpoint", path(), kExpected, [&] { return &storage_of(tensor); });
+}
+
+void TorchFile::read_bytes_of(const PickledTensor& tensor, int64_t offset, size_t nbytes,
+                              void* out) const {
+  file_.read(out, nbytes, check(tensor).offset + tensor.offset * item_size(tensor.dtype) + offset);
 }
 
 // Reads straight from the file, as torch.save does not compress, and only the tensor's elements.
 at::Tensor TorchFile::read(const PickledTensor& tensor) const {
+  check(tensor);  // before memory is allocated
   const int64_t count = CheckedShape(tensor.shape).reach(tensor.strides);
-  const int64_t item = item_size(tensor.dtype);
   const auto dtype = scalar_type_of(tensor.dtype);
   if (count == 0) return at::empty(tensor.shape, dtype);
   const at::Tensor flat = at::empty({count}, dtype);
-  file_.read(flat.mutable_data_ptr(), static_cast<size_t>(count * item),
-             records_.at(record_of(tensor)).offset + tensor.offset * item);
+  read_bytes_of(tensor, 0, flat.nbytes(), flat.mutable_data_ptr());
   return at::as_strided(flat, tensor.shape, tensor.strides).contiguous();
-}
-
-void write_torch_file(const std::filesystem::path& path,
-                      const std::vector<const TensorRecord*>& records,
-                      const std::function<at::Tensor(const TensorRecord&)>& read) {
-  caffe2::serialize::PyTorchStreamWriter writer(path.string());
-  // The pickle names shapes and storages in the order in which it meets the tensors. It is made
-  // from tensors without data, which it does not read.
-  static char nowhere = 0;
-  c10::impl::GenericDict dict(c10::StringType::get(), c10::TensorType::get());
-  for (size_t number = 0; number < records.size(); ++number) {
-    const std::vector<std::string>& names = records[number]->names;
-    const at::Tensor data = with_plain_memory(read(*records[number])).contiguous();
-    TORCH_CHECK_NOT_IMPLEMENTED(is_pickled_dtype(safetensors_dtype(data.scalar_type())),
-                                "[export_checkpoint] '", names.front(), "' has the dtype ",
-                                data.scalar_type(), ", which Python's torch.load does not take from "
-                                "such a file: export to a safetensors file");
-    writer.writeRecord("data/" + std::to_string(number), data.const_data_ptr(), data.nbytes());
-    const at::Tensor stand_in =
-        at::from_blob(&nowhere, data.sizes(), at::dtype(data.scalar_type()));
-    for (const std::string& name : names) dict.insert(name, stand_in);
-  }
-  std::string pickle;
-  torch::jit::Pickler pickler([&](const char* bytes, size_t size) { pickle.append(bytes, size); },
-                              nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
-  pickler.protocol();
-  pickler.pushIValue(dict);
-  pickler.stop();
-  writer.writeRecord("data.pkl", pickle.data(), pickle.size());
-  writer.writeRecord("byteorder", "little", 6);
-  writer.writeEndOfFile();
 }
 
 }  // namespace tessera

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "device/scoped_value.h"
@@ -26,6 +27,9 @@ namespace tessera {
 namespace {
 
 using namespace torch::autograd;
+
+// A pointer to a node: a `std::shared_ptr` before LibTorch 2.13, since then a `c10::intrusive_ptr`.
+using NodePointer = std::remove_cvref_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
 constexpr std::string_view kHooksName = "tessera saved tensors";
 const ScopedValue<const SavedTensorScope::MakeHooks*> kCurrent(&kHooksName, 203);
@@ -57,7 +61,7 @@ class FrontAutograd final : public Engine {
   }
 
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
-      const std::shared_ptr<GraphTask>& graph_task, c10::intrusive_ptr<Node> graph_root,
+      const std::shared_ptr<GraphTask>& graph_task, NodePointer graph_root,
       InputBuffer&& input_buffer) override {
     return behind().execute_with_graph_task(graph_task, std::move(graph_root),
                                             std::move(input_buffer));
@@ -67,8 +71,8 @@ class FrontAutograd final : public Engine {
     return behind().make_anomaly_metadata();
   }
 
-  void thread_on_exception(const std::shared_ptr<GraphTask>& graph_task,
-                           const c10::intrusive_ptr<Node>& fn, std::exception& error) override {
+  void thread_on_exception(const std::shared_ptr<GraphTask>& graph_task, const NodePointer& fn,
+                           std::exception& error) override {
     behind().thread_on_exception(graph_task, fn, error);
   }
 

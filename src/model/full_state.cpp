@@ -133,8 +133,8 @@ void ShardedState::take_in_replaced() {
   });
 }
 
-void ShardedState::overwrite(const std::function<void()>& write) {
-  ++overwrites_;
+void ShardedState::overwrite(const std::function<void()>& write, bool for_good) {
+  if (for_good) ++overwrites_;
   for (const auto& unit : units_) unit->wait();
   wait_until_unread(stop_reading());
   write();

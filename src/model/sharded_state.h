@@ -100,9 +100,9 @@ class ShardedState : public UseListener,
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
   /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
-  /// rank reads the old ones any more.
-  void overwrite(const std::function<void()>& write);
-  /// How often that was called.
+  /// rank reads the old ones any more. `for_good`: false if the old ones will be put back.
+  void overwrite(const std::function<void()>& write, bool for_good = true);
+  /// How often that was called for good.
   int64_t overwrites() const { return overwrites_; }
   /// The parameters that this rank's user has given other data: see [Note: Replaced data].
   std::vector<std::pair<Unit*, const ParamSlot*>> replaced() const;

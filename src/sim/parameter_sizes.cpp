@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <tessera/plan_report.h>
+#include <tessera/transformer_config.h>
 
 #include <algorithm>
 #include <charconv>
@@ -12,6 +13,7 @@
 #include "checkpoint/index.h"
 #include "checkpoint/model_files.h"
 #include "checkpoint/untrusted.h"
+#include "sim/described_files.h"
 
 namespace tessera {
 namespace {
@@ -108,7 +110,8 @@ std::vector<ParameterSize> read_checkpoint(const fs::path& path) {
 
 std::vector<ParameterSize> read_directory(const fs::path& path) {
   const fs::path checkpoint = readable_checkpoint(path);
-  return fs::exists(checkpoint / kIndexFile) ? read_checkpoint(checkpoint) : read_model(path);
+  if (fs::exists(checkpoint / kIndexFile)) return read_checkpoint(checkpoint);
+  return is_described(path) ? parameter_sizes(read_transformer_config(path)) : read_model(path);
 }
 
 int64_t parse_size(const std::string& word, const std::string& where) {
@@ -156,6 +159,7 @@ std::vector<ParameterSize> read_list(const fs::path& path) {
 
 std::vector<ParameterSize> read_any(const fs::path& path) {
   if (fs::is_directory(path)) return read_directory(path);
+  if (is_described(path)) return parameter_sizes(read_transformer_config(path));
   return path.extension() == ".safetensors" ? read_model(path) : read_list(path);
 }
 

@@ -15,6 +15,7 @@
 #include "group/sent_bytes.h"
 #include "model/sharded_state.h"
 #include "optim/param_state.h"
+#include "sim/planned_peak.h"
 #include "sim/planned_units.h"
 #include "unit/layout.h"
 
@@ -38,6 +39,16 @@ void check_options(const PlanReportOptions& options) {
 std::pair<int64_t, int64_t> updated_range(const UnitLayout& unit, int rank) {
   if (unit.level == ShardLevel::kNone) return {0, unit.numel()};
   return {unit.bounds[rank], unit.bounds[rank + 1]};
+}
+
+// Returns the bytes of the reduced gradients that a rank keeps, by unit.
+std::vector<int64_t> reduced_nbytes(const std::vector<UnitLayout>& units, int rank) {
+  std::vector<int64_t> nbytes;
+  for (const UnitLayout& unit : units) {
+    const auto [begin, end] = updated_range(unit, rank);
+    nbytes.push_back(is_trainable(unit) ? (end - begin) * item_size(unit.master_dtype) : 0);
+  }
+  return nbytes;
 }
 
 ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan& plan,
@@ -75,6 +86,8 @@ ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan
 struct PlannedGathers {
   std::vector<int> forward, backward;  // by unit
   std::vector<int> reductions;         // units in the order of reductions
+  PassOrder pass;
+  std::vector<int64_t> bytes;  // of gathered parameters, by position in the order
   int64_t peak_bytes = 0;
 };
 
@@ -90,7 +103,7 @@ void add(Entry& entry, int64_t calls, int64_t bytes) {
                     kMostBytes, " bytes in a step; got ", entry.bytes_sent);
 }
 
-int64_t gathered_bytes(int64_t numel, at::ScalarType dtype, Encoding encoding,
+int64_t sent_by_gather(int64_t numel, at::ScalarType dtype, Encoding encoding,
                        const PlanReportOptions& options) {
   const int64_t nbytes = encoding == Encoding::kPlain ? checked_product(numel, item_size(dtype))
                                                       : encoded_nbytes(encoding, numel, dtype);
@@ -126,7 +139,7 @@ void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*
     kept += own_bytes;
     if (unit->level == ShardLevel::kNone && options.ranks > 1)
       add(traffic.gather_reduced, 1,
-          gathered_bytes(own, unit->master_dtype, unit->reduce_encoding, options));
+          sent_by_gather(own, unit->master_dtype, unit->reduce_encoding, options));
   }
   add(traffic.reduce, 1, sent);
   if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));
@@ -137,7 +150,7 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
   const PassOrder pass = order_of_use(units, options.forward_order, options.backward_order);
   const UseOrder order = pass.joined();
   PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size()),
-                         reduction_order(pass.backward, static_cast<int>(units.size()))};
+                         reduction_order(pass.backward, static_cast<int>(units.size())), pass};
   const std::vector<int64_t> nbytes = freed_nbytes(units, options.ranks);
   for (size_t unit = 0; unit < units.size(); ++unit) {
     // A unit without bytes is in no residency plan: it is gathered when it is used.
@@ -145,39 +158,41 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
     if (frees(units[unit], options.ranks) && nbytes[unit] == 0 && is_used)
       gathers.forward[unit] = 1;
   }
-  int64_t bytes = 0;
   const auto steps = plan_residency(order, nbytes, plan.resident_bytes, plan.prefetch);
   for (size_t position = 0; position < steps.size(); ++position) {
-    for (const int unit : steps[position].free) bytes -= nbytes[unit];
     auto& pass_gathers = position < pass.forward.size() ? gathers.forward : gathers.backward;
-    for (const int unit : steps[position].gather) {
-      ++pass_gathers[unit];
-      bytes += nbytes[unit];
-    }
-    gathers.peak_bytes = std::max(gathers.peak_bytes, bytes);
+    for (const int unit : steps[position].gather) ++pass_gathers[unit];
   }
+  gathers.bytes = gathered_bytes(steps, nbytes);
+  for (const int64_t bytes : gathers.bytes)
+    gathers.peak_bytes = std::max(gathers.peak_bytes, bytes);
   return gathers;
+}
+
+std::vector<GradBucket> buckets_of(const std::vector<UnitLayout>& units,
+                                   const PlannedGathers& gathers, const ShardPlan& plan) {
+  std::vector<const UnitLayout*> layouts;
+  for (const UnitLayout& unit : units) layouts.push_back(&unit);
+  return cut_buckets(layouts, gathers.reductions, plan.bucket_bytes);
 }
 
 PlannedTraffic planned_traffic(const std::vector<UnitLayout>& units, const PlannedGathers& gathers,
                                const ShardPlan& plan, const PlanReportOptions& options, int rank) {
   PlannedTraffic traffic;
   int64_t slots = 0;
-  std::vector<const UnitLayout*> layouts;
-  for (const UnitLayout& unit : units) layouts.push_back(&unit);
   for (size_t i = 0; i < units.size(); ++i) {
     const UnitLayout& unit = units[i];
     slots += static_cast<int64_t>(unit.slots.size());
     if (!unit.is_replicated) continue;  // other ranks take no part in it
     const int64_t gathered =
-        gathered_bytes(unit.shard_numel(rank), unit.gather_dtype, unit.gather_encoding, options);
+        sent_by_gather(unit.shard_numel(rank), unit.gather_dtype, unit.gather_encoding, options);
     add(traffic.gather_forward, gathers.forward[i], gathered);
     add(traffic.gather_backward, gathers.backward[i], gathered);
     if (!is_trainable(unit)) continue;
     const bool stays_whole = unit.level != ShardLevel::kNone && !frees(unit, options.ranks);
     if (stays_whole && options.ranks > 1) add(traffic.gather_updated, 1, gathered);
   }
-  for (const GradBucket& bucket : cut_buckets(layouts, gathers.reductions, plan.bucket_bytes)) {
+  for (const GradBucket& bucket : buckets_of(units, gathers, plan)) {
     const UnitLayout& first = units[bucket.units.front()];
     if (!is_trainable(first) || !first.is_replicated) continue;
     std::vector<const UnitLayout*> together;
@@ -246,11 +261,12 @@ int64_t PlannedRank::kept() const {
 }
 
 PlanReport plan_report(const std::vector<ParameterSize>& parameters, const ShardPlan& wanted,
-                       const PlanReportOptions& options) {
-  check_options(options);
+                       const PlanReportOptions& given) {
+  check_options(given);
   const ShardPlan plan =
-      foreseeable_plan(wanted, /*sends_nothing=*/options.ranks == 1 || options.shares_memory);
-  const auto units = planned_units(parameters, plan, options.ranks);
+      foreseeable_plan(wanted, /*sends_nothing=*/given.ranks == 1 || given.shares_memory);
+  const auto units = planned_units(parameters, plan, given.ranks);
+  const PlanReportOptions options = with_order_of_moments(units, plan, given);
   const PlannedGathers gathers = plan_gathers(units, plan, options);
   const auto planned = [&](int rank) {
     PlannedRank result{rank, planned_memory(units, plan, options, rank)};
@@ -269,6 +285,12 @@ PlanReport plan_report(const std::vector<ParameterSize>& parameters, const Shard
     if (other.kept() > report.fullest.kept()) report.fullest = other;
     if (other.traffic.bytes_sent() > report.busiest.traffic.bytes_sent()) report.busiest = other;
   }
+  // Ranks that share memory gather nothing: each unit is in place.
+  const PeakSearch peaks(units, options, gathers.pass,
+                         options.shares_memory ? std::vector<int64_t>() : gathers.bytes,
+                         buckets_of(units, gathers, plan));
+  for (PlannedRank* found : {&report.rank, &report.fullest})
+    peaks.find(*found, reduced_nbytes(units, found->rank));
   report.zero_paper_bytes = zero_paper_bytes(units, plan.level, options);
   return report;
 }

@@ -1,5 +1,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <compare>
 #include <cstdint>

@@ -299,7 +299,7 @@ TEST(CheckpointProgress, AscendsToTheTotal) {
          export_checkpoint(scratch / "one", scratch / "a.pt", {.progress = progress});
        }},
       {"import", [&](const auto& progress) {
-         import_checkpoint(scratch / "a.pt", scratch / "imported", progress);
+         import_checkpoint(scratch / "a.pt", scratch / "imported", {.progress = progress});
        }}};
   const auto run = [&](const std::string& name) {
     Told told;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a C++ file that has each ```cpp block of the documents, so that all of them compile.
+"""Writes a C++ file that has each ```cpp block of the documents, and both sides of each ```diff block, so that all compile.
 
     snippets.py OUTPUT DOCUMENT...
 
@@ -11,11 +11,20 @@ import pathlib
 import re
 import sys
 
-BLOCK = re.compile(r"^```cpp\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(cpp|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INCLUDE = re.compile(r"^#include .*$", re.MULTILINE)
 
 
 PROGRAM_HEADERS = ["#include <tessera/tessera.h>", "#include <torch/torch.h>"]
+HEADERS_BEFORE = PROGRAM_HEADERS[1:]  # of a program that a diff changes
+
+
+def sides(match):
+    """The code of a block: that of a diff before and after it."""
+    if match[1] == "cpp":
+        return [match[2]]
+    lines = match[2].splitlines(keepends=True)
+    return ["".join(line[1:] or "\n" if line[0] in f" {sign}\n" else "\n" for line in lines) for sign in "-+"]
 
 
 def is_program(code):
@@ -34,10 +43,10 @@ def frame(number, code):
 def translated(document):
     """Yields the code of each block, and its translation."""
     text = document.read_text()
-    for number, match in enumerate(BLOCK.finditer(text)):
-        code = match[1]
+    blocks = [(code, match) for match in BLOCK.finditer(text) for code in sides(match)]
+    for number, (code, match) in enumerate(blocks):
         before, after = frame(number, code)
-        line = text.count("\n", 0, match.start(1)) + 1
+        line = text.count("\n", 0, match.start(2)) + 1
         # Only the program's main() may end without a return.
         body = INCLUDE.sub("", code).replace("int main()", "void start()")
         yield code, f'namespace in_{document.stem} {{\n{before}\n#line {line} "{document}"\n{body}{after}\n}}\n'
@@ -49,7 +58,7 @@ def main(output, documents):
         for code, text in translated(document):
             if is_program(code):
                 programs.append(text)
-                if INCLUDE.findall(code) != PROGRAM_HEADERS:
+                if INCLUDE.findall(code) not in (PROGRAM_HEADERS, HEADERS_BEFORE):
                     sys.exit(f"{document}: a program includes {INCLUDE.findall(code)}; expected {PROGRAM_HEADERS}")
             else:
                 others.append(text)

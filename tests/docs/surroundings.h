@@ -50,6 +50,13 @@ inline auto& inside = some<tessera::ProcessGroupPtr>();
 inline auto& across = some<tessera::ProcessGroupPtr>();
 inline auto& x = some<at::Tensor>();
 inline auto& options = some<int64_t>();
+inline auto& generator = some<tessera::Sharded<Net>>();
+inline auto& critic = some<tessera::Sharded<Net>>();
+inline auto& for_generator = some<tessera::ShardedOptimizer>();
+inline auto& for_critic = some<tessera::ShardedOptimizer>();
+inline auto& average = some<tessera::ExponentialAverage>();
+inline double loss_sum, examples, accuracy, loss, lr;
+inline double evaluate(const Net&) { return 0; }
 inline auto& step = some<int>();
 
 namespace in_shard_layer {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
 #include "launched.h"
 
 namespace tessera {
@@ -20,10 +22,26 @@ TEST(CommandLine, PrintsHelpAloneAndForEachCommand) {
 }
 
 TEST(CommandLine, PrintsVersions) {
-  const auto end = tool({"version"});
-  EXPECT_EQ(end.status, 0);
-  EXPECT_TRUE(contains(end.out, "tessera ")) << end.out;
-  EXPECT_TRUE(contains(end.out, "LibTorch 2.")) << end.out;
+  for (const std::string argument : {"version", "--version"}) {
+    const auto end = tool({argument});
+    EXPECT_EQ(end.status, 0) << end.err;
+    for (const char* line :
+         {"tessera 0.", " (LibTorch 2.", "\nLibTorch 2.", " is loaded\n",
+          "\nbuilt with LibTorch 2.", ", build type ", "\nbackends: arena, gloo"})
+      EXPECT_TRUE(contains(end.out, line)) << line << " is missing in:\n" << end.out;
+    EXPECT_EQ(end.out.find("tessera "), end.out.rfind("tessera ")) << end.out;
+  }
+}
+
+// Jobs start without tessera-bench, and reports of errors come from there, too.
+TEST(CommandLine, PrintsItsOwnVersionWithoutTheProgramThatLoadsLibTorch) {
+  const TemporaryDirectory directory;
+  const std::string alone = directory.path() + "/tessera";
+  std::filesystem::copy_file(TESSERA_CLI, alone);
+  const auto end = run_program({alone, "--version"});
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_EQ(end.out.find("tessera 0."), 0) << end.out;
+  EXPECT_TRUE(contains(end.out, "which is not there: " + directory.path())) << end.out;
 }
 
 TEST(CommandLine, AnswersWrongUsageWithStatusTwo) {

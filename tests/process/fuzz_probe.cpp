@@ -36,6 +36,7 @@ const std::map<std::string, FuzzFormat (*)()>& formats() {
       {"safetensors", safetensors_format},
       {"model", model_format},
       {"torch", torch_format},
+      {"dcp", dcp_format},
       {"sizes", sizes_format}};
   return kFormats;
 }

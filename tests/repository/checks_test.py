@@ -1,4 +1,4 @@
-"""The scripts behind ./dev check and ./dev docs find what they look for."""
+"""The scripts behind ./dev check find what they look for."""
 import pathlib
 import subprocess
 import sys
@@ -139,60 +139,6 @@ class CheckBudgets(unittest.TestCase):
         status, output = run("check_budgets.py", {"src/unit/a.cpp": "namespace n {\nvoid long_one(int x) {\n" + body + "}\n}\n"})
         self.assertEqual(status, 0)
         self.assertIn("src/unit/a.cpp:2: long_one has 52 lines, budget 40", output)
-
-
-class CheckReference(unittest.TestCase):
-    HEADER = """
-namespace tessera {
-namespace detail {
-TESSERA_API void hidden();
-}  // namespace detail
-struct TESSERA_API Type {};
-TESSERA_API void shown(int x);
-TESSERA_API std::vector<int> left_out(int x,
-                                      int y);
-TESSERA_API void own();  // internal
-}  // namespace tessera
-"""
-
-    def check(self, *described):
-        members = "".join(f'<member kind="function"><name>{name}</name></member>' for name in described)
-        with tempfile.TemporaryDirectory() as tree:
-            header, tags = pathlib.Path(tree, "include/tessera/a.h"), pathlib.Path(tree, "tags")
-            header.parent.mkdir(parents=True)
-            header.write_text(self.HEADER)
-            tags.write_text(f"<tagfile>{members}</tagfile>")
-            result = subprocess.run([sys.executable, "-B", ROOT / "scripts/check_reference.py", tags, tree],
-                                    capture_output=True, text=True)
-        return result.returncode, result.stdout
-
-    def test_names_the_exported_functions_that_the_reference_lacks(self):
-        self.assertEqual(self.check("shown"), (1, "include/tessera/a.h: the reference lacks left_out()\n"))
-
-    def test_takes_a_reference_that_has_all(self):
-        self.assertEqual(self.check("shown", "left_out"), (0, "reference: has the 2 functions of the headers\n"))
-
-
-class DoxygenFilter(unittest.TestCase):
-    def filtered(self, name, text):
-        with tempfile.TemporaryDirectory() as tree:
-            path = pathlib.Path(tree, name)
-            path.write_text(text)
-            return subprocess.run([sys.executable, "-B", ROOT / "scripts/doxygen_filter.py", path],
-                                  capture_output=True, text=True, check=True).stdout
-
-    def test_gives_headings_the_anchors_that_links_name(self):
-        self.assertEqual(self.filtered("a.md", "# `ckpt` in C++\n[b](#limits) [c](../c.md#two-words)\n## Limits\n## Limits\n"),
-                         "# `ckpt` in C++ {#a--ckpt-in-c}\n[b](@ref a--limits) [c](@ref c--two-words)\n"
-                         "## Limits {#a--limits}\n## Limits {#a--limits-1}\n")
-
-    def test_leaves_code_alone(self):
-        code = "```\n# no heading [a](#b)\n```\n"
-        self.assertEqual(self.filtered("a.md", code), code)
-
-    def test_hides_what_is_internal_in_headers_and_keeps_the_lines(self):
-        self.assertEqual(self.filtered("a.h", "void f();  // internal\n  friend void g(int a,\n      int b);\nvoid h();\n"),
-                         "\n\n\nvoid h();\n\n")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,21 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+def side(diff, sign):
+    """One side of a diff: '+' the new, '-' the old."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in (" ", "\n", sign))
+
+
 class Readme(unittest.TestCase):
     def test_program_is_the_compiled_example(self):
-        self.assertEqual(blocks(README, "cpp")[0], (ROOT / "examples" / "readme.cpp").read_text())
+        self.assertEqual(side(blocks(README, "diff")[0], "+"), (ROOT / "examples" / "readme.cpp").read_text())
+
+    def test_diff_adds_four_lines_and_changes_two(self):
+        lines = [line[0] for line in blocks(README, "diff")[0].splitlines() if line]
+        self.assertEqual((lines.count("+"), lines.count("-")), (6, 2))
 
     def test_program_starts_before_line_40(self):
-        self.assertLess(README[: README.index("```cpp")].count("\n"), 40)
+        self.assertLess(README[: README.index("```diff")].count("\n"), 40)
 
     def test_has_at_most_150_lines_and_no_open_numbers(self):
         self.assertLessEqual(README.count("\n"), 150)

@@ -16,6 +16,7 @@
 
 #include "ckpt/interruption.h"
 #include "ckpt/progress_line.h"
+#include "ckpt/rename_arguments.h"
 #include "exit_code.h"
 
 namespace tessera::tools {
@@ -26,11 +27,19 @@ CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` f
 difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
 interrupt leaves nothing that was begun.)";
 
+const std::map<std::string, ExportFormat> kFormats = {{"safetensors", ExportFormat::kSafetensors},
+                                                      {"torch", ExportFormat::kTorch},
+                                                      {"huggingface", ExportFormat::kHuggingFace},
+                                                      {"dcp", ExportFormat::kDcp}};
+
 constexpr int kCkptNotDone = 2;  // differs from the status of a finding
 
 struct Arguments {
   std::string from, to, format, dtype;
   int ranks = 0;
+  std::string rename_file, model_key, optimizer_key, optimizer_class;
+  std::vector<std::string> rename, transpose;
+  int64_t max_shard_bytes = 0;  // 0: not given
   bool json = false, quiet = false;
 
   CheckpointProgress progress(const std::string& what) const {
@@ -150,10 +159,12 @@ int reshard(const Arguments& arguments) {
 
 int export_file(const Arguments& arguments) {
   ExportOptions options;
-  if (!arguments.format.empty())
-    options.format =
-        arguments.format == "torch" ? ExportFormat::kTorch : ExportFormat::kSafetensors;
+  if (!arguments.format.empty()) options.format = kFormats.at(arguments.format);
   if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
+  if (arguments.max_shard_bytes > 0) options.max_shard_bytes = arguments.max_shard_bytes;
+  options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
+  options.model_key = arguments.model_key;
+  options.optimizer_key = arguments.optimizer_key;
   return run_interruptible([&](const Interruption& interruption) {
     options.progress = interruption.checked(arguments.progress("export"));
     export_checkpoint(arguments.from, arguments.to, options);
@@ -162,11 +173,89 @@ int export_file(const Arguments& arguments) {
 }
 
 int import_file(const Arguments& arguments) {
+  ImportOptions options;
+  options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
+  options.transpose = arguments.transpose;
+  options.model_key = arguments.model_key;
+  options.optimizer_key = arguments.optimizer_key;
+  options.optimizer_class = arguments.optimizer_class;
   return run_interruptible([&](const Interruption& interruption) {
-    import_checkpoint(arguments.from, arguments.to,
-                      interruption.checked(arguments.progress("import")));
+    options.progress = interruption.checked(arguments.progress("import"));
+    import_checkpoint(arguments.from, arguments.to, options);
     return 0;
   });
+}
+
+void add_names_and_keys(CLI::App* command, Arguments& arguments) {
+  command
+      ->add_option(
+          "--rename", arguments.rename,
+          "PATTERN=REPLACEMENT for names, a regular expression and its replacement ($1 is a "
+          "group); without a name, a tensor is left out. May be repeated")
+      ->type_name("RULE")
+      ->allow_extra_args(false);
+  command
+      ->add_option("--rename-file", arguments.rename_file,
+                   "JSON: a list of [\"PATTERN\", \"REPLACEMENT\"], or an object of whole names")
+      ->type_name("FILE");
+  command
+      ->add_option(
+          "--model", arguments.model_key,
+          "The key of the model's state dict, for torch and dcp (default with --optimizer: "
+          "model)")
+      ->type_name("KEY");
+  command
+      ->add_option(
+          "--optimizer", arguments.optimizer_key,
+          "The key of the optimizer's state dict, for torch and dcp (default: no optimizer)")
+      ->type_name("KEY");
+}
+
+void add_export(CLI::App* command, Arguments& arguments) {
+  add_path(command, "CKPT", arguments.from, "The checkpoint");
+  add_path(
+      command, "TO", arguments.to,
+      "A file that ends with .safetensors, or with .pt, .pth or .bin; or a directory for Hugging "
+      "Face, or with --format dcp");
+  command
+      ->add_option(
+          "--format", arguments.format,
+          "safetensors, torch for Python's torch.load, huggingface (a directory), or dcp for "
+          "torch.distributed.checkpoint (default: by TO's name)")
+      ->check(CLI::IsMember(kFormats))
+      ->type_name("");
+  command->add_option("--dtype", arguments.dtype, "Of floating tensors (default: as stored)")
+      ->type_name("DTYPE");
+  command
+      ->add_option("--max-shard-size", arguments.max_shard_bytes,
+                   "Most bytes of a file for Hugging Face, such as 500MB (default: 5GB)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true).description(""))
+      ->check(CLI::Validator(CLI::PositiveNumber).description(""))
+      ->type_name("SIZE");
+  add_names_and_keys(command, arguments);
+  add_quiet(command, arguments);
+}
+
+void add_import(CLI::App* command, Arguments& arguments) {
+  add_path(
+      command, "FROM", arguments.from,
+      "A safetensors file, the index of such files, a directory as Hugging Face writes it, a file "
+      "of Python's torch.save, or a directory of torch.distributed.checkpoint");
+  add_path(command, "CKPT", arguments.to, "The directory of the checkpoint");
+  add_names_and_keys(command, arguments);
+  command
+      ->add_option("--optimizer-class", arguments.optimizer_class,
+                   "Adagrad, Adam, AdamW, RMSprop or SGD (default: told from the options)")
+      ->check(CLI::IsMember({"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}))
+      ->type_name("CLASS");
+  command
+      ->add_option(
+          "--transpose", arguments.transpose,
+          "Regular expression for whole names, after --rename, of tensors to transpose. May "
+          "be repeated")
+      ->type_name("PATTERN")
+      ->allow_extra_args(false);
+  add_quiet(command, arguments);
 }
 
 void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments) {
@@ -195,24 +284,9 @@ void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments)
       ->type_name("N");
   add_quiet(command, *arguments);
 
-  command = add("export", "Writes the model whole into one file for other tools", export_file);
-  add_path(command, "CKPT", arguments->from, "The checkpoint");
-  add_path(command, "FILE", arguments->to, "Ends with .safetensors, or with .pt, .pth or .bin");
-  command
-      ->add_option("--format", arguments->format,
-                   "safetensors, or torch for Python's torch.load (default: by FILE's name)")
-      ->check(CLI::IsMember({"safetensors", "torch"}))
-      ->type_name("");
-  command->add_option("--dtype", arguments->dtype, "Of floating tensors (default: as stored)")
-      ->type_name("DTYPE");
-  add_quiet(command, *arguments);
-
-  command = add("import", "Makes a checkpoint of another tool's files", import_file);
-  add_path(command, "FILE", arguments->from,
-           "A safetensors file, a directory of such as Hugging Face writes them, or a file of "
-           "Python's torch.save");
-  add_path(command, "CKPT", arguments->to, "The directory of the checkpoint");
-  add_quiet(command, *arguments);
+  add_export(add("export", "Writes the model whole into files for other tools", export_file),
+             *arguments);
+  add_import(add("import", "Makes a checkpoint of another tool's files", import_file), *arguments);
 }
 
 }  // namespace

@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "level_names.h"
+#include "plan/fit_table.h"
+#include "plan/memory_arguments.h"
+#include "plan/plan_job.h"
 #include "plan/plan_table.h"
 #include "plan/step_arguments.h"
 #include "plan/step_table.h"
@@ -23,8 +26,15 @@ namespace {
 
 constexpr const char* kPlanFooter = R"(
 FILE is a safetensors file, a directory with such files (an index says which of them are the model's), a
+config.json of Hugging Face's (gpt2, llama, mistral, qwen2, qwen3) or a directory that has one and no weights, a
 checkpoint of Tessera's, or a list: a line for each parameter, `name dtype size...`, with ` frozen` at the end
 if it is not trained; # begins a comment. No tensor is read.
+
+Does it fit? With --memory (of each rank) or --host-memory, the answer is printed, and if a level does not fit,
+what it would need with one change, or with several:
+  tessera plan Llama-3-8B --ranks 8 --memory 80GB --master-dtype float32 --batch 1 --sequence 8192
+The exit status is 0 if a level fits (the one of --level, if that is given), 3 if none does, and 2 for wrong
+arguments. --table shows the memory over numbers of ranks.
 
 A step is a forward, a backward that gives all parameters gradients, and a step of the optimizer, after
 those in which the order of use was learned. Units are used in the order of the list, and back. What is kept
@@ -37,6 +47,8 @@ The last line is what the formulas of the ZeRO paper (Rajbhandari et al., 2020) 
 With --compute, the time of a step is predicted, and all that it assumes is printed:
   tessera plan FILE --hosts 64 --ranks-per-host 8 --link 200Mbit --link-latency 0.1ms --compute 2.5)";
 
+constexpr int kDoesNotFit = 3;
+
 struct PlanArguments {
   std::string file;
   double parameters = 0;
@@ -47,6 +59,7 @@ struct PlanArguments {
   PlanReportOptions options;
   std::optional<int> ranks;
   StepArguments step;
+  MemoryArguments memory;
   bool json = false;
 };
 
@@ -175,30 +188,90 @@ std::vector<ParameterSize> sizes_of(const PlanArguments& arguments) {
                                  at::kFloat);
 }
 
-std::string text_of_plan(const PlanArguments& arguments) {
-  PlanReportOptions options = arguments.options;
-  const auto step = arguments.step.options(arguments.ranks);
-  options.ranks = step ? step->ranks() : arguments.ranks.value_or(1);
-  TORCH_CHECK_VALUE(!step || options.replicas == 1,
-                    "the time of a step is not known for --replicas; got ", options.replicas);
-  options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
-  const auto sizes = sizes_of(arguments);
-  ShardPlan plan = plan_of(arguments);
+// Returns the job, without the model.
+PlanJob job_of(const PlanArguments& arguments, const std::optional<StepTimeOptions>& step) {
+  PlanJob job{.plan = plan_of(arguments), .options = arguments.options};
+  job.options.ranks = step ? step->ranks() : arguments.ranks.value_or(1);
+  TORCH_CHECK_VALUE(!step || job.options.replicas == 1,
+                    "the time of a step is not known for --replicas; got ", job.options.replicas);
+  job.options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
+  job.ranks_per_host = arguments.step.ranks_per_host(job.options.ranks);
+  TORCH_CHECK_VALUE(job.ranks_per_host <= job.all_ranks(), "--ranks-per-host must be at most the number of ranks, ",
+                    job.all_ranks(), "; got ", job.ranks_per_host);
+  return job;
+}
+
+std::vector<std::string> levels_of(const PlanArguments& arguments) {
+  if (!arguments.level.empty()) return {arguments.level};
+  return names_of(kLevels);
+}
+
+std::vector<LevelReport> level_reports(const PlanJob& job, const std::vector<std::string>& levels) {
   std::vector<LevelReport> reports;
+  for (const std::string& level : levels)
+    reports.push_back({level, job.report(kLevels.at(level)), job.report(kLevels.at(level), true)});
+  return reports;
+}
+
+// All that the command computes.
+struct PlanResults {
+  PlanJob job;
+  std::vector<std::string> levels;
+  std::optional<FitReport> fit;
+  RankTable table;
+  std::optional<StepTimeOptions> step;
   StepTimes times;
-  for (const auto& [name, level] : kLevels) {
-    if (!arguments.level.empty() && arguments.level != name) continue;
-    plan.level = level;
-    options.shares_memory = false;
-    reports.push_back({name, plan_report(sizes, plan, options), {}});
-    options.shares_memory = true;
-    reports.back().shared = plan_report(sizes, plan, options);
-    if (step) times.emplace_back(name, step_time(sizes, plan, *step));
+};
+
+PlanResults compute(const PlanArguments& arguments) {
+  const auto step = arguments.step.options(arguments.ranks);
+  const auto table_ranks = arguments.memory.table_ranks();
+  PlanResults results{.job = job_of(arguments, step), .levels = levels_of(arguments), .step = step};
+  PlanJob& job = results.job;
+  arguments.memory.apply(job, arguments.file);
+  if (job.sizes.empty()) job.sizes = sizes_of(arguments);
+  results.table = rank_table(job, results.levels, table_ranks);
+  if (arguments.memory.asks_for_peak())
+    results.fit = fit_report(job, results.levels, arguments.memory.limits());
+  if (!step) return results;
+  for (const std::string& level : results.levels) {
+    ShardPlan plan = job.plan;
+    plan.level = kLevels.at(level);
+    results.times.emplace_back(level, step_time(job.sizes, plan, *step));
   }
-  if (!arguments.json) return plan_table(reports, options) + (step ? step_table(times, *step) : "");
-  auto json = plan_json(reports, options);
-  if (step) json["step_time"] = step_json(times, *step);
+  return results;
+}
+
+std::string json_of(const PlanResults& results, const MemoryLimits& limits) {
+  auto json = plan_json(level_reports(results.job, results.levels), results.job.options);
+  json["activations"] = activations_json(results.job);
+  if (results.fit) json["fit"] = fit_json(*results.fit, limits);
+  if (!results.table.empty()) json["table"] = rank_table_json(results.table, limits);
+  if (results.step) json["step_time"] = step_json(results.times, *results.step);
   return json.dump() + "\n";
+}
+
+// Beside the answer whether it fits, a table of what is sent would distract.
+std::string text_of(const PlanResults& results, const MemoryLimits& limits) {
+  const auto& [job, levels, fit, table, step, times] = results;
+  const bool is_short = limits.any() || !table.empty();
+  std::string text = is_short ? plan_heading(job.sizes, job.options)
+                              : plan_table(level_reports(job, levels), job.options);
+  if (fit) text += (is_short ? "" : "\n") + fit_table(*fit, job, limits);
+  if (!table.empty()) text += (fit ? "\n" : "") + rank_table_text(table, limits);
+  if (fit || !table.empty()) text += memory_assumptions(job);
+  if (step) text += step_table(times, *step);
+  return text;
+}
+
+// Prints the results and returns the exit status. Write errors are checked when the command is
+// over.
+int run_plan(const PlanArguments& arguments) {
+  const MemoryLimits& limits = arguments.memory.limits();
+  const PlanResults results = compute(arguments);
+  std::fputs((arguments.json ? json_of(results, limits) : text_of(results, limits)).c_str(),
+             stdout);
+  return limits.any() && !results.fit->any_fits() ? kDoesNotFit : 0;
 }
 
 }  // namespace
@@ -211,14 +284,13 @@ void add_plan(CLI::App& app, int& exit_code) {
   add_world_options(*plan, *arguments);
   add_plan_options(*plan, *arguments);
   add_dtype_options(*plan, *arguments);
+  arguments->memory.add_to(*plan);
   arguments->step.add_to(*plan);
   plan->add_flag("--json", arguments->json, "Print one line of JSON");
   plan->footer(kPlanFooter);
   plan->callback([arguments, &exit_code] {
     try {
-      // Write errors are checked when the command is over.
-      std::fputs(text_of_plan(*arguments).c_str(), stdout);
-      exit_code = 0;
+      exit_code = run_plan(*arguments);
     } catch (const c10::Error& error) {
       throw CLI::ValidationError(error.what_without_backtrace());
     } catch (const std::exception& error) {

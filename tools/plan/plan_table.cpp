@@ -10,14 +10,6 @@ namespace {
 
 using nlohmann::ordered_json;
 
-// In the units of the ZeRO paper: 1 GB is 1e9 bytes.
-std::string bytes_text(double bytes) {
-  if (bytes >= 1e9) return fmt::format("{:.1f} GB", bytes / 1e9);
-  if (bytes >= 1e6) return fmt::format("{:.1f} MB", bytes / 1e6);
-  if (bytes >= 1e3) return fmt::format("{:.1f} kB", bytes / 1e3);
-  return fmt::format("{:.0f} B", bytes);
-}
-
 std::string text_of(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
 
 // The names of the table's lines and of the JSON object's keys.
@@ -106,7 +98,9 @@ ordered_json memory_json(const PlannedRank& rank) {
 
 // For ranks that share memory, and send nothing.
 ordered_json shared_json(const PlanReport& report) {
-  return {{"rank", memory_json(report.rank)}, {"keeps_most", memory_json(report.fullest)}};
+  return {{"rank", memory_json(report.rank)},
+          {"keeps_most", memory_json(report.fullest)},
+          {"peak", peak_json(report.fullest)}};
 }
 
 ordered_json rank_json(const PlannedRank& rank) {
@@ -127,6 +121,41 @@ ordered_json unit_json(const PlannedUnit& unit) {
 }
 
 }  // namespace
+
+// In the units of the ZeRO paper: 1 GB is 1e9 bytes.
+std::string bytes_text(double bytes) {
+  if (bytes >= 1e9) return fmt::format("{:.1f} GB", bytes / 1e9);
+  if (bytes >= 1e6) return fmt::format("{:.1f} MB", bytes / 1e6);
+  if (bytes >= 1e3) return fmt::format("{:.1f} kB", bytes / 1e3);
+  return fmt::format("{:.0f} B", bytes);
+}
+
+ordered_json peak_json(const PlannedRank& rank) {
+  const MemoryBytes& peak = rank.peak;
+  return {{"rank", rank.rank},
+          {"at", rank.peak_at},
+          {"parameters", peak.parameters},
+          {"gathered", peak.gathered},
+          {"gradients", peak.gradients},
+          {"gradients_in_flight", peak.gradients_in_flight},
+          {"optimizer_state", peak.optimizer_state},
+          {"master_weights", peak.master_weights},
+          {"activations", peak.other},
+          {"offloaded", peak.offloaded},
+          {"device", rank.needed()}};
+}
+
+std::string plan_heading(const std::vector<ParameterSize>& sizes,
+                         const PlanReportOptions& options) {
+  int64_t numel = 0;
+  for (const ParameterSize& size : sizes) {
+    int64_t product = 1;
+    for (const int64_t dim : size.shape) product *= dim;
+    numel += product;
+  }
+  return fmt::format("{} parameters; ranks: {}, replicas: {}\n\n", numel, options.ranks,
+                     options.replicas);
+}
 
 std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportOptions& options) {
   Table table(levels);
@@ -161,6 +190,7 @@ ordered_json plan_json(const std::vector<LevelReport>& levels, const PlanReportO
                        {"rank", rank_json(report.rank)},
                        {"keeps_most", rank_json(report.fullest)},
                        {"sends_most", rank_json(report.busiest)},
+                       {"peak", peak_json(report.fullest)},
                        {"shared_memory", shared_json(shared)},
                        {"largest_unit", unit_json(report.units[report.largest_unit])},
                        {"zero_paper_bytes", report.zero_paper_bytes},

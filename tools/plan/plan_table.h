@@ -15,8 +15,17 @@ struct LevelReport {
   PlanReport shared;  ///< if ranks share memory
 };
 
+/// Returns a number of bytes as text: `24.0 GB`, with 1e9 bytes each.
+std::string bytes_text(double bytes);
+
+/// The first line: the number of parameters, and the ranks.
+std::string plan_heading(const std::vector<ParameterSize>& sizes, const PlanReportOptions& options);
+
 /// A table with a column for each level.
 std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportOptions& options);
+
+/// The bytes of a rank's peak, by kind.
+nlohmann::ordered_json peak_json(const PlannedRank& rank);
 
 nlohmann::ordered_json plan_json(const std::vector<LevelReport>& levels,
                                  const PlanReportOptions& options);

@@ -49,4 +49,23 @@ double seconds_of(const std::string& text) {
   return seconds;
 }
 
+int64_t bytes_of(const std::string& text) {
+  constexpr double kKi = 1024;
+  static const UnitFactors units = {{"", 1},
+                                    {"B", 1},
+                                    {"kB", 1e3},
+                                    {"MB", 1e6},
+                                    {"GB", 1e9},
+                                    {"TB", 1e12},
+                                    {"KiB", kKi},
+                                    {"MiB", kKi * kKi},
+                                    {"GiB", kKi * kKi * kKi},
+                                    {"TiB", kKi * kKi * kKi * kKi}};
+  const double bytes = quantity_of(text, units);
+  if (!(bytes >= 1) || bytes > 1e18)
+    throw std::invalid_argument(
+        fmt::format("must be a size such as 24GB, 80GiB or 512MB; got '{}'", text));
+  return static_cast<int64_t>(bytes);
+}
+
 }  // namespace tessera::tools

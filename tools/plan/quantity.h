@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace tessera::tools {
@@ -11,5 +12,9 @@ double bandwidth_of(const std::string& text);
 /// Returns the seconds of a time such as `0.1ms`, `50us`, `2s`, or of a number without a unit.
 /// Throws `std::invalid_argument` for others, and for negative ones.
 double seconds_of(const std::string& text);
+
+/// Returns the bytes of a size such as `24GB` (1e9 bytes each), `24GiB` (2^30), `512MB`, or of a
+/// number without a unit. Throws `std::invalid_argument` for others, for 0 and for more than 1e18.
+int64_t bytes_of(const std::string& text);
 
 }  // namespace tessera::tools

@@ -54,10 +54,11 @@ void StepArguments::add_to(CLI::App& plan) {
 }
 
 std::optional<StepTimeOptions> StepArguments::options(std::optional<int> ranks) const {
-  const bool any = hosts_ || ranks_per_host_ || link_->count() > 0;
-  if (!any && compute_->count() == 0) return std::nullopt;
-  TORCH_CHECK_VALUE(compute_->count() > 0,
-                    "--link, --hosts and --ranks-per-host need --compute, the seconds of forward and backward");
+  if (compute_->count() == 0) {
+    TORCH_CHECK_VALUE(!hosts_ && link_->count() == 0,
+                      "--link and --hosts need --compute, the seconds of forward and backward");
+    return std::nullopt;
+  }
   StepTimeOptions options = options_;
   options.hosts = hosts_.value_or(1);
   if (ranks_per_host_) {
@@ -78,6 +79,10 @@ std::optional<StepTimeOptions> StepArguments::options(std::optional<int> ranks) 
   TORCH_CHECK_VALUE(options.ranks_per_host > 1 || options.host_bandwidth == 0,
                     "--host-link needs several ranks on each host: one alone shares no memory");
   return options;
+}
+
+int StepArguments::ranks_per_host(int ranks) const {
+  return ranks_per_host_.value_or(ranks / hosts_.value_or(1));
 }
 
 }  // namespace tessera::tools

@@ -17,6 +17,9 @@ class StepArguments {
   /// `c10::ValueError` if options contradict each other. `ranks` is that of `--ranks`, or empty.
   std::optional<StepTimeOptions> options(std::optional<int> ranks) const;
 
+  /// Returns the ranks on each host; if that is not given, `ranks`.
+  int ranks_per_host(int ranks) const;
+
  private:
   StepTimeOptions options_;
   std::optional<int> hosts_, ranks_per_host_;

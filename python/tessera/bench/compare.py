@@ -21,19 +21,20 @@ from .workloads import NAMES, make_batch, make_model
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tessera.bench", description=__doc__)
-    parser.add_argument("--against", default="fsdp2,ddp", help="systems, by commas: fsdp2, ddp (default: both)")
+    parser.add_argument("--against", default="fsdp2,ddp", help="systems, by commas: fsdp2, ddp, fairscale, deepspeed (default: the first two)")
     parser.add_argument("--size", default="mlp,small", help=f"workloads, by commas: {', '.join(NAMES)} (default: mlp,small)")
     parser.add_argument("--level", default="p_g_os", help="of Tessera: none, os, os_g, p_g_os; by commas")
     parser.add_argument("--transport", default="arena", help="of Tessera: arena, gloo; by commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=0, help="steps of a round; 0: about half a second")
+    parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS",
                         help="train so many steps first, and compare the losses bit by bit")
     options = parser.parse_args()
     for name in options.against.split(","):
         if name not in SYSTEMS or name == "tessera":
-            parser.error(f"--against must name fsdp2 or ddp; got '{name}'")
+            parser.error(f"--against must name fsdp2, ddp, fairscale or deepspeed; got '{name}'")
     for name in options.size.split(","):
         if name not in NAMES:
             parser.error(f"--size must be of {', '.join(NAMES)}; got '{name}'")
@@ -89,7 +90,7 @@ def _rank(options: argparse.Namespace, transport: str) -> None:
             results = [None] * dist.get_world_size()
             dist.all_gather_object(results, result.get("losses"))
             if dist.get_rank() == 0:
-                _print(dict(result, transport=transport, losses_of_ranks=results))
+                (_print_row if options.markdown else _print)(dict(result, transport=transport, losses_of_ranks=results))
     tessera.shutdown()
     dist.barrier()  # rank 0 has the store
     dist.destroy_process_group()
@@ -108,9 +109,21 @@ def _print(result: dict) -> None:
     print(flush=True)
 
 
+def _print_row(result: dict) -> None:
+    columns = [f"`{result['size']}`", f"`{result['level']}`", result["transport"]]
+    for name, ratios in result["ratios"].items():
+        columns.append(f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]")
+    columns.append(", ".join(f"{nbytes / 2**20:.0f}" for nbytes in result["kept"].values()))
+    print("| " + " | ".join(columns) + " |", flush=True)
+
+
 def main() -> None:
     options = _parse()
     print(f"{options.ranks} ranks, {torch.get_num_threads() // options.ranks or 1} threads each, PyTorch {torch.__version__}; "
           f"median of {options.rounds} rounds [least, most]", file=sys.stderr)
+    if options.markdown:
+        systems = options.against.split(",")
+        print("| " + " | ".join(["size", "level", "transport", *systems, "MiB kept: tessera, " + ", ".join(systems)]) + " |")
+        print("| --- " * (len(systems) + 4) + "|", flush=True)
     for transport in options.transport.split(","):
         tessera.spawn(_rank, options.ranks, (options, transport))

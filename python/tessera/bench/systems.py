@@ -67,4 +67,47 @@ class Fsdp2(_System):
         self.optimizer = _adamw(model)
 
 
-SYSTEMS = {"tessera": Tessera, "ddp": Ddp, "fsdp2": Fsdp2}
+class FairScale(_System):
+    """`ShardedDataParallel` with `OSS`: optimizer state and the work on gradients are divided, parameters are not."""
+
+    def __init__(self, model: nn.Module, level: str):
+        from fairscale.nn.data_parallel import ShardedDataParallel
+        from fairscale.optim import OSS
+
+        self.optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3, fused=True)
+        self.model = ShardedDataParallel(model, self.optimizer)
+
+    def kept_bytes(self) -> int:
+        params = list(self.model.parameters())
+        state = [value for values in self.optimizer.optim.state.values() for value in values.values()]
+        return sum(map(_nbytes, [*params, *(param.grad for param in params if param.grad is not None), *state]))
+
+
+class DeepSpeed(_System):
+    """ZeRO of the stage that `level` is, with PyTorch's optimizer."""
+
+    def __init__(self, model: nn.Module, level: str):
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": ("none", "os", "os_g", "p_g_os").index(level)},
+            "zero_allow_untested_optimizer": True,
+        }
+        self.model, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+
+    def step(self, inputs, targets) -> float:
+        loss = self.model(inputs, targets)
+        self.model.backward(loss)
+        self.model.step()
+        return loss.item()
+
+    def kept_bytes(self) -> int:
+        inner = self.model.optimizer.optimizer
+        tensors = [param for group in inner.param_groups for param in group["params"]]
+        tensors += [value for values in inner.state.values() for value in values.values() if torch.is_tensor(value)]
+        tensors += [getattr(param, "ds_tensor", param) for param in self.model.module.parameters()]
+        return sum(map(_nbytes, tensors))
+
+
+SYSTEMS = {"tessera": Tessera, "ddp": Ddp, "fsdp2": Fsdp2, "fairscale": FairScale, "deepspeed": DeepSpeed}
