@@ -20,27 +20,27 @@ if [[ ! -x $peers/bin/python ]]; then
   packages() { "$1"/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
   packages "$PWD/.venv" >"$(packages "$peers")/of_venv.pth"
 fi
+export PATH=$PWD/$peers/bin:$PATH DS_ACCELERATOR=cpu DS_BUILD_OPS=0
 against=fsdp2,ddp
+# What their builds, and DeepSpeed, need; without their own dependencies, which would bring another PyTorch.
+python -m pip install -q setuptools wheel ninja hjson msgpack py-cpuinfo pydantic tqdm einops psutil packaging >&2
 for peer in fairscale deepspeed; do
-  # Without dependencies: they have PyTorch, and must not bring another one.
-  if "$peers"/bin/python -c "import $peer" 2>/dev/null ||
-    { DS_BUILD_OPS=0 "$peers"/bin/pip install -q --no-build-isolation --no-deps "$peer" >&2 &&
-      "$peers"/bin/python -c "import $peer" >&2; }; then
-    against+=,$peer
-  else
-    echo "$peer is left out: see above" >&2
-  fi
+  python -c "import $peer" 2>/dev/null || python -m pip install -q --no-build-isolation --no-deps "$peer" >&2 || true
+  if python -c "import $peer" >&2; then against+=,$peer; else echo "$peer is left out: see above" >&2; fi
 done
+# DeepSpeed compiles an operator at its first start: ranks that wait for it would be measured.
+[[ $against != *deepspeed* ]] || python -c "from deepspeed.accelerator import get_accelerator as a
+a().create_op_builder('ShareMemCommBuilder').load()" >&2
 
-export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$package DS_ACCELERATOR=cpu
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$package
 echo "$(date -u +%F), $(grep -m1 'model name' /proc/cpuinfo | cut -d: -f2- | xargs), $(nproc) cores, PyTorch" \
   "$(.venv/bin/python -c 'import torch; print(torch.__version__)'); time of a step divided by Tessera's, median [least, most]:"
 echo
-"$peers"/bin/python -m tessera.bench --markdown --against "$against" --size "$sizes" --level "$levels" \
-  --transport arena,gloo --rounds "$rounds"
+python -m tessera.bench --markdown --against "$against" --size "$sizes" --level "$levels" \
+  --transport arena,gloo --rounds "$rounds" | grep "^|"
 echo
 echo "The demo's GPT on 2 ranks, beside plain LibTorch with 2 threads and the same global batch:"
 echo
 python3 scripts/compare_speed.py --rounds "$rounds" --steps 25 --threads 2 \
-  --sharded "build/release/tools/tessera run -n 2 build/release/examples/train_gpt --data data/corpus.txt --sample 0" \
+  --sharded "build/release/tools/tessera run -n 2 build/release/examples/train_gpt --data data/corpus.txt --sample 0 --eval-every 1000" \
   --plain "build/release/examples/plain_gpt --data data/corpus.txt"
