@@ -68,7 +68,8 @@ auto load(const Path& path, ShardedModule& model, const OptimizerPtr& optimizer,
                               .allow_missing = allow_missing,
                               .allow_unexpected = allow_unexpected});
   });
-  return std::make_tuple(loaded.numbers, loaded.texts, loaded.rank_state, loaded.missing, loaded.unexpected);
+  return std::make_tuple(loaded.numbers, loaded.texts, loaded.rank_state, loaded.missing,
+                         loaded.unexpected);
 }
 
 void save_async(AsyncCheckpointer& checkpointer, const Path& path, const ShardedModule& model,

@@ -15,8 +15,8 @@
 #include "grad/grad_gate.h"
 #include "mesh/chunks.h"
 #include "mesh/shard_mesh.h"
-#include "optim/optimizer_parameters.h"
 #include "optim/averaged_weights.h"
+#include "optim/optimizer_parameters.h"
 #include "optim/sharded_optimizer_access.h"
 #include "unit/unit_storage.h"
 

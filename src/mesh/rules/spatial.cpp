@@ -117,7 +117,7 @@ std::vector<RuleEntry> make_spatial_rules() {
       {"pixel_unshuffle", before_channels},
       {"channel_shuffle", before_channels, like_first},
   };
-  for (const auto [forward, backward] : {
+  for (const auto& [forward, backward] : {
            std::pair{"upsample_nearest1d", "upsample_nearest1d_backward"},
            {"upsample_nearest2d", "upsample_nearest2d_backward"},
            {"upsample_nearest3d", "upsample_nearest3d_backward"},
