@@ -33,7 +33,7 @@ done
 a().create_op_builder('ShareMemCommBuilder').load()" >&2
 
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$package
-echo "$(date -u +%F), $(grep -m1 'model name' /proc/cpuinfo | cut -d: -f2- | xargs), $(nproc) cores, PyTorch" \
+echo "$(date -u +%F), $(grep -m1 'model name' /proc/cpuinfo | cut -d: -f2- | xargs), $(nproc --all) cores, PyTorch" \
   "$(.venv/bin/python -c 'import torch; print(torch.__version__)'); time of a step divided by Tessera's, median [least, most]:"
 echo
 python -m tessera.bench --markdown --against "$against" --size "$sizes" --level "$levels" \
