@@ -87,16 +87,11 @@ bool is_equal(const at::Tensor& a, const at::Tensor& b) {
          (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
-Region foreign_region_of(const at::Tensor& tensor, const std::string& name) {
-  const DistMeta* const meta = find_dist_meta(tensor);
-  return meta ? part_of(*meta->spec, tensor.sizes(), name) : Region{0, tensor.numel()};
-}
-
 }  // namespace
 
 ForeignLoad::ForeignLoad(const std::filesystem::path& path, ModelView view,
                          const LoadSafetensorsOptions& options)
-    : view_(std::move(view)), reader_(reader_of(path, view_, options)), table_(reader_.index()) {
+    : view_(std::move(view)), reads_(reader_of(path, view_, options)) {
   check_fit(options);
   check_ties();
   plan();
@@ -108,7 +103,7 @@ void ForeignLoad::check_fit(const LoadSafetensorsOptions& options) {
   std::vector<std::string> unexpected, misfits, texts;
   for (Wanted& wanted : wanted_by(view_)) {
     names.insert(wanted.name);
-    const TensorRecord* const record = table_.find("param", wanted.name);
+    const TensorRecord* const record = reads_.table.find("param", wanted.name);
     if (!record) {
       missing.push_back(std::move(wanted));
       continue;
@@ -117,7 +112,7 @@ void ForeignLoad::check_fit(const LoadSafetensorsOptions& options) {
     const std::string misfit = describe_misfit(*record, wanted.name, like);
     if (!misfit.empty()) misfits.push_back(misfit);
   }
-  for (const TensorRecord& record : reader_.index().tensors)
+  for (const TensorRecord& record : reads_.reader.index().tensors)
     for (const std::string& name : record.names)
       if (!names.contains(name)) unexpected.push_back(name);
   const auto add_text = [&](const char* title, const std::vector<std::string>& items) {
@@ -129,7 +124,7 @@ void ForeignLoad::check_fit(const LoadSafetensorsOptions& options) {
   for (const std::string& name : unexpected) quoted.push_back(fmt::format("'{}'", shortened(name)));
   if (!options.allow_unexpected) add_text("not in the model", quoted);
   add_text("other shapes or dtypes", misfits);
-  TORCH_CHECK_VALUE(texts.empty(), "[load_safetensors] '", reader_.path(),
+  TORCH_CHECK_VALUE(texts.empty(), "[load_safetensors] '", reads_.reader.path(),
                     "' must fit the model; ", fmt::format("{}", fmt::join(texts, "; ")),
                     ". options.rename maps names, options.transpose swaps two dims");
   for (const Wanted& tensor : missing) loaded_.missing.push_back(tensor.name);
@@ -138,13 +133,13 @@ void ForeignLoad::check_fit(const LoadSafetensorsOptions& options) {
 
 void ForeignLoad::check_ties() {
   for (const ParamView& param : view_.params) {
-    const TensorRecord* const first = table_.find("param", param.name());
+    const TensorRecord* const first = reads_.table.find("param", param.name());
     std::set<const TensorRecord*> compared = {first};
     for (const std::string& name : param.names) {
-      const TensorRecord* const other = table_.find("param", name);
+      const TensorRecord* const other = reads_.table.find("param", name);
       if (!first || !compared.insert(other).second) continue;
-      TORCH_CHECK_VALUE(is_equal(reader_.read_whole(*first), reader_.read_whole(*other)),
-                        "[load_safetensors] the model ties '", param.name(), "' and '", name, "', which '", reader_.path(),
+      TORCH_CHECK_VALUE(is_equal(reads_.reader.read_whole(*first), reads_.reader.read_whole(*other)),
+                        "[load_safetensors] the model ties '", param.name(), "' and '", name, "', which '", reads_.reader.path(),
                         "' must have with equal values; they differ: leave one out by options.rename, or untie them");
     }
   }
@@ -152,22 +147,15 @@ void ForeignLoad::check_ties() {
 
 void ForeignLoad::plan() {
   for (const ParamView& param : view_.params)
-    add(table_.source_of(param), param.strides, param.region(), param.values);
+    reads_.add(reads_.table.source_of(param), param.strides, param.region(), param.values);
   for (const NamedTensor& buffer : view_.buffers)
-    add(table_.find("buffer", buffer.name), row_major(buffer.tensor.sizes()),
-        foreign_region_of(buffer.tensor, buffer.name), local_of(buffer.tensor));
-}
-
-void ForeignLoad::add(const TensorRecord* source, const std::vector<int64_t>& strides,
-                      Region region, at::Tensor out) {
-  if (!source || region.numel() == 0) return;
-  reader_.check(*source, strides, region);
-  targets_.push_back({source, strides, std::move(region), std::move(out)});
+    reads_.add(reads_.table.find("buffer", buffer.name), row_major(buffer.tensor.sizes()),
+               region_of(buffer.tensor, buffer.name), local_of(buffer.tensor));
 }
 
 std::string ForeignLoad::digest() const {
   std::string text;
-  for (const TensorRecord& record : reader_.index().tensors) {
+  for (const TensorRecord& record : reads_.reader.index().tensors) {
     text += fmt::format("{} {} {}\n", fmt::join(record.names, " "), record.dtype,
                         fmt::join(record.shape, ","));
     for (const ChunkRecord& chunk : record.chunks) text += fmt::format(" {}\n", chunk.key);
@@ -176,8 +164,7 @@ std::string ForeignLoad::digest() const {
 }
 
 LoadedTensors ForeignLoad::load() {
-  for (const Target& target : targets_)
-    reader_.read(*target.source, target.strides, target.region, target.out);
+  reads_.read();
   return loaded_;
 }
 

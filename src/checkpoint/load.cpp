@@ -24,6 +24,7 @@
 #include "checkpoint/chunk_reader.h"
 #include "checkpoint/fit.h"
 #include "checkpoint/model_view.h"
+#include "checkpoint/planned_reads.h"
 #include "checkpoint/safetensors.h"
 #include "group/progress.h"
 #include "mesh/dist_meta.h"
@@ -35,43 +36,9 @@
 namespace tessera {
 namespace {
 
-// A part of a stored tensor, and its destination in memory.
-struct Target {
-  const TensorRecord* source;
-  std::vector<int64_t> strides;  // the memory order in which `region` counts elements
-  Region region;
-  at::Tensor out;
-};
-
 struct StateTarget {
   at::Tensor param;  // the optimizer's
   ParamState state;  // empty if the checkpoint has none
-};
-
-// Returns the region of a DistTensor, or of an ordinary tensor, which this process has whole.
-Region region_of(const at::Tensor& tensor, const std::string& name) {
-  const DistMeta* meta = find_dist_meta(tensor);
-  return meta ? part_of(*meta->spec, tensor.sizes(), name) : Region{0, tensor.numel()};
-}
-
-// The parts of a checkpoint to read. Each is checked when it is added, before anything is changed.
-struct PlannedReads {
-  explicit PlannedReads(const std::filesystem::path& path) : reader(path), table(reader.index()) {}
-
-  void add(const TensorRecord* source, const std::vector<int64_t>& strides, Region region,
-           at::Tensor out) {
-    if (!source || region.numel() == 0) return;
-    reader.check(*source, strides, region);
-    targets.push_back({source, strides, std::move(region), std::move(out)});
-  }
-  void read() {
-    for (const Target& target : targets)
-      reader.read(*target.source, target.strides, target.region, target.out);
-  }
-
-  ChunkReader reader;
-  TensorTable table;  // of the reader's index
-  std::vector<Target> targets;
 };
 
 // Plans a load, which may fail, before anything is changed.
@@ -79,7 +46,11 @@ class Loader {
  public:
   Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank,
          int ranks, bool wants_several = false)
-      : reads_(path), view_(std::move(view)), options_(options), rank_(rank), ranks_(ranks) {
+      : reads_(ChunkReader(path)),
+        view_(std::move(view)),
+        options_(options),
+        rank_(rank),
+        ranks_(ranks) {
     check_number_of_models(path, wants_several);
     check_fit(index(), reads_.table, view_, options, path.string(), loaded_);
     plan_model();
@@ -234,10 +205,26 @@ class Loader {
   std::vector<StateTarget> states_;
 };
 
-class ShardedLoad : public ModelLoad {
+// Keeps what `plan()` has planned. Some loads add to `load()`.
+class LoaderLoad : public ModelLoad {
+ public:
+  using ModelLoad::ModelLoad;
+
+  const CheckpointIndex& index() const override { return loader_->index(); }
+  LoadedCheckpoint load() override {
+    LoadedCheckpoint loaded;
+    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
+    return loaded;
+  }
+
+ protected:
+  std::optional<Loader> loader_;
+};
+
+class ShardedLoad : public LoaderLoad {
  public:
   ShardedLoad(ShardedModule module, ShardedOptimizer* optimizer)
-      : ModelLoad(Ranks::of(module.state()->mesh())),
+      : LoaderLoad(Ranks::of(module.state()->mesh())),
         state_(module.state()),
         optimizer_(optimizer),
         outer_(optimizer ? outer_steps_of(*optimizer) : nullptr) {
@@ -251,11 +238,10 @@ class ShardedLoad : public ModelLoad {
     loader_->check_ranks_of_momentum();
     outer_->check_momentum(loader_->outer_momentum());
   }
-  const CheckpointIndex& index() const override { return loader_->index(); }
 
   LoadedCheckpoint load() override {
     LoadedCheckpoint loaded;
-    state_->overwrite([&] { ranks().check([&] { loaded = loader_->load(); }, "checkpoint"); });
+    state_->overwrite([&] { loaded = LoaderLoad::load(); });
     if (!optimizer_) return loaded;
     offload_state(*optimizer_);
     if (outer_) outer_->set_momentum(loader_->outer_momentum());
@@ -267,14 +253,13 @@ class ShardedLoad : public ModelLoad {
   std::shared_ptr<ShardedState> state_;
   ShardedOptimizer* optimizer_;
   OuterSteps* outer_;
-  std::optional<Loader> loader_;
 };
 
 // Of a module that is not sharded: the ranks of the default world load it.
-class PlainLoad : public ModelLoad {
+class PlainLoad : public LoaderLoad {
  public:
   PlainLoad(ProcessGroupPtr all, torch::nn::Module& module, torch::optim::Optimizer* optimizer)
-      : ModelLoad(Ranks({all.get()})),
+      : LoaderLoad(Ranks({all.get()})),
         all_(std::move(all)),
         module_(module),
         optimizer_(optimizer) {}
@@ -282,34 +267,25 @@ class PlainLoad : public ModelLoad {
   void plan(const std::filesystem::path& path, const LoadOptions& options) override {
     loader_.emplace(path, view_of(module_, optimizer_), options, all_->rank(), all_->size());
   }
-  const CheckpointIndex& index() const override { return loader_->index(); }
-  LoadedCheckpoint load() override {
-    LoadedCheckpoint loaded;
-    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
-    return loaded;
-  }
 
  private:
   ProcessGroupPtr all_;
   torch::nn::Module& module_;
   torch::optim::Optimizer* optimizer_;
-  std::optional<Loader> loader_;
 };
 
-class AverageLoad : public ModelLoad {
+class AverageLoad : public LoaderLoad {
  public:
   explicit AverageLoad(std::shared_ptr<AveragedWeights> average)
-      : ModelLoad(Ranks::of(average->state->mesh())), average_(std::move(average)) {}
+      : LoaderLoad(Ranks::of(average->state->mesh())), average_(std::move(average)) {}
 
   void plan(const std::filesystem::path& path, const LoadOptions& options) override {
     TORCH_CHECK_VALUE(!average_->is_swapped, "[load_checkpoint] the model has the averaged values: call swap() first");
     average_->prepare();
     loader_.emplace(path, view_of(*average_), options, ranks().rank(), ranks().size());
   }
-  const CheckpointIndex& index() const override { return loader_->index(); }
   LoadedCheckpoint load() override {
-    LoadedCheckpoint loaded;
-    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
+    LoadedCheckpoint loaded = LoaderLoad::load();
     const auto it = loaded.numbers.find("updates");  // none in a checkpoint of the model alone
     average_->updates = it == loaded.numbers.end() ? 1 : static_cast<int64_t>(it->second);
     return loaded;
@@ -317,26 +293,16 @@ class AverageLoad : public ModelLoad {
 
  private:
   std::shared_ptr<AveragedWeights> average_;
-  std::optional<Loader> loader_;
 };
 
-class OptionsLoad : public ModelLoad {
+class OptionsLoad : public LoaderLoad {
  public:
-  using ModelLoad::ModelLoad;
+  using LoaderLoad::LoaderLoad;
 
   void plan(const std::filesystem::path& path, const LoadOptions& options) override {
     loader_.emplace(path, ModelView{}, options, ranks().rank(), ranks().size(),
                     /*wants_several=*/true);
   }
-  const CheckpointIndex& index() const override { return loader_->index(); }
-  LoadedCheckpoint load() override {
-    LoadedCheckpoint loaded;
-    ranks().check([&] { loaded = loader_->load(); }, "checkpoint");
-    return loaded;
-  }
-
- private:
-  std::optional<Loader> loader_;
 };
 
 // Plans to read tensors by name. Returns the names that the checkpoint lacks.
@@ -409,7 +375,8 @@ std::vector<std::string> load_state_dict(const std::filesystem::path& path,
   const Ranks ranks({all.get()});
   std::optional<PlannedReads> reads;
   std::vector<std::string> missing;
-  ranks.check([&] { missing = plan_tensors(path, state, reads.emplace(path)); }, "checkpoint");
+  ranks.check([&] { missing = plan_tensors(path, state, reads.emplace(ChunkReader(path))); },
+              "checkpoint");
   check_same_checkpoint(ranks, reads->reader.index().id);
   ranks.check([&] { reads->read(); }, "checkpoint");
   if (!missing.empty() && ranks.rank() == 0) {
