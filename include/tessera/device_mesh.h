@@ -3,11 +3,13 @@
 #include <tessera/export.h>
 #include <tessera/process_group.h>
 
+#include <concepts>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace tessera {
@@ -46,6 +48,13 @@ class TESSERA_API DeviceMesh {
              std::vector<std::string> dim_names = {});
   DeviceMesh(const World& world, std::vector<int64_t> shape, std::vector<int> ranks,
              std::vector<std::string> dim_names = {});
+  /// Names without ranks, `DeviceMesh({2, 2}, {"dp", "tp"})`, would be read as a range of ranks:
+  /// use `over_world()`.
+  template <std::convertible_to<std::string_view> Name>
+  DeviceMesh(std::vector<int64_t> shape, std::initializer_list<Name> dim_names) = delete;
+  template <std::convertible_to<std::string_view> Name>
+  DeviceMesh(const World& world, std::vector<int64_t> shape,
+             std::initializer_list<Name> dim_names) = delete;
 
   /// Makes a mesh of all ranks of the world, in their order. An empty shape: one dim.
   static DeviceMesh over_world(std::vector<int64_t> shape = {},

@@ -62,6 +62,9 @@ struct MemorySample {
   /// Maximum of `other` since the previous sample: operators take more memory while they run than
   /// they leave. Known on the CPU; on other devices, the current value.
   int64_t peak_other = 0;
+  /// Maximum of `bytes.total()` since the previous sample. The model may hold less of it at this
+  /// sample, as when a unit has been freed. On other devices, the current value.
+  int64_t peak_total = 0;
   std::optional<int64_t> pss;  ///< of the process, if requested
 };
 

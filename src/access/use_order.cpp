@@ -150,17 +150,19 @@ std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vect
   return steps;
 }
 
-std::vector<int> reduction_order(const UseOrder& backward, int units) {
+std::vector<int> reduction_order(const UseOrder& arrivals, int units) {
   std::vector<int> order(units);
   for (int unit = 0; unit < units; ++unit) order[unit] = units - 1 - unit;
-  auto last_use = [&](int unit) {
-    const auto it = std::find(backward.rbegin(), backward.rend(), unit);
-    return it == backward.rend() ? backward.size() : backward.rend() - it;
+  auto last_entry = [&](int unit) {
+    const auto it = std::find(arrivals.rbegin(), arrivals.rend(), unit);
+    return it == arrivals.rend() ? arrivals.size() : arrivals.rend() - it - 1;
   };
   std::stable_sort(order.begin(), order.end(),
-                   [&](int a, int b) { return last_use(a) < last_use(b); });
+                   [&](int a, int b) { return last_entry(a) < last_entry(b); });
   return order;
 }
+
+UseOrder expected_arrivals(const UseOrder& forward) { return {forward.rbegin(), forward.rend()}; }
 
 std::vector<int64_t> gathered_bytes(const std::vector<ResidencyStep>& steps,
                                     const std::vector<int64_t>& nbytes) {

@@ -32,9 +32,12 @@ PassOrder registration_order(int units);
 /// that a rank that uses one of them for the first time finds it where the other ranks expect it.
 void insert_missing(PassOrder& pass, const std::vector<int>& all);
 
-/// Returns all units, sorted by their last use in `backward`. Units that it does not use count as
-/// used at its end; among equals, the order is reverse registration.
-std::vector<int> reduction_order(const UseOrder& backward, int units);
+/// Returns all units, sorted by their last entry in `arrivals` of gradients: then a unit's
+/// gradients are complete. Units that it lacks come last, in reverse registration.
+std::vector<int> reduction_order(const UseOrder& arrivals, int units);
+/// Returns the order in which backward completes units that `forward` uses: the reverse of their
+/// first uses.
+UseOrder expected_arrivals(const UseOrder& forward);
 
 /// The actions at one position of the order: first free, then gather.
 struct ResidencyStep {

@@ -43,7 +43,10 @@ namespace tessera {
 // it as soon as it finds the first one done while it launches others, and at the latest when the
 // gradients are needed. On a device it is queued at once, behind the first one.
 //
-// The initial order is the reverse of registration; later it is the order of last use in backward.
+// The initial order is the reverse of registration; later it is the order in which units became
+// complete. That is not the order of use: the weight of a tied output layer is used first in
+// backward, and its gradient is complete last. Units that no backward completes come last, where
+// they hold up no other.
 namespace {
 
 // As kLongestPause, on a device. Its stream does not wait in the host's place, as that would be a
@@ -213,7 +216,15 @@ void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor&
   const std::lock_guard lock(mutex_);
   begin_backward();
   gradients_[unit]->arrive(slot, handle, local_gradient(units_[unit]->layout().slots[slot], grad));
+  if (arrivals_.empty() || arrivals_.back() != static_cast<int>(unit))
+    arrivals_.push_back(static_cast<int>(unit));
   if (no_sync_ == 0) launch_ready();
+}
+
+std::vector<int> Reducer::completed() const {
+  std::vector<int> units = arrivals_;
+  std::erase_if(units, [&](int unit) { return !gradients_[unit]->is_complete(); });
+  return units;
 }
 
 // The callback holds a token; if backward ends by an exception, the token is destroyed without the
@@ -231,6 +242,7 @@ void Reducer::begin_backward() {
     if (short_backwards_ > 0) --short_backwards_;
     settle_earlier();
     for (const auto& gradients : gradients_) gradients->begin_backward();
+    arrivals_.clear();
     in_backward_ = true;
     units_.front()->context().watch.tell(MemoryEvent::kBackwardBegin);
   }
@@ -399,6 +411,7 @@ void Reducer::join_backward(bool has_earlier) {
   settle();
   if (!has_earlier) clear_all();
   for (const auto& gradients : gradients_) gradients->begin_backward();
+  arrivals_.clear();
   listener_.on_backward_end();
   listener_.on_pass_end(true, reduce_arrived(/*done=*/true));
   lockstep_.end_pass(units_.front()->context().unchecked_gathers);

@@ -77,7 +77,11 @@ class Reducer {
   /// Stops watching. Reduced gradients are dropped; gradients that stayed with the user are kept.
   void uninstall();
 
+  /// The order in which units are reduced from the next backward on: a permutation.
   void set_order(std::vector<int> order);
+  /// Returns the units that the last backward on this rank completed, as their gradients arrived;
+  /// the last entry of a unit is its last gradient.
+  std::vector<int> completed() const;
 
   void enter_no_sync() { ++no_sync_; }
   void leave_no_sync() { --no_sync_; }
@@ -150,6 +154,7 @@ class Reducer {
   std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
   std::vector<size_t> in_flight_;        // launched in this backward, oldest first
   std::deque<size_t> unreplicated_;      // launched, with a replicate dim to follow, oldest first
+  std::vector<int> arrivals_;            // units, as gradients arrive in this backward
   int64_t in_flight_bytes_ = 0;
   int64_t peak_in_flight_bytes_ = 0;
   int64_t in_flight_limit_ = 0;

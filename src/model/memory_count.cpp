@@ -10,10 +10,10 @@ namespace tessera {
 // [Note: Activations are what is left]
 //
 // Nothing marks tensors as activations. The allocator knows how many bytes tensors have, and the
-// model knows which of them are its own; the rest is "activations and other". Gathered parameters
-// and gradients move between the two at the events that the model reports; in between, the
-// allocator knows its peak, and the model holds the bytes that it held at the event before. So the
-// peak of the rest is exact up to the bytes that the model takes at the event itself.
+// model knows which of them are its own; the rest is "activations and other". The allocator knows
+// its peak since the last look, so the peak of all bytes is exact. The model's part at that peak is
+// taken as what it holds now or held at the last look, whichever is more: in between, it takes over
+// gradients without an event.
 //
 // Gradients in flight are released by threads of the process group, at any time. Their bytes are
 // read twice, before and after the allocator's, and again if they differ.
@@ -78,9 +78,10 @@ int64_t MemoryCount::on_device(const MemoryBytes& bytes) const {
 }
 
 MemoryBytes MemoryCount::close() {
-  MemoryBytes bytes = last_.bytes;
-  if (knows_other()) bytes.other = other(live_.take_peak(), last_.live);
-  return bytes;
+  const Held now = model();
+  Held held = now.live > last_.live ? now : last_;
+  if (knows_other()) held.bytes.other = other(live_.take_peak(), held.live);
+  return held.bytes;
 }
 
 MemoryCount::Now MemoryCount::take() {
@@ -93,10 +94,13 @@ MemoryCount::Now MemoryCount::take() {
     live = live_.now();
   }
   const Held before = std::exchange(last_, held);
-  if (!knows_other()) return {held.bytes, 0};
-  const int64_t peak = other(live_.take_peak(), std::max(before.live, held.live));
+  if (!knows_other()) return {held.bytes, 0, held.bytes.total()};
+  const int64_t peak = live_.take_peak();
+  const int64_t peak_other = other(peak, std::max(before.live, held.live));
+  const int64_t peak_total = held.bytes.total() + other(peak, held.live);
   held.bytes.other = other(live, held.live);
-  return {held.bytes, std::max(peak, held.bytes.other)};
+  return {held.bytes, std::max(peak_other, held.bytes.other),
+          std::max(peak_total, held.bytes.total())};
 }
 
 }  // namespace tessera

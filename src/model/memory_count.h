@@ -46,6 +46,7 @@ class MemoryCount {
   struct Now {
     MemoryBytes bytes;
     int64_t peak_other;  ///< since the last call of either function
+    int64_t peak_total;  ///< since then
   };
   /// Must be called after the model's memory has changed. Returns the bytes held now.
   Now take();

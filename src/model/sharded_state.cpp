@@ -223,7 +223,13 @@ void ShardedState::learn_order() {
     std::reverse(pass.backward.begin(), pass.backward.end());
   }
   residency_->learn(pass);
-  reducer_->set_order(reduction_order(pass.backward, static_cast<int>(units_.size())));
+  // Of all units, so that a unit which some rank did not complete comes last on all. A rank without
+  // gradients, as one that is done, has no say.
+  const int count = static_cast<int>(units_.size());
+  UseOrder completed = reducer_->completed();
+  if (!completed.empty()) completed = reduction_order(completed, count);
+  if (mesh().size() > 1) completed = merge_over_ranks(mesh(), completed);
+  reducer_->set_order(reduction_order(completed, count));
 }
 
 void ShardedState::convert_buffers() {

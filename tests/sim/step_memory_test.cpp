@@ -1,7 +1,6 @@
 // The memory that a plan predicts for a step, activations included, beside the memory of a step.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <tessera/memory_tracer.h>
 #include <tessera/plan_report.h>
 #include <tessera/tessera.h>
 #include <tessera/transformer_config.h>
@@ -11,9 +10,9 @@
 #include <fstream>
 #include <optional>
 
-#include "memory/live_bytes.h"
 #include "sim/described_configs.h"
 #include "sim/described_models.h"
+#include "sim/measured_peak.h"
 #include "support/autocast.h"
 #include "support/models.h"
 #include "support/run_world.h"
@@ -26,16 +25,9 @@ using namespace testing;
 
 constexpr int64_t kBatch = 2, kSequence = 128;
 
-// The most bytes, counted as tensors are made and freed, and the tracer's sample of its peak. Where
-// the model takes over a tensor, such as a gradient, the tracer may count it twice.
-struct Measured {
-  int64_t bytes = 0;
-  MemorySample sample;
-};
-
 // Trains for some steps, and returns the most memory of the last ones.
-Measured measure_peak(const TransformerConfig& config, const ActivationOptions& how,
-                      const ShardPlan& plan, int steps) {
+MeasuredPeak measure_peak(const TransformerConfig& config, const ActivationOptions& how,
+                          const ShardPlan& plan, int steps) {
   constexpr int kWarmUp = 2;  // the order of use is learned in the first step
   const auto net =
       seeded(3, [&] { return std::make_shared<DescribedModel>(config, how.checkpoint); });
@@ -44,13 +36,7 @@ Measured measure_peak(const TransformerConfig& config, const ActivationOptions& 
   ShardedOptimizer optimizer(sharded, inner);
   const auto ids = torch::randint(config.vocabulary, {how.batch, how.sequence + 1},
                                   at::make_generator<at::CPUGeneratorImpl>(5), torch::kLong);
-  std::optional<MemoryTracer> tracer;
-  std::unique_ptr<LiveBytes> live;
-  for (int step = 0; step < kWarmUp + steps; ++step) {
-    if (step == kWarmUp) {
-      tracer.emplace(sharded);
-      live = LiveBytes::start(LiveBytes::Scope::kThread);
-    }
+  return measured_peak(sharded, kWarmUp, steps, [&] {
     optimizer.zero_grad();
     const auto inputs = ids.narrow(1, 0, how.sequence).clone();
     const auto targets = ids.narrow(1, 1, how.sequence).flatten().clone();
@@ -62,8 +48,7 @@ Measured measure_peak(const TransformerConfig& config, const ActivationOptions& 
     auto loss = torch::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), targets);
     loss.backward();
     optimizer.step();
-  }
-  return {tracer->samples().front().bytes.model() + live->take_peak(), tracer->peak()};
+  });
 }
 
 PlannedRank predict(const TransformerConfig& config, const ActivationOptions& how,
@@ -106,7 +91,7 @@ void expect_predicted(World& world, const TransformerConfig& config, const Case&
                               .checkpoint = tried.checkpoint,
                               .on_cpu = true};
   const PlannedRank planned = predict(config, how, plan, world, shares_memory);
-  const Measured measured = measure_peak(config, how, plan, tried.steps);
+  const MeasuredPeak measured = measure_peak(config, how, plan, tried.steps);
   const double ratio = double(planned.peak.total()) / double(measured.bytes);
   MemoryBytes seen = measured.sample.bytes;
   seen.other = measured.sample.peak_other;

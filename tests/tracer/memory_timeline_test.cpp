@@ -21,7 +21,8 @@ MemorySample sample(int64_t time_us, int64_t step, MemoryEvent event, const std:
           .event = event,
           .unit = unit,
           .bytes = bytes,
-          .peak_other = std::max(peak_other, bytes.other)};
+          .peak_other = std::max(peak_other, bytes.other),
+          .peak_total = bytes.model() + std::max(peak_other, bytes.other)};
 }
 
 // A step of a model of one unit, with a name that needs care in XML and JSON.

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <thread>
 
+#include "memory/live_bytes.h"
 #include "model/memory_count.h"
 #include "model/sharded_state.h"
 #include "support/even_stack.h"
@@ -82,6 +83,7 @@ class Auditor final : public MemoryListener {
     EXPECT_GE(sample.bytes.gradients_in_flight, 0);
     EXPECT_LE(sample.bytes.gradients_in_flight, job_.bytes());
     EXPECT_GE(sample.peak_other, sample.bytes.other);
+    EXPECT_GE(sample.peak_total, sample.bytes.total());
     ++events;
   }
   int events = 0;
@@ -126,6 +128,23 @@ TEST_P(MemoryTracing, EachEventHasWhatTheBooksSayAndStepsHaveWhatFormulasSay) {
         EXPECT_EQ(tracer.samples().back().step, 2 + (tracer.samples().back().event != kStepEnd));
       });
     }
+  }
+}
+
+// A gradient that the model has taken over counts once, and so does a unit that was freed.
+TEST_P(MemoryTracing, ThePeakIsTheMostThatTensorsHad) {
+  TESSERA_ON_HOST_ONLY("LiveBytes counts host memory");
+  for (const ShardLevel level : kAllLevels) {
+    run_world(ranks(), [&](World& world) {
+      Traced job(world, {.level = level});
+      for (int i = 0; i < 2; ++i) job.step(i);
+      const MemoryTracer tracer(*job.sharded);
+      const auto live = LiveBytes::start(LiveBytes::Scope::kThread);
+      for (int i = 2; i < 5; ++i) job.step(i);
+      EXPECT_NEAR(tracer.peak().peak_total,
+                  tracer.samples().front().bytes.model() + live->take_peak(), 1024)
+          << memory_event_name(tracer.peak().event);
+    });
   }
 }
 
@@ -225,13 +244,8 @@ TEST_P(MemoryTracing, ActivationsRiseInForwardFallInBackwardAndReturnToTheStart)
       }
       for (const int64_t other : at_begin) EXPECT_EQ(other, kRows * kWidth * 4) << "the input";
       EXPECT_GE(tracer.peak_other_bytes(), at_begin[0] + 8 * kRows * kWidth * 4);
-      EXPECT_EQ(tracer.peak().bytes.model() + tracer.peak().peak_other,
-                std::max_element(
-                    tracer.samples().begin(), tracer.samples().end(),
-                    [](const auto& a, const auto& b) {
-                      return a.bytes.model() + a.peak_other < b.bytes.model() + b.peak_other;
-                    })->bytes.model() +
-                    tracer.peak().peak_other);
+      EXPECT_EQ(tracer.peak().peak_total,
+                std::ranges::max(tracer.samples(), {}, &MemorySample::peak_total).peak_total);
     });
   }
 }

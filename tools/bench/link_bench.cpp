@@ -13,7 +13,6 @@
 #include <thread>
 
 #include "bench/link_report.h"
-#include "bench/linked_hosts.h"
 #include "bench/worker_process.h"
 #include "launch/environment.h"
 
@@ -126,7 +125,7 @@ void check_link_options(const LinkBenchOptions& options) {
 class LinkMeasurement {
  public:
   explicit LinkMeasurement(const LinkBenchOptions& options)
-      : options_(options), hosts_(options.hosts, options.mbit) {
+      : options_(options), hosts_(options.hosts, options.mbit, options.congestion) {
     options_.step.ranks = options.ranks();
     const auto step_team = [&](StepRole role) {
       return add(to_string(role),

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/linked_hosts.h"
 #include "bench/step_bench.h"
 #include "bench/step_result.h"
 
@@ -16,6 +17,7 @@ struct LinkBenchOptions {
   int hosts = 2;
   int ranks_per_host = 1;
   double mbit = 0;  ///< of each link and direction, in 10^6 bits per second; 0: no limit
+  std::string congestion = LinkedHosts::kCongestion;
   std::vector<std::string> against;  ///< of PyTorch: fsdp2, ddp
   std::string python = "python3";    ///< with PyTorch and Tessera's package, for `against`
 

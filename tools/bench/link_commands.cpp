@@ -17,6 +17,8 @@ void add_link_bench(CLI::App& bench, int& exit_code) {
   link->add_option("--ranks-per-host", options->ranks_per_host, "processes on each host");
   link->add_option("--mbit", options->mbit,
                    "bandwidth of each host's link, in 10^6 bits per second; 0: no limit");
+  link->add_option("--congestion", options->congestion,
+                   "the hosts' congestion control of TCP, as the kernel names it");
   link->add_option("--rounds", options->step.rounds, "turns of each");
   link->add_option("--steps", options->step.steps, "timed steps in a turn");
   link->add_option("--against", options->against,

@@ -68,6 +68,7 @@ ordered_json link_report(const LinkBenchOptions& options, const LinkResult& resu
   report.update({{"hosts", options.hosts},
                  {"ranks_per_host", options.ranks_per_host},
                  {"mbit", options.mbit},
+                 {"congestion", options.congestion},
                  {"transport", transport},
                  {"parameters", sharded.role.prepared.front().at("parameters")},
                  {"seconds", median_of(sharded.role.seconds())},
@@ -94,12 +95,13 @@ std::string link_table(const ordered_json& report) {
   };
   const double mbit = number("mbit");
   std::string text = fmt::format(
-      "{} ({} parameters), level {}, {} hosts with {} ranks each over {}, {}, {} rounds of {} "
-      "steps\n",
+      "{} ({} parameters), level {}, {} hosts with {} ranks each over {}, {}, {}, {} rounds "
+      "of {} steps\n",
       report["size"].get<std::string>(), report["parameters"].get<int64_t>(),
       report["level"].get<std::string>(), report["hosts"].get<int>(),
       report["ranks_per_host"].get<int>(), report["transport"].get<std::string>(),
-      mbit > 0 ? fmt::format("{} Mbit/s", mbit) : "no limit", report["rounds"].get<int>(),
+      mbit > 0 ? fmt::format("{} Mbit/s", mbit) : "no limit",
+      report["congestion"].get<std::string>(), report["rounds"].get<int>(),
       report["steps"].get<int>());
   text += line("computation (s)", number("compute_seconds"));
   text += line(mbit > 0 ? "bytes / bandwidth (s)" : "bytes / measured bandwidth (s)",

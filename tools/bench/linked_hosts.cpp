@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
@@ -19,6 +21,8 @@ namespace {
 
 constexpr const char* kPrefix = "tessera-link-";
 constexpr const char* kNamespaces = "/run/netns";
+constexpr const char* kCongestionControl = "/proc/sys/net/ipv4/tcp_congestion_control";
+constexpr const char* kAvailable = "/proc/sys/net/ipv4/tcp_available_congestion_control";
 
 struct Result {
   bool ok = false;
@@ -78,22 +82,33 @@ void limit(const std::string& space, const std::string& interface, double mbit) 
         fmt::format("{:.0f}bit", mbit * 1e6), "burst", std::to_string(burst), "latency", "100ms"});
 }
 
+// The name becomes a word of a command.
+void check_congestion(const std::string& name) {
+  std::ifstream file(kAvailable);
+  const std::vector<std::string> names{std::istream_iterator<std::string>(file), {}};
+  if (std::ranges::find(names, name) == names.end())
+    throw std::invalid_argument(
+        fmt::format("--congestion must be one that the kernel has loaded ({}); got '{}'",
+                    fmt::join(names, ", "), name));
+}
+
 }  // namespace
 
-LinkedHosts::LinkedHosts(int hosts, double mbit)
+LinkedHosts::LinkedHosts(int hosts, double mbit, const std::string& congestion)
     : prefix_(fmt::format("{}{}-", kPrefix, ::getpid())), hosts_(hosts) {
   if (hosts < 2 || hosts > 200)
     throw std::invalid_argument(fmt::format("--hosts must be from 2 to 200; got {}", hosts));
   if (!(mbit >= 0))
     throw std::invalid_argument(
         fmt::format("--mbit must be positive, or 0 for no limit; got {}", mbit));
+  check_congestion(congestion);
   remove_left_over();
   try {
     const std::string bridge = prefix_ + "bridge";
     need({"ip", "netns", "add", bridge});
     need({"ip", "-n", bridge, "link", "add", "switch0", "type", "bridge"});
     need({"ip", "-n", bridge, "link", "set", "switch0", "up"});
-    for (int host = 0; host < hosts_; ++host) add_host(host, mbit);
+    for (int host = 0; host < hosts_; ++host) add_host(host, mbit, congestion);
   } catch (...) {
     remove();
     throw;
@@ -118,7 +133,7 @@ void LinkedHosts::cut(int host) const {
   need({"ip", "-n", prefix_ + std::to_string(host), "link", "set", kInterface, "down"});
 }
 
-void LinkedHosts::add_host(int host, double mbit) {
+void LinkedHosts::add_host(int host, double mbit, const std::string& congestion) {
   const std::string space = prefix_ + std::to_string(host), bridge = prefix_ + "bridge";
   need({"ip", "netns", "add", space});
   need({"ip", "link", "add", "name", kInterface, "netns", space, "type", "veth", "peer", "name",
@@ -126,6 +141,8 @@ void LinkedHosts::add_host(int host, double mbit) {
   need({"ip", "-n", space, "addr", "add", address(host) + "/24", "dev", kInterface});
   need({"ip", "-n", space, "link", "set", kInterface, "up"});
   need({"ip", "-n", space, "link", "set", "lo", "up"});
+  need({"ip", "netns", "exec", space, "sh", "-c",
+        fmt::format("'echo {} > {}'", congestion, kCongestionControl)});
   need({"ip", "-n", bridge, "link", "set", port_of(host), "master", "switch0"});
   need({"ip", "-n", bridge, "link", "set", port_of(host), "up"});
   limit(space, kInterface, mbit);

@@ -13,10 +13,11 @@ namespace tessera::tools {
 /// is as between machines.
 class LinkedHosts {
  public:
-  /// `mbit`: of each link and direction, in 10^6 bits per second; 0: no limit. First removes hosts
+  /// `mbit`: of each link and direction, in 10^6 bits per second; 0: no limit. `congestion`: the
+  /// hosts' congestion control of TCP, one that the kernel has loaded. First removes hosts
   /// that killed processes have left. Throws `std::invalid_argument`, and `std::runtime_error` with
   /// the words of `ip` or `tc` where this process may not make them: it needs root, and iproute2.
-  LinkedHosts(int hosts, double mbit);
+  LinkedHosts(int hosts, double mbit, const std::string& congestion = kCongestion);
   ~LinkedHosts();
   LinkedHosts(const LinkedHosts&) = delete;
   LinkedHosts& operator=(const LinkedHosts&) = delete;
@@ -27,6 +28,8 @@ class LinkedHosts {
   /// Returns words to put before a command that is to run on a host.
   std::vector<std::string> on_host(int host) const;
   std::string address(int host) const;
+  /// Linux's own default. A machine's may be another one, and decides how connections share a link.
+  static constexpr const char* kCongestion = "cubic";
   /// The name of each host's link, on the host.
   static constexpr const char* kInterface = "uplink0";
 
@@ -43,7 +46,7 @@ class LinkedHosts {
   std::vector<Sent> sent() const;
 
  private:
-  void add_host(int host, double mbit);
+  void add_host(int host, double mbit, const std::string& congestion);
   void remove() noexcept;
 
   const std::string prefix_;
