@@ -43,7 +43,8 @@ template <class M>
 struct Program {
   std::function<M()> make;
   std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)> optimizer;
-  std::function<torch::Tensor(M&, int64_t batch)> loss;  // copied for each rank
+  // And tensors that the program's loop holds during backward.
+  std::function<std::vector<torch::Tensor>(M&, int64_t batch)> loss;
   bool clips = false;
   ShardPlan plan = {};
 };
@@ -57,10 +58,10 @@ MeasuredPeak measure(const Program<M>& program, int64_t batch) {
     if (parameter.requires_grad()) trained.push_back(parameter);
   const auto inner = program.optimizer(trained);
   ShardedOptimizer optimizer(sharded, *inner);
-  return measured_peak(sharded, /*warm_up=*/2, /*steps=*/2, [&, loss_of = program.loss] {
+  return measured_peak(sharded, /*warm_up=*/2, /*steps=*/2, [&] {
     optimizer.zero_grad();
-    const auto loss = loss_of(model, batch);
-    loss.backward();
+    const auto loss_and_held = program.loss(model, batch);
+    loss_and_held.front().backward();
     if (program.clips) optimizer.clip_grad_norm_(1);
     optimizer.step();
   });
@@ -111,12 +112,11 @@ TEST(CookbookMemory, OfTheResNetIsBoundedByThatOfASmallerBatch) {
             return std::make_unique<torch::optim::SGD>(
                 std::move(trained), torch::optim::SGDOptions(0.2).momentum(0.9).weight_decay(5e-4));
           },
-      .loss =
-          [](resnet::ResNet& model, int64_t batch) {
-            const auto images = torch::rand({batch, 1, 8, 8});
-            const auto labels = torch::randint(10, {batch}, torch::kLong);
-            return torch::cross_entropy_loss(model(resnet::augmented(images)), labels);
-          }};
+      .loss = [](resnet::ResNet& model, int64_t batch) -> std::vector<torch::Tensor> {
+        const auto images = torch::rand({batch, 1, 8, 8});
+        const auto labels = torch::randint(10, {batch}, torch::kLong);
+        return {torch::cross_entropy_loss(model(resnet::augmented(images)), labels)};
+      }};
   expect_predicted("resnet", program, 32);
 }
 
@@ -140,12 +140,12 @@ TEST(CookbookMemory, OfGpt2IsPredictedFromItsConfig) {
             return std::make_unique<torch::optim::AdamW>(std::move(trained),
                                                          torch::optim::AdamWOptions(3e-5));
           },
-      .loss =
-          // The program's loop holds the logits while backward runs.
-      [logits = torch::Tensor()](gpt2::Gpt2& model, int64_t batch) mutable {
+      // The program's loop holds the logits while backward runs.
+      .loss = [](gpt2::Gpt2& model, int64_t batch) -> std::vector<torch::Tensor> {
         const auto window = torch::randint(2000, {batch, kLength + 1}, torch::kLong);
-        logits = model->forward(window.slice(1, 0, -1)).flatten(0, 1);
-        return torch::cross_entropy_loss(logits.to(torch::kFloat), window.slice(1, 1).flatten());
+        const auto logits = model->forward(window.slice(1, 0, -1)).flatten(0, 1);
+        return {torch::cross_entropy_loss(logits.to(torch::kFloat), window.slice(1, 1).flatten()),
+                logits};
       },
       .clips = true};
   expect_predicted(
@@ -162,10 +162,9 @@ TEST(CookbookMemory, OfLoraIsBoundedByThatOfASmallerBatch) {
             return std::make_unique<torch::optim::AdamW>(
                 std::move(trained), torch::optim::AdamWOptions(1e-2).weight_decay(0));
           },
-      .loss =
-          [](lora::Llama& model, int64_t batch) {
-            return model->loss(torch::randint(256, {batch, lora::kSeq + 1}, torch::kLong));
-          },
+      .loss = [](lora::Llama& model, int64_t batch) -> std::vector<torch::Tensor> {
+        return {model->loss(torch::randint(256, {batch, lora::kSeq + 1}, torch::kLong))};
+      },
       .clips = true};
   expect_predicted("lora", program, 8);
 }
