@@ -162,7 +162,9 @@ std::vector<int> reduction_order(const UseOrder& arrivals, int units) {
   return order;
 }
 
-UseOrder expected_arrivals(const UseOrder& forward) { return {forward.rbegin(), forward.rend()}; }
+std::vector<int> expected_reduction_order(const UseOrder& forward, int units) {
+  return reduction_order({forward.rbegin(), forward.rend()}, units);
+}
 
 std::vector<int64_t> gathered_bytes(const std::vector<ResidencyStep>& steps,
                                     const std::vector<int64_t>& nbytes) {

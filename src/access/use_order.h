@@ -35,9 +35,9 @@ void insert_missing(PassOrder& pass, const std::vector<int>& all);
 /// Returns all units, sorted by their last entry in `arrivals` of gradients: then a unit's
 /// gradients are complete. Units that it lacks come last, in reverse registration.
 std::vector<int> reduction_order(const UseOrder& arrivals, int units);
-/// Returns the order in which backward completes units that `forward` uses: the reverse of their
-/// first uses.
-UseOrder expected_arrivals(const UseOrder& forward);
+/// Returns the same for a backward that nobody has seen: it completes units in the reverse order of
+/// their first uses in `forward`.
+std::vector<int> expected_reduction_order(const UseOrder& forward, int units);
 
 /// The actions at one position of the order: first free, then gather.
 struct ResidencyStep {

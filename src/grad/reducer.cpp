@@ -216,8 +216,7 @@ void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor&
   const std::lock_guard lock(mutex_);
   begin_backward();
   gradients_[unit]->arrive(slot, handle, local_gradient(units_[unit]->layout().slots[slot], grad));
-  if (arrivals_.empty() || arrivals_.back() != static_cast<int>(unit))
-    arrivals_.push_back(static_cast<int>(unit));
+  arrivals_.push_back(static_cast<int>(unit));
   if (no_sync_ == 0) launch_ready();
 }
 

@@ -79,8 +79,8 @@ class Reducer {
 
   /// The order in which units are reduced from the next backward on: a permutation.
   void set_order(std::vector<int> order);
-  /// Returns the units that the last backward on this rank completed, as their gradients arrived;
-  /// the last entry of a unit is its last gradient.
+  /// Returns the unit of each gradient of the last backward on this rank, in the order in which
+  /// they arrived, without the units that it did not complete.
   std::vector<int> completed() const;
 
   void enter_no_sync() { ++no_sync_; }
@@ -154,7 +154,7 @@ class Reducer {
   std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
   std::vector<size_t> in_flight_;        // launched in this backward, oldest first
   std::deque<size_t> unreplicated_;      // launched, with a replicate dim to follow, oldest first
-  std::vector<int> arrivals_;            // units, as gradients arrive in this backward
+  std::vector<int> arrivals_;            // the unit of each gradient of this backward
   int64_t in_flight_bytes_ = 0;
   int64_t peak_in_flight_bytes_ = 0;
   int64_t in_flight_limit_ = 0;

@@ -149,9 +149,9 @@ PlannedGathers plan_gathers(const std::vector<UnitLayout>& units, const ShardPla
                             const PlanReportOptions& options) {
   const PassOrder pass = order_of_use(units, options.forward_order, options.backward_order);
   const UseOrder order = pass.joined();
-  PlannedGathers gathers{
-      std::vector<int>(units.size()), std::vector<int>(units.size()),
-      reduction_order(expected_arrivals(pass.forward), static_cast<int>(units.size())), pass};
+  PlannedGathers gathers{std::vector<int>(units.size()), std::vector<int>(units.size()),
+                         expected_reduction_order(pass.forward, static_cast<int>(units.size())),
+                         pass};
   const std::vector<int64_t> nbytes = freed_nbytes(units, options.ranks);
   for (size_t unit = 0; unit < units.size(); ++unit) {
     // A unit without bytes is in no residency plan: it is gathered when it is used.

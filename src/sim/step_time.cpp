@@ -76,8 +76,7 @@ class TimeLine {
     std::vector<const UnitLayout*> layouts;
     for (const UnitLayout& unit : units_) layouts.push_back(&unit);
     for (const GradBucket& bucket :
-         cut_buckets(layouts, reduction_order(expected_arrivals(pass_.forward), count),
-                     plan.bucket_bytes)) {
+         cut_buckets(layouts, expected_reduction_order(pass_.forward, count), plan.bucket_bytes)) {
       if (!is_trainable(units_[bucket.units.front()])) continue;
       buckets_.push_back(bucket);
       in_flight_limit_ = std::max(in_flight_limit_, 2 * nbytes_of(bucket));

@@ -76,8 +76,8 @@ class Picture {
       : timeline_(timeline), samples_(timeline.samples), peak_(*peak_of(samples_)) {
     begin_us_ = samples_.front().time_us;
     length_us_ = std::max<int64_t>(samples_.back().time_us - begin_us_, 1);
-    tick_ = tick_bytes(std::max<int64_t>(peak_bytes(peak_), 1));
-    top_ = tick_ * (peak_bytes(peak_) / tick_ + 1);
+    tick_ = tick_bytes(std::max<int64_t>(peak_.peak_total, 1));
+    top_ = tick_ * (peak_.peak_total / tick_ + 1);
   }
 
   std::string draw() {
@@ -116,7 +116,7 @@ class Picture {
         kLeft, 24, fmt::format("Memory of rank {}, step {}", timeline_.rank, samples_.back().step),
         "class=\"title\"");
     std::string rest = fmt::format(
-        "at most {}, {} of them of the model; {:.1f} ms", readable_bytes(peak_bytes(peak_)),
+        "at most {}, {} of them of the model; {:.1f} ms", readable_bytes(peak_.peak_total),
         readable_bytes(peak_.bytes.model()), 1e-3 * static_cast<double>(length_us_));
     if (!timeline_.knows_other) rest += "; activations are not known";
     text_ += text_at(kLeft, 42, rest);
@@ -160,7 +160,7 @@ class Picture {
     std::vector<std::pair<double, double>> points;
     for (size_t i = 0; i < samples_.size(); ++i) {
       const int64_t before = i > 0 ? samples_[i - 1].bytes.total() : 0;
-      const double height = y(std::max<int64_t>({peak_bytes(samples_[i]), before, 0}));
+      const double height = y(std::max<int64_t>({samples_[i].peak_total, before, 0}));
       if (i > 0) points.emplace_back(x(samples_[i - 1].time_us), height);
       points.emplace_back(x(samples_[i].time_us), height);
     }
@@ -228,7 +228,7 @@ class Picture {
 
   // The label goes beside the point, on the side where there is room.
   void draw_peak() {
-    const double at = x(peak_.time_us), height = y(peak_bytes(peak_));
+    const double at = x(peak_.time_us), height = y(peak_.peak_total);
     const bool is_left = at < kLeft + kPlotWidth / 2;
     text_ += fmt::format(
         "<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"4\" fill=\"none\" class=\"line\"/>\n", at, height);

@@ -20,14 +20,8 @@ const std::array<MemoryKind, 8> kMemoryKinds = {{
     {"activations and other", &MemoryBytes::other},
 }};
 
-int64_t peak_bytes(const MemorySample& sample) {
-  return std::max(sample.peak_total, sample.bytes.total());
-}
-
 const MemorySample* peak_of(const std::vector<MemorySample>& samples) {
-  const auto most =
-      std::max_element(samples.begin(), samples.end(),
-                       [](const auto& a, const auto& b) { return peak_bytes(a) < peak_bytes(b); });
+  const auto most = std::ranges::max_element(samples, {}, &MemorySample::peak_total);
   return most == samples.end() ? nullptr : &*most;
 }
 
@@ -116,9 +110,9 @@ std::string memory_table(const MemoryTimeline& timeline) {
     text += "activations and other are not known: the process has an allocator of its own\n";
   }
   if (const MemorySample* peak = peak_of(timeline.samples)) {
-    text += fmt::format("peak {} bytes, {} of them of the model, in step {}: {} {}\n",
-                        peak_bytes(*peak), peak->bytes.model(), peak->step,
-                        memory_event_name(peak->event), peak->unit);
+    text +=
+        fmt::format("peak {} bytes, {} of them of the model, in step {}: {} {}\n", peak->peak_total,
+                    peak->bytes.model(), peak->step, memory_event_name(peak->event), peak->unit);
   }
   text += fmt::format("{:>14} {:>6}", "time us", "step");
   for (const MemoryKind& kind : kMemoryKinds) text += fmt::format(" {:>21}", kind.name);

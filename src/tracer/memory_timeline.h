@@ -26,10 +26,7 @@ struct MemoryKind {
 /// All kinds; the first ones change least and lie at the bottom of a picture.
 extern const std::array<MemoryKind, 8> kMemoryKinds;
 
-/// All bytes of a sample, with `other` at its peak.
-int64_t peak_bytes(const MemorySample& sample);
-
-/// Returns the sample with the largest `peak_bytes()`; null if there are none.
+/// Returns the sample with the largest `peak_total`; null if there are none.
 const MemorySample* peak_of(const std::vector<MemorySample>& samples);
 
 /// Something with a duration: a gather, the time that a unit stays gathered, a forward.

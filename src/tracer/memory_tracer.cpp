@@ -82,7 +82,7 @@ struct MemoryTracer::Impl final : MemoryListener {
     if (options.pss && reads_pss(event)) sample.pss = pss_bytes();
     peak_model_bytes = std::max(peak_model_bytes, sample.bytes.model());
     peak_other_bytes = std::max(peak_other_bytes, sample.peak_other);
-    if (timeline.samples.empty() || peak_bytes(sample) > peak_bytes(peak)) peak = sample;
+    if (timeline.samples.empty() || sample.peak_total > peak.peak_total) peak = sample;
     timeline.samples.push_back(std::move(sample));
     if (event == MemoryEvent::kStepEnd) start_step();
   }

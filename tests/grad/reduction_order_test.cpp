@@ -18,9 +18,8 @@ constexpr int kLayers = 4;
 constexpr int64_t kWidth = 37;
 constexpr int64_t kUnitBytes = 6000;  // a layer in each unit
 
-// Layers between two uses of one weight, as of a tied embedding. Of the unit of `last`, a
-// parameter may get no gradient. `on_gradient(i)` is called when the gradient of the values before
-// layer `i` is known, so when the gradients of this layer and of those behind it have arrived.
+// Layers between two uses of one weight, as of a tied embedding. A parameter of the last layer may
+// get no gradient. `on_first_gradient` is called when those of all layers have arrived.
 struct Tied : Net {
   explicit Tied(bool has_unused) {
     tied = register_parameter("tied", torch::randn({kWidth, kWidth}) / 6);
@@ -32,53 +31,40 @@ struct Tied : Net {
   }
   torch::Tensor forward(torch::Tensor x) override {
     x = torch::matmul(x, tied);
+    x.register_hook([this](const torch::Tensor& gradient) {
+      on_first_gradient();
+      return gradient;
+    });
     for (int i = 0; i < kLayers; ++i) {
-      if (x.requires_grad() && on_gradient) {
-        x.register_hook([this, i](const torch::Tensor& gradient) {
-          on_gradient(i);
-          return gradient;
-        });
-      }
       x = layers[i]->forward(torch::gelu(x));
     }
     return torch::matmul(x, tied.t()).narrow(1, 0, 5);
   }
   torch::Tensor tied;
   std::vector<torch::nn::Linear> layers;
-  std::function<void(int layer)> on_gradient;
+  std::function<void()> on_first_gradient;
 };
 
-// Trains, and calls `on_gradient` in each step.
-void train(World& world, const std::shared_ptr<CountingProcessGroup>& counter, ShardLevel level,
-           bool has_unused, int steps, const std::function<void(int step, int layer)>& on_gradient,
-           const std::function<void(int step)>& on_step) {
-  const auto net = seeded(7, [&] { return std::make_shared<Tied>(has_unused); });
-  auto sharded =
-      fully_shard(net, {.level = level, .unit_bytes = kUnitBytes, .process_group = counter});
-  torch::optim::SGD sgd(sharded->parameters(), 0.1);
-  ShardedOptimizer optimizer(sharded, sgd);
-  for (int step = 0; step < steps; ++step) {
-    net->on_gradient = [&](int layer) { on_gradient(step, layer); };
-    counter->reset_counts();
-    optimizer.zero_grad();
-    rank_loss(*net, global_batch(step, 12, kWidth, 5), world.rank(), world.size(), step).backward();
-    optimizer.step();
-    on_step(step);
-  }
-}
-
-// The units whose reductions have begun before the gradient of layer 0's input is passed on.
+// Per step, the reductions that have begun before the gradient of layer 0's input is passed on.
 std::vector<int64_t> reduced_in_backward(int ranks, bool has_unused) {
   std::vector<int64_t> calls;
   run_world(ranks, [&](World& world) {
     const auto counter = counting_process_group(world.process_group());
-    train(
-        world, counter, ShardLevel::kGradients, has_unused, /*steps=*/3,
-        [&](int, int layer) {
-          if (layer == 0 && world.rank() == 0)
-            calls.push_back(counter->counts().reduce_scatter.calls);
-        },
-        [](int) {});
+    const auto net = seeded(7, [&] { return std::make_shared<Tied>(has_unused); });
+    net->on_first_gradient = [&] {
+      if (world.rank() == 0) calls.push_back(counter->counts().reduce_scatter.calls);
+    };
+    auto sharded = fully_shard(
+        net, {.level = ShardLevel::kGradients, .unit_bytes = kUnitBytes, .process_group = counter});
+    torch::optim::SGD sgd(sharded->parameters(), 0.1);
+    ShardedOptimizer optimizer(sharded, sgd);
+    for (int step = 0; step < 3; ++step) {
+      counter->reset_counts();
+      optimizer.zero_grad();
+      const Batch batch = global_batch(step, 12, kWidth, 5);
+      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
+      optimizer.step();
+    }
   });
   return calls;
 }
@@ -116,11 +102,11 @@ TEST(ReductionOrder, RanksThatCompleteDifferentUnitsReduceTheSame) {
   }
 }
 
-TEST(ReductionOrder, GradientsMayBeClearedWhileTheyAreGathered) {
+TEST(ReductionOrder, GradientsMayBeClearedWhileTheyAreReduced) {
   const TrainingRun run = sgd_run<Mlp>();
-  const auto train = [&](World& world, bool clears) {
+  const auto train = [&](World& world, ShardLevel level, bool clears) {
     auto net = run.make_net();
-    auto sharded = fully_shard(net, {.level = ShardLevel::kNone, .unit_bytes = kUnitBytes});
+    auto sharded = fully_shard(net, {.level = level, .unit_bytes = kUnitBytes});
     torch::optim::SGD sgd(sharded->parameters(), 0.1);
     ShardedOptimizer optimizer(sharded, sgd);
     const auto backward = [&](int batch) {
@@ -141,7 +127,8 @@ TEST(ReductionOrder, GradientsMayBeClearedWhileTheyAreGathered) {
   };
   for (const int ranks : {2, 3}) {
     run_world(ranks, [&](World& world) {
-      expect_same_state(train(world, true), train(world, false), 0, "cleared");
+      for (const ShardLevel level : kAllLevels)
+        expect_same_state(train(world, level, true), train(world, level, false), 0, "cleared");
     });
   }
 }

@@ -46,8 +46,16 @@ struct Program {
   // And tensors that the program's loop holds during backward.
   std::function<std::vector<torch::Tensor>(M&, int64_t batch)> loss;
   bool clips = false;
+  double most = 1.1;  // of the memory that is predicted, by the memory of a step
   ShardPlan plan = {};
 };
+
+template <class Optimizer, class Options>
+auto with_options(Options options) {
+  return [options](std::vector<torch::Tensor> trained) {
+    return std::make_unique<Optimizer>(std::move(trained), options);
+  };
+}
 
 template <class M>
 MeasuredPeak measure(const Program<M>& program, int64_t batch) {
@@ -67,8 +75,8 @@ MeasuredPeak measure(const Program<M>& program, int64_t batch) {
   });
 }
 
-// Compares the memory of two ranks with `batch` rows each with what the plan predicts: within 10 %
-// if moments describe the model. Else activations are one number, measured in one process with a
+// Compares the memory of two ranks with `batch` rows each with what the plan predicts. Where
+// moments do not describe the model, activations are one number, measured in one process with a
 // quarter of the rows, and the prediction is an upper bound, as it is the sum of all peaks.
 template <class M>
 void expect_predicted(const std::string& name, const Program<M>& program, int64_t batch,
@@ -91,14 +99,14 @@ void expect_predicted(const std::string& name, const Program<M>& program, int64_
           options.activations = activations;
           const PlannedRank planned = plan_report(sizes, leveled.plan, options).rank;
           const MeasuredPeak measured = measure(leveled, batch);
-          const double ratio = double(planned.peak.total()) / double(measured.bytes);
+          const double ratio = double(planned.peak.total()) / double(measured.sample.peak_total);
           const std::string text = fmt::format(
               "{} level {}: planned {} kB, of them activations {} ({}); measured {} kB: {:.3f}\n",
               name, int(level), planned.peak.total() / 1000, planned.peak.other / 1000,
-              planned.peak_at, measured.bytes / 1000, ratio);
+              planned.peak_at, measured.sample.peak_total / 1000, ratio);
           if (world.rank() == 0 && std::getenv("TESSERA_SHOW_PEAKS")) fmt::print("{}", text);
           EXPECT_GT(ratio, described.moments.empty() ? 0.99 : 0.9) << text;
-          EXPECT_LT(ratio, described.moments.empty() ? 2 : 1.1) << text;
+          EXPECT_LT(ratio, program.most) << text;
         },
         std::chrono::seconds(60), Transport::kGloo);
   }
@@ -107,16 +115,14 @@ void expect_predicted(const std::string& name, const Program<M>& program, int64_
 TEST(CookbookMemory, OfTheResNetIsBoundedByThatOfASmallerBatch) {
   const Program<resnet::ResNet> program{
       .make = [] { return resnet::ResNet(); },
-      .optimizer =
-          [](std::vector<torch::Tensor> trained) {
-            return std::make_unique<torch::optim::SGD>(
-                std::move(trained), torch::optim::SGDOptions(0.2).momentum(0.9).weight_decay(5e-4));
-          },
+      .optimizer = with_options<torch::optim::SGD>(
+          torch::optim::SGDOptions(0.2).momentum(0.9).weight_decay(5e-4)),
       .loss = [](resnet::ResNet& model, int64_t batch) -> std::vector<torch::Tensor> {
         const auto images = torch::rand({batch, 1, 8, 8});
         const auto labels = torch::randint(10, {batch}, torch::kLong);
         return {torch::cross_entropy_loss(model(resnet::augmented(images)), labels)};
-      }};
+      },
+      .most = 2};  // activations and gradients are greatest at different times
   expect_predicted("resnet", program, 32);
 }
 
@@ -135,11 +141,7 @@ TEST(CookbookMemory, OfGpt2IsPredictedFromItsConfig) {
   const auto config = read_transformer_config(directory.path());
   const Program<gpt2::Gpt2> program{
       .make = [&] { return gpt2::Gpt2(gpt2::read_config(directory.path())); },
-      .optimizer =
-          [](std::vector<torch::Tensor> trained) {
-            return std::make_unique<torch::optim::AdamW>(std::move(trained),
-                                                         torch::optim::AdamWOptions(3e-5));
-          },
+      .optimizer = with_options<torch::optim::AdamW>(torch::optim::AdamWOptions(3e-5)),
       // The program's loop holds the logits while backward runs.
       .loss = [](gpt2::Gpt2& model, int64_t batch) -> std::vector<torch::Tensor> {
         const auto window = torch::randint(2000, {batch, kLength + 1}, torch::kLong);
@@ -158,10 +160,7 @@ TEST(CookbookMemory, OfLoraIsBoundedByThatOfASmallerBatch) {
   const Program<lora::Llama> program{
       .make = [] { return lora::Llama(); },
       .optimizer =
-          [](std::vector<torch::Tensor> trained) {
-            return std::make_unique<torch::optim::AdamW>(
-                std::move(trained), torch::optim::AdamWOptions(1e-2).weight_decay(0));
-          },
+          with_options<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0)),
       .loss = [](lora::Llama& model, int64_t batch) -> std::vector<torch::Tensor> {
         return {model->loss(torch::randint(256, {batch, lora::kSeq + 1}, torch::kLong))};
       },

@@ -6,8 +6,7 @@ namespace tessera::testing {
 
 /// The most that a rank had in a step.
 struct MeasuredPeak {
-  int64_t bytes = 0;        ///< at the peak
-  MemorySample sample;      ///< of the peak
+  MemorySample sample;      ///< of the peak, which has `peak_total` bytes
   int64_t activations = 0;  ///< the most of them, at any time
 };
 
@@ -18,7 +17,7 @@ MeasuredPeak measured_peak(const ShardedModule& sharded, int warm_up, int steps,
   for (int i = 0; i < warm_up; ++i) step();
   const MemoryTracer tracer(sharded);
   for (int i = 0; i < steps; ++i) step();
-  return {tracer.peak().peak_total, tracer.peak(), tracer.peak_other_bytes()};
+  return {tracer.peak(), tracer.peak_other_bytes()};
 }
 
 }  // namespace tessera::testing

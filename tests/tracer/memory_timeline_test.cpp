@@ -55,7 +55,7 @@ TEST(MemoryTimeline, ThePeakHasTheMostThatThereWasBetweenTwoEvents) {
   const MemorySample* peak = peak_of(timeline.samples);
   ASSERT_TRUE(peak);
   EXPECT_EQ(peak->event, MemoryEvent::kUnitUsed);
-  EXPECT_EQ(peak_bytes(*peak), 1000 + 2000 + 9000);
+  EXPECT_EQ(peak->peak_total, 1000 + 2000 + 9000);
   EXPECT_EQ(peak_of({}), nullptr);
 }
 

@@ -17,9 +17,9 @@ struct LinkBenchOptions {
   int hosts = 2;
   int ranks_per_host = 1;
   double mbit = 0;  ///< of each link and direction, in 10^6 bits per second; 0: no limit
-  std::string congestion = LinkedHosts::kCongestion;
-  std::vector<std::string> against;  ///< of PyTorch: fsdp2, ddp
-  std::string python = "python3";    ///< with PyTorch and Tessera's package, for `against`
+  std::string congestion = LinkedHosts::kCongestion;  ///< of TCP, on the hosts
+  std::vector<std::string> against;                   ///< of PyTorch: fsdp2, ddp
+  std::string python = "python3";  ///< with PyTorch and Tessera's package, for `against`
 
   int ranks() const { return hosts * ranks_per_host; }
 };

@@ -122,7 +122,7 @@ bool LinkedHosts::can_be_made() {
     try {
       const LinkedHosts hosts(2, 0);
       return true;
-    } catch (const std::runtime_error&) {
+    } catch (const std::exception&) {
       return false;
     }
   }();
