@@ -41,6 +41,9 @@ python -m tessera.bench --markdown --against "$against" --size "$sizes" --level 
 echo
 echo "The demo's GPT on 2 ranks, beside plain LibTorch with 2 threads and the same global batch:"
 echo
-python3 scripts/compare_speed.py --rounds "$rounds" --steps 25 --threads 2 \
-  --sharded "build/release/tools/tessera run -n 2 build/release/examples/train_gpt --data data/corpus.txt --sample 0 --eval-every 1000" \
-  --plain "build/release/examples/plain_gpt --data data/corpus.txt"
+for model in "" "--width 512 --layers 8"; do
+  echo "${model:-as it is}:"
+  python3 scripts/compare_speed.py --rounds "$rounds" --steps $([[ $model ]] && echo 8 || echo 25) --threads 2 \
+    --sharded "build/release/tools/tessera run -n 2 build/release/examples/train_gpt --data data/corpus.txt --sample 0 --eval-every 1000 $model" \
+    --plain "build/release/examples/plain_gpt --data data/corpus.txt $model"
+done

@@ -55,6 +55,12 @@ struct ReduceScatterOptions {
   /// one (error feedback). Belongs to the process group, and must be given to all calls for the
   /// same data; undefined at first. Null: losses are forgotten.
   std::shared_ptr<at::Tensor> error = nullptr;
+  /// If defined: the flat buffer of which `out` is this rank's range, in memory, too. Each rank's
+  /// sums are gathered into it as soon as they are there, so that all ranks have all of them; then
+  /// `Work::wait()` returns when `out` may be overwritten, too. Throws `c10::ValueError` with an
+  /// encoding, and `c10::NotImplementedError` except over Gloo, also between hosts whose ranks
+  /// share memory: elsewhere, call `all_gather()`.
+  at::Tensor gather_into = {};
 };
 
 enum class ReduceOp : uint8_t { kSum, kMax, kMin };

@@ -119,8 +119,9 @@ struct TESSERA_API PlannedTraffic {
   Entry gather_forward;   ///< parameters, for forward (the first ones are sent in the step before)
   Entry gather_backward;  ///< parameters, for backward
   Entry gather_updated;   ///< parameters that stay whole between steps, after the step
-  Entry reduce;           ///< gradients, over the ranks that shard
-  Entry gather_reduced;   ///< reduced gradients, at `ShardLevel::kNone`
+  Entry reduce;           ///< gradients, over the ranks that shard; at `ShardLevel::kNone` also
+                          ///< reduced ones, to all ranks, but for the next entry
+  Entry gather_reduced;   ///< those of buckets, of replicas, and in messages of 8 bits
   Entry replicate;        ///< reduced gradients, over the replicas
   Entry agree, agree_replicas;  ///< which parameters were used, over the ranks and the replicas
 

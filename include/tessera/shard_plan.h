@@ -143,14 +143,16 @@ struct ShardPlan {
 
   /// Maximum number of bytes that this rank may use for parameters, gradients, optimizer state and
   /// activations together, on the model's device. The first step runs with `resident_bytes` 0 and
-  /// is measured; from the next step on, as many units stay unsharded as fit on every rank. If not
-  /// even one fits, the first step throws on every rank. Memory that the process uses for other
-  /// purposes, or had before the model was sharded, is not counted. Ranks may have different
-  /// budgets. None: `resident_bytes` decides.
+  /// is measured; from the next step on, as many units stay unsharded as fit on every rank. If
+  /// those of `prefetch` do not fit, fewer are gathered ahead; if not even one fits, the first step
+  /// throws on every rank. Memory that the process uses for other purposes, or had before the model
+  /// was sharded, is not counted. Ranks may have different budgets. None: `resident_bytes` decides.
   std::optional<int64_t> memory_budget = std::nullopt;
 
-  /// Number of units that are gathered in the background ahead of use. 0: gather when used.
-  int prefetch = 1;
+  /// Number of units that are gathered in the background ahead of use. 0: gather when used. With 2,
+  /// one is on the link and the next one waits for its turn; more gain nothing
+  /// (docs/performance.md). With a `memory_budget`, fewer if there is no room for so many.
+  int prefetch = 2;
 
   /// True: reduced gradients are the mean over ranks; false: the sum.
   bool average = true;

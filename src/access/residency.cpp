@@ -47,11 +47,10 @@ bool in_training() { return at::GradMode::is_enabled() || in_backward(); }
 
 }  // namespace
 
-Residency::Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch)
+Residency::Residency(std::vector<Unit*> units, const Limits& limits)
     : units_(std::move(units)),
-      resident_bytes_(resident_bytes),
-      next_limit_(resident_bytes),
-      prefetch_(prefetch),
+      limits_(limits),
+      next_limits_(limits),
       ahead_(units_.size(), false) {
   for (const Unit* unit : units_) {
     any_frees_ |= unit->frees();
@@ -72,7 +71,8 @@ void Residency::plan() {
   training_ = {.order = order_.joined()};
   sweep_ = {.order = order_.forward};
   for (Cursor* cursor : {&training_, &sweep_})
-    cursor->steps = plan_residency(cursor->order, freed_nbytes(), resident_bytes_, prefetch_);
+    cursor->steps =
+        plan_residency(cursor->order, freed_nbytes(), limits_.resident_bytes, limits_.prefetch);
 }
 
 void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
@@ -218,7 +218,7 @@ void Residency::finish_evaluation() {
   if (training_.position < 0) return;
   execute(training_, training_.position + 1, forward_end());
   training_.position = -1;
-  if (resident_bytes_ >= 0) free_all();
+  if (limits_.resident_bytes >= 0) free_all();
 }
 
 // Executes the rest of the plan after the last use, as all ranks do.
@@ -311,7 +311,7 @@ void Residency::end_pass() {
   if (!trains_) finish_evaluation();
   execute(training_, training_.position + 1, std::ssize(training_.order));
   restart();
-  if (resident_bytes_ >= 0) {
+  if (limits_.resident_bytes >= 0) {
     free_all();
   } else {
     // All units stay until the step; the next pass need not gather them again.
@@ -348,12 +348,10 @@ void Residency::learn(const PassOrder& pass) {
   deviated_ = false;
 }
 
-void Residency::set_resident_bytes(int64_t resident_bytes) { next_limit_ = resident_bytes; }
-
 void Residency::on_step(const std::vector<bool>& changed) {
   const auto guard = lock();
   free_and_restart();
-  if (std::exchange(resident_bytes_, next_limit_) != next_limit_) plan();
+  if (std::exchange(limits_, next_limits_) != next_limits_) plan();
   // Units that are never freed are gathered now, in order of use, while the next forward begins; of
   // the others, only the first ones.
   std::vector<bool> done(units_.size(), false);

@@ -18,7 +18,14 @@ namespace tessera {
 /// same order even if one of them skips a unit. See [Note: One order of gathers] in residency.cpp.
 class Residency {
  public:
-  Residency(std::vector<Unit*> units, int64_t resident_bytes, int prefetch);
+  /// See the fields of `ShardPlan`.
+  struct Limits {
+    int64_t resident_bytes = 0;
+    int prefetch = 0;
+    bool operator==(const Limits&) const = default;
+  };
+
+  Residency(std::vector<Unit*> units, const Limits& limits);
 
   /// Unshards `units`, which one operator uses together, and waits for them. Any thread may call
   /// it: see [Note: Several threads] in running_operators.cpp.
@@ -52,11 +59,10 @@ class Residency {
   /// or re-gathers full parameters and starts the next pass.
   void on_step(const std::vector<bool>& changed);
 
-  /// Called by all ranks, with equal arguments: sets the limit that holds from the next optimizer
+  /// Called by all ranks, with equal arguments: sets the limits that hold from the next optimizer
   /// step on.
-  void set_resident_bytes(int64_t resident_bytes);
-  int64_t resident_bytes() const { return resident_bytes_; }
-  int prefetch() const { return prefetch_; }
+  void set_limits(const Limits& limits) { next_limits_ = limits; }
+  int64_t resident_bytes() const { return limits_.resident_bytes; }
   /// Bytes of each unit's full parameters, 0 for units that are not freed between uses.
   std::vector<int64_t> freed_nbytes() const;
 
@@ -104,9 +110,8 @@ class Residency {
   void plan();
 
   std::vector<Unit*> units_;
-  int64_t resident_bytes_;
-  int64_t next_limit_;  // `resident_bytes_` from the next step on
-  int prefetch_;
+  Limits limits_;
+  Limits next_limits_;  // from the next step on
   bool any_frees_ = false;
   bool several_ranks_ = false;
   bool stays_shared_ = false;  // would be freed if the ranks did not share their memory

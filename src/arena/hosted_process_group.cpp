@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -118,6 +119,11 @@ class HostBuffer {
   std::vector<ByteRange> foreign_;
 };
 
+// Copies the values of a tensor into another one of its size and dtype.
+void copy_values(const at::Tensor& to, const at::Tensor& from) {
+  if (from.numel() > 0) std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+}
+
 // Appends the parts of `pieces` that lie in [begin, end), a range stored at `offset` of `sums`.
 void add_pieces(std::vector<Piece>& out, const std::vector<Piece>& pieces, int64_t begin,
                 int64_t end, int64_t offset, const at::Tensor& sums) {
@@ -134,6 +140,7 @@ class HostedProcessGroup : public ProcessGroup,
                            public SharesMemory,
                            public Closable,
                            public SendsMessages,
+                           public GathersSums,
                            public Watchable {
  public:
   // `local`: the ranks of this host; `rail`: the ranks of this rank's rail, in host order;
@@ -247,6 +254,17 @@ class HostedProcessGroup : public ProcessGroup,
     return cut;
   }
 
+  // Returns the parts of `fetched`, which are concatenated there, as pieces of the flat buffer.
+  static std::vector<Piece> pieces_of_rail(const RailCut& cut, std::span<const int64_t> bounds,
+                                           const at::Tensor& fetched) {
+    std::vector<Piece> pieces;
+    for (size_t h = 0; h < cut.ranks.size(); ++h) {
+      const int64_t numel = cut.bounds[h + 1] - cut.bounds[h];
+      pieces.push_back({bounds[cut.ranks[h]], fetched.narrow(0, cut.bounds[h], numel), numel});
+    }
+    return pieces;
+  }
+
   // Gathers into memory that the ranks of a host do not share: each rank fetches the shards of its
   // rail and publishes them to the other ranks of the host.
   WorkPtr gather_own(const AllGather& call, const CollectiveTag& tag) {
@@ -256,11 +274,7 @@ class HostedProcessGroup : public ProcessGroup,
     // Not in `flat`: other ranks may still be reading when the owner of `flat` writes to it again.
     const at::Tensor fetched = at::empty(
         {cut.bounds.back()}, at::TensorOptions().dtype(flat.scalar_type()).requires_grad(false));
-    std::vector<Piece> pieces;
-    for (size_t h = 0; h < cut.ranks.size(); ++h) {
-      const int64_t numel = cut.bounds[h + 1] - cut.bounds[h];
-      pieces.push_back({bounds[cut.ranks[h]], fetched.narrow(0, cut.bounds[h], numel), numel});
-    }
+    std::vector<Piece> pieces = pieces_of_rail(cut, bounds, fetched);
     return start_steps(
         call, tag,
         {[fetched, shard = shard, rail_bounds = cut.bounds, encoding = encoding,
@@ -340,18 +354,36 @@ class HostedProcessGroup : public ProcessGroup,
       reductions.push_back({begin, end, data + cut.bounds[h] * item, {dtype, ReduceOp::kSum}});
       add_pieces(rail_pieces, pieces, begin, end, cut.bounds[h], sums);
     }
-    const WorkPtr host_sums =
-        local_->reduce(sums, pieces, std::move(reductions), form_of(call, tag), tag);
+    CollectiveForm form = form_of(call, tag);
+    const WorkPtr host_sums = local_->reduce(sums, pieces, std::move(reductions), form, tag);
     ReduceScatterOptions rail_options = options;
     rail_options.dtype = dtype;
-    return start_steps(call, tag,
-                       {[host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
-                        [out = out, rail_pieces, rail_bounds = cut.bounds, rail_options,
-                         rail = rail_](const CollectiveTag& rail_tag) {
-                          return std::vector{rail->reduce_scatter(out, rail_pieces, rail_bounds,
-                                                                  rail_options, rail_tag)};
-                        }},
-                       /*sends=*/1);
+    at::Tensor rail_out = out;
+    const bool gathers = options.gather_into.defined();
+    if (gathers) {
+      // As in gather_own(), not in `gather_into`.
+      rail_options.gather_into = at::empty(
+          {cut.bounds.back()}, at::TensorOptions().dtype(out.scalar_type()).requires_grad(false));
+      rail_out = rail_options.gather_into.narrow(0, cut.bounds[rail_->rank()], out.numel());
+    }
+    std::vector<CollectiveStep> steps{
+        [host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
+        [out = out, rail_out, rail_pieces, rail_bounds = cut.bounds, rail_options,
+         rail = rail_](const CollectiveTag& rail_tag) {
+          // To add to, and where no piece is.
+          if (rail_options.gather_into.defined()) copy_values(rail_out, out);
+          return std::vector{
+              rail->reduce_scatter(rail_out, rail_pieces, rail_bounds, rail_options, rail_tag)};
+        }};
+    if (gathers) {
+      ArenaTicket ticket = local_->arena()->take_ticket(call.kName, tag, form.mix("gather"));
+      steps.emplace_back([ticket = std::move(ticket), flat = options.gather_into,
+                          fetched = pieces_of_rail(cut, bounds, rail_options.gather_into),
+                          local = local_](const CollectiveTag&) {
+        return std::vector{local->gather_at(ticket, fetched, flat)};
+      });
+    }
+    return start_steps(call, tag, std::move(steps), /*sends=*/1);
   }
 
   WorkPtr start(AllReduce& call, const CollectiveTag& tag) {

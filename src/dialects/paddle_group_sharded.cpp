@@ -126,7 +126,7 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
   if (plan.level == ShardLevel::kParameters) {
     plan.whole_numel = options.segment_size;
     plan.whole = excluded_parameters(model, options);
-    plan.prefetch = options.sync_comm ? 0 : 1;
+    if (options.sync_comm) plan.prefetch = 0;
   } else {
     // Paddle's stage 2: parameters are never cut; the least loaded rank gets each one.
     plan.partition = Partition::kWholeParam;

@@ -12,6 +12,7 @@
 
 #include "device/device.h"
 #include "device/side_stream.h"
+#include "group/capability.h"
 #include "group/encoding.h"
 
 namespace tessera {
@@ -230,6 +231,15 @@ at::Tensor UnitGradients::shard_part() const {
   return reduced(bounds[rank], bounds[rank + 1]);
 }
 
+// At ShardLevel::kNone every rank keeps everything. Returns true if the reduction itself may gather
+// its result, so that this, too, is done while backward runs: always in the same place of the order
+// of collectives, unlike a gather that a rank starts when it finds the reduction done.
+bool UnitGradients::gathers_in_reduction() const {
+  const ShardMesh& mesh = unit_.context().mesh;
+  return unit_.layout().may_gather_sums() && !mesh.replicates() && mesh.shard().size() > 1 &&
+         capability<GathersSums>(mesh.shard());
+}
+
 void UnitGradients::launch() {
   at::NoGradGuard no_grad;
   TORCH_INTERNAL_ASSERT(!is_reducing());
@@ -242,14 +252,16 @@ void UnitGradients::launch() {
   const bool apart = accumulate && mesh.replicates();
   if (apart) partial_ = at::zeros_like(shard_part());
   adds_ = apart;
-  reduction_ = std::make_shared<Reduction>(mesh, apart ? partial_ : shard_part(), take_pieces(),
-                                           layout.bounds,
-                                           ReduceScatterOptions{.scale = scale_,
-                                                                .accumulate = accumulate && !apart,
-                                                                .dtype = layout.reduce_dtype,
-                                                                .encoding = layout.reduce_encoding,
-                                                                .error = error_},
-                                           layout.name);
+  gathers_ = gathers_in_reduction();
+  reduction_ = std::make_shared<Reduction>(
+      mesh, apart ? partial_ : shard_part(), take_pieces(), layout.bounds,
+      ReduceScatterOptions{.scale = scale_,
+                           .accumulate = accumulate && !apart,
+                           .dtype = layout.reduce_dtype,
+                           .encoding = layout.reduce_encoding,
+                           .error = error_,
+                           .gather_into = gathers_ ? reduced_ : at::Tensor()},
+      layout.name);
   unit_.context().watch.tell(MemoryEvent::kReductionStarted, layout.name);
 }
 
@@ -259,6 +271,7 @@ void UnitGradients::launch() {
 std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart) {
   TORCH_INTERNAL_ASSERT(!is_reducing());
   unit_.context().watch.before_change();
+  gathers_ = false;
   const bool is_view = !apart && unit_.layout().level != ShardLevel::kNone;
   const bool has_earlier = any_live();
   if (has_earlier || !is_view) prepare_reduced();
@@ -299,10 +312,9 @@ void UnitGradients::finish_sum() {
   partial_.reset();
 }
 
-// At ShardLevel::kNone every rank keeps everything.
 void UnitGradients::start_gather() {
   ProcessGroup& process_group = unit_.context().mesh.shard();
-  if (!is_reducing() || whole_ || unit_.layout().level != ShardLevel::kNone ||
+  if (!is_reducing() || gathers_ || whole_ || unit_.layout().level != ShardLevel::kNone ||
       process_group.size() == 1)
     return;
   at::NoGradGuard no_grad;

@@ -84,7 +84,7 @@ class UnitGradients {
   /// Returns true if `replicate()` or, without a replicate dim, `settle()` would not wait.
   bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
   /// All ranks, at `ShardLevel::kNone`: waits for the reduction, and starts gathering its result;
-  /// `settle()` waits for that. Does nothing at other levels.
+  /// `settle()` waits for that. Does nothing at other levels, and where the reduction gathers it.
   void start_gather();
   /// All ranks: waits for the reduction. From then on, parameters with `used[slot]` have a
   /// gradient.
@@ -119,6 +119,7 @@ class UnitGradients {
   void finish_reduction();
   void finish_sum();
   at::Tensor shard_part() const;
+  bool gathers_in_reduction() const;
   size_t chunk_of(size_t slot) const;
   at::Tensor place_of(size_t slot);
   std::vector<Piece> take_pieces();
@@ -137,7 +138,8 @@ class UnitGradients {
   at::Tensor reduced_;
   at::Tensor partial_;                 // destination of the sum, if not `reduced_` itself
   std::shared_ptr<at::Tensor> error_;  // what messages have lost; null if losses are forgotten
-  bool adds_ = false;  // `partial_` is added to `reduced_` (earlier backwards' sums)
+  bool adds_ = false;     // `partial_` is added to `reduced_` (earlier backwards' sums)
+  bool gathers_ = false;  // the reduction gathers the parts of all ranks, too
   std::shared_ptr<Reduction> reduction_;
   WorkPtr whole_;  // the gather behind it
 

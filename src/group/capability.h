@@ -76,6 +76,13 @@ class SendsPlain {
   virtual ~SendsPlain() = default;
 };
 
+/// A process group whose reductions can also gather their sums: see
+/// `ReduceScatterOptions::gather_into`, which others refuse.
+class GathersSums {
+ public:
+  virtual ~GathersSums() = default;
+};
+
 /// Host memory that the ranks of a process group share. It lives as long as a tensor on any rank
 /// refers to it.
 struct SharedBuffer {

@@ -34,6 +34,15 @@ std::vector<MessageMemory> memory_of(const char* name, std::span<const at::Tenso
   return memory;
 }
 
+// Returns true if `shard` is empty or lies at this rank's place in `flat`.
+bool is_own_range(const ProcessGroup& process_group, const at::Tensor& flat,
+                  const at::Tensor& shard, std::span<const int64_t> bounds) {
+  const auto* const own = static_cast<const std::byte*>(flat.const_data_ptr()) +
+                          bounds[process_group.rank()] * static_cast<int64_t>(flat.element_size());
+  return shard.numel() == 0 || (own == shard.const_data_ptr() && shard.is_neg() == flat.is_neg() &&
+                                shard.is_conj() == flat.is_conj());
+}
+
 // Checks the arguments of a call.
 class ArgumentCheck {
  public:
@@ -45,9 +54,11 @@ class ArgumentCheck {
     if constexpr (requires { call.tensor; }) check_tensor("tensor", call.tensor);
     if constexpr (requires { call.bounds; }) check_bounds(call.bounds);
     if constexpr (requires { call.shard; }) check_shard("shard", call.shard, call.bounds);
-    if constexpr (requires { call.flat; }) check_flat(call.flat, call.shard, call.bounds);
+    if constexpr (requires { call.flat; })
+      check_flat("flat", call.flat, "shard", call.shard, call.bounds);
     if constexpr (requires { call.out; }) check_shard("out", call.out, call.bounds);
     if constexpr (requires { call.pieces; }) check_pieces(call);
+    if constexpr (requires { call.options; }) check_gather_into(call);
     if constexpr (requires { call.root; }) check_root(call.root);
     if constexpr (requires { call.from; }) check_messages(call.from, call.to);
     check_encoding(call);
@@ -93,14 +104,14 @@ class ArgumentCheck {
                       ", got ", shard.numel(), where());
   }
 
-  void check_flat(const at::Tensor& flat, const at::Tensor& shard,
-                  std::span<const int64_t> bounds) const {
-    check_tensor("flat", flat);
-    TORCH_CHECK_VALUE(flat.numel() == bounds.back(), "[", function_,
-                      "] `flat` must have `bounds.back()` elements; expected ", bounds.back(), ", got ",
+  void check_flat(const char* name, const at::Tensor& flat, const char* shard_name,
+                  const at::Tensor& shard, std::span<const int64_t> bounds) const {
+    check_tensor(name, flat);
+    TORCH_CHECK_VALUE(flat.numel() == bounds.back(), "[", function_, "] `", name,
+                      "` must have `bounds.back()` elements; expected ", bounds.back(), ", got ",
                       flat.numel(), where());
-    TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(), "[", function_,
-                      "] `flat` and `shard` must have one dtype; got ", flat.scalar_type(), " and ",
+    TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(), "[", function_, "] `", name, "` and `",
+                      shard_name, "` must have one dtype; got ", flat.scalar_type(), " and ",
                       shard.scalar_type(), where());
   }
 
@@ -127,6 +138,16 @@ class ArgumentCheck {
       check_reducible(function_, call.dtype(), ReduceOp::kSum, call.out.scalar_type());
   }
 
+  void check_gather_into(const ReduceScatter& call) const {
+    const at::Tensor& all = call.options.gather_into;
+    if (!all.defined()) return;
+    check_flat("gather_into", all, "out", call.out, call.bounds);
+    TORCH_CHECK_VALUE(is_own_range(process_group_, all, call.out, call.bounds), "[", function_,
+                      "] `out` must lie at its place in `gather_into`", where());
+    TORCH_CHECK_VALUE(call.options.encoding == Encoding::kPlain, "[", function_,
+                      "] `gather_into` can't be used with an encoding", where());
+  }
+
   template <class Call>
   void check_encoding(const Call& call) const {
     if constexpr (requires { call.bounds; })
@@ -137,8 +158,7 @@ class ArgumentCheck {
                   })
       check_encodable(function_, call.encoding, call.tensor.scalar_type());
     if constexpr (requires { call.options; }) {
-      const auto& [scale, accumulate, dtype, encoding, error] = call.options;
-      TORCH_CHECK_VALUE(!error || encoding != Encoding::kPlain, "[", function_,
+      TORCH_CHECK_VALUE(!call.options.error || call.options.encoding != Encoding::kPlain, "[", function_,
                         "] `error` needs an encoding that loses something", where());
     }
   }
@@ -244,6 +264,10 @@ int64_t Collective::nbytes() const {
         if constexpr (requires { call.tensor; }) bytes = static_cast<int64_t>(call.tensor.nbytes());
         if constexpr (requires { call.bounds; })
           bytes = call.bounds.back() * static_cast<int64_t>(c10::elementSize(call.dtype()));
+        if constexpr (requires { call.options; }) {
+          if (call.options.gather_into.defined())
+            bytes += static_cast<int64_t>(call.options.gather_into.nbytes());
+        }
         if constexpr (requires { call.to; })
           for (const at::Tensor& message : call.to) bytes += message_bytes(message);
         return bytes;
@@ -257,10 +281,7 @@ void check_arguments(const ProcessGroup& process_group, const Collective& collec
 
 void check_in_place(const ProcessGroup& process_group, const AllGather& call,
                     const CollectiveTag& tag) {
-  const auto* const own =
-      static_cast<const std::byte*>(call.flat.const_data_ptr()) +
-      call.bounds[process_group.rank()] * static_cast<int64_t>(call.flat.element_size());
-  TORCH_CHECK_VALUE(call.shard.numel() == 0 || own == call.shard.const_data_ptr(), "[all_gather] unit '",
+  TORCH_CHECK_VALUE(is_own_range(process_group, call.flat, call.shard, call.bounds), "[all_gather] unit '",
                     tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
 }
 

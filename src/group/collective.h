@@ -14,6 +14,9 @@ void for_each_tensor(Call& call, const Visit& visit) {
   if constexpr (requires { call.flat; }) visit(call.flat, true);
   if constexpr (requires { call.shard; }) visit(call.shard, false);
   if constexpr (requires { call.out; }) visit(call.out, true);
+  if constexpr (requires { call.options; }) {
+    if (call.options.gather_into.defined()) visit(call.options.gather_into, true);
+  }
   if constexpr (requires { call.pieces; }) {
     for (auto& piece : call.pieces) visit(piece.data, false);
   }

@@ -75,6 +75,9 @@ CollectiveForm form_of(const Call& call, const CollectiveTag& tag) {
   if constexpr (requires { call.pieces; }) form.pieces(call.pieces);
   if constexpr (requires { call.op; }) form.op(call.op);
   if constexpr (requires { call.root; }) form.root(call.root);
+  if constexpr (requires { call.options; }) {
+    if (call.options.gather_into.defined()) form.mix("gathered");
+  }
   form.encoding(encoding_of(call));
   return form;
 }

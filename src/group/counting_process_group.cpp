@@ -66,6 +66,8 @@ class CountingDecorator : public CountingProcessGroup {
         if (numel > 0) bytes += encoded_nbytes(call.options.encoding, numel, call.dtype());
       }
     }
+    if (call.options.gather_into.defined())
+      bytes += receivers() * static_cast<int64_t>(call.out.nbytes());
     return bytes;
   }
 

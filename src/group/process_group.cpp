@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "group/capability.h"
 #include "group/collective.h"
 #include "group/math_bits.h"
 
@@ -51,6 +52,11 @@ std::vector<ReplacedOutput> make_plain(Collective& collective) {
 
 WorkPtr ProcessGroup::start(Collective collective) {
   check_arguments(*this, collective);
+  if (const auto* const call = std::get_if<ReduceScatter>(&collective.call))
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !call->options.gather_into.defined() || capability<GathersSums>(*this),
+        "[reduce_scatter] `gather_into` can't be used over ", backend_name(),
+        "; call all_gather() instead (unit '", collective.tag.subject, "')");
   CommDebug::count(collective);
   std::vector<ReplacedOutput> outputs = make_plain(collective);
   WorkPtr work = issue(std::move(collective));

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "group/capability.h"
 #include "group/completed_work.h"
 #include "group/local_sum.h"
 #include "group/peer_message.h"
@@ -14,7 +15,7 @@
 namespace tessera {
 namespace {
 
-class SingleProcessGroup : public ProcessGroup {
+class SingleProcessGroup : public ProcessGroup, public GathersSums {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }

@@ -157,6 +157,7 @@ class EncodedBytes {
 class ExchangeProcessGroup : public ProcessGroup,
                              public Closable,
                              public SendsMessages,
+                             public GathersSums,
                              public Watchable {
  public:
   ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
@@ -257,15 +258,18 @@ class ExchangeProcessGroup : public ProcessGroup,
 
   WorkPtr start(ReduceScatter& call, CollectiveName name, const CollectiveForm& form) {
     const auto& [out, pieces, bounds, options] = call;
-    return reduce(std::move(name),
-                  {.pieces = std::move(call.pieces),
-                   .ranges = ranges_of(bounds),
-                   .out = out,
-                   .reduction = {call.dtype(), ReduceOp::kSum, options.scale, options.accumulate,
-                                 out.scalar_type()},
-                   .encoding = options.encoding,
-                   .error = options.error},
-                  form);
+    ReduceTask task{.pieces = std::move(call.pieces),
+                    .ranges = ranges_of(bounds),
+                    .out = out,
+                    .reduction = {call.dtype(), ReduceOp::kSum, options.scale, options.accumulate,
+                                  out.scalar_type()},
+                    .encoding = options.encoding,
+                    .error = options.error};
+    if (options.gather_into.defined()) {
+      task.out = options.gather_into;
+      task.gather_tag = form.message_tag(name.sequence, /*part=*/1);
+    }
+    return reduce(std::move(name), std::move(task), form);
   }
 
   WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form) {

@@ -134,10 +134,11 @@ class ReduceExchange : public Exchange {
 
   void complete_outputs() override {
     if (task_.gather_tag) {
-      complete_all_reduce(*task_.gather_tag);
+      reduce_and_gather(*task_.gather_tag);
     } else {
       reduce(data_);
     }
+    task_.out.reset();  // the caller may have freed it by the time a slow peer has the messages
   }
 
   void complete_inputs() override {
@@ -145,30 +146,39 @@ class ReduceExchange : public Exchange {
     sends_.clear();
     packed_.clear();
     task_.pieces.clear();
-    task_.out.reset();
   }
 
-  void complete_all_reduce(int tag) {
-    const auto bytes_in = [&](int r) {
-      return (task_.ranges[r].end - task_.ranges[r].begin) * element_size_;
-    };
-    const auto place_of = [&](int r) { return data_ + task_.ranges[r].begin * element_size_; };
-    const int rank = mailbox_.rank();
+  void reduce_and_gather(int tag) {
+    const int rank = mailbox_.rank(), size = mailbox_.size();
     // A peer's part arrives only after the peer has received this rank's data for it, so that
     // memory is free by then.
     std::vector<Transfer> transfers;
-    for (int peer = 0; peer < mailbox_.size(); ++peer) {
-      if (peer != rank && bytes_in(peer) > 0) {
-        transfers.push_back(mailbox_.receive(place_of(peer), bytes_in(peer), peer, tag));
-      }
+    for (int step = 1; step < size; ++step) {
+      const int peer = (rank + size - step) % size;
+      for_each_message(peer, [&](std::byte* data, int64_t nbytes) {
+        transfers.push_back(mailbox_.receive(data, nbytes, peer, tag));
+      });
     }
     reduce(place_of(rank));
-    for (int step = 1; step < mailbox_.size() && bytes_in(rank) > 0; ++step) {
-      const int peer = (rank + step) % mailbox_.size();
-      transfers.push_back(mailbox_.send(place_of(rank), bytes_in(rank), peer, tag));
+    for (int step = 1; step < size; ++step) {
+      const int peer = (rank + step) % size;
+      for_each_message(rank, [&](const std::byte* data, int64_t nbytes) {
+        transfers.push_back(mailbox_.send(data, nbytes, peer, tag));
+      });
     }
     for (const Transfer& transfer : transfers) wait(transfer);
-    complete_inputs();  // the tensor is input and output: no message of it may be in transit
+    complete_inputs();  // `out` may be an input, too: no message of it may be in transit
+  }
+
+  // The reduced range of a rank in `out`, which has room for all.
+  std::byte* place_of(int r) const { return data_ + task_.ranges[r].begin * out_element_size_; }
+
+  // Calls `f(data, nbytes)` for the messages in which that range is sent.
+  template <class F>
+  void for_each_message(int r, const F& f) const {
+    const int64_t nbytes = (task_.ranges[r].end - task_.ranges[r].begin) * out_element_size_;
+    for (int64_t begin = 0; begin < nbytes; begin += kMaxMessageBytes)
+      f(place_of(r) + begin, std::min(kMaxMessageBytes, nbytes - begin));
   }
 
   // Reduces this rank's range into the memory at `out`.

@@ -29,8 +29,8 @@ struct ReduceTask {
   int tag = 0;
   Encoding encoding = Encoding::kPlain;         ///< of the messages
   std::shared_ptr<at::Tensor> error = nullptr;  ///< see `ReduceScatterOptions::error`
-  /// The tag of an all-reduce's second part: each rank sends its range to all others. `out` then
-  /// has room for all ranges.
+  /// The tag of a second part: each rank sends its reduced range to all others. `out` then has room
+  /// for all ranges.
   std::optional<int> gather_tag = std::nullopt;
 };
 

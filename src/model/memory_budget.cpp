@@ -18,8 +18,9 @@ namespace tessera {
 // gathers as little as it can and is measured: for each use, the peak of memory beside gathered
 // parameters until the next use. After the step, when the optimizer has made its state, ranks take
 // the least room that any of them has at each position, and bisect for the largest `resident_bytes`
-// with which the plan (plan_residency) stays within it everywhere. All ranks compute the same
-// result, and residency follows the plan anyway; the choice takes effect with the next pass.
+// with which the plan (plan_residency) stays within it everywhere; if there is none, fewer units
+// are gathered ahead. All ranks compute the same result, and residency follows the plan anyway; the
+// choice takes effect with the next pass.
 //
 // Later passes are measured, too. If one needs more than any before, and more than the budget, its
 // rank votes for attention at the end of the next backward, and the choice is made again. Training
@@ -140,9 +141,9 @@ std::string MemoryBudget::choose() {
   const std::vector<int64_t> nbytes = residency.freed_nbytes();
   std::vector<int64_t> room = least_room();
   // Outside of passes, the units that the next pass begins with are gathered.
+  int prefetch = state_.plan().prefetch;
   const auto gathered_with = [&](int64_t resident) {
-    auto gathered =
-        gathered_bytes(plan_residency(order_, nbytes, resident, residency.prefetch()), nbytes);
+    auto gathered = gathered_bytes(plan_residency(order_, nbytes, resident, prefetch), nbytes);
     gathered.push_back(gathered.empty() ? 0 : gathered.front());
     return gathered;
   };
@@ -150,6 +151,7 @@ std::string MemoryBudget::choose() {
     const auto gathered = gathered_with(resident);
     return std::equal(gathered.begin(), gathered.end(), room.begin(), std::less_equal<>());
   };
+  while (prefetch > 0 && !fits(0)) --prefetch;
   std::string misfit;
   const bool is_first = !std::exchange(chosen_, true);
   if (!fits(0)) {
@@ -161,7 +163,7 @@ std::string MemoryBudget::choose() {
   }
   const int64_t all = std::accumulate(nbytes.begin(), nbytes.end(), int64_t{0});
   const bool all_fit = *std::min_element(room.begin(), room.end()) >= all;
-  residency.set_resident_bytes(all_fit ? -1 : largest(all, fits));
+  residency.set_limits({.resident_bytes = all_fit ? -1 : largest(all, fits), .prefetch = prefetch});
   if (misfit.empty() || is_first) return misfit;
   if (!std::exchange(warned_, true)) TORCH_WARN(misfit);
   return "";
@@ -178,10 +180,9 @@ std::string MemoryBudget::describe_misfit(const std::vector<int64_t>& gathered) 
     most = needed;
     bytes.optimizer_state += needed - gathered[i] - held(bytes);
     text = fmt::format(
-        "[memory_budget] even if no unit stays gathered between its uses, rank {} needs {} bytes, "
-        "and has {} (plan.memory_budget); most are needed {}: gathered parameters {}, {}. Use a "
-        "larger budget, smaller units (plan.unit_bytes), plan.prefetch 0, or keep fewer "
-        "activations "
+        "[memory_budget] even if each unit is gathered only while it is used, rank {} needs {} "
+        "bytes, and has {} (plan.memory_budget); most are needed {}: gathered parameters {}, {}. "
+        "Use a larger budget, smaller units (plan.unit_bytes), or keep fewer activations "
         "(tessera::checkpoint)",
         state_.mesh().rank(), needed, budget_,
         i < at_.size() ? fmt::format("when {} is used", state_.units()[order_[i]]->label())

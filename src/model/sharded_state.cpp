@@ -86,7 +86,8 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
     units_.push_back(std::make_unique<Unit>(std::move(layout), index, used, *this));
     units.push_back(units_.back().get());
   }
-  residency_ = std::make_unique<Residency>(units, plan_.resident_bytes, plan_.prefetch);
+  residency_ = std::make_unique<Residency>(
+      units, Residency::Limits{.resident_bytes = plan_.resident_bytes, .prefetch = plan_.prefetch});
   const double ranks = plan_.average && !plan_.mesh_dim ? mesh().size() : 1;
   reducer_ = std::make_unique<Reducer>(units, mesh(),
                                        ReducerOptions{.scale = plan_.predivide / ranks,

@@ -36,7 +36,7 @@ void repeat(std::byte* flat, int64_t begin, int64_t end, int64_t total) {
   }
 }
 
-class FakeProcessGroup : public ProcessGroup, public MakesParts {
+class FakeProcessGroup : public ProcessGroup, public MakesParts, public GathersSums {
  public:
   FakeProcessGroup(int rank, int size) : rank_(rank), size_(size) {}
 
@@ -72,6 +72,11 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts {
       const int64_t end = std::min(piece.begin + piece.numel, call.bounds[rank_ + 1]);
       if (begin < end) store(call, piece, begin, end);
     }
+    const at::Tensor& all = call.options.gather_into;
+    if (!all.defined() || all.numel() == 0) return;
+    const auto item = static_cast<int64_t>(all.element_size());
+    repeat(static_cast<std::byte*>(all.mutable_data_ptr()), call.bounds[rank_] * item,
+           call.bounds[rank_ + 1] * item, call.bounds.back() * item);
   }
 
   void perform(const AllReduce& call) const {

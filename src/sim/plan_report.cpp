@@ -137,9 +137,14 @@ void add_reductions(PlannedTraffic& traffic, const std::vector<const UnitLayout*
     const int64_t own_bytes = own * item_size(unit->master_dtype);
     sent += reduced_bytes(*unit, rank);
     kept += own_bytes;
-    if (unit->level == ShardLevel::kNone && options.ranks > 1)
-      add(traffic.gather_reduced, 1,
-          sent_by_gather(own, unit->master_dtype, unit->reduce_encoding, options));
+    if (unit->level != ShardLevel::kNone || options.ranks == 1) continue;
+    const int64_t gathered =
+        sent_by_gather(own, unit->master_dtype, unit->reduce_encoding, options);
+    if (units.size() == 1 && unit->may_gather_sums() && options.replicas == 1) {
+      sent += gathered;
+    } else {
+      add(traffic.gather_reduced, 1, gathered);
+    }
   }
   add(traffic.reduce, 1, sent);
   if (options.replicas > 1) add(traffic.replicate, 1, all_reduce_bytes(kept, options.replicas));

@@ -16,25 +16,79 @@ namespace {
 // Leaves room for the sum of all kinds.
 constexpr int64_t kMostActivations = int64_t{1} << 59;
 
-// Parameters by name: the index of the unit, and the bytes of the whole gradient.
+// Parameters by name: the index of the unit, the bytes of the whole gradient, and the chunk that it
+// shares with others; null: the gradient is kept as it is.
 struct Placed {
   size_t unit;
   int64_t gradient_nbytes;
+  const GradChunk* chunk = nullptr;
 };
 using Places = std::map<std::string, Placed>;
 
 Places places_of(const std::vector<UnitLayout>& units) {
   Places places;
-  for (size_t unit = 0; unit < units.size(); ++unit)
-    for (const ParamSlot& slot : units[unit].slots)
-      for (const std::string& name : slot.names)
-        places.emplace(name, Placed{unit, slot.numel * item_size(units[unit].reduce_dtype)});
+  const auto add = [&](size_t unit, size_t slot, const GradChunk* chunk) {
+    const ParamSlot& param = units[unit].slots[slot];
+    for (const std::string& name : param.names)
+      places.emplace(name, Placed{unit, param.numel * item_size(units[unit].reduce_dtype), chunk});
+  };
+  for (size_t unit = 0; unit < units.size(); ++unit) {
+    for (const GradChunk& chunk : units[unit].chunks)
+      for (size_t slot = chunk.first_slot; slot < chunk.end_slot; ++slot)
+        add(unit, slot, chunk.is_single() ? nullptr : &chunk);
+    for (size_t slot = 0; slot < units[unit].slots.size(); ++slot) add(unit, slot, nullptr);
+  }
   return places;
 }
 
 int64_t whole_gradients(const UnitLayout& unit) {
   return is_trainable(unit) ? unit.numel() * item_size(unit.reduce_dtype) : 0;
 }
+
+// The whole gradients that wait to be sent.
+class WaitingGradients {
+ public:
+  explicit WaitingGradients(const std::vector<UnitLayout>& units)
+      : units_(units), places_(places_of(units)), missing_(units.size()), nbytes_of_(units.size()) {
+    for (size_t unit = 0; unit < units.size(); ++unit)
+      missing_[unit] = is_trainable(units[unit]) ? units[unit].slots.size() : 0;
+  }
+
+  // Returns the bytes that exist besides `nbytes()` while the gradient arrives: a small one is
+  // copied into its chunk, whose memory is made for the first of them.
+  int64_t arrive(const std::string& name) {
+    const auto it = places_.find(name);
+    if (it == places_.end() || missing_[it->second.unit] == 0) return 0;
+    const auto& [unit, gradient_nbytes, chunk] = it->second;
+    --missing_[unit];
+    if (!chunk) {
+      add(unit, gradient_nbytes);
+      return 0;
+    }
+    if (made_.insert(chunk).second)
+      add(unit, (chunk->end - chunk->begin) * item_size(units_[unit].reduce_dtype));
+    return gradient_nbytes;
+  }
+
+  bool has_all(const GradBucket& bucket) const {
+    return std::ranges::all_of(bucket.units, [&](size_t unit) { return missing_[unit] == 0; });
+  }
+  void send(size_t unit) { add(unit, -nbytes_of_[unit]); }
+  int64_t nbytes() const { return nbytes_; }
+
+ private:
+  void add(size_t unit, int64_t nbytes) {
+    nbytes_of_[unit] += nbytes;
+    nbytes_ += nbytes;
+  }
+
+  const std::vector<UnitLayout>& units_;
+  const Places places_;
+  std::vector<size_t> missing_;     // gradients of each unit
+  std::vector<int64_t> nbytes_of_;  // each unit
+  std::set<const GradChunk*> made_;
+  int64_t nbytes_ = 0;
+};
 
 void check_moments(const Places& places, const ShardPlan& plan, const PlanReportOptions& options) {
   TORCH_CHECK_VALUE(options.activations >= 0 && options.activations <= kMostActivations, "[plan_report] options.activations "
@@ -110,36 +164,25 @@ void PeakSearch::follow(const UseOrder& order, const std::vector<int64_t>& gathe
 // Whole gradients wait until their bucket is complete, and those before it in the order of
 // reductions; and then until they are sent: those that the moment before launched may be under way.
 void PeakSearch::follow_gradients(const std::vector<GradBucket>& buckets) {
-  const Places places = places_of(units_);
-  std::vector<size_t> missing(units_.size());
-  for (size_t unit = 0; unit < units_.size(); ++unit)
-    missing[unit] = is_trainable(units_[unit]) ? units_[unit].slots.size() : 0;
-  const auto is_complete = [&](const GradBucket& bucket) {
-    return std::ranges::all_of(bucket.units, [&](size_t unit) { return missing[unit] == 0; });
-  };
+  WaitingGradients waiting(units_);
   size_t next = 0;
-  int64_t waiting = 0, under_way = 0;
+  int64_t under_way = 0;
   for (size_t i = 0; i < moments_.size(); ++i) {
     Moment& moment = moments_[i];
-    for (const std::string& name : options_.moments[i].gradients) {
-      const auto it = places.find(name);
-      if (it == places.end() || missing[it->second.unit] == 0) continue;
-      waiting += it->second.gradient_nbytes;
-      --missing[it->second.unit];
-    }
-    moment.in_flight = waiting + under_way;
+    int64_t copied = 0;
+    for (const std::string& name : options_.moments[i].gradients)
+      copied = std::max(copied, waiting.arrive(name));
+    moment.in_flight = waiting.nbytes() + copied + under_way;
     if (!options_.moments[i].backward) continue;
     int64_t sent = 0;
-    for (; next < buckets.size() && is_complete(buckets[next]); ++next) {
+    for (; next < buckets.size() && waiting.has_all(buckets[next]); ++next) {
       for (const size_t unit : buckets[next].units) {
         moment.launched.push_back(unit);
         sent += whole_gradients(units_[unit]);
-        for (const ParamSlot& slot : units_[unit].slots)
-          if (is_trainable(units_[unit]))
-            waiting -= slot.numel * item_size(units_[unit].reduce_dtype);
+        waiting.send(unit);
       }
     }
-    moment.in_flight_after = waiting + std::min(sent, 2 * largest_unit_);
+    moment.in_flight_after = waiting.nbytes() + std::min(sent, 2 * largest_unit_);
     under_way = options_.ranks > 1 ? std::min(sent, largest_unit_) : 0;
   }
 }

@@ -201,8 +201,12 @@ class TimeLine {
     for (const size_t unit : bucket.units)
       sent += encoded_nbytes(units_[unit].reduce_encoding, units_[unit].numel(),
                              units_[unit].reduce_dtype);
-    const size_t reduction = clock_.start(
-        {.channel = kReductions, .host_seconds = in_host(sent), .nbytes = over_link(sent)});
+    const bool gathers = gathers_in_reduction(bucket);
+    if (gathers) sent += gathered_nbytes(units_[bucket.units.front()]);
+    const size_t reduction = clock_.start({.channel = kReductions,
+                                           .host_seconds = in_host(sent),
+                                           .nbytes = over_link(sent),
+                                           .rounds = gathers ? 2 : 1});
     reductions_.push_back(reduction);
     in_flight_.emplace_back(reduction, nbytes_of(bucket));
     in_flight_nbytes_ += in_flight_.back().second;
@@ -229,7 +233,8 @@ class TimeLine {
     std::vector<size_t> gathers;
     for (size_t i = 0; i < reductions_.size(); ++i) {
       clock_.wait(reductions_[i]);
-      if (level_ == ShardLevel::kNone) gather_reduced(buckets_[i], gathers);
+      if (level_ == ShardLevel::kNone && !gathers_in_reduction(buckets_[i]))
+        gather_reduced(buckets_[i], gathers);
     }
     for (const size_t gather : gathers) clock_.wait(gather);
     reductions_.clear();
@@ -239,12 +244,22 @@ class TimeLine {
     if (!shares_memory_) gather_updated();
   }
 
+  // See `UnitGradients::gathers_in_reduction()`. Ranks of one host are assumed to share memory.
+  bool gathers_in_reduction(const GradBucket& bucket) const {
+    return !shares_memory_ && bucket.units.size() == 1 &&
+           units_[bucket.units.front()].may_gather_sums();
+  }
+
+  // At kNone: the bytes of a unit's sums, which all ranks get.
+  static int64_t gathered_nbytes(const UnitLayout& unit) {
+    return encoded_nbytes(unit.reduce_encoding, unit.numel(), unit.master_dtype);
+  }
+
   // Behind the reductions that are still queued.
   void gather_reduced(const GradBucket& bucket, std::vector<size_t>& gathers) {
     if (options_.ranks() == 1) return;
     for (const size_t unit : bucket.units) {
-      const int64_t nbytes = encoded_nbytes(units_[unit].reduce_encoding, units_[unit].numel(),
-                                            units_[unit].master_dtype);
+      const int64_t nbytes = gathered_nbytes(units_[unit]);
       gathers.push_back(clock_.start(
           {.channel = kReductions, .host_seconds = in_host(nbytes), .nbytes = over_link(nbytes)}));
     }

@@ -89,6 +89,11 @@ struct UnitLayout {
   bool quantizes() const { return gather_encoding != Encoding::kPlain; }
   /// A dtype as wide as the rounded values.
   at::ScalarType rounded_dtype() const { return quantizes() ? at::kChar : gather_dtype; }
+  /// True if a reduction of this unit by itself, without replicas, may gather the gradients that
+  /// all ranks keep: see `ReduceScatterOptions::gather_into`.
+  bool may_gather_sums() const {
+    return level == ShardLevel::kNone && reduce_encoding == Encoding::kPlain;
+  }
   bool has_master() const { return master_dtype != dtype || rounds(); }
   /// Of the full parameters.
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }

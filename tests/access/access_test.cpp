@@ -59,7 +59,7 @@ TEST(Access, ParametersAreGatheredOnFirstUseAndFreedAfterIt) {
         const auto x = on_test_device(torch::ones({2, 37}));
         EXPECT_TRUE(torch::equal(sharded->fcs[0]->forward(x), plain.fcs[0]->forward(x)));
         EXPECT_EQ(unit(sharded, 0).state(), Unit::State::kUnsharded);
-        EXPECT_EQ(unit(sharded, 2).state(), Unit::State::kSharded);
+        EXPECT_EQ(unit(sharded, units - 1).state(), Unit::State::kSharded);
         EXPECT_TRUE(torch::equal(sharded.forward(x), plain.forward(x)));
         EXPECT_EQ(unit(sharded, 0).state(), Unit::State::kSharded);
         sharded.forward(x).sum().backward();

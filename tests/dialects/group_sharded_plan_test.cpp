@@ -126,7 +126,7 @@ TEST(GroupShardedPlan, DefaultsBecomeThePlanOfEachLevel) {
   EXPECT_EQ(p_g_os.level, ShardLevel::kParameters);
   EXPECT_EQ(p_g_os.partition, Partition::kFlatEven);
   EXPECT_EQ(p_g_os.whole_numel, int64_t{1} << 20);
-  EXPECT_EQ(p_g_os.prefetch, 1);
+  EXPECT_EQ(p_g_os.prefetch, 2);
   EXPECT_EQ(p_g_os.resident_bytes, 0);
   for (const ShardPlan& plan : {os, os_g, p_g_os}) {
     EXPECT_TRUE(plan.average);

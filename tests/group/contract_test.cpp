@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "group/capability.h"
+#include "support/models.h"
 #include "support/test_device.h"
 
 namespace tessera {
@@ -95,6 +97,70 @@ TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
         EXPECT_TRUE(torch::equal(out, expected)) << "rank " << pg.rank() << bounds;
       }
     }
+  });
+}
+
+TEST_P(ProcessGroupContract, ReduceScatterGathersItsSumsOrIsRefused) {
+  const Kind kind = std::get<0>(GetParam());
+  run([&](ProcessGroup& pg) {
+    const bool gathers = capability<GathersSums>(pg);
+    if (tests_on_host()) {
+      EXPECT_EQ(gathers, kind != Kind::kBackend && (kind != Kind::kArena || pg.size() == 1));
+    }
+    for (const auto& bounds : all_bounds()) {
+      for (const auto& [dtype, out_dtype] :
+           {std::pair(torch::kFloat, torch::kFloat), std::pair(torch::kDouble, torch::kDouble),
+            std::pair(torch::kBFloat16, torch::kFloat)}) {
+        for (const bool accumulate : {false, true}) {
+          auto sum = on_test_device(torch::zeros({bounds.back()}, out_dtype));
+          Cut own;
+          for (int r = 0; r < pg.size(); ++r) {
+            const auto flat = values(bounds.back(), dtype, r).clone();
+            Cut of_rank = cut(flat, /*with_undefined=*/r % 2 == 0);
+            sum += flat;
+            if (r == pg.rank()) own = of_rank;
+          }
+          // In the gaps between pieces, each rank's own values stay and are gathered.
+          auto all = on_test_device(torch::full({bounds.back()}, 3.0, out_dtype));
+          const auto expected =
+              torch::where(on_test_device(own.covered), 0.25 * sum + (accumulate ? 3 : 0), all);
+          const auto reduce = [&] {
+            pg.reduce_scatter(
+                  part(all, bounds, pg.rank()), std::move(own.pieces), bounds,
+                  {.scale = 0.25, .accumulate = accumulate, .dtype = dtype, .gather_into = all},
+                  kTag)
+                ->wait();
+          };
+          if (gathers) {
+            reduce();
+            EXPECT_TRUE(torch::equal(all, expected))
+                << "rank " << pg.rank() << ' ' << dtype << bounds;
+            all.fill_(-1);  // is allowed now
+          } else {
+            expect_error([&] { reduce(); }, {"[reduce_scatter]", "`gather_into`", "all_gather()"});
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(ProcessGroupContract, RefusesAGatherIntoMemoryThatDoesNotFit) {
+  run([&](ProcessGroup& pg) {
+    std::vector<int64_t> bounds(pg.size() + 1);
+    for (int r = 0; r <= pg.size(); ++r) bounds[r] = 256 * r;
+    const auto all = on_test_device(torch::zeros({bounds.back()}));
+    const auto reduce = [&](const torch::Tensor& out, ReduceScatterOptions options) {
+      return [&pg, &bounds, out, options = std::move(options)] {
+        pg.reduce_scatter(out, {}, bounds, options, kTag);
+      };
+    };
+    const auto own = part(all, bounds, pg.rank());
+    expect_error(reduce(own.clone(), {.gather_into = all}), {"`out`", "place in `gather_into`"});
+    expect_error(reduce(own, {.gather_into = own.slice(0, 1)}), {"`gather_into`", "elements"});
+    expect_error(reduce(own, {.gather_into = all.to(torch::kDouble)}), {"`gather_into`", "dtype"});
+    expect_error(reduce(own, {.encoding = Encoding::kInt8, .gather_into = all}),
+                 {"`gather_into`", "encoding"});
   });
 }
 

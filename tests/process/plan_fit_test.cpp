@@ -240,6 +240,25 @@ TEST(PlanFit, TakesActivationsAsGiven) {
   EXPECT_TRUE(contains(text, "activations are not counted")) << text;
 }
 
+TEST(PlanFit, ExtrapolatesTracedActivations) {
+  const TemporaryDirectory directory;
+  std::ofstream(directory.path("list")) << "a float32 1000000\n";
+  std::ofstream(directory.path("steps"))
+      << R"([{"rows": 2, "moments": [{"name": "forward", "backward": false, "parameters": ["a"],
+             "gradients": [], "nbytes": 300000000}]},
+             {"rows": 4, "moments": [{"name": "forward", "backward": false, "parameters": ["a"],
+             "gradients": [], "nbytes": 400000000}]}])";
+  const Command arguments = {
+      directory.path("list"),  "--level", "none", "--memory", "1GB", "--traced",
+      directory.path("steps"), "--rows"};
+  const auto report = report_of(with(arguments, {"6"}));
+  EXPECT_EQ(report.whole.at("activations").at("traced"), 500'000'000);
+  EXPECT_EQ(plan(with(arguments, {"6"})).status, 0);
+  EXPECT_EQ(plan(with(arguments, {"60"})).status, 3);
+  EXPECT_TRUE(
+      contains(plan(with(arguments, {"6"})).out, "extrapolated from traced steps: 500.0 MB"));
+}
+
 TEST(PlanFit, ShowsATableOverRanksAndLevels) {
   const Command arguments =
       job(small_llama(), {"--sequence", "4096", "--checkpoint-activations", "--memory", "80GB"});
@@ -296,6 +315,9 @@ TEST(PlanFit, AnswersWrongArgumentsWithStatusTwo) {
       {{config, "--sequence", "128", "--autocast", "bfloat16"}, "narrower"},
       {{config, "--sequence", "128", "--attention", "flash"}, "--attention"},
       {{config, "--device", "tpu"}, "--device"},
+      {{list, "--traced", list}, "--rows"},
+      {{list, "--traced", list, "--rows", "4"}, "write_traced_steps()"},
+      {{list, "--traced", list, "--rows", "4", "--activations", "1GB"}, "--activations"},
       {{list, "--table", "4,x"}, "numbers of ranks"},
       {{list, "--table", "0"}, "numbers of ranks"},
       {{"--table", list}, "stand behind FILE"},

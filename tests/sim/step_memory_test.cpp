@@ -61,15 +61,6 @@ PlannedRank predict(const TransformerConfig& config, const ActivationOptions& ho
       .rank;
 }
 
-std::string text_of(const MemoryBytes& bytes) {
-  return fmt::format(
-      "{} kB: parameters {}, gathered {}, gradients {}, in flight {}, state {}, "
-      "masters {}, activations {}",
-      bytes.total() / 1000, bytes.parameters / 1000, bytes.gathered / 1000, bytes.gradients / 1000,
-      bytes.gradients_in_flight / 1000, bytes.optimizer_state / 1000, bytes.master_weights / 1000,
-      bytes.other / 1000);
-}
-
 struct Case {
   ShardLevel level = ShardLevel::kParameters;
   std::optional<at::ScalarType> param_dtype = {}, autocast = {};

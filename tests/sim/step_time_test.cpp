@@ -64,8 +64,12 @@ TEST(StepTime, OfComputationHidesAllButTheFirstAndLastUnit) {
   EXPECT_NEAR(time.forward, 12 + 0.5, 1e-9);
   EXPECT_NEAR(time.seconds, 36 + 0.5 + 0.5, 1e-4);  // the agreement is on the link meanwhile
   EXPECT_EQ(time.compute, 36);
-  // At kNone, the gradient of each unit is gathered in the optimizer's step.
-  EXPECT_NEAR(time_at(ShardLevel::kNone, options).seconds, 36 + 0.5 + 4 * 0.5, 1e-4);
+  // At kNone, the gradients of each unit are gathered behind their reduction, in buckets in the
+  // optimizer's step.
+  EXPECT_NEAR(time_at(ShardLevel::kNone, options).seconds, 36 + 0.5 + 0.5, 1e-4);
+  ShardPlan in_buckets = plan_at(ShardLevel::kNone);
+  in_buckets.bucket_bytes = static_cast<int64_t>(2 * kUnit);
+  EXPECT_NEAR(step_time(four_units(), in_buckets, options).seconds, 36 + 2 * 0.5 + 4 * 0.5, 1e-4);
   // The prefetch of the first two units begins after the last reduction, on the other channel.
   options.backward_share = 0.5;
   const StepTime parameters = time_at(ShardLevel::kParameters, options);

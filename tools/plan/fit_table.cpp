@@ -198,14 +198,23 @@ std::string optimizer_assumptions(const PlanJob& job) {
   return text;
 }
 
+int64_t most_activations(const PlanJob& job) {
+  int64_t most = job.options.activations;
+  for (const ActivationMoment& moment : job.options.moments) most = std::max(most, moment.nbytes);
+  return most;
+}
+
 std::string activation_assumptions(const PlanJob& job) {
+  if (!job.options.moments.empty())
+    return fmt::format("- Activations are extrapolated from traced steps: {} at most.\n",
+                       size_text(most_activations(job)));
   if (!job.config && job.knows_activations())
     return fmt::format("- Activations have {} at most, and at the same moment as all else.\n",
                        size_text(job.options.activations));
   if (!job.config)
-    return "- Activations are not counted: give --activations SIZE, or --batch and --sequence "
-           "with\n"
-           "  the model's config.json.\n";
+    return "- Activations are not counted: give --batch and --sequence with the model's "
+           "config.json,\n"
+           "  --traced FILE, or --activations SIZE.\n";
   const ActivationOptions& how = job.activations;
   std::string text = fmt::format("- Activations of {} x {} tokens on each rank, in {}{}.\n",
                                  how.batch, how.sequence, name_of(used_dtype(job)),
@@ -324,6 +333,7 @@ std::string memory_assumptions(const PlanJob& job) {
 }
 
 ordered_json activations_json(const PlanJob& job) {
+  if (!job.options.moments.empty()) return {{"traced", most_activations(job)}};
   if (!job.config) return {{"given", job.options.activations}};
   const ActivationOptions& how = job.activations;
   ordered_json json = {{"model_type", job.config->type},

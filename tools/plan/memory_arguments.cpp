@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <tessera/traced_moments.h>
 
 #include <charconv>
 #include <filesystem>
@@ -49,11 +50,21 @@ void MemoryArguments::add_to(CLI::App& plan) {
       ->check(CLI::IsMember(std::vector<std::string>{"gpu", "cpu"}))
       ->type_name("");
   auto* given = add_size(plan, "--activations", activations_, "Of a rank, at their peak");
+  auto* traced = plan.add_option("--traced", traced_,
+                                 "Activations over time: a file of write_traced_steps(), of steps "
+                                 "of the same model with few rows")
+                     ->type_name("PATH")
+                     ->excludes(given);
+  auto* rows = plan.add_option("--rows", rows_, "Of a rank's batch, for --traced")
+                   ->type_name("N")
+                   ->needs(traced);
+  traced->needs(rows);
   const auto count = [&](const char* name, std::optional<int64_t>& value, const char* text) {
     return plan.add_option(name, value, text)
         ->check(CLI::Range(1, 1 << 30))
         ->type_name("N")
-        ->excludes(given);
+        ->excludes(given)
+        ->excludes(traced);
   };
   count("--batch", batch_, "Sequences of a forward on each rank, for a model with a config.json");
   auto* sequence = count("--sequence", sequence_, "Tokens of each; activations are then estimated");
@@ -90,6 +101,7 @@ std::vector<int> MemoryArguments::table_ranks() const {
 void MemoryArguments::apply(PlanJob& job, const std::string& path) const {
   job.on_cpu = device_ == "cpu";
   job.options.activations = activations_;
+  if (!traced_.empty()) job.options.moments = traced_moments(read_traced_steps(traced_), rows_);
   TORCH_CHECK_VALUE(!batch_ || sequence_, "--batch needs --sequence, the tokens of each sequence");
   if (!sequence_) return;
   namespace fs = std::filesystem;

@@ -24,11 +24,15 @@ class MemoryArguments {
   /// The numbers of ranks of `--table`; none without it.
   std::vector<int> table_ranks() const;
   /// Returns true if memory in a step was asked for.
-  bool asks_for_peak() const { return limits_.any() || activations_ > 0 || sequence_; }
+  bool asks_for_peak() const {
+    return limits_.any() || activations_ > 0 || sequence_ || !traced_.empty();
+  }
 
  private:
   MemoryLimits limits_;
   int64_t activations_ = 0;
+  std::string traced_;
+  int64_t rows_ = 0;
   std::optional<int64_t> batch_, sequence_;
   std::string device_ = "gpu", attention_ = "fused", autocast_, table_;
   bool checkpoint_ = false;

@@ -140,7 +140,7 @@ void add_plan_options(CLI::App& plan, PlanArguments& arguments) {
                   "Bytes of a unit; 0: one per parameter (default: 10 MiB)")
       ->type_name("BYTES");
   plan.add_option("--prefetch", arguments.plan.prefetch,
-                  "Units gathered ahead of use at p_g_os (default 1)")
+                  "Units gathered ahead of use at p_g_os (default 2)")
       ->type_name("N");
   plan.add_option("--resident-bytes", arguments.plan.resident_bytes,
                   "Gathered bytes that may stay between two uses at p_g_os; -1: all (default 0)")

@@ -24,7 +24,9 @@ struct PlanJob {
   bool on_cpu = false;     ///< ranks compute on their host, else each on a device of its own
   int ranks_per_host = 1;  ///< at most
 
-  bool knows_activations() const { return config || options.activations > 0; }
+  bool knows_activations() const {
+    return config || options.activations > 0 || !options.moments.empty();
+  }
   int64_t all_ranks() const { return int64_t{options.ranks} * options.replicas; }
   /// Returns how many ranks are on a host.
   int64_t hosted() const { return std::min<int64_t>(ranks_per_host, all_ranks()); }
