@@ -25,6 +25,9 @@ template <class... Visitors>
 struct Overloaded : Visitors... {
   using Visitors::operator()...;
 };
+// clang deduces the arguments of an aggregate from version 17 on.
+template <class... Visitors>
+Overloaded(Visitors...) -> Overloaded<Visitors...>;
 
 // An average is saved as a plain copy of the model: its parameters alone differ.
 SaveJob job_of_average(const std::shared_ptr<AveragedWeights>& average,

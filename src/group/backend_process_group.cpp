@@ -303,22 +303,23 @@ class BackendProcessGroup : public ProcessGroup,
                      collective.tag.subject, "': the connection over ", backend_name(),
                      " has been closed");
     at::NoGradGuard no_grad;
-    return std::visit(
-        [&](auto& call) -> WorkPtr {
-          TORCH_CHECK_NOT_IMPLEMENTED(encoding_of(call) == Encoding::kPlain, "[", collective.name(), "] unit '",
-                                      collective.tag.subject, "': messages over ", backend_name(),
-                                      " can't be sent as ", to_string(encoding_of(call)),
-                                      "; over Gloo's own connections, and between hosts whose ranks share "
-                                      "memory, they can");
-          const CollectiveForm form = form_of(call, collective.tag);
-          const auto work = std::make_shared<BackendProcessGroupWork>(
-              order_.next(*this, call.kName, collective.tag, form), timeout_, is_on_device());
-          if (is_on_device()) return queue(*work, call, tensors_of(collective));
-          if (size() > 1) work->compare(*backend_, form);
-          start(*work, call);
-          return work;
-        },
-        collective.call);
+    return std::visit([&](auto& call) { return issue_call(call, collective); }, collective.call);
+  }
+
+  template <class Call>
+  WorkPtr issue_call(Call& call, const Collective& collective) {
+    TORCH_CHECK_NOT_IMPLEMENTED(encoding_of(call) == Encoding::kPlain, "[", collective.name(), "] unit '",
+                                collective.tag.subject, "': messages over ", backend_name(), " can't be sent as ",
+                                to_string(encoding_of(call)),
+                                "; over Gloo's own connections, and between hosts whose ranks share "
+                                "memory, they can");
+    const CollectiveForm form = form_of(call, collective.tag);
+    const auto work = std::make_shared<BackendProcessGroupWork>(
+        order_.next(*this, call.kName, collective.tag, form), timeout_, is_on_device());
+    if (is_on_device()) return queue(*work, call, tensors_of(collective));
+    if (size() > 1) work->compare(*backend_, form);
+    start(*work, call);
+    return work;
   }
 
   // Does not compare the forms of ranks: reading the result would stall the queued work. NCCL has

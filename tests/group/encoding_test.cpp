@@ -8,6 +8,7 @@
 #include "group/capability.h"
 #include "support/models.h"
 #include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera {
 namespace encoding_test {
@@ -101,6 +102,11 @@ TEST(Encoding, AddsErrorsToTheNextValuesSoThatNothingIsLostInTheLongRun) {
   }
 }
 
+// Encoded messages are of tensors in host memory.
+struct EncodedMessages : ::testing::Test {
+  void SetUp() override { TESSERA_ON_HOST_ONLY("a backend of devices sends no encoded messages"); }
+};
+
 int64_t sent_nbytes(World& world) {
   return capability<SendsMessages>(*world.process_group())->sent_nbytes();
 }
@@ -138,7 +144,7 @@ torch::Tensor sent(Encoding encoding, const torch::Tensor& flat, const std::vect
   return result;
 }
 
-TEST(EncodedMessages, ReduceScatterAddsWhatOthersSendToItsOwnValuesInFloat) {
+TEST_F(EncodedMessages, ReduceScatterAddsWhatOthersSendToItsOwnValuesInFloat) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     for (const int64_t numel : {3, 1000, 2'500'003}) {
       run_world(
@@ -185,7 +191,7 @@ TEST(EncodedMessages, ReduceScatterAddsWhatOthersSendToItsOwnValuesInFloat) {
   }
 }
 
-TEST(EncodedMessages, ErrorsOfReductionsAreSentWithTheNextOnes) {
+TEST_F(EncodedMessages, ErrorsOfReductionsAreSentWithTheNextOnes) {
   run_world(
       2,
       [&](World& world) {
@@ -240,17 +246,17 @@ void gather_and_broadcast(World& world, int64_t senders_per_rank) {
   }
 }
 
-TEST(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverMessages) {
+TEST_F(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverMessages) {
   run_world(
       3, [](World& world) { gather_and_broadcast(world, 2); }, std::chrono::seconds(60),
       Transport::kGloo);
 }
 
-TEST(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverHosts) {
+TEST_F(EncodedMessages, GathersAndBroadcastsArriveAsRoundedOverHosts) {
   run_hosts(4, by_halves, [](World& world) { gather_and_broadcast(world, 1); });
 }
 
-TEST(EncodedMessages, RefuseOtherDtypes) {
+TEST_F(EncodedMessages, RefuseOtherDtypes) {
   run_world(
       2,
       [](World& world) {
