@@ -3,19 +3,17 @@
 #include <tessera/traced_moments.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
-#include <fstream>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <utility>
 
 #include "access/residency.h"
 #include "checkpoint/file.h"
 #include "checkpoint/json_text.h"
 #include "model/sharded_state.h"
+#include "tracer/text_file.h"
 
 namespace tessera {
 namespace {
@@ -60,21 +58,17 @@ std::map<std::string, TracedUnit> traced_units(const ShardedState& state) {
   return units;
 }
 
-// The samples of the last step that has a forward, a backward and an end.
+// The samples of the last step that has a forward and a whole backward.
 std::vector<MemorySample> last_step(const std::vector<MemorySample>& samples) {
-  const auto has = [](const std::vector<MemorySample>& step, MemoryEvent event) {
-    return std::ranges::find(step, event, &MemorySample::event) != step.end();
-  };
-  std::map<int64_t, std::vector<MemorySample>> steps;
-  for (const MemorySample& sample : samples) steps[sample.step].push_back(sample);
-  while (!steps.empty()) {
-    auto last = std::prev(steps.end());
-    if (has(last->second, MemoryEvent::kForwardBegin) &&
-        has(last->second, MemoryEvent::kBackwardEnd))
-      return std::move(last->second);
-    steps.erase(last);
+  int64_t begun = -1, last = -1;
+  for (const MemorySample& sample : samples) {
+    if (sample.event == MemoryEvent::kForwardBegin) begun = sample.step;
+    if (sample.event == MemoryEvent::kBackwardEnd && begun == sample.step) last = sample.step;
   }
-  return {};
+  std::vector<MemorySample> step;
+  std::ranges::copy_if(samples, std::back_inserter(step),
+                       [&](const MemorySample& sample) { return sample.step == last; });
+  return step;
 }
 
 class MomentWriter {
@@ -178,8 +172,9 @@ std::vector<ActivationMoment> traced_moments(const std::vector<TracedStep>& step
   TORCH_CHECK_VALUE(steps.size() == 1 || steps.size() == 2, "[traced_moments] one step or two are expected; got ",
                     steps.size());
   for (const TracedStep& step : steps) check_rows("traced_moments", step.rows);
-  // Of nothing, no bytes.
-  const TracedStep nothing{.rows = 0, .moments = steps.front().moments};
+  // No rows, no bytes.
+  TracedStep nothing{.rows = 0, .moments = steps.front().moments};
+  for (ActivationMoment& moment : nothing.moments) moment.nbytes = 0;
   const TracedStep& one = steps.size() == 1 ? nothing : steps.front();
   const TracedStep& other = steps.back();
   TORCH_CHECK_VALUE(one.rows != other.rows, "[traced_moments] two steps must differ in rows; both have ", one.rows);
@@ -189,7 +184,7 @@ std::vector<ActivationMoment> traced_moments(const std::vector<TracedStep>& step
       static_cast<double>(rows - one.rows) / static_cast<double>(other.rows - one.rows);
   std::vector<ActivationMoment> moments = other.moments;
   for (size_t i = 0; i < moments.size(); ++i) {
-    const double from = steps.size() == 1 ? 0 : static_cast<double>(one.moments[i].nbytes);
+    const auto from = static_cast<double>(one.moments[i].nbytes);
     const double nbytes = from + share * (static_cast<double>(moments[i].nbytes) - from);
     moments[i].nbytes =
         std::llround(std::clamp(nbytes, 0.0, static_cast<double>(kMostTracedBytes)));
@@ -209,10 +204,7 @@ void write_traced_steps(const std::string& path, const std::vector<TracedStep>& 
                          {"nbytes", moment.nbytes}});
     list.push_back({{"rows", step.rows}, {"moments", moments}});
   }
-  std::ofstream file(path, std::ios::binary);
-  file << list.dump() << '\n';
-  file.close();
-  TORCH_CHECK(file, "[write_traced_steps] could not write '", path, "': ", std::strerror(errno));
+  write_text_file("write_traced_steps", path, list.dump() + "\n");
 }
 
 std::vector<TracedStep> read_traced_steps(const std::string& path) {

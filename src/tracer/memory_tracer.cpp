@@ -4,10 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -17,6 +14,7 @@
 #include "model/memory_count.h"
 #include "model/sharded_state.h"
 #include "tracer/memory_timeline.h"
+#include "tracer/text_file.h"
 
 namespace tessera {
 namespace {
@@ -41,13 +39,6 @@ int64_t clock_of_start() {
 const ShardedState& with_optimizer_state(ShardedState& state) {
   state.context().watch.count_optimizer_state();
   return state;
-}
-
-void write_file(const char* function, const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  TORCH_CHECK(file, "[", function, "] could not write '", path, "': ", std::strerror(errno));
 }
 
 }  // namespace
@@ -124,7 +115,7 @@ int64_t MemoryTracer::peak_other_bytes() const { return impl_->peak_other_bytes;
 bool MemoryTracer::knows_other() const { return impl_->timeline.knows_other; }
 
 void MemoryTracer::write_chrome_trace(const std::string& path) const {
-  write_file("write_chrome_trace", path, chrome_trace(chrome_events(impl_->timeline)));
+  write_text_file("write_chrome_trace", path, chrome_trace(chrome_events(impl_->timeline)));
 }
 
 // Each rank's time begins with its process: ranks are aligned by the time of day.
@@ -145,16 +136,16 @@ void MemoryTracer::write_merged_chrome_trace(const std::string& path) const {
       json file = json::parse(text);
       for (json& event : file["traceEvents"]) events.push_back(std::move(event));
     }
-    write_file("write_merged_chrome_trace", path, chrome_trace(events));
+    write_text_file("write_merged_chrome_trace", path, chrome_trace(events));
   });
 }
 
 void MemoryTracer::write_svg(const std::string& path) const {
-  write_file("write_svg", path, memory_svg(last_step_of(impl_->timeline)));
+  write_text_file("write_svg", path, memory_svg(last_step_of(impl_->timeline)));
 }
 
 void MemoryTracer::dump_memory_stats(const std::string& path) const {
-  write_file("dump_memory_stats", path, memory_table(impl_->timeline));
+  write_text_file("dump_memory_stats", path, memory_table(impl_->timeline));
 }
 
 }  // namespace tessera

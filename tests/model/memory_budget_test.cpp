@@ -193,6 +193,23 @@ TEST_P(MemoryBudgets, WithPrefetchTheUnitsAheadCountToo) {
   });
 }
 
+// There is room for the unit in use and one ahead in forward, and in backward, where a gradient is
+// on its way besides, perhaps for that in use alone.
+TEST_P(MemoryBudgets, WithoutRoomForAllThatPrefetchAsksFewerUnitsAreGatheredAhead) {
+  const int64_t rest = measure_rest(ranks(), 0);
+  run_world(ranks(), [&](World& world) {
+    Job job(world, {.memory_budget = rest + 3 * kUnit - kUnit / 8, .prefetch = 2});
+    for (int i = 0; i < 3; ++i) job.step(i);
+    const MemoryTracer tracer(*job.sharded);
+    for (int i = 3; i < 5; ++i) job.step(i);
+    int64_t most_gathered = 0;
+    for (const MemorySample& sample : tracer.samples())
+      most_gathered = std::max(most_gathered, sample.bytes.gathered);
+    EXPECT_GE(most_gathered, kUnit);
+    EXPECT_LE(most_gathered, 2 * kUnit);
+  });
+}
+
 TEST_P(MemoryBudgets, WhatFitsWholeIsGatheredOnce) {
   run_world(ranks(), [&](World& world) {
     Job job(world, {.memory_budget = int64_t{1} << 30});
