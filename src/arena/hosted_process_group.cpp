@@ -185,13 +185,16 @@ class HostedProcessGroup : public ProcessGroup,
   }
   const std::shared_ptr<CollectiveWatch>& watch() const override { return order_.watch(); }
 
-  int64_t sent_nbytes() const override {
-    int64_t nbytes = 0;
+  SentMessages sent() const override {
+    SentMessages all;
     for (const ProcessGroupPtr& part : {rail_, whole_}) {
-      if (const auto* const sender = capability<SendsMessages>(*part))
-        nbytes += sender->sent_nbytes();
+      const auto* const sender = capability<SendsMessages>(*part);
+      if (!sender) continue;
+      const auto [count, nbytes] = sender->sent();
+      all.count += count;
+      all.nbytes += nbytes;
     }
-    return nbytes;
+    return all;
   }
 
   // The other ranks of the rail. An all-to-all sends to all ranks, also inside the host.

@@ -39,9 +39,10 @@ namespace tessera {
 // backward (recomputation). Such units are launched once more at the end of backward, each by
 // itself.
 //
-// With a replicate dim, a second reduction follows each first one, in the same order. A rank starts
-// it as soon as it finds the first one done while it launches others, and at the latest when the
-// gradients are needed. On a device it is queued at once, behind the first one.
+// With a replicate dim, a second reduction follows each first one, in the same order, also where
+// the first ones are of several models. A rank starts it as soon as it finds the first one done
+// while it launches others, and at the latest when the gradients are needed. On a device it is
+// queued at once, behind the first one.
 //
 // The initial order is the reverse of registration; later it is the order in which units became
 // complete. That is not the order of use: the weight of a tied output layer is used first in
@@ -123,6 +124,7 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
       on_device_(!is_host(units_.front()->layout().device)),
       backwards_(/*may_overlap=*/mesh.size() == 1) {
+  if (mesh_.replicates()) replicas_ = ReplicaQueue::of(mesh_.replicate());
   for (Unit* unit : units_) {
     // Units that are each rank's own are not averaged.
     const bool is_own = !unit->layout().is_replicated;
@@ -283,17 +285,14 @@ void Reducer::launch_ready() {
   }
 }
 
-// Starts the second reductions of all units that were launched, or only of those for which it need
-// not wait.
+// Starts the second reductions of all units that were launched, also those of other models, or only
+// of those for which it need not wait.
 void Reducer::replicate(bool waits) {
+  if (!replicas_) return;
   waits = waits || on_device_;
   // If the channels of a process group share one order, only waiting gives all ranks the same one.
   if (!waits && !mesh_.replicate().has_channels()) return;
-  for (; !unreplicated_.empty(); unreplicated_.pop_front()) {
-    UnitGradients& gradients = *gradients_[unreplicated_.front()];
-    if (!waits && !gradients.is_reduced()) return;
-    gradients.replicate();
-  }
+  replicas_->start(waits);
 }
 
 void Reducer::launch(const std::vector<size_t>& units, const std::string& name) {
@@ -313,7 +312,8 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
     rethrow_as_lost(units_.front()->context(),
                     fmt::format("reduce the gradients of unit '{}'", name));
   }
-  if (units_[units.front()]->context().mesh.replicates()) unreplicated_.push_back(units.front());
+  if (replicas_ && units_[units.front()]->context().mesh.replicates())
+    replicas_->push(gradients.front()->reduction());
   replicate(/*waits=*/false);
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
   limit_in_flight();

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -12,6 +11,7 @@
 #include "grad/grad_bucket.h"
 #include "grad/lockstep.h"
 #include "grad/open_backwards.h"
+#include "grad/replica_queue.h"
 #include "grad/unit_gradients.h"
 #include "group/progress.h"
 
@@ -145,16 +145,16 @@ class Reducer {
   BackwardListener& listener_;
   Progress* progress_;  // of this rank; may be null
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
-  std::vector<int> order_;               // unit indices, in the order of reductions
-  std::vector<GradBucket> buckets_;      // runs of that order
-  std::set<std::string> names_;          // of buckets, for collectives in flight
-  size_t next_ = 0;                      // first bucket that was not launched yet
-  std::vector<std::vector<bool>> used_;  // per unit and slot: on any rank since settle()
-  std::vector<bool> launched_;           // per unit: in this backward
-  std::vector<bool> late_;               // per unit: more arrived on some rank after the launch
-  std::vector<size_t> in_flight_;        // launched in this backward, oldest first
-  std::deque<size_t> unreplicated_;      // launched, with a replicate dim to follow, oldest first
-  std::vector<int> arrivals_;            // the unit of each gradient of this backward
+  std::vector<int> order_;                  // unit indices, in the order of reductions
+  std::vector<GradBucket> buckets_;         // runs of that order
+  std::set<std::string> names_;             // of buckets, for collectives in flight
+  size_t next_ = 0;                         // first bucket that was not launched yet
+  std::vector<std::vector<bool>> used_;     // per unit and slot: on any rank since settle()
+  std::vector<bool> launched_;              // per unit: in this backward
+  std::vector<bool> late_;                  // per unit: more arrived on some rank after the launch
+  std::vector<size_t> in_flight_;           // launched in this backward, oldest first
+  std::shared_ptr<ReplicaQueue> replicas_;  // null without a replicate dim
+  std::vector<int> arrivals_;               // the unit of each gradient of this backward
   int64_t in_flight_bytes_ = 0;
   int64_t peak_in_flight_bytes_ = 0;
   int64_t in_flight_limit_ = 0;

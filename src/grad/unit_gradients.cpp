@@ -24,10 +24,10 @@ namespace tessera {
 // because a message costs more than the copy. The layout cuts the flat buffer into such chunks,
 // equally on all ranks. `launch` reduce-scatters the chunks and stores the scaled sum over ranks in
 // `reduced_`, the only buffer that stays (1/N of the unit; all of it at ShardLevel::kNone). With a
-// replicate dim, `replicate` then adds up the replicas' parts. Several units may be reduced in one
-// collective: see grad_bucket.cpp. A further backward before the step is added to `reduced_`. A
-// parameter without a gradient on this rank counts as zeros; one without a gradient on any rank has
-// none (`live_`), so the optimizer leaves it alone, as in one process.
+// replicate dim, `Reduction::replicate` then adds up the replicas' parts. Several units may be
+// reduced in one collective: see grad_bucket.cpp. A further backward before the step is added to
+// `reduced_`. A parameter without a gradient on this rank counts as zeros; one without a gradient
+// on any rank has none (`live_`), so the optimizer leaves it alone, as in one process.
 namespace {
 
 // Returns the elements of `grad` in memory order. Autograd lays gradients out like their parameter.
@@ -285,10 +285,6 @@ std::vector<Piece> UnitGradients::launch_into(const at::Tensor& part, bool apart
   std::vector<Piece> pieces = take_pieces();
   unit_.context().watch.tell(MemoryEvent::kReductionStarted, unit_.layout().name);
   return pieces;
-}
-
-void UnitGradients::replicate() {
-  if (is_reducing()) reduction_->replicate();
 }
 
 // Waits for the reduction in flight, or for the gather behind it.

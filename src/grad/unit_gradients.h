@@ -72,16 +72,16 @@ class UnitGradients {
   /// here; `follow()` then sets the reduction.
   std::vector<Piece> launch_into(const at::Tensor& part, bool apart);
   void follow(std::shared_ptr<Reduction> reduction) { reduction_ = std::move(reduction); }
-  /// All ranks, with a replicate dim: waits for the reduction that `launch()` started, and starts
-  /// adding up the replicas. Of units that are reduced together, call it on one.
-  void replicate();
+  /// The reduction that `launch()` started, or that was set for several units; null before and
+  /// after.
+  const std::shared_ptr<Reduction>& reduction() const { return reduction_; }
   bool is_reducing() const { return reduction_ != nullptr; }
   /// On a device: lets the current stream wait for the reduction, so that the whole gradients are
   /// freed.
   void wait_on_stream() {
     if (reduction_) reduction_->wait();
   }
-  /// Returns true if `replicate()` or, without a replicate dim, `settle()` would not wait.
+  /// Returns true if the reduction, or that over the replicas if it has been started, is done.
   bool is_reduced() const { return !reduction_ || reduction_->is_completed(); }
   /// All ranks, at `ShardLevel::kNone`: waits for the reduction, and starts gathering its result;
   /// `settle()` waits for that. Does nothing at other levels, and where the reduction gathers it.

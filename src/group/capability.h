@@ -60,14 +60,19 @@ class MakesParts {
   virtual ProcessGroupPtr make_part(int rank, int size) const = 0;
 };
 
-/// A process group that counts the bytes that it actually sends, as opposed to the bytes that a
+/// The messages that a rank has sent so far.
+struct SentMessages {
+  int64_t count = 0;
+  int64_t nbytes = 0;
+};
+
+/// A process group that counts the messages that it actually sends, as opposed to the bytes that a
 /// collective should take.
 class SendsMessages {
  public:
   virtual ~SendsMessages() = default;
 
-  /// Returns the bytes of all messages that this rank has sent so far.
-  virtual int64_t sent_nbytes() const = 0;
+  virtual SentMessages sent() const = 0;
 };
 
 /// A process group that sends tensors as they are: it refuses any other `Encoding`.

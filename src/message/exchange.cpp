@@ -128,7 +128,7 @@ void Exchange::perform(Step step) {
   }
 }
 
-void Exchange::wait(const Transfer& transfer) {
+void Exchange::wait(const Transfer& transfer, const Awaited& whom) {
   const auto left =
       std::chrono::duration_cast<std::chrono::milliseconds>(started_ + timeout_ - Clock::now());
   bool aborted = false;
@@ -154,10 +154,10 @@ void Exchange::wait(const Transfer& transfer) {
   }
   if (aborted && cause) throw_wait_aborted(name_, *cause);
   if (error) {
-    throw_wait_failed(name_, Awaited::one(transfer.peer), Clock::now() - started_, timeout_, error);
+    throw_wait_failed(name_, whom, Clock::now() - started_, timeout_, error);
   }
-  TORCH_CHECK_WITH(DistBackendError, completed, name_.describe(), " gave up waiting for rank ",
-                   transfer.peer, ": the process group was closed");
+  TORCH_CHECK_WITH(DistBackendError, completed, name_.describe(), " gave up waiting for ",
+                   whom.text, ": the process group was closed");
 }
 
 ExchangeWork::ExchangeWork(std::shared_ptr<Exchange> exchange, std::weak_ptr<JobThread> thread)

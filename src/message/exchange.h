@@ -56,8 +56,10 @@ class Exchange : public Job {
   virtual void complete_outputs() = 0;
   virtual void complete_inputs() = 0;
 
-  /// Waits for one message until the deadline of the current step.
-  void wait(const Transfer& transfer);
+  /// Waits for one message until the deadline of the current step. Errors say that this rank waited
+  /// for `whom`.
+  void wait(const Transfer& transfer, const Awaited& whom);
+  void wait(const Transfer& transfer) { wait(transfer, Awaited::one(transfer.peer)); }
 
  private:
   enum class Step : uint8_t { kPosted, kOutputsDone, kInputsDone };

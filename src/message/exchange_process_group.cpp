@@ -22,6 +22,7 @@
 #include "message/gloo_backend.h"
 #include "message/no_sigpipe.h"
 #include "message/reduce_exchange.h"
+#include "message/relay_exchange.h"
 
 namespace tessera {
 namespace {
@@ -145,15 +146,20 @@ class EncodedBytes {
   int64_t used_ = 0;
 };
 
-// A process group on a c10d backend with tagged messages (Gloo): every collective is a direct
-// exchange between all pairs of ranks.
+// With more ranks than this, small data is passed on from rank to rank instead of sent by each to
+// all others: each message costs both ranks some microseconds of a core
+// (docs/design/many_ranks.md).
+constexpr int kMostDirect = 4;
+
+// A process group on a c10d backend with tagged messages (Gloo): collectives are direct exchanges
+// between all pairs of ranks, or relays of small data.
 //
 // [Note: Channels and threads]
-// Gloo's own thread moves the data. A thread per channel, started when needed, sums the received
-// data, in the order in which the channel's collectives were issued. All ranks issue a channel's
-// collectives in one order, so the messages that such a thread waits for have been issued by its
-// peers already, or will be, regardless of later collectives in the queue: it can't deadlock.
-// Between channels no order is known, hence a thread for each.
+// Gloo's own thread moves the data. A thread per channel, started when needed, sums and passes on
+// the received data, in the order in which the channel's collectives were issued. All ranks issue a
+// channel's collectives in one order, so the messages that such a thread waits for have been issued
+// by its peers already, or will be, regardless of later collectives in the queue: it can't
+// deadlock. Between channels no order is known, hence a thread for each.
 class ExchangeProcessGroup : public ProcessGroup,
                              public Closable,
                              public SendsMessages,
@@ -172,7 +178,7 @@ class ExchangeProcessGroup : public ProcessGroup,
     for (const auto& thread : threads_) thread->stop(grace);
     mailbox_.close();
   }
-  int64_t sent_nbytes() const override { return mailbox_.sent_nbytes(); }
+  SentMessages sent() const override { return mailbox_.sent(); }
   void set_watch(std::shared_ptr<CollectiveWatch> watch) override {
     order_.set_watch(std::move(watch));
   }
@@ -200,10 +206,12 @@ class ExchangeProcessGroup : public ProcessGroup,
     const auto& [flat, shard, bounds, encoding] = call;
     const int tag = form.message_tag(name.sequence);
     if (encoding != Encoding::kPlain) return gather_encoded(std::move(name), tag, call);
+    if (relays(static_cast<int64_t>(flat.nbytes())))
+      return relay(std::move(name), tag, flat, shard, bounds);
     return gather(std::move(name), tag, flat, shard, bounds, /*wait_for_sends=*/false);
   }
 
-  // Each rank sends a byte to every other: a rank that has all of them knows that all have arrived.
+  // The ranks gather a byte of each: a rank that has all of them knows that all have arrived.
   WorkPtr start(Barrier& /*call*/, CollectiveName name, const CollectiveForm& form) {
     const int tag = form.message_tag(name.sequence);
     const at::Tensor bytes = at::empty({size()}, at::TensorOptions().dtype(at::kByte));
@@ -211,6 +219,7 @@ class ExchangeProcessGroup : public ProcessGroup,
     *bytes_of(own) = std::byte{0};
     std::vector<int64_t> bounds(size() + 1);
     std::iota(bounds.begin(), bounds.end(), 0);
+    if (relays(size())) return relay(std::move(name), tag, bytes, own, bounds);
     return gather(std::move(name), tag, bytes, own, bounds, /*wait_for_sends=*/true);
   }
 
@@ -274,6 +283,8 @@ class ExchangeProcessGroup : public ProcessGroup,
 
   WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form) {
     const auto& [tensor, op] = call;
+    if (is_reduced_whole(tensor) && size() > kMostDirect)
+      return relay_and_reduce(std::move(name), call, form);
     ReduceTask task{.pieces = {{0, tensor, tensor.numel()}},
                     .out = tensor,
                     .reduction = {tensor.scalar_type(), op}};
@@ -304,6 +315,40 @@ class ExchangeProcessGroup : public ProcessGroup,
     const WorkPtr work = transfer(std::move(name), from, to, {shard}, {flat}, wait_for_sends);
     if (bytes > 0 && place != data) std::memmove(place, data, bytes);
     return work;
+  }
+
+  // True if all ranks' data, of so many bytes, is passed on.
+  bool relays(int64_t nbytes) const {
+    return size() > kMostDirect && nbytes <= size() * static_cast<int64_t>(kMaxOneRoundBytes);
+  }
+
+  WorkPtr relay(CollectiveName name, int tag, const at::Tensor& flat, const at::Tensor& shard,
+                std::span<const int64_t> bounds) {
+    const auto item = static_cast<int64_t>(flat.element_size());
+    RelayTask task{.flat = flat, .tag = tag};
+    for (const int64_t bound : bounds) task.bounds.push_back(bound * item);
+    std::byte* const place = bytes_of(flat) + task.bounds[rank()];
+    if (shard.numel() > 0) std::memmove(place, shard.const_data_ptr(), shard.nbytes());
+    return relay(std::move(name), std::move(task));
+  }
+
+  WorkPtr relay_and_reduce(CollectiveName name, const AllReduce& call, const CollectiveForm& form) {
+    const auto& [tensor, op] = call;
+    const int tag = form.message_tag(name.sequence);
+    const auto nbytes = static_cast<int64_t>(tensor.nbytes());
+    RelayTask task{.flat = at::empty({size() * nbytes}, at::TensorOptions().dtype(at::kByte)),
+                   .tag = tag,
+                   .out = tensor,
+                   .reduction = {tensor.scalar_type(), op}};
+    for (int r = 0; r <= size(); ++r) task.bounds.push_back(r * nbytes);
+    if (nbytes > 0) std::memcpy(bytes_of(task.flat) + rank() * nbytes, bytes_of(tensor), nbytes);
+    return relay(std::move(name), std::move(task));
+  }
+
+  WorkPtr relay(CollectiveName name, RelayTask task) {
+    const auto& thread_of_channel = thread(name.channel);
+    return run_on(thread_of_channel,
+                  start_relay(std::move(name), timeout_, mailbox_, std::move(task)));
   }
 
   WorkPtr gather_encoded(CollectiveName name, int tag, const AllGather& call) {
@@ -362,11 +407,15 @@ class ExchangeProcessGroup : public ProcessGroup,
   WorkPtr reduce(CollectiveName name, ReduceTask task, const CollectiveForm& form) {
     const auto& thread_of_channel = thread(name.channel);
     task.tag = form.message_tag(name.sequence);
-    const auto exchange =
-        start_reduction(std::move(name), timeout_, pool_, mailbox_, std::move(task));
+    return run_on(thread_of_channel,
+                  start_reduction(std::move(name), timeout_, pool_, mailbox_, std::move(task)));
+  }
+
+  static WorkPtr run_on(const std::shared_ptr<JobThread>& thread,
+                        const std::shared_ptr<Exchange>& exchange) {
     exchange->claim_queueing();
-    thread_of_channel->push(exchange);
-    return std::make_shared<ExchangeWork>(exchange, thread_of_channel);
+    thread->push(exchange);
+    return std::make_shared<ExchangeWork>(exchange, thread);
   }
 
   static std::vector<FlatRange> ranges_of(std::span<const int64_t> bounds) {

@@ -40,7 +40,8 @@ int Mailbox::tag_for(int tag, int from, int to) {
 Transfer Mailbox::send(const void* data, int64_t bytes, int peer, int tag) const {
   const NoSigpipe no_sigpipe;
   auto tensors = as_bytes(const_cast<void*>(data), bytes);
-  sent_nbytes_->fetch_add(bytes, std::memory_order_relaxed);
+  sent_->count.fetch_add(1, std::memory_order_relaxed);
+  sent_->nbytes.fetch_add(bytes, std::memory_order_relaxed);
   return {peer, open_backend().send(tensors, peer, tag_for(tag, rank_, peer))};
 }
 

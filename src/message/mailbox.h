@@ -7,6 +7,8 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "group/capability.h"
+
 namespace tessera {
 
 /// The longest message. One that fits the cache is read, and summed, before it leaves the cache,
@@ -50,18 +52,22 @@ class Mailbox {
   Transfer send(const void* data, int64_t bytes, int peer, int tag) const;
   Transfer receive(void* data, int64_t bytes, int peer, int tag) const;
 
-  /// Bytes sent so far, by all copies.
-  int64_t sent_nbytes() const { return *sent_nbytes_; }
+  /// The messages sent so far, by all copies.
+  SentMessages sent() const { return {sent_->count, sent_->nbytes}; }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
 
  private:
+  struct Sent {
+    std::atomic<int64_t> count = 0, nbytes = 0;
+  };
+
   c10d::Backend& open_backend() const;
   static int tag_for(int tag, int from, int to);
 
   std::shared_ptr<c10::intrusive_ptr<c10d::Backend>> backend_;
-  std::shared_ptr<std::atomic<int64_t>> sent_nbytes_ = std::make_shared<std::atomic<int64_t>>(0);
+  std::shared_ptr<Sent> sent_ = std::make_shared<Sent>();
   int rank_;
   int size_;
 };

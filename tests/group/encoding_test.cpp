@@ -108,7 +108,7 @@ struct EncodedMessages : ::testing::Test {
 };
 
 int64_t sent_nbytes(World& world) {
-  return capability<SendsMessages>(*world.process_group())->sent_nbytes();
+  return capability<SendsMessages>(*world.process_group())->sent().nbytes;
 }
 
 // Every third gap of 7 elements is no piece, and every second piece of odd ranks is zeros.

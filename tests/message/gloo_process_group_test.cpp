@@ -143,7 +143,7 @@ TEST_P(GlooChannels, FinishWhatNobodyWaitsFor) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, GlooChannels, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Ranks, GlooChannels, ::testing::Values(1, 2, 3, 4, 17));
 
 TEST(GlooProcessGroup, ReducesTheRarerDtypes) {
   run_world(3, [](World& world) {

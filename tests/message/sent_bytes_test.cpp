@@ -19,7 +19,7 @@ using namespace testing;
 int64_t sent_by(const ProcessGroupPtr& pg) {
   const auto* const sender = dynamic_cast<const SendsMessages*>(pg.get());
   TORCH_CHECK(sender, "expected one that knows what it sends");
-  return sender->sent_nbytes();
+  return sender->sent().nbytes;
 }
 
 // Returns the bytes that all ranks send in `collective`, which waits for itself.

@@ -148,9 +148,9 @@ TEST(StepTime, CountsTheBytesThatTwoHostsSend) {
     for (int step = 0; step < 2; ++step) job.step(x);
     const auto* const sender = capability<SendsMessages>(*world.process_group());
     ASSERT_NE(sender, nullptr);
-    const int64_t before = sender->sent_nbytes();
+    const int64_t before = sender->sent().nbytes;
     job.step(x);
-    sent += sender->sent_nbytes() - before;
+    sent += sender->sent().nbytes - before;
   });
   EXPECT_EQ(static_cast<double>(sent) / 2, planned);
   const int64_t parameters = 3 * 16 * 16 * 4;
