@@ -108,7 +108,7 @@ struct ShardPlan {
   /// Parameters are packed into units of about this many bytes, in registration order. A larger
   /// parameter makes a unit of its own, together with the parameters after it in its module if
   /// these are tiny (1/64 of this in all). 0: one unit per parameter. None: chosen by the
-  /// transport, 10 MiB where units are sent in messages, 1 MiB where ranks share memory.
+  /// transport, 4 MiB where units are sent in messages, 1 MiB where ranks share memory.
   std::optional<int64_t> unit_bytes = std::nullopt;
 
   /// With `Partition::kWholeParam`: the owners of these parameters, by name, as ranks in

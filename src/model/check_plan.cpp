@@ -53,9 +53,10 @@ void check_outer(const ShardPlan& plan) {
   TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[fully_shard] plan.outer needs plan.reduce_gradients");
 }
 
-// Messages should be long. In shared memory there are none, and a short unit is summed while its
-// gradients are in the caches.
-constexpr int64_t kMessageUnitBytes = int64_t{10} << 20;
+// Messages should be long, but nothing is computed while the last unit is reduced and the first one
+// gathered. In shared memory there are no messages, and a short unit is summed while its gradients
+// are in the caches.
+constexpr int64_t kMessageUnitBytes = int64_t{4} << 20;
 constexpr int64_t kSharedUnitBytes = int64_t{1} << 20;
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Operators on lists of DistTensors against the same on ordinary tensors: foreach operators, fused
 // steps of optimizers, the check of scaled gradients.
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
 #include <tessera/process_group_decorators.h>
@@ -110,8 +111,13 @@ std::vector<Case> in_place() {
   };
 }
 
+// LibTorch has this operator from 2.13 on.
+std::optional<c10::OperatorHandle> foreach_mm() {
+  return c10::Dispatcher::singleton().findSchema({"aten::_foreach_mm", ""});
+}
+
 std::vector<Case> others() {
-  return {
+  std::vector<Case> cases{
       {"add", RETURNS(at::_foreach_add(a, 2))},
       {"add list", RETURNS(at::_foreach_add(a, b, 2))},
       {"sub scalars", RETURNS(at::_foreach_sub(a, scalars()))},
@@ -127,9 +133,13 @@ std::vector<Case> others() {
        RETURNS(at::_foreach_addcdiv(a, b, c, torch::tensor({1.F, 2.F, 3.F, 4.F, 5.F, 6.F})))},
       {"pow of a scalar", RETURNS(at::_foreach_pow(2, a))},
       {"broadcasts", RETURNS(at::_foreach_add(a, Tensors(a.size(), c[4])))},
-      {"mm", RETURNS(at::_foreach_mm({a[5]}, {b[5]}))},
       {"max", RETURNS(at::_foreach_max({a[0], a[1], a[2]}))},
   };
+  if (foreach_mm()) {
+    using Mm = std::vector<at::Tensor>(at::TensorList, at::TensorList);
+    cases.push_back({"mm", RETURNS(foreach_mm()->typed<Mm>().call({a[5]}, {b[5]}))});
+  }
+  return cases;
 }
 
 void expect_as_plain(const Case& test, const DeviceMesh& mesh, int way) {

@@ -15,7 +15,7 @@ std::vector<OperatorCase> cases() {
       {"sum by dims",
        {{2, 5, 3}},
        [](const Tensors& x) {
-         return x[0].sum({0, 2});
+         return x[0].sum(at::IntArrayRef{0, 2});
        }},
       {"sum keeps dims", {{5, 4}}, [](const Tensors& x) { return x[0].sum(1, true); }},
       {"mean", {{5, 4}}, [](const Tensors& x) { return x[0].mean(); }},
@@ -81,7 +81,7 @@ std::vector<OperatorCase> cases() {
       {"std by dims",
        {{2, 5, 3}},
        [](const Tensors& x) {
-         return x[0].std({0, 1});
+         return x[0].std(at::IntArrayRef{0, 1});
        }},
       {"var_mean",
        {{5, 4}},

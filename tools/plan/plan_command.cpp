@@ -137,7 +137,7 @@ void add_plan_options(CLI::App& plan, PlanArguments& arguments) {
          "Where optimizer state lies: none (default), host, directory",
          {"none", "host", "directory"});
   plan.add_option("--unit-bytes", arguments.plan.unit_bytes,
-                  "Bytes of a unit; 0: one per parameter (default: 10 MiB)")
+                  "Bytes of a unit; 0: one per parameter (default: 4 MiB)")
       ->type_name("BYTES");
   plan.add_option("--prefetch", arguments.plan.prefetch,
                   "Units gathered ahead of use at p_g_os (default 2)")

@@ -216,6 +216,7 @@ class OperatorCall {
       });
       return has_mask;
     }
+    if (op_.operator_name().name == "aten::_unique") return true;  // has its tag from 2.13 on
     return op_.hasTag(at::Tag::dynamic_output_shape) ||
            op_.hasTag(at::Tag::data_dependent_output) ||
            !std::ranges::all_of(op_.schema().returns(), is_tensor_or_list);
