@@ -312,7 +312,7 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
     rethrow_as_lost(units_.front()->context(),
                     fmt::format("reduce the gradients of unit '{}'", name));
   }
-  if (replicas_ && units_[units.front()]->context().mesh.replicates())
+  if (units_[units.front()]->context().mesh.replicates())
     replicas_->push(gradients.front()->reduction());
   replicate(/*waits=*/false);
   peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);

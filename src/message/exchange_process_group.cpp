@@ -81,11 +81,9 @@ class TransferExchange : public Exchange {
     for (int step = 1; step < size; ++step) {
       const int peer = (rank + size - step) % size;
       longest = std::max(longest, to[peer].bytes);
-      const auto& [data, bytes, tag] = from[peer];
-      for (int64_t begin = 0; begin < bytes; begin += kMaxMessageBytes) {
-        const int64_t length = std::min(kMaxMessageBytes, bytes - begin);
-        receives_.push_back(mailbox.receive(data + begin, length, peer, tag));
-      }
+      for_each_message(from[peer].data, from[peer].bytes, [&](std::byte* data, int64_t nbytes) {
+        receives_.push_back(mailbox.receive(data, nbytes, peer, from[peer].tag));
+      });
     }
     // Sends to the ranks after this one first, so that not all ranks send to the same rank at once.
     for (int64_t begin = 0; begin < longest; begin += kMaxMessageBytes) {
@@ -206,8 +204,6 @@ class ExchangeProcessGroup : public ProcessGroup,
     const auto& [flat, shard, bounds, encoding] = call;
     const int tag = form.message_tag(name.sequence);
     if (encoding != Encoding::kPlain) return gather_encoded(std::move(name), tag, call);
-    if (relays(static_cast<int64_t>(flat.nbytes())))
-      return relay(std::move(name), tag, flat, shard, bounds);
     return gather(std::move(name), tag, flat, shard, bounds, /*wait_for_sends=*/false);
   }
 
@@ -219,7 +215,6 @@ class ExchangeProcessGroup : public ProcessGroup,
     *bytes_of(own) = std::byte{0};
     std::vector<int64_t> bounds(size() + 1);
     std::iota(bounds.begin(), bounds.end(), 0);
-    if (relays(size())) return relay(std::move(name), tag, bytes, own, bounds);
     return gather(std::move(name), tag, bytes, own, bounds, /*wait_for_sends=*/true);
   }
 
@@ -283,7 +278,7 @@ class ExchangeProcessGroup : public ProcessGroup,
 
   WorkPtr start(AllReduce& call, CollectiveName name, const CollectiveForm& form) {
     const auto& [tensor, op] = call;
-    if (is_reduced_whole(tensor) && size() > kMostDirect)
+    if (relays(size() * static_cast<int64_t>(tensor.nbytes())))
       return relay_and_reduce(std::move(name), call, form);
     ReduceTask task{.pieces = {{0, tensor, tensor.numel()}},
                     .out = tensor,
@@ -304,6 +299,8 @@ class ExchangeProcessGroup : public ProcessGroup,
 
   WorkPtr gather(CollectiveName name, int tag, const at::Tensor& flat, const at::Tensor& shard,
                  std::span<const int64_t> bounds, bool wait_for_sends) {
+    if (relays(static_cast<int64_t>(flat.nbytes())))
+      return relay(std::move(name), tag, flat, shard, bounds);
     const auto item = static_cast<int64_t>(flat.element_size());
     Incoming from;
     for (int r = 0; r < size(); ++r) {

@@ -2,6 +2,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,14 @@ namespace tessera {
 /// The longest message. One that fits the cache is read, and summed, before it leaves the cache,
 /// while the next ones arrive.
 inline constexpr int64_t kMaxMessageBytes = int64_t{1} << 20;
+
+/// Calls `f(data, nbytes)` for each of the messages, of at most `kMaxMessageBytes`, in which
+/// `nbytes` at `data` are sent or received.
+template <class Byte, class F>
+void for_each_message(Byte* data, int64_t nbytes, const F& f) {
+  for (int64_t begin = 0; begin < nbytes; begin += kMaxMessageBytes)
+    f(data + begin, std::min(kMaxMessageBytes, nbytes - begin));
+}
 
 /// A message in transit to or from `peer`.
 struct Transfer {

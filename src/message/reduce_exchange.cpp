@@ -155,14 +155,14 @@ class ReduceExchange : public Exchange {
     std::vector<Transfer> transfers;
     for (int step = 1; step < size; ++step) {
       const int peer = (rank + size - step) % size;
-      for_each_message(peer, [&](std::byte* data, int64_t nbytes) {
+      for_each_message_of(peer, [&](std::byte* data, int64_t nbytes) {
         transfers.push_back(mailbox_.receive(data, nbytes, peer, tag));
       });
     }
     reduce(place_of(rank));
     for (int step = 1; step < size; ++step) {
       const int peer = (rank + step) % size;
-      for_each_message(rank, [&](const std::byte* data, int64_t nbytes) {
+      for_each_message_of(rank, [&](const std::byte* data, int64_t nbytes) {
         transfers.push_back(mailbox_.send(data, nbytes, peer, tag));
       });
     }
@@ -175,10 +175,9 @@ class ReduceExchange : public Exchange {
 
   // Calls `f(data, nbytes)` for the messages in which that range is sent.
   template <class F>
-  void for_each_message(int r, const F& f) const {
-    const int64_t nbytes = (task_.ranges[r].end - task_.ranges[r].begin) * out_element_size_;
-    for (int64_t begin = 0; begin < nbytes; begin += kMaxMessageBytes)
-      f(place_of(r) + begin, std::min(kMaxMessageBytes, nbytes - begin));
+  void for_each_message_of(int r, const F& f) const {
+    const auto& [begin, end] = task_.ranges[r];
+    for_each_message(place_of(r), (end - begin) * out_element_size_, f);
   }
 
   // Reduces this rank's range into the memory at `out`.

@@ -30,7 +30,7 @@ class RelayExchange : public Exchange {
     for (int have = 1; have < size; have *= 2) {
       std::vector<Transfer>& receives = rounds_.emplace_back();
       const int peer = after(have);
-      for_each_message(peer, std::min(have, size - have), [&](std::byte* data, int64_t nbytes) {
+      for_each_message_of(peer, std::min(have, size - have), [&](std::byte* data, int64_t nbytes) {
         receives.push_back(mailbox_.receive(data, nbytes, peer, task_.tag));
       });
     }
@@ -62,22 +62,20 @@ class RelayExchange : public Exchange {
     const int size = mailbox_.size();
     if (have >= size) return;
     const int peer = after(size - have);
-    for_each_message(mailbox_.rank(), std::min(have, size - have),
-                     [&](const std::byte* data, int64_t nbytes) {
-                       sends_.push_back(mailbox_.send(data, nbytes, peer, task_.tag));
-                     });
+    for_each_message_of(mailbox_.rank(), std::min(have, size - have),
+                        [&](const std::byte* data, int64_t nbytes) {
+                          sends_.push_back(mailbox_.send(data, nbytes, peer, task_.tag));
+                        });
   }
 
   // Calls `f(data, nbytes)` for the messages with the data of `count` ranks from `first` on.
   template <class F>
-  void for_each_message(int first, int count, const F& f) const {
+  void for_each_message_of(int first, int count, const F& f) const {
     const int size = mailbox_.size();
     const int end = std::min(first + count, size);
     const std::pair<int, int> stretches[] = {{first, end}, {0, first + count - end}};
-    for (const auto& [from, to] : stretches) {
-      for (int64_t at = task_.bounds[from]; at < task_.bounds[to]; at += kMaxMessageBytes)
-        f(data_ + at, std::min(kMaxMessageBytes, task_.bounds[to] - at));
-    }
+    for (const auto& [from, to] : stretches)
+      for_each_message(data_ + task_.bounds[from], task_.bounds[to] - task_.bounds[from], f);
   }
 
   void reduce() const {
