@@ -38,7 +38,6 @@ class Datagrams {
   };
   /// Waits up to `longest` for texts, or until `wake()` is called.
   Events receive(std::chrono::milliseconds longest);
-  /// Async-signal-safe.
   void wake() noexcept;
 
  private:

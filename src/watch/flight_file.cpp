@@ -21,14 +21,10 @@ namespace {
 using Json = nlohmann::json;
 
 std::atomic<int> requests = 0;
-std::atomic<void (*)(void*)> wake_function = nullptr;
-std::atomic<void*> wake_argument = nullptr;
-static_assert(std::atomic<void*>::is_always_lock_free);
+static_assert(std::atomic<int>::is_always_lock_free);
 
-extern "C" void count_flight_request(int /*signal*/) {
-  requests.fetch_add(1);
-  if (const auto wake = wake_function.load()) wake(wake_argument.load());
-}
+// Touches nothing of a world: another thread may destroy it meanwhile.
+extern "C" void count_flight_request(int /*signal*/) { requests.fetch_add(1); }
 
 int64_t unix_us() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -79,12 +75,8 @@ void write_flight_file(const std::string& folder, const FlightFile& file) {
   std::filesystem::rename(unfinished, path);
 }
 
-void on_flight_request(void (*wake)(void*), void* argument) {
+void count_flight_requests() {
   static std::once_flag once;
-  wake_function.store(nullptr);
-  wake_argument.store(argument);
-  wake_function.store(wake);
-  if (!wake) return;
   std::call_once(once, [] {
     struct sigaction present {};
     if (::sigaction(SIGUSR1, nullptr, &present) != 0 || present.sa_handler != SIG_DFL) return;

@@ -27,9 +27,8 @@ void write_flight_file(const std::string& folder, const FlightFile& file);
 /// Returns TESSERA_FLIGHT_DIR, which `tessera run` sets; empty without it.
 std::string flight_folder();
 
-/// Makes SIGUSR1, unless the program handles it, count in `flight_requests()`, and call `wake` with
-/// `argument`, which must be async-signal-safe. Null: no more.
-void on_flight_request(void (*wake)(void*), void* argument);
+/// Makes SIGUSR1, unless the program handles it, count in `flight_requests()` from now on.
+void count_flight_requests();
 int flight_requests();
 
 }  // namespace tessera

@@ -201,9 +201,7 @@ std::shared_ptr<Watch> Watch::start(std::unique_ptr<Datagrams> socket, int rank,
   const std::shared_ptr<Watch> watch(
       new Watch(rank, static_cast<int>(endpoints.size()), token, options, std::move(socket)));
   watch->thread_ = std::thread([raw = watch.get()] { raw->run(); });
-  if (!options.flight_folder.empty())
-    on_flight_request([](void* waked) { static_cast<Datagrams*>(waked)->wake(); },
-                      watch->socket_.get());
+  if (!options.flight_folder.empty()) count_flight_requests();
   LastWords::of_process().add(watch);
   return watch;
 }
@@ -628,10 +626,7 @@ void Watch::leave(const std::string& why) noexcept {
     }
     stops_ = true;
   }
-  if (!options_.flight_folder.empty()) {
-    if (by_exception) write_flight_file(farewell.why, farewell.culprit);
-    on_flight_request(nullptr, nullptr);
-  }
+  if (by_exception) write_flight_file(farewell.why, farewell.culprit);
   socket_->wake();
   if (thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();

@@ -3,7 +3,9 @@
 #include "watch/watch.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <ctime>
