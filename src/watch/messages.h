@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -10,6 +11,9 @@
 #include "watch/rank_view.h"
 
 namespace tessera {
+
+/// How many collectives of each channel a rank has issued in a process group.
+using IssuedCounts = std::array<int64_t, 3>;
 
 /// Asks a rank where it is, and whether it has issued the collectives for which the asker waits.
 struct Question {
@@ -44,8 +48,7 @@ struct Farewell {
   std::string why;
   Phase phase = Phase::kUserCode;
   int64_t step = 0;
-  std::map<std::string, std::vector<int64_t>>
-      issued;  ///< by group: the collectives of each channel
+  std::map<std::string, IssuedCounts> issued;  ///< by group
 };
 
 /// Confirms a farewell.

@@ -81,7 +81,7 @@ struct Watch::GroupState {
   const std::vector<int> ranks;  // of the world
   const bool is_inner;
   FlightRecord record{kRecords};
-  std::array<std::atomic<int64_t>, 3> issued{};
+  std::array<std::atomic<int64_t>, std::tuple_size_v<IssuedCounts>> issued{};
 };
 
 struct Watch::Wait {
@@ -241,27 +241,39 @@ std::shared_ptr<Watch::GroupState> Watch::state_of(const std::string& label) con
 
 void Watch::run() {
   int requests = flight_requests();
+  bool has_told = false;
   while (true) {
-    const Datagrams::Events events = socket_->receive(kPeriod);
-    {
-      const std::lock_guard lock(mutex_);
-      if (stops_) return;
-      for (const int rank : events.refused) {
-        Peer& peer = peers_[rank];
-        if (!peer.refused) peer.refused = Clock::now();
-        peer.has_receipt = true;  // nobody is left who could confirm
-      }
+    try {
+      if (!attend()) return;
+    } catch (const std::exception& error) {  // must not end a rank that can go on
+      if (!std::exchange(has_told, true))
+        fmt::print(stderr, "[tessera] rank {} may answer the other ranks late: {}\n", rank_,
+                   error.what());
     }
-    for (const std::string& text : events.texts) {
-      const auto message = message_from(text);
-      if (message && message->token == token_ && message->from >= 0 && message->from < size_)
-        handle(*message);
-    }
-    heard_.notify_all();
-    look_at_waits();
-    if (!options_.flight_folder.empty() && std::exchange(requests, flight_requests()) != requests)
-      write_flight_file("SIGUSR1", -1);
+    if (std::exchange(requests, flight_requests()) != requests) write_flight_file("SIGUSR1", -1);
   }
+}
+
+// Takes what others say, and looks at the own waits; returns false once this rank has left.
+bool Watch::attend() {
+  const Datagrams::Events events = socket_->receive(kPeriod);
+  {
+    const std::lock_guard lock(mutex_);
+    if (stops_) return false;
+    for (const int rank : events.refused) {
+      Peer& peer = peers_[rank];
+      if (!peer.refused) peer.refused = Clock::now();
+      peer.has_receipt = true;  // nobody is left who could confirm
+    }
+  }
+  for (const std::string& text : events.texts) {
+    const auto message = message_from(text);
+    if (message && message->token == token_ && message->from >= 0 && message->from < size_)
+      handle(*message);
+  }
+  heard_.notify_all();
+  look_at_waits();
+  return true;
 }
 
 void Watch::handle(const Message& message) {
@@ -609,7 +621,7 @@ void Watch::leave(const std::string& why) noexcept {
       const auto state = weak.lock();
       if (!state) continue;
       auto& counts = farewell.issued[label];
-      for (const auto& issued : state->issued) counts.push_back(issued.load());
+      std::ranges::transform(state->issued, counts.begin(), [](const auto& n) { return n.load(); });
     }
     const auto lacks = [&](int rank) {
       return rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell;

@@ -69,6 +69,7 @@ class Watch : public std::enable_shared_from_this<Watch> {
   Watch(int rank, int size, std::string token, Options options, std::unique_ptr<Datagrams> socket);
 
   void run();
+  bool attend();
   void handle(const Message& message);
   void answer(int to, const Question& question);
   void look_at_waits();

@@ -10,8 +10,10 @@
 #include <cstdlib>
 #include <ctime>
 #include <fstream>
+#include <future>
 #include <nlohmann/json.hpp>
 
+#include "group/collective_name.h"
 #include "support/run_world.h"
 #include "support/scratch_directory.h"
 
@@ -240,6 +242,43 @@ TEST(FlightFile, HoldsTheRecordOfAFailedWait) {
     EXPECT_TRUE(last["completed_us"].is_null());
     expect_parts(json["reason"], {"5 elements", "7 elements"});
   }
+}
+
+TEST(FlightFile, IsAskedForByASignalWhileWorldsAreLeft) {
+  const testing::ScratchDirectory scratch;
+  ::setenv("TESSERA_FLIGHT_DIR", scratch.path().c_str(), 1);
+  const auto meet = [](World& world) { world.process_group()->barrier(kHead); };
+  run_world(2, meet);  // from now on the signal is handled
+  {
+    const std::jthread sender([](const std::stop_token& stop) {
+      while (!stop.stop_requested()) ::kill(::getpid(), SIGUSR1);
+    });
+    for (int i = 0; i < 30; ++i) run_world(2, meet);
+  }
+  ::unsetenv("TESSERA_FLIGHT_DIR");
+  EXPECT_TRUE(std::filesystem::exists(scratch / "rank_0.json"));
+}
+
+TEST(WatchOfAForger, IgnoresAFarewellThatCountsNotAllChannels) {
+  auto socket = std::make_unique<Datagrams>("127.0.0.1");
+  Datagrams forger("127.0.0.1");
+  const std::string own = Watch::endpoint_of(socket.get());
+  const std::string token = own.substr(own.rfind(' ') + 1);
+  const std::vector<std::string> endpoints{own, forger.endpoint() + " token"};
+  forger.set_endpoints(endpoints);
+  const auto watch = Watch::start(std::move(socket), 0, endpoints, {});
+  std::promise<std::string> aborted;
+  const auto wait = watch->group("world", {0, 1})
+                        ->begin_wait({.collective = "barrier", .channel = Channel::kControl},
+                                     [&](const WaitCause& cause) { aborted.set_value(cause.why); });
+  std::string text = to_text({token, 1, Farewell{.issued = {{"world", {9, 9, 9}}}}});
+  text.replace(text.find("[9,9,9]"), 7, "[0]");
+  forger.send(0, text);
+  auto why = aborted.get_future();
+  EXPECT_EQ(why.wait_for(1s), std::future_status::timeout);
+  forger.send(0, to_text({token, 1, Farewell{.why = "bad", .issued = {{"world", {0, 0, 0}}}}}));
+  ASSERT_EQ(why.wait_for(10s), std::future_status::ready) << "a true farewell is heard";
+  EXPECT_EQ(why.get(), "bad");
 }
 
 }  // namespace watch_test
