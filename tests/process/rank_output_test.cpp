@@ -117,6 +117,22 @@ TEST(RankOutput, EndsTheJobWhenItsReaderHasGone) {
   EXPECT_LT(end.seconds, 20);
 }
 
+TEST(RankOutput, ThatAFullDiskLosesEndsNoRank) {
+  const TemporaryDirectory directory;
+  const auto run = [&](const std::string& to) {
+    const std::string program =
+        " run -n 2 sh -c 'seq 20000; sleep 0.5; echo more; touch " + directory.path() + "$0$RANK' ";
+    return run_program({"bash", "-c", TESSERA_CLI + program + to + "; echo status $? >&2"});
+  };
+  const auto end = run("a >/dev/full");
+  EXPECT_TRUE(contains(end.err, "tessera run: cannot write to stdout: No space left on device"));
+  EXPECT_TRUE(contains(end.err, "bytes of output could not be written and are lost")) << end.err;
+  EXPECT_EQ(last_line(end.err), "status 1") << end.err;
+  EXPECT_EQ(last_line(run("b >/dev/full 2>/dev/full").err), "status 1");
+  for (const char* const rank : {"a0", "a1", "b0", "b1"})
+    EXPECT_EQ(::access(directory.path(rank).c_str(), F_OK), 0) << rank << " did not end in order";
+}
+
 /// Lets ranks print to a terminal, and returns the text that it shows.
 std::string shown_for(const std::vector<std::pair<int, std::string>>& writes) {
   ProgramRun::Options options{.on_terminal = true};

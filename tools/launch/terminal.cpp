@@ -1,10 +1,13 @@
 #include "launch/terminal.h"
 
+#include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <utility>
 
 namespace tessera::tools {
 namespace {
@@ -41,18 +44,37 @@ void Terminal::write_some() {
   const size_t size = std::min(front.text.size() - written_of_front_, atomic_bytes(front.fd));
   const ssize_t count = ::write(front.fd, front.text.data() + written_of_front_, size);
   if (count < 0) {
-    if (errno == EINTR || errno == EAGAIN) return;
+    if (errno != EINTR && errno != EAGAIN) fail(errno);
+    return;
+  }
+  queued_bytes_ -= count;
+  written_of_front_ += count;
+  if (written_of_front_ == front.text.size()) pop_front();
+}
+
+void Terminal::fail(int error) {
+  if (error == EPIPE || error == ECONNRESET) {  // the reader has gone
     broken_ = true;
     queue_.clear();
     queued_bytes_ = written_of_front_ = 0;
     return;
   }
-  queued_bytes_ -= count;
-  written_of_front_ += count;
-  if (written_of_front_ == front.text.size()) {
-    queue_.pop_front();
-    written_of_front_ = 0;
-  }
+  const int fd = next_fd();
+  const size_t lost = queue_.front().text.size() - written_of_front_;
+  queued_bytes_ -= lost;
+  pop_front();
+  if (std::exchange(lost_bytes_, lost_bytes_ + lost) > 0 || fd == STDERR_FILENO) return;
+  std::string text = fmt::format(
+      "tessera run: cannot write to stdout: {}; the ranks go on, and their output is lost until it "
+      "can be written again\n",
+      std::strerror(error));
+  queued_bytes_ += text.size();
+  queue_.push_front({STDERR_FILENO, std::move(text)});
+}
+
+void Terminal::pop_front() {
+  queue_.pop_front();
+  written_of_front_ = 0;
 }
 
 }  // namespace tessera::tools

@@ -22,6 +22,8 @@ class Terminal {
   bool full() const { return queued_bytes_ >= 1 << 20; }
   /// Returns true if the reader has closed its end.
   bool broken() const { return broken_; }
+  /// Returns how much could not be written although there is a reader: the disk may be full.
+  size_t lost_bytes() const { return lost_bytes_; }
   /// Returns the destination of the next bytes.
   int next_fd() const { return queue_.front().fd; }
 
@@ -33,9 +35,13 @@ class Terminal {
     int fd;
     std::string text;
   };
+  void fail(int error);
+  void pop_front();
+
   std::deque<Chunk> queue_;
   size_t written_of_front_ = 0;
   size_t queued_bytes_ = 0;
+  size_t lost_bytes_ = 0;
   bool broken_ = false;
   const void* open_line_ = nullptr;  ///< the source whose last text ended with a carriage return
   int open_line_fd_ = -1;

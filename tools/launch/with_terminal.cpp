@@ -1,8 +1,11 @@
 #include "launch/with_terminal.h"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <unistd.h>
+
+#include "launch/job_report.h"
 
 namespace tessera::tools {
 namespace {
@@ -37,7 +40,11 @@ int with_terminal(const std::function<int(Terminal&, SignalPipe&)>& body) {
   Terminal terminal;
   const int status = body(terminal, signals);
   flush(terminal, signals);
-  return status;
+  const size_t lost = terminal.lost_bytes();
+  if (lost == 0) return status;
+  say(terminal, fmt::format("{} bytes of output could not be written and are lost", lost));
+  flush(terminal, signals);
+  return status == 0 ? 1 : status;
 }
 
 }  // namespace tessera::tools
