@@ -20,6 +20,16 @@ std::regex compiled(const std::string& pattern, const char* option) {
   }
 }
 
+// A level of recursion of std::regex for each character, and many for some expressions.
+constexpr size_t kLongestMatched = 1000;
+
+// Returns a name, from an untrusted file, that the stack has room to match.
+const std::string& matchable(const std::string& name) {
+  TORCH_CHECK_VALUE(name.size() <= kLongestMatched, "[checkpoint] names that are matched with regular expressions must have at most ",
+                    kLongestMatched, " characters; '", shortened(name), "' has ", name.size());
+  return name;
+}
+
 // Returns the number of characters to insert, remove or replace.
 size_t edit_distance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
@@ -59,7 +69,7 @@ NameRules::NameRules(const RenameRules& rules, const char* option) {
 
 std::string NameRules::apply(std::string name) const {
   for (const auto& [pattern, replacement] : rules_)
-    name = std::regex_replace(name, pattern, replacement);
+    name = std::regex_replace(matchable(name), pattern, replacement);
   return name;
 }
 
@@ -93,7 +103,7 @@ void transpose_tensors(CheckpointIndex& index, const std::vector<std::string>& p
   for (TensorRecord& record : index.tensors) {
     const bool is_named = std::ranges::any_of(record.names, [&](const std::string& name) {
       return std::ranges::any_of(compiled_patterns, [&](const std::regex& pattern) {
-        return std::regex_match(name, pattern);
+        return std::regex_match(matchable(name), pattern);
       });
     });
     if (!is_named) continue;
