@@ -18,6 +18,7 @@
 #include "arena/hosted_process_group.h"
 #include "group/capability.h"
 #include "group/collective_name.h"
+#include "group/environment.h"
 #include "group/registered_backends.h"
 #include "start/arrival.h"
 #include "start/host_identity.h"
@@ -98,14 +99,23 @@ std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
   return hosts;
 }
 
+// Returns the address at which Gloo listens, empty for its own choice: by the name of this host,
+// which Debian gives to 127.0.1.1.
+std::string gloo_address(const RankInfo& info, bool one_host) {
+  if (one_host) return "127.0.0.1";
+  if (environment("GLOO_SOCKET_IFNAME") || info.master_addr.empty()) return "";
+  const std::string address = address_towards(info.master_addr);
+  return address.starts_with("127.") || address == "::1" ? "" : address;
+}
+
 // Connects the ranks, all of which are there. Collective.
-ProcessGroupPtr join_all(const Arrival& own, const Agreement& agreement,
+ProcessGroupPtr join_all(const RankInfo& info, const Arrival& own, const Agreement& agreement,
                          const std::vector<std::string>& hosts,
                          const c10::intrusive_ptr<c10d::Store>& store,
                          const std::shared_ptr<CollectiveWatch>& watch) {
   const auto keys = c10::make_intrusive<c10d::PrefixStore>("world", store);
   ProcessGroupPtr process_group = gloo_process_group(keys, own.rank, own.size, agreement.timeout,
-                                                     agreement.one_host ? "127.0.0.1" : "");
+                                                     gloo_address(info, agreement.one_host));
   std::optional<HostTable> table;
   if (!agreement.one_host) table.emplace(hosts);
   process_group = with_arena(process_group, keys, table, agreement.transport);
@@ -133,9 +143,9 @@ class Gathering {
   Connection connect() {
     const Agreement agreement = meet();
     const std::vector<std::string> hosts = hosts_of(attendance_->arrivals());
-    const auto join = [own = attendance_->own(), agreement, hosts, store = meeting_.store,
-                       watch = watch_of_all()] {
-      return join_all(own, agreement, hosts, store, watch);
+    const auto join = [info = meeting_.info, own = attendance_->own(), agreement, hosts,
+                       store = meeting_.store, watch = watch_of_all()] {
+      return join_all(info, own, agreement, hosts, store, watch);
     };
     // A device's backend may connect on the current device, of which each thread has its own.
     const auto joined = find_backend(attendance_->own().backend)

@@ -17,7 +17,8 @@ constexpr std::chrono::seconds kLimit{100};
 
 // Starts rank `rank` of `size` on `host`.
 std::unique_ptr<ProgramRun> start(const LinkedHosts& hosts, int host, int rank, int size,
-                                  int local_rank, int local_size, const Command& program) {
+                                  int local_rank, int local_size, const Command& program,
+                                  const char* interface) {
   return std::make_unique<ProgramRun>(
       with(hosts.on_host(host), program),
       ProgramRun::Options{.environment = {{"RANK", std::to_string(rank)},
@@ -26,7 +27,7 @@ std::unique_ptr<ProgramRun> start(const LinkedHosts& hosts, int host, int rank, 
                                           {"LOCAL_WORLD_SIZE", std::to_string(local_size)},
                                           {"MASTER_ADDR", hosts.address(0)},
                                           {"MASTER_PORT", "29533"},
-                                          {"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface},
+                                          {"GLOO_SOCKET_IFNAME", interface},
                                           {"TESSERA_TIMEOUT", "40"},
                                           {"TESSERA_TRANSPORT", ""},
                                           {"TESSERA_RUN", ""},
@@ -35,14 +36,16 @@ std::unique_ptr<ProgramRun> start(const LinkedHosts& hosts, int host, int rank, 
 }
 
 std::vector<ProgramEnd> run_on_hosts(const LinkedHosts& hosts, const std::vector<int>& host_of_rank,
-                                     const Command& program) {
+                                     const Command& program,
+                                     const char* interface = LinkedHosts::kInterface) {
   std::vector<std::unique_ptr<ProgramRun>> runs;
   const int size = static_cast<int>(host_of_rank.size());
   std::vector<int> local(2, 0), local_size(2, 0);
   for (const int host : host_of_rank) ++local_size[host];
   for (int rank = 0; rank < size; ++rank) {
     const int host = host_of_rank[rank];
-    runs.push_back(start(hosts, host, rank, size, local[host]++, local_size[host], program));
+    runs.push_back(
+        start(hosts, host, rank, size, local[host]++, local_size[host], program, interface));
   }
   std::vector<ProgramEnd> ends;
   for (const auto& run : runs) ends.push_back(run->wait());
@@ -67,6 +70,13 @@ TEST(ProcessesOnHostsSlow, ShareMemoryInsideAHost) {
           << end.out << end.err;
     }
   }
+}
+
+TEST(ProcessesOnHostsSlow, ListenWhereTheOtherHostsReachThem) {
+  if (!LinkedHosts::can_be_made()) GTEST_SKIP() << "network namespaces can't be made here";
+  const LinkedHosts hosts(2, /*mbit=*/0);
+  for (const ProgramEnd& end : run_on_hosts(hosts, {0, 1}, {WORLD_PROBE}, /*interface=*/""))
+    EXPECT_TRUE(contains(end.out, "sum 3, over gloo\n")) << end.out << end.err;
 }
 
 TEST(ProcessesOnHostsSlow, AreStartedByOneLauncher) {
