@@ -15,6 +15,7 @@
 
 #include "group/collective_name.h"
 #include "group/environment.h"
+#include "message/no_sigpipe.h"
 #include "message/rank_sockets.h"
 #include "start/job_token.h"
 #include "start/store_key.h"
@@ -64,6 +65,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(const RankInfo& info, const Deadlin
   options.waitWorkers = false;  // see arrive()
   // For connecting, which is tried twice; c10d counts whole seconds.
   options.timeout = std::max<milliseconds>(deadline.left() / 2, std::chrono::seconds(1));
+  const NoSigpipe no_sigpipe;  // the server's threads inherit it: a visitor may close at any time
   auto store = c10::make_intrusive<c10d::TCPStore>(numeric_loopback(info.master_addr), options);
   store->setTimeout(deadline.timeout());
   keep_from_children(sockets_of_store(info));

@@ -425,6 +425,40 @@ TEST(WorldStart, StrangersLeaveNoDescriptorsAndReachNoRank) {
   }
 }
 
+// Connects to a store, asks it for the number of its keys twice, and leaves before it can answer.
+void ask_and_leave(int port) {
+  const std::string check("\0\xCE\xF7\x85\x3C", 5), count_keys(2, '\x07');  // c10d's requests
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  EXPECT_EQ(::connect(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  const std::string text = check + count_keys;
+  EXPECT_EQ(::send(fd, text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
+  ::close(fd);
+}
+
+TEST(WorldStart, AVisitorThatLeavesBeforeItsAnswersEndsNobody) {
+  const TemporaryDirectory directory;
+  const Command linger = {"--linger", directory.path("go on")};
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "30"}});
+  auto& first = ranks.start(0, {}, linger);
+  auto& second = ranks.start(1, {}, linger);
+  ASSERT_TRUE(first.wait_for_output("lingers") && second.wait_for_output("lingers"));
+  for (int i = 0; i < 20; ++i) {
+    first.signal(SIGSTOP);  // so that it answers after the visitor has left
+    ask_and_leave(ranks.port());
+    first.signal(SIGCONT);
+    ::usleep(20'000);
+  }
+  std::ofstream(directory.path("go on")) << "";
+  for (const ProgramEnd& end : ranks.wait()) {
+    EXPECT_EQ(end.status, 0) << end.err;
+    EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
+  }
+}
+
 // The connections of a killed rank close although its child lives.
 class ChildOfAKilledRank : public ::testing::TestWithParam<const char*> {};
 
