@@ -6,19 +6,21 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <thread>
 #include <utility>
 
 #include "group/ranks_text.h"
+#include "start/process_stat.h"
 #include "start/store_key.h"
 
 namespace tessera {
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankProcess, rank, pid, command)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankProcesses, own, all)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Arrival, rank, name, size, local_size, host, host_name, pid,
-                                   processes, transport, backend, timeout, token, endpoint)
+                                   processes, transport, backend, timeout, endpoint, launched)
 
 namespace {
 
@@ -27,11 +29,26 @@ using std::chrono::milliseconds;
 // Time in which a rank sees a contradiction while others are missing.
 constexpr milliseconds kBetweenLooks{250};
 constexpr milliseconds kRefusedTakes{1000};
+// Time in which the ranks of a job come at the latest, as a rule.
+constexpr milliseconds kAllCome{60'000};
 constexpr milliseconds kEndedFor{1500};
 // Facts read with one request: about 300 bytes each.
 constexpr int64_t kMostAtOnce = 256;
 
 std::string key_of_arrival(int64_t number) { return "arrival/" + std::to_string(number); }
+
+// Returns why two ranks of one host are of different jobs, by what their launchers have started.
+std::string two_jobs(const Arrival& a, const Arrival& b) {
+  if (a.host != b.host || a.processes != b.processes || a.processes.empty()) return "";
+  const auto told = [](const Arrival& knows, const Arrival& other) {
+    const std::string why = contradiction_of(knows.launched, other.rank, other.launched.own);
+    return why.empty() ? ""
+                       : fmt::format("{} and {} are of two jobs: {}", knows.describe(),
+                                     other.describe(), why);
+  };
+  const std::string why = told(a, b);
+  return why.empty() ? told(b, a) : why;
+}
 
 // Arrivals in the order in which they came: all ranks see the same order, and so the same first
 // contradiction.
@@ -95,7 +112,8 @@ class ArrivalList {
 
   std::string contradiction(const Arrival& next) const {
     const std::string cause =
-        "Does another job use the same MASTER_ADDR:MASTER_PORT, or the same store?";
+        "Does another job use the same MASTER_ADDR:MASTER_PORT, or the same store? Each job needs "
+        "one of its own";
     if (list_.empty()) return "";
     const Arrival& first = list_.front();
     if (next.size != first.size)
@@ -105,6 +123,12 @@ class ArrivalList {
       if (other.rank == next.rank)
         return fmt::format("rank {} joined twice: processes {} on host {} and {} on host {}. {}",
                            next.rank, other.pid, other.host_name, next.pid, next.host_name, cause);
+    }
+    for (const Arrival& other : list_) {
+      const std::string why = two_jobs(other, next);
+      if (!why.empty())
+        return fmt::format("{}. {}; if they are of one job, give all its ranks one TESSERA_JOB",
+                           why, cause);
     }
     if (next.backend != first.backend)
       return fmt::format("all ranks must have one backend; got '{}' for {} and '{}' for {}",
@@ -118,6 +142,19 @@ class ArrivalList {
   std::vector<Arrival> list_;
   std::string refusal_;
 };
+
+// Whether processes of this rank's launcher are still to come. If they found no store they would
+// meet the late ranks of another job, and train with them.
+bool expects_more(const RankProcesses& launched, c10d::Store& store) {
+  if (launched.all.empty()) return false;
+  std::set<int64_t> arrived;
+  for (int64_t number = store.add("arrivals", 0); number > 0; --number)
+    if (store.check({key_of_arrival(number)}))
+      arrived.insert(arrival_from_text(store.get_to_str(key_of_arrival(number))).launched.own);
+  return std::ranges::any_of(launched.all, [&](const RankProcess& process) {
+    return !arrived.contains(process.pid) && process_stat(process.pid);
+  });
+}
 
 const Arrival* first_that_asked(const std::vector<Arrival>& arrivals,
                                 const std::string& transport) {
@@ -233,12 +270,8 @@ char Attendance::state_of(const Arrival& arrival) const {
   if (arrival.pid == own_.pid || arrival.host != own_.host || arrival.processes != own_.processes ||
       arrival.processes.empty())
     return 0;
-  std::ifstream file("/proc/" + std::to_string(arrival.pid) + "/stat");
-  const std::string text(std::istreambuf_iterator<char>(file), {});
-  const size_t name_end = text.rfind(')');
-  if (name_end == std::string::npos || name_end + 2 >= text.size()) return 'X';
-  const char state = text[name_end + 2];
-  return state == 'Z' ? 'X' : state == 't' ? 'T' : state;
+  const auto stat = process_stat(arrival.pid);
+  return !stat ? 'X' : stat->state == 't' ? 'T' : stat->state;
 }
 
 std::string Attendance::describe_halted() const {
@@ -273,11 +306,14 @@ std::string arrive(Attendance& attendance, c10d::Store& store, const Deadline& d
   }
 }
 
-void leave_refused(const Attendance& attendance, c10d::Store& store) {
-  const Deadline deadline(kRefusedTakes);
+void leave_refused(const Attendance& attendance, c10d::Store& store, const Deadline& deadline) {
   store.add("refused", 1);
   if (attendance.own().rank != 0) return;
-  while (store.add("refused", 0) < store.add("arrivals", 0) && !deadline.has_passed())
+  const Deadline come(std::min(kAllCome, deadline.left()));
+  while (expects_more(attendance.own().launched, store) && !come.has_passed())
+    std::this_thread::sleep_for(milliseconds(20));
+  const Deadline told(kRefusedTakes);
+  while (store.add("refused", 0) < store.add("arrivals", 0) && !told.has_passed())
     std::this_thread::sleep_for(milliseconds(10));
 }
 

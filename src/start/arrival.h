@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "start/deadline.h"
+#include "start/rank_processes.h"
 
 namespace tessera {
 
@@ -24,12 +25,12 @@ struct Arrival {
   std::string host;       ///< `host_identity()`
   std::string host_name;  ///< for messages
   int64_t pid = 0;
-  std::string processes;  ///< the processes among which `pid` is unique: a namespace of the host
-  std::string transport;  ///< "auto", "gloo" or "arena"
-  std::string backend;    ///< "gloo", or a registered one
-  int64_t timeout = 0;    ///< of all waits; ms
-  std::string token;      ///< `job_token()`
-  std::string endpoint;   ///< an address of the rank for other services; may be empty
+  std::string processes;   ///< the processes among which `pid` is unique: a namespace of the host
+  std::string transport;   ///< "auto", "gloo" or "arena"
+  std::string backend;     ///< "gloo", or a registered one
+  int64_t timeout = 0;     ///< of all waits; ms
+  std::string endpoint;    ///< an address of the rank for other services; may be empty
+  RankProcesses launched;  ///< by the launcher of the rank
 
   /// Returns "rank 1 (process 123 on host a)".
   std::string describe() const;
@@ -87,8 +88,9 @@ class Attendance {
 std::string arrive(Attendance& attendance, c10d::Store& store, const Deadline& deadline);
 
 /// Keeps rank 0, which may serve the store, until the other ranks have read that they are refused,
-/// or a second has passed. All ranks must call it.
-void leave_refused(const Attendance& attendance, c10d::Store& store);
+/// or a second has passed. Before, it waits up to a minute, within `deadline`, for those that its
+/// launcher has started. All ranks must call it.
+void leave_refused(const Attendance& attendance, c10d::Store& store, const Deadline& deadline);
 
 /// The settings that hold for all ranks.
 struct Agreement {

@@ -89,8 +89,8 @@ Arrival arrival_of(const Meeting& meeting, const Datagrams* socket) {
           .transport = transport_name(meeting.transport),
           .backend = meeting.backend.empty() ? "gloo" : meeting.backend,
           .timeout = meeting.deadline.timeout().count(),
-          .token = meeting.token,
-          .endpoint = Watch::endpoint_of(socket)};
+          .endpoint = Watch::endpoint_of(socket),
+          .launched = meeting.launched};
 }
 
 std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
@@ -175,7 +175,7 @@ class Gathering {
                           deadline = meeting_.deadline] {
       Agreement agreement{.refusal = arrive(*attendance, *store, deadline)};
       if (agreement.refusal.empty()) agreement = agree(attendance->arrivals());
-      if (!agreement.refusal.empty()) leave_refused(*attendance, *store);
+      if (!agreement.refusal.empty()) leave_refused(*attendance, *store, deadline);
       return agreement;
     };
     Agreement agreement = *timed(arrived);

@@ -10,6 +10,7 @@
 
 #include "group/collective_watch.h"
 #include "start/deadline.h"
+#include "start/rank_processes.h"
 
 namespace tessera {
 
@@ -20,8 +21,8 @@ struct Meeting {
   std::string backend;
   Transport transport = Transport::kAuto;
   Deadline deadline;       ///< of the meeting; its timeout is that of all later waits
-  std::string token;       ///< `job_token()`
   std::vector<int> names;  ///< ranks of the world, by rank of those that meet; empty: 0, 1, ...
+  RankProcesses launched;  ///< of a world that a launcher has started
   std::shared_ptr<CollectiveWatch> watch;  ///< of those that meet, in a world; null: they are one
 };
 

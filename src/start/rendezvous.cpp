@@ -81,12 +81,14 @@ std::string compare_tokens(c10d::Store& store, const RankInfo& info, bool serves
   TORCH_CHECK_WITH(DistStoreError, wait_for_key(store, kJobKey, deadline, info.size),
                    "the store there has no job of Tessera");
   const std::string theirs = store.get_to_str(kJobKey).substr(4);
-  if (theirs == own) return "";
+  if (may_be_one_job(own, theirs)) return "";
   const auto shown = [](const std::string& token) {
     return token.empty() ? "none" : "'" + token + "'";
   };
-  return fmt::format("{} is served by another job: expected job token {}, got {}", address_of(info),
-                     shown(own), shown(theirs));
+  return fmt::format(
+      "{} is served by another job: expected job token {}, got {}. Give each job another "
+      "MASTER_PORT; or, if these are ranks of one job, give all of them one TESSERA_JOB",
+      address_of(info), shown(own), shown(theirs));
 }
 
 struct StoreOrRefusal {

@@ -18,8 +18,8 @@
 #include "memory/process_mark.h"
 #include "start/connect.h"
 #include "start/deadline.h"
-#include "start/job_token.h"
 #include "start/process_groups.h"
+#include "start/rank_processes.h"
 #include "start/rendezvous.h"
 #include "start/spawned_rank.h"
 #include "start/wait_report.h"
@@ -108,17 +108,18 @@ Settings settings_of(const WorldOptions& options) {
   return {options.backend, transport_of(options), Deadline(timeout_of(options))};
 }
 
-// Joins the ranks that meet at `store`. `token`: see `job_token()`. `launched`: a launcher has
-// given the local rank.
+// Joins the ranks that meet at `store`. `launched`: a launcher has started them, and given the
+// local rank.
 World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const Settings& settings,
-           const std::string& token, bool launched) {
-  const Connection made = connect({.info = info,
-                                   .store = store,
-                                   .backend = settings.backend,
-                                   .transport = settings.transport,
-                                   .deadline = settings.deadline,
-                                   .token = token},
-                                  "init", "init()");
+           bool launched) {
+  const Connection made =
+      connect({.info = info,
+               .store = store,
+               .backend = settings.backend,
+               .transport = settings.transport,
+               .deadline = settings.deadline,
+               .launched = launched ? processes_of_launcher(info) : RankProcesses()},
+              "init", "init()");
   if (info.rank == 0)
     LOG(INFO) << "[init] " << info.size
               << " ranks; transport: " << made.process_group->backend_name();
@@ -142,7 +143,7 @@ World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info, const S
         c10::str("[init] the store must answer within the timeout; rank ", info.rank, " of ",
                  info.size, " waited ", settings.deadline.waited().count(), " s"));
   store = *fresh;
-  return join(std::move(info), std::move(store), settings, "", /*launched=*/false);
+  return join(std::move(info), std::move(store), settings, /*launched=*/false);
 }
 
 }  // namespace
@@ -202,8 +203,7 @@ World init(const WorldOptions& options) {
   if (info.size == 1)
     return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
   auto store = rendezvous_store(info, settings.deadline);
-  const std::string token = job_token(info);
-  return join(std::move(info), std::move(store), settings, token, /*launched=*/true);
+  return join(std::move(info), std::move(store), settings, /*launched=*/true);
 }
 
 World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {

@@ -1,7 +1,8 @@
-// Joins the world that its environment describes, sums 1 + rank over all ranks and prints the
-// result. Then, by its arguments:
+// Waits for as many seconds as WORLD_PROBE_LATE says, joins the world that its environment
+// describes, sums 1 + rank over all ranks and prints the result. Then, by its arguments:
 //
 //   world_probe                   ends
+//   world_probe --note WORDS...   the same
 //   world_probe TEXT              fails with TEXT as the message of an error of LibTorch
 //   world_probe --linger FILE     prints "listening ADDRESS:PORT" for each listening socket, waits
 //                                 until FILE exists, and sums once more: "again SUM"
@@ -16,6 +17,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <stdexcept>
@@ -80,6 +82,7 @@ void throw_uncaught(const tessera::World& world) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (const char* const late = std::getenv("WORLD_PROBE_LATE")) ::sleep(std::atoi(late));
   try {
     const auto world = tessera::init();
     std::printf("rank %d of %d, local rank %d, started by %s, sum %.0f, over %s\n", world.rank(),
@@ -91,7 +94,7 @@ int main(int argc, char** argv) {
     if (mode == "--throw") return throw_uncaught(world), 0;
     if (mode == "--child") return start_child(world, argv[2]), 0;
     world.process_group()->barrier({"probe"});
-    TORCH_CHECK(argc == 1, argv[1]);
+    TORCH_CHECK(argc == 1 || mode == "--note", argv[1]);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "world_probe: %s\n", error.what());
     return 1;

@@ -318,7 +318,7 @@ TEST(WorldStart, NamesARankThatEndsBeforeAllAreThere) {
 }
 
 TEST(WorldStart, ARankNumberThatComesTwiceIsAnErrorOnAllRanks) {
-  RanksByHand ranks(3, {{"TESSERA_TIMEOUT", "60"}});
+  RanksByHand ranks(3, {{"TESSERA_TIMEOUT", "60"}, {"TESSERA_JOB", "blue"}});
   const pid_t other = ranks.start(1).pid(), twin = ranks.start(1).pid();
   ranks.start(0);
   for (const ProgramEnd& end : ranks.wait()) {
@@ -361,6 +361,49 @@ TEST(WorldStart, RanksOfAnotherJobAreRefusedAndDisturbNobody) {
   auto& second = ranks.start(1);
   EXPECT_EQ(first.wait().status, 0);
   EXPECT_EQ(second.wait().status, 0);
+}
+
+// Options of a shell that starts ranks of a job of two, which has no name.
+ProgramRun::Options nameless_job(int port, const Environment& own = {}) {
+  Environment environment = clean_environment(environment_of(0, 2, port));
+  for (const char* const name : {"RANK", "LOCAL_RANK", "TESSERA_TRANSPORT"}) environment[name] = "";
+  environment["TESSERA_TIMEOUT"] = "20";
+  environment.insert(own.begin(), own.end());
+  return {.environment = std::move(environment), .limit = kLimit};
+}
+
+TEST(WorldStart, JobsWithoutNamesDoNotTrainTogether) {
+  const tools::ReservedPort port(0);
+  // In one job rank 1 comes late, in the other one rank 0: the ranks that are left could meet.
+  const Command job = {"sh", "-c",
+                       "for rank in 0 1; do late=0; [ $rank = $LATE_RANK ] && late=6; "
+                       "RANK=$rank WORLD_PROBE_LATE=$late $0 --note of-$rank & done; wait",
+                       WORLD_PROBE};
+  ProgramRun one(job, nameless_job(port.number(), {{"LATE_RANK", "1"}}));
+  ProgramRun other(job, nameless_job(port.number(), {{"LATE_RANK", "0"}}));
+  const ProgramEnd ends[] = {one.wait(), other.wait()};
+  for (const ProgramEnd& end : ends) {
+    EXPECT_EQ(end.out, "") << "ranks of two jobs have met";
+    EXPECT_TRUE(contains(end.err, "are of two jobs: its launcher has started process ")) << end.err;
+    EXPECT_TRUE(contains(end.err, "give all its ranks one TESSERA_JOB")) << end.err;
+  }
+  EXPECT_TRUE(contains(ends[0].err, "(seen by rank 0)")) << ends[0].err;
+  EXPECT_TRUE(contains(ends[0].err, "(seen by rank 1)")) << ends[0].err;
+  EXPECT_TRUE(contains(ends[1].err, "on which another process of this host listens"))
+      << ends[1].err;
+}
+
+TEST(WorldStart, RanksFromTwoShellsWithDifferentArgumentsAreOneJob) {
+  const tools::ReservedPort port(0);
+  std::vector<std::unique_ptr<ProgramRun>> shells;
+  for (const char* const script : {"sleep 9 & RANK=0 $0 --note zero; kill %1",
+                                   "export RANK=1; sleep 9 & $0 --note one -v; kill %1"})
+    shells.push_back(std::make_unique<ProgramRun>(Command{"bash", "-mc", script, WORLD_PROBE},
+                                                  nameless_job(port.number())));
+  for (const auto& shell : shells) {
+    const ProgramEnd end = shell->wait();
+    EXPECT_TRUE(contains(end.out, "sum 3")) << end.out << end.err;
+  }
 }
 
 int descriptors_of(pid_t pid) {

@@ -30,11 +30,11 @@ Arrival arrival(int rank, int size, const std::string& transport = "auto") {
 
 TEST(Arrival, IsReadAsItWasWritten) {
   Arrival sent = arrival(1, 3, "arena");
-  sent.token = "job \"7\"\n";
   sent.endpoint = "10.0.0.1:77";
+  sent.launched = {101, {{0, 100, 7}, {1, 101, 0xFFFFFFFFFFFFFFFFull}}};
   const Arrival read = arrival_from_text(to_text(sent));
   EXPECT_EQ(to_text(read), to_text(sent));
-  EXPECT_EQ(read.token, sent.token);
+  EXPECT_EQ(read.launched.all, sent.launched.all);
   EXPECT_EQ(read.endpoint, sent.endpoint);
   EXPECT_EQ(read.describe(), "rank 1 (process 101 on host a)");
   EXPECT_THROW(arrival_from_text("GET / HTTP/1.1"), c10::ValueError);
@@ -99,6 +99,40 @@ TEST(Arrive, RefusesOnAllRanksAtOnce) {
       EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
     EXPECT_LT(Deadline::Clock::now() - start, 5s);
   }
+}
+
+TEST(Arrive, RefusesARankThatTheLauncherOfAnotherOneHasStartedAsAnotherProcess) {
+  Arrival first = arrival(0, 3), own = arrival(1, 3);
+  first.processes = own.processes = "pid:[1]";
+  Arrival foreign = own, unknown = own;
+  first.launched = {100, {{0, 100, 1}, {1, 101, 1}}};
+  own.launched = {101, first.launched.all};
+  foreign.launched = {201, {{0, 200, 1}, {1, 201, 1}}};
+  unknown.launched = {201, {}};
+  const std::string refusal = refusals({first, foreign, arrival(2, 3)})[2];
+  for (const char* const part : {"are of two jobs: its launcher has started process 101 as rank 1",
+                                 "MASTER_ADDR:MASTER_PORT", "one TESSERA_JOB"})
+    EXPECT_NE(refusal.find(part), std::string::npos) << refusal;
+  EXPECT_EQ(refusals({unknown, first, arrival(2, 3)})[0], refusals({first, unknown})[0]);
+  EXPECT_EQ(refusals({own, first, arrival(2, 3)})[0], "");
+  foreign.processes = "pid:[2]";  // the numbers are of other processes there
+  EXPECT_EQ(refusals({foreign, first, arrival(2, 3)})[0], "");
+}
+
+TEST(RankProcesses, ContradictOnlyIfTheyMust) {
+  const auto is_refused = [](const std::vector<RankProcess>& all, int rank, int64_t pid) {
+    return !contradiction_of({10, all}, rank, pid).empty();
+  };
+  const RankProcess own{0, 10, 7};
+  EXPECT_FALSE(is_refused({}, 1, 11)) << "nothing is known";
+  EXPECT_FALSE(is_refused({own}, 1, 11)) << "each rank has a launcher of its own";
+  EXPECT_FALSE(is_refused({own, {1, 11, 7}}, 1, 11));
+  EXPECT_FALSE(is_refused({own, {1, 11, 8}, {2, 12, 7}}, 1, 11)) << "arguments differ by rank";
+  EXPECT_FALSE(is_refused({own, {1, 11, 7}, {1, 12, 9}}, 1, 11)) << "beside another program";
+  EXPECT_TRUE(is_refused({own, {1, 11, 7}, {1, 12, 9}}, 1, 12)) << "is that other program";
+  EXPECT_TRUE(is_refused({own, {1, 11, 8}}, 1, 12)) << "of another launcher";
+  EXPECT_TRUE(is_refused({own, {1, 11, 7}, {1, 12, 7}}, 1, 12)) << "started twice";
+  EXPECT_TRUE(is_refused({own, {1, 11, 8}, {1, 12, 8}}, 1, 11)) << "with arguments of its own";
 }
 
 TEST(Arrive, RefusesARankThatComesAfterAllWereThere) {

@@ -261,8 +261,22 @@ TEST(JobToken, IsTheLaunchersNameOfTheJob) {
   EXPECT_EQ(token({{"TORCHELASTIC_RUN_ID", "me"}}, "torchrun"), "me:77");
   EXPECT_EQ(token({{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "2"}}, "srun"), "9.2");
   EXPECT_EQ(token({{"OMPI_MCA_ess_base_jobid", "55"}}, "mpirun"), "55");
-  EXPECT_EQ(token({{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "2"}}, "environment"), "")
-      << "started by hand inside an allocation";
+  EXPECT_EQ(token({}, "environment"), "");
+  EXPECT_EQ(token({{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "2"}}, "environment"),
+            "allocation SLURM_JOB_ID=9")
+      << "started by hand, perhaps in a step of its own";
+}
+
+TEST(JobToken, OfRanksByHandDiffersInAllocationsOnly) {
+  const std::string nine = "allocation SLURM_JOB_ID=9", ten = "allocation SLURM_JOB_ID=10";
+  EXPECT_TRUE(may_be_one_job("", ""));
+  EXPECT_TRUE(may_be_one_job("x1", "x1"));
+  EXPECT_TRUE(may_be_one_job(nine, nine));
+  EXPECT_TRUE(may_be_one_job(nine, "")) << "started by ssh from inside";
+  EXPECT_TRUE(may_be_one_job("allocation PMIX_NAMESPACE=9", ten));
+  EXPECT_FALSE(may_be_one_job(nine, ten));
+  EXPECT_FALSE(may_be_one_job("", "x1"));
+  EXPECT_FALSE(may_be_one_job("x1", nine));
 }
 
 TEST(StoreListener, IsOnLoopbackIfTheMasterIs) {
