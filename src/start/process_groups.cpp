@@ -207,6 +207,7 @@ void ProcessGroups::close() noexcept {
   if (const auto watching = watch()) watching->leave();
   for (const ProcessGroupPtr& part : parts) tessera::close(part);
   tessera::close(connected_);
+  kept_.reset();
 }
 
 bool ProcessGroups::closed() const {

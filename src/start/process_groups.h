@@ -27,7 +27,7 @@ namespace tessera {
 /// collectives that block remains: there must be one order of all process groups in which the ranks
 /// make theirs.
 ///
-/// Threads may use it at the same time, except for `set_world()`.
+/// Threads may use it at the same time, except for `set_world()` and `keep()`.
 class ProcessGroups {
  public:
   /// `world` has all ranks, which find each other through `store`, over `transport` and `backend`.
@@ -58,6 +58,9 @@ class ProcessGroups {
   /// closed.
   const ProcessGroupPtr& shared(const std::vector<int>& ranks);
 
+  /// Keeps `object` until all process groups are closed.
+  void keep(std::shared_ptr<const void> object) { kept_ = std::move(object); }
+
   /// Closes all process groups; no more can be made. May be called again.
   void close() noexcept;
   bool closed() const;
@@ -86,6 +89,7 @@ class ProcessGroups {
   const std::string backend_;
   const ProcessGroupPtr connected_;  // the world as it was connected
   ProcessGroupPtr world_;            // the same, or a decorator
+  std::shared_ptr<const void> kept_;
 
   mutable std::mutex mutex_;  // guards the members below
   bool closed_ = false;

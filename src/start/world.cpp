@@ -132,6 +132,26 @@ World join(RankInfo info, c10::intrusive_ptr<c10d::Store> store, const Settings&
                settings.backend);
 }
 
+// The rank that a process is by its environment, while it has joined or joins: the other ranks wait
+// for it once, and rank 0's port can be opened once.
+struct EnvironmentRank {
+  RankInfo info;
+  ProcessMark mark{};
+};
+
+std::shared_ptr<const EnvironmentRank> take_environment_rank(const RankInfo& info) {
+  static std::mutex mutex;
+  static std::weak_ptr<const EnvironmentRank> taken;
+  const std::lock_guard lock(mutex);
+  const auto other = taken.lock();
+  TORCH_CHECK(!other || other->mark.is_inherited(), "[init] a process can join the job of its environment once; this one is rank ",
+              other->info.rank, " of ", other->info.size,
+              " already. Keep its World (new_process_group() makes more process groups), or destroy it first");
+  auto own = std::make_shared<const EnvironmentRank>(EnvironmentRank{info});
+  taken = own;
+  return own;
+}
+
 // Joins the ranks that share `store`.
 World join_through(c10::intrusive_ptr<c10d::Store> store, RankInfo info, const Settings& settings) {
   if (info.size == 1) return World(std::move(info), std::move(store), single_process_group());
@@ -202,8 +222,11 @@ World init(const WorldOptions& options) {
   RankInfo info = rank_info_from_environment();
   if (info.size == 1)
     return World(std::move(info), c10::make_intrusive<c10d::HashStore>(), single_process_group());
+  auto environment_rank = take_environment_rank(info);
   auto store = rendezvous_store(info, settings.deadline);
-  return join(std::move(info), std::move(store), settings, /*launched=*/true);
+  World world = join(std::move(info), std::move(store), settings, /*launched=*/true);
+  default_process_groups()->keep(std::move(environment_rank));
+  return world;
 }
 
 World init(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const WorldOptions& options) {

@@ -6,6 +6,7 @@
 //   world_probe TEXT              fails with TEXT as the message of an error of LibTorch
 //   world_probe --linger FILE     prints "listening ADDRESS:PORT" for each listening socket, waits
 //                                 until FILE exists, and sums once more: "again SUM"
+//   world_probe --twice           calls init() once more, and prints the error; sums once more
 //   world_probe --child fork|exec the last rank forks a child ("child PID"), which sleeps or starts
 //                                 `sleep`, and sleeps; the others sum once more
 
@@ -72,6 +73,15 @@ void start_child(const tessera::World& world, const std::string& kind) {
   sleep_long();
 }
 
+void join_twice(const tessera::World& world) {
+  try {
+    const auto second = tessera::init();
+  } catch (const c10::Error& error) {
+    std::printf("%s\n", error.what_without_backtrace());
+  }
+  std::printf("again %.0f\n", sum_of_ranks(world));
+}
+
 // Ends the process of rank 1 by an exception, while the others wait for it.
 void throw_uncaught(const tessera::World& world) {
   if (world.rank() == 1)
@@ -91,6 +101,7 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     const std::string mode = argc > 1 ? argv[1] : "";
     if (mode == "--linger") return wait_for_file(world, argv[2]), 0;
+    if (mode == "--twice") return join_twice(world), 0;
     if (mode == "--throw") return throw_uncaught(world), 0;
     if (mode == "--child") return start_child(world, argv[2]), 0;
     world.process_group()->barrier({"probe"});

@@ -406,6 +406,20 @@ TEST(WorldStart, RanksFromTwoShellsWithDifferentArgumentsAreOneJob) {
   }
 }
 
+TEST(WorldStart, ASecondInitOfAProcessIsRefusedAtOnce) {
+  RanksByHand ranks(2, {{"TESSERA_TIMEOUT", "60"}});
+  ranks.start(0, {}, {"--twice"}), ranks.start(1, {}, {"--twice"});
+  const auto ends = ranks.wait();
+  for (int rank = 0; rank < 2; ++rank) {
+    const ProgramEnd& end = ends[rank];
+    EXPECT_EQ(end.status, 0) << end.err;
+    EXPECT_TRUE(contains(end.out, "this one is rank " + std::to_string(rank) + " of 2 already"))
+        << end.out;
+    EXPECT_TRUE(contains(end.out, "again 3")) << end.out;
+    EXPECT_LT(end.seconds, kSoon);
+  }
+}
+
 int descriptors_of(pid_t pid) {
   const std::filesystem::directory_iterator all("/proc/" + std::to_string(pid) + "/fd");
   return static_cast<int>(std::distance(begin(all), end(all)));
