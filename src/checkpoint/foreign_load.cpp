@@ -147,10 +147,11 @@ void ForeignLoad::check_ties() {
 
 void ForeignLoad::plan() {
   for (const ParamView& param : view_.params)
-    reads_.add(reads_.table.source_of(param), param.strides, param.region(), param.values);
+    reads_.add(reads_.table.source_of(param), param.strides, param.region(), param.values,
+               param.tensors);
   for (const NamedTensor& buffer : view_.buffers)
     reads_.add(reads_.table.find("buffer", buffer.name), row_major(buffer.tensor.sizes()),
-               region_of(buffer.tensor, buffer.name), local_of(buffer.tensor));
+               region_of(buffer.tensor, buffer.name), local_of(buffer.tensor), {buffer.tensor});
 }
 
 std::string ForeignLoad::digest() const {

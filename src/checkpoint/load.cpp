@@ -98,13 +98,13 @@ class Loader {
     for (const ParamView& param : view_.params) {
       const TensorRecord* source = reads_.table.source_of(param);
       reads_.add(param.is_rank_own ? own_or(source, param.name()) : source, param.strides,
-                 param.region(), param.values);
+                 param.region(), param.values, param.tensors);
     }
     for (const NamedTensor& buffer : view_.buffers) {
       const TensorRecord* source = reads_.table.find("buffer", buffer.name);
       reads_.add(is_dist(buffer.tensor) ? source : own_or(source, buffer.name),
                  row_major(buffer.tensor.sizes()), region_of(buffer.tensor, buffer.name),
-                 local_of(buffer.tensor));
+                 local_of(buffer.tensor), {buffer.tensor});
     }
   }
 
@@ -317,7 +317,7 @@ std::vector<std::string> plan_tensors(const std::filesystem::path& path, const S
       errors.push_back(error);
     } else {
       reads.add(source, row_major(tensor.sizes()), region_of(tensor, name),
-                local_of(tensor).detach());
+                local_of(tensor).detach(), {tensor});
     }
   }
   TORCH_CHECK_VALUE(errors.empty(), "[load_state_dict] the checkpoint '", path.string(),

@@ -65,6 +65,7 @@ ParamView view_of_whole(const ParamSlot& slot, int rank, int ranks, ReplicaTurns
     param.end = slot.numel;
   }
   if (turns.next(replica.count, nbytes) == replica.index) param.stored_end = param.end;
+  for (size_t i = 0; i < slot.handles.size(); ++i) param.tensors.push_back(slot.tensor(i));
   const at::Tensor value = slot.local().detach();
   // A tensor with gaps in its memory is seen in its logical order, as are its elements then.
   param.values = (slot.dist ? value.is_contiguous() : value.is_non_overlapping_and_dense())

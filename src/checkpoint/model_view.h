@@ -65,6 +65,7 @@ struct ParamView {
   int64_t stored_begin = 0, stored_end = 0;  ///< the part of them that it stores in a checkpoint
   /// Each rank has its own values, as for a buffer; rank 0's belong to the model.
   bool is_rank_own = false;
+  std::vector<at::Tensor> tensors = {};  ///< the user's, unless they show a unit
 
   const std::string& name() const { return names.front(); }
   Region region() const { return {begin, end, box}; }

@@ -11,6 +11,7 @@
 #include "checkpoint/model_view.h"
 #include "checkpoint/region.h"
 #include "mesh/dist_meta.h"
+#include "unit/note_write.h"
 
 namespace tessera {
 
@@ -27,15 +28,18 @@ struct PlannedReads {
   PlannedReads(const PlannedReads&) = delete;  // `table` refers to `reader`
   PlannedReads& operator=(const PlannedReads&) = delete;
 
-  /// Does nothing without a source, or for an empty region. `strides`: the memory order in which
-  /// `region` counts elements.
+  /// Does nothing without a source, and reads nothing for an empty region. `strides`: the memory
+  /// order in which `region` counts elements. `users`: the user's tensors with the memory of `out`.
   void add(const TensorRecord* source, const std::vector<int64_t>& strides, Region region,
-           at::Tensor out) {
-    if (!source || region.numel() == 0) return;
+           at::Tensor out, const std::vector<at::Tensor>& users = {}) {
+    if (!source) return;
+    written.insert(written.end(), users.begin(), users.end());
+    if (region.numel() == 0) return;
     reader.check(*source, strides, region);
     targets.push_back({source, strides, std::move(region), std::move(out)});
   }
   void read() {
+    for (const at::Tensor& tensor : written) note_write(tensor);
     for (const Target& target : targets)
       reader.read(*target.source, target.strides, target.region, target.out);
   }
@@ -51,6 +55,7 @@ struct PlannedReads {
   ChunkReader reader;
   TensorTable table;  ///< of the reader's index
   std::vector<Target> targets;
+  std::vector<at::Tensor> written;  ///< the user's tensors
 };
 
 }  // namespace tessera

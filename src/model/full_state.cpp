@@ -10,6 +10,7 @@
 #include <set>
 
 #include "model/sharded_state.h"
+#include "unit/note_write.h"
 
 namespace tessera {
 namespace {
@@ -128,12 +129,19 @@ void ShardedState::take_in_replaced() {
     for (const auto& [unit, slot] : replaced) unit->views().check_replacement(*slot);
   });
   at::NoGradGuard no_grad;
-  overwrite([&] {
+  for (const auto& [unit, slot] : replaced) note_write(*slot);
+  set_shards([&] {
     for (const auto& [unit, slot] : replaced) unit->take_in(*slot, shared_from_this());
   });
 }
 
 void ShardedState::overwrite(const std::function<void()>& write, bool for_good) {
+  for (const auto& unit : units_)
+    for (const ParamSlot& slot : unit->layout().slots) note_write(slot);
+  set_shards(write, for_good);
+}
+
+void ShardedState::set_shards(const std::function<void()>& write, bool for_good) {
   if (for_good) ++overwrites_;
   for (const auto& unit : units_) unit->wait();
   wait_until_unread(stop_reading());

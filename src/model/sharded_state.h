@@ -100,7 +100,8 @@ class ShardedState : public UseListener,
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
   /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
-  /// rank reads the old ones any more. `for_good`: false if the old ones will be put back.
+  /// rank reads the old ones any more. A backward of an earlier forward throws then. `for_good`:
+  /// false if the old ones will be put back.
   void overwrite(const std::function<void()>& write, bool for_good = true);
   /// How often that was called for good.
   int64_t overwrites() const { return overwrites_; }
@@ -152,6 +153,8 @@ class ShardedState : public UseListener,
                std::vector<UnitLayout> layouts);
   static void take_over_released(const std::vector<NamedTensor>& parameters);
   void adopt(const ShardMesh& all);
+  // As `overwrite()`, but of parameters that the caller has noted as written.
+  void set_shards(const std::function<void()>& write, bool for_good = true);
   void convert_buffers();
   void on_settle() override;
   void on_backward_end() override;

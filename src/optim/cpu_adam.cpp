@@ -18,6 +18,7 @@
 #include "optim/adam_loop.h"
 #include "optim/cpu_adam_step.h"
 #include "optim/fused_step.h"
+#include "unit/note_write.h"
 
 namespace tessera {
 namespace {
@@ -111,6 +112,7 @@ void step_dist(const CPUAdamOptions& options, const at::Tensor& param, CPUAdamPa
   local.param.is_cpu() ? step_on_host(options, local) : step_by_operators(options, {local});
   if (placements_of(param) != placements)
     param.copy_(redistribute(placed, mesh, placements_of(param)));
+  note_write(param);
 }
 
 void step_group(CPUAdam& optimizer, OptimizerParamGroup& group, const RoundedParams& rounded) {
@@ -161,8 +163,7 @@ void step_on_host(const CPUAdamOptions& options, const AdamParam& param) {
              count);
     }
   });
-  // Values that autograd has saved for a backward are out of date.
-  param.param.unsafeGetTensorImpl()->bump_version();
+  note_write(param.param);
 }
 
 void step_by_operators(const CPUAdamOptions& options, const std::vector<AdamParam>& params) {
@@ -187,8 +188,7 @@ void step_by_operators(const CPUAdamOptions& options, const std::vector<AdamPara
     give_back(call.params[i], params[i].param);
     give_back(call.exp_avgs[i], params[i].exp_avg);
     give_back(call.exp_avg_sqs[i], params[i].exp_avg_sq);
-    // The kernels do not tell autograd that values which it has saved are out of date.
-    params[i].param.unsafeGetTensorImpl()->bump_version();
+    note_write(params[i].param);
   }
 }
 

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "unit/note_write.h"
+
 namespace tessera {
 
 // [Note: Rounds of replicas]
@@ -146,6 +148,8 @@ void OuterSteps::average(std::vector<bool>& changed) {
   for (size_t unit = 0; unit < units_.size(); ++unit) {
     if (!units_[unit].takes_part()) continue;
     changed[unit] = true;  // on the ranks that have no part of it, too
+    for (size_t slot = 0; slot < units_[unit].slots.size(); ++slot)
+      if (units_[unit].slots[slot]) note_write(state_.units()[unit]->layout().slots[slot]);
     if (state_.units()[unit]->updated().numel() == 0) continue;
     in_flight.push_back(start_average(unit));
     if (in_flight.size() > kMostInFlight) finish_first();

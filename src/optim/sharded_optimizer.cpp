@@ -23,6 +23,7 @@
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
 #include "optim/state_replacement.h"
+#include "unit/note_write.h"
 
 namespace tessera {
 
@@ -169,7 +170,10 @@ std::vector<std::vector<const Segment*>> ShardedOptimizer::Impl::live_segments(
     const auto [unit, slot] = segment.place;
     const bool is_live = state().reducer().gradients()[unit]->is_live(slot);
     // Where the user reduces, ranks may differ in which parameters have a gradient.
-    if (is_live || !state().reducer().reduces()) changed[unit] = true;
+    if (is_live || !state().reducer().reduces()) {
+      changed[unit] = true;
+      note_write(state().slot(segment.place));
+    }
     if (!is_live) continue;
     if (segment.tensor.defined()) live[by_unit ? unit : 0].push_back(&segment);
   }

@@ -150,5 +150,37 @@ TEST(CheckpointPlain, WhatDoesNotFitIsRefusedAndTheModuleStays) {
                   {"not in the model: 'decode', 'encode.weight'"});
 }
 
+// A load between a forward and its backward, which would compute with the loaded values.
+TEST(CheckpointPlain, AFileThatIsReadIntoParametersEndsTheGraphsBeforeIt) {
+  const ScratchDirectory scratch;
+  run_world(2, [&](World&) {
+    const DeviceMesh mesh = DeviceMesh::over_world();
+    for (const bool is_dist : {false, true}) {
+      torch::nn::Linear first(4, 4), second(4, 4);
+      auto net = std::make_shared<Bag>();
+      net->add("first", first->weight.detach());
+      net->add("second", second->weight.detach());
+      std::map<std::string, torch::Tensor> params;
+      for (const auto& item : net->named_parameters()) {
+        if (is_dist) distribute_(item.value(), mesh, {Shard{0}});
+        params[item.key()] = item.value();
+      }
+      const auto loss = [&] { return params["first"].mm(params["second"]).sum(); };
+      const auto path = scratch / (is_dist ? "dist" : "plain");
+      save_state_dict(path, params);
+      const auto before = loss();
+      load_state_dict(path, params);
+      expect_contains(error_of<c10::Error>([&] { before.backward(); }),
+                      {"modified by an inplace operation"});
+      save_checkpoint(scratch / "model", *net, nullptr);
+      const auto later = loss();
+      load_checkpoint(scratch / "model", *net, nullptr);
+      expect_contains(error_of<c10::Error>([&] { later.backward(); }),
+                      {"modified by an inplace operation"});
+      loss().backward();
+    }
+  });
+}
+
 }  // namespace plain_load_test
 }  // namespace tessera::testing

@@ -7,6 +7,7 @@
 #include "optim/cpu_adam_step.h"
 #include "optim/param_state.h"
 #include "support/models.h"
+#include "support/run_world.h"
 
 namespace tessera {
 namespace cpu_adam_test {
@@ -308,6 +309,21 @@ TEST(CPUAdam, AutogradHearsThatAParameterHasChanged) {
   param.mutable_grad() = torch::ones({3}, test_device());
   adam.step();
   expect_error([&] { loss.backward(); }, {"modified by an inplace operation"});
+}
+
+TEST(CPUAdam, AutogradHearsThatADistTensorHasChanged) {
+  run_world(2, [](World&) {
+    const DeviceMesh mesh = DeviceMesh::over_world();
+    for (const Placement& placement : {Placement(Shard{0}), Placement(Replicate{})}) {
+      Tensor param = distribute(torch::ones({4}, test_device()), mesh, {placement});
+      param.set_requires_grad(true);
+      const Tensor loss = (param * param).sum();
+      CPUAdam adam({param}, CPUAdamOptions(0.1));
+      (param * 2).sum().backward();
+      adam.step();
+      expect_error([&] { loss.backward(); }, {"modified by an inplace operation"});
+    }
+  });
 }
 
 TEST(CPUAdam, StateFollowsAConvertedParameter) {
