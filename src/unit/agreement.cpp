@@ -56,12 +56,32 @@ std::vector<std::string> describe(const std::vector<ParamSlot>& params, const Sh
                                 outer->nesterov));
   }
   for (const ParamSlot& param : params) {
+    const auto& strides = param.dist ? param.dist->strides : param.strides;
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}] on {}{}",
                                 fmt::join(param.names, "' = '"), c10::toString(param.dtype),
-                                fmt::join(param.sizes, ", "), fmt::join(param.strides, ", "),
+                                fmt::join(param.global_sizes(), ", "), fmt::join(strides, ", "),
                                 c10::DeviceTypeName(param.device.type(), /*lower_case=*/true),
                                 param.requires_grad ? "" : ", frozen"));
     if (param.dist) lines.back() += ", placed " + to_string(param.dist->spec->placements);
+  }
+  return lines;
+}
+
+// One line per DistTensor: the part of it that this rank holds.
+std::vector<std::string> describe_parts(const std::vector<ParamSlot>& params) {
+  std::vector<std::string> lines;
+  for (const ParamSlot& param : params) {
+    if (!param.dist) continue;
+    const DistSpec& spec = *param.dist->spec;
+    std::string place;
+    for (int64_t dim = 0; dim < spec.mesh.ndim(); ++dim) {
+      if (is_replicate(spec.placements[dim])) continue;
+      const auto& own = spec.mesh.coordinate();
+      place += fmt::format("part {} of {} along '{}' of ", own ? (*own)[dim] : -1,
+                           spec.mesh.size(dim), spec.mesh.dim_names()[dim]);
+    }
+    lines.push_back(fmt::format("{}'{}', [{}] with strides [{}]", place, param.name(),
+                                fmt::join(param.sizes, ", "), fmt::join(param.strides, ", ")));
   }
   return lines;
 }
@@ -106,6 +126,14 @@ void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& param
                       const ShardPlan& plan) {
   check_same_lines(mesh, describe(params, plan),
                    "[fully_shard] the models and plans must be the same on all ranks");
+  const std::vector<std::string> parts = describe_parts(params);
+  if (parts.empty()) return;
+  check_same_lines(
+      mesh, parts,
+      "[fully_shard] the ranks that a model is sharded over, and its replicas, must hold the same "
+      "parts of "
+      "the DistTensors among its parameters: give plan.mesh_dim, a mesh dim along which these are "
+      "replicated, or plan.process_group, ranks that hold equal parts");
 }
 
 }  // namespace tessera

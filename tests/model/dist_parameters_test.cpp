@@ -221,5 +221,43 @@ TEST(DistParameters, WhatDoesNotFitIsRefused) {
   });
 }
 
+TEST(DistParameters, RanksWithOtherPartsOfThemAreRefused) {
+  run_world(4, [](World& world) {
+    const auto mesh = DeviceMesh::over_world({2, 2}, {"dp", "tp"});
+    const auto refuse = [](const NormMlp& mlp, const ShardPlan& plan) {
+      expect_error([&] { fully_shard(mlp, plan); },
+                   {"[fully_shard]", "the same parts of the DistTensors", "'up.weight'",
+                    "plan.mesh_dim", "plan.process_group"});
+    };
+    for (const ShardLevel level : kAllLevels) {
+      NormMlp mlp = make_norm_mlp();
+      shard_columns_then_rows(mlp, mesh.sub_mesh("tp"));
+      refuse(mlp, {.level = level});  // the ranks of the world
+      refuse(mlp, {.level = level, .process_group = mesh.process_group(1)});
+      const auto alone = world.new_process_group({world.rank()});
+      const ShardPlan replicas{.level = level,
+                               .process_group = alone,
+                               .replicate_group = mesh.process_group(1)};
+      refuse(mlp, replicas);
+      // Nothing was changed.
+      fully_shard(mlp, {.level = level, .process_group = mesh.process_group(0)});
+      NormMlp placed = make_norm_mlp();
+      shard_columns_then_rows(placed, mesh, {Replicate{}});
+      refuse(placed, {.level = level});
+      fully_shard(placed, {.level = level, .process_group = mesh.process_group(0)});
+    }
+  });
+}
+
+// Uneven cuts give ranks parts of other sizes.
+TEST(DistParameters, RanksWithPartsOfOtherSizesAreRefusedForTheSameReason) {
+  run_world(3, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    NormMlp mlp = make_norm_mlp();
+    shard_columns_then_rows(mlp, mesh);
+    expect_error([&] { fully_shard(mlp); }, {"the same parts of the DistTensors", "'up.weight'"});
+  });
+}
+
 }  // namespace dist_parameters_test
 }  // namespace tessera
