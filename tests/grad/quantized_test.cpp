@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <tessera/process_group_decorators.h>
 
+#include "group/encoding.h"
 #include "model/sharded_state.h"
 #include "support/contract.h"
 #include "support/models.h"
@@ -117,26 +118,45 @@ TEST(Quantized, OneRankSendsNothingAndRoundsNoGradient) {
   expect_same_state(results[1][0].state, results[0][0].state, 0, "one rank");
 }
 
+// The first element of each row gets the value 50, and so its neighbours in a block another scale.
 TEST(Quantized, AWriteToAParameterIsRoundedWithItsBlockAndKeptAsItIsInTheMasterWeights) {
   TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
-  const auto write = [](World& world) {
-    const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
-    ShardPlan plan{.unit_bytes = 3000, .process_group = world.process_group()};
-    plan.precision.gather_dtype = at::kChar;
-    auto sharded = fully_shard(net, plan);
-    const auto before = sharded.full_state();
-    {
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : net->parameters()) parameter.mul_(2);
+  for (const auto& [dtype, encoding] : {std::pair(at::kChar, Encoding::kInt8),
+                                        std::pair(at::kFloat8_e4m3fn, Encoding::kFloat8)}) {
+    for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
+      std::vector<std::vector<NamedTensor>> states(2);
+      run_world(
+          2,
+          [&](World& world) {
+            const auto net = seeded(5, [] { return std::make_shared<Mlp>(); });
+            ShardPlan plan{.unit_bytes = 3000};
+            plan.precision.gather_dtype = dtype;
+            auto sharded = fully_shard(net, plan);
+            std::vector<at::Tensor> masters;
+            for (const auto& unit : sharded.state()->units())
+              masters.push_back(unit->master().values().clone());
+            {
+              const torch::NoGradGuard no_grad;
+              for (auto& parameter : net->parameters()) parameter.select(-1, 0).fill_(50);
+            }
+            int changed = 0;
+            sharded.state()->visit_whole_units([&](const Unit& unit) {
+              const at::Tensor& master = unit.master().values();
+              const at::Tensor before = masters[unit.index()];
+              EXPECT_TRUE(at::equal(master, at::where(master == 50, master, before)));
+              changed += at::equal(master, before) ? 0 : 1;
+              const int64_t begin = unit.updated_begin();
+              EXPECT_TRUE(at::equal(unit.full().narrow(0, begin, unit.updated_end() - begin),
+                                    rounded_by(encoding, master)))
+                  << unit.label();
+            });
+            EXPECT_GT(changed, 1);
+            states[world.rank()] = sharded.full_state();
+          },
+          std::chrono::seconds(30), transport);
+      expect_same_state(states[1], states[0], 0, "ranks");
     }
-    // Twice the masters round to twice the values.
-    const auto after = sharded.full_state();
-    for (size_t i = 0; i < before.size(); ++i)
-      EXPECT_TRUE(torch::allclose(after[i].tensor, 2 * before[i].tensor, 0.02, 0.02))
-          << before[i].name;
-  };
-  run_world(2, write, std::chrono::seconds(30), Transport::kGloo);
-  run_arena(2, write);
+  }
 }
 
 TEST(Quantized, BackendsThatSendPlainElementsAreRefusedAtWrap) {
