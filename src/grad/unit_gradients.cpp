@@ -315,9 +315,14 @@ void UnitGradients::start_gather() {
     return;
   at::NoGradGuard no_grad;
   finish_sum();
-  const Encoding encoding = unit_.layout().reduce_encoding;
+  const bool sends = !process_group.sends_to().empty();
+  const Encoding encoding = sends ? unit_.layout().reduce_encoding : Encoding::kPlain;
   // All ranks have the same gradients, the owner of a part included.
-  if (encoding != Encoding::kPlain) shard_part().copy_(rounded_by(encoding, shard_part()));
+  if (encoding != Encoding::kPlain) {
+    if (error_ && !gather_error_.defined())
+      gather_error_ = at::zeros(shard_part().sizes(), shard_part().options().dtype(at::kFloat));
+    shard_part().copy_(rounded_by(encoding, shard_part(), gather_error_));
+  }
   whole_ = process_group.all_gather(reduced_, shard_part(), unit_.layout().bounds,
                                     {unit_.layout().name, Channel::kGrads}, encoding);
 }
@@ -386,7 +391,8 @@ at::Tensor UnitGradients::reduced(int64_t begin, int64_t end) const {
 
 int64_t UnitGradients::nbytes() const {
   int64_t nbytes = reduced_.defined() ? static_cast<int64_t>(reduced_.nbytes()) : 0;
-  if (error_ && error_->defined()) nbytes += static_cast<int64_t>(error_->nbytes());
+  for (const at::Tensor& error : {error_ ? *error_ : at::Tensor(), gather_error_})
+    if (error.defined()) nbytes += static_cast<int64_t>(error.nbytes());
   return nbytes;
 }
 

@@ -138,6 +138,7 @@ class UnitGradients {
   at::Tensor reduced_;
   at::Tensor partial_;                 // destination of the sum, if not `reduced_` itself
   std::shared_ptr<at::Tensor> error_;  // what messages have lost; null if losses are forgotten
+  at::Tensor gather_error_;            // what the gather of the sums has lost of this rank's part
   bool adds_ = false;     // `partial_` is added to `reduced_` (earlier backwards' sums)
   bool gathers_ = false;  // the reduction gathers the parts of all ranks, too
   std::shared_ptr<Reduction> reduction_;

@@ -307,7 +307,7 @@ void widen(at::ScalarType dtype, const void* values, int64_t numel, float* out) 
             [&](auto type) { load(static_cast<const decltype(type)*>(values), numel, out); });
 }
 
-at::Tensor rounded_by(Encoding encoding, const at::Tensor& values) {
+at::Tensor rounded_by(Encoding encoding, const at::Tensor& values, const at::Tensor& error) {
   const at::ScalarType dtype = values.scalar_type();
   const at::Tensor result = at::empty_like(values);
   // A few blocks at a time, which stay in the cache.
@@ -316,9 +316,11 @@ at::Tensor rounded_by(Encoding encoding, const at::Tensor& values) {
   const auto item = static_cast<int64_t>(c10::elementSize(dtype));
   const auto* const from = static_cast<const std::byte*>(values.const_data_ptr());
   auto* const to = static_cast<std::byte*>(result.mutable_data_ptr());
+  auto* const lost = error.defined() ? error.mutable_data_ptr<float>() : nullptr;
   for (int64_t begin = 0; begin < values.numel(); begin += kPart) {
     const int64_t numel = std::min(kPart, values.numel() - begin);
-    encode(encoding, dtype, from + begin * item, numel, encoded.data());
+    encode(encoding, dtype, from + begin * item, numel, encoded.data(),
+           lost ? lost + begin : nullptr);
     decode(encoding, encoded.data(), numel, dtype, to + begin * item);
   }
   return result;

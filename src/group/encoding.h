@@ -48,7 +48,8 @@ void decode(Encoding encoding, const std::byte* encoded, int64_t numel, at::Scal
 void widen(at::ScalarType dtype, const void* values, int64_t numel, float* out);
 
 /// Returns the values that `values` (1-D, on the host) have once they are encoded and decoded: a
-/// new tensor. Encoding those changes nothing, except for blocks of half.
-at::Tensor rounded_by(Encoding encoding, const at::Tensor& values);
+/// new tensor. Encoding those changes nothing, except for blocks of half. `error`: as for
+/// `encode()`, or undefined.
+at::Tensor rounded_by(Encoding encoding, const at::Tensor& values, const at::Tensor& error = {});
 
 }  // namespace tessera

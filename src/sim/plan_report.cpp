@@ -71,7 +71,11 @@ ShardMemory planned_memory(const std::vector<UnitLayout>& units, const ShardPlan
     if (!is_trainable(unit)) continue;
     memory.gradients += (end - begin) * item;
     const bool is_sent = unit.is_replicated && options.ranks > 1 && !options.shares_memory;
-    if (unit.error_feedback && is_sent) memory.gradients += unit.numel() * item_size(at::kFloat);
+    if (unit.error_feedback && is_sent) {
+      const bool gathers_sums = unit.level == ShardLevel::kNone;
+      memory.gradients +=
+          (unit.numel() + (gathers_sums ? unit.shard_numel(rank) : 0)) * item_size(at::kFloat);
+    }
     for (const ParamSlot& slot : unit.slots) {
       const auto [slot_begin, slot_end] = overlap(slot, begin, end);
       state += (slot_end - slot_begin) * item * options.state_tensors;

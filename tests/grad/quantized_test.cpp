@@ -159,6 +159,63 @@ TEST(Quantized, AWriteToAParameterIsRoundedWithItsBlockAndKeptAsItIsInTheMasterW
   }
 }
 
+TEST(Quantized, NoGradientIsRoundedWhereNothingIsSent) {
+  TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
+  for (const int ranks : {2, 3}) {
+    run_arena(ranks, [&](World& world) {
+      for (const ShardLevel level : kAllLevels) {
+        const auto plain = train(world, {.level = level});
+        for (const auto dtype : {at::kChar, at::kFloat8_e4m3fn}) {
+          const auto state =
+              train(world, {.level = level, .precision = {.reduce_dtype = dtype}}).state;
+          expect_same_state(state, plain.state, 0, fmt::format("level {}", int(level)));
+        }
+      }
+    });
+  }
+}
+
+// One element of each block has a gradient of 1, the others, on rank 0 alone, one that is less than
+// half of the unit to which it is rounded then: without error feedback they would stay.
+void expect_small_gradients_to_arrive(World& world, ShardLevel level) {
+  constexpr int kMany = 200;
+  constexpr double kSmall = 0.003, kRate = 0.01;
+  const auto slopes_of = [](double small) {
+    const auto slopes = at::full({1024}, small);
+    slopes.view({4, 256}).select(1, 17).fill_(1);
+    return slopes;
+  };
+  const auto slopes = slopes_of(world.rank() == 0 ? kSmall : 0);
+  struct Line : torch::nn::Module {
+    at::Tensor weight = register_parameter("weight", torch::zeros({1024}));
+  };
+  const auto net = std::make_shared<Line>();
+  auto sharded = fully_shard(net, {.level = level, .precision = {.reduce_dtype = at::kChar}});
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(kRate));
+  ShardedOptimizer optimizer(sharded, sgd, {.fused = false});
+  for (int step = 0; step < kMany; ++step) {
+    optimizer.zero_grad();
+    net->weight.dot(slopes).backward();
+    optimizer.step();
+  }
+  // At most half a unit of each of two roundings is held back. Values that are rounded are at most
+  // 1 and what was held back before, so a unit is at most 1.01 / 127.
+  const double bound = kRate * 2 * 0.5 * 1.01 / 127 + kMany * 2e-7;
+  const at::Tensor weight = sharded.full_state()[0].tensor;
+  const at::Tensor expected = -kMany * kRate * slopes_of(kSmall / world.size());
+  EXPECT_LT((weight - expected).abs().max().item<double>(), bound)
+      << fmt::format("rank {} of {}, level {}", world.rank(), world.size(), int(level));
+}
+
+TEST(Quantized, ErrorFeedbackBringsSmallGradientsAtEachLevel) {
+  TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
+  const auto run = [](World& world) {
+    for (const ShardLevel level : kAllLevels) expect_small_gradients_to_arrive(world, level);
+  };
+  for (const int ranks : {2, 3}) run_world(ranks, run, std::chrono::seconds(60), Transport::kGloo);
+  run_hosts(4, by_halves, run, std::chrono::seconds(60));
+}
+
 TEST(Quantized, BackendsThatSendPlainElementsAreRefusedAtWrap) {
   run_world(2, [](World& world) {
     const auto group = make_process_group(Kind::kBackend, world);
