@@ -1,11 +1,16 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/_unique.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "dispatch/each_tensor.h"
@@ -93,6 +98,39 @@ class UseScope {
   c10::SmallVector<Use, 1> models_;
 };
 
+// `embedding_renorm_` writes to the rows that its indices name, and each rank's batch names others:
+// all ranks write to the rows of all, as one process does with the whole batch. Collective.
+void take_rows_of_all(const Unit& unit, c10::IValue& indices) {
+  const ShardMesh& mesh = unit.context().mesh;
+  if (mesh.size() == 1) return;
+  const at::Tensor given = indices.toTensor();
+  const at::Tensor own = std::get<0>(at::_unique(given.to(at::kCPU, at::kLong)));
+  std::string all;
+  for (const std::string& rows : mesh.all_gather_bytes(
+           {static_cast<const char*>(own.const_data_ptr()), own.nbytes()},
+           {"rows of embedding_renorm_ in " + unit.layout().name, Channel::kControl}))
+    all += rows;
+  const at::Tensor rows =
+      at::empty({static_cast<int64_t>(all.size() / sizeof(int64_t))}, at::kLong);
+  std::memcpy(rows.mutable_data_ptr(), all.data(), all.size());
+  indices = rows.to(given.options());
+}
+
+// A normalization that trains writes to its running statistics, which its schema does not say.
+void check_no_hidden_write(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
+                           size_t i, const at::Tensor& tensor) {
+  if (!schema.arguments()[i].name().starts_with("running_")) return;
+  const Unit* const unit = unit_of(tensor);
+  if (!unit || unit->context().mesh.size() == 1) return;
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    const std::string& name = schema.arguments()[k].name();
+    const bool tells = name == "training" || name == "use_input_stats";
+    TORCH_CHECK_NOT_IMPLEMENTED(!tells || !arguments[k].toBool(), "[tessera] running statistics, to which ", schema.name(),
+                                " writes, can't be parameters of a sharded model (", unit->label(),
+                                "): register them as buffers, or name them in plan.ignored");
+  }
+}
+
 void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, kUnitKey);
@@ -106,6 +144,7 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     const auto* alias = schema.arguments()[i].alias_info();
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       add_unit(used, tensor);
+      check_no_hidden_write(schema, arguments, i, tensor);
       if (alias && alias->isWrite()) add_unit(written, tensor);
     });
   }
@@ -114,6 +153,8 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   settle(arguments);
   const UseScope scope(used, written);
   if (written.empty()) return op.redispatchBoxed(keys & below, stack);
+  if (op.operator_name().name == "aten::embedding_renorm_")
+    take_rows_of_all(*written.front(), torch::jit::peek(*stack, 1, arguments.size()));
   for (Unit* unit : written) unit->begin_write();
   try {
     op.redispatchBoxed(keys & below, stack);

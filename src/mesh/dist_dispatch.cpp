@@ -22,6 +22,7 @@
 #include "device/device.h"
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
+#include "dispatch/unit_key.h"
 #include "group/module_of_operators.h"
 #include "mesh/decompositions.h"
 #include "mesh/gradient_placement.h"
@@ -220,6 +221,18 @@ void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at
     }));
 }
 
+// Ranks that share the unit of a cut weight may look up other rows, which only the unit's own
+// operators would learn. Along a dim of the weight's own mesh, the indices are those of all ranks.
+void check_rows_known(const c10::FunctionSchema& schema, const DistMeta& weight,
+                      const at::Tensor& given) {
+  if (schema.name() != "aten::embedding_renorm_" || !weight.local.key_set().has(kUnitKey)) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(given.is_same(weight.local) || (weight.parameter && weight.parameter->gradients),
+                              "[embedding_renorm_] an embedding with max_norm, whose weight is a cut DistTensor of a sharded "
+                              "model, needs plan.mesh_dim: else no rank knows the rows that other replicas look up; got ",
+                              to_string(weight.spec->placements), ". Or leave out max_norm and, after each step, write "
+                              "torch::renorm(weight, norm_type, 0, max_norm) into the weight");
+}
+
 // Every rank computes on whole tensors; values that were written are converted back to the
 // placements of the tensors they were written to.
 void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stack* stack) {
@@ -236,7 +249,10 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
     local.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       const at::Tensor part = writes ? placed(tensor, *whole, schema.name())
                                      : placed_argument(tensor, whole, schema.name());
-      if (alias && alias->isWrite() && find_dist_meta(tensor)) written.emplace_back(tensor, part);
+      if (alias && alias->isWrite() && find_dist_meta(tensor)) {
+        check_rows_known(schema, *find_dist_meta(tensor), part);
+        written.emplace_back(tensor, part);
+      }
       return is_view ? laid_out_as(tensor, part) : part;
     }));
   }

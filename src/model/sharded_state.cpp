@@ -116,6 +116,7 @@ void ShardedState::adopt(const ShardMesh& all) {
 }
 
 std::shared_ptr<UseListener> ShardedState::on_use(const std::vector<Unit*>& units, bool writes) {
+  if (writes) check_no_join("an operator that writes to a parameter");
   note_use_in_backward();
   residency_->on_use(units, writes);
   return shared_from_this();

@@ -81,8 +81,9 @@ WorkPtr Unit::start_gather() const {
   // Ranks of a host share the rounded values; only messages between hosts are narrow.
   if (is_shared() && layout_.dtype == at::kFloat && layout_.gather_dtype != layout_.dtype)
     encoding = rounding_encoding(layout_.gather_dtype);
+  const std::string name = is_written_ ? name_after_write(layout_) : layout_.name;
   return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
-                                          {layout_.name, Channel::kParams}, encoding);
+                                          {name, Channel::kParams}, encoding);
 }
 
 // Waits until the host may change the values of an offloaded master copy.
@@ -159,6 +160,7 @@ void Unit::unshard() {
   }
   if (!is_host(layout_.device)) ++context_.unchecked_gathers;
   state_ = State::kUnsharding;
+  is_written_ = false;
   if (unread_.size() > kMostUnread) {
     unread_.front()->wait_inputs();
     unread_.erase(unread_.begin());
@@ -237,6 +239,7 @@ void Unit::write_back() {
     keep_written(std::exchange(before_write_, at::Tensor()), updated_of(full()));
   }
   if (layout_.quantizes()) publish();  // a value changes the scale of its neighbours
+  is_written_ = true;
   reshard();
 }
 

@@ -66,7 +66,7 @@ class HostSharedMemory final : public UnitMemory {
 
   // The others have read the old values when they have come as far as this.
   void wait_for_readers() override {
-    context_.mesh.shard().arrive({layout_.name, Channel::kControl})->wait();
+    context_.mesh.shard().arrive({name_after_write(layout_), Channel::kControl})->wait();
   }
 
  private:
@@ -79,6 +79,10 @@ class HostSharedMemory final : public UnitMemory {
 };
 
 }  // namespace
+
+std::string name_after_write(const UnitLayout& layout) {
+  return layout.name + " (an operator wrote to it)";
+}
 
 void UnitMemory::leave() {
   count_gathered(false);

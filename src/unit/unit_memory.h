@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "group/capability.h"
 #include "mesh/shard_mesh.h"
@@ -13,6 +14,10 @@
 namespace tessera {
 
 struct UnitContext;
+
+/// The unit's name in the errors of the collectives that follow a write by an operator: other ranks
+/// may not have made one.
+std::string name_after_write(const UnitLayout& layout);
 
 /// The memory of a unit's full flat buffer, of `layout.numel()` elements of `layout.dtype`. This
 /// class: a buffer of this rank's own that is always there.

@@ -159,6 +159,12 @@ TEST(Join, RefusesWhatItCanNotDo) {
     GradScaler scaler;
     join(sharded, {}, [&] {
       expect_error([&] { sharded.full_state(); }, {"can't be called under join()"});
+      expect_error(
+          [&] {
+            const torch::NoGradGuard no_grad;
+            net->head->weight.zero_();
+          },
+          {"an operator that writes to a parameter can't be called under join()"});
       expect_error([&] { sharded.full_grad(net->parameters()[0]); }, {"full_grad() can't"});
       expect_error([&] { scaler.unscale_(optimizer); }, {"GradScaler can't"});
       expect_error([&] { optimizer.step(); }, {"among those given to join()"});
