@@ -20,6 +20,7 @@
 #include <typeinfo>
 
 #include "device/device.h"
+#include "optim/kernel_proof.h"
 #include "optim/tensor_kind.h"
 
 namespace tessera {
@@ -183,13 +184,26 @@ bool has_kernel(torch::optim::Optimizer& optimizer, const char* op) {
   return true;
 }
 
-bool has_only_floating_gradients(torch::optim::Optimizer& optimizer) {
-  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      if (param.grad().defined() && !param.is_floating_point()) return false;
-    }
-  }
-  return true;
+struct FusedKernel {
+  const char* op = nullptr;
+  FusedStep step = nullptr;
+};
+
+// Returns nulls for an optimizer of another class.
+FusedKernel fused_kernel(const torch::optim::Optimizer& optimizer) {
+  using namespace torch::optim;
+  const std::type_info& type = typeid(optimizer);
+  if (type == typeid(AdamW))
+    return {"aten::_fused_adamw_", [](Optimizer& adamw) {
+              step_adam<AdamWOptions, AdamWParamState>(adamw, /*is_adamw=*/true);
+            }};
+  if (type == typeid(Adam))
+    return {"aten::_fused_adam_", [](Optimizer& adam) {
+              step_adam<AdamOptions, AdamParamState>(adam, /*is_adamw=*/false);
+            }};
+  if (type == typeid(SGD)) return {"aten::_fused_sgd_", step_sgd};
+  if (type == typeid(Adagrad)) return {"aten::_fused_adagrad_", step_adagrad};
+  return {};
 }
 
 }  // namespace
@@ -212,25 +226,11 @@ void FusedAdam::run(bool is_adamw, double lr, double beta1, double beta2, double
 }
 
 bool fused_step(torch::optim::Optimizer& optimizer) {
-  using namespace torch::optim;
   at::NoGradGuard no_grad;
-  if (!has_only_floating_gradients(optimizer)) return false;
-  const std::type_info& type = typeid(optimizer);
-  const auto run = [&](const char* op, const auto& step) {
-    if (!has_kernel(optimizer, op)) return false;
-    step();
-    return true;
-  };
-  if (type == typeid(AdamW))
-    return run("aten::_fused_adamw_",
-               [&] { step_adam<AdamWOptions, AdamWParamState>(optimizer, /*is_adamw=*/true); });
-  if (type == typeid(Adam))
-    return run("aten::_fused_adam_",
-               [&] { step_adam<AdamOptions, AdamParamState>(optimizer, /*is_adamw=*/false); });
-  if (type == typeid(SGD)) return run("aten::_fused_sgd_", [&] { step_sgd(optimizer); });
-  if (type == typeid(Adagrad))
-    return run("aten::_fused_adagrad_", [&] { step_adagrad(optimizer); });
-  return false;
+  const auto [op, step] = fused_kernel(optimizer);
+  if (!step || !has_kernel(optimizer, op) || !is_proved(optimizer, step)) return false;
+  step(optimizer);
+  return true;
 }
 
 }  // namespace tessera

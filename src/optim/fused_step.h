@@ -33,7 +33,7 @@ struct FusedAdam {
 /// options of their param groups. State is kept where the optimizer itself keeps it, so plain and
 /// fused steps can be mixed. Returns false, with nothing changed, unless the optimizer is exactly
 /// an AdamW, Adam, SGD or Adagrad with dense floating-point parameters, on devices that have the
-/// kernel.
+/// kernel, and the kernel is proved: see [Note: Proof of a kernel] in kernel_proof.cpp.
 bool fused_step(torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera
