@@ -32,6 +32,8 @@ struct DistOptimizerOptions {
   /// Keeps master weights of this dtype, which the optimizer updates and from which narrower
   /// parameters are rounded; none: it updates the parameters themselves. Not with `place_state`.
   std::optional<at::ScalarType> master_dtype = std::nullopt;
+  /// Above `kNone`, or with `master_dtype`: see `ShardedOptimizerOptions::elementwise`.
+  bool elementwise = false;
 };
 
 /// Steps the user's own optimizer on parameters that are DistTensors.

@@ -29,6 +29,13 @@ class TESSERA_API ForeignOptimizer : public torch::optim::Optimizer {
   /// are then the same.
   virtual std::string kind() const = 0;
 
+  /// Returns the name of the class in errors: that of a derived one may be another than `kind()`.
+  virtual std::string class_name() const { return kind(); }
+
+  /// Returns true if the step treats each element of a parameter by itself. Otherwise parameters
+  /// must be sharded by `Partition::kWholeParam`.
+  virtual bool elementwise() const { return false; }
+
   /// Returns the state of a parameter, or of the part that stands for it; empty if it has none. The
   /// tensors are the optimizer's own.
   virtual Values read_state(const at::Tensor& param) const = 0;

@@ -22,6 +22,12 @@ struct ShardedOptimizerOptions {
   /// Maximum norm to which the gradients are clipped at the beginning of each step; 0: no clipping.
   double max_grad_norm = 0;
   ClipOptions clip = {};  ///< how to clip; refused without `max_grad_norm`
+
+  /// Declares that the optimizer's step treats each element of a parameter by itself, so that it
+  /// gives the same numbers on 1-D parts of parameters. Needed, unless parameters are sharded by
+  /// `Partition::kWholeParam`, for classes other than Adagrad, Adam, AdamW, CPUAdam, RMSprop and
+  /// SGD, also for those derived from them.
+  bool elementwise = false;
 };
 
 class ShardedOptimizer;
@@ -40,14 +46,17 @@ void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> part
 /// that lies in this rank's shard (empty if none does). Options, schedulers and state of the
 /// optimizer keep working; `optimizer` must outlive this object. Parameters of the model that are
 /// added to param groups later, say by `inner().add_param_group()` to unfreeze layers, are replaced
-/// by the next step, checkpoint or full state; all ranks must add the same ones. Optimizers must be
-/// elementwise; `LBFGS` is refused. With `Offload` they must be of a class whose state can be read:
-/// Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
+/// by the next step, checkpoint or full state; all ranks must add the same ones.
+///
+/// Optimizers must be elementwise: see `ShardedOptimizerOptions::elementwise`. Others step whole
+/// parameters under `Partition::kWholeParam`, each on one rank, and must treat each parameter by
+/// itself; `LBFGS` does not, and is refused. With `Offload` optimizers must be of a class whose
+/// state can be read: Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
 class TESSERA_API ShardedOptimizer {
  public:
   /// Throws `c10::ValueError`, and changes nothing, if a parameter does not belong to the model or
-  /// is in two param groups, or for invalid options, and `c10::NotImplementedError` for LBFGS on
-  /// flat shards.
+  /// is in two param groups, or for invalid options, and `c10::NotImplementedError` for LBFGS and,
+  /// where parameters are cut, for an optimizer that is not known to be elementwise.
   ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
                    const ShardedOptimizerOptions& options = {});
   ~ShardedOptimizer();

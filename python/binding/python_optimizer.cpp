@@ -47,6 +47,18 @@ std::string PythonOptimizer::kind() const {
   return own.attr("__name__").cast<std::string>();
 }
 
+std::string PythonOptimizer::class_name() const {
+  const py::gil_scoped_acquire acquire;
+  return py::type::of(optimizer_).attr("__name__").cast<std::string>();
+}
+
+bool PythonOptimizer::elementwise() const {
+  const py::gil_scoped_acquire acquire;
+  return py::module_::import("tessera.optimizer")
+      .attr("steps_elementwise")(optimizer_)
+      .cast<bool>();
+}
+
 ForeignOptimizer::Values PythonOptimizer::read_state(const at::Tensor& param) const {
   const py::gil_scoped_acquire acquire;
   const py::object state = optimizer_.attr("state").attr("get")(param);

@@ -20,6 +20,8 @@ class PythonOptimizer final : public ForeignOptimizer {
   ~PythonOptimizer() override;
 
   std::string kind() const override;
+  std::string class_name() const override;
+  bool elementwise() const override;
   Values read_state(const at::Tensor& param) const override;
   void write_state(const at::Tensor& param, const Values& values) override;
   Values read_options(size_t param_group) const override;

@@ -19,6 +19,7 @@ class CPUAdam(torch.optim.Optimizer):
     """
 
     num_fp32_shards_per_param = 4  # value, gradient and two moments
+    elementwise = True
 
     def __init__(self, model_params: Iterable, lr: float = 1e-3, bias_correction: bool = True,
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,

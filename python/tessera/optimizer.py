@@ -13,6 +13,18 @@ from .sharded_module import ShardedModule
 
 # Their fused operators step all parameters of a group at once, also on the CPU.
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
+_ELEMENTWISE = (*_FUSED, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+                torch.optim.RMSprop, torch.optim.Rprop)
+
+
+def steps_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the optimizer steps each element of a parameter by itself: if its class says so by an attribute
+    `elementwise`, or has the `step()` of one of PyTorch's classes that do."""
+    declared = getattr(optimizer, "elementwise", None)
+    if declared is not None:
+        return bool(declared)
+    step = inspect.unwrap(type(optimizer).step)  # torch.optim wraps it
+    return any(step is inspect.unwrap(kind.step) for kind in _ELEMENTWISE)
 
 
 def use_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -120,7 +132,8 @@ class ShardedOptimizer(InnerOptimizer):
 
     It is itself an optimizer: its `param_groups` and `state` are those of the one inside, in which each parameter is
     replaced by this rank's part of it. Schedulers, and code that takes any optimizer, take it. The optimizer inside must
-    be elementwise; `LBFGS` is refused.
+    be elementwise, as those of `torch.optim` are but `LBFGS`, `Muon` and `Adafactor`; a class of one's own says so by an
+    attribute `elementwise = True`. Others need a plan with `partition="whole_param"`; `LBFGS` is refused.
 
     `fused`: lets AdamW, Adam, SGD and Adagrad use LibTorch's fused operators unless the user has chosen `foreach` or
     `fused` himself; results agree with the plain step to rounding. An operator that does not compute a dtype right is not

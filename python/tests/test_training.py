@@ -28,6 +28,8 @@ OPTIMIZERS = {
 class Lion(torch.optim.Optimizer):
     """An optimizer as a user writes it."""
 
+    elementwise = True
+
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
 

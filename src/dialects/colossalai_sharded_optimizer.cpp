@@ -90,9 +90,11 @@ struct ShardedOptimizerV2::Impl {
 ShardedOptimizerV2::ShardedOptimizerV2(AnyShardedModelV2& model, torch::optim::Optimizer& optimizer,
                                        const ShardedOptimizerV2Options& options) {
   check_options(*model.state_, options);
-  impl_.reset(new Impl{model.state_, options, ShardedOptimizer(model.sharded(), optimizer),
-                       GradScaler(scaler_options(options)),
-                       GradScaler({.init_scale = 1, .process_group = options.mp_process_group})});
+  impl_.reset(
+      new Impl{model.state_, options,
+               ShardedOptimizer(model.sharded(), optimizer, {.elementwise = options.elementwise}),
+               GradScaler(scaler_options(options)),
+               GradScaler({.init_scale = 1, .process_group = options.mp_process_group})});
 }
 
 ShardedOptimizerV2::~ShardedOptimizerV2() = default;

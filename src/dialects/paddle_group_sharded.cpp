@@ -101,7 +101,10 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
     plan = group_sharded_plan(model, level, options);
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");
-    TORCH_CHECK_NOT_IMPLEMENTED(steps_elementwise(optimizer), "[group_sharded_parallel] the optimizer must be elementwise; got LBFGS");
+    check_not_lbfgs("group_sharded_parallel", optimizer);
+    TORCH_CHECK_NOT_IMPLEMENTED(plan.partition == Partition::kWholeParam || options.elementwise || steps_elementwise(optimizer),
+                                "[group_sharded_parallel] the optimizer must be elementwise, as level p_g_os cuts parameters; ",
+                                ways_out_of_cuts(optimizer));
     check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
                          {&optimizer});
   });
@@ -140,7 +143,7 @@ ShardPlan group_sharded_plan(const torch::nn::Module& model, const std::string& 
 }
 
 ShardedOptimizerOptions group_sharded_optimizer_options(const GroupShardedOptions& options) {
-  ShardedOptimizerOptions result;
+  ShardedOptimizerOptions result{.elementwise = options.elementwise};
   if (!options.grad_clip) return result;
   result.max_grad_norm = options.grad_clip->clip_norm;
   result.clip = {.norm_type = 2, .epsilon = 0, .exclude = options.grad_clip->no_clip};

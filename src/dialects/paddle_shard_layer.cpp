@@ -190,7 +190,7 @@ void shard_layer(torch::jit::Module&, const std::optional<DeviceMesh>&) {
 DistOptimizer shard_optimizer(torch::optim::Optimizer* optimizer, const ShardOptimizerFn& shard_fn,
                               const ShardOptimizerOptions& options) {
   TORCH_CHECK_VALUE(optimizer, "The argument `optimizer` cannot be empty.");
-  DistOptimizerOptions plan;
+  DistOptimizerOptions plan{.elementwise = options.elementwise};
   if (options.multi_precision) plan.master_dtype = at::kFloat;
   if (const auto* place = std::get_if<StatePlacementFn>(&shard_fn)) plan.place_state = *place;
   if (const auto* stage = std::get_if<ShardingStage>(&shard_fn)) {

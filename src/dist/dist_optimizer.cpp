@@ -314,7 +314,8 @@ void DistOptimizer::shard() {
     plan.mesh_dim = options_.mesh_dim ? *options_.mesh_dim : find_mesh_dim(params_);
   }
   sharded_ = std::make_unique<ShardedOptimizer>(
-      ShardedModule(ShardedState::create(params_, {}, plan)), *optimizer_);
+      ShardedModule(ShardedState::create(params_, {}, plan)), *optimizer_,
+      ShardedOptimizerOptions{.elementwise = options_.elementwise});
 }
 
 void DistOptimizer::place_state() {

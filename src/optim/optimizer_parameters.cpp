@@ -1,6 +1,7 @@
 #include "optim/optimizer_parameters.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/optim/lbfgs.h>
@@ -8,9 +9,11 @@
 
 #include <map>
 #include <string>
+#include <typeinfo>
 #include <utility>
 
 #include "optim/foreign_state.h"
+#include "optim/optimizer_kinds.h"
 
 namespace tessera {
 namespace {
@@ -54,10 +57,30 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
   }
 }
 
+void check_not_lbfgs(const char* function, const torch::optim::Optimizer& optimizer) {
+  const ForeignOptimizer* const foreign = as_foreign(optimizer);
+  const bool is_lbfgs = foreign ? foreign->kind() == "LBFGS"
+                                : dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_lbfgs, "[", function, "] the optimizer must be elementwise; got LBFGS, whose step "
+                              "needs products over all parameters, which shards don't give");
+}
+
 bool steps_elementwise(const torch::optim::Optimizer& optimizer) {
-  if (const ForeignOptimizer* const foreign = as_foreign(optimizer))
-    return foreign->kind() != "LBFGS";
-  return dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr;
+  if (const ForeignOptimizer* const foreign = as_foreign(optimizer)) return foreign->elementwise();
+  const auto is_exactly = [&](auto kind) {
+    return typeid(optimizer) == typeid(typename decltype(kind)::Optimizer);
+  };
+  return with_kind_if(is_exactly, [](auto) {});
+}
+
+std::string ways_out_of_cuts(const torch::optim::Optimizer& optimizer) {
+  const ForeignOptimizer* const foreign = as_foreign(optimizer);
+  return fmt::format(
+      "got a {}, which may need whole parameters. Shard them whole (Partition::kWholeParam), or, "
+      "if "
+      "its step treats each element by itself, declare that: elementwise = {}",
+      foreign ? foreign->class_name() : c10::demangle(typeid(optimizer).name()),
+      foreign ? "True in its class" : "true in the options");
 }
 
 }  // namespace tessera

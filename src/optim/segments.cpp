@@ -88,6 +88,21 @@ Segment make_segment(const ShardedState& state, const ParamIndex& place, size_t 
   return segment;
 }
 
+// An optimizer that needs whole parameters would step 1-D parts of them without an error.
+void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      const auto place = state.find(param);
+      if (!place) continue;  // adopted before
+      const ParamSlot& slot = state.slot(*place);
+      const Partition partition = state.units()[place->unit]->layout().partition;
+      TORCH_CHECK_NOT_IMPLEMENTED(partition == Partition::kWholeParam && !slot.dist, "[ShardedOptimizer] the optimizer must be "
+                                  "elementwise, as ranks step parts of parameters ('", slot.name(), "' is cut); ",
+                                  ways_out_of_cuts(optimizer));
+    }
+  }
+}
+
 const Segment* find_held(const std::vector<Segment>& segments, const at::Tensor& param) {
   const auto it = std::find_if(segments.begin(), segments.end(),
                                [&](const Segment& segment) { return segment.held.is_same(param); });
@@ -124,13 +139,13 @@ bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segmen
 }
 
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
-                     const std::vector<Segment>& adopted) {
-  TORCH_CHECK_NOT_IMPLEMENTED(steps_elementwise(optimizer), "[ShardedOptimizer] the optimizer must be elementwise; got LBFGS, whose step "
-                              "needs products over all parameters, which shards don't give");
+                     bool elementwise, const std::vector<Segment>& adopted) {
+  check_not_lbfgs("ShardedOptimizer", optimizer);
   std::vector<NamedTensor> params = parameters_of(state);
   for (const Segment& segment : adopted)
     params.push_back({state.slot(segment.place).name(), segment.held});
   check_optimized_once("ShardedOptimizer", params, {&optimizer});
+  if (!elementwise && !steps_elementwise(optimizer)) check_none_cut(state, optimizer);
 }
 
 void give_back_parameters(const ShardedState& state, torch::optim::Optimizer& optimizer,

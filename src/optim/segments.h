@@ -31,10 +31,10 @@ at::Tensor cut_segment(const ParamSlot& slot, const Segment& segment, const at::
 at::Tensor reduced_gradient(ShardedState& state, const Segment& segment);
 
 /// Checks that each parameter of the optimizer is the model's and is in one param group only, and
-/// that the optimizer can work on segments. Param groups may hold the segments in `adopted` instead
-/// of their parameters. Changes nothing.
+/// that the optimizer can work on segments; `elementwise`: the user says that it steps elementwise.
+/// Param groups may hold the segments in `adopted` instead of their parameters. Changes nothing.
 void check_optimizer(const ShardedState& state, const torch::optim::Optimizer& optimizer,
-                     const std::vector<Segment>& adopted = {});
+                     bool elementwise, const std::vector<Segment>& adopted = {});
 
 /// Returns true if the optimizer's param groups hold `segments`, in that order, and nothing else.
 bool has_only(const torch::optim::Optimizer& optimizer, const std::vector<Segment>& segments);

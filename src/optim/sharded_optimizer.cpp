@@ -239,7 +239,7 @@ void ShardedOptimizer::Impl::follow() {
   state().thaw_trained();
   follow_thawed(state(), *optimizer, segments);
   if (has_only(*optimizer, segments)) return;
-  check_optimizer(state(), *optimizer, segments);
+  check_optimizer(state(), *optimizer, options.elementwise, segments);
   reserve_state();
   adopt();
 }
@@ -258,7 +258,7 @@ ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Op
   ShardedState& state = impl_->state();
   state.thaw_trained();
   check_on_all_ranks(state.mesh(), [&] {
-    check_optimizer(state, optimizer);
+    check_optimizer(state, optimizer, options.elementwise);
     check_clipping(state, options);
     impl_->reserve_state();
   });

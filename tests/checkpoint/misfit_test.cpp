@@ -117,12 +117,12 @@ TEST(CheckpointMisfit, UnknownOptimizersAreRefused) {
     auto picture = make_picture(1);
     auto sharded = fully_shard(picture);
     Own own(picture->parameters());
-    ShardedOptimizer optimizer(sharded, own);
+    ShardedOptimizer optimizer(sharded, own, {.elementwise = true});
     EXPECT_THROW(save_checkpoint(scratch / "one", sharded, &optimizer), c10::NotImplementedError);
     auto other = make_picture(1);
     auto derived = fully_shard(other);
     Sign sign(other->parameters(), 0.1);
-    ShardedOptimizer known(derived, sign);
+    ShardedOptimizer known(derived, sign, {.elementwise = true});
     save_checkpoint(scratch / "one", derived, &known);
     load_checkpoint(scratch / "one", derived, &known);
   });

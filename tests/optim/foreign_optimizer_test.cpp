@@ -26,6 +26,7 @@ class Tables : public ForeignOptimizer {
   }
 
   std::string kind() const override { return "AdamW"; }
+  bool elementwise() const override { return true; }
   Values read_state(const at::Tensor& param) const override {
     const auto it = states_.find(param.unsafeGetTensorImpl());
     return it == states_.end() ? Values() : it->second;

@@ -16,7 +16,7 @@ struct Job {
       : net(make_saved_mlp()),
         inner(make(*net)),
         sharded(fully_shard(net, plan)),
-        optimizer(sharded, *inner, {.fused = false}) {}
+        optimizer(sharded, *inner, {.fused = false, .elementwise = true}) {}
 
   void train(int first, int last) {
     ProcessGroup& ranks = sharded.state()->process_group();
@@ -220,7 +220,7 @@ TEST(FullOptimizerStateDict, HandlesSingleElementsAndRanksWithoutAny) {
         auto net = on_test_device(std::make_shared<Tiny>());
         HeavyBall inner(net->parameters(), 0.1);
         auto sharded = fully_shard(net, plan);
-        ShardedOptimizer optimizer(sharded, inner);
+        ShardedOptimizer optimizer(sharded, inner, {.elementwise = true});
         step(*net, nullptr, &optimizer);
         OptimizerStateDict dict = full_state_dict(optimizer, -1);
         expect_same_dict(dict, expected, 1e-5, describe(ranks, plan));

@@ -203,7 +203,7 @@ TEST(Offload, OptimizersWhoseStateCannotBeReadAreRefused) {
     const auto net = std::make_shared<Mlp>(8, 1, 3);
     auto sharded = fully_shard(net, {.offload = Offload::kHost});
     Own own(net->parameters());
-    expect_error([&] { ShardedOptimizer(sharded, own); },
+    expect_error([&] { ShardedOptimizer(sharded, own, {.elementwise = true}); },
                  {"Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD"});
   });
 }

@@ -307,5 +307,81 @@ TEST(Optimizers, OneModelMayHaveSeveral) {
   }
 }
 
+// Steps each parameter by its gradient's direction: not elementwise.
+struct Direction : SGD {
+  using SGD::SGD;
+  torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    torch::NoGradGuard no_grad;
+    for (auto& group : param_groups()) {
+      for (const torch::Tensor& param : group.params()) {
+        const torch::Tensor& grad = param.grad();
+        if (grad.defined()) param.sub_(grad / grad.norm(), group.options().get_lr());
+      }
+    }
+    return {};
+  }
+};
+
+struct Sign : SGD {
+  using SGD::SGD;
+  torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    torch::NoGradGuard no_grad;
+    for (auto& group : param_groups()) {
+      for (const torch::Tensor& param : group.params())
+        if (param.grad().defined()) param.sub_(param.grad().sign(), group.options().get_lr());
+    }
+    return {};
+  }
+};
+
+TEST(RefusedOptimizers, OneThatMayNeedWholeParametersIsRefusedOnPartsOfThem) {
+  on_ranks([](World&, Sharded<Mlp>& sharded) {
+    Direction inner(sharded->parameters(), 0.1);
+    EXPECT_THROW(ShardedOptimizer(sharded, inner), c10::NotImplementedError);
+    expect_error([&] { ShardedOptimizer optimizer(sharded, inner); },
+                 {"[ShardedOptimizer]", "elementwise", "fc0.weight", "Direction",
+                  "Partition::kWholeParam", "elementwise = true"});
+    EXPECT_TRUE(inner.param_groups()[0].params()[0].is_same(sharded->fcs[0]->weight));
+  });
+}
+
+TEST(Optimizers, ADeclarationHoldsForParametersAddedLater) {
+  run_world(2, [](World& world) {
+    const auto net = make_mlp();
+    auto sharded = fully_shard(net);
+    Sign inner({net->head->weight}, 0.1);
+    ShardedOptimizer optimizer(sharded, inner, {.elementwise = true});
+    inner.add_param_group(std::vector<torch::Tensor>{net->head->bias});
+    rank_loss(*net, global_batch(0, 12, 37, 5), world.rank(), world.size(), 0).backward();
+    optimizer.step();
+    EXPECT_EQ(inner.param_groups().size(), 2u);
+  });
+}
+
+TEST(Optimizers, OneThatNeedsWholeParametersHasThemUnderWholeParam) {
+  TrainingRun run = sgd_run<Mlp>(37, 2, 5);
+  run.make_optimizer = [](Net& net) {
+    return std::make_unique<Direction>(net.parameters(), SGDOptions(0.1));
+  };
+  for (const int ranks : kRanks) {
+    for (const ShardLevel level : kAllLevels)
+      expect_parity(run, ranks, {.level = level, .partition = Partition::kWholeParam},
+                    fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
+  }
+}
+
+TEST(Optimizers, OneOfTheUsersStepsOnPartsIfDeclaredElementwise) {
+  TrainingRun run = sgd_run<Mlp>(37, 2, 5);
+  run.make_optimizer = [](Net& net) {
+    return std::make_unique<Sign>(net.parameters(), SGDOptions(0.1));
+  };
+  for (const int ranks : {1, 2, 4}) {
+    for (const ShardLevel level : kAllLevels)
+      expect_parity(run, ranks, {.level = level},
+                    fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)),
+                    {.elementwise = true});
+  }
+}
+
 }  // namespace optimizer_test
 }  // namespace tessera

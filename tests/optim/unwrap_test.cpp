@@ -122,7 +122,7 @@ void expect_to_go_on(const std::string& what, const MakeOptimizer& make) {
         const auto inner = make(*net);
         if (item.plan.offload != Offload::kNone && !knows_state(*inner)) continue;  // is refused
         auto sharded = fully_shard(net, item.plan);
-        ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
+        ShardedOptimizer optimizer(sharded, *inner, {.fused = false, .elementwise = true});
         for (int step = 0; step < 3; ++step) {
           optimizer.zero_grad();
           loss_of(*net, step, world.rank(), ranks).backward();

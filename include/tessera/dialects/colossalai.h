@@ -274,6 +274,7 @@ struct ShardedOptimizerV2Options {
   ProcessGroupPtr dp_process_group;
   /// Ranks that hold other parts of the model: if gradients overflow on one, all skip the step.
   ProcessGroupPtr mp_process_group;
+  bool elementwise = false;  ///< see `ShardedOptimizerOptions::elementwise`
 };
 
 /// The consolidated state of `ShardedOptimizerV2`: that of the plain optimizer, and the scaler's.

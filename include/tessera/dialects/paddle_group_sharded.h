@@ -50,6 +50,8 @@ struct GroupShardedOptions {
   std::optional<ClipGradByGlobalNorm> grad_clip;
   /// As in Paddle, fp16 and bf16 parameters have fp32 master weights.
   Precision precision = {.master_dtype = at::kFloat};
+  /// `p_g_os`: see `ShardedOptimizerOptions::elementwise`.
+  bool elementwise = false;
 };
 
 /// The optimizer as `group_sharded_parallel` returns it.

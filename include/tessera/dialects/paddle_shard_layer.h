@@ -152,6 +152,7 @@ using ShardOptimizerFn = std::variant<std::monostate, StatePlacementFn, Sharding
 /// Options that Paddle's optimizers have and LibTorch's lack.
 struct ShardOptimizerOptions {
   bool multi_precision = false;  ///< fp32 master weights of fp16 and bf16 parameters
+  bool elementwise = false;      ///< see `DistOptimizerOptions::elementwise`
 };
 
 /// Makes `optimizer` step on DistTensors, with accumulators placed by `shard_fn`; see
