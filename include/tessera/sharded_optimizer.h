@@ -75,8 +75,10 @@ class TESSERA_API ShardedOptimizer {
   /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first, and returns its loss.
   at::Tensor step(const std::function<at::Tensor()>& closure);
 
-  /// Clears all gradients. (The optimizer's and the module's own `zero_grad()` do the same.)
-  void zero_grad();
+  /// Clears the gradients of the parameters in the optimizer's param groups, as the optimizer's own
+  /// `zero_grad()` does; the module's clears all. Not `set_to_none`: turns those that exist into
+  /// zeros, which the next backward reduces with its own. Not collective; all ranks must call it.
+  void zero_grad(bool set_to_none = true);
 
   /// Undoes the constructor: the user's optimizer has the module's parameters again and, on every
   /// rank, its full state, as `full_state_dict()` returns it, without master weights. Afterwards

@@ -33,6 +33,12 @@ void bind_optimizer(py::module_& module) {
       .def(
           "step", [](Optimizer& self) { self.use([](auto& it) { it.step(); }); }, Waits())
       .def(
+          "zero_grad",
+          [](Optimizer& self, bool set_to_none) {
+            self.use([&](auto& it) { it.zero_grad(set_to_none); });
+          },
+          Waits())
+      .def(
           "unwrap", [](Optimizer& self) { self.use([](auto& it) { it.unwrap(); }); }, Waits())
       .def(
           "keep_on_device",

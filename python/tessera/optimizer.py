@@ -164,8 +164,8 @@ class ShardedOptimizer(InnerOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model. All ranks must call it."""
-        self._model.zero_grad(set_to_none)
+        """Clears the gradients of the optimizer's own parameters, or sets them to zero. All ranks must call it."""
+        self._sharded.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict) -> None:
         """Adds parameters of the model, say to unfreeze layers; all ranks must add the same. They are replaced by this

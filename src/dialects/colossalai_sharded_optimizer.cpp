@@ -143,7 +143,7 @@ void ShardedOptimizerV2::zero_grad() {
   // Discards the findings of clip_grad_norm() together with the gradients; the scale stays.
   GradScaler& scaler = impl_->current();
   if (std::exchange(impl_->is_unscaled, false)) scaler.update(scaler.get_scale());
-  impl_->model->loss_scale = detail::LossScale::kUnknown;
+  if (!impl_->model->has_gradients()) impl_->model->loss_scale = detail::LossScale::kUnknown;
 }
 
 ShardedOptimizerV2State ShardedOptimizerV2::state_dict() {

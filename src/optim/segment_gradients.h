@@ -25,4 +25,10 @@ class SegmentGradients {
   std::optional<c10::Event> copied_;
 };
 
+/// Clears the gradients of the parameters in the optimizer's param groups, or turns those that
+/// exist into zeros (`set_to_none` false). Gradients of the model's other parameters stay.
+/// `segments`: the optimizer's, as adopted last.
+void clear_gradients(ShardedState& state, const torch::optim::Optimizer& optimizer,
+                     const std::vector<Segment>& segments, bool set_to_none);
+
 }  // namespace tessera

@@ -335,7 +335,9 @@ at::Tensor ShardedOptimizer::step(const std::function<at::Tensor()>& closure) {
   return loss;
 }
 
-void ShardedOptimizer::zero_grad() { impl_->state().reducer().clear_all(); }
+void ShardedOptimizer::zero_grad(bool set_to_none) {
+  clear_gradients(impl_->state(), *impl_->optimizer, impl_->segments, set_to_none);
+}
 
 double ShardedOptimizer::clip_grad_norm_(double max_norm, double norm_type) {
   return impl_->module.clip_grad_norm_(max_norm, norm_type);

@@ -136,6 +136,7 @@ TEST(GroupSharded, GS_20_ASecondOptimizerTakesOtherParametersOfTheModel) {
       ShardedOptimizer other(model, adamw);
       for (int step = 0; step < 3; ++step) {
         optimizer.clear_grad();
+        other.zero_grad();
         accumulate({}, step, world.rank(), world.size(),
                    [&model = model](const torch::Tensor& x) { return model(x); });
         optimizer.step();

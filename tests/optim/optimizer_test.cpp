@@ -297,12 +297,58 @@ TEST(Optimizers, OneModelMayHaveSeveral) {
       const auto step = [&](ShardedOptimizer& optimizer) {
         return [&] {
           optimizer.step();
-          optimizer.zero_grad();
+          sharded.zero_grad();
         };
       };
       train(*net, step(first), step(second), world.rank(), world.size());
       expect_same_state(sharded.full_state(), plain_state(*alone), 1e-5,
                         fmt::format("{} ranks", ranks));
+    });
+  }
+}
+
+// As of a GAN's trunk: each backward reaches the parameters of all, and each optimizer has its
+// turn.
+template <class Step, class Clear>
+void train_in_turns(Mlp& net, const std::vector<Step>& steps, const std::vector<Clear>& clears,
+                    int rank, int size) {
+  for (int step = 0; step < 6; ++step) {
+    rank_loss(net, global_batch(step, 12, 37, 5), rank, size, step).backward();
+    steps[step % 2]();
+    clears[step % 2](/*set_to_none=*/step < 4);
+  }
+}
+
+TEST(Optimizers, ZeroGradLeavesTheGradientsOfOthers) {
+  const auto parts = [](Mlp& net) {
+    std::vector<std::vector<torch::Tensor>> parts(2);
+    for (const auto& item : net.named_parameters())
+      parts[item.key().starts_with("fc0")].push_back(item.value());
+    return parts;
+  };
+  using Step = std::function<void()>;
+  using Clear = std::function<void(bool)>;
+  const auto alone = make_mlp();
+  SGD a(parts(*alone)[0], 0.1), b(parts(*alone)[1], 0.2);
+  train_in_turns<Step, Clear>(
+      *alone, {[&] { a.step(); }, [&] { b.step(); }},
+      {[&](bool none) { a.zero_grad(none); }, [&](bool none) { b.zero_grad(none); }}, 0, 1);
+  for (const int ranks : kRanks) {
+    run_world(ranks, [&](World& world) {
+      for (const ShardLevel level : kAllLevels) {
+        for (const int64_t unit_bytes : {0, 6000}) {
+          const auto net = make_mlp();
+          SGD inner_a(parts(*net)[0], 0.1), inner_b(parts(*net)[1], 0.2);
+          auto sharded = fully_shard(net, {.level = level, .unit_bytes = unit_bytes});
+          ShardedOptimizer first(sharded, inner_a), second(sharded, inner_b);
+          train_in_turns<Step, Clear>(*net, {[&] { first.step(); }, [&] { second.step(); }},
+                                      {[&](bool none) { first.zero_grad(none); },
+                                       [&](bool none) { second.zero_grad(none); }},
+                                      world.rank(), world.size());
+          expect_same_state(sharded.full_state(), plain_state(*alone), 1e-5,
+                            fmt::format("{} ranks, level {}", ranks, static_cast<int>(level)));
+        }
+      }
     });
   }
 }

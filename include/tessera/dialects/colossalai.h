@@ -309,7 +309,7 @@ class TESSERA_API ShardedOptimizerV2 {
   double clip_grad_norm(double max_norm, double norm_type = 2.0);
   double clip_grad_norm(const AnyShardedModelV2& model, double max_norm, double norm_type = 2.0);
 
-  /// Clears all gradients. Not collective; all ranks must call it.
+  /// Clears the gradients of the optimizer's parameters. Not collective; all ranks must call it.
   void zero_grad();
 
   /// Returns the full state on every rank; `load_state_dict` accepts it on any number of ranks.

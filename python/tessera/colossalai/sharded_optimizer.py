@@ -68,7 +68,7 @@ class ShardedOptimizerV2(ShardedOptimizer):
         return torch.tensor(self.clip_grad_norm(self._model, max_norm, norm_type))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients."""
+        """Clears the gradients of the optimizer's parameters."""
         if not set_to_none:
             raise ValueError("[ShardedOptimizerV2] zero_grad() clears the gradients; the model's zero_grad(False) keeps zeros")
         self._sharded.zero_grad()
