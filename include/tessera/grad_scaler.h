@@ -58,7 +58,8 @@ class TESSERA_API GradScaler {
   void unscale_(ShardedOptimizer& optimizer);
 
   /// Unscales the gradients, if that was not done yet, and steps if all gradients of all ranks are
-  /// finite. Returns whether it stepped, the same on all ranks. Collective.
+  /// finite. Returns whether it stepped, the same on all ranks. Collective. Throws, as `unscale_()`
+  /// does, if `scale()` was not called since the last update, unless the scale is 1.
   bool step(ShardedOptimizer& optimizer);
   /// The same for an optimizer of LibTorch that is not sharded. Gradients that are DistTensors keep
   /// their placements; collective over their meshes.

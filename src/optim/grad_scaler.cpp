@@ -6,6 +6,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <tessera/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
@@ -84,6 +85,7 @@ struct GradScaler::Impl {
   at::Tensor scale;                          // float, one element
   at::Tensor growth_tracker;                 // int, one element: steps without overflow
   int64_t overflows = 0;                     // since the scale last grew
+  bool has_scaled = false;                   // a loss since the last update
   std::map<const void*, Progress> progress;  // by the user's optimizer
 
   static const void* key_of(ShardedOptimizer& optimizer) { return &optimizer.inner(); }
@@ -98,6 +100,7 @@ struct GradScaler::Impl {
     options = changed;
   }
   void adapt(bool found);
+  void check_scaled(const char* function) const;
   bool on_any_rank(const at::Tensor& found_inf) const;
   at::Tensor unscale_parts(AlikeGradients lists) const;
   bool unscale(ShardedOptimizer& optimizer);
@@ -151,9 +154,19 @@ bool GradScaler::Impl::unscale(torch::optim::Optimizer& optimizer) {
   return on_any_rank(unscale_parts(collect_gradients(optimizer)));
 }
 
+// PyTorch's scaler notices only if no loss was ever scaled. Gradients of a scale of 1 are right.
+void GradScaler::Impl::check_scaled(const char* function) const {
+  if (has_scaled || scale.item<float>() == 1) return;
+  throw std::runtime_error(fmt::format(
+      "Attempted {} but no loss was scaled since the last update.  This may indicate your "
+      "script did not use scaler.scale(loss or outputs) earlier in the iteration.",
+      function));
+}
+
 template <class Optimizer>
 void GradScaler::Impl::unscale_once(Optimizer& optimizer) {
   if (!options.enabled) return;
+  check_scaled("unscale_");
   Progress& own = progress[key_of(optimizer)];
   if (own.stage == Stage::kUnscaled) {
     throw std::runtime_error(
@@ -171,6 +184,7 @@ bool GradScaler::Impl::step(Optimizer& optimizer) {
     optimizer.step();
     return true;
   }
+  check_scaled("step");
   Progress& own = progress[key_of(optimizer)];
   if (own.stage == Stage::kStepped)
     throw std::runtime_error("step() has already been called since the last update().");
@@ -208,6 +222,7 @@ GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 at::Tensor GradScaler::scale(const at::Tensor& outputs) const {
   if (!impl_->options.enabled) return outputs;
   TORCH_CHECK_VALUE(outputs.defined(), "[GradScaler] outputs must be a tensor; got an undefined one");
+  impl_->has_scaled = true;
   // By a number, which needs no copy to a device: the host would wait for the forward. A loss of
   // one element has the dtype that it would have by a tensor.
   const auto wider = c10::promoteTypes(outputs.scalar_type(), at::kFloat);
@@ -248,6 +263,7 @@ void GradScaler::update(std::optional<double> new_scale) {
     impl_->adapt(found);
   }
   impl_->progress.clear();
+  impl_->has_scaled = false;
 }
 
 void GradScaler::update(const at::Tensor& new_scale) {

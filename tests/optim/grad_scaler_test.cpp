@@ -168,12 +168,41 @@ TEST(GradScaler, WrongOrdersOfCallsAreRefusedWithPyTorchsWords) {
     scaler.update();
     scaler.scale(job.loss(1)).backward();
     EXPECT_TRUE(scaler.step(*job.optimizer));
-    job.optimizer->zero_grad();
     scaler.update();
+    scaler.scale(job.loss(2));
     EXPECT_NE(runtime_error_of([&] {
                 scaler.unscale_(*job.optimizer);
               }).find("there must be a backward since the last zero_grad()"),
               std::string::npos);
+  });
+}
+
+// The step would divide by a scale that the gradients don't have.
+TEST(GradScaler, AStepOfALossThatWasNotScaledIsRefused) {
+  run_world(2, [](World& world) {
+    Job job(world);
+    GradScaler scaler({.init_scale = 65536});
+    const auto refuses = [&](int step) {
+      const auto before = job.sharded->full_state();
+      job.loss(step).backward();
+      EXPECT_NE(runtime_error_of([&] {
+                  scaler.step(*job.optimizer);
+                }).find("Attempted step but no loss was scaled since the last update"),
+                std::string::npos);
+      EXPECT_NE(runtime_error_of([&] {
+                  scaler.unscale_(*job.optimizer);
+                }).find("Attempted unscale_ but no loss was scaled"),
+                std::string::npos);
+      expect_same_state(job.sharded->full_state(), before, 0, "refused");
+    };
+    refuses(0);
+    scaler.scale(job.loss(1)).backward();
+    EXPECT_TRUE(scaler.step(*job.optimizer));
+    scaler.update();
+    refuses(2);
+    GradScaler unscaled({.init_scale = 1});  // does not change a loss
+    job.loss(3).backward();
+    EXPECT_TRUE(unscaled.step(*job.optimizer));
   });
 }
 
