@@ -127,6 +127,11 @@ class InnerOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+def _refuse_state(optimizer: torch.optim.Optimizer, *state_dict) -> None:
+    raise RuntimeError("[ShardedOptimizer] the optimizer inside has this rank's part of the state only: use state_dict() and "
+                       "load_state_dict() of the ShardedOptimizer")
+
+
 class ShardedOptimizer(InnerOptimizer):
     """Steps an optimizer on this rank's shards of a sharded model.
 
@@ -152,6 +157,8 @@ class ShardedOptimizer(InnerOptimizer):
         self._become(optimizer)
         self._model = model
         self._sharded = sharded
+        self._guards = [optimizer.register_state_dict_pre_hook(_refuse_state),
+                        optimizer.register_load_state_dict_pre_hook(_refuse_state)]
 
     def step(self, closure=None):
         """Waits for the reductions, and updates this rank's shards. Collective. Evaluates `closure` first, if there is
@@ -211,4 +218,6 @@ class ShardedOptimizer(InnerOptimizer):
         """Returns the optimizer inside with the module's own parameters and, on every rank, its whole state. Collective.
         Afterwards this object raises."""
         self._sharded.unwrap()
+        for guard in self._guards:
+            guard.remove()
         return self.optimizer

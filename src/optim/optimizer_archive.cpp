@@ -9,6 +9,8 @@
 
 #include <optional>
 
+#include "optim/part_state.h"
+
 namespace tessera {
 
 // [Note: Archive of an optimizer]
@@ -173,6 +175,7 @@ OptimizerStateDict OptimizerStateDict::load(InputArchive& archive) {
 }
 
 std::string save_optimizer(const torch::optim::Optimizer& optimizer) {
+  const SavesParts saves_parts;
   OutputArchive archive;
   optimizer.save(archive);
   return to_bytes(archive);

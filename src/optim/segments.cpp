@@ -12,6 +12,7 @@
 #include "grad/grad_gate.h"
 #include "optim/optimizer_parameters.h"
 #include "optim/param_state.h"
+#include "optim/part_state.h"
 
 namespace tessera {
 namespace {
@@ -166,8 +167,9 @@ void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& opt
   }
   give_back_parameters(state, optimizer, segments);
   for (const Segment& segment : segments) {
-    if (segment.tensor.defined())
-      move_param_state(optimizer, segment.tensor, state.slot(segment.place).tensor());
+    if (!segment.tensor.defined()) continue;
+    unguard_part(optimizer, segment.tensor);
+    move_param_state(optimizer, segment.tensor, state.slot(segment.place).tensor());
   }
 }
 

@@ -19,6 +19,7 @@
 #include "optim/master_digits.h"
 #include "optim/outer_steps.h"
 #include "optim/param_state.h"
+#include "optim/part_state.h"
 #include "optim/segment_gradients.h"
 #include "optim/segments.h"
 #include "optim/sharded_optimizer_access.h"
@@ -57,6 +58,7 @@ struct ShardedOptimizer::Impl {
   void adopt();
   void follow();
   void tell(MemoryEvent event);
+  void guard_parts();
   void offload_state(const Segment& segment);
   void offload_state();
   RoundedParams rounded_params(const std::vector<const Segment*>& live);
@@ -105,7 +107,14 @@ void ShardedOptimizer::Impl::offload_state(const Segment& segment) {
   });
 }
 
+void ShardedOptimizer::Impl::guard_parts() {
+  std::vector<const Segment*> all;
+  for (const Segment& segment : segments) all.push_back(&segment);
+  tessera::guard_parts(state(), *optimizer, all);
+}
+
 void ShardedOptimizer::Impl::offload_state() {
+  guard_parts();
   for (const Segment& segment : segments) offload_state(segment);
   if (const auto& memory = state().context().offload) memory->rest();
 }
@@ -157,6 +166,7 @@ void ShardedOptimizer::Impl::run(const std::vector<const Segment*>& live,
     optimizer->step();
   }
   for (const Segment* segment : live) segment->tensor.mutable_grad().reset();
+  tessera::guard_parts(state(), *optimizer, live);
 }
 
 // Returns the segments that this rank steps, in lists that are stepped one after the other: one for
@@ -238,6 +248,7 @@ void ShardedOptimizer::Impl::adopt() {
 void ShardedOptimizer::Impl::follow() {
   state().thaw_trained();
   follow_thawed(state(), *optimizer, segments);
+  guard_parts();
   if (has_only(*optimizer, segments)) return;
   check_optimizer(state(), *optimizer, options.elementwise, segments);
   reserve_state();

@@ -433,5 +433,50 @@ TEST(RefusedFullOptimizerStateDict, AddedParametersMustBeTheModels) {
   });
 }
 
+// LibTorch's own way of saving, of the optimizer inside.
+TEST(RefusedFullOptimizerStateDict, TorchSaveWouldStoreAPart) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [](World&) {
+      Job job(make_groups, {.unit_bytes = 600});
+      job.train(0, 2);
+      const auto refuses = [&] {
+        std::stringstream stream;
+        expect_error([&] { torch::save(*job.inner, stream); },
+                     {"[tessera] torch::save()", "save_checkpoint()", "full_state_dict()"});
+      };
+      refuses();
+      job.train(2, 3);
+      refuses();
+      const OptimizerStateDict whole = full_state_dict(job.optimizer);
+      load_full_state_dict(job.optimizer, whole);
+      refuses();
+      job.optimizer.unwrap();
+      job.sharded.unwrap();
+      expect_same_dict(state_dict_of(*job.inner), whole, 0, "unwrapped");
+      std::stringstream stream;
+      torch::save(*job.inner, stream);
+    });
+  }
+}
+
+TEST(RefusedFullOptimizerStateDict, TorchLoadPutsWholeStateInPlaceOfAPart) {
+  std::stringstream whole;
+  Plain plain(named<AdamW>("", AdamWOptions(1e-2)).make);
+  train(*plain.net, *plain.optimizer, 1, 0, 1);
+  torch::save(*plain.optimizer, whole);
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [&](World&) {
+      Job job(named<AdamW>("", AdamWOptions(1e-2)).make, {});
+      job.train(0, 1);
+      std::stringstream stream(whole.str());
+      torch::load(*job.inner, stream);
+      const std::vector<std::string> message = {"[ShardedOptimizer]", "'exp_avg' of shape",
+                                                "torch::load()", "load_full_state_dict()"};
+      expect_error([&] { full_state_dict(job.optimizer); }, message);
+      expect_error([&] { job.optimizer.step(); }, message);
+    });
+  }
+}
+
 }  // namespace full_state_dict_test
 }  // namespace tessera
