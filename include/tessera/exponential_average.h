@@ -57,8 +57,10 @@ class TESSERA_API ExponentialAverage {
     }
   }
 
-  /// Exchanges the values of the model and the average. Collective. Do not train before they are
-  /// exchanged again. Throws `c10::ValueError` before the first update.
+  /// Exchanges the values of the model and the average. Collective. Until they are exchanged again,
+  /// steps and loads throw; `ShardedModule::unwrap()` gives the module the averaged values for
+  /// good. Throws `c10::ValueError` before the first update and while the model has the values of
+  /// another average, and `c10::Error` once it was unwrapped.
   void swap();
   bool is_swapped() const;
 

@@ -228,6 +228,7 @@ class ShardedLoad : public LoaderLoad {
         state_(module.state()),
         optimizer_(optimizer),
         outer_(optimizer ? outer_steps_of(*optimizer) : nullptr) {
+    state_->check_not_exchanged("load_checkpoint");
     state_->take_in_replaced();
     state_->thaw_trained();
   }

@@ -27,6 +27,7 @@ LoadedTensors load_safetensors(const std::filesystem::path& path, ShardedModule&
   at::NoGradGuard no_grad;
   ShardedState& state = *module.state();
   const PhaseScope phase(state.context().progress, Phase::kLoad);
+  state.check_not_exchanged("load_safetensors");
   state.take_in_replaced();
   state.thaw_trained();
   const Ranks ranks = Ranks::of(state.mesh());

@@ -61,6 +61,7 @@ std::vector<NamedTensor> ShardedState::full_state() {
 void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
   at::NoGradGuard no_grad;
   check_no_join("load_full_state()");
+  check_not_exchanged("load_full_state");
   take_in_replaced();
   Values values;
   for (const NamedTensor& item : state) values[item.name] = item.tensor;
@@ -133,6 +134,11 @@ void ShardedState::take_in_replaced() {
   set_shards([&] {
     for (const auto& [unit, slot] : replaced) unit->take_in(*slot, shared_from_this());
   });
+}
+
+void ShardedState::check_not_exchanged(const char* what) const {
+  TORCH_CHECK(!is_exchanged(), "[", what, "] the model has the values of an ExponentialAverage, and what is written now "
+              "would be lost when it gets its own back: call swap() of the average first");
 }
 
 void ShardedState::overwrite(const std::function<void()>& write, bool for_good) {

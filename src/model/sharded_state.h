@@ -105,6 +105,12 @@ class ShardedState : public UseListener,
   void overwrite(const std::function<void()>& write, bool for_good = true);
   /// How often that was called for good.
   int64_t overwrites() const { return overwrites_; }
+  /// Says that the parameters' values are exchanged, as long as `until` lives: they will be put
+  /// back, and what is written meanwhile will be lost.
+  void set_exchanged(std::weak_ptr<const void> until) { exchanged_ = std::move(until); }
+  bool is_exchanged() const { return !exchanged_.expired(); }
+  /// Throws if they are: called before `what` writes values that are to stay.
+  void check_not_exchanged(const char* what) const;
   /// The parameters that this rank's user has given other data: see [Note: Replaced data].
   std::vector<std::pair<Unit*, const ParamSlot*>> replaced() const;
   /// Copies such data into the shards. Collective. Throws on every rank, and changes nothing, if it
@@ -176,6 +182,7 @@ class ShardedState : public UseListener,
   std::unique_ptr<Reducer> reducer_;
   JoinScope* join_scope_ = nullptr;
   int64_t overwrites_ = 0;
+  std::weak_ptr<const void> exchanged_;  // see set_exchanged()
   bool is_given_back_ = false;
   bool warned_ = false;                   // of an evaluation in which this rank took no part
   bool is_released_ = false;              // the next `create()` with the parameters may take them

@@ -19,12 +19,15 @@ struct AveragedWeights {
   /// Of `Unit::updated()`, by unit: of its size, in float or a wider dtype.
   std::vector<at::Tensor> values = {};
   std::vector<at::Tensor> trained = {};  ///< the units' own values, while they have the averages
+  std::shared_ptr<const void> exchange = nullptr;  ///< lives while they have
 
   void update();
   /// Collective.
   void swap();
   /// Throws `c10::ValueError` if there is no average, or if the model has it.
   void check_separate(const char* what) const;
+  /// Throws if the model was unwrapped, or has the values of another average.
+  void check_usable() const;
   /// Makes memory for the average of each unit, with the units' values where that is new: at the
   /// beginning, and for units that were thawed since.
   void prepare();

@@ -29,7 +29,15 @@ void AveragedWeights::prepare() {
   }
 }
 
+void AveragedWeights::check_usable() const {
+  TORCH_CHECK(!state->is_given_back(), "[ExponentialAverage] the model was unwrapped, with the values that it had then: "
+              "make an average of the module that fully_shard() returns next");
+  TORCH_CHECK_VALUE(is_swapped || !state->is_exchanged(), "[ExponentialAverage] the model has the values of another average: "
+                    "call swap() of that first");
+}
+
 void AveragedWeights::update() {
+  check_usable();
   TORCH_CHECK_VALUE(!is_swapped, "[ExponentialAverage] the model has the averaged values: call swap() before "
                     "it is trained on");
   at::NoGradGuard no_grad;
@@ -43,6 +51,7 @@ void AveragedWeights::update() {
 }
 
 void AveragedWeights::swap() {
+  check_usable();
   TORCH_CHECK_VALUE(updates > 0, "[ExponentialAverage] there is no average yet: call update() after a step");
   at::NoGradGuard no_grad;
   prepare();
@@ -53,9 +62,12 @@ void AveragedWeights::swap() {
   if (is_swapped) {
     state->overwrite([&] { write(trained); }, /*for_good=*/false);
     trained.clear();
+    exchange.reset();
   } else {
     for (const auto& unit : state->units()) trained.push_back(unit->updated().clone());
     state->overwrite([&] { write(values); }, /*for_good=*/false);
+    exchange = std::make_shared<const char>();
+    state->set_exchanged(exchange);
   }
   is_swapped = !is_swapped;
 }

@@ -286,6 +286,7 @@ ShardedOptimizer& ShardedOptimizer::operator=(ShardedOptimizer&&) noexcept = def
 void ShardedOptimizer::Impl::step_with_others() {
   ShardedState& state = this->state();
   state.residency().check_unused("step");
+  state.check_not_exchanged("step");
   announce_step(state, *optimizer);
   follow();
   const WorkPtr stopped = state.stop_reading();
@@ -313,6 +314,7 @@ void ShardedOptimizer::Impl::step_with_others() {
 void ShardedOptimizer::Impl::skip_step() {
   if (!outer) return;
   ShardedState& state = this->state();
+  state.check_not_exchanged("step");
   const PhaseScope phase(state.context().progress, Phase::kStep);
   follow();
   outer->begin_step(segments);

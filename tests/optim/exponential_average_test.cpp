@@ -1,5 +1,6 @@
 // Moving averages of sharded parameters.
 #include <gtest/gtest.h>
+#include <tessera/checkpoint.h>
 #include <tessera/exponential_average.h>
 #include <tessera/process_group_decorators.h>
 
@@ -7,6 +8,7 @@
 #include "support/error_of.h"
 #include "support/models.h"
 #include "support/run_world.h"
+#include "support/scratch_directory.h"
 
 namespace tessera::testing {
 namespace exponential_average_test {
@@ -142,6 +144,88 @@ TEST(ExponentialAverage, WrongUseIsRefused) {
     job.average.swap();
     job.train(1, 2);
   });
+}
+
+// What is written while the model has the average would be lost when it gets its own values back.
+TEST(ExponentialAverage, StepsAndLoadsAreRefusedWhileTheModelHasIt) {
+  const ScratchDirectory scratch;
+  for (const int ranks : {1, 2}) {
+    run_world(ranks, [&](World&) {
+      for (const ShardLevel level : kAllLevels) {
+        Job job({.level = level});
+        job.train(0, 2);
+        const auto trained = job.sharded.full_state();
+        save_checkpoint(scratch / "one", job.sharded, &job.optimizer);
+        job.average.swap();
+        const auto averaged = job.sharded.full_state();
+        torch::mse_loss(job.net->forward(global_batch(0, 12, 37, 5).x), torch::zeros({12, 5}))
+            .backward();
+        const auto refuses = [](const char* function, const std::function<void()>& call) {
+          expect_error(call, {function, "values of an ExponentialAverage", "call swap()"});
+        };
+        refuses("[step]", [&] { job.optimizer.step(); });
+        refuses("[load_full_state]", [&] { job.sharded.load_full_state(trained); });
+        refuses("[load_checkpoint]",
+                [&] { load_checkpoint(scratch / "one", job.sharded, &job.optimizer); });
+        expect_same_state(job.sharded.full_state(), averaged, 0, "refused");
+        job.average.swap();
+        expect_same_state(job.sharded.full_state(), trained, 0, "its own values");
+        job.train(2, 3);
+      }
+    });
+  }
+}
+
+TEST(ExponentialAverage, AnotherOneWaitsUntilTheModelHasItsOwnValues) {
+  run_world(2, [](World&) {
+    Job job({});
+    ExponentialAverage other(job.sharded, 0.5);
+    job.train(0, 1);
+    other.update();
+    job.average.swap();
+    for (const std::function<void()>& call :
+         std::vector<std::function<void()>>{[&] { other.swap(); }, [&] { other.update(); }})
+      EXPECT_NE(error_of(call).find("the values of another average"), std::string::npos);
+    job.average.swap();
+    other.swap();
+    EXPECT_TRUE(other.is_swapped());
+  });
+}
+
+TEST(ExponentialAverage, GoneWhileTheModelHasItItsValuesAreTheModels) {
+  run_world(2, [](World&) {
+    Job job({});
+    job.train(0, 2);
+    {
+      ExponentialAverage brief(job.sharded, 0.5);
+      brief.update();
+      brief.swap();
+    }
+    job.train(2, 3);
+  });
+}
+
+TEST(ExponentialAverage, AnUnwrappedModelKeepsTheValuesThatItHas) {
+  for (const int ranks : {1, 2}) {
+    run_world(ranks, [](World&) {
+      const auto net = make_net(torch::kFloat);
+      auto sharded = fully_shard(net);
+      ExponentialAverage average(sharded, kDecay);
+      average.update();
+      {
+        torch::NoGradGuard no_grad;
+        for (const torch::Tensor& param : net->parameters()) param.add_(1);
+      }
+      average.update();
+      average.swap();
+      const auto averaged = sharded.full_state();
+      sharded.unwrap();
+      expect_same_state(plain_state(*net), averaged, 0, "unwrapped");
+      expect_error([&] { average.swap(); }, {"[ExponentialAverage] the model was unwrapped"});
+      expect_error([&] { average.update(); }, {"[ExponentialAverage] the model was unwrapped"});
+      expect_same_state(plain_state(*net), averaged, 0, "still");
+    });
+  }
 }
 
 }  // namespace exponential_average_test
