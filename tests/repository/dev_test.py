@@ -55,16 +55,30 @@ class Dev(unittest.TestCase):
         self.assertIn("--compare takes the demo as it is, without ARGS; got: --compare --level none", result.stderr)
         self.assertIn("scripts/compare_speed.py", result.stderr)
 
-    def test_names_the_packages_that_another_user_has_to_install(self):
+    def missing_in_an_empty_system(self, user, *arguments):
+        """What ./dev says of its packages where no command is installed, and apt-get installs nothing."""
         with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
             shutil.copy(ROOT / "dev", tree)
-            path = folder_of_commands(commands, "bash", "dirname", "mkdir", "flock", "cat")
-            add_scripts(commands, **{"id": "echo 1000", "apt-get": "exit 1"})
-            result = subprocess.run([pathlib.Path(tree) / "dev", "build"], capture_output=True, text=True, timeout=30,
+            path = folder_of_commands(commands, "bash", "dirname", "mkdir", "flock", "cat", "cmp")
+            add_scripts(commands, **{"id": f"echo {user}", "apt-get": "exit 1"})
+            result = subprocess.run([pathlib.Path(tree) / "dev", *arguments], capture_output=True, text=True, timeout=30,
                                     env={"PATH": path})
         self.assertEqual(result.returncode, 1)
-        self.assertIn("apt-get update && apt-get install -y --no-install-recommends g++ cmake ninja-build ccache",
-                      result.stderr)
+        return result.stderr
+
+    def test_names_the_packages_that_another_user_has_to_install_in_one_list(self):
+        install = "apt-get update && apt-get install -y --no-install-recommends "
+        for verb, packages in {"build": [], "demo": [], "test": ["openmpi-bin"]}.items():
+            said = self.missing_in_an_empty_system(1000, verb)
+            listed = said.partition(install)[2].split()
+            for package in ["g++", "cmake", "ninja-build", "ccache", "python3", "python3-venv", "python3-dev", *packages]:
+                self.assertIn(package, listed, said)
+        self.assertIn(install + "python3 doxygen python3-venv\n", self.missing_in_an_empty_system(1000, "docs"))
+        self.assertIn(install + "python3 clang-format\n", self.missing_in_an_empty_system(1000, "check"))
+
+    def test_installs_python_as_root_before_it_looks_for_it(self):
+        said = self.missing_in_an_empty_system(0, "demo")
+        self.assertRegex(said, "installing g[+][+] .* python3 python3-venv python3-dev")
 
     def test_sanitize_builds_and_runs_with_both_presets(self):
         with tempfile.TemporaryDirectory() as tree, tempfile.TemporaryDirectory() as commands:
