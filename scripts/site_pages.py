@@ -3,7 +3,7 @@
 
     site_pages.py FOLDER [ROOT]
 
-So links between them hold as they are. A link to a public header leads to its page of the reference, which
+So links between them hold as they are, and pictures are copied, too. A link to a public header leads to its page of the reference, which
 scripts/reference_pages.py writes; one to another file leads to a page that shows it, and one to a folder to its overview, if
 it has pages, or to a page that shows its files.
 """
@@ -18,6 +18,7 @@ import check_links
 # How much pages count in the search, where that is not 1: texts of errors lead to the page that explains them.
 WEIGHTS = {"docs/guide/errors.md": 4}
 WEIGHT_OF_SOURCES = 0.2
+PICTURES = {".svg", ".png", ".jpg", ".gif"}
 LANGUAGES = {".cpp": "cpp", ".h": "cpp", ".py": "python", ".cmake": "cmake", ".sh": "bash"}
 
 
@@ -39,12 +40,14 @@ def listing(root, path):
 class Site:
     def __init__(self, root, folder):
         self.root, self.folder = root, folder
-        self.shown = set()
+        self.shown, self.pictures = set(), set()
 
     def page_of(self, path):
-        """Returns the page, relative to the folder, that stands for a file or folder of the repository."""
+        """Returns the page or picture, relative to the folder, that stands for a file or folder of the repository."""
         name = path.relative_to(self.root)
-        if path.suffix == ".md":
+        if path.suffix in PICTURES:
+            self.pictures.add(name)
+        if path.suffix in {".md", *PICTURES}:
             return name
         if path.is_dir() and (path / "overview.md").exists():
             return name / "overview.md"
@@ -84,6 +87,9 @@ def main():
         site.write(name, site.translated(page, page.read_text()), WEIGHTS.get(str(name), 1))
     for path in sorted(site.shown):
         site.write(site.page_of(path), listing(root, path), WEIGHT_OF_SOURCES)
+    for name in site.pictures:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, folder / name)
     shutil.copy(root / "docs" / "nav.yml", folder / ".nav.yml")
     print(f"pages: {len(pages)} documents, and {len(site.shown)} files and folders to which they link")
 

@@ -143,6 +143,13 @@ class SitePages(TreeTest):
         self.assertEqual(self.read("pages/sources/examples/x.cpp.md"),
                          '---\nsearch:\n  boost: 0.2\n---\n# examples/x.cpp\n\n``````cpp title="examples/x.cpp"\nint x;\n``````\n')
 
+    def test_copies_pictures(self):
+        self.make({"docs/a.md": "![a](../b/c.svg) [b](d.png)\n", "b/c.svg": "<svg/>", "docs/d.png": ""})
+        self.assertEqual(self.read("pages/docs/a.md"), "![a](../b/c.svg) [b](d.png)\n")
+        self.assertEqual(self.read("pages/b/c.svg"), "<svg/>")
+        self.assertEqual(self.read("pages/docs/d.png"), "")
+        self.assertFalse((self.tree / "pages/sources").exists())
+
     def test_errors_count_more_in_the_search(self):
         self.make({"docs/guide/errors.md": "# Errors\n"})
         self.assertEqual(self.read("pages/docs/guide/errors.md"), "---\nsearch:\n  boost: 4\n---\n# Errors\n")
@@ -157,6 +164,22 @@ class SitePages(TreeTest):
     def test_links_to_public_headers_lead_to_the_reference(self):
         self.make({"docs/a.md": "[a](../include/tessera/dialects/x.h)\n", "include/tessera/dialects/x.h": ""})
         self.assertEqual(self.read("pages/docs/a.md"), "[a](../reference/dialects/x.md)\n")
+
+
+class CheckSite(TreeTest):
+    def check(self, **pages):
+        self.write_all({"index.html": "", "a/x y.html": "", "c.svg": "", **{f"{name}.html": text for name, text in pages.items()}})
+        return run("check_site.py", self.tree)
+
+    def test_takes_links_to_pages_pictures_and_other_sites(self):
+        self.assertEqual(self.check(b='<a href="a/x%20y.html#z">z</a><a href=".">i</a><img src="c.svg?v"><a href="#q">q</a>'
+                                      '<a href="https://a.b/c">c</a><link href="/d.css">'),
+                         (0, "site: the links of 3 pages lead somewhere\n"))
+
+    def test_finds_files_that_the_site_lacks_and_pictures_that_are_pages(self):
+        self.assertEqual(self.check(b='<a href="d.html">d</a><script src="e.js"></script><img src="index.html"><a href="a">a</a>'),
+                         (1, "b.html: link to d.html, which the site lacks\nb.html: link to e.js, which the site lacks\n"
+                             "b.html: picture index.html, which is a page\nb.html: link to a, which the site lacks\n"))
 
 
 class CheckReference(TreeTest):
