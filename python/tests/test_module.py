@@ -1,9 +1,11 @@
 """A sharded module behaves as a module of PyTorch, or refuses with a reason."""
 
 import copy
+import ctypes
 import io
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,68 @@ def _state_dict():
 @pytest.mark.parametrize("transport", ["gloo", "arena"])
 def test_state_dict_is_whole(ranks, transport):
     assert all(ranks(2, _state_dict, transport=transport))
+
+
+def _array(tensor):
+    memory = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(bytearray(memory), dtype=tensor.dtype).view(tensor.shape)
+
+
+def _saved(tensor):
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return torch.load(io.BytesIO(stream.getvalue()))
+
+
+_RAW_READS = {
+    "numpy": lambda tensor: torch.from_numpy(tensor.numpy().copy()),
+    "asarray": lambda tensor: torch.from_numpy(numpy.asarray(tensor).copy()),
+    "dlpack": lambda tensor: torch.from_dlpack(tensor).clone(),
+    "numpy's dlpack": lambda tensor: torch.from_numpy(numpy.from_dlpack(tensor).copy()),
+    "tolist": lambda tensor: torch.tensor(tensor.tolist()),
+    "data_ptr": _array,
+    "save": _saved,
+    "deepcopy": copy.deepcopy,
+    "share_memory_": lambda tensor: tensor.share_memory_().clone(),
+    "storage": lambda tensor: torch.tensor([], dtype=tensor.dtype).set_(
+        tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()),
+}
+
+
+def _raw_reads():
+    for level in LEVELS:
+        net = make_net()
+        sharded = tessera.fully_shard(net, level=level, unit_bytes=2000)
+        optimizer = tessera.ShardedOptimizer(sharded, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def check(when):
+            found = []
+            for name, param in net.named_parameters():
+                for way, read in _RAW_READS.items():
+                    try:
+                        found.append((name, way, param, read(param.detach())))
+                    except RuntimeError as error:
+                        assert f"'{name}'" in str(error) and "keep_unsharded" in str(error), (level, when, way, error)
+            for name, way, param, value in found:
+                assert torch.equal(value, param.detach().clone()), (level, when, name, way)
+
+        check("sharded")
+        loss = loss_of(sharded, my_rows(batch(0)))
+        check("forward")
+        loss.backward()
+        check("backward")
+        optimizer.step()
+        check("step")
+        with sharded.keep_unsharded():
+            assert torch.equal(torch.from_numpy(net.norm.weight.detach().numpy()), net.norm.weight.detach().clone())
+            check("whole")
+        check("sharded again")
+    return True
+
+
+@pytest.mark.parametrize("transport", ["gloo", "arena"])
+def test_memory_has_the_values_or_is_refused(ranks, transport):
+    assert all(ranks(2, _raw_reads, transport=transport))
 
 
 def _copies():

@@ -36,7 +36,8 @@ void Unit::adopt(const std::shared_ptr<void>& keep_alive, bool broadcast) {
     memory_->free();
     state_ = State::kSharded;
   }
-  is_shared() && !frees() ? unshard() : show();
+  show();  // also before a gather: a storage without memory must have a text that says why
+  if (is_shared() && !frees()) unshard();
 }
 
 // Makes the shard and the master copy, as far as this unit has them.

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "group/encoding.h"
@@ -15,6 +16,15 @@ namespace {
 
 // A unit may be gathered again before slow peers have read our shard for the last gathers.
 constexpr size_t kMostUnread = 4;
+
+// Returns the names of the unit's parameters for a message; of many, the first.
+std::string names_in(const UnitLayout& layout) {
+  constexpr size_t kMostNamed = 16;
+  std::string text;
+  for (size_t i = 0; i < std::min(layout.slots.size(), kMostNamed); ++i)
+    text += fmt::format("{}'{}'", i > 0 ? ", " : "", layout.slots[i].name());
+  return layout.slots.size() > kMostNamed ? text + ", ..." : text;
+}
 
 }  // namespace
 
@@ -33,11 +43,11 @@ void Unit::show() const {
   if (state_ == State::kUnsharded || ranks == 1) return views_.show(memory_->shown());
   if (!views_.any()) return;
   views_.show(at::Tensor(),
-              fmt::format("[tessera] the parameters of {} are sharded over {} ranks and "
+              fmt::format("[tessera] the parameters of {} ({}) are sharded over {} ranks and "
                           "not gathered now, so their memory can't be read by data_ptr(). Use "
                           "them through operators, which gather them, or hold "
                           "ShardedModule::keep_unsharded() while you read",
-                          label_, ranks));
+                          label_, names_in(layout_), ranks));
 }
 
 void Unit::thaw() {

@@ -183,6 +183,66 @@ TEST(Access, RawMemoryOfAShardedParameterIsRefusedWithItsNameAndAHint) {
       kManyRanks, kParametersOnly);
 }
 
+// Reads each parameter past the operators, in each way that LibTorch has: finds the values that
+// operators find, or is refused with the parameter's name and the call to use.
+void expect_values_or_refusals(Sharded<Mlp>& sharded, const std::string& when) {
+  using Pointer = const void*;
+  const std::vector<std::function<Pointer(const torch::Tensor&)>> ways = {
+      [](const torch::Tensor& tensor) -> Pointer { return tensor.data_ptr(); },
+      [](const torch::Tensor& tensor) -> Pointer { return tensor.const_data_ptr(); },
+      [](const torch::Tensor& tensor) -> Pointer { return tensor.data_ptr<float>(); },
+      [](const torch::Tensor& tensor) -> Pointer { return tensor.const_data_ptr<float>(); },
+      [](const torch::Tensor& tensor) -> Pointer {
+        return tensor.dim() == 1 ? tensor.accessor<float, 1>().data()
+                                 : tensor.accessor<float, 2>().data();
+      }};
+  std::vector<std::pair<torch::Tensor, torch::Tensor>> read;  // a parameter, and what was found
+  for (const auto& param : sharded->named_parameters()) {
+    for (size_t i = 0; i < ways.size(); ++i) {
+      SCOPED_TRACE(fmt::format("{}, {}, way {}", when, param.key(), i));
+      try {
+        auto* const data = const_cast<void*>(ways[i](param.value()));
+        EXPECT_NE(data, nullptr);
+        if (!data) continue;
+        const auto found = torch::from_blob(data, param->sizes(), param->options()).clone();
+        read.emplace_back(param.value(), found);
+      } catch (const c10::Error& error) {
+        expect_error([&] { throw error; }, {"'" + param.key() + "'", "keep_unsharded"});
+      }
+    }
+  }
+  for (const auto& [param, found] : read)  // an operator gathers: not before everything was read
+    EXPECT_TRUE(same_values(found, param.detach().clone())) << when;
+}
+
+TEST(Access, RawMemoryHasTheValuesOrIsRefusedAtEveryMomentOfAStep) {
+  const auto train = [](World& world) {
+    for (const ShardLevel level : kAllLevels) {
+      auto sharded = fully_shard(make_mlp(), {.level = level, .unit_bytes = 6000});
+      torch::optim::SGD inner(sharded->parameters(), 0.1);
+      ShardedOptimizer optimizer(sharded, inner);
+      const auto expect_safe = [&](const char* when) {
+        expect_values_or_refusals(sharded,
+                                  fmt::format("level {} {}", static_cast<int>(level), when));
+      };
+      expect_safe("sharded");
+      const Batch batch = global_batch(0, 12, 37, 5);
+      const auto loss = rank_loss(*sharded, batch, world.rank(), world.size(), 0);
+      expect_safe("forward");
+      loss.backward();
+      expect_safe("backward");
+      optimizer.step();
+      expect_safe("step");
+      torch::NoGradGuard no_grad;
+      sharded->fcs[1]->weight.mul_(2);
+      expect_safe("write");
+    }
+  };
+  run_world(2, train);
+  run_arena(2, train);
+  run_hosts(4, by_halves, train);
+}
+
 TEST(Access, KeptUnshardedAllParametersCanBeReadRawAlsoAfterAStep) {
   on_sharded([](World& world, Sharded<Mlp>& sharded, Mlp&) {
     torch::optim::SGD inner(sharded->parameters(), 0.1);
