@@ -127,12 +127,15 @@ struct ImportOptions {
   /// directory. Empty: no optimizer is imported.
   ///
   /// Its parameters are known by name in DCP directories, and in files of optimizers that were made
-  /// from `named_parameters()` (PyTorch 2.6). Else there must be one param group, and all of the
-  /// model's parameters, in the order of its state dict, must be in it.
+  /// from `named_parameters()` (PyTorch 2.6). Other files number them, and `optimizer_params` must
+  /// say which they are.
   std::string optimizer_key = "";
   /// `Adagrad`, `Adam`, `AdamW`, `RMSprop` or `SGD`. Empty: told from the options, which have Adam
   /// and AdamW differ since PyTorch 2.7.
   std::string optimizer_class = "";
+  /// The names, in the file, of all parameters of its optimizer, in the order in which the
+  /// optimizer was given them, group after group. Only for a file that lacks them.
+  std::vector<std::string> optimizer_params = {};
 
   CheckpointProgress progress = {};
 };

@@ -1,5 +1,6 @@
 #include "checkpoint/import_optimizer.h"
 
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -42,27 +43,6 @@ std::vector<TensorRecord> taken_under(std::vector<TensorRecord>& records,
   return taken;
 }
 
-// A state dict has parameters and buffers, in the order of `parameters()`, with no sign of their
-// kind.
-bool may_be_buffer(const TensorRecord& record) {
-  const std::string& name = record.names.front();
-  return !c10::isFloatingType(scalar_type_of(record.dtype)) || name.ends_with("running_mean") ||
-         name.ends_with("running_var") || name.ends_with("num_batches_tracked");
-}
-
-std::vector<std::string> names_of_params(const std::vector<TensorRecord>& model, size_t count) {
-  std::vector<std::string> all, params;
-  for (const TensorRecord& record : model) {
-    all.push_back(record.names.front());
-    if (!may_be_buffer(record)) params.push_back(record.names.front());
-  }
-  if (all.size() == count) return all;
-  TORCH_CHECK_VALUE(params.size() == count, "its optimizer has ", count, " parameters and no names of them, and its model has ",
-                    params.size(), " tensors that may be parameters. Make the optimizer from named_parameters(), "
-                    "as PyTorch 2.6 and newer accept it, and save again: then the file has the names");
-  return params;
-}
-
 // The names of the parameters of a group that has them.
 std::vector<std::string> texts_of(const PickleValue& list) {
   TORCH_CHECK_VALUE(list.is_list() && list.items.size() <= kMostGroupParams,
@@ -102,8 +82,24 @@ PythonGroup pickled_group(const PickleValue& group, const TorchFile& file) {
   return result;
 }
 
+// An optimizer numbers its parameters in the order in which it was given them, which need not be
+// the model's: `given` are all names in that order, and `first` the number of the group's first
+// one.
+std::vector<std::string> names_of_group(const PickleValue& group, size_t first, size_t count,
+                                        const std::vector<std::string>& given) {
+  const PickleValue* const names = group.find("param_names");
+  TORCH_CHECK_VALUE(names || !given.empty(), "its optimizer numbers its parameters, and has no names of them: which number is "
+                    "which parameter can't be seen. Make the optimizer from named_parameters(), as PyTorch 2.6 and newer "
+                    "accept it, and save again; or pass options.optimizer_params (--optimizer-params), the names in the "
+                    "order in which the optimizer was given the parameters");
+  TORCH_CHECK_VALUE(!names || given.empty(), "it has the names of its optimizer's parameters: leave options.optimizer_params out");
+  if (names) return texts_of(*names);
+  const auto of_group = c10::ArrayRef<std::string>(given).slice(std::min(first, given.size()));
+  return of_group.slice(0, std::min(count, of_group.size())).vec();
+}
+
 PickledOptimizer pickled_optimizer(const PickleValue& optimizer, const TorchFile& file,
-                                   const std::vector<TensorRecord>& model) {
+                                   const std::vector<std::string>& given) {
   const PickleValue& listed = optimizer.at("param_groups");
   TORCH_CHECK_VALUE(listed.is_list() && listed.items.size() <= kMostGroups,
                     "its param_groups must be a list");
@@ -112,20 +108,15 @@ PickledOptimizer pickled_optimizer(const PickleValue& optimizer, const TorchFile
     PythonGroup& group = result.groups.emplace_back(pickled_group(*item, file));
     const PickleValue& numbers = item->at("params");
     TORCH_CHECK_VALUE(numbers.is_list() && numbers.items.size() <= kMostGroupParams, "a param group's params must be a list");
-    if (const PickleValue* const names = item->find("param_names")) {
-      group.params = texts_of(*names);
-    } else {
-      TORCH_CHECK_VALUE(listed.items.size() == 1, "its optimizer has ", listed.items.size(), " param groups without names of "
-                        "their parameters. Make the groups from named_parameters(), as PyTorch 2.6 and "
-                        "newer accept it, and save again");
-      group.params = names_of_params(model, numbers.items.size());
-    }
+    group.params = names_of_group(*item, result.names.size(), numbers.items.size(), given);
     TORCH_CHECK_VALUE(group.params.size() == numbers.items.size(), "a param group has ", numbers.items.size(),
                       " parameters and ", group.params.size(), " names");
     for (size_t i = 0; i < group.params.size(); ++i)
       TORCH_CHECK_VALUE(result.names.emplace(numbers.items[i]->whole(), group.params[i]).second,
                         "parameter ", numbers.items[i]->number, " is in two param groups");
   }
+  TORCH_CHECK_VALUE(given.empty() || given.size() == result.names.size(), "options.optimizer_params must name all parameters of "
+                    "its optimizer; expected ", result.names.size(), " names, got ", given.size());
   return result;
 }
 
@@ -235,7 +226,7 @@ void add_pickled_optimizer(const ForeignFiles& files, std::vector<TensorRecord> 
                            CheckpointIndex& index) {
   const TorchFile& file = *files.torch_file;
   const PickleValue& optimizer = file.pickle().root().at(options.optimizer_key);
-  const PickledOptimizer pickled = pickled_optimizer(optimizer, file, index.tensors);
+  const PickledOptimizer pickled = pickled_optimizer(optimizer, file, options.optimizer_params);
   index.optimizer = optimizer_record(pickled.groups, options.optimizer_class);
   check_params(index);
   const auto name_of_number = [&](int64_t number) {
@@ -279,6 +270,8 @@ void select_parts(ForeignFiles& files, const ImportOptions& options) {
   const bool has_optimizer = !options.optimizer_key.empty();
   TORCH_CHECK_VALUE(has_optimizer || options.optimizer_class.empty(),
                     "[import_checkpoint] options.optimizer_class needs options.optimizer_key");
+  TORCH_CHECK_VALUE(has_optimizer || options.optimizer_params.empty(),
+                    "[import_checkpoint] options.optimizer_params needs options.optimizer_key");
   const std::string model_key =
       options.model_key.empty() && has_optimizer ? "model" : options.model_key;
   if (model_key.empty()) return;
@@ -291,6 +284,8 @@ void select_parts(ForeignFiles& files, const ImportOptions& options) {
       ChunkReader reader = files.reader();
       const bool is_dcp_directory = is_dcp(files.path);
       TORCH_CHECK_VALUE(is_dcp_directory || files.torch_file, "options.optimizer_key is for a file of torch.save or a DCP directory");
+      TORCH_CHECK_VALUE(!is_dcp_directory || options.optimizer_params.empty(), "a DCP directory has the names of its "
+                        "optimizer's parameters: leave options.optimizer_params out");
       is_dcp_directory ? add_dcp_optimizer(files, std::move(states), options, reader, index)
                        : add_pickled_optimizer(files, std::move(states), options, reader, index);
     }

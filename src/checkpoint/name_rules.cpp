@@ -63,13 +63,21 @@ constexpr size_t kMostCompared = 20'000, kMostComparedBytes = 300;
 }  // namespace
 
 NameRules::NameRules(const RenameRules& rules, const char* option) {
-  for (const auto& [pattern, replacement] : rules)
-    rules_.emplace_back(compiled(pattern, option), replacement);
+  for (const auto& [pattern, replacement, names] : rules) {
+    TORCH_CHECK_VALUE(names.empty() || (pattern.empty() && replacement.empty()), "[checkpoint] a rule of ", option,
+                      " must have a pattern or names, not both; got the pattern '", shortened(pattern), "' and ", names.size(), " names");
+    rules_.push_back({compiled(pattern, option), replacement, names});
+  }
+}
+
+std::string NameRules::Rule::apply(const std::string& name) const {
+  if (names.empty()) return std::regex_replace(matchable(name), pattern, replacement);
+  const auto it = names.find(name);
+  return it == names.end() ? name : it->second;
 }
 
 std::string NameRules::apply(std::string name) const {
-  for (const auto& [pattern, replacement] : rules_)
-    name = std::regex_replace(matchable(name), pattern, replacement);
+  for (const Rule& rule : rules_) name = rule.apply(name);
   return name;
 }
 

@@ -3,9 +3,9 @@
 #include <tessera/rename_rule.h>
 
 #include <functional>
+#include <map>
 #include <regex>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "checkpoint/index.h"
@@ -16,12 +16,18 @@ namespace tessera {
 class NameRules {
  public:
   /// `option`: the option's name, for messages. Throws `c10::ValueError`, naming the rule, for one
-  /// that is no regular expression.
+  /// that is no regular expression, or has both a pattern and names.
   NameRules(const RenameRules& rules, const char* option);
   std::string apply(std::string name) const;
 
  private:
-  std::vector<std::pair<std::regex, std::string>> rules_;
+  struct Rule {
+    std::regex pattern;
+    std::string replacement;
+    std::map<std::string, std::string> names;
+    std::string apply(const std::string& name) const;
+  };
+  std::vector<Rule> rules_;
 };
 
 /// Gives the tensors and the optimizer's parameters of an index new names, and removes those whose

@@ -77,7 +77,7 @@ def save(directory):
     for kind, make in OPTIMIZERS.items():
         torch.manual_seed(1)
         net = Net()
-        optimizer = make(net.parameters())
+        optimizer = make(net.named_parameters())
         train(net, optimizer, 0, 3)
         torch.save(state_of(net, optimizer), path(kind + ".pt"))
         model, optim = get_state_dict(net, optimizer)
@@ -88,10 +88,20 @@ def save(directory):
 
 
 def save_others(path):
-    """Two param groups: groups.pt with names, nameless.pt without, flat.dcp with flattened options; groups.after.pt.
+    """order.pt: an optimizer, without names, of parameters in another order than the model's, which shapes do not show; and
+    order.after.pt. Two param groups: groups.pt with names, nameless.pt without, flat.dcp with flattened options; groups.after.pt.
     frozen.pt: an optimizer of some of the parameters, without names. old.pt: as PyTorch before 2.7 stores AdamW, with
     counts as numbers. nadam.pt: an optimizer that LibTorch has not. tied.dcp and tied.after.pt: of a Tied model, after 3
     and 6 steps."""
+    torch.manual_seed(1)
+    net = Net()
+    optimizer = torch.optim.SGD([net.first.weight, net.norm.bias, net.norm.weight, net.first.bias, net.last.weight], lr=0.05,
+                                momentum=0.9)
+    train(net, optimizer, 0, 3)
+    torch.save(state_of(net, optimizer), path("order.pt"))
+    train(net, optimizer, 3, 6)
+    torch.save(net.state_dict(), path("order.after.pt"))
+
     for named in (True, False):
         torch.manual_seed(1)
         net = Net()

@@ -59,6 +59,10 @@ OptimizerPtr make_optimizer(const std::string& kind, const Params& params) {
   return std::make_shared<torch::optim::RMSprop>(params, torch::optim::RMSpropOptions(1));
 }
 
+/// The names of the parameters of order.pt, in its optimizer's order.
+const std::vector<std::string> kOrder = {"first.weight", "norm.bias", "norm.weight", "first.bias",
+                                         "last.weight"};
+
 /// A sharded Net with its optimizer.
 struct NetJob {
   explicit NetJob(const std::string& kind)
@@ -250,6 +254,20 @@ TEST_F(CheckpointPythonOptimizer, ParamGroupsAreKeptWhereTheirParametersHaveName
   }
 }
 
+TEST_F(CheckpointPythonOptimizer, NamesAreGivenForAFileWithoutThem) {
+  const ScratchDirectory scratch;
+  import_checkpoint(file("order.pt"), scratch / "order",
+                    {.optimizer_key = "optimizer", .optimizer_params = kOrder});
+  expect_goes_on(scratch / "order", "SGD", "order.after.pt");
+  import_checkpoint(file("nameless.pt"), scratch / "nameless",
+                    {.optimizer_key = "optimizer",
+                     .optimizer_params = {"first.bias", "norm.bias", "first.weight", "norm.weight",
+                                          "last.weight"}});
+  import_checkpoint(file("groups.pt"), scratch / "named", {.optimizer_key = "optimizer"});
+  EXPECT_EQ(compare_checkpoints(scratch / "nameless", scratch / "named"),
+            std::vector<std::string>());
+}
+
 TEST_F(CheckpointPythonOptimizer, TheClassOfAnOlderFileIsGiven) {
   const ScratchDirectory scratch;
   ImportOptions options{.optimizer_key = "optimizer"};
@@ -267,10 +285,20 @@ TEST_F(CheckpointPythonOptimizer, WhatIsNotKnownForSureIsRefused) {
     return error_of([&] { import_checkpoint(file(name), scratch / "one", options); });
   };
   const ImportOptions both{.optimizer_key = "optimizer"};
-  expect_contains(error("nameless.pt", both),
-                  {"nameless.pt'", "2 param groups without names", "named_parameters()"});
-  expect_contains(error("frozen.pt", both),
-                  {"frozen.pt'", "2 parameters and no names", "named_parameters()"});
+  for (const std::string name : {"order.pt", "nameless.pt", "frozen.pt"})
+    expect_contains(error(name, both),
+                    {name + "'", "no names of them", "named_parameters()", "--optimizer-params"});
+  const auto with_names = [](const std::vector<std::string>& names) {
+    return ImportOptions{.optimizer_key = "optimizer", .optimizer_params = names};
+  };
+  expect_contains(error("frozen.pt", with_names({"first.weight"})), {"2 parameters and 1 names"});
+  expect_contains(error("frozen.pt", with_names({"first.weight", "last.weight", "norm.bias"})),
+                  {"options.optimizer_params", "expected 2 names, got 3"});
+  expect_contains(error("frozen.pt", with_names({"first.weight", "last"})), {"'last'", "has not"});
+  expect_contains(error("frozen.pt", with_names({"last.weight", "first.weight"})),
+                  {"'last.weight' must have its shape, [4, 8]; got [8, 6]"});
+  expect_contains(error("groups.pt", with_names(kOrder)), {"leave options.optimizer_params out"});
+  expect_contains(error("AdamW.pt", {.optimizer_params = kOrder}), {"options.optimizer_key"});
   expect_contains(error("nadam.pt", both),
                   {"nadam.pt'", "Adagrad, Adam, AdamW, RMSprop or SGD", "momentum_decay"});
   expect_contains(error("AdamW.pt", {.optimizer_key = "optim"}),

@@ -26,15 +26,17 @@ class CkptExchange : public ::testing::Test {
   CkptExchange() {
     json header = json::object();
     size_t begin = 0;
+    std::string data;
     for (const char* name : {"net.h.0.w", "net.h.1.w", "net.head", "net.mask"}) {
       header[name] = {
           {"dtype", "F32"}, {"shape", {10, 20}}, {"data_offsets", {begin, begin + 800}}};
       begin += 800;
+      data += std::string(800, static_cast<char>(header.size()));
     }
     const std::string text = header.dump();
     const uint64_t length = text.size();
     std::ofstream file(path("model.safetensors"), std::ios::binary);
-    file.write(reinterpret_cast<const char*>(&length), 8) << text << std::string(begin, '\1');
+    file.write(reinterpret_cast<const char*>(&length), 8) << text << data;
   }
   std::string path(const std::string& name) const { return directory_.path(name); }
 
@@ -77,6 +79,23 @@ TEST_F(CkptExchange, RulesAreReadFromAFile) {
             0);
   for (const char* name : {"h0.w", "h1.w", "head", "m"})
     EXPECT_TRUE(tensors_of("rules").contains(name)) << name;
+}
+
+TEST_F(CkptExchange, NamesOfAMapAreReplacedAllAtOnce) {
+  std::ofstream(path("chain.json")) << R"({"net.head": "net.mask", "net.mask": "q"})";
+  std::ofstream(path("swap.json")) << R"({"net.head": "net.mask", "net.mask": "net.head"})";
+  const auto with_map = [&](const char* verb, const char* from, const char* to, const char* map) {
+    const auto end = ckpt({verb, path(from), path(to), "--quiet", "--rename-file", path(map)});
+    EXPECT_EQ(end.status, 0) << end.err;
+  };
+  with_map("import", "model.safetensors", "chained", "chain.json");
+  for (const char* name : {"net.mask", "q"}) EXPECT_TRUE(tensors_of("chained").contains(name));
+  with_map("import", "model.safetensors", "swapped", "swap.json");
+  with_map("export", "swapped", "again.safetensors", "swap.json");
+  EXPECT_EQ(ckpt({"import", path("model.safetensors"), path("one"), "--quiet"}).status, 0);
+  EXPECT_EQ(ckpt({"import", path("again.safetensors"), path("two"), "--quiet"}).status, 0);
+  EXPECT_EQ(ckpt({"diff", path("one"), path("swapped"), "--quiet"}).status, 1);
+  EXPECT_EQ(ckpt({"diff", path("one"), path("two"), "--quiet"}).out, "no difference\n");
 }
 
 TEST_F(CkptExchange, ADirectoryIsASetOfFilesForHuggingFace) {

@@ -37,7 +37,7 @@ constexpr int kCkptNotDone = 2;  // differs from the status of a finding
 struct Arguments {
   std::string from, to, format, dtype;
   int ranks = 0;
-  std::string rename_file, model_key, optimizer_key, optimizer_class;
+  std::string rename_file, model_key, optimizer_key, optimizer_class, optimizer_params;
   std::vector<std::string> rename, transpose;
   int64_t max_shard_bytes = 0;  // 0: not given
   bool json = false, quiet = false;
@@ -179,6 +179,8 @@ int import_file(const Arguments& arguments) {
   options.model_key = arguments.model_key;
   options.optimizer_key = arguments.optimizer_key;
   options.optimizer_class = arguments.optimizer_class;
+  if (!arguments.optimizer_params.empty())
+    options.optimizer_params = names_in("--optimizer-params", arguments.optimizer_params);
   return run_interruptible([&](const Interruption& interruption) {
     options.progress = interruption.checked(arguments.progress("import"));
     import_checkpoint(arguments.from, arguments.to, options);
@@ -248,6 +250,12 @@ void add_import(CLI::App* command, Arguments& arguments) {
                    "Adagrad, Adam, AdamW, RMSprop or SGD (default: told from the options)")
       ->check(CLI::IsMember({"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}))
       ->type_name("CLASS");
+  command
+      ->add_option(
+          "--optimizer-params", arguments.optimizer_params,
+          "JSON: a list of the names of the optimizer's parameters, in the order in which it "
+          "was given them, for a torch file without them")
+      ->type_name("FILE");
   command
       ->add_option(
           "--transpose", arguments.transpose,

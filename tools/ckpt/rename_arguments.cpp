@@ -3,34 +3,17 @@
 #include <fmt/format.h>
 
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
 namespace tessera::tools {
 namespace {
 
-// Returns a pattern that matches this text alone.
-std::string whole_name(const std::string& text) {
-  std::string pattern = "^";
-  for (const char c : text) {
-    if (std::string_view(R"(^$\.*+?()[]{}|/)").find(c) != std::string_view::npos) pattern += '\\';
-    pattern += c;
-  }
-  return pattern + "$";
-}
-
-// `$` has a meaning in a replacement.
-std::string literal(const std::string& text) {
-  std::string replacement;
-  for (const char c : text) replacement += c == '$' ? "$$" : std::string(1, c);
-  return replacement;
-}
-
-RenameRules rules_in(const nlohmann::ordered_json& json) {
+RenameRules rules_in(const nlohmann::json& json) {
   RenameRules rules;
   if (json.is_object()) {
-    for (const auto& item : json.items())
-      rules.push_back({whole_name(item.key()), literal(item.value().get<std::string>())});
+    if (!json.empty()) rules.push_back({.names = json.get<std::map<std::string, std::string>>()});
     return rules;
   }
   for (const auto& rule : json) {
@@ -41,24 +24,29 @@ RenameRules rules_in(const nlohmann::ordered_json& json) {
   return rules;
 }
 
-RenameRules read_rules(const std::string& path) {
+// Returns what `parsed` makes of the JSON in a file, which must be `form`.
+template <class Parsed>
+auto read_json(const std::string& option, const std::string& path, const std::string& form,
+               Parsed&& parsed) {
   std::ifstream file(path);
-  if (!file) throw std::invalid_argument(fmt::format("--rename-file: could not open '{}'", path));
+  if (!file) throw std::invalid_argument(fmt::format("{}: could not open '{}'", option, path));
   try {
-    return rules_in(nlohmann::ordered_json::parse(file));
+    return parsed(nlohmann::json::parse(file));
   } catch (const std::exception& error) {
     throw std::invalid_argument(
-        fmt::format("--rename-file: '{}' must be a JSON list of [\"PATTERN\", \"REPLACEMENT\"], or "
-                    "an object of "
-                    "names: {}",
-                    path, error.what()));
+        fmt::format("{}: '{}' must be {}: {}", option, path, form, error.what()));
   }
 }
 
 }  // namespace
 
 RenameRules rename_rules_of(const std::string& file, const std::vector<std::string>& arguments) {
-  RenameRules rules = file.empty() ? RenameRules() : read_rules(file);
+  RenameRules rules;
+  if (!file.empty()) {
+    rules =
+        read_json("--rename-file", file,
+                  R"(a JSON list of ["PATTERN", "REPLACEMENT"], or an object of names)", rules_in);
+  }
   for (const std::string& argument : arguments) {
     const size_t cut = argument.rfind('=');
     if (cut == std::string::npos)
@@ -67,6 +55,11 @@ RenameRules rename_rules_of(const std::string& file, const std::vector<std::stri
     rules.push_back({argument.substr(0, cut), argument.substr(cut + 1)});
   }
   return rules;
+}
+
+std::vector<std::string> names_in(const std::string& option, const std::string& file) {
+  return read_json(option, file, "a JSON list of names",
+                   [](const nlohmann::json& json) { return json.get<std::vector<std::string>>(); });
 }
 
 }  // namespace tessera::tools

@@ -11,8 +11,12 @@ namespace tessera::tools {
 /// their last `=`. `file` may be empty: none.
 ///
 /// The file is JSON: a list of rules, `[["PATTERN", "REPLACEMENT"], ...]`, or an object of whole
-/// names,
-/// `{"NAME": "NEW NAME", ...}`. Throws `std::invalid_argument` for others.
+/// names, `{"NAME": "NEW NAME", ...}`, which are one rule. Throws `std::invalid_argument` for
+/// others.
 RenameRules rename_rules_of(const std::string& file, const std::vector<std::string>& arguments);
+
+/// Returns the names in a file that must be a JSON list of texts. `option` is for messages. Throws
+/// `std::invalid_argument`.
+std::vector<std::string> names_in(const std::string& option, const std::string& file);
 
 }  // namespace tessera::tools
