@@ -314,3 +314,34 @@ def _sent(name):
 def test_models_as_written_send_what_explicit_reductions_send(ranks, name):
     for found, most in ranks(2, _sent, name):
         assert found[0] <= most[0] and found[1] <= most[1], (found, most)
+
+
+def _sent_by_dtensor():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    from tessera.bench import parallel
+
+    dist.init_process_group("gloo")
+    mesh, local, sent = init_device_mesh("cpu", (2,)), torch.ones(4, 6), {}
+    for label, start, end in (("all_reduce", Partial(), Replicate()), ("reduce_scatter", Partial(), Shard(0)),
+                              ("all_gather", Shard(0), Replicate())):
+        with parallel._Counter() as counter:
+            DTensor.from_local(local, mesh, [start]).redistribute(mesh, [end]).to_local().sum()
+        sent[label] = counter.get_total_counts(), counter.nbytes
+    with implicit_replication():
+        for label, kind in list(parallel.SYSTEMS.items())[1:]:
+            system, inputs = parallel._make(kind, "llama", [2])
+            loss, *forward = system.count(lambda: system.model(inputs))
+            sent[label] = (*forward, *system.count(lambda: loss.backward())[1:])
+    dist.destroy_process_group()
+    return sent
+
+
+def test_collectives_of_dtensor_are_counted_once(ranks):
+    for sent in ranks(2, _sent_by_dtensor, joins=False):
+        assert sent == {"all_reduce": (1, 96), "reduce_scatter": (1, 96), "all_gather": (1, 192),
+                        "DTensor": (19, 368640, 31, 589824), "parallelize_module": (4, 65536, 10, 163840),
+                        "and PrepareModuleInput": (4, 65536, 4, 65536)}

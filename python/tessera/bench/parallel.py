@@ -1,7 +1,7 @@
-"""Counts what models of tensor parallelism send: DistTensors, PyTorch's DTensor with the same placements, and explicit
-reductions.
+"""Counts what models of tensor parallelism send: DistTensors, PyTorch's DTensor with the same placements and by
+`parallelize_module`, and explicit reductions.
 
-    python -m tessera.bench.parallel [--ranks 2] [--shape 2] [--steps 0]
+    python -m tessera.bench.parallel [--shape 2] [--model NAMES] [--width 64] [--steps 0]
 
 `--shape 2,2` cuts the batch along the first dim of the mesh and matrices along the second. Bytes are those of whole buffers
 (of an all-to-all, of the rank's input), for each line of ranks; gradients of replicated parameters over a batch that is cut
@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, RowwiseParallel, loss_parallel,
+                                               parallelize_module)
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tessera
 
@@ -31,23 +33,19 @@ from . import parallel_models
 from .parallel_models import MODELS, dim_of
 
 
-class _Counter(TorchDispatchMode):
-    """Counts the collectives of DTensors, by bytes of whole buffers."""
+class _Counter(CommDebugMode):
+    """Also has the bytes of whole buffers of the collectives that PyTorch's own mode counts."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.nbytes = 0, 0
+        self.nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(type_, DTensor) for type_ in types):
-            return NotImplemented  # its operators on local tensors come next
-        name = func.name() if hasattr(func, "name") else ""
-        result = func(*args, **(kwargs or {}))
-        if name.startswith("_c10d_functional::") and "wait_tensor" not in name:
-            whole = result if "all_gather" in name else args[0]
-            if isinstance(whole, torch.Tensor):
-                self.calls += 1
-                self.nbytes += whole.numel() * whole.element_size()
+        calls = self.get_total_counts()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.get_total_counts() > calls:
+            whole = result if "all_gather" in func.name() else args[0]
+            self.nbytes += whole.numel() * whole.element_size()
         return result
 
 
@@ -69,6 +67,9 @@ class _Ours:
     def input(self, x):
         return tessera.distribute(x, self.mesh, self.whole)
 
+    def context(self):
+        return contextlib.nullcontext()
+
     def count(self, run):
         with tessera.CommDebug() as debug:
             result = run()
@@ -76,6 +77,8 @@ class _Ours:
 
 
 class _DTensor:
+    """DTensors with the placements of ours, in the same model."""
+
     def __init__(self, make, dims, shape):
         self.mesh = init_device_mesh("cpu", tuple(shape))
         self.model = make()
@@ -94,22 +97,62 @@ class _DTensor:
     def input(self, x):
         return distribute_tensor(x, self.mesh, self.whole)
 
+    def context(self):
+        return sdpa_kernel(SDPBackend.MATH)  # it has no strategy for the attention of CPUs
+
     def count(self, run):
-        # It has no strategy for the attention of CPUs.
-        with _Counter() as counter, sdpa_kernel(SDPBackend.MATH):
+        with _Counter() as counter, self.context():
             result = run()
-        return result, counter.calls, counter.nbytes
+        return result, counter.get_total_counts(), counter.nbytes
+
+
+class _Parallelized(_DTensor):
+    """DTensors as their users write them: a style for each layer, and local tensors between the layers. `prepared`: the inputs
+    of attention and feed-forward are DTensors, so that their gradients are summed before they are reduced."""
+
+    prepared = False
+
+    def __init__(self, make, dims, shape):
+        self.model = make()
+        self.context = contextlib.nullcontext
+        cuts = {name: (module, dim_of(dims, f"{name}.weight")) for name, module in self.model.named_modules()}
+        styles = {name: self.style(name, module, cut) for name, (module, cut) in cuts.items() if cut is not None}
+        if len(shape) > 1 or None in styles.values():
+            raise NotImplementedError("there is no style for it")
+        columns = {name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, ColwiseParallel)} - {""}
+        if self.prepared:
+            whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+            styles.update(dict.fromkeys(columns, whole))
+        parallelize_module(self.model, init_device_mesh("cpu", tuple(shape)), styles)
+
+    def style(self, name, module, cut):
+        if isinstance(module, nn.Embedding) and cut == 0:
+            return RowwiseParallel(input_layouts=Replicate())
+        if isinstance(module, nn.Linear) and cut == 0 and name == "output":
+            self.context = loss_parallel
+            return ColwiseParallel(use_local_output=False)
+        return {0: ColwiseParallel, 1: RowwiseParallel}[cut]() if isinstance(module, nn.Linear) and cut in (0, 1) else None
+
+    def input(self, x):
+        return x
+
+
+class _Prepared(_Parallelized):
+    prepared = True
+
+
+SYSTEMS = {"DistTensor": _Ours, "DTensor": _DTensor, "parallelize_module": _Parallelized, "and PrepareModuleInput": _Prepared}
 
 
 def _cell(system, inputs, expected):
     try:
         loss, calls, nbytes = system.count(lambda: system.model(inputs))
         _, back_calls, back_bytes = system.count(lambda: loss.backward())
-        whole = tessera.full_tensor(loss) if isinstance(system, _Ours) else loss.full_tensor()
+        whole = loss.full_tensor() if isinstance(loss, DTensor) else tessera.full_tensor(loss) if tessera.is_dist(loss) else loss
         wrong = "" if torch.allclose(whole, expected, atol=1e-4) else " (wrong loss)"
         return f"{calls:>3} {nbytes / 1e3:8.1f} {back_calls:>4} {back_bytes / 1e3:8.1f}{wrong}"
     except Exception as error:  # noqa: BLE001: one of DTensor's is a result, too
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:44]}"
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:70]}"
 
 
 def _plain(name):
@@ -121,11 +164,11 @@ def _plain(name):
 
 
 def _make(kind, name, shape):
-    make, make_input, dims, formula = MODELS[name]
+    make, make_input, dims, _ = MODELS[name]
     torch.manual_seed(0)
     system = kind(make, dims, shape)
     torch.manual_seed(1)
-    return system, system.input(make_input()), formula
+    return system, system.input(make_input())
 
 
 def _rank(options) -> None:
@@ -148,55 +191,64 @@ def _rank(options) -> None:
 
 def _compare(options, shape, rank) -> None:
     if rank == 0:
-        print(f"mesh {shape}; calls and kilobytes of forward and of backward\n{'':<24} {'ours':<26} {'DTensor':<46} explicit")
+        print(f"mesh {shape}; calls and kilobytes of forward and of backward")
     for name in options.model.split(";") if options.model else MODELS:
         model, inputs = _plain(name)
         with torch.no_grad():
-            expected, cells = model(inputs), []
-        for kind in (_Ours, _DTensor):
-            system, inputs, formula = _make(kind, name, shape)
-            cells.append(_cell(system, inputs, expected))
+            expected = model(inputs)
+        cells = {}
+        for label, kind in SYSTEMS.items():
+            try:
+                system, inputs = _make(kind, name, shape)
+                cells[label] = _cell(system, inputs, expected)
+            except NotImplementedError:
+                continue
         rows = shape[0] if len(shape) > 1 else 1
-        explicit = " ".join(f"{4 * elements / rows / 1e3:8.1f}" for elements in formula())
+        elements = MODELS[name][3]()
+        cells["explicit"] = f"{4 * elements[0] / rows / 1e3:12.1f} {4 * elements[1] / rows / 1e3:13.1f}"
         if rank == 0:
-            print(f"{name:<24} {cells[0]:<26} {cells[1]:<46} {explicit}", flush=True)
+            for label, cell in cells.items():
+                print(f"{name:<24} {label:<23} {cell}", flush=True)
         if options.steps:
-            _time(name, shape, options.steps, rank, [_Ours] if "Error" in cells[1] else [_Ours, _DTensor])
+            _time(name, shape, options.steps, rank, [label for label in SYSTEMS if "Error" not in cells.get(label, "Error")])
 
 
-def _seconds(model, inputs, steps) -> float:
+def _seconds(system, inputs, steps) -> float:
     start = time.perf_counter()
-    # DTensor has no strategy for the attention of CPUs.
-    with sdpa_kernel(SDPBackend.MATH) if isinstance(inputs, DTensor) else contextlib.nullcontext():
+    with system.context():
         for _ in range(steps):
-            model.zero_grad()
-            model(inputs).backward()
+            system.model.zero_grad()
+            system.model(inputs).backward()
     return (time.perf_counter() - start) / steps
 
 
-def _time(name, shape, steps, rank, kinds) -> None:
-    runs = {kind.__name__: _make(kind, name, shape)[:2] for kind in kinds}
-    times = {name: [] for name in ["plain", *runs]}
+class _Plain:
+    context = contextlib.nullcontext
+
+    def __init__(self, model):
+        self.model = model
+
+
+def _time(name, shape, steps, rank, labels) -> None:
+    runs = {label: _make(SYSTEMS[label], name, shape) for label in labels}
+    times = {label: [] for label in ["one process", *runs]}
     model, whole = _plain(name)
     for turn in range(8):
         dist.barrier()
         if rank == 0:
             torch.set_num_threads(dist.get_world_size())
-            times["plain"].append(_seconds(model, whole, steps))
+            times["one process"].append(_seconds(_Plain(model), whole, steps))
             torch.set_num_threads(1)
         dist.barrier()
-        for kind, (system, inputs) in runs.items():
-            times[kind].append(_seconds(system.model, inputs, steps))
+        for label, (system, inputs) in runs.items():
+            times[label].append(_seconds(system, inputs, steps))
             dist.barrier()
     if rank == 0:
-        own = times["_Ours"][1:]
-        text = f"{statistics.median(own) * 1e3:.2f} ms a step"
-        for other, label in (("plain", "one process's"), ("_DTensor", "DTensor's")):
-            if other not in times:
-                continue
-            ratios = sorted(theirs / ours for ours, theirs in zip(own, times[other][1:]))
-            text += f"; {label} time over ours {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
-        print(f"{'':<24} {text}", flush=True)
+        own = times.pop("DistTensor")[1:]
+        print(f"{name:<24} {statistics.median(own) * 1e3:.2f} ms a step of DistTensors; times over it:", flush=True)
+        for label, others in times.items():
+            ratios = sorted(theirs / ours for ours, theirs in zip(own, others[1:]))
+            print(f"{name:<24} {label:<23} {statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]", flush=True)
 
 
 def main() -> None:

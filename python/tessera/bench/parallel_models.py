@@ -43,18 +43,17 @@ class Attention(nn.Module):
         self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.wk, self.wv = nn.Linear(WIDTH, kv, bias=False), nn.Linear(WIDTH, kv, bias=False)
 
-    def heads(self, x, count):
-        return x.view(x.size(0), x.size(1), count, WIDTH // HEADS).transpose(1, 2)
+    def heads(self, x):
+        return x.view(x.size(0), x.size(1), -1, WIDTH // HEADS).transpose(1, 2)
 
     def spread(self, x):
         if self.kv_heads == HEADS:
             return x
         batch, heads, length, width = x.shape
-        return x[:, :, None].expand(batch, heads, HEADS // heads, length, width).reshape(batch, HEADS, length, width)
+        return x[:, :, None].expand(batch, heads, HEADS // self.kv_heads, length, width).reshape(batch, -1, length, width)
 
     def forward(self, x):
-        q, k = self.rotary(self.heads(self.wq(x), HEADS)), self.rotary(self.heads(self.wk(x), self.kv_heads))
-        v = self.heads(self.wv(x), self.kv_heads)
+        q, k, v = self.rotary(self.heads(self.wq(x))), self.rotary(self.heads(self.wk(x))), self.heads(self.wv(x))
         y = F.scaled_dot_product_attention(q, self.spread(k), self.spread(v), is_causal=True)
         return self.wo(y.transpose(1, 2).contiguous().view(x.size(0), x.size(1), -1))
 
