@@ -1,0 +1,233 @@
+"""How far a program's values on many ranks may lie from those on one: a running error bound, see docs/design/differential_dist.md.
+
+`Bounds` watches the program on ordinary tensors, operator by operator, forward and backward, and keeps for each element of each
+storage how far the same element of the other run may be. Bounds start at zero: so without sums, values must be equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+# Operators that only move, choose or compare elements: they round nothing.
+EXACT = set("""cat stack index select_backward slice_backward diagonal_backward gather index_select scatter index_fill index_copy
+index_put flip roll constant_pad_nd repeat tril triu amax amin max min aminmax sort topk kthvalue median cummax cummin argmax argmin
+argsort embedding diag_embed unfold_backward expand_copy repeat_interleave take masked_select masked_scatter max_pool1d
+max_pool2d_with_indices max_pool2d_with_indices_backward upsample_nearest1d hstack value_selecting_reduction_backward any all
+block_diag rot90 contiguous narrow_copy view_copy permute_copy nonzero count_nonzero searchsorted bincount one_hot
+scatter_reduce new_zeros new_empty empty_like zeros_like ones_like full_like zeros ones full arange scalar_tensor empty
+empty_strided new_empty_strided new_full new_ones detach alias lift_fresh zero fill equal is_nonzero set_ resize
+max_pool2d_with_indices reflection_pad1d native_dropout_backward""".split())
+# Of these, those that move elements and do no more, and sums that are linear in each argument and have no negative factors.
+MOVES = set("""cat stack index select_backward slice_backward diagonal_backward gather index_select flip roll repeat expand_copy
+unfold_backward embedding diag_embed take contiguous clone tril triu repeat_interleave upsample_nearest1d""".split())
+LINEAR = set("""sum mean mm bmm dot mv addmm baddbmm convolution cumsum embedding_dense_backward index_add scatter_add
+avg_pool2d avg_pool2d_backward upsample_nearest1d_backward""".split())
+# Operators on each element by itself that PyTorch has not tagged as such.
+POINTWISE = set("""_to_copy copy fill zero conj_physical complex polar log_sigmoid_forward log_sigmoid_backward softplus_backward
+elu_backward hardswish_backward mish_backward hardtanh_backward leaky_relu_backward _foreach_mul _foreach_add view_as_complex
+mse_loss_backward smooth_l1_loss_backward huber_loss_backward""".split())
+# Those whose results IEEE 754 prescribes, as one rounding of the exact value, on real numbers.
+PRESCRIBED = EXACT | set("""add sub mul div neg abs sqrt reciprocal relu threshold threshold_backward clamp clamp_min clamp_max
+maximum minimum where masked_fill _to_copy copy fill zero eq ne gt ge lt le floor ceil round trunc sign sgn logical_and logical_or
+logical_not isfinite isnan nan_to_num rsub fmod remainder clone positive square complex view_as_complex hardtanh hardtanh_backward
+leaky_relu leaky_relu_backward _foreach_mul _foreach_add _foreach_neg bitwise_and bitwise_not bitwise_or isinf""".split())
+# Sums that add in the dtype of their elements; others add 16-bit numbers in float.
+SEQUENTIAL = set("scatter_add index_add index_put embedding_dense_backward _index_put_impl cumsum cumprod prod".split())
+RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout")
+# A term of a pending sum may be rounded by each operator of a program before ranks add it.
+OPERATORS = 20
+RANKS = 4
+_STEP = 1e-6  # of derivatives, which are taken in double
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The largest relative error of a rounding to a dtype."""
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def _size(value: torch.Tensor) -> torch.Tensor:
+    """How large elements are; those that are infinite or no numbers, and truth values, count as zero."""
+    return value.abs().double().nan_to_num(0, 0, 0) if _is_number(value) else torch.zeros(value.shape, dtype=torch.double)
+
+
+def _doubled(value):
+    """A copy in double precision that an operator may write to."""
+    if value._is_zerotensor():
+        value = torch.zeros(value.shape, dtype=value.dtype)
+    value = value.resolve_conj().resolve_neg()
+    return value.to(torch.cdouble if value.is_complex() else torch.double, copy=True) if _is_number(value) else value.clone()
+
+
+class Bounds(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self._kept: dict[int, tuple] = {}  # storages, which must not be freed and used again, and their bounds
+        self._asleep = False
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the bound of each element."""
+        known = None if tensor._is_zerotensor() else self._kept.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return torch.zeros(tensor.shape, dtype=torch.double)
+        return self._seen(known[1], tensor)[0]
+
+    def grow(self, tensor: torch.Tensor, bound: torch.Tensor) -> None:
+        """Adds to the bounds of elements."""
+        self._set(tensor, self.of(tensor) + bound)
+
+    def _seen(self, flat: torch.Tensor, tensor: torch.Tensor):
+        # The bounds that belong to a tensor: of a complex one, those of its real parts and of its imaginary ones.
+        if not tensor.is_complex():
+            return (flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()),)
+        strides = [2 * stride for stride in tensor.stride()]
+        return tuple(flat.as_strided(tensor.shape, strides, 2 * tensor.storage_offset() + part) for part in (0, 1))
+
+    def _set(self, tensor: torch.Tensor, bound: torch.Tensor) -> None:
+        if tensor._is_zerotensor():
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._kept:
+            if not bound.any():
+                return
+            size = tensor.element_size() // (2 if tensor.is_complex() else 1)
+            self._kept[storage._cdata] = storage, torch.zeros(storage.nbytes() // size, dtype=torch.double)
+        for part in self._seen(self._kept[storage._cdata][1], tensor):
+            part.copy_(bound)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        flat, spec = tree_flatten((args, kwargs))
+        if self._asleep or func.is_view or any(word in name for word in RANDOM) or name in ("_local_scalar_dense", "item"):
+            return func(*args, **kwargs)
+        self._asleep = True
+        try:
+            errors = {at: self.of(value) for at, value in enumerate(flat) if isinstance(value, torch.Tensor)}
+            before = [_doubled(value) if isinstance(value, torch.Tensor) else value for value in flat]
+            result = func(*args, **kwargs)
+            results = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+            if not results:  # foreach
+                results = [value for value in tree_flatten(args[0])[0]]
+            base = name.removesuffix("_")
+            call = lambda values: self._numbers(func, values, spec)
+            for out, bound in zip(results, self._bounds(func, base, call, before, errors, results)):
+                self._set(out, bound)
+            return result
+        finally:
+            self._asleep = False
+
+    @staticmethod
+    def _numbers(func, values, spec) -> list[torch.Tensor]:
+        """Returns the results of an operator on values that it may write to, in double."""
+        args, kwargs = tree_unflatten([value.clone() if isinstance(value, torch.Tensor) else value for value in values], spec)
+        if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point:
+            kwargs = {**kwargs, "dtype": torch.double}
+        elif isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_complex:
+            kwargs = {**kwargs, "dtype": torch.cdouble}
+        result = func(*args, **kwargs)
+        results = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
+        return [value.clone() for value in (results or tree_flatten(args[0])[0])]
+
+    def _bounds(self, func, base, call, before, errors, results):
+        pointwise = base in POINTWISE or torch.Tag.pointwise in func.tags
+        erring = [at for at, error in errors.items() if error.any()]
+        if base in EXACT and not erring:
+            return []
+        rounding = [self._rounding(base, pointwise, out) for out in results]
+        if pointwise and not erring:
+            return rounding
+        if any(not _is_number(before[at]) or not errors[at].isfinite().all() for at in erring):
+            return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]  # an index or a mask that may differ
+        if base in MOVES or base in LINEAR:
+            return self._linear(base, call, before, errors, results)
+        exact = call(before)
+        if [tuple(its.shape) for its in exact] != [tuple(out.shape) for out in results]:
+            return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]
+        if pointwise:
+            changes = [self._change(call, before, exact, at, errors[at]) for at in erring]
+            return [sum(its) + 2 * _unit(out.dtype) * _size(out) + extra
+                    for its, out, extra in zip(zip(*changes), results, rounding)]
+        return self._sums(base, call, before, errors, exact, results)
+
+    @staticmethod
+    def _rounding(base: str, pointwise: bool, out: torch.Tensor) -> torch.Tensor:
+        # Kernels compute functions of contiguous elements in vectors and of others one by one, each to one unit in the last
+        # place; products of complex numbers with fused additions or without.
+        magnitude = _size(out)
+        if not pointwise or not _is_number(out) or (base in PRESCRIBED and not out.is_complex()):
+            return torch.zeros_like(magnitude)
+        return 4 * _unit(out.dtype) * magnitude
+
+    @staticmethod
+    def _change(call, before, exact, at: int, step: torch.Tensor) -> list[torch.Tensor]:
+        """How much results change when an argument does by `step`, up or down."""
+        changes = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
+        for direction in (1, 1j) if before[at].is_complex() else (1,):
+            most = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
+            for sign in (1, -1):
+                moved = call(before[:at] + [before[at] + sign * direction * step] + before[at + 1:])
+                for into, its, out in zip(most, moved, exact):
+                    if _is_number(out):
+                        change = (its - out).abs()
+                        change = torch.where((its == out) | (its.isnan() & out.isnan()), 0, change)
+                    else:
+                        change = torch.where(its == out, 0.0, torch.inf)
+                    torch.maximum(into, change.nan_to_num(torch.inf), out=into)
+            for into, its in zip(changes, most):
+                into += its
+        return changes
+
+    def _linear(self, base, call, before, errors, results):
+        sizes = [_size(value) if _is_number(value) else value for value in before]
+        if base in MOVES:
+            moved = call([errors[at] if _is_number(value) else value for at, value in enumerate(before)])
+            return [its if _is_number(its) else torch.zeros(its.shape) for its in moved]
+        wider = call([value + errors[at] if at in errors and _is_number(value) else value for at, value in enumerate(sizes)])
+        count = torch.tensor(max(value.numel() for at, value in enumerate(before) if at in errors))
+        return [more.abs() * (1 + self._gamma(base, count, out)) - less.abs()
+                for more, less, out in zip(wider, call(sizes), results)]
+
+    def _sums(self, base, call, before, errors, exact, results):
+        # As if each input had errors of its own besides: a rounding for each addend, relative to the input. Of a sum, these are
+        # the bounds of summation in any order; other kernels (norms, softmax) round as often as they add.
+        bounds = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
+        addends = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
+        own = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
+        for at in [at for at in errors if _is_number(before[at])]:
+            size = _size(before[at])
+            step = errors[at] if base in EXACT else torch.maximum(errors[at], _STEP * size)
+            for where in itertools.product(*(range(n) for n in step.shape)):
+                if step[where] == 0:
+                    continue
+                alone = torch.zeros_like(step)
+                alone[where] = step[where]
+                changes = self._change(call, before, exact, at, alone)
+                for bound, count, its, change in zip(bounds, addends, own, changes):
+                    bound += change * (errors[at][where] / step[where])
+                    count += change > 0
+                    its += change * (size[where] / step[where])
+        if base in EXACT:
+            return bounds
+        return [bound + self._gamma(base, count, out) * (its + _size(out)) if _is_number(out) else
+                torch.where(bound > 0, torch.inf, 0.0) for bound, count, its, out in zip(bounds, addends, own, results)]
+
+    @staticmethod
+    def _gamma(base: str, count: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        # Both runs are that near to the exact sum.
+        if _unit(out.dtype) > 1e-3 and base not in SEQUENTIAL:
+            return 2 * (gamma(2 * RANKS + OPERATORS, out.dtype) + gamma(count, torch.float))
+        return 2 * gamma(count + OPERATORS, out.dtype)
+
+
+def gamma(count, dtype: torch.dtype) -> torch.Tensor:
+    """n u / (1 - n u): the relative error of n roundings, one after the other."""
+    product = torch.as_tensor(count, dtype=torch.double) * _unit(dtype)
+    return torch.where(product < 1, product / (1 - product), torch.inf)

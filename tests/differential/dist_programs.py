@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Makes random programs of operators on DistTensors from seeds, and compares each with the same program on ordinary tensors."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import re
+import sys
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+import programs
+from programs import Draw, Line, Outcome, Program, Value
+from worlds import Died, World
+
+# Errors of DistTensors that are documented (docs/guide/errors.md, docs/design/dist_tensor.md) where LibTorch has none.
+REASONS = {
+    "out= has other sizes": r"`out` must be empty or have the sizes of the result",
+    "meshes are mixed": "must be on one mesh|must lie on one mesh",
+    "an ordinary tensor requires a gradient": "an ordinary tensor that requires a gradient can't be used together",
+}
+
+
+@dataclass
+class Verdict:
+    """`kind`: equal, both refused, refused, or finding; `text`: which difference, at which `name` or line."""
+    kind: str
+    text: str = ""
+    name: str = ""
+
+
+def differs(plain: Value, value: Value, bounds, name: str) -> str:
+    """Says how a value differs from that of the plain program; "" if by no more than `bounds()` say, which takes a while."""
+    if (plain.dtype, plain.sizes) != (value.dtype, value.sizes):
+        return f"is {value.dtype} of {value.sizes}, for {plain.dtype} of {plain.sizes}"
+    if plain.grad != value.grad:
+        return f"requires_grad is {value.grad}, for {plain.grad}"
+    if value.data is None or value.data == plain.data:
+        return ""
+    a, b = plain.tensor(), value.tensor()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if same.all():
+        return ""
+    limit = bounds()[name]
+    apart = torch.where(same | limit.isinf(), 0, (a - b).abs().double().nan_to_num(torch.inf)) if a.dtype != torch.bool else ~same
+    if (apart <= limit).all():
+        return ""
+    at = int((apart - limit).nan_to_num(0).argmax()) if a.dtype != torch.bool else int((~same).int().argmax())
+    return (f"is off at {at} of {a.numel()}: {b.flatten()[at].item()} for {a.flatten()[at].item()}, may differ by "
+            f"{limit.flatten()[at].item():.3g}")
+
+
+def judge(program: Program, plain: Outcome, ranks: list[Outcome]) -> Verdict:
+    running = [rank for rank in range(programs.WORLD) if program.everyone or rank in program.members()]
+    first = ranks[running[0]]
+    for rank in running:
+        its = ranks[rank]
+        if its.errors.keys() != first.errors.keys():
+            one = rank if its.errors.keys() - first.errors.keys() else running[0]
+            line = min(its.errors.keys() ^ first.errors.keys())
+            return Verdict("finding", f"rank {one} alone raises: {ranks[one].errors.get(line)}", f"line {line}")
+    for number, error in first.errors.items():
+        if number not in plain.errors:
+            reason = next((name for name, pattern in REASONS.items() if re.search(pattern, error)), None)
+            return Verdict("refused", reason) if reason else Verdict("finding", f"raises {error}", f"line {number}")
+    missing = plain.errors.keys() - first.errors.keys()
+    if missing:
+        return Verdict("finding", f"does not raise {plain.errors[min(missing)]}", f"line {min(missing)}")
+    bounds = functools.cache(lambda: programs.error_bounds(program, frozenset(plain.errors)))
+    for rank in running:
+        its = ranks[rank]
+        if its.values.keys() != plain.values.keys():
+            name = min(its.values.keys() ^ plain.values.keys())
+            return Verdict("finding", f"on rank {rank} {'there is one' if name in its.values else 'there is none'}", name)
+        for name, value in its.values.items():
+            text = differs(plain.values[name], value, bounds, name)
+            if text:
+                return Verdict("finding", f"on rank {rank} {text}", name)
+    return Verdict("both refused" if plain.errors else "equal")
+
+
+def check(world: World, program: Program) -> Verdict:
+    plain = programs.run(program, programs.Plain)
+    try:
+        ranks = world.run(programs.run, program, programs.Placed, frozenset(plain.errors))
+    except Died as death:
+        return Verdict("finding", str(death), "ranks")
+    verdict = judge(program, plain, ranks)
+    if verdict.kind == "finding":
+        world.close()  # its ranks may be in different places
+    return verdict
+
+
+def without(program: Program, at: int) -> Program:
+    """Takes a line away, and all that use its result."""
+    gone, kept = {program.lines[at].out} - {""}, list(program.lines[:at])
+    for line in program.lines[at + 1:]:
+        if line.uses() & gone:
+            gone |= {line.out} - {""}
+        else:
+            kept.append(line)
+    return replace(program, lines=tuple(kept))
+
+
+def simpler(program: Program):
+    """Yields programs with a part taken away, large parts first."""
+    count = len(program.lines)
+    for at in range(count):
+        yield without(program, at)
+    for at, line in enumerate(program.lines):
+        for pattern, text in ((r", retain_graph=True", ""), (r", columns=True", ""), (r", grad=True", ""),
+                              (r'(Shard\(\d(, 2)?\)|Partial\("\w+"\))', "Replicate()"), (r"with torch.no_grad\(\): ", ""),
+                              (r"v\d+ = place\((v\d+), .*\)$", r"\1")):
+            for found in re.finditer(pattern, line.text):
+                changed = line.text[:found.start()] + found.expand(text) + line.text[found.end():]
+                yield replace(program, lines=program.lines[:at] + (replace(line, text=changed),) + program.lines[at + 1:])
+    for ranks in ([0, 1], [0, 1, 2]):
+        if torch.tensor(ranks).numel() < torch.tensor(program.meshes[0]).numel():
+            lines = tuple(replace(line, text=re.sub(r", [A-Z]\w+\([^)]*\)\]", "]", line.text)) for line in program.lines)
+            yield Program((ranks, ranks), program.everyone, lines)
+
+
+def shrink(world: World, program: Program, verdict: Verdict, seconds: float = 60) -> tuple[Program, Verdict]:
+    kind = lambda its: (its.kind, re.sub(r"\d+", "", its.text)[:24] if "raise" in its.text else its.text[:9])
+    end, found = time.monotonic() + seconds, True
+    while found:
+        found = False
+        for candidate in simpler(program):
+            if time.monotonic() > end:
+                return program, verdict
+            its = check(world, candidate)
+            if kind(its) == kind(verdict):
+                program, verdict, found = candidate, its, True
+                break
+    return program, verdict
+
+
+def as_text(program: Program, verdict: Verdict, seed: int) -> str:
+    lines = [f"# seed {seed}: {verdict.name} {verdict.text}"]
+    lines += [f'{"*" if verdict.name == f"line {at}" else " "} {line}' for at, line in enumerate(program.lines)]
+    return f"mesh = {program.meshes[0]}, other = {program.meshes[1]}\n" + "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first program; the next have the next ones")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--shrink", action="store_true", help="take parts of a finding away while it stays")
+    parser.add_argument("--print", type=int, metavar="SEED", dest="shown", help="print a program, and end")
+    parser.add_argument("--transport", default="auto", choices=["auto", "arena", "gloo"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.shown is not None:
+        print(as_text(Draw(options.shown).program(), Verdict(""), options.shown))
+        return 0
+    counts, start = collections.Counter(), time.monotonic()
+    with World(programs.WORLD, options.transport) as world:
+        for seed in range(options.seed, options.seed + options.count):
+            program = Draw(seed).program()
+            verdict = check(world, program)
+            if verdict.kind == "finding" and options.shrink:
+                program, verdict = shrink(world, program, verdict)
+            counts[verdict.kind + (f": {verdict.text}" if verdict.kind == "refused" else "")] += 1
+            if verdict.kind == "finding":
+                print(as_text(program, verdict, seed), flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())),
+          f"in {time.monotonic() - start:.0f} s")
+    return 1 if counts["finding"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
