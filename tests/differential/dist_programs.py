@@ -118,6 +118,13 @@ def simpler(program: Program):
             for found in re.finditer(pattern, line.text):
                 changed = line.text[:found.start()] + found.expand(text) + line.text[found.end():]
                 yield replace(program, lines=program.lines[:at] + (replace(line, text=changed),) + program.lines[at + 1:])
+    for at, line in enumerate(program.lines):
+        lists = re.fullmatch(r"(torch.autograd.backward)\(\[(.*)\], \[(.*)\](.*)\)", line.text)
+        names, cotangents = (lists[2].split(", "), lists[3].split(", ")) if lists else ([], [])
+        for gone in range(len(names) if len(names) > 1 else 0):
+            text = "{}([{}], [{}]{})".format(lists[1], ", ".join(names[:gone] + names[gone + 1:]),
+                                             ", ".join(cotangents[:gone] + cotangents[gone + 1:]), lists[4])
+            yield replace(program, lines=program.lines[:at] + (Line(text),) + program.lines[at + 1:])
     for ranks in ([0, 1], [0, 1, 2]):
         if torch.tensor(ranks).numel() < torch.tensor(program.meshes[0]).numel():
             lines = tuple(replace(line, text=re.sub(r", [A-Z]\w+\([^)]*\)\]", "]", line.text)) for line in program.lines)
@@ -140,15 +147,39 @@ def shrink(world: World, program: Program, verdict: Verdict, seconds: float = 60
 
 
 def as_text(program: Program, verdict: Verdict, seed: int) -> str:
-    lines = [f"# seed {seed}: {verdict.name} {verdict.text}"]
-    lines += [f'{"*" if verdict.name == f"line {at}" else " "} {line}' for at, line in enumerate(program.lines)]
-    return f"mesh = {program.meshes[0]}, other = {program.meshes[1]}\n" + "\n".join(lines)
+    """Returns a Python program that shows a finding, given tests/differential and the package in PYTHONPATH."""
+    shown = re.match(r"v\d+(.grad)?$", verdict.name)
+    lines = [f"{line}  # {verdict.text}" if verdict.name == f"line {at}" else str(line) for at, line in enumerate(program.lines)]
+    lines += [f"print({verdict.name} if {verdict.name} is None else tessera.full_tensor({verdict.name}))"] if shown else []
+    return "\n".join([f"# Seed {seed}: {verdict.name} {verdict.text}", "import tessera, programs", "def main():",
+                      "    tessera.init()", f"    globals().update(programs.scope(programs.Placed({program.meshes})))",
+                      *("    " + line for line in lines),
+                      "if __name__ == '__main__':", f"    tessera.spawn(main, {programs.WORLD}, start_method='fork')"])
+
+
+def sweep(options, seeds, world: World) -> collections.Counter:
+    """Checks the program of each seed."""
+    counts: collections.Counter = collections.Counter()
+    for seed in seeds:
+        program = Draw(seed).program()
+        verdict = check(world, program)
+        counts[verdict.kind + (f" since {verdict.text}" if verdict.kind == "refused" else "")] += 1
+        if verdict.kind == "finding":
+            if options.shrink:
+                program, verdict = shrink(world, program, verdict)
+            print(as_text(program, verdict, seed), flush=True)
+    return counts
+
+
+def seed_of(text: str) -> int:
+    return int(time.strftime("%Y%m%d", time.gmtime())) * 100_000 if text == "date" else int(text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="of the first program; the next have the next ones")
-    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=seed_of, default=1, help="of the first program; \"date\": the day's")
+    parser.add_argument("--count", type=int, default=300, help="of programs; their seeds follow one another")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="only the Ith of N parts of them")
     parser.add_argument("--shrink", action="store_true", help="take parts of a finding away while it stays")
     parser.add_argument("--print", type=int, metavar="SEED", dest="shown", help="print a program, and end")
     parser.add_argument("--transport", default="auto", choices=["auto", "arena", "gloo"])
@@ -157,18 +188,11 @@ def main() -> int:
     if options.shown is not None:
         print(as_text(Draw(options.shown).program(), Verdict(""), options.shown))
         return 0
-    counts, start = collections.Counter(), time.monotonic()
+    part, parts = map(int, options.part.split("/"))
+    start = time.monotonic()
     with World(programs.WORLD, options.transport) as world:
-        for seed in range(options.seed, options.seed + options.count):
-            program = Draw(seed).program()
-            verdict = check(world, program)
-            if verdict.kind == "finding" and options.shrink:
-                program, verdict = shrink(world, program, verdict)
-            counts[verdict.kind + (f": {verdict.text}" if verdict.kind == "refused" else "")] += 1
-            if verdict.kind == "finding":
-                print(as_text(program, verdict, seed), flush=True)
-    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())),
-          f"in {time.monotonic() - start:.0f} s")
+        counts = sweep(options, range(options.seed + part - 1, options.seed + options.count, parts), world)
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())), f"in {time.monotonic() - start:.0f} s")
     return 1 if counts["finding"] else 0
 
 

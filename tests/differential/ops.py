@@ -294,7 +294,7 @@ WRITES = """
 {w}.view(-1)[::2].zero_()
 {w}.diagonal().fill_({a})
 {w}.flatten().neg_()
-{w}.unsqueeze(0).add_({w})
+{w}.unsqueeze(0).add_({a})
 {w}.index_fill_({d}, {I}, {a})
 {w}.index_add_({d}, {iota}, {l})
 {w}.index_copy_({d}, {iota}, {l})

@@ -84,13 +84,13 @@ class Plain:
         return (tensor.mT.contiguous().mT if columns else tensor).requires_grad_(grad)
 
     def place(self, tensor, placements, mesh=None):
-        return tensor.view_as(tensor)
+        return tensor.clone()
 
     def whole(self, tensor):
-        return tensor.view_as(tensor)
+        return tensor.clone()
 
     def parts(self, tensor):
-        return tensor.view_as(tensor)
+        return tensor.clone()
 
 
 class Bounded(Plain):
@@ -219,13 +219,20 @@ def run(program: Program, kind: type, expected: frozenset = frozenset()) -> Outc
                 outcome.errors[number] = f"{type(error).__name__}: {error}"
                 if distributed and number not in expected:
                     return outcome
-        for line in program.lines:
-            tensor = env.get(line.out) if line.out else None
-            if isinstance(tensor, torch.Tensor) and is_intact(tensor):
-                outcome.values[line.out] = Value.of(tensor)
-                if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
-                    outcome.values[line.out + ".grad"] = Value.of(tensor.grad)
+        outcome.values = {name: Value.of(tensor) for name, tensor in _tensors(program, env).items()}
     return outcome
+
+
+def _tensors(program: Program, env: dict) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a program's names stand for at its end, and the gradients that it asked for."""
+    named = {line.out: env[line.out] for line in program.lines if isinstance(env.get(line.out), torch.Tensor)}
+    named = {name: tensor for name, tensor in named.items() if is_intact(tensor)}
+    asked = {line.out for line in program.lines if line.text.startswith("leaf(")}
+    asked |= {line.text.split(".")[0] for line in program.lines if line.text.endswith(".retain_grad()")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        grads = {f"{name}.grad": named[name].grad for name in named if name in asked and named[name].grad is not None}
+    return named | grads
 
 
 def error_bounds(program: Program, expected: frozenset) -> dict[str, torch.Tensor]:
@@ -240,10 +247,7 @@ def error_bounds(program: Program, expected: frozenset) -> dict[str, torch.Tenso
             except Exception:
                 if number not in expected:
                     raise
-    found = {line.out: env[line.out] for line in program.lines if isinstance(env.get(line.out), torch.Tensor)}
-    grads = {name + ".grad": its.grad for name, its in found.items()
-             if is_intact(its) and (its.is_leaf or its.retains_grad) and its.grad is not None}
-    return {name: world.bounds.of(its.detach()) for name, its in {**found, **grads}.items()}
+    return {name: world.bounds.of(tensor.detach()) for name, tensor in _tensors(program, env).items()}
 
 
 # --- drawing -------------------------------------------------------------------------------------------------------------
@@ -503,7 +507,7 @@ class Draw:
         else:
             return
         if added:
-            self.shared.add(tensor.untyped_storage()._cdata)
+            self.shared |= {its.untyped_storage()._cdata for its in (tensor, self.t(name))}
 
     def backward(self) -> None:
         found = self.names(lambda t: t.requires_grad and not t.is_leaf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,8 +19,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tessera", "torch._dynamo"])
 
 
+_START = 300  # seconds that ranks may take to load everything, on a machine with much else to do
+
+
 class Died(Exception):
     """A rank ended or was silent for too long; its text says which and how."""
+
+
+def _ready() -> None:
+    pass
 
 
 def _serve(rank: int, size: int, port: int, transport: str, timeout: float, pipe) -> None:
@@ -31,7 +37,6 @@ def _serve(rank: int, size: int, port: int, transport: str, timeout: float, pipe
     tessera.init(transport=transport, timeout=timeout)
     while True:
         function, args = pipe.recv()
-        faulthandler.dump_traceback_later(1.5 * timeout, exit=False)
         try:
             pipe.send((function(*args), None))
         except Exception:
@@ -48,7 +53,7 @@ class World:
     """`size` ranks. `timeout`: seconds after which a rank's wait for others is an error; after twice as many for one call, the
     ranks hang."""
 
-    def __init__(self, size: int, transport: str = "auto", timeout: float = 10):
+    def __init__(self, size: int, transport: str = "auto", timeout: float = 30):
         self._size, self._transport, self._timeout = size, transport, timeout
         self._ranks: list = []
 
@@ -80,21 +85,27 @@ class World:
         """Lets every rank begin `function(*args)`."""
         if not self._ranks:
             self._start()
+            self._tell(_ready, ())
+            self.receive(_START)
+        self._tell(function, args)
+
+    def _tell(self, function, args) -> None:
         for _, pipe in self._ranks:
             try:
                 pipe.send((function, args))
             except BrokenPipeError:
                 pass  # receive() finds it dead
 
-    def receive(self) -> list:
+    def receive(self, seconds: float = 0) -> list:
         """Returns what each rank's function returned; raises `Died`, and `RuntimeError` with the traceback if one raised."""
-        end = time.monotonic() + 2 * self._timeout
+        seconds = seconds or 2 * self._timeout
+        end = time.monotonic() + seconds
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         answers = {}
         while waiting:
             ready = multiprocessing.connection.wait(waiting, max(0, end - time.monotonic()))
             if not ready:
-                self._fail(f"rank {min(waiting.values())} hangs: no answer in {2 * self._timeout:g} s")
+                self._fail(f"rank {min(waiting.values())} hangs: no answer in {seconds:g} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
