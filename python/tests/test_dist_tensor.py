@@ -89,6 +89,26 @@ def test_tensors(ranks):
         assert all(ranks(size, _tensors))
 
 
+def _masks():
+    # Optimizers load torch._dynamo, with which PyTorch's functions for meta tensors come.
+    mesh = DeviceMesh.over_world()
+    whole = torch.arange(20.0).view(5, 4)
+    mask, counts = whole % 3 == 0, torch.tensor([2, 0, 1, 3, 1])
+    for where in ([Shard(0)], [Shard(1)], [Replicate()]):
+        tensor = tessera.distribute(whole, mesh, where)
+        its = tessera.distribute(mask, mesh, where)
+        assert torch.equal(tessera.full_tensor(tensor[its]), whole[mask])
+        assert torch.equal(tessera.full_tensor(tensor.masked_select(its)), whole[mask])
+        assert torch.equal(tessera.full_tensor(its.nonzero()), mask.nonzero())
+        repeats = tessera.distribute(counts, mesh, [Shard(0)])
+        assert torch.equal(tessera.full_tensor(tensor.repeat_interleave(repeats, 0)), whole.repeat_interleave(counts, 0))
+    return True
+
+
+def test_sizes_that_depend_on_values(ranks):
+    assert all(ranks(2, _masks))
+
+
 def test_values_of_placements():
     assert Shard(1) == Shard(1) != Shard(0) and Shard(0, split_factor=3) != Shard(0) and Replicate() == Replicate()
     assert len({Partial(), Partial("sum"), Partial("max"), Replicate()}) == 3

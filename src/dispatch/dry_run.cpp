@@ -24,10 +24,23 @@ at::Tensor as_constants(const at::Tensor& tensor) {
                   at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
+// Operators of whose results the sizes depend on values. Python's package registers functions for some of them on meta
+// tensors, which raise errors of Python.
+bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (op.schema().name() != "aten::index") return true;
+  bool has_mask = false;
+  each_tensor(arguments[1], [&](const at::Tensor& index) {
+    has_mask |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+  });
+  return has_mask;
+}
+
 }  // namespace
 
 std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
                                  at::ArrayRef<c10::IValue> arguments) {
+  if (has_sizes_by_values(op, arguments)) return std::nullopt;
   Stack stack;
   for (const c10::IValue& argument : arguments)
     stack.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta))
