@@ -14,6 +14,7 @@
 #include "device/side_stream.h"
 #include "group/capability.h"
 #include "group/encoding.h"
+#include "group/math_bits.h"
 
 namespace tessera {
 
@@ -46,9 +47,10 @@ at::Tensor gradient_of(const ParamSlot& slot) {
   for (size_t i = 1; i < slot.handles.size(); ++i) {
     at::Tensor& other = slot.tensor(i).mutable_grad();
     if (!other.defined()) continue;
-    gradient = gradient.defined() ? gradient.add_(other) : other;
+    gradient = gradient.defined() ? with_plain_memory(gradient).add_(other) : other;
     other.reset();
   }
+  gradient = with_plain_memory(gradient);
   if (gradient.defined() && gradient.strides() != at::IntArrayRef(slot.strides))
     gradient = flat_in_order(gradient, slot.strides).as_strided(slot.sizes, slot.strides);
   return gradient;
@@ -149,7 +151,7 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   watch.before_change();
   const size_t chunk = chunk_of(slot);
   const bool is_message = unit_.layout().chunks[chunk].is_single() && !chunks_[chunk].defined() &&
-                          grad.strides() == param.strides;
+                          grad.strides() == param.strides && !has_math_bits(grad);
   if (is_message) {
     chunks_[chunk] = predivided(flat_view(grad)).to(unit_.layout().reduce_dtype);
   } else {

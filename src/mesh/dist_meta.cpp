@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "group/math_bits.h"
 #include "mesh/module_functions.h"
 #include "mesh/view_source.h"
 
@@ -30,6 +31,7 @@ constexpr const char* kNoMemory =
 
 at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
                      at::IntArrayRef strides, int64_t offset) {
+  if (meta->local._is_zerotensor()) meta->local = with_plain_memory(meta->local);
   const at::Tensor& local = meta->local;
   TORCH_INTERNAL_ASSERT(!local.requires_grad() && !find_dist_meta(local));
   constexpr c10::DispatchKeySet kOwnKeys({c10::DispatchKey::PrivateUse3,

@@ -74,6 +74,23 @@ TEST(ParameterKinds, UnusedOnAllRanksAreNotUpdatedNotEvenByWeightDecay) {
                            "unused");
 }
 
+// The gradient of a function that is constant almost everywhere is a tensor without memory.
+TEST(ParameterKinds, GradientsWithoutMemoryAreZeros) {
+  expect_parity_everywhere(
+      custom_run(
+          [](Custom& net) {
+            net.linear("a", 37, 5);
+            net.parameter("large", torch::linspace(-1, 1, 300 * 5).view({300, 5}));
+            net.parameter("small", torch::linspace(-1, 1, 5));
+          },
+          [](Custom& net, torch::Tensor x) {
+            // On one rank also a gradient that has memory.
+            const auto added = net.rank == 1 ? net["small"] : torch::sgn(net["small"]);
+            return net.apply_linear("a", x) + torch::sgn(net["large"]).mean(0) + added;
+          }),
+      "sgn");
+}
+
 TEST(ParameterKinds, UnusedOnSomeRanksAreAveragedWithZeros) {
   expect_parity_everywhere(custom_run(
                                [](Custom& net) {

@@ -241,6 +241,34 @@ TEST_P(ProcessGroupContract, NegatedAndConjugatedTensorsAreSentAndReceivedAsThei
   });
 }
 
+// The gradients of functions that are constant, as `sgn()` is, have no memory.
+TEST_P(ProcessGroupContract, ZerosWithoutMemoryAreSentAsZeros) {
+  run([&](ProcessGroup& pg) {
+    const std::vector<int64_t> bounds = all_bounds()[1];
+    const auto ones = on_test_device(torch::ones({bounds.back()}));
+    const auto zeros = [&](const at::Tensor& like) {
+      return at::_efficientzerotensor(like.sizes(), like.options());
+    };
+    const auto own = part(ones, bounds, pg.rank());
+    const bool is_zero = pg.rank() == 0;
+    const auto flat = ones.clone();
+    pg.all_gather(flat, zeros(own), bounds, kTag)->wait();
+    EXPECT_TRUE(torch::equal(flat, torch::zeros_like(flat)));
+    const auto out = own.clone();
+    pg.reduce_scatter(out, {{0, is_zero ? zeros(ones) : ones, ones.numel()}}, bounds, {}, kTag)
+        ->wait();
+    EXPECT_TRUE(torch::equal(out, own * (pg.size() - 1)));
+    std::vector<at::Tensor> from, to;
+    for (int r = 0; r < pg.size(); ++r) {
+      from.push_back(on_test_device(torch::ones({3})));
+      to.push_back(zeros(from.back()));
+    }
+    pg.all_to_all(from, to, kTag)->wait();
+    for (const at::Tensor& message : from)
+      EXPECT_TRUE(torch::equal(message, torch::zeros_like(message)));
+  });
+}
+
 TEST_P(ProcessGroupContract, BarrierWaitsForTheLastRank) {
   std::atomic<int> arrived{0};
   run([&](ProcessGroup& pg) {

@@ -21,6 +21,11 @@ std::vector<OperatorCase> cases() {
       {"mul", {{5, 4}, {5, 1}}, [](const Tensors& x) { return x[0] * x[1]; }},
       {"div", {{5, 4}, {4}}, [](const Tensors& x) { return x[0] / (x[1] * x[1] + 1); }},
       {"neg", {{3}}, [](const Tensors& x) { return -x[0]; }},
+      // Its gradient is a tensor of zeros without memory.
+      {"sgn", {{5, 4}}, [](const Tensors& x) { return torch::sgn(x[0]); }},
+      {"sgn of a product",
+       {{5, 4}, {4}},
+       [](const Tensors& x) { return torch::sgn(x[0] * x[1]) + x[1]; }},
       {"relu", {{5, 4}}, [](const Tensors& x) { return torch::relu(x[0]); }},
       {"gelu", {{5, 4}}, [](const Tensors& x) { return torch::gelu(x[0]); }},
       {"silu", {{5, 4}}, [](const Tensors& x) { return torch::silu(x[0]); }},
