@@ -39,10 +39,7 @@ at::Tensor move_dist(const at::Tensor& tensor, int64_t mesh_dim, const Placement
   placements[mesh_dim] = to;
   placements = normalize(std::move(placements), before->mesh.ndim(), tensor.dim());
   reduce_for_all(tensor, placements);
-  const at::Tensor moved = redistribute(tensor, placements);
-  // The gradient of a gathered tensor comes as terms, if a module cuts what it reads.
-  if (!moved.is_same(tensor)) reduce_gradients_to(moved, before);
-  return moved;
+  return redistribute(tensor, placements);
 }
 
 }  // namespace

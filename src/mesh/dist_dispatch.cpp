@@ -216,8 +216,10 @@ void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at
   for (const c10::IValue& result : results)
     stack->push_back(map_tensors(result, [&](const at::Tensor& part) {
       const int64_t offset = part.storage_offset() - given.storage_offset();
-      return make_dist_view(part, whole, part.sizes(), part.strides(),
-                            base.storage_offset() + offset, source);
+      const at::Tensor view = make_dist_view(part, whole, part.sizes(), part.strides(),
+                                             base.storage_offset() + offset, source);
+      reduce_once(view, base);
+      return view;
     }));
 }
 

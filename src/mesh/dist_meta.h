@@ -76,9 +76,9 @@ struct DistMeta final : c10::BackendMeta {
   const std::shared_ptr<const DistParameter> parameter;  ///< null for other tensors
   /// Of a view of a parameter: that parameter.
   std::shared_ptr<const DistParameter> shown_parameter;
-  /// Equal for a result of an operator and its views, and for no other tensors; 0 for
-  /// tensors whose memory may be the user's.
-  int64_t family = 0;
+  /// Counts writes to this tensor and to its views, which share the counter; without views, there
+  /// is none.
+  c10::VariableVersion writes;
   bool reduces_once = false;  ///< the first operator that needs the values reduces them for all
   bool is_shown = false;      ///< other DistTensors may share the memory of `local`
 

@@ -14,7 +14,6 @@
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/gradient_placement.h"
-#include "mesh/kept_gather.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
@@ -86,7 +85,6 @@ struct ToLocal : Function<ToLocal> {
                             const DistSpecPtr& of_gradient) {
     const DistMeta& meta = dist_meta("to_local", tensor);
     keep(context, of_gradient, tensor.sizes());
-    show_family(meta);
     return local_part(meta).detach();
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -114,9 +112,8 @@ struct Redistribute : Function<Redistribute> {
         meta.spec->mesh == to->mesh
             ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
             : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
-    const at::Tensor made = make_dist(local.detach(), to, tensor.sizes());
-    note_redistributed(made, tensor);
-    return made;
+    // A slice would change when the source is written to, which other placements would not.
+    return make_dist(local.is_alias_of(own) ? local.clone() : local, to, tensor.sizes());
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {placed_gradient(context, gradients[0]), at::Tensor()};
@@ -220,11 +217,14 @@ at::Tensor to_local(const at::Tensor& tensor, Placements gradient_placements) {
 }
 
 at::Tensor redistribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
-  const DistMeta& meta = dist_meta("redistribute", tensor);
+  const DistSpecPtr before = dist_meta("redistribute", tensor).spec;
   const DistSpecPtr spec =
       checked_spec("redistribute", mesh, std::move(placements), tensor.sizes());
-  if (*spec == *meta.spec) return tensor;
-  return Redistribute::apply(tensor, spec);
+  if (*spec == *before) return tensor;
+  const at::Tensor made = Redistribute::apply(tensor, spec);
+  // The gradient of a gathered tensor comes as terms, if operators cut what they read.
+  if (mesh == before->mesh) reduce_gradients_to(made, before);
+  return made;
 }
 
 at::Tensor redistribute(const at::Tensor& tensor, Placements placements) {

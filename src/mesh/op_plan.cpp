@@ -12,7 +12,6 @@
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/chunks.h"
-#include "mesh/kept_gather.h"
 #include "mesh/line_conversion.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "dispatch/each_tensor.h"
-#include "mesh/kept_gather.h"
 #include "mesh/redistribute.h"
 #include "mesh/view_source.h"
 
@@ -33,8 +32,6 @@ bool only_reduces(const Placements& from, const Placements& to) {
 
 bool can_reduce(const DistMeta& meta, const at::Tensor& tensor, const DistSpec& wanted) {
   if (keeps_terms || !meta.reduces_once) return false;
-  // A copy follows its base by the version, which inference tensors don't have.
-  if (meta.is_shown && !tensor.unsafeGetTensorImpl()->version_counter().enabled()) return false;
   return only_reduces(meta.spec->placements, wanted.placements);
 }
 
@@ -55,12 +52,8 @@ at::Tensor placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted,
   DistMeta* const meta = meta_of(tensor);
   if (!meta) return placed(tensor, *wanted, subject);
   if (meta->spec == wanted) return local_part(*meta);
-  if (auto part = find_kept_gather(tensor, *meta, wanted)) return *std::move(part);
   const at::Tensor part = placed(tensor, *wanted, subject);
-  if (!can_reduce(*meta, tensor, *wanted)) {
-    keep_gather(tensor, *meta, wanted, part);
-    return part;
-  }
+  if (!can_reduce(*meta, tensor, *wanted)) return part;
   if (meta->is_shown) meta->source = std::make_shared<ViewSource>(tensor, wanted, part);
   meta->reduce_to(part, wanted);
   return part;
@@ -74,20 +67,16 @@ void note_placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted) {
 void reduce_once(const at::Tensor& made) {
   DistMeta* const meta = meta_of(made);
   meta->reduces_once = std::ranges::any_of(meta->spec->placements, is_partial);
-  meta->family = new_family();
 }
 
 void reduce_once(const at::Tensor& view, const at::Tensor& base) {
   DistMeta *const meta = meta_of(view), *const shown = meta_of(base);
   if (!shown) return;
   shown->is_shown = meta->is_shown = true;
+  if (!shown->writes.enabled()) shown->writes = c10::VariableVersion(0);
+  meta->writes = shown->writes;
   meta->reduces_once = shown->reduces_once;
-  meta->family = shown->family;
   meta->shown_parameter = shown->parameter ? shown->parameter : shown->shown_parameter;
-}
-
-void note_redistributed(const at::Tensor& made, const at::Tensor& source) {
-  if (meta_of(source)->family > 0) meta_of(made)->family = new_family();
 }
 
 KeepTerms::KeepTerms() : before_(std::exchange(keeps_terms, true)) {}

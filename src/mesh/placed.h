@@ -37,9 +37,6 @@ void note_placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted);
 void reduce_once(const at::Tensor& made);
 /// The same for a view of `base`.
 void reduce_once(const at::Tensor& view, const at::Tensor& base);
-/// Must be called for a tensor that was made of `source` by a change of placements: its gathers are
-/// kept like those of an operator's result if `source` was one.
-void note_redistributed(const at::Tensor& made, const at::Tensor& source);
 
 /// While it lives, arguments of operators that this thread calls keep their terms. Used where an
 /// operator is decomposed into others, which ranks outside the mesh don't call.

@@ -282,4 +282,11 @@ double cost_of(const DeviceMesh& mesh, const Placements& from, const Placements&
   return cost;
 }
 
+bool moves_shards(const Placements& from, const Placements& to) {
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (is_shard(from[i]) && from[i] != to[i] && !is_partial(to[i])) return true;
+  }
+  return false;
+}
+
 }  // namespace tessera

@@ -26,4 +26,8 @@ std::vector<int64_t> local_sizes_of(const DistSpec& spec, at::IntArrayRef sizes)
 /// Estimates the cost of `convert()` (see `conversion_cost()`) for a tensor of `nbytes`.
 double cost_of(const DeviceMesh& mesh, const Placements& from, const Placements& to, double nbytes);
 
+/// True if a change from the placements `from` to `to` moves shards: by an all-gather, or by an
+/// all-to-all.
+bool moves_shards(const Placements& from, const Placements& to);
+
 }  // namespace tessera

@@ -16,7 +16,7 @@
 
 #include "device/scoped_value.h"
 #include "dispatch/each_tensor.h"
-#include "mesh/kept_gather.h"
+#include "mesh/redistribute.h"
 
 namespace tessera {
 namespace {

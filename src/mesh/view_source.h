@@ -32,13 +32,13 @@ class ViewSource {
  private:
   ViewSource(const at::Tensor& base, c10::intrusive_ptr<const DistMeta> meta, DistSpecPtr spec,
              at::Tensor copy, at::IntArrayRef placed_sizes);
+  uint32_t writes() const;
 
   const c10::intrusive_ptr<const DistMeta> base_;
   const std::vector<int64_t> sizes_, placed_sizes_;
   const DistSpecPtr spec_;
   const at::Tensor copy_;
-  const c10::VariableVersion version_;
-  int64_t seen_;
+  uint32_t seen_;
 };
 
 /// Returns the local part of a DistTensor; if it is a copy, with the current values of its base.
@@ -54,7 +54,11 @@ void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& p
 
 /// Must be called after an operator wrote to `meta.local`.
 inline void wrote_to(const DistMeta& meta) {
-  if (meta.source) meta.source->write_back();
+  if (meta.source) {
+    meta.source->write_back();
+  } else if (meta.writes.enabled()) {
+    c10::VariableVersion(meta.writes).bump();
+  }
 }
 
 }  // namespace tessera
