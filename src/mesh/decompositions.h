@@ -18,7 +18,9 @@ namespace tessera {
 // For some operators, calls on parts of the arguments give neither parts nor terms of the result:
 // the mean over a batch that is cut unevenly, for example. A decomposition computes such a call by
 // other operators on DistTensors, or by operators on the local parts and a reduction between them.
-// It is tried before a plan is made, and declines where a plan does as well.
+// It is tried before a plan is made, and declines where a plan does as well. Ranks that are not in
+// the mesh decompose the same calls, and so learn the placements of the results: these decide later
+// who sends what, also between meshes.
 
 /// Computes the call whose arguments are on `stack`, and replaces them by the results; or returns
 /// false and leaves `stack` unchanged.
@@ -27,9 +29,6 @@ using Decomposition = bool (*)(const c10::OperatorHandle& op, torch::jit::Stack&
 struct DecompositionEntry {
   std::string_view name;  ///< of the operator, without namespace and overload
   Decomposition decompose;
-  /// Other operators on DistTensors are all that it calls: ranks that are not in the mesh call them
-  /// too, and so learn the placements of the result.
-  bool is_composed = false;
 };
 
 /// The decompositions, by family.

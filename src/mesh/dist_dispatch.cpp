@@ -296,6 +296,7 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
                   std::optional<Stack>& results, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const Stack arguments = torch::jit::pop(*stack, schema.arguments().size());
+  if (plan) reduce_gradients_of(*plan, arguments);
   const DistSpecPtr whole = intern(mesh, replicated(mesh));
   const c10::Device device = device_of(arguments);
   if (plan ? !plan->writes : !schema.is_mutable()) note_placed(arguments, plan, whole);
@@ -375,7 +376,8 @@ class DecomposingKernel final : public c10::OperatorKernel {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     const KeepTerms keep;
     place_gradients_of(arguments);
-    if (entry_.is_composed || mesh_of_arguments(op, arguments).is_member()) {
+    mesh_of_arguments(op, arguments);  // throws if there are several
+    {
       at::AutoDispatchBelowADInplaceOrView below;
       if (entry_.decompose(op, *stack)) return;
     }

@@ -1,5 +1,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
@@ -63,12 +64,6 @@ class ListCall {
   const DistSpecPtr& row(size_t i) const { return rows_[i]; }
   // The tensor of the first list at a position.
   const at::Tensor& first(size_t i) const { return lists_[main_][i]; }
-
-  // False on a rank that is not in the mesh of the tensors at some position.
-  bool is_member_of_all() const {
-    return std::ranges::all_of(
-        rows_, [](const DistSpecPtr& spec) { return !spec || spec->mesh.is_member(); });
-  }
 
   bool has_equal_sizes() const {
     for (const auto& list : lists_) {
@@ -140,7 +135,7 @@ class ListCall {
     return writes && (options_.writes_grads || described.name() != "grads");
   }
 
-  // A rank leaves out tensors of meshes that it is not in.
+  // A rank has no elements of tensors of meshes that it is not in.
   bool is_used(size_t i) const { return !rows_[i] || rows_[i]->mesh.is_member(); }
 
   // The operator writes to `part` in place of `tensor`.
@@ -177,9 +172,12 @@ class ListCall {
   c10::IValue local_list(size_t argument) {
     std::vector<at::Tensor> local;
     for (size_t i = 0; i < lists_[argument].size(); ++i) {
-      // Collective where the tensor is placed anew: also done for tensors that are left out.
       const at::Tensor part = local_element(lists_[argument][i], i, is_written(argument));
-      if (is_used(i)) local.push_back(part);
+      if (is_used(i)) {
+        local.push_back(part);
+      } else if (!options_.needs_memory) {
+        local.push_back(at::empty({0}, part.options()));
+      }
     }
     return local;
   }
@@ -228,7 +226,7 @@ std::vector<bool> cut_dims(const DistSpec& spec) {
 std::vector<NormFamily> families_of(const std::vector<DistSpecPtr>& specs) {
   std::vector<NormFamily> families;
   for (size_t i = 0; i < specs.size(); ++i) {
-    if (!specs[i]) continue;
+    if (!specs[i] || !specs[i]->mesh.is_member()) continue;
     const auto is_cut = cut_dims(*specs[i]);
     NormFamily* own = nullptr;
     for (NormFamily& family : families) {
@@ -306,8 +304,7 @@ at::Tensor as_result(const at::Tensor& part, const DistSpecPtr& spec, const at::
 
 void call_elementwise(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
   ListCall call(op, arguments, {.keeps_sums = is_linear(op.schema())});
-  if (!call.has_equal_sizes() || !call.is_member_of_all())
-    return call_composed(op, std::move(arguments), stack);
+  if (!call.has_equal_sizes()) return call_composed(op, std::move(arguments), stack);
   const Stack results = call.run();
   for (const c10::IValue& result : results) {
     auto list = result.toTensorVector();
@@ -321,7 +318,7 @@ void call_norm(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
   const ListCall call(op, arguments, {});
   const double order = arguments[1].toScalar().toDouble();
   // An empty part has no smallest element.
-  if (order < 0 || !call.is_member_of_all()) return call_composed(op, std::move(arguments), stack);
+  if (order < 0) return call_composed(op, std::move(arguments), stack);
   std::vector<at::Tensor> parts;
   std::vector<DistSpecPtr> specs;
   for (size_t i = 0; i < call.size(); ++i) {

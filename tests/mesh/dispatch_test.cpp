@@ -331,6 +331,49 @@ TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
   });
 }
 
+// Whose part goes where is decided by placements, which ranks of both meshes must know alike.
+template <class Loss>
+void expect_backward_across(const std::string& name, Loss loss) {
+  for (const Placement& there : std::vector<Placement>{Replicate{}, Shard{0}, Shard{1}}) {
+    run_world(3, [&](World&) {
+      const DeviceMesh a({2}, {0, 1}), b({2}, {1, 2});
+      const at::Tensor plain = numbers({6, 4}).requires_grad_();
+      const at::Tensor dist = distribute(plain.detach(), a, {Shard{0}}).requires_grad_();
+      const auto on_b = [&](const at::Tensor& x) { return distribute(x, b, {}); };
+      loss(plain.sigmoid(), [](const at::Tensor& x) { return x; }).backward();
+      loss(redistribute(dist.sigmoid(), b, {there}), on_b).backward();
+      if (a.is_member())
+        EXPECT_TRUE(torch::allclose(full_tensor(dist.grad()), plain.grad(), 1e-4, 1e-6))
+            << name << " " << to_string({there});
+    });
+  }
+}
+
+TEST(DistOutsideTheMesh, BackwardsCrossMeshesFromDecomposedOperators) {
+  const auto target = [] { return on_test_device(torch::linspace(0, 1, 24).view({6, 4})); };
+  expect_backward_across("mse_loss", [&](const at::Tensor& x, auto place) {
+    return torch::mse_loss(x, place(target()));
+  });
+  expect_backward_across("binary_cross_entropy", [&](const at::Tensor& x, auto place) {
+    return torch::binary_cross_entropy(x, place(target()));
+  });
+  expect_backward_across("cross_entropy_loss", [&](const at::Tensor& x, auto place) {
+    return torch::cross_entropy_loss(x, place(on_test_device(torch::arange(6).remainder(4))));
+  });
+  expect_backward_across("var and norm", [&](const at::Tensor& x, auto) {
+    return x.var(0).sum() + x.norm(3) + x.mean(1).square().sum();
+  });
+  expect_backward_across("batch_norm", [&](const at::Tensor& x, auto) {
+    return torch::batch_norm(x, {}, {}, {}, {}, true, 0.1, 1e-5, false).pow(3).sum();
+  });
+  expect_backward_across("a linear layer cut by columns", [&](const at::Tensor& x, auto place) {
+    at::Tensor weight = place(target());
+    if (is_dist(weight)) weight = redistribute(weight, {Shard{0}});
+    return torch::mse_loss(torch::linear(x * 2, weight),
+                           place(on_test_device(torch::zeros({6, 6}))));
+  });
+}
+
 TEST(DistOutsideTheMesh, ModulesTrain) {
   run_world(3, [](World&) {
     const DeviceMesh mesh({2}, {0, 2});

@@ -388,6 +388,25 @@ TEST(DistLists, OfSeveralMeshes) {
   });
 }
 
+TEST(DistLists, RanksOutsideTheMeshKnowThePlacements) {
+  run_world(3, [](World&) {
+    const DeviceMesh mesh({2}, {0, 2});
+    const auto place = [&](const Placement& placement) {
+      return Tensors{distribute(numbers({5, 4}), mesh, {placement})};
+    };
+    const Tensors rows = place(Shard{0}), columns = place(Shard{1}), terms = place(Partial{});
+    const auto expect = [](const Tensors& list, const Placement& placement) {
+      EXPECT_EQ(placements_of(list[0]), Placements{placement}) << describe(list[0]);
+    };
+    expect(at::_foreach_add(rows, columns), Shard{0});
+    expect(at::_foreach_mul(columns, terms), Shard{1});
+    expect(at::_foreach_mul(terms, 2), Partial{});
+    expect(at::_foreach_exp(terms), Replicate{});
+    for (const Tensors& list : {rows, columns, terms})
+      expect(at::_foreach_norm(list, 2), Replicate{});
+  });
+}
+
 TEST(DistLists, TwoMeshesAtOnePlaceAreRefused) {
   run_world(2, [](World&) {
     const Tensors x = {distribute(numbers({4}), DeviceMesh({2}, {0, 1}), {Shard{0}})};

@@ -116,9 +116,10 @@ struct BatchNorm {
   const at::Tensor input;  // this rank's part
 };
 
-// `running` itself changes, which the module holds.
+// `running` itself changes, which the module holds; on a rank that is not in the mesh, an ordinary
+// tensor stays as it is, as in all operators.
 void update(const at::Tensor& running, const at::Tensor& now, double momentum) {
-  if (running.defined()) running.mul_(1 - momentum).add_(now, momentum);
+  if (running.defined()) running.copy_(running.mul(1 - momentum).add(now, momentum));
 }
 
 // The operator's forms: `_functional` ones return new running statistics in place of changing them,

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "mesh/decompositions.h"
 #include "mesh/dist_meta.h"
@@ -25,7 +26,11 @@ bool by_columns(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     local.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
       return placed(tensor, tensor.is_same(weight) ? *columns : *whole, op.schema().name());
     }));
-  op.callBoxed(local);
+  if (columns->mesh.is_member()) {
+    op.callBoxed(local);
+  } else {
+    local = run_on_constants(op, call.values);
+  }
   // The last result is, for a maximum, the row that each column of a bag takes.
   constexpr int64_t kMax = 2;
   const bool is_maximum = call.argument("mode").toInt() == kMax;

@@ -42,8 +42,8 @@ bool put_number(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 }
 
 constexpr DecompositionEntry kMasks[] = {
-    {"index_put", put_number<false>, true},
-    {"index_put_", put_number<true>, true},
+    {"index_put", put_number<false>},
+    {"index_put_", put_number<true>},
 };
 
 }  // namespace

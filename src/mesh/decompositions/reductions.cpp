@@ -154,10 +154,10 @@ bool softmax_backward(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 }
 
 constexpr DecompositionEntry kReductions[] = {
-    {"_softmax", softmax<false>, true},
-    {"_log_softmax", softmax<true>, true},
-    {"_softmax_backward_data", softmax_backward<false>, true},
-    {"_log_softmax_backward_data", softmax_backward<true>, true},
+    {"_softmax", softmax<false>},
+    {"_log_softmax", softmax<true>},
+    {"_softmax_backward_data", softmax_backward<false>},
+    {"_log_softmax_backward_data", softmax_backward<true>},
     {"mean", uneven_mean},
     {"var", variance<false, false>},
     {"std", variance<true, false>},

@@ -126,8 +126,8 @@ bool is_same_size(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 }
 
 constexpr DecompositionEntry kViews[] = {
-    {"as_strided", as_strided, true},
-    {"is_same_size", is_same_size, true},
+    {"as_strided", as_strided},
+    {"is_same_size", is_same_size},
 };
 
 }  // namespace
