@@ -155,6 +155,19 @@ void reduce_gradients_of(const OpPlan& plan, const Stack& arguments) {
   }
 }
 
+// [Note: Layouts of parts]
+//
+// Some kernels read memory as if it were contiguous: LibTorch's code above them has made it so, or
+// an operator has made the tensor (the moments of a layer norm, the indices of a pooling). That
+// holds for the whole tensor, and its strides say so. A part that is cut out of a tensor which this
+// rank has whole is strided. So a kernel gets parts that are contiguous where the whole tensors
+// are. This does not apply to arguments whose memory the operator writes to or shows, nor to
+// elementwise operators, which honor strides.
+at::Tensor contiguous_as(const at::Tensor& whole, const at::Tensor& part) {
+  const auto format = whole.suggest_memory_format();
+  return whole.is_contiguous(format) ? part.contiguous(format) : part;
+}
+
 void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -162,12 +175,15 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   size_t input = 0;
   Stack local;
   local.reserve(count);
-  for (const c10::IValue& argument : arguments)
-    local.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+  for (size_t i = 0; i < count; ++i) {
+    const bool keeps_layout = plan.reads_strides || schema.arguments()[i].alias_info();
+    local.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
       const DistSpecPtr& wanted = plan.inputs[input++];
-      return plan.writes ? placed(tensor, *wanted, schema.name())
-                         : placed_argument(tensor, wanted, schema.name());
+      const at::Tensor part = plan.writes ? placed(tensor, *wanted, schema.name())
+                                          : placed_argument(tensor, wanted, schema.name());
+      return keeps_layout ? part : contiguous_as(tensor, part);
     }));
+  }
   for (const auto& [index, value] : plan.arguments) local[index] = value;
   const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
   if (plan.reshape) {
@@ -255,7 +271,8 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
         check_rows_known(schema, *find_dist_meta(tensor), part);
         written.emplace_back(tensor, part);
       }
-      return is_view ? laid_out_as(tensor, part) : part;
+      if (is_view) return laid_out_as(tensor, part);
+      return alias ? part : contiguous_as(tensor, part);
     }));
   }
   if (is_view) {

@@ -385,14 +385,14 @@ bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> a
 
 // For an operator that has to know which parts this rank has.
 void set_local_kernel(OpPlan& plan, const OpCall& call, const RuleEntry& entry,
-                      const DeviceMesh& mesh) {
+                      const std::vector<PlacedInput>& inputs, const DeviceMesh& mesh) {
   if (!entry.local || !mesh.is_member()) return;
   plan.local = entry.local;
   for (size_t t = 0; t < call.inputs.size(); ++t)
     plan.parts.push_back(
         {local_box(call.inputs[t].sizes, without_splits(plan.inputs[t]->placements), mesh.shape(),
                    *mesh.coordinate()),
-         call.inputs[t].sizes});
+         call.inputs[t].sizes, inputs[t].tensor.is_contiguous()});
 }
 
 // A factor of a product that meets the shards of the other one is not among them: the program asks
@@ -468,9 +468,10 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
     set_local_size(plan, call, entry->size_argument, *plan.outputs[0].spec);
   plan.is_view = returns_views(schema);
   plan.writes = std::ranges::any_of(inputs, &PlacedInput::is_written);
+  plan.reads_strides = is_elementwise(*entry);
   plan.whole_inputs = whole_inputs_of(plan);
   plan.gathered_inputs = gathered_inputs_of(plan, *entry, inputs);
-  set_local_kernel(plan, call, *entry, mesh);
+  set_local_kernel(plan, call, *entry, inputs, mesh);
   if (entry->reshapes) plan.reshape = local_sizes_of(*plan.outputs[0].spec, call.outputs[0].sizes);
   return plan;
 }

@@ -31,8 +31,9 @@ struct OpPlan {
   std::optional<std::vector<int64_t>> reshape;
   /// Indices, in order, of the inputs whose shards other ranks need: they are gathered.
   std::vector<size_t> gathered_inputs;
-  bool is_view = false;  ///< results are views of the first argument
-  bool writes = false;   ///< writes to one of its arguments
+  bool is_view = false;        ///< results are views of the first argument
+  bool writes = false;         ///< writes to one of its arguments
+  bool reads_strides = false;  ///< gets parts in any layout; see [Note: Layouts of parts]
   /// See `RuleEntry::local`; null where the operator is called as it is.
   LocalKernel local = nullptr;
   /// Per tensor among the arguments, for `local`: the part of it that this rank has.

@@ -23,6 +23,7 @@ namespace tessera {
 struct LocalPart {
   std::vector<Range> box;
   std::vector<int64_t> sizes;
+  bool is_contiguous = true;  ///< of the whole
 };
 
 /// Computes an operator on the local parts, which `stack` holds in place of the tensors: for an

@@ -29,6 +29,13 @@ std::vector<OperatorCase> cases() {
   };
   return {
       of("det", [](const at::Tensor& x) { return torch::linalg_det(definite(x)); }),
+      // Transposed matrices are not contiguous, parts of them that other ranks sent may be.
+      of("det of transposed matrices",
+         [](const at::Tensor& x) { return torch::linalg_det(x.transpose(1, 2) * 1 + 1); }),
+      of("slogdet of transposed matrices",
+         [](const at::Tensor& x) {
+           return std::get<1>(torch::linalg_slogdet(x.transpose(1, 2) * 0.2 + definite(x)));
+         }),
       of("slogdet",
          [](const at::Tensor& x) { return std::get<1>(torch::linalg_slogdet(definite(x))); }),
       of("cholesky",

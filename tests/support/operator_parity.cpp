@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
+#include <numeric>
 
 #include "support/counted.h"
 #include "support/run_world.h"
@@ -52,8 +54,10 @@ at::Tensor factors(const at::Tensor& output) {
       .to(output.options().requires_grad(false));
 }
 
-Tensors gradients_of(const Tensors& inputs, const at::Tensor& output) {
-  output.backward(is_dist(output) ? distribute(factors(output), mesh_of(output), {})
+// The gradient of a DistTensor is placed as `placements` say.
+Tensors gradients_of(const Tensors& inputs, const at::Tensor& output,
+                     const Placements& placements = {}) {
+  output.backward(is_dist(output) ? distribute(factors(output), mesh_of(output), placements)
                                   : factors(output));
   Tensors gradients;
   for (const at::Tensor& input : inputs) gradients.push_back(input.grad());
@@ -65,7 +69,7 @@ void spread_terms(const at::Tensor& tensor, const DeviceMesh& mesh) {
   torch::NoGradGuard no_grad;
   const Placements& placements = placements_of(tensor);
   for (int64_t i = 0; i < mesh.ndim(); ++i) {
-    if (!is_partial(placements[i]) || mesh.size(i) == 1) continue;
+    if (!mesh.is_member() || !is_partial(placements[i]) || mesh.size(i) == 1) continue;
     const int64_t at = (*mesh.coordinate())[i];
     if (at == 0) to_local(tensor.detach()).add_(0.75);
     if (at == mesh.size(i) - 1) to_local(tensor.detach()).sub_(0.75);
@@ -75,6 +79,7 @@ void spread_terms(const at::Tensor& tensor, const DeviceMesh& mesh) {
 void expect_close(const at::Tensor& dist, const at::Tensor& plain, const std::string& what) {
   ASSERT_EQ(dist.sizes(), plain.sizes()) << what;
   ASSERT_EQ(dist.scalar_type(), plain.scalar_type()) << what;
+  if (!mesh_of(dist).is_member()) return;
   const at::Tensor whole = full_tensor(dist);
   EXPECT_TRUE(torch::allclose(whole.to(at::kDouble), plain.to(at::kDouble), 1e-4, 2e-5,
                               /*equal_nan=*/true))
@@ -144,24 +149,68 @@ void expect_gradients(const Tensors& gradients, const Tensors& expected) {
   }
 }
 
-void expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh, Combinations combinations) {
+// For a rank outside of the mesh, where the result depends on values.
+const std::string kNotKnown = "not known";
+
+// Placements of the gradient of the output. Where all inputs are whole these are all that there
+// are; else one after the other.
+std::vector<Placements> gradient_placements(const at::Tensor& output, const DeviceMesh& mesh,
+                                            size_t combination) {
+  const auto all = choices(output.sizes().vec(), mesh);
+  std::vector<Placements> result;
+  for (size_t i = combination; i < combination + (combination == 0 ? all.size() : 1); ++i) {
+    result.emplace_back();
+    for (int64_t d = 0; d < mesh.ndim(); ++d) result.back().push_back(all[(i + d) % all.size()]);
+  }
+  return result;
+}
+
+// Runs the case with inputs of these placements, number `combination`, and returns the placements
+// of the outputs and gradients, which ranks outside of the mesh must know as well.
+std::string expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh,
+                            const Expected& expected, const std::vector<Placements>& placements,
+                            size_t combination) {
+  std::string told;
+  for (const Placements& of_gradient : gradient_placements(expected.output, mesh, combination)) {
+    SCOPED_TRACE("gradient " + to_string(of_gradient));
+    const Tensors inputs = distributed_inputs(test, mesh, placements);
+    const at::Tensor output = test.run(inputs);
+    TORCH_CHECK(is_dist(output), test.name);
+    // Of some operators only the values tell the sizes.
+    if (!mesh.is_member()) TORCH_CHECK(output.sizes() == expected.output.sizes(), test.name);
+    expect_close(output, expected.output, "output");
+    told += to_string(placements_of(output));
+    if (!test.differentiable) break;
+    const Tensors gradients = gradients_of(inputs, output, of_gradient);
+    expect_gradients(gradients, expected.gradients);
+    for (const at::Tensor& gradient : gradients)
+      told += gradient.defined() ? to_string(placements_of(gradient)) : "none";
+  }
+  return told;
+}
+
+std::vector<std::string> expect_as_plain(const OperatorCase& test, const DeviceMesh& mesh,
+                                         Combinations combinations) {
   const Expected expected(test);
   const PlacementCounter counter(test, mesh);
   // An odd step, so that the sample contains all choices of each input.
   const bool samples = mesh.ndim() > 1 && combinations == Combinations::kSample;
   const size_t step = samples ? std::max<size_t>(counter.count() / kSample, 1) | 1 : 1;
+  std::vector<std::string> told;
   for (size_t n = 0; n < counter.count(); n += step) {
     const auto placements = counter.at(n);
     if (mesh.ndim() == 1 && is_mixed_with_splits(placements)) continue;
     std::string text = test.name;
     for (const Placements& some : placements) text.append(" ").append(to_string(some));
     SCOPED_TRACE(text);
-    const Tensors inputs = distributed_inputs(test, mesh, placements);
-    const at::Tensor output = test.run(inputs);
-    ASSERT_TRUE(is_dist(output));
-    expect_close(output, expected.output, "output");
-    if (test.differentiable) expect_gradients(gradients_of(inputs, output), expected.gradients);
+    try {
+      told.push_back(text + ": " + expect_as_plain(test, mesh, expected, placements, n));
+    } catch (const c10::Error&) {
+      if (mesh.is_member()) throw;
+      told.push_back(kNotKnown);
+    }
   }
+  return told;
 }
 
 void expect_quiet(const QuietCase& quiet, World& world, const DeviceMesh& mesh) {
@@ -200,13 +249,29 @@ void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<i
   int64_t ranks = 1;
   for (const int64_t size : mesh_shape) ranks *= size;
   const std::chrono::seconds timeout(combinations == Combinations::kAll ? 1700 : 110);
+  std::vector<int> members(ranks);
+  std::iota(members.begin(), members.end(), 0);
+  std::mutex mutex;
+  std::vector<std::vector<std::string>> told;  // by each rank, of which one is not in the mesh
   run_world(
-      static_cast<int>(ranks),
+      static_cast<int>(ranks) + 1,
       [&](World&) {
-        const auto mesh = DeviceMesh::over_world(mesh_shape);
-        for (const OperatorCase& test : cases) expect_as_plain(test, mesh, combinations);
+        const DeviceMesh mesh(mesh_shape, members);
+        std::vector<std::string> own;
+        for (const OperatorCase& test : cases) {
+          const auto some = expect_as_plain(test, mesh, combinations);
+          own.insert(own.end(), some.begin(), some.end());
+        }
+        const std::lock_guard lock(mutex);
+        told.push_back(std::move(own));
       },
       timeout);
+  for (const auto& own : told) {
+    ASSERT_EQ(own.size(), told[0].size());
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (own[i] != kNotKnown && told[0][i] != kNotKnown) EXPECT_EQ(own[i], told[0][i]);
+    }
+  }
 }
 
 void expect_quiet(const std::vector<QuietCase>& cases) {

@@ -109,6 +109,15 @@ std::vector<TensorInfo> transposed_sizes(const OpCall& call) {
   return {output};
 }
 
+// The kernel factorizes the transposed matrices if the layout of its input suggests that, and the
+// backward concludes from the layout of the whole tensor which ones it has factorized.
+void local_determinant(const c10::OperatorHandle& op, const std::vector<LocalPart>& parts,
+                       torch::jit::Stack& stack) {
+  const at::Tensor part = stack[0].toTensor();
+  if (!parts[0].is_contiguous && part.is_contiguous()) stack[0] = part.mT().contiguous().mT();
+  op.callBoxed(stack);
+}
+
 std::vector<RuleEntry> make_linear_algebra_rules() {
   std::vector<RuleEntry> rules = {
       {"linalg_cross", cross},
@@ -130,11 +139,12 @@ std::vector<RuleEntry> make_linear_algebra_rules() {
        })
     rules.push_back({name, by_matrix, sizes});
   for (const auto name :
-       {"_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd",
-        "linalg_cholesky_ex", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve",
-        "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_qr", "lu_unpack",
-        "triangular_solve"})
+       {"_linalg_eigh", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex", "linalg_inv_ex",
+        "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lu", "linalg_lu_factor_ex",
+        "linalg_lu_solve", "linalg_qr", "lu_unpack", "triangular_solve"})
     rules.push_back({name, by_matrix});
+  for (const auto name : {"_linalg_det", "_linalg_slogdet"})
+    rules.push_back({.name = name, .rule = by_matrix, .local = local_determinant});
   for (RuleEntry& rule : rules) rule.splits = true;
   return rules;
 }

@@ -113,18 +113,12 @@ Strategies group_norm_backward(const OpCall& call) {
   return ways;
 }
 
-// Passes the sizes of the local part. Kernels need it contiguous, which a slice is not.
+// Passes the sizes of the local part.
 void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
                       torch::jit::Stack& stack) {
   const auto argument = [&](std::string_view name) -> c10::IValue& {
     return stack[*op.schema().argumentIndexWithName(std::string(name))];
   };
-  for (const std::string_view name : {"input", "grad_out", "mean", "rstd", "weight"}) {
-    if (!op.schema().argumentIndexWithName(std::string(name)) || !argument(name).isTensor())
-      continue;
-    const at::Tensor part = argument(name).toTensor();
-    if (part.defined()) argument(name) = part.contiguous(part.suggest_memory_format());
-  }
   const at::Tensor input = argument("input").toTensor();
   const int64_t per_group = argument("C").toInt() / argument("group").toInt();
   argument("N") = input.size(0);
