@@ -175,17 +175,30 @@ class Gathering {
                           deadline = meeting_.deadline] {
       Agreement agreement{.refusal = arrive(*attendance, *store, deadline)};
       if (agreement.refusal.empty()) agreement = agree(attendance->arrivals());
-      if (!agreement.refusal.empty()) leave_refused(*attendance, *store, deadline);
       return agreement;
     };
     Agreement agreement = *timed(arrived);
-    if (!agreement.refusal.empty())
+    if (!agreement.refusal.empty()) {
+      leave();
       C10_THROW_ERROR(DistNetworkError, fmt::format("[{}] {} (seen by rank {})", function_,
                                                     agreement.refusal, attendance_->own().name));
+    }
     if (attendance_->own().rank == 0)
       for (const std::string& warning : agreement.warnings)
         TORCH_WARN("[", function_, "] ", warning);
     return agreement;
+  }
+
+  // After a refusal. Not `timed()`: other ranks that were refused may end meanwhile.
+  void leave() const {
+    const auto left = [attendance = attendance_, store = meeting_.store,
+                       deadline = meeting_.deadline] {
+      try {
+        leave_refused(*attendance, *store, deadline);
+      } catch (const std::exception&) {  // rank 0 has left, and the store with it
+      }
+    };
+    run_within(meeting_.deadline, left, [] {});
   }
 
   template <typename T>
