@@ -1,0 +1,106 @@
+#include "differential/plain_training.h"
+
+namespace tessera::differential {
+
+using torch::Tensor;
+namespace optim = torch::optim;
+
+namespace {
+
+std::string text_of(const Tensor& tensor, const Tensor& where) {
+  const Tensor picked = tensor.reshape({-1}).masked_select(where.reshape({-1})).to(torch::kDouble);
+  std::string text;
+  for (int64_t i = 0; i < std::min<int64_t>(picked.numel(), 3); ++i)
+    text += c10::str(i > 0 ? ", " : "", picked[i].item<double>());
+  return text;
+}
+
+}  // namespace
+
+// What has a bound is taken over from the ranks.
+void PlainTraining::compare_state(const std::map<std::string, Tensor>& bounds) {
+  const auto bound_of = [&](const std::string& name) {
+    const auto it = bounds.find(name);
+    return it == bounds.end() ? Tensor() : it->second;
+  };
+  std::map<std::string, Tensor> params;
+  for (int rank = 0; rank < program_.ranks; ++rank) {
+    for (const auto& item : replicas_[rank]->named_parameters()) {
+      const std::string& name = names_[index_of(params_[rank], item.value())];  // of a tied one
+      params[name] = compare(rank, item.key(), item.value(), bound_of(name));
+    }
+    for (const auto& item : replicas_[rank]->named_buffers())
+      compare(rank, item.key(), item.value());
+  }
+  for (size_t i = 0; i < names_.size(); ++i) {
+    if (!bounds.contains(names_[i])) continue;
+    write(main_[i], params[names_[i]]);
+    publish(i);
+  }
+  for (size_t i = 0; i < optimizers_.size(); ++i) {
+    optim::Optimizer& optimizer = *optimizers_[i];
+    OptimizerStateDict state = state_dict_of(optimizer), compared = state;
+    // There, a parameter without elements is never stepped, and has no state.
+    int64_t place = 0;
+    for (const auto& group : optimizer.param_groups())
+      for (const Tensor& param : group.params()) {
+        if (param.numel() == 0) compared.state.erase(place);
+        ++place;
+      }
+    for (auto& [name, value] : items_of(i, compared)) {
+      const Tensor got = compare_all(name, value, bound_of(name));
+      if (!bounds.contains(name)) continue;
+      const size_t point = name.find('.'), number = name.rfind(' ', point) + 1;
+      state.state[std::stoll(name.substr(number, point - number))][name.substr(point + 1)] = got;
+    }
+    if (!bounds.empty()) load_state_dict(optimizer, state);
+  }
+}
+
+// Returns the rank's value, from which those that follow are computed.
+Tensor PlainTraining::compare(int rank, const std::string& name, const Tensor& value,
+                              const Tensor& bound) {
+  const Trace& trace = traces_[rank];
+  const size_t number = seen_[rank]++;
+  if (number >= trace.items.size()) throw TraceEnded();
+  const auto& [got_name, got] = trace.items[number];
+  const std::string what = c10::str(name, " of rank ", rank);
+  if (got_name != name) throw Difference(c10::str(what, " is expected; got ", got_name));
+  const Tensor want = value.detach();
+  if (got.sizes() != want.sizes() || got.scalar_type() != want.scalar_type())
+    throw Difference(c10::str(what, " must be ", want.scalar_type(), want.sizes(), "; got ",
+                              got.scalar_type(), got.sizes()));
+  Tensor same = got.eq(want).logical_or(got.isnan().logical_and(want.isnan()));
+  const Tensor off = (got.to(torch::kDouble) - want.to(torch::kDouble)).abs();
+  if (bound.defined()) same = same.logical_or(off.le(bound)).logical_or(bound.isinf());
+  if (same.all().item<bool>()) return got;
+  const Tensor wrong = same.logical_not();
+  throw Difference(c10::str(
+      what, ": ", wrong.sum().item<int64_t>(), " of ", want.numel(), " differ by up to ",
+      off.max().item<double>(), "; expected ", text_of(want, wrong), ", got ", text_of(got, wrong),
+      bound.defined() ? ", at most " + text_of(bound, wrong) + " apart" : ""));
+}
+
+std::string state_prefix(size_t optimizer, int64_t place) {
+  return c10::str("optimizer ", optimizer, " state ", place, ".");
+}
+
+std::vector<std::pair<std::string, Tensor>> items_of(size_t optimizer,
+                                                     const OptimizerStateDict& state) {
+  std::vector<std::pair<std::string, Tensor>> items;
+  const auto add = [&](const std::string& prefix, const OptimizerStateDict::Values& values) {
+    for (const auto& [name, value] : values) {
+      if (name == "master_weights") continue;
+      if (value.isTensor())
+        items.emplace_back(prefix + name, value.toTensor().detach().cpu().clone());
+      if (value.isDouble() || value.isInt() || value.isBool())
+        items.emplace_back(prefix + name, torch::scalar_tensor(value.toScalar(), torch::kDouble));
+    }
+  };
+  for (const auto& [place, values] : state.state) add(state_prefix(optimizer, place), values);
+  for (size_t i = 0; i < state.param_groups.size(); ++i)
+    add(c10::str("optimizer ", optimizer, " group ", i, "."), state.param_groups[i].options);
+  return items;
+}
+
+}  // namespace tessera::differential

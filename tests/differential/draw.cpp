@@ -1,0 +1,230 @@
+#include <algorithm>
+
+#include "differential/layers.h"
+#include "differential/program.h"
+#include "differential/random.h"
+
+namespace tessera::differential {
+namespace {
+
+void draw_layers(Random& random, Program& program) {
+  std::vector<std::string> kinds;
+  for (const auto& [kind, known] : block_classes()) kinds.push_back(kind);
+  const int count = random.between(1, 6);
+  for (int i = 0; i < count; ++i) {
+    Layer layer{.kind = kinds[random.between(0, static_cast<int>(kinds.size()) - 1)]};
+    if (layer.kind == "Tied") {
+      std::vector<int> square;
+      for (int j = 0; j < i; ++j) {
+        const std::string& kind = program.layers[j].kind;
+        if (kind == "Linear" || kind == "NoBias" || kind == "Transposed") square.push_back(j);
+      }
+      if (square.empty()) {
+        layer.kind = "Linear";
+      } else {
+        layer.tied = square[random.between(0, static_cast<int>(square.size()) - 1)];
+      }
+    }
+    layer.residual = random.once_in(3);
+    if (random.once_in(6)) layer.times = random.between(0, 3);
+    // What a forward does to buffers, it does twice there.
+    const bool has_buffers = layer.kind == "BatchNorm" || layer.kind == "Buffered";
+    layer.checkpoint = random.once_in(8) && !has_buffers;
+    if (random.once_in(8)) layer.frozen = true;
+    if (random.once_in(5)) layer.ranks = random.between(0, 15);
+    layer.dtype = random.once_in(12) ? random.one_of({at::kDouble, at::kFloat, at::kBFloat16})
+                                     : program.dtype;
+    program.layers.push_back(layer);
+  }
+  program.layers.push_back({.kind = "Linear", .dtype = program.dtype});  // each rank trains
+  program.registration = random.permutation(count + 1);
+}
+
+void draw_plan(Random& random, Program& program) {
+  ShardPlan& plan = program.plan;
+  plan.level = static_cast<ShardLevel>(random.between(0, 3));
+  if (random.once_in(3)) plan.partition = Partition::kWholeParam;
+  if (random.once_in(2)) plan.unit_bytes = random.one_of<int64_t>({0, 64, 256, 1024});
+  if (random.once_in(6)) plan.whole_numel = random.between(1, 30);
+  if (random.once_in(4)) plan.resident_bytes = random.one_of<int64_t>({-1, 128, 1024});
+  if (random.once_in(3)) plan.prefetch = random.between(0, 4);
+  if (random.once_in(6)) plan.average = false;
+  if (random.once_in(6)) plan.predivide = random.one_of({0.5, 2.0, 4.0});
+  if (random.once_in(4)) plan.bucket_bytes = random.one_of<int64_t>({200, 1000, 1 << 20});
+  if (random.once_in(6)) plan.offload = Offload::kHost;
+  plan.sync_buffers = random.once_in(6);
+  program.own_units = random.once_in(6);
+  program.owners = plan.partition == Partition::kWholeParam && random.once_in(4);
+  if (program.ranks > 1 && random.once_in(5)) {
+    program.shard_size = program.ranks == 4 ? random.one_of({1, 2, 4}) : 1;
+  }
+}
+
+void draw_precision(Random& random, Program& program) {
+  Precision& precision = program.plan.precision;
+  if (random.once_in(4)) precision.param_dtype = at::kBFloat16;
+  if (random.once_in(3)) precision.master_dtype = at::kFloat;
+  if (random.once_in(3))
+    precision.reduce_dtype =
+        random.one_of({at::kFloat, at::kBFloat16, at::kHalf, at::kChar, at::kFloat8_e4m3fn});
+  if (random.once_in(4)) precision.error_feedback = false;
+  if (random.once_in(4)) precision.master_only = true;
+  if (random.once_in(4)) precision.buffer_dtype = precision.param_dtype;
+}
+
+bool has_masters(const Program& program) {
+  return program.plan.precision.param_dtype || program.plan.precision.master_dtype;
+}
+
+void draw_optimizers(Random& random, Program& program) {
+  program.optimizers.clear();
+  const int count = random.once_in(5) ? 2 : 1;
+  for (int i = 0; i < count; ++i) {
+    Optimizer optimizer;
+    optimizer.kind = random.one_of<const char*>(
+        {"SGD", "SGD", "Adam", "AdamW", "CPUAdam", "Adagrad", "RMSprop", "Lion"});
+    optimizer.lr = random.one_of({0.125, 0.01, 0.001});
+    optimizer.decay = random.one_of({0.0, 0.0, 0.1});
+    const bool is_adam = optimizer.kind.find("Adam") != std::string::npos;
+    optimizer.momentum = random.one_of({0.0, 0.9, 0.5});
+    if (is_adam && optimizer.momentum == 0) optimizer.momentum = 0.9;
+    if (optimizer.kind == "Adagrad") optimizer.eps = 1e-10;
+    optimizer.beta2 = random.one_of({0.999, 0.9});
+    optimizer.flag = random.once_in(3);
+    optimizer.groups = random.once_in(4) ? 2 : 1;
+    optimizer.reversed = random.once_in(4);
+    optimizer.schedule = random.once_in(4);
+    const bool has_kernel =
+        optimizer.kind != "CPUAdam" && optimizer.kind != "RMSprop" && optimizer.kind != "Lion";
+    optimizer.fused = has_kernel && !has_masters(program) && random.once_in(3);
+    optimizer.declared = !random.once_in(6);
+    if (random.once_in(60)) optimizer = {.kind = "LBFGS"};
+    program.optimizers.push_back(optimizer);
+  }
+}
+
+// Puts an unusual operation after each usual one, once in a while.
+void draw_odd_op(Random& random, Program& program, int& batch) {
+  const int layers = static_cast<int>(program.layers.size());
+  const auto add = [&](OpKind kind, int value = 0, int how = 0) {
+    program.ops.push_back({kind, value, how});
+  };
+  switch (random.between(0, 8)) {
+    case 0:
+      return add(OpKind::kEvaluate, batch++);
+    case 1:
+      return add(OpKind::kFullState);
+    case 2:
+      return add(OpKind::kEdit, random.between(0, 99), random.between(0, 4));
+    case 3:
+      return add(OpKind::kAverage);
+    case 4:
+      return add(OpKind::kThaw);
+    case 5:
+      return add(OpKind::kClampGrad, random.between(0, 99));
+    case 6:
+      return add(OpKind::kThrow, random.between(0, layers - 1), 0);
+    case 7:
+      return add(OpKind::kZeroGrad, 0, random.between(0, 4));
+    default:
+      return add(OpKind::kStep);
+  }
+}
+
+void draw_step(Random& random, Program& program, int& batch) {
+  const auto add = [&](OpKind kind, int value = 0, int how = 0) {
+    program.ops.push_back({kind, value, how});
+    if (random.once_in(30)) draw_odd_op(random, program, batch);
+  };
+  const int optimizers = static_cast<int>(program.optimizers.size());
+  const int backwards = random.once_in(3) ? random.between(2, 3) : 1;
+  const bool local = random.once_in(2);
+  for (int i = 0; i < backwards; ++i) {
+    const bool no_sync = local && i + 1 < backwards;
+    const bool is_infinite = program.scale > 0 && random.once_in(4);
+    add(OpKind::kForward, batch++,
+        (random.once_in(2) ? kByHandle : 0) | (no_sync ? kNoSync : 0) |
+            (is_infinite ? kInfinite : 0));
+    add(OpKind::kBackward, 0, no_sync);
+  }
+  if (random.once_in(4)) add(OpKind::kClip, 0, random.between(0, 3));
+  for (int i = 0; i < optimizers; ++i) {
+    add(OpKind::kStep, i);
+    if (program.optimizers[i].schedule) add(OpKind::kSchedule, i);
+  }
+  if (random.once_in(8)) return;  // gradients of the next step are added
+  const int how = random.between(0, 4);
+  if (how > 0 && how < 4) return add(OpKind::kZeroGrad, 0, how);  // of the whole model
+  const int only = random.once_in(4) ? random.between(0, optimizers - 1) : -1;
+  for (int i = 0; i < optimizers; ++i)
+    if (only < 0 || i == only) add(OpKind::kZeroGrad, i, how);
+}
+
+void draw_ops(Random& random, Program& program) {
+  if (random.once_in(6)) program.scale = random.one_of({2.0, 1024.0, 0x1p120});
+  const int steps = random.between(1, 4);
+  const bool averages = random.once_in(6);
+  const int save = random.once_in(5) ? random.between(0, steps - 1) : -1;
+  int batch = 1;
+  std::vector<int> begins;  // of steps
+  for (int step = 0; step < steps; ++step) {
+    begins.push_back(static_cast<int>(program.ops.size()));
+    draw_step(random, program, batch);
+    if (averages) program.ops.push_back({OpKind::kAverage, batch++, random.once_in(3) && step > 0});
+    if (step == save) program.ops.push_back({OpKind::kSave, 0, random.between(0, 1)});
+    if (save >= 0 && step > save && random.once_in(3)) {
+      program.ops.push_back({OpKind::kZeroGrad, 0, 1});
+      program.ops.push_back({OpKind::kLoad});
+    }
+    if (random.once_in(10)) {
+      // All ranks must throw: not where only some of them have a layer, or a gradient.
+      const auto is_partial = [](const Layer& layer) { return layer.ranks != 15; };
+      const auto begin = program.layers.begin(), end = program.layers.end() - 1;
+      const auto shared = static_cast<int>(std::find_if(begin, end, is_partial) - begin);
+      const bool is_last = shared == 0 || random.once_in(2);
+      const int layer = is_last ? static_cast<int>(end - begin) : random.between(0, shared - 1);
+      program.ops.push_back({OpKind::kThrow, layer, 1});
+      program.ops.push_back({OpKind::kZeroGrad, 0, 1});
+    }
+  }
+  // Some ranks run out of batches. Under join() nothing else can be called that all ranks must
+  // call, as it is to compare what has no single result.
+  const bool has_one_result =
+      !narrow_sums(program) && std::none_of(program.optimizers.begin(), program.optimizers.end(),
+                                            [](auto& own) { return own.fused; });
+  const bool is_plain =
+      has_one_result && std::all_of(program.ops.begin(), program.ops.end(), [](const Op& op) {
+        return op.kind <= OpKind::kZeroGrad || op.kind == OpKind::kStep;
+      });
+  if (!is_plain || program.scale > 0 || !random.once_in(4)) return;
+  // Parameters that are sent must stay whole under join().
+  if (program.plan.level == ShardLevel::kParameters && program.transport == Transport::kGloo)
+    return;
+  begins.push_back(static_cast<int>(program.ops.size()));
+  for (int rank = 0; rank < program.ranks; ++rank)
+    program.ends.push_back(begins[random.between(0, static_cast<int>(begins.size()) - 1)]);
+}
+
+}  // namespace
+
+Program draw(uint64_t seed) {
+  Random random(seed);
+  Program program;
+  program.seed = seed;
+  program.ranks = random.between(1, 4);
+  program.transport = random.once_in(2) ? Transport::kGloo : Transport::kArena;
+  program.width = random.between(1, 7);
+  program.rows = random.between(2, 4);
+  program.uneven_rows = random.once_in(4);
+  program.own_start = random.once_in(4);
+  program.dtype =
+      random.once_in(5) ? random.one_of({at::kBFloat16, at::kDouble, at::kHalf}) : at::kFloat;
+  draw_layers(random, program);
+  draw_plan(random, program);
+  if (random.once_in(3)) draw_precision(random, program);
+  draw_optimizers(random, program);
+  draw_ops(random, program);
+  return program;
+}
+
+}  // namespace tessera::differential

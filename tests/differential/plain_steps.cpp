@@ -1,0 +1,167 @@
+#include "differential/plain_training.h"
+
+namespace tessera::differential {
+
+using torch::Tensor;
+namespace optim = torch::optim;
+
+bool PlainTraining::has_gradient() const {
+  return !is_zeroed_ && std::any_of(main_.begin(), main_.end(),
+                                    [](auto& param) { return param.grad().defined(); });
+}
+
+// Returns whether the optimizer is to be stepped.
+bool PlainTraining::begins_step(const Op& op) {
+  if (!scaler_) return true;
+  const bool steps =
+      scaler_->begin_step(op.value, parameters_of_optimizer(op.value), has_gradient());
+  if (op.value + 1 == static_cast<int>(optimizers_.size())) scaler_->update();
+  compare_all("stepped", number(steps));
+  compare_all("scale", number(scaler_->scale()));
+  return steps;
+}
+
+void PlainTraining::step_fused(const Op& op) {
+  optim::Optimizer& optimizer = *optimizers_[op.value];
+  OptimizerStateDict state = state_dict_of(optimizer);
+  const auto value_of = [&](int64_t place, const char* name) {
+    const auto& values = state.state[place];
+    const auto it = values.find(name);
+    return it == values.end() || !it->second.isTensor() ? Tensor() : it->second.toTensor();
+  };
+  const auto second = program_.optimizers[op.value].kind == "Adagrad" ? "sum" : "exp_avg_sq";
+  const auto first = program_.optimizers[op.value].kind == "SGD" ? "momentum_buffer" : "exp_avg";
+  std::vector<std::tuple<Tensor, int64_t, StepResult>> results;
+  int64_t place = -1;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const Tensor& param : group.params()) {
+      ++place;
+      if (!param.grad().defined()) continue;
+      StepState from{param, param.grad(), value_of(place, first), value_of(place, second),
+                     value_of(place, "max_exp_avg_sq")};
+      const auto step = state.state[place].find("step");
+      if (step != state.state[place].end()) from.step = step->second.toScalar().toDouble();
+      results.emplace_back(
+          param, place,
+          step_approximately(program_.optimizers[op.value], group.options().get_lr(), from));
+    }
+  }
+  optimizer.step();
+  state = state_dict_of(optimizer);
+  std::map<std::string, Tensor> bounds;
+  for (auto& [param, place, result] : results) {
+    const size_t i = index_of(main_, param);
+    write(param, result.param.value);
+    publish(i);
+    bounds[names_[i]] = result.param.error;
+    for (const auto& [name, value] :
+         {std::pair(first, result.first), std::pair(second, result.second),
+          std::pair("max_exp_avg_sq", result.most)}) {
+      if (!value.value.defined() || param.numel() == 0) continue;
+      state.state[place][name] = value.value.to(param.scalar_type());
+      bounds[state_prefix(op.value, place) + name] = value.error;
+    }
+  }
+  load_state_dict(optimizer, state);
+  compare_state(bounds);
+}
+
+void PlainTraining::step(const Op& op) {
+  const bool is_fused = program_.optimizers[op.value].fused;
+  if (!begins_step(op)) return is_fused ? compare_state() : void();
+  if (!has_gradient()) throw Refused(kNoBackward);  // LibTorch's optimizers do nothing
+  if (is_fused) return step_fused(op);
+  optimizers_[op.value]->step();
+  for (const size_t i : parameters_of(program_, op.value, main_.size())) {
+    if (main_[i].grad().defined()) publish(i);
+  }
+}
+
+void PlainTraining::evaluate(const Op& op) {
+  torch::NoGradGuard no_grad;
+  for_each_rank([&](int rank) {
+    replicas_[rank]->eval();
+    const Tensor out = replicas_[rank]->forward(batch_of(program_, op.value, rank).first);
+    compare(rank, "evaluation", out);
+    replicas_[rank]->train();
+  });
+}
+
+// Master weights change where the parameter does.
+void PlainTraining::edit_parameter(const Op& op) {
+  const size_t i = op.value % main_.size();
+  const Tensor before = params_[0][i].detach().clone();
+  for (auto& replica : params_) edit(replica[i], op.how);
+  const Tensor after = params_[0][i].detach();
+  write(main_[i], torch::where(before.eq(after), main_[i], after.to(main_[i].scalar_type())));
+}
+
+void PlainTraining::average(const Op& op) {
+  torch::NoGradGuard no_grad;
+  const auto wide = [](const Tensor& values) {
+    return values.detach().to(at::promoteTypes(values.scalar_type(), at::kFloat), false, true);
+  };
+  if (op.how == 0 && averages_.empty()) {
+    for (const Tensor& param : main_) averages_.push_back(wide(param));
+  } else if (op.how == 0) {
+    for (size_t i = 0; i < main_.size(); ++i) averages_[i].lerp_(wide(main_[i]), 0.25);
+  } else {
+    for (auto& replica : params_)
+      for (size_t i = 0; i < main_.size(); ++i)
+        write(replica[i], averages_[i].to(main_[i].scalar_type()));
+    evaluate(op);
+    for (size_t i = 0; i < main_.size(); ++i) publish(i);
+  }
+}
+
+void PlainTraining::thaw() {
+  for (auto& replica : params_)
+    for (Tensor& param : replica) param.requires_grad_(true);
+  for (size_t i = 0; i < main_.size(); ++i) main_[i].set_data(main_[i].to(main_dtype(i)));
+}
+
+void PlainTraining::save(const Op&) {
+  saved_.emplace();
+  for (const Tensor& param : main_) saved_->main.push_back(param.detach().clone());
+  for (const auto& replica : replicas_) {
+    saved_->buffers.emplace_back();
+    for (const Tensor& buffer : replica->buffers())
+      saved_->buffers.back().push_back(buffer.clone());
+  }
+  if (optimizers_.size() == 1) saved_->optimizer = state_dict_of(*optimizers_[0]);
+  for (const Tensor& state : random_) saved_->random.push_back(state.clone());
+  saved_->scaler = scaler_;
+  for (const auto& schedule : schedules_)
+    saved_->schedule_steps.push_back(schedule ? schedule->step_count_ : 0);
+}
+
+void PlainTraining::load() {
+  for (size_t i = 0; i < main_.size(); ++i) {
+    write(main_[i], saved_->main[i]);
+    publish(i);
+  }
+  for (size_t rank = 0; rank < replicas_.size(); ++rank)
+    for (size_t i = 0; i < saved_->buffers[rank].size(); ++i)
+      write(replicas_[rank]->buffers()[i], saved_->buffers[rank][i]);
+  if (saved_->optimizer) load_state_dict(*optimizers_[0], *saved_->optimizer);
+  random_.clear();
+  for (const Tensor& state : saved_->random) random_.push_back(state.clone());
+  if (scaler_) scaler_->load(*saved_->scaler);
+  for (size_t i = 0; i < schedules_.size(); ++i)
+    if (schedules_[i]) schedules_[i]->step_count_ = saved_->schedule_steps[i];
+}
+
+// Gradients of a backward that failed are dropped, and so are those before it.
+void PlainTraining::throw_in(const Op& op) {
+  for_each_rank([&](int rank) {
+    (op.how == 0 ? replicas_[rank]->throws_forward : replicas_[rank]->throws_backward) = op.value;
+    try {
+      run(rank, {OpKind::kForward, 0, kByHandle}).backward();
+    } catch (const UserError&) {
+    }
+    replicas_[rank]->throws_forward = replicas_[rank]->throws_backward = -1;
+    for (Tensor& param : params_[rank]) param.mutable_grad().reset();
+  });
+}
+
+}  // namespace tessera::differential

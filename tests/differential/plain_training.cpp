@@ -1,0 +1,274 @@
+#include "differential/plain_training.h"
+
+#include <tessera/generator.h>
+
+#include <cmath>
+
+namespace tessera::differential {
+
+using torch::Tensor;
+
+PlainTraining::PlainTraining(const Program& program, const std::vector<Trace>& traces)
+    : program_(program), traces_(traces), seen_(program.ranks, 0) {
+  for (int rank = 0; rank < program.ranks; ++rank) {
+    replicas_.push_back(make_model(program, program.seed));
+    replicas_.back()->rank = rank;
+    names_.clear();
+    params_.emplace_back();
+    for (const NamedTensor& item : replicas_.back()->distinct()) {
+      names_.push_back(item.name);
+      params_.back().push_back(item.tensor);
+    }
+    if (rank == 0) {
+      for (const Tensor& param : params_[0]) made_.push_back(param.scalar_type());
+      for (size_t i = 0; i < made_.size(); ++i)
+        main_.push_back(params_[0][i].detach().to(main_dtype(i), false, /*copy=*/true));
+    }
+    for (Tensor& param : params_.back())
+      param.set_data(param.detach().to(used_dtype(param.scalar_type())));
+    for (Tensor& buffer : replicas_.back()->buffers()) {
+      if (buffer.is_floating_point() && program.plan.precision.buffer_dtype)
+        buffer.set_data(buffer.to(*program.plan.precision.buffer_dtype));
+    }
+    manual_seed(random_seed_of(program, rank));
+    random_.push_back(default_generator().get_state());
+  }
+  waiting_.assign(program.ranks, std::vector<Tensor>(main_.size()));
+  losses_.resize(program.ranks);
+  if (const auto dtype = narrow_sums(program)) narrow_.emplace(*dtype, program.ranks);
+  if (program.scale > 0) scaler_.emplace(program.scale, program.optimizers.size());
+  check_accepted();
+  for (size_t i = 0; i < program.optimizers.size(); ++i) {
+    optimizers_.push_back(make_optimizer(program.optimizers[i], parameters_of_optimizer(i)));
+    schedules_.push_back(make_schedule(program.optimizers[i], *optimizers_.back()));
+  }
+}
+
+std::vector<Tensor> PlainTraining::parameters_of_optimizer(size_t index) const {
+  std::vector<Tensor> own;
+  for (const size_t number : parameters_of(program_, index, main_.size()))
+    own.push_back(main_[number]);
+  return own;
+}
+
+// See docs/guide/errors.md.
+void PlainTraining::check_accepted() const {
+  const ShardPlan& plan = program_.plan;
+  const auto sent = plan.precision.reduce_dtype;
+  if (narrow_ && program_.shard_size > 0) throw Refused("can't go with replicate_group");
+  if (narrow_ && plan.precision.error_feedback && plan.bucket_bytes > 0)
+    throw Refused("can't go with bucket_bytes");
+  for (size_t i = 0; i < main_.size(); ++i) {
+    const at::ScalarType used = used_dtype(made_[i]), main = main_dtype(i);
+    const auto is_narrow = [](at::ScalarType dtype) {
+      return dtype == at::kBFloat16 || dtype == at::kHalf;
+    };
+    const auto has_blocks = [](at::ScalarType dtype) {
+      return dtype == at::kFloat || dtype == at::kBFloat16;
+    };
+    if (narrow_ && !(has_blocks(used) && has_blocks(main)))
+      throw Refused("is for elements of float and bfloat16");
+    const at::ScalarType from = narrow_ ? main : sent.value_or(used);
+    if (from != main && !(is_narrow(from) && main == at::kFloat) &&
+        !(from == at::kFloat && is_narrow(main)))
+      throw Refused("can't sum tensors of dtype");
+  }
+  for (const Optimizer& optimizer : program_.optimizers) {
+    if (optimizer.kind == "LBFGS") throw Refused("must be elementwise; got LBFGS");
+    if (optimizer.kind == "Lion" && !optimizer.declared && plan.partition != Partition::kWholeParam)
+      throw Refused("declare that: elementwise = true");
+  }
+}
+
+// Frozen parameters get masters of the plan's dtype when they are trained.
+at::ScalarType PlainTraining::main_dtype(size_t param) const {
+  const auto wider = [](at::ScalarType a, at::ScalarType b) {
+    return c10::elementSize(b) > c10::elementSize(a) ? b : a;
+  };
+  const at::ScalarType own = wider(made_[param], used_dtype(made_[param]));
+  const auto master = program_.plan.precision.master_dtype;
+  return master && params_[0][param].requires_grad() ? wider(own, *master) : own;
+}
+
+// The loss of a rank's batch.
+Tensor PlainTraining::run(int rank, const Op& op) {
+  auto [x, y] = batch_of(program_, op.value, rank);
+  const auto& precision = program_.plan.precision;
+  if (op.how & kByHandle && precision.param_dtype && precision.cast_inputs)
+    x = x.to(*precision.param_dtype);
+  return loss_of(replicas_[rank]->forward(x), y, op);
+}
+
+void PlainTraining::forward(const Op& op) {
+  if (program_.plan.sync_buffers && op.how & kByHandle && !(op.how & kNoSync)) {
+    const auto first = replicas_[0]->buffers();
+    for (const auto& replica : replicas_)
+      for (size_t i = 0; i < first.size(); ++i) write(replica->buffers()[i], first[i]);
+  }
+  for_each_rank([&](int rank) {
+    losses_[rank] = run(rank, op);
+    compare(rank, "loss", losses_[rank]);
+  });
+}
+
+// Moves a gradient of a rank's replica to those that wait to be sent, in the dtype of messages.
+void PlainTraining::wait_to_send(int rank, size_t param) {
+  Tensor& grad = params_[rank][param].mutable_grad();
+  if (!grad.defined()) return;
+  const ShardPlan& plan = program_.plan;
+  const auto sent =
+      narrow_ ? grad.scalar_type() : plan.precision.reduce_dtype.value_or(grad.scalar_type());
+  const bool widens = c10::elementSize(sent) > c10::elementSize(grad.scalar_type());
+  if (plan.predivide != 1) grad = (widens ? grad.to(sent) : grad).div(plan.predivide);
+  Tensor& waiting = waiting_[rank][param];
+  if (!waiting.defined()) waiting = torch::zeros_like(grad, at::dtype(sent));
+  waiting.add_(grad);
+  grad.reset();
+}
+
+void PlainTraining::backward(const Op& op) {
+  for_each_rank([&](int rank) {
+    const Tensor loss = std::exchange(losses_[rank], {});
+    (scaler_ ? scaler_->scaled(loss) : loss).backward();
+    torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < main_.size(); ++i) wait_to_send(rank, i);
+  });
+  if ((op.how & 1) == 0) reduce();
+}
+
+// The sum of some ranks' gradients.
+Tensor PlainTraining::sum(size_t param, int first, int count, bool is_live) const {
+  Tensor total;
+  for (int rank = first; rank < first + count; ++rank) {
+    const Tensor& own = waiting_[rank][param];
+    const Tensor term = own.defined() ? own : torch::zeros_like(params_[0][param]);
+    const auto dtype = at::promoteTypes(term.scalar_type(), at::kFloat);
+    total = total.defined() ? total.add(term.to(dtype)) : term.to(dtype);
+  }
+  const ShardPlan& plan = program_.plan;
+  const double factor = plan.predivide / (plan.average ? program_.ranks : 1);
+  if (factor != 1) total = total.mul(factor);
+  if (is_live) total = main_[param].grad().to(total.scalar_type()).add(total);
+  return total.to(main_[param].scalar_type());
+}
+
+void PlainTraining::sum_ranks(size_t param) {
+  Tensor& grad = main_[param].mutable_grad();
+  const int group = program_.shard_size;
+  const bool is_live = grad.defined();
+  if (group == 0 || group == program_.ranks) {
+    grad = sum(param, 0, program_.ranks, is_live);
+    return;
+  }
+  const auto wide = at::promoteTypes(main_[param].scalar_type(), at::kFloat);
+  Tensor total;
+  for (int first = 0; first < program_.ranks; first += group) {
+    const Tensor part = sum(param, first, group, false).to(wide);
+    total = total.defined() ? total.add(part) : part;
+  }
+  total = total.to(main_[param].scalar_type());
+  grad = is_live ? grad.add(total) : total;
+}
+
+void PlainTraining::reduce() {
+  torch::NoGradGuard no_grad;
+  std::vector<size_t> used;
+  for (size_t i = 0; i < main_.size(); ++i) {
+    if (std::any_of(waiting_.begin(), waiting_.end(), [&](auto& own) { return own[i].defined(); }))
+      used.push_back(i);
+  }
+  for (const size_t i : used) sum_ranks(i);
+  if (!used.empty()) is_zeroed_ = false;
+  if (narrow_) take_narrow_sums(used);
+  for (auto& own : waiting_)
+    for (Tensor& grad : own) grad.reset();
+}
+
+// What the ranks have is taken over.
+void PlainTraining::take_narrow_sums(const std::vector<size_t>& params) {
+  const auto largest = [](const Tensor& grad) {
+    return grad.defined() && grad.numel() > 0 ? grad.abs().max().item<double>() : 0.0;
+  };
+  const ShardPlan& plan = program_.plan;
+  double off = 0, most_sum = 0;
+  for (int rank = 0; rank < program_.ranks; ++rank) {
+    double most = 0;
+    for (const Tensor& grad : waiting_[rank]) most = std::max(most, largest(grad));
+    off += narrow_->add(rank, most);
+  }
+  off *= plan.predivide / (plan.average ? program_.ranks : 1);
+  for (const size_t i : params) most_sum = std::max(most_sum, largest(main_[i].grad()) + off);
+  if (plan.level == ShardLevel::kNone) off += narrow_->add(program_.ranks, most_sum);
+  off += 4 * program_.ranks * 0x1p-24 * most_sum;  // of sums of rounded numbers, in float
+  for (size_t i = 0; i < main_.size(); ++i) {
+    if (!main_[i].grad().defined()) continue;
+    const Tensor got =
+        compare_all("gradient", main_[i].grad(), torch::full_like(main_[i], off, torch::kDouble));
+    main_[i].mutable_grad() = got.clone();
+  }
+}
+
+void PlainTraining::zero_grad(const Op& op) {
+  if (op.how == 2) is_zeroed_ = true;
+  std::vector<size_t> numbers;
+  if (op.how == 0 || op.how == 4) {
+    numbers = parameters_of(program_, op.value, main_.size());
+  } else {
+    for (size_t i = 0; i < main_.size(); ++i) numbers.push_back(i);
+  }
+  for (const size_t i : numbers) {
+    Tensor& grad = main_[i].mutable_grad();
+    if (op.how == 2 && grad.defined()) {
+      grad = torch::zeros_like(grad);
+    } else {
+      grad.reset();
+    }
+    for (auto& own : waiting_) {
+      if (op.how == 2 && own[i].defined()) {
+        own[i].zero_();
+      } else {
+        own[i].reset();
+      }
+    }
+  }
+}
+
+void PlainTraining::clip(const Op& op) {
+  torch::NoGradGuard no_grad;
+  if (scaler_) scaler_->unscale(op.value, parameters_of_optimizer(op.value), has_gradient());
+  const double type = norm_type_of(op);
+  double total = 0;
+  int64_t most = 1, all = 0;
+  for (const Tensor& param : main_) {
+    if (!param.grad().defined() || param.numel() == 0) continue;
+    most = std::max(most, param.numel());
+    all += param.numel();
+    const Tensor size = param.grad().to(torch::kDouble).abs();
+    if (std::isinf(type)) {
+      const double own = size.max().item<double>();
+      total = std::isnan(own) || std::isnan(total) ? NAN : std::max(total, own);
+    } else {
+      total += size.pow(type).sum().item<double>();
+    }
+  }
+  const double bound = norm_bound(total, type, most, all);
+  if (!std::isinf(type)) total = std::pow(total, 1 / type);
+  const double norm = compare_all("norm", number(total), number(bound)).item<double>();
+  const double factor = kMaxNorm / (norm + 1e-6);
+  for (Tensor& param : main_) {
+    if (param.grad().defined() && !(factor >= 1)) param.mutable_grad().mul_(factor);
+  }
+}
+
+void PlainTraining::publish(size_t param) {
+  for (auto& replica : params_) write(replica[param], main_[param]);
+}
+
+void train_plain(const Program& program, const std::vector<Trace>& ranks, int limit, int& at) {
+  at = -1;
+  PlainTraining training(program, ranks);
+  training.set_position(at);
+  train(program, training, limit, at);
+}
+
+}  // namespace tessera::differential

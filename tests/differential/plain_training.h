@@ -1,0 +1,127 @@
+#pragma once
+
+#include <tessera/generator.h>
+
+#include <map>
+#include <optional>
+
+#include "differential/bounds.h"
+#include "differential/plain_scaler.h"
+#include "differential/state_items.h"
+#include "differential/training.h"
+
+namespace tessera::differential {
+
+/// All ranks' training in plain LibTorch. Each rank has a replica of the model, for its gradients,
+/// buffers and random numbers. The optimizers step one further copy of the parameters, in the dtype
+/// of master weights, which is then copied into the replicas.
+class PlainTraining : public Training {
+ public:
+  PlainTraining(const Program& program, const std::vector<Trace>& traces);
+
+  void forward(const Op& op) override;
+  void backward(const Op& op) override;
+  void zero_grad(const Op& op) override;
+  void clip(const Op& op) override;
+  void clamp_grad(const Op& op) override {
+    torch::NoGradGuard no_grad;
+    torch::Tensor& grad = main_[op.value % main_.size()].mutable_grad();
+    if (grad.defined()) grad.clamp_(-0.125, 0.125);
+  }
+  void step(const Op& op) override;
+  void advance_schedule(const Op& op) override {
+    if (schedules_[op.value]) schedules_[op.value]->step();
+  }
+  void evaluate(const Op& op) override;
+  void rewrite_state() override {
+    for (size_t i = 0; i < main_.size(); ++i) {
+      write(main_[i], params_[0][i]);
+      publish(i);
+    }
+  }
+  void edit_parameter(const Op& op) override;
+  void average(const Op& op) override;
+  void save(const Op& op) override;
+  void load() override;
+  void throw_in(const Op& op) override;
+  void thaw() override;
+  void reduce() override;
+  void finish() override { compare_state(); }
+  void set_position(const int& at) { at_ = &at; }
+
+ private:
+  static size_t index_of(const std::vector<torch::Tensor>& tensors, const torch::Tensor& tensor) {
+    const auto is_same = [&](const torch::Tensor& other) { return other.is_same(tensor); };
+    return std::find_if(tensors.begin(), tensors.end(), is_same) - tensors.begin();
+  }
+  static void write(const torch::Tensor& to, const torch::Tensor& from) {
+    torch::NoGradGuard no_grad;
+    torch::Tensor(to).copy_(from.detach());
+  }
+  // Calls `f` with each rank that has not finished, which draws from its own random numbers.
+  template <class F>
+  void for_each_rank(const F& f) {
+    auto generator = default_generator();
+    for (int rank = 0; rank < program_.ranks; ++rank) {
+      if (!program_.ends.empty() && *at_ >= program_.ends[rank]) continue;
+      generator.set_state(random_[rank]);
+      f(rank);
+      random_[rank] = generator.get_state();
+    }
+  }
+  torch::Tensor run(int rank, const Op& op);
+  at::ScalarType used_dtype(at::ScalarType dtype) const {
+    return program_.plan.precision.param_dtype.value_or(dtype);
+  }
+  at::ScalarType main_dtype(size_t param) const;
+  void wait_to_send(int rank, size_t param);
+  torch::Tensor sum(size_t param, int first, int count, bool is_live) const;
+  void sum_ranks(size_t param);
+  void take_narrow_sums(const std::vector<size_t>& params);
+  void check_accepted() const;
+  std::vector<torch::Tensor> parameters_of_optimizer(size_t index) const;
+  bool has_gradient() const;
+  bool begins_step(const Op& op);
+  void step_fused(const Op& op);
+  void publish(size_t param);
+  void compare_state(const std::map<std::string, torch::Tensor>& bounds = {});
+  torch::Tensor compare(int rank, const std::string& name, const torch::Tensor& value,
+                        const torch::Tensor& bound = {});
+  torch::Tensor compare_all(const std::string& name, const torch::Tensor& value,
+                            const torch::Tensor& bound = {}) {
+    torch::Tensor got;
+    for (int rank = 0; rank < program_.ranks; ++rank) got = compare(rank, name, value, bound);
+    return got;
+  }
+  static torch::Tensor number(double value) { return torch::scalar_tensor(value, torch::kDouble); }
+
+  struct Saved {
+    std::vector<torch::Tensor> main, random;
+    std::vector<std::vector<torch::Tensor>> buffers;  // by rank
+    std::optional<OptimizerStateDict> optimizer;
+    std::vector<unsigned> schedule_steps;
+    std::optional<PlainScaler> scaler;
+  };
+
+  const Program& program_;
+  const std::vector<Trace>& traces_;
+  const int* at_ = nullptr;   // the operation that is run
+  std::vector<size_t> seen_;  // items of each rank's trace that were compared
+  std::vector<std::shared_ptr<Model>> replicas_;
+  std::vector<std::vector<torch::Tensor>> params_;  // of each replica
+  std::vector<std::string> names_;                  // of parameters
+  std::vector<at::ScalarType> made_;                // dtypes of the parameters as they were made
+  std::vector<torch::Tensor> main_;
+  std::vector<std::vector<torch::Tensor>> waiting_;  // gradients that were not sent, by rank
+  std::vector<torch::Tensor> losses_;
+  std::vector<torch::Tensor> random_;  // state of each rank's generator
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers_;
+  std::vector<std::unique_ptr<Schedule>> schedules_;
+  std::vector<torch::Tensor> averages_;
+  std::optional<NarrowSums> narrow_;
+  std::optional<PlainScaler> scaler_;
+  std::optional<Saved> saved_;
+  bool is_zeroed_ = false;  // gradients, and no backward has been since
+};
+
+}  // namespace tessera::differential

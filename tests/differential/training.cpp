@@ -1,0 +1,274 @@
+#include "differential/training.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <tessera/activation_checkpoint.h>
+#include <tessera/cpu_adam.h>
+#include <tessera/generator.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+
+namespace tessera::differential {
+namespace {
+
+using torch::Tensor;
+namespace optim = torch::optim;
+
+// A user's own optimizer: elementwise, with state.
+struct Lion : optim::SGD {
+  using optim::SGD::SGD;
+  Tensor step(LossClosure closure = nullptr) override {
+    for (auto& group : param_groups()) {
+      const double lr = group.options().get_lr();
+      for (const Tensor& param : group.params()) {
+        if (!param.grad().defined()) continue;
+        at::NoGradGuard no_grad;
+        Tensor& kept = momentum_of(param);
+        const Tensor direction = (kept * 0.875 + param.grad() * 0.125).sign();
+        kept.mul_(0.75).add_(param.grad() * 0.25);
+        param.sub_(direction * lr);
+      }
+    }
+    return {};
+  }
+  Tensor& momentum_of(const Tensor& param) {
+    auto& state = this->state()[param.unsafeGetTensorImpl()];
+    if (!state) {
+      auto fresh = std::make_unique<optim::SGDParamState>();
+      fresh->momentum_buffer(torch::zeros_like(param));
+      state = std::move(fresh);
+    }
+    return static_cast<optim::SGDParamState&>(*state).momentum_buffer();
+  }
+};
+
+template <class Made, class Options>
+std::unique_ptr<optim::Optimizer> make_groups(const Optimizer& spec, const Options& options,
+                                              const std::vector<Tensor>& parameters) {
+  std::vector<std::vector<Tensor>> members(spec.groups);
+  for (size_t i = 0; i < parameters.size(); ++i) members[i % spec.groups].push_back(parameters[i]);
+  std::vector<optim::OptimizerParamGroup> groups;
+  double lr = spec.lr;
+  for (auto& group : members) {
+    auto own = std::make_unique<Options>(options);
+    own->set_lr(lr);
+    groups.emplace_back(std::move(group), std::move(own));
+    lr /= 2;
+  }
+  return std::make_unique<Made>(std::move(groups), options);
+}
+
+}  // namespace
+
+Model::Model(const Program& program) : program(program) {
+  for (const Layer& layer : program.layers) {
+    blocks.push_back(block_classes().at(layer.kind).make(program.width));
+    blocks.back()->to(layer.dtype);
+    for (Tensor& param : blocks.back()->parameters()) param.requires_grad_(!layer.frozen);
+  }
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (program.layers[i].tied >= 0) blocks[i]->tie(*blocks[program.layers[i].tied]);
+  }
+  for (const int i : program.registration) register_module("l" + std::to_string(i), blocks[i]);
+}
+
+// A layer computes in the dtype of its parameters.
+static Tensor input_of(const Block& block, const Tensor& x) {
+  const auto parameters = block.parameters();
+  return parameters.empty() ? x : x.to(parameters[0].scalar_type());
+}
+
+Tensor Model::forward(Tensor x) {
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    const Layer& layer = program.layers[i];
+    if (throws_forward == static_cast<int>(i)) throw UserError();
+    if ((layer.ranks >> rank & 1) == 0) continue;
+    for (int time = 0; time < layer.times; ++time) {
+      const Tensor in = input_of(*blocks[i], x);
+      const auto call = [block = blocks[i]](Tensor x) { return block->forward(x); };
+      const Tensor out = layer.checkpoint && recomputes ? checkpoint(call, in) : call(in);
+      x = layer.residual ? x + out.to(x.scalar_type()) : out.to(x.scalar_type());
+    }
+    if (throws_backward == static_cast<int>(i) && x.requires_grad())
+      x.register_hook([](const Tensor&) -> Tensor { throw UserError(); });
+  }
+  return x;
+}
+
+std::vector<NamedTensor> Model::distinct() const {
+  std::vector<NamedTensor> result;
+  for (const auto& item : named_parameters()) {
+    const auto is_same = [&](const NamedTensor& other) {
+      return other.tensor.is_same(item.value());
+    };
+    if (std::none_of(result.begin(), result.end(), is_same))
+      result.push_back({item.key(), item.value()});
+  }
+  return result;
+}
+
+std::shared_ptr<Model> make_model(const Program& program, uint64_t start) {
+  manual_seed(start);
+  return std::make_shared<Model>(program);
+}
+
+Tensor loss_of(const Tensor& out, Tensor target, const Op& forward) {
+  if (forward.how & kInfinite) target.fill_(std::numeric_limits<float>::infinity());
+  return torch::mse_loss(out.to(torch::kFloat), target);
+}
+
+std::unique_ptr<optim::Optimizer> make_optimizer(const Optimizer& spec,
+                                                 const std::vector<Tensor>& parameters) {
+  const auto betas = std::make_tuple(spec.momentum, spec.beta2);
+  const auto& [kind, lr, decay, momentum, beta2, eps, flag, groups, reversed, fused, schedule,
+               declared] = spec;
+  if (kind == "SGD" || kind == "Lion") {
+    const auto options =
+        optim::SGDOptions(lr).momentum(momentum).weight_decay(decay).nesterov(flag && momentum > 0);
+    if (kind == "Lion") return make_groups<Lion>(spec, options, parameters);
+    return make_groups<optim::SGD>(spec, options, parameters);
+  }
+  if (kind == "Adam")
+    return make_groups<optim::Adam>(
+        spec, optim::AdamOptions(lr).betas(betas).eps(eps).weight_decay(decay).amsgrad(flag),
+        parameters);
+  if (kind == "AdamW")
+    return make_groups<optim::AdamW>(
+        spec, optim::AdamWOptions(lr).betas(betas).eps(eps).weight_decay(decay).amsgrad(flag),
+        parameters);
+  if (kind == "CPUAdam")
+    return make_groups<CPUAdam>(
+        spec, CPUAdamOptions(lr).betas(betas).eps(eps).weight_decay(decay).adamw_mode(flag),
+        parameters);
+  if (kind == "Adagrad")
+    return make_groups<optim::Adagrad>(
+        spec, optim::AdagradOptions(lr).lr_decay(momentum).weight_decay(decay).eps(eps),
+        parameters);
+  if (kind == "RMSprop")
+    return make_groups<optim::RMSprop>(spec,
+                                       optim::RMSpropOptions(lr)
+                                           .alpha(beta2)
+                                           .eps(eps)
+                                           .weight_decay(decay)
+                                           .momentum(momentum)
+                                           .centered(flag),
+                                       parameters);
+  return std::make_unique<optim::LBFGS>(parameters, optim::LBFGSOptions(lr));
+}
+
+std::unique_ptr<Schedule> make_schedule(const Optimizer& spec, optim::Optimizer& optimizer) {
+  if (!spec.schedule) return nullptr;
+  return std::make_unique<Schedule>(optimizer, warmup_cosine({.warmup = 2, .steps = 6}));
+}
+
+std::vector<size_t> parameters_of(const Program& program, size_t index, size_t count) {
+  std::vector<size_t> numbers;
+  for (size_t i = index; i < count; i += program.optimizers.size()) numbers.push_back(i);
+  if (program.optimizers[index].reversed) std::reverse(numbers.begin(), numbers.end());
+  return numbers;
+}
+
+std::pair<Tensor, Tensor> batch_of(const Program& program, int number, int rank) {
+  const auto generator = at::detail::createCPUGenerator(program.seed + 1000 * number + rank);
+  const int64_t rows = program.rows + (program.uneven_rows ? rank : 0);
+  const Tensor x = torch::randn({rows, program.width}, generator);
+  const Tensor y = torch::randn({rows, program.width}, generator);
+  return {x.to(program.dtype), y};
+}
+
+void edit(Tensor parameter, int how) {
+  torch::NoGradGuard no_grad;
+  if (how == 0) parameter.mul_(0.5);
+  if (how == 1) parameter.clamp_(-0.25, 0.25);
+  if (how == 2) parameter.fill_(0.125);
+  if (how == 3) parameter.copy_(parameter * 2);
+  if (how == 4 && parameter.dim() > 0 && parameter.size(0) > 0) parameter.select(0, 0).zero_();
+}
+
+double norm_type_of(const Op& clip) {
+  constexpr double kTypes[] = {2, 1, std::numeric_limits<double>::infinity(), 3};
+  return kTypes[clip.how];
+}
+
+uint64_t random_seed_of(const Program& program, int rank) { return 10 * program.seed + rank; }
+
+std::string directory_of(const Program& program) {
+  return c10::str(std::filesystem::temp_directory_path().string(), "/tessera_differential_",
+                  getpid(), "_", program.seed);
+}
+
+std::optional<at::ScalarType> narrow_sums(const Program& program) {
+  const auto dtype = program.plan.precision.reduce_dtype;
+  return dtype && c10::elementSize(*dtype) == 1 ? dtype : std::nullopt;
+}
+
+int length_of(const Program& program) {
+  const auto& ends = program.ends;
+  return ends.empty() ? static_cast<int>(program.ops.size())
+                      : *std::max_element(ends.begin(), ends.end());
+}
+
+void train(const Program& program, Training& training, int limit, int& at) {
+  const int count = length_of(program);
+  for (at = 0; at < count && at <= limit; ++at) {
+    Op op = program.ops[at];
+    const bool is_of_optimizer = op.kind == OpKind::kZeroGrad || op.kind == OpKind::kClip ||
+                                 op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;
+    if (is_of_optimizer) op.value %= static_cast<int>(program.optimizers.size());
+    switch (op.kind) {
+      case OpKind::kForward:
+        training.forward(op);
+        break;
+      case OpKind::kBackward:
+        training.backward(op);
+        break;
+      case OpKind::kZeroGrad:
+        training.zero_grad(op);
+        break;
+      case OpKind::kClip:
+        training.clip(op);
+        break;
+      case OpKind::kClampGrad:
+        training.clamp_grad(op);
+        break;
+      case OpKind::kStep:
+        training.step(op);
+        break;
+      case OpKind::kSchedule:
+        training.advance_schedule(op);
+        break;
+      case OpKind::kEvaluate:
+        training.evaluate(op);
+        break;
+      case OpKind::kFullState:
+        training.rewrite_state();
+        break;
+      case OpKind::kEdit:
+        training.edit_parameter(op);
+        break;
+      case OpKind::kAverage:
+        training.average(op);
+        break;
+      case OpKind::kSave:
+        training.save(op);
+        break;
+      case OpKind::kLoad:
+        training.load();
+        break;
+      case OpKind::kThrow:
+        training.throw_in(op);
+        break;
+      case OpKind::kThaw:
+        training.thaw();
+        break;
+      case OpKind::kReduce:
+        training.reduce();
+        break;
+    }
+  }
+  if (limit >= count) training.finish();
+}
+
+}  // namespace tessera::differential
