@@ -1,10 +1,15 @@
 #include "access/residency.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <bit>
 
+#include "group/differing_order.h"
 #include "group/progress.h"
 
 namespace tessera {
@@ -19,10 +24,17 @@ namespace tessera {
 // that uses a unit executes the plan up to the next position of that unit, and executes the rest at
 // the end of backward: every rank runs the plan's sequence of gathers, whichever units it used.
 //
-// A use that the order does not expect is served by a gather on demand. That is right if all ranks
-// have that use; the order is then learned anew at the end of the pass. If only one rank has it,
-// its wait times out and the error names the unit. (In the first pass, where uses out of
-// registration order are usual, ranks may differ only in the uses in between.)
+// A rank that uses a unit which the order does not expect, or not any more, asks for it: it first
+// executes the rest of the plan, and then takes part in the agreement in which the other ranks end
+// their backwards (Reducer::ask). A vote says that it is not at its own end, and all ranks gather
+// the unit and agree again, until no rank asks. All further uses of the pass on this rank are asked
+// for. No rank waits in vain: the sequence of a pass, the planned gathers and then agreements with
+// the gathers that they decide on, is the same on all ranks, and a rank waits at a place of it only
+// until the others come to that place. The rank that is farthest behind therefore never waits, and
+// it comes to its end, as its forward and backward wait for nothing else.
+//
+// Outside of passes, and where the user reduces gradients, there is no such agreement: a use that
+// the order does not expect is served by a gather on demand, and all ranks must have that use.
 //
 // A pass ends with its backward. Grad mode alone does not tell which uses belong to a pass: layers
 // read their weights under no_grad (norms, statistics), and frozen parts run under it. So:
@@ -36,10 +48,14 @@ namespace tessera {
 //   of the order where the pass does not expect it: that is an evaluation between forward and
 //   backward. It has a cursor of its own, ends at the next use with gradients, and leaves the units
 //   of the pass where they are.
+//
+// What ranks used in a pass is merged with what they used before (OrderHistory), so that ranks
+// which use other parts of the model in each pass find their uses in the order after some passes.
 namespace {
 
 // Evaluation in grad mode, without a backward, must not grow the record without bound.
 constexpr size_t kLongestRecord = 100'000;
+constexpr size_t kListedUses = 32;  // in errors
 
 bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
@@ -47,10 +63,11 @@ bool in_training() { return at::GradMode::is_enabled() || in_backward(); }
 
 }  // namespace
 
-Residency::Residency(std::vector<Unit*> units, const Limits& limits)
+Residency::Residency(std::vector<Unit*> units, const Limits& limits, Ask ask)
     : units_(std::move(units)),
       limits_(limits),
       next_limits_(limits),
+      ask_(std::move(ask)),
       ahead_(units_.size(), false) {
   for (const Unit* unit : units_) {
     any_frees_ |= unit->frees();
@@ -80,10 +97,30 @@ void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
   running_.enter(units, writes && several_ranks_, /*frees=*/any_frees_ && held_ == 0);
   try {
     use(units);
+  } catch (c10::DistBackendError& error) {
+    running_.leave();
+    if (tells_differing_order(error.what_without_backtrace())) error.add_context(orders_text());
+    throw;
   } catch (...) {
     running_.leave();
     throw;
   }
+}
+
+std::string Residency::orders_text() const {
+  const auto names = [&](const UseOrder& order) {
+    std::vector<std::string> listed;
+    for (size_t i = 0; i < std::min(order.size(), kListedUses); ++i)
+      listed.push_back(units_[order[i]]->layout().name);
+    if (order.size() > kListedUses) listed.emplace_back("...");
+    return fmt::format("{}", fmt::join(listed, ", "));
+  };
+  return fmt::format(
+      "[tessera] all ranks must gather units in the order of use that they share: {}; this rank "
+      "has used {}. In training, they may use units in any order, unless the user reduces "
+      "gradients. Elsewhere, as in an evaluation, they may only leave units out",
+      names(trains_ ? order_.joined() : order_.forward),
+      names(trains_ ? used_.joined() : prelude_));
 }
 
 void Residency::on_used() noexcept {
@@ -144,10 +181,11 @@ void Residency::use_one(Unit& unit) {
   last_trained_ = trains;
   if (held_ == 0 && any_frees_) {
     Cursor& cursor = cursor_for(unit, trains);
-    if (trains_ && &cursor == &training_) record(unit);
-    const bool expected = advance(cursor, unit.index());
+    const bool is_in_pass = trains_ && &cursor == &training_;
+    if (is_in_pass) record(unit);
+    const bool expected = !asks_ && advance(cursor, unit.index());
     if (!trains_) append_use(prelude_, unit.index());
-    if (!expected && trains_ && &cursor == &training_) deviated_ = true;
+    if (!expected && is_in_pass) leave_order(unit);
     if (!expected && unit.frees()) postponed_.push_back(&unit);
   } else if (trains) {
     record(unit);
@@ -162,7 +200,7 @@ Residency::Cursor& Residency::cursor_for(const Unit& unit, bool trains) {
   if (trains) {
     end_sweep();
     if (!trains_) begin_pass(unit);
-  } else if (trains_ && (sweep_.position >= 0 || begins_sweep(unit))) {
+  } else if (trains_ && !asks_ && (sweep_.position >= 0 || begins_sweep(unit))) {
     begin_sweep();
     return sweep_;
   }
@@ -221,6 +259,11 @@ void Residency::finish_evaluation() {
   if (limits_.resident_bytes >= 0) free_all();
 }
 
+void Residency::begin_evaluation() {
+  const auto guard = lock();
+  if (!trains_ && held_ == 0 && any_frees_) finish_evaluation();
+}
+
 // Executes the rest of the plan after the last use, as all ranks do.
 void Residency::finish(Cursor& cursor) {
   if (cursor.position < 0) return;
@@ -261,6 +304,31 @@ bool Residency::advance(Cursor& cursor, int unit) {
   return true;
 }
 
+// The pass goes on with a use that the order does not expect.
+void Residency::leave_order(Unit& unit) {
+  deviated_ = true;
+  if (!ask_) return;
+  if (!std::exchange(asks_, true)) {
+    const ptrdiff_t size = std::ssize(training_.order);
+    execute(training_, training_.position + 1, size);
+    training_.position = size - 1;
+  }
+  if (unit.state() != Unit::State::kSharded) return;
+  asked_ = unit.index();
+  ask_(asked_);
+  asked_ = -1;
+}
+
+void Residency::serve(const std::vector<int>& units) {
+  const auto guard = lock();
+  for (const int index : units) {
+    Unit& unit = *units_[index];
+    const bool is_needed = unit.state() != Unit::State::kSharded || index == asked_;
+    unit.unshard();
+    if (!is_needed && unit.frees()) unit.reshard();
+  }
+}
+
 void Residency::execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to) {
   for (ptrdiff_t p = from; p < to; ++p) {
     for (const int unit : cursor.steps[p].free) free(*units_[unit]);
@@ -295,7 +363,7 @@ void Residency::free_all() {
 
 void Residency::restart() {
   training_.position = sweep_.position = -1;
-  trains_ = false;
+  trains_ = asks_ = false;
   prelude_.clear();
   last_ = nullptr;
   postponed_.clear();
@@ -305,6 +373,7 @@ void Residency::restart() {
 
 void Residency::end_pass() {
   const auto guard = lock();
+  if (is_sparse()) ++sparse_passes_;
   if (held_ > 0 || !any_frees_) return;
   free_released();
   end_sweep();
@@ -324,9 +393,15 @@ bool Residency::wants_to_learn() const {
   if (!learned_) return true;
   // A second backward of the same forward says nothing about the next pass.
   if (used_.forward.empty()) return false;
-  // Far fewer uses than expected: the order was learned in an unusual pass.
+  // Where ranks always use parts of the order, learning again is of no use: ever more rarely.
+  return deviated_ || (is_sparse() && std::has_single_bit(sparse_passes_));
+}
+
+// True if there were far fewer uses than expected: the order may have been learned in an unusual
+// pass.
+bool Residency::is_sparse() const {
   const size_t uses = used_.forward.size() + used_.backward.size();
-  return deviated_ || (4 * uses < 3 * training_.order.size() && used_ != mine_);
+  return 4 * uses < 3 * training_.order.size() && used_ != mine_;
 }
 
 void Residency::forget_pass() {
@@ -336,13 +411,14 @@ void Residency::forget_pass() {
   last_ = nullptr;  // the next use begins a pass, even if it is of the same unit
 }
 
-void Residency::learn(const PassOrder& pass) {
-  order_ = pass;
+void Residency::learn(std::vector<PassOrder> ranks) {
+  history_.add(std::move(ranks));
+  const PassOrder known = std::exchange(order_, history_.merged(order_));
   mine_ = used_;
   std::vector<int> trainable;
   for (const Unit* unit : units_)
     if (unit->layout().slots.front().requires_grad) trainable.push_back(unit->index());
-  insert_missing(order_, trainable);
+  insert_missing(order_, trainable, known.forward);
   plan();
   learned_ = true;
   deviated_ = false;

@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "access/running_operators.h"
@@ -25,7 +27,12 @@ class Residency {
     bool operator==(const Limits&) const = default;
   };
 
-  Residency(std::vector<Unit*> units, const Limits& limits);
+  /// Makes all ranks gather a unit: they call `serve()` with it, this one within this call, the
+  /// others when they have ended their pass, or ask themselves.
+  using Ask = std::function<void(int unit)>;
+
+  /// Without `ask`, all ranks must use units that the order does not expect at the same time.
+  Residency(std::vector<Unit*> units, const Limits& limits, Ask ask = nullptr);
 
   /// Unshards `units`, which one operator uses together, and waits for them. Any thread may call
   /// it: see [Note: Several threads] in running_operators.cpp.
@@ -37,10 +44,18 @@ class Residency {
   /// Throws if an operator of another thread uses the model. Does nothing with a single rank.
   void check_unused(const char* call) const;
 
+  /// Called by all ranks where a forward of the handle without gradients begins: the evaluation
+  /// before it is over, if a pass is not under way.
+  void begin_evaluation();
+
   /// Called by all ranks at the end of backward: runs the planned gathers that this rank has not
   /// reached in this pass, so that all ranks have run the same ones, and frees units that are not
   /// to stay.
   void end_pass();
+
+  /// Called by all ranks, with equal arguments, when each has ended its pass or asks: gathers units
+  /// for which ranks have asked. Units that this rank does not need are freed.
+  void serve(const std::vector<int>& units);
 
   /// True until an order has been learned, and again if this pass did not fit the order.
   bool wants_to_learn() const;
@@ -50,8 +65,9 @@ class Residency {
   /// Number of unit uses outside of training since then. Counted only where units stay gathered
   /// because the ranks share their memory, so that no rank waits for one that skips a unit; else 0.
   int64_t uses_in_evaluation() const { return uses_in_evaluation_; }
-  /// Called by all ranks, with equal arguments: follows `pass` from the next pass on.
-  void learn(const PassOrder& pass);
+  /// Called by all ranks, with equal arguments: merges the ranks' orders in the pass that ends with
+  /// earlier ones, and follows the result from the next pass on.
+  void learn(std::vector<PassOrder> ranks);
   /// The order that training passes follow.
   const PassOrder& order() const { return order_; }
 
@@ -84,6 +100,7 @@ class Residency {
   };
 
   void use(const std::vector<Unit*>& units);
+  std::string orders_text() const;
   std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
@@ -101,6 +118,8 @@ class Residency {
   ptrdiff_t reach(const Cursor& cursor) const;
   ptrdiff_t find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const;
   bool advance(Cursor& cursor, int unit);
+  void leave_order(Unit& unit);
+  bool is_sparse() const;
   void execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to);
   void free_released();
   void gather(Unit& unit);
@@ -112,15 +131,20 @@ class Residency {
   std::vector<Unit*> units_;
   Limits limits_;
   Limits next_limits_;  // from the next step on
+  const Ask ask_;
   bool any_frees_ = false;
   bool several_ranks_ = false;
   bool stays_shared_ = false;  // would be freed if the ranks did not share their memory
   bool learned_ = false;
   bool deviated_ = false;
+  bool asks_ = false;  // this pass has left the order: its further uses are asked for
+  int asked_ = -1;     // the unit for which this rank asks now
+  uint64_t sparse_passes_ = 0;
   int held_ = 0;
   bool released_ = false;  // the last hold has ended, but not all units are freed yet
   bool trains_ = false;    // a use wanted gradients since the last `restart()`
   PassOrder order_;
+  OrderHistory history_;
   Cursor training_;   // evaluations between passes follow its forward part repeatedly
   Cursor sweep_;      // the same part, for an evaluation in the middle of a pass
   UseOrder prelude_;  // uses without gradients since the cursor left its start

@@ -2,10 +2,50 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <set>
+#include <utility>
 
 namespace tessera {
 namespace {
+
+constexpr size_t kRememberedPasses = 8;
+
+// A unit, and the number of its earlier uses in the pass.
+using Use = std::pair<int, int>;
+
+std::vector<Use> numbered(const UseOrder& order) {
+  std::map<int, int> count;
+  std::vector<Use> uses;
+  for (const int unit : order) uses.emplace_back(unit, count[unit]++);
+  return uses;
+}
+
+// Sorts the uses of the first of `passes`, each the orders of some ranks, and of as many after it
+// as do not contradict it. Returns nothing if the first contradicts itself.
+std::optional<UseOrder> sort_passes(const std::vector<std::vector<UseOrder>>& passes,
+                                    const UseOrder& known) {
+  for (size_t count = passes.size(); count > 0; --count) {
+    std::set<UseOrder> orders;  // most ranks have the same
+    for (size_t i = 0; i < count; ++i) orders.insert(passes[i].begin(), passes[i].end());
+    if (auto sorted = sort_uses({orders.begin(), orders.end()}, known)) return sorted;
+  }
+  return std::nullopt;
+}
+
+// Where ranks contradict each other, each rank's uses are sorted by themselves.
+UseOrder merge_passes(const std::vector<std::vector<UseOrder>>& passes, const UseOrder& known) {
+  if (auto sorted = sort_passes(passes, known)) return *sorted;
+  std::vector<UseOrder> of_ranks;
+  for (size_t rank = 0; rank < passes.front().size(); ++rank) {
+    std::vector<std::vector<UseOrder>> own;
+    for (const auto& ranks : passes) own.push_back({ranks[rank]});
+    of_ranks.push_back(sort_passes(own, known).value());
+  }
+  return merge_orders(of_ranks);
+}
+
+UseOrder reversed(const UseOrder& order) { return {order.rbegin(), order.rend()}; }
 
 // Shortest common supersequence by dynamic programming; among equally short ones, the one that
 // takes the lower unit first, which is where `insert_missing` would put it.
@@ -115,21 +155,78 @@ PassOrder registration_order(int units) {
   return pass;
 }
 
-void insert_missing(PassOrder& pass, const std::vector<int>& all) {
+void insert_missing(PassOrder& pass, const std::vector<int>& all, const UseOrder& known) {
   auto has = [](const UseOrder& order, int unit) {
     return std::find(order.begin(), order.end(), unit) != order.end();
   };
-  for (const int unit : all) {
-    if (has(pass.forward, unit) || has(pass.backward, unit)) continue;
-    int before = unit - 1;
-    while (before >= 0 && !has(pass.forward, before)) --before;
-    auto after = std::find(pass.forward.begin(), pass.forward.end(), before);
-    pass.forward.insert(before < 0 ? pass.forward.begin() : after + 1, unit);
+  int before = -1;  // the last one in `known` that `pass` has
+  for (const int unit : known) {
+    const bool is_missing = std::find(all.begin(), all.end(), unit) != all.end() &&
+                            !has(pass.forward, unit) && !has(pass.backward, unit);
+    const int previous = before;
+    if (is_missing || has(pass.forward, unit)) before = unit;
+    if (!is_missing) continue;
+    auto after = std::find(pass.forward.begin(), pass.forward.end(), previous);
+    pass.forward.insert(previous < 0 ? pass.forward.begin() : after + 1, unit);
     // In backward, it goes before the last use of that neighbour.
-    auto last = std::find(pass.backward.rbegin(), pass.backward.rend(), before);
+    auto last = std::find(pass.backward.rbegin(), pass.backward.rend(), previous);
     pass.backward.insert(last == pass.backward.rend() ? pass.backward.end() : last.base() - 1,
                          unit);
   }
+}
+
+std::optional<UseOrder> sort_uses(const std::vector<UseOrder>& orders, const UseOrder& known) {
+  std::map<Use, std::set<Use>> following;
+  std::map<Use, int> waits_for;  // how many uses come directly before
+  for (const UseOrder& order : orders) {
+    const Use* previous = nullptr;
+    const std::vector<Use> uses = numbered(order);
+    for (const Use& use : uses) {
+      following[use];
+      if (previous && following[*previous].insert(use).second) ++waits_for[use];
+      previous = &use;
+    }
+  }
+  std::map<Use, size_t> places;
+  for (const Use& use : numbered(known)) places.emplace(use, places.size());
+  std::set<std::pair<size_t, Use>> ready;
+  const auto add = [&](const Use& use) {
+    const auto place = places.find(use);
+    ready.emplace(place == places.end() ? places.size() : place->second, use);
+  };
+  for (const auto& [use, uses] : following)
+    if (waits_for[use] == 0) add(use);
+  UseOrder sorted;
+  size_t count = 0;
+  for (; !ready.empty(); ++count) {
+    const Use use = ready.extract(ready.begin()).value().second;
+    append_use(sorted, use.first);
+    for (const Use& next : following[use])
+      if (--waits_for[next] == 0) add(next);
+  }
+  if (count < following.size()) return std::nullopt;
+  return sorted;
+}
+
+void OrderHistory::add(std::vector<PassOrder> ranks) {
+  if (std::count(ranks.begin(), ranks.end(), ranks.front()) == std::ssize(ranks)) passes_.clear();
+  passes_.push_front(std::move(ranks));
+  if (passes_.size() > kRememberedPasses) passes_.pop_back();
+}
+
+PassOrder OrderHistory::merged(const PassOrder& known) const {
+  std::vector<std::vector<UseOrder>> forward, backward;
+  for (const auto& ranks : passes_) {
+    forward.emplace_back(), backward.emplace_back();
+    for (const PassOrder& pass : ranks) {
+      forward.back().push_back(pass.forward);
+      backward.back().push_back(reversed(pass.backward));
+    }
+  }
+  // Backward is sorted from its end: of two branches, it first meets the one that forward meets
+  // last.
+  return {merge_passes(forward, known.forward),
+          reversed(merge_passes(backward, reversed(known.backward)))};
 }
 
 std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vector<int64_t>& nbytes,

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <optional>
 #include <vector>
 
 namespace tessera {
@@ -28,9 +31,29 @@ struct PassOrder {
 /// The order assumed before any pass was recorded: registration order, then its reverse.
 PassOrder registration_order(int units);
 
-/// Inserts the units of `all` that `pass` lacks next to their neighbours in registration order, so
-/// that a rank that uses one of them for the first time finds it where the other ranks expect it.
-void insert_missing(PassOrder& pass, const std::vector<int>& all);
+/// Inserts the units of `all` that `pass` lacks next to their neighbours in `known`, an order of
+/// forward, so that a rank that uses one of them finds it where the other ranks expect it.
+void insert_missing(PassOrder& pass, const std::vector<int>& all, const UseOrder& known);
+
+/// Returns the shortest order that contains each of `orders` as a subsequence, if the first,
+/// second,
+/// ... use of a unit is one place for all of them; nothing if they contradict each other then. What
+/// they leave open is as in `known`.
+std::optional<UseOrder> sort_uses(const std::vector<UseOrder>& orders, const UseOrder& known);
+
+/// The orders in which the ranks used units in the passes from which they learned last.
+class OrderHistory {
+ public:
+  /// Adds a pass: the order of each rank. If the ranks do not differ, earlier passes are forgotten:
+  /// what one rank did in them says nothing about another.
+  void add(std::vector<PassOrder> ranks);
+  /// Returns an order that contains that of each rank in the latest pass, and in as many passes
+  /// before it as do not contradict it. What they leave open is as in `known`.
+  PassOrder merged(const PassOrder& known) const;
+
+ private:
+  std::deque<std::vector<PassOrder>> passes_;  // the latest first
+};
 
 /// Returns all units, sorted by their last entry in `arrivals` of gradients: then a unit's
 /// gradients are complete. Units that it lacks come last, in reverse registration.

@@ -1,6 +1,5 @@
 #include "grad/reducer.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
@@ -8,11 +7,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 #include <numeric>
 #include <thread>
 
 #include "device/device.h"
+#include "grad/backward_ends.h"
 #include "grad/capture_watch.h"
 #include "grad/grad_gate.h"
 #include "grad/longest_pause.h"
@@ -61,27 +60,6 @@ constexpr auto kPollInterval = std::chrono::microseconds(100);
 // wait for each other at every unit.
 constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
 
-// A rank reports a parameter as not used (0), used (1), or one of these.
-constexpr uint8_t kLate = 2;
-constexpr uint8_t kLostGate = 3;  // plus the rank that lost it
-
-uint8_t lost_gate_of(int rank) {
-  constexpr int kHighest = std::numeric_limits<uint8_t>::max();
-  return static_cast<uint8_t>(std::min(kLostGate + rank, kHighest));
-}
-
-// Encodes a vote as one byte; the ranks take the highest.
-uint8_t to_byte(const PassVote& vote) {
-  const auto attention = static_cast<uint8_t>(vote.attention);
-  return attention * (PassVote::kMostUses + 1) +
-         std::min(vote.uses_in_evaluation, PassVote::kMostUses);
-}
-
-PassVote to_vote(uint8_t byte) {
-  return {.attention = static_cast<Attention>(byte / (PassVote::kMostUses + 1)),
-          .uses_in_evaluation = static_cast<uint8_t>(byte % (PassVote::kMostUses + 1))};
-}
-
 // Returns this rank's part of a DistTensor's gradient. Usually the gradient has its placements
 // already: see place_gradients().
 at::Tensor local_gradient(const ParamSlot& slot, const at::Tensor& gradient) {
@@ -89,6 +67,12 @@ at::Tensor local_gradient(const ParamSlot& slot, const at::Tensor& gradient) {
   const DistMeta& meta = dist_meta("backward", gradient);
   const DistSpec& spec = slot.dist->gradients ? *slot.dist->gradients : *slot.dist->spec;
   return convert(meta.local, *meta.spec, spec.placements, slot.dist->sizes, slot.name());
+}
+
+// Ranks shard their models in one order, as that is collective.
+int64_t next_number() {
+  static std::atomic<int64_t> models = 0;
+  return models++;
 }
 
 bool is_used(const std::vector<bool>& slots) {
@@ -100,14 +84,6 @@ std::string read_error(const ParamSlot& slot) {
          "' is reduced and sharded, so .grad() does not hold it. Use "
          "ShardedModule::full_grad(parameter) to see it whole, clip_grad_norm_() of the sharded "
          "module or optimizer to clip, and ShardedOptimizer::step() to apply it";
-}
-
-bool has_lost_gate(const ParamSlot& param) {
-  for (size_t i = 0; i < param.handles.size(); ++i) {
-    const at::Tensor tensor = param.tensor(i);
-    if (tensor.defined() && !has_grad_gate(tensor)) return true;
-  }
-  return false;
 }
 
 }  // namespace
@@ -123,12 +99,14 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
       late_(units_.size(), false),
       in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
       on_device_(!is_host(units_.front()->layout().device)),
-      backwards_(/*may_overlap=*/mesh.size() == 1) {
+      backwards_(/*may_overlap=*/mesh.size() == 1),
+      number_(next_number()) {
   if (mesh_.replicates()) replicas_ = ReplicaQueue::of(mesh_.replicate());
   for (Unit* unit : units_) {
     // Units that are each rank's own are not averaged.
     const bool is_own = !unit->layout().is_replicated;
     has_own_ = has_own_ || is_own;
+    frees_ = frees_ || unit->frees();
     const auto take = [this, index = gradients_.size()](size_t slot, size_t handle,
                                                         const at::Tensor& tensor) {
       on_grad(index, slot, handle, tensor);
@@ -247,8 +225,11 @@ void Reducer::begin_backward() {
     in_backward_ = true;
     units_.front()->context().watch.tell(MemoryEvent::kBackwardBegin);
   }
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [this, backward, token] { end_backward(backward); });
+  const auto ends = BackwardEnds::of_current_run();
+  ends->add();
+  torch::autograd::Engine::get_default_engine().queue_callback([this, backward, token, ends] {
+    ends->end(number_, [this, backward] { end_backward(backward); });
+  });
 }
 
 // Waits for the reductions that the last backward left in flight, so that another one adds to them.
@@ -339,44 +320,6 @@ void Reducer::limit_in_flight() {
   }
 }
 
-// Makes `used_` the same on all ranks, compares how far they are, and returns the highest vote.
-PassVote Reducer::agree_on_use(bool done) {
-  check_in_step(units_.front()->context(), "reduce", "gradients");
-  std::vector<uint8_t> own;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
-      const bool arrived = gradients_[unit]->has_arrived(slot);
-      own.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
-      if (has_lost_gate(units_[unit]->layout().slots[slot]))
-        own.back() = lost_gate_of(mesh_.rank());
-    }
-  }
-  own.push_back(to_byte(listener_.vote()));
-  const size_t vote = own.size() - 1;
-  lockstep_.append_to(own, done);
-  const at::Tensor highest = at::empty({std::ssize(own)}, at::kByte);
-  auto* const bits = highest.mutable_data_ptr<uint8_t>();
-  std::copy(own.begin(), own.end(), bits);
-  if (mesh_.size() > 1) {
-    mesh_.all_reduce(highest, ReduceOp::kMax, {"which parameters were used", Channel::kControl});
-    lockstep_.compare(bits + vote + 1, mesh_);
-  }
-  size_t i = 0;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    late_[unit] = false;
-    for (size_t slot = 0; slot < used_[unit].size(); ++slot, ++i) {
-      // For a unit that is each rank's own, only this rank's use counts.
-      const uint8_t bit = units_[unit]->layout().is_replicated ? bits[i] : own[i];
-      used_[unit][slot] = bit != 0;
-      late_[unit] = late_[unit] || bit == kLate;
-      if (bit >= kLostGate)
-        lost_gate_ = "'" + units_[unit]->layout().slots[slot].name() + "' on rank " +
-                     std::to_string(bit - kLostGate);
-    }
-  }
-  return to_vote(bits[vote]);
-}
-
 void Reducer::end_backward(int backward) {
   const std::lock_guard lock(mutex_);
   if (!backwards_.end(backward)) return;
@@ -385,7 +328,8 @@ void Reducer::end_backward(int backward) {
   listener_.on_backward_end();
   if (no_sync_ > 0) {
     accumulating_ = true;
-    listener_.on_pass_end(false, {});
+    // Other ranks may have to ask for units before their backward is over.
+    listener_.on_pass_end(false, frees_ ? agree_on_vote() : PassVote());
   } else {
     listener_.on_pass_end(true, reduce_arrived());
     lockstep_.end_pass(units_.front()->context().unchecked_gathers);

@@ -22,6 +22,7 @@ enum class Attention : uint8_t {
   kNone,
   kLearn,   ///< learn the order of use, or choose again how memory is used
   kTakeIn,  ///< adopt parameters that were given other data, and learn
+  kGather,  ///< gather units for this rank, whose backward is not over; then vote again
 };
 
 /// A rank's vote at the end of a backward. All ranks receive the highest.
@@ -49,8 +50,11 @@ class BackwardListener {
   virtual void on_agreement(bool has_earlier) = 0;
   /// Returns this rank's vote.
   virtual PassVote vote() = 0;
-  /// Called last. `synced`: the backward was reduced, and `most` is the highest of the ranks'
-  /// votes.
+  /// Called in the agreement, also in one that `Reducer::ask()` begins: ranks have asked for
+  /// `units`.
+  virtual void on_asked(const std::vector<int>& units) = 0;
+  /// Called last. `synced`: the backward was reduced. `most` is the highest of the ranks' votes;
+  /// none if they have not voted.
   virtual void on_pass_end(bool synced, const PassVote& most) = 0;
 };
 
@@ -98,6 +102,12 @@ class Reducer {
   /// Returns true if a backward under `no_sync()` has left gradients on this rank.
   bool has_waiting() const { return accumulating_; }
 
+  /// Called at any time in a pass: takes part in the agreement at the end of the other ranks'
+  /// backward, and asks all ranks to gather a unit before they go on.
+  void ask(int unit);
+
+  /// Returns true if a parameter has a reduced gradient. Call `settle()` before.
+  bool any_live() const;
   /// All ranks: waits for all reductions.
   void settle();
   /// Returns true if a backward gave any parameter a gradient since the last clear, the same on all
@@ -126,7 +136,6 @@ class Reducer {
   void begin_backward();
   void end_backward(int backward);
   PassVote reduce_arrived(bool done = false);
-  bool any_live() const;
   void settle_earlier();
   void abandon_backward();
   void launch_ready();
@@ -134,7 +143,13 @@ class Reducer {
   void launch_late();
   void replicate(bool waits);
   void limit_in_flight();
+  void record_live();
   PassVote agree_on_use(bool done);
+  PassVote agree_on_vote();
+  std::vector<uint8_t> none_used() const;
+  at::Tensor agree(const std::vector<uint8_t>& own);
+  at::Tensor highest_of_ranks(const std::vector<uint8_t>& own);
+  bool serves(const at::Tensor& highest);
   void check_agreed();
   void forget_progress();
 
@@ -142,6 +157,7 @@ class Reducer {
   ShardMesh mesh_;
   ReducerOptions options_;
   bool has_own_ = false;  // some units are each rank's own
+  bool frees_ = false;    // some units are freed between uses
   BackwardListener& listener_;
   Progress* progress_;  // of this rank; may be null
   std::vector<std::shared_ptr<UnitGradients>> gradients_;
@@ -164,6 +180,7 @@ class Reducer {
   const bool on_device_;     // gradients, and so reductions, are on a device
   int short_backwards_ = 0;  // in which pauses are short, as one was in vain
   OpenBackwards backwards_;
+  const int64_t number_;   // of the model, in the order in which the ranks shard models
   std::string lost_gate_;  // the parameter and the rank; all ranks agree on it
   Lockstep lockstep_;
   // While true, there is no warning of gradients that nothing reduces.

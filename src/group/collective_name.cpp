@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include "group/differing_order.h"
+
 namespace tessera {
 
 namespace {
@@ -72,6 +74,10 @@ std::string differing_order(int64_t sequence, const std::string& own, int rank,
       "{}{}. Expected all ranks to issue the same ones in the same order, with equal sizes and "
       "dtypes",
       rank, sequence, theirs, own, own == theirs ? " with other parts or pieces" : "");
+}
+
+bool tells_differing_order(std::string_view error) {
+  return error.find("issued another collective at position") != std::string_view::npos;
 }
 
 void check_process(const ProcessMark& mark, const CollectiveName& name) {

@@ -4,6 +4,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <tessera/deferred_init.h>
 
 #include <algorithm>
@@ -28,14 +29,16 @@ std::optional<ParamIndex> find_in(const Unit& unit, const at::Tensor& tensor) {
   return std::nullopt;
 }
 
-UseOrder merge_over_ranks(const ShardMesh& mesh, const UseOrder& order) {
+// Returns each rank's `order`.
+std::vector<UseOrder> orders_of_ranks(const ShardMesh& mesh, const UseOrder& order) {
+  if (mesh.size() == 1) return {order};
   const std::string own(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int));
   std::vector<UseOrder> orders;
   for (const auto& bytes : mesh.all_gather_bytes(own, {"order of use", Channel::kControl})) {
     orders.emplace_back(bytes.size() / sizeof(int));
     std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(orders.back().data()));
   }
-  return merge_orders(orders);
+  return orders;
 }
 
 // Starts to give tensors that every rank has whole the values that rank 0 has. Returns a function
@@ -86,8 +89,11 @@ ShardedState::ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& pl
     units_.push_back(std::make_unique<Unit>(std::move(layout), index, used, *this));
     units.push_back(units_.back().get());
   }
+  // Without reductions there is no agreement at the end of a backward.
+  const bool may_ask = mesh().size() > 1 && plan_.reduce_gradients;
   residency_ = std::make_unique<Residency>(
-      units, Residency::Limits{.resident_bytes = plan_.resident_bytes, .prefetch = plan_.prefetch});
+      units, Residency::Limits{.resident_bytes = plan_.resident_bytes, .prefetch = plan_.prefetch},
+      may_ask ? [this](int unit) { reducer_->ask(unit); } : Residency::Ask());
   const double ranks = plan_.average && !plan_.mesh_dim ? mesh().size() : 1;
   reducer_ = std::make_unique<Reducer>(units, mesh(),
                                        ReducerOptions{.scale = plan_.predivide / ranks,
@@ -206,31 +212,27 @@ void ShardedState::on_pass_end(bool synced, const PassVote& most) {
   const auto guard = residency_->lock();
   const bool learn = attention != Attention::kNone;
   if (synced && attention == Attention::kTakeIn) take_in_replaced();
-  if (synced && learn) learn_order();
+  if (learn) learn_order();
   if (budget_) budget_->end_pass(synced && learn);
-  // Only a pass that ends in a reduction is learned from: the record of several passes would be all
-  // forwards, then all backwards.
+  // The record of several passes would be all forwards, then all backwards.
   residency_->forget_pass();
 }
 
 std::string ShardedState::fit_memory() { return budget_ ? budget_->choose() : ""; }
 
 void ShardedState::learn_order() {
-  PassOrder pass = residency_->used();
-  if (mesh().size() > 1) {
-    pass.forward = merge_over_ranks(mesh(), pass.forward);
-    // Merged from its end: of two branches, backward first meets the one that forward meets last.
-    std::reverse(pass.backward.begin(), pass.backward.end());
-    pass.backward = merge_over_ranks(mesh(), pass.backward);
-    std::reverse(pass.backward.begin(), pass.backward.end());
-  }
-  residency_->learn(pass);
+  const std::vector<UseOrder> forward = orders_of_ranks(mesh(), residency_->used().forward);
+  const std::vector<UseOrder> backward = orders_of_ranks(mesh(), residency_->used().backward);
+  std::vector<PassOrder> passes;
+  for (size_t rank = 0; rank < forward.size(); ++rank)
+    passes.push_back({forward[rank], backward[rank]});
+  residency_->learn(std::move(passes));
   // Of all units, so that a unit which some rank did not complete comes last on all. A rank without
   // gradients, as one that is done, has no say.
   const int count = static_cast<int>(units_.size());
   UseOrder completed = reducer_->completed();
   if (!completed.empty()) completed = reduction_order(completed, count);
-  if (mesh().size() > 1) completed = merge_over_ranks(mesh(), completed);
+  completed = merge_orders(orders_of_ranks(mesh(), completed));
   reducer_->set_order(reduction_order(completed, count));
 }
 
@@ -324,6 +326,10 @@ double ShardedState::clip(const std::vector<double>& call) {
   for (const auto& unit : units_) begins.push_back(begins.back() + unit->layout().slots.size());
   const auto is_counted = [&](size_t unit, size_t slot) { return call[begins[unit] + slot] != 0; };
   reducer_->settle();
+  const auto counted = std::count(call.begin() + 3, call.end(), 1.0);
+  reducer_->lockstep().record(
+      fmt::format("clipping to norm {} of order {}, epsilon {}, {} parameters", max_norm, norm_type,
+                  epsilon, counted));
   const double norm = grad_norm(reducer_->gradients(), mesh(), norm_type, is_counted);
   const double factor = max_norm / (norm + epsilon);
   if (!(factor >= 1)) scale_gradients(reducer_->gradients(), factor, is_counted);

@@ -166,6 +166,7 @@ class ShardedState : public UseListener,
   void on_backward_end() override;
   void on_agreement(bool has_earlier) override;
   PassVote vote() override;
+  void on_asked(const std::vector<int>& units) override { residency_->serve(units); }
   void on_pass_end(bool synced, const PassVote& most) override;
   void warn_of_lone_evaluation(const PassVote& most);
   void learn_order();

@@ -102,7 +102,7 @@ PassOrder order_of_use(const std::vector<UnitLayout>& units, const std::vector<i
   for (int unit = 0; unit < count; ++unit) {
     if (is_trainable(units[unit])) trainable.push_back(unit);
   }
-  insert_missing(pass, trainable);
+  insert_missing(pass, trainable, registration_order(count).forward);
   return pass;
 }
 

@@ -120,7 +120,10 @@ TEST(Order, IsLearnedOnceIfPassesAreAlike) {
       rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), world.size(), step).backward();
       optimizer.step();
       gathers.push_back(counter->counts().all_gather.calls);
-      EXPECT_EQ(counter->counts().all_reduce.calls, 1);
+      // The first step asks for each use that registration order does not expect.
+      if (step > 0) {
+        EXPECT_EQ(counter->counts().all_reduce.calls, 1);
+      }
     }
     const UseOrder expected = {0, 3, 1, 4, 2, 5};
     const PassOrder& order = sharded.state()->residency().order();

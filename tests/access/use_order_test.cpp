@@ -29,18 +29,67 @@ TEST(MergeOrders, ContainsEachOrderAndIsShortest) {
   for (size_t i = 1; i < merged.size(); ++i) EXPECT_NE(merged[i], merged[i - 1]);
 }
 
-TEST(InsertMissing, PutsAUnitBesideItsNeighbourInRegistrationOrder) {
+TEST(InsertMissing, PutsAUnitBesideItsNeighbourInTheKnownOrder) {
   PassOrder pass{{0, 2}, {2, 0}};
-  insert_missing(pass, {0, 1, 2, 3});
+  insert_missing(pass, {0, 1, 2, 3}, {0, 1, 2, 3});
   EXPECT_EQ(pass.forward, (UseOrder{0, 1, 2, 3}));
   EXPECT_EQ(pass.backward, (UseOrder{3, 2, 1, 0}));
   PassOrder first{{1}, {1}};
-  insert_missing(first, {0, 1});
+  insert_missing(first, {0, 1}, {0, 1});
   EXPECT_EQ(first.forward, (UseOrder{0, 1}));
   EXPECT_EQ(first.backward, (UseOrder{1, 0}));
   PassOrder forward_only{{0, 1, 2}, {2, 1}};  // backward needs no weights of the first layer
-  insert_missing(forward_only, {0, 1, 2});
+  insert_missing(forward_only, {0, 1, 2}, {0, 1, 2});
   EXPECT_EQ(forward_only.backward, (UseOrder{2, 1}));
+  PassOrder learned{{3, 1}, {1, 3}};
+  insert_missing(learned, {0, 1, 2, 3}, {3, 2, 0, 1});
+  EXPECT_EQ(learned.forward, (UseOrder{3, 2, 0, 1}));
+  EXPECT_EQ(learned.backward, (UseOrder{1, 0, 2, 3}));
+}
+
+TEST(SortUses, HasEachUseOnceAndFollowsTheKnownOrderElsewhere) {
+  EXPECT_EQ(sort_uses({{2, 0}, {0, 1}}, {0, 1, 2}), (UseOrder{2, 0, 1}));
+  EXPECT_EQ(sort_uses({{2, 0}, {1, 3}}, {0, 1, 2, 3}), (UseOrder{1, 2, 0, 3}));
+  EXPECT_EQ(sort_uses({{2, 0}, {1, 3}}, {3, 2, 1, 0}), (UseOrder{2, 1, 3, 0}));
+  EXPECT_EQ(sort_uses({{0, 1, 0}, {0, 2, 0}}, {}), (UseOrder{0, 1, 2, 0}));
+  EXPECT_EQ(sort_uses({{}}, {0, 1}), UseOrder{});
+  EXPECT_EQ(sort_uses({{0, 1}, {1, 0}}, {}), std::nullopt);
+}
+
+TEST(OrderHistory, RemembersWhatRanksUsedBefore) {
+  const PassOrder known = registration_order(4);
+  OrderHistory history;
+  history.add({{{3, 1}, {1, 3}}, {{2, 1}, {1, 2}}});
+  EXPECT_EQ(history.merged(known).forward, (UseOrder{2, 3, 1}));
+  history.add({{{3, 2}, {2, 3}}, {{1, 0}, {0, 1}}});
+  EXPECT_EQ(history.merged(known).forward, (UseOrder{3, 2, 1, 0}));
+  EXPECT_EQ(history.merged(known).backward, (UseOrder{0, 1, 2, 3}));
+}
+
+TEST(OrderHistory, ForgetsPassesThatTheLatestContradicts) {
+  OrderHistory history;
+  history.add({{{0, 1}, {}}, {{2, 1}, {}}});
+  history.add({{{1, 2}, {}}, {{0}, {}}});
+  EXPECT_EQ(history.merged({}).forward, (UseOrder{0, 1, 2}));
+}
+
+TEST(OrderHistory, HoldsTheOrderOfEachRankThatContradictsAnother) {
+  OrderHistory history;
+  history.add({{{0, 1, 2}, {2, 1, 0}}, {{1, 0}, {0, 1}}});
+  history.add({{{2, 3}, {3, 2}}, {{3, 1}, {1, 3}}});
+  history.add({{{0, 3}, {3, 0}}, {{3, 0}, {0, 3}}});
+  const PassOrder merged = history.merged(registration_order(4));
+  EXPECT_TRUE(contains_in_order(merged.forward, {0, 1, 2, 3}));
+  EXPECT_TRUE(contains_in_order(merged.forward, {3, 1, 0}));
+  EXPECT_TRUE(contains_in_order(merged.backward, {3, 2, 1, 0}));
+  EXPECT_TRUE(contains_in_order(merged.backward, {0, 1, 3}));
+}
+
+TEST(OrderHistory, BeginsAgainWhereRanksDoNotDiffer) {
+  OrderHistory history;
+  history.add({{{0, 1, 0, 1}, {}}, {{0, 1, 0}, {}}});
+  history.add({{{0, 1}, {}}, {{0, 1}, {}}});
+  EXPECT_EQ(history.merged({}).forward, (UseOrder{0, 1}));
 }
 
 TEST(PassOrder, JoinsForwardAndBackwardWithoutRepeatingTheTurn) {
