@@ -147,15 +147,6 @@ void name_tensors(const torch::nn::Module& module) {
   }
 }
 
-std::string hash_of(const at::Tensor& tensor) {
-  const at::Tensor& local = local_of(tensor);
-  at::Tensor values = at::empty_like(local, at::device(at::kCPU).requires_grad(false),
-                                     at::MemoryFormat::Contiguous);
-  read_into(local, values);
-  const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-  return fmt::format("{:016x}", std::hash<std::string_view>()(bytes));
-}
-
 }  // namespace
 
 void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh& mesh) {

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "model/sharded_state.h"
+#include "unit/agreement.h"
 #include "unit/note_write.h"
 
 namespace tessera {
@@ -90,6 +91,11 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
   });
+  std::vector<std::string> hashes;
+  for (const auto& [name, value] : values)
+    if (!is_dist(value))
+      hashes.push_back(fmt::format("'{}' with values of hash {}", name, hash_of(value)));
+  check_same_lines(mesh(), hashes, "[load_full_state] the values must be the same on all ranks");
   overwrite([&] {
     for (const auto& unit : units_) {
       for (const ParamSlot& slot : unit->layout().slots) {

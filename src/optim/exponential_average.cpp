@@ -1,5 +1,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <tessera/exponential_average.h>
 
 #include "optim/averaged_weights.h"
@@ -48,6 +49,8 @@ void AveragedWeights::update() {
                  : values[unit].lerp_(updated.to(values[unit].scalar_type()), 1 - decay);
   }
   ++updates;
+  state->reducer().lockstep().record(
+      fmt::format("update {} of an average, decay {}", updates, decay));
 }
 
 void AveragedWeights::swap() {

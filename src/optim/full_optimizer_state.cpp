@@ -19,6 +19,7 @@
 #include "optim/sharded_optimizer_access.h"
 #include "optim/state_replacement.h"
 #include "optim/state_shape.h"
+#include "unit/agreement.h"
 
 namespace tessera {
 namespace {
@@ -201,18 +202,24 @@ std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const V
   return parts;
 }
 
+std::string text_of(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined()
+             ? "values of hash " + hash_of(value.toTensor())
+             : c10::str(value);
+}
+
 void check_same_state(const ShardMesh& mesh, const OptimizerStateDict& state_dict) {
-  size_t values = 0;
-  for (const auto& [number, of_param] : state_dict.state) values += of_param.size();
-  const auto texts =
-      mesh.all_gather_bytes(fmt::format("{} values of {} parameters, and {} param groups", values,
-                                        state_dict.state.size(), state_dict.param_groups.size()),
-                            {"optimizer state", Channel::kControl});
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    TORCH_CHECK_VALUE(texts[rank] == texts[0],
-                      "[load_full_state_dict] every rank must give the same state; expected ", texts[0],
-                      " as on rank 0, got ", texts[rank], " on rank ", rank);
-  }
+  std::vector<std::string> lines = {fmt::format("state of {} parameters, and {} param groups",
+                                                state_dict.state.size(),
+                                                state_dict.param_groups.size())};
+  const auto add = [&](const OptimizerStateDict::Values& values, const std::string& owner) {
+    for (const auto& [name, value] : values)
+      lines.push_back(fmt::format("'{}' of {}: {}", name, owner, text_of(value)));
+  };
+  for (const auto& [number, values] : state_dict.state)
+    add(values, fmt::format("parameter {}", number));
+  for (const auto& param_group : state_dict.param_groups) add(param_group.options, "a param group");
+  check_same_lines(mesh, lines, "[load_full_state_dict] every rank must give the same state");
 }
 
 // Returns this rank's part of the master weights in the state.

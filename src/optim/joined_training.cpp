@@ -1,5 +1,6 @@
 #include "optim/joined_training.h"
 
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
 #include <tessera/join.h>
 #include <torch/optim/optimizer.h>
@@ -38,9 +39,11 @@ class Training {
       tell_of_failure();
       throw;
     }
+    bool took_part = false;
     while (true) {
       const JoinScope::Heard heard = scope_.listen();
-      if (heard.call == JoinCall::kDone) return;
+      if (heard.call == JoinCall::kDone) return clear_as_others(took_part);
+      took_part = true;
       take_part(heard);
     }
   }
@@ -54,6 +57,17 @@ class Training {
       TORCH_CHECK_NOT_IMPLEMENTED(!unit->frees(), "[join] parameters must stay whole between uses; those of ",
                                   unit->label(), " are freed. Use a level below kParameters");
     }
+  }
+
+  // A rank that was done earlier has the gradients of the last backward, which those that took all
+  // steps may have cleared since.
+  void clear_as_others(bool took_part) {
+    Reducer& reducer = state_.reducer();
+    if (!state_.plan().reduce_gradients) return;
+    reducer.settle();
+    const at::Tensor has_any = at::full({1}, !took_part && reducer.any_live(), at::kByte);
+    state_.mesh().all_reduce(has_any, ReduceOp::kMax, {"uneven steps", Channel::kControl});
+    if (took_part && has_any.item<uint8_t>() == 0) reducer.clear_all();
   }
 
   // The error being thrown counts, not one from announcing it.

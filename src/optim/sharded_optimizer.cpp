@@ -2,9 +2,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
+#include <cmath>
 #include <typeinfo>
 #include <vector>
 
@@ -255,6 +257,21 @@ void ShardedOptimizer::Impl::follow() {
   adopt();
 }
 
+// Returns the options of a step, which must be the same on all ranks.
+static std::string step_text(torch::optim::Optimizer& optimizer) {
+  std::string text = "a step with";
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    if (knows_state(optimizer)) {
+      for (const auto& [name, value] : read_options(optimizer, i))
+        text += fmt::format(" {} {}", name, value);
+    } else {
+      text += fmt::format(" lr {}", learning_rate(optimizer, i).value_or(NAN));
+    }
+    text += fmt::format(" for {} parameters;", optimizer.param_groups()[i].params().size());
+  }
+  return text;
+}
+
 static void check_clipping(const ShardedState& state, const ShardedOptimizerOptions& options) {
   TORCH_CHECK_VALUE(options.max_grad_norm >= 0, "[ShardedOptimizer] options.max_grad_norm must be positive, or 0 not to "
                     "clip; got ", options.max_grad_norm);
@@ -290,6 +307,7 @@ void ShardedOptimizer::Impl::step_with_others() {
   announce_step(state, *optimizer);
   follow();
   const WorkPtr stopped = state.stop_reading();
+  if (state.mesh().size() > 1) state.reducer().lockstep().record(step_text(*optimizer));
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");

@@ -1,5 +1,6 @@
 #include "unit/agreement.h"
 
+#include <ATen/ops/empty_like.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -8,6 +9,8 @@
 #include <sstream>
 
 #include "group/ranks_text.h"
+#include "init/deferred_storage.h"
+#include "mesh/dist_meta.h"
 
 namespace tessera {
 namespace {
@@ -87,11 +90,11 @@ std::vector<std::string> describe_parts(const std::vector<ParamSlot>& params) {
 }
 
 std::string line_at(const std::vector<std::string>& lines, size_t i) {
-  return i < lines.size() ? lines[i] : "no such parameter";
+  return i < lines.size() ? lines[i] : "nothing more";
 }
 
 // Describes the first line in which some rank differs from rank 0, by groups of equal ranks.
-std::string first_difference(const std::vector<std::vector<std::string>>& ranks) {
+std::string difference_among(const std::vector<std::vector<std::string>>& ranks) {
   size_t line = 0;
   auto differs = [&](const auto& other) { return line_at(other, line) != line_at(ranks[0], line); };
   while (std::none_of(ranks.begin(), ranks.end(), differs)) ++line;
@@ -105,21 +108,36 @@ std::string first_difference(const std::vector<std::vector<std::string>>& ranks)
 
 }  // namespace
 
-void check_same_lines(const ShardMesh& mesh, const std::vector<std::string>& lines,
-                      const std::string& must) {
-  if (mesh.size() == 1) return;
+std::string first_difference(const ShardMesh& mesh, const std::vector<std::string>& lines,
+                             const CollectiveTag& tag) {
+  if (mesh.size() == 1) return {};
   const std::string text = fmt::format("{}", fmt::join(lines, "\n"));
   const std::string hash = std::to_string(std::hash<std::string>()(text));
-  const CollectiveTag tag{"check of the models", Channel::kControl};
   const auto hashes = mesh.all_gather_bytes(hash, tag);
-  if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return;
+  if (std::equal(hashes.begin() + 1, hashes.end(), hashes.begin())) return {};
   std::vector<std::vector<std::string>> ranks;
   for (const std::string& other : mesh.all_gather_bytes(text, tag)) {
     std::istringstream stream(other);
     ranks.emplace_back();
     for (std::string line; std::getline(stream, line);) ranks.back().push_back(line);
   }
-  TORCH_CHECK_VALUE(false, must, "; ", first_difference(ranks));
+  return difference_among(ranks);
+}
+
+void check_same_lines(const ShardMesh& mesh, const std::vector<std::string>& lines,
+                      const std::string& must) {
+  const std::string difference =
+      first_difference(mesh, lines, {"check of the models", Channel::kControl});
+  TORCH_CHECK_VALUE(difference.empty(), must, "; ", difference);
+}
+
+std::string hash_of(const at::Tensor& tensor) {
+  const at::Tensor& local = local_of(tensor);
+  at::Tensor values = at::empty_like(local, at::device(at::kCPU).requires_grad(false),
+                                     at::MemoryFormat::Contiguous);
+  read_into(local, values);
+  const std::string_view bytes(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
+  return fmt::format("{:016x}", std::hash<std::string_view>()(bytes));
 }
 
 void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& params,

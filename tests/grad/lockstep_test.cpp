@@ -192,6 +192,66 @@ TEST(Lockstep, ABatchThatIsSkippedAfterItsForwardIsToldOnce) {
   }
 }
 
+// --- calls that must be the same on all ranks
+
+TEST(Lockstep, ALearningRateOfOneRankAloneIsTold) {
+  expect_told(
+      [](Job& job) {
+        if (job.rank() == 1) job.sgd.param_groups()[0].options().set_lr(0.02);
+        job.train(2);
+      },
+      [](int) {
+        return std::vector<std::string>{"[backward]",
+                                        "the same calls, with the same values",
+                                        "rank 0 has a step with",
+                                        "lr 0.01",
+                                        "rank 1 has",
+                                        "lr 0.02"};
+      });
+}
+
+TEST(Lockstep, ABoundForClippingOfOneRankAloneIsTold) {
+  expect_told(
+      [](Job& job) {
+        job.backward();
+        job.optimizer.clip_grad_norm_(job.rank() == 1 ? 1 : 2);
+        job.step();
+        job.backward();
+      },
+      [](int) {
+        return std::vector<std::string>{"rank 0 has clipping to norm 2",
+                                        "rank 1 has clipping to norm 1"};
+      });
+}
+
+TEST(Lockstep, GradientsThatOneRankAloneClearsAreTold) {
+  expect_told(
+      [](Job& job) {
+        job.backward();
+        job.optimizer.step();
+        if (job.rank() == 1) job.optimizer.zero_grad();
+        job.backward();
+      },
+      [](int) {
+        return std::vector<std::string>{"rank 0 has added to", "gradients of earlier backwards",
+                                        "rank 1 has nothing more"};
+      });
+}
+
+TEST(Lockstep, AnAverageThatOneRankAloneUpdatesIsTold) {
+  expect_told(
+      [](Job& job) {
+        ExponentialAverage average(job.sharded, 0.9);
+        job.train(1);
+        if (job.rank() == 1) average.update();
+        job.train(1);
+      },
+      [](int) {
+        return std::vector<std::string>{"rank 0 has nothing more",
+                                        "rank 1 has update 1 of an average"};
+      });
+}
+
 // --- loops that are right
 
 // Runs `loop` at each of `levels`, and expects neither an error nor a warning.
