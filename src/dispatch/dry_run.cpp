@@ -24,8 +24,8 @@ at::Tensor as_constants(const at::Tensor& tensor) {
                   at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
-// Operators of whose results the sizes depend on values. Python's package registers functions for some of them on meta
-// tensors, which raise errors of Python.
+// Operators of whose results the sizes depend on values. Python's package registers functions for
+// some of them on meta tensors, which raise errors of Python.
 bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
   if (op.schema().name() != "aten::index") return true;

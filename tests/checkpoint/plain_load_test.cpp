@@ -170,13 +170,11 @@ TEST(CheckpointPlain, AFileThatIsReadIntoParametersEndsTheGraphsBeforeIt) {
       save_state_dict(path, params);
       const auto before = loss();
       load_state_dict(path, params);
-      expect_contains(error_of([&] { before.backward(); }),
-                      {"modified by an inplace operation"});
+      expect_contains(error_of([&] { before.backward(); }), {"modified by an inplace operation"});
       save_checkpoint(scratch / "model", *net, nullptr);
       const auto later = loss();
       load_checkpoint(scratch / "model", *net, nullptr);
-      expect_contains(error_of([&] { later.backward(); }),
-                      {"modified by an inplace operation"});
+      expect_contains(error_of([&] { later.backward(); }), {"modified by an inplace operation"});
       loss().backward();
     }
   });

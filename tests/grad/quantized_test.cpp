@@ -121,8 +121,8 @@ TEST(Quantized, OneRankSendsNothingAndRoundsNoGradient) {
 // The first element of each row gets the value 50, and so its neighbours in a block another scale.
 TEST(Quantized, AWriteToAParameterIsRoundedWithItsBlockAndKeptAsItIsInTheMasterWeights) {
   TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
-  for (const auto& [dtype, encoding] : {std::pair(at::kChar, Encoding::kInt8),
-                                        std::pair(at::kFloat8_e4m3fn, Encoding::kFloat8)}) {
+  for (const auto& [dtype, encoding] :
+       {std::pair(at::kChar, Encoding::kInt8), std::pair(at::kFloat8_e4m3fn, Encoding::kFloat8)}) {
     for (const Transport transport : {Transport::kGloo, Transport::kArena}) {
       std::vector<std::vector<NamedTensor>> states(2);
       run_world(

@@ -235,9 +235,8 @@ TEST(DistParameters, RanksWithOtherPartsOfThemAreRefused) {
       refuse(mlp, {.level = level});  // the ranks of the world
       refuse(mlp, {.level = level, .process_group = mesh.process_group(1)});
       const auto alone = world.new_process_group({world.rank()});
-      const ShardPlan replicas{.level = level,
-                               .process_group = alone,
-                               .replicate_group = mesh.process_group(1)};
+      const ShardPlan replicas{
+          .level = level, .process_group = alone, .replicate_group = mesh.process_group(1)};
       refuse(mlp, replicas);
       // Nothing was changed.
       fully_shard(mlp, {.level = level, .process_group = mesh.process_group(0)});

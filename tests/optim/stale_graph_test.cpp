@@ -66,28 +66,36 @@ struct Program {
 };
 
 const std::vector<Program> kPrograms = {
-    {"a step between forward and backward", {""}, true,
+    {"a step between forward and backward",
+     {""},
+     true,
      [](Job& job) {
        job.net->first().backward();
        const auto late = job.net->first();
        job.step();
        late.backward();
      }},
-    {"a step between two backwards", {""}, true,
+    {"a step between two backwards",
+     {""},
+     true,
      [](Job& job) {
        const auto loss = job.net->first();
        loss.backward({}, /*retain_graph=*/true);
        job.step();
        loss.backward();
      }},
-    {"two backwards, then a step", {""}, false,
+    {"two backwards, then a step",
+     {""},
+     false,
      [](Job& job) {
        const auto loss = job.net->first();
        loss.backward({}, /*retain_graph=*/true);
        loss.backward();
        job.step();
      }},
-    {"a step of parameters that had no gradient", {""}, false,
+    {"a step of parameters that had no gradient",
+     {""},
+     false,
      [](Job& job) {
        job.net->first().backward();
        const auto late = job.net->second();
@@ -95,7 +103,9 @@ const std::vector<Program> kPrograms = {
        late.backward();
        job.step();
      }},
-    {"a step of the other half", {"a", "b"}, false,
+    {"a step of the other half",
+     {"a", "b"},
+     false,
      [](Job& job) {
        const auto generator = job.net->first(), discriminator = job.net->second();
        discriminator.backward();
@@ -103,7 +113,9 @@ const std::vector<Program> kPrograms = {
        generator.backward();
        job.step(0);
      }},
-    {"a step of the half that backward reads", {"a", "b"}, true,
+    {"a step of the half that backward reads",
+     {"a", "b"},
+     true,
      [](Job& job) {
        const auto generator = job.net->first();
        (job.net->second() + job.net->first()).backward();
@@ -111,7 +123,9 @@ const std::vector<Program> kPrograms = {
        job.step(0);
        generator.backward();
      }},
-    {"a step of biases, which backward does not read", {"bias"}, false,
+    {"a step of biases, which backward does not read",
+     {"bias"},
+     false,
      [](Job& job) {
        job.net->first().backward();
        const auto late = job.net->first();
@@ -132,9 +146,8 @@ TEST(StaleGraph, ThrowsWhereOneProcessThrowsAndIsRightWhereItIsRight) {
       for (const ShardLevel level : kAllLevels) {
         for (const int64_t unit_bytes : {int64_t{0}, int64_t{4096}}) {
           for (const Program& program : kPrograms) {
-            const std::string what =
-                fmt::format("{} ranks, level {}, units of {}: {}", ranks, static_cast<int>(level),
-                            unit_bytes, program.what);
+            const std::string what = fmt::format("{} ranks, level {}, units of {}: {}", ranks,
+                                                 static_cast<int>(level), unit_bytes, program.what);
             const ShardPlan plan{.level = level, .unit_bytes = unit_bytes};
             Job plain(program.optimized, nullptr), job(program.optimized, &plan);
             const std::string expected = error_of<c10::Error>([&] { program.run(plain); });
@@ -172,7 +185,8 @@ TEST(StaleGraph, EveryCallThatSetsValuesEndsTheGraphsBeforeIt) {
               fmt::format("{} ranks, level {}: {}", ranks, static_cast<int>(level), name);
           const auto loss = net->first();
           change();
-          EXPECT_NE(error_of<c10::Error>([&] { loss.backward(); }).find(kStale), std::string::npos) << what;
+          EXPECT_NE(error_of<c10::Error>([&] { loss.backward(); }).find(kStale), std::string::npos)
+              << what;
           net->first().backward();  // goes on
         }
       }
@@ -226,8 +240,9 @@ TEST(StaleGraph, ARecomputedForwardNamesTheStep) {
       const auto late = checkpoint([&](const torch::Tensor& x) { return net->a(x).tanh(); },
                                    Halves::x().requires_grad_());
       optimizer.step();
-      EXPECT_NE(error_of<c10::Error>([&] { late.sum().backward(); })
-                    .find("a parameter was changed in place between forward and backward"),
+      EXPECT_NE(error_of<c10::Error>([&] {
+                  late.sum().backward();
+                }).find("a parameter was changed in place between forward and backward"),
                 std::string::npos);
     }
   });
