@@ -135,7 +135,7 @@ def save_others(path):
     for values in state["optimizer"]["state"].values():
         values["step"] = int(values["step"])
     torch.save(state, path("old.pt"))
-    optimizer = torch.optim.NAdam(net.parameters())
+    optimizer = torch.optim.NAdam(net.named_parameters())
     train(net, optimizer, 0, 1)
     torch.save(state_of(net, optimizer), path("nadam.pt"))
 

@@ -221,14 +221,14 @@ TEST(HostileSafetensors, ManyNamesTakeNoTime) {
 
 TEST(HostileFiles, LongNamesAreRefusedByRegularExpressions) {
   const ScratchDirectory scratch;
-  const std::string name(100'000, 'n');
+  const std::string name(4000, 'n');
   const auto error_for = [&](const ImportOptions& options) {
     fs::remove_all(scratch / "one");
     return quick_error_of([&] { import_checkpoint(scratch / "a.pt", scratch / "one", options); });
   };
   write_torch_file(scratch / "a.pt", pickle::program(pickle::dict({{name, pickle::four_floats()}})),
                    {{"data/0", std::string(16, 'x')}});
-  const Lines expected = {"must have at most 1000 characters", "nnn...' has 100000"};
+  const Lines expected = {"must have at most 1000 characters", "nnn...' has 4000"};
   expect_contains(error_for({.rename = {{"(n|m)*", "o"}}}), expected);
   expect_contains(error_for({.transpose = {".*"}}), expected);
   EXPECT_EQ(error_for({}), "");

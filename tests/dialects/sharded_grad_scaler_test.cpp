@@ -91,6 +91,11 @@ TEST(ShardedGradScaler, FS_61_TheOrderOfCallsIsChecked) {
     ShardedDataParallel<PlainNet> model(net, optimizer);
     ShardedGradScaler scaler;
     expect_misuse([&] { scaler.update(); }, "No inf checks were recorded prior to update.");
+    expect_misuse([&] { scaler.unscale_(optimizer); },
+                  "Attempted unscale_ but no loss was scaled since the last update.  This may "
+                  "indicate your script did not use scaler.scale(loss or outputs) earlier in the "
+                  "iteration.");
+    at::Tensor unused = scaler.scale(torch::ones({}));
     expect_error([&] { scaler.unscale_(optimizer); }, {"there must be a backward"});
     scaler.scale(loss_of(model, 0, world.rank(), 2)).backward();
     scaler.unscale_(optimizer);
@@ -103,6 +108,7 @@ TEST(ShardedGradScaler, FS_61_TheOrderOfCallsIsChecked) {
     expect_misuse([&] { scaler.step(optimizer, [] { return at::Tensor(); }); },
                   "Closure use is not currently supported if GradScaler is enabled.");
     scaler.update();
+    unused = scaler.scale(unused);
     scaler.unscale_(optimizer);  // a new round; the gradients still exist
     EXPECT_TRUE(scaler.step(optimizer));
     scaler.update();
@@ -267,6 +273,7 @@ TEST(ShardedGradScaler, FS_64_AnOssByItselfIsSkippedOnAllRanks) {
       optimizer.zero_grad();
       for (at::Tensor& param : net->parameters()) param.mutable_grad() = torch::ones_like(param);
       item.value().mutable_grad().view(-1)[0] = NAN;
+      scaler.scale(torch::ones({}));
       EXPECT_FALSE(scaler.step(optimizer)) << item.key() << ", rank " << world.rank();
       scaler.update();
       expect_same_state(plain_state(*net), before, 0, item.key());
@@ -274,6 +281,7 @@ TEST(ShardedGradScaler, FS_64_AnOssByItselfIsSkippedOnAllRanks) {
     EXPECT_EQ(scaler.get_scale(), 1024);
     for (at::Tensor& param : net->parameters())
       param.mutable_grad() = torch::full_like(param, 1024);
+    scaler.scale(torch::ones({}));
     EXPECT_TRUE(scaler.step(optimizer));
     EXPECT_TRUE(torch::allclose(net->last->bias.cpu(), before[5].tensor - 0.1));
     expect_replicas(world, *net);
