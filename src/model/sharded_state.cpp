@@ -213,7 +213,7 @@ void ShardedState::on_pass_end(bool synced, const PassVote& most) {
   const bool learn = attention != Attention::kNone;
   if (synced && attention == Attention::kTakeIn) take_in_replaced();
   if (learn) learn_order();
-  if (budget_) budget_->end_pass(synced && learn);
+  if (budget_) budget_->end_pass(learn);
   // The record of several passes would be all forwards, then all backwards.
   residency_->forget_pass();
 }

@@ -166,6 +166,7 @@ TEST(Join, RefusesWhatItCanNotDo) {
           },
           {"an operator that writes to a parameter can't be called under join()"});
       expect_error([&] { sharded.full_grad(net->parameters()[0]); }, {"full_grad() can't"});
+      scaler.scale(torch::ones({}));
       expect_error([&] { scaler.unscale_(optimizer); }, {"GradScaler can't"});
       expect_error([&] { optimizer.step(); }, {"among those given to join()"});
     });
