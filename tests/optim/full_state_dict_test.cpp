@@ -447,7 +447,7 @@ TEST(RefusedFullOptimizerStateDict, TorchSaveWouldStoreAPart) {
       refuses();
       job.train(2, 3);
       refuses();
-      const OptimizerStateDict whole = full_state_dict(job.optimizer);
+      const OptimizerStateDict whole = full_state_dict(job.optimizer, -1);
       load_full_state_dict(job.optimizer, whole);
       refuses();
       job.optimizer.unwrap();
