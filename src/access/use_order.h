@@ -35,9 +35,8 @@ PassOrder registration_order(int units);
 /// forward, so that a rank that uses one of them finds it where the other ranks expect it.
 void insert_missing(PassOrder& pass, const std::vector<int>& all, const UseOrder& known);
 
-/// Returns the shortest order that contains each of `orders` as a subsequence, if the first,
-/// second,
-/// ... use of a unit is one place for all of them; nothing if they contradict each other then. What
+/// Returns the shortest order that contains each of `orders` as a subsequence, if the n-th use of a
+/// unit is one place for all of them, for each n; nothing if they contradict each other then. What
 /// they leave open is as in `known`.
 std::optional<UseOrder> sort_uses(const std::vector<UseOrder>& orders, const UseOrder& known);
 

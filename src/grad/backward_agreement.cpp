@@ -56,6 +56,7 @@ bool has_lost_gate(const ParamSlot& param) {
 
 // Records which gradients of earlier backwards this rank adds to, as others must.
 void Reducer::record_live() {
+  if (mesh_.size() == 1) return;
   int64_t count = 0;
   size_t hash = 0;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -84,7 +85,7 @@ PassVote Reducer::agree_on_use(bool done) {
         own.back() = lost_gate_of(mesh_.rank());
     }
   }
-  if (mesh_.size() > 1) record_live();
+  record_live();
   own.push_back(to_byte(listener_.vote()));
   const size_t vote = own.size() - 1;
   lockstep_.append_to(own, done);

@@ -122,6 +122,12 @@ class Reducer {
   /// The numbers of this model's forwards, backwards and steps. Without `reduces()`, nobody
   /// compares them.
   Lockstep& lockstep() { return lockstep_; }
+  /// Records the call that `text()` describes: see `Lockstep::record()`. One rank has none to
+  /// compare with, and does not make the text.
+  template <class Text>
+  void record(const Text& text) {
+    if (mesh_.size() > 1) lockstep_.record(text());
+  }
   /// Bytes of the all-reduce at the end of a backward of a model of `slots` parameters.
   static int64_t agreement_nbytes(int64_t slots) { return slots + 1 + Lockstep::kBytes; }
   int64_t peak_in_flight_bytes() const { return peak_in_flight_bytes_; }

@@ -326,10 +326,10 @@ double ShardedState::clip(const std::vector<double>& call) {
   for (const auto& unit : units_) begins.push_back(begins.back() + unit->layout().slots.size());
   const auto is_counted = [&](size_t unit, size_t slot) { return call[begins[unit] + slot] != 0; };
   reducer_->settle();
-  const auto counted = std::count(call.begin() + 3, call.end(), 1.0);
-  reducer_->lockstep().record(
-      fmt::format("clipping to norm {} of order {}, epsilon {}, {} parameters", max_norm, norm_type,
-                  epsilon, counted));
+  reducer_->record([&] {
+    return fmt::format("clipping to norm {} of order {}, epsilon {}, {} parameters", max_norm,
+                       norm_type, epsilon, std::count(call.begin() + 3, call.end(), 1.0));
+  });
   const double norm = grad_norm(reducer_->gradients(), mesh(), norm_type, is_counted);
   const double factor = max_norm / (norm + epsilon);
   if (!(factor >= 1)) scale_gradients(reducer_->gradients(), factor, is_counted);

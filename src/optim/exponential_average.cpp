@@ -49,8 +49,8 @@ void AveragedWeights::update() {
                  : values[unit].lerp_(updated.to(values[unit].scalar_type()), 1 - decay);
   }
   ++updates;
-  state->reducer().lockstep().record(
-      fmt::format("update {} of an average, decay {}", updates, decay));
+  state->reducer().record(
+      [&] { return fmt::format("update {} of an average, decay {}", updates, decay); });
 }
 
 void AveragedWeights::swap() {

@@ -77,8 +77,7 @@ std::string ways_out_of_cuts(const torch::optim::Optimizer& optimizer) {
   const ForeignOptimizer* const foreign = as_foreign(optimizer);
   return fmt::format(
       "got a {}, which may need whole parameters. Shard them whole (Partition::kWholeParam), or, "
-      "if "
-      "its step treats each element by itself, declare that: elementwise = {}",
+      "if its step treats each element by itself, declare that: elementwise = {}",
       foreign ? foreign->class_name() : c10::demangle(typeid(optimizer).name()),
       foreign ? "True in its class" : "true in the options");
 }

@@ -307,7 +307,7 @@ void ShardedOptimizer::Impl::step_with_others() {
   announce_step(state, *optimizer);
   follow();
   const WorkPtr stopped = state.stop_reading();
-  if (state.mesh().size() > 1) state.reducer().lockstep().record(step_text(*optimizer));
+  state.reducer().record([&] { return step_text(*optimizer); });
   TORCH_CHECK(state.reducer().any_gradient(),
               "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
               "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");

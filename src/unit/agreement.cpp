@@ -149,9 +149,8 @@ void check_same_model(const ShardMesh& mesh, const std::vector<ParamSlot>& param
   check_same_lines(
       mesh, parts,
       "[fully_shard] the ranks that a model is sharded over, and its replicas, must hold the same "
-      "parts of "
-      "the DistTensors among its parameters: give plan.mesh_dim, a mesh dim along which these are "
-      "replicated, or plan.process_group, ranks that hold equal parts");
+      "parts of the DistTensors among its parameters: give plan.mesh_dim, a mesh dim along which "
+      "these are replicated, or plan.process_group, ranks that hold equal parts");
 }
 
 }  // namespace tessera

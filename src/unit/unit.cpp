@@ -91,7 +91,7 @@ WorkPtr Unit::start_gather() const {
   // Ranks of a host share the rounded values; only messages between hosts are narrow.
   if (is_shared() && layout_.dtype == at::kFloat && layout_.gather_dtype != layout_.dtype)
     encoding = rounding_encoding(layout_.gather_dtype);
-  const std::string name = is_written_ ? name_after_write(layout_) : layout_.name;
+  const std::string& name = is_written_ ? written_name_ : layout_.name;
   return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
                                           {name, Channel::kParams}, encoding);
 }
@@ -249,6 +249,7 @@ void Unit::write_back() {
     keep_written(std::exchange(before_write_, at::Tensor()), updated_of(full()));
   }
   if (layout_.quantizes()) publish();  // a value changes the scale of its neighbours
+  if (written_name_.empty()) written_name_ = name_after_write(layout_);
   is_written_ = true;
   reshard();
 }

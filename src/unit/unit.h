@@ -201,8 +201,9 @@ class Unit {
   at::Tensor shard_;     // undefined if the master copy serves as such
   at::Tensor arriving_;  // filled by a gather in place of the memory, where parameters are rounded
   at::Tensor written_;   // written by an operator in place of the memory, where that is shared
-  at::Tensor before_write_;  // the values of this rank's part before, if a master copy keeps more
-  bool is_written_ = false;  // by an operator, since the last gather
+  at::Tensor before_write_;   // the values of this rank's part before, if a master copy keeps more
+  bool is_written_ = false;   // by an operator, since the last gather
+  std::string written_name_;  // `name_after_write()`; gathers in progress refer to it
   std::optional<c10::Event> uploaded_;  // behind the latest copy of an offloaded master copy
   WorkPtr gather_;                      // the latest
   std::vector<WorkPtr> unread_;         // gathers whose peers may still be reading our shard

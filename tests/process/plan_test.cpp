@@ -70,8 +70,8 @@ TEST(Plan, PrintsWhatARankKeepsAndSends) {
   EXPECT_EQ(sent.at("gather_forward"), json({{"calls", 2}, {"bytes", 256}}));
   EXPECT_EQ(sent.at("gather_backward"), json({{"calls", 1}, {"bytes", 128}}));
   EXPECT_EQ(sent.at("reduce"), json({{"calls", 2}, {"bytes", 256}}));
-  EXPECT_EQ(sent.at("agree"), json({{"calls", 1}, {"bytes", 9}}));
-  EXPECT_EQ(sent.at("all"), json({{"calls", 6}, {"bytes", 649}}));
+  EXPECT_EQ(sent.at("agree"), json({{"calls", 1}, {"bytes", 13}}));
+  EXPECT_EQ(sent.at("all"), json({{"calls", 6}, {"bytes", 653}}));
 }
 
 TEST(Plan, PrintsWhatRanksKeepThatShareMemory) {
