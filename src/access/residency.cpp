@@ -19,7 +19,7 @@ namespace tessera {
 // A gather needs all ranks. Ranks may differ in which units they use (a branch taken by some, a
 // batch without images), and then on-demand gathers would wait for each other forever. So all ranks
 // follow one order of use: at first registration order and its reverse, and after the first pass
-// the merge of the orders that the ranks recorded. A plan is derived from the order
+// the merge of the orders that the ranks recorded (OrderHistory). A plan is derived from the order
 // (plan_residency): which units to free and which to gather when use reaches each position. A rank
 // that uses a unit executes the plan up to the next position of that unit, and executes the rest at
 // the end of backward: every rank runs the plan's sequence of gathers, whichever units it used.
@@ -39,23 +39,19 @@ namespace tessera {
 // A pass ends with its backward. Grad mode alone does not tell which uses belong to a pass: layers
 // read their weights under no_grad (norms, statistics), and frozen parts run under it. So:
 //
-// - Between passes, uses without gradients follow the forward part of the order. A use whose
-//   position lies behind begins the next evaluation: the rest of the current one is executed first,
-//   as on all ranks. The first use with gradients begins a pass. If its position lies ahead, the
-//   uses so far were the beginning of that pass, and nothing is gathered again; if not, the
-//   evaluation ends here.
+// - Between passes, uses without gradients follow the forward part of the order. A forward of the
+//   handle, or a use whose position lies behind, begins an evaluation: the rest of the current one
+//   is executed first, as on all ranks. The first use with gradients begins a pass. If its position
+//   lies ahead, and no forward of the handle began the evaluation, the uses so far were the
+//   beginning of that pass, and nothing is gathered again; if not, the evaluation ends here.
 // - In a pass, uses without gradients belong to it, except for those that start at the first unit
 //   of the order where the pass does not expect it: that is an evaluation between forward and
 //   backward. It has a cursor of its own, ends at the next use with gradients, and leaves the units
 //   of the pass where they are.
-//
-// What ranks used in a pass is merged with what they used before (OrderHistory), so that ranks
-// which use other parts of the model in each pass find their uses in the order after some passes.
 namespace {
 
-// Evaluation in grad mode, without a backward, must not grow the record without bound.
-constexpr size_t kLongestRecord = 100'000;
-constexpr size_t kListedUses = 32;  // in errors
+constexpr size_t kLongestRecord = 100'000;  // evaluation in grad mode, without a backward
+constexpr size_t kListedUses = 32;          // in errors
 
 bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
 
@@ -112,7 +108,8 @@ std::string Residency::orders_text() const {
     std::vector<std::string> listed;
     for (size_t i = 0; i < std::min(order.size(), kListedUses); ++i)
       listed.push_back(units_[order[i]]->layout().name);
-    if (order.size() > kListedUses) listed.emplace_back("...");
+    if (listed.size() < order.size()) listed.emplace_back("...");
+    if (listed.empty()) return std::string("none yet");
     return fmt::format("{}", fmt::join(listed, ", "));
   };
   return fmt::format(
@@ -185,8 +182,12 @@ void Residency::use_one(Unit& unit) {
     if (is_in_pass) record(unit);
     const bool expected = !asks_ && advance(cursor, unit.index());
     if (!trains_) append_use(prelude_, unit.index());
-    if (!expected && is_in_pass) leave_order(unit);
-    if (!expected && unit.frees()) postponed_.push_back(&unit);
+    if (!expected && is_in_pass) leave_order();
+    // A unit that is here is freed as planned.
+    if (!expected && unit.state() == Unit::State::kSharded) {
+      if (asks_) asked_ = unit.index(), ask_(asked_), asked_ = -1;
+      if (unit.frees()) postponed_.push_back(&unit);
+    }
   } else if (trains) {
     record(unit);
   } else if (stays_shared_ && !any_frees_ && held_ == 0 && used_.forward.empty()) {
@@ -245,7 +246,7 @@ void Residency::end_sweep() {
 
 // Called at the first use with gradients.
 void Residency::begin_pass(const Unit& unit) {
-  if (!is_expected(unit)) finish_evaluation();
+  if (is_told_ || !is_expected(unit)) finish_evaluation();
   trains_ = true;
   for (const int used : std::exchange(prelude_, {})) record(*units_[used]);
 }
@@ -253,7 +254,7 @@ void Residency::begin_pass(const Unit& unit) {
 // Between passes: executes the rest of the evaluation's plan, as all ranks do.
 void Residency::finish_evaluation() {
   prelude_.clear();
-  if (training_.position < 0) return;
+  if (!std::exchange(is_told_, false) && training_.position < 0) return;
   execute(training_, training_.position + 1, forward_end());
   training_.position = -1;
   if (limits_.resident_bytes >= 0) free_all();
@@ -261,7 +262,9 @@ void Residency::finish_evaluation() {
 
 void Residency::begin_evaluation() {
   const auto guard = lock();
-  if (!trains_ && held_ == 0 && any_frees_) finish_evaluation();
+  if (trains_ || held_ > 0 || !any_frees_) return;
+  finish_evaluation();
+  is_told_ = true;
 }
 
 // Executes the rest of the plan after the last use, as all ranks do.
@@ -305,18 +308,12 @@ bool Residency::advance(Cursor& cursor, int unit) {
 }
 
 // The pass goes on with a use that the order does not expect.
-void Residency::leave_order(Unit& unit) {
+void Residency::leave_order() {
   deviated_ = true;
-  if (!ask_) return;
-  if (!std::exchange(asks_, true)) {
-    const ptrdiff_t size = std::ssize(training_.order);
-    execute(training_, training_.position + 1, size);
-    training_.position = size - 1;
-  }
-  if (unit.state() != Unit::State::kSharded) return;
-  asked_ = unit.index();
-  ask_(asked_);
-  asked_ = -1;
+  if (!ask_ || std::exchange(asks_, true)) return;
+  const ptrdiff_t size = std::ssize(training_.order);
+  execute(training_, training_.position + 1, size);
+  training_.position = size - 1;
 }
 
 void Residency::serve(const std::vector<int>& units) {
@@ -363,7 +360,7 @@ void Residency::free_all() {
 
 void Residency::restart() {
   training_.position = sweep_.position = -1;
-  trains_ = asks_ = false;
+  trains_ = asks_ = is_told_ = false;
   prelude_.clear();
   last_ = nullptr;
   postponed_.clear();

@@ -118,7 +118,7 @@ class Residency {
   ptrdiff_t reach(const Cursor& cursor) const;
   ptrdiff_t find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const;
   bool advance(Cursor& cursor, int unit);
-  void leave_order(Unit& unit);
+  void leave_order();
   bool is_sparse() const;
   void execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to);
   void free_released();
@@ -137,8 +137,9 @@ class Residency {
   bool stays_shared_ = false;  // would be freed if the ranks did not share their memory
   bool learned_ = false;
   bool deviated_ = false;
-  bool asks_ = false;  // this pass has left the order: its further uses are asked for
-  int asked_ = -1;     // the unit for which this rank asks now
+  bool asks_ = false;     // this pass has left the order: its further uses are asked for
+  bool is_told_ = false;  // the evaluation that is under way began with a forward of the handle
+  int asked_ = -1;        // the unit for which this rank asks now
   uint64_t sparse_passes_ = 0;
   int held_ = 0;
   bool released_ = false;  // the last hold has ended, but not all units are freed yet
