@@ -109,6 +109,26 @@ def test_sizes_that_depend_on_values(ranks):
     assert all(ranks(2, _masks))
 
 
+def _some_gradients():
+    # PyTorch's decompositions return gradients that nobody asked for.
+    mesh = DeviceMesh.over_world()
+    torch.manual_seed(1)
+    x, gradient = torch.randn(6, 3), torch.randn(6, 3)
+    for asked in ((True, False), (False, True)):
+        whole = [torch.ones(3, requires_grad=wanted) for wanted in asked]
+        nn.functional.batch_norm(x, None, None, *whole, training=True).backward(gradient)
+        its = [tessera.distribute(torch.ones(3), mesh, [Replicate()]).requires_grad_(wanted) for wanted in asked]
+        y = nn.functional.batch_norm(x, None, None, *its, training=True)
+        y.backward(tessera.distribute(gradient, mesh, [Replicate()]))
+        for one, other in zip(whole, its):
+            assert one.grad is None or torch.allclose(tessera.full_tensor(other.grad), one.grad, atol=1e-6)
+    return True
+
+
+def test_operators_that_are_asked_for_some_gradients(ranks):
+    assert all(ranks(2, _some_gradients))
+
+
 def test_values_of_placements():
     assert Shard(1) == Shard(1) != Shard(0) and Shard(0, split_factor=3) != Shard(0) and Replicate() == Replicate()
     assert len({Partial(), Partial("sum"), Partial("max"), Replicate()}) == 3

@@ -157,17 +157,13 @@ void reduce_gradients_of(const OpPlan& plan, const Stack& arguments) {
 
 // [Note: Layouts of parts]
 //
-// Some kernels read memory as if it were contiguous: LibTorch's code above them has made it so, or
-// an operator has made the tensor (the moments of a layer norm, the indices of a pooling). That
-// holds for the whole tensor, and its strides say so. A part that is cut out of a tensor which this
-// rank has whole is strided. So a kernel gets parts that are contiguous where the whole tensors
-// are. This does not apply to arguments whose memory the operator writes to or shows, nor to
-// elementwise operators, which honor strides.
-at::Tensor contiguous_as(const at::Tensor& whole, const at::Tensor& part) {
-  const auto format = whole.suggest_memory_format();
-  return whole.is_contiguous(format) ? part.contiguous(format) : part;
-}
-
+// Some kernels read memory as if it were contiguous, or its last dim: LibTorch's code above them
+// has made it so or chosen the kernel by the strides, or an operator has made the tensor (the
+// moments of a layer norm, the indices of a pooling). That holds for the whole tensor, and its
+// strides say so. A part that is cut out of a tensor which this rank has whole is strided. So a
+// kernel gets parts that are dense where the whole tensors are, with their order of dims
+// (ordered_as). This does not apply to arguments whose memory the operator writes to or shows, nor
+// to elementwise operators, which honor strides.
 void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -181,7 +177,7 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
       const DistSpecPtr& wanted = plan.inputs[input++];
       const at::Tensor part = plan.writes ? placed(tensor, *wanted, schema.name())
                                           : placed_argument(tensor, wanted, schema.name());
-      return keeps_layout ? part : contiguous_as(tensor, part);
+      return keeps_layout ? part : ordered_as(tensor, part);
     }));
   }
   for (const auto& [index, value] : plan.arguments) local[index] = value;
@@ -197,6 +193,7 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   if (plan.is_view) return push_views(plan, arguments[0].toTensor(), given, local, stack);
   if (plan.writes) write_back(schema, arguments);
   push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
+    if (!is_wanted(schema, arguments, i)) return c10::IValue(at::Tensor());
     return map_tensors(local[i], [&](const at::Tensor& part) {
       const OpPlan::Output& made = plan.outputs[output++];
       const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);
@@ -272,7 +269,7 @@ void call_replicated(const c10::OperatorHandle& op, const DeviceMesh& mesh, Stac
         written.emplace_back(tensor, part);
       }
       if (is_view) return laid_out_as(tensor, part);
-      return alias ? part : contiguous_as(tensor, part);
+      return alias ? part : ordered_as(tensor, part);
     }));
   }
   if (is_view) {

@@ -1,5 +1,7 @@
 #include "mesh/dist_meta.h"
 
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 #include <c10/util/strides.h>
 
@@ -47,6 +49,17 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   impl->set_backend_meta(std::move(meta));
   impl->release_storage_and_set_meta_custom_data_ptr_error_msg_(kNoMemory);
   return at::Tensor(std::move(impl));
+}
+
+// `part` with its dims in memory in the order that the strides of a dense whole have.
+at::Tensor ordered(const at::Tensor& part, at::IntArrayRef strides) {
+  if (part.dim() != std::ssize(strides)) return part;  // of a rank outside of the mesh
+  const auto wanted = at::infer_dense_strides(part.sizes(), strides);
+  for (int64_t dim = 0; dim < part.dim(); ++dim) {
+    if (part.size(dim) > 1 && part.stride(dim) != wanted[dim])
+      return at::empty_strided(part.sizes(), wanted, part.options()).copy_(part);
+  }
+  return part;
 }
 
 // A split must cut its dim evenly, and no other mesh dim may shard that dim.
@@ -130,6 +143,16 @@ at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef si
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes) {
   return make_dist(std::move(local), std::move(spec), sizes, c10::contiguous_strides(sizes));
+}
+
+at::Tensor make_dist_like(const at::Tensor& local, DistSpecPtr spec, const at::Tensor& like) {
+  const auto strides = at::infer_dense_strides(like.sizes(), like.strides());
+  return make_dist(ordered(local, strides), std::move(spec), like.sizes(), strides);
+}
+
+at::Tensor ordered_as(const at::Tensor& whole, const at::Tensor& part) {
+  if (whole.is_contiguous()) return part.contiguous();
+  return whole.is_non_overlapping_and_dense() ? ordered(part, whole.strides()) : part;
 }
 
 }  // namespace tessera

@@ -101,6 +101,11 @@ at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                      std::shared_ptr<const DistParameter> parameter = nullptr);
 /// The same, contiguous.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
+/// The same, with the sizes of `like`, and its order of the dims in memory; copies a `local` that
+/// lies otherwise.
+at::Tensor make_dist_like(const at::Tensor& local, DistSpecPtr spec, const at::Tensor& like);
+/// Returns `part` with its dims in memory as those of `whole`; itself, if it lies so.
+at::Tensor ordered_as(const at::Tensor& whole, const at::Tensor& part);
 /// Makes a view that would start at element `offset` of its base's memory, if the base had any.
 at::Tensor make_dist_view(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                           at::IntArrayRef strides, int64_t offset,

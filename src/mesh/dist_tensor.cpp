@@ -1,3 +1,5 @@
+#include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Formatting.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -59,10 +61,16 @@ at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
   return part.is_alias_of(tensor) && part.numel() < tensor.numel() ? part.clone() : part.detach();
 }
 
+at::Tensor with_part(const at::Tensor& tensor, const DistSpecPtr& spec) {
+  const at::Tensor part = part_of(tensor, spec);
+  return part.is_alias_of(tensor) ? make_dist(part, spec, tensor.sizes(), tensor.strides())
+                                  : make_dist_like(part, spec, tensor);
+}
+
 struct Distribute : Function<Distribute> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& tensor,
                             const DistSpecPtr& spec) {
-    return make_dist(part_of(tensor, spec), spec, tensor.sizes());
+    return with_part(tensor, spec);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {is_dist(gradients[0]) ? full_tensor(gradients[0]) : gradients[0], at::Tensor()};
@@ -73,7 +81,11 @@ struct FromLocal : Function<FromLocal> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& local,
                             const DistSpecPtr& spec, const std::vector<int64_t>& sizes) {
     keep(context, spec, sizes);
-    return make_dist(local.detach(), spec, sizes);
+    // Autograd may add to a gradient in place: a repeated element would get all sums.
+    const bool repeats = at::has_internal_overlap(local) == at::MemOverlap::Yes;
+    const at::Tensor part = repeats ? local.clone() : local.detach();
+    if (part.is_contiguous()) return make_dist(part, spec, sizes);
+    return make_dist(part, spec, sizes, at::infer_dense_strides(sizes, part.strides()));
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {to_local(placed_gradient(context, gradients[0])), at::Tensor(), at::Tensor()};
@@ -113,7 +125,7 @@ struct Redistribute : Function<Redistribute> {
             ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
             : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
     // A slice would change when the source is written to, which other placements would not.
-    return make_dist(local.is_alias_of(own) ? local.clone() : local, to, tensor.sizes());
+    return make_dist_like(local.is_alias_of(own) ? local.clone() : local, to, tensor);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {placed_gradient(context, gradients[0]), at::Tensor()};
@@ -155,7 +167,7 @@ at::Tensor distribute(const at::Tensor& tensor, const DeviceMesh& mesh, Placemen
   at::Tensor result;
   {
     at::NoGradGuard no_grad;
-    result = make_dist(part_of(tensor.detach(), spec), spec, tensor.sizes());
+    result = with_part(tensor.detach(), spec);
   }
   if (tensor.requires_grad()) {
     result.requires_grad_(true);

@@ -311,9 +311,11 @@ std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle
   const auto results = run_on_meta(op, arguments);
   if (!results) return std::nullopt;
   std::vector<at::Tensor> outputs;
-  for (const c10::IValue& value : *results) {
+  for (size_t i = 0; i < results->size(); ++i) {
+    const c10::IValue& value = results->at(i);
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
-    each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
+    if (is_wanted(op.schema(), arguments, i))
+      each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
   }
   return outputs;
 }
@@ -438,6 +440,12 @@ bool returns_views(const c10::FunctionSchema& schema) {
   return std::ranges::any_of(schema.returns(), [](const c10::Argument& value) {
     return value.alias_info() && !value.alias_info()->isWrite();
   });
+}
+
+bool is_wanted(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
+               size_t result) {
+  const c10::IValue* const mask = NamedArguments{schema, arguments}.find("output_mask");
+  return !mask || mask->toBoolList()[result];
 }
 
 bool ignores_reals(const c10::FunctionSchema& schema) {

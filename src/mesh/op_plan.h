@@ -48,6 +48,11 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
 /// True if the operator's results are views.
 bool returns_views(const c10::FunctionSchema& schema);
 
+/// True unless the call has an `output_mask` without this result: kernels may return it
+/// nevertheless, on tensors without data or with it.
+bool is_wanted(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
+               size_t result);
+
 /// True if the operator's plans don't depend on the real numbers among its arguments.
 bool ignores_reals(const c10::FunctionSchema& schema);
 

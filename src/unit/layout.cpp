@@ -243,9 +243,10 @@ void choose_message_dtypes(UnitLayout& unit, bool is_trained, const ShardPlan& p
     check_blocks("reduce_dtype", *reduce_dtype, unit.master_dtype);
     unit.reduce_encoding = *block_encoding(*reduce_dtype);
     unit.error_feedback = plan.precision.error_feedback;
-  } else if (reduce_dtype) {
-    unit.reduce_dtype = *reduce_dtype;
-    check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
+  } else {
+    if (reduce_dtype) unit.reduce_dtype = *reduce_dtype;
+    if (reduce_dtype || is_trained)
+      check_reducible("fully_shard", unit.reduce_dtype, ReduceOp::kSum, unit.master_dtype);
   }
   if (!gather_dtype || !is_trained ||
       c10::elementSize(*gather_dtype) >= c10::elementSize(unit.dtype))

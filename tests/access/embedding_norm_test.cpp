@@ -128,9 +128,9 @@ TEST(EmbeddingNorm, RowsOfDistTensorsAreThoseOfAllRanksOrAreRefused) {
 
 TEST(EmbeddingNorm, DistTensorsRenormalizeTheRowsOfAllParts) {
   const torch::Tensor start = torch::randn({kRows, 6}, at::detail::createCPUGenerator(1));
-  const torch::Tensor words = words_of(global_batch(1, 6, 37, 5).x);
+  const torch::Tensor words = words_of(global_batch(1, 6, 37, 5).x).cpu();
   torch::Tensor expected = start.clone();
-  torch::embedding_renorm_(expected, words.cpu(), kMaxNorm, 2);
+  torch::embedding_renorm_(expected, words, kMaxNorm, 2);
   run_world(2, [&](World&) {
     const DeviceMesh mesh = DeviceMesh::over_world();
     for (const Placement& weight :

@@ -170,6 +170,11 @@ def is_intact(tensor: torch.Tensor) -> bool:
         return False
 
 
+def _is_known(tensor: torch.Tensor) -> bool:
+    """False for a DistTensor on a rank outside of its mesh."""
+    return not tessera.is_dist(tensor) or tessera.mesh_of(tensor).is_member()
+
+
 @dataclass
 class Value:
     """A tensor of a program after its end. `data`: its bytes, None on a rank that has no part of it."""
@@ -180,12 +185,12 @@ class Value:
     data: bytes | None
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> "Value":
+    def of(tensor: torch.Tensor, seen: bool = True) -> "Value":
         whole = tensor.detach()
         data = None
         if tessera.is_dist(whole):
-            whole = tessera.full_tensor(whole) if tessera.mesh_of(whole).is_member() else None
-        if whole is not None:
+            whole = tessera.full_tensor(whole) if _is_known(whole) else None
+        if seen and whole is not None:
             whole = whole.resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size()) if whole.numel() else b""
         return Value(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad, data)
@@ -219,7 +224,9 @@ def run(program: Program, kind: type, expected: frozenset = frozenset()) -> Outc
                 outcome.errors[number] = f"{type(error).__name__}: {error}"
                 if distributed and number not in expected:
                     return outcome
-        outcome.values = {name: Value.of(tensor) for name, tensor in _tensors(program, env).items()}
+        for name, tensor in _tensors(program, env).items():
+            # The gradient of an intermediate value may be an ordinary tensor, which ranks outside of the mesh do not know.
+            outcome.values[name] = Value.of(tensor, seen=_is_known(env[name.removesuffix(".grad")]))
     return outcome
 
 

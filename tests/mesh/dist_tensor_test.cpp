@@ -147,6 +147,55 @@ void expect_says(const std::function<void()>& f, const std::vector<std::string>&
     EXPECT_NE(text.find(word), std::string::npos) << word << " in: " << text;
 }
 
+// Kernels are chosen by strides: attention takes one that reads the last dim as contiguous.
+TEST(DistMemory, LiesInTheOrderOfTheSource) {
+  for (const int ranks : {1, 2, 3}) {
+    run_world(ranks, [](World&) {
+      const auto mesh = DeviceMesh::over_world();
+      const at::Tensor q = numbers({2, 2, 4, 3});
+      const at::Tensor v = numbers({2, 2, 4, 3}, 2).mT().contiguous().mT();
+      const at::Tensor expected =
+          at::scaled_dot_product_attention(q, q, v, {}, 0, /*is_causal=*/true);
+      const std::vector<Placement> all{Replicate{}, Shard{0}, Shard{1}, Shard{2}, Shard{3}};
+      for (const Placement& first : all) {
+        const at::Tensor cut = distribute(v, mesh, {first});
+        for (const Placement& second : all) {
+          const at::Tensor placed = redistribute(cut, {second});
+          const std::string what = to_string({first, second});
+          EXPECT_EQ(placed.strides(), v.strides()) << what;
+          const at::Tensor part = to_local(placed);
+          EXPECT_EQ(part.numel() == 0 || part.mT().is_contiguous(), true) << what;
+          const at::Tensor whole = distribute(q, mesh, {});
+          const at::Tensor found =
+              at::scaled_dot_product_attention(whole, whole, placed, {}, 0, /*is_causal=*/true);
+          EXPECT_TRUE(torch::allclose(full_tensor(found), expected, 1e-5, 1e-6)) << what;
+        }
+        if (to_local(cut).is_contiguous()) continue;  // a part of one column, or without elements
+        const at::Tensor again = from_local(to_local(cut), mesh, {first}, v.sizes().vec());
+        EXPECT_EQ(again.strides(), v.strides()) << to_string({first});
+      }
+    });
+  }
+}
+
+// A sum's gradient is one element that is shown everywhere.
+TEST(DistGradients, OfRepeatedElementsAddUp) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    for (const Placements& own : {Placements{Replicate{}}, {Shard{0}}, {Shard{1}}}) {
+      const at::Tensor x = distribute(numbers({2, 3}), mesh, own).requires_grad_(true);
+      const at::Tensor y = distribute(numbers({2, 3}), mesh, own).requires_grad_(true);
+      for (int pass = 0; pass < 3; ++pass) {
+        x.sum().backward();
+        to_local(y).sum().backward();
+      }
+      for (const at::Tensor& leaf : {x, y})
+        EXPECT_TRUE(torch::equal(full_tensor(leaf.grad()), on_test_device(torch::full({2, 3}, 3.))))
+            << to_string(own);
+    }
+  });
+}
+
 TEST(DistMemory, SavingByLibTorchIsRefusedAndNamesTheCallToUse) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();

@@ -354,6 +354,12 @@ TEST(Precision, DtypesThatCannotWorkAreRefused) {
     refuse({.reduce_dtype = at::kInt},
            "reduce_dtype must be a floating dtype, or kChar (int8); got Int");
     refuse({.reduce_dtype = at::kDouble}, "can't sum tensors of dtype Double into Float");
+    for (const auto own : {at::kDouble, at::kHalf}) {
+      const auto net = make_net({});
+      net->to(own);
+      expect_error([&] { fully_shard(net, {.precision = {.param_dtype = at::kBFloat16}}); },
+                   {fmt::format("can't sum tensors of dtype BFloat16 into {}", toString(own))});
+    }
   });
 }
 
