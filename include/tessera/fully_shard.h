@@ -146,10 +146,11 @@ class TESSERA_API ShardedModule {
   /// on every rank. Collective. Takes the memory of the whole model.
   std::vector<NamedTensor> full_state();
 
-  /// Sets all parameters and buffers from values that must be equal on all ranks (such as those
-  /// that `full_state()` returned, here or in another model). Collective. Throws `c10::ValueError`
-  /// on every rank, and changes nothing, if names or shapes differ from the model's. If not
-  /// `strict`, missing entries keep their values, and unknown names are ignored.
+  /// Sets all parameters and buffers from values (such as those that `full_state()` returned, here
+  /// or in another model), which must be equal on all ranks for parameters; buffers may be each
+  /// rank's own. Collective. Throws `c10::ValueError` on every rank, and changes nothing, if names
+  /// or shapes differ from the model's, or values of parameters between ranks. If not `strict`,
+  /// missing entries keep their values, and unknown names are ignored.
   void load_full_state(const std::vector<NamedTensor>& state, bool strict = true);
 
   /// Undoes the sharding: the module's parameters become ordinary tensors with memory of their own,

@@ -91,9 +91,13 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
   });
+  // Buffers are each rank's own.
+  const auto is_buffer = [&](const std::string& name) {
+    return std::ranges::find(buffers_, name, &NamedTensor::name) != buffers_.end();
+  };
   std::vector<std::string> hashes;
   for (const auto& [name, value] : values)
-    if (!is_dist(value))
+    if (!is_dist(value) && !is_buffer(name))
       hashes.push_back(fmt::format("'{}' with values of hash {}", name, hash_of(value)));
   check_same_lines(mesh(), hashes, "[load_full_state] the values must be the same on all ranks");
   overwrite([&] {

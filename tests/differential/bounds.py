@@ -55,7 +55,9 @@ def _is_number(value) -> bool:
 
 def _size(value: torch.Tensor) -> torch.Tensor:
     """How large elements are; those that are infinite or no numbers, and truth values, count as zero."""
-    return value.abs().double().nan_to_num(0, 0, 0) if _is_number(value) else torch.zeros(value.shape, dtype=torch.double)
+    if not _is_number(value) or value._is_zerotensor():
+        return torch.zeros(value.shape, dtype=torch.double)
+    return value.abs().double().nan_to_num(0, 0, 0)
 
 
 def _doubled(value):

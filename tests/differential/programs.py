@@ -345,7 +345,8 @@ class Draw:
             if "Partial" in where:
                 text = text.replace(f" {seed}", f" {seed - seed % 2}")
             text += f", {self.mesh}, {where}" + ", grad=True" * grad
-        text += ", columns=True" * (len(sizes) > 1 and self.rng.random() < 0.1) + ")"
+        # A part of one column does not tell how its whole lies in memory.
+        text += ", columns=True" * (len(sizes) > 1 and self.rng.random() < 0.1 and "Partial" not in text) + ")"
         line = Line(text, name)
         exec(str(line), self.env)
         self.pending.append(line)

@@ -110,6 +110,7 @@ std::vector<OperatorCase> cases() {
          return torch::stack({x[0], x[1]}, 1);
        }},
       {"contiguous", {{5, 4}}, [](const Tensors& x) { return x[0].t().contiguous(); }},
+      {"flip of a scalar", {{}}, [](const Tensors& x) { return x[0].flip(0); }},
       {"index_select",
        {{5, 4}, {3}},
        [](const Tensors& x) { return x[0].index_select(0, whole_numbers(x[1], 5)); }},

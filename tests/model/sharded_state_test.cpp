@@ -196,6 +196,25 @@ TEST(ParametersInOneMemory, ThatDoNotOverlapAreKept) {
   });
 }
 
+// Statistics of batch norms are each rank's own, unless the plan synchronizes buffers.
+TEST(LoadFullState, TakesTheBuffersOfEachRank) {
+  on_worlds([](World& world, const ShardPlan& plan) {
+    torch::nn::Sequential net(torch::nn::Linear(37, 5), torch::nn::BatchNorm1d(5));
+    on_test_device(net);
+    auto sharded = fully_shard(net.ptr(), plan);
+    const auto use = [&](int step) {
+      net->forward(rows_of(global_batch(step, 12, 37, 5).x, world.rank(), world.size()))
+          .sum()
+          .backward();
+    };
+    use(0);
+    const auto state = sharded.full_state();
+    use(1);
+    sharded.load_full_state(state);
+    expect_same_state(sharded.full_state(), state, 0, "own buffers");
+  });
+}
+
 TEST(AParameterThatAnOperatorMade, IsRefusedWithItsName) {
   on_worlds([](World&, const ShardPlan& plan) {
     const auto net = make_mlp();

@@ -133,6 +133,7 @@ Strategies expand(const OpCall& call) {
 // Needs all elements along `dims`; the other dims stay.
 Strategies along_dims(const OpCall& call, const std::vector<int64_t>& dims) {
   const int64_t ndim = call.inputs[0].ndim();
+  if (ndim == 0) return {};  // a scalar lets itself be called by a dim
   auto to = same_dims(ndim);
   for (const int64_t dim : dims) to[c10::maybe_wrap_dim(dim, ndim)] = -1;
   return moved_dims(call, to);
@@ -225,8 +226,7 @@ Strategies scattered(const OpCall& call) {
 
 // Windows along a dim, as a last dim.
 Strategies unfold(const OpCall& call) {
-  const int64_t ndim = call.inputs[0].ndim();
-  return ndim == 0 ? Strategies() : along_dims(call, {call.dim("dimension", ndim)});
+  return along_dims(call, {call.dim("dimension", call.inputs[0].ndim())});
 }
 
 // Elements that are in several windows are added up.
