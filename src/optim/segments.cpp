@@ -37,19 +37,32 @@ std::string foreign_step_error(const ParamSlot& slot) {
          slot.name() + "')";
 }
 
+// Where the optimizer updates a wider copy of a parameter than is used, widens the state, which may
+// have been made for the narrow one: its sums would lose what the copy keeps.
+void widen_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, at::ScalarType used) {
+  if (param.scalar_type() == used || !knows_state(optimizer)) return;
+  const auto dtype = state_dtype(optimizer, param.scalar_type());
+  replace_state_tensors(optimizer, param, [&](const at::Tensor& tensor) {
+    const bool is_narrow =
+        tensor.is_floating_point() && tensor.element_size() < c10::elementSize(dtype);
+    return is_narrow ? tensor.to(dtype) : tensor;
+  });
+}
+
 void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, const ParamSlot& slot,
                 const Segment* segment) {
   if (!has_param_state(optimizer, param)) return;
   if (segment && !slot.dist && segment->tensor.sizes() == param.sizes()) {
     // The state is whole, so it can be moved for any class of optimizers.
     move_param_state(optimizer, param, segment->tensor);
-    return;
+    return widen_state(optimizer, segment->tensor, slot.dtype);
   }
   if (segment) {
     ParamState state = read_param_state(optimizer, param);
     for (auto& [name, tensor] : state.tensors)
       tensor = cut_segment(slot, *segment, local_of(tensor));
     write_param_state(optimizer, segment->tensor, state);
+    widen_state(optimizer, segment->tensor, slot.dtype);
   }
   erase_param_state(optimizer, param);
 }
@@ -208,11 +221,9 @@ void follow_thawed(const ShardedState& state, torch::optim::Optimizer& optimizer
       segment.held.set_data(at::as_strided(unit.updated(), {0}, {1}, 0));
       continue;
     }
+    const auto before = segment.tensor.scalar_type();
     segment.tensor.set_data(part_of(unit, state.slot(segment.place), segment));
-    if (!knows_state(optimizer)) continue;
-    const auto dtype = state_dtype(optimizer, segment.tensor.scalar_type());
-    replace_state_tensors(optimizer, segment.tensor,
-                          [&](const at::Tensor& tensor) { return tensor.to(dtype); });
+    widen_state(optimizer, segment.tensor, before);
   }
 }
 

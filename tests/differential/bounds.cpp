@@ -27,11 +27,13 @@ struct Arithmetic {
     return rounded(a.value * b.value,
                    a.error * b.value.abs() + b.error * a.value.abs() + a.error * b.error);
   }
-  // `b` is positive, and more than its error.
+  // `b` is positive. Where it may be zero, nothing is known: of 16 bits, an epsilon may be zero.
   Approximate divide(const Approximate& a, const Approximate& b) const {
-    const Tensor least_b = (b.value - b.error).clamp_min(1e-300);
-    const Tensor quotient = a.value / b.value;
-    return rounded(quotient, (a.error + quotient.abs() * b.error) / least_b);
+    const Tensor least_b = b.value - b.error, quotient = a.value / b.value;
+    Approximate result =
+        rounded(quotient, (a.error + quotient.abs() * b.error) / least_b.clamp_min(1e-300));
+    result.error = result.error.masked_fill(least_b.le(0), INFINITY);
+    return result;
   }
   Approximate root(const Approximate& a) const {
     const Tensor root = a.value.sqrt();

@@ -153,6 +153,7 @@ void PlainTraining::load() {
 
 // Gradients of a backward that failed are dropped, and so are those before it.
 void PlainTraining::throw_in(const Op& op) {
+  sync_buffers();
   for_each_rank([&](int rank) {
     (op.how == 0 ? replicas_[rank]->throws_forward : replicas_[rank]->throws_backward) = op.value;
     try {

@@ -69,6 +69,7 @@ void PlainTraining::check_accepted() const {
     if (narrow_ && !(has_blocks(used) && has_blocks(main)))
       throw Refused("is for elements of float and bfloat16");
     const at::ScalarType from = narrow_ ? main : sent.value_or(used);
+    if (!params_[0][i].requires_grad() && !sent) continue;
     if (from != main && !(is_narrow(from) && main == at::kFloat) &&
         !(from == at::kFloat && is_narrow(main)))
       throw Refused("can't sum tensors of dtype");
@@ -99,12 +100,15 @@ Tensor PlainTraining::run(int rank, const Op& op) {
   return loss_of(replicas_[rank]->forward(x), y, op);
 }
 
+void PlainTraining::sync_buffers() {
+  if (!program_.plan.sync_buffers) return;
+  const auto first = replicas_[0]->buffers();
+  for (const auto& replica : replicas_)
+    for (size_t i = 0; i < first.size(); ++i) write(replica->buffers()[i], first[i]);
+}
+
 void PlainTraining::forward(const Op& op) {
-  if (program_.plan.sync_buffers && op.how & kByHandle && !(op.how & kNoSync)) {
-    const auto first = replicas_[0]->buffers();
-    for (const auto& replica : replicas_)
-      for (size_t i = 0; i < first.size(); ++i) write(replica->buffers()[i], first[i]);
-  }
+  if (op.how & kByHandle && !(op.how & kNoSync)) sync_buffers();
   for_each_rank([&](int rank) {
     losses_[rank] = run(rank, op);
     compare(rank, "loss", losses_[rank]);

@@ -69,6 +69,7 @@ class PlainTraining : public Training {
       random_[rank] = generator.get_state();
     }
   }
+  void sync_buffers();
   torch::Tensor run(int rank, const Op& op);
   at::ScalarType used_dtype(at::ScalarType dtype) const {
     return program_.plan.precision.param_dtype.value_or(dtype);

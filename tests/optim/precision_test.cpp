@@ -46,12 +46,13 @@ std::vector<torch::Tensor> mean_gradients(Mlp& net, int step, int ranks, at::Sca
 }
 
 // One process with float masters: gradients of each rank's rows in half precision, summed in float.
+template <class Optimizer = torch::optim::AdamW, class Options = torch::optim::AdamWOptions>
 std::vector<NamedTensor> train_alone(Mlp& net, const std::vector<torch::Tensor>& start, int ranks,
                                      at::ScalarType dtype,
                                      std::optional<at::ScalarType> reduce_dtype = {}) {
   std::vector<torch::Tensor> masters;
   for (const auto& value : start) masters.push_back(value.clone().requires_grad_());
-  torch::optim::AdamW optimizer(masters, torch::optim::AdamWOptions(1e-2));
+  Optimizer optimizer(masters, Options(1e-2));
   const auto params = net.parameters();
   for (int step = 0; step < kSteps; ++step) {
     const auto grads = mean_gradients(net, step, ranks, dtype, reduce_dtype);
@@ -63,9 +64,10 @@ std::vector<NamedTensor> train_alone(Mlp& net, const std::vector<torch::Tensor>&
   return plain_state(net);
 }
 
+template <class Optimizer = torch::optim::AdamW, class Options = torch::optim::AdamWOptions>
 std::vector<NamedTensor> train_sharded(World& world, const std::shared_ptr<Mlp>& net,
                                        ShardPlan plan, at::ScalarType dtype) {
-  torch::optim::AdamW inner(net->parameters(), torch::optim::AdamWOptions(1e-2));
+  Optimizer inner(net->parameters(), Options(1e-2));
   auto sharded = fully_shard(net, plan);
   ShardedOptimizer optimizer(sharded, inner, {.fused = false});
   for (int step = 0; step < kSteps; ++step) {
@@ -115,6 +117,26 @@ TEST(Precision, HalfModelsWithFloatMastersTrainAsOneProcessThatHasThem) {
         for (const auto& state : states[i])
           expect_same_state(state, states[i][0], 0, cases[i].what);
       }
+    }
+  }
+}
+
+// Its constructor makes them, in the dtype of the model.
+TEST(Precision, SumsOfAdagradAreKeptInTheDtypeOfTheMasters) {
+  using torch::optim::Adagrad, torch::optim::AdagradOptions;
+  const auto alone = make_net(at::kBFloat16);
+  const auto expected =
+      train_alone<Adagrad, AdagradOptions>(*alone, float_values(*alone), 2, at::kBFloat16);
+  for (const ShardLevel level : kAllLevels) {
+    for (const auto partition : {Partition::kFlatEven, Partition::kWholeParam}) {
+      run_world(2, [&](World& world) {
+        const auto state = train_sharded<Adagrad, AdagradOptions>(
+            world, make_net(at::kBFloat16),
+            {.level = level, .partition = partition, .precision = {.master_dtype = at::kFloat}},
+            at::kBFloat16);
+        expect_same_state(state, expected, tolerance_of_half_sums(2),
+                          fmt::format("level {}, partition {}", int(level), int(partition)));
+      });
     }
   }
 }
