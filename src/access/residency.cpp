@@ -267,6 +267,13 @@ void Residency::begin_evaluation() {
   is_told_ = true;
 }
 
+void Residency::end_evaluation() {
+  const auto guard = lock();
+  if (held_ > 0 || !any_frees_) return;
+  end_sweep();
+  if (!trains_) finish_evaluation();
+}
+
 // Executes the rest of the plan after the last use, as all ranks do.
 void Residency::finish(Cursor& cursor) {
   if (cursor.position < 0) return;

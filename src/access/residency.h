@@ -48,6 +48,10 @@ class Residency {
   /// before it is over, if a pass is not under way.
   void begin_evaluation();
 
+  /// Called by all ranks before parameters change: the rest of an evaluation is gathered with the
+  /// values that it had on the ranks that are ahead.
+  void end_evaluation();
+
   /// Called by all ranks at the end of backward: runs the planned gathers that this rank has not
   /// reached in this pass, so that all ranks have run the same ones, and frees units that are not
   /// to stay.

@@ -123,6 +123,7 @@ std::vector<std::pair<Unit*, const ParamSlot*>> ShardedState::replaced() const {
 }
 
 void ShardedState::take_in_replaced() {
+  residency_->end_evaluation();
   const auto replaced = this->replaced();
   const at::Tensor any = at::full({1}, !replaced.empty(), at::kByte);
   if (mesh().size() > 1)
@@ -159,8 +160,9 @@ void ShardedState::overwrite(const std::function<void()>& write, bool for_good) 
 
 void ShardedState::set_shards(const std::function<void()>& write, bool for_good) {
   if (for_good) ++overwrites_;
+  const WorkPtr stopped = stop_reading();
   for (const auto& unit : units_) unit->wait();
-  wait_until_unread(stop_reading());
+  wait_until_unread(stopped);
   write();
   for (const auto& unit : units_) unit->publish();
   residency_->on_step(std::vector<bool>(units_.size(), true));

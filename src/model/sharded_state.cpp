@@ -147,6 +147,7 @@ void ShardedState::check_replicated(const char* what) const {
 }
 
 WorkPtr ShardedState::stop_reading() {
+  residency_->end_evaluation();
   const bool any =
       std::any_of(units_.begin(), units_.end(), [](const auto& unit) { return unit->is_shared(); });
   return any ? process_group().arrive({"step", Channel::kControl}) : nullptr;

@@ -338,8 +338,9 @@ void ShardedOptimizer::Impl::skip_step() {
   outer->begin_step(segments);
   const bool averages = outer->is_last();
   if (averages) {
+    const WorkPtr stopped = state.stop_reading();
     for (const auto& unit : state.units()) unit->wait();
-    state.wait_until_unread(state.stop_reading());
+    state.wait_until_unread(stopped);
   }
   std::vector<bool> changed(state.units().size(), false);
   outer->end_step(changed);

@@ -300,6 +300,48 @@ TEST(SubsetOrder, CostsAgreementsOnlyWhereAUseIsNotExpected) {
   });
 }
 
+// A rank that uses less comes to the change first, while others still gather from it.
+TEST(SubsetOrder, AnEvaluationSeesTheValuesBeforeAChange) {
+  run_world(2, [](World& world) {
+    const auto net = seeded(7, [] { return std::make_shared<Stack>(Layers{0, 1, 2, 3}); });
+    torch::optim::SGD inner(net->parameters(), 0.1);
+    auto sharded = fully_shard(net, {.unit_bytes = 300, .prefetch = 0});
+    ShardedOptimizer optimizer(sharded, inner);
+    const auto ones = on_test_device(torch::ones({2, kWidth}));
+    const auto evaluate = [&] {
+      const torch::NoGradGuard no_grad;
+      net->uses = world.rank() == 1 ? Layers{0, 1, 2, 3} : Layers{0};
+      return net->forward(ones);
+    };
+    net->uses = {0, 1, 2, 3};
+    net->forward(ones).sum().backward();
+    const auto before = evaluate();
+    optimizer.step();
+    auto state = sharded.full_state();
+    for (NamedTensor& item : state) item.tensor.mul_(2);
+    const auto stepped = evaluate();
+    sharded.load_full_state(state);
+    const auto loaded = evaluate();
+    sharded.full_state();
+    // One process.
+    const auto alone = seeded(7, [] { return std::make_shared<Stack>(Layers{0, 1, 2, 3}); });
+    torch::optim::SGD plain(alone->parameters(), 0.1);
+    const auto expect_value = [&](const torch::Tensor& value, const char* what) {
+      const torch::NoGradGuard no_grad;
+      alone->uses = world.rank() == 1 ? Layers{0, 1, 2, 3} : Layers{0};
+      EXPECT_TRUE(torch::equal(value, alone->forward(ones))) << what << ", rank " << world.rank();
+    };
+    expect_value(before, "before the step");
+    alone->uses = {0, 1, 2, 3};
+    alone->forward(ones).sum().backward();
+    plain.step();
+    expect_value(stepped, "before the load");
+    torch::NoGradGuard no_grad;
+    for (torch::Tensor& parameter : alone->parameters()) parameter.mul_(2);
+    expect_value(loaded, "after it");
+  });
+}
+
 TEST(SubsetOrder, OfEvaluationsMustBeOneOnAllRanks) {
   TESSERA_ON_HOST_ONLY("NCCL does not say what the others issued");
   run_world(2, [](World& world) {

@@ -109,7 +109,7 @@ int main(int argc, char** argv) {
   app.add_option("--ranks", options.ranks, "only programs of so many ranks");
   app.add_option("--only", options.only, "only programs whose description has this text");
   app.add_flag("--print", options.print, "print the programs, and run none");
-  app.add_flag("--shrink", options.shrink, "shrink each finding, and print its source");
+  app.add_flag("--shrink", options.shrink, "shrink each finding, and describe it");
   CLI11_PARSE(app, argc, argv);
   if (!options.print) return run_all(options);
   for (const Program& program : draw_all(options)) fmt::print("{}\n", describe(program));

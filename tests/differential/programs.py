@@ -191,6 +191,8 @@ class Value:
         if tessera.is_dist(whole):
             whole = tessera.full_tensor(whole) if _is_known(whole) else None
         if seen and whole is not None:
+            if whole._is_zerotensor():  # without memory
+                whole = torch.zeros(whole.shape, dtype=whole.dtype)
             whole = whole.resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size()) if whole.numel() else b""
         return Value(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad, data)
