@@ -185,7 +185,11 @@ void Residency::use_one(Unit& unit) {
     if (!expected && is_in_pass) leave_order();
     // A unit that is here is freed as planned.
     if (!expected && unit.state() == Unit::State::kSharded) {
-      if (asks_) asked_ = unit.index(), ask_(asked_), asked_ = -1;
+      if (asks_) {
+        asked_ = unit.index();
+        ask_(asked_);
+        asked_ = -1;
+      }
       if (unit.frees()) postponed_.push_back(&unit);
     }
   } else if (trains) {

@@ -193,7 +193,7 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   if (plan.is_view) return push_views(plan, arguments[0].toTensor(), given, local, stack);
   if (plan.writes) write_back(schema, arguments);
   push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
-    if (!is_wanted(schema, arguments, i)) return c10::IValue(at::Tensor());
+    if (std::ranges::binary_search(plan.unwanted, i)) return c10::IValue(at::Tensor());
     return map_tensors(local[i], [&](const at::Tensor& part) {
       const OpPlan::Output& made = plan.outputs[output++];
       const at::Tensor result = make_dist(part, made.spec, made.sizes, made.strides);

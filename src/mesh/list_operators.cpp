@@ -297,9 +297,7 @@ void call_composed(const c10::OperatorHandle& op, Stack arguments, Stack* stack)
 }
 
 at::Tensor as_result(const at::Tensor& part, const DistSpecPtr& spec, const at::Tensor& like) {
-  if (!spec) return part;
-  return like.is_non_overlapping_and_dense() ? make_dist(part, spec, like.sizes(), like.strides())
-                                             : make_dist(part, spec, like.sizes());
+  return spec ? make_dist_like(part, spec, like) : part;
 }
 
 void call_elementwise(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {

@@ -305,16 +305,26 @@ TensorInfo info_of(const at::Tensor& tensor) {
   return {tensor.sizes().vec(), tensor.scalar_type()};
 }
 
+std::vector<size_t> unwanted_results(const OpCall& call) {
+  std::vector<size_t> unwanted;
+  const c10::IValue* const mask = call.find("output_mask");
+  for (size_t i = 0; mask && i < call.schema.returns().size(); ++i) {
+    if (!mask->toBoolList()[i]) unwanted.push_back(i);
+  }
+  return unwanted;
+}
+
 // Outputs of the operator on tensors without data; nullopt where LibTorch can't compute them.
 std::optional<std::vector<at::Tensor>> outputs_on_meta(const c10::OperatorHandle& op,
-                                                       at::ArrayRef<c10::IValue> arguments) {
+                                                       at::ArrayRef<c10::IValue> arguments,
+                                                       const std::vector<size_t>& unwanted) {
   const auto results = run_on_meta(op, arguments);
   if (!results) return std::nullopt;
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < results->size(); ++i) {
     const c10::IValue& value = results->at(i);
     if (!value.isTensor() && !value.isTensorList()) return std::nullopt;
-    if (is_wanted(op.schema(), arguments, i))
+    if (!std::ranges::binary_search(unwanted, i))
       each_tensor(value, [&](const at::Tensor& tensor) { outputs.push_back(tensor); });
   }
   return outputs;
@@ -366,7 +376,8 @@ void check_broadcast(const OpCall& call, const std::vector<PlacedInput>& inputs)
 bool describe_outputs(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                       const RuleEntry& entry, const std::vector<PlacedInput>& inputs, OpCall& call,
                       OpPlan& plan) {
-  if (const auto outputs = outputs_on_meta(op, arguments)) {
+  plan.unwanted = unwanted_results(call);
+  if (const auto outputs = outputs_on_meta(op, arguments, plan.unwanted)) {
     for (const at::Tensor& output : *outputs) {
       call.outputs.push_back(info_of(output));
       plan.outputs.push_back(
@@ -440,12 +451,6 @@ bool returns_views(const c10::FunctionSchema& schema) {
   return std::ranges::any_of(schema.returns(), [](const c10::Argument& value) {
     return value.alias_info() && !value.alias_info()->isWrite();
   });
-}
-
-bool is_wanted(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
-               size_t result) {
-  const c10::IValue* const mask = NamedArguments{schema, arguments}.find("output_mask");
-  return !mask || mask->toBoolList()[result];
 }
 
 bool ignores_reals(const c10::FunctionSchema& schema) {

@@ -21,6 +21,9 @@ struct OpPlan {
   /// Per tensor among the arguments: its placements during the call.
   std::vector<DistSpecPtr> inputs;
   std::vector<Output> outputs;
+  /// Indices, in order, of the results that an `output_mask` leaves out: kernels may return them
+  /// nevertheless, on tensors without data or with it.
+  std::vector<size_t> unwanted;
   /// Indices, in order, of the inputs that every rank has whole to compute parts of the outputs:
   /// their gradients arrive as terms.
   std::vector<size_t> whole_inputs;
@@ -47,11 +50,6 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
 
 /// True if the operator's results are views.
 bool returns_views(const c10::FunctionSchema& schema);
-
-/// True unless the call has an `output_mask` without this result: kernels may return it
-/// nevertheless, on tensors without data or with it.
-bool is_wanted(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
-               size_t result);
 
 /// True if the operator's plans don't depend on the real numbers among its arguments.
 bool ignores_reals(const c10::FunctionSchema& schema);

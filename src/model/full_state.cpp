@@ -91,14 +91,12 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
     TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
                       fmt::format("{}", fmt::join(errors, ", ")));
   });
-  // Buffers are each rank's own.
-  const auto is_buffer = [&](const std::string& name) {
-    return std::ranges::find(buffers_, name, &NamedTensor::name) != buffers_.end();
-  };
-  std::vector<std::string> hashes;
-  for (const auto& [name, value] : values)
-    if (!is_dist(value) && !is_buffer(name))
-      hashes.push_back(fmt::format("'{}' with values of hash {}", name, hash_of(value)));
+  std::vector<std::string> hashes;  // not of buffers, which are each rank's own
+  for (const std::string& name : parameter_names_) {
+    const auto it = values.find(name);
+    if (it != values.end() && !is_dist(it->second))
+      hashes.push_back(fmt::format("'{}' with values of hash {}", name, hash_of(it->second)));
+  }
   check_same_lines(mesh(), hashes, "[load_full_state] the values must be the same on all ranks");
   overwrite([&] {
     for (const auto& unit : units_) {
@@ -160,9 +158,7 @@ void ShardedState::overwrite(const std::function<void()>& write, bool for_good) 
 
 void ShardedState::set_shards(const std::function<void()>& write, bool for_good) {
   if (for_good) ++overwrites_;
-  const WorkPtr stopped = stop_reading();
-  for (const auto& unit : units_) unit->wait();
-  wait_until_unread(stopped);
+  end_reading();
   write();
   for (const auto& unit : units_) unit->publish();
   residency_->on_step(std::vector<bool>(units_.size(), true));

@@ -158,6 +158,12 @@ void ShardedState::wait_until_unread(const WorkPtr& stopped) {
   if (stopped) stopped->wait();
 }
 
+void ShardedState::end_reading() {
+  const WorkPtr stopped = stop_reading();
+  for (const auto& unit : units_) unit->wait();
+  wait_until_unread(stopped);
+}
+
 void ShardedState::thaw_trained() {
   for (const auto& unit : units_) {
     const UnitLayout& layout = unit->layout();

@@ -36,7 +36,7 @@ std::vector<at::Tensor> dist_tensors(const torch::nn::Module& module) {
 void ShardedState::give_back(GivenValues which) {
   reducer_->uninstall();
   const auto keep_alive = shared_from_this();
-  wait_until_unread(stop_reading());
+  end_reading();
   for (const auto& unit : units_) unit->give_back(which);
   // The memory may be freed when no peer reads it any more.
   wait_until_unread(stop_reading());

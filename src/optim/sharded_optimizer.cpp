@@ -337,11 +337,7 @@ void ShardedOptimizer::Impl::skip_step() {
   follow();
   outer->begin_step(segments);
   const bool averages = outer->is_last();
-  if (averages) {
-    const WorkPtr stopped = state.stop_reading();
-    for (const auto& unit : state.units()) unit->wait();
-    state.wait_until_unread(stopped);
-  }
+  if (averages) state.end_reading();
   std::vector<bool> changed(state.units().size(), false);
   outer->end_step(changed);
   if (averages) state.residency().on_step(changed);

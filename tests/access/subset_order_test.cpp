@@ -168,10 +168,11 @@ void expect_parity_on(World& world, const Program& program, const Trained& expec
   expect_same_state(sharded.full_state(), expected.state, 0, what);
 }
 
-template <class Make>
-void expect_parity_of_programs(const std::string& kind, const Make& make) {
+using Make = Program (*)(Generator& generator, int ranks);
+
+void expect_parity_of_programs(const std::string& kind, Make make, int on_two = kPrograms) {
   for (const int ranks : {2, 3}) {
-    const int count = ranks == 2 ? kPrograms : kPrograms / 3;
+    const int count = ranks == 2 ? on_two : on_two / 3;
     std::vector<Program> programs;
     std::vector<Trained> expected;
     for (int seed = 0; seed < count; ++seed) {
@@ -187,90 +188,106 @@ void expect_parity_of_programs(const std::string& kind, const Make& make) {
   }
 }
 
+Program one_order_program(Generator& generator, int ranks) {
+  const Layers order = generator.permutation();
+  return generator.program(
+      ranks, [&](int) { return order; },
+      [&](const Layers& layers, int) { return generator.subset(layers); });
+}
 TEST(SubsetOrder, OfAllRanksMayDifferFromRegistration) {
-  expect_parity_of_programs("one order", [](Generator& generator, int ranks) {
-    const Layers order = generator.permutation();
-    return generator.program(
-        ranks, [&](int) { return order; },
-        [&](const Layers& layers, int) { return generator.subset(layers); });
-  });
+  expect_parity_of_programs("one order", one_order_program);
 }
 
+Program another_first_layer_program(Generator& generator, int ranks) {
+  Program program = generator.program(
+      ranks, [&](int) { return Layers{0, 1, 2, 3, 4, 5, 6}; },
+      [&](const Layers& layers, int) {
+        return Layers(layers.begin() + generator.below(kLayers), layers.end());
+      });
+  std::sort(program.registration.begin(), program.registration.end());
+  return program;
+}
 TEST(SubsetOrder, MayBeginWithAnotherLayerInEachPass) {
-  expect_parity_of_programs("another first layer", [](Generator& generator, int ranks) {
-    Program program = generator.program(
-        ranks, [&](int) { return Layers{0, 1, 2, 3, 4, 5, 6}; },
-        [&](const Layers& layers, int) {
-          return Layers(layers.begin() + generator.below(kLayers), layers.end());
-        });
-    std::sort(program.registration.begin(), program.registration.end());
-    return program;
-  });
+  expect_parity_of_programs("another first layer", another_first_layer_program);
 }
 
+Program fixed_ends_program(Generator& generator, int ranks) {
+  const Layers order = generator.permutation();
+  return generator.program(
+      ranks, [&](int) { return order; },
+      [&](const Layers& layers, int) {
+        Layers used = generator.subset({layers.begin() + 1, layers.end() - 1});
+        used.insert(used.begin(), layers.front());
+        used.push_back(layers.back());
+        return used;
+      });
+}
 TEST(SubsetOrder, MayHaveAFixedFirstAndLastLayer) {
-  expect_parity_of_programs("fixed ends", [](Generator& generator, int ranks) {
-    const Layers order = generator.permutation();
-    return generator.program(
-        ranks, [&](int) { return order; },
-        [&](const Layers& layers, int) {
-          Layers used = generator.subset({layers.begin() + 1, layers.end() - 1});
-          used.insert(used.begin(), layers.front());
-          used.push_back(layers.back());
-          return used;
-        });
-  });
+  expect_parity_of_programs("fixed ends", fixed_ends_program);
 }
 
+Program all_layers_first_program(Generator& generator, int ranks) {
+  const Layers order = generator.permutation();
+  return generator.program(
+      ranks, [&](int) { return order; },
+      [&](const Layers& layers, int step) {
+        return step == 0 ? layers : generator.subset(layers);
+      });
+}
 TEST(SubsetOrder, MayFollowAPassOfAllLayers) {
-  expect_parity_of_programs("all layers first", [](Generator& generator, int ranks) {
-    const Layers order = generator.permutation();
-    return generator.program(
-        ranks, [&](int) { return order; },
-        [&](const Layers& layers, int step) {
-          return step == 0 ? layers : generator.subset(layers);
-        });
-  });
+  expect_parity_of_programs("all layers first", all_layers_first_program);
 }
 
+Program own_orders_program(Generator& generator, int ranks) {
+  return generator.program(
+      ranks, [&](int) { return generator.permutation(); },
+      [&](const Layers& layers, int) { return generator.subset(layers); });
+}
 TEST(SubsetOrder, OfEachRankMayBeItsOwn) {
-  expect_parity_of_programs("own orders", [](Generator& generator, int ranks) {
-    return generator.program(
-        ranks, [&](int) { return generator.permutation(); },
-        [&](const Layers& layers, int) { return generator.subset(layers); });
-  });
+  expect_parity_of_programs("own orders", own_orders_program);
 }
 
-TEST(SubsetOrder, MayChangeInEachPass) {
-  expect_parity_of_programs("no order", [](Generator& generator, int ranks) {
-    return generator.program(
-        ranks, [&](int) { return Layers{}; },
-        [&](const Layers&, int) { return generator.subset(generator.permutation()); });
-  });
+Program no_order_program(Generator& generator, int ranks) {
+  return generator.program(
+      ranks, [&](int) { return Layers{}; },
+      [&](const Layers&, int) { return generator.subset(generator.permutation()); });
 }
+TEST(SubsetOrder, MayChangeInEachPass) { expect_parity_of_programs("no order", no_order_program); }
 
+Program no_sync_program(Generator& generator, int ranks) {
+  const Layers order = generator.permutation();
+  Program program = generator.program(
+      ranks, [&](int) { return order; },
+      [&](const Layers& layers, int) { return generator.subset(layers); });
+  program.passes = 3;
+  return program;
+}
 TEST(SubsetOrder, HoldsWhileGradientsAreAccumulated) {
-  expect_parity_of_programs("no_sync", [](Generator& generator, int ranks) {
-    const Layers order = generator.permutation();
-    Program program = generator.program(
-        ranks, [&](int) { return order; },
-        [&](const Layers& layers, int) { return generator.subset(layers); });
-    program.passes = 3;
-    return program;
-  });
+  expect_parity_of_programs("no_sync", no_sync_program);
 }
 
+Program evaluations_program(Generator& generator, int ranks) {
+  const Layers order = generator.permutation();
+  Program program = generator.program(
+      ranks, [&](int) { return order; },
+      [&](const Layers& layers, int step) {
+        return step == 0 ? layers : generator.subset(layers);
+      });
+  program.evaluations = 2;
+  return program;
+}
 TEST(SubsetOrder, HoldsWithEvaluationsBetweenSteps) {
-  expect_parity_of_programs("evaluations", [](Generator& generator, int ranks) {
-    const Layers order = generator.permutation();
-    Program program = generator.program(
-        ranks, [&](int) { return order; },
-        [&](const Layers& layers, int step) {
-          return step == 0 ? layers : generator.subset(layers);
-        });
-    program.evaluations = 2;
-    return program;
-  });
+  expect_parity_of_programs("evaluations", evaluations_program);
+}
+
+TEST(SubsetOrder, NightlyOfManyPrograms) {
+  const std::pair<const char*, Make> kinds[] = {
+      {"one order", one_order_program},   {"another first layer", another_first_layer_program},
+      {"fixed ends", fixed_ends_program}, {"all layers first", all_layers_first_program},
+      {"own orders", own_orders_program}, {"no order", no_order_program},
+      {"no_sync", no_sync_program},       {"evaluations", evaluations_program},
+  };
+  for (const auto& [kind, make] : kinds) expect_parity_of_programs(kind, make, 40);
 }
 
 TEST(SubsetOrder, CostsAgreementsOnlyWhereAUseIsNotExpected) {

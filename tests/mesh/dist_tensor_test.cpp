@@ -164,7 +164,7 @@ TEST(DistMemory, LiesInTheOrderOfTheSource) {
           const std::string what = to_string({first, second});
           EXPECT_EQ(placed.strides(), v.strides()) << what;
           const at::Tensor part = to_local(placed);
-          EXPECT_EQ(part.numel() == 0 || part.mT().is_contiguous(), true) << what;
+          EXPECT_TRUE(part.numel() == 0 || part.mT().is_contiguous()) << what;
           const at::Tensor whole = distribute(q, mesh, {});
           const at::Tensor found =
               at::scaled_dot_product_attention(whole, whole, placed, {}, 0, /*is_causal=*/true);

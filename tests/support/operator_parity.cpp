@@ -252,9 +252,9 @@ void expect_as_plain(const std::vector<OperatorCase>& cases, const std::vector<i
   std::vector<int> members(ranks);
   std::iota(members.begin(), members.end(), 0);
   std::mutex mutex;
-  std::vector<std::vector<std::string>> told;  // by each rank; of three, one is not in the mesh
+  std::vector<std::vector<std::string>> told;  // by each rank, of which one is not in the mesh
   run_world(
-      static_cast<int>(ranks) + (mesh_shape == std::vector<int64_t>{2}),
+      static_cast<int>(ranks) + 1,
       [&](World&) {
         const DeviceMesh mesh(mesh_shape, members);
         std::vector<std::string> own;

@@ -133,7 +133,7 @@ Strategies expand(const OpCall& call) {
 // Needs all elements along `dims`; the other dims stay.
 Strategies along_dims(const OpCall& call, const std::vector<int64_t>& dims) {
   const int64_t ndim = call.inputs[0].ndim();
-  if (ndim == 0) return {};  // a scalar lets itself be called by a dim
+  if (ndim == 0) return {};  // a scalar takes the dims 0 and -1, which it does not have
   auto to = same_dims(ndim);
   for (const int64_t dim : dims) to[c10::maybe_wrap_dim(dim, ndim)] = -1;
   return moved_dims(call, to);
