@@ -1,11 +1,12 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <ctime>
 #include <map>
-#include <set>
+#include <sstream>
 
 #include "differential/outcome.h"
 
@@ -25,13 +26,13 @@ bool has_draw(const Program& program, const std::string& name) {
   return name.empty() || describe(program).find(name) != std::string::npos;
 }
 
-// What two programs with one fault have in common: the text without names and numbers.
+// What two programs with one fault have in common: the text without words that have numbers.
 std::string kind_of(const std::string& finding) {
   if (finding.find(" differ by ") != std::string::npos) return "differs";
-  std::string kind;
-  for (const char c : finding)
-    if (std::isalpha(static_cast<unsigned char>(c))) kind += c;
-  return kind.substr(0, 60);
+  std::string kind, word;
+  for (std::istringstream words(finding); words >> word;)
+    if (std::ranges::none_of(word, [](unsigned char c) { return std::isdigit(c); })) kind += word;
+  return kind;
 }
 
 uint64_t first_seed(const std::string& text) {
