@@ -13,12 +13,20 @@ namespace {
 
 using torch::jit::Stack;
 
+// A number of the program, which counts less than a tensor in type promotion. Functions of Python
+// that run in place of kernels read it, also where tensors have no data.
+bool is_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
 at::Tensor on_meta(const at::Tensor& tensor) {
+  if (is_number(tensor)) return tensor;
   return at::empty_strided(tensor.sizes(), tensor.strides(),
                            tensor.options().device(at::kMeta).requires_grad(false));
 }
 
 at::Tensor as_constants(const at::Tensor& tensor) {
+  if (is_number(tensor)) return tensor;
   const bool may_be_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
   return at::full(tensor.sizes(), may_be_index ? 0 : 1,
                   at::TensorOptions().dtype(tensor.scalar_type()));

@@ -1,5 +1,6 @@
 // Properties of all operators on DistTensors: views, `out=` forms, errors, ranks outside the mesh.
 
+#include <ATen/ScalarOps.h>
 #include <gtest/gtest.h>
 #include <tessera/dist_tensor.h>
 #include <torch/torch.h>
@@ -313,6 +314,11 @@ TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
     check(x > 0, a > 0);
     check(x.argmax(1), a.argmax(1));
     check(x.to(at::kDouble), a.to(at::kDouble));
+    const at::Tensor s = x.sum(), b = a.sum();
+    const at::Tensor tensor = on_test_device(torch::scalar_tensor(0.5, at::kDouble));
+    const at::Tensor number = at::native::wrapped_scalar_tensor(0.5);  // does not decide the dtype
+    check(torch::mul(s, number), torch::mul(b, number));
+    check(torch::mul(s, tensor), torch::mul(b, tensor));
     const auto parts = x.split(3, 1), expected = a.split(3, 1);
     ASSERT_EQ(parts.size(), expected.size());
     for (size_t i = 0; i < parts.size(); ++i) check(parts[i], expected[i]);
