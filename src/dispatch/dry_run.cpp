@@ -21,8 +21,10 @@ bool is_number(const at::Tensor& tensor) {
 
 at::Tensor on_meta(const at::Tensor& tensor) {
   if (is_number(tensor)) return tensor;
-  return at::empty_strided(tensor.sizes(), tensor.strides(),
-                           tensor.options().device(at::kMeta).requires_grad(false));
+  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                      tensor.options().device(at::kMeta).requires_grad(false));
+  if (tensor.is_conj()) made = made._conj();
+  return tensor.is_neg() ? made._neg_view() : made;
 }
 
 at::Tensor as_constants(const at::Tensor& tensor) {

@@ -183,7 +183,8 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   for (const auto& [index, value] : plan.arguments) local[index] = value;
   const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
   if (plan.reshape) {
-    local = {local[0].toTensor().reshape(*plan.reshape)};
+    const at::Tensor part = local[0].toTensor();
+    local = {with_marks_of(part, part.reshape(*plan.reshape))};
   } else if (plan.local) {
     plan.local(op, plan.parts, local);
   } else {
@@ -206,7 +207,8 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
 // For an operator that reads strides: `part`, in memory laid out as that of `tensor` would be.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& part) {
   if (part.strides() == tensor.strides()) return part;
-  return at::empty_strided(tensor.sizes(), tensor.strides(), part.options()).copy_(part);
+  return with_marks_of(
+      part, at::empty_strided(tensor.sizes(), tensor.strides(), part.options()).copy_(part));
 }
 
 // The storage offset differs between the global tensor and the part.
@@ -324,7 +326,7 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
                                 "it returns a value that is not a tensor; this rank is not in ", mesh.to_string());
     return map_tensors(result, [&](const at::Tensor& like) {
       const DistSpecPtr& spec = plan ? plan->outputs[output++].spec : whole;
-      const at::Tensor part = at::empty({0}, like.options().device(device));
+      const at::Tensor part = with_marks_of(like, at::empty({0}, like.options().device(device)));
       const at::Tensor made = make_dist(part, spec, like.sizes(), like.strides());
       is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
       return made;

@@ -44,6 +44,9 @@ at::Tensor make_with(c10::intrusive_ptr<DistMeta> meta, at::IntArrayRef sizes,
   auto keys = kOwnKeys | c10::DispatchKeySet(device) |
               c10::getAutocastRelatedKeySetFromBackend(c10::toBackendComponent(device));
   if (meta->parameter && !meta->parameter->functions.empty()) keys = keys.add(kModuleKey);
+  // LibTorch then copies before it calls operators that don't know these marks, or have to write.
+  if (local.is_conj()) keys = keys.add(c10::DispatchKey::Conjugate);
+  if (local.is_neg()) keys = keys.add(c10::DispatchKey::Negative);
   auto impl = c10::make_intrusive<c10::TensorImpl>(keys, local.dtype(), local.device());
   impl->set_sizes_and_strides(sizes, strides, offset);
   impl->set_backend_meta(std::move(meta));

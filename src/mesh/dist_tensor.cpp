@@ -13,6 +13,7 @@
 #include <ostream>
 #include <utility>
 
+#include "group/math_bits.h"
 #include "mesh/dist_dispatch.h"
 #include "mesh/dist_meta.h"
 #include "mesh/gradient_placement.h"
@@ -57,7 +58,7 @@ at::Tensor placed_gradient(AutogradContext* context, const at::Tensor& gradient)
 
 at::Tensor part_of(const at::Tensor& tensor, const DistSpecPtr& spec) {
   if (!spec->mesh.is_member()) return at::empty({0}, tensor.options().requires_grad(false));
-  const at::Tensor part = placed(tensor, *spec, "distributed tensor");
+  const at::Tensor part = placed(with_plain_memory(tensor), *spec, "distributed tensor");
   return part.is_alias_of(tensor) && part.numel() < tensor.numel() ? part.clone() : part.detach();
 }
 
@@ -125,7 +126,8 @@ struct Redistribute : Function<Redistribute> {
             ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
             : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
     // A slice would change when the source is written to, which other placements would not.
-    return make_dist_like(local.is_alias_of(own) ? local.clone() : local, to, tensor);
+    return make_dist_like(local.is_alias_of(own) ? local.clone() : with_plain_memory(local), to,
+                          tensor);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {placed_gradient(context, gradients[0]), at::Tensor()};

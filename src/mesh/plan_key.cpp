@@ -80,9 +80,10 @@ class Writer {
     key_.push_back(meta             ? reinterpret_cast<int64_t>(meta->spec.get())
                    : wants_gradient ? kWantsGradient
                                     : kOrdinary);
+    const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
     const int64_t flags =
-        2 * tensor.unsafeGetTensorImpl()->is_wrapped_number() + shows_parameter(tensor);
-    const int64_t kind = static_cast<int64_t>(tensor.scalar_type()) * 4 + flags;
+        8 * tensor.is_conj() + 4 * tensor.is_neg() + 2 * is_number + shows_parameter(tensor);
+    const int64_t kind = static_cast<int64_t>(tensor.scalar_type()) * 16 + flags;
     key_.push_back(kind * 256 + tensor.dim());
     key_.insert(key_.end(), tensor.sizes().begin(), tensor.sizes().end());
     key_.insert(key_.end(), tensor.strides().begin(), tensor.strides().end());

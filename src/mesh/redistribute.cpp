@@ -15,6 +15,7 @@
 #include "dispatch/unit_key.h"
 #include "mesh/chunks.h"
 #include "mesh/line_conversion.h"
+#include "mesh/view_source.h"
 
 namespace tessera {
 
@@ -241,7 +242,8 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
   // Process groups read memory as it is: the memory of a sharded unit must be gathered first, which
   // any operator that reads it does.
   const bool is_watched = local.key_set().has(kUnitKey);
-  return Converter(from, to, sizes, subject).run(is_watched ? local.clone() : local);
+  return with_marks_of(local,
+                       Converter(from, to, sizes, subject).run(is_watched ? local.clone() : local));
 }
 
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,

@@ -139,5 +139,35 @@ TEST(GatheredValues, AChangeOfPlacementsDoesNotShareMemory) {
   });
 }
 
+// LibTorch marks conjugates and negatives as such; a copy of one has memory of its own.
+TEST(Conjugates, AreViewsAndTheirCopiesAreNot) {
+  run_world(3, [](World&) {
+    const DeviceMesh mesh({2}, {0, 1});
+    for (const Placement& cut :
+         {Placement(Replicate{}), Placement(Shard{0}), Placement(Shard{1})}) {
+      const at::Tensor plain = numbers({4, 6}, 1, at::kComplexFloat).clone();
+      const at::Tensor dist = distribute(plain.clone(), mesh, {cut});
+      const auto write = [&](const std::string& what, auto view) {
+        const at::Tensor shown = view(dist), expected = view(plain);
+        EXPECT_EQ(shown.is_conj(), expected.is_conj()) << what;
+        EXPECT_EQ(shown.is_neg(), expected.is_neg()) << what;
+        expected.mul_(2), shown.mul_(2);
+        if (mesh.is_member()) expect_close(dist, plain, what + ", of " + to_string({cut}));
+      };
+      using Tensor = at::Tensor;
+      write("conj", [](const Tensor& x) { return x.conj(); });
+      write("row of conj", [](const Tensor& x) { return x.conj().select(0, 3); });
+      write("reshaped conj", [](const Tensor& x) { return x.conj().view({-1}); });
+      write("mH", [](const Tensor& x) { return x.mH(); });
+      write("copy of conj", [](const Tensor& x) { return x.conj().resolve_conj(); });
+      write("imag of conj", [](const Tensor& x) { return at::imag(x.conj()); });
+      write("real of conj", [](const Tensor& x) { return at::real(x.conj()); });
+      write("copy of imag", [](const Tensor& x) { return at::imag(x.conj()).resolve_neg(); });
+      EXPECT_THROW(torch::view_as_real(dist.conj()), c10::Error);
+      EXPECT_FALSE(redistribute(dist.conj(), {Partial{}}).is_conj());
+    }
+  });
+}
+
 }  // namespace gathered_values_test
 }  // namespace tessera::testing

@@ -249,13 +249,6 @@ Strategies complex_view(const OpCall& call) {
   return ways;
 }
 
-// The conjugated part does not have the numbers in memory that the view would show.
-void local_view_as_real(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
-                        torch::jit::Stack& stack) {
-  stack[0] = stack[0].toTensor().resolve_conj();
-  op.callBoxed(stack);
-}
-
 // `size` is that of the local part, whose layout may not allow a view.
 void local_view_copy(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
                      torch::jit::Stack& stack) {
@@ -346,7 +339,7 @@ constexpr auto kViewRules = with_splits({
     {.name = "view_copy", .rule = view, .size_argument = "size", .local = local_view_copy},
     {"view_copy.dtype", view_as_dtype},
     {"expand_copy", expand, nullptr, "size"},
-    {.name = "view_as_real", .rule = complex_view, .local = local_view_as_real},
+    {"view_as_real", complex_view},
     {"view_as_complex", complex_view},
     {"_conj", complex_view},
     {"_neg_view", complex_view},
