@@ -38,10 +38,24 @@ leaky_relu leaky_relu_backward _foreach_mul _foreach_add _foreach_neg bitwise_an
 # Sums that add in the dtype of their elements; others add 16-bit numbers in float.
 SEQUENTIAL = set("scatter_add index_add index_put embedding_dense_backward _index_put_impl cumsum cumprod prod".split())
 RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout")
+# Of functions that are sums of larger terms, how large these are; of the arguments in their order.
+TERMS = {
+    "gelu": lambda x, *_: x.abs(),
+    "gelu_backward": lambda g, x, *_: g.abs() * (1 + x.abs() + x.abs() ** 3),
+    "silu_backward": lambda g, x: g.abs() * (1 + x.abs()),
+    "mish_backward": lambda g, x: g.abs() * (1 + x.abs()),
+    "addcmul": lambda x, a, b, value=1: x.abs() + (value * a * b).abs(),
+    "addcdiv": lambda x, a, b, value=1: x.abs() + (value * a / b).abs(),
+    "lerp": lambda x, y, w: x.abs() + y.abs(),
+}
 # A term of a pending sum may be rounded by each operator of a program before ranks add it.
 OPERATORS = 20
 RANKS = 4
 _STEP = 1e-6  # of derivatives, which are taken in double
+
+
+class Unbounded(Exception):
+    """The bound of an operator's results can't be computed."""
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -73,6 +87,7 @@ class Bounds(TorchDispatchMode):
         super().__init__()
         self._kept: dict[int, tuple] = {}  # storages, which must not be freed and used again, and their bounds
         self._asleep = False
+        self.averages = False  # a pending mean of 3 terms may meet whole tensors, whose terms are equal, with a rounded mean
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the bound of each element."""
@@ -110,6 +125,8 @@ class Bounds(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         if self._asleep or func.is_view or any(word in name for word in RANDOM) or name in ("_local_scalar_dense", "item"):
             return func(*args, **kwargs)
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in flat):
+            return func(*args, **kwargs)  # LibTorch asks for sizes and a dtype alone; on meta, kernels are functions of Python
         self._asleep = True
         try:
             errors = {at: self.of(value) for at, value in enumerate(flat) if isinstance(value, torch.Tensor)}
@@ -120,7 +137,11 @@ class Bounds(TorchDispatchMode):
                 results = [value for value in tree_flatten(args[0])[0]]
             base = name.removesuffix("_")
             call = lambda values: self._numbers(func, values, spec)
-            for out, bound in zip(results, self._bounds(func, base, call, before, errors, results)):
+            try:
+                bounds = self._bounds(func, base, call, before, errors, results)
+            except Exception as error:
+                raise Unbounded(f"the bound of {func} can't be computed: {error}") from error
+            for out, bound in zip(results, bounds):
                 self._set(out, bound)
             return result
         finally:
@@ -143,7 +164,8 @@ class Bounds(TorchDispatchMode):
         erring = [at for at, error in errors.items() if error.any()]
         if base in EXACT and not erring:
             return []
-        rounding = [self._rounding(base, pointwise, out) for out in results]
+        terms = TERMS[base](*before) if base in TERMS else torch.zeros(())
+        rounding = [self._rounding(base, pointwise, out, terms) for out in results]
         if pointwise and not erring:
             return rounding
         if any(not _is_number(before[at]) or not errors[at].isfinite().all() for at in erring):
@@ -160,13 +182,13 @@ class Bounds(TorchDispatchMode):
         return self._sums(base, call, before, errors, exact, results)
 
     @staticmethod
-    def _rounding(base: str, pointwise: bool, out: torch.Tensor) -> torch.Tensor:
+    def _rounding(base: str, pointwise: bool, out: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
         # Kernels compute functions of contiguous elements in vectors and of others one by one, each to one unit in the last
-        # place; products of complex numbers with fused additions or without.
+        # place of the largest of its terms; products of complex numbers with fused additions or without.
         magnitude = _size(out)
         if not pointwise or not _is_number(out) or (base in PRESCRIBED and not out.is_complex()):
             return torch.zeros_like(magnitude)
-        return 4 * _unit(out.dtype) * magnitude
+        return 4 * _unit(out.dtype) * torch.maximum(magnitude, _size(terms))
 
     @staticmethod
     def _change(call, before, exact, at: int, step: torch.Tensor) -> list[torch.Tensor]:
@@ -191,7 +213,9 @@ class Bounds(TorchDispatchMode):
         sizes = [_size(value) if _is_number(value) else value for value in before]
         if base in MOVES:
             moved = call([errors[at] if _is_number(value) else value for at, value in enumerate(before)])
-            return [its if _is_number(its) else torch.zeros(its.shape) for its in moved]
+            averaged = 2 * RANKS if self.averages and len(errors) > 1 else 0
+            return [its + gamma(averaged, out.dtype) * _size(out) if _is_number(its) else torch.zeros(its.shape)
+                    for its, out in zip(moved, results)]
         wider = call([value + errors[at] if at in errors and _is_number(value) else value for at, value in enumerate(sizes)])
         count = torch.tensor(max(value.numel() for at, value in enumerate(before) if at in errors))
         return [more.abs() * (1 + self._gamma(base, count, out)) - less.abs()

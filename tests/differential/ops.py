@@ -1,4 +1,4 @@
-"""The operators of which random programs are made: templates of a statement, whose fields `Draw` (programs.py) fills in.
+"""The operators of which random programs are made: templates of a statement, whose fields `Draw` (drawing.py) fills in.
 
 `{x}` stands for any tensor of floating or complex numbers, `{r}` for a real one, `{c}` for a complex one, `{m}` for one with
 a dim at least, `{M}` for one with two; `{k}` for one of integers, `{q}` for one of truth values. Related to the first of
