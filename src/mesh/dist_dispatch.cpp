@@ -144,6 +144,17 @@ void write_back(const c10::FunctionSchema& schema, const Stack& arguments) {
   }
 }
 
+// Where one tensor is written to, LibTorch's kernel above this one counts the writes for autograd.
+void count_writes_to_lists(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* const alias = schema.arguments()[i].alias_info();
+    if (!alias || !alias->isWrite() || !arguments[i].isTensorList()) continue;
+    each_tensor(arguments[i], [](const at::Tensor& tensor) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    });
+  }
+}
+
 // See [Note: Where gradients lie].
 void reduce_gradients_of(const OpPlan& plan, const Stack& arguments) {
   if (plan.whole_inputs.empty() || !at::GradMode::is_enabled()) return;
@@ -378,7 +389,9 @@ void random_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
 
 void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const KeepTerms keep;
-  place_gradients_of(torch::jit::last(*stack, op.schema().arguments().size()));
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  place_gradients_of(arguments);
+  count_writes_to_lists(op.schema(), arguments);
   at::AutoDispatchBelowADInplaceOrView below;
   call_on_lists(op, stack);
 }

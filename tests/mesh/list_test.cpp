@@ -432,5 +432,24 @@ TEST(DistLists, ForeachHasGradients) {
   });
 }
 
+// Autograd finds writes by a tensor's version.
+TEST(DistLists, ForeachCountsItsWrites) {
+  run_world(2, [](World&) {
+    const at::Tensor plain = numbers({5, 4}).requires_grad_(true);
+    const at::Tensor dist =
+        distribute(plain.detach(), DeviceMesh::over_world(), {Shard{0}}).requires_grad_(true);
+    for (const at::Tensor& x : {plain, dist}) {
+      const at::Tensor view = (x * 1).unsqueeze(0), saved = x.exp();
+      at::_foreach_mul_({view}, 0.5);
+      view.sum().backward();
+      const at::NoGradGuard no_grad;
+      at::_foreach_mul_({saved}, 2);
+      const at::AutoGradMode with_grad(true);
+      EXPECT_THROW(saved.sum().backward(), c10::Error);
+    }
+    expect_lists({dist.grad()}, {plain.grad()}, false);
+  });
+}
+
 }  // namespace list_test
 }  // namespace tessera
