@@ -146,6 +146,7 @@ std::vector<OperatorCase> cases() {
        {{4, 5}},
        [](const Tensors& x) { return x[0].median() + x[0].nanmedian(); }},
       {"histc", {{4, 5}}, [](const Tensors& x) { return torch::histc(x[0], 4, -1, 1); }, false},
+      {"softmax of no elements", {{0, 4}}, [](const Tensors& x) { return x[0].softmax(0); }},
       {"softmax along either dim",
        {{4, 6}},
        [](const Tensors& x) {

@@ -123,7 +123,7 @@ template <bool kLog>
 bool softmax(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
   const at::Tensor& self = call.values[0].toTensor();
-  if (self.dim() == 0) return false;
+  if (self.numel() == 0 || self.dim() == 0) return false;  // no elements have no maximum
   const int64_t dim = c10::maybe_wrap_dim(call.values[1].toInt(), self.dim());
   if (!is_cut_along(self, dim)) return false;
   const c10::IValue* const widens = call.find("half_to_float");
