@@ -116,7 +116,10 @@ class Bounds(TorchDispatchMode):
                 return
             size = tensor.element_size() // (2 if tensor.is_complex() else 1)
             self._kept[storage._cdata] = storage, torch.zeros(storage.nbytes() // size, dtype=torch.double)
+        repeated = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.size(dim) > 1]
         for part in self._seen(self._kept[storage._cdata][1], tensor):
+            for dim in repeated:  # one place in memory, which has the largest bound
+                part, bound = part.narrow(dim, 0, 1), bound.amax(dim, keepdim=True)
             part.copy_(bound)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -138,11 +141,10 @@ class Bounds(TorchDispatchMode):
             base = name.removesuffix("_")
             call = lambda values: self._numbers(func, values, spec)
             try:
-                bounds = self._bounds(func, base, call, before, errors, results)
+                for out, bound in zip(results, self._bounds(func, base, call, before, errors, results)):
+                    self._set(out, bound)
             except Exception as error:
                 raise Unbounded(f"the bound of {func} can't be computed: {error}") from error
-            for out, bound in zip(results, bounds):
-                self._set(out, bound)
             return result
         finally:
             self._asleep = False

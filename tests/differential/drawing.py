@@ -263,7 +263,8 @@ class Draw:
             self.drop() if self.writes_unknown(line) else self.add(line)
         else:
             name = self.new_name()
-            if self.add(Line(text, name)) and self.rng.random() < 0.1 and self.t(name).requires_grad:
+            home = "" if "one_hot" in text else None  # LibTorch writes into an ordinary tensor of zeros
+            if self.add(Line(text, name), home) and self.rng.random() < 0.1 and self.t(name).requires_grad:
                 self.add(Line(f"{name}.retain_grad()"))
 
     def communicate(self) -> None:

@@ -335,5 +335,5 @@ FAMILIES = {"elementwise": (ELEMENTWISE, 20), "reduction": (REDUCTIONS, 12), "vi
 
 
 def needs_numbers(template: str) -> bool:
-    """True where a number of a tensor, or of nonzero elements, decides what is computed."""
-    return any(name in template for name in ("[{q}]", "masked_select", "one_hot", "bincount", "prod("))
+    """True where a number of a tensor, or of nonzero elements, decides what is computed, also in a backward."""
+    return any(name in template for name in ("[{q}]", "masked_select", "one_hot", "bincount", "prod(", ".max()"))
