@@ -1,6 +1,9 @@
 #include "mesh/decompositions.h"
 
+#include <ATen/ops/eye.h>
 #include <ATen/ops/max_pool1d_with_indices.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -19,6 +22,28 @@ at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::I
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
   return std::get<0>(
       at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+}
+
+// In LibTorch's own forms of the following, a gradient is written into an ordinary tensor of zeros,
+// which ranks outside of the mesh can't do: they would go on with zeros.
+at::Tensor selected_backward(const at::Tensor& grad, int64_t dim, const at::Tensor& indices,
+                             c10::SymIntArrayRef sizes, bool keepdim) {
+  const bool has_dim = keepdim || sizes.empty();
+  const auto with_dim = [&](const at::Tensor& x) { return has_dim ? x : x.unsqueeze(dim); };
+  return grad.new_zeros(C10_AS_INTARRAYREF_SLOW(sizes))
+      .scatter(dim, with_dim(indices), with_dim(grad));
+}
+
+at::Tensor cummaxmin_backward(const at::Tensor& grad, const at::Tensor& input,
+                              const at::Tensor& indices, int64_t dim) {
+  return at::zeros_like(input).scatter_add(dim, indices, grad);
+}
+
+at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
+  const auto matrix = C10_AS_INTARRAYREF_SLOW(sizes);
+  const at::Tensor diagonal =
+      at::eye(matrix[0], matrix[1], at::dtype(at::kBool).device(grad.device()));
+  return at::where(diagonal, grad, grad.new_zeros({}));
 }
 
 }  // namespace
@@ -43,6 +68,9 @@ void register_composites() {
   for (const auto key : {c10::DispatchKey::AutogradPrivateUse3, c10::DispatchKey::PrivateUse3}) {
     libraries->emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
     libraries->back().impl("max_pool1d", max_pool1d);
+    libraries->back().impl("value_selecting_reduction_backward", selected_backward);
+    libraries->back().impl("cummaxmin_backward", cummaxmin_backward);
+    libraries->back().impl("trace_backward", trace_backward);
   }
 }
 

@@ -369,6 +369,10 @@ TEST(DistOutsideTheMesh, BackwardsCrossMeshesFromDecomposedOperators) {
   expect_backward_across("var and norm", [&](const at::Tensor& x, auto) {
     return x.var(0).sum() + x.norm(3) + x.mean(1).square().sum();
   });
+  expect_backward_across("selected elements", [&](const at::Tensor& x, auto) {
+    return std::get<0>(x.max(1)).square().sum() + std::get<0>(x.cummax(0)).pow(3).sum() +
+           x.trace().square();
+  });
   expect_backward_across("batch_norm", [&](const at::Tensor& x, auto) {
     return torch::batch_norm(x, {}, {}, {}, {}, true, 0.1, 1e-5, false).pow(3).sum();
   });
