@@ -27,7 +27,7 @@ REASONS = {
 }
 
 # Errors of kernels about dtypes, which only ranks that have parts call.
-KERNELS = r"not (implemented|supported) for|does not support \w+ dtypes"
+KERNELS = r"not (implemented|supported) for|does not support \w+ (dtypes|inputs)"
 
 
 @dataclass

@@ -232,8 +232,9 @@ class Draw:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 exec(str(line), self.env)
-        except Exception:
-            if self.rng.random() < 0.9:
+        except Exception as error:
+            # Memory may be shared by a tensor's elements, and not by those of its parts, which are placed anew.
+            if self.rng.random() < 0.9 or "memory location" in str(error):
                 return self.drop()
             line, failed = replace(line, out=""), True
         self.lines += [*self.pending, line]
