@@ -37,17 +37,15 @@ namespace tessera {
 // the order does not expect is served by a gather on demand, and all ranks must have that use.
 //
 // A pass ends with its backward. Grad mode alone does not tell which uses belong to a pass: layers
-// read their weights under no_grad (norms, statistics), and frozen parts run under it. So:
-//
-// - Between passes, uses without gradients follow the forward part of the order. A forward of the
-//   handle, or a use whose position lies behind, begins an evaluation: the rest of the current one
-//   is executed first, as on all ranks. The first use with gradients begins a pass. If its position
-//   lies ahead, and no forward of the handle began the evaluation, the uses so far were the
-//   beginning of that pass, and nothing is gathered again; if not, the evaluation ends here.
-// - In a pass, uses without gradients belong to it, except for those that start at the first unit
-//   of the order where the pass does not expect it: that is an evaluation between forward and
-//   backward. It has a cursor of its own, ends at the next use with gradients, and leaves the units
-//   of the pass where they are.
+// read their weights under no_grad (norms, statistics, functions with a backward of their own), and
+// frozen parts run under it. So in a pass, all uses belong to it, also those of an evaluation
+// between forward and backward. Between passes, uses without gradients follow the forward part of
+// the order. A forward of the handle, or a use whose position lies behind, begins an evaluation:
+// the rest of the current one is executed first, as on all ranks. A forward of the handle with
+// gradients begins a pass, and so does the first use with gradients. If the position of that use
+// lies ahead, and no forward of the handle began the evaluation, the uses so far were the beginning
+// of that pass, and nothing is gathered again; if not, the evaluation ends here. So without the
+// handle, ranks whose passes begin with uses without gradients must begin with the same ones.
 namespace {
 
 constexpr size_t kLongestRecord = 100'000;  // evaluation in grad mode, without a backward
@@ -81,11 +79,9 @@ std::vector<int64_t> Residency::freed_nbytes() const {
 }
 
 void Residency::plan() {
-  training_ = {.order = order_.joined()};
-  sweep_ = {.order = order_.forward};
-  for (Cursor* cursor : {&training_, &sweep_})
-    cursor->steps =
-        plan_residency(cursor->order, freed_nbytes(), limits_.resident_bytes, limits_.prefetch);
+  joined_ = order_.joined();
+  steps_ = plan_residency(joined_, freed_nbytes(), limits_.resident_bytes, limits_.prefetch);
+  position_ = -1;
 }
 
 void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
@@ -101,6 +97,11 @@ void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
     running_.leave();
     throw;
   }
+}
+
+// At once, as ranks may differ in whether they use the unit again; unless it is freed now.
+void Residency::on_written(Unit& unit) {
+  if (std::ranges::find(postponed_, &unit) == postponed_.end()) unit.unshard();
 }
 
 std::string Residency::orders_text() const {
@@ -150,11 +151,8 @@ void Residency::use(const std::vector<Unit*>& units) {
 // use (`addmm` takes the bias first): using them as they arrive would skip the uses in between.
 std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   if (units.size() == 1) return units;
-  const Cursor& cursor = sweep_.position >= 0 && !in_training() ? sweep_ : training_;
-  const auto from = cursor.order.begin() + std::max<ptrdiff_t>(cursor.position, 0);
-  auto next_use = [&](const Unit* unit) {
-    return std::find(from, cursor.order.end(), unit->index());
-  };
+  const auto from = joined_.begin() + std::max<ptrdiff_t>(position_, 0);
+  auto next_use = [&](const Unit* unit) { return std::find(from, joined_.end(), unit->index()); };
   std::sort(units.begin(), units.end(), [&](const Unit* a, const Unit* b) {
     return std::pair(next_use(a), a->index()) < std::pair(next_use(b), b->index());
   });
@@ -177,12 +175,11 @@ void Residency::use_one(Unit& unit) {
   last_ = &unit;
   last_trained_ = trains;
   if (held_ == 0 && any_frees_) {
-    Cursor& cursor = cursor_for(unit, trains);
-    const bool is_in_pass = trains_ && &cursor == &training_;
-    if (is_in_pass) record(unit);
-    const bool expected = !asks_ && advance(cursor, unit.index());
+    if (trains && !trains_) begin_pass(unit);
+    if (trains_) record(unit);
+    const bool expected = !asks_ && advance(unit.index());
     if (!trains_) append_use(prelude_, unit.index());
-    if (!expected && is_in_pass) leave_order();
+    if (!expected && trains_) leave_order();
     // A unit that is here is freed as planned.
     if (!expected && unit.state() == Unit::State::kSharded) {
       if (asks_) {
@@ -200,18 +197,6 @@ void Residency::use_one(Unit& unit) {
   if (unit.state() == Unit::State::kSharded) unit.unshard();
 }
 
-// Returns the cursor that this use follows. See [Note: One order of gathers].
-Residency::Cursor& Residency::cursor_for(const Unit& unit, bool trains) {
-  if (trains) {
-    end_sweep();
-    if (!trains_) begin_pass(unit);
-  } else if (trains_ && !asks_ && (sweep_.position >= 0 || begins_sweep(unit))) {
-    begin_sweep();
-    return sweep_;
-  }
-  return training_;
-}
-
 void Residency::record(const Unit& unit) {
   if (!in_backward()) {
     if (used_.forward.empty()) unit.context().watch.tell(MemoryEvent::kForwardBegin);
@@ -226,26 +211,10 @@ void Residency::record(const Unit& unit) {
   append_use(used_.backward, unit.index());
 }
 
-// True if a use without gradients within a pass begins an evaluation.
-bool Residency::begins_sweep(const Unit& unit) const {
-  if (order_.forward.empty() || unit.index() != order_.forward.front()) return false;
-  return training_.position >= 0 && !is_expected(unit);
-}
-
 // True if the forward part of the order goes on with a use of `unit`, or is at one.
 bool Residency::is_expected(const Unit& unit) const {
-  return training_.position >= 0 && (training_.order[training_.position] == unit.index() ||
-                                     find_ahead(training_, unit.index(), forward_end()) >= 0);
-}
-
-void Residency::begin_sweep() {
-  if (!pinned_.empty()) return;
-  for (const Unit* unit : units_) pinned_.push_back(unit->state() != Unit::State::kSharded);
-}
-
-void Residency::end_sweep() {
-  finish(sweep_);
-  pinned_.clear();
+  return position_ >= 0 &&
+         (joined_[position_] == unit.index() || find_ahead(unit.index(), forward_end()) >= 0);
 }
 
 // Called at the first use with gradients.
@@ -258,63 +227,54 @@ void Residency::begin_pass(const Unit& unit) {
 // Between passes: executes the rest of the evaluation's plan, as all ranks do.
 void Residency::finish_evaluation() {
   prelude_.clear();
-  if (!std::exchange(is_told_, false) && training_.position < 0) return;
-  execute(training_, training_.position + 1, forward_end());
-  training_.position = -1;
+  if (!std::exchange(is_told_, false) && position_ < 0) return;
+  execute(position_ + 1, forward_end());
+  position_ = -1;
   if (limits_.resident_bytes >= 0) free_all();
 }
 
-void Residency::begin_evaluation() {
+void Residency::begin_forward() {
   const auto guard = lock();
   if (trains_ || held_ > 0 || !any_frees_) return;
   finish_evaluation();
-  is_told_ = true;
+  (at::GradMode::is_enabled() ? trains_ : is_told_) = true;
 }
 
 void Residency::end_evaluation() {
   const auto guard = lock();
-  if (held_ > 0 || !any_frees_) return;
-  end_sweep();
-  if (!trains_) finish_evaluation();
-}
-
-// Executes the rest of the plan after the last use, as all ranks do.
-void Residency::finish(Cursor& cursor) {
-  if (cursor.position < 0) return;
-  execute(cursor, cursor.position + 1, std::ssize(cursor.order));
-  cursor.position = -1;
+  if (trains_ || held_ > 0 || !any_frees_) return;
+  finish_evaluation();
 }
 
 // How far uses may move the cursor: without gradients, not into backward. Registration order is a
 // guess: until an order is learned, a forward that returns to a unit is not in backward yet,
 // either.
-ptrdiff_t Residency::reach(const Cursor& cursor) const {
+ptrdiff_t Residency::reach() const {
   const bool is_forward = !in_training() || (!learned_ && !in_backward());
-  return is_forward ? forward_end() : std::ssize(cursor.order);
+  return is_forward ? forward_end() : std::ssize(joined_);
 }
 
 // The position of the next use of `unit` before `end`, or -1.
-ptrdiff_t Residency::find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const {
-  const auto begin = cursor.order.begin();
-  const auto next = std::find(begin + std::min(cursor.position + 1, end), begin + end, unit);
+ptrdiff_t Residency::find_ahead(int unit, ptrdiff_t end) const {
+  const auto begin = joined_.begin();
+  const auto next = std::find(begin + std::min(position_ + 1, end), begin + end, unit);
   return next == begin + end ? -1 : next - begin;
 }
 
 // Moves to the next use of `unit` in the order and executes the plan up to it. False if there is
 // none.
-bool Residency::advance(Cursor& cursor, int unit) {
-  if (cursor.position >= 0 && cursor.order[cursor.position] == unit) return true;
-  ptrdiff_t target = find_ahead(cursor, unit, reach(cursor));
-  const bool evaluates = &cursor == &sweep_ || !trains_;
-  if (target < 0 && evaluates) {
+bool Residency::advance(int unit) {
+  if (position_ >= 0 && joined_[position_] == unit) return true;
+  ptrdiff_t target = find_ahead(unit, reach());
+  if (target < 0 && !trains_) {
     // The next evaluation begins: end the current one, then look again.
-    &cursor == &sweep_ ? finish(sweep_) : finish_evaluation();
+    finish_evaluation();
     free_all();
-    target = find_ahead(cursor, unit, reach(cursor));
+    target = find_ahead(unit, reach());
   }
   if (target < 0) return false;
-  execute(cursor, cursor.position + 1, target + 1);
-  cursor.position = target;
+  execute(position_ + 1, target + 1);
+  position_ = target;
   return true;
 }
 
@@ -322,9 +282,7 @@ bool Residency::advance(Cursor& cursor, int unit) {
 void Residency::leave_order() {
   deviated_ = true;
   if (!ask_ || std::exchange(asks_, true)) return;
-  const ptrdiff_t size = std::ssize(training_.order);
-  execute(training_, training_.position + 1, size);
-  training_.position = size - 1;
+  finish();
 }
 
 void Residency::serve(const std::vector<int>& units) {
@@ -337,11 +295,17 @@ void Residency::serve(const std::vector<int>& units) {
   }
 }
 
-void Residency::execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to) {
+void Residency::execute(ptrdiff_t from, ptrdiff_t to) {
   for (ptrdiff_t p = from; p < to; ++p) {
-    for (const int unit : cursor.steps[p].free) free(*units_[unit]);
-    for (const int unit : cursor.steps[p].gather) gather(*units_[unit]);
+    for (const int unit : steps_[p].free) free(*units_[unit]);
+    for (const int unit : steps_[p].gather) gather(*units_[unit]);
   }
+}
+
+// Executes the rest of the pass's plan, as all ranks do.
+void Residency::finish() {
+  execute(position_ + 1, std::ssize(joined_));
+  position_ = std::ssize(joined_) - 1;
 }
 
 // A planned gather always runs, even if the unit is gathered here already: other ranks count on it.
@@ -355,7 +319,6 @@ void Residency::gather(Unit& unit) {
 }
 
 void Residency::free(Unit& unit) {
-  if (!pinned_.empty() && pinned_[unit.index()]) return;
   if (running_.uses(&unit)) {
     postponed_.push_back(&unit);
   } else {
@@ -370,12 +333,11 @@ void Residency::free_all() {
 }
 
 void Residency::restart() {
-  training_.position = sweep_.position = -1;
+  position_ = -1;
   trains_ = asks_ = is_told_ = false;
   prelude_.clear();
   last_ = nullptr;
   postponed_.clear();
-  pinned_.clear();
   std::fill(ahead_.begin(), ahead_.end(), false);
 }
 
@@ -384,15 +346,14 @@ void Residency::end_pass() {
   if (is_sparse()) ++sparse_passes_;
   if (held_ > 0 || !any_frees_) return;
   free_released();
-  end_sweep();
   if (!trains_) finish_evaluation();
-  execute(training_, training_.position + 1, std::ssize(training_.order));
+  finish();
   restart();
   if (limits_.resident_bytes >= 0) {
     free_all();
   } else {
     // All units stay until the step; the next pass need not gather them again.
-    for (const int unit : training_.order) ahead_[unit] = true;
+    for (const int unit : joined_) ahead_[unit] = true;
   }
 }
 
@@ -409,7 +370,7 @@ bool Residency::wants_to_learn() const {
 // pass.
 bool Residency::is_sparse() const {
   const size_t uses = used_.forward.size() + used_.backward.size();
-  return 4 * uses < 3 * training_.order.size() && used_ != mine_;
+  return 4 * uses < 3 * joined_.size() && used_ != mine_;
 }
 
 void Residency::forget_pass() {
@@ -442,7 +403,7 @@ void Residency::on_step(const std::vector<bool>& changed) {
   const auto is_stale = [&](const Unit& unit) {
     return !unit.frees() && changed[unit.index()] && unit.layout().level != ShardLevel::kNone;
   };
-  for (const int index : training_.order) {
+  for (const int index : joined_) {
     Unit& unit = *units_[index];
     if (done[index] || !((unit.frees() && held_ > 0) || is_stale(unit))) continue;
     done[index] = true;
@@ -455,8 +416,8 @@ void Residency::on_step(const std::vector<bool>& changed) {
     // Not in the order, so no rank is known to use it: gathered if it is used after all.
     if (is_stale(*unit)) unit->reshard();
   }
-  if (held_ > 0 || training_.steps.empty()) return;
-  for (const int index : training_.steps.front().gather) {
+  if (held_ > 0 || steps_.empty()) return;
+  for (const int index : steps_.front().gather) {
     units_[index]->unshard();
     ahead_[index] = true;
   }
@@ -464,8 +425,11 @@ void Residency::on_step(const std::vector<bool>& changed) {
 
 void Residency::free_and_restart() {
   released_ = false;
-  end_sweep();
-  trains_ ? finish(training_) : finish_evaluation();
+  if (!trains_) {
+    finish_evaluation();
+  } else if (position_ >= 0) {
+    finish();
+  }
   free_all();
   restart();
 }

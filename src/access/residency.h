@@ -37,6 +37,8 @@ class Residency {
   /// Unshards `units`, which one operator uses together, and waits for them. Any thread may call
   /// it: see [Note: Several threads] in running_operators.cpp.
   void on_use(const std::vector<Unit*>& units, bool writes);
+  /// Called by all ranks, in a use of `unit` that wrote to it: gathers its new values.
+  void on_written(Unit& unit);
   /// Ends the use that this thread began last.
   void on_used() noexcept;
   /// While it is held, other threads block in their calls of this class.
@@ -44,9 +46,9 @@ class Residency {
   /// Throws if an operator of another thread uses the model. Does nothing with a single rank.
   void check_unused(const char* call) const;
 
-  /// Called by all ranks where a forward of the handle without gradients begins: the evaluation
-  /// before it is over, if a pass is not under way.
-  void begin_evaluation();
+  /// Called by all ranks where a forward of the handle begins: the evaluation before it is over, if
+  /// a pass is not under way. With gradients, a pass begins, whatever its first use is.
+  void begin_forward();
 
   /// Called by all ranks before parameters change: the rest of an evaluation is gathered with the
   /// values that it had on the ranks that are ahead.
@@ -96,35 +98,24 @@ class Residency {
   bool is_held() const { return held_ > 0; }
 
  private:
-  // A position in an order of use, and the planned actions at each position.
-  struct Cursor {
-    UseOrder order;
-    std::vector<ResidencyStep> steps;
-    ptrdiff_t position = -1;
-  };
-
   void use(const std::vector<Unit*>& units);
   std::string orders_text() const;
   std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
   void show_phase() const;
-  bool begins_sweep(const Unit& unit) const;
   bool is_expected(const Unit& unit) const;
-  Cursor& cursor_for(const Unit& unit, bool trains);
-  void begin_sweep();
-  void end_sweep();
   void begin_pass(const Unit& unit);
-  void finish(Cursor& cursor);
   void finish_evaluation();
   void free_and_restart();
   ptrdiff_t forward_end() const { return std::ssize(order_.forward); }
-  ptrdiff_t reach(const Cursor& cursor) const;
-  ptrdiff_t find_ahead(const Cursor& cursor, int unit, ptrdiff_t end) const;
-  bool advance(Cursor& cursor, int unit);
+  ptrdiff_t reach() const;
+  ptrdiff_t find_ahead(int unit, ptrdiff_t end) const;
+  bool advance(int unit);
   void leave_order();
   bool is_sparse() const;
-  void execute(const Cursor& cursor, ptrdiff_t from, ptrdiff_t to);
+  void execute(ptrdiff_t from, ptrdiff_t to);
+  void finish();
   void free_released();
   void gather(Unit& unit);
   void free(Unit& unit);
@@ -150,8 +141,9 @@ class Residency {
   bool trains_ = false;    // a use wanted gradients since the last `restart()`
   PassOrder order_;
   OrderHistory history_;
-  Cursor training_;   // evaluations between passes follow its forward part repeatedly
-  Cursor sweep_;      // the same part, for an evaluation in the middle of a pass
+  UseOrder joined_;                   // evaluations follow its forward part repeatedly
+  std::vector<ResidencyStep> steps_;  // at each position of it
+  ptrdiff_t position_ = -1;
   UseOrder prelude_;  // uses without gradients since the cursor left its start
   PassOrder used_;
   int64_t uses_in_evaluation_ = 0;
@@ -159,7 +151,6 @@ class Residency {
   Unit* last_ = nullptr;
   bool last_trained_ = false;     // its use wanted gradients
   std::vector<Unit*> postponed_;  // to be freed when the current operator has ended
-  std::vector<bool> pinned_;      // units of the pass that an evaluation interrupts
   std::vector<bool> ahead_;       // gathered before the plan reached them
   RunningOperators running_;
   mutable std::recursive_mutex mutex_;

@@ -52,10 +52,8 @@ const std::shared_ptr<ShardedState>& ShardedModule::state() const {
 
 void ShardedModule::begin_forward() {
   ShardedState& model = *state();
-  if (at::GradMode::is_enabled())
-    model.reducer().lockstep().begin_forward();
-  else
-    model.residency().begin_evaluation();
+  if (at::GradMode::is_enabled()) model.reducer().lockstep().begin_forward();
+  model.residency().begin_forward();
   if (Progress* const progress = model.context().progress) progress->enter(Phase::kForward);
   model.finish_sync_buffers();
   if (!model.plan().sync_buffers || model.reducer().is_no_sync()) return;

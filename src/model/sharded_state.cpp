@@ -132,7 +132,10 @@ void ShardedState::on_used() noexcept { residency_->on_used(); }
 
 void ShardedState::on_write(const std::vector<Unit*>& units) {
   const auto guard = residency_->lock();
-  for (Unit* unit : units) unit->write_back();
+  for (Unit* unit : units) {
+    unit->write_back();
+    residency_->on_written(*unit);
+  }
 }
 
 void ShardedState::check_no_join(const char* what) const {

@@ -39,8 +39,10 @@ struct Arithmetic {
     const Tensor root = a.value.sqrt();
     return rounded(root, (a.value + a.error).sqrt() - (a.value - a.error).clamp_min(0).sqrt());
   }
+  // Vector instructions may leave a number where the other is none.
   Approximate most(const Approximate& a, const Approximate& b) const {
-    return {torch::maximum(a.value, b.value), torch::maximum(a.error, b.error)};
+    const Tensor value = torch::maximum(a.value, b.value);
+    return {value, torch::maximum(a.error, b.error).masked_fill(value.isnan(), INFINITY)};
   }
 };
 
@@ -50,10 +52,16 @@ Arithmetic arithmetic_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? Arithmetic{0x1p-53, 0} : Arithmetic{0x1p-24, 0x1p-149};
 }
 
+// Kernels leave weight decay out where it is zero, also of a parameter that is no number.
+Approximate decayed(const Arithmetic& of, const Optimizer& spec, const StepState& state) {
+  const Approximate grad = exact(state.grad);
+  return spec.decay == 0 ? grad : of.add(grad, of.times(exact(state.param), spec.decay));
+}
+
 StepResult step_sgd(const Arithmetic& of, const Optimizer& spec, double lr,
                     const StepState& state) {
   StepResult result;
-  Approximate grad = of.add(exact(state.grad), of.times(exact(state.param), spec.decay));
+  Approximate grad = decayed(of, spec, state);
   if (spec.momentum > 0) {
     // The first step copies the gradient.
     result.first =
@@ -67,7 +75,7 @@ StepResult step_sgd(const Arithmetic& of, const Optimizer& spec, double lr,
 StepResult step_adagrad(const Arithmetic& of, const Optimizer& spec, double lr,
                         const StepState& state) {
   StepResult result;
-  const Approximate grad = of.add(exact(state.grad), of.times(exact(state.param), spec.decay));
+  const Approximate grad = decayed(of, spec, state);
   result.second = of.add(exact(state.second), of.multiply(grad, grad));
   const double rate = lr / (1 + state.step * spec.momentum);
   const Approximate divisor =
@@ -82,12 +90,10 @@ StepResult step_adam(const Arithmetic& of, const Optimizer& spec, double lr,
   const auto or_zeros = [&](const Tensor& tensor) {
     return exact(tensor.defined() ? tensor : torch::zeros_like(state.param));
   };
-  Approximate param = exact(state.param), grad = exact(state.grad);
-  if (spec.kind == "AdamW") {
-    param = of.times(param, 1 - lr * spec.decay);
-  } else {
-    grad = of.add(grad, of.times(param, spec.decay));
-  }
+  const bool is_adamw = spec.kind == "AdamW";
+  const Approximate grad = is_adamw ? exact(state.grad) : decayed(of, spec, state);
+  Approximate param = exact(state.param);
+  if (is_adamw) param = of.times(param, 1 - lr * spec.decay);
   const double step = state.step + 1;
   result.first =
       of.add(of.times(or_zeros(state.first), spec.momentum), of.times(grad, 1 - spec.momentum));

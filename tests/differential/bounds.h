@@ -36,18 +36,19 @@ double norm_bound(double sum, double type, int64_t most, int64_t all);
 /// Of sums by messages of 8 bits.
 class NarrowSums {
  public:
-  NarrowSums(at::ScalarType dtype, int ranks)
-      : part_(dtype == at::kChar ? 254 : 16), lost_(ranks + 1, 0) {}
+  NarrowSums(at::ScalarType dtype, int ranks) : is_int8_(dtype == at::kChar), lost_(ranks + 1, 0) {}
   /// What a message of rank `rank` whose largest element is `most` may be off by; the sums have the
-  /// number after the last rank's.
-  double add(size_t rank, double most) {
+  /// number after the last rank's. `of`: what its elements are rounded for; of bfloat16, the scale
+  /// of int8 is a power of two.
+  double add(size_t rank, double most, at::ScalarType of) {
     const double before = lost_[rank];
-    lost_[rank] = (most + before) / part_ * (1 + 0x1p-20);
+    const double part = !is_int8_ ? 16 : of == at::kBFloat16 ? 127 : 254;
+    lost_[rank] = (most + before) / part * (1 + 0x1p-15);
     return before + lost_[rank];
   }
 
  private:
-  double part_;
+  bool is_int8_;
   std::vector<double> lost_;
 };
 

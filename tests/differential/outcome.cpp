@@ -1,9 +1,24 @@
 #include "differential/outcome.h"
 
 #include <algorithm>
+#include <span>
+#include <tuple>
 
 namespace tessera::differential {
 namespace {
+
+constexpr auto kOtherRecomputation = "the function must do the same when backward runs it again";
+
+// True if operation `at` is a backward since whose forward a checkpointed layer was thawed, which
+// may then save other tensors.
+bool thaws_what_recomputes(const Program& program, int at) {
+  const auto is_thawed = [](const Layer& layer) { return layer.checkpoint && layer.frozen; };
+  if (program.ops[at].kind != OpKind::kBackward || std::ranges::none_of(program.layers, is_thawed))
+    return false;
+  while (--at >= 0 && program.ops[at].kind != OpKind::kForward)
+    if (program.ops[at].kind == OpKind::kThaw) return true;
+  return false;
+}
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -12,13 +27,51 @@ std::string text_of(const std::exception& error) {
   return own ? own->what_without_backtrace() : error.what();
 }
 
+// True if a rank failed by itself, and not because another has gone, nor after its last batch.
+bool is_cause(const Program& program, const std::vector<Trace>& ranks, const Trace& trace) {
+  const bool is_done = !program.ends.empty() && trace.op >= program.ends[&trace - ranks.data()];
+  return !is_done && !trace.error.empty() && trace.error.find("has left") == std::string::npos &&
+         trace.error.find("see its own error") == std::string::npos;
+}
+
+// True if ranks may come to wait for each other, which is an error on all: those that use
+// different layers have sent different gradients when a backward throws; and where parameters are
+// freed, they must not wait for others between a forward and its backward, nor begin a pass of the
+// module without gradients, as a function with a backward of its own does.
+bool may_disagree(const Program& program, int at) {
+  const unsigned all = (1U << program.ranks) - 1;
+  const auto is_of_some = [&](const Layer& layer) { return (layer.ranks & all) != all; };
+  if (std::ranges::none_of(program.layers, is_of_some)) return false;
+  const auto before = std::span(program.ops).first(at + 1);
+  const bool throws =
+      std::ranges::any_of(before, [](const Op& op) { return op.kind == OpKind::kThrow; });
+  if (throws || program.plan.level != ShardLevel::kParameters) return throws;
+  bool is_open = false, waits = false;
+  for (const Op& op : before) {
+    if (op.kind == OpKind::kForward) is_open = true;
+    if (op.kind == OpKind::kBackward) is_open = false;
+    const bool is_alone = op.kind == OpKind::kForward || op.kind == OpKind::kEvaluate ||
+                          op.kind == OpKind::kSchedule || op.kind == OpKind::kThaw;
+    waits = waits || (is_open && !is_alone);
+    const auto starts_without = [](const Layer& layer) { return layer.kind == "Custom"; };
+    waits = waits || (op.kind == OpKind::kForward && !(op.how & kByHandle) &&
+                      std::ranges::any_of(program.layers, starts_without));
+  }
+  return waits;
+}
+
+bool tells_disagreement(const std::string& error) {
+  return error.find("ranks wait for each other") != std::string::npos ||
+         error.find("issued another collective at position") != std::string::npos;
+}
+
 }  // namespace
 
 Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
-  const auto is_earlier = [](const Trace& a, const Trace& b) {
-    return std::pair(a.error.empty(), a.op) < std::pair(b.error.empty(), b.op);
+  const auto when = [&](const Trace& trace) {
+    return std::tuple(!is_cause(program, ranks, trace), trace.error.empty(), trace.op);
   };
-  const Trace& failed = *std::min_element(ranks.begin(), ranks.end(), is_earlier);
+  const Trace& failed = *std::ranges::min_element(ranks, {}, when);
   const bool fails = !failed.error.empty();
   const int limit = fails ? failed.op : length_of(program);
   std::string plain, documented;
@@ -27,7 +80,6 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
     train_plain(program, ranks, limit, at);
   } catch (const Difference& difference) {
     return {Verdict::kFinding, difference.what()};
-  } catch (const TraceEnded&) {
   } catch (const Refused& refused) {
     documented = refused.what();
   } catch (const std::exception& error) {
@@ -41,12 +93,17 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   }
   const std::string text =
       c10::str("operation ", failed.op, " on rank ", &failed - ranks.data(), ": ", failed.error);
-  for (const Trace& trace : ranks)
-    if (trace.op != failed.op || trace.error.empty())
-      return {Verdict::kFinding, "some ranks only refuse " + text};
+  // Others may notice in a later operation.
+  const bool all_fail = std::ranges::none_of(ranks, &std::string::empty, &Trace::error);
+  if (!all_fail) return {Verdict::kFinding, "some ranks only refuse " + text};
   if (!plain.empty()) return {Verdict::kBothRefuse, first_line(plain)};
   if (!documented.empty() && at == failed.op && failed.error.find(documented) != std::string::npos)
     return {Verdict::kRefused, documented};
+  if (thaws_what_recomputes(program, failed.op) &&
+      failed.error.find(kOtherRecomputation) != std::string::npos)
+    return {Verdict::kRefused, kOtherRecomputation};
+  if (tells_disagreement(failed.error) && may_disagree(program, failed.op))
+    return {Verdict::kRefused, "ranks use different layers and wait for each other"};
   return {Verdict::kFinding, "Tessera refuses " + text};
 }
 

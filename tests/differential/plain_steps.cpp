@@ -10,11 +10,20 @@ bool PlainTraining::has_gradient() const {
                                     [](auto& param) { return param.grad().defined(); });
 }
 
+// LibTorch's optimizers do nothing without gradients.
+void PlainTraining::check_backward() const {
+  if (!has_gradient()) throw Refused(kNoBackward);
+}
+
 // Returns whether the optimizer is to be stepped.
 bool PlainTraining::begins_step(const Op& op) {
-  if (!scaler_) return true;
+  if (!scaler_) {
+    check_backward();
+    return true;
+  }
   const bool steps =
       scaler_->begin_step(op.value, parameters_of_optimizer(op.value), has_gradient());
+  if (steps) check_backward();
   if (op.value + 1 == static_cast<int>(optimizers_.size())) scaler_->update();
   compare_all("stepped", number(steps));
   compare_all("scale", number(scaler_->scale()));
@@ -69,7 +78,6 @@ void PlainTraining::step_fused(const Op& op) {
 void PlainTraining::step(const Op& op) {
   const bool is_fused = program_.optimizers[op.value].fused;
   if (!begins_step(op)) return is_fused ? compare_state() : void();
-  if (!has_gradient()) throw Refused(kNoBackward);  // LibTorch's optimizers do nothing
   if (is_fused) return step_fused(op);
   optimizers_[op.value]->step();
   for (const size_t i : parameters_of(program_, op.value, main_.size())) {

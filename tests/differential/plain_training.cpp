@@ -100,11 +100,12 @@ Tensor PlainTraining::run(int rank, const Op& op) {
   return loss_of(replicas_[rank]->forward(x), y, op);
 }
 
+// Does not move the versions of buffers: no backward reads a running statistic.
 void PlainTraining::sync_buffers() {
   if (!program_.plan.sync_buffers) return;
   const auto first = replicas_[0]->buffers();
   for (const auto& replica : replicas_)
-    for (size_t i = 0; i < first.size(); ++i) write(replica->buffers()[i], first[i]);
+    for (size_t i = 0; i < first.size(); ++i) write(replica->buffers()[i].data(), first[i]);
 }
 
 void PlainTraining::forward(const Op& op) {
@@ -195,15 +196,21 @@ void PlainTraining::take_narrow_sums(const std::vector<size_t>& params) {
   };
   const ShardPlan& plan = program_.plan;
   double off = 0, most_sum = 0;
+  at::ScalarType sent = at::kFloat, kept = at::kFloat;  // the coarsest
+  for (const size_t i : params) {
+    if (used_dtype(made_[i]) == at::kBFloat16) sent = at::kBFloat16;
+    if (main_dtype(i) == at::kBFloat16) kept = at::kBFloat16;
+  }
   for (int rank = 0; rank < program_.ranks; ++rank) {
     double most = 0;
     for (const Tensor& grad : waiting_[rank]) most = std::max(most, largest(grad));
-    off += narrow_->add(rank, most);
+    off += narrow_->add(rank, most, sent);
   }
   off *= plan.predivide / (plan.average ? program_.ranks : 1);
   for (const size_t i : params) most_sum = std::max(most_sum, largest(main_[i].grad()) + off);
-  if (plan.level == ShardLevel::kNone) off += narrow_->add(program_.ranks, most_sum);
-  off += 4 * program_.ranks * 0x1p-24 * most_sum;  // of sums of rounded numbers, in float
+  if (plan.level == ShardLevel::kNone) off += narrow_->add(program_.ranks, most_sum, kept);
+  off += 4 * program_.ranks * 0x1p-24 * most_sum;           // of sums of rounded numbers, in float
+  if (kept == at::kBFloat16) off += 2 * 0x1p-8 * most_sum;  // both runs round them
   for (size_t i = 0; i < main_.size(); ++i) {
     if (!main_[i].grad().defined()) continue;
     const Tensor got =

@@ -82,6 +82,7 @@ class PlainTraining : public Training {
   void check_accepted() const;
   std::vector<torch::Tensor> parameters_of_optimizer(size_t index) const;
   bool has_gradient() const;
+  void check_backward() const;
   bool begins_step(const Op& op);
   void step_fused(const Op& op);
   void publish(size_t param);

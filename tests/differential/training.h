@@ -37,8 +37,6 @@ struct Difference : std::runtime_error {
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-/// A rank's trace ends before this number of the other run.
-struct TraceEnded : std::exception {};
 /// What `OpKind::kThrow` throws.
 struct UserError : std::runtime_error {
   UserError() : std::runtime_error("the user's error") {}
@@ -115,8 +113,8 @@ void train(const Program& program, Training& training, int limit, int& at);
 Trace train_sharded(const Program& program, const World& world);
 
 /// Trains in plain LibTorch as far as operation `limit`, and compares what it sees with what the
-/// ranks have seen. Throws `Difference` for the first number that differs, `TraceEnded`, and what
-/// an operation of LibTorch throws.
+/// ranks have seen, as far as they came. Throws `Difference` for the first number that differs, and
+/// what an operation of LibTorch throws.
 void train_plain(const Program& program, const std::vector<Trace>& ranks, int limit, int& at);
 
 }  // namespace tessera::differential
