@@ -74,7 +74,8 @@ Residency::Residency(std::vector<Unit*> units, const Limits& limits, Ask ask)
 
 std::vector<int64_t> Residency::freed_nbytes() const {
   std::vector<int64_t> nbytes;
-  for (const Unit* unit : units_) nbytes.push_back(unit->frees() ? unit->layout().nbytes() : 0);
+  for (const Unit* unit : units_)  // units without elements are gathered, too
+    nbytes.push_back(unit->frees() ? std::max<int64_t>(unit->layout().nbytes(), 1) : 0);
   return nbytes;
 }
 

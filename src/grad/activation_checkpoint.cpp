@@ -7,6 +7,7 @@
 #include <tessera/activation_checkpoint.h>
 #include <tessera/generator.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/jit/python/update_graph_executor_opt.h>
@@ -122,18 +123,13 @@ std::string describe(const TensorLook& look) {
 
 // A tensor that an operator saved for backward.
 struct SavedTensor {
-  at::Tensor data;            // without a graph
-  int64_t version = 0;        // of `data` when it was saved
-  int64_t leaf_version = -1;  // of a parameter or a view of one; -1 for all others
+  at::Tensor data;      // without a graph
+  int64_t version = 0;  // of `data` when it was saved
   TensorLook look;
 
-  // Makes no operator call, which sharded parameters and DistTensors would intercept. A view of a
-  // parameter counts as the parameter: a linear layer saves its weight transposed.
+  // Makes no operator call, which sharded parameters and DistTensors would intercept.
   static SavedTensor of(const at::Tensor& tensor) {
-    const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
-    const bool is_parameter = base.is_leaf() && base.requires_grad();
-    return {tensor.tensor_data(), version_of(tensor), is_parameter ? version_of(tensor) : -1,
-            TensorLook::of(tensor)};
+    return {tensor.tensor_data(), version_of(tensor), TensorLook::of(tensor)};
   }
 };
 
@@ -163,6 +159,34 @@ class KeptTensor final : public SavedVariableHooks {
   SavedTensor saved_;
 };
 
+// A parameter that a function used, and its version then.
+using UsedParameter = std::pair<at::Tensor, int64_t>;
+
+// Returns the parameters from which `outputs` were computed, beside `inputs`.
+std::vector<UsedParameter> parameters_of(const Tensors& outputs, const Tensors& inputs) {
+  using torch::autograd::Node;
+  std::set<const Node*> seen = {nullptr};
+  for (const at::Tensor& input : inputs)
+    if (input.defined() && input.requires_grad())
+      seen.insert(torch::autograd::impl::gradient_edge(input).function.get());
+  std::vector<Node*> next;
+  const auto visit = [&](Node* node) {
+    if (seen.insert(node).second) next.push_back(node);
+  };
+  for (const at::Tensor& output : outputs)
+    if (output.defined() && output.requires_grad())
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+  std::vector<UsedParameter> parameters;
+  while (!next.empty()) {
+    Node* const node = next.back();
+    next.pop_back();
+    if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node))
+      parameters.emplace_back(leaf->variable, version_of(leaf->variable));
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+  }
+  return parameters;
+}
+
 constexpr const char* kMustRepeat =
     "the function must do the same when backward runs it again (the cause of a difference may be a "
     "flag that it reads, random numbers of a generator that is not among its inputs, or a value "
@@ -189,8 +213,9 @@ class Recomputation {
 
   // Called after the first run: from now on, the saved tensors come from running the function
   // again.
-  void drop_saved(const Tensors& outputs) {
+  void drop_saved(const Tensors& outputs, std::vector<UsedParameter> parameters) {
     const std::lock_guard lock(mutex_);
+    parameters_ = std::move(parameters);
     for (SavedTensor& saved : saved_) saved.data.reset();
     for (const at::Tensor& output : outputs) outputs_.push_back(TensorLook::of(output));
     dropped_ = true;
@@ -243,6 +268,7 @@ class Recomputation {
   }
 
   Saved run_again() const {
+    check_parameters();
     const Tensors inputs = detached_inputs();
     Saved saved;
     Tensors outputs;
@@ -288,14 +314,16 @@ class Recomputation {
       TORCH_CHECK(again[i].look == saved_[i].look, "[checkpoint] ", label_of(name_), kMustRepeat,
                   describe(saved_[i].look), " as saved tensor ", i, " of ", saved_.size(),
                   ", got ", describe(again[i].look));
-      TORCH_CHECK(
-          saved_[i].leaf_version < 0 || again[i].leaf_version == saved_[i].leaf_version,
-          "[checkpoint] ", label_of(name_),
-          "a parameter was changed in place between forward and backward, for example by a step of "
-          "an optimizer: ",
-          describe(saved_[i].look), " is at version ", again[i].leaf_version, ", expected ",
-          saved_[i].leaf_version);
     }
+  }
+
+  // Also of those that no operator saves, as a bias.
+  void check_parameters() const {
+    for (const auto& [parameter, version] : parameters_)
+      TORCH_CHECK(version_of(parameter) == version, "[checkpoint] ", label_of(name_),
+                  "a parameter was changed in place between forward and backward, for example by a step of "
+                  "an optimizer: ", describe(TensorLook::of(parameter)), " is at version ",
+                  version_of(parameter), ", expected ", version);
   }
 
   void check_outputs(const Tensors& again) const {
@@ -318,6 +346,7 @@ class Recomputation {
   // Backward may run on several threads, and the function may release one of our nodes.
   mutable std::recursive_mutex mutex_;
   bool dropped_ = false;
+  std::vector<UsedParameter> parameters_;
   Saved saved_;  // without data once they are dropped
   std::vector<TensorLook> outputs_;
   // By backward, which owns them: the tensors not yet handed out of the run made for it.
@@ -365,7 +394,7 @@ void detail::record_checkpoint(const ActivationCheckpointOptions& options, const
                   i, " is at version ", now[i], ", expected ", versions[i],
                   ". Let it work on input.clone()");
     }
-    recomputation->drop_saved(outputs);
+    recomputation->drop_saved(outputs, parameters_of(outputs, inputs));
   } catch (...) {
     recomputation->abandon();
     throw;

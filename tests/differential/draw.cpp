@@ -224,6 +224,10 @@ Program draw(uint64_t seed) {
   if (random.once_in(3)) draw_precision(random, program);
   draw_optimizers(random, program);
   draw_ops(random, program);
+  // What changes a frozen parameter before a layer runs again is not noticed.
+  const auto edits = [](const Op& op) { return op.kind == OpKind::kEdit; };
+  for (Layer& layer : program.layers)
+    if (layer.frozen && std::ranges::any_of(program.ops, edits)) layer.checkpoint = false;
   return program;
 }
 

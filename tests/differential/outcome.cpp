@@ -8,15 +8,16 @@ namespace tessera::differential {
 namespace {
 
 constexpr auto kOtherRecomputation = "the function must do the same when backward runs it again";
+constexpr auto kChangedParameter = "a parameter was changed in place between forward and backward";
 
-// True if operation `at` is a backward since whose forward a checkpointed layer was thawed, which
-// may then save other tensors.
-bool thaws_what_recomputes(const Program& program, int at) {
-  const auto is_thawed = [](const Layer& layer) { return layer.checkpoint && layer.frozen; };
-  if (program.ops[at].kind != OpKind::kBackward || std::ranges::none_of(program.layers, is_thawed))
+// True if operation `at` is a backward since whose forward there was one of kind `change`, and a
+// layer is checkpointed.
+bool changes_what_recomputes(const Program& program, int at, OpKind change) {
+  if (program.ops[at].kind != OpKind::kBackward ||
+      std::ranges::none_of(program.layers, &Layer::checkpoint))
     return false;
   while (--at >= 0 && program.ops[at].kind != OpKind::kForward)
-    if (program.ops[at].kind == OpKind::kThaw) return true;
+    if (program.ops[at].kind == change) return true;
   return false;
 }
 
@@ -99,9 +100,11 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   if (!plain.empty()) return {Verdict::kBothRefuse, first_line(plain)};
   if (!documented.empty() && at == failed.op && failed.error.find(documented) != std::string::npos)
     return {Verdict::kRefused, documented};
-  if (thaws_what_recomputes(program, failed.op) &&
-      failed.error.find(kOtherRecomputation) != std::string::npos)
-    return {Verdict::kRefused, kOtherRecomputation};
+  for (const auto& [change, reason] :
+       {std::pair(OpKind::kThaw, kOtherRecomputation), std::pair(OpKind::kEdit, kChangedParameter)})
+    if (changes_what_recomputes(program, failed.op, change) &&
+        failed.error.find(reason) != std::string::npos)
+      return {Verdict::kRefused, reason};
   if (tells_disagreement(failed.error) && may_disagree(program, failed.op))
     return {Verdict::kRefused, "ranks use different layers and wait for each other"};
   return {Verdict::kFinding, "Tessera refuses " + text};

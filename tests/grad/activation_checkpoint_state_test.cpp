@@ -191,6 +191,17 @@ TEST(ActivationCheckpointState, ParametersThatChangeBeforeBackwardAreNoticed) {
   expect_error([&] { y.sum().backward(); }, {"[checkpoint]", "parameter", "[8, 8]"});
 }
 
+TEST(ActivationCheckpointState, AChangedParameterThatNoOperatorSavedIsNoticed) {
+  nn::Linear layer = on_test_device(nn::Linear(8, 8));
+  const Tensor y =
+      checkpoint([layer](const Tensor& x) mutable { return layer(x).tanh(); }, input());
+  {
+    torch::NoGradGuard no_grad;
+    layer->bias.add_(1);
+  }
+  expect_error([&] { y.sum().backward(); }, {"[checkpoint]", "parameter", "[8]"});
+}
+
 TEST(ActivationCheckpointState, WhatIsSavedAndThenChangedIsNoticed) {
   const auto fn = [](const Tensor& x) {
     const Tensor y = x.exp();
