@@ -31,6 +31,13 @@ c10::intrusive_ptr<const DistMeta> copy_of_meta(const at::Tensor& tensor) {
   return copy;
 }
 
+// Not the same memory under another name where there is nothing to reshape: the copy may be the
+// base's own part, and LibTorch copies a tensor to itself, but not to another one that shows the
+// same elements.
+at::Tensor reshaped(const at::Tensor& tensor, at::IntArrayRef sizes) {
+  return tensor.sizes() == sizes ? tensor : tensor.reshape(sizes);
+}
+
 }  // namespace
 
 at::Tensor with_marks_of(const at::Tensor& like, const at::Tensor& values) {
@@ -73,13 +80,12 @@ void ViewSource::refresh() {
   const at::Tensor& base = local_part(*base_);
   const at::Tensor placed =
       convert(base, *base_->spec, spec_->placements, sizes_, "view of a DistTensor");
-  copy_.copy_(placed.reshape(copy_.sizes()));
+  copy_.copy_(reshaped(placed, copy_.sizes()));
   seen_ = now;
 }
 
 void ViewSource::write_back() {
-  const at::Tensor placed = copy_.reshape(placed_sizes_);
-  write_part(*base_, sizes_, placed, *spec_, "view of a DistTensor");
+  write_part(*base_, sizes_, reshaped(copy_, placed_sizes_), *spec_, "view of a DistTensor");
   seen_ = writes();
 }
 

@@ -117,6 +117,21 @@ TEST(DistViews, WritesReachTheBaseOnASquare) {
   });
 }
 
+// Where one rank has all, a view of what is placed anew shows the base's own memory.
+TEST(DistViews, WritesReachTheBaseOnOneRank) {
+  run_world(1, [](World&) {
+    const at::Tensor plain = numbers({1, 4, 5}).mT();
+    const at::Tensor dist = distribute(plain.clone(), DeviceMesh::over_world(), {Shard{0}});
+    for (const at::Tensor& x : {plain, dist}) {
+      const at::Tensor same = x.narrow(0, 0, 1);
+      same.add_(1);
+      x.mul_(2);
+      same.add_(same);
+    }
+    expect_equal(dist, plain, "narrow");
+  });
+}
+
 // All views of one base must show writes to the base and to each of them.
 TEST(DistViews, ReadsSeeWritesToTheBase) {
   for_each_placement([](const DeviceMesh& mesh, const Placements& placements) {
