@@ -336,9 +336,10 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
     TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] only ranks of the mesh can call this operator, because "
                                 "it returns a value that is not a tensor; this rank is not in ", mesh.to_string());
     return map_tensors(result, [&](const at::Tensor& like) {
-      const DistSpecPtr& spec = plan ? plan->outputs[output++].spec : whole;
       const at::Tensor part = with_marks_of(like, at::empty({0}, like.options().device(device)));
-      const at::Tensor made = make_dist(part, spec, like.sizes(), like.strides());
+      const OpPlan::Output* const planned = plan ? &plan->outputs[output++] : nullptr;
+      const at::Tensor made = make_dist(part, planned ? planned->spec : whole, like.sizes(),
+                                        planned ? planned->strides : like.strides());
       is_view ? reduce_once(made, arguments[0].toTensor()) : reduce_once(made);
       return made;
     });

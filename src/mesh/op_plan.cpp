@@ -15,6 +15,7 @@
 #include "mesh/line_conversion.h"
 #include "mesh/placed.h"
 #include "mesh/redistribute.h"
+#include "mesh/result_strides.h"
 #include "mesh/rules.h"
 
 namespace tessera {
@@ -470,6 +471,11 @@ std::optional<OpPlan> plan_op(const c10::OperatorHandle& op, at::ArrayRef<c10::I
   for (const PlacedInput& input : inputs) call.inputs.push_back(info_of(input.tensor));
   OpPlan plan;
   if (!describe_outputs(op, arguments, *entry, inputs, call, plan)) return std::nullopt;
+  for (OpPlan::Output& output : plan.outputs) {
+    const bool follows = is_elementwise(*entry) && !entry->creates;
+    if (auto strides = strides_by_kernel(op, arguments, output.sizes, follows))
+      output.strides = std::move(*strides);
+  }
   auto choice =
       entry->creates ? taken_over(call, inputs) : Choice(call, inputs, mesh).choose(*entry);
   if (!choice) return std::nullopt;
