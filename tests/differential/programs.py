@@ -80,7 +80,9 @@ class Plain:
     def new(self, sizes, dtype, seed, mesh=None, placements=(), grad=False, columns=False):
         """A new tensor. `mesh`: None for an ordinary one on the ranks, too; `columns`: its last two dims lie transposed."""
         tensor = values(sizes, dtype, seed)
-        return (tensor.mT.contiguous().mT if columns else tensor).requires_grad_(grad)
+        if columns:  # in memory of its own: a leaf is no view
+            tensor = torch.empty_strided(sizes, tensor.mT.contiguous().mT.stride(), dtype=dtype).copy_(tensor)
+        return tensor.requires_grad_(grad)
 
     def backward(self, roots, cotangents, **options):
         """LibTorch may keep one view of a cotangent as gradients of several leaves, and add to it later: each gets its own."""
