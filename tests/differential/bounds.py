@@ -85,7 +85,9 @@ def _doubled(value):
 class Bounds(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self._kept: dict[int, tuple] = {}  # storages, which must not be freed and used again, and their bounds
+        # Storages, which must not be freed and used again; bounds of real numbers, the parts of complex ones among them; and of
+        # complex numbers that were written as such, infinite where a part was written alone.
+        self._kept: dict[int, tuple] = {}
         self._asleep = False
         self.averages = False  # a pending mean of 3 terms may meet whole tensors, whose terms are equal, with a rounded mean
 
@@ -94,7 +96,8 @@ class Bounds(TorchDispatchMode):
         known = None if tensor._is_zerotensor() else self._kept.get(tensor.untyped_storage()._cdata)
         if known is None:
             return torch.zeros(tensor.shape, dtype=torch.double)
-        return self._seen(known[1], tensor)[0]
+        parts = self._seen(known[1], tensor)
+        return torch.minimum(torch.hypot(*parts), torch.maximum(*self._seen(known[2], tensor))) if len(parts) > 1 else parts[0]
 
     def grow(self, tensor: torch.Tensor, bound: torch.Tensor) -> None:
         """Adds to the bounds of elements."""
@@ -115,12 +118,16 @@ class Bounds(TorchDispatchMode):
             if not bound.any():
                 return
             size = tensor.element_size() // (2 if tensor.is_complex() else 1)
-            self._kept[storage._cdata] = storage, torch.zeros(storage.nbytes() // size, dtype=torch.double)
+            flat = torch.zeros(storage.nbytes() // size, dtype=torch.double)
+            self._kept[storage._cdata] = storage, flat, flat.clone()
         repeated = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.size(dim) > 1]
-        for part in self._seen(self._kept[storage._cdata][1], tensor):
-            for dim in repeated:  # one place in memory, which has the largest bound
-                part, bound = part.narrow(dim, 0, 1), bound.amax(dim, keepdim=True)
-            part.copy_(bound)
+        for dim in repeated:  # one place in memory, which has the largest bound
+            bound = bound.amax(dim, keepdim=True)
+        for flat, value in zip(self._kept[storage._cdata][1:], (bound, bound if tensor.is_complex() else torch.inf)):
+            for part in self._seen(flat, tensor):
+                for dim in repeated:
+                    part = part.narrow(dim, 0, 1)
+                part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
