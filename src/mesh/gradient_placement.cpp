@@ -19,7 +19,8 @@ struct PlaceGradient {
 
   at::TensorBase operator()(const at::TensorBase& gradient) const {
     const auto alive = leaf.lock();
-    if (!alive) return gradient;
+    if (!alive || !gradient.defined())
+      return gradient;  // a derivative that is zero may be undefined
     const DistMeta* const meta = find_dist_meta(at::Tensor(alive));
     if (!meta) return gradient;  // it was made an ordinary tensor again
     const DeviceMesh& mesh = meta->spec->mesh;

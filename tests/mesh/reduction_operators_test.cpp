@@ -2,9 +2,12 @@
 // tensors.
 
 #include <gtest/gtest.h>
+#include <tessera/dist_tensor.h>
 #include <torch/torch.h>
 
 #include "support/operator_parity.h"
+#include "support/run_world.h"
+#include "support/test_device.h"
 
 namespace tessera::testing {
 namespace reduction_operators_test {
@@ -152,6 +155,9 @@ std::vector<OperatorCase> cases() {
        [](const Tensors& x) {
          return x[0].softmax(0) * 2 + x[0].softmax(1) + x[0].log_softmax(0) * x[0].log_softmax(1);
        }},
+      {"softmax without elements",
+       {{4, 0}},
+       [](const Tensors& x) { return x[0].softmax(1) + x[0].log_softmax(1); }},
   };
 }
 
@@ -187,6 +193,19 @@ TEST(ReductionOperators, OnTwoRanks) { expect_as_plain(cases(), {2}); }
 TEST(ReductionOperators, OnThreeRanks) { expect_as_plain(cases(), {3}); }
 TEST(ReductionOperators, OnASquare) { expect_as_plain(cases(), {2, 2}); }
 TEST(ReductionOperatorsNightly, OnASquare) { expect_as_plain(cases(), {2, 2}, Combinations::kAll); }
+
+TEST(ReductionOperators, LeaveNoGradientWhereLibTorchLeavesNone) {
+  run_world(2, [](World&) {
+    for (const Placement& where : {Placement(Replicate{}), Placement(Shard{0})}) {
+      const at::Tensor x = distribute(on_test_device(torch::arange(5.)).requires_grad_(true),
+                                      DeviceMesh::over_world(), {where});
+      const at::Tensor count = torch::linalg_vector_norm(x, 0);
+      EXPECT_EQ(full_tensor(count.detach()).item<float>(), 4);
+      count.backward();
+      EXPECT_FALSE(x.grad().defined());
+    }
+  });
+}
 
 TEST(ReductionOperators, OfACutDimSendWhatIsLeft) {
   const std::vector<std::vector<int64_t>> sizes = {{63, 4}};  // of 504 bytes a part
