@@ -1,9 +1,12 @@
 #include "mesh/decompositions.h"
 
+#include <ATen/ops/ctc_loss_native.h>
 #include <ATen/ops/eye.h>
 #include <ATen/ops/max_pool1d_with_indices.h>
+#include <ATen/ops/tensor_split_native.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <tessera/dist_tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -46,6 +49,24 @@ at::Tensor trace_backward(const at::Tensor& grad, c10::SymIntArrayRef sizes) {
   return at::where(diagonal, grad, grad.new_zeros({}));
 }
 
+// Two that read the memory of numbers given as tensors.
+
+at::Tensor whole(const at::Tensor& numbers) {
+  return is_dist(numbers) ? full_tensor(numbers) : numbers;
+}
+
+at::Tensor ctc_loss(const at::Tensor& log_probs, const at::Tensor& targets,
+                    const at::Tensor& input_lengths, const at::Tensor& target_lengths,
+                    int64_t blank, int64_t reduction, bool zero_infinity) {
+  return at::native::ctc_loss(log_probs, targets, whole(input_lengths), whole(target_lengths),
+                              blank, reduction, zero_infinity);
+}
+
+std::vector<at::Tensor> tensor_split(const at::Tensor& self, const at::Tensor& indices_or_sections,
+                                     int64_t dim) {
+  return at::native::tensor_split(self, whole(indices_or_sections), dim);
+}
+
 }  // namespace
 
 const DecompositionEntry* find_decomposition(std::string_view name) {
@@ -71,6 +92,8 @@ void register_composites() {
     libraries->back().impl("value_selecting_reduction_backward", selected_backward);
     libraries->back().impl("cummaxmin_backward", cummaxmin_backward);
     libraries->back().impl("trace_backward", trace_backward);
+    libraries->back().impl("ctc_loss.Tensor", ctc_loss);
+    libraries->back().impl("tensor_split.tensor_indices_or_sections", tensor_split);
   }
 }
 

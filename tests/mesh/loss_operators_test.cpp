@@ -84,6 +84,13 @@ std::vector<OperatorCase> cases() {
          return torch::cross_entropy_loss(x[0], whole_numbers(x[1], 4), {}, at::Reduction::Mean,
                                           -100, 0.1);
        }},
+      {"ctc_loss with lengths of tensors",
+       {{6, 3, 4}, {3, 5}, {3}},
+       [](const Tensors& x) {
+         const at::Tensor targets = whole_numbers(x[1], 3) + 1,
+                          lengths = whole_numbers(x[2], 2) + 1;
+         return torch::ctc_loss(x[0].log_softmax(2), targets, lengths + 4, lengths);
+       }},
       {"cosine_similarity",
        {{5, 4}, {5, 4}},
        [](const Tensors& x) { return torch::cosine_similarity(x[0], x[1]); }},
