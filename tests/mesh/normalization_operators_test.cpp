@@ -129,5 +129,24 @@ TEST(Normalizations, OfShortDtypesAreAsExactAsOneProcess) {
   });
 }
 
+TEST(Normalizations, StatisticsHaveTheDtypesOfOneProcess) {
+  run_world(2, [](World&) {
+    const at::Tensor x = on_test_device((torch::arange(60.) / 7).view({5, 4, 3}).to(at::kBFloat16));
+    const at::Tensor dist = distribute(x, DeviceMesh::over_world(), {Shard{0}});
+    for (const auto dtype : {at::kBFloat16, at::kFloat, at::ScalarType::Undefined}) {
+      std::optional<at::Tensor> weight;
+      if (dtype != at::ScalarType::Undefined) weight = on_test_device(torch::ones({4}, dtype));
+      const auto run = [&](const at::Tensor& input) {
+        return torch::native_batch_norm(input, weight, weight, {}, {}, true, 0.1, 1e-5);
+      };
+      const auto [y, mean, deviation] = run(x);
+      const auto [dist_y, dist_mean, dist_deviation] = run(dist);
+      EXPECT_EQ(dist_mean.scalar_type(), mean.scalar_type()) << dtype;
+      EXPECT_EQ(dist_deviation.scalar_type(), deviation.scalar_type()) << dtype;
+      EXPECT_TRUE(torch::allclose(full_tensor(dist_mean), mean, 1e-2, 1e-2)) << dtype;
+    }
+  });
+}
+
 }  // namespace normalization_operators_test
 }  // namespace tessera::testing

@@ -147,6 +147,17 @@ Normalized normalize_part(const BatchNorm& norm, const DecomposedCall& call) {
           variance, variance.add(eps).rsqrt()};
 }
 
+// The dtype in which LibTorch returns statistics: on the CPU, that of the input, or float beside
+// parameters of another one.
+at::ScalarType dtype_of_statistics(const BatchNorm& norm, const DecomposedCall& call) {
+  if (!norm.input.is_cpu()) return norm.wide;
+  for (const char* const name : {"weight", "bias", "running_mean", "running_var"}) {
+    const at::Tensor parameter = call.find(name) ? call.tensor(name) : at::Tensor();
+    if (parameter.defined()) return parameter.scalar_type() == norm.dtype ? norm.dtype : norm.wide;
+  }
+  return norm.dtype;
+}
+
 bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
   const at::Tensor input = call.tensor("input");
@@ -160,8 +171,10 @@ bool batch_norm(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const at::Tensor mean = norm.channel_result(found.mean, norm.wide);
   const at::Tensor variance =
       norm.channel_result(found.variance.mul(norm.count / (norm.count - 1)), norm.wide);
-  std::vector<at::Tensor> results = {norm.result(found.output), mean,
-                                     norm.channel_result(found.inverse_deviation, norm.wide)};
+  const at::ScalarType kept = dtype_of_statistics(norm, call);
+  std::vector<at::Tensor> results = {norm.result(found.output),
+                                     norm.channel_result(found.mean, kept),
+                                     norm.channel_result(found.inverse_deviation, kept)};
   if (form.is_update) results.push_back(at::empty({0}, input.options().dtype(at::kByte)));
   for (const auto& [name, now] : {std::pair{"running_mean", mean}, {"running_var", variance}}) {
     at::Tensor running = call.find(name) ? call.tensor(name) : at::Tensor();
