@@ -234,10 +234,23 @@ TEST(PendingSums, OfWholeNumbersAreDoneBeforeTheyAreRounded) {
     EXPECT_EQ(full_tensor(x)[0].item<int64_t>(), 2);
     const at::Tensor halves = from_local(on_test_device(torch::full({2}, 0.5)), mesh, {Partial{}});
     EXPECT_EQ(full_tensor(halves.to(at::kLong))[0].item<int64_t>(), 1);
-    EXPECT_TRUE(is_partial(placements_of(halves.to(at::kBFloat16))[0]));
     at::Tensor into = distribute(on_test_device(torch::zeros({2}, at::kLong)), mesh, {Partial{}});
     into.copy_(halves);
     EXPECT_EQ(full_tensor(into)[0].item<int64_t>(), 1);
+  });
+}
+
+TEST(PendingSums, AreDoneBeforeTheyAreRoundedToAShorterType) {
+  run_world(2, [](World& world) {
+    const auto mesh = DeviceMesh::over_world();
+    const double term = world.rank() == 0 ? 1000.125 : -1000.0;
+    const at::Tensor x = from_local(on_test_device(torch::full({2}, term)), mesh, {Partial{}});
+    EXPECT_EQ(full_tensor(x.to(at::kBFloat16))[0].item<float>(), 0.125F);
+    for (const Placement& where : {Placement(Replicate{}), Placement(Partial{})}) {
+      const at::Tensor into =
+          distribute(on_test_device(torch::zeros({2}, at::kBFloat16)), mesh, {where});
+      EXPECT_EQ(full_tensor(into.copy_(x))[0].item<float>(), 0.125F);
+    }
   });
 }
 

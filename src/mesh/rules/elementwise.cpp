@@ -44,11 +44,12 @@ bool is_floating(c10::ScalarType dtype) {
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
 }
 
-// A copy keeps any reduction pending. One that rounds to whole numbers, or converts flags to
-// numbers, does not: terms are not rounded as their sum is.
+// A copy keeps any reduction pending. One that rounds, or converts flags to numbers, does not:
+// terms are not rounded as their sum is, which may be far smaller. One to a wider type would make
+// the message longer.
 Strategies copied(const OpCall& call, c10::ScalarType from, c10::ScalarType to) {
   Strategies ways = pointwise(call);
-  if (from == to || (c10::isFloatingType(from) && c10::isFloatingType(to))) add_pending(ways, call);
+  if (from == to) add_pending(ways, call);
   return ways;
 }
 
