@@ -25,7 +25,7 @@ max_pool2d_with_indices reflection_pad1d native_dropout_backward""".split())
 MOVES = set("""cat stack index select_backward slice_backward diagonal_backward gather index_select flip roll repeat expand_copy
 unfold_backward embedding diag_embed take contiguous clone tril triu repeat_interleave upsample_nearest1d""".split())
 LINEAR = set("""sum mean mm bmm dot mv addmm baddbmm convolution cumsum embedding_dense_backward index_add scatter_add
-avg_pool2d avg_pool2d_backward upsample_nearest1d_backward""".split())
+convolution_backward avg_pool2d avg_pool2d_backward upsample_nearest1d_backward""".split())
 # Operators on each element by itself that PyTorch has not tagged as such.
 POINTWISE = set("""_to_copy copy fill zero conj_physical complex polar log_sigmoid_forward log_sigmoid_backward softplus_backward
 elu_backward hardswish_backward mish_backward hardtanh_backward leaky_relu_backward _foreach_mul _foreach_add view_as_complex
@@ -74,12 +74,16 @@ def _size(value: torch.Tensor) -> torch.Tensor:
     return value.abs().double().nan_to_num(0, 0, 0)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.cdouble if dtype.is_complex else torch.double if dtype.is_floating_point else dtype
+
+
 def _doubled(value):
     """A copy in double precision that an operator may write to."""
     if value._is_zerotensor():
         value = torch.zeros(value.shape, dtype=value.dtype)
     value = value.resolve_conj().resolve_neg()
-    return value.to(torch.cdouble if value.is_complex() else torch.double, copy=True) if _is_number(value) else value.clone()
+    return value.to(_wide(value.dtype), copy=True) if _is_number(value) else value.clone()
 
 
 class Bounds(TorchDispatchMode):
@@ -160,10 +164,8 @@ class Bounds(TorchDispatchMode):
     def _numbers(func, values, spec) -> list[torch.Tensor]:
         """Returns the results of an operator on values that it may write to, in double."""
         args, kwargs = tree_unflatten([value.clone() if isinstance(value, torch.Tensor) else value for value in values], spec)
-        if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point:
-            kwargs = {**kwargs, "dtype": torch.double}
-        elif isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_complex:
-            kwargs = {**kwargs, "dtype": torch.cdouble}
+        kwargs = {name: _wide(value) if isinstance(value, torch.dtype) else value for name, value in kwargs.items()}
+        args = [_wide(value) if isinstance(value, torch.dtype) else value for value in args]
         result = func(*args, **kwargs)
         results = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
         return [value.clone() for value in (results or tree_flatten(args[0])[0])]
@@ -219,7 +221,7 @@ class Bounds(TorchDispatchMode):
         return changes
 
     def _linear(self, base, call, before, errors, results):
-        sizes = [_size(value) if _is_number(value) else value for value in before]
+        sizes = [_size(value) if _is_number(value) else abs(value) if isinstance(value, (float, complex)) else value for value in before]
         if base in MOVES:
             moved = call([errors[at] if _is_number(value) else value for at, value in enumerate(before)])
             averaged = 2 * RANKS if self.averages and len(errors) > 1 else 0
