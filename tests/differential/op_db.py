@@ -10,12 +10,14 @@ import argparse
 import collections
 import functools
 import importlib.util
+import itertools
 import os
 import random
 import re
 import sys
 import time
 import warnings
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -46,17 +48,28 @@ def _name(op) -> str:
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
+class Case(NamedTuple):
+    """The sample `index` of the first `most` of an operator; of all, if None."""
+    number: int
+    dtype: torch.dtype
+    most: int | None
+    index: int = 0
+
+    def sample(self):
+        return _samples(self.number, self.dtype, self.most)[self.index]
+
+
 @functools.lru_cache(maxsize=2)
-def _samples(number: int, dtype: torch.dtype) -> list:
+def _samples(number: int, dtype: torch.dtype, most: int | None) -> list:
     op = _operators()[number]
     torch.manual_seed(number)
     random.seed(number)
     backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    dense = lambda its: not isinstance(its, torch.Tensor) or its.layout == torch.strided and not its.is_nested
+    all_dense = lambda its: all(map(dense, tree_flatten((its.input, its.args, its.kwargs))[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = list(op.sample_inputs("cpu", dtype, requires_grad=backward))
-    dense = lambda its: not isinstance(its, torch.Tensor) or its.layout == torch.strided and not its.is_nested
-    return [its for its in samples if all(map(dense, tree_flatten((its.input, its.args, its.kwargs))[0]))]
+        return list(itertools.islice(filter(all_dense, op.sample_inputs("cpu", dtype, requires_grad=backward)), most))
 
 
 class Ordinary:
@@ -125,16 +138,16 @@ def _torch_mesh(shape):
     return dist.init_device_mesh("cpu", shape)
 
 
-def run_case(library, shape, number: int, dtype: torch.dtype, index: int) -> dict[str, Value] | str:
+def run_case(library, shape, case: Case) -> dict[str, Value] | str:
     """Returns results and gradients; or the error's text."""
-    found = _run_case(library(shape) if shape else library(), number, dtype, index)
+    found = _run_case(library(shape) if shape else library(), case)
     if isinstance(found, str):
         return found
     return {name: Value.of(its if its.layout == torch.strided else its.to_dense()) for name, its in found.items()}
 
 
-def _run_case(tensors, number, dtype, index):
-    op, sample, rng = _operators()[number], _samples(number, dtype)[index], random.Random(number * 1000 + index)
+def _run_case(tensors, case: Case):
+    op, sample, rng = _operators()[case.number], case.sample(), random.Random(case.number * 1000 + case.index)
     flat, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     leaves = {}
     for at, value in enumerate(flat):
@@ -143,7 +156,7 @@ def _run_case(tensors, number, dtype, index):
             leaves[at] = placed.detach().requires_grad_(value.requires_grad)
     flat = [leaves.get(at, value) for at, value in enumerate(flat)]
     input, args, kwargs = tree_unflatten(flat, spec)
-    torch.manual_seed(index)
+    torch.manual_seed(case.index)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -160,19 +173,19 @@ def _run_case(tensors, number, dtype, index):
             return f"{type(error).__name__}: {error}"
 
 
-def _bounds(number, dtype, index):
+def _bounds(case: Case):
     with Bounds() as bounds:
-        found = _run_case(Ordinary(), number, dtype, index)
+        found = _run_case(Ordinary(), case)
     if isinstance(found, str):
         raise NoBound(found)
     return {name: bounds.of(tensor) for name, tensor in found.items()}
 
 
-def judge(number, dtype, index, plain, ranks) -> tuple[str, str]:
+def judge(case: Case, plain, ranks) -> tuple[str, str]:
     errors = [its for its in ranks if isinstance(its, str)]
     if errors:
         return ("refused" if len(errors) == len(ranks) else "wrong"), errors[0]
-    bounds = functools.cache(lambda: _bounds(number, dtype, index))
+    bounds = functools.cache(lambda: _bounds(case))
     for rank, found in enumerate(ranks):
         if found.keys() != plain.keys():
             return "wrong", f"on rank {rank} has {sorted(found)}, not {sorted(plain)}"
@@ -194,13 +207,14 @@ def sweep(options, dtype: torch.dtype, world: World) -> collections.Counter:
         if number % parts != part - 1 or not re.search(options.only, _name(op)) or dtype not in op.supported_dtypes("cpu"):
             continue
         kinds: dict = collections.defaultdict(list)
-        for index in range(len(_samples(number, dtype)))[:options.cases]:
+        for index in range(len(_samples(number, dtype, options.cases))):
+            case = Case(number, dtype, options.cases, index)
             shape = (2, 2) if options.ranks == 4 and index % 2 else (options.ranks,)
-            plain = run_case(Ordinary, (), number, dtype, index)
+            plain = run_case(Ordinary, (), case)
             if isinstance(plain, str):
                 continue
             try:
-                kind, text = judge(number, dtype, index, plain, world.run(run_case, library, shape, number, dtype, index))
+                kind, text = judge(case, plain, world.run(run_case, library, shape, case))
             except (Died, RuntimeError) as death:
                 kind, text = "crashed", str(death)
             if kind != "right":
