@@ -221,7 +221,8 @@ class Bounds(TorchDispatchMode):
         return changes
 
     def _linear(self, base, call, before, errors, results):
-        sizes = [_size(value) if _is_number(value) else abs(value) if isinstance(value, (float, complex)) else value for value in before]
+        factors = (float, complex) + ((int,) if base in ("addmm", "baddbmm") else ())  # others have dims
+        sizes = [_size(value) if _is_number(value) else abs(value) if isinstance(value, factors) else value for value in before]
         if base in MOVES:
             moved = call([errors[at] if _is_number(value) else value for at, value in enumerate(before)])
             averaged = 2 * RANKS if self.averages and len(errors) > 1 else 0

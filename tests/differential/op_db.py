@@ -26,7 +26,7 @@ import tessera
 from bounds import Bounds
 from dist_programs import differs
 from programs import Value, values
-from worlds import Died, World
+from worlds import Died, World, preload
 
 # Their results are not what their inputs say.
 UNDEFINED = ("empty_like", "empty", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_", "resize_as_")
@@ -247,6 +247,7 @@ def main() -> int:
         print(f"PyTorch's operator tests need the packages {' and '.join(missing)}")
         return 77  # skipped, for ctest
     torch.set_num_threads(1)
+    preload("torch.testing._internal.common_methods_invocations", "torch.distributed.tensor")
     bad = 0
     with World(options.ranks, timeout=options.timeout) as world:
         for name in options.dtypes.split(","):

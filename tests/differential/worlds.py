@@ -16,7 +16,13 @@ import tessera
 
 _context = multiprocessing.get_context("forkserver")
 # Ranks are forked from a process that has loaded everything and computed nothing; backwards and optimizers load _dynamo.
-_context.set_forkserver_preload(["tessera", "torch._dynamo"])
+_PRELOADED = ["tessera", "torch._dynamo"]
+_context.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Loads these as well, once for all ranks; to be called before the first `World`."""
+    _context.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 _START = 300  # seconds that ranks may take to load everything, on a machine with much else to do
