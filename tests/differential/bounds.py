@@ -181,11 +181,13 @@ class Bounds(TorchDispatchMode):
             return rounding
         if any(not _is_number(before[at]) or not errors[at].isfinite().all() for at in erring):
             return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]  # an index or a mask that may differ
-        if base in MOVES or base in LINEAR:
+        if base in MOVES:
             return self._linear(base, call, before, errors, results)
         exact = call(before)
         if [tuple(its.shape) for its in exact] != [tuple(out.shape) for out in results]:
-            return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]
+            return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]  # a kernel gives other outputs in double
+        if base in LINEAR:
+            return self._linear(base, call, before, errors, results)
         if pointwise:
             changes = [self._change(call, before, exact, at, errors[at]) for at in erring]
             return [sum(its) + 2 * _unit(out.dtype) * _size(out) + extra

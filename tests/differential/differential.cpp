@@ -66,7 +66,8 @@ int run_all(const Options& options) {
   run(programs, options.jobs, [&](const Program& program, const Outcome& outcome) {
     ++counts[outcome.verdict];
     if (outcome.verdict == Verdict::kRefused) ++refused[outcome.text];
-    if (outcome.verdict == Verdict::kBothRefuse) ++refused["both: " + outcome.text];
+    if (outcome.verdict == Verdict::kBothRefuse)
+      ++refused["both: " + outcome.text.substr(0, outcome.text.find(':'))];
     if (outcome.verdict != Verdict::kFinding) return;
     findings[program.seed] = outcome.text;
     std::printf("seed %lu: %s\n", program.seed, outcome.text.c_str());
