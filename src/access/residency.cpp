@@ -238,7 +238,8 @@ void Residency::begin_forward() {
   const auto guard = lock();
   if (trains_ || held_ > 0 || !any_frees_) return;
   finish_evaluation();
-  (at::GradMode::is_enabled() ? trains_ : is_told_) = true;
+  trains_ = at::GradMode::is_enabled();
+  is_told_ = !trains_;
 }
 
 void Residency::end_evaluation() {

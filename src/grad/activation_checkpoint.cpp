@@ -1,3 +1,4 @@
+#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -162,8 +163,11 @@ class KeptTensor final : public SavedVariableHooks {
 // A parameter that a function used, and its version then.
 using UsedParameter = std::pair<at::Tensor, int64_t>;
 
-// Returns the parameters from which `outputs` were computed, beside `inputs`.
-std::vector<UsedParameter> parameters_of(const Tensors& outputs, const Tensors& inputs) {
+// Returns the parameters from which a function computed `outputs`, beside `inputs`. `begin`: the
+// number of its first node. Older ones belong to tensors that the function has from elsewhere, and
+// uses again as they are.
+std::vector<UsedParameter> parameters_of(const Tensors& outputs, const Tensors& inputs,
+                                         uint64_t begin) {
   using torch::autograd::Node;
   std::set<const Node*> seen = {nullptr};
   for (const at::Tensor& input : inputs)
@@ -171,7 +175,7 @@ std::vector<UsedParameter> parameters_of(const Tensors& outputs, const Tensors& 
       seen.insert(torch::autograd::impl::gradient_edge(input).function.get());
   std::vector<Node*> next;
   const auto visit = [&](Node* node) {
-    if (seen.insert(node).second) next.push_back(node);
+    if (seen.insert(node).second && node->sequence_nr() >= begin) next.push_back(node);
   };
   for (const at::Tensor& output : outputs)
     if (output.defined() && output.requires_grad())
@@ -213,9 +217,9 @@ class Recomputation {
 
   // Called after the first run: from now on, the saved tensors come from running the function
   // again.
-  void drop_saved(const Tensors& outputs, std::vector<UsedParameter> parameters) {
+  void drop_saved(const Tensors& outputs, const std::vector<UsedParameter>& parameters) {
     const std::lock_guard lock(mutex_);
-    parameters_ = std::move(parameters);
+    parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
     for (SavedTensor& saved : saved_) saved.data.reset();
     for (const at::Tensor& output : outputs) outputs_.push_back(TensorLook::of(output));
     dropped_ = true;
@@ -232,6 +236,10 @@ class Recomputation {
   size_t save(const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
     saved_.push_back(SavedTensor::of(tensor));
+    // A view made without gradients leads to its parameter in no graph.
+    const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
+    if (base.is_leaf() && base.requires_grad())
+      parameters_.emplace_back(at::Tensor(base), version_of(tensor));
     return saved_.size() - 1;
   }
 
@@ -268,7 +276,6 @@ class Recomputation {
   }
 
   Saved run_again() const {
-    check_parameters();
     const Tensors inputs = detached_inputs();
     Saved saved;
     Tensors outputs;
@@ -285,6 +292,7 @@ class Recomputation {
       outputs = rerun_(inputs);
     }
     check_saved(saved);
+    check_parameters();
     check_outputs(outputs);
     return saved;
   }
@@ -317,7 +325,7 @@ class Recomputation {
     }
   }
 
-  // Also of those that no operator saves, as a bias.
+  // Before the second run and in it; also those that no operator saves, as a bias.
   void check_parameters() const {
     for (const auto& [parameter, version] : parameters_)
       TORCH_CHECK(version_of(parameter) == version, "[checkpoint] ", label_of(name_),
@@ -383,6 +391,7 @@ void detail::record_checkpoint(const ActivationCheckpointOptions& options, const
   const auto versions = versions_of(inputs);
   const auto recomputation =
       std::make_shared<Recomputation>(options, inputs, generators, std::move(rerun));
+  const uint64_t begin = at::sequence_number::peek();
   try {
     const SavedTensorScope scope([&] { return std::make_unique<DroppedTensor>(recomputation); });
     const Tensors outputs = run_unoptimized(run);
@@ -394,7 +403,7 @@ void detail::record_checkpoint(const ActivationCheckpointOptions& options, const
                   i, " is at version ", now[i], ", expected ", versions[i],
                   ". Let it work on input.clone()");
     }
-    recomputation->drop_saved(outputs, parameters_of(outputs, inputs));
+    recomputation->drop_saved(outputs, parameters_of(outputs, inputs, begin));
   } catch (...) {
     recomputation->abandon();
     throw;

@@ -28,4 +28,13 @@ inline at::Tensor with_plain_memory(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
+/// Returns `values`, or a copy, that is marked as a conjugate or a negative if `like` is.
+inline at::Tensor with_marks_of(const at::Tensor& like, const at::Tensor& values) {
+  if (like.is_conj() == values.is_conj() && like.is_neg() == values.is_neg()) return values;
+  at::Tensor marked = with_plain_memory(values);
+  if (like.is_conj()) marked = marked.conj_physical();
+  if (like.is_neg()) marked = marked.neg()._neg_view();
+  return like.is_conj() ? marked._conj() : marked;
+}
+
 }  // namespace tessera

@@ -23,6 +23,7 @@
 #include "dispatch/dry_run.h"
 #include "dispatch/each_tensor.h"
 #include "dispatch/unit_key.h"
+#include "group/math_bits.h"
 #include "group/module_of_operators.h"
 #include "mesh/decompositions.h"
 #include "mesh/gradient_placement.h"

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "dispatch/unit_key.h"
+#include "group/math_bits.h"
 #include "mesh/chunks.h"
 #include "mesh/line_conversion.h"
-#include "mesh/view_source.h"
 
 namespace tessera {
 

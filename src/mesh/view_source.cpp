@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "group/math_bits.h"
 #include "mesh/redistribute.h"
 
 namespace tessera {
@@ -39,14 +38,6 @@ at::Tensor reshaped(const at::Tensor& tensor, at::IntArrayRef sizes) {
 }
 
 }  // namespace
-
-at::Tensor with_marks_of(const at::Tensor& like, const at::Tensor& values) {
-  if (like.is_conj() == values.is_conj() && like.is_neg() == values.is_neg()) return values;
-  at::Tensor marked = with_plain_memory(values);
-  if (like.is_conj()) marked = marked.conj_physical();
-  if (like.is_neg()) marked = marked.neg()._neg_view();
-  return like.is_conj() ? marked._conj() : marked;
-}
 
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
                 const DistSpec& spec, std::string_view subject) {

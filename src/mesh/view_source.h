@@ -47,10 +47,6 @@ inline const at::Tensor& local_part(const DistMeta& meta) {
   return meta.local;
 }
 
-/// Returns `values`, or a copy, that is marked as a conjugate or a negative if `like` is. See
-/// [Note: Memory that does not hold the values] in group/math_bits.h.
-at::Tensor with_marks_of(const at::Tensor& like, const at::Tensor& values);
-
 /// Writes the values of `part`, which is placed as `spec` says on the same mesh, to a DistTensor of
 /// these global sizes. Collective over the mesh.
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,

@@ -97,7 +97,7 @@ class ShardedState : public UseListener,
 
   /// Waits until no rank reads this rank's shards. `stopped`: the result of `stop_reading()`.
   void wait_until_unread(const WorkPtr& stopped);
-  /// Both at once, and waits for this rank's own gathers.
+  /// Runs `stop_reading()`, and waits for its result and for this rank's own gathers.
   void end_reading();
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();

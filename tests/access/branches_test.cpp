@@ -28,25 +28,38 @@ struct Scale : torch::autograd::Function<Scale> {
   }
 };
 
+// A module of one parameter, so that it is registered where the module is.
+struct OneParameter : torch::nn::Module {
+  explicit OneParameter(at::IntArrayRef sizes) { p = register_parameter("p", torch::rand(sizes)); }
+  Tensor p;
+};
+
 struct Layers : torch::nn::Module {
   // Registered in another order than they are used in.
-  Tensor factor = register_parameter("factor", torch::rand({kWidth}));
+  OneParameter& factor = add("factor", {kWidth});
   torch::nn::Linear last = register_module("last", torch::nn::Linear(kWidth, kWidth));
-  Tensor none = register_parameter("none", torch::rand({0, 3}));
+  OneParameter& none = add("none", {0, 3});
   torch::nn::Linear first = register_module("first", torch::nn::Linear(kWidth, kWidth));
+  OneParameter& late = add("late", {kWidth});
   bool is_new = true;
+
+ private:
+  OneParameter& add(const char* name, at::IntArrayRef sizes) {
+    return *register_module(name, std::make_shared<OneParameter>(sizes));
+  }
 };
 
 // One step's forward on a rank; evaluations and writes of its own may come first.
 using Forward = std::function<Tensor(Layers&, const Tensor& x, int rank)>;
 
 std::vector<Tensor> train_alone(const Forward& forward) {
-  const auto net = seeded(7, [] { return std::make_shared<Layers>(); });
+  const auto net = seeded(7, [] { return on_test_device(std::make_shared<Layers>()); });
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   for (int step = 0; step < kSteps; ++step) {
     std::vector<Tensor> sums(net->parameters().size());
     for (int rank = 0; rank < kRanks; ++rank) {
-      forward(*net, torch::full({2, kWidth}, 0.5 + step + rank), rank).square().mean().backward();
+      const Tensor x = on_test_device(torch::full({2, kWidth}, 0.5 + step + rank));
+      forward(*net, x, rank).square().mean().backward();
       for (size_t i = 0; i < sums.size(); ++i) {
         Tensor& grad = net->parameters()[i].mutable_grad();
         if (grad.defined()) sums[i] = sums[i].defined() ? sums[i] + grad : grad.clone();
@@ -64,9 +77,9 @@ void expect_parity(const Forward& forward, ShardLevel level = ShardLevel::kParam
                    bool by_handle = false) {
   const auto expected = train_alone(forward);
   run_world(kRanks, [&](World& world) {
-    const auto net = seeded(7, [] { return std::make_shared<Layers>(); });
+    const auto net = seeded(7, [] { return on_test_device(std::make_shared<Layers>()); });
     torch::optim::SGD inner(net->parameters(), 0.1);
-    auto sharded = fully_shard(net, {.level = level, .unit_bytes = 1, .average = false});
+    auto sharded = fully_shard(net, {.level = level, .unit_bytes = 0, .average = false});
     ShardedOptimizer optimizer(sharded, inner, {.fused = false});
     for (int step = 0; step < kSteps; ++step) {
       const Tensor x = on_test_device(torch::full({2, kWidth}, 0.5 + step + world.rank()));
@@ -77,29 +90,29 @@ void expect_parity(const Forward& forward, ShardLevel level = ShardLevel::kParam
     }
     const auto state = sharded.full_state();
     for (size_t i = 0; i < expected.size(); ++i)
-      EXPECT_TRUE(torch::equal(state[i].tensor.cpu(), expected[i])) << state[i].name;
+      EXPECT_TRUE(torch::equal(state[i].tensor.cpu(), expected[i].cpu())) << state[i].name;
   });
 }
 
 TEST(Branches, MayHaveAFunctionWithItsOwnBackward) {
   expect_parity([](Layers& net, const Tensor& x, int rank) {
     const Tensor y = net.first(x);
-    return net.last(rank == 1 ? Scale::apply(y, net.factor) : y);
+    return net.last(rank == 1 ? Scale::apply(y, net.factor.p) : y);
   });
 }
 
 TEST(Branches, MayBeginWithAFunctionWithItsOwnBackwardByTheHandle) {
   expect_parity(
       [](Layers& net, const Tensor& x, int rank) {
-        return net.last(rank == 1 ? Scale::apply(x, net.factor) : net.first(x));
+        return net.last(rank == 1 ? Scale::apply(x, net.late.p) : net.first(x));
       },
       ShardLevel::kParameters, /*by_handle=*/true);
 }
 
 TEST(Branches, MayHaveAParameterWithoutElements) {
   expect_parity([](Layers& net, const Tensor& x, int rank) {
-    const Tensor y = net.first(rank == 0 ? x + net.none.sum() : x);
-    return net.last(rank == 1 ? y * net.factor : y);
+    const Tensor y = net.first(rank == 0 ? x + net.none.p.sum() : x);
+    return net.last(rank == 1 ? y * net.factor.p : y);
   });
 }
 
@@ -109,10 +122,10 @@ TEST(Branches, MayUseWhatAnOperatorWrote) {
         [](Layers& net, const Tensor& x, int rank) {
           if (std::exchange(net.is_new, false)) {
             const torch::NoGradGuard no_grad;
-            net.factor.mul_(0.5);
+            net.factor.p.mul_(0.5);
           }
           const Tensor y = net.first(x);
-          return net.last(rank == 1 ? y * net.factor : y);
+          return net.last(rank == 1 ? y * net.factor.p : y);
         },
         level);
   }
@@ -122,7 +135,7 @@ TEST(Branches, MayEvaluateOtherLayersBetweenForwardAndBackward) {
   expect_parity([](Layers& net, const Tensor& x, int rank) {
     const Tensor y = net.last(net.first(x));
     const torch::NoGradGuard no_grad;
-    if (rank == 0) net.last(x * net.factor);
+    if (rank == 0) net.last(x * net.factor.p);
     return y;
   });
 }

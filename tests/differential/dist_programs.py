@@ -50,7 +50,10 @@ def differs(plain: Value, value: Value, bounds, name: str) -> str:
     same = (a == b) | (a.isnan() & b.isnan())
     if same.all():
         return ""
-    limit = bounds()[name]
+    try:
+        limit = bounds()[name]
+    except Unbounded as error:
+        return f"differs, and has no bound: {error}"
     apart = torch.where(same | limit.isinf(), 0, (a - b).abs().double().nan_to_num(torch.inf)) if a.dtype != torch.bool else ~same
     if (apart <= limit).all():
         return ""
@@ -81,10 +84,7 @@ def judge(program: Program, plain: Outcome, ranks: list[Outcome]) -> Verdict:
             name = min(its.values.keys() ^ plain.values.keys())
             return Verdict("finding", f"on rank {rank} {'there is one' if name in its.values else 'there is none'}", name)
         for name, value in its.values.items():
-            try:
-                text = differs(plain.values[name], value, bounds, name)
-            except Unbounded as error:
-                text = str(error)
+            text = differs(plain.values[name], value, bounds, name)
             if text:
                 return Verdict("finding", f"on rank {rank} {text}", name)
     return Verdict("both refused" if plain.errors else "equal")

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-/// The layers of drawn models. Their source text is kept, to be printed with a finding.
+/// The layers of drawn models.
 namespace tessera::differential {
 
 /// Maps rows of `w` numbers to rows of as many.
@@ -22,24 +22,21 @@ struct Block : torch::nn::Module {
   int count = 0;
 };
 
-struct BlockClass {
-  std::function<std::shared_ptr<Block>(int64_t width)> make;
-  std::string text;  // of the class
-};
-inline std::map<std::string, BlockClass>& block_classes() {
-  static std::map<std::string, BlockClass> classes;
+/// Makes a layer of a width.
+using MakeBlock = std::function<std::shared_ptr<Block>(int64_t width)>;
+/// By the name of the class.
+inline std::map<std::string, MakeBlock>& block_classes() {
+  static std::map<std::string, MakeBlock> classes;
   return classes;
 }
 
-#define DRAWN_BLOCK(Name, ...)                                                                  \
-  struct Name : Block {                                                                         \
-    using Block::Block;                                                                         \
-    __VA_ARGS__                                                                                 \
-  };                                                                                            \
-  inline const bool k##Name##IsKnown =                                                          \
-      block_classes()                                                                           \
-          .insert({#Name, {[](int64_t w) { return std::make_shared<Name>(w); }, #__VA_ARGS__}}) \
-          .second;
+#define DRAWN_BLOCK(Name, ...)         \
+  struct Name : Block {                \
+    using Block::Block;                \
+    __VA_ARGS__                        \
+  };                                   \
+  inline const bool k##Name##IsKnown = \
+      block_classes().insert({#Name, [](int64_t w) { return std::make_shared<Name>(w); }}).second;
 
 // clang-format off
 namespace blocks {

@@ -35,30 +35,41 @@ bool is_cause(const Program& program, const std::vector<Trace>& ranks, const Tra
          trace.error.find("see its own error") == std::string::npos;
 }
 
+// True if the first parameters that a rank uses are those of a function with a backward of its own,
+// whose forward runs without gradients.
+bool begins_without_gradients(const Program& program, int rank) {
+  for (const Layer& layer : program.layers) {
+    const bool is_used = layer.times > 0 && (layer.ranks >> rank & 1) != 0;
+    const bool has_parameters =
+        layer.kind != "Gelu" && layer.kind != "ReluInPlace" && layer.kind != "Dropout";
+    if (is_used && has_parameters) return layer.kind == "Custom";
+  }
+  return false;
+}
+
 // True if ranks may come to wait for each other, which is an error on all: those that use
 // different layers have sent different gradients when a backward throws; and where parameters are
 // freed, they must not wait for others between a forward and its backward, nor begin a pass of the
-// module without gradients, as a function with a backward of its own does.
+// module without gradients.
 bool may_disagree(const Program& program, int at) {
   const unsigned all = (1U << program.ranks) - 1;
   const auto is_of_some = [&](const Layer& layer) { return (layer.ranks & all) != all; };
   if (std::ranges::none_of(program.layers, is_of_some)) return false;
-  const auto before = std::span(program.ops).first(at + 1);
-  const bool throws =
-      std::ranges::any_of(before, [](const Op& op) { return op.kind == OpKind::kThrow; });
-  if (throws || program.plan.level != ShardLevel::kParameters) return throws;
-  bool is_open = false, waits = false;
-  for (const Op& op : before) {
-    if (op.kind == OpKind::kForward) is_open = true;
+  const bool frees = program.plan.level == ShardLevel::kParameters;
+  bool begins_without = false, is_open = false;
+  for (int rank = 0; rank < program.ranks; ++rank)
+    begins_without = begins_without || begins_without_gradients(program, rank);
+  for (const Op& op : std::span(program.ops).first(at + 1)) {
+    if (op.kind == OpKind::kThrow && (frees || op.how == 1)) return true;
     if (op.kind == OpKind::kBackward) is_open = false;
     const bool is_alone = op.kind == OpKind::kForward || op.kind == OpKind::kEvaluate ||
                           op.kind == OpKind::kSchedule || op.kind == OpKind::kThaw;
-    waits = waits || (is_open && !is_alone);
-    const auto starts_without = [](const Layer& layer) { return layer.kind == "Custom"; };
-    waits = waits || (op.kind == OpKind::kForward && !(op.how & kByHandle) &&
-                      std::ranges::any_of(program.layers, starts_without));
+    if (frees && is_open && !is_alone) return true;
+    if (op.kind != OpKind::kForward) continue;
+    is_open = true;
+    if (frees && begins_without && !(op.how & kByHandle)) return true;
   }
-  return waits;
+  return false;
 }
 
 bool tells_disagreement(const std::string& error) {

@@ -96,10 +96,6 @@ std::optional<at::ScalarType> narrow_sums(const Program& program);
 /// The program in a few lines of readable text.
 std::string describe(const Program& program);
 
-/// The program as a C++ source file that trains by Tessera and by LibTorch alone, and prints what
-/// differs.
-std::string source_of(const Program& program);
-
 /// Takes parts away from a program while `fails`.
 Program shrink(Program program, const std::function<bool(const Program&)>& fails);
 

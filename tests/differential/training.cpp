@@ -64,7 +64,7 @@ std::unique_ptr<optim::Optimizer> make_groups(const Optimizer& spec, const Optio
 
 Model::Model(const Program& program) : program(program) {
   for (const Layer& layer : program.layers) {
-    blocks.push_back(block_classes().at(layer.kind).make(program.width));
+    blocks.push_back(block_classes().at(layer.kind)(program.width));
     blocks.back()->to(layer.dtype);
     for (Tensor& param : blocks.back()->parameters()) param.requires_grad_(!layer.frozen);
   }

@@ -202,6 +202,39 @@ TEST(ActivationCheckpointState, AChangedParameterThatNoOperatorSavedIsNoticed) {
   expect_error([&] { y.sum().backward(); }, {"[checkpoint]", "parameter", "[8]"});
 }
 
+TEST(ActivationCheckpointState, AChangedParameterUsedWithoutItsGradientIsNoticed) {
+  nn::Linear layer = on_test_device(nn::Linear(8, 8));
+  const auto fn = [layer](const Tensor& x) {
+    const auto turned = [&] {
+      torch::NoGradGuard no_grad;
+      return layer->weight.t();
+    };
+    return x.matmul(turned());
+  };
+  const Tensor y = checkpoint(fn, input());
+  {
+    torch::NoGradGuard no_grad;
+    layer->weight.add_(1);
+  }
+  expect_error([&] { y.sum().backward(); }, {"[checkpoint]", "parameter", "[8, 8]"});
+}
+
+TEST(ActivationCheckpointState, AParameterOfATensorFromElsewhereMayChange) {
+  nn::Linear earlier = on_test_device(nn::Linear(8, 8)), layer = on_test_device(nn::Linear(8, 8));
+  const Tensor shift = earlier(input());
+  const Tensor y =
+      checkpoint([=](const Tensor& x) mutable { return layer(x + shift).tanh(); }, input(2));
+  {
+    torch::NoGradGuard no_grad;
+    earlier->bias.add_(1);
+  }
+  y.sum().backward();
+  const Tensor plain = layer(input(2) + shift.detach()).tanh();
+  const Tensor expected = torch::autograd::grad({plain.sum()}, {layer->weight})[0];
+  EXPECT_TRUE(torch::equal(layer->weight.grad(), expected));
+  EXPECT_TRUE(earlier->bias.grad().defined());
+}
+
 TEST(ActivationCheckpointState, WhatIsSavedAndThenChangedIsNoticed) {
   const auto fn = [](const Tensor& x) {
     const Tensor y = x.exp();

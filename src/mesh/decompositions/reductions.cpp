@@ -125,7 +125,7 @@ bool softmax(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const at::Tensor& self = call.values[0].toTensor();
   if (self.numel() == 0 || self.dim() == 0) return false;  // no elements have no maximum
   const int64_t dim = c10::maybe_wrap_dim(call.values[1].toInt(), self.dim());
-  if (!is_cut_along(self, dim) || self.numel() == 0) return false;  // there is no maximum
+  if (!is_cut_along(self, dim)) return false;
   const c10::IValue* const widens = call.find("half_to_float");
   const at::ScalarType dtype =
       widens && widens->toBool() ? at::kFloat : result_dtype(call, self.scalar_type());
