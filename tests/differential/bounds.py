@@ -48,6 +48,22 @@ TERMS = {
     "addcdiv": lambda x, a, b, value=1: x.abs() + (value * a / b).abs(),
     "lerp": lambda x, y, w: x.abs() + y.abs(),
 }
+
+
+def _cross_entropy_terms(x, weight, target, bias, *options):
+    """Of the gradients of a linear layer and its cross entropy, which are sums of (softmax - one_hot) * x or weight."""
+    chosen = torch.softmax(torch.nn.functional.linear(x, weight, bias), 1) + torch.nn.functional.one_hot(target.clamp(0), len(weight))
+    chosen = chosen / (len(x) if "mean" in options else 1)
+    return [torch.zeros(()), chosen @ weight.abs(), chosen.T @ x.abs(), chosen.sum(0)]
+
+
+# Of functions that turn or jump between x - e and x + e, how far they go there.
+TURNING = {
+    "sin": lambda e, x: e.clamp(max=2),
+    "cos": lambda e, x: e.clamp(max=2),
+    "fmod": lambda e, x, m: torch.where(((x - e) / m).trunc() == ((x + e) / m).trunc(), e, 2 * abs(m)),
+    "remainder": lambda e, x, m: torch.where(((x - e) / m).floor() == ((x + e) / m).floor(), e, abs(m)),
+}
 # A term of a pending sum may be rounded by each operator of a program before ranks add it.
 OPERATORS = 20
 RANKS = 4
@@ -189,9 +205,11 @@ class Bounds(TorchDispatchMode):
         if base in LINEAR:
             return self._linear(base, call, before, errors, results)
         if pointwise:
-            changes = [self._change(call, before, exact, at, errors[at]) for at in erring]
-            return [sum(its) + 2 * _unit(out.dtype) * _size(out) + extra
-                    for its, out, extra in zip(zip(*changes), results, rounding)]
+            changes = self._changes(call, before, exact, errors, erring)
+            if base in TURNING and erring == [0] and not before[0].is_complex():
+                changes = [torch.maximum(TURNING[base](errors[0], *before), changes[0])]
+            return [change + 2 * _unit(out.dtype) * _size(out) + extra
+                    for change, out, extra in zip(changes, results, rounding)]
         return self._sums(base, call, before, errors, exact, results)
 
     @staticmethod
@@ -211,16 +229,37 @@ class Bounds(TorchDispatchMode):
             most = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
             for sign in (1, -1):
                 moved = call(before[:at] + [before[at] + sign * direction * step] + before[at + 1:])
-                for into, its, out in zip(most, moved, exact):
-                    if _is_number(out):
-                        change = (its - out).abs()
-                        change = torch.where((its == out) | (its.isnan() & out.isnan()), 0, change)
-                    else:
-                        change = torch.where(its == out, 0.0, torch.inf)
-                    torch.maximum(into, change.nan_to_num(torch.inf), out=into)
+                for into, change in zip(most, Bounds._differences(moved, exact)):
+                    torch.maximum(into, change, out=into)
             for into, its in zip(changes, most):
                 into += its
         return changes
+
+    def _changes(self, call, before, exact, errors, erring) -> list[torch.Tensor]:
+        """How much results of a function of each element change when all arguments do: by their errors, one after the other and
+        at once, as that of 0 * 0."""
+        alone = [sum(its) for its in zip(*(self._change(call, before, exact, at, errors[at]) for at in erring))]
+        if len(erring) == 1:
+            return alone
+        half = len(erring) // 2  # of two lists
+        signs = itertools.product((1, -1), repeat=len(erring)) if half <= 2 else (
+            (first,) * half + (last,) * (len(erring) - half) for first in (1, -1) for last in (1, -1))
+        for corner in signs:
+            moved = list(before)
+            for at, sign in zip(erring, corner):
+                moved[at] = before[at] + sign * errors[at]
+            for into, change in zip(alone, self._differences(call(moved), exact)):
+                torch.maximum(into, change, out=into)
+        return alone
+
+    @staticmethod
+    def _differences(moved, exact) -> list[torch.Tensor]:
+        found = []
+        for its, out in zip(moved, exact):
+            same = (its == out) | (its.isnan() & out.isnan())
+            apart = (its - out).abs() if _is_number(out) else torch.full(out.shape, torch.inf, dtype=torch.double)
+            found.append(torch.where(same, 0.0, apart).nan_to_num(torch.inf))
+        return found
 
     def _linear(self, base, call, before, errors, results):
         factors = (float, complex) + ((int,) if base in ("addmm", "baddbmm") else ())  # others have dims
@@ -256,6 +295,8 @@ class Bounds(TorchDispatchMode):
                     its += change * (size[where] / step[where])
         if base in EXACT:
             return bounds
+        if base == "_linear_cross_entropy_batch_chunked":
+            own = [its + more if its.shape == more.shape else its for its, more in zip(own, _cross_entropy_terms(*before))]
         return [bound + self._gamma(base, count, out) * (its + _size(out)) if _is_number(out) else
                 torch.where(bound > 0, torch.inf, 0.0) for bound, count, its, out in zip(bounds, addends, own, results)]
 

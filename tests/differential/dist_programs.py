@@ -23,11 +23,12 @@ from worlds import Died, World
 REASONS = {
     "out= has other sizes": r"`out` must be empty or have the sizes of the result",
     "meshes are mixed": "must be on one mesh|must lie on one mesh",
+    "a view of an expanded tensor is written": "more than one element of the written-to tensor refers to a single memory location",
     "an ordinary tensor requires a gradient": "an ordinary tensor that requires a gradient can't be used together",
 }
 
-# Errors of kernels about dtypes, which only ranks that have parts call.
-KERNELS = r"not (implemented|supported) for|does not support \w+ (dtypes|inputs)"
+# Errors of kernels about dtypes and values, which only ranks that have parts call.
+KERNELS = r"not (implemented|supported) for|does not support \w+ (dtypes|inputs)|Expected both inputs to be|index is out of bounds"
 
 
 @dataclass

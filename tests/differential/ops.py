@@ -249,7 +249,7 @@ torch.cat([{m}.narrow({d}, 0, 1), {l}], {d})
 torch.hstack([{m}, {l}])
 torch.block_diag({x:2,3}, {x:3,1})
 torch.cartesian_prod({x:2}, {x:3})
-torch.meshgrid({x:2}, {x:3}, indexing="ij")[1]
+sum(torch.meshgrid({x:2}, {x:3}, indexing="ij"))
 """.strip().splitlines()
 
 COMPLEX = """
