@@ -15,7 +15,25 @@ std::string text_of(const Tensor& tensor, const Tensor& where) {
   return text;
 }
 
+// Elements that are no numbers count as equal.
+Tensor same_elements(const Tensor& a, const Tensor& b) {
+  return a.eq(b).logical_or(a.isnan().logical_and(b.isnan()));
+}
+
 }  // namespace
+
+std::string difference_of(const Trace& saved, const Trace& loaded) {
+  std::map<std::string, Tensor> last;
+  for (const auto& [name, value] : saved.items) last[name] = value;
+  for (const auto& [name, value] : loaded.items) {
+    if (!last.contains(name)) return "there was no " + name;
+    const Tensor& was = last[name];
+    if (value.sizes() != was.sizes() || value.scalar_type() != was.scalar_type() ||
+        !same_elements(value, was).all().item<bool>())
+      return name + " differs";
+  }
+  return {};
+}
 
 // What has a bound is taken over from the ranks.
 void PlainTraining::compare_state(const std::map<std::string, Tensor>& bounds) {
@@ -69,11 +87,11 @@ Tensor PlainTraining::compare(int rank, const std::string& name, const Tensor& v
   }
   const auto& [got_name, got] = trace.items[number];
   if (got_name != name) throw Difference(c10::str(what, " is expected; got ", got_name));
-  const Tensor want = value.detach();
+  const Tensor want = value.detach().cpu();
   if (got.sizes() != want.sizes() || got.scalar_type() != want.scalar_type())
     throw Difference(c10::str(what, " must be ", want.scalar_type(), want.sizes(), "; got ",
                               got.scalar_type(), got.sizes()));
-  Tensor same = got.eq(want).logical_or(got.isnan().logical_and(want.isnan()));
+  Tensor same = same_elements(got, want);
   const Tensor off = (got.to(torch::kDouble) - want.to(torch::kDouble)).abs();
   if (bound.defined()) same = same.logical_or(off.le(bound)).logical_or(bound.isinf());
   if (same.all().item<bool>()) return got;

@@ -46,6 +46,10 @@ std::string describe(const Program& program) {
   add("owners", program.owners, false);
   add("scale", program.scale, 0.0);
   add("simulated", program.simulated, false);
+  add("processes", program.processes, false);
+  if (program.reload_ranks > 0)
+    text += fmt::format(", reloaded on {} ranks at {}", program.reload_ranks,
+                        kLevels[static_cast<int>(program.reload_level)]);
   if (!program.ends.empty()) text += fmt::format(", ends {}", fmt::join(program.ends, " "));
   for (size_t i = 0; i < program.layers.size(); ++i) {
     const Layer& layer = program.layers[i];

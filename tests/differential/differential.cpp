@@ -59,11 +59,22 @@ std::vector<Program> draw_all(const Options& options) {
 
 int run_all(const Options& options) {
   const auto begin = std::chrono::steady_clock::now();
+  const auto seconds_since = [](auto then) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
+  };
+  auto told = begin;
   const std::vector<Program> programs = draw_all(options);
   std::map<Verdict, int> counts;
   std::map<std::string, int> refused;
   std::map<uint64_t, std::string> findings;
+  int done = 0;
   run(programs, options.jobs, [&](const Program& program, const Outcome& outcome) {
+    ++done;
+    if (seconds_since(told) > 60) {
+      told = std::chrono::steady_clock::now();
+      fmt::print(stderr, "{} of {} programs in {:.0f} s, {} findings\n", done, programs.size(),
+                 seconds_since(begin), findings.size());
+    }
     ++counts[outcome.verdict];
     if (outcome.verdict == Verdict::kRefused) ++refused[outcome.text];
     if (outcome.verdict == Verdict::kBothRefuse)
@@ -88,11 +99,9 @@ int run_all(const Options& options) {
     std::printf("seed %lu shrunk: %s\n%s\n", program.seed, text.c_str(), describe(least).c_str());
     std::fflush(stdout);
   }
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   fmt::print("programs {}  equal {}  both refuse {}  refused {}  findings {}  in {:.1f} s\n",
              programs.size(), counts[Verdict::kEqual], counts[Verdict::kBothRefuse],
-             counts[Verdict::kRefused], counts[Verdict::kFinding], seconds);
+             counts[Verdict::kRefused], counts[Verdict::kFinding], seconds_since(begin));
   for (const auto& [reason, count] : refused) fmt::print("  refused {}: {}\n", count, reason);
   return findings.empty() ? 0 : 1;
 }

@@ -64,12 +64,14 @@ def differs(plain: Value, value: Value, bounds, name: str) -> str:
 
 
 def judge(program: Program, plain: Outcome, ranks: list[Outcome]) -> Verdict:
+    # A rank may have no part, or one without elements.
     running = [rank for rank in range(programs.WORLD) if program.everyone or rank in program.members()]
     errors = {line: error for rank in reversed(running) for line, error in ranks[rank].errors.items()}
     for rank in running:
         has_parts = rank in program.members(0) & program.members(1)
         for line in sorted(errors.keys() - ranks[rank].errors.keys()):
-            if has_parts or not re.search(KERNELS, errors[line]):
+            is_of_kernel = re.search(KERNELS, errors[line]) and (line in plain.errors or not has_parts)
+            if not is_of_kernel:
                 return Verdict("finding", f"not on rank {rank} raises {errors[line]}", f"line {line}")
     for number, error in errors.items():
         if number not in plain.errors:
@@ -95,8 +97,8 @@ def check(world: World, program: Program) -> Verdict:
     plain = programs.run(program, programs.Plain)
     try:
         ranks = world.run(programs.run, program, programs.Placed, frozenset(plain.errors))
-    except Died as death:
-        return Verdict("finding", str(death), "ranks")
+    except (Died, RuntimeError) as error:
+        return Verdict("finding", str(error), "ranks")
     verdict = judge(program, plain, ranks)
     if verdict.kind == "finding":
         world.close()  # its ranks may be in different places
@@ -168,7 +170,11 @@ def as_text(program: Program, verdict: Verdict, seed: int) -> str:
 def sweep(options, seeds, world: World) -> collections.Counter:
     """Checks the program of each seed."""
     counts: collections.Counter = collections.Counter()
-    for seed in seeds:
+    told = start = time.monotonic()
+    for done, seed in enumerate(seeds):
+        if time.monotonic() - told > 60:
+            told = time.monotonic()
+            print(f"{done} of {len(seeds)} programs in {told - start:.0f} s, {counts['finding']} findings", file=sys.stderr, flush=True)
         program = Draw(seed).program()
         verdict = check(world, program)
         counts[verdict.kind + (f" since {verdict.text}" if verdict.kind == "refused" else "")] += 1

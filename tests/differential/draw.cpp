@@ -205,6 +205,22 @@ void draw_ops(Random& random, Program& program) {
     program.ends.push_back(begins[random.between(0, static_cast<int>(begins.size()) - 1)]);
 }
 
+// Draws where the ranks are, last, so that the rest of a seed's program stays.
+void draw_worlds(Random& random, Program& program) {
+  // Of these the simulated accelerator has no kernel, or other random numbers.
+  const auto is_on_host = [](const Layer& layer) {
+    return layer.kind == "Lstm" || layer.kind == "Gru" || layer.kind == "GruCell" ||
+           layer.kind == "Dropout";
+  };
+  program.simulated = random.once_in(12) && std::ranges::none_of(program.layers, is_on_host) &&
+                      std::ranges::none_of(program.optimizers, [](const Optimizer& own) {
+                        return own.fused || own.kind == "CPUAdam";
+                      });
+  program.processes = random.once_in(16) && !program.simulated;
+  if (random.once_in(6)) program.reload_ranks = random.between(1, 4);
+  program.reload_level = static_cast<ShardLevel>(random.between(0, 3));
+}
+
 }  // namespace
 
 Program draw(uint64_t seed) {
@@ -228,6 +244,7 @@ Program draw(uint64_t seed) {
   const auto edits = [](const Op& op) { return op.kind == OpKind::kEdit; };
   for (Layer& layer : program.layers)
     if (layer.frozen && std::ranges::any_of(program.ops, edits)) layer.checkpoint = false;
+  draw_worlds(random, program);
   return program;
 }
 

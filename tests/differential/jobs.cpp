@@ -2,28 +2,26 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
-#include <tessera/spawn.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <tuple>
 
 #include "differential/outcome.h"
-#include "start/spawned_rank.h"
+#include "differential/worlds.h"
 #include "support/test_device.h"
 
 namespace tessera::differential {
 namespace {
 
 using Programs = std::vector<const Program*>;
-using Traces = std::vector<Trace>;  // by rank
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kTimeout = std::chrono::seconds(20);   // of each wait for another rank
 constexpr auto kDeadline = std::chrono::seconds(90);  // of each program
 constexpr size_t kMostOfChild = 200;
 
@@ -63,15 +61,20 @@ class Child {
   void run() {
     at::set_num_threads(1);
     std::map<std::tuple<int, Transport>, std::vector<size_t>> worlds;
-    for (size_t i = 0; i < programs_.size(); ++i)
-      worlds[{programs_[i]->ranks, programs_[i]->transport}].push_back(i);
+    std::map<size_t, Traces> of_processes;  // which are forked before there are threads
+    for (size_t i = 0; i < programs_.size(); ++i) {
+      if (programs_[i]->processes) {
+        tell("begin", i);
+        of_processes[i] = train_in_processes(*programs_[i]);
+      } else {
+        worlds[{programs_[i]->ranks, programs_[i]->transport}].push_back(i);
+      }
+    }
+    for (const auto& [number, traces] : of_processes) tell_outcome(number, traces);
     for (auto& [kind, own] : worlds) {
       while (!own.empty()) {
         const std::vector<Traces> traces = train_in_world(own);
-        for (size_t i = 0; i < traces.size(); ++i) {
-          tell("begin", own[i]);
-          tell("end", own[i], judge(*programs_[own[i]], traces[i]));
-        }
+        for (size_t i = 0; i < traces.size(); ++i) tell_outcome(own[i], traces[i]);
         own.erase(own.begin(), own.begin() + static_cast<int64_t>(traces.size()));
       }
     }
@@ -83,11 +86,7 @@ class Child {
     const Program& first = *programs_[numbers[0]];
     std::vector<Traces> traces;
     Meeting meeting(first.ranks);
-    spawn(first.ranks, [&] {
-      const int rank = SpawnedRank::current()->info().rank;
-      testing::take_test_device(rank);
-      const World world = init(
-          {.timeout = kTimeout, .backend = testing::test_backend(), .transport = first.transport});
+    run_threads(first.ranks, first.transport, [&](int rank, const World& world) {
       for (size_t i = 0; i < numbers.size(); ++i) {
         if (rank == 0) {
           tell("begin", numbers[i]);
@@ -99,6 +98,25 @@ class Child {
       }
     });
     return traces;
+  }
+
+  // Judges also what another world reads of it.
+  void tell_outcome(size_t number, const Traces& traces) {
+    tell("begin", number);
+    const Program& program = *programs_[number];
+    Outcome outcome = judge(program, traces);
+    if (outcome.verdict == Verdict::kEqual && program.reload_ranks > 0) {
+      const Traces loaded = reload(program);
+      for (size_t rank = 0; rank < loaded.size(); ++rank) {
+        // Buffers are each rank's own, or those of rank 0.
+        const Trace& saved = traces[loaded.size() == traces.size() ? rank : 0];
+        const std::string& error = loaded[rank].error;
+        const std::string text = error.empty() ? difference_of(saved, loaded[rank]) : error;
+        if (!text.empty()) outcome = {Verdict::kFinding, "loaded again: " + text};
+      }
+    }
+    std::filesystem::remove_all(directory_of(program));
+    tell("end", number, outcome);
   }
 
   void tell(const char* what, size_t number, const Outcome& outcome = {}) {

@@ -29,9 +29,11 @@ class PlainScaler {
           "unscale_() has already been called on this optimizer since the last update().");
     if (own.has_stepped) throw std::runtime_error("unscale_() is being called after step().");
     if (!has_gradient) throw Refused(kNoBackward);
-    torch::Tensor found = torch::zeros({1});
-    const torch::Tensor inverse =
-        torch::full({1}, scale_).to(torch::kDouble).reciprocal().to(torch::kFloat);
+    torch::Tensor found = torch::zeros({1}, params[0].device());
+    const torch::Tensor inverse = torch::full({1}, scale_)
+                                      .to(torch::kDouble)
+                                      .reciprocal()
+                                      .to(params[0].device(), torch::kFloat);
     for (const torch::Tensor& param : params) {
       std::vector<torch::Tensor> grads{param.grad()};
       if (grads[0].defined()) at::_amp_foreach_non_finite_check_and_unscale_(grads, found, inverse);

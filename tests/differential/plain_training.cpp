@@ -55,6 +55,7 @@ std::vector<Tensor> PlainTraining::parameters_of_optimizer(size_t index) const {
 void PlainTraining::check_accepted() const {
   const ShardPlan& plan = program_.plan;
   const auto sent = plan.precision.reduce_dtype;
+  if (narrow_ && program_.simulated) throw Refused("plan.precision.");  // one of several
   if (narrow_ && program_.shard_size > 0) throw Refused("can't go with replicate_group");
   if (narrow_ && plan.precision.error_feedback && plan.bucket_bytes > 0)
     throw Refused("can't go with bucket_bytes");
@@ -144,12 +145,16 @@ void PlainTraining::backward(const Op& op) {
 // The sum of some ranks' gradients.
 Tensor PlainTraining::sum(size_t param, int first, int count, bool is_live) const {
   Tensor total;
+  at::ScalarType sent = params_[0][param].scalar_type();
   for (int rank = first; rank < first + count; ++rank) {
     const Tensor& own = waiting_[rank][param];
     const Tensor term = own.defined() ? own : torch::zeros_like(params_[0][param]);
+    if (own.defined()) sent = own.scalar_type();
     const auto dtype = at::promoteTypes(term.scalar_type(), at::kFloat);
     total = total.defined() ? total.add(term.to(dtype)) : term.to(dtype);
   }
+  // Messages of devices have sums in their own dtype.
+  if (program_.simulated) total = total.to(sent).to(total.scalar_type());
   const ShardPlan& plan = program_.plan;
   const double factor = plan.predivide / (plan.average ? program_.ranks : 1);
   if (factor != 1) total = total.mul(factor);

@@ -67,9 +67,11 @@ struct Program {
   uint64_t seed = 0;
   int ranks = 1;
   Transport transport = Transport::kGloo;
-  bool simulated = false;  ///< on the simulated accelerator
-  bool own_world = false;  ///< begins a world of its own
-  int shard_size = 0;      ///< ranks of a replica (`ShardPlan::replicate_group`); 0: no replicas
+  bool simulated = false;  ///< on the simulated accelerator, and so is the plain run
+  bool processes = false;  ///< ranks are processes, in a world of their own, and not threads
+  int reload_ranks = 0;    ///< of another world that reads the state at the end; 0: none does
+  ShardLevel reload_level = ShardLevel::kNone;
+  int shard_size = 0;  ///< ranks of a replica (`ShardPlan::replicate_group`); 0: no replicas
   int width = 4, rows = 2;
   bool uneven_rows = false;  ///< rank r has r more rows
   bool own_start = false;    ///< each rank begins with other values; rank 0's are taken

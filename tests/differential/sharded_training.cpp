@@ -11,7 +11,6 @@
 
 #include "differential/state_items.h"
 #include "differential/training.h"
-#include "support/test_device.h"
 
 namespace tessera::differential {
 namespace {
@@ -27,7 +26,6 @@ class ShardedTraining : public Training {
         net_(make_model(program, program.seed + (program.own_start ? rank_ : 0))) {
     net_->rank = rank_;
     net_->recomputes = true;
-    if (program.simulated) net_->to(testing::test_device());
     for (const NamedTensor& item : net_->distinct()) params_.push_back(item.tensor);
     for (size_t i = 0; i < program.optimizers.size(); ++i) {
       std::vector<Tensor> own;
@@ -50,7 +48,7 @@ class ShardedTraining : public Training {
   void forward(const Op& op) override {
     std::optional<ShardedModule::NoSync> local;
     if (op.how & kNoSync) local.emplace(sharded_->state());
-    const auto [x, y] = batch(op.value);
+    const auto [x, y] = batch_of(program_, op.value, rank_);
     loss_ = loss_of(op.how & kByHandle ? sharded_->forward(x) : net_->forward(x), y, op);
     see("loss", loss_);
   }
@@ -93,7 +91,7 @@ class ShardedTraining : public Training {
   void evaluate(const Op& op) override {
     torch::NoGradGuard no_grad;
     net_->eval();
-    see("evaluation", net_->forward(batch(op.value).first));
+    see("evaluation", net_->forward(batch_of(program_, op.value, rank_).first));
     net_->train();
   }
   void rewrite_state() override { sharded_->load_full_state(sharded_->full_state()); }
@@ -116,7 +114,7 @@ class ShardedTraining : public Training {
   void throw_in(const Op& op) override {
     (op.how == 0 ? net_->throws_forward : net_->throws_backward) = op.value;
     try {
-      const auto [x, y] = batch(0);
+      const auto [x, y] = batch_of(program_, 0, rank_);
       loss_of(sharded_->forward(x), y, op).backward();
     } catch (const UserError&) {
     }
@@ -129,7 +127,18 @@ class ShardedTraining : public Training {
     sharded_->reduce();
     see_sums();
   }
-  void finish() override { see_state(); }
+  void finish() override {
+    see_state();
+    if (program_.reload_ranks > 0) save({});
+  }
+  // Reads what ranks of another world have saved at their end.
+  void load_saved() {
+    const auto is_thaw = [](const Op& op) { return op.kind == OpKind::kThaw; };
+    if (std::ranges::any_of(program_.ops, is_thaw)) thaw();
+    load();
+    if (!saved_optimizer()) optimizers_.clear();
+    see_state();
+  }
   void train_all(int& at) {
     if (program_.ends.empty()) return train(program_, *this, length_of(program_), at);
     std::vector<ShardedOptimizer*> joined;
@@ -157,11 +166,6 @@ class ShardedTraining : public Training {
     }
     if (!unit.empty()) plan.units = {unit};
     return plan;
-  }
-  std::pair<Tensor, Tensor> batch(int number) const {
-    auto [x, y] = batch_of(program_, number, rank_);
-    if (!program_.simulated) return {x, y};
-    return {x.to(testing::test_device()), y.to(testing::test_device())};
   }
   const Tensor& parameter(const Op& op) const { return params_[op.value % params_.size()]; }
   // A checkpoint has the state of one optimizer.
@@ -211,17 +215,27 @@ class ShardedTraining : public Training {
 
 }  // namespace
 
-Trace train_sharded(const Program& program, const World& world) {
+static Trace trace_of(const Program& program, const World& world,
+                      const std::function<void(ShardedTraining&, Trace&)>& run) {
   Trace trace;
   try {
     ShardedTraining training(program, world, trace);
-    training.train_all(trace.op);
+    run(training, trace);
   } catch (const c10::Error& error) {
     trace.error = error.what_without_backtrace();
   } catch (const std::exception& error) {
     trace.error = error.what();
   }
   return trace;
+}
+
+Trace train_sharded(const Program& program, const World& world) {
+  return trace_of(program, world,
+                  [](ShardedTraining& training, Trace& trace) { training.train_all(trace.op); });
+}
+
+Trace load_sharded(const Program& program, const World& world) {
+  return trace_of(program, world, [](ShardedTraining& training, Trace&) { training.load_saved(); });
 }
 
 }  // namespace tessera::differential

@@ -47,6 +47,8 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(scale, 0.0);
   RESET(ends, std::vector<int>());
   RESET(simulated, false);
+  RESET(processes, false);
+  RESET(reload_ranks, 0);
   RESET(dtype, at::kFloat);
   RESET(width, 1);
   RESET(width, 2);

@@ -10,11 +10,15 @@
 #include <filesystem>
 #include <limits>
 
+#include "support/test_device.h"
+
 namespace tessera::differential {
 namespace {
 
 using torch::Tensor;
 namespace optim = torch::optim;
+
+const pid_t kProcess = ::getpid();  // that forks all others
 
 // A user's own optimizer: elementwise, with state.
 struct Lion : optim::SGD {
@@ -111,7 +115,9 @@ std::vector<NamedTensor> Model::distinct() const {
 
 std::shared_ptr<Model> make_model(const Program& program, uint64_t start) {
   manual_seed(start);
-  return std::make_shared<Model>(program);
+  auto model = std::make_shared<Model>(program);
+  if (program.simulated) model->to(testing::test_device());
+  return model;
 }
 
 Tensor loss_of(const Tensor& out, Tensor target, const Op& forward) {
@@ -175,7 +181,8 @@ std::pair<Tensor, Tensor> batch_of(const Program& program, int number, int rank)
   const int64_t rows = program.rows + (program.uneven_rows ? rank : 0);
   const Tensor x = torch::randn({rows, program.width}, generator);
   const Tensor y = torch::randn({rows, program.width}, generator);
-  return {x.to(program.dtype), y};
+  if (!program.simulated) return {x.to(program.dtype), y};
+  return {testing::on_test_device(x.to(program.dtype)), testing::on_test_device(y)};
 }
 
 void edit(Tensor parameter, int how) {
@@ -196,7 +203,7 @@ uint64_t random_seed_of(const Program& program, int rank) { return 10 * program.
 
 std::string directory_of(const Program& program) {
   return c10::str(std::filesystem::temp_directory_path().string(), "/tessera_differential_",
-                  getpid(), "_", program.seed);
+                  kProcess, "_", program.seed);
 }
 
 std::optional<at::ScalarType> narrow_sums(const Program& program) {

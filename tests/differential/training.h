@@ -112,6 +112,12 @@ void train(const Program& program, Training& training, int limit, int& at);
 /// Trains on the calling rank, a thread of `spawn()` or a process, in its default world.
 Trace train_sharded(const Program& program, const World& world);
 
+/// Reads what the ranks of a program have saved at their end, on the calling rank of another world.
+Trace load_sharded(const Program& program, const World& world);
+
+/// What differs between the state at the end of a training and the same, loaded elsewhere; or "".
+std::string difference_of(const Trace& saved, const Trace& loaded);
+
 /// Trains in plain LibTorch as far as operation `limit`, and compares what it sees with what the
 /// ranks have seen, as far as they came. Throws `Difference` for the first number that differs, and
 /// what an operation of LibTorch throws.

@@ -65,10 +65,15 @@ TEST_P(MessageDtypeContract, ReduceScatterTakesPiecesScalesAndAccumulates) {
 TEST_P(MessageDtypeContract, SumsAreTakenInFloatInTheOrderOfRanksAndRoundedOnce) {
   run([&](ProcessGroup& pg) {
     constexpr int64_t kNumel = 5000;
+    constexpr double kScale = 1.0 / 3;
     std::vector<int64_t> bounds(pg.size() + 1);
     for (int r = 0; r <= pg.size(); ++r) bounds[r] = kNumel * r;
-    for (const auto& [dtype, out_dtype] : kPairs) {
-      if (is_over_c10d() && dtype != at::kFloat) continue;
+    std::vector<std::pair<at::ScalarType, at::ScalarType>> pairs(std::begin(kPairs),
+                                                                 std::end(kPairs));
+    pairs.emplace_back(at::kBFloat16, at::kBFloat16);
+    pairs.emplace_back(at::kHalf, at::kHalf);
+    for (const auto& [dtype, out_dtype] : pairs) {
+      if (is_over_c10d() && dtype != at::kFloat && pg.size() > 2) continue;
       torch::Tensor sum, own;
       for (int r = 0; r < pg.size(); ++r) {
         auto generator = at::detail::createCPUGenerator(r);
@@ -76,12 +81,14 @@ TEST_P(MessageDtypeContract, SumsAreTakenInFloatInTheOrderOfRanksAndRoundedOnce)
         sum = sum.defined() ? sum + flat.to(torch::kFloat) : flat.to(torch::kFloat);
         if (r == pg.rank()) own = flat;
       }
+      // There, a message comes back in its own dtype.
+      if (is_over_c10d()) sum = sum.to(dtype).to(torch::kFloat);
       for (const bool accumulate : {false, true}) {
-        auto out = on_test_device(torch::full({kNumel}, 256.0, out_dtype));
+        auto out = on_test_device(torch::full({kNumel}, 2.0, out_dtype));
         const auto base = out.to(torch::kFloat) * (accumulate ? 1 : 0);
-        const auto expected = (base + part(sum, bounds, pg.rank()) * 0.25).to(out_dtype);
+        const auto expected = (base + part(sum, bounds, pg.rank()) * kScale).to(out_dtype);
         pg.reduce_scatter(out, {{0, own, own.numel()}}, bounds,
-                          {.scale = 0.25, .accumulate = accumulate, .dtype = dtype}, kTag)
+                          {.scale = kScale, .accumulate = accumulate, .dtype = dtype}, kTag)
             ->wait();
         const bool in_order = !is_over_c10d() || pg.size() <= 2;
         EXPECT_TRUE(in_order ? torch::equal(out, expected)
