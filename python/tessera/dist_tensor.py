@@ -62,8 +62,8 @@ def distribute_(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 def from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
                sizes: Sequence[int] | None = None) -> torch.Tensor:
-    """Makes a DistTensor from the parts that the ranks hold; nothing is sent. `sizes`: the global ones; None: all parts have
-    equal sizes. Differentiable."""
+    """Makes a DistTensor from the parts that the ranks hold; nothing is sent. It is contiguous, and shares memory with parts
+    that are. `sizes`: the global ones; None: all parts have equal sizes. Differentiable."""
     return _C.from_local(local, *_where(mesh, placements), None if sizes is None else list(sizes))
 
 

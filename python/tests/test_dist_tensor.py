@@ -129,6 +129,17 @@ def test_operators_that_are_asked_for_some_gradients(ranks):
     assert all(ranks(2, _some_gradients))
 
 
+def _no_elements():
+    # PyTorch's functions for meta tensors divide by the number of elements.
+    x = tessera.distribute(torch.zeros(0, 2), DeviceMesh.over_world(), [Replicate()]).requires_grad_()
+    nn.functional.mse_loss(x, x.detach()).backward()
+    return x.grad.shape == (0, 2)
+
+
+def test_losses_of_no_elements(ranks):
+    assert all(ranks(2, _no_elements))
+
+
 def test_values_of_placements():
     assert Shard(1) == Shard(1) != Shard(0) and Shard(0, split_factor=3) != Shard(0) and Replicate() == Replicate()
     assert len({Partial(), Partial("sum"), Partial("max"), Replicate()}) == 3

@@ -60,6 +60,10 @@ std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
     op.callBoxed(stack);
   } catch (const c10::NotImplementedError&) {
     return std::nullopt;
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception&) {  // of a function of Python, as a division by no elements
+    return std::nullopt;
   }
   return stack;
 }

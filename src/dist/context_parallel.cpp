@@ -222,7 +222,20 @@ at::Tensor attend_by_ring(const ContextScope& scope, const AttentionCall& call) 
   const at::Tensor q = part(call.q), k = part(call.k), v = part(call.v);
   std::vector<int64_t> sizes = call.q.sizes().vec();
   sizes[3] = call.v.size(3);
-  return from_local(ContextAttention::apply(q, k, v, holder), mesh, placements, sizes);
+  // As in the kernels' results, the heads of a row lie side by side.
+  Placements rows = placements;
+  for (Placement& placement : rows) {
+    if (is_shard(placement, 1)) {
+      std::get<Shard>(placement).dim = kSequence;
+    } else if (is_shard(placement, kSequence)) {
+      std::get<Shard>(placement).dim = 1;
+    }
+  }
+  std::swap(sizes[1], sizes[kSequence]);
+  const at::Tensor attended = ContextAttention::apply(q, k, v, holder);
+  return from_local(mesh.is_member() ? attended.transpose(1, kSequence) : attended, mesh, rows,
+                    sizes)
+      .transpose(1, kSequence);
 }
 
 at::Tensor scaled_dot_product_attention(const at::Tensor& query, const at::Tensor& key,

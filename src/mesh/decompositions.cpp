@@ -20,11 +20,13 @@
 namespace tessera {
 namespace {
 
-// If no gradient is required, LibTorch's own form reads the memory of the tensor.
+// If no gradient is required, LibTorch's own form reads the memory of the tensor, and makes a
+// contiguous result.
 at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode) {
-  return std::get<0>(
+  const at::Tensor result = std::get<0>(
       at::max_pool1d_with_indices(self, kernel_size, stride, padding, dilation, ceil_mode));
+  return at::GradMode::is_enabled() && self.requires_grad() ? result : result.contiguous();
 }
 
 // In LibTorch's own forms of the following, a gradient is written into an ordinary tensor of zeros,

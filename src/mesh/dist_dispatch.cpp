@@ -30,6 +30,7 @@
 #include "mesh/op_plan.h"
 #include "mesh/placed.h"
 #include "mesh/plan_key.h"
+#include "mesh/result_strides.h"
 #include "mesh/strict.h"
 #include "mesh/view_source.h"
 
@@ -398,6 +399,29 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   call_on_lists(op, stack);
 }
 
+// Lays the results of a decomposition out as the operator's own kernel does. Of contiguous
+// arguments it makes contiguous ones.
+void lay_out(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments, Stack& stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const auto results = torch::jit::last(stack, schema.returns().size());
+  bool is_usual = true;
+  for (const auto& values : {arguments, results})
+    for (const c10::IValue& value : values)
+      each_tensor(value, [&](const at::Tensor& tensor) { is_usual &= tensor.is_contiguous(); });
+  if (is_usual || returns_views(schema) || schema.is_mutable()) return;
+  const auto described = run_on_meta(op, arguments);
+  for (size_t i = 0; described && i < results.size(); ++i) {
+    const at::Tensor result = results[i].isTensor() ? results[i].toTensor() : at::Tensor();
+    const DistMeta* const meta = find_dist_meta(result);
+    if (!meta) continue;
+    const at::Tensor like = (*described)[i].toTensor();
+    const auto strides = strides_by_kernel(op, arguments, like.sizes(), /*is_elementwise=*/false);
+    const at::Tensor wanted = strides ? like.as_strided(like.sizes(), *strides) : like;
+    if (result.strides() != wanted.strides())
+      stack[stack.size() - results.size() + i] = make_dist_like(meta->local, meta->spec, wanted);
+  }
+}
+
 // For operators that may be decomposed into others.
 class DecomposingKernel final : public c10::OperatorKernel {
  public:
@@ -410,7 +434,8 @@ class DecomposingKernel final : public c10::OperatorKernel {
     mesh_of_arguments(op, arguments);  // throws if there are several
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      if (entry_.decompose(op, *stack)) return;
+      const Stack before = arguments.vec();
+      if (entry_.decompose(op, *stack)) return lay_out(op, before, *stack);
     }
     dist_kernel(op, keys, stack);
   }

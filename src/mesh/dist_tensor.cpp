@@ -85,8 +85,8 @@ struct FromLocal : Function<FromLocal> {
     // Autograd may add to a gradient in place: a repeated element would get all sums.
     const bool repeats = at::has_internal_overlap(local) == at::MemOverlap::Yes;
     const at::Tensor part = repeats ? local.clone() : local.detach();
-    if (part.is_contiguous()) return make_dist(part, spec, sizes);
-    return make_dist(part, spec, sizes, at::infer_dense_strides(sizes, part.strides()));
+    // Ranks know each other's strides only if all of them are contiguous.
+    return make_dist(part.contiguous(), spec, sizes);
   }
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     return {to_local(placed_gradient(context, gradients[0])), at::Tensor(), at::Tensor()};

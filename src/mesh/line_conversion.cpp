@@ -112,10 +112,13 @@ class Conversion {
 
   // This rank's term: the terms of all ranks reduce to `local_`, which all of them have.
   at::Tensor term(PartialOp op) const {
-    if (line_.rank() == 0) return local_;
-    if (op == PartialOp::kSum || op == PartialOp::kNorm) return at::zeros_like(local_);
-    if (op == PartialOp::kProd) return at::ones_like(local_);
-    return local_;  // reduced with itself, it stays the same
+    const bool is_sum = op == PartialOp::kSum || op == PartialOp::kNorm;
+    // Reduced with itself, a value of other operators stays the same.
+    if (line_.rank() == 0 || !(is_sum || op == PartialOp::kProd)) return local_;
+    const at::Tensor term = is_sum ? at::zeros_like(local_) : at::ones_like(local_);
+    if (local_.unsafeGetTensorImpl()->is_wrapped_number())  // results have the dtypes of rank 0's
+      term.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return term;
   }
 
   // This rank's part, padded with zeros: the sum of such terms is the whole, and so is their norm.

@@ -65,6 +65,20 @@ class ListCall {
   // The tensor of the first list at a position.
   const at::Tensor& first(size_t i) const { return lists_[main_][i]; }
 
+  // True if a list that is written to has two tensors, or one twice, that show the same memory:
+  // each sees what was written before.
+  bool writes_twice() const {
+    for (size_t i = 0; i < lists_.size(); ++i) {
+      if (lists_[i].empty() || !is_written(i)) continue;
+      std::set<const c10::TensorImpl*> bases;
+      for (const at::Tensor& tensor : lists_[i]) {
+        const at::TensorBase& base = tensor.is_view() ? tensor._base() : tensor;
+        if (!bases.insert(base.unsafeGetTensorImpl()).second) return true;
+      }
+    }
+    return false;
+  }
+
   bool has_equal_sizes() const {
     for (const auto& list : lists_) {
       for (size_t i = 0; i < list.size(); ++i) {
@@ -302,7 +316,8 @@ at::Tensor as_result(const at::Tensor& part, const DistSpecPtr& spec, const at::
 
 void call_elementwise(const c10::OperatorHandle& op, Stack arguments, Stack* stack) {
   ListCall call(op, arguments, {.keeps_sums = is_linear(op.schema())});
-  if (!call.has_equal_sizes()) return call_composed(op, std::move(arguments), stack);
+  if (!call.has_equal_sizes() || call.writes_twice())
+    return call_composed(op, std::move(arguments), stack);
   const Stack results = call.run();
   for (const c10::IValue& result : results) {
     auto list = result.toTensorVector();

@@ -50,6 +50,12 @@ const Names& formatted_on_cpu() {
   return names;
 }
 
+// The same of complex numbers alone.
+const Names& contiguous_of_complex() {
+  static const Names names{"aten::angle"};
+  return names;
+}
+
 // Elementwise operators that are computed as several others, also on tensors without data.
 const Names& composed() {
   static const Names names{"aten::ldexp.Tensor", "aten::mvlgamma"};
@@ -131,7 +137,9 @@ std::optional<std::vector<int64_t>> strides_by_kernel(const c10::OperatorHandle&
   if (name == "aten::convolution" || name == "aten::convolution_backward")
     return convolution_strides(schema, arguments, sizes);
   const bool is_on_cpu = device_of(arguments).is_cpu();
-  if (is_on_cpu && contiguous_on_cpu().contains(name))
+  const bool is_of_complex = contiguous_of_complex().contains(name) && arguments[0].isTensor() &&
+                             arguments[0].toTensor().is_complex();
+  if (is_on_cpu && (contiguous_on_cpu().contains(name) || is_of_complex))
     return strides_in(at::MemoryFormat::Contiguous, sizes);
   if (is_on_cpu && formatted_on_cpu().contains(name)) {
     const auto self = schema.argumentIndexWithName("self");

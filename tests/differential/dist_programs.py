@@ -28,7 +28,7 @@ REASONS = {
 }
 
 # Errors of kernels about dtypes and values, which only ranks that have parts call.
-KERNELS = r"not (implemented|supported) for|does not support \w+ (dtypes|inputs)|Expected both inputs to be|index is out of bounds"
+KERNELS = r"not (implemented|supported) for|does not support \w+ (dtypes|inputs)|Expected both inputs to be|index is out of bounds|axis dim should be positive"
 
 
 @dataclass
@@ -80,6 +80,7 @@ def judge(program: Program, plain: Outcome, ranks: list[Outcome]) -> Verdict:
     missing = plain.errors.keys() - errors.keys()
     if missing:
         return Verdict("finding", f"does not raise {plain.errors[min(missing)]}", f"line {min(missing)}")
+    placed = program.placed()
     bounds = functools.cache(lambda: programs.error_bounds(program, frozenset(plain.errors)))
     for rank in running:
         its = ranks[rank]
@@ -88,6 +89,8 @@ def judge(program: Program, plain: Outcome, ranks: list[Outcome]) -> Verdict:
             return Verdict("finding", f"on rank {rank} {'there is one' if name in its.values else 'there is none'}", name)
         for name, value in its.values.items():
             text = differs(plain.values[name], value, bounds, name)
+            if not text and plain.values[name].layout() != value.layout() and name not in placed:
+                text = f"has strides {value.strides}, for {plain.values[name].strides} of {value.sizes}"
             if text:
                 return Verdict("finding", f"on rank {rank} {text}", name)
     return Verdict("both refused" if plain.errors else "equal")

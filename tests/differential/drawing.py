@@ -265,6 +265,7 @@ class Draw:
         else:
             name = self.new_name()
             home = "" if "one_hot" in text else None  # LibTorch writes into an ordinary tensor of zeros
+            home = self.home[text.split(".")[0]] if ".expand_as(" in text else home
             if self.add(Line(text, name), home) and self.rng.random() < 0.1 and self.t(name).requires_grad:
                 self.add(Line(f"{name}.retain_grad()"))
 

@@ -41,6 +41,14 @@ class Program:
     def members(self, mesh: int = 0) -> set[int]:
         return set(torch.tensor(self.meshes[mesh]).flatten().tolist())
 
+    def placed(self) -> set[str]:
+        """The names of tensors that were placed anew, or computed from such: their strides are those of the parts."""
+        names = set()
+        for line in self.lines:
+            if line.text.startswith(("place(", "whole(")) or line.uses() & names:
+                names |= {line.out, f"{line.out}.grad"}
+        return names | {f"{line.out}.grad" for line in self.lines if names}
+
 
 # --- what programs call --------------------------------------------------------------------------------------------------
 
@@ -98,7 +106,7 @@ class Plain:
         return tensor.clone()
 
     def parts(self, tensor):
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Bounded(Plain):
@@ -212,6 +220,10 @@ class Value:
             whole = whole.resolve_conj().resolve_neg().contiguous()
             data = ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size()) if whole.numel() else b""
         return Value(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad, data)
+
+    def layout(self) -> list[int]:
+        """The strides that matter."""
+        return [stride for size, stride in zip(self.sizes, self.strides) if size > 1] if 0 not in self.sizes else []
 
     def tensor(self) -> torch.Tensor:
         if not self.data:

@@ -170,9 +170,9 @@ TEST(DistMemory, LiesInTheOrderOfTheSource) {
               at::scaled_dot_product_attention(whole, whole, placed, {}, 0, /*is_causal=*/true);
           EXPECT_TRUE(torch::allclose(full_tensor(found), expected, 1e-5, 1e-6)) << what;
         }
-        if (to_local(cut).is_contiguous()) continue;  // a part of one column, or without elements
+        // Also where a part has one column or no elements, as others may have more.
         const at::Tensor again = from_local(to_local(cut), mesh, {first}, v.sizes().vec());
-        EXPECT_EQ(again.strides(), v.strides()) << to_string({first});
+        EXPECT_TRUE(again.is_contiguous() && to_local(again).is_contiguous()) << to_string({first});
       }
     });
   }

@@ -432,6 +432,20 @@ TEST(DistLists, ForeachHasGradients) {
   });
 }
 
+// Each place sees what was written at those before.
+TEST(DistLists, AListMayHaveATensorTwice) {
+  run_world(2, [](World&) {
+    for (const Placement& placement : {Placement{Shard{0}}, Placement{Partial{PartialOp::kMin}}}) {
+      const at::Tensor plain = numbers({5, 4});
+      const at::Tensor dist = distribute(plain.clone(), DeviceMesh::over_world(), {placement});
+      for (const at::Tensor& x : {plain, dist}) at::_foreach_mul_({x, x}, 0.5);
+      expect_lists({dist}, {plain}, true);
+      for (const at::Tensor& x : {plain, dist}) at::_foreach_add_({x, x.t()}, {x.clone(), x.t()});
+      expect_lists({dist}, {plain}, true);
+    }
+  });
+}
+
 // Autograd finds writes by a tensor's version.
 TEST(DistLists, ForeachCountsItsWrites) {
   run_world(2, [](World&) {

@@ -1,5 +1,6 @@
 // Pending reductions are done once, and do not show in the values.
 
+#include <ATen/ScalarOps.h>
 #include <gtest/gtest.h>
 #include <tessera/dist_debug.h>
 #include <tessera/dist_tensor.h>
@@ -55,6 +56,16 @@ TEST(PendingReductions, TheFirstOperatorThatNeedsTheValuesReducesForAll) {
       expect_close(terms, product.plain * 2);
     });
   }
+}
+
+TEST(PendingReductions, ANumberAddedToOneHasItsDtypeOnAllRanks) {
+  run_world(2, [](World&) {
+    const at::Tensor whole = on_test_device(torch::full({}, 2, torch::kBFloat16));
+    const at::Tensor terms = from_local(whole, DeviceMesh::over_world(), {Partial{}}, {});
+    const at::Tensor sum = terms.add(at::native::wrapped_scalar_tensor(0.5));
+    EXPECT_EQ(to_local(sum).scalar_type(), torch::kBFloat16);
+    EXPECT_EQ(full_tensor(sum).item<double>(), 4.5);
+  });
 }
 
 TEST(PendingReductions, WhatAutogradSavedIsReducedToo) {

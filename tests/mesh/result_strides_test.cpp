@@ -68,6 +68,21 @@ std::vector<Case> cases() {
          return Tensors{torch::batch_norm(x[0], {}, {}, {}, {}, true, 0.1, 1e-5, false),
                         x[0].masked_fill(x[0] > 0, 1), x[0].mvlgamma(1), torch::pow(2, x[0])};
        }},
+      {"softmax along the cut",
+       {by_columns({4, 5})},
+       [](const Tensors& x) {
+         const at::Tensor y = x[0].softmax(0), z = x[0].log_softmax(0);
+         return Tensors{y, z, torch::_softmax_backward_data(x[0], y, 0, at::kFloat),
+                        torch::_log_softmax_backward_data(x[0], z, 0, at::kFloat)};
+       }},
+      {"angles",
+       {torch::complex(by_columns({4, 5}), by_columns({4, 5}, 2)), by_columns({4, 5})},
+       [](const Tensors& x) {
+         return Tensors{x[0].angle(), x[1].angle()};
+       }},
+      {"pooled lines",
+       {by_columns({2, 3, 6})},
+       [](const Tensors& x) { return Tensors{torch::max_pool1d(x[0], 2)}; }},
       {"log_sigmoid",
        {by_columns({4, 5})},
        [](const Tensors& x) { return Tensors{torch::log_sigmoid(x[0])}; }},

@@ -32,6 +32,11 @@ std::vector<OperatorCase> cases() {
        [](const Tensors& x) {
          return x[0].view({5, 6, 2});
        }},
+      {"view_as_complex of a part without elements",
+       {{2, 3, 3}},
+       [](const Tensors& x) {
+         return torch::view_as_real(torch::view_as_complex(torch::constant_pad_nd(x[0], {0, -1})));
+       }},
       {"tensor_split at indices of a tensor",
        {{6, 3}, {2}},
        [](const Tensors& x) {
