@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/strides.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -195,6 +196,10 @@ void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stac
   }
   for (const auto& [index, value] : plan.arguments) local[index] = value;
   const at::Tensor given = plan.is_view ? local[0].toTensor() : at::Tensor();
+  // Operators lay out parts without elements as they like; views check the strides all the same.
+  if (given.defined() && given.numel() == 0 &&
+      given.strides() != at::IntArrayRef(c10::contiguous_strides(given.sizes())))
+    local[0] = with_marks_of(given, at::empty(given.sizes(), given.options()));
   if (plan.reshape) {
     const at::Tensor part = local[0].toTensor();
     local = {with_marks_of(part, part.reshape(*plan.reshape))};

@@ -130,8 +130,6 @@ const at::Tensor& local_of(const at::Tensor& tensor) {
 
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                      at::IntArrayRef strides, std::shared_ptr<const DistParameter> parameter) {
-  // Operators lay out parts without elements as they like; views check strides all the same.
-  if (local.numel() == 0) local = with_marks_of(local, ordered(local, strides));
   return make_with(c10::make_intrusive<DistMeta>(std::move(local), std::move(spec), nullptr,
                                                  std::move(parameter)),
                    sizes, strides, 0);

@@ -86,6 +86,9 @@ void write(const at::Tensor& out, const at::Tensor& result, const std::string& n
   TORCH_CHECK_VALUE(out.sizes() == result.sizes() || out.numel() == 0,
                     "[", name, "] `out` must be empty or have the sizes of the result; expected ",
                     result.sizes(), ", got ", out.sizes());
+  TORCH_CHECK_VALUE(out.sizes() == result.sizes() || !out.is_view() || !find_dist_meta(out),
+                    "[", name, "] `out` must be empty or have the sizes of the result, and no empty view: its base would be "
+                    "written to; expected ", result.sizes(), ", got ", out.sizes());
   TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), "[", name, "] the result must be of a type that `out` can hold; got ",
               result.scalar_type(), " for ", out.scalar_type());
   if (!find_dist_meta(out)) return write_ordinary(out, result, name);

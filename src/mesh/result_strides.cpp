@@ -1,6 +1,7 @@
 #include "mesh/result_strides.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/ConvUtils.h>
@@ -53,6 +54,12 @@ const Names& formatted_on_cpu() {
 // The same of complex numbers alone.
 const Names& contiguous_of_complex() {
   static const Names names{"aten::angle"};
+  return names;
+}
+
+// Their kernels on the CPU write to a clone of `self`.
+const Names& cloned_on_cpu() {
+  static const Names names{"aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor"};
   return names;
 }
 
@@ -141,6 +148,8 @@ std::optional<std::vector<int64_t>> strides_by_kernel(const c10::OperatorHandle&
                              arguments[0].toTensor().is_complex();
   if (is_on_cpu && (contiguous_on_cpu().contains(name) || is_of_complex))
     return strides_in(at::MemoryFormat::Contiguous, sizes);
+  if (is_on_cpu && cloned_on_cpu().contains(name))
+    return at::infer_dense_strides(sizes, arguments[0].toTensor().strides());
   if (is_on_cpu && formatted_on_cpu().contains(name)) {
     const auto self = schema.argumentIndexWithName("self");
     const at::Tensor like = arguments[self ? *self : 0].toTensor();
@@ -149,8 +158,9 @@ std::optional<std::vector<int64_t>> strides_by_kernel(const c10::OperatorHandle&
   const bool is_simple = schema.returns().size() == 1 &&
                          !schema.argumentIndexWithName("memory_format") &&
                          !composed().contains(name);
-  if (is_elementwise && is_simple) return elementwise_strides(arguments);
-  return std::nullopt;
+  if (!is_elementwise || !is_simple) return std::nullopt;
+  if (name == "aten::rsub.Tensor") return elementwise_strides({{arguments[1], arguments[0]}});
+  return elementwise_strides(arguments);
 }
 
 }  // namespace tessera

@@ -168,8 +168,10 @@ class Bounds(TorchDispatchMode):
             base = name.removesuffix("_")
             call = lambda values: self._numbers(func, values, spec)
             try:
+                erring = any(error.any() for error in errors.values())
                 for out, bound in zip(results, self._bounds(func, base, call, before, errors, results)):
-                    self._set(out, bound)
+                    # An infinity may be the sum of infinite terms, or any number that is too large.
+                    self._set(out, torch.where(out.isfinite(), bound, torch.inf) if erring and _is_number(out) else bound)
             except Exception as error:
                 raise Unbounded(f"the bound of {func} can't be computed: {error}") from error
             return result

@@ -96,7 +96,7 @@ torch.linalg.vector_norm({x}, 3)
 {m}.argmax({d})
 {m}.sort({d})[0]
 {m}.topk(1, {d})[0]
-{m}.median({d})[0]
+{m}.contiguous().median({d})[0]
 {m}.kthvalue(1, {d}).values
 {m}.nansum({d})
 ({m} > 0).any({d})

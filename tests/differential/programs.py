@@ -166,7 +166,8 @@ class Placed(Plain):
         return tessera.distribute(tensor, mesh, placements).requires_grad_(grad)
 
     def place(self, tensor, placements, mesh=None):
-        return tessera.redistribute(tensor, placements, mesh)
+        placed = tessera.redistribute(tensor, placements, mesh)
+        return placed.clone() if placed is tensor else placed
 
     def whole(self, tensor):
         return tessera.full_tensor(tensor)

@@ -80,6 +80,11 @@ std::vector<Case> cases() {
        [](const Tensors& x) {
          return Tensors{x[0].angle(), x[1].angle()};
        }},
+      {"filled diagonals",
+       {numbers({3, 4, 2})},
+       [](const Tensors& x) {
+         return Tensors{x[0].diagonal().index_fill(0, torch::tensor({1}), 3)};
+       }},
       {"pooled lines",
        {by_columns({2, 3, 6})},
        [](const Tensors& x) { return Tensors{torch::max_pool1d(x[0], 2)}; }},
@@ -95,7 +100,8 @@ std::vector<Case> cases() {
       {"broadcast",
        {numbers({3, 1, 5}), by_columns({4, 5})},
        [](const Tensors& x) {
-         return Tensors{x[0].logical_or(x[1]), x[0] + x[1], torch::heaviside(x[0], x[1]),
+         return Tensors{x[0].logical_or(x[1]),    x[0] + x[1],
+                        torch::rsub(x[0], x[1]),  torch::heaviside(x[0], x[1]),
                         torch::ldexp(x[0], x[1]), torch::where(x[0] > 0, x[0], x[1])};
        }},
   };
