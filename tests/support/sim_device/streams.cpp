@@ -1,5 +1,6 @@
 #include "support/sim_device/streams.h"
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -166,6 +167,7 @@ void StreamQueue::synchronize() {
 
 void StreamQueue::work() {
   prctl(PR_SET_TIMERSLACK, 1000UL);  // nanoseconds; sleeps are otherwise 50 microseconds longer
+  at::init_num_threads();  // as many as the program has asked for, and not the environment
   tls_device = device_;
   for (;;) {
     Item item;
