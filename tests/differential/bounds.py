@@ -113,11 +113,21 @@ class Bounds(TorchDispatchMode):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the bound of each element."""
-        known = None if tensor._is_zerotensor() else self._kept.get(tensor.untyped_storage()._cdata)
+        known = None if tensor._is_zerotensor() else self._known(tensor)
         if known is None:
             return torch.zeros(tensor.shape, dtype=torch.double)
         parts = self._seen(known[1], tensor)
         return torch.minimum(torch.hypot(*parts), torch.maximum(*self._seen(known[2], tensor))) if len(parts) > 1 else parts[0]
+
+    def _known(self, tensor: torch.Tensor) -> tuple | None:
+        # `out=` may have made the storage longer.
+        storage = tensor.untyped_storage()
+        known = self._kept.get(storage._cdata)
+        more = storage.nbytes() // (tensor.element_size() // (2 if tensor.is_complex() else 1)) - known[1].numel() if known else 0
+        if more > 0:
+            flats = (torch.cat([flat, torch.zeros(more, dtype=torch.double)]) for flat in known[1:])
+            known = self._kept[storage._cdata] = (storage, *flats)
+        return known
 
     def grow(self, tensor: torch.Tensor, bound: torch.Tensor) -> None:
         """Adds to the bounds of elements."""
@@ -143,7 +153,7 @@ class Bounds(TorchDispatchMode):
         repeated = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.size(dim) > 1]
         for dim in repeated:  # one place in memory, which has the largest bound
             bound = bound.amax(dim, keepdim=True)
-        for flat, value in zip(self._kept[storage._cdata][1:], (bound, bound if tensor.is_complex() else torch.inf)):
+        for flat, value in zip(self._known(tensor)[1:], (bound, bound if tensor.is_complex() else torch.inf)):
             for part in self._seen(flat, tensor):
                 for dim in repeated:
                     part = part.narrow(dim, 0, 1)
