@@ -51,12 +51,6 @@ const Names& formatted_on_cpu() {
   return names;
 }
 
-// The same of complex numbers alone.
-const Names& contiguous_of_complex() {
-  static const Names names{"aten::angle"};
-  return names;
-}
-
 // Their kernels on the CPU write to a clone of `self`.
 const Names& cloned_on_cpu() {
   static const Names names{"aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor"};
@@ -144,9 +138,8 @@ std::optional<std::vector<int64_t>> strides_by_kernel(const c10::OperatorHandle&
   if (name == "aten::convolution" || name == "aten::convolution_backward")
     return convolution_strides(schema, arguments, sizes);
   const bool is_on_cpu = device_of(arguments).is_cpu();
-  const bool is_of_complex = contiguous_of_complex().contains(name) && arguments[0].isTensor() &&
-                             arguments[0].toTensor().is_complex();
-  if (is_on_cpu && (contiguous_on_cpu().contains(name) || is_of_complex))
+  const bool is_complex_angle = name == "aten::angle" && arguments[0].toTensor().is_complex();
+  if (is_on_cpu && (contiguous_on_cpu().contains(name) || is_complex_angle))
     return strides_in(at::MemoryFormat::Contiguous, sizes);
   if (is_on_cpu && cloned_on_cpu().contains(name))
     return at::infer_dense_strides(sizes, arguments[0].toTensor().strides());

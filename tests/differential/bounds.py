@@ -57,6 +57,8 @@ def _cross_entropy_terms(x, weight, target, bias, *options):
     return [torch.zeros(()), chosen @ weight.abs(), chosen.T @ x.abs(), chosen.sum(0)]
 
 
+# The same of sums, for each result.
+SUM_TERMS = {"_linear_cross_entropy_batch_chunked": _cross_entropy_terms}
 # Of functions that turn or jump between x - e and x + e, how far they go there.
 TURNING = {
     "sin": lambda e, x: e.clamp(max=2),
@@ -307,8 +309,8 @@ class Bounds(TorchDispatchMode):
                     its += change * (size[where] / step[where])
         if base in EXACT:
             return bounds
-        if base == "_linear_cross_entropy_batch_chunked":
-            own = [its + more if its.shape == more.shape else its for its, more in zip(own, _cross_entropy_terms(*before))]
+        if base in SUM_TERMS:  # a gradient that nobody asks for is empty
+            own = [its + more if its.shape == more.shape else its for its, more in zip(own, SUM_TERMS[base](*before))]
         return [bound + self._gamma(base, count, out) * (its + _size(out)) if _is_number(out) else
                 torch.where(bound > 0, torch.inf, 0.0) for bound, count, its, out in zip(bounds, addends, own, results)]
 

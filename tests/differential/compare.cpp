@@ -22,17 +22,21 @@ Tensor same_elements(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-std::string difference_of(const Trace& saved, const Trace& loaded) {
-  std::map<std::string, Tensor> last;
-  for (const auto& [name, value] : saved.items) last[name] = value;
-  for (const auto& [name, value] : loaded.items) {
-    if (!last.contains(name)) return "there was no " + name;
-    const Tensor& was = last[name];
+std::string difference_of(const Trace& saved, const Trace& loaded, bool has_optimizer) {
+  std::map<std::string, Tensor> found;
+  for (const auto& [name, value] : loaded.items) found[name] = value;
+  for (size_t i = saved.state; i < saved.items.size(); ++i) {
+    const auto& [name, was] = saved.items[i];
+    if (!has_optimizer && name.starts_with("optimizer ")) continue;
+    const auto it = found.find(name);
+    if (it == found.end()) return "there is no " + name;
+    const Tensor& value = it->second;
     if (value.sizes() != was.sizes() || value.scalar_type() != was.scalar_type() ||
         !same_elements(value, was).all().item<bool>())
       return name + " differs";
+    found.erase(it);
   }
-  return {};
+  return found.empty() ? "" : "there was no " + found.begin()->first;
 }
 
 // What has a bound is taken over from the ranks.

@@ -111,7 +111,9 @@ class Child {
         // Buffers are each rank's own, or those of rank 0.
         const Trace& saved = traces[loaded.size() == traces.size() ? rank : 0];
         const std::string& error = loaded[rank].error;
-        const std::string text = error.empty() ? difference_of(saved, loaded[rank]) : error;
+        const bool has_optimizer = program.optimizers.size() == 1;
+        const std::string text =
+            error.empty() ? difference_of(saved, loaded[rank], has_optimizer) : error;
         if (!text.empty()) outcome = {Verdict::kFinding, "loaded again: " + text};
       }
     }

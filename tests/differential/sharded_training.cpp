@@ -128,6 +128,7 @@ class ShardedTraining : public Training {
     see_sums();
   }
   void finish() override {
+    trace_.state = std::ssize(trace_.items);
     see_state();
     if (program_.reload_ranks > 0) save({});
   }

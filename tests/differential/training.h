@@ -24,6 +24,7 @@ struct Trace {
     torch::Tensor value;  // in host memory
   };
   std::vector<Item> items;
+  int64_t state = 0;  // number of the first item of the state at the end
   int op = -1;        // the operation that is run, or failed; -1: none
   std::string error;  // with which it failed; empty: it did not
 };
@@ -116,7 +117,8 @@ Trace train_sharded(const Program& program, const World& world);
 Trace load_sharded(const Program& program, const World& world);
 
 /// What differs between the state at the end of a training and the same, loaded elsewhere; or "".
-std::string difference_of(const Trace& saved, const Trace& loaded);
+/// `has_optimizer`: with the state of the optimizer.
+std::string difference_of(const Trace& saved, const Trace& loaded, bool has_optimizer);
 
 /// Trains in plain LibTorch as far as operation `limit`, and compares what it sees with what the
 /// ranks have seen, as far as they came. Throws `Difference` for the first number that differs, and

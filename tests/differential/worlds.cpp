@@ -1,9 +1,7 @@
 #include "differential/worlds.h"
 
 #include <arpa/inet.h>
-#include <signal.h>
 #include <sys/prctl.h>
-#include <sys/wait.h>
 #include <tessera/spawn.h>
 #include <unistd.h>
 
@@ -12,14 +10,17 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <list>
 
 #include "start/spawned_rank.h"
+#include "support/forked.h"
 #include "support/test_device.h"
 
 namespace tessera::differential {
 namespace {
 
 constexpr auto kTimeout = std::chrono::seconds(20);  // of each wait for another rank
+constexpr unsigned kSeconds = 90;                    // of each process
 
 int free_port() {
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
@@ -38,8 +39,9 @@ void write_trace(const Trace& trace, const std::string& path) {
     names.push_back(name);
     values.push_back(value);
   }
-  const auto bytes = torch::pickle_save(c10::ivalue::Tuple::create(
-      {static_cast<int64_t>(trace.op), trace.error, std::move(names), std::move(values)}));
+  const auto bytes = torch::pickle_save(
+      c10::ivalue::Tuple::create({static_cast<int64_t>(trace.op), trace.error, std::move(names),
+                                  std::move(values), trace.state}));
   std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<int64_t>(bytes.size()));
 }
 
@@ -52,11 +54,12 @@ Trace read_trace(const std::string& path) {
   const auto values = fields->elements()[3].toTensorVector();
   for (size_t i = 0; i < values.size(); ++i)
     trace.items.push_back({names[i].toStringRef(), values[i]});
+  trace.state = fields->elements()[4].toInt();
   return trace;
 }
 
 // A rank's process, from its begin to its end.
-[[noreturn]] void train_here(const Program& program, int rank, int port, const std::string& path) {
+void train_here(const Program& program, int rank, int port, const std::string& path) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   for (const auto& [name, value] :
        {std::pair("RANK", rank), std::pair("LOCAL_RANK", rank),
@@ -64,8 +67,8 @@ Trace read_trace(const std::string& path) {
         std::pair("MASTER_PORT", port)})
     ::setenv(name, std::to_string(value).c_str(), 1);
   ::setenv("MASTER_ADDR", "127.0.0.1", 1);
-  at::set_num_threads(
-      1);  // by one thread: LibTorch then makes anew a pool that did not survive the fork
+  // By one thread: LibTorch then makes anew a pool that did not survive the fork.
+  at::set_num_threads(1);
   std::freopen((path + ".err").c_str(), "w", stderr);
   Trace trace;
   try {
@@ -75,7 +78,6 @@ Trace read_trace(const std::string& path) {
     trace.error = error.what();
   }
   write_trace(trace, path);
-  std::_Exit(0);
 }
 
 }  // namespace
@@ -94,17 +96,13 @@ void run_threads(int ranks, Transport transport,
 Traces train_in_processes(const Program& program) {
   const int port = free_port();
   const auto path_of = [&](int rank) { return c10::str(directory_of(program), ".rank", rank); };
-  std::vector<pid_t> pids;
-  for (int rank = 0; rank < program.ranks; ++rank) {
-    pids.push_back(::fork());
-    TORCH_CHECK(pids.back() >= 0);
-    if (pids.back() == 0) train_here(program, rank, port, path_of(rank));
-  }
+  std::list<Forked> processes;
+  for (int rank = 0; rank < program.ranks; ++rank)
+    processes.emplace_back([&] { train_here(program, rank, port, path_of(rank)); }, kSeconds);
   Traces traces;
-  for (int rank = 0; rank < program.ranks; ++rank) {
-    int status = 0;
-    ::waitpid(pids[rank], &status, 0);
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+  for (Forked& process : processes) {
+    const int rank = static_cast<int>(traces.size()), status = process.wait();
+    if (status == 0) {
       traces.push_back(read_trace(path_of(rank)));
     } else {
       std::ifstream in(path_of(rank) + ".err");

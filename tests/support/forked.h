@@ -11,12 +11,12 @@
 namespace tessera {
 
 /// A child that is forked here, runs `fn` and ends: with status 0, or 1 if `fn` throws. It is
-/// killed with the object, and after 30 seconds.
+/// killed with the object, and after `seconds`.
 class Forked {
  public:
-  explicit Forked(const std::function<void()>& fn) : pid_(::fork()) {
+  explicit Forked(const std::function<void()>& fn, unsigned seconds = 30) : pid_(::fork()) {
     if (pid_ != 0) return;
-    ::alarm(30);
+    ::alarm(seconds);
     try {
       fn();
     } catch (const std::exception& error) {
