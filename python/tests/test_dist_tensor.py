@@ -140,6 +140,26 @@ def test_losses_of_no_elements(ranks):
     assert all(ranks(2, _no_elements))
 
 
+def _outside():
+    # Of PyTorch's functions for meta tensors, some raise errors of Python, and some return gradients that nobody asked for.
+    mesh = DeviceMesh([0])
+    line = tessera.distribute(torch.ones(3), mesh, [Replicate()])
+    for refused in (line.tril_, lambda: line.addmm_(line, line)):
+        try:
+            refused()
+        except RuntimeError:
+            continue
+        return False
+    scale = tessera.distribute(torch.ones(3), mesh, [Replicate()]).requires_grad_()
+    x = tessera.distribute(torch.arange(18.0).view(6, 3), mesh, [Replicate()])
+    nn.functional.batch_norm(x, None, None, scale, scale, training=True).sum().backward()
+    return scale.grad.shape == (3,)
+
+
+def test_ranks_outside_of_a_mesh(ranks):
+    assert all(ranks(2, _outside))
+
+
 def test_values_of_placements():
     assert Shard(1) == Shard(1) != Shard(0) and Shard(0, split_factor=3) != Shard(0) and Replicate() == Replicate()
     assert len({Partial(), Partial("sum"), Partial("max"), Replicate()}) == 3

@@ -337,6 +337,7 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
   const bool is_view =
       returns_views(schema) && arguments[0].isTensor() && find_dist_meta(arguments[0].toTensor());
   push_results(schema, arguments, stack, [&](size_t i, size_t& output) {
+    if (plan && std::ranges::binary_search(plan->unwanted, i)) return c10::IValue(at::Tensor());
     if (!results) results = run_on_meta(op, arguments);
     if (!results) results = run_on_constants(op, arguments);
     const c10::IValue& result = (*results)[i];

@@ -21,6 +21,8 @@ block_diag rot90 contiguous narrow_copy view_copy permute_copy nonzero count_non
 scatter_reduce new_zeros new_empty empty_like zeros_like ones_like full_like zeros ones full arange scalar_tensor empty
 empty_strided new_empty_strided new_full new_ones detach alias lift_fresh zero fill equal is_nonzero set_ resize
 max_pool2d_with_indices reflection_pad1d native_dropout_backward""".split())
+# Of these, those that put elements in order: results change by no more than the elements, and positions anyhow.
+ORDERS = set("sort topk kthvalue median".split())
 # Of these, those that move elements and do no more, and sums that are linear in each argument and have no negative factors.
 MOVES = set("""cat stack index select_backward slice_backward diagonal_backward gather index_select flip roll repeat expand_copy
 unfold_backward embedding diag_embed take contiguous clone tril triu repeat_interleave upsample_nearest1d""".split())
@@ -175,8 +177,9 @@ class Bounds(TorchDispatchMode):
             before = [_doubled(value) if isinstance(value, torch.Tensor) else value for value in flat]
             result = func(*args, **kwargs)
             results = [value for value in tree_flatten(result)[0] if isinstance(value, torch.Tensor)]
-            if not results:  # foreach
+            if not results:  # foreach, whose writes LibTorch does not count here
                 results = [value for value in tree_flatten(args[0])[0]]
+                torch.autograd.graph.increment_version(results)
             base = name.removesuffix("_")
             call = lambda values: self._numbers(func, values, spec)
             try:
@@ -213,6 +216,9 @@ class Bounds(TorchDispatchMode):
             return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]  # an index or a mask that may differ
         if base in MOVES:
             return self._linear(base, call, before, errors, results)
+        most = max((errors[at].max() for at in erring), default=torch.zeros(()))
+        if base in ORDERS:
+            return [torch.full(out.shape, most.item() if _is_number(out) else torch.inf, dtype=torch.double) for out in results]
         exact = call(before)
         if [tuple(its.shape) for its in exact] != [tuple(out.shape) for out in results]:
             return [torch.full(out.shape, torch.inf, dtype=torch.double) for out in results]  # a kernel gives other outputs in double
@@ -224,7 +230,10 @@ class Bounds(TorchDispatchMode):
                 changes = [torch.maximum(TURNING[base](errors[0], *before), changes[0])]
             return [change + 2 * _unit(out.dtype) * _size(out) + extra
                     for change, out, extra in zip(changes, results, rounding)]
-        return self._sums(base, call, before, errors, exact, results)
+        bounds = self._sums(base, call, before, errors, exact, results)
+        if base.startswith(("std", "var")):  # the terms of a pending sum meet its rounded mean
+            bounds[0] = bounds[0] + (2 * most if base.startswith("std") else (2 * most) ** 2)
+        return bounds
 
     @staticmethod
     def _rounding(base: str, pointwise: bool, out: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:

@@ -39,26 +39,36 @@ std::string difference_of(const Trace& saved, const Trace& loaded, bool has_opti
   return found.empty() ? "" : "there was no " + found.begin()->first;
 }
 
+// Returns the values of the ranks, under the names that parameters were first registered with.
+std::map<std::string, Tensor> PlainTraining::compare_used(
+    const std::map<std::string, Tensor>& bounds) {
+  std::map<std::string, Tensor> params;
+  for (int rank = 0; rank < ranks(); ++rank) {
+    for (const auto& item : replicas_[rank]->named_parameters()) {
+      const std::string& name = names_[index_of(params_[rank], item.value())];  // of a tied one
+      const auto it = bounds.find(name);
+      params[name] =
+          compare(rank, item.key(), item.value(), it == bounds.end() ? Tensor() : it->second);
+    }
+    for (const auto& item : replicas_[rank]->named_buffers())
+      compare(rank, item.key(), item.value());
+  }
+  return params;
+}
+
 // What has a bound is taken over from the ranks.
 void PlainTraining::compare_state(const std::map<std::string, Tensor>& bounds) {
   const auto bound_of = [&](const std::string& name) {
     const auto it = bounds.find(name);
     return it == bounds.end() ? Tensor() : it->second;
   };
-  std::map<std::string, Tensor> params;
-  for (int rank = 0; rank < program_.ranks; ++rank) {
-    for (const auto& item : replicas_[rank]->named_parameters()) {
-      const std::string& name = names_[index_of(params_[rank], item.value())];  // of a tied one
-      params[name] = compare(rank, item.key(), item.value(), bound_of(name));
-    }
-    for (const auto& item : replicas_[rank]->named_buffers())
-      compare(rank, item.key(), item.value());
-  }
+  std::map<std::string, Tensor> params = compare_used(bounds);
   for (size_t i = 0; i < names_.size(); ++i) {
     if (!bounds.contains(names_[i])) continue;
     write(main_[i], params[names_[i]]);
     publish(i);
   }
+  if (program_.plan.outer) return;
   for (size_t i = 0; i < optimizers_.size(); ++i) {
     optim::Optimizer& optimizer = *optimizers_[i];
     OptimizerStateDict state = state_dict_of(optimizer), compared = state;
@@ -84,7 +94,7 @@ Tensor PlainTraining::compare(int rank, const std::string& name, const Tensor& v
                               const Tensor& bound) {
   const Trace& trace = traces_[rank];
   const size_t number = seen_[rank]++;
-  const std::string what = c10::str(name, " of rank ", rank);
+  const std::string what = c10::str(name, " of rank ", first_ + rank);
   if (number >= trace.items.size()) {
     if (trace.error.empty()) throw Difference(what + " is missing");
     return value.detach();

@@ -29,6 +29,11 @@ std::string describe(const Program& program) {
   add("predivide", plan.predivide, usual.predivide);
   add("bucket_bytes", plan.bucket_bytes, usual.bucket_bytes);
   add("offload", static_cast<int>(plan.offload), 0);
+  add("memory_budget", plan.memory_budget.value_or(0), 0);
+  add("keeps start", plan.start_values == StartValues::kKeep, false);
+  if (plan.outer)
+    text += fmt::format(", outer every {} rate {} momentum {} nesterov {}", plan.outer->every,
+                        plan.outer->learning_rate, plan.outer->momentum, plan.outer->nesterov);
   add("shard_size", program.shard_size, 0);
   const auto dtype_of = [](const std::optional<at::ScalarType>& dtype) {
     return std::string(dtype ? c10::toString(*dtype) : "none");
@@ -38,12 +43,15 @@ std::string describe(const Program& program) {
   add("master_dtype", dtype_of(precision.master_dtype), "none");
   add("reduce_dtype", dtype_of(precision.reduce_dtype), "none");
   add("buffer_dtype", dtype_of(precision.buffer_dtype), "none");
+  add("gather_dtype", dtype_of(precision.gather_dtype), "none");
+  add("cast_inputs", precision.cast_inputs, true);
   add("error_feedback", precision.error_feedback, true);
   add("master_only", precision.master_only, false);
   add("sync_buffers", plan.sync_buffers, false);
   add("own_start", program.own_start, false);
   add("own_units", program.own_units, false);
   add("owners", program.owners, false);
+  add("whole", program.whole, false);
   add("scale", program.scale, 0.0);
   add("simulated", program.simulated, false);
   add("processes", program.processes, false);

@@ -221,6 +221,36 @@ void draw_worlds(Random& random, Program& program) {
   program.reload_level = static_cast<ShardLevel>(random.between(0, 3));
 }
 
+// Draws what came later, after all else, for the same reason.
+void draw_more(Random& random, Program& program) {
+  ShardPlan& plan = program.plan;
+  const auto has = [&](auto... kinds) {
+    return std::ranges::any_of(program.ops, [&](const Op& op) { return (... || (op.kind == kinds)); });
+  };
+  const bool is_fused = std::ranges::any_of(program.optimizers, &Optimizer::fused);
+  if (random.once_in(8) && !is_fused)
+    plan.precision.gather_dtype =
+        random.one_of({at::kBFloat16, at::kHalf, at::kChar, at::kFloat8_e4m3fn});
+  if (plan.precision.gather_dtype && c10::elementSize(*plan.precision.gather_dtype) == 1) {
+    program.reload_ranks = 0;  // where other shards have other scales
+    // What is computed from them can't be compared before they are.
+    if (has(OpKind::kAverage) || !program.ends.empty()) plan.precision.gather_dtype = at::kHalf;
+  }
+  if (random.once_in(2)) plan.precision.cast_inputs = false;
+  if (random.once_in(2) && !program.own_start) plan.start_values = StartValues::kKeep;
+  program.whole = random.once_in(8);
+  if (random.once_in(12) && plan.resident_bytes == 0) plan.memory_budget = int64_t{1} << 30;
+  if (random.once_in(12)) plan.offload = Offload::kDirectory;
+  const bool averages = random.once_in(2) && program.shard_size > 0 && program.ends.empty() && !is_fused &&
+                        !has(OpKind::kSave, OpKind::kLoad);
+  if (!averages) return;
+  plan.outer = {.every = random.between(1, 3),
+                .learning_rate = random.one_of({1.0, 0.5}),
+                .momentum = random.one_of({0.0, 0.0, 0.5}),
+                .nesterov = random.once_in(2)};
+  program.reload_ranks = 0;
+}
+
 }  // namespace
 
 Program draw(uint64_t seed) {
@@ -245,6 +275,7 @@ Program draw(uint64_t seed) {
   for (Layer& layer : program.layers)
     if (layer.frozen && std::ranges::any_of(program.ops, edits)) layer.checkpoint = false;
   draw_worlds(random, program);
+  draw_more(random, program);
   return program;
 }
 

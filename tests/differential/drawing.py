@@ -146,7 +146,9 @@ class Draw:
 
     def writable(self) -> str:
         def accept(t):
-            return ((t.dtype.is_floating_point or t.dtype.is_complex) and t.untyped_storage()._cdata not in self.shared
+            places = torch.arange(t.untyped_storage().nbytes() + 1).as_strided(t.shape, t.stride())
+            overlaps = 0 not in t.stride() and places.unique().numel() < t.numel()  # LibTorch does not notice
+            return ((t.dtype.is_floating_point or t.dtype.is_complex) and t.untyped_storage()._cdata not in self.shared and not overlaps
                     and (not (t.requires_grad and t.is_leaf) or self.rng.random() < 0.1))
         return self.pick(accept, lambda: self.leaf(self.sizes(), self.dtype, requires_grad=False), 0.15)
 
@@ -221,6 +223,9 @@ class Draw:
 
     def writes_unknown(self, line: Line) -> bool:
         """True if ranks outside of the mesh, which do not know the values of DistTensors, would write these to an ordinary one."""
+        out = re.search(r"out=(v\d+)", line.text)
+        if out and any(torch._C._is_alias_of(self.t(out[1]), self.t(name)) for name in line.uses() - {out[1]}):
+            return True  # nor does LibTorch, which reads what it has written
         ordinary = any(self.home[name] == "" for name in self.written)
         mixed = ordinary and any(self.home[name] == self.mesh for name in line.uses())
         return mixed and self.everyone and math.prod(self.shapes[self.mesh]) < WORLD
@@ -256,6 +261,9 @@ class Draw:
         if self.everyone and not self.covered and ops.needs_numbers(template):
             return None  # ranks without a part can't have a number, nor sizes that depend on one
         text = self.fill(template)
+        # LibTorch computes wrong gradients of a group norm from those of sgn(), which have no memory.
+        if {"sgn", "group_norm"} <= set(re.findall(r"sgn|group_norm", " ".join(line.text for line in self.lines) + text)):
+            return self.drop()
         if family == "random":
             text = f"(torch.manual_seed({self.rng.randrange(99)}), {text})[1]"
         if family == "write":

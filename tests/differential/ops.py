@@ -305,7 +305,7 @@ WRITES = """
 {w}.data.mul_(2)
 {w}.data[{i0}] = {a}
 {w}.detach().add_({a})
-{w}.data = {w}.data * 2
+{w}.data = {l}.data * 2
 {w}.real.add_({a})
 {w}.t_()
 {w}.unsqueeze_(0)

@@ -77,6 +77,7 @@ void PlainTraining::step_fused(const Op& op) {
 
 void PlainTraining::step(const Op& op) {
   const bool is_fused = program_.optimizers[op.value].fused;
+  if (program_.plan.outer) begin_round(op.value);
   if (!begins_step(op)) return is_fused ? compare_state() : void();
   if (is_fused) return step_fused(op);
   optimizers_[op.value]->step();
@@ -85,11 +86,55 @@ void PlainTraining::step(const Op& op) {
   }
 }
 
+// A round begins with the values of its first step.
+void PlainTraining::begin_round(size_t optimizer) {
+  for (const size_t i : parameters_of(program_, optimizer, main_.size()))
+    if (params_[0][i].requires_grad())
+      starts_.try_emplace({optimizer, i}, main_[i].detach().clone());
+}
+
+// By the formula of docs/design/averaging.md.
+void PlainTraining::step_outer(std::span<const std::unique_ptr<PlainTraining>> replicas,
+                               const Op& op) {
+  PlainTraining& first = *replicas[0];
+  const OuterStep& outer = *first.program_.plan.outer;
+  if (++first.outer_steps_[op.value] % outer.every != 0) return;
+  torch::NoGradGuard no_grad;
+  const bool is_mean = outer.learning_rate == 1 && outer.momentum == 0;
+  for (const auto& [place, start] : first.starts_) {
+    if (place.first != static_cast<size_t>(op.value)) continue;
+    const size_t i = place.second;
+    const auto wide = at::promoteTypes(first.main_[i].scalar_type(), at::kFloat);
+    Tensor sum;
+    for (const auto& replica : replicas) {
+      Tensor own = replica->main_[i].to(wide);
+      if (!is_mean) own = replica->starts_[place].to(wide) - own;
+      sum = sum.defined() ? sum + own : own;
+    }
+    const Tensor mean = sum / static_cast<double>(replicas.size());
+    Tensor direction = mean;
+    if (outer.momentum > 0) {
+      Tensor& momentum = first.momenta_[place];
+      if (!momentum.defined()) momentum = torch::zeros_like(mean);
+      momentum.mul_(outer.momentum).add_(mean);
+      direction = outer.nesterov ? mean.add(momentum, outer.momentum) : momentum;
+    }
+    for (const auto& replica : replicas) {
+      const Tensor begin = replica->starts_[place].to(wide);
+      write(replica->main_[i], is_mean ? mean : begin.sub(direction, outer.learning_rate));
+      replica->publish(i);
+    }
+  }
+  for (const auto& replica : replicas)
+    std::erase_if(replica->starts_,
+                  [&](const auto& item) { return item.first.first == static_cast<size_t>(op.value); });
+}
+
 void PlainTraining::evaluate(const Op& op) {
   torch::NoGradGuard no_grad;
   for_each_rank([&](int rank) {
     replicas_[rank]->eval();
-    const Tensor out = replicas_[rank]->forward(batch_of(program_, op.value, rank).first);
+    const Tensor out = replicas_[rank]->forward(batch_of(program_, op.value, first_ + rank).first);
     compare(rank, "evaluation", out);
     replicas_[rank]->train();
   });
@@ -102,6 +147,7 @@ void PlainTraining::edit_parameter(const Op& op) {
   for (auto& replica : params_) edit(replica[i], op.how);
   const Tensor after = params_[0][i].detach();
   write(main_[i], torch::where(before.eq(after), main_[i], after.to(main_[i].scalar_type())));
+  publish(i);
 }
 
 void PlainTraining::average(const Op& op) {
@@ -116,7 +162,7 @@ void PlainTraining::average(const Op& op) {
   } else {
     for (auto& replica : params_)
       for (size_t i = 0; i < main_.size(); ++i)
-        write(replica[i], averages_[i].to(main_[i].scalar_type()));
+        write(replica[i], averages_[i].to(main_[i].scalar_type()).to(gathered_dtype(i)));
     evaluate(op);
     for (size_t i = 0; i < main_.size(); ++i) publish(i);
   }

@@ -8,11 +8,11 @@ namespace tessera::differential {
 
 using torch::Tensor;
 
-PlainTraining::PlainTraining(const Program& program, const std::vector<Trace>& traces)
-    : program_(program), traces_(traces), seen_(program.ranks, 0) {
-  for (int rank = 0; rank < program.ranks; ++rank) {
+PlainTraining::PlainTraining(const Program& program, std::span<const Trace> traces, int first)
+    : program_(program), traces_(traces), first_(first), seen_(traces.size(), 0) {
+  for (int rank = 0; rank < ranks(); ++rank) {
     replicas_.push_back(make_model(program, program.seed));
-    replicas_.back()->rank = rank;
+    replicas_.back()->rank = first + rank;
     names_.clear();
     params_.emplace_back();
     for (const NamedTensor& item : replicas_.back()->distinct()) {
@@ -20,7 +20,10 @@ PlainTraining::PlainTraining(const Program& program, const std::vector<Trace>& t
       params_.back().push_back(item.tensor);
     }
     if (rank == 0) {
-      for (const Tensor& param : params_[0]) made_.push_back(param.scalar_type());
+      for (const Tensor& param : params_[0]) {
+        made_.push_back(param.scalar_type());
+        is_trained_.push_back(param.requires_grad());
+      }
       for (size_t i = 0; i < made_.size(); ++i)
         main_.push_back(params_[0][i].detach().to(main_dtype(i), false, /*copy=*/true));
     }
@@ -30,18 +33,19 @@ PlainTraining::PlainTraining(const Program& program, const std::vector<Trace>& t
       if (buffer.is_floating_point() && program.plan.precision.buffer_dtype)
         buffer.set_data(buffer.to(*program.plan.precision.buffer_dtype));
     }
-    manual_seed(random_seed_of(program, rank));
+    manual_seed(random_seed_of(program, first + rank));
     random_.push_back(default_generator().get_state());
   }
-  waiting_.assign(program.ranks, std::vector<Tensor>(main_.size()));
-  losses_.resize(program.ranks);
-  if (const auto dtype = narrow_sums(program)) narrow_.emplace(*dtype, program.ranks);
+  waiting_.assign(ranks(), std::vector<Tensor>(main_.size()));
+  losses_.resize(ranks());
+  if (const auto dtype = narrow_sums(program)) narrow_.emplace(*dtype, ranks());
   if (program.scale > 0) scaler_.emplace(program.scale, program.optimizers.size());
   check_accepted();
   for (size_t i = 0; i < program.optimizers.size(); ++i) {
     optimizers_.push_back(make_optimizer(program.optimizers[i], parameters_of_optimizer(i)));
     schedules_.push_back(make_schedule(program.optimizers[i], *optimizers_.back()));
   }
+  for (size_t i = 0; i < main_.size(); ++i) publish(i);
 }
 
 std::vector<Tensor> PlainTraining::parameters_of_optimizer(size_t index) const {
@@ -55,17 +59,20 @@ std::vector<Tensor> PlainTraining::parameters_of_optimizer(size_t index) const {
 void PlainTraining::check_accepted() const {
   const ShardPlan& plan = program_.plan;
   const auto sent = plan.precision.reduce_dtype;
-  if (narrow_ && program_.simulated) throw Refused("plan.precision.");  // one of several
+  if ((narrow_ || narrow_gathers(program_)) && program_.simulated) throw Refused("plan.precision.");  // one of several
   if (narrow_ && program_.shard_size > 0) throw Refused("can't go with replicate_group");
   if (narrow_ && plan.precision.error_feedback && plan.bucket_bytes > 0)
     throw Refused("can't go with bucket_bytes");
+  const auto has_blocks = [](at::ScalarType dtype) {
+    return dtype == at::kFloat || dtype == at::kBFloat16;
+  };
+  bool gathers = true;  // in the dtype of the plan
+  for (size_t i = 0; i < main_.size(); ++i)
+    if (narrow_gathers(program_) && is_trained_[i]) gathers &= has_blocks(used_dtype(made_[i]));
   for (size_t i = 0; i < main_.size(); ++i) {
     const at::ScalarType used = used_dtype(made_[i]), main = main_dtype(i);
     const auto is_narrow = [](at::ScalarType dtype) {
       return dtype == at::kBFloat16 || dtype == at::kHalf;
-    };
-    const auto has_blocks = [](at::ScalarType dtype) {
-      return dtype == at::kFloat || dtype == at::kBFloat16;
     };
     if (narrow_ && !(has_blocks(used) && has_blocks(main)))
       throw Refused("is for elements of float and bfloat16");
@@ -73,8 +80,9 @@ void PlainTraining::check_accepted() const {
     if (!params_[0][i].requires_grad() && !sent) continue;
     if (from != main && !(is_narrow(from) && main == at::kFloat) &&
         !(from == at::kFloat && is_narrow(main)))
-      throw Refused("can't sum tensors of dtype");
+      throw Refused(gathers ? "can't sum tensors of dtype" : "[fully_shard]");  // one of two
   }
+  if (!gathers) throw Refused("is for elements of float and bfloat16");
   for (const Optimizer& optimizer : program_.optimizers) {
     if (optimizer.kind == "LBFGS") throw Refused("must be elementwise; got LBFGS");
     if (optimizer.kind == "Lion" && !optimizer.declared && plan.partition != Partition::kWholeParam)
@@ -94,7 +102,7 @@ at::ScalarType PlainTraining::main_dtype(size_t param) const {
 
 // The loss of a rank's batch.
 Tensor PlainTraining::run(int rank, const Op& op) {
-  auto [x, y] = batch_of(program_, op.value, rank);
+  auto [x, y] = batch_of(program_, op.value, first_ + rank);
   const auto& precision = program_.plan.precision;
   if (op.how & kByHandle && precision.param_dtype && precision.cast_inputs)
     x = x.to(*precision.param_dtype);
@@ -156,7 +164,7 @@ Tensor PlainTraining::sum(size_t param, int first, int count, bool is_live) cons
   // Messages of devices have sums in their own dtype.
   if (program_.simulated) total = total.to(sent).to(total.scalar_type());
   const ShardPlan& plan = program_.plan;
-  const double factor = plan.predivide / (plan.average ? program_.ranks : 1);
+  const double factor = plan.predivide / (plan.average ? ranks() : 1);
   if (factor != 1) total = total.mul(factor);
   if (is_live) total = main_[param].grad().to(total.scalar_type()).add(total);
   return total.to(main_[param].scalar_type());
@@ -164,15 +172,15 @@ Tensor PlainTraining::sum(size_t param, int first, int count, bool is_live) cons
 
 void PlainTraining::sum_ranks(size_t param) {
   Tensor& grad = main_[param].mutable_grad();
-  const int group = program_.shard_size;
+  const int group = program_.plan.outer ? ranks() : program_.shard_size;
   const bool is_live = grad.defined();
-  if (group == 0 || group == program_.ranks) {
-    grad = sum(param, 0, program_.ranks, is_live);
+  if (group == 0 || group == ranks()) {
+    grad = sum(param, 0, ranks(), is_live);
     return;
   }
   const auto wide = at::promoteTypes(main_[param].scalar_type(), at::kFloat);
   Tensor total;
-  for (int first = 0; first < program_.ranks; first += group) {
+  for (int first = 0; first < ranks(); first += group) {
     const Tensor part = sum(param, first, group, false).to(wide);
     total = total.defined() ? total.add(part) : part;
   }
@@ -206,15 +214,15 @@ void PlainTraining::take_narrow_sums(const std::vector<size_t>& params) {
     if (used_dtype(made_[i]) == at::kBFloat16) sent = at::kBFloat16;
     if (main_dtype(i) == at::kBFloat16) kept = at::kBFloat16;
   }
-  for (int rank = 0; rank < program_.ranks; ++rank) {
+  for (int rank = 0; rank < ranks(); ++rank) {
     double most = 0;
     for (const Tensor& grad : waiting_[rank]) most = std::max(most, largest(grad));
     off += narrow_->add(rank, most, sent);
   }
-  off *= plan.predivide / (plan.average ? program_.ranks : 1);
+  off *= plan.predivide / (plan.average ? ranks() : 1);
   for (const size_t i : params) most_sum = std::max(most_sum, largest(main_[i].grad()) + off);
-  if (plan.level == ShardLevel::kNone) off += narrow_->add(program_.ranks, most_sum, kept);
-  off += 4 * program_.ranks * 0x1p-24 * most_sum;           // of sums of rounded numbers, in float
+  if (plan.level == ShardLevel::kNone) off += narrow_->add(ranks(), most_sum, kept);
+  off += 4 * ranks() * 0x1p-24 * most_sum;           // of sums of rounded numbers, in float
   if (kept == at::kBFloat16) off += 2 * 0x1p-8 * most_sum;  // both runs round them
   for (size_t i = 0; i < main_.size(); ++i) {
     if (!main_[i].grad().defined()) continue;
@@ -276,15 +284,53 @@ void PlainTraining::clip(const Op& op) {
   }
 }
 
+// In which a parameter is sent when it was updated: all use the values that have come.
+at::ScalarType PlainTraining::gathered_dtype(size_t param) const {
+  const auto dtype = program_.plan.precision.gather_dtype;
+  const at::ScalarType used = used_dtype(made_[param]);
+  const bool is_narrower = dtype && c10::elementSize(*dtype) < c10::elementSize(used);
+  return is_narrower && is_trained_[param] && c10::elementSize(*dtype) > 1 ? *dtype : used;
+}
+
 void PlainTraining::publish(size_t param) {
-  for (auto& replica : params_) write(replica[param], main_[param]);
+  const Tensor sent = main_[param].detach().to(gathered_dtype(param));
+  for (auto& replica : params_) write(replica[param], sent);
+}
+
+// Messages of 8 bits, which have scales that depend on the shards: what the ranks have is taken
+// over.
+void PlainTraining::see_used() {
+  double most = 0;
+  for (size_t i = 0; i < main_.size(); ++i)
+    if (is_trained_[i] && main_[i].numel() > 0)
+      most = std::max(most, main_[i].detach().abs().max().item<double>());
+  std::map<std::string, Tensor> bounds;
+  for (size_t i = 0; i < main_.size(); ++i) {
+    if (!is_trained_[i]) continue;
+    NarrowSums sent(*narrow_gathers(program_), 1);
+    bounds[names_[i]] =
+        torch::full_like(main_[i], sent.add(0, most, used_dtype(made_[i])), torch::kDouble);
+  }
+  for (const auto& [name, value] : compare_used(bounds))
+    for (int rank = 0; rank < ranks(); ++rank)
+      for (size_t i = 0; i < main_.size(); ++i)
+        if (names_[i] == name) write(params_[rank][i], value);
 }
 
 void train_plain(const Program& program, const std::vector<Trace>& ranks, int limit, int& at) {
   at = -1;
-  PlainTraining training(program, ranks);
-  training.set_position(at);
-  train(program, training, limit, at);
+  const size_t size = program.plan.outer ? program.shard_size : program.ranks;
+  std::vector<std::unique_ptr<PlainTraining>> replicas;
+  std::vector<Training*> trainings;
+  for (size_t first = 0; first < ranks.size(); first += size) {
+    const auto own = std::span(ranks).subspan(first, size);
+    replicas.push_back(std::make_unique<PlainTraining>(program, own, static_cast<int>(first)));
+    replicas.back()->set_position(at);
+    trainings.push_back(replicas.back().get());
+  }
+  train(program, trainings, limit, at, [&](const Op& op) {
+    if (program.plan.outer && op.kind == OpKind::kStep) PlainTraining::step_outer(replicas, op);
+  });
 }
 
 }  // namespace tessera::differential

@@ -77,6 +77,7 @@ struct Program {
   bool own_start = false;    ///< each rank begins with other values; rank 0's are taken
   bool own_units = false;    ///< units of every second parameter (`ShardPlan::units`)
   bool owners = false;       ///< owners of some parameters are given (`ShardPlan::owners`)
+  bool whole = false;        ///< every third parameter stays whole (`ShardPlan::whole`)
   std::vector<int> ends;     ///< operations of each rank under join(); empty: all, without it
   at::ScalarType dtype = at::kFloat;
   ShardPlan plan;
@@ -94,6 +95,9 @@ int length_of(const Program& program);
 
 /// The dtype in which gradients are sent, if it has 8 bits.
 std::optional<at::ScalarType> narrow_sums(const Program& program);
+
+/// The same of parameters.
+std::optional<at::ScalarType> narrow_gathers(const Program& program);
 
 /// The program in a few lines of readable text.
 std::string describe(const Program& program);

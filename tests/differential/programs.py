@@ -215,6 +215,8 @@ class Value:
         data = None
         if tessera.is_dist(whole):
             whole = tessera.full_tensor(whole) if _is_known(whole) else None
+            if not _is_known(tensor) and tessera.to_local(tensor.detach()).numel():
+                raise AssertionError("a rank outside of the mesh has a part")
         if seen and whole is not None:
             if whole._is_zerotensor():  # without memory
                 whole = torch.zeros(whole.shape, dtype=whole.dtype)

@@ -127,6 +127,9 @@ class ShardedTraining : public Training {
     sharded_->reduce();
     see_sums();
   }
+  void see_used() override {
+    for (const NamedTensor& item : sharded_->full_state()) see(item.name, item.tensor);
+  }
   void finish() override {
     trace_.state = std::ssize(trace_.items);
     see_state();
@@ -141,10 +144,10 @@ class ShardedTraining : public Training {
     see_state();
   }
   void train_all(int& at) {
-    if (program_.ends.empty()) return train(program_, *this, length_of(program_), at);
+    if (program_.ends.empty()) return train(program_, {this}, length_of(program_), at);
     std::vector<ShardedOptimizer*> joined;
     for (ShardedOptimizer& optimizer : optimizers_) joined.push_back(&optimizer);
-    join(*sharded_, joined, [&] { train(program_, *this, program_.ends[rank_] - 1, at); });
+    join(*sharded_, joined, [&] { train(program_, {this}, program_.ends[rank_] - 1, at); });
     at = length_of(program_);
     finish();
   }
@@ -164,7 +167,9 @@ class ShardedTraining : public Training {
       if (program_.own_units && i % 2 == 1) unit.push_back(items[i].name);
       if (program_.owners && i % 3 == 0)
         plan.owners[items[i].name] = static_cast<int>(7 * i) % plan.process_group->size();
+      if (program_.whole && i % 3 == 1) plan.whole.push_back(items[i].name);
     }
+    if (plan.offload == Offload::kDirectory) plan.offload_directory = directory_of(program_);
     if (!unit.empty()) plan.units = {unit};
     return plan;
   }
@@ -188,7 +193,8 @@ class ShardedTraining : public Training {
     }
   }
   void see_state() {
-    for (const NamedTensor& item : sharded_->full_state()) see(item.name, item.tensor);
+    see_used();
+    if (program_.plan.outer) return;  // whose momentum is no part of it
     for (size_t i = 0; i < optimizers_.size(); ++i)
       for (const auto& [name, value] : items_of(i, full_state_dict(optimizers_[i], -1)))
         see(name, value);

@@ -43,6 +43,7 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(own_start, false);
   RESET(own_units, false);
   RESET(owners, false);
+  RESET(whole, false);
   RESET(uneven_rows, false);
   RESET(scale, 0.0);
   RESET(ends, std::vector<int>());
@@ -66,10 +67,15 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(plan.predivide, 1.0);
   RESET(plan.bucket_bytes, usual.bucket_bytes);
   RESET(plan.offload, Offload::kNone);
+  RESET(plan.memory_budget, std::nullopt);
+  RESET(plan.outer, std::nullopt);
+  RESET(plan.start_values, StartValues::kBroadcast);
   RESET(plan.sync_buffers, false);
   RESET(plan.precision.param_dtype, std::nullopt);
   RESET(plan.precision.master_dtype, std::nullopt);
   RESET(plan.precision.reduce_dtype, std::nullopt);
+  RESET(plan.precision.gather_dtype, std::nullopt);
+  RESET(plan.precision.cast_inputs, true);
   RESET(plan.precision.error_feedback, true);
   RESET(plan.precision.master_only, false);
   RESET(plan.precision.buffer_dtype, std::nullopt);

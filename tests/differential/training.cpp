@@ -211,71 +211,95 @@ std::optional<at::ScalarType> narrow_sums(const Program& program) {
   return dtype && c10::elementSize(*dtype) == 1 ? dtype : std::nullopt;
 }
 
+std::optional<at::ScalarType> narrow_gathers(const Program& program) {
+  const auto dtype = program.plan.precision.gather_dtype;
+  const bool are_sent = program.plan.level != ShardLevel::kNone;
+  return dtype && c10::elementSize(*dtype) == 1 && are_sent ? dtype : std::nullopt;
+}
+
 int length_of(const Program& program) {
   const auto& ends = program.ends;
   return ends.empty() ? static_cast<int>(program.ops.size())
                       : *std::max_element(ends.begin(), ends.end());
 }
 
-void train(const Program& program, Training& training, int limit, int& at) {
+static void run(Training& training, const Op& op) {
+  switch (op.kind) {
+    case OpKind::kForward:
+      training.forward(op);
+      break;
+    case OpKind::kBackward:
+      training.backward(op);
+      break;
+    case OpKind::kZeroGrad:
+      training.zero_grad(op);
+      break;
+    case OpKind::kClip:
+      training.clip(op);
+      break;
+    case OpKind::kClampGrad:
+      training.clamp_grad(op);
+      break;
+    case OpKind::kStep:
+      training.step(op);
+      break;
+    case OpKind::kSchedule:
+      training.advance_schedule(op);
+      break;
+    case OpKind::kEvaluate:
+      training.evaluate(op);
+      break;
+    case OpKind::kFullState:
+      training.rewrite_state();
+      break;
+    case OpKind::kEdit:
+      training.edit_parameter(op);
+      break;
+    case OpKind::kAverage:
+      training.average(op);
+      break;
+    case OpKind::kSave:
+      training.save(op);
+      break;
+    case OpKind::kLoad:
+      training.load();
+      break;
+    case OpKind::kThrow:
+      training.throw_in(op);
+      break;
+    case OpKind::kThaw:
+      training.thaw();
+      break;
+    case OpKind::kReduce:
+      training.reduce();
+      break;
+  }
+}
+
+// Of the parameters in use.
+static bool changes_values(OpKind kind) {
+  return kind == OpKind::kStep || kind == OpKind::kEdit || kind == OpKind::kLoad ||
+         kind == OpKind::kFullState;
+}
+
+void train(const Program& program, const std::vector<Training*>& trainings, int limit, int& at,
+           const std::function<void(const Op&)>& then) {
   const int count = length_of(program);
+  const bool sees_used = narrow_gathers(program).has_value();
+  if (sees_used)
+    for (Training* training : trainings) training->see_used();
   for (at = 0; at < count && at <= limit; ++at) {
     Op op = program.ops[at];
     const bool is_of_optimizer = op.kind == OpKind::kZeroGrad || op.kind == OpKind::kClip ||
                                  op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;
     if (is_of_optimizer) op.value %= static_cast<int>(program.optimizers.size());
-    switch (op.kind) {
-      case OpKind::kForward:
-        training.forward(op);
-        break;
-      case OpKind::kBackward:
-        training.backward(op);
-        break;
-      case OpKind::kZeroGrad:
-        training.zero_grad(op);
-        break;
-      case OpKind::kClip:
-        training.clip(op);
-        break;
-      case OpKind::kClampGrad:
-        training.clamp_grad(op);
-        break;
-      case OpKind::kStep:
-        training.step(op);
-        break;
-      case OpKind::kSchedule:
-        training.advance_schedule(op);
-        break;
-      case OpKind::kEvaluate:
-        training.evaluate(op);
-        break;
-      case OpKind::kFullState:
-        training.rewrite_state();
-        break;
-      case OpKind::kEdit:
-        training.edit_parameter(op);
-        break;
-      case OpKind::kAverage:
-        training.average(op);
-        break;
-      case OpKind::kSave:
-        training.save(op);
-        break;
-      case OpKind::kLoad:
-        training.load();
-        break;
-      case OpKind::kThrow:
-        training.throw_in(op);
-        break;
-      case OpKind::kThaw:
-        training.thaw();
-        break;
-      case OpKind::kReduce:
-        training.reduce();
-        break;
-    }
+    for (Training* training : trainings) run(*training, op);
+    then(op);
+    if (sees_used && changes_values(op.kind))
+      for (Training* training : trainings) training->see_used();
   }
-  if (limit >= count) training.finish();
+  if (limit < count) return;
+  for (Training* training : trainings) training->finish();
 }
 
 }  // namespace tessera::differential

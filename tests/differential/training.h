@@ -102,13 +102,16 @@ class Training {
   virtual void throw_in(const Op& op) = 0;
   virtual void thaw() = 0;
   virtual void reduce() = 0;
+  /// Passes on parameters and buffers as they are used.
+  virtual void see_used() = 0;
   /// Passes on the whole state: parameters, buffers, states of optimizers, master weights.
   virtual void finish() = 0;
 };
 
-/// Runs the operations of a program. `at` is set to the number of each before it is run, and to
-/// their count before `finish()`; that of `limit` is the last.
-void train(const Program& program, Training& training, int limit, int& at);
+/// Runs the operations of a program, each in all trainings, then `then`. `at` is set to the number
+/// of each before it is run, and to their count before `finish()`; that of `limit` is the last.
+void train(const Program& program, const std::vector<Training*>& trainings, int limit, int& at,
+           const std::function<void(const Op&)>& then = [](const Op&) {});
 
 /// Trains on the calling rank, a thread of `spawn()` or a process, in its default world.
 Trace train_sharded(const Program& program, const World& world);

@@ -32,6 +32,10 @@ std::vector<OperatorCase> cases() {
       // Transposed matrices are not contiguous, parts of them that other ranks sent may be.
       of("det of transposed matrices",
          [](const at::Tensor& x) { return torch::linalg_det(x.transpose(1, 2) * 1 + 1); }),
+      of("det of every second column",
+         [](const at::Tensor& x) {
+           return torch::linalg_det(torch::cat({x, x + 1}, 2).slice(2, 0, 6, 2));
+         }),
       of("slogdet of transposed matrices",
          [](const at::Tensor& x) {
            return std::get<1>(torch::linalg_slogdet(x.transpose(1, 2) * 0.2 + definite(x)));

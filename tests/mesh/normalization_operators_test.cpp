@@ -80,6 +80,19 @@ TEST(Normalizations, OfACutBatchSendTwoSumsForEachChannel) {
   });
 }
 
+// LibTorch hands the kernel one zero for all elements, where it reads a whole tensor.
+TEST(Normalizations, AGroupNormWhoseResultHasNoGradientAddsNone) {
+  run_world(2, [](World&) {
+    const auto mesh = DeviceMesh::over_world();
+    const at::Tensor x = distribute(on_test_device(torch::rand({2, 4, 3})), mesh, {Shard{0}});
+    const at::Tensor scale = distribute(on_test_device(torch::ones({4})), mesh, {}).requires_grad_();
+    const at::Tensor result = torch::group_norm(x, 2, scale, scale).sgn();
+    for (int64_t size = 1; size < 50; ++size) on_test_device(torch::full({size}, 1e30));
+    result.sum().backward();
+    EXPECT_EQ(full_tensor(scale.grad()).count_nonzero().item<int64_t>(), 0);
+  });
+}
+
 // The module's buffers are ordinary tensors, or DistTensors.
 void expect_trains_alike(bool distributes_buffers) {
   run_world(3, [=](World&) {

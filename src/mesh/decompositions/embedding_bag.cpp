@@ -1,3 +1,5 @@
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -40,7 +42,9 @@ bool by_columns(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     const bool is_cut = i == 0 || (is_maximum && i + 1 == local.size());
     std::vector<int64_t> sizes = part.sizes().vec();
     if (is_cut) sizes[1] = weight.size(1);
-    results.push_back(make_dist(part, is_cut ? columns : whole, sizes));
+    const at::Tensor own =
+        columns->mesh.is_member() ? part : at::empty({0}, weight.options().dtype(part.dtype()));
+    results.push_back(make_dist(own, is_cut ? columns : whole, sizes));
   }
   return finish(op, stack, results);
 }

@@ -113,9 +113,11 @@ Strategies group_norm_backward(const OpCall& call) {
   return ways;
 }
 
-// Passes the sizes of the local part.
+// Passes the sizes of the local part, and a gradient that is contiguous: the kernel reads its memory
+// as such, and LibTorch itself calls it with one zero for all elements (of `sgn()`, say).
 void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
                       torch::jit::Stack& stack) {
+  stack[0] = stack[0].toTensor().contiguous();
   const auto argument = [&](std::string_view name) -> c10::IValue& {
     return stack[*op.schema().argumentIndexWithName(std::string(name))];
   };
