@@ -197,7 +197,7 @@ std::optional<Values> cut(const ParamSlot& slot, const Segment& segment, const V
       // The optimizer keeps its state in the dtype that it updates.
       part = own.scalar_type() == slot.dtype ? own.to(slot.master_dtype) : own;
     }
-    part = move_to(part, segment.tensor.device());
+    part = move_to(part, segment.tensor);
   }
   return parts;
 }

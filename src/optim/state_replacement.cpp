@@ -150,20 +150,22 @@ void replace_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict&
   const std::vector<int64_t> numbers = match_params(optimizer, state_dict, function);
   PreviousState previous(optimizer, function);
   const auto convert = [&](int64_t number, OptimizerStateDict::Values values) {
-    for (auto& [name, value] : values) value = move_to(value, params[number].device());
+    for (auto& [name, value] : values) value = move_to(value, params[number]);
     return values;
   };
   set_state(optimizer, state_dict, numbers, convert, function);
   previous.drop();
 }
 
-c10::IValue move_to(const c10::IValue& value, at::Device device) {
+c10::IValue move_to(const c10::IValue& value, const at::Tensor& param) {
+  const at::Device device = param.device();
   if (value.isTensorList()) {  // LBFGS has some
     std::vector<at::Tensor> tensors = value.toTensorVector();
     for (at::Tensor& tensor : tensors) tensor = tensor.to(device);
     return tensors;
   }
-  return value.isTensor() && value.toTensor().dim() > 0 ? value.toTensor().to(device) : value;
+  const bool is_count = value.isTensor() && value.toTensor().dim() == 0 && param.dim() > 0;
+  return value.isTensor() && !is_count ? value.toTensor().to(device) : value;
 }
 
 OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer) {

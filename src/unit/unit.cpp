@@ -131,6 +131,8 @@ at::Tensor Unit::shown(int64_t begin, int64_t end) const {
 void Unit::publish() {
   if (!master_.exists()) return;
   at::NoGradGuard no_grad;
+  // Of a step before which nothing was used: it would copy the values of the last step over these.
+  if (arriving_.defined()) wait();
   const at::Tensor shard = memory_->holds_shard() ? updated_of(full()) : shard_;
   if (!shard.defined()) return;
   shard.copy_(rounded(master_.values()), /*non_blocking=*/true);

@@ -246,12 +246,13 @@ class Bounds(TorchDispatchMode):
 
     @staticmethod
     def _change(call, before, exact, at: int, step: torch.Tensor) -> list[torch.Tensor]:
-        """How much results change when an argument does by `step`, up or down."""
+        """How much results change when an argument does by `step`, up or down, or to zero."""
         changes = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
         for direction in (1, 1j) if before[at].is_complex() else (1,):
             most = [torch.zeros(out.shape, dtype=torch.double) for out in exact]
-            for sign in (1, -1):
-                moved = call(before[:at] + [before[at] + sign * direction * step] + before[at + 1:])
+            # Numbers may also become zero, which is counted apart.
+            for value in (before[at] + direction * step, before[at] - direction * step, before[at] * (before[at].abs() > step)):
+                moved = call(before[:at] + [value] + before[at + 1:])
                 for into, change in zip(most, Bounds._differences(moved, exact)):
                     torch.maximum(into, change, out=into)
             for into, its in zip(changes, most):

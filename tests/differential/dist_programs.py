@@ -21,7 +21,7 @@ from worlds import Died, World
 
 # Errors of DistTensors that are documented (docs/guide/errors.md, docs/design/dist_tensor.md) where LibTorch has none.
 REASONS = {
-    "out= has other sizes": r"`out` must be empty or have the sizes of the result",
+    "out= has other sizes": r"`out` must be empty or have the sizes of the result|an empty DistTensor can't become an ordinary tensor of sizes",
     "meshes are mixed": "must be on one mesh|must lie on one mesh",
     "a view of an expanded tensor is written": "more than one element of the written-to tensor refers to a single memory location",
     "an ordinary tensor requires a gradient": "an ordinary tensor that requires a gradient can't be used together",

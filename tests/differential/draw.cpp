@@ -216,6 +216,9 @@ void draw_worlds(Random& random, Program& program) {
                       std::ranges::none_of(program.optimizers, [](const Optimizer& own) {
                         return own.fused || own.kind == "CPUAdam";
                       });
+  // Its parameters are sent over the arena, too, and must stay whole under join().
+  if (program.plan.level == ShardLevel::kParameters && !program.ends.empty())
+    program.simulated = false;
   program.processes = random.once_in(16) && !program.simulated;
   if (random.once_in(6)) program.reload_ranks = random.between(1, 4);
   program.reload_level = static_cast<ShardLevel>(random.between(0, 3));
@@ -225,7 +228,8 @@ void draw_worlds(Random& random, Program& program) {
 void draw_more(Random& random, Program& program) {
   ShardPlan& plan = program.plan;
   const auto has = [&](auto... kinds) {
-    return std::ranges::any_of(program.ops, [&](const Op& op) { return (... || (op.kind == kinds)); });
+    return std::ranges::any_of(program.ops,
+                               [&](const Op& op) { return (... || (op.kind == kinds)); });
   };
   const bool is_fused = std::ranges::any_of(program.optimizers, &Optimizer::fused);
   if (random.once_in(8) && !is_fused)
@@ -241,8 +245,8 @@ void draw_more(Random& random, Program& program) {
   program.whole = random.once_in(8);
   if (random.once_in(12) && plan.resident_bytes == 0) plan.memory_budget = int64_t{1} << 30;
   if (random.once_in(12)) plan.offload = Offload::kDirectory;
-  const bool averages = random.once_in(2) && program.shard_size > 0 && program.ends.empty() && !is_fused &&
-                        !has(OpKind::kSave, OpKind::kLoad);
+  const bool averages = random.once_in(2) && program.shard_size > 0 && program.ends.empty() &&
+                        !is_fused && !has(OpKind::kSave, OpKind::kLoad);
   if (!averages) return;
   plan.outer = {.every = random.between(1, 3),
                 .learning_rate = random.one_of({1.0, 0.5}),

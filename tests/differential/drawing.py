@@ -137,7 +137,9 @@ class Draw:
         number = lambda t: t.dtype.is_floating_point or t.dtype.is_complex
         if arguments:
             sizes = [self.t(subject).shape[-1] if s == "n" else int(s) for s in arguments.split(",")]
-            return self.pick(lambda t: list(t.shape) == sizes and t.dtype == kind, lambda: self.leaf(sizes, dtype), 0.4)
+            dense = self.now_batch_norm  # whose backward in LibTorch reads memory, whatever the strides of its weight are
+            return self.pick(lambda t: list(t.shape) == sizes and t.dtype == kind and (t.is_contiguous() or not dense),
+                             lambda: self.leaf(sizes, dtype), 0.4)
         least = {"m": 1, "M": 2}.get(key, 0)
         accept = kinds.get(key, number)
         real = key in "mM" and self.now_real
@@ -187,6 +189,7 @@ class Draw:
         subject = None
         self.dim = 0
         self.written = []
+        self.now_batch_norm = "batch_norm" in template
         self.now_real = not any(name in template for name in
                                 ("sum", "mean", "norm(", "prod", "cum", "@", "einsum", "F.linear", "[", ".t()", "flip", "roll",
                                  "cat", "stack", "index", "scatter", "gather", "view", "fft", "permute", "split", "chunk")) \
@@ -224,6 +227,8 @@ class Draw:
     def writes_unknown(self, line: Line) -> bool:
         """True if ranks outside of the mesh, which do not know the values of DistTensors, would write these to an ordinary one."""
         out = re.search(r"out=(v\d+)", line.text)
+        if out and "sum" in line.text and line.text.count(out[1]) > 1:
+            return True  # nor does LibTorch, which makes it smaller before it refuses the call
         if out and any(torch._C._is_alias_of(self.t(out[1]), self.t(name)) for name in line.uses() - {out[1]}):
             return True  # nor does LibTorch, which reads what it has written
         ordinary = any(self.home[name] == "" for name in self.written)

@@ -74,7 +74,9 @@ bool may_disagree(const Program& program, int at) {
 
 bool tells_disagreement(const std::string& error) {
   return error.find("ranks wait for each other") != std::string::npos ||
-         error.find("issued another collective at position") != std::string::npos;
+         error.find("issued another collective at position") != std::string::npos ||
+         error.find("which is the timeout") != std::string::npos ||
+         error.find("did not come in time") != std::string::npos;  // on the simulated accelerator
 }
 
 }  // namespace
@@ -91,7 +93,7 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   try {
     train_plain(program, ranks, limit, at);
   } catch (const Difference& difference) {
-    return {Verdict::kFinding, difference.what()};
+    return {Verdict::kFinding, c10::str("operation ", at, ": ", difference.what())};
   } catch (const Refused& refused) {
     documented = refused.what();
   } catch (const std::exception& error) {

@@ -126,8 +126,9 @@ void PlainTraining::step_outer(std::span<const std::unique_ptr<PlainTraining>> r
     }
   }
   for (const auto& replica : replicas)
-    std::erase_if(replica->starts_,
-                  [&](const auto& item) { return item.first.first == static_cast<size_t>(op.value); });
+    std::erase_if(replica->starts_, [&](const auto& item) {
+      return item.first.first == static_cast<size_t>(op.value);
+    });
 }
 
 void PlainTraining::evaluate(const Op& op) {
@@ -147,7 +148,7 @@ void PlainTraining::edit_parameter(const Op& op) {
   for (auto& replica : params_) edit(replica[i], op.how);
   const Tensor after = params_[0][i].detach();
   write(main_[i], torch::where(before.eq(after), main_[i], after.to(main_[i].scalar_type())));
-  publish(i);
+  write_used(i, main_[i].detach().to(gathered_dtype(i)));
 }
 
 void PlainTraining::average(const Op& op) {

@@ -59,7 +59,8 @@ std::vector<Tensor> PlainTraining::parameters_of_optimizer(size_t index) const {
 void PlainTraining::check_accepted() const {
   const ShardPlan& plan = program_.plan;
   const auto sent = plan.precision.reduce_dtype;
-  if ((narrow_ || narrow_gathers(program_)) && program_.simulated) throw Refused("plan.precision.");  // one of several
+  if ((narrow_ || narrow_gathers(program_)) && program_.simulated)
+    throw Refused("[fully_shard]");  // one of several
   if (narrow_ && program_.shard_size > 0) throw Refused("can't go with replicate_group");
   if (narrow_ && plan.precision.error_feedback && plan.bucket_bytes > 0)
     throw Refused("can't go with bucket_bytes");
@@ -222,7 +223,7 @@ void PlainTraining::take_narrow_sums(const std::vector<size_t>& params) {
   off *= plan.predivide / (plan.average ? ranks() : 1);
   for (const size_t i : params) most_sum = std::max(most_sum, largest(main_[i].grad()) + off);
   if (plan.level == ShardLevel::kNone) off += narrow_->add(ranks(), most_sum, kept);
-  off += 4 * ranks() * 0x1p-24 * most_sum;           // of sums of rounded numbers, in float
+  off += 4 * ranks() * 0x1p-24 * most_sum;                  // of sums of rounded numbers, in float
   if (kept == at::kBFloat16) off += 2 * 0x1p-8 * most_sum;  // both runs round them
   for (size_t i = 0; i < main_.size(); ++i) {
     if (!main_[i].grad().defined()) continue;
@@ -307,14 +308,13 @@ void PlainTraining::see_used() {
   std::map<std::string, Tensor> bounds;
   for (size_t i = 0; i < main_.size(); ++i) {
     if (!is_trained_[i]) continue;
+    write_used(i, main_[i].detach().to(used_dtype(made_[i])));
     NarrowSums sent(*narrow_gathers(program_), 1);
     bounds[names_[i]] =
         torch::full_like(main_[i], sent.add(0, most, used_dtype(made_[i])), torch::kDouble);
   }
-  for (const auto& [name, value] : compare_used(bounds))
-    for (int rank = 0; rank < ranks(); ++rank)
-      for (size_t i = 0; i < main_.size(); ++i)
-        if (names_[i] == name) write(params_[rank][i], value);
+  const auto used = compare_used(bounds);
+  for (size_t i = 0; i < main_.size(); ++i) write_used(i, used.at(names_[i]));
 }
 
 void train_plain(const Program& program, const std::vector<Trace>& ranks, int limit, int& at) {

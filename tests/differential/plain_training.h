@@ -40,6 +40,8 @@ class PlainTraining : public Training {
       write(main_[i], params_[0][i]);
       publish(i);
     }
+    starts_.clear();  // a round ends
+    outer_steps_.clear();
   }
   void edit_parameter(const Op& op) override;
   void average(const Op& op) override;
@@ -62,6 +64,10 @@ class PlainTraining : public Training {
   static void write(const torch::Tensor& to, const torch::Tensor& from) {
     torch::NoGradGuard no_grad;
     torch::Tensor(to).copy_(from.detach());
+  }
+  // Writes to parameters as they are used, which autograd does not see.
+  void write_used(size_t param, const torch::Tensor& from) {
+    for (auto& replica : params_) write(replica[param].data(), from);
   }
   // Calls `f` with each rank that has not finished, which draws from its own random numbers.
   template <class F>
@@ -137,7 +143,7 @@ class PlainTraining : public Training {
   std::optional<PlainScaler> scaler_;
   std::optional<Saved> saved_;
   std::map<int, int> outer_steps_;  // that optimizers have made; of the first replica
-  bool is_zeroed_ = false;  // gradients, and no backward has been since
+  bool is_zeroed_ = false;          // gradients, and no backward has been since
 };
 
 }  // namespace tessera::differential

@@ -110,8 +110,9 @@ class Training {
 
 /// Runs the operations of a program, each in all trainings, then `then`. `at` is set to the number
 /// of each before it is run, and to their count before `finish()`; that of `limit` is the last.
-void train(const Program& program, const std::vector<Training*>& trainings, int limit, int& at,
-           const std::function<void(const Op&)>& then = [](const Op&) {});
+void train(
+    const Program& program, const std::vector<Training*>& trainings, int limit, int& at,
+    const std::function<void(const Op&)>& then = [](const Op&) {});
 
 /// Trains on the calling rank, a thread of `spawn()` or a process, in its default world.
 Trace train_sharded(const Program& program, const World& world);

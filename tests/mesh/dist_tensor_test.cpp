@@ -237,8 +237,10 @@ TEST(DistMemory, ATensorThatBecomesOrdinaryAgainHasMemory) {
 
 TEST(DistMemory, PartsThatAreZerosWithoutMemoryGetMemory) {
   run_world(2, [](World&) {
-    const at::Tensor zeros = at::_efficientzerotensor({2, 3}, on_test_device(at::ones(1)).options());
-    EXPECT_FALSE(to_local(from_local(zeros, DeviceMesh::over_world(), {Shard{0}}))._is_zerotensor());
+    const at::Tensor zeros =
+        at::_efficientzerotensor({2, 3}, on_test_device(at::ones(1)).options());
+    EXPECT_FALSE(
+        to_local(from_local(zeros, DeviceMesh::over_world(), {Shard{0}}))._is_zerotensor());
   });
 }
 

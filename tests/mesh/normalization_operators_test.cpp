@@ -85,7 +85,8 @@ TEST(Normalizations, AGroupNormWhoseResultHasNoGradientAddsNone) {
   run_world(2, [](World&) {
     const auto mesh = DeviceMesh::over_world();
     const at::Tensor x = distribute(on_test_device(torch::rand({2, 4, 3})), mesh, {Shard{0}});
-    const at::Tensor scale = distribute(on_test_device(torch::ones({4})), mesh, {}).requires_grad_();
+    const at::Tensor scale =
+        distribute(on_test_device(torch::ones({4})), mesh, {}).requires_grad_();
     const at::Tensor result = torch::group_norm(x, 2, scale, scale).sgn();
     for (int64_t size = 1; size < 50; ++size) on_test_device(torch::full({size}, 1e30));
     result.sum().backward();

@@ -32,6 +32,18 @@ TEST(OptimizerStateDict, OfOneOptimizerLetsAnotherTrainOnToTheSameBits) {
   }
 }
 
+TEST(OptimizerStateDict, OfANumberIsOnItsDevice) {
+  const at::Tensor number = on_test_device(torch::ones({})).requires_grad_();
+  torch::optim::Adagrad first({number}), second({number});
+  for (auto* optimizer : {&first, &second}) {
+    number.mutable_grad() = torch::ones_like(number);
+    optimizer->step();
+    if (optimizer == &first) load_state_dict(second, state_dict_of(first));
+  }
+  const auto sum = state_dict_of(second).state.at(0).at("sum").toTensor();
+  EXPECT_EQ(sum.item<float>(), 2);
+}
+
 TEST(OptimizerStateDict, HasTheWordsOfLibTorch) {
   Plain plain(make_groups);
   train(*plain.net, *plain.optimizer, 1, 0, 2);

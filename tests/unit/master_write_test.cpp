@@ -69,6 +69,22 @@ void for_each_plan(const std::function<void(World&, const std::string&, const Sh
   }
 }
 
+// The gather that follows a step, which nothing has waited for, must not undo the next one.
+TEST(MasterWrites, StepsThatFollowEachOtherAreAllSeen) {
+  for_each_plan([](World&, const std::string& name, const ShardPlan& plan) {
+    const auto model = std::make_shared<Scaled>();
+    if (name == "master_dtype") model->to(torch::kBFloat16);
+    torch::optim::SGD first({model->weight}, 0.25), second({model->logit_scale}, 0.25);
+    auto sharded = fully_shard(std::shared_ptr<torch::nn::Module>(model), plan);
+    ShardedOptimizer steps_first(sharded, first), steps_second(sharded, second);
+    (model->loss() + model->logit_scale.sum()).backward();
+    steps_second.step();
+    steps_first.step();
+    EXPECT_EQ(model->weight.sum().item<float>(), 11 * 0.75);
+    EXPECT_EQ(model->logit_scale.sum().item<float>(), 1.75);
+  });
+}
+
 TEST(MasterWrites, AWriteToOneParameterLeavesTheMastersOfOthers) {
   for_each_plan([](World& world, const std::string& name, const ShardPlan& plan) {
     const auto state =

@@ -113,8 +113,8 @@ Strategies group_norm_backward(const OpCall& call) {
   return ways;
 }
 
-// Passes the sizes of the local part, and a gradient that is contiguous: the kernel reads its memory
-// as such, and LibTorch itself calls it with one zero for all elements (of `sgn()`, say).
+// Passes the sizes of the local part, and a gradient that is contiguous: the kernel reads its
+// memory as such, and LibTorch itself calls it with one zero for all elements (of `sgn()`, say).
 void local_group_norm(const c10::OperatorHandle& op, const std::vector<LocalPart>&,
                       torch::jit::Stack& stack) {
   stack[0] = stack[0].toTensor().contiguous();
