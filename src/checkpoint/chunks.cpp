@@ -45,7 +45,7 @@ void ChunkCollector::add_model(const ModelView& view) {
 
 void ChunkCollector::add_masters(const ModelView& view) {
   for (const ParamView& param : view.params) {
-    if (param.dtype != param.master_dtype)
+    if (param.dtype != param.master_dtype || param.is_rounded)
       add_part(record_of(param, "master"), param, param.values);
   }
 }

@@ -51,7 +51,7 @@ class ChunkCollector {
 
   /// Adds parameters and buffers.
   void add_model(const ModelView& view);
-  /// Adds the master weights of parameters whose master dtype differs from the dtype in use.
+  /// Adds the master weights of parameters that are used in another dtype, or rounded.
   void add_masters(const ModelView& view);
   /// Adds the state, options and param groups of `view.optimizer`.
   void add_optimizer(const ModelView& view);

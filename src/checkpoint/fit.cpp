@@ -246,8 +246,8 @@ const TensorRecord* TensorTable::source_of(const ParamView& param) const {
     if (!in_use) in_use = find("param", name);
     if (!master) master = find("master", name);
   }
-  return in_use && master && in_use->dtype != safetensors_dtype(param.master_dtype) ? master
-                                                                                    : in_use;
+  const std::string wanted = safetensors_dtype(param.master_dtype);
+  return in_use && master && (in_use->dtype != wanted || master->dtype == wanted) ? master : in_use;
 }
 
 const std::vector<const TensorRecord*>& TensorTable::states_of(const TensorRecord& param) const {

@@ -20,8 +20,8 @@ class TensorTable {
   /// Returns a tensor of this kind by any of its names; or else one that was saved by that name
   /// alone; or else, for the kind `param`, a buffer. Null if there is none.
   const TensorRecord* find(const std::string& kind, const std::string& name) const;
-  /// Returns the tensor to read a parameter from: its master weights, unless the weights in use
-  /// have the wanted dtype. Null if there is none.
+  /// Returns the tensor to read a parameter from: its master weights, unless only the weights in
+  /// use have the wanted dtype. Null if there is none.
   const TensorRecord* source_of(const ParamView& param) const;
   /// Returns the optimizer's tensors for a parameter.
   const std::vector<const TensorRecord*>& states_of(const TensorRecord& param) const;

@@ -95,6 +95,7 @@ std::pair<int64_t, int64_t> part_of(const ParamSlot& slot, int64_t from, int64_t
 ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
   ParamView param = view_without_part(slot);
   param.master_dtype = slot.master_dtype;
+  param.is_rounded = unit.layout().rounds();
   if (slot.dist) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         slot.strides == row_major(slot.sizes), "[checkpoint] '", slot.name(),

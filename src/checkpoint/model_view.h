@@ -59,6 +59,7 @@ struct ParamView {
   std::optional<Box> box = std::nullopt;
   at::ScalarType dtype = at::kFloat;         ///< in use
   at::ScalarType master_dtype = at::kFloat;  ///< of `values`
+  bool is_rounded = false;                   ///< those in use are `values`, rounded
   int64_t begin = 0, end = 0;                ///< elements that this process has
   at::Tensor
       values;  ///< those elements, as the optimizer updates them; undefined if there are none

@@ -62,6 +62,21 @@ TEST_P(MasterCheckpoint, LoadsWithTheBitsOfTheMastersOrRoundedOnce) {
   }
 }
 
+// Parameters in use have the dtype of the masters, and other values.
+TEST_P(MasterCheckpoint, OfRoundedGathersHasTheBitsOfTheMasters) {
+  const auto [ranks, whole] = GetParam();
+  const ScratchDirectory directory;
+  for (const auto dtype : {at::kBFloat16, at::kChar}) {
+    run_world(ranks, [&, whole = whole](World&) {
+      const auto saved = fully_shard(make_net(1), {.precision = {.gather_dtype = dtype}});
+      save_checkpoint(directory / "saved", saved, nullptr, {.whole_parameters = whole});
+    });
+    const auto net = make_net(2);
+    load_checkpoint(directory / "saved", *net, nullptr);
+    expect_same_state(plain_state(*net), plain_state(*make_net(1)), 0, "plain float");
+  }
+}
+
 TEST(MasterCheckpoint, AScalerThatWasNotSavedIsMissed) {
   const ScratchDirectory directory;
   run_world(2, [&](World&) {

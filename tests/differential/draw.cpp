@@ -219,6 +219,11 @@ void draw_worlds(Random& random, Program& program) {
   // Its parameters are sent over the arena, too, and must stay whole under join().
   if (program.plan.level == ShardLevel::kParameters && !program.ends.empty())
     program.simulated = false;
+  // There, ranks that have come to wait for each other wait for one collective after another.
+  const auto is_partial = [](const Layer& layer) { return layer.ranks != 15; };
+  const auto throws = [](const Op& op) { return op.kind == OpKind::kThrow; };
+  if (std::ranges::any_of(program.layers, is_partial) && std::ranges::any_of(program.ops, throws))
+    program.simulated = false;
   program.processes = random.once_in(16) && !program.simulated;
   if (random.once_in(6)) program.reload_ranks = random.between(1, 4);
   program.reload_level = static_cast<ShardLevel>(random.between(0, 3));
