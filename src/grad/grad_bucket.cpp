@@ -142,7 +142,9 @@ void launch_together(const std::vector<UnitGradients*>& units, std::string_view 
   at::Tensor out = apart ? at::Tensor() : earlier_buffer(units, numel);
   if (!out.defined()) {
     const auto options = at::TensorOptions().dtype(layout.master_dtype).device(layout.device);
-    out = has_earlier ? at::zeros({numel}, options) : at::empty({numel}, options);
+    // Padding, which nothing writes to, may share a block of 8 bits with gradients.
+    const bool has_blocks = layout.reduce_encoding != Encoding::kPlain;
+    out = has_earlier || has_blocks ? at::zeros({numel}, options) : at::empty({numel}, options);
   }
   std::vector<std::vector<Piece>> given;
   int64_t begin = 0;

@@ -55,6 +55,18 @@ std::vector<Tensor> PlainTraining::parameters_of_optimizer(size_t index) const {
   return own;
 }
 
+// Those of frozen parameters are asked for when they are trained.
+bool PlainTraining::can_sum(size_t param) const {
+  const auto is_narrow = [](at::ScalarType dtype) {
+    return dtype == at::kBFloat16 || dtype == at::kHalf;
+  };
+  const auto sent = program_.plan.precision.reduce_dtype;
+  const at::ScalarType main = main_dtype(param);
+  const at::ScalarType from = narrow_ ? main : sent.value_or(used_dtype(made_[param]));
+  return from == main || (is_narrow(from) && main == at::kFloat) ||
+         (from == at::kFloat && is_narrow(main));
+}
+
 // See docs/guide/errors.md.
 void PlainTraining::check_accepted() const {
   const ShardPlan& plan = program_.plan;
@@ -71,16 +83,10 @@ void PlainTraining::check_accepted() const {
   for (size_t i = 0; i < main_.size(); ++i)
     if (narrow_gathers(program_) && is_trained_[i]) gathers &= has_blocks(used_dtype(made_[i]));
   for (size_t i = 0; i < main_.size(); ++i) {
-    const at::ScalarType used = used_dtype(made_[i]), main = main_dtype(i);
-    const auto is_narrow = [](at::ScalarType dtype) {
-      return dtype == at::kBFloat16 || dtype == at::kHalf;
-    };
-    if (narrow_ && !(has_blocks(used) && has_blocks(main)))
+    if (narrow_ && !(has_blocks(used_dtype(made_[i])) && has_blocks(main_dtype(i))))
       throw Refused("is for elements of float and bfloat16");
-    const at::ScalarType from = narrow_ ? main : sent.value_or(used);
     if (!params_[0][i].requires_grad() && !sent) continue;
-    if (from != main && !(is_narrow(from) && main == at::kFloat) &&
-        !(from == at::kFloat && is_narrow(main)))
+    if (!can_sum(i))
       throw Refused(gathers ? "can't sum tensors of dtype" : "[fully_shard]");  // one of two
   }
   if (!gathers) throw Refused("is for elements of float and bfloat16");
@@ -196,7 +202,10 @@ void PlainTraining::reduce() {
     if (std::any_of(waiting_.begin(), waiting_.end(), [&](auto& own) { return own[i].defined(); }))
       used.push_back(i);
   }
-  for (const size_t i : used) sum_ranks(i);
+  for (const size_t i : used) {
+    if (!can_sum(i)) throw Refused("can't sum tensors of dtype");
+    sum_ranks(i);
+  }
   if (!used.empty()) is_zeroed_ = false;
   if (narrow_) take_narrow_sums(used);
   for (auto& own : waiting_)

@@ -92,6 +92,7 @@ class PlainTraining : public Training {
   torch::Tensor sum(size_t param, int first, int count, bool is_live) const;
   void sum_ranks(size_t param);
   void take_narrow_sums(const std::vector<size_t>& params);
+  bool can_sum(size_t param) const;
   void check_accepted() const;
   std::vector<torch::Tensor> parameters_of_optimizer(size_t index) const;
   bool has_gradient() const;

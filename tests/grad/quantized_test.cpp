@@ -1,6 +1,7 @@
 // Training whose messages have 8 bits an element.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <tessera/process_group_decorators.h>
 
 #include "group/encoding.h"
@@ -173,6 +174,27 @@ TEST(Quantized, NoGradientIsRoundedWhereNothingIsSent) {
       }
     });
   }
+}
+
+// What lies in memory between parameters must not set the scale of their block.
+TEST(Quantized, PaddingOfABucketIsZero) {
+  TESSERA_ON_HOST_ONLY("a device's backend sends no encoded messages");
+  ::mallopt(M_PERTURB, 0x8f);  // memory begins as numbers of 3e29
+  run_world(
+      2,
+      [](World&) {
+        const auto net = seeded(5, [] { return std::make_shared<Mlp>(3, 2, 5); });
+        auto sharded =
+            fully_shard(net, {.level = ShardLevel::kNone,
+                              .unit_bytes = 0,
+                              .bucket_bytes = 1 << 20,
+                              .precision = {.reduce_dtype = at::kChar, .error_feedback = false}});
+        net->forward(torch::ones({2, 3})).sum().backward();
+        for (const at::Tensor& param : net->parameters())
+          EXPECT_GT(sharded.full_grad(param).abs().max().item<float>(), 0);
+      },
+      std::chrono::seconds(30), Transport::kGloo);
+  ::mallopt(M_PERTURB, 0);
 }
 
 // One element of each block has a gradient of 1, the others, on rank 0 alone, one that is less than
