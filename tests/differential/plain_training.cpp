@@ -308,12 +308,12 @@ void PlainTraining::publish(size_t param) {
 }
 
 // Messages of 8 bits, which have scales that depend on the shards: what the ranks have is taken
-// over.
+// over. Of a block with an infinity, nothing is left.
 void PlainTraining::see_used() {
   double most = 0;
   for (size_t i = 0; i < main_.size(); ++i)
     if (is_trained_[i] && main_[i].numel() > 0)
-      most = std::max(most, main_[i].detach().abs().max().item<double>());
+      most = std::max(most, main_[i].detach().abs().nan_to_num(INFINITY).max().item<double>());
   std::map<std::string, Tensor> bounds;
   for (size_t i = 0; i < main_.size(); ++i) {
     if (!is_trained_[i]) continue;
