@@ -224,13 +224,19 @@ class Draw:
         self.pending = []
         return False
 
+    def is_undefined(self, text: str) -> bool:
+        """True for a statement of which LibTorch's own result depends on chance."""
+        out = re.search(r"out=(v\d+)", text)
+        if out and "sum" in text and text.count(out[1]) > 1:
+            return True  # `out` is made smaller before the call is refused
+        if out and any(torch._C._is_alias_of(self.t(out[1]), self.t(name)) for name in Line(text).uses() - {out[1]}):
+            return True  # what was written is read
+        # The gradients of sgn() have no memory, and a group norm's backward reads it.
+        program = " ".join(line.text for line in self.lines) + text
+        return "sgn" in program and "group_norm" in program
+
     def writes_unknown(self, line: Line) -> bool:
         """True if ranks outside of the mesh, which do not know the values of DistTensors, would write these to an ordinary one."""
-        out = re.search(r"out=(v\d+)", line.text)
-        if out and "sum" in line.text and line.text.count(out[1]) > 1:
-            return True  # nor does LibTorch, which makes it smaller before it refuses the call
-        if out and any(torch._C._is_alias_of(self.t(out[1]), self.t(name)) for name in line.uses() - {out[1]}):
-            return True  # nor does LibTorch, which reads what it has written
         ordinary = any(self.home[name] == "" for name in self.written)
         mixed = ordinary and any(self.home[name] == self.mesh for name in line.uses())
         return mixed and self.everyone and math.prod(self.shapes[self.mesh]) < WORLD
@@ -266,8 +272,7 @@ class Draw:
         if self.everyone and not self.covered and ops.needs_numbers(template):
             return None  # ranks without a part can't have a number, nor sizes that depend on one
         text = self.fill(template)
-        # LibTorch computes wrong gradients of a group norm from those of sgn(), which have no memory.
-        if {"sgn", "group_norm"} <= set(re.findall(r"sgn|group_norm", " ".join(line.text for line in self.lines) + text)):
+        if self.is_undefined(text):
             return self.drop()
         if family == "random":
             text = f"(torch.manual_seed({self.rng.randrange(99)}), {text})[1]"

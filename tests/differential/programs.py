@@ -214,9 +214,10 @@ class Value:
         whole = tensor.detach()
         data = None
         if tessera.is_dist(whole):
-            whole = tessera.full_tensor(whole) if _is_known(whole) else None
-            if not _is_known(tensor) and tessera.to_local(tensor.detach()).numel():
+            known = _is_known(whole)
+            if not known and tessera.to_local(tensor).numel():  # detach() makes it anew
                 raise AssertionError("a rank outside of the mesh has a part")
+            whole = tessera.full_tensor(whole) if known else None
         if seen and whole is not None:
             if whole._is_zerotensor():  # without memory
                 whole = torch.zeros(whole.shape, dtype=whole.dtype)
