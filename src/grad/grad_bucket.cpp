@@ -2,8 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -141,10 +139,8 @@ void launch_together(const std::vector<UnitGradients*>& units, std::string_view 
   const bool apart = has_earlier && mesh.replicates();
   at::Tensor out = apart ? at::Tensor() : earlier_buffer(units, numel);
   if (!out.defined()) {
-    const auto options = at::TensorOptions().dtype(layout.master_dtype).device(layout.device);
-    // Padding, which nothing writes to, may share a block of 8 bits with gradients.
-    const bool has_blocks = layout.reduce_encoding != Encoding::kPlain;
-    out = has_earlier || has_blocks ? at::zeros({numel}, options) : at::empty({numel}, options);
+    out = memory_for_sums(layout, numel);
+    if (has_earlier) out.zero_();
   }
   std::vector<std::vector<Piece>> given;
   int64_t begin = 0;

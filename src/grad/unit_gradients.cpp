@@ -98,6 +98,12 @@ void Reduction::wait() {
   first_.reset();
 }
 
+at::Tensor memory_for_sums(const UnitLayout& layout, int64_t numel) {
+  const at::Tensor sums = at::empty({numel}, layout.options().dtype(layout.master_dtype));
+  const bool are_sent = layout.level == ShardLevel::kNone;
+  return are_sent && layout.reduce_encoding != Encoding::kPlain ? sums.zero_() : sums;
+}
+
 UnitGradients::UnitGradients(Unit& unit, OnGradient take, double scale, double predivide)
     : take(std::move(take)),
       unit_(unit),
@@ -210,12 +216,7 @@ bool UnitGradients::prepare_reduced() {
   if (!any_live()) {
     const int64_t numel = unit_.updated_end() - unit_.updated_begin();
     // From the heap, whose memory activations use while there are no gradients.
-    if (!reduced_.defined()) {
-      reduced_ = at::empty({numel}, layout.options().dtype(layout.master_dtype));
-      // The padding, which nothing writes to, may share a block with gradients.
-      if (layout.level == ShardLevel::kNone && layout.reduce_encoding != Encoding::kPlain)
-        reduced_.zero_();
-    }
+    if (!reduced_.defined()) reduced_ = memory_for_sums(layout, numel);
     return false;
   }
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {

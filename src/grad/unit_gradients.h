@@ -40,6 +40,10 @@ class Reduction {
   WorkPtr first_;  // over the shard dim, if `work_` is over the replicate dim, on a device
 };
 
+/// Returns memory for `numel` reduced gradients. Its values are undefined, but zeros where the sums
+/// are sent in blocks, which padding, that nothing writes to, may share with gradients.
+at::Tensor memory_for_sums(const UnitLayout& layout, int64_t numel);
+
 /// The gradients of one unit, from autograd's tensors to the reduced part that this rank keeps.
 ///
 /// See [Note: The way of a gradient] in unit_gradients.cpp.

@@ -58,7 +58,8 @@ void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& sta
 void replace_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,
                    const char* function);
 
-/// Returns `value` on the device of `param`, whose state it is; a count of steps stays on the CPU.
+/// Returns `value` on the device of `param`, whose state it is. A number of a parameter that has
+/// dims, as a count of steps, stays on the CPU.
 c10::IValue move_to(const c10::IValue& value, const at::Tensor& param);
 
 }  // namespace tessera

@@ -20,6 +20,12 @@ Tensor same_elements(const Tensor& a, const Tensor& b) {
   return a.eq(b).logical_or(a.isnan().logical_and(b.isnan()));
 }
 
+// Undefined where there is none: then values must be equal.
+Tensor bound_of(const std::map<std::string, Tensor>& bounds, const std::string& name) {
+  const auto it = bounds.find(name);
+  return it == bounds.end() ? Tensor() : it->second;
+}
+
 }  // namespace
 
 std::string difference_of(const Trace& saved, const Trace& loaded, bool has_optimizer) {
@@ -46,9 +52,7 @@ std::map<std::string, Tensor> PlainTraining::compare_used(
   for (int rank = 0; rank < ranks(); ++rank) {
     for (const auto& item : replicas_[rank]->named_parameters()) {
       const std::string& name = names_[index_of(params_[rank], item.value())];  // of a tied one
-      const auto it = bounds.find(name);
-      params[name] =
-          compare(rank, item.key(), item.value(), it == bounds.end() ? Tensor() : it->second);
+      params[name] = compare(rank, item.key(), item.value(), bound_of(bounds, name));
     }
     for (const auto& item : replicas_[rank]->named_buffers())
       compare(rank, item.key(), item.value());
@@ -58,10 +62,6 @@ std::map<std::string, Tensor> PlainTraining::compare_used(
 
 // What has a bound is taken over from the ranks.
 void PlainTraining::compare_state(const std::map<std::string, Tensor>& bounds) {
-  const auto bound_of = [&](const std::string& name) {
-    const auto it = bounds.find(name);
-    return it == bounds.end() ? Tensor() : it->second;
-  };
   std::map<std::string, Tensor> params = compare_used(bounds);
   for (size_t i = 0; i < names_.size(); ++i) {
     if (!bounds.contains(names_[i])) continue;
@@ -80,7 +80,7 @@ void PlainTraining::compare_state(const std::map<std::string, Tensor>& bounds) {
         ++place;
       }
     for (auto& [name, value] : items_of(i, compared)) {
-      const Tensor got = compare_all(name, value, bound_of(name));
+      const Tensor got = compare_all(name, value, bound_of(bounds, name));
       if (!bounds.contains(name)) continue;
       const size_t point = name.find('.'), number = name.rfind(' ', point) + 1;
       state.state[std::stoll(name.substr(number, point - number))][name.substr(point + 1)] = got;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <functional>
 
 #include "differential/layers.h"
 #include "differential/program.h"
@@ -6,6 +7,10 @@
 
 namespace tessera::differential {
 namespace {
+
+bool has_op(const Program& program, OpKind kind) {
+  return std::ranges::find(program.ops, kind, &Op::kind) != program.ops.end();
+}
 
 void draw_layers(Random& random, Program& program) {
   std::vector<std::string> kinds;
@@ -178,9 +183,9 @@ void draw_ops(Random& random, Program& program) {
     }
     if (random.once_in(10)) {
       // All ranks must throw: not where only some of them have a layer, or a gradient.
-      const auto is_partial = [](const Layer& layer) { return layer.ranks != 15; };
       const auto begin = program.layers.begin(), end = program.layers.end() - 1;
-      const auto shared = static_cast<int>(std::find_if(begin, end, is_partial) - begin);
+      const auto shared =
+          static_cast<int>(std::find_if(begin, end, std::mem_fn(&Layer::is_partial)) - begin);
       const bool is_last = shared == 0 || random.once_in(2);
       const int layer = is_last ? static_cast<int>(end - begin) : random.between(0, shared - 1);
       program.ops.push_back({OpKind::kThrow, layer, 1});
@@ -212,18 +217,16 @@ void draw_worlds(Random& random, Program& program) {
     return layer.kind == "Lstm" || layer.kind == "Gru" || layer.kind == "GruCell" ||
            layer.kind == "Dropout";
   };
-  program.simulated = random.once_in(12) && std::ranges::none_of(program.layers, is_on_host) &&
+  // There, ranks that have come to wait for each other wait for one collective after another; and
+  // parameters are sent over the arena, too, which must stay whole under join().
+  const bool may_wait =
+      has_op(program, OpKind::kThrow) && std::ranges::any_of(program.layers, &Layer::is_partial);
+  const bool joins_sent = program.plan.level == ShardLevel::kParameters && !program.ends.empty();
+  program.simulated = random.once_in(12) && !may_wait && !joins_sent &&
+                      std::ranges::none_of(program.layers, is_on_host) &&
                       std::ranges::none_of(program.optimizers, [](const Optimizer& own) {
                         return own.fused || own.kind == "CPUAdam";
                       });
-  // Its parameters are sent over the arena, too, and must stay whole under join().
-  if (program.plan.level == ShardLevel::kParameters && !program.ends.empty())
-    program.simulated = false;
-  // There, ranks that have come to wait for each other wait for one collective after another.
-  const auto is_partial = [](const Layer& layer) { return layer.ranks != 15; };
-  const auto throws = [](const Op& op) { return op.kind == OpKind::kThrow; };
-  if (std::ranges::any_of(program.layers, is_partial) && std::ranges::any_of(program.ops, throws))
-    program.simulated = false;
   program.processes = random.once_in(16) && !program.simulated;
   if (random.once_in(6)) program.reload_ranks = random.between(1, 4);
   program.reload_level = static_cast<ShardLevel>(random.between(0, 3));
@@ -232,10 +235,6 @@ void draw_worlds(Random& random, Program& program) {
 // Draws what came later, after all else, for the same reason.
 void draw_more(Random& random, Program& program) {
   ShardPlan& plan = program.plan;
-  const auto has = [&](auto... kinds) {
-    return std::ranges::any_of(program.ops,
-                               [&](const Op& op) { return (... || (op.kind == kinds)); });
-  };
   const bool is_fused = std::ranges::any_of(program.optimizers, &Optimizer::fused);
   if (random.once_in(8) && !is_fused)
     plan.precision.gather_dtype =
@@ -243,15 +242,17 @@ void draw_more(Random& random, Program& program) {
   if (plan.precision.gather_dtype && c10::elementSize(*plan.precision.gather_dtype) == 1) {
     program.reload_ranks = 0;  // where other shards have other scales
     // What is computed from them can't be compared before they are.
-    if (has(OpKind::kAverage) || !program.ends.empty()) plan.precision.gather_dtype = at::kHalf;
+    if (has_op(program, OpKind::kAverage) || !program.ends.empty())
+      plan.precision.gather_dtype = at::kHalf;
   }
-  if (random.once_in(2)) plan.precision.cast_inputs = false;
+  if (random.once_in(2) && plan.precision.param_dtype) plan.precision.cast_inputs = false;
   if (random.once_in(2) && !program.own_start) plan.start_values = StartValues::kKeep;
   program.whole = random.once_in(8);
   if (random.once_in(12) && plan.resident_bytes == 0) plan.memory_budget = int64_t{1} << 30;
   if (random.once_in(12)) plan.offload = Offload::kDirectory;
   const bool averages = random.once_in(2) && program.shard_size > 0 && program.ends.empty() &&
-                        !is_fused && !has(OpKind::kSave, OpKind::kLoad);
+                        !is_fused && !has_op(program, OpKind::kSave) &&
+                        !has_op(program, OpKind::kLoad);
   if (!averages) return;
   plan.outer = {.every = random.between(1, 3),
                 .learning_rate = random.one_of({1.0, 0.5}),
@@ -280,9 +281,8 @@ Program draw(uint64_t seed) {
   draw_optimizers(random, program);
   draw_ops(random, program);
   // What changes a frozen parameter before a layer runs again is not noticed.
-  const auto edits = [](const Op& op) { return op.kind == OpKind::kEdit; };
   for (Layer& layer : program.layers)
-    if (layer.frozen && std::ranges::any_of(program.ops, edits)) layer.checkpoint = false;
+    if (layer.frozen && has_op(program, OpKind::kEdit)) layer.checkpoint = false;
   draw_worlds(random, program);
   draw_more(random, program);
   return program;

@@ -52,15 +52,6 @@ class Meeting {
   std::condition_variable changed_;
 };
 
-// True if ranks that use different layers may have sent different gradients before a backward
-// threw: the next program needs another world.
-bool leaves_ranks_apart(const Program& program) {
-  const auto is_partial = [](const Layer& layer) { return layer.ranks != 15; };
-  const auto throws = [](const Op& op) { return op.kind == OpKind::kThrow && op.how == 1; };
-  return std::ranges::any_of(program.layers, is_partial) &&
-         std::ranges::any_of(program.ops, throws);
-}
-
 // A child process: runs programs, and writes a line to `pipe` when it begins with one and when it
 // has ended it.
 class Child {
@@ -104,7 +95,9 @@ class Child {
         if (!meeting.all_are_well(true)) return;
         traces[i][rank] = train_sharded(*programs_[numbers[i]], world);
         if (!meeting.all_are_well(traces[i][rank].error.empty())) return;
-        if (leaves_ranks_apart(*programs_[numbers[i]])) return;
+        // What such ranks still wait for would be the next program's.
+        const Program& ended = *programs_[numbers[i]];
+        if (may_disagree(ended, static_cast<int>(ended.ops.size()) - 1)) return;
       }
     });
     return traces;

@@ -47,10 +47,17 @@ bool begins_without_gradients(const Program& program, int rank) {
   return false;
 }
 
-// True if ranks may come to wait for each other, which is an error on all: those that use
-// different layers have sent different gradients when a backward throws; and where parameters are
-// freed, they must not wait for others between a forward and its backward, nor begin a pass of the
-// module without gradients.
+bool tells_disagreement(const std::string& error) {
+  return error.find("ranks wait for each other") != std::string::npos ||
+         error.find("issued another collective at position") != std::string::npos ||
+         error.find("did not come in time") != std::string::npos;  // on the simulated accelerator
+}
+
+}  // namespace
+
+// Ranks that use different layers have sent different gradients when a backward throws; and where
+// parameters are freed, they must not wait for others between a forward and its backward, nor begin
+// a pass of the module without gradients.
 bool may_disagree(const Program& program, int at) {
   const unsigned all = (1U << program.ranks) - 1;
   const auto is_of_some = [&](const Layer& layer) { return (layer.ranks & all) != all; };
@@ -71,14 +78,6 @@ bool may_disagree(const Program& program, int at) {
   }
   return false;
 }
-
-bool tells_disagreement(const std::string& error) {
-  return error.find("ranks wait for each other") != std::string::npos ||
-         error.find("issued another collective at position") != std::string::npos ||
-         error.find("did not come in time") != std::string::npos;  // on the simulated accelerator
-}
-
-}  // namespace
 
 Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   const auto when = [&](const Trace& trace) {

@@ -13,6 +13,10 @@ struct Outcome {
   std::string text;  // what was refused or found
 };
 
+/// True if ranks may come to wait for each other in operation `at`, or after it, by those so far:
+/// because they use different layers. This is an error on all.
+bool may_disagree(const Program& program, int at);
+
 /// Trains in plain LibTorch, and compares with what the ranks have seen.
 Outcome judge(const Program& program, const std::vector<Trace>& ranks);
 

@@ -21,6 +21,7 @@ struct Layer {
   bool frozen = false;      ///< from the start; the operation `kThaw` ends it
   int tied = -1;            ///< number of the layer whose first parameter it shares
   at::ScalarType dtype = at::kFloat;
+  bool is_partial() const { return ranks != 15; }
   bool operator==(const Layer&) const = default;
 };
 
