@@ -236,6 +236,7 @@ void Residency::finish_evaluation() {
 
 void Residency::begin_forward() {
   const auto guard = lock();
+  free_released();
   if (trains_ || held_ > 0 || !any_frees_) return;
   finish_evaluation();
   trains_ = at::GradMode::is_enabled();
@@ -398,6 +399,7 @@ void Residency::learn(std::vector<PassOrder> ranks) {
 void Residency::on_step(const std::vector<bool>& changed) {
   const auto guard = lock();
   free_and_restart();
+  for (Unit* unit : units_) unit->begin_version();
   if (std::exchange(limits_, next_limits_) != next_limits_) plan();
   // Units that are never freed are gathered now, in order of use, while the next forward begins; of
   // the others, only the first ones.
@@ -427,11 +429,7 @@ void Residency::on_step(const std::vector<bool>& changed) {
 
 void Residency::free_and_restart() {
   released_ = false;
-  if (!trains_) {
-    finish_evaluation();
-  } else if (position_ >= 0) {
-    finish();
-  }
+  trains_ ? finish() : finish_evaluation();
   free_all();
   restart();
 }
