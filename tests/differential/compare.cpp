@@ -50,12 +50,18 @@ std::map<std::string, Tensor> PlainTraining::compare_used(
     const std::map<std::string, Tensor>& bounds) {
   std::map<std::string, Tensor> params;
   for (int rank = 0; rank < ranks(); ++rank) {
-    for (const auto& item : replicas_[rank]->named_parameters()) {
-      const std::string& name = names_[index_of(params_[rank], item.value())];  // of a tied one
-      params[name] = compare(rank, item.key(), item.value(), bound_of(bounds, name));
-    }
+    const auto compare_params = [&](bool ignored) {
+      for (const auto& item : replicas_[rank]->named_parameters()) {
+        const size_t number = index_of(params_[rank], item.value());
+        if (program_.is_ignored(number) != ignored) continue;
+        const std::string& name = names_[number];  // of a tied one
+        params[name] = compare(rank, item.key(), item.value(), bound_of(bounds, name));
+      }
+    };
+    compare_params(false);
     for (const auto& item : replicas_[rank]->named_buffers())
       compare(rank, item.key(), item.value());
+    compare_params(true);
   }
   return params;
 }

@@ -47,11 +47,13 @@ std::string describe(const Program& program) {
   add("cast_inputs", precision.cast_inputs, true);
   add("error_feedback", precision.error_feedback, true);
   add("master_only", precision.master_only, false);
+  add("reduce_gradients", plan.reduce_gradients, true);
   add("sync_buffers", plan.sync_buffers, false);
   add("own_start", program.own_start, false);
   add("own_units", program.own_units, false);
   add("owners", program.owners, false);
   add("whole", program.whole, false);
+  add("ignored", program.ignored, false);
   add("scale", program.scale, 0.0);
   add("simulated", program.simulated, false);
   add("processes", program.processes, false);

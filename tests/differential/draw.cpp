@@ -232,6 +232,43 @@ void draw_worlds(Random& random, Program& program) {
   program.reload_level = static_cast<ShardLevel>(random.between(0, 3));
 }
 
+// All backwards are made under no_sync(), and what they keep is reduced before anything else.
+void keep_gradients(Program& program) {
+  std::vector<Op> ops;
+  for (size_t i = 0; i < program.ops.size(); ++i) {
+    ops.push_back(program.ops[i]);
+    if (ops.back().kind == OpKind::kForward) ops.back().how |= kNoSync;
+    if (ops.back().kind != OpKind::kBackward || ops.back().how == 1) continue;
+    ops.back().how = 1;
+    ops.push_back({OpKind::kReduce});
+  }
+  program.ops = std::move(ops);
+}
+
+// The program makes the gradients equal itself, where it can (`ShardPlan::reduce_gradients`).
+void reduce_by_hand(Program& program) {
+  ShardPlan& plan = program.plan;
+  const auto is_wide = [](at::ScalarType dtype) {
+    return dtype == at::kFloat || dtype == at::kDouble;
+  };
+  const bool are_wide = std::ranges::all_of(program.layers, is_wide, &Layer::dtype);
+  const bool can = plan.level <= ShardLevel::kOptimizerState && are_wide && !program.simulated &&
+                   !plan.outer && program.shard_size == 0 && program.ends.empty() &&
+                   !has_op(program, OpKind::kThrow) && !has_op(program, OpKind::kReduce) &&
+                   !has_op(program, OpKind::kClampGrad) && !plan.memory_budget;
+  if (!can) return;
+  plan.reduce_gradients = false;
+  program.reload_level = std::min(program.reload_level, ShardLevel::kOptimizerState);
+  plan.precision = {};
+  plan.predivide = 1;
+  plan.bucket_bytes = 0;
+  for (Op& op : program.ops) {
+    if (op.kind == OpKind::kForward) op.how &= ~kNoSync;
+    if (op.kind == OpKind::kBackward) op.how = 0;
+    if (op.kind == OpKind::kZeroGrad && op.how == 2) op.how = 1;
+  }
+}
+
 // Draws what came later, after all else, for the same reason.
 void draw_more(Random& random, Program& program) {
   ShardPlan& plan = program.plan;
@@ -261,6 +298,13 @@ void draw_more(Random& random, Program& program) {
   program.reload_ranks = 0;
 }
 
+void draw_latest(Random& random, Program& program) {
+  if (random.once_in(6) && program.ends.empty()) keep_gradients(program);
+  // A layer's parameters must have one dtype.
+  program.ignored = random.once_in(10) && !program.plan.precision.param_dtype;
+  if (random.once_in(6)) reduce_by_hand(program);
+}
+
 }  // namespace
 
 Program draw(uint64_t seed) {
@@ -285,6 +329,7 @@ Program draw(uint64_t seed) {
     if (layer.frozen && has_op(program, OpKind::kEdit)) layer.checkpoint = false;
   draw_worlds(random, program);
   draw_more(random, program);
+  draw_latest(random, program);
   return program;
 }
 

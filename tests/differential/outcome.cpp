@@ -112,7 +112,9 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   if (!documented.empty() && at == failed.op && failed.error.find(documented) != std::string::npos)
     return {Verdict::kRefused, documented};
   for (const auto& [change, reason] :
-       {std::pair(OpKind::kThaw, kOtherRecomputation), std::pair(OpKind::kEdit, kChangedParameter)})
+       {std::pair(OpKind::kThaw, kOtherRecomputation), std::pair(OpKind::kEdit, kChangedParameter),
+        std::pair(OpKind::kStep, kChangedParameter),
+        std::pair(OpKind::kFullState, kChangedParameter)})
     if (changes_what_recomputes(program, failed.op, change) &&
         failed.error.find(reason) != std::string::npos)
       return {Verdict::kRefused, reason};

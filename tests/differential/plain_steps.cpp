@@ -12,7 +12,7 @@ bool PlainTraining::has_gradient() const {
 
 // LibTorch's optimizers do nothing without gradients.
 void PlainTraining::check_backward() const {
-  if (!has_gradient()) throw Refused(kNoBackward);
+  if (program_.plan.reduce_gradients && !has_gradient()) throw Refused(kNoBackward);
 }
 
 // Returns whether the optimizer is to be stepped.
@@ -163,7 +163,8 @@ void PlainTraining::average(const Op& op) {
   } else {
     for (auto& replica : params_)
       for (size_t i = 0; i < main_.size(); ++i)
-        write(replica[i], averages_[i].to(main_[i].scalar_type()).to(gathered_dtype(i)));
+        if (!program_.is_ignored(i))
+          write(replica[i], averages_[i].to(main_[i].scalar_type()).to(gathered_dtype(i)));
     evaluate(op);
     for (size_t i = 0; i < main_.size(); ++i) publish(i);
   }

@@ -22,7 +22,7 @@ PlainTraining::PlainTraining(const Program& program, std::span<const Trace> trac
     if (rank == 0) {
       for (const Tensor& param : params_[0]) {
         made_.push_back(param.scalar_type());
-        is_trained_.push_back(param.requires_grad());
+        is_trained_.push_back(param.requires_grad() && !program.is_ignored(is_trained_.size()));
       }
       for (size_t i = 0; i < made_.size(); ++i)
         main_.push_back(params_[0][i].detach().to(main_dtype(i), false, /*copy=*/true));
@@ -83,9 +83,10 @@ void PlainTraining::check_accepted() const {
   for (size_t i = 0; i < main_.size(); ++i)
     if (narrow_gathers(program_) && is_trained_[i]) gathers &= has_blocks(used_dtype(made_[i]));
   for (size_t i = 0; i < main_.size(); ++i) {
-    if (narrow_ && !(has_blocks(used_dtype(made_[i])) && has_blocks(main_dtype(i))))
+    if (narrow_ && !program_.is_ignored(i) &&
+        !(has_blocks(used_dtype(made_[i])) && has_blocks(main_dtype(i))))
       throw Refused("is for elements of float and bfloat16");
-    if (!params_[0][i].requires_grad() && !sent) continue;
+    if (program_.is_ignored(i) || (!params_[0][i].requires_grad() && !sent)) continue;
     if (!can_sum(i))
       throw Refused(gathers ? "can't sum tensors of dtype" : "[fully_shard]");  // one of two
   }
@@ -104,7 +105,8 @@ at::ScalarType PlainTraining::main_dtype(size_t param) const {
   };
   const at::ScalarType own = wider(made_[param], used_dtype(made_[param]));
   const auto master = program_.plan.precision.master_dtype;
-  return master && params_[0][param].requires_grad() ? wider(own, *master) : own;
+  const bool has_master = params_[0][param].requires_grad() && !program_.is_ignored(param);
+  return master && has_master ? wider(own, *master) : own;
 }
 
 // The loss of a rank's batch.
@@ -135,6 +137,7 @@ void PlainTraining::forward(const Op& op) {
 // Moves a gradient of a rank's replica to those that wait to be sent, in the dtype of messages.
 void PlainTraining::wait_to_send(int rank, size_t param) {
   Tensor& grad = params_[rank][param].mutable_grad();
+  if (program_.is_ignored(param)) grad.reset();
   if (!grad.defined()) return;
   const ShardPlan& plan = program_.plan;
   const auto sent =

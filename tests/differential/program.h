@@ -79,7 +79,9 @@ struct Program {
   bool own_units = false;    ///< units of every second parameter (`ShardPlan::units`)
   bool owners = false;       ///< owners of some parameters are given (`ShardPlan::owners`)
   bool whole = false;        ///< every third parameter stays whole (`ShardPlan::whole`)
-  std::vector<int> ends;     ///< operations of each rank under join(); empty: all, without it
+  bool ignored = false;      ///< every fifth parameter is left alone (`ShardPlan::ignored`)
+  bool is_ignored(size_t parameter) const { return ignored && parameter % 5 == 3; }
+  std::vector<int> ends;  ///< operations of each rank under join(); empty: all, without it
   at::ScalarType dtype = at::kFloat;
   ShardPlan plan;
   std::vector<Layer> layers;

@@ -22,6 +22,7 @@ class ShardedTraining : public Training {
   ShardedTraining(const Program& program, const World& world, Trace& trace)
       : program_(program),
         rank_(world.rank()),
+        world_(world.process_group()),
         trace_(trace),
         net_(make_model(program, program.seed + (program.own_start ? rank_ : 0))) {
     net_->rank = rank_;
@@ -56,7 +57,13 @@ class ShardedTraining : public Training {
     std::optional<ShardedModule::NoSync> local;
     if (op.how & 1) local.emplace(sharded_->state());
     const Tensor loss = std::exchange(loss_, {});
+    const bool by_hand = !program_.plan.reduce_gradients;
+    std::vector<Tensor> earlier;
+    for (size_t i = 0; by_hand && i < params_.size(); ++i)
+      earlier.push_back(std::exchange(params_[i].mutable_grad(), {}));
     (scaler_ ? scaler_->scale(loss) : loss).backward();
+    for (size_t i = 0; by_hand && i < params_.size(); ++i)
+      if (!program_.is_ignored(i)) sum_over_ranks(params_[i], earlier[i]);
     if ((op.how & 1) == 0) see_sums();
   }
   void zero_grad(const Op& op) override {
@@ -71,6 +78,7 @@ class ShardedTraining : public Training {
     see("norm", sharded_->clip_grad_norm_(kMaxNorm, norm_type_of(op)));
   }
   void clamp_grad(const Op& op) override {
+    if (program_.is_ignored(op.value % params_.size())) return;
     const Tensor grad = sharded_->local_grad(parameter(op));
     torch::NoGradGuard no_grad;
     if (grad.defined()) Tensor(grad).clamp_(-0.125, 0.125);
@@ -164,6 +172,10 @@ class ShardedTraining : public Training {
     const auto items = net_->distinct();
     std::vector<std::string> unit;
     for (size_t i = 0; i < items.size(); ++i) {
+      if (program_.is_ignored(i)) {
+        plan.ignored.push_back(items[i].name);
+        continue;
+      }
       if (program_.own_units && i % 2 == 1) unit.push_back(items[i].name);
       if (program_.owners && i % 3 == 0)
         plan.owners[items[i].name] = static_cast<int>(7 * i) % plan.process_group->size();
@@ -184,11 +196,27 @@ class ShardedTraining : public Training {
       if (schedule) all.emplace_back(schedule.get());
     return all;
   }
+  // Adds the ranks' sum of a gradient to what there was before. Unless some rank has one, none gets
+  // one.
+  void sum_over_ranks(const Tensor& param, const Tensor& earlier) {
+    Tensor& grad = param.mutable_grad();
+    const CollectiveTag tag{"by hand", Channel::kControl};
+    Tensor any = torch::full({1}, grad.defined(), torch::kByte);
+    world_->all_reduce(any, ReduceOp::kMax, tag)->wait();
+    if (any.item<bool>()) {
+      if (!grad.defined()) grad = torch::zeros_like(param, torch::MemoryFormat::Contiguous);
+      grad = grad.contiguous();
+      world_->all_reduce(grad, ReduceOp::kSum, tag)->wait();
+      if (program_.plan.average) grad.mul_(1.0 / world_->size());
+    }
+    if (earlier.defined()) grad = grad.defined() ? earlier + grad : earlier;
+  }
   // Sums of messages of 8 bits, which have no single result.
   void see_sums() {
     if (!narrow_sums(program_)) return;
-    for (const Tensor& param : params_) {
-      const Tensor sum = sharded_->full_grad(param);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (program_.is_ignored(i)) continue;
+      const Tensor sum = sharded_->full_grad(params_[i]);
       if (sum.defined()) see("gradient", sum);
     }
   }
@@ -208,6 +236,7 @@ class ShardedTraining : public Training {
 
   const Program& program_;
   const int rank_;
+  const ProcessGroupPtr world_;
   Trace& trace_;
   std::shared_ptr<Model> net_;
   std::vector<Tensor> params_;

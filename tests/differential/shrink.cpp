@@ -44,6 +44,7 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(own_units, false);
   RESET(owners, false);
   RESET(whole, false);
+  RESET(ignored, false);
   RESET(uneven_rows, false);
   RESET(scale, 0.0);
   RESET(ends, std::vector<int>());
@@ -71,6 +72,7 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(plan.outer, std::nullopt);
   RESET(plan.start_values, StartValues::kBroadcast);
   RESET(plan.sync_buffers, false);
+  RESET(plan.reduce_gradients, true);
   RESET(plan.precision.param_dtype, std::nullopt);
   RESET(plan.precision.master_dtype, std::nullopt);
   RESET(plan.precision.reduce_dtype, std::nullopt);

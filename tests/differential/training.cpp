@@ -171,7 +171,8 @@ std::unique_ptr<Schedule> make_schedule(const Optimizer& spec, optim::Optimizer&
 
 std::vector<size_t> parameters_of(const Program& program, size_t index, size_t count) {
   std::vector<size_t> numbers;
-  for (size_t i = index; i < count; i += program.optimizers.size()) numbers.push_back(i);
+  for (size_t i = index; i < count; i += program.optimizers.size())
+    if (!program.is_ignored(i)) numbers.push_back(i);
   if (program.optimizers[index].reversed) std::reverse(numbers.begin(), numbers.end());
   return numbers;
 }
