@@ -21,8 +21,8 @@ namespace tessera {
 /// or step them afterwards.
 ///
 /// **Throws** `c10::NotImplementedError` where parameters are freed between uses (`kParameters` on
-/// several hosts, or over messages); `c10::Error` on all ranks if `train` throws on one (which
-/// throws its own error) or if ranks make different calls.
+/// several hosts, or over messages), and with `reduce_gradients = false`; `c10::Error` on all ranks
+/// if `train` throws on one (which throws its own error) or if ranks make different calls.
 TESSERA_API void join(const ShardedModule& module, const std::vector<ShardedOptimizer*>& optimizers,
                       const std::function<void()>& train);
 

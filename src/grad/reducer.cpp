@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <numeric>
 #include <thread>
 
@@ -59,6 +60,7 @@ constexpr auto kPollInterval = std::chrono::microseconds(100);
 // Bytes that may be in flight where ranks share memory and units are small, so that ranks need not
 // wait for each other at every unit.
 constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
+constexpr int kBitsInNumber = 32;
 
 // Returns this rank's part of a DistTensor's gradient. Usually the gradient has its placements
 // already: see place_gradients().
@@ -245,6 +247,33 @@ bool Reducer::any_live() const {
                      [](const auto& gradients) { return gradients->any_live(); });
 }
 
+std::vector<double> Reducer::live() const {
+  std::vector<double> numbers;
+  size_t count = 0;
+  for (const auto& gradients : gradients_) {
+    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++count) {
+      if (count % kBitsInNumber == 0) numbers.push_back(0);
+      if (gradients->is_live(slot)) numbers.back() += std::ldexp(1, count % kBitsInNumber);
+    }
+  }
+  return numbers;
+}
+
+void Reducer::keep_live(const std::vector<double>& live) {
+  const std::lock_guard lock(mutex_);
+  size_t count = 0;
+  bool any = false;
+  for (const auto& gradients : gradients_) {
+    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++count) {
+      const auto bits = static_cast<uint64_t>(live[count / kBitsInNumber]);
+      const bool stays = (bits >> count % kBitsInNumber & 1) != 0;
+      any = any || stays;
+      if (!stays && gradients->is_live(slot)) gradients->clear(slot);
+    }
+  }
+  if (!any) clear_all();
+}
+
 void Reducer::abandon_backward() {
   if (accumulating_ || any_live()) {
     TORCH_WARN(
@@ -348,11 +377,9 @@ bool Reducer::reduce_waiting() {
   return std::any_of(used_.begin(), used_.end(), is_used);
 }
 
-void Reducer::join_backward(bool has_earlier) {
+void Reducer::join_backward() {
   const std::lock_guard lock(mutex_);
   const PhaseScope phase(progress_, Phase::kBackward);
-  settle();
-  if (!has_earlier) clear_all();
   for (const auto& gradients : gradients_) gradients->begin_backward();
   arrivals_.clear();
   listener_.on_backward_end();
@@ -365,7 +392,7 @@ void Reducer::join_backward(bool has_earlier) {
 // data. Returns the highest vote.
 PassVote Reducer::reduce_arrived(bool done) {
   take_given();
-  listener_.on_agreement(any_live());
+  listener_.on_agreement();
   const PassVote vote = agree_on_use(done);
   for (; next_ < buckets_.size(); ++next_) {
     std::vector<size_t> used;

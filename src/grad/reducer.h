@@ -45,9 +45,8 @@ class BackwardListener {
   /// Called before this rank waits for any other rank: starts the collectives that others may be
   /// waiting for.
   virtual void on_backward_end() = 0;
-  /// Called before ranks agree on the parameters that were used. `has_earlier`: earlier backwards
-  /// have left gradients.
-  virtual void on_agreement(bool has_earlier) = 0;
+  /// Called before ranks agree on the parameters that were used.
+  virtual void on_agreement() = 0;
   /// Returns this rank's vote.
   virtual PassVote vote() = 0;
   /// Called in the agreement, also in one that `Reducer::ask()` begins: ranks have asked for
@@ -94,10 +93,8 @@ class Reducer {
   /// All ranks: reduces the gradients that backwards under `no_sync()` have left. Returns false,
   /// with nothing done, if no rank has any.
   bool reduce_waiting();
-  /// All ranks, where others run a backward: takes part in it without gradients. `has_earlier` is
-  /// the other ranks' value: false means that they have cleared earlier gradients, and so does
-  /// this.
-  void join_backward(bool has_earlier);
+  /// All ranks, where others run a backward: takes part in it without gradients.
+  void join_backward();
   bool reduces() const { return options_.reduces; }
   /// Returns true if a backward under `no_sync()` has left gradients on this rank.
   bool has_waiting() const { return accumulating_; }
@@ -110,6 +107,14 @@ class Reducer {
   bool any_live() const;
   /// All ranks: waits for all reductions.
   void settle();
+  /// The same, after `on_settle()`, if there are any.
+  void settle_earlier();
+  /// Tells which parameters have reduced gradients: a bit for each, 32 in a number. Call `settle()`
+  /// before.
+  std::vector<double> live() const;
+  /// Clears the gradients of all other parameters. `live`: begins with what `live()` returned on
+  /// another rank.
+  void keep_live(const std::vector<double>& live);
   /// Returns true if a backward gave any parameter a gradient since the last clear, the same on all
   /// ranks. Also true, as it cannot be known, where the user reduces or ranks have parameters of
   /// their own.
@@ -142,7 +147,6 @@ class Reducer {
   void begin_backward();
   void end_backward(int backward);
   PassVote reduce_arrived(bool done = false);
-  void settle_earlier();
   void abandon_backward();
   void launch_ready();
   void launch(const std::vector<size_t>& units, const std::string& name);

@@ -114,7 +114,7 @@ void ShardedModule::unwrap() { state()->unwrap(); }
 
 double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
   const std::vector<double> call = state()->clip_call(max_norm, options);
-  if (auto* scope = state()->join_scope()) scope->announce(JoinCall::kClip, call);
+  state()->announce(JoinCall::kClip, call);
   return state()->clip(call);
 }
 

@@ -186,8 +186,17 @@ void ShardedState::on_settle() {
 
 void ShardedState::on_backward_end() { residency_->end_pass(); }
 
-void ShardedState::on_agreement(bool has_earlier) {
-  if (join_scope_) join_scope_->announce(JoinCall::kBackward, {has_earlier ? 1. : 0.});
+void ShardedState::announce(JoinCall call, const std::vector<double>& values) {
+  if (!join_scope_) return;
+  if (call != JoinCall::kBackward) reducer_->settle_earlier();  // that did so at its begin
+  std::vector<double> all = reducer_->live();
+  all.insert(all.end(), values.begin(), values.end());
+  join_scope_->announce(call, all);
+}
+
+std::vector<double> ShardedState::follow(const std::vector<double>& heard) {
+  reducer_->keep_live(heard);
+  return {heard.begin() + std::ssize(reducer_->live()), heard.end()};
 }
 
 PassVote ShardedState::vote() {

@@ -12,11 +12,11 @@
 
 #include "access/residency.h"
 #include "grad/reducer.h"
+#include "model/join_scope.h"
 #include "unit/unit.h"
 
 namespace tessera {
 
-class JoinScope;
 class MemoryBudget;
 class ShardedState;
 
@@ -92,6 +92,12 @@ class ShardedState : public UseListener,
   /// Tells the ranks that are done which call this rank is about to make; null outside `join()`.
   JoinScope* join_scope() const { return join_scope_; }
   void set_join_scope(JoinScope* scope) { join_scope_ = scope; }
+  /// Under `join()`: tells the ranks that are done that a call follows, and which gradients there
+  /// are, as an optimizer may have cleared some since the last call.
+  void announce(JoinCall call, const std::vector<double>& values = {});
+  /// On a rank that is done, when it has heard that: clears the gradients that the others have
+  /// cleared. Returns the call's own values.
+  std::vector<double> follow(const std::vector<double>& heard);
   /// Throws under `join()`: ranks that are done would not take part in `what`.
   void check_no_join(const char* what) const;
 
@@ -166,7 +172,7 @@ class ShardedState : public UseListener,
   void convert_buffers();
   void on_settle() override;
   void on_backward_end() override;
-  void on_agreement(bool has_earlier) override;
+  void on_agreement() override { announce(JoinCall::kBackward); }
   PassVote vote() override;
   void on_asked(const std::vector<int>& units) override { residency_->serve(units); }
   void on_pass_end(bool synced, const PassVote& most) override;

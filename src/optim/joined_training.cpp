@@ -1,6 +1,6 @@
 #include "optim/joined_training.h"
 
-#include <ATen/ops/full.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <tessera/join.h>
 #include <torch/optim/optimizer.h>
@@ -51,6 +51,8 @@ class Training {
  private:
   void check() const {
     TORCH_CHECK(!state_.join_scope(), "[join] calls don't nest");
+    TORCH_CHECK_NOT_IMPLEMENTED(state_.plan().reduce_gradients, "[join] the gradients that a rank needs for steps after its "
+                                "last batch must be reduced by Tessera: set plan.reduce_gradients");
     TORCH_CHECK_NOT_IMPLEMENTED(!state_.plan().outer, "[join] replicas that are averaged (plan.outer) must make the same "
                                 "number of steps: give all of them equally many batches");
     for (const auto& unit : state_.units()) {
@@ -63,11 +65,13 @@ class Training {
   // steps may have cleared since.
   void clear_as_others(bool took_part) {
     Reducer& reducer = state_.reducer();
-    if (!state_.plan().reduce_gradients) return;
     reducer.settle();
-    const at::Tensor has_any = at::full({1}, !took_part && reducer.any_live(), at::kByte);
-    state_.mesh().all_reduce(has_any, ReduceOp::kMax, {"uneven steps", Channel::kControl});
-    if (took_part && has_any.item<uint8_t>() == 0) reducer.clear_all();
+    std::vector<double> live = reducer.live();
+    if (took_part) std::ranges::fill(live, 0);
+    const auto size = static_cast<int64_t>(live.size());
+    state_.mesh().all_reduce(at::from_blob(live.data(), {size}, at::kDouble), ReduceOp::kMax,
+                             {"uneven steps", Channel::kControl});
+    if (took_part) reducer.keep_live(live);
   }
 
   // The error being thrown counts, not one from announcing it.
@@ -86,12 +90,13 @@ class Training {
       case JoinCall::kSettle:
         return state_.reducer().settle();
       case JoinCall::kBackward:
-        return state_.reducer().join_backward(/*has_earlier=*/heard.values[0] > 0);
+        state_.follow(heard.values);
+        return state_.reducer().join_backward();
       case JoinCall::kClip:
-        state_.clip(heard.values);
+        state_.clip(state_.follow(heard.values));
         return;
       case JoinCall::kStep:
-        return step(heard.values);
+        return step(state_.follow(heard.values));
       default:
         return;
     }
@@ -125,7 +130,7 @@ void announce_step(ShardedState& state, torch::optim::Optimizer& inner) {
   // A value that is not finite, for a class without learning rate, is not applied.
   for (size_t i = 0; i < inner.param_groups().size(); ++i)
     values.push_back(learning_rate(inner, i).value_or(-INFINITY));
-  scope->announce(JoinCall::kStep, values);
+  state.announce(JoinCall::kStep, values);
 }
 
 void join(const ShardedModule& module, const std::vector<ShardedOptimizer*>& optimizers,

@@ -99,7 +99,8 @@ void clear_gradients(ShardedState& state, const torch::optim::Optimizer& optimiz
     all = all && !unit.is_reducing() && !has_gradient(unit, slot);
   });
   if (all) return set_to_none ? reducer.clear_all() : reducer.zero_all();
-  if (!set_to_none) reducer.settle();  // only then it is known which parameters have gradients
+  if (!set_to_none)
+    reducer.settle_earlier();  // only then it is known which parameters have gradients
   for_each_slot(state, own, /*is_own=*/true, [&](UnitGradients& unit, size_t slot) {
     const bool becomes_zeros = !set_to_none && has_gradient(unit, slot);
     if (becomes_zeros && !reducer.reduces())

@@ -35,6 +35,12 @@ struct Arithmetic {
     result.error = result.error.masked_fill(least_b.le(0), INFINITY);
     return result;
   }
+  // In either order, which matters for numbers with few bits.
+  Approximate ratio(const Approximate& a, const Approximate& b, double factor) const {
+    Approximate result = times(divide(a, b), factor);
+    result.error = torch::maximum(result.error, divide(times(a, factor), b).error);
+    return result;
+  }
   Approximate root(const Approximate& a) const {
     const Tensor root = a.value.sqrt();
     return rounded(root, (a.value + a.error).sqrt() - (a.value - a.error).clamp_min(0).sqrt());
@@ -80,7 +86,7 @@ StepResult step_adagrad(const Arithmetic& of, const Optimizer& spec, double lr,
   const double rate = lr / (1 + state.step * spec.momentum);
   const Approximate divisor =
       of.add(of.root(result.second), exact(torch::full_like(grad.value, spec.eps)));
-  result.param = of.add(exact(state.param), of.times(of.divide(grad, divisor), -rate));
+  result.param = of.add(exact(state.param), of.ratio(grad, divisor, -rate));
   return result;
 }
 
@@ -105,7 +111,7 @@ StepResult step_adam(const Arithmetic& of, const Optimizer& spec, double lr,
       of.add(of.times(of.root(squares), 1 / std::sqrt(1 - std::pow(spec.beta2, step))),
              exact(torch::full_like(param.value, spec.eps)));
   const double rate = lr / (1 - std::pow(spec.momentum, step));
-  result.param = of.add(param, of.times(of.divide(result.first, divisor), -rate));
+  result.param = of.add(param, of.ratio(result.first, divisor, -rate));
   return result;
 }
 
@@ -126,7 +132,10 @@ StepResult step_approximately(const Optimizer& spec, double lr, const StepState&
 double norm_bound(double sum, double type, int64_t most, int64_t all) {
   if (!std::isfinite(sum) || std::isinf(type)) return 0;
   if (sum > 0x1p127) return INFINITY;
-  return std::pow(sum, 1 / type) * (static_cast<double>(most) / type + 4) * 0x1p-24 +
+  // The exponent 1 / type is rounded, too.
+  const double roundings =
+      (static_cast<double>(most) + std::abs(std::log(std::max(sum, 0x1p-149)))) / type + 5;
+  return std::pow(sum, 1 / type) * roundings * 0x1p-24 +
          std::pow(static_cast<double>(all) * 0x1p-126, 1 / type);
 }
 

@@ -19,7 +19,7 @@ struct Options {
   int jobs = 2;
   int ranks = 0;  // 0: all
   std::string only;
-  bool shrink = false, print = false;
+  bool shrink = false, print = false, source = false;
 };
 
 bool has_draw(const Program& program, const std::string& name) {
@@ -96,7 +96,8 @@ int run_all(const Options& options) {
       });
       return fails;
     });
-    std::printf("seed %lu shrunk: %s\n%s\n", program.seed, text.c_str(), describe(least).c_str());
+    std::printf("seed %lu shrunk: %s\n%s\n%s\n", program.seed, text.c_str(),
+                describe(least).c_str(), source_of(least).c_str());
     std::fflush(stdout);
   }
   fmt::print("programs {}  equal {}  both refuse {}  refused {}  findings {}  in {:.1f} s\n",
@@ -120,8 +121,10 @@ int main(int argc, char** argv) {
   app.add_option("--ranks", options.ranks, "only programs of so many ranks");
   app.add_option("--only", options.only, "only programs whose description has this text");
   app.add_flag("--print", options.print, "print the programs, and run none");
+  app.add_flag("--source", options.source, "print the programs in C++, and run none");
   app.add_flag("--shrink", options.shrink, "shrink each finding, and describe it");
   CLI11_PARSE(app, argc, argv);
-  if (!options.print) return run_all(options);
-  for (const Program& program : draw_all(options)) fmt::print("{}\n", describe(program));
+  if (!options.print && !options.source) return run_all(options);
+  for (const Program& program : draw_all(options))
+    fmt::print("{}\n", options.source ? source_of(program) : describe(program));
 }

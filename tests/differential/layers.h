@@ -10,8 +10,14 @@
 /// The layers of drawn models.
 namespace tessera::differential {
 
+/// Defines something, and its source as a text.
+#define WITH_SOURCE(name, ...) \
+  __VA_ARGS__                  \
+  inline constexpr auto name = #__VA_ARGS__;
+
+// clang-format off
 /// Maps rows of `w` numbers to rows of as many.
-struct Block : torch::nn::Module {
+WITH_SOURCE(kBlockSource, struct Block : torch::nn::Module {
   explicit Block(int64_t width) : w(width) {}
   virtual torch::Tensor forward(torch::Tensor x) = 0;
   virtual void tie(Block& other) {}
@@ -20,7 +26,8 @@ struct Block : torch::nn::Module {
   }
   const int64_t w;
   int count = 0;
-};
+};)
+// clang-format on
 
 /// Makes a layer of a width.
 using MakeBlock = std::function<std::shared_ptr<Block>(int64_t width)>;
@@ -29,13 +36,19 @@ inline std::map<std::string, MakeBlock>& block_classes() {
   static std::map<std::string, MakeBlock> classes;
   return classes;
 }
+/// What the classes have in their braces.
+inline std::map<std::string, std::string>& block_sources() {
+  static std::map<std::string, std::string> sources;
+  return sources;
+}
 
-#define DRAWN_BLOCK(Name, ...)         \
-  struct Name : Block {                \
-    using Block::Block;                \
-    __VA_ARGS__                        \
-  };                                   \
-  inline const bool k##Name##IsKnown = \
+#define DRAWN_BLOCK(Name, ...)                                \
+  struct Name : Block {                                       \
+    using Block::Block;                                       \
+    __VA_ARGS__                                               \
+  };                                                          \
+  inline const bool k##Name##IsKnown =                        \
+      block_sources().insert({#Name, #__VA_ARGS__}).second && \
       block_classes().insert({#Name, [](int64_t w) { return std::make_shared<Name>(w); }}).second;
 
 // clang-format off

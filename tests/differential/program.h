@@ -105,6 +105,9 @@ std::optional<at::ScalarType> narrow_gathers(const Program& program);
 /// The program in a few lines of readable text.
 std::string describe(const Program& program);
 
+/// The sharded run of the program in C++, for a file of its own.
+std::string source_of(const Program& program);
+
 /// Takes parts away from a program while `fails`.
 Program shrink(Program program, const std::function<bool(const Program&)>& fails);
 

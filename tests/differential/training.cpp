@@ -20,8 +20,11 @@ namespace optim = torch::optim;
 
 const pid_t kProcess = ::getpid();  // that forks all others
 
+}  // namespace
+
+// clang-format off
 // A user's own optimizer: elementwise, with state.
-struct Lion : optim::SGD {
+WITH_SOURCE(kLion, struct Lion : optim::SGD {
   using optim::SGD::SGD;
   Tensor step(LossClosure closure = nullptr) override {
     for (auto& group : param_groups()) {
@@ -46,7 +49,11 @@ struct Lion : optim::SGD {
     }
     return static_cast<optim::SGDParamState&>(*state).momentum_buffer();
   }
-};
+};)
+// clang-format on
+const char* const kLionSource = kLion;
+
+namespace {
 
 template <class Made, class Options>
 std::unique_ptr<optim::Optimizer> make_groups(const Optimizer& spec, const Options& options,

@@ -101,6 +101,84 @@ TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersLearningRate) {
   expect_as_one_process({.schedules = true});
 }
 
+// An optimizer of every second parameter.
+std::unique_ptr<torch::optim::Optimizer> make_adamw_of_half(Net& net, size_t first) {
+  std::vector<torch::Tensor> half;
+  const auto all = net.parameters();
+  for (size_t i = first; i < all.size(); i += 2) half.push_back(all[i]);
+  return std::make_unique<torch::optim::AdamW>(half, torch::optim::AdamWOptions(0.01));
+}
+
+// Steps two optimizers, of which one keeps its gradients, and one has sometimes none.
+template <class Optimizer>
+void step_two(int step, Optimizer& first, Optimizer& second) {
+  if (step % 3 == 1) first.zero_grad();
+  first.step();
+  second.step();
+  step % 2 == 0 ? second.zero_grad() : first.zero_grad();
+}
+
+std::vector<NamedTensor> train_two_alone(int ranks) {
+  const auto net = make_mlp();
+  const auto first = make_adamw_of_half(*net, 0), second = make_adamw_of_half(*net, 1);
+  for (int step = 0; step < steps_of(ranks - 1); ++step) {
+    for (int rank = 0; rank < ranks; ++rank)
+      if (step < steps_of(rank))
+        (rank_loss(*net, global_batch(step, kRows, kIn, kOut), rank, ranks, step) / ranks)
+            .backward();
+    step_two(step, *first, *second);
+  }
+  auto state = plain_state(*net);
+  for (const auto& item : net->named_parameters())
+    if (item.value().grad().defined())
+      state.push_back({"gradient of " + item.key(), item.value().grad()});
+  return state;
+}
+
+std::vector<NamedTensor> train_two_joined(World& world, const ShardPlan& plan) {
+  const auto net = make_mlp();
+  const auto first = make_adamw_of_half(*net, 0), second = make_adamw_of_half(*net, 1);
+  auto sharded = fully_shard(net, plan);
+  ShardedOptimizer steps_first(sharded, *first, {.fused = false});
+  ShardedOptimizer steps_second(sharded, *second, {.fused = false});
+  join(sharded, {&steps_first, &steps_second}, [&] {
+    for (int step = 0; step < steps_of(world.rank()); ++step) {
+      rank_loss(*net, global_batch(step, kRows, kIn, kOut), world.rank(), world.size(), step)
+          .backward();
+      step_two(step, steps_first, steps_second);
+    }
+  });
+  auto state = sharded.full_state();
+  for (const auto& item : net->named_parameters())
+    if (const auto grad = sharded.full_grad(item.value()); grad.defined())
+      state.push_back({"gradient of " + item.key(), grad});
+  return state;
+}
+
+// A rank that is done has the gradients that the others have, of each parameter.
+TEST(Join, WithOptimizersOfWhichOneClearsItsGradients) {
+  for (const ShardLevel level :
+       {ShardLevel::kNone, ShardLevel::kOptimizerState, ShardLevel::kGradients}) {
+    for (const int ranks : {2, 3}) {
+      const auto expected = train_two_alone(ranks);
+      run_world(ranks, [&](World& world) {
+        const auto state = train_two_joined(world, {.level = level, .unit_bytes = 3000});
+        expect_same_state(state, expected, 1e-5, std::to_string(ranks) + " ranks");
+      });
+    }
+  }
+}
+
+TEST(Join, RefusesGradientsThatTheProgramReduces) {
+  run_world(2, [](World&) {
+    const auto net = make_mlp();
+    const auto inner = make_adamw(*net);
+    auto sharded = fully_shard(net, {.level = ShardLevel::kNone, .reduce_gradients = false});
+    ShardedOptimizer optimizer(sharded, *inner);
+    expect_error([&] { join(sharded, {&optimizer}, [] {}); }, {"plan.reduce_gradients"});
+  });
+}
+
 TEST(Join, WithNoDataAtAll) {
   run_world(3, [](World& world) {
     const auto net = make_mlp();
