@@ -11,14 +11,15 @@ namespace tessera {
 /// Runs `train`, in which ranks may take different numbers of steps, as when their data does not
 /// divide evenly. A rank that has finished takes part in the collectives of the others until all
 /// have finished: it contributes nothing to their reductions, and steps the parameters that it owns
-/// with their learning rates.
+/// with their options, such as learning rates (of a class of optimizer that Tessera does not know,
+/// with the learning rates alone).
 ///
 /// Collective. In `train` the ranks that have not finished must make the same calls in the same
 /// order: backwards, also under `no_sync()`, `reduce()`, clipping, and steps of `optimizers`;
 /// forwards, if the plan synchronizes buffers. Other collective calls (`full_grad`, `full_state`,
-/// checkpoints, `GradScaler`) throw. Gradients are still divided by the number of all ranks.
-/// Schedulers do not advance on a rank that has finished; save those of a rank that took all steps,
-/// or step them afterwards.
+/// checkpoints, `GradScaler`, `ExponentialAverage`) throw, and so does `local_grad`. Gradients are
+/// still divided by the number of all ranks. Schedulers do not advance on a rank that has finished;
+/// save those of a rank that took all steps, or step them afterwards.
 ///
 /// **Throws** `c10::NotImplementedError` where parameters are freed between uses (`kParameters` on
 /// several hosts, or over messages), and with `reduce_gradients = false`; `c10::Error` on all ranks

@@ -299,6 +299,7 @@ at::Tensor ShardedState::full_grad(const ParamIndex& place) {
 }
 
 at::Tensor ShardedState::local_grad(const ParamIndex& place) {
+  check_no_join("local_grad()");
   at::NoGradGuard no_grad;
   reducer_->settle();
   const UnitGradients& gradients = *reducer_->gradients()[place.unit];
@@ -313,7 +314,7 @@ at::Tensor ShardedState::local_grad(const ParamIndex& place) {
 }
 
 bool ShardedState::has_grad(const ParamIndex& place) {
-  reducer_->settle();
+  reducer_->settle_earlier();
   const UnitGradients& gradients = *reducer_->gradients()[place.unit];
   return gradients.is_live(place.slot) || gradients.has_arrived(place.slot);
 }

@@ -39,6 +39,7 @@ void AveragedWeights::check_usable() const {
 
 void AveragedWeights::update() {
   check_usable();
+  state->check_no_join("ExponentialAverage");
   TORCH_CHECK_VALUE(!is_swapped, "[ExponentialAverage] the model has the averaged values: call swap() before "
                     "it is trained on");
   at::NoGradGuard no_grad;
@@ -55,6 +56,7 @@ void AveragedWeights::update() {
 
 void AveragedWeights::swap() {
   check_usable();
+  state->check_no_join("ExponentialAverage");
   TORCH_CHECK_VALUE(updates > 0, "[ExponentialAverage] there is no average yet: call update() after a step");
   at::NoGradGuard no_grad;
   prepare();

@@ -6,7 +6,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <cmath>
+#include <map>
+#include <string>
 
 #include "model/join_scope.h"
 #include "optim/param_state.h"
@@ -19,6 +20,36 @@ std::vector<const torch::optim::Optimizer*> inner_of(
   std::vector<const torch::optim::Optimizer*> inner;
   for (const JoinedOptimizer& optimizer : optimizers) inner.push_back(optimizer.inner);
   return inner;
+}
+
+// The options that a step depends on: all, or the learning rate alone of a class whose options are
+// unknown, if it has one.
+std::map<std::string, double> options_of(torch::optim::Optimizer& optimizer, size_t group) {
+  if (knows_state(optimizer)) return read_options(optimizer, group);
+  const auto rate = learning_rate(optimizer, group);
+  return rate ? std::map<std::string, double>{{"lr", *rate}} : std::map<std::string, double>();
+}
+
+std::vector<double> numbers_of(torch::optim::Optimizer& optimizer) {
+  std::vector<double> numbers;
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
+    for (const auto& [name, value] : options_of(optimizer, i)) numbers.push_back(value);
+  return numbers;
+}
+
+void set_numbers(torch::optim::Optimizer& optimizer, const std::vector<double>& numbers) {
+  size_t count = 0;
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
+    auto options = options_of(optimizer, i);
+    TORCH_CHECK(count + options.size() <= numbers.size(), "[join] optimizers must have equal param groups and "
+                "options on all ranks; another rank's has ", numbers.size(), " options");
+    for (auto& [name, value] : options) value = numbers[count++];
+    if (knows_state(optimizer)) {
+      write_options(optimizer, i, options);
+    } else if (!options.empty()) {
+      set_learning_rate(optimizer, i, options.at("lr"));
+    }
+  }
 }
 
 class Training {
@@ -104,10 +135,7 @@ class Training {
 
   void step(const std::vector<double>& values) {
     const JoinedOptimizer& optimizer = optimizers_[static_cast<size_t>(values[0])];
-    const size_t groups = optimizer.options->param_groups().size();
-    for (size_t i = 0; i < groups && i + 1 < values.size(); ++i) {
-      if (std::isfinite(values[i + 1])) set_learning_rate(*optimizer.options, i, values[i + 1]);
-    }
+    set_numbers(*optimizer.options, {values.begin() + 1, values.end()});
     optimizer.step();
   }
 
@@ -127,9 +155,8 @@ void announce_step(ShardedState& state, torch::optim::Optimizer& inner) {
   JoinScope* const scope = state.join_scope();
   if (!scope) return;
   std::vector<double> values = {static_cast<double>(scope->index_of(inner))};
-  // A value that is not finite, for a class without learning rate, is not applied.
-  for (size_t i = 0; i < inner.param_groups().size(); ++i)
-    values.push_back(learning_rate(inner, i).value_or(-INFINITY));
+  const std::vector<double> numbers = numbers_of(inner);
+  values.insert(values.end(), numbers.begin(), numbers.end());
   state.announce(JoinCall::kStep, values);
 }
 

@@ -1,6 +1,7 @@
 // Ranks that take different numbers of steps.
 
 #include <gtest/gtest.h>
+#include <tessera/exponential_average.h>
 
 #include "support/models.h"
 #include "support/run_world.h"
@@ -27,7 +28,13 @@ struct Options {
   double clip = 0;
   int backwards = 1;
   bool schedules = false;
+  bool cycles = false;  // Adam's first beta
 };
+
+void set_beta(torch::optim::Optimizer& optimizer, int step) {
+  auto& options = optimizer.param_groups()[0].options();
+  static_cast<torch::optim::AdamWOptions&>(options).betas({0.9 - 0.1 * step, 0.999});
+}
 
 // One process: ranks that are done contribute nothing; the mean is over all ranks.
 std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
@@ -43,6 +50,7 @@ std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
       }
     }
     if (options.clip > 0) torch::nn::utils::clip_grad_norm_(net->parameters(), options.clip);
+    if (options.cycles) set_beta(*optimizer, step);
     optimizer->step();
     if (options.schedules) scheduler.step();
   }
@@ -63,6 +71,7 @@ std::vector<NamedTensor> train_joined(World& world, const ShardPlan& plan, const
         rank_loss(*net, batch, world.rank(), world.size(), step).backward();
       }
       if (options.clip > 0) optimizer.clip_grad_norm_(options.clip);
+      if (options.cycles) set_beta(*inner, step);
       optimizer.step();
       if (options.schedules) scheduler.step();
     }
@@ -100,6 +109,7 @@ TEST(Join, WithSeveralBackwardsAStep) { expect_as_one_process({.backwards = 3});
 TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersLearningRate) {
   expect_as_one_process({.schedules = true});
 }
+TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersOptions) { expect_as_one_process({.cycles = true}); }
 
 // An optimizer of every second parameter.
 std::unique_ptr<torch::optim::Optimizer> make_adamw_of_half(Net& net, size_t first) {
@@ -235,7 +245,10 @@ TEST(Join, RefusesWhatItCanNotDo) {
     auto sharded = fully_shard(net, {.level = ShardLevel::kGradients});
     ShardedOptimizer optimizer(sharded, *inner);
     GradScaler scaler;
+    ExponentialAverage average(sharded, 0.9);
     join(sharded, {}, [&] {
+      expect_error([&] { average.update(); }, {"ExponentialAverage can't be called under join()"});
+      expect_error([&] { sharded.local_grad("fc0.weight"); }, {"local_grad() can't"});
       expect_error([&] { sharded.full_state(); }, {"can't be called under join()"});
       expect_error(
           [&] {
