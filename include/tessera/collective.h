@@ -24,7 +24,6 @@ enum class Channel : uint8_t { kParams, kGrads, kControl };
 struct CollectiveTag {
   std::string_view subject;  ///< for example the name of the unit; must outlive the `Work`
   Channel channel = Channel::kControl;
-  int64_t version = 0;  ///< of the values sent, which must be the same on all ranks
 };
 
 /// The form in which floating-point elements are sent.

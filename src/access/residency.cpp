@@ -45,7 +45,9 @@ namespace tessera {
 // gradients begins a pass, and so does the first use with gradients. If the position of that use
 // lies ahead, and no forward of the handle began the evaluation, the uses so far were the beginning
 // of that pass, and nothing is gathered again; if not, the evaluation ends here. So without the
-// handle, ranks whose passes begin with uses without gradients must begin with the same ones.
+// handle, ranks whose passes begin with uses without gradients must begin with the same ones. A pass
+// whose forward throws ends before the next change of parameters, with the rest of its plan; a rank
+// that has used nothing by then knows of the pass through the handle only.
 namespace {
 
 constexpr size_t kLongestRecord = 100'000;  // evaluation in grad mode, without a backward
@@ -399,7 +401,6 @@ void Residency::learn(std::vector<PassOrder> ranks) {
 void Residency::on_step(const std::vector<bool>& changed) {
   const auto guard = lock();
   free_and_restart();
-  for (Unit* unit : units_) unit->begin_version();
   if (std::exchange(limits_, next_limits_) != next_limits_) plan();
   // Units that are never freed are gathered now, in order of use, while the next forward begins; of
   // the others, only the first ones.

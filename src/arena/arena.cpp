@@ -187,15 +187,10 @@ std::shared_ptr<Arena> Arena::connect(ProcessGroup& inner, std::string& why_not)
 
 ArenaTicket Arena::take_ticket(const char* collective, const CollectiveTag& tag,
                                const CollectiveForm& form, int count) {
-  ArenaTicket ticket{.name = {.collective = collective,
-                              .subject = std::string(tag.subject),
-                              .channel = tag.channel,
-                              .version = tag.version,
-                              .rank = rank_,
-                              .size = size(),
-                              .watch = watch_},
-                     .what = form.text(),
-                     .fingerprint = form.fingerprint()};
+  ArenaTicket ticket{
+      .name = {collective, std::string(tag.subject), tag.channel, 0, rank_, size(), watch_},
+      .what = form.text(),
+      .fingerprint = form.fingerprint()};
   check_process(mark_, ticket.name);
   {
     const std::lock_guard lock(mutex_);

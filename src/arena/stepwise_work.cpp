@@ -129,7 +129,7 @@ class StepwiseWork final : public Work {
 
   // Returns true if the last step has been started.
   bool perform_steps(Part part) {
-    const CollectiveTag tag{name_.subject, name_.channel, name_.version};
+    const CollectiveTag tag{name_.subject, name_.channel};
     const size_t end = part == Part::kBegin ? sends_ + 1 : steps_.size();
     name_errors([&] {
       for (size_t i = part == Part::kBegin ? 0 : sends_ + 1; i < end; ++i) {

@@ -52,7 +52,6 @@ class CollectiveForm {
   static constexpr size_t kPartsTold = 4;
 
   std::string collective_, subject_;
-  int64_t version_ = 0;
   int64_t numel_ = -1;
   at::ScalarType dtype_ = at::kFloat;
   size_t parts_ = 0;

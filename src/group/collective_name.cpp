@@ -95,7 +95,6 @@ CollectiveName ChannelOrder::next(const ProcessGroup& process_group, const char*
                       .subject = std::string(tag.subject),
                       .channel = tag.channel,
                       .sequence = sequence++,
-                      .version = tag.version,
                       .rank = process_group.rank(),
                       .size = process_group.size(),
                       .watch = watch_};

@@ -26,7 +26,6 @@ struct CollectiveName {
   std::string subject;     ///< a copy: the tag's text may not outlive the call
   Channel channel = Channel::kControl;
   int64_t sequence = 0;  ///< number of earlier collectives in this channel
-  int64_t version = 0;   ///< from the tag
   int rank = 0;
   int size = 1;
   std::shared_ptr<CollectiveWatch> watch = nullptr;  ///< null: nobody watches

@@ -93,7 +93,7 @@ WorkPtr Unit::start_gather() const {
     encoding = rounding_encoding(layout_.gather_dtype);
   const std::string& name = is_written_ ? written_name_ : layout_.name;
   return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
-                                          {name, Channel::kParams, version_}, encoding);
+                                          {name, Channel::kParams}, encoding);
 }
 
 // Waits until the host may change the values of an offloaded master copy.

@@ -106,9 +106,6 @@ class Unit {
 
   /// Starts gathering the full parameters, in place if they are there. Collective.
   void unshard();
-  /// Called by all ranks when their shards may have changed: gathers that other ranks have begun
-  /// before do not pair up with those that this one begins from now on.
-  void begin_version() { ++version_; }
   /// Waits for the gather, if one is under way.
   void wait();
   /// Frees the full parameters, or marks them as out of date if they always exist.
@@ -204,10 +201,9 @@ class Unit {
   at::Tensor shard_;     // undefined if the master copy serves as such
   at::Tensor arriving_;  // filled by a gather in place of the memory, where parameters are rounded
   at::Tensor written_;   // written by an operator in place of the memory, where that is shared
-  at::Tensor before_write_;  // the values of this rank's part before, if a master copy keeps more
-  int64_t version_ = 0;
-  bool is_written_ = false;             // by an operator, since the last gather
-  std::string written_name_;            // `name_after_write()`; gathers in progress refer to it
+  at::Tensor before_write_;   // the values of this rank's part before, if a master copy keeps more
+  bool is_written_ = false;   // by an operator, since the last gather
+  std::string written_name_;  // `name_after_write()`; gathers in progress refer to it
   std::optional<c10::Event> uploaded_;  // behind the latest copy of an offloaded master copy
   WorkPtr gather_;                      // the latest
   std::vector<WorkPtr> unread_;         // gathers whose peers may still be reading our shard
