@@ -37,17 +37,19 @@ std::vector<double> numbers_of(torch::optim::Optimizer& optimizer) {
   return numbers;
 }
 
-void set_numbers(torch::optim::Optimizer& optimizer, const std::vector<double>& numbers) {
+void set_numbers(const JoinedOptimizer& optimizer, const std::vector<double>& numbers) {
   size_t count = 0;
-  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
-    auto options = options_of(optimizer, i);
+  for (size_t i = 0; i < optimizer.options->param_groups().size(); ++i) {
+    auto options = options_of(*optimizer.inner, i);
     TORCH_CHECK(count + options.size() <= numbers.size(), "[join] optimizers must have equal param groups and "
                 "options on all ranks; another rank's has ", numbers.size(), " options");
     for (auto& [name, value] : options) value = numbers[count++];
-    if (knows_state(optimizer)) {
-      write_options(optimizer, i, options);
+    if (optimizer.options == optimizer.inner && knows_state(*optimizer.inner)) {
+      write_options(*optimizer.inner, i, options);
+    } else if (knows_state(*optimizer.inner)) {
+      write_options(*optimizer.inner, optimizer.options->param_groups()[i], options);
     } else if (!options.empty()) {
-      set_learning_rate(optimizer, i, options.at("lr"));
+      set_learning_rate(*optimizer.options, i, options.at("lr"));
     }
   }
 }
@@ -135,7 +137,7 @@ class Training {
 
   void step(const std::vector<double>& values) {
     const JoinedOptimizer& optimizer = optimizers_[static_cast<size_t>(values[0])];
-    set_numbers(*optimizer.options, {values.begin() + 1, values.end()});
+    set_numbers(optimizer, {values.begin() + 1, values.end()});
     optimizer.step();
   }
 

@@ -228,6 +228,13 @@ void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                [&](auto kind, auto& options) { set_options(kind, options, values); });
 }
 
+void write_options(const torch::optim::Optimizer& kind_of,
+                   torch::optim::OptimizerParamGroup& param_group,
+                   const std::map<std::string, double>& values) {
+  with_options(kind_of, param_group,
+               [&](auto kind, auto& options) { set_options(kind, options, values); });
+}
+
 std::optional<double> learning_rate(const torch::optim::Optimizer& optimizer, size_t param_group) {
   if (const auto* foreign = as_foreign(optimizer)) {
     const auto numbers = foreign_options(*foreign, param_group);

@@ -81,6 +81,11 @@ std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, s
 /// Sets the options that `values` contain.
 void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values);
+/// The same of a param group that an optimizer of another class holds for one of the class of
+/// `kind_of`, which is no `ForeignOptimizer`.
+void write_options(const torch::optim::Optimizer& kind_of,
+                   torch::optim::OptimizerParamGroup& param_group,
+                   const std::map<std::string, double>& values);
 
 /// Return and set the learning rate of a param group, for optimizers of any class. A user's class
 /// may have none: nothing is then returned, or set.

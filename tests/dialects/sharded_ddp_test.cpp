@@ -433,6 +433,42 @@ TEST(ShardedDdp, FS_16_RanksMayUseDifferentParameters) {
   }
 }
 
+// Sets a momentum by step, too.
+template <class Optimizer, class Step>
+void take_steps(Optimizer& optimizer, int steps, const Step& step) {
+  torch::optim::StepLR scheduler(optimizer, 2, 0.5);
+  for (int i = 0; i < steps; ++i) {
+    optimizer.zero_grad();
+    step(i);
+    auto& options = static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options());
+    options.momentum(0.5 + 0.05 * i);
+    optimizer.step();
+    scheduler.step();
+  }
+}
+
+TEST(ShardedDdp, FS_17_StepsOfRanksThatAreDoneAreThoseOfTheOthers) {
+  const auto steps_of = [](int rank) { return 1 + 2 * rank; };
+  const auto plain = seeded(7, [] { return std::make_shared<Mlp>(); });
+  SGD alone(plain->parameters(), kSgd);
+  take_steps(alone, steps_of(2), [&](int step) {
+    for (int rank = 0; rank < 3; ++rank)
+      if (step < steps_of(rank))
+        (rank_loss(*plain, global_batch(step, 12, 37, 5), rank, 3, step) / 3).backward();
+  });
+  run_world(3, [&](World& world) {
+    const auto net = seeded(7, [] { return std::make_shared<Mlp>(); });
+    OSS<SGD> optimizer(net->parameters(), kSgd);
+    ShardedDataParallel<Mlp> model(net, optimizer);
+    model.join([&] {
+      take_steps(optimizer, steps_of(world.rank()), [&](int step) {
+        rank_loss(*net, global_batch(step, 12, 37, 5), world.rank(), 3, step).backward();
+      });
+    });
+    expect_same_state(plain_state(*net), plain_state(*plain), 1e-5, "joined");
+  });
+}
+
 TEST(ShardedDdp, FS_17_RanksMayTakeDifferentNumbersOfSteps) {
   for (const bool broadcast : {false, true}) {
     run_world(3, [&](World& world) {
