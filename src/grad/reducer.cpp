@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <numeric>
 #include <thread>
 
@@ -60,7 +59,6 @@ constexpr auto kPollInterval = std::chrono::microseconds(100);
 // Bytes that may be in flight where ranks share memory and units are small, so that ranks need not
 // wait for each other at every unit.
 constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
-constexpr int kBitsInNumber = 32;
 
 // Returns this rank's part of a DistTensor's gradient. Usually the gradient has its placements
 // already: see place_gradients().
@@ -248,27 +246,22 @@ bool Reducer::any_live() const {
 }
 
 std::vector<double> Reducer::live() const {
-  std::vector<double> numbers;
-  size_t count = 0;
+  std::vector<double> live;
   for (const auto& gradients : gradients_) {
-    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++count) {
-      if (count % kBitsInNumber == 0) numbers.push_back(0);
-      if (gradients->is_live(slot)) numbers.back() += std::ldexp(1, count % kBitsInNumber);
-    }
+    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot)
+      live.push_back(gradients->is_live(slot) ? 1 : 0);
   }
-  return numbers;
+  return live;
 }
 
 void Reducer::keep_live(const std::vector<double>& live) {
   const std::lock_guard lock(mutex_);
-  size_t count = 0;
+  auto stays = live.begin();
   bool any = false;
   for (const auto& gradients : gradients_) {
-    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++count) {
-      const auto bits = static_cast<uint64_t>(live[count / kBitsInNumber]);
-      const bool stays = (bits >> count % kBitsInNumber & 1) != 0;
-      any = any || stays;
-      if (!stays && gradients->is_live(slot)) gradients->clear(slot);
+    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++stays) {
+      any = any || *stays > 0;
+      if (*stays == 0 && gradients->is_live(slot)) gradients->clear(slot);
     }
   }
   if (!any) clear_all();

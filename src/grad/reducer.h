@@ -40,7 +40,8 @@ struct PassVote {
 class BackwardListener {
  public:
   virtual ~BackwardListener() = default;
-  /// Called in a backward, before this rank waits for the reductions of the previous one.
+  /// Called before this rank waits for the reductions of the previous backward outside of
+  /// `settle()`.
   virtual void on_settle() = 0;
   /// Called before this rank waits for any other rank: starts the collectives that others may be
   /// waiting for.
@@ -109,8 +110,8 @@ class Reducer {
   void settle();
   /// The same, after `on_settle()`, if there are any.
   void settle_earlier();
-  /// Tells which parameters have reduced gradients: a bit for each, 32 in a number. Call `settle()`
-  /// before.
+  /// Returns 1 for each parameter that has a reduced gradient, and 0 for the others. Call
+  /// `settle()` before.
   std::vector<double> live() const;
   /// Clears the gradients of all other parameters. `live`: begins with what `live()` returned on
   /// another rank.

@@ -6,8 +6,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <map>
-#include <string>
 
 #include "model/join_scope.h"
 #include "optim/param_state.h"
@@ -22,34 +20,26 @@ std::vector<const torch::optim::Optimizer*> inner_of(
   return inner;
 }
 
-// The options that a step depends on: all, or the learning rate alone of a class whose options are
-// unknown, if it has one.
-std::map<std::string, double> options_of(torch::optim::Optimizer& optimizer, size_t group) {
-  if (knows_state(optimizer)) return read_options(optimizer, group);
-  const auto rate = learning_rate(optimizer, group);
-  return rate ? std::map<std::string, double>{{"lr", *rate}} : std::map<std::string, double>();
-}
-
 std::vector<double> numbers_of(torch::optim::Optimizer& optimizer) {
   std::vector<double> numbers;
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
-    for (const auto& [name, value] : options_of(optimizer, i)) numbers.push_back(value);
+    for (const auto& [name, value] : step_options(optimizer, i)) numbers.push_back(value);
   return numbers;
 }
 
 void set_numbers(const JoinedOptimizer& optimizer, const std::vector<double>& numbers) {
   size_t count = 0;
   for (size_t i = 0; i < optimizer.options->param_groups().size(); ++i) {
-    auto options = options_of(*optimizer.inner, i);
+    auto options = step_options(*optimizer.inner, i);
     TORCH_CHECK(count + options.size() <= numbers.size(), "[join] optimizers must have equal param groups and "
                 "options on all ranks; another rank's has ", numbers.size(), " options");
     for (auto& [name, value] : options) value = numbers[count++];
-    if (optimizer.options == optimizer.inner && knows_state(*optimizer.inner)) {
+    if (!knows_state(*optimizer.inner)) {
+      if (!options.empty()) set_learning_rate(*optimizer.options, i, options.at("lr"));
+    } else if (optimizer.options == optimizer.inner) {
       write_options(*optimizer.inner, i, options);
-    } else if (knows_state(*optimizer.inner)) {
+    } else {
       write_options(*optimizer.inner, optimizer.options->param_groups()[i], options);
-    } else if (!options.empty()) {
-      set_learning_rate(*optimizer.options, i, options.at("lr"));
     }
   }
 }

@@ -220,12 +220,17 @@ std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, s
   return values;
 }
 
+std::map<std::string, double> step_options(torch::optim::Optimizer& optimizer, size_t param_group) {
+  if (knows_state(optimizer)) return read_options(optimizer, param_group);
+  const auto lr = learning_rate(optimizer, param_group);
+  return lr ? std::map<std::string, double>{{"lr", *lr}} : std::map<std::string, double>();
+}
+
 void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values) {
   if (auto* foreign = as_foreign(optimizer))
     return set_foreign_options(*foreign, param_group, values);
-  with_options(optimizer, optimizer.param_groups()[param_group],
-               [&](auto kind, auto& options) { set_options(kind, options, values); });
+  write_options(optimizer, optimizer.param_groups()[param_group], values);
 }
 
 void write_options(const torch::optim::Optimizer& kind_of,

@@ -78,6 +78,10 @@ std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 /// `betas` becomes `beta1` and `beta2`.
 std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, size_t param_group);
 
+/// Returns those on which a step depends: all, or the learning rate alone of a class whose options
+/// are unknown, if it has one.
+std::map<std::string, double> step_options(torch::optim::Optimizer& optimizer, size_t param_group);
+
 /// Sets the options that `values` contain.
 void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values);

@@ -6,7 +6,6 @@
 #include <tessera/sharded_optimizer.h>
 #include <torch/optim/optimizer.h>
 
-#include <cmath>
 #include <typeinfo>
 #include <vector>
 
@@ -261,12 +260,8 @@ void ShardedOptimizer::Impl::follow() {
 static std::string step_text(torch::optim::Optimizer& optimizer) {
   std::string text = "a step with";
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
-    if (knows_state(optimizer)) {
-      for (const auto& [name, value] : read_options(optimizer, i))
-        text += fmt::format(" {} {}", name, value);
-    } else {
-      text += fmt::format(" lr {}", learning_rate(optimizer, i).value_or(NAN));
-    }
+    for (const auto& [name, value] : step_options(optimizer, i))
+      text += fmt::format(" {} {}", name, value);
     text += fmt::format(" for {} parameters;", optimizer.param_groups()[i].params().size());
   }
   return text;

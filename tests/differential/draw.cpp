@@ -8,10 +8,6 @@
 namespace tessera::differential {
 namespace {
 
-bool has_op(const Program& program, OpKind kind) {
-  return std::ranges::find(program.ops, kind, &Op::kind) != program.ops.end();
-}
-
 void draw_layers(Random& random, Program& program) {
   std::vector<std::string> kinds;
   for (const auto& [kind, known] : block_classes()) kinds.push_back(kind);
@@ -235,12 +231,12 @@ void draw_worlds(Random& random, Program& program) {
 // All backwards are made under no_sync(), and what they keep is reduced before anything else.
 void keep_gradients(Program& program) {
   std::vector<Op> ops;
-  for (size_t i = 0; i < program.ops.size(); ++i) {
-    ops.push_back(program.ops[i]);
-    if (ops.back().kind == OpKind::kForward) ops.back().how |= kNoSync;
-    if (ops.back().kind != OpKind::kBackward || ops.back().how == 1) continue;
-    ops.back().how = 1;
-    ops.push_back({OpKind::kReduce});
+  for (Op op : program.ops) {
+    const bool is_reduced = op.kind == OpKind::kBackward && op.how == 0;
+    if (op.kind == OpKind::kForward) op.how |= kNoSync;
+    if (is_reduced) op.how = 1;
+    ops.push_back(op);
+    if (is_reduced) ops.push_back({OpKind::kReduce});
   }
   program.ops = std::move(ops);
 }
@@ -290,18 +286,16 @@ void draw_more(Random& random, Program& program) {
   const bool averages = random.once_in(2) && program.shard_size > 0 && program.ends.empty() &&
                         !is_fused && !has_op(program, OpKind::kSave) &&
                         !has_op(program, OpKind::kLoad);
-  if (!averages) return;
-  plan.outer = {.every = random.between(1, 3),
-                .learning_rate = random.one_of({1.0, 0.5}),
-                .momentum = random.one_of({0.0, 0.0, 0.5}),
-                .nesterov = random.once_in(2)};
-  program.reload_ranks = 0;
-}
-
-void draw_latest(Random& random, Program& program) {
+  if (averages) {
+    plan.outer = {.every = random.between(1, 3),
+                  .learning_rate = random.one_of({1.0, 0.5}),
+                  .momentum = random.one_of({0.0, 0.0, 0.5}),
+                  .nesterov = random.once_in(2)};
+    program.reload_ranks = 0;
+  }
   if (random.once_in(6) && program.ends.empty()) keep_gradients(program);
   // A layer's parameters must have one dtype.
-  program.ignored = random.once_in(10) && !program.plan.precision.param_dtype;
+  program.ignored = random.once_in(10) && !plan.precision.param_dtype;
   if (random.once_in(6)) reduce_by_hand(program);
 }
 
@@ -329,7 +323,6 @@ Program draw(uint64_t seed) {
     if (layer.frozen && has_op(program, OpKind::kEdit)) layer.checkpoint = false;
   draw_worlds(random, program);
   draw_more(random, program);
-  draw_latest(random, program);
   return program;
 }
 

@@ -3,8 +3,10 @@
 #include <tessera/shard_plan.h>
 #include <tessera/world.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -92,6 +94,42 @@ struct Program {
 };
 
 Program draw(uint64_t seed);
+
+inline bool has_op(const Program& program, OpKind kind) {
+  return std::ranges::find(program.ops, kind, &Op::kind) != program.ops.end();
+}
+
+const char* name_of(ShardLevel level);
+
+/// Calls `f(name, value)` for each number, flag and dtype of a plan that is not the usual one.
+template <class F>
+void for_each_changed(const ShardPlan& plan, const F& f) {
+  const ShardPlan usual;
+  const auto visit = [&](const char* name, const auto& value, const auto& otherwise) {
+    if (value != otherwise) f(name, value);
+  };
+  const auto visit_dtype = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
+    if (dtype) f(name, *dtype);
+  };
+  visit("unit_bytes", plan.unit_bytes.value_or(-1), int64_t{-1});
+  visit("whole_numel", plan.whole_numel, usual.whole_numel);
+  visit("resident_bytes", plan.resident_bytes, usual.resident_bytes);
+  visit("prefetch", plan.prefetch, usual.prefetch);
+  visit("average", plan.average, usual.average);
+  visit("predivide", plan.predivide, usual.predivide);
+  visit("bucket_bytes", plan.bucket_bytes, usual.bucket_bytes);
+  visit("memory_budget", plan.memory_budget.value_or(0), int64_t{0});
+  visit("reduce_gradients", plan.reduce_gradients, usual.reduce_gradients);
+  visit("sync_buffers", plan.sync_buffers, usual.sync_buffers);
+  visit_dtype("precision.param_dtype", plan.precision.param_dtype);
+  visit_dtype("precision.master_dtype", plan.precision.master_dtype);
+  visit_dtype("precision.reduce_dtype", plan.precision.reduce_dtype);
+  visit_dtype("precision.buffer_dtype", plan.precision.buffer_dtype);
+  visit_dtype("precision.gather_dtype", plan.precision.gather_dtype);
+  visit("precision.cast_inputs", plan.precision.cast_inputs, true);
+  visit("precision.error_feedback", plan.precision.error_feedback, true);
+  visit("precision.master_only", plan.precision.master_only, false);
+}
 
 /// How many of the operations some rank has batches for.
 int length_of(const Program& program);

@@ -13,9 +13,32 @@
 #include "differential/training.h"
 
 namespace tessera::differential {
-namespace {
 
 using torch::Tensor;
+
+// clang-format off
+// Adds the ranks' sums to the gradients that there were before. Unless some rank has one, none gets one.
+WITH_SOURCE(kByHand, void backward_by_hand(const Tensor& loss, std::vector<Tensor> params, tessera::ProcessGroup& ranks, bool average) {
+  std::vector<Tensor> earlier;
+  for (Tensor& param : params) earlier.push_back(std::exchange(param.mutable_grad(), {}));
+  loss.backward();
+  const tessera::CollectiveTag tag{"by hand", tessera::Channel::kControl};
+  for (size_t i = 0; i < params.size(); ++i) {
+    Tensor& grad = params[i].mutable_grad();
+    Tensor any = torch::full({1}, grad.defined(), torch::kByte);
+    ranks.all_reduce(any, tessera::ReduceOp::kMax, tag)->wait();
+    if (any.item<bool>()) {
+      grad = grad.defined() ? grad.contiguous() : torch::zeros_like(params[i], torch::MemoryFormat::Contiguous);
+      ranks.all_reduce(grad, tessera::ReduceOp::kSum, tag)->wait();
+      if (average) grad.mul_(1.0 / ranks.size());
+    }
+    if (earlier[i].defined()) grad = grad.defined() ? earlier[i] + grad : earlier[i];
+  }
+})
+// clang-format on
+const char* const kByHandSource = kByHand;
+
+namespace {
 
 class ShardedTraining : public Training {
  public:
@@ -57,13 +80,12 @@ class ShardedTraining : public Training {
     std::optional<ShardedModule::NoSync> local;
     if (op.how & 1) local.emplace(sharded_->state());
     const Tensor loss = std::exchange(loss_, {});
-    const bool by_hand = !program_.plan.reduce_gradients;
-    std::vector<Tensor> earlier;
-    for (size_t i = 0; by_hand && i < params_.size(); ++i)
-      earlier.push_back(std::exchange(params_[i].mutable_grad(), {}));
-    (scaler_ ? scaler_->scale(loss) : loss).backward();
-    for (size_t i = 0; by_hand && i < params_.size(); ++i)
-      if (!program_.is_ignored(i)) sum_over_ranks(params_[i], earlier[i]);
+    const Tensor scaled = scaler_ ? scaler_->scale(loss) : loss;
+    if (program_.plan.reduce_gradients) {
+      scaled.backward();
+    } else {
+      backward_by_hand(scaled, reduced_params(), *world_, program_.plan.average);
+    }
     if ((op.how & 1) == 0) see_sums();
   }
   void zero_grad(const Op& op) override {
@@ -145,8 +167,7 @@ class ShardedTraining : public Training {
   }
   // Reads what ranks of another world have saved at their end.
   void load_saved() {
-    const auto is_thaw = [](const Op& op) { return op.kind == OpKind::kThaw; };
-    if (std::ranges::any_of(program_.ops, is_thaw)) thaw();
+    if (has_op(program_, OpKind::kThaw)) thaw();
     load();
     if (!saved_optimizer()) optimizers_.clear();
     see_state();
@@ -196,27 +217,18 @@ class ShardedTraining : public Training {
       if (schedule) all.emplace_back(schedule.get());
     return all;
   }
-  // Adds the ranks' sum of a gradient to what there was before. Unless some rank has one, none gets
-  // one.
-  void sum_over_ranks(const Tensor& param, const Tensor& earlier) {
-    Tensor& grad = param.mutable_grad();
-    const CollectiveTag tag{"by hand", Channel::kControl};
-    Tensor any = torch::full({1}, grad.defined(), torch::kByte);
-    world_->all_reduce(any, ReduceOp::kMax, tag)->wait();
-    if (any.item<bool>()) {
-      if (!grad.defined()) grad = torch::zeros_like(param, torch::MemoryFormat::Contiguous);
-      grad = grad.contiguous();
-      world_->all_reduce(grad, ReduceOp::kSum, tag)->wait();
-      if (program_.plan.average) grad.mul_(1.0 / world_->size());
-    }
-    if (earlier.defined()) grad = grad.defined() ? earlier + grad : earlier;
+  // Those that the plan does not ignore.
+  std::vector<Tensor> reduced_params() const {
+    std::vector<Tensor> reduced;
+    for (size_t i = 0; i < params_.size(); ++i)
+      if (!program_.is_ignored(i)) reduced.push_back(params_[i]);
+    return reduced;
   }
   // Sums of messages of 8 bits, which have no single result.
   void see_sums() {
     if (!narrow_sums(program_)) return;
-    for (size_t i = 0; i < params_.size(); ++i) {
-      if (program_.is_ignored(i)) continue;
-      const Tensor sum = sharded_->full_grad(params_[i]);
+    for (const Tensor& param : reduced_params()) {
+      const Tensor sum = sharded_->full_grad(param);
       if (sum.defined()) see("gradient", sum);
     }
   }

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
-#include <fmt/ranges.h>
+
+#include <type_traits>
 
 #include "differential/layers.h"
 #include "differential/program.h"
@@ -29,7 +30,7 @@ constexpr auto kForwardOfNet =
 
 const char* literal(bool value) { return value ? "true" : "false"; }
 
-std::string name_of(at::ScalarType dtype) {
+std::string dtype_text(at::ScalarType dtype) {
   return fmt::format("torch::k{}", c10::toString(dtype));
 }
 
@@ -47,6 +48,8 @@ class Source {
       if (std::ranges::any_of(program_.layers, has_kind(kind)))
         line("struct {} : Block {{ using Block::Block; {} }};", kind, source);
     if (std::ranges::any_of(program_.optimizers, has_kind("Lion"))) line("{}", kLionSource);
+    if (has_op(program_, OpKind::kEdit)) line("{}", kEditSource);
+    if (!program_.plan.reduce_gradients) line("{}", kByHandSource);
     add_net();
     line("\nint main() {{\n  tessera::spawn({}, [] {{", program_.ranks);
     line("    auto world = tessera::init({{.transport = tessera::Transport::{}}});",
@@ -77,7 +80,7 @@ class Source {
     line("struct Net : nn::Module {{\n  Net() {{");
     for (size_t i = 0; i < program_.layers.size(); ++i) {
       const Layer& layer = program_.layers[i];
-      if (layer.dtype != at::kFloat) line("    l{}->to({});", i, name_of(layer.dtype));
+      if (layer.dtype != at::kFloat) line("    l{}->to({});", i, dtype_text(layer.dtype));
       if (layer.frozen) line("    for (Tensor& p : l{}->parameters()) p.requires_grad_(false);", i);
     }
     for (size_t i = 0; i < program_.layers.size(); ++i)
@@ -156,56 +159,39 @@ class Source {
   void add_plan();
   void add_loop();
   std::string statement(const Op& op) const;
+  std::string saved_schedules() const;
 
   const Program& program_;
   std::string text_;
 };
 
 void Source::add_plan() {
-  static const char* const kLevels[] = {"kNone", "kOptimizerState", "kGradients", "kParameters"};
   const ShardPlan& plan = program_.plan;
-  const ShardPlan usual;
-  line("    tessera::ShardPlan plan{{.level = tessera::ShardLevel::{}}};",
-       kLevels[static_cast<int>(plan.level)]);
-  const auto set = [&](const char* name, const auto& value, const auto& otherwise) {
-    if (value != otherwise) line("    plan.{} = {};", name, value);
-  };
-  const auto set_dtype = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
-    if (dtype) line("    plan.precision.{} = {};", name, name_of(*dtype));
-  };
-  if (plan.partition != usual.partition)
+  line("    tessera::ShardPlan plan{{.level = tessera::ShardLevel::{}}};", name_of(plan.level));
+  for_each_changed(plan, [&](const char* name, const auto& value) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(value)>, at::ScalarType>) {
+      line("    plan.{} = {};", name, dtype_text(value));
+    } else {
+      line("    plan.{} = {};", name, value);
+    }
+  });
+  if (plan.partition != Partition::kFlatEven)
     line("    plan.partition = tessera::Partition::kWholeParam;");
-  set("unit_bytes", plan.unit_bytes.value_or(-1), -1);
-  set("whole_numel", plan.whole_numel, usual.whole_numel);
-  set("resident_bytes", plan.resident_bytes, usual.resident_bytes);
-  set("prefetch", plan.prefetch, usual.prefetch);
-  set("average", plan.average, usual.average);
-  set("predivide", plan.predivide, usual.predivide);
-  set("bucket_bytes", plan.bucket_bytes, usual.bucket_bytes);
-  set("memory_budget", plan.memory_budget.value_or(0), 0);
-  set("sync_buffers", plan.sync_buffers, usual.sync_buffers);
-  set("reduce_gradients", plan.reduce_gradients, true);
   if (plan.offload != Offload::kNone)
     line("    plan.offload = tessera::Offload::{};",
          plan.offload == Offload::kHost ? "kHost" : "kDirectory");
-  if (plan.start_values != usual.start_values)
+  if (plan.offload == Offload::kDirectory) line("    plan.offload_directory = \"offload\";");
+  if (plan.start_values == StartValues::kKeep)
     line("    plan.start_values = tessera::StartValues::kKeep;");
   if (plan.outer)
     line("    plan.outer = {{.every = {}, .learning_rate = {}, .momentum = {}, .nesterov = {}}};",
          plan.outer->every, plan.outer->learning_rate, plan.outer->momentum,
          literal(plan.outer->nesterov));
+  line("    plan.process_group = world.process_group();");
   if (program_.shard_size > 0) {
     line("    const auto groups = world.hybrid_process_groups({});", program_.shard_size);
     line("    plan.process_group = groups.shard;\n    plan.replicate_group = groups.replicate;");
   }
-  set_dtype("param_dtype", plan.precision.param_dtype);
-  set_dtype("master_dtype", plan.precision.master_dtype);
-  set_dtype("reduce_dtype", plan.precision.reduce_dtype);
-  set_dtype("gather_dtype", plan.precision.gather_dtype);
-  set_dtype("buffer_dtype", plan.precision.buffer_dtype);
-  set("precision.cast_inputs", plan.precision.cast_inputs, true);
-  set("precision.error_feedback", plan.precision.error_feedback, true);
-  set("precision.master_only", plan.precision.master_only, false);
   if (program_.own_units) line("    plan.units.emplace_back();");
   for (const auto& [is_set, each, what] :
        {std::tuple(program_.owners, "i % 3 == 0",
@@ -231,8 +217,11 @@ std::string Source::statement(const Op& op) const {
                               : call;
     }
     case OpKind::kBackward: {
-      const std::string call =
-          program_.scale > 0 ? "scaler.scale(loss).backward();" : "loss.backward();";
+      const std::string loss = program_.scale > 0 ? "scaler.scale(loss)" : "loss";
+      if (!program_.plan.reduce_gradients)
+        return fmt::format("backward_by_hand({}, reduced, *world.process_group(), plan.average);",
+                           loss);
+      const std::string call = loss + ".backward();";
       return op.how == 1 ? fmt::format("{{ const auto local = sharded.no_sync(); {} }}", call)
                          : call;
     }
@@ -248,7 +237,8 @@ std::string Source::statement(const Op& op) const {
           std::array{"2", "1", "INFINITY", "3"}[op.how]);
     case OpKind::kClampGrad:
       return fmt::format(
-          "if (Tensor grad = sharded.local_grad({}); grad.defined()) grad.clamp_(-0.125, 0.125);",
+          "{}if (Tensor grad = sharded.local_grad({}); grad.defined()) grad.clamp_(-0.125, 0.125);",
+          program_.ignored ? fmt::format("if ({} % params.size() % 5 != 3) ", op.value) : "",
           param);
     case OpKind::kStep: {
       if (program_.scale == 0) return fmt::format("optimizer{}.step();", own);
@@ -262,22 +252,21 @@ std::string Source::statement(const Op& op) const {
     case OpKind::kFullState:
       return "sharded.load_full_state(sharded.full_state());";
     case OpKind::kEdit:
-      return fmt::format("{{ torch::NoGradGuard no_grad; Tensor p = {}; {}; }}", param,
-                         std::array{"p.mul_(0.5)", "p.clamp_(-0.25, 0.25)", "p.fill_(0.125)",
-                                    "p.copy_(p * 2)", "p.select(0, 0).zero_()"}[op.how]);
+      return fmt::format("edit({}, {});", param, op.how);
     case OpKind::kAverage:
       return op.how == 0 ? "average.update();"
                          : fmt::format("average.evaluate([&] {{ evaluate({}); }});", op.value);
     case OpKind::kSave:
     case OpKind::kLoad: {
       const std::string optimizer = count == 1 ? "&optimizer0" : "nullptr";
-      const std::string scaler = program_.scale > 0 ? ".scaler = &scaler" : "";
+      std::string rest = program_.scale > 0 ? ".scaler = &scaler, " : "";
+      rest += fmt::format(".schedulers = {{{}}}", saved_schedules());
       if (op.kind == OpKind::kLoad)
         return fmt::format("tessera::load_checkpoint(\"checkpoint\", sharded, {}, {{{}}});",
-                           optimizer, scaler);
+                           optimizer, rest);
       return fmt::format(
-          "tessera::save_checkpoint(\"checkpoint\", sharded, {}, {{.whole_parameters = {}{}{}}});",
-          optimizer, literal(op.how == 1), scaler.empty() ? "" : ", ", scaler);
+          "tessera::save_checkpoint(\"checkpoint\", sharded, {}, {{.whole_parameters = {}, {}}});",
+          optimizer, literal(op.how == 1), rest);
     }
     case OpKind::kThrow:
       return fmt::format(
@@ -292,6 +281,14 @@ std::string Source::statement(const Op& op) const {
   return "";
 }
 
+std::string Source::saved_schedules() const {
+  std::string names;
+  for (size_t i = 0; i < program_.optimizers.size(); ++i)
+    if (program_.optimizers[i].schedule)
+      names += fmt::format("{}&schedule{}", names.empty() ? "" : ", ", i);
+  return names;
+}
+
 void Source::add_loop() {
   line("    auto sharded = tessera::fully_shard(net, plan);");
   for (size_t i = 0; i < program_.optimizers.size(); ++i)
@@ -302,7 +299,11 @@ void Source::add_loop() {
   if (program_.scale > 0)
     line("    tessera::GradScaler scaler({{.init_scale = {}, .growth_interval = 2}});",
          program_.scale);
-  if (std::ranges::find(program_.ops, OpKind::kAverage, &Op::kind) != program_.ops.end())
+  if (!program_.plan.reduce_gradients) {
+    line("    std::vector<Tensor> reduced;\n    for (size_t i = 0; i < params.size(); ++i)");
+    line("      {}reduced.push_back(params[i]);", program_.ignored ? "if (i % 5 != 3) " : "");
+  }
+  if (has_op(program_, OpKind::kAverage))
     line("    tessera::ExponentialAverage average(sharded, 0.75);");
   line("    tessera::manual_seed({} + rank);", random_seed_of(program_, 0));
   line("    const auto batch_of = [&](int number) {{");
@@ -311,7 +312,7 @@ void Source::add_loop() {
   line("      const Tensor x = torch::randn({{{}{}, {}}}, generator);", program_.rows,
        program_.uneven_rows ? " + rank" : "", program_.width);
   line("      return std::pair(x.to({}), torch::randn_like(x, generator));\n    }};",
-       name_of(program_.dtype));
+       dtype_text(program_.dtype));
   line("    const auto loss_of = [&](int number, bool by_handle, bool is_infinite) {{");
   line("      auto [x, y] = batch_of(number);\n      if (is_infinite) y.fill_(INFINITY);");
   line("      const Tensor out = by_handle ? sharded.forward(x) : net->forward(x);");

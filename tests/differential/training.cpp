@@ -193,14 +193,17 @@ std::pair<Tensor, Tensor> batch_of(const Program& program, int number, int rank)
   return {testing::on_test_device(x.to(program.dtype)), testing::on_test_device(y)};
 }
 
-void edit(Tensor parameter, int how) {
+// clang-format off
+WITH_SOURCE(kEdit, void edit(Tensor parameter, int how) {
   torch::NoGradGuard no_grad;
   if (how == 0) parameter.mul_(0.5);
   if (how == 1) parameter.clamp_(-0.25, 0.25);
   if (how == 2) parameter.fill_(0.125);
   if (how == 3) parameter.copy_(parameter * 2);
   if (how == 4 && parameter.dim() > 0 && parameter.size(0) > 0) parameter.select(0, 0).zero_();
-}
+})
+// clang-format on
+const char* const kEditSource = kEdit;
 
 double norm_type_of(const Op& clip) {
   constexpr double kTypes[] = {2, 1, std::numeric_limits<double>::infinity(), 3};
