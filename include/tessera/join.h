@@ -18,8 +18,10 @@ namespace tessera {
 /// order: backwards, also under `no_sync()`, `reduce()`, clipping, and steps of `optimizers`;
 /// forwards, if the plan synchronizes buffers. Other collective calls (`full_grad`, `full_state`,
 /// checkpoints, `GradScaler`, `ExponentialAverage`) throw, and so does `local_grad`. Gradients are
-/// still divided by the number of all ranks. Schedulers do not advance on a rank that has finished;
-/// save those of a rank that took all steps, or step them afterwards.
+/// still divided by the number of all ranks. The options of a rank's own optimizers stay as they
+/// were when it finished, and its schedulers with them: step these afterwards as often as the other
+/// ranks did, or set the options alike. The next backward checks that all ranks have stepped with
+/// the same.
 ///
 /// **Throws** `c10::NotImplementedError` where parameters are freed between uses (`kParameters` on
 /// several hosts, or over messages), and with `reduce_gradients = false`; `c10::Error` on all ranks

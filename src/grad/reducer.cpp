@@ -325,6 +325,7 @@ void Reducer::launch(const std::vector<size_t>& units, const std::string& name) 
 void Reducer::limit_in_flight() {
   auto pause = kLongestPause;
   if (on_device_) pause = short_backwards_ > 0 ? kShortDevicePause : kLongestDevicePause;
+  if (listener_.is_uneven()) pause = {};
   const auto deadline = std::chrono::steady_clock::now() + pause;
   while (!in_flight_.empty()) {
     const size_t oldest = in_flight_.front();
@@ -353,6 +354,7 @@ void Reducer::end_backward(int backward) {
     // Other ranks may have to ask for units before their backward is over.
     listener_.on_pass_end(false, frees_ ? agree_on_vote() : PassVote());
   } else {
+    listener_.on_agreement(/*in_backward=*/true);
     listener_.on_pass_end(true, reduce_arrived());
     lockstep_.end_pass(units_.front()->context().unchecked_gathers);
   }
@@ -365,19 +367,25 @@ bool Reducer::reduce_waiting() {
   const std::lock_guard lock(mutex_);
   const PhaseScope phase(progress_, Phase::kBackward);
   settle_earlier();
+  listener_.on_agreement(/*in_backward=*/false);
   reduce_arrived();
   check_agreed();
   return std::any_of(used_.begin(), used_.end(), is_used);
 }
 
-void Reducer::join_backward() {
+void Reducer::join_reduction(bool in_backward) {
   const std::lock_guard lock(mutex_);
   const PhaseScope phase(progress_, Phase::kBackward);
-  for (const auto& gradients : gradients_) gradients->begin_backward();
-  arrivals_.clear();
-  listener_.on_backward_end();
-  listener_.on_pass_end(true, reduce_arrived(/*done=*/true));
-  lockstep_.end_pass(units_.front()->context().unchecked_gathers);
+  if (in_backward) {
+    for (const auto& gradients : gradients_) gradients->begin_backward();
+    arrivals_.clear();
+    listener_.on_backward_end();
+  }
+  const PassVote most = reduce_arrived(/*done=*/true);
+  if (in_backward) {
+    listener_.on_pass_end(true, most);
+    lockstep_.end_pass(units_.front()->context().unchecked_gathers);
+  }
   check_agreed();
 }
 
@@ -385,7 +393,6 @@ void Reducer::join_backward() {
 // data. Returns the highest vote.
 PassVote Reducer::reduce_arrived(bool done) {
   take_given();
-  listener_.on_agreement();
   const PassVote vote = agree_on_use(done);
   for (; next_ < buckets_.size(); ++next_) {
     std::vector<size_t> used;

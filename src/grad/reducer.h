@@ -46,8 +46,11 @@ class BackwardListener {
   /// Called before this rank waits for any other rank: starts the collectives that others may be
   /// waiting for.
   virtual void on_backward_end() = 0;
-  /// Called before ranks agree on the parameters that were used.
-  virtual void on_agreement() = 0;
+  /// Called before ranks agree on the parameters that were used; `in_backward`: at its end, and not
+  /// in `reduce_waiting()`.
+  virtual void on_agreement(bool in_backward) = 0;
+  /// Returns true if some ranks have run out of data: they start no reduction before the agreement.
+  virtual bool is_uneven() const = 0;
   /// Returns this rank's vote.
   virtual PassVote vote() = 0;
   /// Called in the agreement, also in one that `Reducer::ask()` begins: ranks have asked for
@@ -94,8 +97,9 @@ class Reducer {
   /// All ranks: reduces the gradients that backwards under `no_sync()` have left. Returns false,
   /// with nothing done, if no rank has any.
   bool reduce_waiting();
-  /// All ranks, where others run a backward: takes part in it without gradients.
-  void join_backward();
+  /// All ranks, where others run a backward, or else `reduce_waiting()`: takes part in it without a
+  /// backward of its own.
+  void join_reduction(bool in_backward);
   bool reduces() const { return options_.reduces; }
   /// Returns true if a backward under `no_sync()` has left gradients on this rank.
   bool has_waiting() const { return accumulating_; }

@@ -24,10 +24,10 @@ namespace {
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
 // By `JoinCall`.
-constexpr std::array kCallNames = {"nothing",           "a forward that synchronizes buffers",
-                                   "a backward",        "a backward",
-                                   "clip_grad_norm_()", "step()",
-                                   "an error"};
+constexpr std::array kCallNames = {"nothing",    "a forward that synchronizes buffers",
+                                   "a backward", "a backward",
+                                   "reduce()",   "clip_grad_norm_()",
+                                   "step()",     "an error"};
 
 const char* name_of(JoinCall call) { return kCallNames.at(static_cast<size_t>(call)); }
 
@@ -36,12 +36,14 @@ const char* name_of(JoinCall call) { return kCallNames.at(static_cast<size_t>(ca
 JoinScope::Heard JoinScope::exchange(JoinCall call, const std::vector<double>& values) {
   const CollectiveTag tag{"uneven steps", Channel::kControl};
   const bool speaks = call != JoinCall::kDone;
-  const at::Tensor header = at::full({3}, kNothing, at::kDouble);
+  const at::Tensor header = at::full({4}, kNothing, at::kDouble);
   auto* data = header.mutable_data_ptr<double>();
   data[0] = static_cast<double>(call);
   if (speaks) data[1] = -static_cast<double>(call);
   if (speaks) data[2] = static_cast<double>(values.size());
+  if (!speaks) data[3] = 1;
   mesh_.all_reduce(header, ReduceOp::kMax, tag);
+  is_uneven_ = data[3] == 1;
   const auto most = static_cast<JoinCall>(data[0]);
   TORCH_CHECK(most != JoinCall::kFailed || call == JoinCall::kFailed,
               "[join] another rank has failed; see its own error");

@@ -14,7 +14,16 @@ class Optimizer;
 namespace tessera {
 
 /// The collective calls that ranks make under `join()`.
-enum class JoinCall : uint8_t { kDone, kForward, kSettle, kBackward, kClip, kStep, kFailed };
+enum class JoinCall : uint8_t {
+  kDone,
+  kForward,
+  kSettle,
+  kBackward,
+  kReduce,
+  kClip,
+  kStep,
+  kFailed
+};
 
 /// Tells the ranks that are done which call the others are about to make.
 ///
@@ -36,6 +45,9 @@ class JoinScope {
   /// Called by a rank that is done: returns the next call of the others; `kDone` if all are done.
   Heard listen();
 
+  /// Returns true if some rank was done at the last call.
+  bool is_uneven() const { return is_uneven_; }
+
   /// Returns the position in `optimizers`; throws `c10::ValueError` for another optimizer.
   size_t index_of(const torch::optim::Optimizer& optimizer) const;
 
@@ -44,7 +56,7 @@ class JoinScope {
 
   const ShardMesh& mesh_;
   std::vector<const torch::optim::Optimizer*> optimizers_;
-  bool is_done_ = false;
+  bool is_done_ = false, is_uneven_ = false;
 };
 
 }  // namespace tessera

@@ -172,7 +172,10 @@ class ShardedState : public UseListener,
   void convert_buffers();
   void on_settle() override;
   void on_backward_end() override;
-  void on_agreement() override { announce(JoinCall::kBackward); }
+  void on_agreement(bool in_backward) override {
+    announce(in_backward ? JoinCall::kBackward : JoinCall::kReduce);
+  }
+  bool is_uneven() const override { return join_scope_ && join_scope_->is_uneven(); }
   PassVote vote() override;
   void on_asked(const std::vector<int>& units) override { residency_->serve(units); }
   void on_pass_end(bool synced, const PassVote& most) override;

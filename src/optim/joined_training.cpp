@@ -6,6 +6,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include "model/join_scope.h"
 #include "optim/param_state.h"
@@ -20,17 +22,26 @@ std::vector<const torch::optim::Optimizer*> inner_of(
   return inner;
 }
 
-std::vector<double> numbers_of(torch::optim::Optimizer& optimizer) {
+bool holds_own_options(const JoinedOptimizer& optimizer) {
+  return optimizer.options == optimizer.inner || !knows_state(*optimizer.inner);
+}
+
+std::map<std::string, double> options_of(const JoinedOptimizer& optimizer, size_t group) {
+  if (holds_own_options(optimizer)) return step_options(*optimizer.options, group);
+  return read_options(*optimizer.inner, optimizer.options->param_groups()[group]);
+}
+
+std::vector<double> numbers_of(const JoinedOptimizer& optimizer) {
   std::vector<double> numbers;
-  for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
-    for (const auto& [name, value] : step_options(optimizer, i)) numbers.push_back(value);
+  for (size_t i = 0; i < optimizer.options->param_groups().size(); ++i)
+    for (const auto& [name, value] : options_of(optimizer, i)) numbers.push_back(value);
   return numbers;
 }
 
 void set_numbers(const JoinedOptimizer& optimizer, const std::vector<double>& numbers) {
   size_t count = 0;
   for (size_t i = 0; i < optimizer.options->param_groups().size(); ++i) {
-    auto options = step_options(*optimizer.inner, i);
+    auto options = options_of(optimizer, i);
     TORCH_CHECK(count + options.size() <= numbers.size(), "[join] optimizers must have equal param groups and "
                 "options on all ranks; another rank's has ", numbers.size(), " options");
     for (auto& [name, value] : options) value = numbers[count++];
@@ -113,8 +124,9 @@ class Training {
       case JoinCall::kSettle:
         return state_.reducer().settle();
       case JoinCall::kBackward:
+      case JoinCall::kReduce:
         state_.follow(heard.values);
-        return state_.reducer().join_backward();
+        return state_.reducer().join_reduction(heard.call == JoinCall::kBackward);
       case JoinCall::kClip:
         state_.clip(state_.follow(heard.values));
         return;
@@ -125,10 +137,13 @@ class Training {
     }
   }
 
+  // With the others' options, and then this rank's again, from which its schedulers go on.
   void step(const std::vector<double>& values) {
     const JoinedOptimizer& optimizer = optimizers_[static_cast<size_t>(values[0])];
+    const std::vector<double> own = numbers_of(optimizer);
     set_numbers(optimizer, {values.begin() + 1, values.end()});
     optimizer.step();
+    set_numbers(optimizer, own);
   }
 
   ShardedState& state_;
@@ -147,7 +162,7 @@ void announce_step(ShardedState& state, torch::optim::Optimizer& inner) {
   JoinScope* const scope = state.join_scope();
   if (!scope) return;
   std::vector<double> values = {static_cast<double>(scope->index_of(inner))};
-  const std::vector<double> numbers = numbers_of(inner);
+  const std::vector<double> numbers = numbers_of({&inner, &inner, {}});
   values.insert(values.end(), numbers.begin(), numbers.end());
   state.announce(JoinCall::kStep, values);
 }

@@ -212,8 +212,13 @@ std::string optimizer_kind(const torch::optim::Optimizer& optimizer) {
 
 std::map<std::string, double> read_options(torch::optim::Optimizer& optimizer, size_t param_group) {
   if (const auto* foreign = as_foreign(optimizer)) return foreign_options(*foreign, param_group);
+  return read_options(optimizer, optimizer.param_groups()[param_group]);
+}
+
+std::map<std::string, double> read_options(const torch::optim::Optimizer& kind_of,
+                                           torch::optim::OptimizerParamGroup& param_group) {
   std::map<std::string, double> values;
-  with_options(optimizer, optimizer.param_groups()[param_group], [&](auto kind, auto& options) {
+  with_options(kind_of, param_group, [&](auto kind, auto& options) {
     kind.visit_options(
         options, [&](const char* name, auto& value) { values[name] = static_cast<double>(value); });
   });

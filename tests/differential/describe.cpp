@@ -51,7 +51,8 @@ std::string describe(const Program& program) {
   if (program.reload_ranks > 0)
     text += fmt::format(", reloaded on {} ranks at {}", program.reload_ranks,
                         name_of(program.reload_level));
-  if (!program.ends.empty()) text += fmt::format(", ends {}", fmt::join(program.ends, " "));
+  if (program.joined > 0)
+    text += fmt::format(", joined {}, ends {}", program.joined, fmt::join(program.ends, " "));
   for (size_t i = 0; i < program.layers.size(); ++i) {
     const Layer& layer = program.layers[i];
     text += fmt::format("\n  l{} {} {}", i, layer.kind, c10::toString(layer.dtype));

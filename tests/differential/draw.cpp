@@ -161,6 +161,37 @@ void draw_step(Random& random, Program& program, int& batch) {
     if (only < 0 || i == only) add(OpKind::kZeroGrad, i, how);
 }
 
+// Draws ranks that run out of batches; `begins`: of steps, as indices of operations. Under join()
+// nothing can be called that ranks which are done would have to call, and it is not to compare what
+// has no single result.
+void draw_ends(Random& random, Program& program, std::vector<int> begins) {
+  const bool has_one_result =
+      !narrow_sums(program) && std::none_of(program.optimizers.begin(), program.optimizers.end(),
+                                            [](auto& own) { return own.fused; });
+  // Parameters that are sent must stay whole.
+  const bool is_sent =
+      program.plan.level == ShardLevel::kParameters && program.transport == Transport::kGloo;
+  if (!random.once_in(4) || !has_one_result || program.scale > 0 || is_sent) return;
+  const auto is_joined = [](const Op& op) {
+    return op.kind <= OpKind::kClip || op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;
+  };
+  auto& ops = program.ops;
+  begins.push_back(static_cast<int>(ops.size()));
+  begins.resize(random.between(2, static_cast<int>(begins.size())));
+  const auto last = ops.begin() + begins.back();
+  for (int& begin : begins)
+    begin = static_cast<int>(std::count_if(ops.begin(), ops.begin() + begin, is_joined));
+  ops.erase(std::remove_if(ops.begin(), last, std::not_fn(is_joined)), last);
+  if (!has_op(program, OpKind::kSave))
+    std::erase_if(ops, [](const Op& op) { return op.kind == OpKind::kLoad; });
+  const auto average = std::ranges::find(ops, OpKind::kAverage, &Op::kind);
+  if (average != ops.end()) average->how = 0;  // there is none to evaluate with
+  program.joined = begins.back();
+  for (int rank = 0; rank < program.ranks; ++rank)
+    program.ends.push_back(begins[random.between(0, static_cast<int>(begins.size()) - 1)]);
+  program.ends[random.between(0, program.ranks - 1)] = program.joined;
+}
+
 void draw_ops(Random& random, Program& program) {
   if (random.once_in(6)) program.scale = random.one_of({2.0, 1024.0, 0x1p120});
   const int steps = random.between(1, 4);
@@ -188,22 +219,7 @@ void draw_ops(Random& random, Program& program) {
       program.ops.push_back({OpKind::kZeroGrad, 0, 1});
     }
   }
-  // Some ranks run out of batches. Under join() nothing else can be called that all ranks must
-  // call, as it is to compare what has no single result.
-  const bool has_one_result =
-      !narrow_sums(program) && std::none_of(program.optimizers.begin(), program.optimizers.end(),
-                                            [](auto& own) { return own.fused; });
-  const bool is_plain =
-      has_one_result && std::all_of(program.ops.begin(), program.ops.end(), [](const Op& op) {
-        return op.kind <= OpKind::kZeroGrad || op.kind == OpKind::kStep;
-      });
-  if (!is_plain || program.scale > 0 || !random.once_in(4)) return;
-  // Parameters that are sent must stay whole under join().
-  if (program.plan.level == ShardLevel::kParameters && program.transport == Transport::kGloo)
-    return;
-  begins.push_back(static_cast<int>(program.ops.size()));
-  for (int rank = 0; rank < program.ranks; ++rank)
-    program.ends.push_back(begins[random.between(0, static_cast<int>(begins.size()) - 1)]);
+  draw_ends(random, program, std::move(begins));
 }
 
 // Draws where the ranks are, last, so that the rest of a seed's program stays.
@@ -217,7 +233,7 @@ void draw_worlds(Random& random, Program& program) {
   // parameters are sent over the arena, too, which must stay whole under join().
   const bool may_wait =
       has_op(program, OpKind::kThrow) && std::ranges::any_of(program.layers, &Layer::is_partial);
-  const bool joins_sent = program.plan.level == ShardLevel::kParameters && !program.ends.empty();
+  const bool joins_sent = program.plan.level == ShardLevel::kParameters && program.joined > 0;
   program.simulated = random.once_in(12) && !may_wait && !joins_sent &&
                       std::ranges::none_of(program.layers, is_on_host) &&
                       std::ranges::none_of(program.optimizers, [](const Optimizer& own) {
@@ -231,13 +247,18 @@ void draw_worlds(Random& random, Program& program) {
 // All backwards are made under no_sync(), and what they keep is reduced before anything else.
 void keep_gradients(Program& program) {
   std::vector<Op> ops;
+  std::vector<int> places;  // of the operations, and of their end
   for (Op op : program.ops) {
+    places.push_back(static_cast<int>(ops.size()));
     const bool is_reduced = op.kind == OpKind::kBackward && op.how == 0;
     if (op.kind == OpKind::kForward) op.how |= kNoSync;
     if (is_reduced) op.how = 1;
     ops.push_back(op);
     if (is_reduced) ops.push_back({OpKind::kReduce});
   }
+  places.push_back(static_cast<int>(ops.size()));
+  for (int& end : program.ends) end = places[end];
+  program.joined = places[program.joined];
   program.ops = std::move(ops);
 }
 
@@ -249,7 +270,7 @@ void reduce_by_hand(Program& program) {
   };
   const bool are_wide = std::ranges::all_of(program.layers, is_wide, &Layer::dtype);
   const bool can = plan.level <= ShardLevel::kOptimizerState && are_wide && !program.simulated &&
-                   !plan.outer && program.shard_size == 0 && program.ends.empty() &&
+                   !plan.outer && program.shard_size == 0 && program.joined == 0 &&
                    !has_op(program, OpKind::kThrow) && !has_op(program, OpKind::kReduce) &&
                    !has_op(program, OpKind::kClampGrad) && !plan.memory_budget;
   if (!can) return;
@@ -275,7 +296,7 @@ void draw_more(Random& random, Program& program) {
   if (plan.precision.gather_dtype && c10::elementSize(*plan.precision.gather_dtype) == 1) {
     program.reload_ranks = 0;  // where other shards have other scales
     // What is computed from them can't be compared before they are.
-    if (has_op(program, OpKind::kAverage) || !program.ends.empty())
+    if (has_op(program, OpKind::kAverage) || program.joined > 0)
       plan.precision.gather_dtype = at::kHalf;
   }
   if (random.once_in(2) && plan.precision.param_dtype) plan.precision.cast_inputs = false;
@@ -283,7 +304,7 @@ void draw_more(Random& random, Program& program) {
   program.whole = random.once_in(8);
   if (random.once_in(12) && plan.resident_bytes == 0) plan.memory_budget = int64_t{1} << 30;
   if (random.once_in(12)) plan.offload = Offload::kDirectory;
-  const bool averages = random.once_in(2) && program.shard_size > 0 && program.ends.empty() &&
+  const bool averages = random.once_in(2) && program.shard_size > 0 && program.joined == 0 &&
                         !is_fused && !has_op(program, OpKind::kSave) &&
                         !has_op(program, OpKind::kLoad);
   if (averages) {
@@ -293,7 +314,7 @@ void draw_more(Random& random, Program& program) {
                   .nesterov = random.once_in(2)};
     program.reload_ranks = 0;
   }
-  if (random.once_in(6) && program.ends.empty()) keep_gradients(program);
+  if (random.once_in(6)) keep_gradients(program);
   // A layer's parameters must have one dtype.
   program.ignored = random.once_in(10) && !plan.precision.param_dtype;
   if (random.once_in(6)) reduce_by_hand(program);

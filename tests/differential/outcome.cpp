@@ -30,8 +30,9 @@ std::string text_of(const std::exception& error) {
 
 // True if a rank failed by itself, and not because another has gone, nor after its last batch.
 bool is_cause(const Program& program, const std::vector<Trace>& ranks, const Trace& trace) {
-  const bool is_done = !program.ends.empty() && trace.op >= program.ends[&trace - ranks.data()];
-  return !is_done && !trace.error.empty() && trace.error.find("has left") == std::string::npos &&
+  const int rank = static_cast<int>(&trace - ranks.data());
+  return !is_done(program, rank, trace.op) && !trace.error.empty() &&
+         trace.error.find("has left") == std::string::npos &&
          trace.error.find("see its own error") == std::string::npos;
 }
 
@@ -85,7 +86,7 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   };
   const Trace& failed = *std::ranges::min_element(ranks, {}, when);
   const bool fails = !failed.error.empty();
-  const int limit = fails ? failed.op : length_of(program);
+  const int limit = fails ? failed.op : static_cast<int>(program.ops.size());
   std::string plain, documented;
   int at = -1;
   try {

@@ -290,7 +290,10 @@ void PlainTraining::clip(const Op& op) {
   }
   const double bound = norm_bound(total, type, most, all);
   if (!std::isinf(type)) total = std::pow(total, 1 / type);
-  const double norm = compare_all("norm", number(total), number(bound)).item<double>();
+  double norm = 0;
+  for (int rank = 0; rank < ranks(); ++rank)
+    if (!is_done(program_, rank, *at_))
+      norm = compare(rank, "norm", number(total), number(bound)).item<double>();
   const double factor = kMaxNorm / (norm + 1e-6);
   for (Tensor& param : main_) {
     if (param.grad().defined() && !(factor >= 1)) param.mutable_grad().mul_(factor);
@@ -340,7 +343,7 @@ void train_plain(const Program& program, const std::vector<Trace>& ranks, int li
     replicas.back()->set_position(at);
     trainings.push_back(replicas.back().get());
   }
-  train(program, trainings, limit, at, [&](const Op& op) {
+  train(program, trainings, 0, limit, at, [&](const Op& op) {
     if (program.plan.outer && op.kind == OpKind::kStep) PlainTraining::step_outer(replicas, op);
   });
 }

@@ -74,7 +74,7 @@ class PlainTraining : public Training {
   void for_each_rank(const F& f) {
     auto generator = default_generator();
     for (int rank = 0; rank < ranks(); ++rank) {
-      if (!program_.ends.empty() && *at_ >= program_.ends[rank]) continue;
+      if (is_done(program_, rank, *at_)) continue;
       generator.set_state(random_[rank]);
       f(rank);
       random_[rank] = generator.get_state();

@@ -83,7 +83,8 @@ struct Program {
   bool whole = false;        ///< every third parameter stays whole (`ShardPlan::whole`)
   bool ignored = false;      ///< every fifth parameter is left alone (`ShardPlan::ignored`)
   bool is_ignored(size_t parameter) const { return ignored && parameter % 5 == 3; }
-  std::vector<int> ends;  ///< operations of each rank under join(); empty: all, without it
+  int joined = 0;         ///< operations under join(); 0: it is not called
+  std::vector<int> ends;  ///< of these, operations of each rank; one makes all
   at::ScalarType dtype = at::kFloat;
   ShardPlan plan;
   std::vector<Layer> layers;
@@ -131,8 +132,8 @@ void for_each_changed(const ShardPlan& plan, const F& f) {
   visit("precision.master_only", plan.precision.master_only, false);
 }
 
-/// How many of the operations some rank has batches for.
-int length_of(const Program& program);
+/// True if the rank has no more batches in this operation, which others make under join().
+bool is_done(const Program& program, int rank, int op);
 
 /// The dtype in which gradients are sent, if it has 8 bits.
 std::optional<at::ScalarType> narrow_sums(const Program& program);

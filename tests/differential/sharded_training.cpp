@@ -173,12 +173,14 @@ class ShardedTraining : public Training {
     see_state();
   }
   void train_all(int& at) {
-    if (program_.ends.empty()) return train(program_, {this}, length_of(program_), at);
-    std::vector<ShardedOptimizer*> joined;
-    for (ShardedOptimizer& optimizer : optimizers_) joined.push_back(&optimizer);
-    join(*sharded_, joined, [&] { train(program_, {this}, program_.ends[rank_] - 1, at); });
-    at = length_of(program_);
-    finish();
+    if (program_.joined > 0) {
+      std::vector<ShardedOptimizer*> joined;
+      for (ShardedOptimizer& optimizer : optimizers_) joined.push_back(&optimizer);
+      join(*sharded_, joined, [&] { train(program_, {this}, 0, program_.ends[rank_] - 1, at); });
+      for (int i = program_.ends[rank_]; i < program_.joined; ++i)
+        if (program_.ops[i].kind == OpKind::kSchedule) advance_schedule(program_.ops[i]);
+    }
+    train(program_, {this}, program_.joined, static_cast<int>(program_.ops.size()), at);
   }
 
  private:

@@ -29,12 +29,21 @@ std::vector<Change> changes_of(const Program& program) {
     for (size_t begin = 0; begin + length <= program.ops.size(); begin += length)
       changes.push_back([=](Program& changed) {
         changed.ops.erase(changed.ops.begin() + begin, changed.ops.begin() + begin + length);
-        for (int& end : changed.ends) end = std::min(end, static_cast<int>(changed.ops.size()));
+        const auto move = [&](int& end) {
+          end -= std::clamp(end - static_cast<int>(begin), 0, static_cast<int>(length));
+        };
+        std::ranges::for_each(changed.ends, move);
+        move(changed.joined);
       });
   for (int i = static_cast<int>(program.layers.size()); i-- > 0;)
     changes.push_back([=](Program& changed) { drop_layer(changed, i); });
   for (int ranks = 1; ranks < program.ranks; ++ranks)
-    reset([](Program& p) -> int& { return p.ranks; }, ranks);
+    changes.push_back([=](Program& changed) {
+      changed.ranks = ranks;
+      if (changed.joined == 0) return;
+      changed.ends.resize(ranks);
+      changed.joined = std::ranges::max(changed.ends);
+    });
   if (program.optimizers.size() > 1) changes.push_back([](Program& p) { p.optimizers.pop_back(); });
 #define RESET(member, usual) \
   reset(                     \
@@ -47,7 +56,7 @@ std::vector<Change> changes_of(const Program& program) {
   RESET(ignored, false);
   RESET(uneven_rows, false);
   RESET(scale, 0.0);
-  RESET(ends, std::vector<int>());
+  RESET(joined, 0);
   RESET(simulated, false);
   RESET(processes, false);
   RESET(reload_ranks, 0);

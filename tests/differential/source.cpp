@@ -158,6 +158,7 @@ class Source {
 
   void add_plan();
   void add_loop();
+  void add_joined();
   std::string statement(const Op& op) const;
   std::string saved_schedules() const;
 
@@ -281,6 +282,25 @@ std::string Source::statement(const Op& op) const {
   return "";
 }
 
+void Source::add_joined() {
+  if (program_.joined == 0) return;
+  std::string optimizers;
+  for (size_t i = 0; i < program_.optimizers.size(); ++i)
+    optimizers += fmt::format("{}&optimizer{}", i > 0 ? ", " : "", i);
+  line("    tessera::join(sharded, {{{}}}, [&] {{", optimizers);
+  std::string missed;  // by schedulers
+  for (int i = 0; i < program_.joined; ++i) {
+    for (int rank = 0; rank < program_.ranks; ++rank)
+      if (program_.ends[rank] == i) line("      if (rank == {}) return;", rank);
+    const std::string text = statement(program_.ops[i]);
+    line("      {}", text);
+    for (int rank = 0; rank < program_.ranks && program_.ops[i].kind == OpKind::kSchedule; ++rank)
+      if (is_done(program_, rank, i) && !text.empty())
+        missed += fmt::format("    if (rank == {}) {}\n", rank, text);
+  }
+  line("    }});\n{}", missed);
+}
+
 std::string Source::saved_schedules() const {
   std::string names;
   for (size_t i = 0; i < program_.optimizers.size(); ++i)
@@ -326,12 +346,9 @@ void Source::add_loop() {
       "      std::cout << net->forward(batch_of(number).first) << \"\\n\";\n      net->train();\n  "
       "  }};");
   line("    Tensor loss;");
-  for (size_t i = 0; i < program_.ops.size(); ++i) {
-    for (size_t rank = 0; rank < program_.ends.size(); ++rank)
-      if (program_.ends[rank] == static_cast<int>(i))
-        line("    // Under join(), rank {} has no more batches.", rank);
+  add_joined();
+  for (size_t i = program_.joined; i < program_.ops.size(); ++i)
     line("    {}", statement(program_.ops[i]));
-  }
   line("    for (const auto& [name, value] : sharded.full_state())");
   line("      if (rank == 0) std::cout << name << \"\\n\" << value << \"\\n\";");
 }

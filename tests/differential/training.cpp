@@ -228,10 +228,8 @@ std::optional<at::ScalarType> narrow_gathers(const Program& program) {
   return dtype && c10::elementSize(*dtype) == 1 && are_sent ? dtype : std::nullopt;
 }
 
-int length_of(const Program& program) {
-  const auto& ends = program.ends;
-  return ends.empty() ? static_cast<int>(program.ops.size())
-                      : *std::max_element(ends.begin(), ends.end());
+bool is_done(const Program& program, int rank, int op) {
+  return op < program.joined && op >= program.ends[rank];
 }
 
 static void run(Training& training, const Op& op) {
@@ -293,13 +291,13 @@ static bool changes_values(OpKind kind) {
          kind == OpKind::kFullState;
 }
 
-void train(const Program& program, const std::vector<Training*>& trainings, int limit, int& at,
-           const std::function<void(const Op&)>& then) {
-  const int count = length_of(program);
+void train(const Program& program, const std::vector<Training*>& trainings, int first, int limit,
+           int& at, const std::function<void(const Op&)>& then) {
+  const int count = static_cast<int>(program.ops.size());
   const bool sees_used = narrow_gathers(program).has_value();
-  if (sees_used)
+  if (sees_used && first == 0)
     for (Training* training : trainings) training->see_used();
-  for (at = 0; at < count && at <= limit; ++at) {
+  for (at = first; at < count && at <= limit; ++at) {
     Op op = program.ops[at];
     const bool is_of_optimizer = op.kind == OpKind::kZeroGrad || op.kind == OpKind::kClip ||
                                  op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;

@@ -111,10 +111,10 @@ class Training {
   virtual void finish() = 0;
 };
 
-/// Runs the operations of a program, each in all trainings, then `then`. `at` is set to the number
-/// of each before it is run, and to their count before `finish()`; that of `limit` is the last.
+/// Runs the operations of a program from `first` to `limit`, each in all trainings, then `then`.
+/// `at` is set to the number of each before it is run, and to their count before `finish()`.
 void train(
-    const Program& program, const std::vector<Training*>& trainings, int limit, int& at,
+    const Program& program, const std::vector<Training*>& trainings, int first, int limit, int& at,
     const std::function<void(const Op&)>& then = [](const Op&) {});
 
 /// Trains on the calling rank, a thread of `spawn()` or a process, in its default world.

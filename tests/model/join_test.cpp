@@ -28,7 +28,9 @@ struct Options {
   double clip = 0;
   int backwards = 1;
   bool schedules = false;
-  bool cycles = false;  // Adam's first beta
+  bool cycles = false;   // Adam's first beta
+  bool reduces = false;  // backwards under no_sync(), then reduce()
+  bool goes_on = false;  // all ranks take two steps after join()
 };
 
 void set_beta(torch::optim::Optimizer& optimizer, int step) {
@@ -41,12 +43,14 @@ std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
   const auto net = make_mlp();
   const auto optimizer = make_adamw(*net);
   torch::optim::StepLR scheduler(*optimizer, 1, 0.7);
-  for (int step = 0; step < steps_of(ranks - 1); ++step) {
+  const int joined = steps_of(ranks - 1);
+  for (int step = 0; step < joined + (options.goes_on ? 2 : 0); ++step) {
     optimizer->zero_grad();
     for (int backward = 0; backward < options.backwards; ++backward) {
       const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
       for (int rank = 0; rank < ranks; ++rank) {
-        if (step < steps_of(rank)) (rank_loss(*net, batch, rank, ranks, step) / ranks).backward();
+        if (step < steps_of(rank) || step >= joined)
+          (rank_loss(*net, batch, rank, ranks, step) / ranks).backward();
       }
     }
     if (options.clip > 0) torch::nn::utils::clip_grad_norm_(net->parameters(), options.clip);
@@ -63,20 +67,28 @@ std::vector<NamedTensor> train_joined(World& world, const ShardPlan& plan, const
   auto sharded = fully_shard(net, plan);
   ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
   torch::optim::StepLR scheduler(*inner, 1, 0.7);
-  join(sharded, {&optimizer}, [&] {
-    for (int step = 0; step < steps_of(world.rank()); ++step) {
-      optimizer.zero_grad();
-      for (int backward = 0; backward < options.backwards; ++backward) {
-        const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
-        rank_loss(*net, batch, world.rank(), world.size(), step).backward();
-      }
-      if (options.clip > 0) optimizer.clip_grad_norm_(options.clip);
-      if (options.cycles) set_beta(*inner, step);
-      optimizer.step();
-      if (options.schedules) scheduler.step();
+  const auto take_step = [&](int step) {
+    optimizer.zero_grad();
+    for (int backward = 0; backward < options.backwards; ++backward) {
+      std::optional<ShardedModule::NoSync> local;
+      if (options.reduces) local.emplace(sharded.state());
+      const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
+      rank_loss(*net, batch, world.rank(), world.size(), step).backward();
     }
+    if (options.reduces) sharded.reduce();
+    if (options.clip > 0) optimizer.clip_grad_norm_(options.clip);
+    if (options.cycles) set_beta(*inner, step);
+    optimizer.step();
+    if (options.schedules) scheduler.step();
+  };
+  const int joined = steps_of(world.size() - 1);
+  join(sharded, {&optimizer}, [&] {
+    for (int step = 0; step < steps_of(world.rank()); ++step) take_step(step);
   });
-  EXPECT_EQ(optimizer.steps(), steps_of(world.size() - 1));
+  EXPECT_EQ(optimizer.steps(), joined);
+  for (int step = steps_of(world.rank()); step < joined && options.schedules; ++step)
+    scheduler.step();
+  for (int step = joined; step < joined + 2 && options.goes_on; ++step) take_step(step);
   return sharded.full_state();
 }
 
@@ -110,6 +122,12 @@ TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersLearningRate) {
   expect_as_one_process({.schedules = true});
 }
 TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersOptions) { expect_as_one_process({.cycles = true}); }
+TEST(Join, WithReductionsOfSeveralBackwards) {
+  expect_as_one_process({.backwards = 2, .reduces = true});
+}
+TEST(Join, SchedulersOfThoseThatWereDoneGoOnFromTheirOwnRates) {
+  expect_as_one_process({.schedules = true, .goes_on = true});
+}
 
 // An optimizer of every second parameter.
 std::unique_ptr<torch::optim::Optimizer> make_adamw_of_half(Net& net, size_t first) {
