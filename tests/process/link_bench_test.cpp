@@ -54,12 +54,13 @@ void expect_fits(const json& report, const std::string& transport) {
 }
 
 TEST(LinkBench, MeasuresOneRankAHostAndTwo) {
-  const auto one = measured({"--mbit", "200", "--level", "os_g", "--json"});
+  // With a congestion control that every kernel has and allows.
+  const auto one = measured({"--mbit", "200", "--level", "os_g", "--congestion", "reno", "--json"});
   if (is_refused(one)) GTEST_SKIP() << one.err;
   ASSERT_EQ(one.status, 0) << one.err;
   expect_fits(json::parse(one.out), "gloo");
-  const auto two =
-      measured({"--mbit", "200", "--level", "p_g_os", "--ranks-per-host", "2", "--json"});
+  const auto two = measured({"--mbit", "200", "--level", "p_g_os", "--congestion", "reno",
+                             "--ranks-per-host", "2", "--json"});
   ASSERT_EQ(two.status, 0) << two.err;
   expect_fits(json::parse(two.out), "arena+gloo");
   EXPECT_FALSE(any_host_is_left());
@@ -70,7 +71,7 @@ TEST(LinkBench, RefusesWhatItCannotMeasure) {
            {{"--hosts", "1"}, "--hosts must be from 2"},
            {{"--ranks-per-host", "0"}, "--ranks-per-host must be at least 1"},
            {{"--mbit", "-1"}, "--mbit must be positive"},
-           {{"--congestion", "none; ls"}, "--congestion must be one that the kernel has loaded"},
+           {{"--congestion", "none; ls"}, "--congestion must be one that"},
            {{"--against", "horovod"}, "--against must name fsdp2 or ddp"},
            {{"--level", "all"}, "--level must be a level"}}) {
     const auto end = measured(arguments);

@@ -14,10 +14,11 @@ namespace tessera::tools {
 class LinkedHosts {
  public:
   /// `mbit`: of each link and direction, in 10^6 bits per second; 0: no limit. `congestion`: the
-  /// hosts' congestion control of TCP, one that the kernel has loaded. First removes hosts
-  /// that killed processes have left. Throws `std::invalid_argument`, and `std::runtime_error` with
-  /// the words of `ip` or `tc` where this process may not make them: it needs root, and iproute2.
-  LinkedHosts(int hosts, double mbit, const std::string& congestion = kCongestion);
+  /// hosts' congestion control of TCP, one that the kernel allows; empty: this machine's. First
+  /// removes hosts that killed processes have left. Throws `std::invalid_argument`, and
+  /// `std::runtime_error` with the words of `ip` or `tc` where this process may not make them: it
+  /// needs root, and iproute2.
+  LinkedHosts(int hosts, double mbit, const std::string& congestion = "");
   ~LinkedHosts();
   LinkedHosts(const LinkedHosts&) = delete;
   LinkedHosts& operator=(const LinkedHosts&) = delete;
