@@ -245,26 +245,27 @@ bool Reducer::any_live() const {
                      [](const auto& gradients) { return gradients->any_live(); });
 }
 
-std::vector<double> Reducer::live() const {
-  std::vector<double> live;
+std::vector<double> Reducer::clears() const {
+  std::vector<double> clears;
   for (const auto& gradients : gradients_) {
     for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot)
-      live.push_back(gradients->is_live(slot) ? 1 : 0);
+      clears.push_back(gradients->clears(slot));
   }
-  return live;
+  return clears;
 }
 
-void Reducer::keep_live(const std::vector<double>& live) {
+void Reducer::forget_clears() {
+  for (const auto& gradients : gradients_) gradients->forget_clears();
+}
+
+void Reducer::clear_as(const std::vector<double>& others) {
   const std::lock_guard lock(mutex_);
-  auto stays = live.begin();
-  bool any = false;
+  auto count = others.begin();
   for (const auto& gradients : gradients_) {
-    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++stays) {
-      any = any || *stays > 0;
-      if (*stays == 0 && gradients->is_live(slot)) gradients->clear(slot);
-    }
+    for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++count)
+      if (*count > gradients->clears(slot)) gradients->clear(slot);
   }
-  if (!any) clear_all();
+  forget_clears();
 }
 
 void Reducer::abandon_backward() {

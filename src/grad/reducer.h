@@ -114,12 +114,12 @@ class Reducer {
   void settle();
   /// The same, after `on_settle()`, if there are any.
   void settle_earlier();
-  /// Returns 1 for each parameter that has a reduced gradient, and 0 for the others. Call
-  /// `settle()` before.
-  std::vector<double> live() const;
-  /// Clears the gradients of all other parameters. `live`: begins with what `live()` returned on
-  /// another rank.
-  void keep_live(const std::vector<double>& live);
+  /// Returns how often each parameter's gradient was cleared since `forget_clears()`.
+  std::vector<double> clears() const;
+  void forget_clears();
+  /// Clears the gradients that another rank has cleared more often, and forgets both. `others`:
+  /// begins with what `clears()` returned there.
+  void clear_as(const std::vector<double>& others);
   /// Returns true if a backward gave any parameter a gradient since the last clear, the same on all
   /// ranks. Also true, as it cannot be known, where the user reduces or ranks have parameters of
   /// their own.

@@ -113,7 +113,8 @@ UnitGradients::UnitGradients(Unit& unit, OnGradient take, double scale, double p
       arrived_(unit.layout().slots.size(), false),
       seen_(unit.layout().slots.size()),
       live_(unit.layout().slots.size(), false),
-      cleared_(unit.layout().slots.size(), false) {
+      cleared_(unit.layout().slots.size(), false),
+      clears_(unit.layout().slots.size(), 0) {
   if (unit.layout().error_feedback) error_ = std::make_shared<at::Tensor>();
 }
 
@@ -349,6 +350,7 @@ bool UnitGradients::holds_any() const {
 }
 
 void UnitGradients::clear(size_t slot) {
+  ++clears_[slot];
   const bool held = holds_any();
   if (held) unit_.context().watch.before_change();
   if (arrived_[slot]) {
@@ -363,6 +365,7 @@ void UnitGradients::clear(size_t slot) {
 }
 
 void UnitGradients::clear_all() {
+  for (int& count : clears_) ++count;
   const bool held = holds_any();
   if (held) unit_.context().watch.before_change();
   drop_arrivals();

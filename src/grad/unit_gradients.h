@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -98,6 +99,9 @@ class UnitGradients {
   /// is reduced.
   virtual void clear(size_t slot);
   virtual void clear_all();
+  /// Return how often that was done for a parameter, and begin to count anew.
+  int clears(size_t slot) const { return clears_[slot]; }
+  void forget_clears() { std::fill(clears_.begin(), clears_.end(), 0); }
   /// Turns existing gradients into zeros, which the next backward reduces even where it does not
   /// use the parameter.
   virtual void zero_all();
@@ -139,6 +143,7 @@ class UnitGradients {
   std::vector<std::vector<bool>> seen_;  // per slot and handle: arrived in this backward
   std::vector<bool> live_;
   std::vector<bool> cleared_;  // during the reduction: its result does not count
+  std::vector<int> clears_;
   at::Tensor reduced_;
   at::Tensor partial_;                 // destination of the sum, if not `reduced_` itself
   std::shared_ptr<at::Tensor> error_;  // what messages have lost; null if losses are forgotten

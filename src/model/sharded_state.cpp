@@ -189,14 +189,15 @@ void ShardedState::on_backward_end() { residency_->end_pass(); }
 void ShardedState::announce(JoinCall call, const std::vector<double>& values) {
   if (!join_scope_) return;
   if (call != JoinCall::kBackward) reducer_->settle_earlier();  // that did so at its begin
-  std::vector<double> all = reducer_->live();
+  std::vector<double> all = reducer_->clears();
+  reducer_->forget_clears();
   all.insert(all.end(), values.begin(), values.end());
   join_scope_->announce(call, all);
 }
 
 std::vector<double> ShardedState::follow(const std::vector<double>& heard) {
-  reducer_->keep_live(heard);
-  return {heard.begin() + std::ssize(reducer_->live()), heard.end()};
+  reducer_->clear_as(heard);
+  return {heard.begin() + std::ssize(reducer_->clears()), heard.end()};
 }
 
 PassVote ShardedState::vote() {

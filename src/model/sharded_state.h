@@ -92,8 +92,8 @@ class ShardedState : public UseListener,
   /// Tells the ranks that are done which call this rank is about to make; null outside `join()`.
   JoinScope* join_scope() const { return join_scope_; }
   void set_join_scope(JoinScope* scope) { join_scope_ = scope; }
-  /// Under `join()`: tells the ranks that are done that a call follows, and which gradients there
-  /// are, as an optimizer may have cleared some since the last call.
+  /// Under `join()`: tells the ranks that are done that a call follows, and how often each gradient
+  /// was cleared since the last one.
   void announce(JoinCall call, const std::vector<double>& values = {});
   /// On a rank that is done, when it has heard that: clears the gradients that the others have
   /// cleared. Returns the call's own values.

@@ -61,6 +61,7 @@ class Training {
       : state_(state), optimizers_(optimizers), scope_(state.mesh(), inner_of(optimizers)) {
     check_on_all_ranks(state.mesh(), [&] { check(); });
     state_.set_join_scope(&scope_);
+    state_.reducer().forget_clears();
   }
   ~Training() { state_.set_join_scope(nullptr); }
   Training(const Training&) = delete;
@@ -73,11 +74,9 @@ class Training {
       tell_of_failure();
       throw;
     }
-    bool took_part = false;
     while (true) {
       const JoinScope::Heard heard = scope_.listen();
-      if (heard.call == JoinCall::kDone) return clear_as_others(took_part);
-      took_part = true;
+      if (heard.call == JoinCall::kDone) return clear_as_others();
       take_part(heard);
     }
   }
@@ -95,17 +94,15 @@ class Training {
     }
   }
 
-  // A rank that was done earlier has the gradients of the last backward, which those that took all
-  // steps may have cleared since.
-  void clear_as_others(bool took_part) {
+  // Those that were done last may have cleared gradients since the last call.
+  void clear_as_others() {
     Reducer& reducer = state_.reducer();
     reducer.settle();
-    std::vector<double> live = reducer.live();
-    if (took_part) std::ranges::fill(live, 0);
-    const auto size = static_cast<int64_t>(live.size());
-    state_.mesh().all_reduce(at::from_blob(live.data(), {size}, at::kDouble), ReduceOp::kMax,
+    std::vector<double> most = reducer.clears();
+    const auto size = static_cast<int64_t>(most.size());
+    state_.mesh().all_reduce(at::from_blob(most.data(), {size}, at::kDouble), ReduceOp::kMax,
                              {"uneven steps", Channel::kControl});
-    if (took_part) reducer.keep_live(live);
+    reducer.clear_as(most);
   }
 
   // The error being thrown counts, not one from announcing it.

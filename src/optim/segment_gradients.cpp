@@ -94,7 +94,8 @@ void clear_gradients(ShardedState& state, const torch::optim::Optimizer& optimiz
   at::NoGradGuard no_grad;
   Reducer& reducer = state.reducer();
   const Slots own = slots_of(state, optimizer, segments);
-  bool all = true;
+  // Under join(), clears are counted, and must be the same on ranks with other gradients.
+  bool all = !state.join_scope();
   for_each_slot(state, own, /*is_own=*/false, [&](const UnitGradients& unit, size_t slot) {
     all = all && !unit.is_reducing() && !has_gradient(unit, slot);
   });

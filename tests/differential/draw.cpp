@@ -187,6 +187,12 @@ void draw_ends(Random& random, Program& program, std::vector<int> begins) {
   const auto average = std::ranges::find(ops, OpKind::kAverage, &Op::kind);
   if (average != ops.end()) average->how = 0;  // there is none to evaluate with
   program.joined = begins.back();
+  if (random.once_in(2)) {  // within steps
+    begins.clear();
+    for (int i = 0; i < program.joined; ++i)
+      if (ops[i].kind == OpKind::kForward) begins.push_back(i);
+    begins.push_back(program.joined);
+  }
   for (int rank = 0; rank < program.ranks; ++rank)
     program.ends.push_back(begins[random.between(0, static_cast<int>(begins.size()) - 1)]);
   program.ends[random.between(0, program.ranks - 1)] = program.joined;

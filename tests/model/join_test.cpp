@@ -31,6 +31,7 @@ struct Options {
   bool cycles = false;   // Adam's first beta
   bool reduces = false;  // backwards under no_sync(), then reduce()
   bool goes_on = false;  // all ranks take two steps after join()
+  bool leaves = false;   // ranks run out of data within a step, after its first backward
 };
 
 void set_beta(torch::optim::Optimizer& optimizer, int step) {
@@ -49,7 +50,8 @@ std::vector<NamedTensor> train_alone(int ranks, const Options& options) {
     for (int backward = 0; backward < options.backwards; ++backward) {
       const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
       for (int rank = 0; rank < ranks; ++rank) {
-        if (step < steps_of(rank) || step >= joined)
+        const bool leaves = options.leaves && step == steps_of(rank) && backward == 0;
+        if (step < steps_of(rank) || step >= joined || leaves)
           (rank_loss(*net, batch, rank, ranks, step) / ranks).backward();
       }
     }
@@ -67,14 +69,18 @@ std::vector<NamedTensor> train_joined(World& world, const ShardPlan& plan, const
   auto sharded = fully_shard(net, plan);
   ShardedOptimizer optimizer(sharded, *inner, {.fused = false});
   torch::optim::StepLR scheduler(*inner, 1, 0.7);
-  const auto take_step = [&](int step) {
+  const auto accumulate = [&](int step, int backwards) {
     optimizer.zero_grad();
-    for (int backward = 0; backward < options.backwards; ++backward) {
+    for (int backward = 0; backward < backwards; ++backward) {
       std::optional<ShardedModule::NoSync> local;
-      if (options.reduces) local.emplace(sharded.state());
+      const bool is_last = backward + 1 == options.backwards;
+      if (options.reduces || (options.leaves && !is_last)) local.emplace(sharded.state());
       const Batch batch = global_batch(step * 10 + backward, kRows, kIn, kOut);
       rank_loss(*net, batch, world.rank(), world.size(), step).backward();
     }
+  };
+  const auto take_step = [&](int step) {
+    accumulate(step, options.backwards);
     if (options.reduces) sharded.reduce();
     if (options.clip > 0) optimizer.clip_grad_norm_(options.clip);
     if (options.cycles) set_beta(*inner, step);
@@ -83,7 +89,9 @@ std::vector<NamedTensor> train_joined(World& world, const ShardPlan& plan, const
   };
   const int joined = steps_of(world.size() - 1);
   join(sharded, {&optimizer}, [&] {
-    for (int step = 0; step < steps_of(world.rank()); ++step) take_step(step);
+    const int steps = steps_of(world.rank());
+    for (int step = 0; step < steps; ++step) take_step(step);
+    if (options.leaves && steps < joined) accumulate(steps, 1);
   });
   EXPECT_EQ(optimizer.steps(), joined);
   for (int step = steps_of(world.rank()); step < joined && options.schedules; ++step)
@@ -124,6 +132,10 @@ TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersLearningRate) {
 TEST(Join, StepsOfThoseThatAreDoneHaveTheOthersOptions) { expect_as_one_process({.cycles = true}); }
 TEST(Join, WithReductionsOfSeveralBackwards) {
   expect_as_one_process({.backwards = 2, .reduces = true});
+}
+TEST(Join, WithRanksThatRunOutOfDataWithinAStep) {
+  expect_as_one_process({.backwards = 3, .leaves = true});
+  expect_as_one_process({.backwards = 2, .reduces = true, .leaves = true});
 }
 TEST(Join, SchedulersOfThoseThatWereDoneGoOnFromTheirOwnRates) {
   expect_as_one_process({.schedules = true, .goes_on = true});
