@@ -234,10 +234,13 @@ void Reducer::begin_backward() {
 
 // Waits for the reductions that the last backward left in flight, so that another one adds to them.
 void Reducer::settle_earlier() {
-  const bool any = std::any_of(gradients_.begin(), gradients_.end(),
-                               [](const auto& gradients) { return gradients->is_reducing(); });
-  if (any) listener_.on_settle();
+  if (is_reducing()) listener_.on_settle();
   settle();
+}
+
+bool Reducer::is_reducing() const {
+  return std::any_of(gradients_.begin(), gradients_.end(),
+                     [](const auto& gradients) { return gradients->is_reducing(); });
 }
 
 bool Reducer::any_live() const {
@@ -260,6 +263,8 @@ void Reducer::forget_clears() {
 
 void Reducer::clear_as(const std::vector<double>& others) {
   const std::lock_guard lock(mutex_);
+  // They wait for reductions before they tell, but for those that `clear_all()` has ended.
+  if (is_reducing()) clear_all();
   auto count = others.begin();
   for (const auto& gradients : gradients_) {
     for (size_t slot = 0; slot < gradients->unit().layout().slots.size(); ++slot, ++count)

@@ -110,6 +110,9 @@ class Reducer {
 
   /// Returns true if a parameter has a reduced gradient. Call `settle()` before.
   bool any_live() const;
+  /// Returns true if a reduction was started that no `settle()` and no `clear_all()` has waited
+  /// for.
+  bool is_reducing() const;
   /// All ranks: waits for all reductions.
   void settle();
   /// The same, after `on_settle()`, if there are any.

@@ -97,11 +97,12 @@ class Training {
   // Those that were done last may have cleared gradients since the last call.
   void clear_as_others() {
     Reducer& reducer = state_.reducer();
-    reducer.settle();
     std::vector<double> most = reducer.clears();
+    most.push_back(reducer.is_reducing() ? 0 : 1);
     const auto size = static_cast<int64_t>(most.size());
     state_.mesh().all_reduce(at::from_blob(most.data(), {size}, at::kDouble), ReduceOp::kMax,
                              {"uneven steps", Channel::kControl});
+    if (most.back() == 0) reducer.settle();
     reducer.clear_as(most);
   }
 

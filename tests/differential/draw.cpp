@@ -173,7 +173,8 @@ void draw_ends(Random& random, Program& program, std::vector<int> begins) {
       program.plan.level == ShardLevel::kParameters && program.transport == Transport::kGloo;
   if (!random.once_in(4) || !has_one_result || program.scale > 0 || is_sent) return;
   const auto is_joined = [](const Op& op) {
-    return op.kind <= OpKind::kClip || op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;
+    return op.kind <= OpKind::kClip || op.kind == OpKind::kStep || op.kind == OpKind::kSchedule ||
+           op.kind == OpKind::kThaw;
   };
   auto& ops = program.ops;
   begins.push_back(static_cast<int>(ops.size()));

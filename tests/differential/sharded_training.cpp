@@ -177,8 +177,10 @@ class ShardedTraining : public Training {
       std::vector<ShardedOptimizer*> joined;
       for (ShardedOptimizer& optimizer : optimizers_) joined.push_back(&optimizer);
       join(*sharded_, joined, [&] { train(program_, {this}, 0, program_.ends[rank_] - 1, at); });
-      for (int i = program_.ends[rank_]; i < program_.joined; ++i)
+      for (int i = program_.ends[rank_]; i < program_.joined; ++i) {
         if (program_.ops[i].kind == OpKind::kSchedule) advance_schedule(program_.ops[i]);
+        if (program_.ops[i].kind == OpKind::kThaw) thaw();
+      }
     }
     train(program_, {this}, program_.joined, static_cast<int>(program_.ops.size()), at);
   }

@@ -239,6 +239,34 @@ TEST(Join, WithNoDataAtAll) {
   });
 }
 
+// One rank drops the gradients of the last backward, which the other has not waited for.
+TEST(Join, WithGradientsThatTheLastRanksHaveDropped) {
+  const Batch batch = global_batch(0, kRows, kIn, kOut);
+  const auto plain = make_mlp();
+  for (int rank = 0; rank < 2; ++rank) (rank_loss(*plain, batch, rank, 2, 0) / 2).backward();
+  make_adamw(*plain)->step();
+  for (const ShardLevel level : {ShardLevel::kNone, ShardLevel::kGradients}) {
+    for (const int cleared_by : {0, 1}) {
+      run_world(2, [&](World& world) {
+        const auto net = make_mlp();
+        const auto inner = make_adamw(*net);
+        auto sharded = fully_shard(net, {.level = level, .unit_bytes = 3000});
+        ShardedOptimizer optimizer(sharded, *inner);
+        const auto backward = [&] { rank_loss(*net, batch, world.rank(), 2, 0).backward(); };
+        join(sharded, {&optimizer}, [&] {
+          backward();
+          if (world.rank() == 0) return;
+          cleared_by == 0 ? sharded.zero_grad() : optimizer.zero_grad();
+        });
+        EXPECT_FALSE(sharded.has_grad(net->parameters()[0]));
+        backward();
+        optimizer.step();
+        expect_same_state(sharded.full_state(), plain_state(*plain), 1e-5, "after join()");
+      });
+    }
+  }
+}
+
 TEST(Join, FailuresReachAllRanks) {
   run_world(2, [](World& world) {
     const auto net = make_mlp();
