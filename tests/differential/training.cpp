@@ -229,7 +229,7 @@ std::optional<at::ScalarType> narrow_gathers(const Program& program) {
 }
 
 bool is_done(const Program& program, int rank, int op) {
-  return op < program.joined && op >= program.ends[rank];
+  return program.joined > 0 && op < program.joined && op >= program.ends[rank];
 }
 
 static void run(Training& training, const Op& op) {
