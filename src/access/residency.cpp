@@ -45,9 +45,10 @@ namespace tessera {
 // gradients begins a pass, and so does the first use with gradients. If the position of that use
 // lies ahead, and no forward of the handle began the evaluation, the uses so far were the beginning
 // of that pass, and nothing is gathered again; if not, the evaluation ends here. So without the
-// handle, ranks whose passes begin with uses without gradients must begin with the same ones. A
-// pass whose forward throws ends before the next change of parameters, with the rest of its plan; a
-// rank that has used nothing by then knows of the pass through the handle only.
+// handle, ranks whose passes begin with uses without gradients, or directly follow an evaluation,
+// must begin with the same ones. A pass whose forward throws ends before the next change of
+// parameters, with the rest of its plan; a rank that has used nothing by then knows of the pass
+// through the handle only.
 namespace {
 
 constexpr size_t kLongestRecord = 100'000;  // evaluation in grad mode, without a backward

@@ -9,13 +9,12 @@ namespace {
 
 constexpr auto kOtherRecomputation = "the function must do the same when backward runs it again";
 constexpr auto kChangedParameter = "a parameter was changed in place between forward and backward";
+// Where the program reduces, each step writes to all parameters, also without gradients.
+constexpr auto kStepped = "has been modified by an inplace operation";
 
-// True if operation `at` is a backward since whose forward there was one of kind `change`, and a
-// layer is checkpointed.
-bool changes_what_recomputes(const Program& program, int at, OpKind change) {
-  if (program.ops[at].kind != OpKind::kBackward ||
-      std::ranges::none_of(program.layers, &Layer::checkpoint))
-    return false;
+// True if operation `at` is a backward since whose forward there was one of kind `change`.
+bool has_since_forward(const Program& program, int at, OpKind change) {
+  if (program.ops[at].kind != OpKind::kBackward) return false;
   while (--at >= 0 && program.ops[at].kind != OpKind::kForward)
     if (program.ops[at].kind == change) return true;
   return false;
@@ -58,24 +57,27 @@ bool tells_disagreement(const std::string& error) {
 
 // Ranks that use different layers have sent different gradients when a backward throws; and where
 // parameters are freed, they must not wait for others between a forward and its backward, nor begin
-// a pass of the module without gradients.
+// a pass of the module without gradients, as behind an evaluation of the module.
 bool may_disagree(const Program& program, int at) {
   const unsigned all = (1U << program.ranks) - 1;
   const auto is_of_some = [&](const Layer& layer) { return (layer.ranks & all) != all; };
   if (std::ranges::none_of(program.layers, is_of_some)) return false;
   const bool frees = program.plan.level == ShardLevel::kParameters;
-  bool begins_without = false, is_open = false;
+  bool begins_without = false, is_open = false, evaluates = false;
   for (int rank = 0; rank < program.ranks; ++rank)
     begins_without = begins_without || begins_without_gradients(program, rank);
-  for (const Op& op : std::span(program.ops).first(at + 1)) {
+  for (const Op& op : std::span(program.ops).first(std::min<size_t>(at + 1, program.ops.size()))) {
     if (op.kind == OpKind::kThrow && (frees || op.how == 1)) return true;
     if (op.kind == OpKind::kBackward) is_open = false;
     const bool is_alone = op.kind == OpKind::kForward || op.kind == OpKind::kEvaluate ||
                           op.kind == OpKind::kSchedule || op.kind == OpKind::kThaw;
     if (frees && is_open && !is_alone) return true;
+    if (op.kind == OpKind::kEvaluate || op.kind == OpKind::kStep)
+      evaluates = op.kind == OpKind::kEvaluate;
     if (op.kind != OpKind::kForward) continue;
     is_open = true;
-    if (frees && begins_without && !(op.how & kByHandle)) return true;
+    if (frees && (begins_without || evaluates) && !(op.how & kByHandle)) return true;
+    evaluates = false;
   }
   return false;
 }
@@ -112,14 +114,19 @@ Outcome judge(const Program& program, const std::vector<Trace>& ranks) {
   if (!plain.empty()) return {Verdict::kBothRefuse, first_line(plain)};
   if (!documented.empty() && at == failed.op && failed.error.find(documented) != std::string::npos)
     return {Verdict::kRefused, documented};
+  const bool recomputes = std::ranges::any_of(program.layers, &Layer::checkpoint);
   for (const auto& [change, reason] :
        {std::pair(OpKind::kThaw, kOtherRecomputation), std::pair(OpKind::kEdit, kChangedParameter),
         std::pair(OpKind::kStep, kChangedParameter),
         std::pair(OpKind::kFullState, kChangedParameter)})
-    if (changes_what_recomputes(program, failed.op, change) &&
+    if (recomputes && has_since_forward(program, failed.op, change) &&
         failed.error.find(reason) != std::string::npos)
       return {Verdict::kRefused, reason};
-  if (tells_disagreement(failed.error) && may_disagree(program, failed.op))
+  if (!program.plan.reduce_gradients && has_since_forward(program, failed.op, OpKind::kStep) &&
+      failed.error.find(kStepped) != std::string::npos)
+    return {Verdict::kRefused, kStepped};
+  const int farthest = std::ranges::max(ranks, {}, &Trace::op).op;
+  if (tells_disagreement(failed.error) && may_disagree(program, farthest))
     return {Verdict::kRefused, "ranks use different layers and wait for each other"};
   return {Verdict::kFinding, "Tessera refuses " + text};
 }

@@ -5,14 +5,16 @@ namespace tessera::differential {
 using torch::Tensor;
 namespace optim = torch::optim;
 
+// Where the program reduces, Tessera can't know that there is none.
 bool PlainTraining::has_gradient() const {
+  if (!program_.plan.reduce_gradients) return true;
   return !is_zeroed_ && std::any_of(main_.begin(), main_.end(),
                                     [](auto& param) { return param.grad().defined(); });
 }
 
 // LibTorch's optimizers do nothing without gradients.
 void PlainTraining::check_backward() const {
-  if (program_.plan.reduce_gradients && !has_gradient()) throw Refused(kNoBackward);
+  if (!has_gradient()) throw Refused(kNoBackward);
 }
 
 // Returns whether the optimizer is to be stepped.
@@ -174,6 +176,13 @@ void PlainTraining::thaw() {
   for (auto& replica : params_)
     for (Tensor& param : replica) param.requires_grad_(true);
   for (size_t i = 0; i < main_.size(); ++i) main_[i].set_data(main_[i].to(main_dtype(i)));
+  for (const auto& optimizer : optimizers_)
+    for (const Tensor& param : main_) {  // LibTorch made the state with the optimizer
+      const auto it = optimizer->state().find(param.unsafeGetTensorImpl());
+      if (it == optimizer->state().end()) continue;
+      auto* const own = dynamic_cast<optim::AdagradParamState*>(it->second.get());
+      if (own) own->sum(own->sum().to(param.scalar_type()));
+    }
 }
 
 void PlainTraining::save(const Op&) {
