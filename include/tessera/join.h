@@ -20,8 +20,8 @@ namespace tessera {
 /// checkpoints, `GradScaler`, `ExponentialAverage`) throw, and so does `local_grad`. Gradients are
 /// still divided by the number of all ranks. The options of a rank's own optimizers stay as they
 /// were when it finished, and its schedulers with them: step these afterwards as often as the other
-/// ranks did, or set the options alike. The next backward checks that all ranks have stepped with
-/// the same.
+/// ranks did, or set the options alike, and freeze and thaw what they did. The next backward checks
+/// that all ranks have stepped with the same options.
 ///
 /// **Throws** `c10::NotImplementedError` where parameters are freed between uses (`kParameters` on
 /// several hosts, or over messages), and with `reduce_gradients = false`; `c10::Error` on all ranks

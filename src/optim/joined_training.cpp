@@ -45,12 +45,12 @@ void set_numbers(const JoinedOptimizer& optimizer, const std::vector<double>& nu
     TORCH_CHECK(count + options.size() <= numbers.size(), "[join] optimizers must have equal param groups and "
                 "options on all ranks; another rank's has ", numbers.size(), " options");
     for (auto& [name, value] : options) value = numbers[count++];
-    if (!knows_state(*optimizer.inner)) {
-      if (!options.empty()) set_learning_rate(*optimizer.options, i, options.at("lr"));
-    } else if (optimizer.options == optimizer.inner) {
-      write_options(*optimizer.inner, i, options);
-    } else {
+    if (!holds_own_options(optimizer)) {
       write_options(*optimizer.inner, optimizer.options->param_groups()[i], options);
+    } else if (knows_state(*optimizer.inner)) {
+      write_options(*optimizer.options, i, options);
+    } else if (!options.empty()) {
+      set_learning_rate(*optimizer.options, i, options.at("lr"));
     }
   }
 }

@@ -173,8 +173,7 @@ void draw_ends(Random& random, Program& program, std::vector<int> begins) {
       program.plan.level == ShardLevel::kParameters && program.transport == Transport::kGloo;
   if (!random.once_in(4) || !has_one_result || program.scale > 0 || is_sent) return;
   const auto is_joined = [](const Op& op) {
-    return op.kind <= OpKind::kClip || op.kind == OpKind::kStep || op.kind == OpKind::kSchedule ||
-           op.kind == OpKind::kThaw;
+    return op.kind <= OpKind::kClip || op.kind == OpKind::kStep || is_made_up_for(op);
   };
   auto& ops = program.ops;
   begins.push_back(static_cast<int>(ops.size()));

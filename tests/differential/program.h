@@ -135,6 +135,12 @@ void for_each_changed(const ShardPlan& plan, const F& f) {
 /// True if the rank has no more batches in this operation, which others make under join().
 bool is_done(const Program& program, int rank, int op);
 
+/// True if a rank that was done must make up for this operation behind join(): it is of each rank
+/// alone.
+inline bool is_made_up_for(const Op& op) {
+  return op.kind == OpKind::kSchedule || op.kind == OpKind::kThaw;
+}
+
 /// The dtype in which gradients are sent, if it has 8 bits.
 std::optional<at::ScalarType> narrow_sums(const Program& program);
 

@@ -177,10 +177,8 @@ class ShardedTraining : public Training {
       std::vector<ShardedOptimizer*> joined;
       for (ShardedOptimizer& optimizer : optimizers_) joined.push_back(&optimizer);
       join(*sharded_, joined, [&] { train(program_, {this}, 0, program_.ends[rank_] - 1, at); });
-      for (int i = program_.ends[rank_]; i < program_.joined; ++i) {
-        if (program_.ops[i].kind == OpKind::kSchedule) advance_schedule(program_.ops[i]);
-        if (program_.ops[i].kind == OpKind::kThaw) thaw();
-      }
+      for (int i = program_.ends[rank_]; i < program_.joined; ++i)
+        if (is_made_up_for(program_.ops[i])) run(*this, op_at(program_, i));
     }
     train(program_, {this}, program_.joined, static_cast<int>(program_.ops.size()), at);
   }

@@ -288,13 +288,13 @@ void Source::add_joined() {
   for (size_t i = 0; i < program_.optimizers.size(); ++i)
     optimizers += fmt::format("{}&optimizer{}", i > 0 ? ", " : "", i);
   line("    tessera::join(sharded, {{{}}}, [&] {{", optimizers);
-  std::string missed;  // by schedulers
+  std::string missed;
   for (int i = 0; i < program_.joined; ++i) {
     for (int rank = 0; rank < program_.ranks; ++rank)
       if (program_.ends[rank] == i) line("      if (rank == {}) return;", rank);
     const std::string text = statement(program_.ops[i]);
     line("      {}", text);
-    for (int rank = 0; rank < program_.ranks && program_.ops[i].kind == OpKind::kSchedule; ++rank)
+    for (int rank = 0; rank < program_.ranks && is_made_up_for(program_.ops[i]); ++rank)
       if (is_done(program_, rank, i) && !text.empty())
         missed += fmt::format("    if (rank == {}) {}\n", rank, text);
   }

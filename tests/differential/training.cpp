@@ -232,7 +232,15 @@ bool is_done(const Program& program, int rank, int op) {
   return program.joined > 0 && op < program.joined && op >= program.ends[rank];
 }
 
-static void run(Training& training, const Op& op) {
+Op op_at(const Program& program, int at) {
+  Op op = program.ops[at];
+  const bool is_of_optimizer = op.kind == OpKind::kZeroGrad || op.kind == OpKind::kClip ||
+                               op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;
+  if (is_of_optimizer) op.value %= static_cast<int>(program.optimizers.size());
+  return op;
+}
+
+void run(Training& training, const Op& op) {
   switch (op.kind) {
     case OpKind::kForward:
       training.forward(op);
@@ -298,10 +306,7 @@ void train(const Program& program, const std::vector<Training*>& trainings, int 
   if (sees_used && first == 0)
     for (Training* training : trainings) training->see_used();
   for (at = first; at < count && at <= limit; ++at) {
-    Op op = program.ops[at];
-    const bool is_of_optimizer = op.kind == OpKind::kZeroGrad || op.kind == OpKind::kClip ||
-                                 op.kind == OpKind::kStep || op.kind == OpKind::kSchedule;
-    if (is_of_optimizer) op.value %= static_cast<int>(program.optimizers.size());
+    const Op op = op_at(program, at);
     for (Training* training : trainings) run(*training, op);
     then(op);
     if (sees_used && changes_values(op.kind))

@@ -111,6 +111,9 @@ class Training {
   virtual void finish() = 0;
 };
 
+/// Returns operation `at`, with the number of an optimizer that there is after shrinking.
+Op op_at(const Program& program, int at);
+void run(Training& training, const Op& op);
 /// Runs the operations of a program from `first` to `limit`, each in all trainings, then `then`.
 /// `at` is set to the number of each before it is run, and to their count before `finish()`.
 void train(

@@ -71,7 +71,9 @@ TEST(LinkBench, RefusesWhatItCannotMeasure) {
            {{"--hosts", "1"}, "--hosts must be from 2"},
            {{"--ranks-per-host", "0"}, "--ranks-per-host must be at least 1"},
            {{"--mbit", "-1"}, "--mbit must be positive"},
-           {{"--congestion", "none; ls"}, "--congestion must be one that"},
+           {{"--congestion", "none; ls"},
+            "--congestion must be one that /proc/sys/net/ipv4/tcp_allowed_congestion_control "
+            "names"},
            {{"--against", "horovod"}, "--against must name fsdp2 or ddp"},
            {{"--level", "all"}, "--level must be a level"}}) {
     const auto end = measured(arguments);
