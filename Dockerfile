@@ -23,8 +23,15 @@ FROM libtorch AS build
 COPY CMakeLists.txt /src/
 COPY cmake /src/cmake/
 COPY include /src/include/
-COPY src /src/src/
-COPY tools /src/tools/
+COPY core /src/core/
+COPY dialects /src/dialects/
+COPY interop /src/interop/
+COPY loop /src/loop/
+COPY trace /src/trace/
+COPY planner /src/planner/
+COPY command /src/command/
+COPY launcher /src/launcher/
+COPY benchmarks /src/benchmarks/
 COPY LICENSE /src/
 RUN cmake -S /src -B /build -G Ninja -DCMAKE_BUILD_TYPE=Release "-DCMAKE_CXX_FLAGS_RELEASE=-O2 -DNDEBUG" \
        -DTorch_DIR=/opt/libtorch/share/cmake/Torch -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_EXAMPLES=OFF \

@@ -91,7 +91,7 @@ if(NOT TESSERA_GLOO_PROBED STREQUAL "${Torch_DIR} ${Torch_VERSION}")
   # Files, not targets: LibTorch's targets name others that exist only in its own build.
   try_run(TESSERA_GLOO_RUNS TESSERA_GLOO_COMPILES "${CMAKE_CURRENT_BINARY_DIR}/gloo_probe"
     "${CMAKE_CURRENT_SOURCE_DIR}/cmake/gloo_probe.cpp"
-    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}/src/message/gloo_declarations;${TORCH_INCLUDE_DIRS}"
+    CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}/core/comm/message/gloo_declarations;${TORCH_INCLUDE_DIRS}"
                 "-DCMAKE_BUILD_RPATH=${TORCH_INSTALL_PREFIX}/lib"
     COMPILE_DEFINITIONS -DUSE_C10D_GLOO -DUSE_DISTRIBUTED -DGLOO_STORE_HAS_STORE_V2
     LINK_LIBRARIES "${TORCH_INSTALL_PREFIX}/lib/libtorch.so" "${TORCH_INSTALL_PREFIX}/lib/libtorch_cpu.so"

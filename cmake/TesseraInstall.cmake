@@ -12,8 +12,20 @@ if(TESSERA_TORCH_RPATH)
 endif()
 set_target_properties(tessera PROPERTIES INSTALL_RPATH "\$ORIGIN;${torch_rpath}")
 install(TARGETS tessera tessera_torch EXPORT TesseraTargets)
+foreach(package IN LISTS tessera_packages)
+  install(TARGETS tessera_${package} EXPORT TesseraTargets)
+  get_property(folder GLOBAL PROPERTY tessera_folder_of_${package})
+  foreach(headers include/tessera/${package} "${folder}/include/tessera/")
+    if(EXISTS "${PROJECT_SOURCE_DIR}/${headers}")
+      install(DIRECTORY ${headers} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
+    elseif(EXISTS "${headers}")
+      install(DIRECTORY "${headers}" DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
+    endif()
+  endforeach()
+endforeach()
 install(EXPORT TesseraTargets NAMESPACE Tessera:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
-install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES include/tessera/tessera.h include/tessera/export.h include/tessera/version.h
+        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
 configure_package_config_file(cmake/TesseraConfig.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake"
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
 write_basic_package_version_file("${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake"
@@ -21,9 +33,10 @@ write_basic_package_version_file("${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersi
 install(FILES "${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake" "${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake"
               cmake/TesseraLibTorch.cmake
   DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
-if(TARGET tessera_cli)
-  set_target_properties(tessera_cli tessera_bench PROPERTIES
-    INSTALL_RPATH "\$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${torch_rpath}")
-  install(TARGETS tessera_cli tessera_bench)
-endif()
+foreach(program tessera_cli tessera_bench)
+  if(TARGET ${program})
+    set_target_properties(${program} PROPERTIES INSTALL_RPATH "\$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${torch_rpath}")
+    install(TARGETS ${program})
+  endif()
+endforeach()
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DATAROOTDIR}/doc/tessera RENAME copyright)

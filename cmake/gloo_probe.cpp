@@ -1,5 +1,5 @@
 // Compiled, linked and run while configuring: does LibTorch's ProcessGroupGloo fit our declarations
-// of gloo's types (src/message/gloo_declarations)? A world of one needs no peer.
+// of gloo's types (core/comm/message/gloo_declarations)? A world of one needs no peer.
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 

@@ -7,9 +7,9 @@
 //
 // Specific to Paddle: the names of the levels, `segment_size` and `buffer_max_size` in elements,
 // and the wrapped optimizer that is returned, with `clear_grad()`, `get_lr()` and `set_lr()`.
+#include <tessera/base/generator.h>
+#include <tessera/comm/world.h>
 #include <tessera/dialects/paddle_group_sharded.h>
-#include <tessera/generator.h>
-#include <tessera/world.h>
 #include <torch/torch.h>
 
 #include <cstdio>

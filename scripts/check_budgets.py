@@ -7,8 +7,9 @@ import pathlib
 import re
 import sys
 
-FUNCTION_LINES, SOURCE_LINES, HEADER_LINES, DIALECT_LINES, ENGINE_LINES = 40, 500, 200, 200, 10_000
-SUFFIXES = {".h", ".cpp"}
+from check_packages import House, programs, sources
+
+FUNCTION_LINES, SOURCE_LINES, HEADER_LINES, DIALECT_LINES = 40, 500, 200, 200
 COMMENT_OR_TEXT = re.compile(r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.DOTALL)
 NO_FUNCTION = re.compile(r"^\s*(?:namespace|class|struct|enum|union|extern|if|for|while|switch|catch|do|else|try)\b|=\s*$")
 NAME = re.compile(r"([~\w:]+(?:operator\W+)?)\s*\(")
@@ -47,17 +48,28 @@ def percentile(values, share):
 
 
 def file_budget(where):
-    if "dialects" in where.parts and where.parts[0] != "tests":
-        return DIALECT_LINES
-    return HEADER_LINES if where.parts[0] == "include" else SOURCE_LINES
+    if "tests" in where.parts:
+        return SOURCE_LINES
+    if "include" in where.parts:
+        return HEADER_LINES
+    return DIALECT_LINES if where.parts[0] == "dialects" else SOURCE_LINES
+
+
+def parts(root):
+    """Yields (name, files) of the parts that the table has."""
+    house = House(root)
+    for name in house.order:
+        yield name, house.packages[name].headers + house.packages[name].sources
+    yield "programs", programs(root)
+    yield "examples", sources(root / "examples")
+    yield "tests", sorted({p for pattern in ("tests", "*/tests", "*/*/tests") for folder in root.glob(pattern) for p in sources(folder)})
 
 
 def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent).resolve()
-    over, engine = [], 0
+    over = []
     print(f"{'':12}{'files':>7}{'lines':>8}{'median':>8}{'largest':>9}{'functions':>11}{'p90':>6}{'p99':>6}{'longest':>9}")
-    for folder in ("include", "src", "tools", "examples", "python", "tests"):
-        files = sorted(p for p in (root / folder).rglob("*") if p.suffix in SUFFIXES)
+    for part, files in parts(root):
         texts = {p.relative_to(root): p.read_text() for p in files}
         lines = {where: text.count("\n") for where, text in texts.items()}
         found = [(n, where, name, at) for where, text in texts.items() for name, at, n in functions(text)]
@@ -65,12 +77,9 @@ def main():
         over += [f"{where}: {n} lines, budget {file_budget(where)}" for where, n in lines.items() if n > file_budget(where)]
         over += [f"{where}:{at}: {name} has {n} lines, budget {FUNCTION_LINES}" for n, where, name, at in found
                  if n > FUNCTION_LINES]
-        if folder == "src":
-            engine = sum(n for where, n in lines.items() if where.parts[1] != "dialects")
-        print(f"{folder:12}{len(files):7}{sum(lines.values()):8}{percentile(lines.values(), .5):8}"
+        print(f"{part:12}{len(files):7}{sum(lines.values()):8}{percentile(lines.values(), .5):8}"
               f"{max(lines.values(), default=0):9}{len(found):11}{percentile(lengths, .9):6}{percentile(lengths, .99):6}"
               f"{max(lengths, default=0):9}")
-    print(f"engine (src/ without dialects): {engine} lines, budget {ENGINE_LINES}")
     print("\n".join(["over budget:", *("  " + o for o in over)]) if over else "nothing is over budget")
 
 

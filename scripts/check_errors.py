@@ -4,7 +4,7 @@
     check_errors.py [--list] [ROOT]
 
 The tables of the page have messages as code in their first column, with `...` in place of values. Each of them must occur in
-src/, include/, tools/ or python/. Each message that src/ and include/ raise must have a part of it in the page. If a message
+the library or its programs. Each message that the library raises must have a part of it in the page. If a message
 begins with "[area]", that must be in a table of a section in which a line that begins with "Areas:" has the area. The exit
 status is 1 if one of this is not so. --list prints the messages, for authors of the page.
 """
@@ -12,6 +12,8 @@ import argparse
 import pathlib
 import re
 import sys
+
+from check_packages import library, programs
 
 PAGE = "docs/guide/errors.md"
 VALUE = "..."
@@ -37,10 +39,10 @@ def text_of(statement):
     return text.removesuffix(VALUE)
 
 
-def messages(root, folders):
+def messages(root, files):
     """Yields (file, text, area, whether it is raised) of each statement that has a text with a blank. A text with an area is
     raised in any case: by another statement, if not by its own."""
-    for path in sorted(p for folder in folders for p in (root / folder).rglob("*") if p.suffix in {".h", ".cpp"}):
+    for path in sorted(files):
         code = COMMENT.sub(lambda m: m[1] or " ", path.read_text())
         for statement in STATEMENT.findall(code):
             raises = RAISES.search(statement)
@@ -77,11 +79,11 @@ def main():
     parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
     arguments = parser.parse_args()
     root = arguments.root.resolve()
-    raised = [message[:3] for message in messages(root, ["src", "include"]) if message[3]]
+    raised = [message[:3] for message in messages(root, library(root)) if message[3]]
     if arguments.list:
         print("\n".join(f"{path}: {text}" for path, text, _ in raised))
         return 0
-    everything = "\n".join(message[1] for message in messages(root, ["src", "include", "tools", "python"]))
+    everything = "\n".join(message[1] for message in messages(root, library(root) + programs(root)))
     quotes = [(quote, areas, pattern_of(quote)) for quote, areas in read_page((root / PAGE).read_text())]
     problems = [f"{PAGE}: no source has the message `{quote}`" for quote, _, pattern in quotes
                 if not re.search(pattern.pattern.replace(".*?", "[^\n]*?"), everything)]

@@ -3,7 +3,7 @@
 
     check_preconditions.py [--list] [ROOT]
 
-A condition is a sentence of a `///` comment in include/ with one of the words of CONDITION. The page has a section for each header, and
+A condition is a sentence of a `///` comment in a public header with one of the words of CONDITION. The page has a section for each header, and
 in it a row for each such sentence: its first column is the sentence, or a part of it with the word, with `...` for what is left out. The
 exit status is 1 if a sentence has no row, or a row no sentence. --list prints the sentences as rows, for authors of the page.
 """
@@ -11,6 +11,8 @@ import argparse
 import pathlib
 import re
 import sys
+
+from check_packages import public_headers
 
 PAGE = "docs/design/preconditions.md"
 CONDITION = re.compile(r"\b([Mm]ust|[Nn]ot with|all ranks call|(?<!may )[Cc]all it|outside the scope)\b")
@@ -57,8 +59,8 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
     arguments = parser.parse_args()
-    folder = arguments.root / "include" / "tessera"
-    stated = {str(path.relative_to(folder)): list(sentences(path)) for path in sorted(folder.rglob("*.h"))}
+    stated = {name.removeprefix("tessera/"): list(sentences(path))
+              for name, path in sorted(public_headers(arguments.root).items())}
     if arguments.list:
         for header, conditions in stated.items():
             if conditions:

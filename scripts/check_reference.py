@@ -10,6 +10,8 @@ import pathlib
 import re
 import sys
 
+from check_packages import public_headers
+
 UNSEEN = re.compile(r"^[^\n]*// internal$|//[^\n]*|^namespace detail \{.*?^\}  // namespace detail$|^ *#[^\n]*",
                     re.DOTALL | re.MULTILINE)
 EXPORTED = re.compile(r"\bTESSERA_API\s+(?!class|struct)[^;{()]*?(\w+)\(")
@@ -28,10 +30,9 @@ def described(page):
 def main():
     pages = pathlib.Path(sys.argv[1])
     root = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else pathlib.Path(__file__).parent.parent).resolve()
-    folder = root / "include" / "tessera"
-    headers = {path: exported(path) for path in sorted(folder.rglob("*.h"))}
-    problems = [f"{path.relative_to(root)}: the reference lacks {name}()" for path, names in headers.items()
-                for name in sorted(names - described(pages / path.relative_to(folder).with_suffix(".md")))]
+    headers = {header: exported(path) for header, path in sorted(public_headers(root).items())}
+    problems = [f"{header}: the reference lacks {name}()" for header, names in headers.items()
+                for name in sorted(names - described((pages / header.removeprefix("tessera/")).with_suffix(".md")))]
     count = sum(map(len, headers.values()))
     print("\n".join(problems) if problems else f"reference: has the {count} functions of the headers")
     return 1 if problems or not count else 0

@@ -14,8 +14,8 @@ import re
 import sys
 
 from check_budgets import blank
+from check_packages import library, programs, sources
 
-SUFFIXES = {".h", ".cpp", ".hpp", ".cc"}
 DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 ATTRIBUTE = re.compile(r"\[\[.*?\]\]|\balignas\s*\([^()]*\)|\b__attribute__\s*\(\(.*?\)\)|\b[A-Z]+_API\b|\bfinal\b")
 ACCESS = re.compile(r"^\s*(?:(?:public|private|protected)\s*:\s*)+")
@@ -53,36 +53,38 @@ def types(text):
         head = brace.end()
 
 
-def defined_in(root, folder):
-    """Returns the places of each type that the files of a folder define."""
+def defined_in(root, files):
+    """Returns the places of each type that files define."""
     places = collections.defaultdict(list)
-    for path in sorted((root / folder).rglob("*")):
+    for path in files:
         # no_x.cpp is compiled in place of x.cpp; a probe is a program of its own.
-        if path.suffix in SUFFIXES and not path.name.startswith("no_") and not path.name.endswith("_probe.cpp"):
+        if not path.name.startswith("no_") and not path.name.endswith("_probe.cpp"):
             for name, line in types(path.read_text()):
                 places[name].append(f"{path.relative_to(root)}:{line}")
     return places
 
 
-def programs(root):
-    """Yields the folders that are linked together."""
-    library = ["include", "src"]
-    yield library
-    yield [*library, "tools"]
-    for folder in sorted(p.name for p in (root / "tests").glob("*") if p.is_dir() and p.name != "support"):
-        # The programs of tests/process are not linked with the hidden symbols of the library.
-        yield ["include", "tests/process"] if folder == "process" else [*library, "tests/support", f"tests/{folder}"]
+def linked_together(root):
+    """Yields the lists of files that are linked together."""
+    yield library(root) + programs(root)
+    tests = {p.parent for pattern in ("*", "*/*", "*/*/*", "*/*/*/*") for p in root.glob(f"{pattern}/*_test.cpp")}
+    tests |= {p for p in root.glob("tests/*") if p.is_dir() and p.name != "support"}
+    for folder in sorted(tests):
+        if folder == root / "tests/process":  # not linked with the library's hidden symbols
+            yield [p for p in library(root) if p.relative_to(root).parts[0] == "include"] + sources(folder)
+        else:
+            yield library(root) + sources(root / "tests/support") + [p for p in sources(folder) if p.parent == folder or "tests" == folder.parent.name]
 
 
 def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent).resolve()
     places, problems = {}, {}
-    for program in programs(root):
+    for files in linked_together(root):
         merged = collections.defaultdict(list)
-        for folder in program:
-            if folder not in places:
-                places[folder] = defined_in(root, folder)
-            for name, found in places[folder].items():
+        for path in files:
+            if path not in places:
+                places[path] = defined_in(root, [path])
+            for name, found in places[path].items():
                 merged[name] += found
         problems |= {f"type {name} is defined in {' and in '.join(found)}": None
                      for name, found in merged.items() if len(found) > 1}

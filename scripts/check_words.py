@@ -8,7 +8,7 @@ without blanks, and the targets of relative links in Markdown files exist. Comme
 thing: clauses that begin with "what" or "who" in place of a noun ("what is gathered", "who waits") are counted, and
 there may be at most CLAUSES_PER_THOUSAND in a thousand words. The exit status is 1 if a rule is broken.
 
-The library knows devices by `c10`'s generic interfaces (src/device/): no source names CUDA or NCCL, but for those that build
+The library knows devices by `c10`'s generic interfaces (core/base/device/): no source names CUDA or NCCL, but for those that build
 NCCL in.
 
     check_words.py --clauses [ROOT]
@@ -21,12 +21,14 @@ import re
 import subprocess
 import sys
 
+from check_packages import LIBRARY
+
 VAGUE_FILE = re.compile(r"(?:^|_)(utils?|helpers?|common|misc|manager|engine)(?:_|\.|$)")
 VAGUE_TYPE = re.compile(r"^\s*(?:class|struct)\s+(?:TESSERA_API\s+)?(\w*(?:Utils?|Helpers?|Common|Misc|Manager|Engine))\b")
 MACHINE_PATH = re.compile(r"(?<![\w.$}~/-])/(?:work|root|home/\w+|Users/\w+)/[\w.]")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 ONE_DEVICE = re.compile(r"is_cuda|kCUDA|hasCUDA|DeviceType::CUDA|DispatchKey::CUDA|at::cuda|torch::cuda|c10::cuda|\"nccl\"")
-NAMES_NCCL = {"src/group/nccl.cpp", "src/group/no_nccl.cpp", "src/group/registered_backends.cpp"}
+NAMES_NCCL = {"core/comm/group/nccl.cpp", "core/comm/group/no_nccl.cpp", "core/comm/group/registered_backends.cpp"}
 CLAUSES_PER_THOUSAND = 2
 COMMENT = {".h": re.compile(r"(?:^|\s)//[/<!]*(.*)"), ".cpp": re.compile(r"(?:^|\s)//[/<!]*(.*)"), ".py": re.compile(r"(?:^|\s)#(?!!)(.*)")}
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
@@ -60,8 +62,8 @@ def check(root, path):
             yield f"{where}:{number}: type {VAGUE_TYPE.match(line)[1]}; expected the name of a concept"
         if MACHINE_PATH.search(line):
             yield f"{where}:{number}: a path of one machine: {MACHINE_PATH.search(line)[0]}..."
-        if where.parts[0] in {"src", "include"} and str(where) not in NAMES_NCCL and ONE_DEVICE.search(line.split("//")[0]):
-            yield f"{where}:{number}: {ONE_DEVICE.search(line)[0]}; expected a device of any type (src/device/)"
+        if where.parts[0] in LIBRARY and "tests" not in where.parts and str(where) not in NAMES_NCCL and ONE_DEVICE.search(line.split("//")[0]):
+            yield f"{where}:{number}: {ONE_DEVICE.search(line)[0]}; expected a device of any type (core/base/device/)"
         if line != line.rstrip():
             yield f"{where}:{number}: blanks at the end of the line"
         if path.suffix == ".md":

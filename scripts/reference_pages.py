@@ -13,6 +13,7 @@ import sys
 import xml.etree.ElementTree
 
 import check_links
+from check_packages import public_headers
 
 INTRODUCTION = re.compile(r"^namespace tessera[\w:]* \{\n\n((?:// .*\n|//\n)+)\n", re.MULTILINE)
 WIDTH = 96
@@ -188,12 +189,13 @@ def introduction(header):
 def main():
     source, folder = map(pathlib.Path, sys.argv[1:3])
     root = pathlib.Path(sys.argv[3] if len(sys.argv) > 3 else pathlib.Path(__file__).parent.parent)
+    headers = public_headers(root)
     index = "# Reference\n\nA page for each public header; the search finds their names.\n\n| header | names |\n| --- | --- |\n"
     for file, parts in sorted(collect(source).items()):
         page = folder / file.removeprefix("tessera/").replace(".h", ".md")
         page.parent.mkdir(parents=True, exist_ok=True)
         parts.sort(key=lambda part: part[0])
-        text = f"# {file}\n\n{introduction(root / 'include' / file)}\n" + "\n".join(part[1] for part in parts)
+        text = f"# {file}\n\n{introduction(headers[file])}\n" + "\n".join(part[1] for part in parts)
         page.write_text(re.sub(r"\n{3,}", "\n\n", text))
         where = page.relative_to(folder)
         names = ", ".join(f"[`{name}`]({where}#{check_links.slug_of(name)})" for _, _, name in parts)

@@ -14,6 +14,7 @@ import shutil
 import sys
 
 import check_links
+from check_packages import public_headers
 
 # How much pages count in the search, where that is not 1: texts of errors lead to the page that explains them.
 WEIGHTS = {"docs/guide/errors.md": 4}
@@ -41,6 +42,7 @@ class Site:
     def __init__(self, root, folder):
         self.root, self.folder = root, folder
         self.shown, self.pictures = set(), set()
+        self.headers = public_headers(root)
 
     def page_of(self, path):
         """Returns the page or picture, relative to the folder, that stands for a file or folder of the repository."""
@@ -51,8 +53,9 @@ class Site:
             return name
         if path.is_dir() and (path / "overview.md").exists():
             return name / "overview.md"
-        if path.suffix == ".h" and name.is_relative_to("include/tessera"):
-            return "reference" / name.relative_to("include/tessera").with_suffix(".md")
+        for header, place in self.headers.items():
+            if path == place:
+                return pathlib.Path("reference", header.removeprefix("tessera/")).with_suffix(".md")
         self.shown.add(path)
         return "sources" / name.with_name(name.name + ".md")
 

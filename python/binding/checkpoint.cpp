@@ -1,7 +1,7 @@
 // Checkpoints.
-#include <tessera/async_checkpoint.h>
-#include <tessera/checkpoint.h>
-#include <tessera/grad_scaler.h>
+#include <tessera/checkpoint/async_checkpoint.h>
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/engine/grad_scaler.h>
 
 #include <filesystem>
 #include <map>

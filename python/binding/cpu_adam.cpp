@@ -1,5 +1,5 @@
 // The step of `tessera.CPUAdam`.
-#include <tessera/cpu_adam.h>
+#include <tessera/engine/cpu_adam.h>
 
 #include <memory>
 #include <tuple>

@@ -1,5 +1,5 @@
 // Models that are built without memory.
-#include <tessera/deferred_init.h>
+#include <tessera/init/deferred_init.h>
 
 #include "binding.h"
 #include "entered.h"

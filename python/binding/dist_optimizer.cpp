@@ -1,7 +1,7 @@
 // Optimizers on DistTensors.
 #include <tessera/dialects/paddle_shard_layer.h>
-#include <tessera/dist_optimizer.h>
-#include <tessera/grad_scaler.h>
+#include <tessera/engine/grad_scaler.h>
+#include <tessera/parallel/dist_optimizer.h>
 
 #include <map>
 #include <memory>

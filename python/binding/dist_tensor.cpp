@@ -1,8 +1,9 @@
 // Meshes, placements and DistTensors.
-#include <tessera/dist_debug.h>
-#include <tessera/dist_tensor.h>
-#include <tessera/distribute_module.h>
-#include <tessera/world.h>
+#include <tessera/comm/comm_debug.h>
+#include <tessera/comm/world.h>
+#include <tessera/parallel/distribute_module.h>
+#include <tessera/tensor/dist_debug.h>
+#include <tessera/tensor/dist_tensor.h>
 #include <torch/nn/module.h>
 
 #include <functional>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/grad_scaler.h>
+#include <tessera/engine/grad_scaler.h>
 
 #include <memory>
 #include <utility>

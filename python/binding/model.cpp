@@ -1,6 +1,6 @@
 // Sharded models.
-#include <tessera/fully_shard.h>
-#include <tessera/memory_tracer.h>
+#include <tessera/engine/fully_shard.h>
+#include <tessera/trace/memory_tracer.h>
 
 #include <map>
 #include <optional>

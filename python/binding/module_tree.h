@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <tessera/fully_shard.h>
+#include <tessera/engine/fully_shard.h>
 
 #include <memory>
 #include <string>

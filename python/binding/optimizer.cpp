@@ -1,7 +1,7 @@
 // Sharded optimizers and gradient scalers.
-#include <tessera/grad_scaler.h>
-#include <tessera/optimizer_state_dict.h>
-#include <tessera/sharded_optimizer.h>
+#include <tessera/engine/grad_scaler.h>
+#include <tessera/engine/optimizer_state_dict.h>
+#include <tessera/engine/sharded_optimizer.h>
 
 #include <memory>
 #include <string>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/shard_plan.h>
+#include <tessera/engine/shard_plan.h>
 
 #include <string>
 

@@ -1,5 +1,5 @@
 // The cost of a plan, from sizes alone.
-#include <tessera/plan_report.h>
+#include <tessera/planner/plan_report.h>
 
 #include <string>
 #include <tuple>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/foreign_optimizer.h>
+#include <tessera/engine/foreign_optimizer.h>
 
 #include <string>
 #include <type_traits>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/sharded_optimizer.h>
+#include <tessera/engine/sharded_optimizer.h>
 
 #include <memory>
 #include <utility>

@@ -1,6 +1,6 @@
 // Worlds and process groups.
-#include <tessera/page_heap.h>
-#include <tessera/world.h>
+#include <tessera/base/page_heap.h>
+#include <tessera/comm/world.h>
 
 #include <chrono>
 #include <cmath>

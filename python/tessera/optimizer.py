@@ -73,7 +73,7 @@ def _simplified(option):
 def _is_proved(kind: type, device: torch.device, dtype: torch.dtype, options: tuple) -> bool:
     """Returns whether the fused operator steps tensors of `dtype` as the plain step does in double.
 
-    Not all do: SGD's leaves most elements of 16-bit parameters on the CPU as they are. `src/optim/kernel_proof.cpp` has
+    Not all do: SGD's leaves most elements of 16-bit parameters on the CPU as they are. `core/engine/optim/kernel_proof.cpp` has
     the same proof, and explains it.
     """
     def numbers(factor, **place):

@@ -1,6 +1,6 @@
 #include "differential/plain_training.h"
 
-#include <tessera/generator.h>
+#include <tessera/base/generator.h>
 
 #include <cmath>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/generator.h>
+#include <tessera/base/generator.h>
 
 #include <map>
 #include <optional>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/shard_plan.h>
-#include <tessera/world.h>
+#include <tessera/comm/world.h>
+#include <tessera/engine/shard_plan.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -1,11 +1,11 @@
-#include <tessera/checkpoint.h>
-#include <tessera/exponential_average.h>
-#include <tessera/fully_shard.h>
-#include <tessera/generator.h>
-#include <tessera/grad_scaler.h>
-#include <tessera/join.h>
-#include <tessera/optimizer_state_dict.h>
-#include <tessera/sharded_optimizer.h>
+#include <tessera/base/generator.h>
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/engine/exponential_average.h>
+#include <tessera/engine/fully_shard.h>
+#include <tessera/engine/grad_scaler.h>
+#include <tessera/engine/join.h>
+#include <tessera/engine/optimizer_state_dict.h>
+#include <tessera/engine/sharded_optimizer.h>
 
 #include <optional>
 

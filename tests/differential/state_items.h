@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/optimizer_state_dict.h>
+#include <tessera/engine/optimizer_state_dict.h>
 
 #include <string>
 #include <utility>

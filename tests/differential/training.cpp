@@ -1,9 +1,9 @@
 #include "differential/training.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <tessera/activation_checkpoint.h>
-#include <tessera/cpu_adam.h>
-#include <tessera/generator.h>
+#include <tessera/base/generator.h>
+#include <tessera/engine/activation_checkpoint.h>
+#include <tessera/engine/cpu_adam.h>
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/fully_shard.h>
-#include <tessera/lr_schedule.h>
+#include <tessera/engine/fully_shard.h>
+#include <tessera/loop/lr_schedule.h>
 #include <torch/torch.h>
 
 #include <memory>

@@ -2,7 +2,7 @@
 
 #include <arpa/inet.h>
 #include <sys/prctl.h>
-#include <tessera/spawn.h>
+#include <tessera/comm/spawn.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -12,7 +12,7 @@
 #include <iterator>
 #include <list>
 
-#include "start/spawned_rank.h"
+#include "comm/start/spawned_rank.h"
 #include "support/forked.h"
 #include "support/test_device.h"
 

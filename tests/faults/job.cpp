@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "launched.h"
+#include "process/launched.h"
 
 namespace tessera {
 namespace {

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "bench/linked_hosts.h"
+#include "benchmarks/linked_hosts.h"
 #include "blame.h"
-#include "launch/reserved_port.h"
+#include "launcher/reserved_port.h"
 #include "stranger.h"
 #include "trial.h"
 #include "watched_process.h"

@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "program_run.h"
+#include "process/program_run.h"
 #include "watched_process.h"
 
 namespace tessera {

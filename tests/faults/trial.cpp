@@ -13,7 +13,7 @@
 
 #include "job.h"
 #include "leftovers.h"
-#include "program_run.h"
+#include "process/program_run.h"
 
 namespace tessera {
 namespace {

@@ -1,4 +1,4 @@
 // Linked with the installed library, by hand and by project/.
-#include <tessera/world.h>
+#include <tessera/comm/world.h>
 
 int main() { return tessera::init().size() == 1 ? 0 : 1; }

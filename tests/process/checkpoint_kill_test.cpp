@@ -9,8 +9,8 @@
 #include <random>
 #include <thread>
 
-#include "launch/reserved_port.h"
 #include "launched.h"
+#include "launcher/reserved_port.h"
 
 namespace tessera {
 namespace checkpoint_kill_test {

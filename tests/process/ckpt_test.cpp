@@ -10,8 +10,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "launch/reserved_port.h"
 #include "launched.h"
+#include "launcher/reserved_port.h"
 
 namespace tessera {
 namespace ckpt_test {

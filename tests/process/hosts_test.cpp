@@ -5,7 +5,7 @@
 #include <fstream>
 #include <memory>
 
-#include "bench/linked_hosts.h"
+#include "benchmarks/linked_hosts.h"
 #include "launched.h"
 
 namespace tessera {

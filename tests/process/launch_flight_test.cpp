@@ -7,9 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "launch/flight_record.h"
-#include "launch/flight_table.h"
 #include "launched.h"
+#include "launcher/flight_record.h"
+#include "launcher/flight_table.h"
 
 namespace tessera {
 namespace launch_flight_test {

@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "bench/median.h"
+#include "benchmarks/median.h"
 #include "launched.h"
 
 namespace tessera {

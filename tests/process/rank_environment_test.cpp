@@ -9,9 +9,9 @@
 #include <set>
 #include <sstream>
 
-#include "launch/cores.h"
-#include "launch/reserved_port.h"
 #include "launched.h"
+#include "launcher/cores.h"
+#include "launcher/reserved_port.h"
 
 namespace tessera {
 namespace rank_environment_test {

@@ -7,8 +7,8 @@
 #include <map>
 #include <sstream>
 
-#include "launch/rank_stream.h"
 #include "launched.h"
+#include "launcher/rank_stream.h"
 
 namespace tessera {
 namespace rank_output_test {

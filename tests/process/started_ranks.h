@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "launch/reserved_port.h"
 #include "launched.h"
+#include "launcher/reserved_port.h"
 
 namespace tessera {
 

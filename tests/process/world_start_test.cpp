@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "launch/reserved_port.h"
 #include "launched.h"
+#include "launcher/reserved_port.h"
 
 namespace tessera {
 namespace world_start_test {

@@ -19,35 +19,65 @@ def run(script, files):
     return result.returncode, result.stdout
 
 
-class CheckLayers(unittest.TestCase):
+class CheckPackages(unittest.TestCase):
+    HOUSE = {"core/base/CMakeLists.txt": "tessera_package(base\n  LINES 10)\n",
+             "core/engine/CMakeLists.txt": "tessera_package(engine\n  STANDS_ON base\n  ROOMS unit grad\n  LINES 10)\n",
+             "dialects/paddle/CMakeLists.txt": "tessera_package(paddle\n  STANDS_ON engine\n  LINES 10)\n",
+             "dialects/fairscale/CMakeLists.txt": "tessera_package(fairscale\n  STANDS_ON engine\n  LINES 10)\n",
+             "core/base/b.h": "", "core/engine/unit/u.h": "", "core/engine/grad/g.h": "",
+             "include/tessera/base/y.h": "", "include/tessera/engine/x.h": "#include <tessera/base/y.h>\n",
+             "dialects/paddle/include/tessera/dialects/p.h": "", "tests/support/s.h": ""}
+
+    def run_with(self, files):
+        return run("check_packages.py", {**self.HOUSE, **files})
+
     def assert_finds(self, files, message):
-        status, output = run("check_layers.py", files)
+        status, output = self.run_with(files)
         self.assertEqual(status, 1, output)
         self.assertIn(message, output)
 
-    def test_takes_an_include_of_a_layer_above(self):
-        status, output = run("check_layers.py", {"src/unit/a.cpp": '#include "group/b.h"\n#include <vector>\n',
-                                                 "src/group/b.h": "", "include/tessera/x.h": "#include <tessera/y.h>\n",
-                                                 "include/tessera/y.h": ""})
+    def test_takes_an_include_of_a_package_below(self):
+        status, output = self.run_with({"core/engine/grad/a.cpp": '#include "engine/unit/u.h"\n#include "base/b.h"\n#include <vector>\n',
+                                        "dialects/paddle/a.cpp": '#include "base/b.h"\n#include <tessera/dialects/p.h>\n',
+                                        "core/base/tests/t_test.cpp": '#include "engine/grad/g.h"\n#include "support/s.h"\n',
+                                        "examples/e.cpp": "#include <tessera/engine/x.h>\n"})
         self.assertEqual(status, 0, output)
+        self.assertIn("stands on base", output)
 
-    def test_finds_an_include_of_a_layer_below(self):
-        self.assert_finds({"src/group/a.cpp": '\n#include "unit/b.h"\n', "src/unit/b.h": ""},
-                          "src/group/a.cpp:2: layer group includes unit/b.h")
+    def test_finds_an_include_of_a_package_above(self):
+        self.assert_finds({"core/base/a.cpp": '\n#include "engine/unit/u.h"\n'},
+                          'core/base/a.cpp:2: package base includes "engine/unit/u.h", but does not stand on engine')
+        self.assert_finds({"core/base/a.cpp": "#include <tessera/engine/x.h>\n"}, "does not stand on engine")
+        self.assert_finds({"include/tessera/base/y.h": "#include <tessera/engine/x.h>\n"}, "does not stand on engine")
+        self.assert_finds({"core/base/tests/t_test.cpp": "#include <tessera/dialects/p.h>\n"}, "a test of base includes")
 
-    def test_finds_a_file_in_no_layer(self):
-        self.assert_finds({"src/extra/a.cpp": ""}, "src/extra/a.cpp: lies in no layer")
+    def test_finds_an_include_of_a_later_room(self):
+        self.assert_finds({"core/engine/unit/a.cpp": '#include "engine/grad/g.h"\n'}, "room unit includes")
+
+    def test_finds_a_file_in_no_room(self):
+        self.assert_finds({"core/engine/extra/a.cpp": ""}, "core/engine/extra/a.cpp: lies in no room of engine")
+
+    def test_finds_packages_that_stand_on_each_other(self):
+        result = self.run_with({"core/base/CMakeLists.txt": "tessera_package(base\n  STANDS_ON engine\n  LINES 10)\n"})
+        self.assertEqual(result[0], 1)
+
+    def test_finds_a_package_of_more_lines_than_it_states(self):
+        self.assert_finds({"core/base/a.cpp": "int x;\n" * 11}, "core/base: has 11 lines of C++; it states LINES 10")
 
     def test_finds_a_dialect_in_the_engine(self):
-        self.assert_finds({"src/unit/a.cpp": "#include <tessera/dialects/x.h>\n"}, "includes the dialect")
-        self.assert_finds({"src/unit/a.cpp": "// as FairScale does\n"}, "names a dialect")
+        self.assert_finds({"core/engine/unit/a.cpp": "#include <tessera/dialects/p.h>\n"}, "does not stand on paddle")
+        self.assert_finds({"core/engine/unit/a.cpp": "// as FairScale does\n"}, "names a dialect")
+
+    def test_finds_a_dialect_in_another(self):
+        self.assert_finds({"dialects/fairscale/a.cpp": "#include <tessera/dialects/p.h>\n"}, "does not stand on paddle")
+        self.assert_finds({"python/tessera/fairscale/a.py": "from ..paddle import b\n"}, "imports the dialect paddle")
 
     def test_finds_a_private_header_in_a_public_one(self):
-        self.assert_finds({"include/tessera/x.h": '#include "unit/b.h"\n', "src/unit/b.h": ""},
-                          "public headers include only")
+        self.assert_finds({"include/tessera/engine/x.h": '#include "engine/unit/u.h"\n'}, "public headers include only")
 
     def test_finds_a_private_header_in_a_program(self):
-        self.assert_finds({"examples/x.cpp": '#include "unit/b.h"\n', "src/unit/b.h": ""}, "which is not in examples/")
+        self.assert_finds({"examples/x.cpp": '#include "engine/unit/u.h"\n'}, "programs include public headers")
+        self.assert_finds({"launcher/x.cpp": "#include <tessera/engine/x.h>\n"}, "it starts without the library")
 
 
 class CheckTypes(unittest.TestCase):
@@ -58,32 +88,32 @@ class CheckTypes(unittest.TestCase):
         self.assertEqual(run("check_types.py", files), (0, "types: no program has two of one name\n"))
 
     def test_finds_two_types_of_one_name(self):
-        self.assert_clash({"src/group/a.h": "namespace tessera {\n\n/// A part.\nstruct Part {\n  int x;\n};\n}\n",
-                           "src/optim/b.cpp": "namespace tessera { class TESSERA_API Part final : public Base<int> { }; }\n"},
-                          "type tessera::Part is defined in src/group/a.h:4 and in src/optim/b.cpp:1")
+        self.assert_clash({"core/group/a.h": "namespace tessera {\n\n/// A part.\nstruct Part {\n  int x;\n};\n}\n",
+                           "core/optim/b.cpp": "namespace tessera { class TESSERA_API Part final : public Base<int> { }; }\n"},
+                          "type tessera::Part is defined in core/group/a.h:4 and in core/optim/b.cpp:1")
 
     def test_finds_them_in_a_program_and_the_library(self):
         self.assert_clash({"include/tessera/a.h": "namespace a::b { enum class Kind : int { kOne }; }\n",
-                           "tools/b.h": "namespace a { namespace b { template <class T> struct Kind {}; } }\n"},
-                          "type a::b::Kind is defined in include/tessera/a.h:1 and in tools/b.h:1")
+                           "launcher/b.h": "namespace a { namespace b { template <class T> struct Kind {}; } }\n"},
+                          "type a::b::Kind is defined in include/tessera/a.h:1 and in launcher/b.h:1")
         self.assert_clash({"tests/group/a.cpp": "union U {};\n", "tests/support/b.h": "struct U {};\n"},
                           "type U is defined in tests/support/b.h:1 and in tests/group/a.cpp:1")
 
     def test_finds_members_of_one_name(self):
-        self.assert_clash({"src/unit/a.cpp": "struct A::Impl { struct [[nodiscard]] Part {}; };\n",
-                           "src/unit/b.cpp": "struct A { private: struct Impl {}; };\n"},
-                          "type A::Impl is defined in src/unit/a.cpp:1 and in src/unit/b.cpp:1")
+        self.assert_clash({"core/unit/a.cpp": "struct A::Impl { struct [[nodiscard]] Part {}; };\n",
+                           "core/unit/b.cpp": "struct A { private: struct Impl {}; };\n"},
+                          "type A::Impl is defined in core/unit/a.cpp:1 and in core/unit/b.cpp:1")
 
     def test_takes_types_that_no_other_file_sees(self):
         text = ("struct A;\nnamespace {\nstruct A { int x = 1; };\n}\nnamespace t {\nvoid f() {\n  struct A {};\n}\n}\n"
                 "// struct B {\nconst char* text = \"struct B {\";\n")
-        self.assert_none({"src/unit/a.cpp": text, "src/unit/b.cpp": text})
+        self.assert_none({"core/unit/a.cpp": text, "core/unit/b.cpp": text})
 
     def test_takes_types_of_different_scopes_programs_and_arguments(self):
-        self.assert_none({"src/unit/a.cpp": "namespace a { struct A {}; template <> struct B<int> {}; }\n",
-                          "src/unit/b.cpp": "namespace b { struct A {}; }\nnamespace a { template <> struct B<a::A> {}; }\n",
+        self.assert_none({"core/unit/a.cpp": "namespace a { struct A {}; template <> struct B<int> {}; }\n",
+                          "core/unit/b.cpp": "namespace b { struct A {}; }\nnamespace a { template <> struct B<a::A> {}; }\n",
                           "tests/group/a.cpp": "struct C {};\n", "tests/unit/a.cpp": "struct C {};\n",
-                          "src/group/x.cpp": "struct D {};\n", "src/group/no_x.cpp": "struct D {};\n"})
+                          "core/group/x.cpp": "struct D {};\n", "core/group/no_x.cpp": "struct D {};\n"})
 
 
 class CheckWords(unittest.TestCase):
@@ -114,15 +144,15 @@ class CheckWords(unittest.TestCase):
         self.assertEqual(run("check_words.py", {"docs/a.md": words + "It sends what it has.\n"})[0], 0)
 
     def test_finds_vague_names(self):
-        self.assert_finds({"src/group/tensor_utils.h": ""}, 'is named "utils"')
-        self.assert_finds({"src/group/a.h": "class BufferManager {};\n"}, "type BufferManager")
+        self.assert_finds({"core/group/tensor_utils.h": ""}, 'is named "utils"')
+        self.assert_finds({"core/group/a.h": "class BufferManager {};\n"}, "type BufferManager")
 
     def test_finds_paths_of_a_machine(self):
         self.assert_finds({"docs/a.md": "see /home/" + "somebody/tessera\n"}, "a path of one machine")
 
     def test_finds_names_of_one_device(self):
-        self.assert_finds({"src/unit/a.cpp": "bool b = tensor.is_cuda();\n"}, "is_cuda; expected a device of any type")
-        self.assertEqual(run("check_words.py", {"src/unit/a.cpp": "// as is_cuda() was\n"})[0], 0)
+        self.assert_finds({"core/unit/a.cpp": "bool b = tensor.is_cuda();\n"}, "is_cuda; expected a device of any type")
+        self.assertEqual(run("check_words.py", {"core/unit/a.cpp": "// as is_cuda() was\n"})[0], 0)
 
     def test_finds_dead_links_and_blanks(self):
         self.assert_finds({"README.md": "[a](docs/none.md)\n"}, "link to docs/none.md")
@@ -136,9 +166,10 @@ class CheckWords(unittest.TestCase):
 class CheckBudgets(unittest.TestCase):
     def test_measures_functions_and_never_fails(self):
         body = "".join(f"  a({i});  // }}\n" for i in range(50))
-        status, output = run("check_budgets.py", {"src/unit/a.cpp": "namespace n {\nvoid long_one(int x) {\n" + body + "}\n}\n"})
+        status, output = run("check_budgets.py", {"core/unit/CMakeLists.txt": "tessera_package(unit)\n",
+                                                  "core/unit/a.cpp": "namespace n {\nvoid long_one(int x) {\n" + body + "}\n}\n"})
         self.assertEqual(status, 0)
-        self.assertIn("src/unit/a.cpp:2: long_one has 52 lines, budget 40", output)
+        self.assertIn("core/unit/a.cpp:2: long_one has 52 lines, budget 40", output)
 
 
 if __name__ == "__main__":

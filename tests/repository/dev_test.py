@@ -49,6 +49,11 @@ class Dev(unittest.TestCase):
             self.assertIn(" sharded_ddp ", result.stderr)
             self.assertEqual(result.stdout, "")
 
+    def test_names_what_is_no_package(self):
+        result = dev("test", "motor")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn('"motor" is no package: CONTRIBUTING.md lists them', result.stderr)
+
     def test_compares_the_demo_as_it_is(self):
         result = dev("demo", "--compare", "--level", "none")
         self.assertEqual(result.returncode, 1)

@@ -2,9 +2,13 @@
 import pathlib
 import re
 import subprocess
+import sys
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from check_packages import public_headers  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 GUIDES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -40,7 +44,7 @@ class Readme(unittest.TestCase):
                 self.assertIn(verb, verbs, f"{document.name} names ./dev {verb}")
 
     def test_public_names_exist(self):
-        headers = "\n".join(p.read_text() for p in (ROOT / "include").rglob("*.h"))
+        headers = "\n".join(p.read_text() for p in public_headers(ROOT).values())
         for name in re.findall(r"`tessera::(?:\w+::)*(\w+)\(", README) + re.findall(r"`(k[A-Z]\w+)`", README):
             self.assertRegex(headers, rf"\b{name}\b")
 

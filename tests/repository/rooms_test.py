@@ -1,4 +1,4 @@
-"""The documents name the folders and files that are there."""
+"""The documents name the packages, folders and files that are there."""
 import pathlib
 import re
 import subprocess
@@ -7,7 +7,10 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from check_layers import LAYERS  # noqa: E402
+from check_packages import House, public_headers  # noqa: E402
+
+HOUSE = House(ROOT)
+FOLDERS = "include|core|dialects|interop|loop|trace|planner|command|launcher|benchmarks|tests|scripts|cmake"
 
 
 def pages():
@@ -15,26 +18,42 @@ def pages():
     return [ROOT / name for name in names if name != "CHANGELOG.md"]
 
 
-class Rooms(unittest.TestCase):
-    def test_every_folder_is_a_layer(self):
-        self.assertEqual(sorted(LAYERS), sorted(path.name for path in (ROOT / "src").iterdir() if path.is_dir()))
+def page_of(package):
+    return (package.folder.parent if package.is_dialect else package.folder) / "README.md"
 
-    def test_the_overview_says_what_each_layer_holds(self):
-        table = (ROOT / "docs/design/overview.md").read_text().split("## The rooms")[1].split("\n## ")[0]
-        self.assertEqual(LAYERS, re.findall(r"^\| `(\w+)` \| \w", table, re.MULTILINE))
 
-    def test_contributing_lists_the_layers_in_their_order(self):
-        rule = (ROOT / "CONTRIBUTING.md").read_text().split("**The layer rule.**")[1].split(":")[0]
-        self.assertEqual(LAYERS, re.findall(r"`(\w+)`", rule))
+class Packages(unittest.TestCase):
+    def test_each_has_a_page_with_its_headers_and_what_it_stands_on(self):
+        for package in HOUSE.packages.values():
+            page = page_of(package).read_text()
+            self.assertIn("**Promise.**", page)
+            standing = page.split("on** ")[1].split("\n\n")[0]
+            for other in package.stands_on:
+                self.assertRegex(standing, rf"\b{other}\b", package.name)
+            for header in [] if package.is_dialect else package.headers:
+                self.assertIn(f"{header.name}`", page)
+            for room in package.rooms:
+                self.assertRegex(page, rf"(?m)^\| `{room}/` \| \w", package.name)
 
-    def test_tests_lie_in_folders_of_layers(self):
-        folders = {path.parent.name for path in (ROOT / "tests").glob("*/*_test.cpp")}
-        self.assertEqual(set(), folders - set(LAYERS) - {"device", "process", "faults", "mistakes", "support"})
+    def test_pages_name_rooms_in_their_order(self):
+        for package in HOUSE.packages.values():
+            rooms = re.findall(r"(?m)^\| `(\w+)/` \| \w", page_of(package).read_text())
+            self.assertTrue(package.is_dialect or rooms == package.rooms, package.name)
+
+    def test_overview_and_contributing_list_them(self):
+        table = (ROOT / "docs/design/overview.md").read_text().split("## The packages")[1].split("\n## ")[0]
+        listed = re.findall(r"^\| \[`([\w/]+)`\]", table, re.MULTILINE)
+        folders = {str(page_of(p).parent.relative_to(ROOT)) for p in HOUSE.packages.values()} | {"launcher", "benchmarks"}
+        self.assertEqual(set(listed), folders)
+        tree = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]
+        for folder in folders:
+            self.assertRegex(tree, rf"\b{pathlib.Path(folder).name}\b")
 
     def test_files_that_documents_name_are_there(self):
+        headers = public_headers(ROOT)
         for page in pages():
-            for name in re.findall(r"\b((?:src|include|tests|scripts|tools|cmake)/[a-z_0-9/]+(?:\.\w+|/))", page.read_text()):
-                self.assertTrue((ROOT / name).exists(), f"{page.relative_to(ROOT)} names {name}, which is not there")
+            for name in re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[a-z_0-9/]+(?:\.\w+|/))", page.read_text()):
+                self.assertTrue((ROOT / name).exists() or f"tessera/{name}" in headers, f"{page.relative_to(ROOT)} names {name}, which is not there")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ Areas: `[join]`
 """
 
     def check(self, source, page):
-        self.write_all({"src/a.cpp": source, "docs/guide/errors.md": page})
+        self.write_all({"core/a.cpp": source, "docs/guide/errors.md": page})
         status, output = run("check_errors.py", self.tree)
         return status, output.splitlines()
 
@@ -106,10 +106,10 @@ Areas: `[join]`
 
     def test_finds_messages_that_the_page_lacks(self):
         self.assertEqual(self.check(self.SOURCE + 'C10_THROW_ERROR(Error, "it is much too late");', self.PAGE),
-                         (1, ["docs/guide/errors.md: lacks a message of src/a.cpp: it is much too late"]))
+                         (1, ["docs/guide/errors.md: lacks a message of core/a.cpp: it is much too late"]))
 
     def test_finds_areas_that_have_no_section(self):
-        problem = "lacks a message of src/a.cpp, in the area [join]: [join] rank ... has not come ... s"
+        problem = "lacks a message of core/a.cpp, in the area [join]: [join] rank ... has not come ... s"
         self.assertEqual(self.check(self.SOURCE, self.PAGE.replace("`[join]`", "`[leave]`")),
                          (1, [f"docs/guide/errors.md: {problem}"]))
 
@@ -162,7 +162,7 @@ class SitePages(TreeTest):
         self.assertIn('cmake title="examples/consumer/CMakeLists.txt"', self.read("pages/sources/examples/consumer.md"))
 
     def test_links_to_public_headers_lead_to_the_reference(self):
-        self.make({"docs/a.md": "[a](../include/tessera/dialects/x.h)\n", "include/tessera/dialects/x.h": ""})
+        self.make({"docs/a.md": "[a](../dialects/b/include/tessera/dialects/x.h)\n", "dialects/b/include/tessera/dialects/x.h": ""})
         self.assertEqual(self.read("pages/docs/a.md"), "[a](../reference/dialects/x.md)\n")
 
 
@@ -202,7 +202,7 @@ TESSERA_API void own();  // internal
 
     def test_names_the_exported_functions_that_the_reference_lacks(self):
         self.assertEqual(self.check("## `shown()`\n\nSee `left_out()`.\n"),
-                         (1, "include/tessera/a.h: the reference lacks left_out()\n"))
+                         (1, "tessera/a.h: the reference lacks left_out()\n"))
 
     def test_takes_a_reference_that_has_all(self):
         self.assertEqual(self.check("## `shown()`\n### `Type::left_out()`\n"),

@@ -2,7 +2,7 @@
 
 // The process groups under the common contract, and the inputs of its tests.
 #include <gtest/gtest.h>
-#include <tessera/process_group_decorators.h>
+#include <tessera/comm/process_group_decorators.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include <tuple>
 #include <vector>
 
-#include "message/gloo_backend.h"
+#include "comm/message/gloo_backend.h"
 #include "support/run_world.h"
 
 namespace tessera::testing {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <tessera/process_group_decorators.h>
-#include <tessera/world.h>
+#include <tessera/comm/process_group_decorators.h>
+#include <tessera/comm/world.h>
 
 #include <functional>
 #include <memory>

@@ -1,7 +1,7 @@
 #pragma once
 
 // A small model, and the sharding of it that needs the fewest messages.
-#include <tessera/dist_tensor.h>
+#include <tessera/tensor/dist_tensor.h>
 #include <torch/torch.h>
 
 #include "support/test_device.h"

@@ -1,8 +1,8 @@
 #include "support/operator_parity.h"
 
 #include <gtest/gtest.h>
-#include <tessera/dist_tensor.h>
-#include <tessera/process_group_decorators.h>
+#include <tessera/comm/process_group_decorators.h>
+#include <tessera/tensor/dist_tensor.h>
 
 #include <algorithm>
 #include <chrono>

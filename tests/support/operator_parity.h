@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/placement.h>
+#include <tessera/tensor/placement.h>
 #include <torch/torch.h>
 
 #include <cstdint>

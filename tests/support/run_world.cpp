@@ -1,6 +1,6 @@
 #include "support/run_world.h"
 
-#include <tessera/spawn.h>
+#include <tessera/comm/spawn.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -13,8 +13,8 @@
 #include <string_view>
 #include <thread>
 
-#include "start/host_identity.h"
-#include "start/spawned_rank.h"
+#include "comm/start/host_identity.h"
+#include "comm/start/spawned_rank.h"
 #include "support/test_device.h"
 
 namespace tessera {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/world.h>
+#include <tessera/comm/world.h>
 
 #include <chrono>
 #include <functional>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <tessera/shard_plan.h>
+#include <tessera/engine/shard_plan.h>
 #include <unistd.h>
 
 #include <algorithm>

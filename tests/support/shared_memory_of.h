@@ -1,6 +1,6 @@
 #pragma once
 
-#include "group/capability.h"
+#include "comm/group/capability.h"
 
 namespace tessera::testing {
 

@@ -3,7 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
-#include <tessera/process_group.h>
+#include <tessera/comm/process_group.h>
 
 #include <chrono>
 #include <cstdlib>

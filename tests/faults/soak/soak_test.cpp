@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "launch/reserved_port.h"
-#include "launched.h"
+#include "launcher/reserved_port.h"
+#include "process/launched.h"
 
 namespace tessera {
 namespace soak_test {

@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../training.h"
+#include "faults/training.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "fuzz/byte_changes.h"
+#include "process/fuzz/byte_changes.h"
 
 #include <algorithm>
 #include <cstring>

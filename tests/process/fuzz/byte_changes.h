@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "fuzz/draw.h"
+#include "process/fuzz/draw.h"
 
 namespace tessera::testing {
 

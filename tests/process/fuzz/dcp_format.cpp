@@ -1,13 +1,13 @@
-#include <tessera/checkpoint.h>
-#include <tessera/checkpoint_files.h>
-#include <tessera/load_safetensors.h>
+#include <tessera/checkpoint/checkpoint.h>
+#include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/interop/load_safetensors.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
 #include <map>
 
-#include "fuzz/byte_changes.h"
-#include "fuzz/format.h"
+#include "process/fuzz/byte_changes.h"
+#include "process/fuzz/format.h"
 
 namespace tessera::testing {
 namespace {

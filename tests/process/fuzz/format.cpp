@@ -1,7 +1,7 @@
-#include "fuzz/format.h"
+#include "process/fuzz/format.h"
 
-#include <tessera/checkpoint_files.h>
-#include <tessera/plan_report.h>
+#include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/planner/plan_report.h>
 
 #include <fstream>
 #include <iterator>

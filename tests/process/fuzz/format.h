@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "fuzz/draw.h"
+#include "process/fuzz/draw.h"
 
 namespace tessera::testing {
 

@@ -1,4 +1,4 @@
-#include <tessera/plan_report.h>
+#include <tessera/planner/plan_report.h>
 #include <tessera/tessera.h>
 #include <torch/torch.h>
 
@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "fuzz/byte_changes.h"
-#include "fuzz/format.h"
-#include "fuzz/json_changes.h"
+#include "process/fuzz/byte_changes.h"
+#include "process/fuzz/format.h"
+#include "process/fuzz/json_changes.h"
 
 namespace tessera::testing {
 namespace {

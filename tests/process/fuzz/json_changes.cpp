@@ -1,4 +1,4 @@
-#include "fuzz/json_changes.h"
+#include "process/fuzz/json_changes.h"
 
 #include <string>
 #include <utility>

@@ -2,7 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "fuzz/draw.h"
+#include "process/fuzz/draw.h"
 
 namespace tessera::testing {
 

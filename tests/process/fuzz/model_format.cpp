@@ -1,8 +1,8 @@
 #include <nlohmann/json.hpp>
 
-#include "fuzz/byte_changes.h"
-#include "fuzz/format.h"
-#include "fuzz/json_changes.h"
+#include "process/fuzz/byte_changes.h"
+#include "process/fuzz/format.h"
+#include "process/fuzz/json_changes.h"
 
 namespace tessera::testing {
 namespace {

@@ -1,11 +1,11 @@
-#include "fuzz/pickle_changes.h"
+#include "process/fuzz/pickle_changes.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
 
-#include "fuzz/byte_changes.h"
+#include "process/fuzz/byte_changes.h"
 #include "support/pickle_program.h"
 
 namespace tessera::testing {

@@ -1,5 +1,5 @@
-#include "fuzz/byte_changes.h"
-#include "fuzz/format.h"
+#include "process/fuzz/byte_changes.h"
+#include "process/fuzz/format.h"
 
 namespace tessera::testing {
 namespace {

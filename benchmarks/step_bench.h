@@ -1,0 +1,85 @@
+#pragma once
+
+#include <tessera/engine/shard_plan.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace CLI {
+class App;
+}
+
+namespace tessera::tools {
+
+/// The options of `tessera bench step`. `step_report()` describes the numbers.
+struct StepBenchOptions {
+  std::string size = "small";       ///< see `workload_names()`
+  std::string level = "p_g_os";     ///< none, os, os_g or p_g_os
+  std::string dialect = "native";   ///< native, or fairscale at os and os_g
+  std::string transport = "arena";  ///< how the ranks of the sharded job communicate
+  int ranks = 2;
+  int rounds = 5;        ///< turns of each, the sharded job and the local reference
+  int steps = 10;        ///< timed steps in a turn
+  bool memory = true;    ///< also measure memory, in steps of their own
+  bool in_step = false;  ///< also measure `StepRole::kInStep`
+  bool threads = false;  ///< also measure `StepRole::kThreads`
+  double quiet = 0;      ///< noise of the cores at which a round may begin; 0: any
+  bool json = false;
+
+  std::string loop = "none";  ///< see `loop_switches()`; native only
+
+  // As in `ShardPlan`.
+  int64_t unit_bytes = -1;  ///< the library's choice
+  int64_t resident_bytes = ShardPlan{}.resident_bytes;
+  int prefetch = ShardPlan{}.prefetch;
+  std::string gather_dtype, reduce_dtype;  ///< as `parse_dtype()` reads them; empty: none
+};
+
+/// Measures a training step of a sharded job against the *local reference*: as many processes, each
+/// of which trains alone, with the same fused optimizer and heap settings, and sends nothing.
+///
+/// The two take turns within one call, so that a machine that gets slower or faster meanwhile does
+/// so for both. Prints a table, or one line of JSON, to stdout and progress to stderr. Returns the
+/// exit status; throws `c10::ValueError` for options that do not exist.
+int bench_step(const StepBenchOptions& options);
+
+/// The roles of a measurement's processes.
+enum class StepRole {
+  kSharded,  ///< train together
+  kLocal,    ///< each trains alone
+  kInStep,   ///< as `kLocal`, but after each backward they wait for each other
+  kNative,   ///< as `kSharded`, by `fully_shard` in place of the dialect that is measured, or with
+             ///< a step at once
+  kThreads,  ///< one process with as many threads as there are ranks trains alone on the batches of
+             ///< all of them
+};
+
+const char* to_string(StepRole role);
+
+/// One process of such a measurement.
+struct StepWorkerOptions {
+  StepBenchOptions bench;
+  StepRole role = StepRole::kLocal;
+  int rank = 0;
+  int core = -1;  ///< the core to stay on; -1: any
+};
+
+/// Returns the command that starts such a process.
+std::vector<std::string> step_worker_command(const StepBenchOptions& options, StepRole role,
+                                             int rank);
+
+/// Trains as commanded by lines on stdin (`prepare N`, `train N`, `memory N`), which it answers as
+/// `serve_commands()` does.
+int bench_step_worker(const StepWorkerOptions& options);
+
+/// Returns the plan of the sharded job. Throws `c10::ValueError` for a level that does not exist.
+ShardPlan step_bench_plan(const StepBenchOptions& options);
+
+/// Adds the options of the workload, the job and its units.
+void add_workload(CLI::App& command, StepBenchOptions& options);
+
+/// Adds the commands `step`, `loop` and, hidden, `step-worker`.
+void add_step_bench(CLI::App& bench, int& exit_code);
+
+}  // namespace tessera::tools

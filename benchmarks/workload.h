@@ -1,0 +1,55 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "benchmarks/loop.h"
+
+namespace tessera::tools {
+
+struct Batch {
+  torch::Tensor inputs;
+  torch::Tensor targets;
+};
+
+/// A model of the step benchmark, with its loss.
+class BenchModel : public torch::nn::Module {
+ public:
+  explicit BenchModel(const LoopSwitches& switches) : switches_(switches) {}
+  virtual torch::Tensor loss(const Batch& batch) = 0;
+
+ protected:
+  /// Returns the output of a block for `x`, with the loop's `checkpoint` and `dropout`.
+  template <class Block>
+  torch::Tensor pass(Block& block, const torch::Tensor& x);
+
+ private:
+  LoopSwitches switches_;
+};
+
+/// The names of the workloads: `tiny`, `small`, `medium` and `mlp`.
+const std::vector<std::string>& workload_names();
+
+/// Makes the model of a workload with its initial values, which are fixed to the bit.
+///
+/// The values come from a generator of their own in the order of `named_parameters()`, so that any
+/// framework with LibTorch's random numbers can make the same ones. With the switch `bf16` they are
+/// rounded.
+std::shared_ptr<BenchModel> make_bench_model(const std::string& workload,
+                                             const LoopSwitches& switches = {});
+
+/// The batches that one rank trains on, one after the other, fixed to the bit as well.
+class BatchStream {
+ public:
+  BatchStream(std::string workload, int rank);
+  Batch next();
+
+ private:
+  std::string workload_;
+  at::Generator generator_;
+};
+
+}  // namespace tessera::tools

@@ -1,0 +1,82 @@
+#include "base/dispatch/dry_run.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+
+#include <string_view>
+
+#include "base/dispatch/each_tensor.h"
+
+namespace tessera {
+namespace {
+
+using torch::jit::Stack;
+
+// A number of the program, which counts less than a tensor in type promotion. Functions of Python
+// that run in place of kernels read it, also where tensors have no data.
+bool is_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+at::Tensor on_meta(const at::Tensor& tensor) {
+  if (is_number(tensor)) return tensor;
+  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                      tensor.options().device(at::kMeta).requires_grad(false));
+  if (tensor.is_conj()) made = made._conj();
+  return tensor.is_neg() ? made._neg_view() : made;
+}
+
+at::Tensor as_constants(const at::Tensor& tensor) {
+  if (is_number(tensor)) return tensor;
+  const bool may_be_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+  return at::full(tensor.sizes(), may_be_index ? 0 : 1,
+                  at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+// Operators of whose results the sizes depend on values. Python's package registers functions for
+// some of them on meta tensors, which raise errors of Python.
+bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (op.schema().name() != "aten::index") return true;
+  bool has_mask = false;
+  each_tensor(arguments[1], [&](const at::Tensor& index) {
+    has_mask |= index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+  });
+  return has_mask;
+}
+
+}  // namespace
+
+std::optional<Stack> run_on_meta(const c10::OperatorHandle& op,
+                                 at::ArrayRef<c10::IValue> arguments) {
+  if (has_sizes_by_values(op, arguments)) return std::nullopt;
+  Stack stack;
+  for (const c10::IValue& argument : arguments)
+    stack.push_back(argument.isDevice() ? c10::IValue(c10::Device(c10::kMeta))
+                                        : map_tensors(argument, on_meta));
+  try {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.callBoxed(stack);
+  } catch (const c10::NotImplementedError&) {
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    // Functions of Python divide by the number of elements where kernels have a mean of none.
+    if (!std::string_view(error.what()).starts_with("ZeroDivisionError")) throw;
+    return std::nullopt;
+  }
+  return stack;
+}
+
+Stack run_on_constants(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
+  Stack stack;
+  for (const c10::IValue& argument : arguments)
+    stack.push_back(map_tensors(argument, as_constants));
+  at::AutoDispatchBelowADInplaceOrView guard;
+  op.callBoxed(stack);
+  return stack;
+}
+
+}  // namespace tessera

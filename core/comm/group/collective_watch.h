@@ -1,0 +1,75 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/group/progress.h"
+
+namespace tessera {
+
+class CollectiveForm;
+struct CollectiveName;
+
+/// The rank that made a wait fail, and how, as far as the ranks know.
+struct WaitCause {
+  int rank = -1;  ///< in the world; -1: unknown
+  std::string why;
+};
+
+/// Records the collectives of one process group on this rank, and explains its waits: the ranks
+/// tell each other where they are, and why they fail. Any thread may call any member.
+class CollectiveWatch {
+ public:
+  /// Makes a wait fail soon, with an error that gives the reason. Called from another thread.
+  using Abort = std::function<void(const WaitCause& cause)>;
+
+  virtual ~CollectiveWatch() = default;
+
+  /// Returns a watch for a process group of some of this one's ranks, in that order. `name` must be
+  /// the same on all of them, and of no other part. `is_inner`: the part works for this process
+  /// group, whose waits are the ones to report.
+  virtual std::shared_ptr<CollectiveWatch> part(const std::string& name,
+                                                const std::vector<int>& ranks, bool is_inner) = 0;
+
+  virtual Progress& progress() = 0;
+  /// Returns this rank's position in its training, as "in backward of step 5"; empty before the
+  /// first step.
+  virtual std::string place() const = 0;
+
+  /// Records a collective that this rank issues; returns the number of the record.
+  virtual int64_t issued(const CollectiveName& name, const CollectiveForm& form) = 0;
+  virtual void completed(int64_t record) = 0;
+
+  /// Registers a wait for a collective until the returned object is destroyed. A long wait is
+  /// reported; one that can't succeed is aborted.
+  virtual std::shared_ptr<void> begin_wait(const CollectiveName& name, Abort abort) = 0;
+
+  /// Returns why a wait for `peer` (-1: for any rank) ends with an error. Asks the other ranks, and
+  /// waits up to a second for their answers, unless `timed_out`.
+  virtual WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) = 0;
+  /// Tells the other ranks of the world that this one closes its connections, or that it takes no
+  /// further part because of the error `why`. If `why` is empty, an exception that unwinds the
+  /// stack is the cause.
+  virtual void leave(const std::string& why = {}) noexcept = 0;
+  /// Returns true if a collective has failed on this rank, or if it has left because of an error.
+  virtual bool has_failed() const = 0;
+  /// Tells the other ranks that the collective failed on this one, with the whole error.
+  virtual void failed(const CollectiveName& name, const WaitCause& cause,
+                      const std::string& error) = 0;
+};
+
+/// A process group whose collectives can be watched.
+class Watchable : public HasProgress {
+ public:
+  /// Must be called before collectives are issued that should be watched.
+  virtual void set_watch(std::shared_ptr<CollectiveWatch> watch) = 0;
+  /// Returns null for a process group that is not watched.
+  virtual const std::shared_ptr<CollectiveWatch>& watch() const = 0;
+
+  Progress* progress() final { return watch() ? &watch()->progress() : nullptr; }
+};
+
+}  // namespace tessera

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <tessera/comm/world.h>
+
+#include <string>
+
+namespace tessera {
+
+/// Returns `master_addr` as a number if it is a name of the loopback interface ("localhost"), so
+/// that all ranks mean the same address by it.
+std::string numeric_loopback(const std::string& master_addr);
+
+/// Opens the listening socket of the store that rank 0 serves at MASTER_PORT. If MASTER_ADDR is a
+/// loopback address, all ranks are on this host, and no other host can reach it.
+///
+/// Throws `c10::DistNetworkError` if the port is taken. The caller owns the descriptor.
+int open_store_listener(const RankInfo& info);
+
+}  // namespace tessera

@@ -1,0 +1,87 @@
+#include "comm/watch/messages.h"
+
+#include <gtest/gtest.h>
+
+#include "comm/watch/datagrams.h"
+
+namespace tessera {
+namespace messages_test {
+
+TEST(WatchMessage, CarriesAnAnswer) {
+  Answer answer;
+  answer.view.phase = Phase::kBackward;
+  answer.view.step = 7;
+  answer.view.last = "barrier #1 of unit 'caf\xc3\xa9'";
+  answer.view.is_blocked = true;
+  answer.view.wait = {{"world/0,2", 2, 9}, "barrier #9 of unit ''", 1.5, {0, 3}};
+  answer.issued.push_back({{"world", 1, 4}, 5, 0xFFFFFFFFFFFFFFFFull, "all_reduce"});
+  answer.issued.push_back({{"world", 0, 4}, 3, std::nullopt, ""});
+  const auto message = message_from(to_text({"token", 3, answer}));
+  ASSERT_TRUE(message);
+  EXPECT_EQ(message->token, "token");
+  EXPECT_EQ(message->from, 3);
+  const auto& got = std::get<Answer>(message->content);
+  EXPECT_EQ(got.view.rank, 3);
+  EXPECT_EQ(got.view.phase, Phase::kBackward);
+  EXPECT_EQ(got.view.step, 7);
+  EXPECT_EQ(got.view.last, answer.view.last);
+  ASSERT_TRUE(got.view.wait);
+  EXPECT_EQ(got.view.wait->id, answer.view.wait->id);
+  EXPECT_EQ(got.view.wait->lacking, (std::vector{0, 3}));
+  ASSERT_EQ(got.issued.size(), 2u);
+  EXPECT_EQ(got.issued[0].fingerprint, 0xFFFFFFFFFFFFFFFFull);
+  EXPECT_EQ(got.issued[1].issued, 3);
+  EXPECT_FALSE(got.issued[1].fingerprint);
+}
+
+TEST(WatchMessage, CarriesAFarewellThatIsCutToADatagram) {
+  Farewell farewell{.culprit = 1, .why = std::string(100'000, 'x'), .step = 4};
+  for (int i = 0; i < 1000; ++i) farewell.issued["group " + std::to_string(i)] = {1, 2, 3};
+  const std::string text = to_text({"token", 1, farewell});
+  EXPECT_LT(text.size(), Datagrams::kMaxText);
+  const auto message = message_from(text);
+  ASSERT_TRUE(message);
+  EXPECT_EQ(std::get<Farewell>(message->content).step, 4);
+}
+
+TEST(WatchMessage, IsNotAStrangersText) {
+  for (const char* const text :
+       {"", "GET / HTTP/1.1", "{}", "[1, 2]", R"({"from": "x", "token": 1, "kind": "ask"})",
+        R"({"from": 1, "token": "t", "kind": "answer"})",
+        R"({"from": 1, "token": "t", "kind": "ask", "ids": [[1]]})"}) {
+    EXPECT_FALSE(message_from(text)) << text;
+  }
+}
+
+TEST(Datagrams, BringTextsAndSayThatNobodyIsThere) {
+  Datagrams a("127.0.0.1"), b("127.0.0.1");
+  std::string gone;
+  {
+    const Datagrams c("127.0.0.1");
+    gone = c.endpoint();
+  }
+  const std::vector<std::string> endpoints{a.endpoint() + " token", b.endpoint(), gone};
+  a.set_endpoints(endpoints);
+  b.set_endpoints(endpoints);
+  a.send(2, "nobody hears this");
+  a.send(1, "hello");
+  EXPECT_EQ(b.receive(std::chrono::seconds(5)).texts, std::vector<std::string>{"hello"});
+  std::vector<int> refused;
+  for (int i = 0; i < 20 && refused.empty(); ++i)
+    refused = a.receive(std::chrono::milliseconds(100)).refused;
+  EXPECT_EQ(refused, std::vector{2});
+  a.send(1, "again");  // an earlier refusal does not hold this up
+  EXPECT_EQ(b.receive(std::chrono::seconds(5)).texts, std::vector<std::string>{"again"});
+}
+
+TEST(Datagrams, WakeUpTheReceiver) {
+  Datagrams a("127.0.0.1");
+  a.set_endpoints({a.endpoint()});
+  a.wake();
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_TRUE(a.receive(std::chrono::seconds(20)).texts.empty());
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+}
+
+}  // namespace messages_test
+}  // namespace tessera

@@ -1,0 +1,285 @@
+// Ranks that fail, leave, come late or do something else, as the others see it: within a second or
+// two, although every wait has a timeout of a minute.
+#include "comm/watch/watch.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <ctime>
+#include <fstream>
+#include <future>
+#include <nlohmann/json.hpp>
+
+#include "comm/group/collective_name.h"
+#include "support/run_world.h"
+#include "support/scratch_directory.h"
+
+namespace tessera {
+namespace watch_test {
+
+using namespace std::chrono_literals;
+
+struct Case {
+  Transport transport;
+  int ranks;
+};
+
+std::string name_of(const ::testing::TestParamInfo<Case>& info) {
+  return (info.param.transport == Transport::kGloo ? "GlooOn" : "ArenaOn") +
+         std::to_string(info.param.ranks);
+}
+
+// Returns the error of `fn`, which must come soon.
+std::string soon_fails_with(const std::function<void()>& fn) {
+  const auto start = std::chrono::steady_clock::now();
+  std::string text = "no exception";
+  try {
+    fn();
+  } catch (const c10::DistBackendError& error) {
+    text = error.what_without_backtrace();
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 20s) << text;
+  return text;
+}
+
+void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is missing in: " << text;
+}
+
+// Rank `late` does something else until all other ranks have timed out, of which the errors must
+// have `parts`.
+void expect_timeouts(World& world, int late, std::atomic<int>& waiting,
+                     const std::vector<std::string>& parts) {
+  auto& pg = *world.process_group();
+  if (world.rank() == late) {
+    progress_of(pg)->enter(Phase::kForward);
+    while (waiting > 0) std::this_thread::sleep_for(10ms);
+    return;
+  }
+  auto tensor = torch::ones({5});
+  const std::string text =
+      soon_fails_with([&] { pg.all_reduce(tensor, ReduceOp::kSum, {.subject = "head"})->wait(); });
+  --waiting;
+  expect_parts(text, parts);
+}
+
+class WaitOf : public ::testing::TestWithParam<Case> {
+ protected:
+  static void run(const std::function<void(World&)>& fn) {
+    run_world(GetParam().ranks, fn, 60s, GetParam().transport);
+  }
+};
+
+const CollectiveTag kHead{.subject = "head", .channel = Channel::kGrads};
+
+TEST_P(WaitOf, ADifferentSizeShowsBothSizes) {
+  run([](World& world) {
+    auto tensor = torch::ones({world.rank() == 1 ? 7 : 5});
+    const std::string text = soon_fails_with(
+        [&] { world.process_group()->all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); });
+    expect_parts(text, {"unit 'head'", "5 elements of Float"});
+    if (world.rank() < 2) expect_parts(text, {"7 elements of Float"});
+  });
+}
+
+TEST_P(WaitOf, AnotherOrderNamesBothCollectives) {
+  run([](World& world) {
+    auto tensor = torch::ones({5});
+    auto& pg = *world.process_group();
+    const CollectiveTag other{.subject = "tail", .channel = Channel::kGrads};
+    const std::string text = soon_fails_with(
+        [&] { pg.all_reduce(tensor, ReduceOp::kSum, world.rank() == 1 ? other : kHead)->wait(); });
+    expect_parts(text, {"'head'", "'tail'"});
+  });
+}
+
+TEST_P(WaitOf, ACycleNamesItsCollectives) {
+  run([](World& world) {
+    auto& pg = *world.process_group();
+    const CollectiveTag tag{.subject = world.rank() == 1 ? "one" : "other",
+                            .channel = world.rank() == 1 ? Channel::kParams : Channel::kControl};
+    const std::string text = soon_fails_with([&] { pg.barrier(tag); });
+    if (world.rank() < 2) expect_parts(text, {"ranks wait for each other", "'one'", "'other'"});
+  });
+}
+
+TEST_P(WaitOf, ARankThatHasLeftNamesItsStep) {
+  run([](World& world) {
+    auto& pg = *world.process_group();
+    auto* const progress = progress_of(pg);
+    ASSERT_NE(progress, nullptr);
+    progress->finish_step(4);
+    if (world.rank() == 1) return;
+    progress->enter(Phase::kBackward);
+    auto tensor = torch::ones({5});
+    expect_parts(soon_fails_with([&] { pg.all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); }),
+                 {"rank 1 has left in user code of step 5", "in backward of step 5", "'head'"});
+  });
+}
+
+TEST_P(WaitOf, AnExceptionIsTheCauseOnAllRanks) {
+  std::atomic<int> told = 0;
+  EXPECT_THROW(run([&](World& world) {
+                 if (world.rank() == 1) {
+                   progress_of(*world.process_group())->enter(Phase::kForward);
+                   throw std::runtime_error("the data is bad");
+                 }
+                 auto tensor = torch::ones({5});
+                 const std::string text = soon_fails_with([&] {
+                   world.process_group()->all_reduce(tensor, ReduceOp::kSum, kHead)->wait();
+                 });
+                 expect_parts(text, {"rank 1: an exception ended it in forward of step 1"});
+                 ++told;
+               }),
+               std::runtime_error);
+  EXPECT_EQ(told, GetParam().ranks - 1);
+}
+
+TEST_P(WaitOf, ALateRankIsReportedAndNothingFails) {
+  ::setenv("TESSERA_REPORT_AFTER", "1", 1);
+  ::testing::internal::CaptureStderr();
+  const std::clock_t before = std::clock();
+  run([](World& world) {
+    auto& pg = *world.process_group();
+    auto tensor = torch::ones({5});
+    pg.barrier({.subject = "first", .channel = Channel::kParams});
+    if (world.rank() == 1) {
+      progress_of(pg)->enter(Phase::kForward);
+      std::this_thread::sleep_for(2s);
+    }
+    pg.all_reduce(tensor, ReduceOp::kSum, kHead)->wait();
+    EXPECT_EQ(tensor[0].item<float>(), static_cast<float>(world.size()));
+  });
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  ::unsetenv("TESSERA_REPORT_AFTER");
+  // Processor time, of two seconds: an answer must not be the reason of the next question.
+  EXPECT_LT(std::clock() - before, CLOCKS_PER_SEC);
+  expect_parts(text,
+               {"[tessera] rank 1 is in forward of step 1 since 1 s, last collective barrier #",
+                "of unit 'first'", "all_reduce #0 of unit 'head'"});
+}
+
+TEST_P(WaitOf, TheTimeoutSaysWhereTheLateRankIs) {
+  std::atomic<int> waiting = GetParam().ranks - 1;
+  run_world(
+      GetParam().ranks,
+      [&](World& world) {
+        expect_timeouts(world, 1, waiting, {"the timeout", "rank 1 is in forward of step 1"});
+      },
+      2s, GetParam().transport);
+}
+
+TEST_P(WaitOf, AThreadThatIsBusyMayStillIssue) {
+  run([](World& world) {
+    auto pg = world.process_group();
+    // A thread of rank 1 has issued a collective, is busy for longer than a cycle needs, and issues
+    // another one, for which rank 0 waits while rank 1's main thread waits for rank 0.
+    const CollectiveTag params{.subject = "p", .channel = Channel::kParams};
+    const CollectiveTag control{.subject = "c", .channel = Channel::kControl};
+    if (world.rank() == 1) {
+      std::jthread writer([&] {
+        pg->barrier(control);
+        std::this_thread::sleep_for(3s);
+        pg->barrier(control);
+      });
+      pg->barrier(params);
+    } else {
+      pg->barrier(control);
+      pg->barrier(control);
+      pg->barrier(params);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Over, WaitOf,
+                         ::testing::Values(Case{Transport::kGloo, 2}, Case{Transport::kArena, 2},
+                                           Case{Transport::kGloo, 3}, Case{Transport::kArena, 3}),
+                         name_of);
+
+TEST(WaitOnTwoHosts, ALateRankIsNamed) {
+  std::atomic<int> waiting = 3;
+  run_hosts(
+      4, by_halves,
+      [&](World& world) { expect_timeouts(world, 3, waiting, {"rank 3 is in forward of step 1"}); },
+      3s);
+}
+
+TEST(WatchOfAPart, NamesRanksOfTheWorld) {
+  run_world(3, [](World& world) {
+    const auto part = world.new_process_group({1, 2});
+    if (!part) return;
+    auto tensor = torch::ones({world.rank() == 2 ? 7 : 5});
+    const std::string text =
+        soon_fails_with([&] { part->all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); });
+    expect_parts(text, {"rank " + std::to_string(3 - world.rank()) + " issued another collective"});
+  });
+}
+
+TEST(FlightFile, HoldsTheRecordOfAFailedWait) {
+  const testing::ScratchDirectory scratch;
+  ::setenv("TESSERA_FLIGHT_DIR", scratch.path().c_str(), 1);
+  run_world(2, [](World& world) {
+    auto tensor = torch::ones({world.rank() == 1 ? 7 : 5});
+    progress_of(*world.process_group())->enter(Phase::kBackward);
+    soon_fails_with(
+        [&] { world.process_group()->all_reduce(tensor, ReduceOp::kSum, kHead)->wait(); });
+  });
+  ::unsetenv("TESSERA_FLIGHT_DIR");
+  for (int rank = 0; rank < 2; ++rank) {
+    std::ifstream file(std::filesystem::path(scratch.path()) /
+                       ("rank_" + std::to_string(rank) + ".json"));
+    const auto json = nlohmann::json::parse(file);
+    EXPECT_EQ(json["rank"], rank);
+    EXPECT_EQ(json["phase"], "backward");
+    const auto& last = json["records"].back();
+    EXPECT_EQ(last["subject"], "head");
+    EXPECT_EQ(last["channel"], "kGrads");
+    EXPECT_EQ(last["bytes"], rank == 1 ? 28 : 20);
+    EXPECT_TRUE(last["completed_us"].is_null());
+    expect_parts(json["reason"], {"5 elements", "7 elements"});
+  }
+}
+
+TEST(FlightFile, IsAskedForByASignalWhileWorldsAreLeft) {
+  const testing::ScratchDirectory scratch;
+  ::setenv("TESSERA_FLIGHT_DIR", scratch.path().c_str(), 1);
+  const auto meet = [](World& world) { world.process_group()->barrier(kHead); };
+  run_world(2, meet);  // from now on the signal is handled
+  {
+    const std::jthread sender([](const std::stop_token& stop) {
+      while (!stop.stop_requested()) ::kill(::getpid(), SIGUSR1);
+    });
+    for (int i = 0; i < 30; ++i) run_world(2, meet);
+  }
+  ::unsetenv("TESSERA_FLIGHT_DIR");
+  EXPECT_TRUE(std::filesystem::exists(scratch / "rank_0.json"));
+}
+
+TEST(WatchOfAForger, IgnoresAFarewellThatCountsNotAllChannels) {
+  auto socket = std::make_unique<Datagrams>("127.0.0.1");
+  Datagrams forger("127.0.0.1");
+  const std::string own = Watch::endpoint_of(socket.get());
+  const std::string token = own.substr(own.rfind(' ') + 1);
+  const std::vector<std::string> endpoints{own, forger.endpoint() + " token"};
+  forger.set_endpoints(endpoints);
+  const auto watch = Watch::start(std::move(socket), 0, endpoints, {});
+  std::promise<std::string> aborted;
+  const auto wait = watch->group("world", {0, 1})
+                        ->begin_wait({.collective = "barrier", .channel = Channel::kControl},
+                                     [&](const WaitCause& cause) { aborted.set_value(cause.why); });
+  std::string text = to_text({token, 1, Farewell{.issued = {{"world", {9, 9, 9}}}}});
+  text.replace(text.find("[9,9,9]"), 7, "[0]");
+  forger.send(0, text);
+  auto why = aborted.get_future();
+  EXPECT_EQ(why.wait_for(1s), std::future_status::timeout);
+  forger.send(0, to_text({token, 1, Farewell{.why = "bad", .issued = {{"world", {0, 0, 0}}}}}));
+  ASSERT_EQ(why.wait_for(10s), std::future_status::ready) << "a true farewell is heard";
+  EXPECT_EQ(why.get(), "bad");
+}
+
+}  // namespace watch_test
+}  // namespace tessera

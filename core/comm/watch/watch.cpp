@@ -1,0 +1,650 @@
+#include "comm/watch/watch.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <exception>
+#include <random>
+#include <ranges>
+#include <utility>
+
+#include "comm/group/collective_form.h"
+#include "comm/group/collective_name.h"
+#include "comm/watch/last_words.h"
+
+namespace tessera {
+
+// [Note: Watch]
+//
+// The ranks of a world ask each other where they are, by UDP messages to a thread of each, which
+// answers even while its rank computes or waits. Nothing is sent in a world in which no wait is
+// long.
+//
+// A rank that has waited for a quarter of a second asks all ranks, some times a second, whether
+// they have issued the collective, and with which form. The answers show at once whether a rank
+// issued another collective at this position, or left, or is behind; after `report_after` the rank
+// prints them. Ranks that wait for each other in a cycle, and can issue nothing meanwhile, get an
+// error. A rank whose wait fails, or that leaves, tells all others why, so that they name the cause
+// and not the first rank that closed its connections.
+//
+// The answers decide nothing that goes well: without UDP between the hosts the ranks wait for the
+// timeout, as if they had no watch.
+namespace {
+
+constexpr auto kPeriod = std::chrono::milliseconds(250);
+constexpr auto kAskAfter = std::chrono::milliseconds(250);
+// The shortest time between two questions: an answer, too, wakes the threads that would ask again.
+constexpr auto kAskPeriod = std::chrono::milliseconds(100);
+constexpr auto kCauseLimit = std::chrono::seconds(1);
+// From then on a failure of another rank in the same collective is passed on.
+constexpr auto kFailureDelay = std::chrono::milliseconds(500);
+// Of the waits in a cycle.
+constexpr auto kCycleAge = std::chrono::milliseconds(700);
+constexpr size_t kRecords = 256;
+constexpr size_t kMaxAsked = 8;
+
+pid_t thread_id() {
+  thread_local const auto id = static_cast<pid_t>(::syscall(SYS_gettid));
+  return id;
+}
+
+bool thread_exists(pid_t id) {
+  return ::access(fmt::format("/proc/self/task/{}", id).c_str(), F_OK) == 0;
+}
+
+double seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
+
+std::string new_token() {
+  std::random_device random;
+  return fmt::format("{:08x}{:08x}{:08x}", random(), random(), random());
+}
+
+std::string subject_of(const std::string& collective, int64_t number, const std::string& subject) {
+  return fmt::format("{} #{} of unit '{}'", collective, number, subject);
+}
+
+}  // namespace
+
+// One process group's collectives on this rank.
+struct Watch::GroupState {
+  GroupState(std::string label, std::vector<int> ranks, bool is_inner)
+      : label(std::move(label)), ranks(std::move(ranks)), is_inner(is_inner) {}
+
+  const std::string label;
+  const std::vector<int> ranks;  // of the world
+  const bool is_inner;
+  FlightRecord record{kRecords};
+  std::array<std::atomic<int64_t>, std::tuple_size_v<IssuedCounts>> issued{};
+};
+
+struct Watch::Wait {
+  CollectiveId id;
+  std::shared_ptr<GroupState> group;
+  CollectiveName name;
+  Clock::time_point since;
+  Clock::time_point next_report;
+  pid_t thread = 0;
+  bool is_aborted = false;
+  std::mutex calling;  // of `abort`
+  CollectiveWatch::Abort abort;
+};
+
+// Another rank, as last heard.
+struct Watch::Peer {
+  std::optional<Clock::time_point> asked;  // first question since the last answer
+  std::optional<Clock::time_point> answered;
+  std::optional<Clock::time_point> refused;  // first time since the last answer
+  Answer answer;
+  std::optional<Failure> failure;
+  Clock::time_point failed;
+  std::optional<Farewell> farewell;
+  bool has_receipt = false;  // of this rank's farewell
+};
+
+class Watch::Group : public CollectiveWatch {
+ public:
+  Group(std::shared_ptr<Watch> watch, std::shared_ptr<GroupState> state)
+      : watch_(std::move(watch)), state_(std::move(state)) {}
+
+  std::shared_ptr<CollectiveWatch> part(const std::string& name, const std::vector<int>& ranks,
+                                        bool is_inner) override {
+    std::vector<int> of_world;
+    for (const int rank : ranks) of_world.push_back(state_->ranks.at(rank));
+    return watch_->group(state_->label + "/" + name, of_world, is_inner || state_->is_inner);
+  }
+
+  Progress& progress() override { return watch_->progress_; }
+
+  std::string place() const override {
+    const auto [phase, step, since] = watch_->progress_.state();
+    return phase == Phase::kUserCode && step == 1 ? "" : "in " + place_text(phase, step);
+  }
+
+  int64_t issued(const CollectiveName& name, const CollectiveForm& form) override {
+    const auto [phase, step, since] = watch_->progress_.state();
+    FlightEntry entry;
+    entry.name = name.collective;
+    entry.subject = name.subject;
+    entry.channel = name.channel;
+    entry.bytes = form.nbytes();
+    entry.number = name.sequence;
+    entry.fingerprint = form.fingerprint();
+    entry.text = form.text();
+    entry.phase = phase;
+    entry.step = step;
+    if (!state_->is_inner) {
+      const std::lock_guard lock(watch_->mutex_);
+      watch_->issuers_.insert(thread_id());
+      watch_->last_issued_ = Clock::now();
+    }
+    const int64_t record = state_->record.add(std::move(entry));
+    state_->issued.at(static_cast<size_t>(name.channel)).store(name.sequence + 1);
+    return record;
+  }
+
+  void completed(int64_t record) override { state_->record.complete(record); }
+
+  std::shared_ptr<void> begin_wait(const CollectiveName& name, Abort abort) override {
+    const auto wait = std::make_shared<Wait>();
+    wait->id = {state_->label, static_cast<int>(name.channel), name.sequence};
+    wait->group = state_;
+    wait->name = name;
+    wait->name.watch = nullptr;
+    wait->since = Clock::now();
+    wait->next_report = wait->since + watch_->options_.report_after;
+    wait->thread = thread_id();
+    wait->abort = std::move(abort);
+    {
+      const std::lock_guard lock(watch_->mutex_);
+      watch_->waits_.push_back(wait);
+      if (!state_->is_inner) watch_->issuers_.insert(wait->thread);
+    }
+    return {wait.get(), [watch = watch_, wait](void*) {
+              {
+                const std::lock_guard lock(watch->mutex_);
+                std::erase(watch->waits_, wait);
+              }
+              const std::lock_guard calling(wait->calling);  // until a call in progress has ended
+              wait->abort = nullptr;
+            }};
+  }
+
+  void leave(const std::string& why) noexcept override { watch_->leave(why); }
+  bool has_failed() const override { return watch_->has_failed(); }
+  WaitCause cause_of(const CollectiveName& name, int peer, bool timed_out) override;
+  void failed(const CollectiveName& name, const WaitCause& cause,
+              const std::string& error) override;
+
+ private:
+  const std::shared_ptr<Watch> watch_;
+  const std::shared_ptr<GroupState> state_;
+};
+
+std::string Watch::endpoint_of(const Datagrams* socket) {
+  return socket ? socket->endpoint() + " " + new_token() : "";
+}
+
+std::shared_ptr<Watch> Watch::start(std::unique_ptr<Datagrams> socket, int rank,
+                                    const std::vector<std::string>& endpoints,
+                                    const Options& options) {
+  if (std::ranges::any_of(endpoints, &std::string::empty)) return nullptr;
+  socket->set_endpoints(endpoints);
+  // All ranks use rank 0's.
+  const std::string token = endpoints[0].substr(endpoints[0].rfind(' ') + 1);
+  const std::shared_ptr<Watch> watch(
+      new Watch(rank, static_cast<int>(endpoints.size()), token, options, std::move(socket)));
+  watch->thread_ = std::thread([raw = watch.get()] { raw->run(); });
+  if (!options.flight_folder.empty()) count_flight_requests();
+  LastWords::of_process().add(watch);
+  return watch;
+}
+
+Watch::Watch(int rank, int size, std::string token, Options options,
+             std::unique_ptr<Datagrams> socket)
+    : rank_(rank),
+      size_(size),
+      token_(std::move(token)),
+      options_(std::move(options)),
+      socket_(std::move(socket)),
+      peers_(size) {}
+
+Watch::~Watch() {
+  if (mark_.is_inherited()) {  // the thread is the parent's
+    thread_.detach();
+    return;
+  }
+  leave();
+}
+
+std::shared_ptr<CollectiveWatch> Watch::group(std::string label, std::vector<int> ranks,
+                                              bool is_inner) {
+  const auto state = std::make_shared<GroupState>(label, std::move(ranks), is_inner);
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(groups_, [](const auto& entry) { return entry.second.expired(); });
+    groups_[std::move(label)] = state;
+  }
+  return std::make_shared<Group>(shared_from_this(), state);
+}
+
+std::shared_ptr<Watch::GroupState> Watch::state_of(const std::string& label) const {
+  const auto found = groups_.find(label);
+  return found == groups_.end() ? nullptr : found->second.lock();
+}
+
+void Watch::run() {
+  int requests = flight_requests();
+  bool has_told = false;
+  while (true) {
+    try {
+      if (!attend()) return;
+    } catch (const std::exception& error) {  // must not end a rank that can go on
+      if (!std::exchange(has_told, true))
+        fmt::print(stderr, "[tessera] rank {} may answer the other ranks late: {}\n", rank_,
+                   error.what());
+    }
+    if (std::exchange(requests, flight_requests()) != requests) write_flight_file("SIGUSR1", -1);
+  }
+}
+
+// Takes what others say, and looks at the own waits; returns false once this rank has left.
+bool Watch::attend() {
+  const Datagrams::Events events = socket_->receive(kPeriod);
+  {
+    const std::lock_guard lock(mutex_);
+    if (stops_) return false;
+    for (const int rank : events.refused) {
+      Peer& peer = peers_[rank];
+      if (!peer.refused) peer.refused = Clock::now();
+      peer.has_receipt = true;  // nobody is left who could confirm
+    }
+  }
+  for (const std::string& text : events.texts) {
+    const auto message = message_from(text);
+    if (message && message->token == token_ && message->from >= 0 && message->from < size_)
+      handle(*message);
+  }
+  heard_.notify_all();
+  look_at_waits();
+  return true;
+}
+
+void Watch::handle(const Message& message) {
+  const int from = message.from;
+  if (const auto* const question = std::get_if<Question>(&message.content)) {
+    answer(from, *question);
+    return;
+  }
+  if (std::holds_alternative<Farewell>(message.content)) send(from, Receipt());
+  const std::lock_guard lock(mutex_);
+  Peer& peer = peers_[from];
+  if (const auto* const told = std::get_if<Answer>(&message.content)) {
+    peer.answer = *told;
+    peer.answered = Clock::now();
+    peer.asked.reset();
+    peer.refused.reset();
+  } else if (const auto* const failure = std::get_if<Failure>(&message.content)) {
+    peer.failure = *failure;
+    peer.failed = Clock::now();
+  } else if (const auto* const farewell = std::get_if<Farewell>(&message.content)) {
+    peer.farewell = *farewell;
+  } else {
+    peer.has_receipt = true;
+  }
+}
+
+void Watch::answer(int to, const Question& question) {
+  Answer answer;
+  {
+    const std::lock_guard lock(mutex_);
+    answer.view = own_view_locked();
+    for (const CollectiveId& id : question.ids) {
+      const auto state = state_of(id.group);
+      if (!state || id.channel < 0 || id.channel >= static_cast<int>(state->issued.size()))
+        continue;
+      IssuedAnswer& one = answer.issued.emplace_back();
+      one.id = id;
+      one.issued = state->issued[id.channel].load();
+      if (const auto entry = state->record.find(static_cast<Channel>(id.channel), id.number)) {
+        one.fingerprint = entry->fingerprint;
+        one.text = entry->text;
+      }
+    }
+  }
+  send(to, answer);
+}
+
+RankView Watch::own_view_locked() const {
+  const auto [phase, step, since] = progress_.state();
+  RankView view;
+  view.rank = rank_;
+  view.silent_seconds = 0;
+  view.phase = phase;
+  view.step = step;
+  view.phase_seconds = seconds(Clock::now() - since);
+  view.last = last_collective_locked();
+  view.is_blocked = is_blocked_locked();
+  for (const auto& wait : waits_) {
+    if (wait->group->is_inner) continue;
+    view.wait = view_of_locked(*wait);
+    break;
+  }
+  return view;
+}
+
+std::string Watch::last_collective_locked() const {
+  std::optional<FlightEntry> newest;
+  for (const auto& [label, weak] : groups_) {
+    const auto state = weak.lock();
+    if (!state || state->is_inner) continue;
+    const auto last = state->record.last();
+    if (last && (!newest || last->issued_us > newest->issued_us)) newest = last;
+  }
+  return newest ? subject_of(newest->name, newest->number, newest->subject) : "";
+}
+
+// Other ranks' answers are up to a third of a second old: they may not know of a collective that
+// this one has issued since.
+bool Watch::is_blocked_locked() const {
+  if (Clock::now() - last_issued_ < kCycleAge) return false;
+  return std::ranges::all_of(issuers_, [&](pid_t issuer) {
+    const auto waits = [issuer](const auto& wait) { return wait->thread == issuer; };
+    return std::ranges::any_of(waits_, waits) || !thread_exists(issuer);
+  });
+}
+
+WaitView Watch::view_of_locked(const Wait& wait) const {
+  return {wait.id, subject_of(wait.name.collective, wait.name.sequence, wait.name.subject),
+          seconds(Clock::now() - wait.since), lacking_locked(wait)};
+}
+
+// Returns the ranks that have not issued the collective, as far as they have told.
+std::vector<int> Watch::lacking_locked(const Wait& wait) const {
+  std::vector<int> ranks;
+  for (const int rank : wait.group->ranks) {
+    if (rank == rank_) continue;
+    const auto& issued = peers_[rank].answer.issued;
+    const auto found = std::ranges::find(issued, wait.id, &IssuedAnswer::id);
+    if (found != issued.end() && found->issued <= wait.id.number) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+RankView Watch::view_of(int rank) const {
+  const Peer& peer = peers_[rank];
+  RankView view = peer.answer.view;
+  view.rank = rank;
+  view.silent_seconds = 0;
+  if (peer.asked) {
+    view.silent_seconds = seconds(Clock::now() - *peer.asked);
+    if (!peer.answered && view.silent_seconds > 1) view.silent_seconds = -1;
+  }
+  return view;
+}
+
+// Returns the ranks that may be to blame for a wait in `group`: its ranks may wait for any other.
+std::vector<RankView> Watch::views_for(const GroupState& group) const {
+  std::vector<RankView> views;
+  for (int rank = 0; rank < size_; ++rank) {
+    const bool is_member = std::ranges::find(group.ranks, rank) != group.ranks.end();
+    if (rank != rank_ && (is_member || !peers_[rank].farewell)) views.push_back(view_of(rank));
+  }
+  return views;
+}
+
+void Watch::look_at_waits() {
+  std::vector<std::function<void()>> actions;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    std::vector<CollectiveId> ids;
+    for (const auto& wait : waits_) {
+      if (now - wait->since < kAskAfter || wait->is_aborted) continue;
+      if (ids.size() < kMaxAsked) ids.push_back(wait->id);
+      judge(wait, actions);
+    }
+    if (!ids.empty()) ask_all_locked(ids);
+  }
+  for (const auto& action : actions) action();
+}
+
+void Watch::ask_all_locked(const std::vector<CollectiveId>& ids) {
+  const auto now = Clock::now();
+  if (now - last_asked_ < kAskPeriod) return;
+  last_asked_ = now;
+  for (Peer& peer : peers_) {
+    if (!peer.asked) peer.asked = now;
+  }
+  send_to_all(Question{ids});
+}
+
+// Decides by the answers whether `wait` can succeed, and whether to report it.
+void Watch::judge(const std::shared_ptr<Wait>& wait, std::vector<std::function<void()>>& actions) {
+  const auto abort = [&](const WaitCause& cause) {
+    wait->is_aborted = true;
+    actions.emplace_back([wait, cause] {
+      const std::lock_guard calling(wait->calling);
+      if (wait->abort) wait->abort(cause);
+    });
+  };
+  for (const int rank : wait->group->ranks) {
+    if (rank == rank_) continue;
+    if (const auto cause = cause_for(*wait, rank)) return abort(*cause);
+  }
+  RankView own = own_view_locked();
+  if (wait->group->is_inner && own.wait) return;  // the collective for which it works tells more
+  const std::vector<RankView> views = views_for(*wait->group);
+  const std::vector<int> cycle = wait_cycle(own, views, seconds(kCycleAge));
+  if (!cycle.empty() && own.wait && own.wait->id == wait->id) {
+    std::string text = "ranks wait for each other:";
+    for (size_t i = 0; i < cycle.size(); ++i) {
+      const auto& waits = cycle[i] == rank_ ? own.wait : peers_[cycle[i]].answer.view.wait;
+      text += fmt::format("{} rank {} waits for rank {} in {}", i == 0 ? "" : ",", cycle[i],
+                          cycle[(i + 1) % cycle.size()], waits->subject);
+    }
+    return abort({cycle.size() > 1 ? cycle[1] : -1, text});
+  }
+  const auto now = Clock::now();
+  if (now < wait->next_report) return;
+  wait->next_report = now + (now - wait->since);
+  own.wait = view_of_locked(*wait);
+  actions.emplace_back([line = wait_report(own, views)] { fmt::print(stderr, "{}\n", line); });
+}
+
+// Returns why `rank` makes it impossible that the wait succeeds, if it does.
+std::optional<WaitCause> Watch::cause_for(const Wait& wait, int rank) const {
+  const Peer& peer = peers_[rank];
+  const auto now = Clock::now();
+  const auto& issued = peer.answer.issued;
+  const auto found = std::ranges::find(issued, wait.id, &IssuedAnswer::id);
+  if (found != issued.end() && found->fingerprint) {
+    const auto own = wait.group->record.find(wait.name.channel, wait.id.number);
+    if (own && own->fingerprint != *found->fingerprint)
+      return WaitCause{rank, differing_order(wait.id.number, own->text, rank, found->text)};
+  }
+  if (peer.farewell) {
+    const auto& counts = peer.farewell->issued;
+    const auto count = counts.find(wait.id.group);
+    if (count == counts.end() || count->second.at(wait.id.channel) <= wait.id.number)
+      return told_cause(rank);
+  }
+  if (peer.failure && peer.failure->id == wait.id && now - peer.failed >= kFailureDelay)
+    return told_cause(rank);
+  const bool lacks = found != issued.end() && found->issued <= wait.id.number;
+  if (peer.refused && lacks && now - *peer.refused >= kFailureDelay)
+    return WaitCause{rank, fmt::format("rank {}: its process has ended", rank)};
+  return std::nullopt;
+}
+
+// Returns the cause that rank `peer` has told, if it has left or failed.
+std::optional<WaitCause> Watch::told_cause(int peer) const {
+  const Peer& told = peers_[peer];
+  const auto named = [&](int culprit, const std::string& why) {
+    const bool is_other = culprit >= 0 && culprit != peer && culprit != rank_;
+    return WaitCause{culprit >= 0 ? culprit : peer,
+                     why + (is_other ? fmt::format(" (rank {} said so)", peer) : "")};
+  };
+  if (told.farewell && !told.farewell->why.empty())
+    return named(told.farewell->culprit, told.farewell->why);
+  if (told.failure) return named(told.failure->culprit, told.failure->why);
+  if (told.farewell) {
+    return WaitCause{peer, fmt::format("rank {} has left in {}: its world was destroyed", peer,
+                                       place_text(told.farewell->phase, told.farewell->step))};
+  }
+  return std::nullopt;
+}
+
+WaitCause Watch::Group::cause_of(const CollectiveName& name, int peer, bool timed_out) {
+  Watch& watch = *watch_;
+  const int rank =
+      peer >= 0 && peer < static_cast<int>(state_->ranks.size()) ? state_->ranks[peer] : -1;
+  const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
+  const auto end = Clock::now() + kCauseLimit;
+  Lock lock(watch.mutex_);
+  while (!watch.has_left_) {
+    if (rank >= 0) {
+      if (const auto cause = watch.told_cause(rank)) return *cause;
+      if (watch.peers_[rank].refused)
+        return {rank, fmt::format("rank {}: its process has ended", rank)};
+    }
+    for (const int other : state_->ranks) {
+      if (other == watch.rank_ || other == rank) continue;
+      const auto& failure = watch.peers_[other].failure;
+      const bool tells = failure && failure->culprit >= 0 && failure->culprit != watch.rank_;
+      if (tells || (rank < 0 && watch.peers_[other].farewell)) return *watch.told_cause(other);
+    }
+    if (timed_out) {
+      RankView own = watch.own_view_locked();
+      const auto found = std::ranges::find(watch.waits_, id, &Wait::id);
+      if (found == watch.waits_.end()) return {};
+      own.wait = watch.view_of_locked(**found);
+      const std::vector<int>& lacking = own.wait->lacking;
+      return {lacking.size() == 1 ? lacking[0] : rank,
+              wait_report(own, watch.views_for(*state_)).substr(10)};
+    }
+    if (Clock::now() >= end) break;
+    watch.ask_all_locked({id});
+    watch.heard_.wait_for(lock, std::chrono::milliseconds(100));
+  }
+  return {};
+}
+
+void Watch::Group::failed(const CollectiveName& name, const WaitCause& cause,
+                          const std::string& error) {
+  if (state_->is_inner) return;  // the process group for which it works tells more
+  const CollectiveId id{state_->label, static_cast<int>(name.channel), name.sequence};
+  {
+    const std::lock_guard lock(watch_->mutex_);
+    if (watch_->has_left_) return;
+    watch_->failure_ = cause.why.empty() ? WaitCause{cause.rank, error} : cause;
+  }
+  watch_->send_to_all(Failure{id, cause.rank, cause.why.empty() ? error : cause.why});
+  watch_->write_flight_file(error, cause.rank);
+}
+
+void Watch::send(int to, const Content& content) noexcept {
+  try {
+    socket_->send(to, to_text({token_, rank_, content}));
+  } catch (...) {  // no memory for the text: it counts as lost
+  }
+}
+
+void Watch::send_to_all(const Content& content) noexcept {
+  try {
+    const std::string text = to_text({token_, rank_, content});
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_) socket_->send(rank, text);
+    }
+  } catch (...) {  // as above
+  }
+}
+
+void Watch::write_flight_file(const std::string& reason, int culprit) noexcept {
+  if (options_.flight_folder.empty()) return;
+  try {
+    FlightFile file{rank_, size_, reason, culprit, progress_.state(), {}};
+    std::vector<std::shared_ptr<GroupState>> states;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [label, weak] : groups_) states.push_back(weak.lock());
+    }
+    for (const auto& state : states) {
+      if (!state) continue;
+      for (FlightEntry& entry : state->record.entries())
+        file.records.emplace_back(state->label, std::move(entry));
+    }
+    tessera::write_flight_file(options_.flight_folder, file);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "[tessera] rank {} could not write its flight record: {}\n", rank_,
+               error.what());
+  }
+}
+
+bool Watch::has_failed() const {
+  const std::lock_guard lock(mutex_);
+  return failure_.has_value();
+}
+
+void Watch::leave(const std::string& why) noexcept {
+  if (mark_.is_inherited()) return;
+  const bool by_exception = !why.empty() || std::uncaught_exceptions() > 0;
+  Farewell farewell;
+  {
+    Lock lock(mutex_);
+    if (has_left_) {
+      if (!stops_) return;
+      lock.unlock();
+      if (thread_.joinable()) thread_.join();
+      return;
+    }
+    has_left_ = true;
+    const auto [phase, step, since] = progress_.state();
+    farewell.phase = phase;
+    farewell.step = step;
+    if (by_exception && why.empty() && failure_) {
+      farewell.culprit = failure_->rank >= 0 ? failure_->rank : rank_;
+      farewell.why = failure_->why;
+    } else if (by_exception) {
+      farewell.culprit = rank_;
+      farewell.why = fmt::format("rank {}: an exception ended it in {}{}", rank_,
+                                 place_text(phase, step), why.empty() ? "" : ": " + why);
+      if (!failure_) failure_ = WaitCause{rank_, farewell.why};
+    }
+    for (const auto& [label, weak] : groups_) {
+      const auto state = weak.lock();
+      if (!state) continue;
+      auto& counts = farewell.issued[label];
+      std::ranges::transform(state->issued, counts.begin(), [](const auto& n) { return n.load(); });
+    }
+    const auto lacks = [&](int rank) {
+      return rank != rank_ && !peers_[rank].has_receipt && !peers_[rank].farewell;
+    };
+    const auto ranks = std::views::iota(0, size_);
+    // Until all ranks have it, or for a moment: a message may get lost.
+    for (int attempt = 0; attempt < 4; ++attempt) {
+      for (const int rank : ranks) {
+        if (lacks(rank)) send(rank, farewell);
+      }
+      if (heard_.wait_for(lock, std::chrono::milliseconds(50),
+                          [&] { return std::ranges::none_of(ranks, lacks); }))
+        break;
+    }
+    stops_ = true;
+  }
+  if (by_exception) write_flight_file(farewell.why, farewell.culprit);
+  socket_->wake();
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    thread_.detach();
+  } else if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+}  // namespace tessera

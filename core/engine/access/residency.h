@@ -1,0 +1,159 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/access/running_operators.h"
+#include "engine/access/use_order.h"
+#include "engine/unit/unit.h"
+
+namespace tessera {
+
+/// Gathers units before they are used and frees them afterwards.
+///
+/// Follows an order of use that all ranks share, so that all ranks start the same gathers in the
+/// same order even if one of them skips a unit. See [Note: One order of gathers] in residency.cpp.
+class Residency {
+ public:
+  /// See the fields of `ShardPlan`.
+  struct Limits {
+    int64_t resident_bytes = 0;
+    int prefetch = 0;
+    bool operator==(const Limits&) const = default;
+  };
+
+  /// Makes all ranks gather a unit: they call `serve()` with it, this one within this call, the
+  /// others when they have ended their pass, or ask themselves.
+  using Ask = std::function<void(int unit)>;
+
+  /// Without `ask`, all ranks must use units that the order does not expect at the same time.
+  Residency(std::vector<Unit*> units, const Limits& limits, Ask ask = nullptr);
+
+  /// Unshards `units`, which one operator uses together, and waits for them. Any thread may call
+  /// it: see [Note: Several threads] in running_operators.cpp.
+  void on_use(const std::vector<Unit*>& units, bool writes);
+  /// Called by all ranks, in a use of `unit` that wrote to it: gathers its new values.
+  void on_written(Unit& unit);
+  /// Ends the use that this thread began last.
+  void on_used() noexcept;
+  /// While it is held, other threads block in their calls of this class.
+  std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
+  /// Throws if an operator of another thread uses the model. Does nothing with a single rank.
+  void check_unused(const char* call) const;
+
+  /// Called by all ranks where a forward of the handle begins: the evaluation before it is over, if
+  /// a pass is not under way. With gradients, a pass begins, whatever its first use is.
+  void begin_forward();
+
+  /// Called by all ranks before parameters change: the rest of an evaluation is gathered with the
+  /// values that it had on the ranks that are ahead.
+  void end_evaluation();
+
+  /// Called by all ranks at the end of backward: runs the planned gathers that this rank has not
+  /// reached in this pass, so that all ranks have run the same ones, and frees units that are not
+  /// to stay.
+  void end_pass();
+
+  /// Called by all ranks, with equal arguments, when each has ended its pass or asks: gathers units
+  /// for which ranks have asked. Units that this rank does not need are freed.
+  void serve(const std::vector<int>& units);
+
+  /// True until an order has been learned, and again if this pass did not fit the order.
+  bool wants_to_learn() const;
+  /// The uses of units on this rank since the last `forget_pass()`.
+  const PassOrder& used() const { return used_; }
+  void forget_pass();
+  /// Number of unit uses outside of training since then. Counted only where units stay gathered
+  /// because the ranks share their memory, so that no rank waits for one that skips a unit; else 0.
+  int64_t uses_in_evaluation() const { return uses_in_evaluation_; }
+  /// Called by all ranks, with equal arguments: merges the ranks' orders in the pass that ends with
+  /// earlier ones, and follows the result from the next pass on.
+  void learn(std::vector<PassOrder> ranks);
+  /// The order that training passes follow.
+  const PassOrder& order() const { return order_; }
+
+  /// Called by all ranks when the shards of the units with `changed[unit]` have new values. Frees
+  /// or re-gathers full parameters and starts the next pass.
+  void on_step(const std::vector<bool>& changed);
+
+  /// Called by all ranks, with equal arguments: sets the limits that hold from the next optimizer
+  /// step on.
+  void set_limits(const Limits& limits) { next_limits_ = limits; }
+  int64_t resident_bytes() const { return limits_.resident_bytes; }
+  /// Bytes of each unit's full parameters, 0 for units that are not freed between uses.
+  std::vector<int64_t> freed_nbytes() const;
+
+  /// Called by all ranks: frees all units that can be freed; does nothing while units are held.
+  void free_everything();
+
+  /// Called by all ranks: gathers all units and keeps them until the matching `release_all()`.
+  void hold_all();
+  /// Neither waits nor throws: units that can't be freed at once are freed at the next use.
+  void release_all() noexcept;
+  bool is_held() const { return held_ > 0; }
+
+ private:
+  void use(const std::vector<Unit*>& units);
+  std::string orders_text() const;
+  std::vector<Unit*> in_order(std::vector<Unit*> units) const;
+  void use_one(Unit& unit);
+  void record(const Unit& unit);
+  void show_phase() const;
+  bool is_expected(const Unit& unit) const;
+  void begin_pass(const Unit& unit);
+  void finish_evaluation();
+  void free_and_restart();
+  ptrdiff_t forward_end() const { return std::ssize(order_.forward); }
+  ptrdiff_t reach() const;
+  ptrdiff_t find_ahead(int unit, ptrdiff_t end) const;
+  bool advance(int unit);
+  void leave_order();
+  bool is_sparse() const;
+  void execute(ptrdiff_t from, ptrdiff_t to);
+  void finish();
+  void free_released();
+  void gather(Unit& unit);
+  void free(Unit& unit);
+  void free_all();
+  void restart();
+  void plan();
+
+  std::vector<Unit*> units_;
+  Limits limits_;
+  Limits next_limits_;  // from the next step on
+  const Ask ask_;
+  bool any_frees_ = false;
+  bool several_ranks_ = false;
+  bool stays_shared_ = false;  // would be freed if the ranks did not share their memory
+  bool learned_ = false;
+  bool deviated_ = false;
+  bool asks_ = false;     // this pass has left the order: its further uses are asked for
+  bool is_told_ = false;  // the evaluation that is under way began with a forward of the handle
+  int asked_ = -1;        // the unit for which this rank asks now
+  uint64_t sparse_passes_ = 0;
+  int held_ = 0;
+  bool released_ = false;  // the last hold has ended, but not all units are freed yet
+  bool trains_ = false;    // a use wanted gradients since the last `restart()`
+  PassOrder order_;
+  OrderHistory history_;
+  UseOrder joined_;                   // evaluations follow its forward part repeatedly
+  std::vector<ResidencyStep> steps_;  // at each position of it
+  ptrdiff_t position_ = -1;
+  UseOrder prelude_;  // uses without gradients since the cursor left its start
+  PassOrder used_;
+  int64_t uses_in_evaluation_ = 0;
+  PassOrder mine_;  // this rank's uses in the pass from which the order was learned
+  Unit* last_ = nullptr;
+  bool last_trained_ = false;     // its use wanted gradients
+  std::vector<Unit*> postponed_;  // to be freed when the current operator has ended
+  std::vector<bool> ahead_;       // gathered before the plan reached them
+  RunningOperators running_;
+  mutable std::recursive_mutex mutex_;
+};
+
+}  // namespace tessera

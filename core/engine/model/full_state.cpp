@@ -1,0 +1,167 @@
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/tensor/dist_tensor.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "engine/model/sharded_state.h"
+#include "engine/unit/agreement.h"
+#include "engine/unit/note_write.h"
+
+namespace tessera {
+namespace {
+
+using Values = std::map<std::string, at::Tensor>;
+
+// Copies this rank's part of a parameter.
+void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) {
+  const auto [begin, end] = unit.updated_range(slot);
+  if (begin == end) return;
+  unit.updated()
+      .narrow(0, begin - unit.updated_begin(), end - begin)
+      .copy_(flat_in_order(local_value(slot, value.detach()), slot.strides)
+                 .narrow(0, begin - slot.offset, end - begin));
+}
+
+}  // namespace
+
+void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
+  check_no_join("gathering the whole model");
+  take_in_replaced();
+  residency_->free_everything();  // so that all ranks gather the same units
+  for (const auto& unit : units_) {
+    const bool was_sharded = unit->state() == Unit::State::kSharded;
+    if (was_sharded) unit->unshard();
+    unit->wait();
+    visit(*unit);
+    if (was_sharded && unit->frees()) unit->reshard();
+  }
+}
+
+std::vector<NamedTensor> ShardedState::full_state() {
+  at::NoGradGuard no_grad;
+  Values values;
+  visit_whole_units([&](const Unit& unit) {
+    for (const ParamSlot& slot : unit.layout().slots) {
+      const at::Tensor value = global_value(slot, view_param(slot, unit.full())).clone();
+      for (const std::string& name : slot.names) values[name] = value;
+    }
+  });
+  std::vector<NamedTensor> state;
+  for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
+  for (const auto& [name, buffer] : buffers_)
+    state.push_back({name, (is_dist(buffer) ? full_tensor(buffer) : buffer).clone()});
+  return state;
+}
+
+void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
+  at::NoGradGuard no_grad;
+  check_no_join("load_full_state()");
+  check_not_exchanged("load_full_state");
+  take_in_replaced();
+  Values values;
+  for (const NamedTensor& item : state) values[item.name] = item.tensor;
+  check_on_all_ranks(mesh(), [&] {
+    std::vector<std::string> errors;
+    std::set<std::string> known;
+    const auto check = [&](const std::string& name, at::IntArrayRef sizes) {
+      known.insert(name);
+      const auto it = values.find(name);
+      if (it == values.end()) {
+        if (strict) errors.push_back(fmt::format("'{}' is missing", name));
+      } else if (!it->second.defined() || it->second.sizes() != sizes) {
+        errors.push_back(
+            fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+      }
+    };
+    for (const auto& unit : units_) {
+      for (const ParamSlot& slot : unit->layout().slots)
+        for (const std::string& name : slot.names) check(name, slot.global_sizes());
+    }
+    for (const NamedTensor& buffer : buffers_) check(buffer.name, buffer.tensor.sizes());
+    for (const auto& [name, value] : values) {
+      if (strict && !known.contains(name))
+        errors.push_back(fmt::format("'{}' is not in the model", name));
+    }
+    TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
+                      fmt::format("{}", fmt::join(errors, ", ")));
+  });
+  std::vector<std::string> hashes;  // not of buffers, which are each rank's own
+  for (const std::string& name : parameter_names_) {
+    const auto it = values.find(name);
+    if (it != values.end() && !is_dist(it->second))
+      hashes.push_back(fmt::format("'{}' with values of hash {}", name, hash_of(it->second)));
+  }
+  check_same_lines(mesh(), hashes, "[load_full_state] the values must be the same on all ranks");
+  overwrite([&] {
+    for (const auto& unit : units_) {
+      for (const ParamSlot& slot : unit->layout().slots) {
+        const auto given = std::find_if(slot.names.begin(), slot.names.end(),
+                                        [&](const auto& name) { return values.contains(name); });
+        if (given != slot.names.end()) set_part(*unit, slot, values[*given]);
+      }
+    }
+    for (const NamedTensor& buffer : buffers_) {
+      if (values.contains(buffer.name)) buffer.tensor.copy_(values[buffer.name]);
+    }
+  });
+}
+
+std::vector<std::pair<Unit*, const ParamSlot*>> ShardedState::replaced() const {
+  std::vector<std::pair<Unit*, const ParamSlot*>> replaced;
+  for (const auto& unit : units_)
+    for (const ParamSlot& slot : unit->layout().slots)
+      if (unit->views().replacement(slot).defined()) replaced.emplace_back(unit.get(), &slot);
+  return replaced;
+}
+
+void ShardedState::take_in_replaced() {
+  residency_->end_evaluation();
+  const auto replaced = this->replaced();
+  const at::Tensor any = at::full({1}, !replaced.empty(), at::kByte);
+  if (mesh().size() > 1)
+    mesh().all_reduce(any, ReduceOp::kMax, {"parameters with other data", Channel::kControl});
+  if (any.item<uint8_t>() == 0) return;
+  std::string names;
+  for (const auto& [unit, slot] : replaced) names += fmt::format("'{}' ", slot->name());
+  const auto all =
+      mesh().all_gather_bytes(names, {"parameters with other data", Channel::kControl});
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    TORCH_CHECK_VALUE(all[rank] == all[0], "[tessera] all ranks must give the same parameters other data (by set_data(), "
+                      "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ", all[0],
+                      "], rank ", rank, " to [ ", all[rank], "]");
+  check_on_all_ranks(mesh(), [&] {
+    for (const auto& [unit, slot] : replaced) unit->views().check_replacement(*slot);
+  });
+  at::NoGradGuard no_grad;
+  for (const auto& [unit, slot] : replaced) note_write(*slot);
+  set_shards([&] {
+    for (const auto& [unit, slot] : replaced) unit->take_in(*slot, shared_from_this());
+  });
+}
+
+void ShardedState::check_not_exchanged(const char* what) const {
+  TORCH_CHECK(!is_exchanged(), "[", what, "] the model has the values of an ExponentialAverage, and what is written now "
+              "would be lost when it gets its own back: call swap() of the average first");
+}
+
+void ShardedState::overwrite(const std::function<void()>& write, bool for_good) {
+  for (const auto& unit : units_)
+    for (const ParamSlot& slot : unit->layout().slots) note_write(slot);
+  set_shards(write, for_good);
+}
+
+void ShardedState::set_shards(const std::function<void()>& write, bool for_good) {
+  if (for_good) ++overwrites_;
+  end_reading();
+  write();
+  for (const auto& unit : units_) unit->publish();
+  residency_->on_step(std::vector<bool>(units_.size(), true));
+}
+
+}  // namespace tessera

@@ -1,0 +1,154 @@
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <tessera/engine/fully_shard.h>
+
+#include <array>
+
+#include "comm/group/progress.h"
+#include "engine/model/join_scope.h"
+#include "engine/model/sharded_state.h"
+
+namespace tessera {
+namespace {
+
+// By `ShardLevel`.
+constexpr std::array kLevelNames = {"none", "optimizer state", "gradients", "parameters"};
+
+ParamIndex place_of(const ShardedState& state, const at::Tensor& parameter, const char* function) {
+  const auto place = state.find(parameter);
+  TORCH_CHECK_VALUE(place, "[", function, "] the tensor must be a parameter of the sharded model; got one of shape ",
+                    parameter.sizes());
+  return *place;
+}
+
+ParamIndex place_of(const ShardedState& state, const std::string& name, const char* function) {
+  const auto place = state.find(name);
+  TORCH_CHECK_VALUE(place, "[", function, "] the sharded model has no parameter '", name, "'");
+  return *place;
+}
+
+}  // namespace
+
+ShardedModule::ShardedModule(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
+
+ShardedModule::NoSync::NoSync(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {
+  state_->reducer().enter_no_sync();
+}
+ShardedModule::NoSync::~NoSync() { state_->reducer().leave_no_sync(); }
+ShardedModule::NoSync ShardedModule::no_sync() { return NoSync(state()); }
+
+ShardedModule::KeepUnsharded::KeepUnsharded(std::shared_ptr<ShardedState> state)
+    : state_(std::move(state)) {
+  state_->residency().hold_all();
+}
+ShardedModule::KeepUnsharded::~KeepUnsharded() { state_->residency().release_all(); }
+ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnsharded(state()); }
+
+const std::shared_ptr<ShardedState>& ShardedModule::state() const {
+  TORCH_CHECK(!state_->is_given_back(), "[tessera] the model was unwrapped: its parameters are ordinary tensors again, "
+              "and the handles of the sharded model can't be used");
+  return state_;
+}
+
+void ShardedModule::begin_forward() {
+  ShardedState& model = *state();
+  if (at::GradMode::is_enabled()) model.reducer().lockstep().begin_forward();
+  model.residency().begin_forward();
+  if (Progress* const progress = model.context().progress) progress->enter(Phase::kForward);
+  model.finish_sync_buffers();
+  if (!model.plan().sync_buffers || model.reducer().is_no_sync()) return;
+  if (auto* scope = model.join_scope()) scope->announce(JoinCall::kForward);
+  sync_buffers();
+}
+
+void ShardedModule::sync_buffers(bool blocking) {
+  state()->start_sync_buffers();
+  if (blocking) state()->finish_sync_buffers();
+}
+
+void ShardedModule::reduce() {
+  TORCH_CHECK(!state()->reducer().is_no_sync(), "[reduce] must be called after the no_sync() guard has ended");
+  TORCH_CHECK(state()->reducer().reduce_waiting(), "[reduce] there must be gradients of a backward under no_sync(); no "
+              "rank has any, maybe reduce() was called twice or there was no backward pass");
+}
+
+bool ShardedModule::casts_inputs() const {
+  return state()->plan().precision.param_dtype && state()->plan().precision.cast_inputs;
+}
+
+at::Tensor ShardedModule::cast_tensor(const at::Tensor& input) const {
+  if (!input.defined() || !input.is_floating_point()) return input;
+  return input.to(*state()->plan().precision.param_dtype);
+}
+
+void ShardedModule::refuse_to_cast() {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "[forward] inputs can't be converted to param_dtype, because the module's "
+                              "forward takes a tensor by reference to change it; set precision.cast_inputs to false "
+                              "and convert them yourself");
+}
+
+at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
+  return state()->full_grad(place_of(*state(), parameter, "full_grad"));
+}
+at::Tensor ShardedModule::full_grad(const std::string& name) {
+  return state()->full_grad(place_of(*state(), name, "full_grad"));
+}
+
+at::Tensor ShardedModule::local_grad(const at::Tensor& parameter) {
+  return state()->local_grad(place_of(*state(), parameter, "local_grad"));
+}
+at::Tensor ShardedModule::local_grad(const std::string& name) {
+  return state()->local_grad(place_of(*state(), name, "local_grad"));
+}
+
+bool ShardedModule::has_grad(const at::Tensor& parameter) {
+  return state()->has_grad(place_of(*state(), parameter, "has_grad"));
+}
+
+void ShardedModule::zero_grad(bool set_to_none) {
+  Reducer& reducer = state()->reducer();
+  set_to_none ? reducer.clear_all() : reducer.zero_all();
+}
+
+void ShardedModule::unwrap() { state()->unwrap(); }
+
+double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
+  const std::vector<double> call = state()->clip_call(max_norm, options);
+  state()->announce(JoinCall::kClip, call);
+  return state()->clip(call);
+}
+
+std::vector<NamedTensor> ShardedModule::full_state() { return state()->full_state(); }
+
+void ShardedModule::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
+  this->state()->load_full_state(state, strict);
+}
+
+ShardMemory ShardedModule::memory() const {
+  ShardMemory memory;
+  for (const auto& unit : state()->units()) {
+    memory.parameters += unit->resident_nbytes();
+    if (unit->master().exists())
+      (unit->master().is_offloaded() ? memory.offloaded : memory.master_weights) +=
+          static_cast<int64_t>(unit->master().values().nbytes());
+  }
+  for (const auto& gradients : state()->reducer().gradients())
+    memory.gradients += gradients->nbytes();
+  memory.peak_unsharded = state()->context().peak_unsharded_bytes;
+  memory.peak_in_flight = state()->reducer().peak_in_flight_bytes();
+  return memory;
+}
+
+std::string ShardedModule::describe() const {
+  std::string text = fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", "unit", "elements",
+                                 "my shard", "sharded", "parameters");
+  for (const auto& unit : state()->units()) {
+    const UnitLayout& layout = unit->layout();
+    text += fmt::format("{:>4}  {:>12}  {:>12}  {:<15}  {}\n", unit->index(), layout.numel(),
+                        layout.shard_numel(unit->context().mesh.shard().rank()),
+                        kLevelNames.at(static_cast<size_t>(layout.level)), layout.name);
+  }
+  return text;
+}
+
+}  // namespace tessera

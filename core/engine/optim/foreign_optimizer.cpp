@@ -1,0 +1,162 @@
+#include <c10/util/Exception.h>
+#include <tessera/engine/foreign_optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <map>
+#include <memory>
+
+#include "engine/optim/foreign_state.h"
+
+namespace tessera {
+namespace {
+
+struct NoOptions : torch::optim::OptimizerCloneableOptions<NoOptions> {};
+
+std::vector<torch::optim::OptimizerParamGroup> make_groups(
+    const std::vector<std::vector<at::Tensor>>& param_groups) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto& params : param_groups)
+    groups.emplace_back(params, std::make_unique<NoOptions>());
+  return groups;
+}
+
+bool is_count(const std::string& name, const c10::IValue& value, const at::Tensor& param) {
+  if (value.isInt() || value.isBool()) return true;
+  // A parameter may have a single element, too.
+  return value.isTensor() && value.toTensor().numel() == 1 &&
+         (name == "step" || value.toTensor().sizes() != param.sizes());
+}
+
+int64_t to_count(const std::string& name, const c10::IValue& value) {
+  const double number =
+      value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
+  TORCH_CHECK_NOT_IMPLEMENTED(number == static_cast<double>(static_cast<int64_t>(number)),
+                              "[tessera] numbers in an optimizer's state must be whole to be stored in a checkpoint; '",
+                              name, "' is ", number, ". Use full_state_dict() for this class");
+  return static_cast<int64_t>(number);
+}
+
+}  // namespace
+
+ForeignOptimizer::ForeignOptimizer(const std::vector<std::vector<at::Tensor>>& param_groups)
+    : Optimizer(make_groups(param_groups), std::make_unique<NoOptions>()) {}
+
+void ForeignOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  OptimizerStateDict dict;
+  std::map<const c10::TensorImpl*, int64_t> numbers;
+  for (size_t i = 0; i < param_groups().size(); ++i) {
+    auto& group = dict.param_groups.emplace_back();
+    group.options = read_options(i);
+    for (const at::Tensor& param : param_groups()[i].params()) {
+      const auto [it, is_new] =
+          numbers.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(numbers.size()));
+      group.params.push_back(it->second);
+      if (!is_new) continue;
+      if (Values values = read_state(param); !values.empty())
+        dict.state[it->second] = std::move(values);
+    }
+  }
+  dict.save(archive);
+}
+
+void ForeignOptimizer::load(torch::serialize::InputArchive& archive) {
+  const OptimizerStateDict dict = OptimizerStateDict::load(archive);
+  TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups().size(),
+                    "[load] the state must have the optimizer's param groups; expected ", param_groups().size(), ", got ",
+                    dict.param_groups.size());
+  for (size_t i = 0; i < param_groups().size(); ++i) {
+    const auto& numbers = dict.param_groups[i].params;
+    const auto& params = param_groups()[i].params();
+    TORCH_CHECK_VALUE(numbers.size() == params.size(), "[load] the state must have the optimizer's parameters; "
+                      "expected ", params.size(), " in param group ", i, ", got ", numbers.size());
+    for (size_t j = 0; j < params.size(); ++j) {
+      const auto it = dict.state.find(numbers[j]);
+      if (it != dict.state.end()) write_state(params[j], it->second);
+    }
+    write_options(i, dict.param_groups[i].options);
+  }
+}
+
+const ForeignOptimizer* as_foreign(const torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<const ForeignOptimizer*>(&optimizer);
+}
+ForeignOptimizer* as_foreign(torch::optim::Optimizer& optimizer) {
+  return dynamic_cast<ForeignOptimizer*>(&optimizer);
+}
+
+ParamState foreign_param_state(const ForeignOptimizer& optimizer, const at::Tensor& param) {
+  ParamState state;
+  for (const auto& [name, value] : optimizer.read_state(param)) {
+    if (value.isNone()) continue;
+    if (is_count(name, value, param)) {
+      state.counts[name] = to_count(name, value);
+      continue;
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(value.isTensor(), "[tessera] an optimizer's state must consist of tensors and counts to "
+                                "be stored in a checkpoint or offloaded; '", name, "' is a ", value.tagKind());
+    state.tensors[name] = value.toTensor();
+  }
+  return state;
+}
+
+int64_t foreign_state_nbytes(const ForeignOptimizer& optimizer) {
+  int64_t total = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& param : group.params()) {
+      for (const auto& [name, value] : optimizer.read_state(param)) {
+        if (value.isTensor() && !is_count(name, value, param))
+          total += static_cast<int64_t>(value.toTensor().nbytes());
+      }
+    }
+  }
+  return total;
+}
+
+ForeignOptimizer::Values values_of(const ParamState& state) {
+  ForeignOptimizer::Values values;
+  for (const auto& [name, tensor] : state.tensors) values[name] = tensor;
+  for (const auto& [name, count] : state.counts) values[name] = count;
+  return values;
+}
+
+std::map<std::string, double> foreign_options(const ForeignOptimizer& optimizer, size_t group) {
+  std::map<std::string, double> numbers;
+  for (const auto& [name, value] : optimizer.read_options(group)) {
+    if (value.isDouble() || value.isInt() || value.isBool()) {
+      numbers[name] = value.toScalar().toDouble();
+    } else if (value.isTensor() && value.toTensor().numel() == 1) {
+      numbers[name] = value.toTensor().item<double>();
+    } else if (name == "betas" && value.isDoubleList()) {
+      const auto betas = value.toDoubleVector();
+      for (size_t i = 0; i < betas.size(); ++i) numbers["beta" + std::to_string(i + 1)] = betas[i];
+    }
+  }
+  return numbers;
+}
+
+void set_foreign_options(ForeignOptimizer& optimizer, size_t group,
+                         const std::map<std::string, double>& numbers) {
+  ForeignOptimizer::Values values;
+  for (const auto& [name, value] : optimizer.read_options(group)) {
+    const auto it = numbers.find(name);
+    if (name == "betas" && value.isDoubleList()) {
+      auto betas = value.toDoubleVector();
+      for (size_t i = 0; i < betas.size(); ++i) {
+        const auto beta = numbers.find("beta" + std::to_string(i + 1));
+        if (beta != numbers.end()) betas[i] = beta->second;
+      }
+      values[name] = betas;
+    } else if (it == numbers.end()) {
+      continue;
+    } else if (value.isBool()) {
+      values[name] = it->second != 0;
+    } else if (value.isInt()) {
+      values[name] = static_cast<int64_t>(it->second);
+    } else {
+      values[name] = it->second;
+    }
+  }
+  optimizer.write_options(group, values);
+}
+
+}  // namespace tessera

@@ -1,0 +1,188 @@
+#pragma once
+
+#include <tessera/engine/cpu_adam.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+/// The optimizers whose state and options Tessera reads and writes: the only table of them. A kind
+/// has the names of its class, options and per-parameter state, and
+///
+/// - `visit_state(state, tensor, count)`: calls `tensor` or `count` with the name of each field of
+///   the state and a reference to it;
+/// - `visit_options(options, f)`: calls `f` with the name of each option and a reference to its
+///   double or bool; `betas` is `beta1` and `beta2`;
+/// - `state_names(options)`: the names of the tensors that the optimizer keeps with these options;
+/// - `starts_with_zeros(options)`: whether the first step makes state of zeros.
+///
+/// Names are those of LibTorch and PyTorch.
+template <class OptimizerClass, class OptionsClass, class StateClass>
+struct OptimizerKind {
+  using Optimizer = OptimizerClass;
+  using Options = OptionsClass;
+  using State = StateClass;
+  static bool starts_with_zeros(Options& /*options*/) { return true; }
+};
+
+template <class OptimizerClass, class OptionsClass, class StateClass>
+struct AdamKinds : OptimizerKind<OptimizerClass, OptionsClass, StateClass> {
+  template <class Tensor, class Count>
+  static void visit_state(StateClass& state, Tensor&& tensor, Count&& count) {
+    tensor("exp_avg", state.exp_avg());
+    tensor("exp_avg_sq", state.exp_avg_sq());
+    tensor("max_exp_avg_sq", state.max_exp_avg_sq());
+    count("step", state.step());
+  }
+  template <class F>
+  static void visit_options(OptionsClass& options, F&& f) {
+    f("lr", options.lr());
+    f("beta1", std::get<0>(options.betas()));
+    f("beta2", std::get<1>(options.betas()));
+    f("eps", options.eps());
+    f("weight_decay", options.weight_decay());
+    f("amsgrad", options.amsgrad());
+  }
+  static std::vector<std::string> state_names(OptionsClass& options) {
+    if (options.amsgrad()) return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+    return {"exp_avg", "exp_avg_sq"};
+  }
+};
+
+struct AdamWKind
+    : AdamKinds<torch::optim::AdamW, torch::optim::AdamWOptions, torch::optim::AdamWParamState> {
+  static constexpr const char* kName = "AdamW";
+};
+
+struct AdamKind
+    : AdamKinds<torch::optim::Adam, torch::optim::AdamOptions, torch::optim::AdamParamState> {
+  static constexpr const char* kName = "Adam";
+};
+
+struct CPUAdamKind : OptimizerKind<CPUAdam, CPUAdamOptions, CPUAdamParamState> {
+  static constexpr const char* kName = "CPUAdam";
+  template <class Tensor, class Count>
+  static void visit_state(State& state, Tensor&& tensor, Count&& count) {
+    tensor("exp_avg", state.exp_avg());
+    tensor("exp_avg_sq", state.exp_avg_sq());
+    count("step", state.step());
+  }
+  template <class F>
+  static void visit_options(Options& options, F&& f) {
+    f("lr", options.lr());
+    f("bias_correction", options.bias_correction());
+    f("beta1", std::get<0>(options.betas()));
+    f("beta2", std::get<1>(options.betas()));
+    f("eps", options.eps());
+    f("weight_decay", options.weight_decay());
+    f("adamw_mode", options.adamw_mode());
+  }
+  static std::vector<std::string> state_names(Options& /*options*/) {
+    return {"exp_avg", "exp_avg_sq"};
+  }
+};
+
+struct SGDKind
+    : OptimizerKind<torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState> {
+  static constexpr const char* kName = "SGD";
+  template <class Tensor, class Count>
+  static void visit_state(State& state, Tensor&& tensor, Count&& /*count*/) {
+    tensor("momentum_buffer", state.momentum_buffer());
+  }
+  template <class F>
+  static void visit_options(Options& options, F&& f) {
+    f("lr", options.lr());
+    f("momentum", options.momentum());
+    f("dampening", options.dampening());
+    f("weight_decay", options.weight_decay());
+    f("nesterov", options.nesterov());
+  }
+  static std::vector<std::string> state_names(Options& options) {
+    if (options.momentum() == 0) return {};
+    return {"momentum_buffer"};
+  }
+  /// With dampening, the first gradient becomes the buffer unchanged.
+  static bool starts_with_zeros(Options& options) { return options.dampening() == 0; }
+};
+
+struct AdagradKind : OptimizerKind<torch::optim::Adagrad, torch::optim::AdagradOptions,
+                                   torch::optim::AdagradParamState> {
+  static constexpr const char* kName = "Adagrad";
+  template <class Tensor, class Count>
+  static void visit_state(State& state, Tensor&& tensor, Count&& count) {
+    tensor("sum", state.sum());
+    count("step", state.step());
+  }
+  template <class F>
+  static void visit_options(Options& options, F&& f) {
+    f("lr", options.lr());
+    f("lr_decay", options.lr_decay());
+    f("weight_decay", options.weight_decay());
+    f("initial_accumulator_value", options.initial_accumulator_value());
+    f("eps", options.eps());
+  }
+  static std::vector<std::string> state_names(Options& /*options*/) { return {"sum"}; }
+};
+
+struct RMSpropKind : OptimizerKind<torch::optim::RMSprop, torch::optim::RMSpropOptions,
+                                   torch::optim::RMSpropParamState> {
+  static constexpr const char* kName = "RMSprop";
+  template <class Tensor, class Count>
+  static void visit_state(State& state, Tensor&& tensor, Count&& count) {
+    tensor("square_avg", state.square_avg());
+    tensor("momentum_buffer", state.momentum_buffer());
+    tensor("grad_avg", state.grad_avg());
+    count("step", state.step());
+  }
+  template <class F>
+  static void visit_options(Options& options, F&& f) {
+    f("lr", options.lr());
+    f("alpha", options.alpha());
+    f("eps", options.eps());
+    f("weight_decay", options.weight_decay());
+    f("momentum", options.momentum());
+    f("centered", options.centered());
+  }
+  static std::vector<std::string> state_names(Options& options) {
+    std::vector<std::string> names{"square_avg"};
+    if (options.momentum() > 0) names.emplace_back("momentum_buffer");
+    if (options.centered()) names.emplace_back("grad_avg");
+    return names;
+  }
+};
+
+using OptimizerKinds =
+    std::tuple<AdamWKind, AdamKind, CPUAdamKind, SGDKind, AdagradKind, RMSpropKind>;
+
+/// Calls `f` with the first kind that `is_it(kind)` accepts; returns false if there is none.
+template <class IsIt, class F>
+bool with_kind_if(const IsIt& is_it, F&& f) {
+  const auto try_kind = [&](auto kind) { return is_it(kind) && (f(kind), true); };
+  return std::apply([&](auto... kinds) { return (try_kind(kinds) || ...); }, OptimizerKinds());
+}
+
+/// Calls `f` with the kind that the optimizer is or derives from; returns false if there is none.
+template <class F>
+bool with_kind(const torch::optim::Optimizer& optimizer, F&& f) {
+  return with_kind_if(
+      [&](auto kind) {
+        return dynamic_cast<const typename decltype(kind)::Optimizer*>(&optimizer) != nullptr;
+      },
+      std::forward<F>(f));
+}
+
+/// The same, by the kind's name.
+template <class F>
+bool with_kind(const std::string& name, F&& f) {
+  return with_kind_if([&](auto kind) { return name == kind.kName; }, std::forward<F>(f));
+}
+
+}  // namespace tessera

@@ -1,0 +1,75 @@
+// Rules that users register for operators of their own.
+
+#include <gtest/gtest.h>
+#include <tessera/comm/comm_debug.h>
+#include <tessera/tensor/dist_debug.h>
+#include <tessera/tensor/dist_tensor.h>
+#include <tessera/tensor/operator_rules.h>
+#include <torch/library.h>
+#include <torch/torch.h>
+
+#include "support/error_of.h"
+#include "support/run_world.h"
+#include "support/test_device.h"
+
+namespace tessera {
+namespace operator_rules_test {
+
+at::Tensor scaled_tanh(const at::Tensor& x, double scale) { return (x * scale).tanh(); }
+at::Tensor composed(const at::Tensor& x) { return x * 2 + 1; }
+
+TORCH_LIBRARY(tessera_test, library) {
+  library.def("scaled_tanh(Tensor x, float scale) -> Tensor");
+  library.def("composed(Tensor x) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(tessera_test, CompositeExplicitAutograd, library) {
+  library.impl("scaled_tanh", scaled_tanh);
+}
+TORCH_LIBRARY_IMPL(tessera_test, CompositeImplicitAutograd, library) {
+  library.impl("composed", composed);
+}
+
+at::Tensor call(const char* name, const at::Tensor& x, std::optional<double> scale = {}) {
+  torch::jit::Stack stack{x};
+  if (scale) stack.emplace_back(*scale);
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
+  return stack[0].toTensor();
+}
+
+Strategies by_element(const OpCall& call) {
+  Strategies ways;
+  for (int64_t d = 0; d < call.inputs[0].ndim(); ++d) ways.push_back({{Shard{d}}, {Shard{d}}});
+  return ways;
+}
+std::vector<TensorInfo> like_x(const OpCall& call) { return {call.inputs[0]}; }
+
+TEST(OperatorRules, OfAUserKeepPartsWhereTheyAre) {
+  register_rule("tessera_test::scaled_tanh", by_element, {.sizes = like_x, .splits = true});
+  run_world(2, [](World&) {
+    const at::Tensor plain =
+        testing::on_test_device(torch::randn({5, 4}, at::make_generator<at::CPUGeneratorImpl>(1)));
+    const at::Tensor x = distribute(plain, DeviceMesh::over_world(), {Shard{0}});
+    const CommDebug debug;
+    const StrictOperators strict;
+    const torch::NoGradGuard no_grad;
+    const at::Tensor y = call("tessera_test::scaled_tanh", x, 0.5);
+    EXPECT_EQ(placements_of(y), Placements{Shard{0}});
+    EXPECT_EQ(debug.calls(), 0);
+    EXPECT_TRUE(torch::equal(full_tensor(y), scaled_tanh(plain, 0.5)));
+    const at::Tensor z = call("tessera_test::composed", x);
+    EXPECT_TRUE(torch::equal(full_tensor(z), composed(plain)));
+  });
+}
+
+TEST(OperatorRules, ThatCanHaveNoEffectAreRefused) {
+  const auto refusal_of = [](const char* name) {
+    return testing::error_of([&] { register_rule(name, by_element); });
+  };
+  EXPECT_NE(refusal_of("tessera_test::unknown").find("must be that of an operator"),
+            std::string::npos);
+  EXPECT_NE(refusal_of("tessera_test::composed").find("needs no rule"), std::string::npos);
+  EXPECT_NE(refusal_of("aten::relu").find("has a rule already"), std::string::npos);
+}
+
+}  // namespace operator_rules_test
+}  // namespace tessera

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <tessera/engine/fully_shard.h>
+#include <tessera/export.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace tessera {
+
+struct ShardedOptimizerOptions {
+  /// Steps with LibTorch's fused kernels if the optimizer is exactly `AdamW`, `Adam`, `SGD` or
+  /// `Adagrad`. The results agree with the plain step to rounding.
+  bool fused = true;
+
+  /// Maximum norm to which the gradients are clipped at the beginning of each step; 0: no clipping.
+  double max_grad_norm = 0;
+  ClipOptions clip = {};  ///< how to clip; refused without `max_grad_norm`
+
+  /// Declares that the optimizer's step treats each element of a parameter by itself, so that it
+  /// gives the same numbers on 1-D parts of parameters. Needed, unless parameters are sharded by
+  /// `Partition::kWholeParam`, for classes other than Adagrad, Adam, AdamW, CPUAdam, RMSprop and
+  /// SGD, also for those derived from them.
+  bool elementwise = false;
+};
+
+class ShardedOptimizer;
+struct Segment;
+class OuterSteps;
+OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer);                       // internal
+void skip_step(ShardedOptimizer& optimizer);                                         // internal
+const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);          // internal
+void offload_state(ShardedOptimizer& optimizer);                                     // internal
+void give_back_optimizer(ShardedOptimizer& optimizer);                               // internal
+void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);  // internal
+
+/// Steps the user's own optimizer on this rank's shards.
+///
+/// Changes the optimizer's param groups in place: replaces each parameter by the 1-D part of it
+/// that lies in this rank's shard (empty if none does). Options, schedulers and state of the
+/// optimizer keep working; `optimizer` must outlive this object. Parameters of the model that are
+/// added to param groups later, say by `inner().add_param_group()` to unfreeze layers, are replaced
+/// by the next step, checkpoint or full state; all ranks must add the same ones.
+///
+/// Optimizers must be elementwise: see `ShardedOptimizerOptions::elementwise`. Others step whole
+/// parameters under `Partition::kWholeParam`, each on one rank, and must treat each parameter by
+/// itself; `LBFGS` does not, and is refused. With `Offload` optimizers must be of a class whose
+/// state can be read: Adagrad, Adam, AdamW, CPUAdam, RMSprop, SGD, or one derived from them.
+class TESSERA_API ShardedOptimizer {
+ public:
+  /// Throws `c10::ValueError`, and changes nothing, if a parameter does not belong to the model or
+  /// is in two param groups, or for invalid options, and `c10::NotImplementedError` for LBFGS and,
+  /// where parameters are cut, for an optimizer that is not known to be elementwise.
+  ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
+                   const ShardedOptimizerOptions& options = {});
+  ~ShardedOptimizer();
+  ShardedOptimizer(ShardedOptimizer&&) noexcept;
+  ShardedOptimizer& operator=(ShardedOptimizer&&) noexcept;
+
+  /// Waits for the reductions, updates this rank's shards, and starts gathering the units that stay
+  /// whole.
+  ///
+  /// Collective. A parameter that no rank used since `zero_grad()` is not changed, as in one
+  /// process. Throws if there was no backward since the last `zero_grad()`. If state is offloaded,
+  /// units are stepped one after another, so that little of the state is in memory at a time. With
+  /// `ShardPlan::outer`, every `outer->every`-th step averages the replicas at its end.
+  void step();
+
+  /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first, and returns its loss.
+  at::Tensor step(const std::function<at::Tensor()>& closure);
+
+  /// Clears the gradients of the parameters in the optimizer's param groups, as the optimizer's own
+  /// `zero_grad()` does; the module's clears all. Not `set_to_none`: turns those that exist into
+  /// zeros, which the next backward reduces with its own. Not collective; all ranks must call it.
+  void zero_grad(bool set_to_none = true);
+
+  /// Undoes the constructor: the user's optimizer has the module's parameters again and, on every
+  /// rank, its full state, as `full_state_dict()` returns it, without master weights. Afterwards
+  /// this object throws. Call it before `ShardedModule::unwrap()`, without which the optimizer has
+  /// nothing to step with.
+  ///
+  /// Collective. **Throws** on every rank, and changes nothing, if `full_state_dict()` would throw.
+  void unwrap();
+
+  /// See `ShardedModule::clip_grad_norm_`.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0);
+  double clip_grad_norm_(double max_norm, const ClipOptions& options);
+
+  /// Moves offloaded units back to the parameters' device permanently: their master weights, and
+  /// the optimizer's state for them, including state that it has not made yet. In the order of the
+  /// step, moves each unit that still fits into `nbytes`. Returns the bytes moved, which `memory()`
+  /// then counts as `master_weights` and `optimizer_state`. Steps stay bit-identical. Units that
+  /// have parameters of another optimizer are not moved.
+  ///
+  /// Not collective: ranks may pass different numbers. Waits for gathers in progress. Space that
+  /// was taken in `ShardPlan::offload_directory` is not released. Throws if nothing is offloaded.
+  int64_t keep_on_device(int64_t nbytes);
+
+  /// Returns the number of steps taken, including those before a checkpoint that was loaded.
+  int64_t steps() const;
+  void set_steps(int64_t steps);
+
+  /// With `ShardPlan::outer`: the number of steps since replicas were averaged. 0 right after an
+  /// average, when they are equal, and without `outer`.
+  int64_t steps_since_average() const;
+
+  /// Returns the user's optimizer.
+  torch::optim::Optimizer& inner() const;
+  ShardedModule module() const;
+
+  /// Returns `ShardedModule::memory()` plus this rank's optimizer state, which includes the start
+  /// values and the momentum of `ShardPlan::outer`.
+  ShardMemory memory() const;
+
+ private:
+  friend OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer);
+  friend void skip_step(ShardedOptimizer& optimizer);
+  friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
+  friend void offload_state(ShardedOptimizer& optimizer);
+  friend void give_back_optimizer(ShardedOptimizer& optimizer);
+  friend void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

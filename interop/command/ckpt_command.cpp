@@ -1,0 +1,308 @@
+#include "interop/command/ckpt_command.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/planner/plan_report.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "command/exit_code.h"
+#include "interop/command/interruption.h"
+#include "interop/command/progress_line.h"
+#include "interop/command/rename_arguments.h"
+
+namespace tessera::tools {
+namespace {
+
+constexpr const char* kCkptFooter = R"(
+CKPT is a checkpoint's directory. Exit status: 0 if all is well; 1 if `verify` found damage or `diff` a
+difference; 2 if the arguments are wrong, the work could not be done, or its output could not be written. An
+interrupt leaves nothing that was begun.)";
+
+const std::map<std::string, ExportFormat> kFormats = {{"safetensors", ExportFormat::kSafetensors},
+                                                      {"torch", ExportFormat::kTorch},
+                                                      {"huggingface", ExportFormat::kHuggingFace},
+                                                      {"dcp", ExportFormat::kDcp}};
+
+constexpr int kCkptNotDone = 2;  // differs from the status of a finding
+
+struct Arguments {
+  std::string from, to, format, dtype;
+  int ranks = 0;
+  std::string rename_file, model_key, optimizer_key, optimizer_class, optimizer_params;
+  std::vector<std::string> rename, transpose;
+  int64_t max_shard_bytes = 0;  // 0: not given
+  bool json = false, quiet = false;
+
+  CheckpointProgress progress(const std::string& what) const {
+    return quiet ? CheckpointProgress() : progress_line(what);
+  }
+};
+using ArgumentsPtr = std::shared_ptr<Arguments>;
+
+CLI::App* add_command(CLI::App& ckpt, const std::string& name, const std::string& text,
+                      int& exit_code, const ArgumentsPtr& arguments,
+                      const std::function<int(const Arguments&)>& work) {
+  CLI::App* command = ckpt.add_subcommand(name, text);
+  command->footer(kCkptFooter);
+  command->callback([name, arguments, work, &exit_code] {
+    exit_code = exit_code_of(
+        "tessera ckpt " + name, [&] { return work(*arguments); }, kCkptNotDone);
+  });
+  return command;
+}
+
+void add_path(CLI::App* command, const char* name, std::string& value, const char* text) {
+  command->add_option(name, value, text)->required()->type_name("");
+}
+void add_quiet(CLI::App* command, Arguments& arguments) {
+  command->add_flag("--quiet", arguments.quiet, "Show no progress");
+}
+
+nlohmann::json to_json(const CheckpointSummary& summary) {
+  nlohmann::json tensors = nlohmann::json::array();
+  for (const CheckpointTensor& tensor : summary.tensors) {
+    tensors.push_back({{"kind", tensor.kind},
+                       {"names", tensor.names},
+                       {"state", tensor.state},
+                       {"dtype", tensor.dtype},
+                       {"shape", tensor.shape},
+                       {"bytes", tensor.nbytes},
+                       {"pieces", tensor.pieces}});
+  }
+  return {{"id", summary.id},
+          {"plan", summary.plan},
+          {"ranks", summary.ranks},
+          {"numbers", summary.numbers},
+          {"optimizer", summary.optimizer},
+          {"optimizer_steps", summary.optimizer_steps},
+          {"has_scaler", summary.has_scaler},
+          {"schedulers", summary.schedulers},
+          {"files", summary.files},
+          {"tensors", std::move(tensors)}};
+}
+
+// Write errors are checked when the command is over.
+void print(const std::string& text) { std::fputs(text.c_str(), stdout); }
+
+void add_kinds(const CheckpointSummary& summary, std::string& text) {
+  std::map<std::string, std::pair<int64_t, int64_t>> kinds;  // tensors and bytes
+  for (const CheckpointTensor& tensor : summary.tensors) {
+    auto& [count, nbytes] = kinds[tensor.kind];
+    count += 1;
+    nbytes += tensor.nbytes;
+  }
+  for (const auto& [kind, sum] : kinds)
+    text += fmt::format("{:<7} {:>6} tensors {:>14} bytes\n", kind, sum.first, sum.second);
+}
+
+std::string text_of(const CheckpointSummary& summary) {
+  std::string text =
+      fmt::format("saved by {} ranks ({}), id {}\n", summary.ranks, summary.plan, summary.id);
+  for (const auto& [name, value] : summary.numbers)
+    text += fmt::format("number {} = {}\n", name, value);
+  if (!summary.optimizer.empty())
+    text +=
+        fmt::format("optimizer {} after {} steps\n", summary.optimizer, summary.optimizer_steps);
+  if (summary.has_scaler) text += "a gradient scaler\n";
+  if (summary.schedulers > 0) text += fmt::format("{} schedulers\n", summary.schedulers);
+  add_kinds(summary, text);
+  text +=
+      fmt::format("\n{:<7} {:<5} {:>14} {:>7}  name [shape]\n", "kind", "dtype", "bytes", "pieces");
+  for (const CheckpointTensor& tensor : summary.tensors) {
+    std::string name = fmt::format("{}", fmt::join(tensor.names, " = "));
+    if (!tensor.state.empty()) name += (tensor.kind == "rank" ? " of rank " : " ") + tensor.state;
+    text += fmt::format("{:<7} {:<5} {:>14} {:>7}  {} [{}]\n", tensor.kind, tensor.dtype,
+                        tensor.nbytes, tensor.pieces, name, fmt::join(tensor.shape, ", "));
+  }
+  return text;
+}
+
+int inspect(const Arguments& arguments) {
+  const CheckpointSummary summary = inspect_checkpoint(arguments.from);
+  print(arguments.json ? to_json(summary).dump() + "\n" : text_of(summary));
+  return 0;
+}
+
+// Prints findings to stdout, one line each.
+int report(const std::vector<std::string>& findings, const std::string& all_well) {
+  for (const std::string& finding : findings) print(finding + "\n");
+  if (findings.empty()) print(all_well + "\n");
+  return findings.empty() ? 0 : 1;
+}
+
+int verify(const Arguments& arguments) {
+  return report(verify_checkpoint(arguments.from, arguments.progress("verify")),
+                "all checksums are right");
+}
+
+int diff(const Arguments& arguments) {
+  return report(compare_checkpoints(arguments.from, arguments.to, arguments.progress("diff")),
+                "no difference");
+}
+
+int reshard(const Arguments& arguments) {
+  return run_interruptible([&](const Interruption& interruption) {
+    reshard_checkpoint(arguments.from, arguments.to, arguments.ranks,
+                       interruption.checked(arguments.progress("reshard")));
+    return 0;
+  });
+}
+
+int export_file(const Arguments& arguments) {
+  ExportOptions options;
+  if (!arguments.format.empty()) options.format = kFormats.at(arguments.format);
+  if (!arguments.dtype.empty()) options.dtype = parse_dtype(arguments.dtype);
+  if (arguments.max_shard_bytes > 0) options.max_shard_bytes = arguments.max_shard_bytes;
+  options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
+  options.model_key = arguments.model_key;
+  options.optimizer_key = arguments.optimizer_key;
+  return run_interruptible([&](const Interruption& interruption) {
+    options.progress = interruption.checked(arguments.progress("export"));
+    export_checkpoint(arguments.from, arguments.to, options);
+    return 0;
+  });
+}
+
+int import_file(const Arguments& arguments) {
+  ImportOptions options;
+  options.rename = rename_rules_of(arguments.rename_file, arguments.rename);
+  options.transpose = arguments.transpose;
+  options.model_key = arguments.model_key;
+  options.optimizer_key = arguments.optimizer_key;
+  options.optimizer_class = arguments.optimizer_class;
+  if (!arguments.optimizer_params.empty())
+    options.optimizer_params = names_in("--optimizer-params", arguments.optimizer_params);
+  return run_interruptible([&](const Interruption& interruption) {
+    options.progress = interruption.checked(arguments.progress("import"));
+    import_checkpoint(arguments.from, arguments.to, options);
+    return 0;
+  });
+}
+
+void add_names_and_keys(CLI::App* command, Arguments& arguments) {
+  command
+      ->add_option(
+          "--rename", arguments.rename,
+          "PATTERN=REPLACEMENT for names, a regular expression and its replacement ($1 is a "
+          "group); without a name, a tensor is left out. May be repeated")
+      ->type_name("RULE")
+      ->allow_extra_args(false);
+  command
+      ->add_option("--rename-file", arguments.rename_file,
+                   "JSON: a list of [\"PATTERN\", \"REPLACEMENT\"], or an object of whole names")
+      ->type_name("FILE");
+  command
+      ->add_option(
+          "--model", arguments.model_key,
+          "The key of the model's state dict, for torch and dcp (default with --optimizer: "
+          "model)")
+      ->type_name("KEY");
+  command
+      ->add_option(
+          "--optimizer", arguments.optimizer_key,
+          "The key of the optimizer's state dict, for torch and dcp (default: no optimizer)")
+      ->type_name("KEY");
+}
+
+void add_export(CLI::App* command, Arguments& arguments) {
+  add_path(command, "CKPT", arguments.from, "The checkpoint");
+  add_path(
+      command, "TO", arguments.to,
+      "A file that ends with .safetensors, or with .pt, .pth or .bin; or a directory for Hugging "
+      "Face, or with --format dcp");
+  command
+      ->add_option(
+          "--format", arguments.format,
+          "safetensors, torch for Python's torch.load, huggingface (a directory), or dcp for "
+          "torch.distributed.checkpoint (default: by TO's name)")
+      ->check(CLI::IsMember(kFormats))
+      ->type_name("");
+  command->add_option("--dtype", arguments.dtype, "Of floating tensors (default: as stored)")
+      ->type_name("DTYPE");
+  command
+      ->add_option("--max-shard-size", arguments.max_shard_bytes,
+                   "Most bytes of a file for Hugging Face, such as 500MB (default: 5GB)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true).description(""))
+      ->check(CLI::Validator(CLI::PositiveNumber).description(""))
+      ->type_name("SIZE");
+  add_names_and_keys(command, arguments);
+  add_quiet(command, arguments);
+}
+
+void add_import(CLI::App* command, Arguments& arguments) {
+  add_path(
+      command, "FROM", arguments.from,
+      "A safetensors file, the index of such files, a directory as Hugging Face writes it, a file "
+      "of Python's torch.save, or a directory of torch.distributed.checkpoint");
+  add_path(command, "CKPT", arguments.to, "The directory of the checkpoint");
+  add_names_and_keys(command, arguments);
+  command
+      ->add_option("--optimizer-class", arguments.optimizer_class,
+                   "Adagrad, Adam, AdamW, RMSprop or SGD (default: told from the options)")
+      ->check(CLI::IsMember({"Adagrad", "Adam", "AdamW", "RMSprop", "SGD"}))
+      ->type_name("CLASS");
+  command
+      ->add_option(
+          "--optimizer-params", arguments.optimizer_params,
+          "JSON: a list of the names of the optimizer's parameters, in the order in which it "
+          "was given them, for a torch file without them")
+      ->type_name("FILE");
+  command
+      ->add_option(
+          "--transpose", arguments.transpose,
+          "Regular expression for whole names, after --rename, of tensors to transpose. May "
+          "be repeated")
+      ->type_name("PATTERN")
+      ->allow_extra_args(false);
+  add_quiet(command, arguments);
+}
+
+void add_commands(CLI::App& ckpt, int& exit_code, const ArgumentsPtr& arguments) {
+  const auto add = [&](const char* name, const char* text, auto work) {
+    return add_command(ckpt, name, text, exit_code, arguments, work);
+  };
+  CLI::App* command = add("inspect", "Lists the contents of a checkpoint", inspect);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  command->add_flag("--json", arguments->json, "Print one line of JSON");
+
+  command = add("verify", "Reads everything and compares the checksums", verify);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  add_quiet(command, *arguments);
+
+  command = add("diff", "Compares the contents of two checkpoints, however they are cut", diff);
+  add_path(command, "A", arguments->from, "A checkpoint");
+  add_path(command, "B", arguments->to, "Another one");
+  add_quiet(command, *arguments);
+
+  command = add("reshard", "Writes a checkpoint as another number of ranks would", reshard);
+  add_path(command, "CKPT", arguments->from, "The checkpoint");
+  add_path(command, "TO", arguments->to, "The directory of the new one");
+  command->add_option("--ranks", arguments->ranks, "How many")
+      ->required()
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("N");
+  add_quiet(command, *arguments);
+
+  add_export(add("export", "Writes the model whole into files for other tools", export_file),
+             *arguments);
+  add_import(add("import", "Makes a checkpoint of another tool's files", import_file), *arguments);
+}
+
+}  // namespace
+
+void add_ckpt(CLI::App& app, int& exit_code) {
+  CLI::App* ckpt = app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");
+  ckpt->footer(kCkptFooter);
+  add_commands(*ckpt, exit_code, std::make_shared<Arguments>());
+}
+
+}  // namespace tessera::tools

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <tessera/checkpoint/rename_rule.h>
+
+#include <string>
+#include <vector>
+
+namespace tessera::tools {
+
+/// Returns the rules of a file, then those of arguments `PATTERN=REPLACEMENT`, which are cut at
+/// their last `=`. `file` may be empty: none.
+///
+/// The file is JSON: a list of rules, `[["PATTERN", "REPLACEMENT"], ...]`, or an object of whole
+/// names, `{"NAME": "NEW NAME", ...}`, which are one rule. Throws `std::invalid_argument` for
+/// others.
+RenameRules rename_rules_of(const std::string& file, const std::vector<std::string>& arguments);
+
+/// Returns the names in a file that must be a JSON list of texts. `option` is for messages. Throws
+/// `std::invalid_argument`.
+std::vector<std::string> names_in(const std::string& option, const std::string& file);
+
+}  // namespace tessera::tools

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "launcher/flight_record.h"
+#include "launcher/job_end.h"
+
+namespace tessera::tools {
+
+/// The first cause of a failure.
+struct Cause {
+  const RankEnd* rank = nullptr;   ///< the rank that is the cause, if it has ended
+  const RankEnd* first = nullptr;  ///< another rank that failed first in time
+  std::string text;
+  int status = 1;  ///< the exit status of the job
+};
+
+/// Returns the cause: the rank or host that failed first, unless the flight records of the ranks
+/// that failed blame another rank. Nothing if none failed.
+std::optional<Cause> cause_of(const JobEnd& end, const MergedFlight& flight);
+
+/// Returns "exit status 3", say.
+std::string describe(const RankEnd& end);
+
+/// Returns the number and the description of a signal.
+std::string signal_text(int signal);
+
+}  // namespace tessera::tools

@@ -1,0 +1,205 @@
+#include "planner/command/plan_table.h"
+
+#include <fmt/format.h>
+
+#include <functional>
+#include <utility>
+
+namespace tessera::tools {
+namespace {
+
+using nlohmann::ordered_json;
+
+std::string text_of(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
+
+// The names of the table's lines and of the JSON object's keys.
+struct Kind {
+  const char* line;
+  const char* key;
+};
+constexpr std::pair<Kind, int64_t ShardMemory::*> kMemory[] = {
+    {{"parameters", "parameters"}, &ShardMemory::parameters},
+    {{"gradients", "gradients"}, &ShardMemory::gradients},
+    {{"optimizer state", "optimizer_state"}, &ShardMemory::optimizer_state},
+    {{"master weights", "master_weights"}, &ShardMemory::master_weights},
+    {{"offloaded", "offloaded"}, &ShardMemory::offloaded}};
+constexpr std::pair<Kind, PlannedTraffic::Entry PlannedTraffic::*> kTraffic[] = {
+    {{"parameters, for forward", "gather_forward"}, &PlannedTraffic::gather_forward},
+    {{"parameters, for backward", "gather_backward"}, &PlannedTraffic::gather_backward},
+    {{"parameters, after the step", "gather_updated"}, &PlannedTraffic::gather_updated},
+    {{"gradients", "reduce"}, &PlannedTraffic::reduce},
+    {{"gradients, reduced, to all", "gather_reduced"}, &PlannedTraffic::gather_reduced},
+    {{"gradients, to replicas", "replicate"}, &PlannedTraffic::replicate},
+    {{"use of parameters", "agree"}, &PlannedTraffic::agree},
+    {{"use of parameters, to replicas", "agree_replicas"}, &PlannedTraffic::agree_replicas}};
+
+class Table {
+ public:
+  explicit Table(const std::vector<LevelReport>& levels) : levels_(levels) {
+    line("", [](const LevelReport& level) { return level.level; });
+  }
+
+  void title(const std::string& text) { text_ += text + "\n"; }
+  void line(const std::string& name, const std::function<std::string(const LevelReport&)>& cell) {
+    text_ += fmt::format("{:<34}", name);
+    for (const LevelReport& level : levels_) text_ += fmt::format("{:>12}", cell(level));
+    text_ += "\n";
+  }
+  void bytes(const std::string& name, const std::function<int64_t(const PlanReport&)>& cell) {
+    line(name, [&](const LevelReport& level) { return text_of(cell(level.report)); });
+  }
+  std::string text() && { return std::move(text_); }
+
+ private:
+  const std::vector<LevelReport>& levels_;
+  std::string text_;
+};
+
+int64_t calls_of(const PlannedTraffic& traffic) {
+  return traffic.over_ranks().calls() + traffic.over_replicas().calls();
+}
+
+void add_memory(Table& table, const std::string& title, PlanReport LevelReport::*of) {
+  table.title(title);
+  const auto bytes = [&](const std::string& name,
+                         const std::function<int64_t(const PlanReport&)>& cell) {
+    table.line("  " + name, [&](const LevelReport& level) { return text_of(cell(level.*of)); });
+  };
+  for (const auto& [kind, member] : kMemory)
+    bytes(kind.line, [m = member](const PlanReport& report) { return report.rank.memory.*m; });
+  bytes("in all", [](const PlanReport& report) { return report.rank.kept(); });
+  bytes("by the rank with most", [](const PlanReport& report) { return report.fullest.kept(); });
+  bytes("gathered besides, at most",
+        [](const PlanReport& report) { return report.rank.memory.peak_unsharded; });
+}
+
+void add_traffic(Table& table, int rank) {
+  table.title(fmt::format("sent per step by rank {}, if ranks send messages", rank));
+  for (const auto& [kind, member] : kTraffic)
+    table.bytes(fmt::format("  {}", kind.line), [m = member](const PlanReport& report) {
+      return (report.rank.traffic.*m).bytes_sent;
+    });
+  table.bytes("  in all",
+              [](const PlanReport& report) { return report.rank.traffic.bytes_sent(); });
+  table.bytes("  by the rank with most",
+              [](const PlanReport& report) { return report.busiest.traffic.bytes_sent(); });
+  table.line("collectives per step", [](const LevelReport& level) {
+    return fmt::format("{}", calls_of(level.report.rank.traffic));
+  });
+}
+
+ordered_json memory_json(const PlannedRank& rank) {
+  ordered_json memory;
+  for (const auto& [kind, member] : kMemory) memory[kind.key] = rank.memory.*member;
+  memory["kept"] = rank.kept();
+  memory["peak_unsharded"] = rank.memory.peak_unsharded;
+  return memory;
+}
+
+// For ranks that share memory, and send nothing.
+ordered_json shared_json(const PlanReport& report) {
+  return {{"rank", memory_json(report.rank)},
+          {"keeps_most", memory_json(report.fullest)},
+          {"peak", peak_json(report.fullest)}};
+}
+
+ordered_json rank_json(const PlannedRank& rank) {
+  ordered_json traffic;
+  for (const auto& [kind, member] : kTraffic) {
+    const auto& entry = rank.traffic.*member;
+    traffic[kind.key] = {{"calls", entry.calls}, {"bytes", entry.bytes_sent}};
+  }
+  traffic["all"] = {{"calls", calls_of(rank.traffic)}, {"bytes", rank.traffic.bytes_sent()}};
+  return {{"rank", rank.rank}, {"memory", memory_json(rank)}, {"sent_per_step", traffic}};
+}
+
+ordered_json unit_json(const PlannedUnit& unit) {
+  return {{"name", unit.name},
+          {"elements", unit.numel},
+          {"bytes", unit.nbytes},
+          {"trainable", unit.trainable}};
+}
+
+}  // namespace
+
+// In the units of the ZeRO paper: 1 GB is 1e9 bytes.
+std::string bytes_text(double bytes) {
+  if (bytes >= 1e9) return fmt::format("{:.1f} GB", bytes / 1e9);
+  if (bytes >= 1e6) return fmt::format("{:.1f} MB", bytes / 1e6);
+  if (bytes >= 1e3) return fmt::format("{:.1f} kB", bytes / 1e3);
+  return fmt::format("{:.0f} B", bytes);
+}
+
+ordered_json peak_json(const PlannedRank& rank) {
+  const MemoryBytes& peak = rank.peak;
+  return {{"rank", rank.rank},
+          {"at", rank.peak_at},
+          {"parameters", peak.parameters},
+          {"gathered", peak.gathered},
+          {"gradients", peak.gradients},
+          {"gradients_in_flight", peak.gradients_in_flight},
+          {"optimizer_state", peak.optimizer_state},
+          {"master_weights", peak.master_weights},
+          {"activations", peak.other},
+          {"offloaded", peak.offloaded},
+          {"device", rank.needed()}};
+}
+
+std::string plan_heading(const std::vector<ParameterSize>& sizes,
+                         const PlanReportOptions& options) {
+  int64_t numel = 0;
+  for (const ParameterSize& size : sizes) {
+    int64_t product = 1;
+    for (const int64_t dim : size.shape) product *= dim;
+    numel += product;
+  }
+  return fmt::format("{} parameters; ranks: {}, replicas: {}\n\n", numel, options.ranks,
+                     options.replicas);
+}
+
+std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportOptions& options) {
+  Table table(levels);
+  table.line("units",
+             [](const LevelReport& level) { return fmt::format("{}", level.report.units.size()); });
+  table.bytes("largest unit",
+              [](const PlanReport& report) { return report.units[report.largest_unit].nbytes; });
+  add_memory(table, fmt::format("kept by rank {}, if ranks send messages", options.rank),
+             &LevelReport::report);
+  add_memory(table,
+             fmt::format("kept by rank {}, if ranks share the memory of their host", options.rank),
+             &LevelReport::shared);
+  add_traffic(table, options.rank);
+  table.line("formula of the ZeRO paper",
+             [](const LevelReport& level) { return bytes_text(level.report.zero_paper_bytes); });
+  const PlanReport& first = levels.front().report;
+  return fmt::format("{} parameters; ranks: {}, replicas: {}; largest unit: {}\n\n",
+                     first.parameters, options.ranks, options.replicas,
+                     first.units[first.largest_unit].name) +
+         std::move(table).text() +
+         "\nThe paper has gradients in the dtype of parameters, whole at os. The engine keeps "
+         "reduced "
+         "ones,\nin the dtype that the optimizer updates, and 1/N of them at os, too.\n";
+}
+
+ordered_json plan_json(const std::vector<LevelReport>& levels, const PlanReportOptions& options) {
+  ordered_json columns = ordered_json::array();
+  for (const auto& [level, report, shared] : levels) {
+    ordered_json units = ordered_json::array();
+    for (const PlannedUnit& unit : report.units) units.push_back(unit_json(unit));
+    columns.push_back({{"level", level},
+                       {"rank", rank_json(report.rank)},
+                       {"keeps_most", rank_json(report.fullest)},
+                       {"sends_most", rank_json(report.busiest)},
+                       {"peak", peak_json(report.fullest)},
+                       {"shared_memory", shared_json(shared)},
+                       {"largest_unit", unit_json(report.units[report.largest_unit])},
+                       {"zero_paper_bytes", report.zero_paper_bytes},
+                       {"units", units}});
+  }
+  return {{"parameters", levels.front().report.parameters},
+          {"ranks", options.ranks},
+          {"replicas", options.replicas},
+          {"levels", columns}};
+}
+
+}  // namespace tessera::tools

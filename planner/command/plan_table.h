@@ -1,0 +1,33 @@
+#pragma once
+
+#include <tessera/planner/plan_report.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace tessera::tools {
+
+/// A report on a plan of one level.
+struct LevelReport {
+  std::string level;  ///< `none`, `os`, `os_g` or `p_g_os`
+  PlanReport report;  ///< if ranks send messages
+  PlanReport shared;  ///< if ranks share memory
+};
+
+/// Returns a number of bytes as text: `24.0 GB`, with 1e9 bytes each.
+std::string bytes_text(double bytes);
+
+/// The first line: the number of parameters, and the ranks.
+std::string plan_heading(const std::vector<ParameterSize>& sizes, const PlanReportOptions& options);
+
+/// A table with a column for each level.
+std::string plan_table(const std::vector<LevelReport>& levels, const PlanReportOptions& options);
+
+/// The bytes of a rank's peak, by kind.
+nlohmann::ordered_json peak_json(const PlannedRank& rank);
+
+nlohmann::ordered_json plan_json(const std::vector<LevelReport>& levels,
+                                 const PlanReportOptions& options);
+
+}  // namespace tessera::tools
