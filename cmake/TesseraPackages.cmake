@@ -1,4 +1,4 @@
-# A package is a folder with its sources, its tests in tests/, its commands in command/ and its page, README.md. Its public
+# A package is a folder with its sources, its tests in tests/, its commands in command/, its Python modules in python/ and its page, README.md. Its public
 # headers are in include/tessera/NAME, or in its own include/. scripts/check_packages.py reads the same calls, and checks
 # that includes follow them.
 #
@@ -29,7 +29,7 @@ function(tessera_package name)
   set_property(GLOBAL APPEND PROPERTY tessera_packages ${name})
 
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS *.cpp)
-  list(FILTER sources EXCLUDE REGEX "^${CMAKE_CURRENT_SOURCE_DIR}/(tests|command)/")
+  list(FILTER sources EXCLUDE REGEX "^${CMAKE_CURRENT_SOURCE_DIR}/(tests|command|python)/")
   list(FILTER sources EXCLUDE REGEX "/(no_)?nccl\\.cpp$")
   # Compiled once: the shared library and the tests, which also reach its hidden symbols, are made of these.
   add_library(tessera_${name}_objects OBJECT ${sources})

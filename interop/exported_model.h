@@ -1,6 +1,6 @@
 #pragma once
 
-#include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/interop/exchange.h>
 
 #include <filesystem>
 #include <functional>

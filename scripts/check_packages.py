@@ -41,7 +41,7 @@ class Package:
         self.is_dialect = folder.parent.name == "dialects"
         own = self.folder / "include"
         self.headers = sources(own) if own.is_dir() else sources(root / "include/tessera" / name)
-        self.sources = [p for p in sources(folder) if p.relative_to(folder).parts[0] not in ("tests", "command", "include")]
+        self.sources = [p for p in sources(folder) if p.relative_to(folder).parts[0] not in ("tests", "command", "python", "include")]
         self.tests = sources(folder / "tests")
         self.lines = sum(p.read_text().count("\n") for p in self.headers + self.sources)
 
@@ -50,13 +50,13 @@ class Package:
         return self.rooms.index(first) if first in self.rooms else None
 
 
-# The folders with the library's sources and public headers; tests/ and command/ in them are none of it.
+# The folders with the library's sources and public headers; tests/, command/ and python/ in them are none of it.
 LIBRARY = ("include", "core", "dialects", "interop", "loop", "trace", "planner")
 
 
 def library(root):
     """Returns the files of the library."""
-    return [p for folder in LIBRARY for p in sources(root / folder) if not {"tests", "command"} & set(p.relative_to(root).parts)]
+    return [p for folder in LIBRARY for p in sources(root / folder) if not {"tests", "command", "python"} & set(p.relative_to(root).parts)]
 
 
 def public_headers(root):
@@ -67,7 +67,7 @@ def public_headers(root):
 
 def programs(root):
     """Returns the files of the programs that are built beside it."""
-    folders = sorted({root / name for name in ("benchmarks", "launcher", "command", "python")} | set(root.glob("*/command")))
+    folders = sorted({root / name for name in ("benchmarks", "launcher", "command", "python")} | {*root.glob("*/command"), *root.glob("dialects/*/python")})
     return sorted({p for folder in folders for p in sources(folder) if "tests" not in p.relative_to(root).parts})
 
 
@@ -173,7 +173,7 @@ class House:
 
     def check_programs(self):
         """Programs see what a user's program sees."""
-        folders = [*self.root.glob("**/command"), *(self.root / name for name in ("benchmarks", "launcher", "examples", "python"))]
+        folders = [*self.root.glob("**/command"), *self.root.glob("dialects/*/python"), *(self.root / name for name in ("benchmarks", "launcher", "examples", "python"))]
         for folder in sorted(folders):
             for path in sources(folder):
                 inside = path.relative_to(self.root).parts
@@ -184,8 +184,8 @@ class House:
                         yield f"{where}: includes \"{name}\", which is not there"
                     elif found and name not in EXPORTED:
                         other = found.relative_to(self.root).parts
-                        if not (other[0] in (inside[0], "command", "launcher") or "command" in other) or \
-                                (self.package_of(found) and "command" not in other):
+                        if not (other[0] in (inside[0], "command", "launcher", "python") or "command" in other) or \
+                                (self.package_of(found) and not {"command", "python"} & set(other)):
                             yield f"{where}: includes \"{name}\"; programs include public headers"
                     elif quote == "<" and name.startswith("tessera/"):
                         if inside[0] == "launcher" and name != "tessera/version.h":
@@ -196,7 +196,7 @@ class House:
     def check_python(self):
         dialects = [p.name for p in self.packages.values() if p.is_dialect]
         for dialect in dialects:
-            for path in sorted((self.root / "python/tessera" / dialect).glob("*.py")):
+            for path in sorted((self.packages[dialect].folder / "python").glob("*.py")):
                 for number, line in enumerate(path.read_text().splitlines(), 1):
                     for other in dialects:
                         if other != dialect and re.match(rf"\s*(from|import)\b.*\b{other}\b", line):

@@ -51,6 +51,7 @@
 #include <tessera/dialects/paddle_shard_layer.h>
 #endif
 #if __has_include(<tessera/interop/load_safetensors.h>)
+#include <tessera/interop/exchange.h>
 #include <tessera/interop/load_safetensors.h>
 #endif
 #if __has_include(<tessera/loop/lr_schedule.h>)

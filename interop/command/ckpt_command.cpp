@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/interop/exchange.h>
 #include <tessera/planner/plan_report.h>
 
 #include <CLI/CLI.hpp>

@@ -222,6 +222,11 @@ TEST(PlanReport, RefusesWhatCantBeCounted) {
         plan_report({{{"a"}, {most}}}, {.partition = Partition::kWholeParam}, {.ranks = 100'000});
       },
       {"counted in 64 bits"});
+  expect_error(
+      [&] {
+        plan_report({{{"w"}, {4}}}, {.outer = OuterStep{.every = 1}});
+      },
+      {"[plan_report] plan.outer is not supported"});
   // As much as possible: the traffic to a million replicas exceeds 2^63 bytes in all.
   const auto report = plan_report({{{"a"}, {9'000'000'000'000'000}}}, {}, {.replicas = 1 << 20});
   EXPECT_GT(report.rank.traffic.replicate.bytes_sent, 0);

@@ -29,6 +29,6 @@ def test_the_guides_program(ranks, tmp_path, size):
 
 
 def test_the_imports_of_the_dialects(ranks, tmp_path):
-    for name in ("docs/dialects/fairscale.md", "docs/dialects/group_sharded.md"):
+    for name in ("dialects/fairscale/README.md", "dialects/paddle/group_sharded.md"):
         imports = "\n".join(line for line in _programs(name)[0].splitlines() if "import" in line)
         ranks(1, _run, imports, tmp_path)

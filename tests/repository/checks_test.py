@@ -70,7 +70,7 @@ class CheckPackages(unittest.TestCase):
 
     def test_finds_a_dialect_in_another(self):
         self.assert_finds({"dialects/fairscale/a.cpp": "#include <tessera/dialects/p.h>\n"}, "does not stand on paddle")
-        self.assert_finds({"python/tessera/fairscale/a.py": "from ..paddle import b\n"}, "imports the dialect paddle")
+        self.assert_finds({"dialects/fairscale/python/a.py": "from ..paddle import b\n"}, "imports the dialect paddle")
 
     def test_finds_a_private_header_in_a_public_one(self):
         self.assert_finds({"include/tessera/engine/x.h": '#include "engine/unit/u.h"\n'}, "public headers include only")

@@ -1,6 +1,7 @@
 // Indices that are damaged or crafted to do harm: every reader of the checkpoint names the faulty
 // file, and creates nothing from it.
 #include <fmt/ranges.h>
+#include <tessera/interop/exchange.h>
 
 #include <ctime>
 

@@ -1,3 +1,5 @@
+#include <tessera/interop/exchange.h>
+
 #include "checkpoint/tests/python_lines.h"
 #include "checkpoint/tests/saved_job.h"
 

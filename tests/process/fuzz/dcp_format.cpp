@@ -1,5 +1,5 @@
 #include <tessera/checkpoint/checkpoint.h>
-#include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/interop/exchange.h>
 #include <tessera/interop/load_safetensors.h>
 #include <torch/torch.h>
 #include <unistd.h>

@@ -1,6 +1,7 @@
 #include "process/fuzz/format.h"
 
 #include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/interop/exchange.h>
 #include <tessera/planner/plan_report.h>
 
 #include <fstream>

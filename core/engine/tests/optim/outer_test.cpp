@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <tessera/comm/process_group_decorators.h>
 #include <tessera/engine/join.h>
-#include <tessera/planner/plan_report.h>
 
 #include <cmath>
 
@@ -617,9 +616,6 @@ TEST(Outer, PlansThatMakeNoSenseAreRefused) {
     OuterJob job(world, {}, {.level = ShardLevel::kNone, .outer = OuterStep{.every = 1}});
     expect_error([&] { join(*job.sharded, {job.optimizer.get()}, [] {}); },
                  {"[join]", "plan.outer"});
-    expect_error(
-        [&] { plan_report({{.names = {"w"}, .shape = {4}}}, {.outer = OuterStep{.every = 1}}); },
-        {"[plan_report] plan.outer is not supported"});
   });
 }
 

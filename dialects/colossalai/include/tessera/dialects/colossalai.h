@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-/// ColossalAI's ZeRO. See `docs/dialects/colossalai.md`.
+/// ColossalAI's ZeRO. See `dialects/colossalai/README.md`.
 namespace tessera::colossalai {
 
 using tessera::CPUAdam;

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-/// FairScale's sharded data parallel training. See `docs/dialects/fairscale.md`.
+/// FairScale's sharded data parallel training. See `dialects/fairscale/README.md`.
 namespace tessera::fairscale {
 
 struct OssOptions {

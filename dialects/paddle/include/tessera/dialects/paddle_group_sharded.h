@@ -105,7 +105,7 @@ TESSERA_API ShardPlan check_group_sharded(const torch::nn::Module& model,
 }  // namespace detail
 
 /// Shards `model` and makes `optimizer` step on the shards. `level`: `os` (as `os_g`), `os_g` or
-/// `p_g_os`. Collective. See `docs/dialects/group_sharded.md`.
+/// `p_g_os`. Collective. See `dialects/paddle/group_sharded.md`.
 template <class ModulePtr>  // or a holder
 auto group_sharded_parallel(const ModulePtr& model, torch::optim::Optimizer& optimizer,
                             const std::string& level, const GroupShardedOptions& options = {}) {

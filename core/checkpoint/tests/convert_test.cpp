@@ -2,6 +2,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/ranges.h>
+#include <tessera/interop/exchange.h>
 
 #include "checkpoint/tests/saved_job.h"
 

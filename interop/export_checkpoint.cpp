@@ -1,6 +1,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
-#include <tessera/checkpoint/checkpoint_files.h>
+#include <tessera/interop/exchange.h>
 
 #include <algorithm>
 #include <string>

@@ -1,4 +1,4 @@
-"""FairScale's interface. Its own tests run against it by hand; see docs/dialects/fairscale.md."""
+"""FairScale's interface. Its own tests run against it by hand; see dialects/fairscale/README.md."""
 
 import copy
 import io

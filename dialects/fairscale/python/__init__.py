@@ -1,4 +1,4 @@
-"""FairScale's sharded data parallel training, with its signatures. See docs/dialects/fairscale.md.
+"""FairScale's sharded data parallel training, with its signatures. See dialects/fairscale/README.md.
 
     optimizer = tessera.fairscale.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
     model = tessera.fairscale.ShardedDataParallel(model, optimizer)

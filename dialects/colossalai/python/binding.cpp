@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "entered.h"
-#include "module_tree.h"
-#include "plan.h"
-#include "sharded_optimizer.h"
-#include "state_dict.h"
+#include "python/binding/entered.h"
+#include "python/binding/module_tree.h"
+#include "python/binding/plan.h"
+#include "python/binding/sharded_optimizer.h"
+#include "python/binding/state_dict.h"
 
 namespace tessera::python {
 namespace {

@@ -1,4 +1,4 @@
-"""ColossalAI's ZeRO, with its signatures. See docs/dialects/colossalai.md.
+"""ColossalAI's ZeRO, with its signatures. See dialects/colossalai/README.md.
 
     strategy = TensorShardStrategy()
     with ZeroInitContext(target_device="cpu", shard_strategy=strategy, shard_param=True):

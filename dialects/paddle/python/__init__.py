@@ -1,5 +1,5 @@
 """Paddle's `group_sharded_parallel` and `shard_layer` on tensors of PyTorch, with their signatures. See
-docs/dialects/group_sharded.md and docs/dialects/shard_layer.md.
+dialects/paddle/group_sharded.md and dialects/paddle/shard_layer.md.
 
     model, optimizer, scaler = tessera.paddle.group_sharded_parallel(model, optimizer, "p_g_os")
 

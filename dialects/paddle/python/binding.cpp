@@ -9,8 +9,8 @@
 #include <variant>
 #include <vector>
 
-#include "module_tree.h"
-#include "sharded_optimizer.h"
+#include "python/binding/module_tree.h"
+#include "python/binding/sharded_optimizer.h"
 
 namespace tessera::python {
 namespace {

@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
-#include "make_scaler.h"
-#include "module_tree.h"
-#include "python_optimizer.h"
-#include "state_dict.h"
+#include "python/binding/make_scaler.h"
+#include "python/binding/module_tree.h"
+#include "python/binding/python_optimizer.h"
+#include "python/binding/state_dict.h"
 
 namespace tessera::python {
 namespace {
