@@ -44,10 +44,10 @@ ENV Torch_DIR=/opt/libtorch/share/cmake/Torch
 WORKDIR /work
 CMD ["bash"]
 
-# Libraries and tool alone. `tessera run --hosts` starts ranks on other machines by ssh.
+# Libraries and tool alone. For `tessera run --hosts` install openmpi-bin in an image made of this one.
 FROM debian:12-slim
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends libstdc++6 openssh-client \
+    && apt-get install -y --no-install-recommends libstdc++6 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 tessera
 COPY --from=libtorch /opt/libtorch/lib /opt/libtorch/lib/

@@ -6,44 +6,20 @@
 #include <algorithm>
 #include <cstring>
 
-#include "launcher/rank_list.h"
-
 namespace tessera::tools {
 namespace {
-
-std::string ranks_text(const LostHost& host) {
-  std::vector<int> ranks;
-  for (int i = 0; i < host.ranks; ++i) ranks.push_back(host.first_rank + i);
-  return rank_list(ranks);
-}
-
-Cause cause_from(const LostHost& host) {
-  return {.text = fmt::format("host {} with {} {}: {} {}", host.name, ranks_text(host),
-                              host.started ? "was lost" : "did not start its ranks",
-                              "the connection to its launcher ended with status", host.status),
-          .status = host.status == 0 ? 1 : host.status};
-}
-
-Cause first_in_time(const RankEnd* rank, const LostHost* host) {
-  if (host != nullptr && (rank == nullptr || host->seconds < rank->seconds))
-    return cause_from(*host);
-  return {.rank = rank,
-          .text = fmt::format("rank {} failed first: {}", rank->rank, describe(*rank)),
-          .status = rank->exit_status()};
-}
 
 /// The cause if the flight records blame `blamed`. If the launcher had to end that rank, its status
 /// says nothing.
 Cause blamed_cause(int blamed, const JobEnd& end, const Cause& first) {
-  for (const LostHost& host : end.lost) {
-    if (blamed >= host.first_rank && blamed < host.first_rank + host.ranks) return cause_from(host);
-  }
   const auto rank = std::find_if(end.ranks.begin(), end.ranks.end(),
                                  [&](const RankEnd& r) { return r.rank == blamed; });
-  const bool ended = rank != end.ranks.end() && !rank->by_launcher;
-  const std::string how =
-      ended ? describe(*rank) : "it did not fail by itself, and the launcher ended it";
-  return {.rank = rank != end.ranks.end() ? &*rank : nullptr,
+  const bool is_here = rank != end.ranks.end();
+  const bool ended = is_here && !rank->by_launcher;
+  const std::string how = ended     ? describe(*rank)
+                          : is_here ? "it did not fail by itself, and the launcher ended it"
+                                    : "the launcher of its node says how it ended";
+  return {.rank = is_here ? &*rank : nullptr,
           .first = first.rank,
           .text = fmt::format("rank {} is the cause, by the flight records of the others: {}",
                               blamed, how),
@@ -55,12 +31,12 @@ Cause blamed_cause(int blamed, const JobEnd& end, const Cause& first) {
 std::optional<Cause> cause_of(const JobEnd& end, const MergedFlight& flight) {
   const auto rank =
       std::find_if(end.ranks.begin(), end.ranks.end(), [](const RankEnd& r) { return r.failed(); });
-  const bool any_rank = rank != end.ranks.end();
-  if (!any_rank && end.lost.empty()) return std::nullopt;
-  Cause first =
-      first_in_time(any_rank ? &*rank : nullptr, end.lost.empty() ? nullptr : &end.lost.front());
+  if (rank == end.ranks.end()) return std::nullopt;
+  const Cause first{.rank = &*rank,
+                    .text = fmt::format("rank {} failed first: {}", rank->rank, describe(*rank)),
+                    .status = rank->exit_status()};
   const int blamed = blamed_rank(flight);
-  const bool is_other = blamed >= 0 && (first.rank == nullptr || first.rank->rank != blamed);
+  const bool is_other = blamed >= 0 && rank->rank != blamed;
   // Ranks that a passed-on signal ended blame each other, too.
   if (!is_other || end.interrupted_by != 0) return first;
   return blamed_cause(blamed, end, first);

@@ -16,8 +16,8 @@ struct Cause {
   int status = 1;  ///< the exit status of the job
 };
 
-/// Returns the cause: the rank or host that failed first, unless the flight records of the ranks
-/// that failed blame another rank. Nothing if none failed.
+/// Returns the cause: the rank that failed first, unless the flight records of the ranks that
+/// failed blame another rank. Nothing if none failed.
 std::optional<Cause> cause_of(const JobEnd& end, const MergedFlight& flight);
 
 /// Returns "exit status 3", say.

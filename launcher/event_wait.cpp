@@ -15,12 +15,9 @@ int poll_timeout(Clock::time_point until) {
 
 }  // namespace
 
-Events wait_for_events(SignalPipe& signals, Terminal& terminal,
-                       const std::vector<RankStream*>& streams, Clock::time_point until,
-                       int control_fd) {
-  // poll() passes over negative file descriptors.
-  std::vector<pollfd> polled{{signals.fd(), POLLIN, 0}, {control_fd, POLLIN, 0}};
-  const size_t first_stream = polled.size();
+std::vector<int> wait_for_events(SignalPipe& signals, Terminal& terminal,
+                                 const std::vector<RankStream*>& streams, Clock::time_point until) {
+  std::vector<pollfd> polled{{signals.fd(), POLLIN, 0}};
   std::vector<RankStream*> open;
   if (!terminal.full()) {  // else the ranks wait, as they would for a slow terminal
     for (RankStream* stream : streams) {
@@ -33,13 +30,12 @@ Events wait_for_events(SignalPipe& signals, Terminal& terminal,
   if (writes) polled.push_back({terminal.next_fd(), POLLOUT, 0});
   if (::poll(polled.data(), polled.size(), poll_timeout(until)) <= 0) return {};
 
-  Events events{.signals = {}, .control = polled[1].revents != 0};
-  if (polled[0].revents != 0) events.signals = signals.take();
+  const std::vector<int> taken = polled[0].revents != 0 ? signals.take() : std::vector<int>();
   for (size_t i = 0; i < open.size(); ++i) {
-    if (polled[first_stream + i].revents != 0) open[i]->read_some();
+    if (polled[1 + i].revents != 0) open[i]->read_some();
   }
   if (writes && polled.back().revents != 0) terminal.write_some();
-  return events;
+  return taken;
 }
 
 }  // namespace tessera::tools

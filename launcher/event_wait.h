@@ -11,16 +11,9 @@ namespace tessera::tools {
 
 using Clock = std::chrono::steady_clock;
 
-/// Events of one wait.
-struct Events {
-  std::vector<int> signals;
-  bool control = false;  ///< the control file descriptor is readable
-};
-
-/// Waits for signals, output of the ranks, room in the terminal and the control file descriptor
-/// (-1: there is none), at most until `until`. Output that came is passed on.
-Events wait_for_events(SignalPipe& signals, Terminal& terminal,
-                       const std::vector<RankStream*>& streams, Clock::time_point until,
-                       int control_fd = -1);
+/// Waits for signals, output of the ranks and room in the terminal, at most until `until`. Output
+/// that came is passed on. Returns the signals.
+std::vector<int> wait_for_events(SignalPipe& signals, Terminal& terminal,
+                                 const std::vector<RankStream*>& streams, Clock::time_point until);
 
 }  // namespace tessera::tools

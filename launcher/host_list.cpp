@@ -44,7 +44,7 @@ int number_between_one_and(int most, const std::string& number, const std::strin
 }
 
 void require_name(const std::string& name, const std::string& text) {
-  // A name that begins with '-' would be an option of ssh.
+  // A name that begins with '-' would be an option of mpirun.
   if (name.empty() || name.starts_with('-'))
     throw std::invalid_argument(fmt::format("expected the name of a host in '{}'", text));
 }
@@ -78,10 +78,6 @@ std::pair<std::string, int> parse_master(const std::string& text, int default_po
   const auto [name, number] = split_number(text);
   require_name(name, text);
   return {name, number ? number_between_one_and(kHighestPort, *number, text) : default_port};
-}
-
-std::string address_of(const Host& host) {
-  return host.name.substr(host.name.find('@') + 1);  // npos + 1 is 0
 }
 
 }  // namespace tessera::tools

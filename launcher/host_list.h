@@ -8,7 +8,7 @@ namespace tessera::tools {
 
 /// A host of a job, and the number of its ranks.
 struct Host {
-  std::string name;  ///< as the connection's program takes it: "b", "user@b", "10.0.0.2"
+  std::string name;  ///< "b", "10.0.0.2"
   int ranks = 0;
 };
 
@@ -19,8 +19,5 @@ std::vector<Host> parse_hosts(const std::string& text, int default_ranks);
 /// Reads "HOST", "HOST:PORT" or "[ADDRESS]:PORT". The port is `default_port` if there is none.
 /// Throws `std::invalid_argument`.
 std::pair<std::string, int> parse_master(const std::string& text, int default_port);
-
-/// Returns the name without the user in front of it.
-std::string address_of(const Host& host);
 
 }  // namespace tessera::tools

@@ -104,7 +104,7 @@ void Job::start_ranks() {
                                .environment = rank_environment(options_, assignment)};
     if (!setup_.cores.empty()) child_options.cores = setup_.cores[index];
     // Ranks are no foreground job: one that reads the terminal would be stopped.
-    child_options.inherit_stdin = rank == 0 && setup_.control_fd < 0 && ::isatty(STDIN_FILENO) == 0;
+    child_options.inherit_stdin = rank == 0 && ::isatty(STDIN_FILENO) == 0;
     Child child = start_child(child_options);
     guardian_.set(index, child.pid);
     Rank& started = ranks_.emplace_back();
@@ -143,34 +143,12 @@ void Job::handle_events(Clock::time_point until) {
     streams.push_back(rank.out.get());
     streams.push_back(rank.err.get());
   }
-  const Events events = wait_for_events(signals_, terminal_, streams, until, setup_.control_fd);
-  for (const int signal : events.signals) on_signal(signal);
-  if (events.control) read_control();
+  for (const int signal : wait_for_events(signals_, terminal_, streams, until)) on_signal(signal);
   if (terminal_.broken() && options_.log_dir.empty() && end_.interrupted_by == 0) {
     end_.interrupted_by = SIGPIPE;  // as for any program whose reader has gone
     signal_ranks(SIGTERM);
     enter(Phase::kTerminating, options_.grace);
   }
-}
-
-/// Obeys the launcher that started this one on another host.
-void Job::read_control() {
-  unsigned char bytes[64];
-  const ssize_t count = ::read(setup_.control_fd, bytes, sizeof(bytes));
-  if (count < 0 && (errno == EINTR || errno == EAGAIN)) return;
-  for (ssize_t i = 0; i < count; ++i) {
-    // This launcher itself goes on, or it could not be told to continue.
-    if (bytes[i] == SIGTSTP || bytes[i] == SIGCONT) {
-      signal_ranks(bytes[i]);
-    } else if (bytes[i] != SIGCHLD && bytes[i] < NSIG) {
-      on_signal(bytes[i]);
-    }
-  }
-  if (count > 0) return;
-  setup_.control_fd = -1;  // the other one has ended, or wants these ranks to end
-  if (phase_ >= Phase::kTerminating) return;
-  signal_ranks(SIGTERM);
-  enter(Phase::kTerminating, options_.grace);
 }
 
 void Job::on_signal(int signal) {
@@ -220,12 +198,10 @@ void Job::look_for_ended_ranks() {
 }
 
 void Job::on_rank_end(RankEnd end) {
-  end.seconds = std::chrono::duration<double>(Clock::now() - started_).count();
   end.after_interrupt = end_.interrupted_by != 0;
   end.by_launcher = phase_ >= Phase::kTerminating;
   end_.ranks.push_back(end);
   if (!end.failed()) return;
-  report_.on_failure(end);
   if (phase_ == Phase::kFailing) {
     last_news_ = Clock::now();
   } else if (phase_ == Phase::kRunning) {

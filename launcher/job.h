@@ -25,9 +25,6 @@ class Job {
   struct Setup {
     RankAssignment assignment;            ///< shared by all ranks; `rank` is filled in
     std::vector<std::vector<int>> cores;  ///< of each rank; empty: not bound
-    /// Bytes from it are the numbers of signals to pass on; when it closes, the ranks are ended.
-    /// -1: there is none.
-    int control_fd = -1;
   };
   struct Surroundings {
     Terminal& terminal;
@@ -71,7 +68,6 @@ class Job {
   // Handle events while it runs.
   void handle_events(Clock::time_point until);
   void on_signal(int signal);
-  void read_control();
   void on_rank_end(RankEnd end);
   void on_deadline();
   void look_for_ended_ranks();
@@ -94,7 +90,6 @@ class Job {
   std::vector<Rank> ranks_;
   Phase phase_ = Phase::kRunning;
   Clock::time_point deadline_ = Clock::time_point::max();
-  Clock::time_point started_ = Clock::now();
   Clock::time_point last_words_end_;  ///< the latest end of `Phase::kFailing`
   Clock::time_point last_news_;       ///< when a rank last wrote to stderr or ended, in that phase
   size_t bytes_heard_ = 0;            ///< of stderr, of all ranks

@@ -16,7 +16,6 @@ struct RankEnd {
   bool after_interrupt = false;  ///< a signal had been passed on before
   bool by_launcher = false;      ///< the launcher had told the ranks to end before
   bool has_last_words = true;    ///< false: it wrote nothing to stderr after the first failure
-  double seconds = 0;            ///< since the start of the ranks
   std::vector<std::string> last_lines;  ///< of its stderr, oldest first
 
   bool failed() const { return killed || status != 0; }
@@ -24,20 +23,9 @@ struct RankEnd {
   int exit_status() const { return killed ? 128 + status : status; }
 };
 
-/// A host whose connection broke, or whose launcher vanished.
-struct LostHost {
-  std::string name;
-  int first_rank = 0;
-  int ranks = 0;
-  int status = 0;       ///< of the connection's program; 128 + N if signal N killed it
-  bool started = true;  ///< false: its launcher never answered
-  double seconds = 0;   ///< since the start of the ranks
-};
-
 /// How all ranks ended.
 struct JobEnd {
   std::vector<RankEnd> ranks;   ///< those that have ended, in the order of time
-  std::vector<LostHost> lost;   ///< in the order of time
   int interrupted_by = 0;       ///< the first signal that asked the launcher to end
   std::vector<pid_t> immortal;  ///< ranks that still exist after SIGKILL
 };

@@ -54,12 +54,12 @@ void say(Terminal& terminal, const std::string& text) {
   terminal.write_from(nullptr, STDERR_FILENO, fmt::format("tessera run: {}\n", text));
 }
 
-void TerminalReport::on_asked_flight(const MergedFlight& flight) {
+void JobReport::on_asked_flight(const MergedFlight& flight) {
   if (flight.empty()) say(terminal_, "no rank wrote a flight record; they do so after init()");
   show(flight);
 }
 
-int TerminalReport::on_end(const JobEnd& end, const MergedFlight& flight) {
+int JobReport::on_end(const JobEnd& end, const MergedFlight& flight) {
   const std::optional<Cause> cause = cause_of(end, flight);
   if (cause) show(flight);
   for (const pid_t pid : end.immortal) {
@@ -76,7 +76,7 @@ int TerminalReport::on_end(const JobEnd& end, const MergedFlight& flight) {
   return cause->status;
 }
 
-void TerminalReport::show(const MergedFlight& flight) {
+void JobReport::show(const MergedFlight& flight) {
   for (const std::string& line : flight.unreadable) say(terminal_, line);
   if (flight.ranks.empty()) return;
   say(terminal_, "the last collectives, by the flight records:");

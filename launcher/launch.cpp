@@ -13,14 +13,17 @@
 #include <optional>
 
 #include "launcher/cores.h"
+#include "launcher/event_wait.h"
 #include "launcher/job.h"
 #include "launcher/job_token.h"
 #include "launcher/reserved_port.h"
-#include "launcher/uplink.h"
 #include "launcher/with_terminal.h"
 
 namespace tessera::tools {
 namespace {
+
+/// Time in which a launcher on another node sees its ranks end.
+constexpr std::chrono::seconds kOtherNodes{3};
 
 /// The parts of the job that all its starts share.
 struct Plan {
@@ -77,34 +80,34 @@ class Launch {
     guardian_ = std::make_unique<Guardian>(plan_.local_ranks(), flights_.path());
     if (!flights_.problem().empty())
       say(terminal_, fmt::format("ranks write no flight records: {}", flights_.problem()));
-    const int first_attempt = options_.place ? options_.place->attempt : 0;
-    for (int attempt = first_attempt;; ++attempt) {
-      const bool is_last = is_connected() || attempt >= options_.max_restarts;
+    for (int attempt = 0;; ++attempt) {
+      const bool is_last = attempt >= options_.max_restarts;
       if (const auto status = start(attempt); status.second || is_last || status.first == 0)
         return status.first;
     }
   }
 
  private:
-  bool is_connected() const { return options_.place && options_.place->connected; }
-
   /// Returns the exit status, and whether the job must not be started again.
   std::pair<int, bool> start(int attempt) {
     // Only rank 0 listens.
     std::optional<ReservedPort> port;
     if (plan_.node == 0) port.emplace(options_.place ? options_.place->port : options_.master_port);
     const RankAssignment assignment = assignment_of(attempt, port ? port->number() : 0);
-    if (attempt > 0 && !is_connected()) {
+    if (attempt > 0) {
       say(terminal_, fmt::format("restart {} of {}: starting all {} ranks again, port {}", attempt,
                                  options_.max_restarts, plan_.local_ranks(), assignment.port));
     }
-    const auto report = make_report(attempt);
-    Job job(options_, {assignment, plan_.cores, is_connected() ? STDIN_FILENO : -1},
-            {terminal_, signals_, flights_, *guardian_, *report});
+    JobReport report(terminal_, flights_, attempt);
+    Job job(options_, {assignment, plan_.cores},
+            {terminal_, signals_, flights_, *guardian_, report});
     flights_.remove_records(job.ranks());
     const JobEnd end = job.run();
-    const int status = report->on_end(end, flights_.read_failed(job.ranks()));
+    const MergedFlight flight = flights_.read_failed(job.ranks());
+    const int status = report.on_end(end, flight);
     if (end.interrupted_by == SIGPIPE) return {128 + SIGPIPE, true};
+    if (status != 0 && end.interrupted_by == 0 && attempt >= options_.max_restarts)
+      let_the_cause_end_first(flight, job.ranks());
     return {status, end.interrupted_by != 0 || !end.immortal.empty()};
   }
 
@@ -129,9 +132,15 @@ class Launch {
     return assignment;
   }
 
-  std::unique_ptr<JobReport> make_report(int attempt) {
-    if (is_connected()) return std::make_unique<Uplink>(terminal_, options_.place->job);
-    return std::make_unique<TerminalReport>(terminal_, flights_, attempt);
+  /// If the ranks blame one of another node, waits a while for the signal by which mpirun or srun
+  /// ends this launcher once that node's has ended: the job's exit status is then that of the
+  /// cause.
+  void let_the_cause_end_first(const MergedFlight& flight, const std::vector<int>& here) {
+    const int blamed = blamed_rank(flight);
+    if (blamed < 0 || std::find(here.begin(), here.end(), blamed) != here.end()) return;
+    const auto until = Clock::now() + options_.grace + kOtherNodes;
+    while (Clock::now() < until && wait_for_events(signals_, terminal_, {}, until).empty()) {
+    }
   }
 
   const LaunchOptions& options_;
@@ -159,24 +168,15 @@ class Subreaper {
   int previous_ = 0;
 };
 
-/// Reports an error for which the ranks could not be started.
-int refuse(const LaunchOptions& options, Terminal& terminal, const std::string& text, int status) {
-  if (options.place && options.place->connected) {
-    Uplink(terminal, options.place->job).on_error(text, status);
-  } else {
-    say(terminal, text);
-  }
-  return status;
-}
-
 int checked_launch(const LaunchOptions& options, Terminal& terminal, SignalPipe& signals) try {
-  if (options.place && options.place->connected) Uplink(terminal, options.place->job).on_start();
   if (!options.log_dir.empty()) std::filesystem::create_directories(options.log_dir);
   return Launch(options, terminal, signals).run();
 } catch (const ExecError& error) {
-  return refuse(options, terminal, error.what(), error.error == ENOENT ? 127 : 126);
+  say(terminal, error.what());
+  return error.error == ENOENT ? 127 : 126;
 } catch (const std::exception& error) {
-  return refuse(options, terminal, error.what(), 1);
+  say(terminal, error.what());
+  return 1;
 }
 
 }  // namespace

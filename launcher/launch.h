@@ -25,11 +25,6 @@ struct NodePlace {
   std::string master;  ///< host name or address of node 0
   int port = 0;        ///< where rank 0 listens
   std::string job;  ///< the text by which ranks know their job; empty: made of `master` and `port`
-
-  /// Started by the launcher on another host, which restarts the job as a whole: news goes to it on
-  /// stderr (`Uplink`), and it sends signals on stdin.
-  bool connected = false;
-  int attempt = 0;  ///< number of the restart, if it is connected
 };
 
 /// The ranks of a job on this machine.

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "launcher/hosts.h"
 #include "launcher/launch.h"
-#include "launcher/launch_hosts.h"
 #include "run_nodes.h"
 
 namespace tessera::tools {
@@ -28,9 +28,9 @@ After a failure and after SIGUSR1 the flight records of the ranks are merged: a 
 in which the ranks differ, and flight.json, a trace for chrome://tracing, in DIR/flight of --log-dir or in
 a temporary folder.
 
-With --hosts, the launcher on each host is this program under the same path, in the same directory. Each
-host must reach the first one by its name, or by that in --master. With --nodes, each launcher restarts
-its own ranks: those of the other nodes fail, too, when they lose their peers.
+With --hosts, mpirun of Open MPI starts this program under the same path, in the same directory, on each
+host. Each host must reach the first one by its name, or by that in --master. With --hosts and --nodes,
+each launcher restarts its own ranks: those of the other nodes fail, too, when they lose their peers.
 
 Unless --default-malloc is given, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ are set,
 where they are not set yet, so that glibc keeps freed memory: giving it back and getting it again costs

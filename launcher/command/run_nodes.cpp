@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 
@@ -30,11 +31,16 @@ std::vector<int> numbers_of(const std::string& list) {
   return numbers;
 }
 
-std::vector<std::string> words_of(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> words;
-  for (std::string word; stream >> word;) words.push_back(word);
-  return words;
+/// Returns the number of this node from the variables of those that start one program a node; -1:
+/// there is none.
+int node_rank_of_environment() {
+  for (const char* name :
+       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"}) {
+    const char* const text = std::getenv(name);
+    int number = 0;
+    if (text && CLI::detail::lexical_cast(std::string(text), number) && number >= 0) return number;
+  }
+  return -1;
 }
 
 /// Runs `read`, and passes the reason of a text that it refuses on as that of `option`.
@@ -71,14 +77,12 @@ void refuse_without_nodes(const NodeArguments& arguments) {
           "a job on one machine is on 127.0.0.1; expected --nodes or --hosts, too");
   require(arguments.job.empty(), "--job",
           "a job on one machine gets a text of its own; expected --nodes, too");
-  require(arguments.connected < 0, "--connected", "expected --nodes, too");
 }
 
 void refuse_without_hosts(const NodeArguments& arguments) {
   require(arguments.ssh.empty(), "--ssh", "no host is connected; expected --hosts, too");
   require(arguments.environment_names.empty(), "--env",
           "ranks of this machine get all variables; expected --hosts, too");
-  require(arguments.min_hosts == 0, "--min-hosts", "expected --hosts, too");
 }
 
 void refuse_with_hosts(const NodeArguments& arguments) {
@@ -88,7 +92,6 @@ void refuse_with_hosts(const NodeArguments& arguments) {
   require(arguments.node_rank < 0, "--node-rank", kReason);
   require(arguments.node_ranks.empty(), "--node-ranks", kReason);
   require(arguments.job.empty(), "--job", kReason);
-  require(arguments.connected < 0, "--connected", kReason);
 }
 
 }  // namespace
@@ -98,14 +101,10 @@ void add_node_options(CLI::App& run, NodeArguments& arguments) {
     return run.add_option(name, value, help)->type_name(type)->group(kGroup)->check(not_empty);
   };
   add("--hosts", arguments.hosts,
-      "Start the ranks on these hosts, so many on each, and this launcher there by ssh",
+      "Start the ranks on these hosts, so many on each: mpirun starts this launcher there",
       "HOST:RANKS,...");
-  add("--min-hosts", arguments.min_hosts,
-      "If hosts are lost, restart on the others while there are so many (needs --max-restarts)",
-      "M")
-      ->check(CLI::Range(1, 65536));
   add("--ssh", arguments.ssh,
-      "Program and arguments in place of ssh; host and command line are added", "COMMAND");
+      "Program that mpirun starts in place of ssh; host and command line are added", "COMMAND");
   add("--env", arguments.environment_names,
       "Pass this variable on to the hosts, besides TESSERA_* and OMP_NUM_THREADS; repeatable",
       "NAME")
@@ -123,10 +122,9 @@ void add_node_options(CLI::App& run, NodeArguments& arguments) {
       "N,...");
   add("--job", arguments.job,
       "A text by which the ranks know their job (default: HOST:PORT of --master)", "TEXT");
-  run.add_option("--connected", arguments.connected)->group("");  // given by --hosts
 }
 
-std::optional<NodePlace> node_place(const NodeArguments& arguments, const LaunchOptions& launch) {
+std::optional<NodePlace> node_place(NodeArguments arguments, const LaunchOptions& launch) {
   if (!arguments.hosts.empty()) return std::nullopt;
   refuse_without_hosts(arguments);
   if (arguments.nodes == 0) {
@@ -134,15 +132,16 @@ std::optional<NodePlace> node_place(const NodeArguments& arguments, const Launch
     return std::nullopt;
   }
   require(!arguments.master.empty(), "--nodes", "expected --master, the address of node 0");
-  require(arguments.node_rank >= 0, "--nodes", "expected --node-rank, the number of this node");
+  if (arguments.node_rank < 0) arguments.node_rank = node_rank_of_environment();
+  require(arguments.node_rank >= 0, "--nodes",
+          "expected --node-rank, the number of this node, or a variable of mpirun, srun or a "
+          "Kubernetes job that tells it");
   require(
       arguments.node_rank < arguments.nodes, "--node-rank",
       fmt::format("expected less than --nodes {}, got {}", arguments.nodes, arguments.node_rank));
   NodePlace place{.ranks = ranks_of_nodes(arguments, launch),
                   .node = arguments.node_rank,
-                  .job = arguments.job,
-                  .connected = arguments.connected >= 0,
-                  .attempt = std::max(0, arguments.connected)};
+                  .job = arguments.job};
   const auto [master, port] =
       value_of("--master", [&] { return parse_master(arguments.master, 0); });
   require(port == 0 || launch.master_port == 0, "--master-port",
@@ -157,11 +156,15 @@ std::optional<HostsOptions> hosts_options(const NodeArguments& arguments,
                                           const LaunchOptions& launch) {
   if (arguments.hosts.empty()) return std::nullopt;
   refuse_with_hosts(arguments);
-  HostsOptions options{.launch = launch, .min_hosts = arguments.min_hosts};
+  HostsOptions options{.launch = launch};
   options.hosts = value_of("--hosts", [&] { return parse_hosts(arguments.hosts, launch.ranks); });
   options.environment_names = arguments.environment_names;
-  options.ssh = arguments.ssh.empty() ? default_ssh() : words_of(arguments.ssh);
-  require(!options.ssh.empty(), "--ssh", "expected a program");
+  options.ssh = arguments.ssh;
+  for (const Host& host : options.hosts)
+    require(host.name.find_first_of("@:") == std::string::npos, "--hosts",
+            fmt::format("mpirun takes names and IPv4 addresses; give the user or the address of {} "
+                        "in ~/.ssh/config",
+                        host.name));
   if (!arguments.master.empty()) {
     const auto [master, port] =
         value_of("--master", [&] { return parse_master(arguments.master, 0); });
@@ -170,10 +173,6 @@ std::optional<HostsOptions> hosts_options(const NodeArguments& arguments,
     options.master = master;
     options.launch.master_port = std::max(port, launch.master_port);
   }
-  require(arguments.min_hosts <= static_cast<int>(options.hosts.size()), "--min-hosts",
-          fmt::format("there are {} hosts; expected at most so many", options.hosts.size()));
-  require(arguments.min_hosts == 0 || launch.max_restarts > 0, "--min-hosts",
-          "going on without a host is a restart; expected --max-restarts, too");
   return options;
 }
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "launcher/hosts.h"
 #include "launcher/launch.h"
-#include "launcher/launch_hosts.h"
 
 namespace CLI {
 class App;
@@ -20,18 +20,16 @@ struct NodeArguments {
   std::string node_ranks;
   std::string master;
   std::string job;
-  int connected = -1;  ///< number of the restart, if another launcher started this one
   std::string hosts;
   std::string ssh;
   std::vector<std::string> environment_names;
-  int min_hosts = 0;
 };
 
 void add_node_options(CLI::App& run, NodeArguments& arguments);
 
 /// Returns this machine's place if the options name one. Throws `CLI::ValidationError` for options
 /// that contradict each other, as do the others.
-std::optional<NodePlace> node_place(const NodeArguments& arguments, const LaunchOptions& launch);
+std::optional<NodePlace> node_place(NodeArguments arguments, const LaunchOptions& launch);
 
 /// Returns the job over the hosts of `--hosts`, if it was given.
 std::optional<HostsOptions> hosts_options(const NodeArguments& arguments,

@@ -49,7 +49,9 @@ def translated(document):
         line = text.count("\n", 0, match.start(2)) + 1
         # Only the program's main() may end without a return.
         body = INCLUDE.sub("", code).replace("int main()", "void start()")
-        yield code, f'namespace in_{document.stem} {{\n{before}\n#line {line} "{document}"\n{body}{after}\n}}\n'
+        # Pages of packages have one name.
+        name = re.sub(r"\W", "_", document.parent.name if document.stem == "README" else document.stem)
+        yield code, f'namespace in_{name} {{\n{before}\n#line {line} "{document}"\n{body}{after}\n}}\n'
 
 
 def main(output, documents):

@@ -40,6 +40,15 @@ TEST(LaunchNodes, MayHaveDifferentNumbersOfRanksAndAnAgreedJob) {
   }
 }
 
+TEST(LaunchNodes, TakeTheirNumberFromThoseWhoStartThem) {
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"}) {
+    const auto end =
+        run_program(launched({"--nodes", "2", "--master", "a:23456", "-n", "1"}, {"--env", "RANK"}),
+                    {.environment = {{name, "1"}}});
+    EXPECT_EQ(end.out, "[1] RANK=1\n") << name << end.err;
+  }
+}
+
 TEST(LaunchNodes, RestartWithAJobTextThatAllNodesKnow) {
   const auto end = run_program(on_node(1, {"--master", "a:23456", "-n", "1", "--max-restarts", "1"},
                                        with(kPlace, {"--on-restart", "0", "--exit", "3"})));
@@ -74,15 +83,14 @@ TEST(LaunchNodes, OptionsThatContradictEachOtherAreRefusedWithAReason) {
       {{"--hosts", "a:0"}, "from 1"},
       {{"--hosts", "::1:2"}, "brackets"},
       {{"--hosts=-a:2"}, "name of a host"},
-      {{"--hosts", "a:1", "--min-hosts", "1"}, "--max-restarts"},
-      {{"--hosts", "a:1", "--min-hosts", "2", "--max-restarts", "1"}, "at most"},
+      {{"--hosts", "user@a:1"}, "~/.ssh/config"},
+      {{"--hosts", "[::1]:1"}, "~/.ssh/config"},
       {{"--hosts", "a:1", "--master", "a:1", "--master-port", "2"}, "one of them"},
       {{"--master", "a"}, "--nodes or --hosts"},
       {{"--job", "x"}, "--nodes"},
       {{"--node-rank", "0"}, "--nodes"},
       {{"--ssh", "x"}, "--hosts"},
       {{"--env", "X"}, "--hosts"},
-      {{"--min-hosts", "1"}, "--hosts"},
       {{"--nodes", "2", "--node-rank", "0", "-n", "1"}, "--master"},
       {{"--nodes", "2", "--master", "a", "-n", "1"}, "--node-rank"},
       {{"--nodes", "2", "--node-rank", "2", "--master", "a", "-n", "1"}, "less than"},

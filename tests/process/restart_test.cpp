@@ -7,8 +7,12 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <memory>
+#include <sstream>
 #include <thread>
 
+#include "benchmarks/linked_hosts.h"
 #include "example_files.h"
 #include "launched.h"
 
@@ -54,6 +58,11 @@ Command train(const TemporaryDirectory& directory, const std::string& name, int 
           "--save",
           directory.path(name),
           "--resume"};
+}
+
+std::vector<pid_t> pids_in(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<pid_t>(stream), std::istream_iterator<pid_t>()};
 }
 
 // The processes that a process has started.
@@ -115,6 +124,85 @@ TEST(Restart, AKilledRankIsMadeUpForFromTheLastCheckpoint) {
   for ([[maybe_unused]] const auto& entry : fs::directory_iterator(directory.path("killed")))
     ++kept;
   EXPECT_EQ(kept, 2);
+}
+
+// Two hosts are network namespaces of this one. torchrun starts the ranks of both; the first host
+// goes on alone from the last checkpoint.
+TEST(RestartSlow, TorchrunGoesOnWithoutALostHost) {
+  using tools::LinkedHosts;
+  if (!LinkedHosts::can_be_made()) GTEST_SKIP() << "network namespaces can't be made here";
+  const LinkedHosts hosts(2, /*mbit=*/0);
+  const TemporaryDirectory directory;
+  write_text(directory.path("text"));
+  std::vector<std::unique_ptr<ProgramRun>> runs;
+  for (const int host : {0, 1}) {
+    // In a namespace, torchrun can't tell by the machine's name which host has the rendezvous.
+    const Command torchrun = {TESSERA_PYTHON,
+                              "-m",
+                              "torch.distributed.run",
+                              "--nnodes",
+                              "1:2",
+                              "--nproc-per-node",
+                              "2",
+                              "--max-restarts",
+                              "3",
+                              "--rdzv-backend",
+                              "c10d",
+                              "--rdzv-endpoint",
+                              hosts.address(0) + ":29517",
+                              "--rdzv-conf",
+                              "last_call_timeout=3,is_host=" + std::to_string(1 - host),
+                              "--local-addr",
+                              hosts.address(host),
+                              "--no-python"};
+    const Command train = {TRAIN_GPT,
+                           "--data",
+                           directory.path("text"),
+                           "--layers",
+                           "1",
+                           "--width",
+                           "32",
+                           "--heads",
+                           "2",
+                           "--seq",
+                           "32",
+                           "--batch",
+                           "8",
+                           "--steps",
+                           "2000",
+                           "--save-every",
+                           "100",
+                           "--eval-every",
+                           "4000",
+                           "--sample",
+                           "0",
+                           "--losses",
+                           directory.path("losses"),
+                           "--save",
+                           directory.path("job"),
+                           "--resume"};
+    runs.push_back(std::make_unique<ProgramRun>(
+        with(hosts.on_host(host), with(torchrun, train)),
+        ProgramRun::Options{.environment = {{"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface},
+                                            {"TESSERA_TIMEOUT", "30"},
+                                            {"TESSERA_RUN", ""},
+                                            {"OMP_NUM_THREADS", "1"}},
+                            .limit = std::chrono::seconds(200)}));
+  }
+  if (!runs[0]->wait_for_output("step 200/2000")) {
+    const std::string err = runs[0]->wait().err;
+    if (contains(err, "No module named 'torch'")) GTEST_SKIP() << TESSERA_PYTHON << " has no torch";
+    FAIL() << err;
+  }
+  // All at once, as a host that loses its power.
+  Command list = hosts.on_host(1);  // "ip netns exec NAME"
+  list[2] = "pids";
+  for (const pid_t pid : pids_in(run_program(list).out)) ::kill(pid, SIGKILL);
+  const auto end = runs[0]->wait();
+  EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_TRUE(contains(end.out, "4 ranks, p_g_os, after step 0")) << end.out;
+  EXPECT_TRUE(contains(end.out, "2 ranks, p_g_os, after step ")) << end.out << end.err;
+  EXPECT_FALSE(contains(end.out, "2 ranks, p_g_os, after step 0:")) << end.out;
 }
 
 }  // namespace restart_test
