@@ -95,8 +95,8 @@ std::string dispatch_table(const nlohmann::ordered_json& results) {
 
 int bench_dispatch(const DispatchBenchOptions& options) {
   TORCH_CHECK_VALUE(options.rounds >= 1 && options.calls >= 1,
-                    "[bench dispatch] --rounds and --calls must be at least 1; got ", options.rounds,
-                    " and ", options.calls);
+                    "[bench dispatch] --rounds and --calls must be at least 1; got ",
+                    options.rounds, " and ", options.calls);
   at::set_num_threads(1);
   nlohmann::ordered_json results = nlohmann::ordered_json::array();
   for (const Operator& op : operators()) results.push_back(measure(op, options));

@@ -43,8 +43,9 @@ std::vector<LinkedHosts::Sent> wait_until_quiet(const LinkedHosts& hosts, double
     for (size_t host = 0; host < now.size(); ++host)
       quiet &= static_cast<double>(now[host].wire - last[host].wire) < most;
     if (quiet) return now;
-    TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "[bench link] the links must be quiet ",
-                kLongestLinkTurn.count(), " s after a turn; hosts still send");
+    TORCH_CHECK(std::chrono::steady_clock::now() < deadline,
+                "[bench link] the links must be quiet ", kLongestLinkTurn.count(),
+                " s after a turn; hosts still send");
     last = now;
   }
 }
@@ -115,7 +116,8 @@ class LinkTeam {
 
 void check_link_options(const LinkBenchOptions& options) {
   TORCH_CHECK_VALUE(options.ranks_per_host >= 1,
-                    "[bench link] --ranks-per-host must be at least 1; got ", options.ranks_per_host);
+                    "[bench link] --ranks-per-host must be at least 1; got ",
+                    options.ranks_per_host);
   for (const auto& name : options.against)
     TORCH_CHECK_VALUE(name == "fsdp2" || name == "ddp",
                       "[bench link] --against must name fsdp2 or ddp; got '", name, "'");

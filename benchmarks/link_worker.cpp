@@ -34,8 +34,8 @@ int bench_link_worker() {
   return serve_commands([&](const std::string& line) -> nlohmann::json {
     if (!world) world.emplace(init({.transport = Transport::kGloo}));
     const std::string verb = "transfer ";
-    TORCH_CHECK_VALUE(line.starts_with(verb), "[bench_link_worker] a command must be transfer; got '",
-                      line, "'");
+    TORCH_CHECK_VALUE(line.starts_with(verb),
+                      "[bench_link_worker] a command must be transfer; got '", line, "'");
     const int64_t nbytes = std::stoll(line.substr(verb.size()));
     return {{"seconds", transfer(*world->process_group(), world->info().local_size, nbytes)}};
   });

@@ -93,8 +93,8 @@ std::string optim_table(const Json& cases) {
 
 int bench_optim(const OptimBenchOptions& options) {
   TORCH_CHECK_VALUE(options.rounds >= 1 && options.elements >= 1,
-                    "[bench optim] --rounds and --elements must be at least 1; got ", options.rounds,
-                    " and ", options.elements);
+                    "[bench optim] --rounds and --elements must be at least 1; got ",
+                    options.rounds, " and ", options.elements);
   TORCH_CHECK_VALUE(options.threads >= 0, "[bench optim] --threads must not be negative; got ",
                     options.threads);
   use_page_heap();

@@ -114,9 +114,9 @@ std::string ranks_table(const nlohmann::ordered_json& results) {
 void check_options(const RanksBenchOptions& options) {
   TORCH_CHECK_VALUE(kLevels.contains(options.level),
                     "[bench ranks] --level must be none, os, os_g or p_g_os; got ", options.level);
-  TORCH_CHECK_VALUE(options.rounds >= 1 && options.steps >= 1 && options.layers >= 1 &&
-                        options.width >= 1,
-                    "[bench ranks] --rounds, --steps, --layers and --width must be at least 1");
+  TORCH_CHECK_VALUE(
+      options.rounds >= 1 && options.steps >= 1 && options.layers >= 1 && options.width >= 1,
+      "[bench ranks] --rounds, --steps, --layers and --width must be at least 1");
 }
 
 }  // namespace

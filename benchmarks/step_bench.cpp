@@ -32,28 +32,34 @@ constexpr std::chrono::seconds kLongestWaitForQuiet(60);
 
 void check_options(const StepBenchOptions& options) {
   const auto& sizes = workload_names();
-  TORCH_CHECK_VALUE(std::ranges::find(sizes, options.size) != sizes.end(),
-                    "[bench step] --size must be a workload; expected tiny, small, medium or mlp, got '",
-                    options.size, "'");
+  TORCH_CHECK_VALUE(
+      std::ranges::find(sizes, options.size) != sizes.end(),
+      "[bench step] --size must be a workload; expected tiny, small, medium or mlp, got '",
+      options.size, "'");
   TORCH_CHECK_VALUE(kLevels.contains(options.level), "[bench step] --level must be a level; ",
                     "expected none, os, os_g or p_g_os, got '", options.level, "'");
-  TORCH_CHECK_VALUE(options.transport == "gloo" || options.transport == "arena" || options.transport == "auto",
-                    "[bench step] --transport must be gloo, arena or auto, got '", options.transport, "'");
+  TORCH_CHECK_VALUE(
+      options.transport == "gloo" || options.transport == "arena" || options.transport == "auto",
+      "[bench step] --transport must be gloo, arena or auto, got '", options.transport, "'");
   const auto at_least = [](const char* name, int64_t least, int64_t value) {
     TORCH_CHECK_VALUE(value >= least, "[bench step] ", name, " must be at least ", least, ", got ",
                       value);
   };
   TORCH_CHECK_VALUE(options.dialect == "native" || options.dialect == "fairscale",
-                    "[bench step] --dialect must be native or fairscale; got '", options.dialect, "'");
+                    "[bench step] --dialect must be native or fairscale; got '", options.dialect,
+                    "'");
   TORCH_CHECK_VALUE(options.dialect == "native" || options.level == "os" || options.level == "os_g",
-                    "[bench step] --dialect fairscale has the levels os and os_g; got '", options.level, "'");
+                    "[bench step] --dialect fairscale has the levels os and os_g; got '",
+                    options.level, "'");
   TORCH_CHECK_VALUE(options.quiet == 0 || options.quiet > 1,
-                    "[bench step] --quiet must be 0, or above 1, which is no noise; got ", options.quiet);
+                    "[bench step] --quiet must be 0, or above 1, which is no noise; got ",
+                    options.quiet);
   TORCH_CHECK_VALUE(loop_switches(options.loop).is_plain() || options.dialect == "native",
                     "[bench step] loops go with --dialect native; got '", options.dialect, "'");
-  TORCH_CHECK_VALUE(options.dialect == "native" || (options.gather_dtype.empty() && options.reduce_dtype.empty()),
-                    "[bench step] --gather-dtype and --reduce-dtype go with --dialect native; got '",
-                    options.dialect, "'");
+  TORCH_CHECK_VALUE(
+      options.dialect == "native" || (options.gather_dtype.empty() && options.reduce_dtype.empty()),
+      "[bench step] --gather-dtype and --reduce-dtype go with --dialect native; got '",
+      options.dialect, "'");
   at_least("--ranks", 1, options.ranks);
   at_least("--rounds", 1, options.rounds);
   at_least("--steps", 1, options.steps);

@@ -1,16 +1,17 @@
 #pragma once
 
-#include <tessera/engine/shard_plan.h>
+#include <tessera/engine/plan_fields.h>
 
 #include <map>
 #include <string>
 
 namespace tessera::tools {
 
-/// The levels of sharding by their names in arguments, from nothing to everything.
-inline const std::map<std::string, ShardLevel> kLevels = {{"none", ShardLevel::kNone},
-                                                          {"os", ShardLevel::kOptimizerState},
-                                                          {"os_g", ShardLevel::kGradients},
-                                                          {"p_g_os", ShardLevel::kParameters}};
+/// The levels of sharding by their names in arguments.
+inline const std::map<std::string, ShardLevel> kLevels = [] {
+  std::map<std::string, ShardLevel> levels;
+  for (const auto& level : kPlanChoices<ShardLevel>) levels[level.name] = level.value;
+  return levels;
+}();
 
 }  // namespace tessera::tools

@@ -56,7 +56,8 @@ using Kind = PickleValue::Kind;
 
 // Throws unless the value is an object of this class. Attributes are few, as each is searched for.
 const PickleValue& object(const PickleValue& value, const char* name) {
-  TORCH_CHECK_VALUE(value.is_object(name), "an object '", name, "' is expected where it has another value");
+  TORCH_CHECK_VALUE(value.is_object(name), "an object '", name,
+                    "' is expected where it has another value");
   TORCH_CHECK_VALUE(value.items.empty() || value.items[0]->items.size() <= 2 * kMostAttributes,
                     "an object '", name, "' must have at most ", kMostAttributes, " attributes");
   return value;
@@ -85,8 +86,9 @@ DcpDirectory::Place place_of(const PickleValue& info) {
                     "encryption): save it again without");
   DcpDirectory::Place place{
       std::string(file), info.at("offset").whole(), info.at("length").whole(), {}};
-  TORCH_CHECK_VALUE(place.offset >= 0 && place.nbytes >= 0, "a place must not be negative; got offset ",
-                    place.offset, " and length ", place.nbytes);
+  TORCH_CHECK_VALUE(place.offset >= 0 && place.nbytes >= 0,
+                    "a place must not be negative; got offset ", place.offset, " and length ",
+                    place.nbytes);
   return place;
 }
 
@@ -98,8 +100,8 @@ FreePlaces places_in(const PickleValue& storage) {
     const std::string_view name = text_of(index.at("fqn"));
     const PickleValue* const offset = index.find("offset");
     PlaceKey key{name, offset && offset->is_list() ? offset->sizes() : std::vector<int64_t>()};
-    TORCH_CHECK_VALUE(places.emplace(std::move(key), place_of(*storage.items[i + 1])).second, "it has '",
-                      shortened(name), "' twice");
+    TORCH_CHECK_VALUE(places.emplace(std::move(key), place_of(*storage.items[i + 1])).second,
+                      "it has '", shortened(name), "' twice");
   }
   return places;
 }
@@ -127,7 +129,8 @@ std::string dtype_in(const PickleValue& properties) {
   const std::string name = dtype->is(Kind::kGlobal) && dtype->module == "torch"
                                ? dtype_of_torch_name(dtype->text)
                                : std::string();
-  TORCH_CHECK_VALUE(!name.empty(), "it has the dtype '", shortened(dtype->text), "', which is not known here");
+  TORCH_CHECK_VALUE(!name.empty(), "it has the dtype '", shortened(dtype->text),
+                    "', which is not known here");
   return name;
 }
 
@@ -142,11 +145,10 @@ class DcpSource final : public ChunkSource {
   void check(const std::string& key, const std::string& dtype, int64_t numel) const override {
     const PickledTensor& tensor = open(key);
     const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
-    TORCH_CHECK_VALUE(tensor.dtype == dtype && shape.numel() == numel &&
-                          tensor.shape == places_->at(key).sizes,
-                      "[checkpoint] '", shortened(key), "' of '", path(), "' must be ", numel,
-                      " elements of ", dtype, ", as the metadata has it; got ", shape.numel(), " of ",
-                      tensor.dtype);
+    TORCH_CHECK_VALUE(
+        tensor.dtype == dtype && shape.numel() == numel && tensor.shape == places_->at(key).sizes,
+        "[checkpoint] '", shortened(key), "' of '", path(), "' must be ", numel, " elements of ",
+        dtype, ", as the metadata has it; got ", shape.numel(), " of ", tensor.dtype);
     TORCH_CHECK_VALUE(shape.nbytes() <= places_->at(key).nbytes, "[checkpoint] '", shortened(key),
                       "' of '", path(), "' repeats its elements");
   }
@@ -269,8 +271,8 @@ void DcpDirectory::check_apart() const {
     const int64_t nbytes = File::open_file(path_ / name).nbytes();
     int64_t end = 0;
     for (const auto& [offset, size] : parts) {
-      TORCH_CHECK_VALUE(is_inside(offset, size, nbytes), "'", name, "' is cut off: a value has ", size,
-                        " bytes at ", offset, " of ", nbytes);
+      TORCH_CHECK_VALUE(is_inside(offset, size, nbytes), "'", name, "' is cut off: a value has ",
+                        size, " bytes at ", offset, " of ", nbytes);
       TORCH_CHECK_VALUE(offset >= end, "two values lie over each other in '", name, "'");
       end = offset + size;
     }

@@ -26,7 +26,8 @@ ExportFormat format_of(const fs::path& to, const ExportOptions& options) {
   if (extension == ".safetensors") return ExportFormat::kSafetensors;
   TORCH_CHECK_VALUE(extension == ".pt" || extension == ".pth" || extension == ".bin",
                     "[export_checkpoint] options.format must be given for a path that ends with "
-                    "none of .safetensors, .pt, .pth and .bin, and has no directory's name; got '", to.string(), "'");
+                    "none of .safetensors, .pt, .pth and .bin, and has no directory's name; got '",
+                    to.string(), "'");
   return ExportFormat::kTorch;
 }
 
@@ -35,12 +36,14 @@ void check_options(ExportFormat format, const ExportOptions& options) {
                     "[export_checkpoint] options.dtype must be a floating one; got ",
                     c10::toString(options.dtype.value_or(at::kFloat)));
   const bool has_keys = format == ExportFormat::kTorch || format == ExportFormat::kDcp;
-  TORCH_CHECK_VALUE(has_keys || (options.model_key.empty() && options.optimizer_key.empty()),
-                    "[export_checkpoint] options.model_key and options.optimizer_key are for files of torch.save and "
-                    "DCP directories; safetensors files hold a model's tensors alone");
-  TORCH_CHECK_VALUE(options.optimizer_key.empty() || options.optimizer_key != options.model_key,
-                    "[export_checkpoint] options.model_key and options.optimizer_key must differ; got '",
-                    options.model_key, "' for both");
+  TORCH_CHECK_VALUE(
+      has_keys || (options.model_key.empty() && options.optimizer_key.empty()),
+      "[export_checkpoint] options.model_key and options.optimizer_key are for files of torch.save "
+      "and DCP directories; safetensors files hold a model's tensors alone");
+  TORCH_CHECK_VALUE(
+      options.optimizer_key.empty() || options.optimizer_key != options.model_key,
+      "[export_checkpoint] options.model_key and options.optimizer_key must differ; got '",
+      options.model_key, "' for both");
   TORCH_CHECK_VALUE(!options.max_shard_bytes || format == ExportFormat::kHuggingFace,
                     "[export_checkpoint] options.max_shard_bytes is for a Hugging Face directory");
   TORCH_CHECK_VALUE(options.max_shard_bytes.value_or(1) > 0,
@@ -62,11 +65,13 @@ void check_target(const fs::path& to, ExportFormat format) {
     return;
   }
   if (!fs::exists(to)) return;
-  TORCH_CHECK_VALUE(fs::is_directory(to), "[export_checkpoint] '", to.string(), "' must be a directory, or not be there");
+  TORCH_CHECK_VALUE(fs::is_directory(to), "[export_checkpoint] '", to.string(),
+                    "' must be a directory, or not be there");
   for (const auto& entry : fs::directory_iterator(to))
-    TORCH_CHECK_VALUE(format == ExportFormat::kHuggingFace && !is_model_file(entry.path()), "[export_checkpoint] '",
-                      to.string(), "' must have no ", format == ExportFormat::kDcp ? "files" : "model's files",
-                      "; it has '", entry.path().filename().string(), "'");
+    TORCH_CHECK_VALUE(format == ExportFormat::kHuggingFace && !is_model_file(entry.path()),
+                      "[export_checkpoint] '", to.string(), "' must have no ",
+                      format == ExportFormat::kDcp ? "files" : "model's files", "; it has '",
+                      entry.path().filename().string(), "'");
 }
 
 void write_files(const fs::path& draft, ExportFormat format, ExportedModel& model) {
@@ -109,8 +114,8 @@ void export_checkpoint(const fs::path& path, const fs::path& to, const ExportOpt
   ExportedModel model(path, options);
   const fs::path draft = target.string() + ".tmp";
   if (is_directory_format(format)) {
-    TORCH_CHECK_VALUE(!fs::exists(draft), "[export_checkpoint] '", draft.string(), "' must not be there: remove it, if an export "
-                      "that was killed left it");
+    TORCH_CHECK_VALUE(!fs::exists(draft), "[export_checkpoint] '", draft.string(),
+                      "' must not be there: remove it, if an export that was killed left it");
     fs::create_directories(draft);
   } else {
     File::create(draft);  // its error says why the file can't be created

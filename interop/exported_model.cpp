@@ -16,10 +16,13 @@ ExportedModel::ExportedModel(const std::filesystem::path& path, const ExportOpti
   });
   const NameRules rules(options.rename, "options.rename");
   rename_tensors(index_, path.string(), [&](const std::string& name) { return rules.apply(name); });
-  TORCH_CHECK_VALUE(options.optimizer_key.empty() || index_.optimizer, "[export_checkpoint] options.optimizer_key needs a "
-                    "checkpoint with an optimizer; '", path.string(), "' was saved without one");
-  TORCH_CHECK_VALUE(index_.models.empty(), "[export_checkpoint] '", path.string(), "' holds several models: export each "
-                    "from its subdirectory, such as '", index_.models.empty() ? "" : (path / index_.models.front()).string(), "'");
+  TORCH_CHECK_VALUE(
+      options.optimizer_key.empty() || index_.optimizer,
+      "[export_checkpoint] options.optimizer_key needs a checkpoint with an optimizer; '",
+      path.string(), "' was saved without one");
+  TORCH_CHECK_VALUE(index_.models.empty(), "[export_checkpoint] '", path.string(),
+                    "' holds several models: export each from its subdirectory, such as '",
+                    index_.models.empty() ? "" : (path / index_.models.front()).string(), "'");
   for (const TensorRecord& record : index_.tensors) {
     reader_.check(record);
     total_ += record.nbytes();

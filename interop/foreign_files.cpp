@@ -100,8 +100,8 @@ void check_twice(const CheckpointIndex& index, const fs::path& path) {
   std::set<std::string> names;
   for (const TensorRecord& record : index.tensors)
     for (const std::string& name : record.names)
-      TORCH_CHECK_VALUE(names.insert(name).second, "[import_checkpoint] '", path.string(), "' has '",
-                        shortened(name), "' twice");
+      TORCH_CHECK_VALUE(names.insert(name).second, "[import_checkpoint] '", path.string(),
+                        "' has '", shortened(name), "' twice");
 }
 
 ForeignFiles open_torch(const fs::path& path) {

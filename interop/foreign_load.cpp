@@ -138,9 +138,12 @@ void ForeignLoad::check_ties() {
     for (const std::string& name : param.names) {
       const TensorRecord* const other = reads_.table.find("param", name);
       if (!first || !compared.insert(other).second) continue;
-      TORCH_CHECK_VALUE(is_equal(reads_.reader.read_whole(*first), reads_.reader.read_whole(*other)),
-                        "[load_safetensors] the model ties '", param.name(), "' and '", name, "', which '", reads_.reader.path(),
-                        "' must have with equal values; they differ: leave one out by options.rename, or untie them");
+      TORCH_CHECK_VALUE(
+          is_equal(reads_.reader.read_whole(*first), reads_.reader.read_whole(*other)),
+          "[load_safetensors] the model ties '", param.name(), "' and '", name, "', which '",
+          reads_.reader.path(),
+          "' must have with equal values; they differ: leave one out by options.rename, or untie "
+          "them");
     }
   }
 }

@@ -31,9 +31,10 @@ void add_source(ChunkReader& reader, const TensorRecord& source, RankContents& c
 void import_checkpoint(const std::filesystem::path& from, const std::filesystem::path& path,
                        const ImportOptions& options) {
   at::NoGradGuard no_grad;
-  TORCH_CHECK_VALUE(!std::filesystem::exists(readable_checkpoint(from) / kIndexFile), "[import_checkpoint] '", from.string(),
-                    "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() "
-                    "convert it");
+  TORCH_CHECK_VALUE(
+      !std::filesystem::exists(readable_checkpoint(from) / kIndexFile), "[import_checkpoint] '",
+      from.string(),
+      "' is a checkpoint already: reshard_checkpoint() and export_checkpoint() convert it");
   const NameRules rules(options.rename, "options.rename");
   ForeignFiles files = open_foreign(from);
   TORCH_CHECK_VALUE(!files.index.tensors.empty(), "[import_checkpoint] '", from.string(),

@@ -49,7 +49,8 @@ std::vector<std::string> texts_of(const PickleValue& list) {
                     "the names of a param group's parameters must be a list");
   std::vector<std::string> texts;
   for (const PickleValue* item : list.items) {
-    TORCH_CHECK_VALUE(item->is(Kind::kText), "the names of a param group's parameters must be texts");
+    TORCH_CHECK_VALUE(item->is(Kind::kText),
+                      "the names of a param group's parameters must be texts");
     check_tensor_name(item->text);
     texts.emplace_back(item->text);
   }
@@ -67,7 +68,8 @@ struct PickledOptimizer {
 };
 
 PythonGroup pickled_group(const PickleValue& group, const TorchFile& file) {
-  TORCH_CHECK_VALUE(group.is(Kind::kDict) && group.items.size() <= 2 * kMostOptions, "a param group must be a dict of its options");
+  TORCH_CHECK_VALUE(group.is(Kind::kDict) && group.items.size() <= 2 * kMostOptions,
+                    "a param group must be a dict of its options");
   PythonGroup result;
   for (size_t i = 0; i + 1 < group.items.size(); i += 2) {
     const PickleValue &key = *group.items[i], &value = *group.items[i + 1];
@@ -88,11 +90,15 @@ PythonGroup pickled_group(const PickleValue& group, const TorchFile& file) {
 std::vector<std::string> names_of_group(const PickleValue& group, size_t first, size_t count,
                                         const std::vector<std::string>& given) {
   const PickleValue* const names = group.find("param_names");
-  TORCH_CHECK_VALUE(names || !given.empty(), "its optimizer numbers its parameters, and has no names of them: which number is "
-                    "which parameter can't be seen. Make the optimizer from named_parameters(), as PyTorch 2.6 and newer "
-                    "accept it, and save again; or pass options.optimizer_params (--optimizer-params), the names in the "
-                    "order in which the optimizer was given the parameters");
-  TORCH_CHECK_VALUE(!names || given.empty(), "it has the names of its optimizer's parameters: leave options.optimizer_params out");
+  TORCH_CHECK_VALUE(
+      names || !given.empty(),
+      "its optimizer numbers its parameters, and has no names of them: which number is which "
+      "parameter can't be seen. Make the optimizer from named_parameters(), as PyTorch 2.6 and "
+      "newer accept it, and save again; or pass options.optimizer_params (--optimizer-params), the "
+      "names in the order in which the optimizer was given the parameters");
+  TORCH_CHECK_VALUE(
+      !names || given.empty(),
+      "it has the names of its optimizer's parameters: leave options.optimizer_params out");
   if (names) return texts_of(*names);
   const auto of_group = c10::ArrayRef<std::string>(given).slice(std::min(first, given.size()));
   return of_group.slice(0, std::min(count, of_group.size())).vec();
@@ -107,16 +113,18 @@ PickledOptimizer pickled_optimizer(const PickleValue& optimizer, const TorchFile
   for (const PickleValue* item : listed.items) {
     PythonGroup& group = result.groups.emplace_back(pickled_group(*item, file));
     const PickleValue& numbers = item->at("params");
-    TORCH_CHECK_VALUE(numbers.is_list() && numbers.items.size() <= kMostGroupParams, "a param group's params must be a list");
+    TORCH_CHECK_VALUE(numbers.is_list() && numbers.items.size() <= kMostGroupParams,
+                      "a param group's params must be a list");
     group.params = names_of_group(*item, result.names.size(), numbers.items.size(), given);
-    TORCH_CHECK_VALUE(group.params.size() == numbers.items.size(), "a param group has ", numbers.items.size(),
-                      " parameters and ", group.params.size(), " names");
+    TORCH_CHECK_VALUE(group.params.size() == numbers.items.size(), "a param group has ",
+                      numbers.items.size(), " parameters and ", group.params.size(), " names");
     for (size_t i = 0; i < group.params.size(); ++i)
       TORCH_CHECK_VALUE(result.names.emplace(numbers.items[i]->whole(), group.params[i]).second,
                         "parameter ", numbers.items[i]->number, " is in two param groups");
   }
-  TORCH_CHECK_VALUE(given.empty() || given.size() == result.names.size(), "options.optimizer_params must name all parameters of "
-                    "its optimizer; expected ", result.names.size(), " names, got ", given.size());
+  TORCH_CHECK_VALUE(given.empty() || given.size() == result.names.size(),
+                    "options.optimizer_params must name all parameters of its optimizer; expected ",
+                    result.names.size(), " names, got ", given.size());
   return result;
 }
 
@@ -201,7 +209,8 @@ void add_states(std::vector<TensorRecord> states, const NameOf& name_of, ChunkRe
     const auto [key, state] = split_last(record.names.front());
     const std::string name = name_of(key);
     const auto it = params.find(name);
-    TORCH_CHECK_VALUE(it != params.end(), "its optimizer has state of '", shortened(name), "', which the model has not");
+    TORCH_CHECK_VALUE(it != params.end(), "its optimizer has state of '", shortened(name),
+                      "', which the model has not");
     const TensorRecord param = index.tensors[it->second];
     if (take_state(record, param, state, reader, *index.optimizer))
       index.tensors.push_back(std::move(record));
@@ -215,7 +224,8 @@ void check_params(const CheckpointIndex& index) {
   for (const ParamGroupRecord& group : index.optimizer->param_groups) {
     for (const std::string& name : group.params) {
       const auto it = uses.find(name);
-      TORCH_CHECK_VALUE(it != uses.end() && it->second++ == 0, "its optimizer has the parameter '", shortened(name),
+      TORCH_CHECK_VALUE(it != uses.end() && it->second++ == 0, "its optimizer has the parameter '",
+                        shortened(name),
                         it == uses.end() ? "', which the model has not" : "' twice");
     }
   }
@@ -231,14 +241,15 @@ void add_pickled_optimizer(const ForeignFiles& files, std::vector<TensorRecord> 
   check_params(index);
   const auto name_of_number = [&](int64_t number) {
     const auto it = pickled.names.find(number);
-    TORCH_CHECK_VALUE(it != pickled.names.end(), "its optimizer has state of parameter ", number, ", which is in no param group");
+    TORCH_CHECK_VALUE(it != pickled.names.end(), "its optimizer has state of parameter ", number,
+                      ", which is in no param group");
     return it->second;
   };
   const auto name_of = [&](const std::string& key) {
     int64_t number = -1;
     const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), number);
-    TORCH_CHECK_VALUE(error == std::errc() && end == key.data() + key.size(), "the state of an optimizer must be by number; got '",
-                      shortened(key), "'");
+    TORCH_CHECK_VALUE(error == std::errc() && end == key.data() + key.size(),
+                      "the state of an optimizer must be by number; got '", shortened(key), "'");
     return name_of_number(number);
   };
   add_states(std::move(states), name_of, reader, index);
@@ -283,9 +294,11 @@ void select_parts(ForeignFiles& files, const ImportOptions& options) {
       auto states = taken_under(files.index.tensors, options.optimizer_key + ".state.");
       ChunkReader reader = files.reader();
       const bool is_dcp_directory = is_dcp(files.path);
-      TORCH_CHECK_VALUE(is_dcp_directory || files.torch_file, "options.optimizer_key is for a file of torch.save or a DCP directory");
-      TORCH_CHECK_VALUE(!is_dcp_directory || options.optimizer_params.empty(), "a DCP directory has the names of its "
-                        "optimizer's parameters: leave options.optimizer_params out");
+      TORCH_CHECK_VALUE(is_dcp_directory || files.torch_file,
+                        "options.optimizer_key is for a file of torch.save or a DCP directory");
+      TORCH_CHECK_VALUE(!is_dcp_directory || options.optimizer_params.empty(),
+                        "a DCP directory has the names of its optimizer's parameters: leave "
+                        "options.optimizer_params out");
       is_dcp_directory ? add_dcp_optimizer(files, std::move(states), options, reader, index)
                        : add_pickled_optimizer(files, std::move(states), options, reader, index);
     }

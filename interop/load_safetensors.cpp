@@ -16,8 +16,10 @@ namespace {
 void check_same_files(const Ranks& ranks, const std::filesystem::path& path,
                       const std::string& digest) {
   for (const std::string& other : ranks.all_gather_bytes(digest, kCheckpointTag))
-    TORCH_CHECK_VALUE(other == digest, "[load_safetensors] all ranks must see the same files and give the same "
-                      "options; the tensors in '", path.string(), "' differ between ranks");
+    TORCH_CHECK_VALUE(other == digest,
+                      "[load_safetensors] all ranks must see the same files and give the same "
+                      "options; the tensors in '",
+                      path.string(), "' differ between ranks");
 }
 
 }  // namespace

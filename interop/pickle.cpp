@@ -27,7 +27,8 @@ class DictWalk {
   bool collect(const PickleValue& dict, const std::string& prefix, int depth) {
     Seen& seen = seen_[&dict];
     TORCH_CHECK_VALUE(!seen.is_open, "its dicts hold each other");
-    TORCH_CHECK_VALUE(depth < kMostPickleDepth, "its dicts must nest at most ", kMostPickleDepth, " deep");
+    TORCH_CHECK_VALUE(depth < kMostPickleDepth, "its dicts must nest at most ", kMostPickleDepth,
+                      " deep");
     if (seen.places > 0 && !seen.has_tensors) return false;
     TORCH_CHECK_VALUE(++seen.places <= kMostPlaces, "a dict with tensors must be in at most ",
                       kMostPlaces, " places");

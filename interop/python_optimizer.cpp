@@ -111,14 +111,17 @@ std::string class_of(const PythonGroup& group) {
     if (!has_all) continue;
     if (std::string_view(known.name) != "AdamW") return known.name;
     const auto it = group.options.find(kIsAdamW);
-    TORCH_CHECK_VALUE(it != group.options.end(), "its optimizer is Adam or AdamW, which PyTorch before 2.7 does not tell; give "
-                      "options.optimizer_class");
+    TORCH_CHECK_VALUE(it != group.options.end(),
+                      "its optimizer is Adam or AdamW, which PyTorch before 2.7 does not tell; "
+                      "give options.optimizer_class");
     return !it->second.empty() && it->second[0] != 0 ? "AdamW" : "Adam";
   }
   std::vector<std::string> names;
   for (const auto& [name, value] : group.options) names.push_back(name);
-  TORCH_CHECK_VALUE(false, "its optimizer must be Adagrad, Adam, AdamW, RMSprop or SGD; got one with the options ",
-                    shortened(names));
+  TORCH_CHECK_VALUE(
+      false,
+      "its optimizer must be Adagrad, Adam, AdamW, RMSprop or SGD; got one with the options ",
+      shortened(names));
 }
 
 ParamGroupRecord group_record(const PythonGroup& group, const PythonClass& known) {
@@ -130,12 +133,15 @@ ParamGroupRecord group_record(const PythonGroup& group, const PythonClass& known
     if (option.type == Option::kUnset) continue;
     if (option.type == Option::kOff) {
       // `capturable` and `differentiable` choose kernels; `maximize` changes the step.
-      TORCH_CHECK_VALUE(std::string_view(option.name) != "maximize" || !values || values->empty() || (*values)[0] == 0,
-                        "its optimizer must not have 'maximize', which LibTorch's ", known.name, " has not");
+      TORCH_CHECK_VALUE(std::string_view(option.name) != "maximize" || !values || values->empty() ||
+                            (*values)[0] == 0,
+                        "its optimizer must not have 'maximize', which LibTorch's ", known.name,
+                        " has not");
       continue;
     }
-    TORCH_CHECK_VALUE(values && values->size() == wanted, "the option '", option.name, "' of ", known.name,
-                      " must be ", wanted, " number(s); got ", values ? values->size() : 0);
+    TORCH_CHECK_VALUE(values && values->size() == wanted, "the option '", option.name, "' of ",
+                      known.name, " must be ", wanted, " number(s); got ",
+                      values ? values->size() : 0);
     if (option.type == Option::kPair) {
       record.options["beta1"] = (*values)[0];
       record.options["beta2"] = (*values)[1];
@@ -163,8 +169,9 @@ OptimizerRecord optimizer_record(const std::vector<PythonGroup>& groups,
   OptimizerRecord record;
   record.kind = wanted.empty() ? class_of(groups.front()) : wanted;
   const PythonClass* const known = find_class(record.kind);
-  TORCH_CHECK_VALUE(known, "options.optimizer_class must be Adagrad, Adam, AdamW, RMSprop or SGD; got '", wanted,
-                    "'");
+  TORCH_CHECK_VALUE(known,
+                    "options.optimizer_class must be Adagrad, Adam, AdamW, RMSprop or SGD; got '",
+                    wanted, "'");
   for (const PythonGroup& group : groups)
     record.param_groups.push_back(group_record(group, *known));
   return record;
@@ -173,8 +180,8 @@ OptimizerRecord optimizer_record(const std::vector<PythonGroup>& groups,
 void set_count(OptimizerRecord& optimizer, const std::string& param, const std::string& name,
                double value) {
   constexpr double kMost = 9007199254740992.;  // 2^53: whole numbers are exact up to it
-  TORCH_CHECK_VALUE(value >= 0 && value <= kMost && value == std::floor(value), "the ", name, " of '", param,
-                    "' must be a count; got ", value);
+  TORCH_CHECK_VALUE(value >= 0 && value <= kMost && value == std::floor(value), "the ", name,
+                    " of '", param, "' must be a count; got ", value);
   const auto count = static_cast<int64_t>(value);
   optimizer.counts[param][name] = count;
   optimizer.steps = std::max(optimizer.steps, count);
@@ -189,11 +196,13 @@ bool take_state(TensorRecord& record, const TensorRecord& param, const std::stri
     return false;
   }
   const auto& tensors = find_class(optimizer.kind)->tensors;
-  TORCH_CHECK_VALUE(std::ranges::any_of(tensors, [&](const char* known) { return state == known; }), "'", name, "' has the state '",
-                    shortened(state), "', which LibTorch's ", optimizer.kind, " has not");
-  TORCH_CHECK_VALUE(record.shape == param.shape, "'", state, "' of '", name, "' must have its shape, ",
-                    c10::IntArrayRef(param.shape), "; got ", c10::IntArrayRef(record.shape),
-                    ". Is the optimizer that of another model, or were its parameters in another order?");
+  TORCH_CHECK_VALUE(std::ranges::any_of(tensors, [&](const char* known) { return state == known; }),
+                    "'", name, "' has the state '", shortened(state), "', which LibTorch's ",
+                    optimizer.kind, " has not");
+  TORCH_CHECK_VALUE(
+      record.shape == param.shape, "'", state, "' of '", name, "' must have its shape, ",
+      c10::IntArrayRef(param.shape), "; got ", c10::IntArrayRef(record.shape),
+      ". Is the optimizer that of another model, or were its parameters in another order?");
   record.kind = "state";
   record.state = state;
   record.names = param.names;
@@ -205,12 +214,15 @@ std::vector<std::pair<std::string, c10::IValue>> python_options(const OptimizerR
   const auto& values = optimizer.param_groups[group].options;
   const auto value_of = [&](const char* name) {
     const auto it = values.find(name);
-    TORCH_CHECK_VALUE(it != values.end(), "[export_checkpoint] param group ", group, " lacks '", name, "'");
+    TORCH_CHECK_VALUE(it != values.end(), "[export_checkpoint] param group ", group, " lacks '",
+                      name, "'");
     return it->second;
   };
   const PythonClass* const known = find_class(optimizer.kind);
-  TORCH_CHECK_NOT_IMPLEMENTED(known, "[export_checkpoint] optimizer state can be exported for Adagrad, Adam, AdamW, "
-                              "RMSprop and SGD; the checkpoint has that of ", optimizer.kind);
+  TORCH_CHECK_NOT_IMPLEMENTED(known,
+                              "[export_checkpoint] optimizer state can be exported for Adagrad, "
+                              "Adam, AdamW, RMSprop and SGD; the checkpoint has that of ",
+                              optimizer.kind);
   std::vector<std::pair<std::string, c10::IValue>> options;
   for (const auto& [name, type] : known->options) {
     switch (type) {

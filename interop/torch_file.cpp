@@ -41,8 +41,8 @@ constexpr uint16_t kSizes64 = 1;        // the extra field with numbers of 64 bi
 constexpr int64_t kMostListBytes = int64_t{256} << 20;
 
 std::string read_bytes(const FileRange& file, int64_t offset, int64_t nbytes) {
-  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes), "it must have ", nbytes, " bytes from byte ",
-                    offset, " on; it has ", file.nbytes);
+  TORCH_CHECK_VALUE(is_inside(offset, nbytes, file.nbytes), "it must have ", nbytes,
+                    " bytes from byte ", offset, " on; it has ", file.nbytes);
   std::string bytes(static_cast<size_t>(nbytes), '\0');
   file.read(bytes.data(), bytes.size(), offset);
   return bytes;
@@ -51,7 +51,8 @@ std::string read_bytes(const FileRange& file, int64_t offset, int64_t nbytes) {
 // Reads a number of 64 bits that must fit into 63.
 int64_t place(ByteReader& bytes) {
   const auto value = bytes.number<uint64_t>();
-  TORCH_CHECK_VALUE(value <= static_cast<uint64_t>(INT64_MAX), "it refers to byte ", value, ", which no file has");
+  TORCH_CHECK_VALUE(value <= static_cast<uint64_t>(INT64_MAX), "it refers to byte ", value,
+                    ", which no file has");
   return static_cast<int64_t>(value);
 }
 
@@ -210,8 +211,9 @@ const TorchFile::Record& TorchFile::storage_of(const PickledTensor& tensor) cons
   TORCH_CHECK_VALUE(it != records_.end(), "it lacks '", record_of(tensor), "'");
   const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
   const int64_t end = checked_sum(tensor.offset, shape.reach(tensor.strides));
-  TORCH_CHECK_VALUE(tensor.offset >= 0 && checked_product(end, item_size(tensor.dtype)) <= it->second.nbytes,
-                    "it does not fit into the ", it->second.nbytes, " bytes of its storage");
+  TORCH_CHECK_VALUE(
+      tensor.offset >= 0 && checked_product(end, item_size(tensor.dtype)) <= it->second.nbytes,
+      "it does not fit into the ", it->second.nbytes, " bytes of its storage");
   return it->second;
 }
 
@@ -222,8 +224,8 @@ void TorchFile::count_bytes(const PickledTensor& tensor, std::set<PickledTensor>
   int64_t& bytes = used[tensor.storage];
   bytes = checked_sum(bytes, CheckedShape(tensor.shape, item_size(tensor.dtype)).nbytes());
   TORCH_CHECK_VALUE(bytes <= std::max(kMostSmallBytes, kMostViews * stored),
-                    "it and others repeat the ", stored, " bytes of its storage; clone() the "
-                    "expanded tensors before torch.save");
+                    "it and others repeat the ", stored,
+                    " bytes of its storage; clone() the expanded tensors before torch.save");
 }
 
 const TorchFile::Record& TorchFile::check(const PickledTensor& tensor) const {

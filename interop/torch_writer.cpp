@@ -29,10 +29,10 @@ TorchWriter::~TorchWriter() = default;
 at::Tensor TorchWriter::add(const std::string& name, const at::Tensor& value) {
   static char nowhere = 0;
   const at::Tensor data = with_plain_memory(value).contiguous();
-  TORCH_CHECK_NOT_IMPLEMENTED(is_pickled_dtype(safetensors_dtype(data.scalar_type())),
-                              "[export_checkpoint] '", name, "' has the dtype ", data.scalar_type(),
-                              ", which Python's torch.load does not take from such a file: export to a "
-                              "safetensors file");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      is_pickled_dtype(safetensors_dtype(data.scalar_type())), "[export_checkpoint] '", name,
+      "' has the dtype ", data.scalar_type(),
+      ", which Python's torch.load does not take from such a file: export to a safetensors file");
   writer_->writeRecord("data/" + std::to_string(count_++), data.const_data_ptr(), data.nbytes());
   return at::from_blob(&nowhere, data.sizes(), at::dtype(data.scalar_type()));
 }

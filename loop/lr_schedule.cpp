@@ -20,8 +20,9 @@ double line_between(double from, double to, double part) { return from + (to - f
 using Between = double (*)(double from, double to, double part);
 
 LRFactor warmup_then(const WarmupOptions& options, Between between) {
-  TORCH_CHECK_VALUE(options.warmup >= 0 && options.steps > 0, "[LambdaLR] warmup must be 0 or more, and steps positive; got ",
-                    options.warmup, " and ", options.steps);
+  TORCH_CHECK_VALUE(options.warmup >= 0 && options.steps > 0,
+                    "[LambdaLR] warmup must be 0 or more, and steps positive; got ", options.warmup,
+                    " and ", options.steps);
   return [options, between](int64_t step) {
     const auto [warmup, steps, last] = options;
     if (step < warmup) return static_cast<double>(step + 1) / static_cast<double>(warmup);
@@ -56,8 +57,8 @@ void check(const OneCycleOptions& options) {
                     "[OneCycleLR] options.warmup_fraction must be 0 to ", most, "; got ",
                     options.warmup_fraction);
   TORCH_CHECK_VALUE(options.initial_divisor > 0 && options.final_divisor > 0,
-                    "[OneCycleLR] divisors must be positive; got ", options.initial_divisor, " and ",
-                    options.final_divisor);
+                    "[OneCycleLR] divisors must be positive; got ", options.initial_divisor,
+                    " and ", options.final_divisor);
 }
 
 }  // namespace
@@ -91,9 +92,9 @@ LRFactor warmup_constant(int64_t warmup) {
 OneCycleLR::OneCycleLR(torch::optim::Optimizer& optimizer, const OneCycleOptions& options)
     : LRScheduler(optimizer), optimizer_(optimizer), options_(options) {
   check(options_);
-  TORCH_CHECK_VALUE(!options_.cycle_momentum || momentum_option(optimizer_),
-                    "[OneCycleLR] the optimizer has no momentum to cycle; set "
-                    "options.cycle_momentum to false");
+  TORCH_CHECK_VALUE(
+      !options_.cycle_momentum || momentum_option(optimizer_),
+      "[OneCycleLR] the optimizer has no momentum to cycle; set options.cycle_momentum to false");
   set_rates(optimizer_, rates_of(0));
   set_momentum(0);
 }

@@ -32,8 +32,9 @@ void check_names(ProcessGroup& ranks, const std::map<std::string, double>& value
   for (const auto& [name, value] : values) names.push_back(name);
   const auto all = all_gather_bytes(ranks, fmt::format("{}", fmt::join(names, ", ")), kMetrics);
   for (size_t rank = 1; rank < all.size(); ++rank)
-    TORCH_CHECK_VALUE(all[rank] == all[0], "[mean_over_ranks] all ranks must pass the same names; rank 0 has ",
-                      all[0], ", rank ", rank, " has ", all[rank]);
+    TORCH_CHECK_VALUE(all[rank] == all[0],
+                      "[mean_over_ranks] all ranks must pass the same names; rank 0 has ", all[0],
+                      ", rank ", rank, " has ", all[rank]);
 }
 
 std::map<std::string, double> means(ProcessGroup& ranks,
@@ -43,7 +44,8 @@ std::map<std::string, double> means(ProcessGroup& ranks,
   std::vector<double> sums = {is_valid ? weight : std::numeric_limits<double>::quiet_NaN()};
   for (const auto& [name, value] : values) sums.push_back(weight == 0 ? 0 : weight * value);
   sum(ranks, sums);
-  TORCH_CHECK_VALUE(!std::isnan(sums[0]), "[mean_over_ranks] weights must be finite and not negative; rank ",
+  TORCH_CHECK_VALUE(!std::isnan(sums[0]),
+                    "[mean_over_ranks] weights must be finite and not negative; rank ",
                     ranks.rank(), " has ", weight);
   std::map<std::string, double> result;
   size_t place = 0;

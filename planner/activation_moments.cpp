@@ -43,8 +43,8 @@ class ActivationSizes {
   int64_t inside(int64_t elements) const { return tokens(elements, n_); }
   int64_t tokens(int64_t elements, int64_t item) const {
     const int64_t nbytes = checked_product(tokens_, checked_product(elements, item));
-    TORCH_CHECK_VALUE(nbytes <= kMostKept, "[activation_moments] a tensor must have at most ", kMostKept,
-                      " bytes; a batch of ", options_.batch, " and a sequence of ",
+    TORCH_CHECK_VALUE(nbytes <= kMostKept, "[activation_moments] a tensor must have at most ",
+                      kMostKept, " bytes; a batch of ", options_.batch, " and a sequence of ",
                       options_.sequence, " make one of ", nbytes);
     return nbytes;
   }
@@ -132,9 +132,8 @@ class MomentList {
     const BlockNames block = block_names(config_, 0);
     const int64_t blocks =
         checked_product(config_.layers, kept_by_attention(block) + kept_by_mlp(block));
-    TORCH_CHECK_VALUE(blocks <= kMostKept,
-                      "[activation_moments] activations must have at most ", kMostKept,
-                      " bytes; got a batch of ", options_.batch, " and a sequence of ",
+    TORCH_CHECK_VALUE(blocks <= kMostKept, "[activation_moments] activations must have at most ",
+                      kMostKept, " bytes; got a batch of ", options_.batch, " and a sequence of ",
                       options_.sequence, " for ", config_.layers, " layers");
   }
 
@@ -317,12 +316,13 @@ class MomentList {
 };
 
 void check_options(const TransformerConfig& config, const ActivationOptions& options) {
-  TORCH_CHECK_VALUE(options.batch >= 1 && options.sequence >= 1,
-                    "[activation_moments] options.batch and options.sequence must be at least 1; got ",
-                    options.batch, " and ", options.sequence);
+  TORCH_CHECK_VALUE(
+      options.batch >= 1 && options.sequence >= 1,
+      "[activation_moments] options.batch and options.sequence must be at least 1; got ",
+      options.batch, " and ", options.sequence);
   TORCH_CHECK_VALUE(checked_product(options.batch, options.sequence) <= kMostTokens,
-                    "[activation_moments] options.batch x options.sequence must be at most ", kMostTokens, "; got ",
-                    options.batch, " x ", options.sequence);
+                    "[activation_moments] options.batch x options.sequence must be at most ",
+                    kMostTokens, "; got ", options.batch, " x ", options.sequence);
   TORCH_CHECK_VALUE(!config.is_gpt2() || options.sequence <= config.positions,
                     "[activation_moments] options.sequence must be at most the ", config.positions,
                     " positions of the model; got ", options.sequence);

@@ -118,21 +118,23 @@ int64_t parse_size(const std::string& word, const std::string& where) {
   int64_t size = 0;
   const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), size);
   TORCH_CHECK_VALUE(error == std::errc() && end == word.data() + word.size() && size >= 0,
-                    "[read_parameter_sizes] ", where, " must be `name dtype size... [frozen]`; got '",
-                    shortened(word), "' for a size");
+                    "[read_parameter_sizes] ", where,
+                    " must be `name dtype size... [frozen]`; got '", shortened(word),
+                    "' for a size");
   return size;
 }
 
 // Parses one line of a list.
 ParameterSize parse_line(const std::vector<std::string>& words, const std::string& where) {
   TORCH_CHECK_VALUE(words.size() >= 2, "[read_parameter_sizes] ", where,
-                    " must be `name dtype size... [frozen]`; got '",
-                    shortened(words.front()), "' alone");
+                    " must be `name dtype size... [frozen]`; got '", shortened(words.front()),
+                    "' alone");
   ParameterSize parameter{.names = {words[0]}};
   try {
     parameter.dtype = parse_dtype(words[1]);
   } catch (const c10::ValueError& error) {
-    TORCH_CHECK_VALUE(false, "[read_parameter_sizes] ", where, ": ", error.what_without_backtrace());
+    TORCH_CHECK_VALUE(false, "[read_parameter_sizes] ", where, ": ",
+                      error.what_without_backtrace());
   }
   const bool is_frozen = words.size() > 2 && words.back() == "frozen";
   parameter.trainable = !is_frozen && c10::isFloatingType(parameter.dtype);
@@ -181,8 +183,10 @@ at::ScalarType parse_dtype(const std::string& name) {
   std::transform(lower.begin(), lower.end(), lower.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   const auto it = dtypes().find(lower);
-  TORCH_CHECK_VALUE(it != dtypes().end(), "[parse_dtype] a dtype must be one such as float32, bfloat16, "
-                    "float16 or int64; got '", shortened(name), "'");
+  TORCH_CHECK_VALUE(
+      it != dtypes().end(),
+      "[parse_dtype] a dtype must be one such as float32, bfloat16, float16 or int64; got '",
+      shortened(name), "'");
   return it->second;
 }
 
@@ -196,8 +200,10 @@ std::vector<ParameterSize> read_parameter_sizes(const std::string& path) {
 
 std::vector<ParameterSize> made_up_parameter_sizes(int64_t numel, int layers,
                                                    at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(layers >= 1 && numel >= layers, "[made_up_parameter_sizes] there must be at least one layer, "
-                    "with at least one element in each; got ", layers, " layers and ", numel, " elements");
+  TORCH_CHECK_VALUE(layers >= 1 && numel >= layers,
+                    "[made_up_parameter_sizes] there must be at least one layer, with at least one "
+                    "element in each; got ",
+                    layers, " layers and ", numel, " elements");
   std::vector<ParameterSize> sizes;
   for (int layer = 0; layer < layers; ++layer) {
     const int64_t size = numel / layers + (layer < numel % layers ? 1 : 0);

@@ -25,8 +25,8 @@ namespace {
 void check_options(const PlanReportOptions& options) {
   TORCH_CHECK_VALUE(options.ranks >= 1, "[plan_report] options.ranks must be at least 1; got ",
                     options.ranks);
-  TORCH_CHECK_VALUE(options.replicas >= 1, "[plan_report] options.replicas must be at least 1; got ",
-                    options.replicas);
+  TORCH_CHECK_VALUE(options.replicas >= 1,
+                    "[plan_report] options.replicas must be at least 1; got ", options.replicas);
   TORCH_CHECK_VALUE(options.rank >= 0 && options.rank < options.ranks,
                     "[plan_report] options.rank must be from 0 to ", options.ranks - 1, "; got ",
                     options.rank);
@@ -317,8 +317,9 @@ int state_tensors_of(torch::optim::Optimizer& optimizer) {
   for (auto& param_group : optimizer.param_groups())
     counts.insert(state_names(optimizer, param_group).size());
   TORCH_CHECK_VALUE(counts.size() == 1,
-                    "[state_tensors_of] the optimizer must keep the same number of tensors per parameter in "
-                    "all param groups; got ", counts.size(), " different numbers");
+                    "[state_tensors_of] the optimizer must keep the same number of tensors per "
+                    "parameter in all param groups; got ",
+                    counts.size(), " different numbers");
   return static_cast<int>(*counts.begin());
 }
 

@@ -91,23 +91,27 @@ class WaitingGradients {
 };
 
 void check_moments(const Places& places, const ShardPlan& plan, const PlanReportOptions& options) {
-  TORCH_CHECK_VALUE(options.activations >= 0 && options.activations <= kMostActivations, "[plan_report] options.activations "
-                    "must be from 0 to ", kMostActivations, "; got ", options.activations);
+  TORCH_CHECK_VALUE(options.activations >= 0 && options.activations <= kMostActivations,
+                    "[plan_report] options.activations must be from 0 to ", kMostActivations,
+                    "; got ", options.activations);
   TORCH_CHECK_VALUE(options.activations == 0 || options.moments.empty(),
                     "[plan_report] options.activations and options.moments exclude each other");
   const std::set<std::string> ignored(plan.ignored.begin(), plan.ignored.end());
   bool is_backward = false;
   for (const ActivationMoment& moment : options.moments) {
-    TORCH_CHECK_VALUE(moment.nbytes >= 0 && moment.nbytes <= kMostActivations, "[plan_report] options.moments: nbytes of '",
-                      shortened(moment.name), "' must be from 0 to ", kMostActivations, "; got ", moment.nbytes);
-    TORCH_CHECK_VALUE(moment.backward || !is_backward, "[plan_report] options.moments must be in the order of time, those of "
-                      "forward first; got '", shortened(moment.name), "' behind one of backward");
+    TORCH_CHECK_VALUE(moment.nbytes >= 0 && moment.nbytes <= kMostActivations,
+                      "[plan_report] options.moments: nbytes of '", shortened(moment.name),
+                      "' must be from 0 to ", kMostActivations, "; got ", moment.nbytes);
+    TORCH_CHECK_VALUE(
+        moment.backward || !is_backward,
+        "[plan_report] options.moments must be in the order of time, those of forward first; got '",
+        shortened(moment.name), "' behind one of backward");
     is_backward = moment.backward;
     for (const auto* names : {&moment.parameters, &moment.gradients})
       for (const std::string& name : *names)
-        TORCH_CHECK_VALUE(places.contains(name) || ignored.contains(name), "[plan_report] options.moments: '",
-                          shortened(moment.name), "' must name parameters of the model; got '",
-                          shortened(name), "'");
+        TORCH_CHECK_VALUE(places.contains(name) || ignored.contains(name),
+                          "[plan_report] options.moments: '", shortened(moment.name),
+                          "' must name parameters of the model; got '", shortened(name), "'");
   }
 }
 

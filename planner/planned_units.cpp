@@ -13,16 +13,22 @@ namespace tessera {
 namespace {
 
 void check_foreseeable(const ShardPlan& plan) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[plan_report] plan.mesh_dim is not supported: a list of sizes "
-                              "does not say which parameters are DistTensors");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget, "[plan_report] plan.memory_budget is not supported: the size of "
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim,
+                              "[plan_report] plan.mesh_dim is not supported: a list of sizes does "
+                              "not say which parameters are DistTensors");
+  TORCH_CHECK_NOT_IMPLEMENTED(!plan.memory_budget,
+                              "[plan_report] plan.memory_budget is not supported: the size of "
                               "activations is not known; give plan.resident_bytes");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.sync_buffers, "[plan_report] plan.sync_buffers is not supported: "
-                              "the list holds parameters, not buffers");
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.outer, "[plan_report] plan.outer is not supported: its report would have steps of "
-                              "two kinds. Report the plan without it and with one replica, for the steps between averages");
-  TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[plan_report] plan.reduce_gradients must be true: "
-                              "the bytes of a reduction by the user are not known");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !plan.sync_buffers,
+      "[plan_report] plan.sync_buffers is not supported: the list holds parameters, not buffers");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !plan.outer,
+      "[plan_report] plan.outer is not supported: its report would have steps of two kinds. Report "
+      "the plan without it and with one replica, for the steps between averages");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients,
+                              "[plan_report] plan.reduce_gradients must be true: the bytes of a "
+                              "reduction by the user are not known");
 }
 
 ParamSlot slot_of(const ParameterSize& parameter) {
@@ -48,13 +54,15 @@ std::vector<ParamSlot> slots_of(const std::vector<ParameterSize>& parameters,
     for (const std::string& name : parameter.names) {
       is_ignored = ignored.erase(name) > 0 || is_ignored;
       TORCH_CHECK_VALUE(seen.insert(name).second,
-                        "[plan_report] parameters must have different names; got '", name, "' twice");
+                        "[plan_report] parameters must have different names; got '", name,
+                        "' twice");
     }
     if (!is_ignored) slots.push_back(slot_of(parameter));
   }
   TORCH_CHECK_VALUE(ignored.empty(), "[plan_report] plan.ignored names '",
                     ignored.empty() ? "" : *ignored.begin(), "', which the model does not have");
-  TORCH_CHECK_VALUE(!slots.empty(), "[plan_report] the model must have parameters to shard; it has none");
+  TORCH_CHECK_VALUE(!slots.empty(),
+                    "[plan_report] the model must have parameters to shard; it has none");
   return slots;
 }
 

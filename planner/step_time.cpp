@@ -28,10 +28,11 @@ constexpr int kSteps = 4;
 void check_numbers(const StepTimeOptions& options) {
   for (const auto& [name, number] :
        {std::pair("hosts", options.hosts), std::pair("ranks_per_host", options.ranks_per_host)})
-    TORCH_CHECK_VALUE(number >= 1, "[step_time] options.", name, " must be at least 1; got ", number);
+    TORCH_CHECK_VALUE(number >= 1, "[step_time] options.", name, " must be at least 1; got ",
+                      number);
   TORCH_CHECK_VALUE(int64_t{options.hosts} * options.ranks_per_host <= 1 << 20,
-                    "[step_time] there must be at most ", 1 << 20, " ranks; got ", options.hosts, " x ",
-                    options.ranks_per_host);
+                    "[step_time] there must be at most ", 1 << 20, " ranks; got ", options.hosts,
+                    " x ", options.ranks_per_host);
   for (const auto& [name, number] :
        {std::pair("link_bandwidth", options.link_bandwidth),
         std::pair("link_latency", options.link_latency),
@@ -298,8 +299,8 @@ StepTime step_time(const std::vector<ParameterSize>& parameters, const ShardPlan
   check_numbers(options);
   const ShardPlan plan = foreseeable_plan(wanted, /*sends_nothing=*/options.hosts == 1);
   TORCH_CHECK_NOT_IMPLEMENTED(plan.offload == Offload::kNone,
-                              "[step_time] plan.offload must be kNone: the time of a step in host memory or files is "
-                              "not known");
+                              "[step_time] plan.offload must be kNone: the time of a step in host "
+                              "memory or files is not known");
   TimeLine line(planned_units(parameters, plan, options.ranks()), plan, options);
   for (int step = 1; step < kSteps; ++step) line.step();
   return line.step();

@@ -33,8 +33,8 @@ constexpr int64_t kMostFileBytes = int64_t{1} << 28;
 constexpr int64_t kMostRows = int64_t{1} << 40, kMostTracedBytes = int64_t{1} << 59;
 
 void check_rows(const char* function, int64_t rows) {
-  TORCH_CHECK_VALUE(rows >= 1 && rows <= kMostRows, "[", function, "] rows must be from 1 to ", kMostRows, "; got ",
-                    rows);
+  TORCH_CHECK_VALUE(rows >= 1 && rows <= kMostRows, "[", function, "] rows must be from 1 to ",
+                    kMostRows, "; got ", rows);
 }
 
 struct TracedUnit {
@@ -47,8 +47,10 @@ std::map<std::string, TracedUnit> traced_units(const ShardedState& state) {
   std::map<std::string, TracedUnit> units;
   for (const auto& unit : state.units()) {
     const UnitLayout& layout = unit->layout();
-    TORCH_CHECK_VALUE(layout.slots.size() == 1, "[traced_step] each unit must have one parameter, or it is not known "
-                      "which one is used when; unit '", layout.name, "' has ", layout.slots.size(),
+    TORCH_CHECK_VALUE(layout.slots.size() == 1,
+                      "[traced_step] each unit must have one parameter, or it is not known which "
+                      "one is used when; unit '",
+                      layout.name, "' has ", layout.slots.size(),
                       ". Shard the model that is traced with plan.unit_bytes = 0");
     const ParamSlot& slot = layout.slots.front();
     units.emplace(
@@ -151,9 +153,12 @@ bool are_alike(const std::vector<ActivationMoment>& a, const std::vector<Activat
 TracedStep traced_step(const ShardedModule& module, const MemoryTracer& tracer, int64_t rows) {
   check_rows("traced_step", rows);
   ShardedState& state = *module.state();
-  TORCH_CHECK_VALUE(state.mesh().size() == 1, "[traced_step] the model must be on one rank, where nothing is sent "
-                    "while activations are measured; it is on ", state.mesh().size());
-  TORCH_CHECK_VALUE(tracer.knows_other(), "[traced_step] activations are not known: the process has a CPU allocator of "
+  TORCH_CHECK_VALUE(state.mesh().size() == 1,
+                    "[traced_step] the model must be on one rank, where nothing is sent while "
+                    "activations are measured; it is on ",
+                    state.mesh().size());
+  TORCH_CHECK_VALUE(tracer.knows_other(),
+                    "[traced_step] activations are not known: the process has a CPU allocator of "
                     "its own, or the device's allocator keeps no statistics");
   const auto units = traced_units(state);
   MomentWriter writer(units, state.residency().order().forward.size());
@@ -162,24 +167,27 @@ TracedStep traced_step(const ShardedModule& module, const MemoryTracer& tracer, 
     if (sample.event == MemoryEvent::kBackwardEnd) break;
   }
   TracedStep step{.rows = rows, .moments = std::move(writer).moments()};
-  TORCH_CHECK_VALUE(!step.moments.empty(), "[traced_step] the tracer has recorded no step with a forward and a backward "
-                    "of this model");
+  TORCH_CHECK_VALUE(
+      !step.moments.empty(),
+      "[traced_step] the tracer has recorded no step with a forward and a backward of this model");
   return step;
 }
 
 std::vector<ActivationMoment> traced_moments(const std::vector<TracedStep>& steps, int64_t rows) {
   check_rows("traced_moments", rows);
-  TORCH_CHECK_VALUE(steps.size() == 1 || steps.size() == 2, "[traced_moments] one step or two are expected; got ",
-                    steps.size());
+  TORCH_CHECK_VALUE(steps.size() == 1 || steps.size() == 2,
+                    "[traced_moments] one step or two are expected; got ", steps.size());
   for (const TracedStep& step : steps) check_rows("traced_moments", step.rows);
   // No rows, no bytes.
   TracedStep nothing{.rows = 0, .moments = steps.front().moments};
   for (ActivationMoment& moment : nothing.moments) moment.nbytes = 0;
   const TracedStep& one = steps.size() == 1 ? nothing : steps.front();
   const TracedStep& other = steps.back();
-  TORCH_CHECK_VALUE(one.rows != other.rows, "[traced_moments] two steps must differ in rows; both have ", one.rows);
-  TORCH_CHECK_VALUE(are_alike(one.moments, other.moments), "[traced_moments] two steps must use the same parameters in the "
-                    "same order; trace the same program twice");
+  TORCH_CHECK_VALUE(one.rows != other.rows,
+                    "[traced_moments] two steps must differ in rows; both have ", one.rows);
+  TORCH_CHECK_VALUE(are_alike(one.moments, other.moments),
+                    "[traced_moments] two steps must use the same parameters in the same order; "
+                    "trace the same program twice");
   const double share =
       static_cast<double>(rows - one.rows) / static_cast<double>(other.rows - one.rows);
   std::vector<ActivationMoment> moments = other.moments;

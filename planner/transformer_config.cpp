@@ -74,8 +74,9 @@ TransformerConfig gpt2_config(const json& config) {
   result.tied_head = flag(config, "tie_word_embeddings", true);
   result.qkv_bias = result.output_bias = result.mlp_bias = true;
   result.dropout = std::max(share(config, "resid_pdrop", 0.1), share(config, "embd_pdrop", 0.1));
-  TORCH_CHECK_VALUE(result.width % result.heads == 0, "'n_embd' must be a multiple of 'n_head'; got ",
-                    result.width, " and ", result.heads);
+  TORCH_CHECK_VALUE(result.width % result.heads == 0,
+                    "'n_embd' must be a multiple of 'n_head'; got ", result.width, " and ",
+                    result.heads);
   result.head_dim = result.width / result.heads;
   return result;
 }
@@ -91,13 +92,16 @@ TransformerConfig llama_config(const json& config, const std::string& type) {
   result.kv_heads = number(config, "num_key_value_heads",
                            type == "llama" ? std::optional(result.heads) : std::nullopt);
   if (!is_there(config, "head_dim") && !is_qwen3)
-    TORCH_CHECK_VALUE(result.width % result.heads == 0, "'hidden_size' must be a multiple of 'num_attention_heads' if "
-                      "there is no 'head_dim'; got ", result.width, " and ", result.heads);
+    TORCH_CHECK_VALUE(
+        result.width % result.heads == 0,
+        "'hidden_size' must be a multiple of 'num_attention_heads' if there is no 'head_dim'; got ",
+        result.width, " and ", result.heads);
   result.head_dim =
       number(config, "head_dim",
              is_qwen3 ? int64_t{128} : std::max<int64_t>(1, result.width / result.heads));
-  TORCH_CHECK_VALUE(result.heads % result.kv_heads == 0, "'num_attention_heads' must be a multiple of "
-                    "'num_key_value_heads'; got ", result.heads, " and ", result.kv_heads);
+  TORCH_CHECK_VALUE(result.heads % result.kv_heads == 0,
+                    "'num_attention_heads' must be a multiple of 'num_key_value_heads'; got ",
+                    result.heads, " and ", result.kv_heads);
   result.vocabulary = number(config, "vocab_size");
   result.positions = number(config, "max_position_embeddings", 2048);
   result.tied_head = flag(config, "tie_word_embeddings", false);
@@ -114,11 +118,12 @@ TransformerConfig config_of(const json& config) {
                     "it must be an object with a 'model_type'");
   const auto type = config["model_type"].get<std::string>();
   const std::set<std::string> known = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
-  TORCH_CHECK_NOT_IMPLEMENTED(known.contains(type), "'model_type' must be gpt2, llama, mistral, qwen2 or qwen3; got '",
-                              shortened(type), "'. Give the sizes of its parameters as a list, and --activations");
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_there(config, "quantization_config"),
-                              "'quantization_config' is not supported: the parameters of such a model "
-                              "are not trained");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      known.contains(type), "'model_type' must be gpt2, llama, mistral, qwen2 or qwen3; got '",
+      shortened(type), "'. Give the sizes of its parameters as a list, and --activations");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !is_there(config, "quantization_config"),
+      "'quantization_config' is not supported: the parameters of such a model are not trained");
   TransformerConfig result = type == "gpt2" ? gpt2_config(config) : llama_config(config, type);
   result.dtype = dtype_in(config);
   return result;
@@ -136,8 +141,8 @@ auto naming_config(const fs::path& path, F&& f) {
     TORCH_CHECK_VALUE(false, "[", kFunction, "] '", path.string(),
                       "' must be a config.json: ", shortened(error.what(), kMostShown));
   } catch (const c10::Error& error) {
-    TORCH_CHECK_VALUE(false, "[", kFunction, "] '", path.string(), "': ",
-                      shortened(error.what_without_backtrace(), kMostShown));
+    TORCH_CHECK_VALUE(false, "[", kFunction, "] '", path.string(),
+                      "': ", shortened(error.what_without_backtrace(), kMostShown));
   }
 }
 
@@ -179,10 +184,13 @@ void check_same_names(const std::set<std::string>& described, const std::set<std
   std::vector<std::string> missing, unknown;
   std::ranges::set_difference(described, found, std::back_inserter(missing));
   std::ranges::set_difference(found, described, std::back_inserter(unknown));
-  TORCH_CHECK_VALUE(missing.empty(), "it must name the parameters that config.json describes; it lacks ",
+  TORCH_CHECK_VALUE(missing.empty(),
+                    "it must name the parameters that config.json describes; it lacks ",
                     shortened(missing));
-  TORCH_CHECK_VALUE(unknown.empty(), "it must name the parameters that config.json describes, and no others; it "
-                    "has ", shortened(unknown));
+  TORCH_CHECK_VALUE(
+      unknown.empty(),
+      "it must name the parameters that config.json describes, and no others; it has ",
+      shortened(unknown));
 }
 
 void check_index(const fs::path& path, const TransformerConfig& config) {
@@ -198,9 +206,10 @@ void check_index(const fs::path& path, const TransformerConfig& config) {
   naming_config(path, [&] {
     const IndexNames index = read_index_names(path, tied);
     check_same_names(names, index.names);
-    TORCH_CHECK_VALUE(!index.nbytes || index.has_others || *index.nbytes == nbytes,
-                      "'total_size' must be the bytes of the parameters that config.json describes, ",
-                      nbytes, " in ", c10::toString(config.dtype), "; got ", index.nbytes.value_or(0));
+    TORCH_CHECK_VALUE(
+        !index.nbytes || index.has_others || *index.nbytes == nbytes,
+        "'total_size' must be the bytes of the parameters that config.json describes, ", nbytes,
+        " in ", c10::toString(config.dtype), "; got ", index.nbytes.value_or(0));
   });
 }
 

@@ -97,8 +97,8 @@ struct MemoryTracer::Impl final : MemoryListener {
 };
 
 MemoryTracer::MemoryTracer(const ShardedModule& module, const MemoryTracerOptions& options) {
-  TORCH_CHECK_VALUE(options.steps >= 0,
-                    "[MemoryTracer] options.steps must not be negative; got ", options.steps);
+  TORCH_CHECK_VALUE(options.steps >= 0, "[MemoryTracer] options.steps must not be negative; got ",
+                    options.steps);
   impl_ = std::make_unique<Impl>(module.state(), options);
 }
 

@@ -201,8 +201,9 @@ struct AsyncCheckpointer::Impl {
     const auto answers = ranks.all_gather_bytes(busy ? "busy" : "", kCheckpointTag);
     const auto rank = std::find(answers.begin(), answers.end(), "busy") - answers.begin();
     TORCH_CHECK(rank == std::ssize(answers), "[AsyncCheckpointer] rank ", rank, " of ",
-                answers.size(), " is still writing the checkpoint before; call wait(), save less "
-                "often, or let saves wait (WhenBusy::kWait)");
+                answers.size(),
+                " is still writing the checkpoint before; call wait(), save less often, or let "
+                "saves wait (WhenBusy::kWait)");
   }
 
   void save(const std::filesystem::path& path, SaveJob job) {
@@ -214,11 +215,11 @@ struct AsyncCheckpointer::Impl {
                             return model.whole;
                           });
     job.collect = [collect = std::move(job.collect), is_whole](ChunkCollector& contents) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!is_whole,
-                                  "[AsyncCheckpointer] options.whole_parameters can't be saved "
-                                  "while training goes on, as all ranks gather for it: use "
-                                  "save_checkpoint(), or export_checkpoint() of the checkpoint that "
-                                  "is saved without it");
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !is_whole,
+          "[AsyncCheckpointer] options.whole_parameters can't be saved while training goes on, as "
+          "all ranks gather for it: use save_checkpoint(), or export_checkpoint() of the "
+          "checkpoint that is saved without it");
       collect(contents);
     };
     if (options.when_busy == WhenBusy::kRefuse) refuse_if_busy(job.ranks);

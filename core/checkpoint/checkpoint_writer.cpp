@@ -138,8 +138,9 @@ CheckpointIndex CheckpointWriter::collect_parts(const std::string& model,
                 "' was stopped, because a rank failed");
     if (const auto now = extent(draft()); now != seen) seen = now, changed = Clock::now();
     TORCH_CHECK(Clock::now() - changed < timeout, "[save_checkpoint] rank ", rank, " of ", size_,
-                " has not finished its files in '", draft().string(), "', and nothing was written for ",
-                std::chrono::duration<double>(timeout).count(), " s");
+                " has not finished its files in '", draft().string(),
+                "', and nothing was written for ", std::chrono::duration<double>(timeout).count(),
+                " s");
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, std::chrono::milliseconds(100));
   }

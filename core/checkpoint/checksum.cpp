@@ -16,9 +16,10 @@ uint64_t checksum(const void* data, size_t nbytes) { return XXH3_64bits(data, nb
 std::string checksum_text(uint64_t checksum) { return fmt::format("{:016x}", checksum); }
 
 uint64_t checksum_from_text(const std::string& text) {
-  TORCH_CHECK_VALUE(text.size() == 16 && std::all_of(text.begin(), text.end(),
-                                                     [](unsigned char c) { return std::isxdigit(c); }),
-                    "[checkpoint] a checksum must be 16 hexadecimal digits; got '", text, "'");
+  TORCH_CHECK_VALUE(
+      text.size() == 16 &&
+          std::all_of(text.begin(), text.end(), [](unsigned char c) { return std::isxdigit(c); }),
+      "[checkpoint] a checksum must be 16 hexadecimal digits; got '", text, "'");
   return std::stoull(text, nullptr, 16);
 }
 

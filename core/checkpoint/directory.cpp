@@ -317,8 +317,10 @@ CheckpointDirectory::CheckpointDirectory(const fs::path& path) : path_(normal(pa
 void CheckpointDirectory::prepare() {
   // Readers would find a checkpoint in the mount point itself first.
   TORCH_CHECK_VALUE(mount_point_.empty() || !fs::exists(mount_point_ / kIndexFile),
-                    "[save_checkpoint] '", mount_point_.string(), "' is a mount point, which can't be "
-                    "replaced, and has the files of a checkpoint: move them to '", path_.string(), "'");
+                    "[save_checkpoint] '", mount_point_.string(),
+                    "' is a mount point, which can't be replaced, and has the files of a "
+                    "checkpoint: move them to '",
+                    path_.string(), "'");
   check_removable(draft_);
   take_draft();
   const fs::path old = with_suffix(path_, ".old");
@@ -340,13 +342,14 @@ void CheckpointDirectory::take_draft() {
   const Clock::time_point end = Clock::now() + kWaitForDraft;
   std::error_code error;
   fs::create_directories(draft_.parent_path(), error);
-  TORCH_CHECK_VALUE(!error, "[save_checkpoint] could not create the directory of '", draft_.string(),
-                    "': ", error.message());
+  TORCH_CHECK_VALUE(!error, "[save_checkpoint] could not create the directory of '",
+                    draft_.string(), "': ", error.message());
   for (; !held_; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
     TORCH_CHECK(Clock::now() < end, "[save_checkpoint] another save to '", path_.string(),
                 "' is under way, of this job or another one; give each job a path of its own");
-    TORCH_CHECK_VALUE(::mkdir(draft_.c_str(), 0777) == 0 || errno == EEXIST, "[save_checkpoint] could not create '",
-                      draft_.string(), "': ", std::strerror(errno));
+    TORCH_CHECK_VALUE(::mkdir(draft_.c_str(), 0777) == 0 || errno == EEXIST,
+                      "[save_checkpoint] could not create '", draft_.string(),
+                      "': ", std::strerror(errno));
     std::optional<File> draft = File::open_directory_if_there(draft_);
     if (draft && draft->lock() != File::Lock::kHeld && draft->is_there())
       held_.emplace(std::move(*draft));

@@ -160,16 +160,17 @@ void check_chunk(const ChunkRecord& chunk, const TensorRecord& tensor) {
 void check_rank(const std::string& text, int world_size) {
   int rank = -1;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
-  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && rank >= 0 &&
-                        rank < world_size,
-                    "its rank must be 0 to ", world_size - 1, "; got '", shortened(text), "'");
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == text.data() + text.size() && rank >= 0 && rank < world_size,
+      "its rank must be 0 to ", world_size - 1, "; got '", shortened(text), "'");
 }
 
 void check_parts(const TensorRecord& tensor, int world_size) {
   const CheckedShape shape(tensor.shape, item_size(tensor.dtype));
   shape.reach(tensor.strides);  // throws for invalid strides
-  TORCH_CHECK_VALUE(shape.is_dense(tensor.strides), "its elements must lie one after another; got shape ",
-                    c10::IntArrayRef(tensor.shape), " and strides ", c10::IntArrayRef(tensor.strides));
+  TORCH_CHECK_VALUE(
+      shape.is_dense(tensor.strides), "its elements must lie one after another; got shape ",
+      c10::IntArrayRef(tensor.shape), " and strides ", c10::IntArrayRef(tensor.strides));
   if (tensor.kind == "rank") check_rank(tensor.state, world_size);
   for (const ChunkRecord& chunk : tensor.chunks) {
     naming_part("the piece '" + shortened(chunk.key) + "'", [&] { check_chunk(chunk, tensor); });
@@ -180,7 +181,8 @@ void check_parts(const TensorRecord& tensor, int world_size) {
 // `index_from_json()`. `check_whole()` checks that its chunks make up the tensor.
 void check_record(const TensorRecord& tensor, int world_size) {
   TORCH_CHECK_VALUE(std::find(kKinds.begin(), kKinds.end(), tensor.kind) != kKinds.end(),
-                    "a tensor is of the kind '", shortened(tensor.kind), "', which is not known here");
+                    "a tensor is of the kind '", shortened(tensor.kind),
+                    "', which is not known here");
   TORCH_CHECK_VALUE(!tensor.names.empty(), "a tensor of the kind '", tensor.kind, "' has no name");
   naming_part("'" + shortened(tensor.id()) + "'", [&] { check_parts(tensor, world_size); });
 }
@@ -202,8 +204,9 @@ void check_format(const json& value) {
 std::vector<std::string> from_json_models(const json& value) {
   const auto names = value.get<std::vector<std::string>>();
   for (const std::string& name : names)
-    TORCH_CHECK_VALUE(is_model_name(name), "a model's name must be of letters, digits, - and _; got '",
-                      shortened(name), "'");
+    TORCH_CHECK_VALUE(is_model_name(name),
+                      "a model's name must be of letters, digits, - and _; got '", shortened(name),
+                      "'");
   return names;
 }
 

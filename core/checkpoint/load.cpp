@@ -69,9 +69,10 @@ class Loader {
       return record.kind == "rank" &&
              record.names.front().starts_with(std::string(kOuterMomentum) + "/");
     });
-    TORCH_CHECK_VALUE(!any || index().world_size == ranks_, "[load_checkpoint] the momentum of plan.outer was saved by "
-                      "replicas of ", index().world_size, " ranks, which must load it; this one has ", ranks_, ". Load the "
-                      "model alone, without the optimizer");
+    TORCH_CHECK_VALUE(!any || index().world_size == ranks_,
+                      "[load_checkpoint] the momentum of plan.outer was saved by replicas of ",
+                      index().world_size, " ranks, which must load it; this one has ", ranks_,
+                      ". Load the model alone, without the optimizer");
   }
 
   LoadedCheckpoint load() {
@@ -86,9 +87,10 @@ class Loader {
 
  private:
   void check_number_of_models(const std::filesystem::path& path, bool wants_several) const {
-    TORCH_CHECK_VALUE(wants_several || index().models.empty(), "[load_checkpoint] '", path.string(),
-                      "' holds several models (", fmt::format("{}", fmt::join(index().models, ", ")),
-                      "): load all of them, or one from '", (path / index().models.front()).string(), "'");
+    TORCH_CHECK_VALUE(
+        wants_several || index().models.empty(), "[load_checkpoint] '", path.string(),
+        "' holds several models (", fmt::format("{}", fmt::join(index().models, ", ")),
+        "): load all of them, or one from '", (path / index().models.front()).string(), "'");
     const bool has_one = std::ranges::any_of(index().tensors, is_of_model);
     TORCH_CHECK_VALUE(!wants_several || !has_one, "[load_checkpoint] '", path.string(),
                       "' holds one model without a name: load it alone");
@@ -281,7 +283,8 @@ class AverageLoad : public LoaderLoad {
       : LoaderLoad(Ranks::of(average->state->mesh())), average_(std::move(average)) {}
 
   void plan(const std::filesystem::path& path, const LoadOptions& options) override {
-    TORCH_CHECK_VALUE(!average_->is_swapped, "[load_checkpoint] the model has the averaged values: call swap() first");
+    TORCH_CHECK_VALUE(!average_->is_swapped,
+                      "[load_checkpoint] the model has the averaged values: call swap() first");
     average_->prepare();
     loader_.emplace(path, view_of(*average_), options, ranks().rank(), ranks().size());
   }

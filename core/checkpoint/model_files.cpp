@@ -84,9 +84,10 @@ void check_numbered(const fs::path& directory, const std::vector<std::string>& f
   TORCH_CHECK_VALUE(missing.empty(), "[checkpoint] '", directory.string(), "' lacks '",
                     missing.empty() ? "" : *missing.begin(), "', one of ", missing.size(),
                     " missing files of a numbered set of which it has others");
-  TORCH_CHECK_VALUE(sets.size() == 1, "[checkpoint] '", directory.string(),
-                    "' must have the files of one model, or an index that tells which they are; it has ",
-                    fmt::format("{}", fmt::join(sets, ", ")));
+  TORCH_CHECK_VALUE(
+      sets.size() == 1, "[checkpoint] '", directory.string(),
+      "' must have the files of one model, or an index that tells which they are; it has ",
+      fmt::format("{}", fmt::join(sets, ", ")));
 }
 
 std::vector<Part> parts_of(const fs::path& directory) {
@@ -99,7 +100,8 @@ std::vector<Part> parts_of(const fs::path& directory) {
   std::sort(files.begin(), files.end());
   const bool has_usual = std::find(indices.begin(), indices.end(), kUsualIndex) != indices.end();
   TORCH_CHECK_VALUE(has_usual || indices.size() <= 1, "[checkpoint] '", directory.string(),
-                    "' must have one index, or one that is called ", kUsualIndex, "; it has ", indices.size());
+                    "' must have one index, or one that is called ", kUsualIndex, "; it has ",
+                    indices.size());
   if (!indices.empty())
     return indexed_parts(directory / (has_usual ? kUsualIndex : indices.front()));
   TORCH_CHECK_VALUE(!files.empty(), "[checkpoint] '", directory.string(),
@@ -129,8 +131,8 @@ std::map<fs::path, std::set<std::string>> files_of_index(const fs::path& index) 
     }
   });
   for (const auto& [path, names] : files)
-    TORCH_CHECK_VALUE(fs::exists(path), "[checkpoint] could not open '", path.string(), "', which '",
-                      index.filename().string(), "' names: No such file");
+    TORCH_CHECK_VALUE(fs::exists(path), "[checkpoint] could not open '", path.string(),
+                      "', which '", index.filename().string(), "' names: No such file");
   return files;
 }
 

@@ -79,8 +79,10 @@ std::vector<NamedTensor> named_parameters(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
     TORCH_CHECK_VALUE(!item.value().is_meta(), "[checkpoint] parameter '", item.key(),
                       "' has no data (device meta): give it memory before it is loaded");
-    TORCH_CHECK_VALUE(unit_of(item.value()) == nullptr && !has_grad_gate(item.value()), "[checkpoint] parameter '", item.key(),
-                      "' is sharded; expected a plain module, or the handle that fully_shard() returned");
+    TORCH_CHECK_VALUE(
+        unit_of(item.value()) == nullptr && !has_grad_gate(item.value()),
+        "[checkpoint] parameter '", item.key(),
+        "' is sharded; expected a plain module, or the handle that fully_shard() returned");
     params.push_back({item.key(), item.value()});
   }
   return params;
@@ -120,8 +122,8 @@ ParamView view_of_param(const Unit& unit, const ParamSlot& slot) {
 
 Region part_of(const DistSpec& spec, at::IntArrayRef sizes, const std::string& name) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      std::none_of(spec.placements.begin(), spec.placements.end(), is_partial),
-      "[checkpoint] '", name, "' is ", to_string(spec.placements),
+      std::none_of(spec.placements.begin(), spec.placements.end(), is_partial), "[checkpoint] '",
+      name, "' is ", to_string(spec.placements),
       ": each rank has a term of its values. redistribute() it to Replicate or Shard first");
   if (!spec.mesh.is_member()) return {};
   if (std::all_of(spec.placements.begin(), spec.placements.end(), is_replicate))

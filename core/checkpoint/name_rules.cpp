@@ -25,8 +25,10 @@ constexpr size_t kLongestMatched = 1000;
 
 // Returns a name, from an untrusted file, that the stack has room to match.
 const std::string& matchable(const std::string& name) {
-  TORCH_CHECK_VALUE(name.size() <= kLongestMatched, "[checkpoint] names that are matched with regular expressions must have at most ",
-                    kLongestMatched, " characters; '", shortened(name), "' has ", name.size());
+  TORCH_CHECK_VALUE(
+      name.size() <= kLongestMatched,
+      "[checkpoint] names that are matched with regular expressions must have at most ",
+      kLongestMatched, " characters; '", shortened(name), "' has ", name.size());
   return name;
 }
 
@@ -64,8 +66,10 @@ constexpr size_t kMostCompared = 20'000, kMostComparedBytes = 300;
 
 NameRules::NameRules(const RenameRules& rules, const char* option) {
   for (const auto& [pattern, replacement, names] : rules) {
-    TORCH_CHECK_VALUE(names.empty() || (pattern.empty() && replacement.empty()), "[checkpoint] a rule of ", option,
-                      " must have a pattern or names, not both; got the pattern '", shortened(pattern), "' and ", names.size(), " names");
+    TORCH_CHECK_VALUE(names.empty() || (pattern.empty() && replacement.empty()),
+                      "[checkpoint] a rule of ", option,
+                      " must have a pattern or names, not both; got the pattern '",
+                      shortened(pattern), "' and ", names.size(), " names");
     rules_.push_back({compiled(pattern, option), replacement, names});
   }
 }
@@ -116,7 +120,8 @@ void transpose_tensors(CheckpointIndex& index, const std::vector<std::string>& p
     });
     if (!is_named) continue;
     TORCH_CHECK_VALUE(record.shape.size() == 2, "[checkpoint] options.transpose names '",
-                      shortened(record.names.front()), "', which must have two dims; it has the shape ",
+                      shortened(record.names.front()),
+                      "', which must have two dims; it has the shape ",
                       c10::IntArrayRef(record.shape));
     std::swap(record.shape[0], record.shape[1]);
     std::swap(record.strides[0], record.strides[1]);

@@ -139,9 +139,9 @@ SafetensorsFile::SafetensorsFile(File file) : file_(std::move(file)) {
   uint64_t length = 0;
   const int64_t nbytes = file_.nbytes();
   if (nbytes >= 8) file_.read(&length, sizeof(length), 0);
-  TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8),
-                    "[checkpoint] '", file_.path(), "' must be a safetensors file; its ",
-                    nbytes, " bytes are too few for a header of ", length);
+  TORCH_CHECK_VALUE(nbytes >= 8 && length <= static_cast<uint64_t>(nbytes - 8), "[checkpoint] '",
+                    file_.path(), "' must be a safetensors file; its ", nbytes,
+                    " bytes are too few for a header of ", length);
   TORCH_CHECK_VALUE(length <= kMostHeaderBytes, "[checkpoint] '", file_.path(),
                     "' must have a safetensors header of at most ", kMostHeaderBytes,
                     " bytes; it has one of ", length);
@@ -195,9 +195,10 @@ void SafetensorsFile::check_apart() const {
   const Named* before = nullptr;
   for (const Named* item : placed()) {
     if (item->second.nbytes == 0) continue;
-    TORCH_CHECK_VALUE(!before || before->second.offset + before->second.nbytes <= item->second.offset,
-                      "'", shortened(before ? before->first : ""), "' and '",
-                      shortened(item->first), "' lie over each other");
+    TORCH_CHECK_VALUE(
+        !before || before->second.offset + before->second.nbytes <= item->second.offset, "'",
+        shortened(before ? before->first : ""), "' and '", shortened(item->first),
+        "' lie over each other");
     before = item;
   }
 }
@@ -211,8 +212,8 @@ std::map<std::string, std::vector<std::string>> SafetensorsFile::other_names() c
 
 const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& key) const {
   const auto it = entries_.find(key);
-  TORCH_CHECK_VALUE(it != entries_.end(), "[checkpoint] '", file_.path(), "' lacks '", shortened(key),
-                    "', which the index names");
+  TORCH_CHECK_VALUE(it != entries_.end(), "[checkpoint] '", file_.path(), "' lacks '",
+                    shortened(key), "', which the index names");
   return it->second;
 }
 
@@ -235,8 +236,8 @@ void SafetensorsFile::check(const std::string& key, const std::string& dtype, in
 void SafetensorsFile::read(const std::string& key, int64_t offset, size_t nbytes, void* out) const {
   const Entry& found = entry(key);
   TORCH_CHECK_VALUE(is_inside(offset, static_cast<int64_t>(nbytes), found.nbytes), "[checkpoint] '",
-                    shortened(key), "' of '", file_.path(), "' has ", found.nbytes, " bytes; expected ", nbytes,
-                    " from ", offset, " on");
+                    shortened(key), "' of '", file_.path(), "' has ", found.nbytes,
+                    " bytes; expected ", nbytes, " from ", offset, " on");
   file_.read(out, nbytes, found.offset + offset);
 }
 

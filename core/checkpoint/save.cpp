@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 #include <tessera/comm/world.h>
 #include <tessera/engine/grad_scaler.h>
+#include <tessera/engine/plan_fields.h>
 #include <tessera/tensor/dist_tensor.h>
 #include <torch/nn/module.h>
 
@@ -33,19 +34,22 @@ namespace {
 
 // Throws for options that name no checkpoints to keep.
 void check(const SaveOptions& options) {
-  TORCH_CHECK_VALUE(options.keep_last >= 0, "[save_checkpoint] options.keep_last must be the "
-                    "number of checkpoints to keep, or 0; got ", options.keep_last);
+  TORCH_CHECK_VALUE(
+      options.keep_last >= 0,
+      "[save_checkpoint] options.keep_last must be the number of checkpoints to keep, or 0; got ",
+      options.keep_last);
   if (!options.keep_best) return;
-  TORCH_CHECK_VALUE(options.keep_last > 0, "[save_checkpoint] options.keep_best needs options.keep_last: without it, all "
+  TORCH_CHECK_VALUE(options.keep_last > 0,
+                    "[save_checkpoint] options.keep_best needs options.keep_last: without it, all "
                     "checkpoints are kept");
-  TORCH_CHECK_VALUE(options.numbers.contains(options.keep_best->number), "[save_checkpoint] options.keep_best: '",
-                    options.keep_best->number, "' must be in options.numbers");
+  TORCH_CHECK_VALUE(options.numbers.contains(options.keep_best->number),
+                    "[save_checkpoint] options.keep_best: '", options.keep_best->number,
+                    "' must be in options.numbers");
 }
 
 std::string describe(const ShardPlan& plan, const ShardMesh& mesh) {
-  static constexpr const char* kLevels[] = {"none", "os", "os_g", "p_g_os"};
   std::string text = fmt::format(
-      "fully_shard: level {}, {}, over {} ranks", kLevels[static_cast<size_t>(plan.level)],
+      "fully_shard: level {}, {}, over {} ranks", plan_choice(plan.level).name,
       plan.partition == Partition::kWholeParam ? "whole parameters" : "flat", mesh.shard().size());
   if (mesh.replicates()) text += fmt::format(", {} replicas", mesh.replicate().size());
   if (mesh.parts().size() > 1)
@@ -145,9 +149,12 @@ void check_paths_differ(ProcessGroup& replicas, const std::filesystem::path& pat
   const auto paths = all_gather_bytes(replicas, own, kCheckpointTag);
   for (size_t i = 0; i < paths.size(); ++i) {
     for (size_t j = 0; j < i; ++j)
-      TORCH_CHECK_VALUE(paths[i] != paths[j], "[save_checkpoint] with plan.outer each replica has an optimizer state of its "
-                        "own, and must save to a directory of its own, such as runs/replica-1/step-100 with "
-                        "plan.replicate_group->rank() in it; replicas ", j, " and ", i, " save to '", paths[i], "'");
+      TORCH_CHECK_VALUE(
+          paths[i] != paths[j],
+          "[save_checkpoint] with plan.outer each replica has an optimizer state of its own, and "
+          "must save to a directory of its own, such as runs/replica-1/step-100 with "
+          "plan.replicate_group->rank() in it; replicas ",
+          j, " and ", i, " save to '", paths[i], "'");
   }
 }
 
@@ -383,10 +390,10 @@ SaveJob job_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer,
   for (const auto& item : module.named_buffers()) job.buffers.push_back({item.key(), item.value()});
   job.buffers = ordinary(job.buffers);
   job.collect = [&module, optimizer, &options, rank, size](ChunkCollector& contents) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!options.whole_parameters,
-                                "[save_checkpoint] options.whole_parameters needs the handle "
-                                "that fully_shard() returned; export_checkpoint() makes one file "
-                                "of any checkpoint");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !options.whole_parameters,
+        "[save_checkpoint] options.whole_parameters needs the handle that fully_shard() returned; "
+        "export_checkpoint() makes one file of any checkpoint");
     const ModelView view = view_of(module, optimizer, rank, size);
     contents.index().plan = fmt::format("not sharded, {} ranks", size);
     contents.add_model(view);
@@ -425,7 +432,8 @@ StateDict flatten_state_dict(const std::map<std::string, StateDict>& parts) {
   for (const auto& [part, state] : parts) {
     for (const auto& [name, tensor] : state) {
       const bool is_new = flat.emplace(part + "." + name, tensor).second;
-      TORCH_CHECK_VALUE(is_new, "[flatten_state_dict] two tensors would be '", part, ".", name, "'");
+      TORCH_CHECK_VALUE(is_new, "[flatten_state_dict] two tensors would be '", part, ".", name,
+                        "'");
     }
   }
   return flat;

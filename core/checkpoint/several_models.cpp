@@ -36,8 +36,10 @@ SaveJob job_of_average(const std::shared_ptr<AveragedWeights>& average,
   job.whole = nullptr;
   job.collect = [average, is_whole = options.whole_parameters](ChunkCollector& contents) {
     average->check_separate("save_checkpoint");
-    TORCH_CHECK_NOT_IMPLEMENTED(!is_whole, "[save_checkpoint] an average can't be saved with "
-                                "options.whole_parameters; export_checkpoint() makes one file of it");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !is_whole,
+        "[save_checkpoint] an average can't be saved with options.whole_parameters; "
+        "export_checkpoint() makes one file of it");
     average->prepare();
     contents.index().plan = "average of a sharded model's parameters";
     contents.index().numbers["updates"] = static_cast<double>(average->updates);
@@ -85,10 +87,11 @@ void drop_absent(const std::filesystem::path& path, const std::vector<Checkpoint
   result.unexpected.assign(others.begin(), others.end());
   const bool fits = (result.missing.empty() || options.allow_missing) &&
                     (result.unexpected.empty() || options.allow_unexpected);
-  TORCH_CHECK_VALUE(fits, "[load_checkpoint] the checkpoint '", path.string(), "' must have the models to load; it has ",
+  TORCH_CHECK_VALUE(fits, "[load_checkpoint] the checkpoint '", path.string(),
+                    "' must have the models to load; it has ",
                     fmt::format("{}", fmt::join(present, ", ")),
-                    "; missing: ", fmt::format("{}", fmt::join(result.missing, ", ")), "; not loaded: ",
-                    fmt::format("{}", fmt::join(result.unexpected, ", ")));
+                    "; missing: ", fmt::format("{}", fmt::join(result.missing, ", ")),
+                    "; not loaded: ", fmt::format("{}", fmt::join(result.unexpected, ", ")));
 }
 
 void add_differences(const std::string& model, LoadedCheckpoint loaded, LoadedCheckpoint& result) {
@@ -111,10 +114,11 @@ void check_models(const std::vector<CheckpointModel>& models) {
   TORCH_CHECK_VALUE(!models.empty(), "[checkpoint] models must not be empty");
   std::set<std::string> names;
   for (const CheckpointModel& model : models) {
-    TORCH_CHECK_VALUE(is_model_name(model.name), "[checkpoint] a model's name must be of letters, digits, - and _; got '",
+    TORCH_CHECK_VALUE(is_model_name(model.name),
+                      "[checkpoint] a model's name must be of letters, digits, - and _; got '",
                       model.name, "'");
-    TORCH_CHECK_VALUE(names.insert(model.name).second, "[checkpoint] models must have distinct names; got '",
-                      model.name, "' twice");
+    TORCH_CHECK_VALUE(names.insert(model.name).second,
+                      "[checkpoint] models must have distinct names; got '", model.name, "' twice");
   }
 }
 
@@ -136,9 +140,10 @@ SaveJob job_of(const std::vector<CheckpointModel>& models, const SaveOptions& op
   all.replicas = first.replicas;
   all.keep = {options.keep_last, options.keep_best};
   for (const SaveJob& job : jobs) {
-    TORCH_CHECK_VALUE(job.ranks.rank() == first.ranks.rank() && job.ranks.size() == first.ranks.size(),
-                      "[save_checkpoint] all models must be sharded over the same ranks; '", first.name, "' is over ",
-                      first.ranks.size(), ", '", job.name, "' over ", job.ranks.size());
+    TORCH_CHECK_VALUE(
+        job.ranks.rank() == first.ranks.rank() && job.ranks.size() == first.ranks.size(),
+        "[save_checkpoint] all models must be sharded over the same ranks; '", first.name,
+        "' is over ", first.ranks.size(), ", '", job.name, "' over ", job.ranks.size());
     all.names.push_back(job.name);
   }
   all.collect = [&options](ChunkCollector& contents) {

@@ -77,12 +77,13 @@ struct AttentionCall {
 int64_t find_mesh_dim(const char* function, const DeviceMesh& mesh, const MeshDim& which) {
   if (const auto* const name = std::get_if<std::string>(&which)) return mesh.dim(*name);
   if (const auto* const number = std::get_if<int64_t>(&which)) {
-    TORCH_CHECK_VALUE(*number >= -mesh.ndim() && *number < mesh.ndim(), "[", function, "] the mesh must have the mesh dim; got ",
-                      *number, " for ", mesh.to_string());
+    TORCH_CHECK_VALUE(*number >= -mesh.ndim() && *number < mesh.ndim(), "[", function,
+                      "] the mesh must have the mesh dim; got ", *number, " for ",
+                      mesh.to_string());
     return c10::maybe_wrap_dim(*number, mesh.ndim());
   }
-  TORCH_CHECK_VALUE(mesh.ndim() == 1, "[", function, "] mesh_dim must be given for a mesh of several dims; got ",
-                    mesh.to_string());
+  TORCH_CHECK_VALUE(mesh.ndim() == 1, "[", function,
+                    "] mesh_dim must be given for a mesh of several dims; got ", mesh.to_string());
   return 0;
 }
 
@@ -111,41 +112,55 @@ bool is_cut_elsewhere(const ContextScope& scope, const at::Tensor& tensor) {
 // Refuses calls that would otherwise be computed as without the scope, but for one that is wrong
 // then, and one that the user can't have meant.
 void check_not_covered(const ContextScope& scope, const AttentionCall& call) {
-  TORCH_CHECK_VALUE(!(scope.load_balance && call.is_causal), "[ContextParallel] a causal attention in a scope with load_balance must "
-                    "be one of q, k and v of [batch, heads, sequence, head dim] that are all cut along the sequence by mesh dim ",
-                    scope.mesh_dim, " of ", scope.mesh.to_string(),
-                    ", as positions are in another order; got ", call.describe());
+  TORCH_CHECK_VALUE(
+      !(scope.load_balance && call.is_causal),
+      "[ContextParallel] a causal attention in a scope with load_balance must be one of q, k and v "
+      "of [batch, heads, sequence, head dim] that are all cut along the sequence by mesh dim ",
+      scope.mesh_dim, " of ", scope.mesh.to_string(), ", as positions are in another order; got ",
+      call.describe());
   for (const at::Tensor* tensor : {&call.q, &call.k, &call.v})
-    TORCH_CHECK_VALUE(!is_cut_elsewhere(scope, *tensor), "[ContextParallel] tensors that are cut along the sequence must be on the "
-                      "scope's mesh; expected ", scope.mesh.to_string(), ", got ", mesh_of(*tensor).to_string());
+    TORCH_CHECK_VALUE(!is_cut_elsewhere(scope, *tensor),
+                      "[ContextParallel] tensors that are cut along the sequence must be on the "
+                      "scope's mesh; expected ",
+                      scope.mesh.to_string(), ", got ", mesh_of(*tensor).to_string());
 }
 
 void check_sizes(const AttentionCall& call) {
   const auto &q = call.q, &k = call.k, &v = call.v;
   TORCH_CHECK_VALUE(q.size(0) == k.size(0) && k.size(0) == v.size(0) && k.size(1) == v.size(1) &&
                         k.size(2) == v.size(2) && q.size(3) == k.size(3),
-                    "[ContextParallel] q, k and v must have one batch, q and k one head dim, k and v the same heads and "
-                    "lengths; got ", call.describe());
+                    "[ContextParallel] q, k and v must have one batch, q and k one head dim, k and "
+                    "v the same heads and lengths; got ",
+                    call.describe());
   const bool is_grouped = call.enable_gqa && q.size(1) % k.size(1) == 0;
-  TORCH_CHECK_VALUE(q.size(1) == k.size(1) || is_grouped, "[ContextParallel] q must have as many heads as k and v or, with enable_gqa, "
-                    "a multiple; got ", call.describe());
+  TORCH_CHECK_VALUE(q.size(1) == k.size(1) || is_grouped,
+                    "[ContextParallel] q must have as many heads as k and v or, with enable_gqa, a "
+                    "multiple; got ",
+                    call.describe());
   TORCH_CHECK_VALUE(at::isFloatingType(q.scalar_type()) && q.scalar_type() == k.scalar_type() &&
                         k.scalar_type() == v.scalar_type(),
-                    "[ContextParallel] q, k and v must have one floating dtype; got ", q.scalar_type(), ", ",
-                    k.scalar_type(), " and ", v.scalar_type());
-  TORCH_CHECK_VALUE(!call.is_causal || q.size(kSequence) == k.size(kSequence), "[ContextParallel] a causal attention must be one of q and k "
-                    "of one length; got ", call.describe());
+                    "[ContextParallel] q, k and v must have one floating dtype; got ",
+                    q.scalar_type(), ", ", k.scalar_type(), " and ", v.scalar_type());
+  TORCH_CHECK_VALUE(
+      !call.is_causal || q.size(kSequence) == k.size(kSequence),
+      "[ContextParallel] a causal attention must be one of q and k of one length; got ",
+      call.describe());
 }
 
 void check_covered(const ContextScope& scope, const AttentionCall& call) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.mask || !call.mask->defined(), "[ContextParallel] attn_mask must not be given: the blocks of "
-                              "keys that a rank meets would each need a part of the mask that the rank doesn't have; use is_causal, or leave the scope");
-  TORCH_CHECK_NOT_IMPLEMENTED(call.dropout == 0, "[ContextParallel] dropout_p must be 0: in one process, random numbers depend on "
-                              "all scores, and no rank has these; got ", call.dropout);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !call.mask || !call.mask->defined(),
+      "[ContextParallel] attn_mask must not be given: the blocks of keys that a rank meets would "
+      "each need a part of the mask that the rank doesn't have; use is_causal, or leave the scope");
+  TORCH_CHECK_NOT_IMPLEMENTED(call.dropout == 0,
+                              "[ContextParallel] dropout_p must be 0: in one process, random "
+                              "numbers depend on all scores, and no rank has these; got ",
+                              call.dropout);
   check_sizes(call);
   const int64_t chunks = 2 * scope.mesh.size(scope.mesh_dim), length = call.q.size(kSequence);
   TORCH_CHECK_VALUE(!(scope.load_balance && call.is_causal) || length % chunks == 0,
-                    "[ContextParallel] with load_balance the sequence must be a multiple of twice the ranks; expected one of ",
+                    "[ContextParallel] with load_balance the sequence must be a multiple of twice "
+                    "the ranks; expected one of ",
                     chunks, ", got ", length);
 }
 
@@ -189,7 +204,8 @@ struct ContextAttention : Function<ContextAttention> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "[ContextParallel] gradients of gradients are not supported; call "
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
+                                "[ContextParallel] gradients of gradients are not supported; call "
                                 "backward() without create_graph");
     const auto holder =
         c10::static_intrusive_pointer_cast<RingHolder>(context->saved_data["ring"].toCapsule());
@@ -273,7 +289,8 @@ c10::DebugInfoGuard open_scope(const DeviceMesh& mesh, const ContextParallelOpti
 at::Tensor balanced_order(const char* function, int64_t size, const DeviceMesh& mesh,
                           const MeshDim& mesh_dim) {
   const int64_t ranks = mesh.size(find_mesh_dim(function, mesh, mesh_dim));
-  TORCH_CHECK_VALUE(size % (2 * ranks) == 0, "[", function, "] the sequence must be a multiple of twice the ranks; expected one of ",
+  TORCH_CHECK_VALUE(size % (2 * ranks) == 0, "[", function,
+                    "] the sequence must be a multiple of twice the ranks; expected one of ",
                     2 * ranks, ", got ", size);
   const at::Tensor chunks = at::arange(size).view({2 * ranks, -1});
   std::vector<at::Tensor> order;

@@ -178,12 +178,13 @@ void place_optimizer_state(torch::optim::Optimizer& optimizer, const StatePlacem
       if (!place) continue;
       const auto sizes = tensor.sizes().vec();
       tensor = place(name, param, tensor);
-      TORCH_CHECK_VALUE(tensor.defined() && is_dist(tensor) && tensor.sizes() == at::IntArrayRef(sizes),
-                        "[DistOptimizer] place_state must return a DistTensor of the state's sizes; expected ",
-                        at::IntArrayRef(sizes), " for '", name, "', got ",
-                        !tensor.defined() ? "an undefined tensor"
-                        : is_dist(tensor) ? describe(tensor)
-                                          : "an ordinary tensor");
+      TORCH_CHECK_VALUE(
+          tensor.defined() && is_dist(tensor) && tensor.sizes() == at::IntArrayRef(sizes),
+          "[DistOptimizer] place_state must return a DistTensor of the state's sizes; expected ",
+          at::IntArrayRef(sizes), " for '", name, "', got ",
+          !tensor.defined() ? "an undefined tensor"
+          : is_dist(tensor) ? describe(tensor)
+                            : "an ordinary tensor");
     }
     if (!state.tensors.empty()) changed.emplace_back(param, std::move(state));
   });
@@ -275,11 +276,14 @@ void load_sharded_state(ShardedOptimizer& optimizer, const std::vector<NamedTens
 
 // The first mesh dim along which all parameters are replicated.
 int64_t find_mesh_dim(const std::vector<NamedTensor>& params) {
-  TORCH_CHECK_VALUE(!params.empty(), "[DistOptimizer] the optimizer must have parameters; it has none");
+  TORCH_CHECK_VALUE(!params.empty(),
+                    "[DistOptimizer] the optimizer must have parameters; it has none");
   const DeviceMesh* mesh = nullptr;
   for (const NamedTensor& param : params) {
-    TORCH_CHECK_VALUE(is_dist(param.tensor), "[DistOptimizer] a level above kNone needs parameters that are "
-                      "DistTensors; '", param.name, "' is an ordinary tensor");
+    TORCH_CHECK_VALUE(
+        is_dist(param.tensor),
+        "[DistOptimizer] a level above kNone needs parameters that are DistTensors; '", param.name,
+        "' is an ordinary tensor");
     mesh = &mesh_of(param.tensor);
   }
   for (int64_t dim = 0; dim < mesh->ndim(); ++dim) {
@@ -289,17 +293,20 @@ int64_t find_mesh_dim(const std::vector<NamedTensor>& params) {
     });
     if (fits) return dim;
   }
-  TORCH_CHECK_VALUE(false, "[DistOptimizer] there must be a mesh dim along which all parameters are replicated; of ",
-                    mesh->to_string(), " there is none");
+  TORCH_CHECK_VALUE(
+      false,
+      "[DistOptimizer] there must be a mesh dim along which all parameters are replicated; of ",
+      mesh->to_string(), " there is none");
 }
 
 void check_options(const DistOptimizerOptions& options) {
   const bool is_sharded = options.level != ShardLevel::kNone || options.master_dtype;
   TORCH_CHECK_VALUE(!options.place_state || !is_sharded,
-                    "[DistOptimizer] place_state can't be given together with a level above kNone or a master "
-                    "dtype, which shard the state themselves");
+                    "[DistOptimizer] place_state can't be given together with a level above kNone "
+                    "or a master dtype, which shard the state themselves");
   TORCH_CHECK_VALUE(!options.mesh_dim || options.level != ShardLevel::kNone,
-                    "[DistOptimizer] mesh_dim needs a level above kNone; got mesh dim ", *options.mesh_dim);
+                    "[DistOptimizer] mesh_dim needs a level above kNone; got mesh dim ",
+                    *options.mesh_dim);
 }
 
 }  // namespace
@@ -359,8 +366,9 @@ std::map<std::string, at::Tensor> DistOptimizer::state_dict() {
   if (sharded_) return sharded_state_dict(*sharded_, params_);
   if (!has_stepped_) {
     for (const NamedTensor& param : params_)
-      TORCH_CHECK_VALUE(!param.tensor.grad().defined(), "[state_dict] before the first step the gradient should be "
-                        "None; '", param.name, "' has one: call zero_grad()");
+      TORCH_CHECK_VALUE(!param.tensor.grad().defined(),
+                        "[state_dict] before the first step the gradient should be None; '",
+                        param.name, "' has one: call zero_grad()");
     make_optimizer_state(*optimizer_);
     place_state();
   }

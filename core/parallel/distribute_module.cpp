@@ -65,12 +65,14 @@ class Before {
       const bool is_lost = tensor.use_count() < kept_[i].handles &&
                            find_dist_meta(tensor) == kept_[i].place &&
                            registered.contains(tensor.unsafeGetTensorImpl());
-      TORCH_CHECK_VALUE(!is_lost, "[distribute_module] a partition (shard_fn) must place tensors in "
-                        "place, by distribute_(linear->weight, mesh, placements) or its dialect's "
-                        "shard_tensor(); it assigned another tensor to the member that was '", name,
-                        "', so the module would compute with a tensor that its parameters() and "
-                        "buffers() don't have. Build the module anew: its member keeps that "
-                        "tensor");
+      TORCH_CHECK_VALUE(
+          !is_lost,
+          "[distribute_module] a partition (shard_fn) must place tensors in place, by "
+          "distribute_(linear->weight, mesh, placements) or its dialect's shard_tensor(); it "
+          "assigned another tensor to the member that was '",
+          name,
+          "', so the module would compute with a tensor that its parameters() and buffers() don't "
+          "have. Build the module anew: its member keeps that tensor");
     }
   }
 
@@ -164,7 +166,8 @@ void check_same_values(const std::vector<NamedTensor>& tensors, const DeviceMesh
 
 void distribute_module(torch::nn::Module& module, const DeviceMesh& mesh,
                        const PartitionFn& partition, const DistributeOptions& options) {
-  TORCH_CHECK(!in_deferred_init(), "[distribute_module] must be called after the DeferredInit scope, not in it");
+  TORCH_CHECK(!in_deferred_init(),
+              "[distribute_module] must be called after the DeferredInit scope, not in it");
   const auto tensors = tensors_of(module, true);
   for (const NamedTensor& item : tensors)
     TORCH_CHECK_VALUE(!unit_of(item.tensor), "[distribute_module] must come before fully_shard; '",
@@ -200,8 +203,9 @@ std::vector<at::Tensor> detail::call_hook(const char* which, const ForwardHook& 
                                           std::vector<at::Tensor> tensors, const DeviceMesh& mesh) {
   const size_t count = tensors.size();
   auto changed = hook(std::move(tensors), mesh).tensors;
-  TORCH_CHECK_VALUE(changed.size() == count, "[distribute_module] ", which, " must return as many tensors as it was "
-                    "given; expected ", count, ", got ", changed.size());
+  TORCH_CHECK_VALUE(changed.size() == count, "[distribute_module] ", which,
+                    " must return as many tensors as it was given; expected ", count, ", got ",
+                    changed.size());
   return changed;
 }
 
@@ -212,12 +216,16 @@ at::Tensor detail::as_input(const at::Tensor& tensor, const DeviceMesh& mesh) {
 }
 
 void detail::refuse_unwrapped() {
-  TORCH_CHECK(false, "[DistModule] the module was unwrapped: its tensors are ordinary ones again; call the module itself");
+  TORCH_CHECK(false,
+              "[DistModule] the module was unwrapped: its tensors are ordinary ones again; call "
+              "the module itself");
 }
 
 void detail::refuse_output() {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "[distribute_module] output_fn needs a forward that returns a tensor, or a tuple or "
-                              "vector of tensors; change the output after the call in its place");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "[distribute_module] output_fn needs a forward that returns a tensor, or a tuple or vector "
+      "of tensors; change the output after the call in its place");
 }
 
 }  // namespace tessera

@@ -54,11 +54,16 @@ struct Wanted {
         sizes(global_sizes),
         options(given.requires_grad(false)),
         requires_grad(given.requires_grad()) {
-    TORCH_CHECK(!in_deferred_init(), "[", function, "] must be called outside of a DeferredInit scope: it makes parts only, and needs no memory for the whole");
-    TORCH_CHECK_VALUE(std::ranges::none_of(sizes, [](int64_t size) { return size < 0; }), "[", function, "] sizes must not be negative; got ", sizes);
+    TORCH_CHECK(!in_deferred_init(), "[", function,
+                "] must be called outside of a DeferredInit scope: it makes parts only, and needs "
+                "no memory for the whole");
+    TORCH_CHECK_VALUE(std::ranges::none_of(sizes, [](int64_t size) { return size < 0; }), "[",
+                      function, "] sizes must not be negative; got ", sizes);
     const auto format = given.memory_format_opt().value_or(at::MemoryFormat::Contiguous);
-    TORCH_CHECK_VALUE(given.layout() == at::kStrided && (format == at::MemoryFormat::Contiguous || format == at::MemoryFormat::Preserve),
-                      "[", function, "] `options` must be those of a dense, contiguous tensor; got ", given);
+    TORCH_CHECK_VALUE(
+        given.layout() == at::kStrided &&
+            (format == at::MemoryFormat::Contiguous || format == at::MemoryFormat::Preserve),
+        "[", function, "] `options` must be those of a dense, contiguous tensor; got ", given);
     options = options.memory_format(std::nullopt);
     spec = checked_spec(function, mesh, std::move(placements), sizes);
   }

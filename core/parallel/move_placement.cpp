@@ -47,7 +47,9 @@ at::Tensor move_dist(const at::Tensor& tensor, int64_t mesh_dim, const Placement
 at::Tensor move_placement(const at::Tensor& tensor, const DeviceMesh& mesh, int64_t mesh_dim,
                           const std::optional<Placement>& given, const Placement& to) {
   if (is_dist(tensor)) {
-    TORCH_CHECK_VALUE(mesh_of(tensor) == mesh, "[parallelize_module] tensors that go through a module must be on the mesh of its weight; expected ",
+    TORCH_CHECK_VALUE(mesh_of(tensor) == mesh,
+                      "[parallelize_module] tensors that go through a module must be on the mesh "
+                      "of its weight; expected ",
                       mesh.to_string(), ", got ", mesh_of(tensor).to_string());
     return move_dist(tensor, mesh_dim, to);
   }

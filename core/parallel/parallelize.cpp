@@ -164,17 +164,21 @@ std::vector<std::pair<at::Tensor, Placement>> placed_by(const ParallelStyle& sty
 
 void check_can_place(const ParallelStyle& style, const NamedModule& item) {
   const bool cuts = style.index() < 2;
-  TORCH_CHECK_VALUE(!cuts || family_of(*item.module) != OperatorFamily::kAny,
-                    "[parallelize_module] ", name_of(style), " places a torch::nn::Linear or a torch::nn::Embedding; "
-                    "expected one of them, got ", item.text(), ", a ", item.module->name(),
-                    ". distribute_module() places any module by a function");
-  TORCH_CHECK_VALUE(own_weight(*item.module).defined(), "[parallelize_module] ", name_of(style),
-                    " needs a module with a parameter `weight` of its own, by whose use the call of the module is seen; got ",
-                    item.text(), ", a ", item.module->name(),
-                    ". C++ modules have no hooks: name the inner modules that read this one's input or make its "
-                    "output, or, for the outermost module, call it through the handle that "
-                    "distribute_module(module, mesh, partition, input_fn, output_fn) returns. A module without "
-                    "parameters takes tensors as they are placed: leave it out of the plan");
+  TORCH_CHECK_VALUE(
+      !cuts || family_of(*item.module) != OperatorFamily::kAny, "[parallelize_module] ",
+      name_of(style),
+      " places a torch::nn::Linear or a torch::nn::Embedding; expected one of them, got ",
+      item.text(), ", a ", item.module->name(),
+      ". distribute_module() places any module by a function");
+  TORCH_CHECK_VALUE(
+      own_weight(*item.module).defined(), "[parallelize_module] ", name_of(style),
+      " needs a module with a parameter `weight` of its own, by whose use the call of the module "
+      "is seen; got ",
+      item.text(), ", a ", item.module->name(),
+      ". C++ modules have no hooks: name the inner modules that read this one's input or make its "
+      "output, or, for the outermost module, call it through the handle that "
+      "distribute_module(module, mesh, partition, input_fn, output_fn) returns. A module without "
+      "parameters takes tensors as they are placed: leave it out of the plan");
 }
 
 // The modules that a plan's patterns match, after all checks.
@@ -189,8 +193,8 @@ class Resolution {
       if (matches(parts, parts_of(item.name)) && own.insert(item.module).second)
         add(item, pattern, style);
     }
-    TORCH_CHECK_VALUE(!own.empty(), "[parallelize_module] each pattern must match a module; '", pattern,
-                      "' matches none of ", some_names(modules_));
+    TORCH_CHECK_VALUE(!own.empty(), "[parallelize_module] each pattern must match a module; '",
+                      pattern, "' matches none of ", some_names(modules_));
   }
 
   const std::vector<Treatment>& treatments() const { return treatments_; }
@@ -203,8 +207,9 @@ class Resolution {
  private:
   void add(const NamedModule& item, const std::string& pattern, const ParallelStyle& style) {
     if (const Treatment* const known = find(*item.module))
-      TORCH_CHECK_VALUE(false, "[parallelize_module] each module must have one style; ", item.text(),
-                        " is matched by '", known->pattern, "' and by '", pattern, "'");
+      TORCH_CHECK_VALUE(false, "[parallelize_module] each module must have one style; ",
+                        item.text(), " is matched by '", known->pattern, "' and by '", pattern,
+                        "'");
     check_can_place(style, item);
     const Treatment treatment{item,
                               pattern,
@@ -222,22 +227,28 @@ class Resolution {
   void check_weight(const Treatment& treatment) {
     const std::string text = treatment.item.text();
     const at::Tensor& weight = treatment.weight;
-    TORCH_CHECK_VALUE(!has_functions(weight, treatment.family), "[parallelize_module] a module can be parallelized once; ", text,
+    TORCH_CHECK_VALUE(!has_functions(weight, treatment.family),
+                      "[parallelize_module] a module can be parallelized once; ", text,
                       " has functions already, which set_module_functions(module, {}) removes");
-    TORCH_CHECK_VALUE(!is_dist(weight) || mesh_of(weight) == mesh_, "[parallelize_module] the weight of ", text, " is on ",
-                      is_dist(weight) ? mesh_of(weight).to_string() : "", "; expected ", mesh_.to_string());
+    TORCH_CHECK_VALUE(!is_dist(weight) || mesh_of(weight) == mesh_,
+                      "[parallelize_module] the weight of ", text, " is on ",
+                      is_dist(weight) ? mesh_of(weight).to_string() : "", "; expected ",
+                      mesh_.to_string());
     const auto [sharer, is_first] = by_weight_.emplace(
         std::pair(weight.unsafeGetTensorImpl(), treatment.family), treatments_.size());
-    TORCH_CHECK_VALUE(is_first || treatments_[sharer->second].style == treatment.style, "[parallelize_module] ", text, " and ",
-                      treatments_[sharer->second].item.text(), " share their weight, and so must have the same style");
+    TORCH_CHECK_VALUE(is_first || treatments_[sharer->second].style == treatment.style,
+                      "[parallelize_module] ", text, " and ",
+                      treatments_[sharer->second].item.text(),
+                      " share their weight, and so must have the same style");
   }
 
   void check_parameter(const std::string& text, const at::Tensor& tensor,
                        const Placement& placement) {
     const auto [known, is_first] =
         placements_.emplace(tensor.unsafeGetTensorImpl(), std::pair(placement, text));
-    TORCH_CHECK_VALUE(is_first || known->second.first == placement, "[parallelize_module] ", known->second.second, " and ", text,
-                      " share a parameter, and place it as ", to_string(known->second.first), " and ", to_string(placement));
+    TORCH_CHECK_VALUE(is_first || known->second.first == placement, "[parallelize_module] ",
+                      known->second.second, " and ", text, " share a parameter, and place it as ",
+                      to_string(known->second.first), " and ", to_string(placement));
   }
 
   const DeviceMesh& mesh_;
@@ -256,10 +267,14 @@ Placements with(const at::Tensor& tensor, const DeviceMesh& mesh, int64_t mesh_d
 }
 
 int64_t checked_dim(const DeviceMesh& mesh, std::optional<int64_t> mesh_dim) {
-  TORCH_CHECK_VALUE(mesh_dim || mesh.ndim() == 1, "[parallelize_module] a mesh of several dims needs `mesh_dim`, the dim over which modules are cut; got ",
+  TORCH_CHECK_VALUE(mesh_dim || mesh.ndim() == 1,
+                    "[parallelize_module] a mesh of several dims needs `mesh_dim`, the dim over "
+                    "which modules are cut; got ",
                     mesh.to_string(), " without one");
   const int64_t dim = mesh_dim.value_or(0);
-  TORCH_CHECK_VALUE(-mesh.ndim() <= dim && dim < mesh.ndim(), "[parallelize_module] `mesh_dim` must be a dim of ", mesh.to_string(), "; got ", dim);
+  TORCH_CHECK_VALUE(-mesh.ndim() <= dim && dim < mesh.ndim(),
+                    "[parallelize_module] `mesh_dim` must be a dim of ", mesh.to_string(), "; got ",
+                    dim);
   return dim < 0 ? dim + mesh.ndim() : dim;
 }
 
@@ -308,8 +323,12 @@ void parallelize_module(Module& module, const DeviceMesh& mesh, const ParallelPl
 
 void set_module_functions(Module& module, ModuleFunction input, ModuleFunction output) {
   const at::Tensor weight = own_weight(module);
-  TORCH_CHECK_VALUE(weight.defined() && is_dist(weight), "[set_module_functions] `module` must have a parameter `weight` of its own that is a "
-                    "DistTensor; got ", module.name(), weight.defined() ? " with an ordinary weight; distribute_module() places it" : " without a weight; name the inner modules");
+  TORCH_CHECK_VALUE(weight.defined() && is_dist(weight),
+                    "[set_module_functions] `module` must have a parameter `weight` of its own "
+                    "that is a DistTensor; got ",
+                    module.name(),
+                    weight.defined() ? " with an ordinary weight; distribute_module() places it"
+                                     : " without a weight; name the inner modules");
   set_functions(weight, {std::move(input), std::move(output), family_of(module)});
 }
 

@@ -20,7 +20,8 @@ std::vector<at::Tensor> dist_tensors(const torch::nn::Module& module) {
   const auto add = [&](const std::string& name, const at::Tensor& tensor) {
     const DistMeta* const meta = tensor.defined() ? find_dist_meta(tensor) : nullptr;
     if (!meta || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
-    TORCH_CHECK_VALUE(meta->spec->mesh.is_member(), "[unwrap] '", name, "' must have a part on this rank; its mesh is ",
+    TORCH_CHECK_VALUE(meta->spec->mesh.is_member(), "[unwrap] '", name,
+                      "' must have a part on this rank; its mesh is ",
                       meta->spec->mesh.to_string());
     tensors.push_back(tensor);
   };

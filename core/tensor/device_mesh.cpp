@@ -28,8 +28,8 @@ struct DeviceMesh::State {
   int64_t wrap(const char* function, int64_t mesh_dim) const {
     const auto ndim = static_cast<int64_t>(shape.size());
     TORCH_CHECK_VALUE(mesh_dim >= -ndim && mesh_dim < ndim, "[", function,
-                      "] the mesh must have the mesh dim; expected ", -ndim, " to ", ndim - 1, ", got ",
-                      mesh_dim, " (", to_string(), ")");
+                      "] the mesh must have the mesh dim; expected ", -ndim, " to ", ndim - 1,
+                      ", got ", mesh_dim, " (", to_string(), ")");
     return mesh_dim < 0 ? mesh_dim + ndim : mesh_dim;
   }
 
@@ -111,21 +111,22 @@ void check_shape(const std::vector<int64_t>& shape, size_t ranks) {
   auto left = static_cast<int64_t>(ranks);
   bool fits = true;
   for (const int64_t size : shape) {
-    TORCH_CHECK_VALUE(size >= 1, "[DeviceMesh] the sizes of `shape` must be at least 1; got ", sizes);
+    TORCH_CHECK_VALUE(size >= 1, "[DeviceMesh] the sizes of `shape` must be at least 1; got ",
+                      sizes);
     fits = fits && left % size == 0;
     left /= size;
   }
   TORCH_CHECK_VALUE(fits && left == 1,
-                    "[DeviceMesh] there must be one rank for each place of `shape`; got shape ", sizes,
-                    " and ", ranks, " ranks");
+                    "[DeviceMesh] there must be one rank for each place of `shape`; got shape ",
+                    sizes, " and ", ranks, " ranks");
 }
 
 void check_ranks(const std::vector<int>& ranks, int world_size) {
   std::set<int> seen;
   for (const int rank : ranks) {
     TORCH_CHECK_VALUE(rank >= 0 && rank < world_size,
-                      "[DeviceMesh] `ranks` must be ranks of the world; expected 0 to ", world_size - 1,
-                      ", got ", rank, " in ", c10::ArrayRef<int>(ranks));
+                      "[DeviceMesh] `ranks` must be ranks of the world; expected 0 to ",
+                      world_size - 1, ", got ", rank, " in ", c10::ArrayRef<int>(ranks));
     TORCH_CHECK_VALUE(seen.insert(rank).second, "[DeviceMesh] `ranks` must be distinct; got ", rank,
                       " twice in ", c10::ArrayRef<int>(ranks));
   }
@@ -137,8 +138,8 @@ std::vector<std::string> checked_names(std::vector<std::string> names, size_t nd
   }
   const std::string text = fmt::format("[{}]", fmt::join(names, ", "));
   TORCH_CHECK_VALUE(names.size() == ndim,
-                    "[DeviceMesh] there must be one of `dim_names` for each mesh dim; expected ", ndim,
-                    ", got ", text);
+                    "[DeviceMesh] there must be one of `dim_names` for each mesh dim; expected ",
+                    ndim, ", got ", text);
   TORCH_CHECK_VALUE(std::set<std::string>(names.begin(), names.end()).size() == ndim,
                     "[DeviceMesh] `dim_names` must be distinct; got ", text);
   return names;
@@ -240,8 +241,9 @@ DeviceMesh DeviceMesh::part(const std::vector<int64_t>& mesh_dims,
 DeviceMesh DeviceMesh::select(int64_t mesh_dim, int64_t index) const {
   mesh_dim = state_->wrap("select", mesh_dim);
   const int64_t size = shape()[mesh_dim];
-  TORCH_CHECK_VALUE(index >= -size && index < size, "[select] `index` must be one of mesh dim ", mesh_dim,
-                    "; expected ", -size, " to ", size - 1, ", got ", index, " (", to_string(), ")");
+  TORCH_CHECK_VALUE(index >= -size && index < size, "[select] `index` must be one of mesh dim ",
+                    mesh_dim, "; expected ", -size, " to ", size - 1, ", got ", index, " (",
+                    to_string(), ")");
   std::vector<int64_t> at(ndim());
   at[mesh_dim] = index < 0 ? index + size : index;
   if (ndim() == 1) return {state_->process_groups, {1}, {state_->rank_at(at)}, dim_names()};

@@ -234,8 +234,10 @@ void shift_offset(const c10::FunctionSchema& schema, const at::Tensor& tensor, S
   if (schema.name() != "aten::as_strided") return;
   const int64_t asked = local[3].isNone() ? tensor.storage_offset() : local[3].toInt();
   const int64_t offset = asked - tensor.storage_offset();
-  TORCH_CHECK_NOT_IMPLEMENTED(offset >= 0, "[aten::as_strided] a view of a DistTensor must not begin before it; "
-                              "got storage offset ", asked, " of a tensor that begins at ", tensor.storage_offset());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      offset >= 0,
+      "[aten::as_strided] a view of a DistTensor must not begin before it; got storage offset ",
+      asked, " of a tensor that begins at ", tensor.storage_offset());
   local[3] = offset + local[0].toTensor().storage_offset();
 }
 
@@ -261,11 +263,14 @@ void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at
 void check_rows_known(const c10::FunctionSchema& schema, const DistMeta& weight,
                       const at::Tensor& given) {
   if (schema.name() != "aten::embedding_renorm_" || !weight.local.key_set().has(kUnitKey)) return;
-  TORCH_CHECK_NOT_IMPLEMENTED(given.is_same(weight.local) || (weight.parameter && weight.parameter->gradients),
-                              "[embedding_renorm_] an embedding with max_norm, whose weight is a cut DistTensor of a sharded "
-                              "model, needs plan.mesh_dim: else no rank knows the rows that other replicas look up; got ",
-                              to_string(weight.spec->placements), ". Or leave out max_norm and, after each step, write "
-                              "torch::renorm(weight, norm_type, 0, max_norm) into the weight");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      given.is_same(weight.local) || (weight.parameter && weight.parameter->gradients),
+      "[embedding_renorm_] an embedding with max_norm, whose weight is a cut DistTensor of a "
+      "sharded model, needs plan.mesh_dim: else no rank knows the rows that other replicas look "
+      "up; got ",
+      to_string(weight.spec->placements),
+      ". Or leave out max_norm and, after each step, write torch::renorm(weight, norm_type, 0, "
+      "max_norm) into the weight");
 }
 
 // Every rank computes on whole tensors; values that were written are converted back to the
@@ -341,8 +346,10 @@ void call_outside(const c10::OperatorHandle& op, const DeviceMesh& mesh, const O
     if (!results) results = run_on_meta(op, arguments);
     if (!results) results = run_on_constants(op, arguments);
     const c10::IValue& result = (*results)[i];
-    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(), "] only ranks of the mesh can call this operator, because "
-                                "it returns a value that is not a tensor; this rank is not in ", mesh.to_string());
+    TORCH_CHECK_NOT_IMPLEMENTED(result.isTensor() || result.isTensorList(), "[", schema.name(),
+                                "] only ranks of the mesh can call this operator, because it "
+                                "returns a value that is not a tensor; this rank is not in ",
+                                mesh.to_string());
     return map_tensors(result, [&](const at::Tensor& like) {
       const at::Tensor part = with_marks_of(like, at::empty({0}, like.options().device(device)));
       const OpPlan::Output* const planned = plan ? &plan->outputs[output++] : nullptr;
@@ -514,11 +521,14 @@ void register_rule(const std::string& name, Rule rule, const RuleOptions& option
     if (known.name != name) continue;
     if (const auto op = c10::Dispatcher::singleton().findSchema(known)) overloads.push_back(*op);
   }
-  TORCH_CHECK_VALUE(!overloads.empty(), "[register_rule] name must be that of an operator, with its namespace, which is defined "
-                    "before; got '", name, "'");
+  TORCH_CHECK_VALUE(!overloads.empty(),
+                    "[register_rule] name must be that of an operator, with its namespace, which "
+                    "is defined before; got '",
+                    name, "'");
   std::erase_if(overloads, [](const c10::OperatorHandle& op) { return !has_own_kernel(op); });
-  TORCH_CHECK_VALUE(!overloads.empty(), "[register_rule] '", name, "' has no kernel of its own: it arrives as the operators that it "
-                    "is composed of, and needs no rule");
+  TORCH_CHECK_VALUE(!overloads.empty(), "[register_rule] '", name,
+                    "' has no kernel of its own: it arrives as the operators that it is composed "
+                    "of, and needs no rule");
   for (const c10::OperatorHandle& op : overloads)
     TORCH_CHECK_VALUE(!find_rule(op.schema()), "[register_rule] '", name, "' has a rule already");
   add_rule(name, rule, options);

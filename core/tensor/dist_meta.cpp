@@ -71,12 +71,16 @@ void check_splits(const char* function, const DistSpec& spec, at::IntArrayRef si
     if (!is_split(spec.placements[i])) continue;
     const auto& [dim, factor] = std::get<Shard>(spec.placements[i]);
     const int64_t ranks = spec.mesh.size(i);
-    TORCH_CHECK_VALUE(sizes[dim] % (factor * ranks) == 0, "[", function, "] a dim with a split must be a multiple of the split factor "
-                      "times the ranks of the mesh dim; expected one of ", factor, " * ", ranks, ", got dim ", dim, " of size ",
-                      sizes[dim], " (", to_string(spec.placements), ")");
+    TORCH_CHECK_VALUE(sizes[dim] % (factor * ranks) == 0, "[", function,
+                      "] a dim with a split must be a multiple of the split factor times the ranks "
+                      "of the mesh dim; expected one of ",
+                      factor, " * ", ranks, ", got dim ", dim, " of size ", sizes[dim], " (",
+                      to_string(spec.placements), ")");
     for (int64_t j = 0; j < spec.mesh.ndim(); ++j)
-      TORCH_CHECK_VALUE(j == i || !is_shard(spec.placements[j], dim), "[", function, "] only one mesh dim may shard a dim with a split; "
-                        "got dim ", dim, " sharded by mesh dims ", i, " and ", j, " (", to_string(spec.placements), ")");
+      TORCH_CHECK_VALUE(j == i || !is_shard(spec.placements[j], dim), "[", function,
+                        "] only one mesh dim may shard a dim with a split; got dim ", dim,
+                        " sharded by mesh dims ", i, " and ", j, " (", to_string(spec.placements),
+                        ")");
   }
 }
 

@@ -147,10 +147,10 @@ std::vector<int64_t> global_sizes(const at::Tensor& local, const DeviceMesh& mes
 void check_part(const at::Tensor& local, const DistSpec& spec, at::IntArrayRef sizes) {
   if (!spec.mesh.is_member()) return;
   const auto expected = local_sizes_of(spec, sizes);
-  TORCH_CHECK_VALUE(local.sizes() == at::IntArrayRef(expected), "[from_local] `local` must be this rank's "
-                    "part of a tensor of sizes ", sizes, " with placements ",
-                    to_string(spec.placements), "; expected sizes ", at::IntArrayRef(expected), ", got ",
-                    local.sizes());
+  TORCH_CHECK_VALUE(local.sizes() == at::IntArrayRef(expected),
+                    "[from_local] `local` must be this rank's part of a tensor of sizes ", sizes,
+                    " with placements ", to_string(spec.placements), "; expected sizes ",
+                    at::IntArrayRef(expected), ", got ", local.sizes());
 }
 
 }  // namespace
@@ -221,7 +221,8 @@ at::Tensor to_local(const at::Tensor& tensor, Placements gradient_placements) {
     const Placement &mine = own.placements[i], &gradient = spec->placements[i];
     TORCH_CHECK_VALUE(is_shard(mine) || is_shard(gradient) ? mine == gradient : true,
                       "[to_local] the gradient of a part must be cut as the part is; expected ",
-                      to_string(own.placements), " with `Replicate` or `Partial` where it is not cut, got ",
+                      to_string(own.placements),
+                      " with `Replicate` or `Partial` where it is not cut, got ",
                       to_string(spec->placements));
   }
   // A leaf accumulates gradients in its own placements.

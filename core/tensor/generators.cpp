@@ -51,10 +51,12 @@ void check_generators_agree(const DeviceMesh& mesh, at::Generator generator,
   for (size_t i = 0; i < states.size(); ++i) {
     if (states[i] != states[0]) differing.push_back(mesh.ranks()[i]);
   }
-  TORCH_CHECK_VALUE(differing.empty(), "[", subject, "] the generators of all ranks of a mesh must be in one state, because each "
-                    "draws the whole tensor; that of rank ", fmt::format("{}", fmt::join(differing, ", ")),
-                    " differs from that of rank ", mesh.ranks()[0],
-                    "; seed all alike with torch::manual_seed() (tessera::manual_seed() on ranks of spawn())");
+  TORCH_CHECK_VALUE(
+      differing.empty(), "[", subject,
+      "] the generators of all ranks of a mesh must be in one state, because each draws the whole "
+      "tensor; that of rank ",
+      fmt::format("{}", fmt::join(differing, ", ")), " differs from that of rank ", mesh.ranks()[0],
+      "; seed all alike with torch::manual_seed() (tessera::manual_seed() on ranks of spawn())");
   std::erase_if(checked, [](const Checked& known) { return known.generator.expired(); });
   checked.push_back({mesh, c10::weak_intrusive_ptr(generator.getIntrusivePtr())});
 }

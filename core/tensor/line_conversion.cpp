@@ -135,9 +135,10 @@ class Conversion {
   }
 
   at::Tensor average(at::Tensor sum) const {
-    TORCH_CHECK_VALUE(sum.is_floating_point() || sum.is_complex(),
-                      "[redistribute] a tensor with placement Partial(avg) must have a floating dtype; got ",
-                      sum.scalar_type());
+    TORCH_CHECK_VALUE(
+        sum.is_floating_point() || sum.is_complex(),
+        "[redistribute] a tensor with placement Partial(avg) must have a floating dtype; got ",
+        sum.scalar_type());
     return sum.div_(static_cast<double>(line_.size()));
   }
 
@@ -191,9 +192,10 @@ bool ignores_zeros(PartialOp op) { return op == PartialOp::kSum || op == Partial
 // Squares that keep their sign, so that a value among zeros is restored as it was. In double: the
 // square of an ordinary float may be too large for a float.
 at::Tensor signed_squares(const at::Tensor& terms) {
-  TORCH_CHECK_VALUE(terms.is_floating_point(),
-                    "[redistribute] a tensor with placement Partial(norm) must have a floating dtype; got ",
-                    terms.scalar_type());
+  TORCH_CHECK_VALUE(
+      terms.is_floating_point(),
+      "[redistribute] a tensor with placement Partial(norm) must have a floating dtype; got ",
+      terms.scalar_type());
   const at::Tensor wide = terms.to(at::kDouble);
   return wide.mul(wide.abs());
 }

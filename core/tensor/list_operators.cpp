@@ -52,7 +52,8 @@ class ListCall {
       if (!arguments_[i].isTensorList()) continue;
       lists_[i] = arguments_[i].toTensorVector();
       main_ = std::min(main_, i);
-      TORCH_CHECK_VALUE(lists_[i].size() == lists_[main_].size() || lists_[i].empty(), "[", op.schema().name(), "] all lists must be of one length; expected ",
+      TORCH_CHECK_VALUE(lists_[i].size() == lists_[main_].size() || lists_[i].empty(), "[",
+                        op.schema().name(), "] all lists must be of one length; expected ",
                         lists_[main_].size(), ", got ", lists_[i].size());
     }
     TORCH_INTERNAL_ASSERT(main_ < arguments_.size(), op.schema().name());
@@ -130,12 +131,16 @@ class ListCall {
       wants_gradient |= !meta && at::GradMode::is_enabled() && list[i].requires_grad();
       if (!meta) continue;
       if (!first_meta) first_meta = meta;
-      TORCH_CHECK_VALUE(meta->spec->mesh == first_meta->spec->mesh, "[", op_.schema().name(), "] all DistTensors at one place of the lists must lie "
-                        "on one mesh; got ", first_meta->spec->mesh.to_string(), " and ", meta->spec->mesh.to_string(), " at place ", i);
+      TORCH_CHECK_VALUE(meta->spec->mesh == first_meta->spec->mesh, "[", op_.schema().name(),
+                        "] all DistTensors at one place of the lists must lie on one mesh; got ",
+                        first_meta->spec->mesh.to_string(), " and ", meta->spec->mesh.to_string(),
+                        " at place ", i);
     }
     if (!first_meta) return nullptr;
-    TORCH_CHECK_VALUE(!wants_gradient, "[", op_.schema().name(), "] an ordinary tensor that requires a gradient can't be used together "
-                      "with a DistTensor; got them at place ", i, "; distribute() it first");
+    TORCH_CHECK_VALUE(!wants_gradient, "[", op_.schema().name(),
+                      "] an ordinary tensor that requires a gradient can't be used together with a "
+                      "DistTensor; got them at place ",
+                      i, "; distribute() it first");
     const DeviceMesh& mesh = first_meta->spec->mesh;
     // A tensor that is written to keeps its placements; other ordinary tensors may be cut as
     // needed.

@@ -73,19 +73,26 @@ at::Tensor LocalCall::part_of(const at::Tensor& argument) {
   const size_t index = arguments_ - 1;
   has_dist_ = true;
   if (!mesh_) mesh_ = mesh_of(argument);
-  TORCH_CHECK_VALUE(mesh_of(argument) == *mesh_, "[local_map] all DistTensors must be on one mesh; argument ", index, " is on ",
+  TORCH_CHECK_VALUE(mesh_of(argument) == *mesh_,
+                    "[local_map] all DistTensors must be on one mesh; argument ", index, " is on ",
                     mesh_of(argument).to_string(), ", expected ", mesh_->to_string());
-  TORCH_CHECK_VALUE(mesh_->is_member(), "[local_map] only ranks of the mesh can call the function, as others have no parts; this rank is not in ", mesh_->to_string());
+  TORCH_CHECK_VALUE(mesh_->is_member(),
+                    "[local_map] only ranks of the mesh can call the function, as others have no "
+                    "parts; this rank is not in ",
+                    mesh_->to_string());
   const auto wanted = [&](const PlacementsList& list, const char* name) {
-    TORCH_CHECK_VALUE(list[index], "[local_map] `", name, "` must have placements for each DistTensor; argument ", index,
+    TORCH_CHECK_VALUE(list[index], "[local_map] `", name,
+                      "` must have placements for each DistTensor; argument ", index,
                       ", placed as ", to_string(placements_of(argument)), ", has std::nullopt");
     return normalize(*list[index], mesh_->ndim(), argument.dim());
   };
   at::Tensor placed = argument;
   if (!options_.in_placements.empty()) {
     const Placements expected = wanted(options_.in_placements, "in_placements");
-    TORCH_CHECK_VALUE(options_.redistribute_inputs || expected == placements_of(argument), "[local_map] argument ", index, " must be placed as `in_placements` says; expected ",
-                      to_string(expected), ", got ", to_string(placements_of(argument)),
+    TORCH_CHECK_VALUE(options_.redistribute_inputs || expected == placements_of(argument),
+                      "[local_map] argument ", index,
+                      " must be placed as `in_placements` says; expected ", to_string(expected),
+                      ", got ", to_string(placements_of(argument)),
                       "; redistribute() it, or set `redistribute_inputs`");
     placed = redistribute(argument, expected);
   }
@@ -99,7 +106,8 @@ void LocalCall::add_argument(at::Tensor* argument) {
   for (const PlacementsList* list : {&options_.in_placements, &options_.in_grad_placements}) {
     if (list->empty()) continue;
     if (index >= list->size()) return;  // check_arguments() throws
-    TORCH_CHECK_VALUE(is_tensor(argument) || !(*list)[index], "[local_map] argument ", index, " is not a tensor, and so must have no placements; got ",
+    TORCH_CHECK_VALUE(is_tensor(argument) || !(*list)[index], "[local_map] argument ", index,
+                      " is not a tensor, and so must have no placements; got ",
                       to_string((*list)[index].value_or(Placements())));
   }
   if (is_tensor(argument) && is_dist(*argument)) *argument = part_of(*argument);
@@ -107,8 +115,9 @@ void LocalCall::add_argument(at::Tensor* argument) {
 
 void LocalCall::check_arguments() const {
   const auto check = [&](const PlacementsList& list, const char* name) {
-    TORCH_CHECK_VALUE(list.empty() || list.size() == arguments_, "[local_map] `", name, "` must have one entry for each argument; expected ",
-                      arguments_, ", got ", list.size());
+    TORCH_CHECK_VALUE(list.empty() || list.size() == arguments_, "[local_map] `", name,
+                      "` must have one entry for each argument; expected ", arguments_, ", got ",
+                      list.size());
   };
   check(options_.in_placements, "in_placements");
   check(options_.in_grad_placements, "in_grad_placements");
@@ -130,7 +139,9 @@ std::vector<std::vector<int64_t>> LocalCall::exchanged_sizes() const {
     const auto has_dims = [&](const auto& part) {
       return part.size() == own.size() && part[k].size() == own[k].size();
     };
-    TORCH_CHECK_VALUE(std::ranges::all_of(parts, has_dims), "[local_map] all ranks' parts of result ", k, " must have the same number of dims");
+    TORCH_CHECK_VALUE(std::ranges::all_of(parts, has_dims),
+                      "[local_map] all ranks' parts of result ", k,
+                      " must have the same number of dims");
     for (int64_t d = 0; d < ndim; ++d) {
       whole[k][d] = 0;
       for (const size_t r : ranks_along(*mesh_, placements, d)) whole[k][d] += parts[r][k][d];
@@ -139,8 +150,9 @@ std::vector<std::vector<int64_t>> LocalCall::exchanged_sizes() const {
       const int rank = mesh_->ranks()[r];
       const auto expected =
           local_sizes(whole[k], placements, mesh_->shape(), mesh_->coordinate_of(rank));
-      TORCH_CHECK_VALUE(parts[r][k] == expected, "[local_map] the part of result ", k, " on rank ", rank, " must be that of a tensor of sizes ",
-                        at::IntArrayRef(whole[k]), " with placements ", to_string(placements), "; expected sizes ",
+      TORCH_CHECK_VALUE(parts[r][k] == expected, "[local_map] the part of result ", k, " on rank ",
+                        rank, " must be that of a tensor of sizes ", at::IntArrayRef(whole[k]),
+                        " with placements ", to_string(placements), "; expected sizes ",
                         at::IntArrayRef(expected), ", got ", at::IntArrayRef(parts[r][k]));
     }
   }
@@ -149,15 +161,19 @@ std::vector<std::vector<int64_t>> LocalCall::exchanged_sizes() const {
 
 void LocalCall::finish() {
   if (!has_dist_) return;
-  TORCH_CHECK_VALUE(results_.size() == out_placements_.size(), "[local_map] `out_placements` must have one entry for each result; expected ",
+  TORCH_CHECK_VALUE(results_.size() == out_placements_.size(),
+                    "[local_map] `out_placements` must have one entry for each result; expected ",
                     results_.size(), ", got ", out_placements_.size());
   bool any_cut = false;
   for (size_t i = 0; i < results_.size(); ++i) {
     const std::optional<Placements>& placements = out_placements_[i];
     const at::Tensor* const result = results_[i];
-    TORCH_CHECK_VALUE(is_tensor(result) || !placements, "[local_map] result ", i, " is not a tensor, and so must have no placements; got ",
+    TORCH_CHECK_VALUE(is_tensor(result) || !placements, "[local_map] result ", i,
+                      " is not a tensor, and so must have no placements; got ",
                       to_string(placements.value_or(Placements())));
-    TORCH_CHECK_VALUE(!is_tensor(result) || !is_dist(*result), "[local_map] the function must return ordinary tensors; result ", i, " is a DistTensor");
+    TORCH_CHECK_VALUE(!is_tensor(result) || !is_dist(*result),
+                      "[local_map] the function must return ordinary tensors; result ", i,
+                      " is a DistTensor");
     if (placements)
       any_cut |= std::ranges::any_of(
           *placements, [](const Placement& placement) { return is_shard(placement); });

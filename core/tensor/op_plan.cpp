@@ -367,8 +367,10 @@ void check_broadcast(const OpCall& call, const std::vector<PlacedInput>& inputs)
     bool is_fine = !inputs[t].is_written || sizes == output.sizes;
     for (size_t d = 0; d < sizes.size(); ++d)
       is_fine &= sizes[d] == 1 || sizes[d] == output.sizes[d + added];
-    TORCH_CHECK(is_fine, "[", call.schema.name(), "] tensors must broadcast to one another, and into one that is written to; "
-                "got one of sizes ", at::IntArrayRef(sizes), " where the result has ", at::IntArrayRef(output.sizes));
+    TORCH_CHECK(is_fine, "[", call.schema.name(),
+                "] tensors must broadcast to one another, and into one that is written to; got one "
+                "of sizes ",
+                at::IntArrayRef(sizes), " where the result has ", at::IntArrayRef(output.sizes));
   }
 }
 

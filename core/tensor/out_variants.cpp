@@ -83,19 +83,23 @@ void write_ordinary(const at::Tensor& out, const at::Tensor& result, const std::
 }
 
 void write(const at::Tensor& out, const at::Tensor& result, const std::string& name) {
-  TORCH_CHECK_VALUE(out.sizes() == result.sizes() || out.numel() == 0,
-                    "[", name, "] `out` must be empty or have the sizes of the result; expected ",
+  TORCH_CHECK_VALUE(out.sizes() == result.sizes() || out.numel() == 0, "[", name,
+                    "] `out` must be empty or have the sizes of the result; expected ",
                     result.sizes(), ", got ", out.sizes());
-  TORCH_CHECK_VALUE(out.sizes() == result.sizes() || !out.is_view() || !find_dist_meta(out),
-                    "[", name, "] `out` must be empty or have the sizes of the result, and no empty view: its base would be "
-                    "written to; expected ", result.sizes(), ", got ", out.sizes());
-  TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), "[", name, "] the result must be of a type that `out` can hold; got ",
-              result.scalar_type(), " for ", out.scalar_type());
+  TORCH_CHECK_VALUE(out.sizes() == result.sizes() || !out.is_view() || !find_dist_meta(out), "[",
+                    name,
+                    "] `out` must be empty or have the sizes of the result, and no empty view: its "
+                    "base would be written to; expected ",
+                    result.sizes(), ", got ", out.sizes());
+  TORCH_CHECK(c10::canCast(result.scalar_type(), out.scalar_type()), "[", name,
+              "] the result must be of a type that `out` can hold; got ", result.scalar_type(),
+              " for ", out.scalar_type());
   if (!find_dist_meta(out)) return write_ordinary(out, result, name);
   if (out.sizes() != result.sizes() && find_dist_meta(result)) {
     become(out, result.to(out.scalar_type()));
   } else {
-    TORCH_CHECK_VALUE(out.sizes() == result.sizes(), "[", name, "] an empty DistTensor can't become an ordinary tensor of sizes ",
+    TORCH_CHECK_VALUE(out.sizes() == result.sizes(), "[", name,
+                      "] an empty DistTensor can't become an ordinary tensor of sizes ",
                       result.sizes());
     out.copy_(result);
   }
@@ -112,8 +116,9 @@ void ask_for_dtype(const c10::FunctionSchema& functional, const at::Tensor& out,
 // For an operator without a functional form: it writes to ordinary tensors, on every rank.
 Stack run_whole(const c10::OperatorHandle& op, const Stack& arguments, const DeviceMesh& mesh) {
   const c10::FunctionSchema& schema = op.schema();
-  TORCH_CHECK_NOT_IMPLEMENTED(mesh.is_member(), "[", schema.name(), "] into a DistTensor can't be called by a rank that is "
-                              "not in the mesh ", mesh.to_string());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      mesh.is_member(), "[", schema.name(),
+      "] into a DistTensor can't be called by a rank that is not in the mesh ", mesh.to_string());
   const DistSpecPtr whole = intern(mesh, replicated(mesh));
   Stack local;
   for (size_t i = 0; i < arguments.size(); ++i)
@@ -166,9 +171,10 @@ void call_changing_shape(const c10::OperatorHandle& op, Stack* stack) {
   const std::string& name = op.schema().name();
   const auto& functional = functional_of(op.schema());
   const bool keeps_sizes = name == "aten::resize_" && arguments[1].toIntVector() == tensor.sizes();
-  TORCH_CHECK_NOT_IMPLEMENTED(keeps_sizes || (functional && name != "aten::resize_" && name != "aten::set_"),
-                              "[", name, "] a DistTensor has no memory of its own that could be changed; got one of sizes ",
-                              tensor.sizes());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      keeps_sizes || (functional && name != "aten::resize_" && name != "aten::set_"), "[", name,
+      "] a DistTensor has no memory of its own that could be changed; got one of sizes ",
+      tensor.sizes());
   if (!keeps_sizes) {
     functional->callBoxed(arguments);
     become(tensor, arguments[0].toTensor());

@@ -90,17 +90,18 @@ const DeviceMesh& mesh_of_arguments(const c10::OperatorHandle& op,
       const DistMeta* const meta = find_dist_meta(tensor);
       if (meta && !first) first = meta;
       if (meta) {
-        TORCH_CHECK_VALUE(meta->spec->mesh.is_same(first->spec->mesh) ||
-                              meta->spec->mesh == first->spec->mesh,
-                          "[", op.schema().name(), "] all DistTensors must lie on one mesh; got ",
-                          first->spec->mesh.to_string(), " and ", meta->spec->mesh.to_string(),
-                          "; redistribute() moves a tensor to another mesh");
+        TORCH_CHECK_VALUE(
+            meta->spec->mesh.is_same(first->spec->mesh) || meta->spec->mesh == first->spec->mesh,
+            "[", op.schema().name(), "] all DistTensors must lie on one mesh; got ",
+            first->spec->mesh.to_string(), " and ", meta->spec->mesh.to_string(),
+            "; redistribute() moves a tensor to another mesh");
         return;
       }
-      TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && tensor.requires_grad()),
-                        "[", op.schema().name(), "] an ordinary tensor that requires a gradient can't be used "
-                        "together with a DistTensor, because its gradient would be a DistTensor; got a tensor of sizes ",
-                        tensor.sizes(), "; distribute() it first");
+      TORCH_CHECK_VALUE(
+          !(at::GradMode::is_enabled() && tensor.requires_grad()), "[", op.schema().name(),
+          "] an ordinary tensor that requires a gradient can't be used together with a DistTensor, "
+          "because its gradient would be a DistTensor; got a tensor of sizes ",
+          tensor.sizes(), "; distribute() it first");
     });
   }
   TORCH_INTERNAL_ASSERT(first);

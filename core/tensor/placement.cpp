@@ -9,11 +9,12 @@ namespace {
 constexpr const char* kOpNames[] = {"sum", "avg", "max", "min", "prod", "any", "all", "norm"};
 
 int64_t wrap(int64_t dim, size_t mesh_dim, int64_t tensor_ndim) {
-  TORCH_CHECK_VALUE(tensor_ndim > 0, "[normalize] a tensor without dims can't be sharded; got Shard(",
-                    dim, ") for mesh dim ", mesh_dim, " and a tensor of 0 dims");
+  TORCH_CHECK_VALUE(tensor_ndim > 0,
+                    "[normalize] a tensor without dims can't be sharded; got Shard(", dim,
+                    ") for mesh dim ", mesh_dim, " and a tensor of 0 dims");
   TORCH_CHECK_VALUE(dim >= -tensor_ndim && dim < tensor_ndim,
-                    "[normalize] a Shard must have a dim of the tensor; expected ", -tensor_ndim, " to ",
-                    tensor_ndim - 1, ", got Shard(", dim, ") for mesh dim ", mesh_dim,
+                    "[normalize] a Shard must have a dim of the tensor; expected ", -tensor_ndim,
+                    " to ", tensor_ndim - 1, ", got Shard(", dim, ") for mesh dim ", mesh_dim,
                     " and a tensor of ", tensor_ndim, " dims");
   return dim < 0 ? dim + tensor_ndim : dim;
 }
@@ -40,14 +41,16 @@ std::string to_string(const Placements& placements) {
 }
 
 Placements normalize(Placements placements, int64_t mesh_ndim, int64_t tensor_ndim) {
-  TORCH_CHECK_VALUE(static_cast<int64_t>(placements.size()) <= mesh_ndim,
-                    "[normalize] there must be at most one placement for each mesh dim; expected up to ",
-                    mesh_ndim, ", got ", placements.size(), ": ", to_string(placements));
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(placements.size()) <= mesh_ndim,
+      "[normalize] there must be at most one placement for each mesh dim; expected up to ",
+      mesh_ndim, ", got ", placements.size(), ": ", to_string(placements));
   for (size_t i = 0; i < placements.size(); ++i) {
     auto* const shard = std::get_if<Shard>(&placements[i]);
     if (!shard) continue;
     shard->dim = wrap(shard->dim, i, tensor_ndim);
-    TORCH_CHECK_VALUE(shard->split_factor >= 1, "[normalize] the split factor of a Shard must be at least 1; got ",
+    TORCH_CHECK_VALUE(shard->split_factor >= 1,
+                      "[normalize] the split factor of a Shard must be at least 1; got ",
                       to_string(*shard), " for mesh dim ", i);
   }
   placements.resize(mesh_ndim, Replicate{});

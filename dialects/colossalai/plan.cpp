@@ -43,11 +43,14 @@ namespace {
 
 std::shared_ptr<const ParamOrigin> origin_or_throw(const std::string& name,
                                                    const at::Tensor& param) {
-  TORCH_CHECK_VALUE(!unit_of(param), "[ShardedModelV2] Nested ShardedModelV2 is not supported; parameter '", name,
+  TORCH_CHECK_VALUE(!unit_of(param),
+                    "[ShardedModelV2] Nested ShardedModelV2 is not supported; parameter '", name,
                     "' is sharded already");
   auto origin = std::dynamic_pointer_cast<const ParamOrigin>(origin_of(param));
-  TORCH_CHECK_VALUE(origin, "[ShardedModelV2] You must use ZeroInitContext to init your module first. Parameter '",
-                    name, "' was not made in one, or was given other data since (as by Module::to())");
+  TORCH_CHECK_VALUE(
+      origin,
+      "[ShardedModelV2] You must use ZeroInitContext to init your module first. Parameter '", name,
+      "' was not made in one, or was given other data since (as by Module::to())");
   return origin;
 }
 
@@ -63,16 +66,19 @@ void check_options(const ShardedModelV2Options& options) {
   TORCH_CHECK_TYPE(policy == "cuda" || policy == "cpu" || policy == "auto",
                    "[ShardedModelV2] Unknown tensor placement policy ", policy,
                    ": expected cuda, cpu or auto");
-  TORCH_CHECK_VALUE(policy != "auto" || options.memory_budget, "[ShardedModelV2] tensor_placement_policy auto needs "
-                    "memory_budget: the bytes that this rank may use");
-  TORCH_CHECK_VALUE(!options.memory_budget || policy == "auto" || is_offloaded(options),
-                    "[ShardedModelV2] memory_budget needs tensor_placement_policy auto or cpu; got ", policy);
+  TORCH_CHECK_VALUE(policy != "auto" || options.memory_budget,
+                    "[ShardedModelV2] tensor_placement_policy auto needs memory_budget: the bytes "
+                    "that this rank may use");
+  TORCH_CHECK_VALUE(
+      !options.memory_budget || policy == "auto" || is_offloaded(options),
+      "[ShardedModelV2] memory_budget needs tensor_placement_policy auto or cpu; got ", policy);
   TORCH_CHECK_VALUE(policy != "auto" || options.offload_config.empty(),
                     "[ShardedModelV2] offload_config can't go with tensor_placement_policy auto");
-  TORCH_CHECK_VALUE(!options.reduce_scatter_process_group ||
-                        options.reduce_scatter_process_group == options.process_group,
-                    "[ShardedModelV2] reduce_scatter_process_group must be null or process_group: reductions and "
-                    "gathers do not wait for each other in one group, so no second one is needed");
+  TORCH_CHECK_VALUE(
+      !options.reduce_scatter_process_group ||
+          options.reduce_scatter_process_group == options.process_group,
+      "[ShardedModelV2] reduce_scatter_process_group must be null or process_group: reductions and "
+      "gathers do not wait for each other in one group, so no second one is needed");
 }
 
 // Returns a power of two near the square root of the number of ranks.
@@ -96,9 +102,10 @@ std::vector<Found> find_origins(const torch::nn::Module& module) {
     const std::string owner = module_of(name);
     all.push_back({name, origin_or_throw(name, item.value())});
     const bool sharded = all.back().origin->options.shard_param;
-    TORCH_CHECK_VALUE(is_sharded.emplace(owner, sharded).first->second == sharded,
-                      "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
-                      owner, "' has '", name, "', which is ", sharded ? "" : "not ", "sharded, and others");
+    TORCH_CHECK_VALUE(
+        is_sharded.emplace(owner, sharded).first->second == sharded,
+        "[ShardedModelV2] nn.Module can not both have shard param and unshard param; module '",
+        owner, "' has '", name, "', which is ", sharded ? "" : "not ", "sharded, and others");
   }
   TORCH_CHECK_VALUE(!all.empty(), "[ShardedModelV2] the module must have parameters; it has none");
   return all;
@@ -111,12 +118,14 @@ void check_contexts(const std::vector<Found>& all, const ShardStrategyPtr& strat
                     "[ShardedModelV2] shard_strategy must be that of the ZeroInitContext");
   for (const Found& found : all) {
     const ParamOrigin& origin = *found.origin;
-    TORCH_CHECK_VALUE(origin.device == first.device && origin.options.param_dtype == first.options.param_dtype,
-                      "[ShardedModelV2] all parameters must be made for one device and dtype; got ", first.device, " ",
-                      first.options.param_dtype, " and, for '", found.name, "', ", origin.device, " ",
-                      origin.options.param_dtype);
-    TORCH_CHECK_VALUE(!origin.options.dp_process_group || origin.options.dp_process_group == process_group,
-                      "[ShardedModelV2] process_group must be the dp_process_group of the ZeroInitContext");
+    TORCH_CHECK_VALUE(
+        origin.device == first.device && origin.options.param_dtype == first.options.param_dtype,
+        "[ShardedModelV2] all parameters must be made for one device and dtype; got ", first.device,
+        " ", first.options.param_dtype, " and, for '", found.name, "', ", origin.device, " ",
+        origin.options.param_dtype);
+    TORCH_CHECK_VALUE(
+        !origin.options.dp_process_group || origin.options.dp_process_group == process_group,
+        "[ShardedModelV2] process_group must be the dp_process_group of the ZeroInitContext");
   }
 }
 

@@ -17,8 +17,8 @@ bool ModelState::has_gradients() const {
 
 void ModelState::begin_backward(LossScale scale) {
   TORCH_CHECK(loss_scale == LossScale::kUnknown || loss_scale == scale || !has_gradients(),
-              "[backward] all backwards of a step must go through the model, or all through the optimizer, "
-              "which scales the loss; zero_grad() forgets those that are waiting");
+              "[backward] all backwards of a step must go through the model, or all through the "
+              "optimizer, which scales the loss; zero_grad() forgets those that are waiting");
   loss_scale = scale;
 }
 
@@ -51,7 +51,8 @@ void AnyShardedModelV2::load_state_dict(const std::vector<NamedTensor>& state, b
 }
 
 void AnyShardedModelV2::dump_memory_stats(const std::string& filename) const {
-  TORCH_CHECK(state_->tracer, "[dump_memory_stats] needs use_memory_tracer among the options of ShardedModelV2");
+  TORCH_CHECK(state_->tracer,
+              "[dump_memory_stats] needs use_memory_tracer among the options of ShardedModelV2");
   if (state_->sharded.state()->mesh().rank() != 0) return;
   state_->tracer->dump_memory_stats(filename);
   state_->tracer->write_svg(filename + ".svg");

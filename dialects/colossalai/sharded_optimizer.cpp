@@ -38,15 +38,19 @@ int64_t peak_on_device(const MemoryTracer& tracer) {
 void check_options(const detail::ModelState& model, const ShardedOptimizerV2Options& options) {
   const ShardPlan& plan = model.sharded.state()->plan();
   const double ratio = options.gpu_margin_mem_ratio;
-  TORCH_CHECK_VALUE(ratio >= 0 && ratio <= 1, "[ShardedOptimizerV2] gpu_margin_mem_ratio must be between 0 and 1; got ",
+  TORCH_CHECK_VALUE(ratio >= 0 && ratio <= 1,
+                    "[ShardedOptimizerV2] gpu_margin_mem_ratio must be between 0 and 1; got ",
                     ratio);
-  TORCH_CHECK_VALUE(ratio == 0 || options.cpu_offload, "[ShardedOptimizerV2] gpu_margin_mem_ratio needs cpu_offload: "
-                    "otherwise everything is on the device already");
+  TORCH_CHECK_VALUE(ratio == 0 || options.cpu_offload,
+                    "[ShardedOptimizerV2] gpu_margin_mem_ratio needs cpu_offload: otherwise "
+                    "everything is on the device already");
   TORCH_CHECK_VALUE(ratio == 0 || (model.tracer && model.options.memory_budget),
-                    "[ShardedOptimizerV2] gpu_margin_mem_ratio needs use_memory_tracer and memory_budget among the options "
-                    "of ShardedModelV2");
-  TORCH_CHECK_VALUE(!options.keep_unsharded, "[ShardedOptimizerV2] keep_unsharded must be false: optimizer state of "
-                    "parameters that stay whole is sharded like all other, which does not change any result");
+                    "[ShardedOptimizerV2] gpu_margin_mem_ratio needs use_memory_tracer and "
+                    "memory_budget among the options of ShardedModelV2");
+  TORCH_CHECK_VALUE(
+      !options.keep_unsharded,
+      "[ShardedOptimizerV2] keep_unsharded must be false: optimizer state of parameters that stay "
+      "whole is sharded like all other, which does not change any result");
   TORCH_CHECK_VALUE(!options.dp_process_group || options.dp_process_group == plan.process_group,
                     "[ShardedOptimizerV2] dp_process_group must be the process group of the model");
   if (options.cpu_offload && plan.offload == Offload::kNone)
@@ -76,8 +80,8 @@ struct ShardedOptimizerV2::Impl {
 
   void begin_backward() {
     TORCH_CHECK(!is_unscaled || !model->has_gradients(),
-                "[backward] the gradients were unscaled by clip_grad_norm(): step() or zero_grad() must come before the "
-                "next backward");
+                "[backward] the gradients were unscaled by clip_grad_norm(): step() or zero_grad() "
+                "must come before the next backward");
     is_unscaled = false;
     model->begin_backward(detail::LossScale::kScaled);
   }
@@ -125,8 +129,10 @@ bool ShardedOptimizerV2::step() {
 }
 
 double ShardedOptimizerV2::clip_grad_norm(double max_norm, double norm_type) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!impl_->options.mp_process_group, "[clip_grad_norm] can't clip over mp_process_group: it is "
-                              "unknown which parameters its ranks share. Use DistTensors, whose placements tell it");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !impl_->options.mp_process_group,
+      "[clip_grad_norm] can't clip over mp_process_group: it is unknown which parameters its ranks "
+      "share. Use DistTensors, whose placements tell it");
   if (!impl_->is_unscaled) impl_->current().unscale_(impl_->sharded);
   impl_->is_unscaled = true;
   return impl_->sharded.clip_grad_norm_(max_norm, norm_type);
@@ -134,7 +140,8 @@ double ShardedOptimizerV2::clip_grad_norm(double max_norm, double norm_type) {
 
 double ShardedOptimizerV2::clip_grad_norm(const AnyShardedModelV2& model, double max_norm,
                                           double norm_type) {
-  TORCH_CHECK_VALUE(model.state_ == impl_->model, "[clip_grad_norm] the model must be the one of the optimizer");
+  TORCH_CHECK_VALUE(model.state_ == impl_->model,
+                    "[clip_grad_norm] the model must be the one of the optimizer");
   return clip_grad_norm(max_norm, norm_type);
 }
 

@@ -27,18 +27,22 @@ namespace {
 
 void check_options(at::Device device, const ShardStrategyPtr& strategy,
                    const ZeroInitOptions& options) {
-  TORCH_CHECK_VALUE(!detail::ParamOrigin::current(), "[ZeroInitContext] must not be in another ZeroInitContext");
-  TORCH_CHECK_VALUE(has_device(device), "[ZeroInitContext] target_device must be a device of this process, which has ",
+  TORCH_CHECK_VALUE(!detail::ParamOrigin::current(),
+                    "[ZeroInitContext] must not be in another ZeroInitContext");
+  TORCH_CHECK_VALUE(has_device(device),
+                    "[ZeroInitContext] target_device must be a device of this process, which has ",
                     devices_text(), "; got ", device);
   TORCH_CHECK_VALUE(strategy, "[ZeroInitContext] shard_strategy must not be null");
   const std::set<at::ScalarType> dtypes = {at::kHalf, at::kBFloat16, at::kFloat};
-  TORCH_CHECK_VALUE(dtypes.contains(options.param_dtype), "[ZeroInitContext] param_dtype must be Half, BFloat16 or "
-                    "Float; got ", options.param_dtype);
+  TORCH_CHECK_VALUE(dtypes.contains(options.param_dtype),
+                    "[ZeroInitContext] param_dtype must be Half, BFloat16 or Float; got ",
+                    options.param_dtype);
   const at::Tensor& numel = options.model_numel_tensor;
-  TORCH_CHECK_VALUE(!numel.defined() || (numel.numel() == 1 && (numel.scalar_type() == at::kLong ||
-                                                                numel.scalar_type() == at::kInt)),
-                    "[ZeroInitContext] model_numel_tensor must be one element of dtype Long or Int; got ",
-                    numel.numel(), " of ", numel.scalar_type());
+  TORCH_CHECK_VALUE(
+      !numel.defined() || (numel.numel() == 1 &&
+                           (numel.scalar_type() == at::kLong || numel.scalar_type() == at::kInt)),
+      "[ZeroInitContext] model_numel_tensor must be one element of dtype Long or Int; got ",
+      numel.numel(), " of ", numel.scalar_type());
 }
 
 at::Tensor seeded_from(uint64_t seed) {

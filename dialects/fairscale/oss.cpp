@@ -36,7 +36,8 @@ std::vector<std::string> not_clipped(const OssImpl& impl, const ShardedOptimizer
 }
 
 const OptimizerStateDict& consolidated(const OssImpl& impl) {
-  TORCH_CHECK(impl.consolidated, "[OSS] the state must be gathered before it is read: call consolidate_state_dict() "
+  TORCH_CHECK(impl.consolidated,
+              "[OSS] the state must be gathered before it is read: call consolidate_state_dict() "
               "on all ranks after the last step, with this one as recipient (or -1: all)");
   return *impl.consolidated;
 }
@@ -51,7 +52,8 @@ AnyOss::AnyOss(std::unique_ptr<torch::optim::Optimizer> inner, const OssOptions&
   const auto group = options.group ? options.group : default_process_group();
   impl_->ranks = LeastLoaded(group->size());
   impl_->choose_owners();
-  TORCH_CHECK_VALUE(!impl_->owners.empty(), "[OSS] the optimizer must have parameters; it got none");
+  TORCH_CHECK_VALUE(!impl_->owners.empty(),
+                    "[OSS] the optimizer must have parameters; it got none");
 }
 
 AnyOss::~AnyOss() = default;
@@ -119,8 +121,10 @@ std::vector<std::vector<at::Tensor>> AnyOss::partition_parameters() const {
 
 at::Tensor AnyOss::gradient(const at::Tensor& param) {
   const auto own = impl_->params();
-  TORCH_CHECK_VALUE(std::any_of(own.begin(), own.end(), [&](const at::Tensor& other) { return other.is_same(param); }),
-                    "[OSS] the tensor must be a parameter of the optimizer; got one of shape ", param.sizes());
+  TORCH_CHECK_VALUE(std::any_of(own.begin(), own.end(),
+                                [&](const at::Tensor& other) { return other.is_same(param); }),
+                    "[OSS] the tensor must be a parameter of the optimizer; got one of shape ",
+                    param.sizes());
   return impl_->ready().module().local_grad(param);
 }
 

@@ -63,19 +63,23 @@ void round_as_sent(const Sharding& sharding, at::ScalarType dtype) {
 void AnyShardedDataParallel::check(const std::vector<AnyOss*>& optimizers) const {
   TORCH_CHECK_VALUE(!optimizers.empty() && std::none_of(optimizers.begin(), optimizers.end(),
                                                         [](const AnyOss* oss) { return !oss; }),
-                    "[ShardedDataParallel] the module's OSS optimizers must be given; got none, or a null pointer");
-  TORCH_CHECK_VALUE(options_.reduce_buffer_size.value_or(0) >= 0, "[ShardedDataParallel] reduce_buffer_size must not be negative; got ",
+                    "[ShardedDataParallel] the module's OSS optimizers must be given; got none, or "
+                    "a null pointer");
+  TORCH_CHECK_VALUE(options_.reduce_buffer_size.value_or(0) >= 0,
+                    "[ShardedDataParallel] reduce_buffer_size must not be negative; got ",
                     options_.reduce_buffer_size.value_or(0));
   const auto parameters = module_->named_parameters();
-  TORCH_CHECK_VALUE(!parameters.is_empty(), "[ShardedDataParallel] the module must have parameters; it has none");
+  TORCH_CHECK_VALUE(!parameters.is_empty(),
+                    "[ShardedDataParallel] the module must have parameters; it has none");
   for (const auto& item : parameters) {
     TORCH_CHECK_VALUE(item.value().device().type() == parameters[0].value().device().type(),
-                      "[ShardedDataParallel] all parameters must be on one type of device; '", item.key(), "' is on ",
-                      item.value().device());
+                      "[ShardedDataParallel] all parameters must be on one type of device; '",
+                      item.key(), "' is on ", item.value().device());
   }
   for (const AnyOss* oss : optimizers) {
     TORCH_CHECK_VALUE(!oss->impl_->sharding || !oss->impl_->sharding->has_wrapper,
-                      "[ShardedDataParallel] an OSS can serve one module only; one of these serves another already");
+                      "[ShardedDataParallel] an OSS can serve one module only; one of these serves "
+                      "another already");
   }
 }
 
@@ -107,8 +111,9 @@ AnyShardedDataParallel::AnyShardedDataParallel(std::shared_ptr<torch::nn::Module
 AnyShardedDataParallel::~AnyShardedDataParallel() { sharding_->has_wrapper = false; }
 
 ShardedModule AnyShardedDataParallel::sharded() const {
-  TORCH_CHECK(sharding_->sharded, "[ShardedDataParallel] the model was unwrapped: its parameters are ordinary "
-              "tensors again, and the module itself is to be used");
+  TORCH_CHECK(sharding_->sharded,
+              "[ShardedDataParallel] the model was unwrapped: its parameters are ordinary tensors "
+              "again, and the module itself is to be used");
   return *sharding_->sharded;
 }
 void AnyShardedDataParallel::unwrap() {
@@ -146,8 +151,7 @@ void AnyShardedDataParallel::refresh_trainable() {
   if (state.reducer().has_waiting()) {
     TORCH_WARN(
         "[refresh_trainable] gradients are waiting to be reduced; if that is meant, to accumulate "
-        "them, do it under "
-        "no_sync()");
+        "them, do it under no_sync()");
   }
   trainable_ = trainable_mask(*module_);
 }
@@ -178,9 +182,11 @@ void AnyShardedDataParallel::convert(std::optional<at::Device> device,
                                      std::optional<at::ScalarType> dtype, bool non_blocking) {
   check_on_all_ranks(sharded().state()->mesh(), [&] {
     TORCH_CHECK_VALUE(!device || device->type() == device_type(),
-                      "[ShardedDataParallel] the type of device can't change, because the optimizers have their state "
-                      "there; expected ", device_type(), ", got ", *device);
-    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype), "[ShardedDataParallel] dtype must be floating; got ", *dtype);
+                      "[ShardedDataParallel] the type of device can't change, because the "
+                      "optimizers have their state there; expected ",
+                      device_type(), ", got ", *device);
+    TORCH_CHECK_VALUE(!dtype || c10::isFloatingType(*dtype),
+                      "[ShardedDataParallel] dtype must be floating; got ", *dtype);
   });
   sharding_->rebuild([&] {
     if (device) module_->to(*device, non_blocking);

@@ -48,11 +48,13 @@ void check_options(const Sharding& sharding) {
   const OssOptions& first = sharding.optimizers.front()->options;
   for (const OssImpl* optimizer : sharding.optimizers) {
     const OssOptions& options = optimizer->options;
-    TORCH_CHECK_VALUE(options.group == first.group && options.broadcast_fp16 == first.broadcast_fp16,
-                      "[ShardedDataParallel] all optimizers must have one group and one broadcast_fp16");
+    TORCH_CHECK_VALUE(
+        options.group == first.group && options.broadcast_fp16 == first.broadcast_fp16,
+        "[ShardedDataParallel] all optimizers must have one group and one broadcast_fp16");
   }
-  TORCH_CHECK_VALUE(!sharding.plan.process_group || !first.group || sharding.plan.process_group == first.group,
-                    "[ShardedDataParallel] process_group must be the optimizers' group; got another one");
+  TORCH_CHECK_VALUE(
+      !sharding.plan.process_group || !first.group || sharding.plan.process_group == first.group,
+      "[ShardedDataParallel] process_group must be the optimizers' group; got another one");
 }
 
 void check_parameters(const Sharding& sharding, const std::vector<NamedTensor>& parameters) {
@@ -104,8 +106,9 @@ void Sharding::dissolve(GivenValues which) {
 void Sharding::rebuild(const std::function<void()>& change) {
   // Errors of the new model must be known before the old one is taken apart.
   check_on_all_ranks(sharded->state()->mesh(), [&] {
-    TORCH_CHECK(!optimizers.empty(), "[ShardedDataParallel] the model has no optimizer any more: they were "
-                "destroyed, and it is unknown which gradients to reduce");
+    TORCH_CHECK(!optimizers.empty(),
+                "[ShardedDataParallel] the model has no optimizer any more: they were destroyed, "
+                "and it is unknown which gradients to reduce");
     TORCH_CHECK(!sharded->state()->reducer().is_no_sync(),
                 "[ShardedDataParallel] parameters can't be converted or added under no_sync()");
     check_parameters(*this, parameters_of(*this));

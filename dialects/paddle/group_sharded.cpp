@@ -25,8 +25,9 @@ std::string hint_at(const std::string& level) {
 ShardLevel parse_level(const std::string& level) {
   if (level == "os_g") return ShardLevel::kGradients;
   if (level == "p_g_os") return ShardLevel::kParameters;
-  TORCH_CHECK_VALUE(level == "os", "[group_sharded_parallel] The level must be os, os_g or p_g_os. Got '",
-                    level, "'", hint_at(level));
+  TORCH_CHECK_VALUE(level == "os",
+                    "[group_sharded_parallel] The level must be os, os_g or p_g_os. Got '", level,
+                    "'", hint_at(level));
   LOG(INFO) << "[group_sharded_parallel] level os frees whole gradients as they are reduced, as "
                "os_g does";
   return ShardLevel::kOptimizerState;
@@ -37,7 +38,8 @@ void check_sizes(const GroupShardedOptions& options) {
                     "[group_sharded_parallel] buffer_max_size must be GE than 0. Got ",
                     options.buffer_max_size);
   TORCH_CHECK_VALUE(options.segment_size >= 0,
-                    "[group_sharded_parallel] segment_size must be GE than 0. Got ", options.segment_size);
+                    "[group_sharded_parallel] segment_size must be GE than 0. Got ",
+                    options.segment_size);
   TORCH_CHECK_VALUE(!options.grad_clip || options.grad_clip->clip_norm > 0,
                     "[group_sharded_parallel] grad_clip.clip_norm must be positive. Got ",
                     options.grad_clip ? options.grad_clip->clip_norm : 0);
@@ -82,8 +84,10 @@ std::vector<std::string> excluded_parameters(const torch::nn::Module& model,
         names.push_back(item.key() + "." + param.key());
     }
     const auto* text = std::get_if<std::string>(&which);
-    TORCH_CHECK_VALUE(found, "[group_sharded_parallel] exclude_layer must name layers of the model, by type, "
-                      "dotted name or address; it has none that is ", text ? "'" + *text + "'" : "at the address given");
+    TORCH_CHECK_VALUE(found,
+                      "[group_sharded_parallel] exclude_layer must name layers of the model, by "
+                      "type, dotted name or address; it has none that is ",
+                      text ? "'" + *text + "'" : "at the address given");
   }
   return names;
 }
@@ -102,8 +106,10 @@ ShardPlan detail::check_group_sharded(const torch::nn::Module& model,
     TORCH_CHECK_VALUE(!model.parameters().empty(),
                       "[group_sharded_parallel] the model must have parameters; it has none");
     check_not_lbfgs("group_sharded_parallel", optimizer);
-    TORCH_CHECK_NOT_IMPLEMENTED(plan.partition == Partition::kWholeParam || options.elementwise || steps_elementwise(optimizer),
-                                "[group_sharded_parallel] the optimizer must be elementwise, as level p_g_os cuts parameters; ",
+    TORCH_CHECK_NOT_IMPLEMENTED(plan.partition == Partition::kWholeParam || options.elementwise ||
+                                    steps_elementwise(optimizer),
+                                "[group_sharded_parallel] the optimizer must be elementwise, as "
+                                "level p_g_os cuts parameters; ",
                                 ways_out_of_cuts(optimizer));
     check_optimized_once("group_sharded_parallel", named_tensors(model.named_parameters()),
                          {&optimizer});
@@ -176,7 +182,8 @@ void save_group_sharded_model(const ShardedModule& model, const std::filesystem:
 void save_group_sharded_model(const torch::nn::Module& model, const std::filesystem::path& output,
                               const GroupShardedOptimizer* optimizer) {
   const auto state = state_of(model);
-  TORCH_CHECK_VALUE(state != nullptr, "[save_group_sharded_model] Please use the layer which is wrapped with "
+  TORCH_CHECK_VALUE(state != nullptr,
+                    "[save_group_sharded_model] Please use the layer which is wrapped with "
                     "group_sharded_parallel.");
   save_group_sharded_model(ShardedModule(state), output, optimizer);
 }

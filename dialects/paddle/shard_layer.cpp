@@ -24,23 +24,24 @@ std::vector<int> checked_ids(const std::vector<int64_t>& ids) {
     ranks.push_back(static_cast<int>(id));
   }
   const std::set<int> distinct(ranks.begin(), ranks.end());
-  TORCH_CHECK_VALUE(distinct.size() == ranks.size(), "All elements of the mesh must be unique. Got ",
-                    c10::ArrayRef<int>(ranks));
+  TORCH_CHECK_VALUE(distinct.size() == ranks.size(),
+                    "All elements of the mesh must be unique. Got ", c10::ArrayRef<int>(ranks));
   return ranks;
 }
 
 std::vector<std::string> checked_names(std::vector<std::string> names, size_t ndim) {
   TORCH_CHECK_VALUE(names.empty() || names.size() == ndim,
-                    "The length of dims_names must be same as the shape of the mesh. Expected ", ndim, ", got ",
-                    names.size());
+                    "The length of dims_names must be same as the shape of the mesh. Expected ",
+                    ndim, ", got ", names.size());
   const std::set<std::string> distinct(names.begin(), names.end());
-  TORCH_CHECK_VALUE(distinct.size() == names.size(), "All dim_names ", c10::ArrayRef<std::string>(names),
-                    " must be unique.");
+  TORCH_CHECK_VALUE(distinct.size() == names.size(), "All dim_names ",
+                    c10::ArrayRef<std::string>(names), " must be unique.");
   return names;
 }
 
 DeviceMesh make_mesh(const MeshArray& mesh, std::vector<std::string> names) {
-  TORCH_CHECK_VALUE(!mesh.shape.empty() && !mesh.ranks.empty(), "The mesh must be an array with elements; got an empty one");
+  TORCH_CHECK_VALUE(!mesh.shape.empty() && !mesh.ranks.empty(),
+                    "The mesh must be an array with elements; got an empty one");
   return {mesh.shape, checked_ids(mesh.ranks), checked_names(std::move(names), mesh.shape.size())};
 }
 
@@ -77,8 +78,9 @@ at::Tensor place_itself(at::Tensor tensor, const DeviceMesh& mesh, const Placeme
                         const ShardTensorOptions& options) {
   const bool converts = (options.dtype && *options.dtype != tensor.scalar_type()) ||
                         (options.place && *options.place != tensor.device());
-  TORCH_CHECK_NOT_IMPLEMENTED(!converts, "[shard_tensor] a parameter of the layer keeps its dtype and device; convert "
-                              "the layer before shard_layer()");
+  TORCH_CHECK_NOT_IMPLEMENTED(!converts,
+                              "[shard_tensor] a parameter of the layer keeps its dtype and device; "
+                              "convert the layer before shard_layer()");
   if (options.stop_gradient) tensor.requires_grad_(!*options.stop_gradient);
   distribute_(tensor, mesh, placements);
   return tensor;
@@ -90,16 +92,18 @@ std::optional<int64_t> mesh_dim_of(const ShardingStage& stage,
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& param : group.params()) {
       if (!is_dist(param)) continue;
-      TORCH_CHECK_VALUE(!stage.mesh || *stage.mesh == mesh_of(param), "[shard_optimizer] the stage's mesh must be "
-                        "that of the parameters; expected ", mesh_of(param).to_string(), ", got ",
-                        stage.mesh ? stage.mesh->to_string() : "");
+      TORCH_CHECK_VALUE(
+          !stage.mesh || *stage.mesh == mesh_of(param),
+          "[shard_optimizer] the stage's mesh must be that of the parameters; expected ",
+          mesh_of(param).to_string(), ", got ", stage.mesh ? stage.mesh->to_string() : "");
       if (!mesh) mesh = &mesh_of(param);
     }
   }
   if (const auto* number = std::get_if<int64_t>(&stage.sharding_mesh_dim)) return *number;
   const auto* name = std::get_if<std::string>(&stage.sharding_mesh_dim);
   if (!name) return std::nullopt;
-  TORCH_CHECK_VALUE(mesh, "[shard_optimizer] a stage needs parameters that are DistTensors; none is");
+  TORCH_CHECK_VALUE(mesh,
+                    "[shard_optimizer] a stage needs parameters that are DistTensors; none is");
   return mesh->dim(*name);
 }
 
@@ -107,7 +111,8 @@ std::optional<int64_t> mesh_dim_of(const ShardingStage& stage,
 
 MeshArray::MeshArray(std::initializer_list<MeshArray> rows) {
   for (const MeshArray& row : rows) {
-    TORCH_CHECK_VALUE(row.shape == rows.begin()->shape, "All rows of the mesh must have one shape; got ",
+    TORCH_CHECK_VALUE(row.shape == rows.begin()->shape,
+                      "All rows of the mesh must have one shape; got ",
                       c10::IntArrayRef(rows.begin()->shape), " and ", c10::IntArrayRef(row.shape));
     ranks.insert(ranks.end(), row.ranks.begin(), row.ranks.end());
   }
@@ -123,10 +128,13 @@ ProcessMesh::ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std:
 at::Tensor shard_tensor(const ShardTensorData& data, const DeviceMesh& mesh,
                         const Placements& placements, const ShardTensorOptions& options) {
   const at::Tensor tensor = as_tensor(data, options);
-  TORCH_CHECK_VALUE(tensor.defined(), "[shard_tensor] `data` must have values; got an undefined tensor");
-  TORCH_CHECK_VALUE(!is_deferred(tensor) || std::none_of(placements.begin(), placements.end(), is_partial),
-                    "[shard_tensor] a deferred tensor can't be Partial: its terms have no values to come from; "
-                    "got ", to_string(placements));
+  TORCH_CHECK_VALUE(tensor.defined(),
+                    "[shard_tensor] `data` must have values; got an undefined tensor");
+  TORCH_CHECK_VALUE(
+      !is_deferred(tensor) || std::none_of(placements.begin(), placements.end(), is_partial),
+      "[shard_tensor] a deferred tensor can't be Partial: its terms have no values to come from; "
+      "got ",
+      to_string(placements));
   if (tessera::detail::is_being_placed(tensor))
     return place_itself(tensor, mesh, placements, options);
   at::Tensor result = is_dist(tensor) ? redistribute(converted(tensor, options), mesh, placements)
@@ -140,9 +148,10 @@ at::Tensor dtensor_from_local_list(const std::vector<at::Tensor>& local_tensor_l
                                    const DeviceMesh& mesh, const Placements& placements,
                                    int64_t local_mesh_dim) {
   const int64_t dim = c10::maybe_wrap_dim(local_mesh_dim, mesh.ndim());
-  TORCH_CHECK_VALUE(static_cast<int64_t>(local_tensor_list.size()) == mesh.size(dim),
-                    "[dtensor_from_local_list] there must be a tensor for each slice of the mesh; expected ",
-                    mesh.size(dim), ", got ", local_tensor_list.size());
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(local_tensor_list.size()) == mesh.size(dim),
+      "[dtensor_from_local_list] there must be a tensor for each slice of the mesh; expected ",
+      mesh.size(dim), ", got ", local_tensor_list.size());
   const int64_t own = mesh.coordinate() ? (*mesh.coordinate())[dim] : 0;
   const at::Tensor& slice = local_tensor_list[own];
   const Placements all = normalize(placements, mesh.ndim(), slice.dim());
@@ -183,8 +192,9 @@ const DeviceMesh& detail::check_mesh(const std::optional<DeviceMesh>& process_me
 }
 
 void shard_layer(torch::jit::Module&, const std::optional<DeviceMesh>&) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "[shard_layer] a scripted module can't be sharded by layers: its graph is fixed. "
-                              "fully_shard() shards it over ranks as it is");
+  TORCH_CHECK_NOT_IMPLEMENTED(false,
+                              "[shard_layer] a scripted module can't be sharded by layers: its "
+                              "graph is fixed. fully_shard() shards it over ranks as it is");
 }
 
 DistOptimizer shard_optimizer(torch::optim::Optimizer* optimizer, const ShardOptimizerFn& shard_fn,

@@ -20,7 +20,8 @@ struct Config {
 
 Config read_config(const std::string& directory) {
   std::ifstream file(directory + "/config.json");
-  TORCH_CHECK_VALUE(file, "[gpt2] --model must be a directory with a config.json; got '", directory, "'");
+  TORCH_CHECK_VALUE(file, "[gpt2] --model must be a directory with a config.json; got '", directory,
+                    "'");
   const auto json = nlohmann::json::parse(file);
   return {json.at("n_embd"), json.at("n_head"), json.at("n_layer"), json.at("n_positions"),
           json.at("vocab_size")};
@@ -102,7 +103,8 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   const auto tokens = torch::from_file(tokens_file, false,
                                        std::filesystem::file_size(tokens_file) / 2, torch::kUInt16);
-  TORCH_CHECK_VALUE(tokens.numel() > length + 1, "[gpt2] --tokens must have more than ", length + 1, " ids");
+  TORCH_CHECK_VALUE(tokens.numel() > length + 1, "[gpt2] --tokens must have more than ", length + 1,
+                    " ids");
 
   const auto world = tessera::init();
   tessera::manual_seed(1 + world.rank());

@@ -99,7 +99,8 @@ int main(int argc, char** argv) {
   std::ifstream file(data, std::ios::binary);
   const std::vector<uint8_t> text((std::istreambuf_iterator<char>(file)), {});
   const auto bytes = torch::tensor(text, torch::kByte);
-  TORCH_CHECK_VALUE(bytes.numel() > kSeq + 1, "[lora] --data must have more than ", kSeq + 1, " bytes");
+  TORCH_CHECK_VALUE(bytes.numel() > kSeq + 1, "[lora] --data must have more than ", kSeq + 1,
+                    " bytes");
 
   const auto world = tessera::init();
   tessera::manual_seed(1 + world.rank());

@@ -18,8 +18,9 @@ struct Digits : torch::data::Dataset<Digits> {
     std::ifstream file(path, std::ios::binary);
     std::string word;
     int64_t count = 0;
-    TORCH_CHECK_VALUE(file >> word >> count && word == "digits", "[resnet] --data must be a file of "
-                      "scripts/export_digits.py; got '", path, "'");
+    TORCH_CHECK_VALUE(file >> word >> count && word == "digits",
+                      "[resnet] --data must be a file of scripts/export_digits.py; got '", path,
+                      "'");
     file.get();
     auto bytes = torch::empty({65 * count}, torch::kByte);
     file.read(static_cast<char*>(bytes.data_ptr()), 65 * count);

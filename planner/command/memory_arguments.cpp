@@ -33,9 +33,11 @@ CLI::Option* add_size(CLI::App& plan, const std::string& name, Value& value,
 int rank_count(const std::string& text) {
   int count = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && count >= 1 && count <= kMostRanks,
-                    "--table must be followed by numbers of ranks such as 4,8,16, or by nothing and stand behind FILE; got '",
-                    text, "'");
+  TORCH_CHECK_VALUE(
+      error == std::errc() && end == text.data() + text.size() && count >= 1 && count <= kMostRanks,
+      "--table must be followed by numbers of ranks such as 4,8,16, or by nothing and stand behind "
+      "FILE; got '",
+      text, "'");
   return count;
 }
 
@@ -107,8 +109,9 @@ void MemoryArguments::apply(PlanJob& job, const std::string& path) const {
   namespace fs = std::filesystem;
   const bool is_described = !path.empty() && (fs::path(path).extension() == ".json" ||
                                               fs::exists(fs::path(path) / "config.json"));
-  TORCH_CHECK_VALUE(is_described, "--sequence needs a model with a config.json, from which activations are estimated; give "
-                    "--activations in its place");
+  TORCH_CHECK_VALUE(is_described,
+                    "--sequence needs a model with a config.json, from which activations are "
+                    "estimated; give --activations in its place");
   job.config = read_transformer_config(path);
   // Of the same model in files of tensors, the description says more: which tensors are used when.
   job.sizes = parameter_sizes(*job.config);

@@ -196,8 +196,9 @@ PlanJob job_of(const PlanArguments& arguments, const std::optional<StepTimeOptio
                     "the time of a step is not known for --replicas; got ", job.options.replicas);
   job.options.state_tensors = state_tensors_of(*optimizers().at(arguments.optimizer)());
   job.ranks_per_host = arguments.step.ranks_per_host(job.options.ranks);
-  TORCH_CHECK_VALUE(job.ranks_per_host <= job.all_ranks(), "--ranks-per-host must be at most the number of ranks, ",
-                    job.all_ranks(), "; got ", job.ranks_per_host);
+  TORCH_CHECK_VALUE(job.ranks_per_host <= job.all_ranks(),
+                    "--ranks-per-host must be at most the number of ranks, ", job.all_ranks(),
+                    "; got ", job.ranks_per_host);
   return job;
 }
 

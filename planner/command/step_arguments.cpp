@@ -64,18 +64,20 @@ std::optional<StepTimeOptions> StepArguments::options(std::optional<int> ranks) 
   if (ranks_per_host_) {
     options.ranks_per_host = *ranks_per_host_;
   } else if (ranks) {
-    TORCH_CHECK_VALUE(*ranks % options.hosts == 0, "--ranks must be a multiple of --hosts; got ", *ranks,
-                      " ranks on ", options.hosts, " hosts");
+    TORCH_CHECK_VALUE(*ranks % options.hosts == 0, "--ranks must be a multiple of --hosts; got ",
+                      *ranks, " ranks on ", options.hosts, " hosts");
     options.ranks_per_host = *ranks / options.hosts;
   }
   TORCH_CHECK_VALUE(!ranks || int64_t{options.hosts} * options.ranks_per_host == *ranks,
-                    "--ranks must be --hosts x --ranks-per-host; got ", *ranks, ", and ", options.hosts,
-                    " x ", options.ranks_per_host);
-  TORCH_CHECK_VALUE(options.hosts == 1 || link_->count() > 0,
-                    "several hosts need --link, the bandwidth between them (or `--link unlimited`)");
-  TORCH_CHECK_VALUE(options.hosts > 1 || (link_->count() == 0 && options.link_latency == 0 &&
-                                          options.processor_seconds_per_byte == 0),
-                    "--link, --link-latency and --link-processor need several hosts: one host has no link");
+                    "--ranks must be --hosts x --ranks-per-host; got ", *ranks, ", and ",
+                    options.hosts, " x ", options.ranks_per_host);
+  TORCH_CHECK_VALUE(
+      options.hosts == 1 || link_->count() > 0,
+      "several hosts need --link, the bandwidth between them (or `--link unlimited`)");
+  TORCH_CHECK_VALUE(
+      options.hosts > 1 || (link_->count() == 0 && options.link_latency == 0 &&
+                            options.processor_seconds_per_byte == 0),
+      "--link, --link-latency and --link-processor need several hosts: one host has no link");
   TORCH_CHECK_VALUE(options.ranks_per_host > 1 || options.host_bandwidth == 0,
                     "--host-link needs several ranks on each host: one alone shares no memory");
   return options;

@@ -41,7 +41,8 @@ py::object to_python(const c10::IValue& value, const py::handle& before) {
     return py::cast(at::full(old.sizes(), value.toScalar(), old.options()));
   }
   if (value.isInt()) return py::int_(value.toInt());
-  TORCH_CHECK_NOT_IMPLEMENTED(value.isDouble(), "[tessera] an optimizer of Python can't take a ", value.tagKind());
+  TORCH_CHECK_NOT_IMPLEMENTED(value.isDouble(), "[tessera] an optimizer of Python can't take a ",
+                              value.tagKind());
   return py::float_(value.toDouble());
 }
 
@@ -52,8 +53,10 @@ OptimizerStateDict::Values to_values(const py::dict& dict, bool is_state) {
     const auto name = key.cast<std::string>();
     if (name == "params") continue;
     const auto value = to_value(item);
-    TORCH_CHECK_NOT_IMPLEMENTED(value || !is_state, "[tessera] an optimizer's state must consist of "
-                                "tensors, numbers and text; '", name, "' is ", py::repr(item).cast<std::string>());
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        value || !is_state,
+        "[tessera] an optimizer's state must consist of tensors, numbers and text; '", name,
+        "' is ", py::repr(item).cast<std::string>());
     if (value) values[name] = *value;
   }
   return values;
@@ -92,8 +95,10 @@ py::dict to_python(const OptimizerStateDict& dict, const py::object& optimizer) 
 OptimizerStateDict to_state_dict(const py::dict& dict) {
   OptimizerStateDict result;
   for (const char* const part : {"state", "param_groups"})
-    TORCH_CHECK_VALUE(dict.contains(part), "[load_state_dict] the state of an optimizer must have 'state' and "
-                      "'param_groups'; '", part, "' is missing");
+    TORCH_CHECK_VALUE(
+        dict.contains(part),
+        "[load_state_dict] the state of an optimizer must have 'state' and 'param_groups'; '", part,
+        "' is missing");
   for (const auto& [number, state] : dict["state"].cast<py::dict>())
     result.state[number.cast<int64_t>()] = to_values(state.cast<py::dict>(), /*is_state=*/true);
   for (const py::handle group : dict["param_groups"]) {

@@ -7,10 +7,7 @@
 
 namespace tessera::differential {
 
-const char* name_of(ShardLevel level) {
-  static const char* const kLevels[] = {"kNone", "kOptimizerState", "kGradients", "kParameters"};
-  return kLevels[static_cast<int>(level)];
-}
+const char* name_of(ShardLevel level) { return plan_choice(level).enumerator; }
 
 std::string describe(const Program& program) {
   static const char* const kOps[] = {

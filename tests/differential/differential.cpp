@@ -45,8 +45,9 @@ uint64_t first_seed(const std::string& text) {
 std::vector<Program> draw_all(const Options& options) {
   std::vector<Program> programs;
   unsigned part = 0, parts = 0;
-  TORCH_CHECK_VALUE(std::sscanf(options.part.c_str(), "%u/%u", &part, &parts) == 2 && part >= 1 && part <= parts,
-                    "--part must be K/N; got ", options.part);
+  TORCH_CHECK_VALUE(
+      std::sscanf(options.part.c_str(), "%u/%u", &part, &parts) == 2 && part >= 1 && part <= parts,
+      "--part must be K/N; got ", options.part);
   const uint64_t first = first_seed(options.seed);
   for (uint64_t seed = first; seed < first + options.count; ++seed) {
     if (seed % parts != part - 1) continue;

@@ -199,7 +199,9 @@ bool read_lines(Running& child, const std::function<void(const Program&, const O
     const std::string line = child.text.substr(0, end);
     char what[8];
     int verdict = 0, begin = 0;
-    TORCH_CHECK(std::sscanf(line.c_str(), "%7s %zu %d %n", what, &child.current, &verdict, &begin) == 3, line);
+    TORCH_CHECK(
+        std::sscanf(line.c_str(), "%7s %zu %d %n", what, &child.current, &verdict, &begin) == 3,
+        line);
     if (what[0] != 'e') continue;
     child.ended[child.current] = true;
     report(*child.programs[child.current], {static_cast<Verdict>(verdict), line.substr(begin)});

@@ -1,13 +1,15 @@
 #pragma once
 
 #include <tessera/comm/world.h>
-#include <tessera/engine/shard_plan.h>
+#include <tessera/engine/plan_fields.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <vector>
 
 /// Training programs as plain data: drawn from a seed, printed, run, and shrunk.
@@ -106,30 +108,18 @@ const char* name_of(ShardLevel level);
 template <class F>
 void for_each_changed(const ShardPlan& plan, const F& f) {
   const ShardPlan usual;
-  const auto visit = [&](const char* name, const auto& value, const auto& otherwise) {
-    if (value != otherwise) f(name, value);
-  };
-  const auto visit_dtype = [&](const char* name, const std::optional<at::ScalarType>& dtype) {
-    if (dtype) f(name, *dtype);
-  };
-  visit("unit_bytes", plan.unit_bytes.value_or(-1), int64_t{-1});
-  visit("whole_numel", plan.whole_numel, usual.whole_numel);
-  visit("resident_bytes", plan.resident_bytes, usual.resident_bytes);
-  visit("prefetch", plan.prefetch, usual.prefetch);
-  visit("average", plan.average, usual.average);
-  visit("predivide", plan.predivide, usual.predivide);
-  visit("bucket_bytes", plan.bucket_bytes, usual.bucket_bytes);
-  visit("memory_budget", plan.memory_budget.value_or(0), int64_t{0});
-  visit("reduce_gradients", plan.reduce_gradients, usual.reduce_gradients);
-  visit("sync_buffers", plan.sync_buffers, usual.sync_buffers);
-  visit_dtype("precision.param_dtype", plan.precision.param_dtype);
-  visit_dtype("precision.master_dtype", plan.precision.master_dtype);
-  visit_dtype("precision.reduce_dtype", plan.precision.reduce_dtype);
-  visit_dtype("precision.buffer_dtype", plan.precision.buffer_dtype);
-  visit_dtype("precision.gather_dtype", plan.precision.gather_dtype);
-  visit("precision.cast_inputs", plan.precision.cast_inputs, true);
-  visit("precision.error_feedback", plan.precision.error_feedback, true);
-  visit("precision.master_only", plan.precision.master_only, false);
+  visit_fields(plan, [&](const char* name, const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_arithmetic_v<Value>) {
+      visit_fields(usual, [&](std::string_view other, const auto& otherwise) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(otherwise)>, Value>)
+          if (other == name && value != otherwise) f(name, value);
+      });
+    } else if constexpr (std::is_same_v<Value, std::optional<at::ScalarType>> ||
+                         std::is_same_v<Value, std::optional<int64_t>>) {
+      if (value) f(name, *value);
+    }
+  });
 }
 
 /// True if the rank has no more batches in this operation, which others make under join().

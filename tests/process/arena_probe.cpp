@@ -70,8 +70,8 @@ void exchange(const tessera::World& world) {
     }
     world.process_group()->all_to_all(from, std::move(to), {.subject = "probe"})->wait_inputs();
     for (int r = 0; r < size; ++r)
-      TORCH_CHECK(torch::equal(from[r], message(r, rank, numel + rank)), "rank ", rank, " got wrong ",
-                  numel, " of rank ", r);
+      TORCH_CHECK(torch::equal(from[r], message(r, rank, numel + rank)), "rank ", rank,
+                  " got wrong ", numel, " of rank ", r);
   }
   std::printf("rank %d exchanged\n", rank);
 }

@@ -87,15 +87,19 @@ TEST(ProcessesOnHostsSlow, AreStartedByMpirun) {
   // In place of ssh: the last number of the address is that of the namespace, and one more.
   const std::string script = directory.path("connect"), space = hosts.on_host(0).back();
   std::ofstream(script) << "#!/bin/sh\nnumber=$((${1##*.} - 1)); shift\n"
+                        << "TMPDIR=" << directory.path("$number")
+                        << "; export TMPDIR; mkdir -p $TMPDIR\n"
                         << "exec ip netns exec " << space.substr(0, space.size() - 1)
                         << "$number sh -c \"$*\"\n";
   std::filesystem::permissions(script, std::filesystem::perms::owner_all);
   const std::string list = hosts.address(0) + ":2," + hosts.address(1) + ":1";
-  const auto end = run_program(
-      with(hosts.on_host(0), {TESSERA_CLI, "run", "--hosts", list, "--ssh", script, "--env",
-                              "GLOO_SOCKET_IFNAME", WORLD_PROBE}),
-      {.environment = {{"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface}, {"TESSERA_TIMEOUT", "40"}},
-       .limit = kLimit});
+  const auto end =
+      run_program(with(hosts.on_host(0), {TESSERA_CLI, "run", "--hosts", list, "--ssh", script,
+                                          "--env", "GLOO_SOCKET_IFNAME", WORLD_PROBE}),
+                  {.environment = {{"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface},
+                                   {"TESSERA_TIMEOUT", "40"},
+                                   {"TMPDIR", directory.path()}},
+                   .limit = kLimit});
   EXPECT_EQ(end.status, 0) << end.err;
   for (const char* rank : {"[0] rank 0 of 3", "[1] rank 1 of 3", "[2] rank 2 of 3, local rank 0"})
     EXPECT_TRUE(contains(end.out, rank)) << end.out;

@@ -18,8 +18,9 @@ class LaunchHosts : public ::testing::Test {
  protected:
   void SetUp() override {
     if (std::string(TESSERA_MPIRUN).empty()) GTEST_SKIP() << "there is no mpirun";
-    std::ofstream(script())
-        << "#!/bin/sh\nHOST_NAME=$1; export HOST_NAME; shift\nexec sh -c \"$*\"\n";
+    // Each host has its own files.
+    std::ofstream(script()) << "#!/bin/sh\nHOST_NAME=$1; TMPDIR=" << path("") << "$1; shift\n"
+                            << "export HOST_NAME TMPDIR; mkdir -p $TMPDIR; exec sh -c \"$*\"\n";
     fs::permissions(script(), fs::perms::owner_all);
   }
   Command run(const Command& options, const Command& flags) const {
@@ -29,6 +30,11 @@ class LaunchHosts : public ::testing::Test {
     Command command = run(options, {});
     command.pop_back();
     return with(command, {"sh", "-c", text});
+  }
+  // Jobs of Open MPI that begin and end at once may fail on their common folder in TMPDIR.
+  ProgramRun::Options options(std::map<std::string, std::string> environment = {}) const {
+    environment["TMPDIR"] = directory_.path();
+    return {.environment = environment};
   }
   std::string path(const std::string& name) const { return directory_.path(name); }
 
@@ -42,7 +48,7 @@ TEST_F(LaunchHosts, StartTheRanksOfAllHostsAsOneJob) {
       run_program(run({"--hosts", "node-a:2,node-b:1", "--env", "SEASON"},
                       {"--env", "WORLD_SIZE", "--env", "LOCAL_RANK", "--env", "HOST_NAME", "--env",
                        "SEASON", "--env", "TESSERA_COLOUR", "--env", "TESSERA_JOB"}),
-                  {.environment = {{"SEASON", "it's spring"}, {"TESSERA_COLOUR", "blue"}}});
+                  options({{"SEASON", "it's spring"}, {"TESSERA_COLOUR", "blue"}}));
   EXPECT_EQ(end.status, 0) << end.err;
   for (const char* line : {"[0] WORLD_SIZE=3\n", "[2] WORLD_SIZE=3\n", "[1] LOCAL_RANK=1\n",
                            "[2] LOCAL_RANK=0\n", "[1] HOST_NAME=node-a\n", "[2] HOST_NAME=node-b\n",
@@ -57,7 +63,7 @@ TEST_F(LaunchHosts, StartTheRanksOfAllHostsAsOneJob) {
 
 TEST_F(LaunchHosts, RunInTheSameDirectoryAndPassArgumentsUnchanged) {
   Command command = run_shell({"--hosts", "node-a:1"}, "pwd; printf '<%s>' \"$@\"");
-  const auto end = run_program(with(command, {"sh", "a b", "it's", "$HOME", "", "--"}));
+  const auto end = run_program(with(command, {"sh", "a b", "it's", "$HOME", "", "--"}), options());
   EXPECT_EQ(end.out, "[0] " + fs::current_path().string() + "\n[0] <a b><it's><$HOME><><-->\n")
       << end.err;
 }
@@ -65,7 +71,8 @@ TEST_F(LaunchHosts, RunInTheSameDirectoryAndPassArgumentsUnchanged) {
 TEST_F(LaunchHosts, TheFirstFailureEndsAllHosts) {
   const auto end = run_program(run({"--hosts", "node-a:2,node-b:2", "--grace", "1"},
                                    {"--pid", "--on-rank", "3", "--sleep", "0.3", "--print-err",
-                                    "the cause", "--exit", "7", "--sleep", "60"}));
+                                    "the cause", "--exit", "7", "--sleep", "60"}),
+                               options());
   EXPECT_EQ(end.status, 7) << end.err;
   EXPECT_TRUE(contains(end.err,
                        "tessera run: the last lines that rank 3 wrote to stderr:\n"
@@ -83,7 +90,7 @@ TEST_F(LaunchHosts, TheStatusIsThatOfTheRankWithTheCause) {
       "[ $RANK = 1 ] && { sleep 2; exit 4; }; "
       "printf '{\"rank\":0,\"size\":2,\"culprit\":1,\"reason\":\"lost\",\"records\":[]}' > "
       "$TESSERA_FLIGHT_DIR/rank_0.json; exit 5";
-  const auto end = run_program(run_shell({"--hosts", "node-a:1,node-b:1"}, script));
+  const auto end = run_program(run_shell({"--hosts", "node-a:1,node-b:1"}, script), options());
   EXPECT_EQ(end.status, 4) << end.err;
   EXPECT_TRUE(contains(end.err,
                        "rank 1 is the cause, by the flight records of the others: the "
@@ -93,8 +100,9 @@ TEST_F(LaunchHosts, TheStatusIsThatOfTheRankWithTheCause) {
 }
 
 TEST_F(LaunchHosts, LeaveNoRankWhenMpirunIsKilled) {
-  ProgramRun job(run({"--hosts", "node-a:2,node-b:1"}, {"--pid", "--child", "--sleep", "60"}));
-  ASSERT_TRUE(job.wait_for_output("pid ", 6));
+  ProgramRun job(run({"--hosts", "node-a:2,node-b:1"}, {"--pid", "--child", "--sleep", "60"}),
+                 options());
+  ASSERT_TRUE(job.wait_for_output("pid ", 6)) << job.wait().err;
   job.signal(SIGKILL);
   const auto pids = numbers_after(job.wait().out, "pid");
   EXPECT_EQ(pids.size(), 6U);
@@ -102,10 +110,10 @@ TEST_F(LaunchHosts, LeaveNoRankWhenMpirunIsKilled) {
 }
 
 TEST_F(LaunchHosts, PassSignalsOnToTheRanks) {
-  ProgramRun job(
-      run({"--hosts", "node-a:1,node-b:1"},
-          {"--tell", "12", "--print", "ready", "--wait-signal", "60", "--print", "saved"}));
-  ASSERT_TRUE(job.wait_for_output("ready", 2));
+  ProgramRun job(run({"--hosts", "node-a:1,node-b:1"}, {"--tell", "12", "--print", "ready",
+                                                        "--wait-signal", "60", "--print", "saved"}),
+                 options());
+  ASSERT_TRUE(job.wait_for_output("ready", 2)) << job.wait().err;
   job.signal(SIGUSR2);
   const auto end = job.wait();
   EXPECT_EQ(end.status, 0) << end.err;
@@ -116,14 +124,13 @@ TEST_F(LaunchHosts, PassSignalsOnToTheRanks) {
 TEST_F(LaunchHosts, NameAProgramThatIsNotThere) {
   Command command = run({"--hosts", "node-a:1,node-b:1", "--max-restarts", "3"}, {});
   command.back() = "./no_such_program";
-  const auto end = run_program(command);
+  const auto end = run_program(command, options());
   EXPECT_EQ(end.status, 127);
   EXPECT_TRUE(contains(end.err, ": cannot execute './no_such_program'")) << end.err;
 }
 
 TEST_F(LaunchHosts, WithoutMpirunSayHowToGetItOrDoWithoutIt) {
-  const auto end =
-      run_program(run({"--hosts", "node-a:1"}, {}), {.environment = {{"PATH", "/nowhere"}}});
+  const auto end = run_program(run({"--hosts", "node-a:1"}, {}), options({{"PATH", "/nowhere"}}));
   EXPECT_EQ(end.status, 127);
   EXPECT_TRUE(contains(end.err, "--hosts needs mpirun of Open MPI (Debian: openmpi-bin)"))
       << end.err;

@@ -118,11 +118,13 @@ TEST(WorldStart, WorksUnderTorchrun) {
 TEST(WorldStart, WorksUnderMpirun) {
   if (std::string(TESSERA_MPIRUN).empty()) GTEST_SKIP() << "mpirun was not found at configure time";
   const tools::ReservedPort port(0);
+  const TemporaryDirectory directory;  // as other jobs of Open MPI may run
   const auto end = run_program(
       {TESSERA_MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "2", WORLD_PROBE},
       {.environment = clean_environment({{"MASTER_ADDR", "127.0.0.1"},
                                          {"MASTER_PORT", std::to_string(port.number())},
-                                         {"TESSERA_TIMEOUT", "20"}}),
+                                         {"TESSERA_TIMEOUT", "20"},
+                                         {"TMPDIR", directory.path()}}),
        .limit = kLimit});
   expect_world(end, 2, "mpirun");
 }

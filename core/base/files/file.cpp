@@ -86,7 +86,8 @@ File File::open(const std::string& name) const {
 File File::regular(int fd, const std::string& path) {
   File file(check_open(fd, path), path);
   const mode_t mode = status_of(fd, file.path_).st_mode;
-  TORCH_CHECK_VALUE(S_ISREG(mode), "[checkpoint] '", file.path_, "' must be a file; it is ", kind_of(mode));
+  TORCH_CHECK_VALUE(S_ISREG(mode), "[checkpoint] '", file.path_, "' must be a file; it is ",
+                    kind_of(mode));
   return file;
 }
 
@@ -95,8 +96,7 @@ void File::write(const void* data, size_t nbytes, int64_t offset) {
   while (nbytes > 0) {
     const ssize_t count = ::pwrite(fd_, next, std::min(nbytes, kMostPerCall), offset);
     if (count < 0 && errno == EINTR) continue;
-    TORCH_CHECK(count > 0, "[checkpoint] could not write '", path_,
-                "': ", std::strerror(errno));
+    TORCH_CHECK(count > 0, "[checkpoint] could not write '", path_, "': ", std::strerror(errno));
     next += count;
     offset += count;
     nbytes -= static_cast<size_t>(count);
@@ -108,8 +108,8 @@ void File::read(void* data, size_t nbytes, int64_t offset) const {
   while (nbytes > 0) {
     const ssize_t count = ::pread(fd_, next, std::min(nbytes, kMostPerCall), offset);
     if (count < 0 && errno == EINTR) continue;
-    TORCH_CHECK(count > 0, "[checkpoint] could not read ", nbytes, " bytes at ", offset,
-                " of '", path_, "': ", count < 0 ? std::strerror(errno) : "the file ends before");
+    TORCH_CHECK(count > 0, "[checkpoint] could not read ", nbytes, " bytes at ", offset, " of '",
+                path_, "': ", count < 0 ? std::strerror(errno) : "the file ends before");
     next += count;
     offset += count;
     nbytes -= static_cast<size_t>(count);

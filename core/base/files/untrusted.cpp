@@ -84,9 +84,9 @@ std::string shortened(const std::vector<std::string>& items) {
 void check_file_name(const std::string& name) {
   constexpr size_t kMostBytes = 255;  // the limit of Linux's file systems
   const bool is_plain = name.find_first_of(std::string_view("/\0", 2)) == std::string::npos;
-  TORCH_CHECK_VALUE(is_plain && !name.empty() && name.size() <= kMostBytes && name != "." &&
-                        name != "..",
-                    "'", shortened(name), "' must be the name of a file beside the index");
+  TORCH_CHECK_VALUE(
+      is_plain && !name.empty() && name.size() <= kMostBytes && name != "." && name != "..", "'",
+      shortened(name), "' must be the name of a file beside the index");
 }
 
 }  // namespace tessera

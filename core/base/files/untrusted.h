@@ -81,7 +81,8 @@ class ByteReader {
 
   std::string_view take(uint64_t count) {
     TORCH_CHECK_VALUE(count <= bytes_.size() - next_, "it is cut off: ", count,
-                      " bytes are expected after its first ", next_, ", and it has ", bytes_.size());
+                      " bytes are expected after its first ", next_, ", and it has ",
+                      bytes_.size());
     next_ += count;
     return bytes_.substr(next_ - count, count);
   }

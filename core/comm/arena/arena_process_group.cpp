@@ -333,7 +333,8 @@ ProcessGroupPtr arena_process_group(ProcessGroupPtr inner) {
   if (inner->size() == 1) return inner;
   std::string why_not;
   auto arena = Arena::connect(*inner, why_not);
-  TORCH_CHECK_NOT_IMPLEMENTED(arena, "[arena_process_group] the ranks can't share memory: ", why_not);
+  TORCH_CHECK_NOT_IMPLEMENTED(arena,
+                              "[arena_process_group] the ranks can't share memory: ", why_not);
   return std::make_shared<ArenaProcessGroup>(std::move(arena));
 }
 

@@ -131,7 +131,8 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts, public GathersS
 
 ProcessGroupPtr fake_process_group(int rank, int size) {
   TORCH_CHECK_VALUE(size >= 1 && rank >= 0 && rank < size,
-                    "[fake_world] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ", size);
+                    "[fake_world] `rank` must be from 0 to `size` - 1; got rank ", rank, " of ",
+                    size);
   return std::make_shared<FakeProcessGroup>(rank, size);
 }
 

@@ -113,8 +113,8 @@ class FormComparison {
     TORCH_CHECK_WITH(DistBackendError, data[0] == -data[1], name.describe(),
                      ": ranks issued different collectives at this position; this rank issued ",
                      form_.text(),
-                     ". Expected all ranks to issue the same ones in the same order, with "
-                     "equal sizes and dtypes");
+                     ". Expected all ranks to issue the same ones in the same order, with equal "
+                     "sizes and dtypes");
   }
 
  private:
@@ -308,11 +308,11 @@ class BackendProcessGroup : public ProcessGroup,
 
   template <class Call>
   WorkPtr issue_call(Call& call, const Collective& collective) {
-    TORCH_CHECK_NOT_IMPLEMENTED(encoding_of(call) == Encoding::kPlain, "[", collective.name(), "] unit '",
-                                collective.tag.subject, "': messages over ", backend_name(), " can't be sent as ",
-                                to_string(encoding_of(call)),
-                                "; over Gloo's own connections, and between hosts whose ranks share "
-                                "memory, they can");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        encoding_of(call) == Encoding::kPlain, "[", collective.name(), "] unit '",
+        collective.tag.subject, "': messages over ", backend_name(), " can't be sent as ",
+        to_string(encoding_of(call)),
+        "; over Gloo's own connections, and between hosts whose ranks share memory, they can");
     const CollectiveForm form = form_of(call, collective.tag);
     const auto work = std::make_shared<BackendProcessGroupWork>(
         order_.next(*this, call.kName, collective.tag, form), timeout_, is_on_device());

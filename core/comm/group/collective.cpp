@@ -85,13 +85,13 @@ class ArgumentCheck {
   void check_bounds(std::span<const int64_t> bounds) const {
     const int size = process_group_.size();
     TORCH_CHECK_VALUE(bounds.size() == static_cast<size_t>(size) + 1, "[", function_,
-                      "] `bounds` must have an element more than there are ranks; expected ", size + 1,
-                      ", got ", bounds.size(), where());
-    TORCH_CHECK_VALUE(bounds[0] == 0, "[", function_, "] `bounds` must begin with 0; got ", bounds[0],
-                      where());
+                      "] `bounds` must have an element more than there are ranks; expected ",
+                      size + 1, ", got ", bounds.size(), where());
+    TORCH_CHECK_VALUE(bounds[0] == 0, "[", function_, "] `bounds` must begin with 0; got ",
+                      bounds[0], where());
     for (int r = 0; r < size; ++r) {
-      TORCH_CHECK_VALUE(bounds[r] <= bounds[r + 1], "[", function_,
-                        "] `bounds` must ascend; got ", bounds[r], " before ", bounds[r + 1], where());
+      TORCH_CHECK_VALUE(bounds[r] <= bounds[r + 1], "[", function_, "] `bounds` must ascend; got ",
+                        bounds[r], " before ", bounds[r + 1], where());
     }
   }
 
@@ -110,25 +110,26 @@ class ArgumentCheck {
     TORCH_CHECK_VALUE(flat.numel() == bounds.back(), "[", function_, "] `", name,
                       "` must have `bounds.back()` elements; expected ", bounds.back(), ", got ",
                       flat.numel(), where());
-    TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(), "[", function_, "] `", name, "` and `",
-                      shard_name, "` must have one dtype; got ", flat.scalar_type(), " and ",
-                      shard.scalar_type(), where());
+    TORCH_CHECK_VALUE(flat.scalar_type() == shard.scalar_type(), "[", function_, "] `", name,
+                      "` and `", shard_name, "` must have one dtype; got ", flat.scalar_type(),
+                      " and ", shard.scalar_type(), where());
   }
 
   void check_pieces(const ReduceScatter& call) const {
     const int64_t end = call.bounds.back();
     int64_t begin = 0;
     for (const Piece& piece : call.pieces) {
-      TORCH_CHECK_VALUE(piece.numel >= 0 && piece.begin >= begin && piece.begin + piece.numel <= end,
-                        "[", function_, "] `pieces` must ascend, be disjoint and lie inside `bounds`; got [",
-                        piece.begin, ", ", piece.begin + piece.numel, ") where [", begin, ", ", end,
-                        ") is left", where());
+      TORCH_CHECK_VALUE(
+          piece.numel >= 0 && piece.begin >= begin && piece.begin + piece.numel <= end, "[",
+          function_, "] `pieces` must ascend, be disjoint and lie inside `bounds`; got [",
+          piece.begin, ", ", piece.begin + piece.numel, ") where [", begin, ", ", end, ") is left",
+          where());
       begin = piece.begin + piece.numel;
       if (!piece.data.defined()) continue;
       check_tensor("data", piece.data);
       TORCH_CHECK_VALUE(piece.data.numel() == piece.numel, "[", function_,
-                        "] a piece's tensor must have `numel` elements; expected ", piece.numel, ", got ",
-                        piece.data.numel(), where());
+                        "] a piece's tensor must have `numel` elements; expected ", piece.numel,
+                        ", got ", piece.data.numel(), where());
       TORCH_CHECK_VALUE(piece.data.scalar_type() == call.dtype(), "[", function_,
                         "] pieces must have the dtype of `out`, or that of the options; expected ",
                         call.dtype(), ", got ", piece.data.scalar_type(), where());
@@ -158,22 +159,22 @@ class ArgumentCheck {
                   })
       check_encodable(function_, call.encoding, call.tensor.scalar_type());
     if constexpr (requires { call.options; }) {
-      TORCH_CHECK_VALUE(!call.options.error || call.options.encoding != Encoding::kPlain, "[", function_,
-                        "] `error` needs an encoding that loses something", where());
+      TORCH_CHECK_VALUE(!call.options.error || call.options.encoding != Encoding::kPlain, "[",
+                        function_, "] `error` needs an encoding that loses something", where());
     }
   }
 
   void check_root(int root) const {
     TORCH_CHECK_VALUE(root >= 0 && root < process_group_.size(), "[", function_,
-                      "] `root` must be a rank; expected 0 to ", process_group_.size() - 1, ", got ", root,
-                      where());
+                      "] `root` must be a rank; expected 0 to ", process_group_.size() - 1,
+                      ", got ", root, where());
   }
 
   void check_messages(std::span<const at::Tensor> from, std::span<const at::Tensor> to) const {
     const auto size = static_cast<size_t>(process_group_.size());
     TORCH_CHECK_VALUE(from.size() == size && to.size() == size, "[", function_,
-                      "] `from` and `to` must have an entry for each rank; expected ", size, ", got ",
-                      from.size(), " and ", to.size(), where());
+                      "] `from` and `to` must have an entry for each rank; expected ", size,
+                      ", got ", from.size(), " and ", to.size(), where());
     std::optional<at::ScalarType> dtype;
     for (size_t r = 0; r < size; ++r) {
       for (const bool is_sent : {true, false}) {
@@ -194,12 +195,12 @@ class ArgumentCheck {
                      at::ScalarType dtype) const {
     TORCH_CHECK_VALUE(message.layout() == at::kStrided, "[", function_, "] `", name, "[", rank,
                       "]` must be dense; got layout ", message.layout(), where());
-    TORCH_CHECK_VALUE(message.dim() == 1 && message.is_contiguous(), "[", function_, "] `", name, "[",
-                      rank, "]` must be 1-D and contiguous; got sizes ", message.sizes(),
+    TORCH_CHECK_VALUE(message.dim() == 1 && message.is_contiguous(), "[", function_, "] `", name,
+                      "[", rank, "]` must be 1-D and contiguous; got sizes ", message.sizes(),
                       " with strides ", message.strides(), where());
     TORCH_CHECK_VALUE(message.scalar_type() == dtype, "[", function_,
-                      "] all messages must have one dtype; got ", dtype, " and, as `", name, "[", rank,
-                      "]`, ", message.scalar_type(), where());
+                      "] all messages must have one dtype; got ", dtype, " and, as `", name, "[",
+                      rank, "]`, ", message.scalar_type(), where());
   }
 
   // Checks that no message is received into the memory of another message. `rank`, the calling
@@ -214,9 +215,9 @@ class ArgumentCheck {
     std::ranges::sort(written, {}, &MessageMemory::begin);
     const auto check = [&](const MessageMemory& a, const MessageMemory& b) {
       TORCH_CHECK_VALUE(a.end <= b.begin || b.end <= a.begin, "[", function_,
-                        "] no `from` may overlap a `to` or another `from`, except that this rank's own may "
-                        "be its `to` itself; got `", a.name, "[", a.rank, "]` over `", b.name, "[",
-                        b.rank, "]`", where());
+                        "] no `from` may overlap a `to` or another `from`, except that this rank's "
+                        "own may be its `to` itself; got `",
+                        a.name, "[", a.rank, "]` over `", b.name, "[", b.rank, "]`", where());
     };
     for (size_t i = 1; i < written.size(); ++i) check(written[i - 1], written[i]);
     // Written ranges are disjoint and sorted, so only the first that ends after `begin` can
@@ -281,8 +282,9 @@ void check_arguments(const ProcessGroup& process_group, const Collective& collec
 
 void check_in_place(const ProcessGroup& process_group, const AllGather& call,
                     const CollectiveTag& tag) {
-  TORCH_CHECK_VALUE(is_own_range(process_group, call.flat, call.shard, call.bounds), "[all_gather] unit '",
-                    tag.subject, "': `shard` must lie at its place in `flat`, which is shared memory");
+  TORCH_CHECK_VALUE(is_own_range(process_group, call.flat, call.shard, call.bounds),
+                    "[all_gather] unit '", tag.subject,
+                    "': `shard` must lie at its place in `flat`, which is shared memory");
 }
 
 std::vector<int64_t> even_bounds(int64_t numel, int size) {

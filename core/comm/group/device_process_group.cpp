@@ -29,9 +29,10 @@ bool is_on_device(const Collective& collective, int size) {
         });
       },
       collective.call);
-  TORCH_CHECK_VALUE(is_known, "[", collective.name(), "] unit '", collective.tag.subject,
-                    "': a rank that sends and receives nothing must pass an empty tensor of the device, "
-                    "which shows over which connection the others do; all that it passed are undefined");
+  TORCH_CHECK_VALUE(
+      is_known, "[", collective.name(), "] unit '", collective.tag.subject,
+      "': a rank that sends and receives nothing must pass an empty tensor of the device, which "
+      "shows over which connection the others do; all that it passed are undefined");
   return result;
 }
 
@@ -110,14 +111,16 @@ class DeviceProcessGroup : public ProcessGroup,
 ProcessGroupPtr device_process_group(ProcessGroupPtr host, std::vector<ProcessGroupPtr> devices) {
   TORCH_CHECK_VALUE(host != nullptr, "[device_process_group] `host` must be given");
   TORCH_CHECK_VALUE(devices.size() == 1 || devices.size() == 3,
-                    "[device_process_group] `devices` must be one process group, or one for each of 3 channels; got ",
+                    "[device_process_group] `devices` must be one process group, or one for each "
+                    "of 3 channels; got ",
                     devices.size());
   for (const ProcessGroupPtr& device : devices) {
     TORCH_CHECK_VALUE(device != nullptr, "[device_process_group] all `devices` must be given");
     TORCH_CHECK_VALUE(host->size() == device->size() && host->rank() == device->rank(),
-                    "[device_process_group] `host` and `devices` must have the same ranks in the same order; got "
-                    "rank ", host->rank(), " of ", host->size(), " and rank ", device->rank(), " of ",
-                    device->size());
+                      "[device_process_group] `host` and `devices` must have the same ranks in the "
+                      "same order; got rank ",
+                      host->rank(), " of ", host->size(), " and rank ", device->rank(), " of ",
+                      device->size());
   }
   return std::make_shared<DeviceProcessGroup>(std::move(host), std::move(devices));
 }

@@ -215,8 +215,8 @@ void check_reducible(const char* function, at::ScalarType dtype, ReduceOp op,
   TORCH_CHECK_NOT_IMPLEMENTED(kernel_of(op, dtype, out), "[", function, "] can't ",
                               op == ReduceOp::kSum ? "sum" : "compare", " tensors of dtype ", dtype,
                               out == dtype ? "" : std::string(" into ") + c10::toString(out),
-                              "; supported are float, double, bfloat16, half, integers and bool, each into "
-                              "its own dtype, and float into bfloat16 or half and back");
+                              "; supported are float, double, bfloat16, half, integers and bool, "
+                              "each into its own dtype, and float into bfloat16 or half and back");
 }
 
 }  // namespace tessera

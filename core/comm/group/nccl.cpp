@@ -10,16 +10,17 @@
 namespace tessera {
 
 RegisteredBackend nccl_backend() {
-  return {
-      c10::DeviceType::CUDA,
-      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-         std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
-        TORCH_CHECK_NOT_IMPLEMENTED(has_device(c10::DeviceType::CUDA), "[nccl] NCCL needs a CUDA device; LibTorch has CUDA "
-                                        "here, but this process has ", devices_text());
-        auto options = c10d::ProcessGroupNCCL::Options::create();
-        options->timeout = timeout;
-        return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
-      }};
+  return {c10::DeviceType::CUDA,
+          [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+             std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
+            TORCH_CHECK_NOT_IMPLEMENTED(
+                has_device(c10::DeviceType::CUDA),
+                "[nccl] NCCL needs a CUDA device; LibTorch has CUDA here, but this process has ",
+                devices_text());
+            auto options = c10d::ProcessGroupNCCL::Options::create();
+            options->timeout = timeout;
+            return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
+          }};
 }
 
 }  // namespace tessera

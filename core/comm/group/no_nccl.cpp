@@ -10,8 +10,10 @@ namespace tessera {
 RegisteredBackend nccl_backend() {
   return {c10::DeviceType::CUDA, [](const auto&...) -> c10::intrusive_ptr<c10d::Backend> {
             TORCH_CHECK_NOT_IMPLEMENTED(
-                false, "[nccl] NCCL needs a LibTorch with CUDA, and nccl.h when Tessera is built; this Tessera was built "
-                "without one of them (the output of its configuration says which). Use the backend 'gloo'.");
+                false,
+                "[nccl] NCCL needs a LibTorch with CUDA, and nccl.h when Tessera is built; this "
+                "Tessera was built without one of them (the output of its configuration says "
+                "which). Use the backend 'gloo'.");
           }};
 }
 

@@ -58,9 +58,10 @@ class SingleProcessGroup : public ProcessGroup, public GathersSums {
     const auto element_size = static_cast<int64_t>(out.element_size());
     auto* to = static_cast<std::byte*>(out.mutable_data_ptr()) + piece.begin * element_size;
     if (piece.data.defined()) {
-      TORCH_CHECK_VALUE(piece.data.device().is_cpu(),
-                        "[reduce_scatter] pieces must lie in host memory, as `out` does; got device ",
-                        piece.data.device());
+      TORCH_CHECK_VALUE(
+          piece.data.device().is_cpu(),
+          "[reduce_scatter] pieces must lie in host memory, as `out` does; got device ",
+          piece.data.device());
       const void* inputs[] = {piece.data.const_data_ptr()};
       reduce_in_order({piece.data.scalar_type(), ReduceOp::kSum, options.scale, options.accumulate,
                        out.scalar_type()},

@@ -83,7 +83,9 @@ class KeptSockets {
     std::vector<int> listening;  // ports
     for (const Socket& socket : sockets_) {
       to_replace_.push_back(socket.fd);
-      if (is_listening(socket.fd)) listening.push_back(tcp_ports_of(socket.fd)->local);
+      // Another thread may close it meanwhile.
+      const auto ports = tcp_ports_of(socket.fd);
+      if (ports && is_listening(socket.fd)) listening.push_back(ports->local);
     }
     if (listening.empty()) return;
     for (const int fd : open_descriptors()) {

@@ -205,8 +205,8 @@ Arrival arrival_from_text(const std::string& text) {
   try {
     return nlohmann::json::parse(text).get<Arrival>();
   } catch (const nlohmann::json::exception& error) {
-    TORCH_CHECK_VALUE(false, "[init] the store must hold the facts of a rank; got '", text, "': ",
-                      error.what());
+    TORCH_CHECK_VALUE(false, "[init] the store must hold the facts of a rank; got '", text,
+                      "': ", error.what());
   }
 }
 

@@ -41,9 +41,9 @@ ProcessGroupPtr with_arena(const ProcessGroupPtr& gloo,
     const bool alone = table->ranks_per_host() == 1;
     const std::string why =
         alone ? "each rank has a host to itself" : "the hosts have unequal numbers of ranks";
-    TORCH_CHECK_NOT_IMPLEMENTED(transport != Transport::kArena,
-                                "[init] transport kArena needs ranks that share a host, equally many on "
-                                "each; here, ", why);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        transport != Transport::kArena,
+        "[init] transport kArena needs ranks that share a host, equally many on each; here, ", why);
     if (!alone && gloo->rank() == 0)
       LOG(INFO) << "[init] the ranks of a host do not share memory: " << why;
     return gloo;

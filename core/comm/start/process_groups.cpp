@@ -67,9 +67,10 @@ std::shared_ptr<ProcessGroups> world_of_others(std::vector<MadeWorld> worlds) {
   const bool is_one_rank = std::all_of(worlds.begin(), worlds.end(), [&](const MadeWorld& world) {
     return world.thread == newest.thread && world.rank == rank;
   });
-  TORCH_CHECK(is_one_rank, "[default_process_group] this thread must belong to a rank; it has made no world, and the "
-              "ranks of this process are other threads. Call this on the thread that called init(), or "
-              "name the process group (ShardPlan::process_group)");
+  TORCH_CHECK(is_one_rank,
+              "[default_process_group] this thread must belong to a rank; it has made no world, "
+              "and the ranks of this process are other threads. Call this on the thread that "
+              "called init(), or name the process group (ShardPlan::process_group)");
   return newest.process_groups.lock();
 }
 
@@ -102,8 +103,8 @@ void ProcessGroups::check(const char* function, const std::vector<int>& ranks) c
   const std::set<int> distinct(ranks.begin(), ranks.end());
   TORCH_CHECK_VALUE(!ranks.empty() && distinct.size() == ranks.size() && *distinct.begin() >= 0 &&
                         *distinct.rbegin() < size(),
-                    "[", function, "] `ranks` must be distinct ranks from 0 to ", size() - 1, "; got ",
-                    text_of(ranks));
+                    "[", function, "] `ranks` must be distinct ranks from 0 to ", size() - 1,
+                    "; got ", text_of(ranks));
 }
 
 ProcessGroupPtr ProcessGroups::make(const std::vector<int>& ranks) {

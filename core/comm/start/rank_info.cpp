@@ -18,7 +18,8 @@ constexpr int kFirstPort = 20000;
 constexpr int kPorts = 12000;
 
 void check_place(const char* name, int value, const char* size_name, int size) {
-  TORCH_CHECK_VALUE(size >= 1, "[init] ", size_name, " must be at least 1; got ", size_name, "=", size);
+  TORCH_CHECK_VALUE(size >= 1, "[init] ", size_name, " must be at least 1; got ", size_name, "=",
+                    size);
   TORCH_CHECK_VALUE(value >= 0 && value < size, "[init] ", name, " must be from 0 to ", size_name,
                     " - 1; got ", name, "=", value, " with ", size_name, "=", size);
 }
@@ -49,9 +50,10 @@ void find_master(RankInfo& info, const std::string& nodes, const std::string& jo
   } else {
     info.master_addr = first_node(nodes);
     TORCH_CHECK_VALUE(!info.master_addr.empty(),
-                      "[init] the ranks run on several hosts, so MASTER_ADDR must be set to the address "
-                      "of rank 0's host (", info.source, " with ", info.size, " ranks, ",
-                      info.local_size, " of them on this host)");
+                      "[init] the ranks run on several hosts, so MASTER_ADDR must be set to the "
+                      "address of rank 0's host (",
+                      info.source, " with ", info.size, " ranks, ", info.local_size,
+                      " of them on this host)");
   }
 }
 
@@ -82,10 +84,12 @@ std::optional<RankInfo> from_rank_variables() {
   }
   check_local(info, "LOCAL_RANK", "LOCAL_WORLD_SIZE");
   if (info.size > 1) {
-    TORCH_CHECK_VALUE(address, "[init] MASTER_ADDR must be set to the address of rank 0's host; got "
-                               "WORLD_SIZE=", info.size, " without it");
-    TORCH_CHECK_VALUE(environment("MASTER_PORT"), "[init] MASTER_PORT must be set to a free port of "
-                      "MASTER_ADDR=", *address, "; got WORLD_SIZE=", info.size, " without it");
+    TORCH_CHECK_VALUE(
+        address, "[init] MASTER_ADDR must be set to the address of rank 0's host; got WORLD_SIZE=",
+        info.size, " without it");
+    TORCH_CHECK_VALUE(environment("MASTER_PORT"),
+                      "[init] MASTER_PORT must be set to a free port of MASTER_ADDR=", *address,
+                      "; got WORLD_SIZE=", info.size, " without it");
     info.master_addr = *address;
     info.master_port = master_port("");
   }
@@ -96,8 +100,9 @@ std::optional<RankInfo> from_mpirun() {
   const auto rank = environment_number("OMPI_COMM_WORLD_RANK");
   const auto size = environment_number("OMPI_COMM_WORLD_SIZE");
   if (!rank && !size) return std::nullopt;
-  TORCH_CHECK_VALUE(rank && size, "[init] OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE must be set "
-                                  "together; only one of them is");
+  TORCH_CHECK_VALUE(rank && size,
+                    "[init] OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE must be set together; "
+                    "only one of them is");
   check_place("OMPI_COMM_WORLD_RANK", *rank, "OMPI_COMM_WORLD_SIZE", *size);
   RankInfo info{.rank = *rank, .size = *size, .source = "mpirun"};
   info.local_rank = environment_number("OMPI_COMM_WORLD_LOCAL_RANK").value_or(0);
@@ -119,8 +124,8 @@ std::optional<RankInfo> from_srun() {
   const bool has_step_size = environment("SLURM_STEP_NUM_TASKS").has_value();
   const char* const size_name = has_step_size ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
   const auto size = environment_number(size_name);
-  TORCH_CHECK_VALUE(size, "[init] SLURM_NTASKS must be set, because SLURM_PROCID is; got SLURM_PROCID=",
-                    *rank);
+  TORCH_CHECK_VALUE(
+      size, "[init] SLURM_NTASKS must be set, because SLURM_PROCID is; got SLURM_PROCID=", *rank);
   check_place("SLURM_PROCID", *rank, size_name, *size);
   RankInfo info{.rank = *rank, .size = *size, .source = "srun"};
   info.local_rank = environment_number("SLURM_LOCALID").value_or(0);

@@ -65,6 +65,8 @@ void run_ranks(SpawnedWorld& world, const SpawnedRanks& ranks, int threads,
     }
   } catch (...) {
     world.store->fail("a thread could not be started");
+    started.clear();
+    at::set_num_threads(before);
     throw;
   }
   started.clear();
@@ -96,7 +98,8 @@ void spawn(int ranks, const std::function<void()>& fn, const SpawnOptions& optio
   check(ranks, fn, options);
   static std::mutex running;  // the process also has one default generator
   const std::unique_lock alone(running, std::try_to_lock);
-  TORCH_CHECK(alone, "[spawn] only one may run at a time; the spawn() of another thread has not returned");
+  TORCH_CHECK(alone,
+              "[spawn] only one may run at a time; the spawn() of another thread has not returned");
   register_rank_generator();
   const int share = std::max(1, at::get_num_threads() / ranks);
   const GeneratorSeal seal;

@@ -13,8 +13,10 @@ using std::chrono::seconds;
 
 seconds report_after() {
   const int number = environment_number("TESSERA_REPORT_AFTER").value_or(10);
-  TORCH_CHECK_VALUE(number > 0, "[init] TESSERA_REPORT_AFTER must be a positive number of seconds; got TESSERA_REPORT_AFTER=",
-                    number);
+  TORCH_CHECK_VALUE(
+      number > 0,
+      "[init] TESSERA_REPORT_AFTER must be a positive number of seconds; got TESSERA_REPORT_AFTER=",
+      number);
   return seconds(number);
 }
 

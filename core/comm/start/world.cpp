@@ -48,9 +48,10 @@ std::chrono::milliseconds timeout_of(const WorldOptions& options) {
                     options.timeout.count(), " ms");
   if (options.timeout != WorldOptions().timeout) return options.timeout;
   const auto seconds = environment_number("TESSERA_TIMEOUT");
-  TORCH_CHECK_VALUE(!seconds || *seconds > 0,
-                    "[init] TESSERA_TIMEOUT must be a positive number of seconds; got TESSERA_TIMEOUT=",
-                    *seconds);
+  TORCH_CHECK_VALUE(
+      !seconds || *seconds > 0,
+      "[init] TESSERA_TIMEOUT must be a positive number of seconds; got TESSERA_TIMEOUT=",
+      *seconds);
   return seconds ? std::chrono::seconds(*seconds) : options.timeout;
 }
 
@@ -66,18 +67,23 @@ Transport transport_of(const WorldOptions& options) {
 // Backends of c10d for host memory that LibTorch's packages are built without.
 void check_no_foreign_backend(const std::string& backend) {
   if (find_backend(backend)) return;
-  TORCH_CHECK_NOT_IMPLEMENTED(backend != "mpi", "[init] `backend` can't be mpi: LibTorch's packages are built without MPI, and "
-                              "Tessera needs none: a job that mpirun starts connects its ranks by gloo. Leave `backend` out");
-  TORCH_CHECK_NOT_IMPLEMENTED(backend != "ucc", "[init] `backend` can't be ucc: LibTorch's packages are built without UCC. Leave "
-                              "`backend` out (gloo), or name an accelerator's backend: ",
-                              fmt::format("{}", fmt::join(backend_names(), ", ")));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      backend != "mpi",
+      "[init] `backend` can't be mpi: LibTorch's packages are built without MPI, and Tessera needs "
+      "none: a job that mpirun starts connects its ranks by gloo. Leave `backend` out");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      backend != "ucc",
+      "[init] `backend` can't be ucc: LibTorch's packages are built without UCC. Leave `backend` "
+      "out (gloo), or name an accelerator's backend: ",
+      fmt::format("{}", fmt::join(backend_names(), ", ")));
 }
 
 void check_backend(const std::string& backend) {
   check_no_foreign_backend(backend);
   TORCH_CHECK_VALUE(backend.empty() || backend == "gloo" || find_backend(backend),
                     "[init] `backend` must be gloo or a registered backend (",
-                    fmt::format("{}", fmt::join(backend_names(), ", ")), "); got \"", backend, "\"");
+                    fmt::format("{}", fmt::join(backend_names(), ", ")), "); got \"", backend,
+                    "\"");
 }
 
 // LibTorch's settings from Python: reads TORCH_CPP_LOG_LEVEL, and ends errors with stack frames
@@ -144,9 +150,11 @@ std::shared_ptr<const EnvironmentRank> take_environment_rank(const RankInfo& inf
   static std::weak_ptr<const EnvironmentRank> taken;
   const std::lock_guard lock(mutex);
   const auto other = taken.lock();
-  TORCH_CHECK(!other || other->mark.is_inherited(), "[init] a process can join the job of its environment once; this one is rank ",
+  TORCH_CHECK(!other || other->mark.is_inherited(),
+              "[init] a process can join the job of its environment once; this one is rank ",
               other->info.rank, " of ", other->info.size,
-              " already. Keep its World (new_process_group() makes more process groups), or destroy it first");
+              " already. Keep its World (new_process_group() makes more process groups), or "
+              "destroy it first");
   auto own = std::make_shared<const EnvironmentRank>(EnvironmentRank{info});
   taken = own;
   return own;
@@ -208,10 +216,10 @@ HybridProcessGroups World::hybrid_process_groups(int shard_size) const {
 
 void World::set_process_group(ProcessGroupPtr process_group) {
   TORCH_CHECK_VALUE(process_group != nullptr, "[set_process_group] `process_group` must be given");
-  TORCH_CHECK_VALUE(process_group->rank() == rank() && process_group->size() == size(),
-                    "[set_process_group] `process_group` must have the ranks of the world; expected rank ",
-                    rank(), " of ", size(), ", got rank ", process_group->rank(), " of ",
-                    process_group->size());
+  TORCH_CHECK_VALUE(
+      process_group->rank() == rank() && process_group->size() == size(),
+      "[set_process_group] `process_group` must have the ranks of the world; expected rank ",
+      rank(), " of ", size(), ", got rank ", process_group->rank(), " of ", process_group->size());
   impl_->process_groups->set_world(std::move(process_group));
 }
 

@@ -63,6 +63,9 @@ void write_flight_file(const std::string& folder, const FlightFile& file) {
             {"written_us", now},          {"records", Json::array()}};
   for (const auto& [group, entry] : file.records)
     json["records"].push_back(json_of(group, entry, offset));
+  // Waits of several threads may fail at once, and SIGUSR1 come meanwhile.
+  static std::mutex writing;
+  const std::lock_guard lock(writing);
   std::filesystem::create_directories(folder);
   const auto path = std::filesystem::path(folder) / ("rank_" + std::to_string(file.rank) + ".json");
   auto unfinished = path;

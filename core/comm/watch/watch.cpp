@@ -48,10 +48,8 @@ constexpr auto kCycleAge = std::chrono::milliseconds(700);
 constexpr size_t kRecords = 256;
 constexpr size_t kMaxAsked = 8;
 
-pid_t thread_id() {
-  thread_local const auto id = static_cast<pid_t>(::syscall(SYS_gettid));
-  return id;
-}
+// Asked each time: in a child of this process, the thread that forked has another one.
+pid_t thread_id() { return static_cast<pid_t>(::syscall(SYS_gettid)); }
 
 bool thread_exists(pid_t id) {
   return ::access(fmt::format("/proc/self/task/{}", id).c_str(), F_OK) == 0;
@@ -250,7 +248,8 @@ void Watch::run() {
         fmt::print(stderr, "[tessera] rank {} may answer the other ranks late: {}\n", rank_,
                    error.what());
     }
-    if (std::exchange(requests, flight_requests()) != requests) write_flight_file("SIGUSR1", -1);
+    const int now = flight_requests();
+    if (std::exchange(requests, now) != now) write_flight_file("SIGUSR1", -1);
   }
 }
 

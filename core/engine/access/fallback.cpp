@@ -125,7 +125,8 @@ void check_no_hidden_write(const c10::FunctionSchema& schema, at::ArrayRef<c10::
   for (size_t k = 0; k < arguments.size(); ++k) {
     const std::string& name = schema.arguments()[k].name();
     const bool tells = name == "training" || name == "use_input_stats";
-    TORCH_CHECK_NOT_IMPLEMENTED(!tells || !arguments[k].toBool(), "[tessera] running statistics, to which ", schema.name(),
+    TORCH_CHECK_NOT_IMPLEMENTED(!tells || !arguments[k].toBool(),
+                                "[tessera] running statistics, to which ", schema.name(),
                                 " writes, can't be parameters of a sharded model (", unit->label(),
                                 "): register them as buffers, or name them in plan.ignored");
   }

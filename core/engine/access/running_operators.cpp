@@ -46,11 +46,13 @@ void RunningOperators::enter(const std::vector<Unit*>& units, bool writes, bool 
            .writes = writes,
            .units = {units.begin(), units.end()}};
   for (const Use& other : uses_) {
-    TORCH_CHECK(goes_with(mine, other, frees), "[tessera] two threads use one sharded model at the same time: an operator "
-                "of this thread ", writes ? "writes to " : "needs ", units.front()->label(), " while one of another thread ",
-                other.writes ? "writes to " : "reads ", other.units.front()->label(),
-                ". Let one end before the other begins; where several only read parameters, hold "
-                "ShardedModule::keep_unsharded() meanwhile");
+    TORCH_CHECK(
+        goes_with(mine, other, frees),
+        "[tessera] two threads use one sharded model at the same time: an operator of this thread ",
+        writes ? "writes to " : "needs ", units.front()->label(), " while one of another thread ",
+        other.writes ? "writes to " : "reads ", other.units.front()->label(),
+        ". Let one end before the other begins; where several only read parameters, hold "
+        "ShardedModule::keep_unsharded() meanwhile");
   }
   uses_.push_back(std::move(mine));
 }
@@ -65,7 +67,8 @@ void RunningOperators::leave() {
 void RunningOperators::check_none(const char* call) const {
   const auto thread = std::this_thread::get_id();
   for (const Use& use : uses_) {
-    TORCH_CHECK(use.thread == thread, "[", call, "] the model must not be in use by another thread; an operator there ",
+    TORCH_CHECK(use.thread == thread, "[", call,
+                "] the model must not be in use by another thread; an operator there ",
                 use.writes ? "writes to " : "reads ", use.units.front()->label());
   }
 }

@@ -320,8 +320,8 @@ class Recomputation {
                 saved_.size(), " tensors to be saved for backward, got ", again.size());
     for (size_t i = 0; i < saved_.size(); ++i) {
       TORCH_CHECK(again[i].look == saved_[i].look, "[checkpoint] ", label_of(name_), kMustRepeat,
-                  describe(saved_[i].look), " as saved tensor ", i, " of ", saved_.size(),
-                  ", got ", describe(again[i].look));
+                  describe(saved_[i].look), " as saved tensor ", i, " of ", saved_.size(), ", got ",
+                  describe(again[i].look));
     }
   }
 
@@ -329,9 +329,10 @@ class Recomputation {
   void check_parameters() const {
     for (const auto& [parameter, version] : parameters_)
       TORCH_CHECK(version_of(parameter) == version, "[checkpoint] ", label_of(name_),
-                  "a parameter was changed in place between forward and backward, for example by a step of "
-                  "an optimizer: ", describe(TensorLook::of(parameter)), " is at version ",
-                  version_of(parameter), ", expected ", version);
+                  "a parameter was changed in place between forward and backward, for example by a "
+                  "step of an optimizer: ",
+                  describe(TensorLook::of(parameter)), " is at version ", version_of(parameter),
+                  ", expected ", version);
   }
 
   void check_outputs(const Tensors& again) const {

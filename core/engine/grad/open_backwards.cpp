@@ -42,9 +42,10 @@ void OpenBackwards::drop_failed() {
 void OpenBackwards::check_nested(bool nested) {
   if (may_overlap_) return;
   overlapped_ = overlapped_ || !nested;
-  TORCH_CHECK(!overlapped_, "[tessera] two backwards of one sharded model run at the same time, in two "
-              "threads: the ranks can't reduce their gradients in one order. Let one end before the other "
-              "begins");
+  TORCH_CHECK(
+      !overlapped_,
+      "[tessera] two backwards of one sharded model run at the same time, in two threads: the "
+      "ranks can't reduce their gradients in one order. Let one end before the other begins");
 }
 
 }  // namespace tessera

@@ -174,8 +174,9 @@ void Reducer::check_agreed() {
   if (lockstep_.has_lost_gathers()) leave(units_.front()->context(), lockstep_.error());
   lockstep_.check();
   TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
-              " was replaced after the model was sharded, and with it the hook that reduces its gradient. Set hooks "
-              "with Tensor::register_hook() or torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
+              " was replaced after the model was sharded, and with it the hook that reduces its "
+              "gradient. Set hooks with Tensor::register_hook() or "
+              "torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
 }
 
 void Reducer::set_order(std::vector<int> order) {
@@ -436,12 +437,14 @@ void Reducer::settle() {
 bool Reducer::any_gradient() {
   if (!options_.reduces) return true;
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(backwards_.empty(), "[step] backward must be over; one of this model runs still, in another thread or around "
-              "this call (was step() called by a hook?)");
+  TORCH_CHECK(backwards_.empty(),
+              "[step] backward must be over; one of this model runs still, in another thread or "
+              "around this call (was step() called by a hook?)");
   for_each_handle([&](size_t unit, size_t slot, size_t, const at::Tensor& tensor) {
-    TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '", units_[unit]->layout().slots[slot].name(),
-                "' has a gradient that backward did not give it (.grad was set by hand). Call ShardedModule::reduce() "
-                "on all ranks first, which reduces it with the others");
+    TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '",
+                units_[unit]->layout().slots[slot].name(),
+                "' has a gradient that backward did not give it (.grad was set by hand). Call "
+                "ShardedModule::reduce() on all ranks first, which reduces it with the others");
   });
   settle();
   return has_own_ || any_live();

@@ -143,14 +143,17 @@ void UnitGradients::begin_backward() {
 
 void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
   const ParamSlot& param = unit_.layout().slots[slot];
-  TORCH_CHECK_NOT_IMPLEMENTED(!grad.is_sparse(), "[tessera] the gradient of parameter '", param.name(),
-                              "' must be dense; got a sparse one (an embedding with sparse = true?)");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !grad.is_sparse(), "[tessera] the gradient of parameter '", param.name(),
+      "' must be dense; got a sparse one (an embedding with sparse = true?)");
   TORCH_CHECK_NOT_IMPLEMENTED(!grad.requires_grad(), "[tessera] the gradient of parameter '",
-                              param.name(), "' requires a gradient itself (create_graph = true); "
-                              "sharded gradients can't be differentiated again");
-  TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(param.sizes), "[tessera] the gradient of parameter '", param.name(),
-                    "' must have the parameter's shape; expected ", at::IntArrayRef(param.sizes), ", got ", grad.sizes(),
-                    " (set by a hook, or by hand?)");
+                              param.name(),
+                              "' requires a gradient itself (create_graph = true); sharded "
+                              "gradients can't be differentiated again");
+  TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(param.sizes),
+                    "[tessera] the gradient of parameter '", param.name(),
+                    "' must have the parameter's shape; expected ", at::IntArrayRef(param.sizes),
+                    ", got ", grad.sizes(), " (set by a hook, or by hand?)");
   arrived_[slot] = seen_[slot][handle] = true;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;

@@ -37,9 +37,11 @@ void check_devices(const ShardMesh& mesh, c10::Device device) {
   if (is_host(device)) return;
   for (const ProcessGroup* ranks : {&mesh.shard(), &mesh.replicate()}) {
     TORCH_CHECK_VALUE(ranks->size() == 1 || ranks->device_type() != at::kCPU,
-                      "[fully_shard] the parameters are on ", device, ", but ", ranks->backend_name(),
+                      "[fully_shard] the parameters are on ", device, ", but ",
+                      ranks->backend_name(),
                       " connects the ranks through host memory; name the device's backend: "
-                      "init({.backend = ...}), with one of ", fmt::format("{}", fmt::join(backend_names(), ", ")));
+                      "init({.backend = ...}), with one of ",
+                      fmt::format("{}", fmt::join(backend_names(), ", ")));
   }
   if (shares_devices(mesh.shard()) && shares_devices(mesh.replicate())) return;
   device = with_index(device);
@@ -49,11 +51,11 @@ void check_devices(const ShardMesh& mesh, c10::Device device) {
   std::map<std::string, size_t> owners;
   for (size_t rank = 0; rank < identities.size(); ++rank) {
     const auto [owner, is_first] = owners.emplace(identities[rank], rank);
-    TORCH_CHECK_VALUE(
-        is_first, "[fully_shard] each rank needs a device of its own, as ", mesh.shard().backend_name(),
-        " connects devices; ranks ", owner->second, " and ", rank, " have their parameters on one (this rank's is ",
-        device, "). Choose device(", c10::DeviceTypeName(device.type(), /*lower_case=*/true),
-        ", World::local_rank()) for the model or the plan");
+    TORCH_CHECK_VALUE(is_first, "[fully_shard] each rank needs a device of its own, as ",
+                      mesh.shard().backend_name(), " connects devices; ranks ", owner->second,
+                      " and ", rank, " have their parameters on one (this rank's is ", device,
+                      "). Choose device(", c10::DeviceTypeName(device.type(), /*lower_case=*/true),
+                      ", World::local_rank()) for the model or the plan");
   }
 }
 

@@ -29,28 +29,36 @@ void check_precision(const Precision& precision) {
 void check_quantized_reductions(const ShardPlan& plan) {
   const auto& dtype = plan.precision.reduce_dtype;
   if (!dtype || !block_encoding(*dtype)) return;
-  TORCH_CHECK_NOT_IMPLEMENTED(!plan.replicate_group && !plan.mesh_dim, "[fully_shard] plan.precision.reduce_dtype ",
-                              *dtype, " can't go with replicate_group or mesh_dim. Shard over all ranks: between "
-                              "hosts whose ranks share memory, the sums of a host are sent once");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !plan.replicate_group && !plan.mesh_dim, "[fully_shard] plan.precision.reduce_dtype ", *dtype,
+      " can't go with replicate_group or mesh_dim. Shard over all ranks: between hosts whose ranks "
+      "share memory, the sums of a host are sent once");
   TORCH_CHECK_VALUE(!plan.precision.error_feedback || plan.bucket_bytes == 0,
-                    "[fully_shard] plan.precision.error_feedback can't go with bucket_bytes: the units that share "
-                    "messages may change from step to step. Set one of them to ",
+                    "[fully_shard] plan.precision.error_feedback can't go with bucket_bytes: the "
+                    "units that share messages may change from step to step. Set one of them to ",
                     "false or 0; got bucket_bytes ", plan.bucket_bytes);
 }
 
 void check_outer(const ShardPlan& plan) {
   if (!plan.outer) return;
   const OuterStep& outer = *plan.outer;
-  TORCH_CHECK_VALUE(outer.every >= 1, "[fully_shard] plan.outer.every must be at least 1, the number of optimizer steps "
-                    "between two averages; got ", outer.every);
+  TORCH_CHECK_VALUE(outer.every >= 1,
+                    "[fully_shard] plan.outer.every must be at least 1, the number of optimizer "
+                    "steps between two averages; got ",
+                    outer.every);
   TORCH_CHECK_VALUE(std::isfinite(outer.learning_rate) && outer.learning_rate > 0,
-                    "[fully_shard] plan.outer.learning_rate must be positive and finite; got ", outer.learning_rate);
+                    "[fully_shard] plan.outer.learning_rate must be positive and finite; got ",
+                    outer.learning_rate);
   TORCH_CHECK_VALUE(outer.momentum >= 0 && outer.momentum < 1,
-                    "[fully_shard] plan.outer.momentum must be at least 0 and below 1; got ", outer.momentum);
+                    "[fully_shard] plan.outer.momentum must be at least 0 and below 1; got ",
+                    outer.momentum);
   TORCH_CHECK_NOT_IMPLEMENTED(!plan.mesh_dim, "[fully_shard] plan.outer can't go with mesh_dim");
-  TORCH_CHECK_VALUE(plan.replicate_group, "[fully_shard] plan.outer needs plan.replicate_group, the ranks whose values are "
-                    "averaged; with one rank in each replica, plan.process_group is a process group of one rank");
-  TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients, "[fully_shard] plan.outer needs plan.reduce_gradients");
+  TORCH_CHECK_VALUE(
+      plan.replicate_group,
+      "[fully_shard] plan.outer needs plan.replicate_group, the ranks whose values are averaged; "
+      "with one rank in each replica, plan.process_group is a process group of one rank");
+  TORCH_CHECK_NOT_IMPLEMENTED(plan.reduce_gradients,
+                              "[fully_shard] plan.outer needs plan.reduce_gradients");
 }
 
 // Messages should be long, but nothing is computed while the last unit is reduced and the first one
@@ -71,39 +79,47 @@ void check_plan(const ShardPlan& plan) {
        {std::pair("unit_bytes", plan.unit_bytes.value_or(0)),
         std::pair("whole_numel", plan.whole_numel), std::pair("prefetch", int64_t{plan.prefetch}),
         std::pair("bucket_bytes", plan.bucket_bytes)}) {
-    TORCH_CHECK_VALUE(number >= 0, "[fully_shard] plan.", name, " must not be negative; got ", number);
+    TORCH_CHECK_VALUE(number >= 0, "[fully_shard] plan.", name, " must not be negative; got ",
+                      number);
   }
   TORCH_CHECK_VALUE(plan.resident_bytes >= -1,
                     "[fully_shard] plan.resident_bytes must be -1 (no limit) or more; got ",
                     plan.resident_bytes);
   TORCH_CHECK_VALUE(plan.memory_budget.value_or(1) > 0,
                     "[fully_shard] plan.memory_budget must be positive; got ", *plan.memory_budget);
-  TORCH_CHECK_VALUE(!plan.memory_budget || plan.resident_bytes == 0,
-                    "[fully_shard] plan.memory_budget chooses plan.resident_bytes, which must be 0 then; got ",
-                    plan.resident_bytes);
+  TORCH_CHECK_VALUE(
+      !plan.memory_budget || plan.resident_bytes == 0,
+      "[fully_shard] plan.memory_budget chooses plan.resident_bytes, which must be 0 then; got ",
+      plan.resident_bytes);
   check_precision(plan.precision);
   check_quantized_reductions(plan);
   check_outer(plan);
   TORCH_CHECK_VALUE(std::isfinite(plan.predivide) && plan.predivide > 0,
-                    "[fully_shard] plan.predivide must be positive and finite; got ", plan.predivide);
-  TORCH_CHECK_NOT_IMPLEMENTED(plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
-                              "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
+                    "[fully_shard] plan.predivide must be positive and finite; got ",
+                    plan.predivide);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan.unreplicated.empty() || (!plan.replicate_group && !plan.mesh_dim),
+      "[fully_shard] plan.unreplicated can't go with replicate_group or mesh_dim");
   TORCH_CHECK_VALUE(!plan.device || has_device(*plan.device),
-                    "[fully_shard] plan.device must be a device of this process, which has ", devices_text(), "; got ",
-                    *plan.device);
+                    "[fully_shard] plan.device must be a device of this process, which has ",
+                    devices_text(), "; got ", *plan.device);
   TORCH_CHECK_VALUE(plan.owners.empty() || plan.partition == Partition::kWholeParam,
-                    "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters are cut over all ranks");
+                    "[fully_shard] plan.owners needs Partition::kWholeParam; otherwise parameters "
+                    "are cut over all ranks");
   TORCH_CHECK_VALUE(plan.offload_directory.empty() || plan.offload == Offload::kDirectory,
-                    "[fully_shard] plan.offload_directory needs Offload::kDirectory; got '", plan.offload_directory, "'");
+                    "[fully_shard] plan.offload_directory needs Offload::kDirectory; got '",
+                    plan.offload_directory, "'");
   if (plan.reduce_gradients) return;
-  TORCH_CHECK_VALUE(plan.level < ShardLevel::kGradients,
-                    "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");
+  TORCH_CHECK_VALUE(
+      plan.level < ShardLevel::kGradients,
+      "[fully_shard] plan.reduce_gradients can be false for levels below kGradients only");
   const Precision& precision = plan.precision;
   TORCH_CHECK_VALUE(!precision.param_dtype && !precision.master_dtype && !precision.reduce_dtype,
-                    "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters and "
-                    "reductions can't be chosen: gradients stay as autograd makes them");
-  TORCH_CHECK_VALUE(plan.predivide == 1 && plan.bucket_bytes == 0 && !plan.memory_budget,
-                    "[fully_shard] plan.predivide, bucket_bytes and memory_budget need plan.reduce_gradients");
+                    "[fully_shard] without plan.reduce_gradients the dtypes of parameters, masters "
+                    "and reductions can't be chosen: gradients stay as autograd makes them");
+  TORCH_CHECK_VALUE(
+      plan.predivide == 1 && plan.bucket_bytes == 0 && !plan.memory_budget,
+      "[fully_shard] plan.predivide, bucket_bytes and memory_budget need plan.reduce_gradients");
 }
 
 }  // namespace tessera

@@ -132,9 +132,11 @@ void ShardedState::take_in_replaced() {
   const auto all =
       mesh().all_gather_bytes(names, {"parameters with other data", Channel::kControl});
   for (size_t rank = 0; rank < all.size(); ++rank)
-    TORCH_CHECK_VALUE(all[rank] == all[0], "[tessera] all ranks must give the same parameters other data (by set_data(), "
-                      "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ", all[0],
-                      "], rank ", rank, " to [ ", all[rank], "]");
+    TORCH_CHECK_VALUE(
+        all[rank] == all[0],
+        "[tessera] all ranks must give the same parameters other data (by set_data(), "
+        "torch::load() or Module::to()) after they were sharded; rank 0 has given it to [ ",
+        all[0], "], rank ", rank, " to [ ", all[rank], "]");
   check_on_all_ranks(mesh(), [&] {
     for (const auto& [unit, slot] : replaced) unit->views().check_replacement(*slot);
   });
@@ -146,8 +148,9 @@ void ShardedState::take_in_replaced() {
 }
 
 void ShardedState::check_not_exchanged(const char* what) const {
-  TORCH_CHECK(!is_exchanged(), "[", what, "] the model has the values of an ExponentialAverage, and what is written now "
-              "would be lost when it gets its own back: call swap() of the average first");
+  TORCH_CHECK(!is_exchanged(), "[", what,
+              "] the model has the values of an ExponentialAverage, and what is written now would "
+              "be lost when it gets its own back: call swap() of the average first");
 }
 
 void ShardedState::overwrite(const std::function<void()>& write, bool for_good) {

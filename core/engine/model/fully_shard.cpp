@@ -46,8 +46,9 @@ const DeviceMesh* find_mesh(const std::vector<NamedTensor>& parameters) {
     if (!meta) continue;
     if (!mesh) first = parameter.name;
     if (!mesh) mesh = &meta->spec->mesh;
-    TORCH_CHECK_VALUE(*mesh == meta->spec->mesh, "[fully_shard] all DistTensors among the parameters must lie on "
-                      "one mesh; '", first, "' lies on ", mesh->to_string(), ", '", parameter.name, "' on ",
+    TORCH_CHECK_VALUE(*mesh == meta->spec->mesh,
+                      "[fully_shard] all DistTensors among the parameters must lie on one mesh; '",
+                      first, "' lies on ", mesh->to_string(), ", '", parameter.name, "' on ",
                       meta->spec->mesh.to_string());
   }
   return mesh;
@@ -57,8 +58,9 @@ void check_replicated(const std::vector<NamedTensor>& parameters, int64_t mesh_d
   for (const NamedTensor& parameter : parameters) {
     const DistMeta* const meta = find_dist_meta(parameter.tensor);
     TORCH_CHECK_VALUE(meta && is_replicate(meta->spec->placements[mesh_dim]),
-                      "[fully_shard] with plan.mesh_dim all parameters must be DistTensors that are replicated "
-                      "along mesh dim ", mesh_dim, "; '", parameter.name, "' is ",
+                      "[fully_shard] with plan.mesh_dim all parameters must be DistTensors that "
+                      "are replicated along mesh dim ",
+                      mesh_dim, "; '", parameter.name, "' is ",
                       meta ? "placed " + to_string(meta->spec->placements) : "an ordinary tensor");
   }
 }
@@ -75,10 +77,9 @@ ProcessGroupPtr default_ranks() {
   ProcessGroupPtr ranks = default_process_group();
   static const int started = rank_info_from_environment().size;
   if (ranks->size() == 1 && started > 1) {
-    TORCH_WARN_ONCE(
-        "[fully_shard] this process was started as one of ", started,
-        " ranks, and shards a model over itself alone. Call tessera::init() before, and keep "
-        "the World; or name the ranks (ShardPlan::process_group)");
+    TORCH_WARN_ONCE("[fully_shard] this process was started as one of ", started,
+                    " ranks, and shards a model over itself alone. Call tessera::init() before, "
+                    "and keep the World; or name the ranks (ShardPlan::process_group)");
   }
   return ranks;
 }
@@ -90,8 +91,10 @@ ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardP
     return {plan.process_group ? plan.process_group : default_ranks(), plan.replicate_group,
             mesh ? mesh->process_group() : nullptr};
   }
-  TORCH_CHECK_VALUE(!plan.process_group, "[fully_shard] plan.mesh_dim and plan.process_group can't both be given");
-  TORCH_CHECK_VALUE(mesh, "[fully_shard] with plan.mesh_dim the parameters must be DistTensors; none is");
+  TORCH_CHECK_VALUE(!plan.process_group,
+                    "[fully_shard] plan.mesh_dim and plan.process_group can't both be given");
+  TORCH_CHECK_VALUE(mesh,
+                    "[fully_shard] with plan.mesh_dim the parameters must be DistTensors; none is");
   const int64_t mesh_dim = c10::maybe_wrap_dim(*plan.mesh_dim, mesh->ndim());
   check_replicated(parameters, mesh_dim);
   return {mesh->process_group(mesh_dim), plan.replicate_group, ranks_beside(*mesh, mesh_dim)};
@@ -127,8 +130,8 @@ std::vector<NamedTensor> take_ignored(std::vector<NamedTensor>& parameters, cons
   for (const NamedTensor& parameter : parameters) {
     if (names.erase(parameter.name) > 0) impls.insert(parameter.tensor.unsafeGetTensorImpl());
   }
-  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.ignored names '", names.empty() ? "" : *names.begin(),
-                    "', which the model does not have");
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.ignored names '",
+                    names.empty() ? "" : *names.begin(), "', which the model does not have");
   const auto ignored = std::stable_partition(
       parameters.begin(), parameters.end(), [&](const NamedTensor& parameter) {
         return !impls.contains(parameter.tensor.unsafeGetTensorImpl());
@@ -149,9 +152,11 @@ void check_gradients(const std::vector<ParamSlot>& params) {
           param.dist ? placed && placed->spec->mesh == param.dist->spec->mesh : !placed;
       TORCH_CHECK_VALUE(grad.layout() == at::kStrided && !grad.requires_grad() && is_on_mesh &&
                             grad.sizes() == at::IntArrayRef(param.global_sizes()),
-                        "[fully_shard] parameter '", param.name(), "' has a gradient already, which must be dense, of its "
-                        "parameter's shape ", at::IntArrayRef(param.global_sizes()), " and mesh, and not require gradients "
-                        "itself; got layout ", grad.layout(), ", shape ", grad.sizes(), is_on_mesh ? "" : ", not on its mesh",
+                        "[fully_shard] parameter '", param.name(),
+                        "' has a gradient already, which must be dense, of its parameter's shape ",
+                        at::IntArrayRef(param.global_sizes()),
+                        " and mesh, and not require gradients itself; got layout ", grad.layout(),
+                        ", shape ", grad.sizes(), is_on_mesh ? "" : ", not on its mesh",
                         grad.requires_grad() ? ", requires_grad" : "", ". Call zero_grad() before");
     }
   }
@@ -159,8 +164,8 @@ void check_gradients(const std::vector<ParamSlot>& params) {
 
 void check_countable(const ShardPlan& plan, at::Device device) {
   TORCH_CHECK(!plan.memory_budget || LiveMemory(device).is_known(),
-              "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the process "
-              "has set one of its own");
+              "[fully_shard] plan.memory_budget needs an allocator that counts tensors; the "
+              "process has set one of its own");
 }
 
 void check_messages(ProcessGroup& shard, const std::vector<UnitLayout>& layouts) {
@@ -168,10 +173,11 @@ void check_messages(ProcessGroup& shard, const std::vector<UnitLayout>& layouts)
   for (const UnitLayout& unit : layouts) {
     for (const auto& [field, encoding] : {std::pair("reduce_dtype", unit.reduce_encoding),
                                           std::pair("gather_dtype", unit.gather_encoding)}) {
-      TORCH_CHECK_NOT_IMPLEMENTED(encoding == Encoding::kPlain, "[fully_shard] plan.precision.", field, ": messages over ",
-                                  shard.backend_name(), " can't be sent as ", to_string(encoding),
-                                  ". Over Gloo's own connections (init() makes them), and between hosts whose ranks share "
-                                  "memory, they can");
+      TORCH_CHECK_NOT_IMPLEMENTED(encoding == Encoding::kPlain, "[fully_shard] plan.precision.",
+                                  field, ": messages over ", shard.backend_name(),
+                                  " can't be sent as ", to_string(encoding),
+                                  ". Over Gloo's own connections (init() makes them), and between "
+                                  "hosts whose ranks share memory, they can");
     }
   }
 }
@@ -207,14 +213,16 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   std::vector<NamedTensor> ignored;
   check_on_all_ranks(mesh, [&] {
     check_plan(plan);
-    TORCH_CHECK_NOT_IMPLEMENTED(!plan.outer || mesh.parts().size() == 1,
-                                "[fully_shard] plan.outer can't go with parameters that are DistTensors");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !plan.outer || mesh.parts().size() == 1,
+        "[fully_shard] plan.outer can't go with parameters that are DistTensors");
     ignored = take_ignored(parameters, plan);
     for (const NamedTensor& parameter : parameters)
-      TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '", parameter.name,
-                        "' is sharded already: a module can be wrapped only once");
-    TORCH_CHECK(!in_deferred_init(), "[fully_shard] must be called after the DeferredInit scope, "
-                "not in it: build the model in the scope, shard it outside");
+      TORCH_CHECK_VALUE(!has_grad_gate(parameter.tensor), "[fully_shard] parameter '",
+                        parameter.name, "' is sharded already: a module can be wrapped only once");
+    TORCH_CHECK(!in_deferred_init(),
+                "[fully_shard] must be called after the DeferredInit scope, not in it: build the "
+                "model in the scope, shard it outside");
     params = collect_parameters(parameters);
     check_own_memory(params, "buffer", buffers);
     check_own_memory(params, "ignored parameter", ignored);

@@ -49,8 +49,8 @@ JoinScope::Heard JoinScope::exchange(JoinCall call, const std::vector<double>& v
               "[join] another rank has failed; see its own error");
   if (most == JoinCall::kDone || most == JoinCall::kFailed) return {most, {}};
   const auto least = static_cast<JoinCall>(-data[1]);
-  TORCH_CHECK(most == least, "[join] ranks that are not done must make the same calls; one calls ", name_of(most),
-              ", another ", name_of(least));
+  TORCH_CHECK(most == least, "[join] ranks that are not done must make the same calls; one calls ",
+              name_of(most), ", another ", name_of(least));
   if (data[2] == 0) return {most, {}};
   const at::Tensor sent = at::full({static_cast<int64_t>(data[2])}, kNothing, at::kDouble);
   std::copy(values.begin(), values.end(), sent.mutable_data_ptr<double>());
@@ -61,7 +61,8 @@ JoinScope::Heard JoinScope::exchange(JoinCall call, const std::vector<double>& v
 
 size_t JoinScope::index_of(const torch::optim::Optimizer& optimizer) const {
   const auto it = std::find(optimizers_.begin(), optimizers_.end(), &optimizer);
-  TORCH_CHECK_VALUE(it != optimizers_.end(), "[join] an optimizer that steps must be among those given to join()");
+  TORCH_CHECK_VALUE(it != optimizers_.end(),
+                    "[join] an optimizer that steps must be among those given to join()");
   return it - optimizers_.begin();
 }
 

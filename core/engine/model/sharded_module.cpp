@@ -16,7 +16,8 @@ constexpr std::array kLevelNames = {"none", "optimizer state", "gradients", "par
 
 ParamIndex place_of(const ShardedState& state, const at::Tensor& parameter, const char* function) {
   const auto place = state.find(parameter);
-  TORCH_CHECK_VALUE(place, "[", function, "] the tensor must be a parameter of the sharded model; got one of shape ",
+  TORCH_CHECK_VALUE(place, "[", function,
+                    "] the tensor must be a parameter of the sharded model; got one of shape ",
                     parameter.sizes());
   return *place;
 }
@@ -45,8 +46,9 @@ ShardedModule::KeepUnsharded::~KeepUnsharded() { state_->residency().release_all
 ShardedModule::KeepUnsharded ShardedModule::keep_unsharded() { return KeepUnsharded(state()); }
 
 const std::shared_ptr<ShardedState>& ShardedModule::state() const {
-  TORCH_CHECK(!state_->is_given_back(), "[tessera] the model was unwrapped: its parameters are ordinary tensors again, "
-              "and the handles of the sharded model can't be used");
+  TORCH_CHECK(!state_->is_given_back(),
+              "[tessera] the model was unwrapped: its parameters are ordinary tensors again, and "
+              "the handles of the sharded model can't be used");
   return state_;
 }
 
@@ -67,9 +69,11 @@ void ShardedModule::sync_buffers(bool blocking) {
 }
 
 void ShardedModule::reduce() {
-  TORCH_CHECK(!state()->reducer().is_no_sync(), "[reduce] must be called after the no_sync() guard has ended");
-  TORCH_CHECK(state()->reducer().reduce_waiting(), "[reduce] there must be gradients of a backward under no_sync(); no "
-              "rank has any, maybe reduce() was called twice or there was no backward pass");
+  TORCH_CHECK(!state()->reducer().is_no_sync(),
+              "[reduce] must be called after the no_sync() guard has ended");
+  TORCH_CHECK(state()->reducer().reduce_waiting(),
+              "[reduce] there must be gradients of a backward under no_sync(); no rank has any, "
+              "maybe reduce() was called twice or there was no backward pass");
 }
 
 bool ShardedModule::casts_inputs() const {
@@ -82,9 +86,10 @@ at::Tensor ShardedModule::cast_tensor(const at::Tensor& input) const {
 }
 
 void ShardedModule::refuse_to_cast() {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "[forward] inputs can't be converted to param_dtype, because the module's "
-                              "forward takes a tensor by reference to change it; set precision.cast_inputs to false "
-                              "and convert them yourself");
+  TORCH_CHECK_NOT_IMPLEMENTED(false,
+                              "[forward] inputs can't be converted to param_dtype, because the "
+                              "module's forward takes a tensor by reference to change it; set "
+                              "precision.cast_inputs to false and convert them yourself");
 }
 
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {

@@ -139,14 +139,16 @@ void ShardedState::on_write(const std::vector<Unit*>& units) {
 }
 
 void ShardedState::check_no_join(const char* what) const {
-  TORCH_CHECK(!join_scope_, "[join] ", what, " can't be called under join(), where ranks that are done take part in "
-              "training only");
+  TORCH_CHECK(
+      !join_scope_, "[join] ", what,
+      " can't be called under join(), where ranks that are done take part in training only");
 }
 
 void ShardedState::check_replicated(const char* what) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(plan_.unreplicated.empty(), "[", what, "] parameters must be the same on all ranks; '",
-                              plan_.unreplicated.empty() ? "" : plan_.unreplicated.front(), "' is each rank's own "
-                              "(plan.unreplicated), and would be kept of one rank only");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      plan_.unreplicated.empty(), "[", what, "] parameters must be the same on all ranks; '",
+      plan_.unreplicated.empty() ? "" : plan_.unreplicated.front(),
+      "' is each rank's own (plan.unreplicated), and would be kept of one rank only");
 }
 
 WorkPtr ShardedState::stop_reading() {
@@ -216,14 +218,13 @@ void ShardedState::warn_of_lone_evaluation(const PassVote& most) {
   const bool took_part = vote().uses_in_evaluation >= most.uses_in_evaluation;
   if (took_part || std::exchange(warned_, true)) return;
   TORCH_WARN(
-      "[tessera] another rank has used parameters outside of training (as in an evaluation) "
-      "more often than rank ",
+      "[tessera] another rank has used parameters outside of training (as in an evaluation) more "
+      "often than rank ",
       mesh().rank(),
-      ". That goes well only where all ranks share the memory of one host: "
-      "over messages, or on several hosts, ranks wait for each other in every forward. Evaluate "
-      "on all ranks, equally often, or on a copy of the model that has full_state(). This warning "
-      "is "
-      "shown once per model");
+      ". That goes well only where all ranks share the memory of one host: over messages, or on "
+      "several hosts, ranks wait for each other in every forward. Evaluate on all ranks, equally "
+      "often, or on a copy of the model that has full_state(). This warning is shown once per "
+      "model");
 }
 
 void ShardedState::on_pass_end(bool synced, const PassVote& most) {
@@ -321,10 +322,13 @@ bool ShardedState::has_grad(const ParamIndex& place) {
 }
 
 std::vector<double> ShardedState::clip_call(double max_norm, const ClipOptions& options) const {
-  TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ", max_norm);
-  TORCH_CHECK_VALUE(options.norm_type > 0, "[clip_grad_norm_] norm_type must be positive or infinity; got ",
+  TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ",
+                    max_norm);
+  TORCH_CHECK_VALUE(options.norm_type > 0,
+                    "[clip_grad_norm_] norm_type must be positive or infinity; got ",
                     options.norm_type);
-  TORCH_CHECK_VALUE(options.epsilon >= 0, "[clip_grad_norm_] epsilon must not be negative; got ", options.epsilon);
+  TORCH_CHECK_VALUE(options.epsilon >= 0, "[clip_grad_norm_] epsilon must not be negative; got ",
+                    options.epsilon);
   std::set<ParamIndex> excluded;
   for (const std::string& name : options.exclude) {
     const auto place = find(name);

@@ -20,16 +20,19 @@ void ShardedState::give_back(GivenValues which) {
 void ShardedState::check_unwrap() {
   check_no_join("unwrap()");
   check_on_all_ranks(mesh(), [&] {
-    TORCH_CHECK(!reducer_->is_no_sync(), "[unwrap] must be called after the no_sync() guard has ended");
-    TORCH_CHECK(!residency_->is_held(), "[unwrap] must be called after the keep_unsharded() guard has ended");
+    TORCH_CHECK(!reducer_->is_no_sync(),
+                "[unwrap] must be called after the no_sync() guard has ended");
+    TORCH_CHECK(!residency_->is_held(),
+                "[unwrap] must be called after the keep_unsharded() guard has ended");
   });
 }
 
 void ShardedState::unwrap() {
   check_unwrap();
   check_on_all_ranks(mesh(), [&] {
-    TORCH_CHECK(!context_.watch.has_optimizers(), "[unwrap] a ShardedOptimizer steps on parts of the parameters: call "
-                "its unwrap() first, or destroy it");
+    TORCH_CHECK(!context_.watch.has_optimizers(),
+                "[unwrap] a ShardedOptimizer steps on parts of the parameters: call its unwrap() "
+                "first, or destroy it");
   });
   finish_sync_buffers();
   residency_->free_everything();  // so that all ranks gather the same units

@@ -97,10 +97,10 @@ class MappedDirectory : public StateMemory {
                       "[fully_shard] plan.offload_directory must name a directory; got ''");
     std::error_code error;
     std::filesystem::create_directories(directory_, error);
-    TORCH_CHECK_VALUE(!error && std::filesystem::is_directory(directory_),
-                      "[fully_shard] plan.offload_directory must be a directory, or one that can be "
-                      "made; got '",
-                      directory_, "': ", error ? error.message() : "not a directory");
+    TORCH_CHECK_VALUE(
+        !error && std::filesystem::is_directory(directory_),
+        "[fully_shard] plan.offload_directory must be a directory, or one that can be made; got '",
+        directory_, "': ", error ? error.message() : "not a directory");
   }
 
   at::Tensor empty(int64_t numel, at::ScalarType dtype) override {

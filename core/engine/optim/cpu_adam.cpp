@@ -57,10 +57,11 @@ std::unique_ptr<CPUAdamOptions> group_options(const OptimizerParamGroup& group,
 void check_gradient(const at::Tensor& param) {
   const at::Tensor& grad = param.grad();
   TORCH_CHECK(!grad.is_sparse(), "CPUAdam does not support sparse gradients");
-  TORCH_CHECK_NOT_IMPLEMENTED(adam_loop(param.scalar_type(), grad.scalar_type()),
-                              "[CPUAdam] parameters must be Float, BFloat16, Half or Double, and gradients of "
-                              "the parameter's dtype or Float, or, of Float parameters, BFloat16 or Half; got a gradient of ", grad.scalar_type(), " for a ",
-                              param.scalar_type(), " parameter");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      adam_loop(param.scalar_type(), grad.scalar_type()),
+      "[CPUAdam] parameters must be Float, BFloat16, Half or Double, and gradients of the "
+      "parameter's dtype or Float, or, of Float parameters, BFloat16 or Half; got a gradient of ",
+      grad.scalar_type(), " for a ", param.scalar_type(), " parameter");
 }
 
 CPUAdamParamState& adam_state_of(torch::optim::Optimizer& optimizer, const at::Tensor& param) {

@@ -31,17 +31,20 @@ void AveragedWeights::prepare() {
 }
 
 void AveragedWeights::check_usable() const {
-  TORCH_CHECK(!state->is_given_back(), "[ExponentialAverage] the model was unwrapped, with the values that it had then: "
+  TORCH_CHECK(!state->is_given_back(),
+              "[ExponentialAverage] the model was unwrapped, with the values that it had then: "
               "make an average of the module that fully_shard() returns next");
-  TORCH_CHECK_VALUE(is_swapped || !state->is_exchanged(), "[ExponentialAverage] the model has the values of another average: "
-                    "call swap() of that first");
+  TORCH_CHECK_VALUE(is_swapped || !state->is_exchanged(),
+                    "[ExponentialAverage] the model has the values of another average: call swap() "
+                    "of that first");
 }
 
 void AveragedWeights::update() {
   check_usable();
   state->check_no_join("ExponentialAverage");
-  TORCH_CHECK_VALUE(!is_swapped, "[ExponentialAverage] the model has the averaged values: call swap() before "
-                    "it is trained on");
+  TORCH_CHECK_VALUE(!is_swapped,
+                    "[ExponentialAverage] the model has the averaged values: call swap() before it "
+                    "is trained on");
   at::NoGradGuard no_grad;
   prepare();
   for (size_t unit = 0; unit < values.size(); ++unit) {
@@ -57,7 +60,8 @@ void AveragedWeights::update() {
 void AveragedWeights::swap() {
   check_usable();
   state->check_no_join("ExponentialAverage");
-  TORCH_CHECK_VALUE(updates > 0, "[ExponentialAverage] there is no average yet: call update() after a step");
+  TORCH_CHECK_VALUE(updates > 0,
+                    "[ExponentialAverage] there is no average yet: call update() after a step");
   at::NoGradGuard no_grad;
   prepare();
   const auto write = [&](const std::vector<at::Tensor>& from) {
@@ -78,14 +82,16 @@ void AveragedWeights::swap() {
 }
 
 void AveragedWeights::check_separate(const char* what) const {
-  TORCH_CHECK_VALUE(updates > 0, "[", what, "] there is no average yet: call update() after a step");
-  TORCH_CHECK_VALUE(!is_swapped, "[", what, "] the model has the averaged values: call swap() first");
+  TORCH_CHECK_VALUE(updates > 0, "[", what,
+                    "] there is no average yet: call update() after a step");
+  TORCH_CHECK_VALUE(!is_swapped, "[", what,
+                    "] the model has the averaged values: call swap() first");
 }
 
 ExponentialAverage::ExponentialAverage(const ShardedModule& module, double decay)
     : weights_(std::make_shared<AveragedWeights>(AveragedWeights{module.state(), decay})) {
-  TORCH_CHECK_VALUE(decay >= 0 && decay < 1, "[ExponentialAverage] decay must be 0 or more and less than 1; got ",
-                    decay);
+  TORCH_CHECK_VALUE(decay >= 0 && decay < 1,
+                    "[ExponentialAverage] decay must be 0 or more and less than 1; got ", decay);
 }
 
 void ExponentialAverage::update() { weights_->update(); }

@@ -30,9 +30,10 @@ bool is_count(const std::string& name, const c10::IValue& value, const at::Tenso
 int64_t to_count(const std::string& name, const c10::IValue& value) {
   const double number =
       value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
-  TORCH_CHECK_NOT_IMPLEMENTED(number == static_cast<double>(static_cast<int64_t>(number)),
-                              "[tessera] numbers in an optimizer's state must be whole to be stored in a checkpoint; '",
-                              name, "' is ", number, ". Use full_state_dict() for this class");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      number == static_cast<double>(static_cast<int64_t>(number)),
+      "[tessera] numbers in an optimizer's state must be whole to be stored in a checkpoint; '",
+      name, "' is ", number, ". Use full_state_dict() for this class");
   return static_cast<int64_t>(number);
 }
 
@@ -62,13 +63,14 @@ void ForeignOptimizer::save(torch::serialize::OutputArchive& archive) const {
 void ForeignOptimizer::load(torch::serialize::InputArchive& archive) {
   const OptimizerStateDict dict = OptimizerStateDict::load(archive);
   TORCH_CHECK_VALUE(dict.param_groups.size() == param_groups().size(),
-                    "[load] the state must have the optimizer's param groups; expected ", param_groups().size(), ", got ",
-                    dict.param_groups.size());
+                    "[load] the state must have the optimizer's param groups; expected ",
+                    param_groups().size(), ", got ", dict.param_groups.size());
   for (size_t i = 0; i < param_groups().size(); ++i) {
     const auto& numbers = dict.param_groups[i].params;
     const auto& params = param_groups()[i].params();
-    TORCH_CHECK_VALUE(numbers.size() == params.size(), "[load] the state must have the optimizer's parameters; "
-                      "expected ", params.size(), " in param group ", i, ", got ", numbers.size());
+    TORCH_CHECK_VALUE(numbers.size() == params.size(),
+                      "[load] the state must have the optimizer's parameters; expected ",
+                      params.size(), " in param group ", i, ", got ", numbers.size());
     for (size_t j = 0; j < params.size(); ++j) {
       const auto it = dict.state.find(numbers[j]);
       if (it != dict.state.end()) write_state(params[j], it->second);
@@ -92,8 +94,10 @@ ParamState foreign_param_state(const ForeignOptimizer& optimizer, const at::Tens
       state.counts[name] = to_count(name, value);
       continue;
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(value.isTensor(), "[tessera] an optimizer's state must consist of tensors and counts to "
-                                "be stored in a checkpoint or offloaded; '", name, "' is a ", value.tagKind());
+    TORCH_CHECK_NOT_IMPLEMENTED(value.isTensor(),
+                                "[tessera] an optimizer's state must consist of tensors and counts "
+                                "to be stored in a checkpoint or offloaded; '",
+                                name, "' is a ", value.tagKind());
     state.tensors[name] = value.toTensor();
   }
   return state;

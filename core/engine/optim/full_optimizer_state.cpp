@@ -33,8 +33,9 @@ void check_segments(const ShardedOptimizer& optimizer, const char* function) {
   const ShardedState& state = *optimizer.module().state();
   state.check_replicated(function);
   for (const Segment& segment : segments_of(optimizer)) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!state.slot(segment.place).dist, "[", function, "] the parameters must not be "
-                                "DistTensors; use DistOptimizer::state_dict() and load_state_dict() for those");
+    TORCH_CHECK_NOT_IMPLEMENTED(!state.slot(segment.place).dist, "[", function,
+                                "] the parameters must not be DistTensors; use "
+                                "DistOptimizer::state_dict() and load_state_dict() for those");
   }
 }
 
@@ -81,8 +82,8 @@ Shares compare_shares(const ShardMesh& mesh, const Share& own, int recipient) {
     int64_t nbytes = 0;
     stream >> given >> nbytes;
     TORCH_CHECK_VALUE(given == recipient,
-                      "[full_state_dict] `recipient` must be the same on all ranks; expected ", recipient,
-                      " as on rank ", mesh.rank(), ", got ", given, " on rank ", rank);
+                      "[full_state_dict] `recipient` must be the same on all ranks; expected ",
+                      recipient, " as on rank ", mesh.rank(), ", got ", given, " on rank ", rank);
     stream.ignore();
     for (std::string name; std::getline(stream, name);) shares.others.insert(name);
     if (static_cast<int>(rank) / size == mesh.replicate().rank()) shares.nbytes.push_back(nbytes);
@@ -246,8 +247,9 @@ std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerSt
 OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
   if (const OuterSteps* const outer = outer_steps_of(optimizer)) {
     outer->check_averaged("full_state_dict");
-    TORCH_CHECK_NOT_IMPLEMENTED(optimizer.module().state()->plan().outer->momentum == 0, "[full_state_dict] would leave out "
-                                "the momentum of plan.outer: use save_checkpoint(), which keeps it");
+    TORCH_CHECK_NOT_IMPLEMENTED(optimizer.module().state()->plan().outer->momentum == 0,
+                                "[full_state_dict] would leave out the momentum of plan.outer: use "
+                                "save_checkpoint(), which keeps it");
   }
   return full_inner_state(optimizer, recipient);
 }
@@ -258,9 +260,10 @@ OptimizerStateDict full_inner_state(ShardedOptimizer& optimizer, int recipient) 
   ProcessGroup& process_group = state->process_group();
   Share own;
   check_on_all_ranks(state->mesh(), [&] {
-    TORCH_CHECK_VALUE(recipient >= -1 && recipient < process_group.size(),
-                      "[full_state_dict] `recipient` must be a rank of the process group or -1; expected -1 to ",
-                      process_group.size() - 1, ", got ", recipient);
+    TORCH_CHECK_VALUE(
+        recipient >= -1 && recipient < process_group.size(),
+        "[full_state_dict] `recipient` must be a rank of the process group or -1; expected -1 to ",
+        process_group.size() - 1, ", got ", recipient);
     own = read_share(optimizer);
   });
   const Shares shares = compare_shares(state->mesh(), own, recipient);

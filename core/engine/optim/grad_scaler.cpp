@@ -33,14 +33,15 @@ void check_factors(const GradScalerOptions& options) {
   TORCH_CHECK_VALUE(options.growth_factor > 1, "[GradScaler] growth_factor must be above 1; got ",
                     options.growth_factor);
   TORCH_CHECK_VALUE(options.backoff_factor > 0 && options.backoff_factor < 1,
-                    "[GradScaler] backoff_factor must be between 0 and 1; got ", options.backoff_factor);
-  TORCH_CHECK_VALUE(options.growth_interval > 0, "[GradScaler] growth_interval must be positive; got ",
-                    options.growth_interval);
+                    "[GradScaler] backoff_factor must be between 0 and 1; got ",
+                    options.backoff_factor);
+  TORCH_CHECK_VALUE(options.growth_interval > 0,
+                    "[GradScaler] growth_interval must be positive; got ", options.growth_interval);
   TORCH_CHECK_VALUE(options.hysteresis > 0, "[GradScaler] hysteresis must be positive; got ",
                     options.hysteresis);
   TORCH_CHECK_VALUE(options.min_scale >= 0 && options.min_scale <= options.max_scale,
-                    "[GradScaler] min_scale must be from 0 to max_scale; got ", options.min_scale, " and ",
-                    options.max_scale);
+                    "[GradScaler] min_scale must be from 0 to max_scale; got ", options.min_scale,
+                    " and ", options.max_scale);
 }
 
 constexpr CollectiveTag kFoundInf{"found inf", Channel::kControl};
@@ -66,8 +67,9 @@ AlikeGradients collect_gradients(const torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& param : group.params()) add_gradient(lists, param.grad());
   }
-  TORCH_CHECK(!lists.empty(), "[unscale_] there must be a backward since the last zero_grad(); no parameter "
-              "of the optimizer has a gradient");
+  TORCH_CHECK(!lists.empty(),
+              "[unscale_] there must be a backward since the last zero_grad(); no parameter of the "
+              "optimizer has a gradient");
   return lists;
 }
 
@@ -139,8 +141,8 @@ bool GradScaler::Impl::unscale(ShardedOptimizer& optimizer) {
   state.check_no_join("GradScaler");
   const PhaseScope phase(state.context().progress, Phase::kStep);
   TORCH_CHECK(state.reducer().any_gradient(),
-              "[unscale_] there must be a backward since the last zero_grad(); no parameter of the sharded "
-              "model has a gradient");
+              "[unscale_] there must be a backward since the last zero_grad(); no parameter of the "
+              "sharded model has a gradient");
   const at::Tensor found_inf = unscale_parts(collect_gradients(optimizer, state));
   // Each rank has checked its own parts only: skipping must be agreed on.
   state.mesh().all_reduce(found_inf, ReduceOp::kMax, kFoundInf);
@@ -221,7 +223,8 @@ GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 
 at::Tensor GradScaler::scale(const at::Tensor& outputs) const {
   if (!impl_->options.enabled) return outputs;
-  TORCH_CHECK_VALUE(outputs.defined(), "[GradScaler] outputs must be a tensor; got an undefined one");
+  TORCH_CHECK_VALUE(outputs.defined(),
+                    "[GradScaler] outputs must be a tensor; got an undefined one");
   impl_->has_scaled = true;
   // By a number, which needs no copy to a device: the host would wait for the forward. A loss of
   // one element has the dtype that it would have by a tensor.
@@ -268,8 +271,8 @@ void GradScaler::update(std::optional<double> new_scale) {
 
 void GradScaler::update(const at::Tensor& new_scale) {
   TORCH_CHECK_VALUE(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
-                    "[GradScaler] new_scale must be a float or a tensor of one element that requires no "
-                    "gradient");
+                    "[GradScaler] new_scale must be a float or a tensor of one element that "
+                    "requires no gradient");
   update(new_scale.item<double>());
 }
 

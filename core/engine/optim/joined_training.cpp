@@ -42,8 +42,10 @@ void set_numbers(const JoinedOptimizer& optimizer, const std::vector<double>& nu
   size_t count = 0;
   for (size_t i = 0; i < optimizer.options->param_groups().size(); ++i) {
     auto options = options_of(optimizer, i);
-    TORCH_CHECK(count + options.size() <= numbers.size(), "[join] optimizers must have equal param groups and "
-                "options on all ranks; another rank's has ", numbers.size(), " options");
+    TORCH_CHECK(count + options.size() <= numbers.size(),
+                "[join] optimizers must have equal param groups and options on all ranks; another "
+                "rank's has ",
+                numbers.size(), " options");
     for (auto& [name, value] : options) value = numbers[count++];
     if (!holds_own_options(optimizer)) {
       write_options(*optimizer.inner, optimizer.options->param_groups()[i], options);
@@ -84,12 +86,15 @@ class Training {
  private:
   void check() const {
     TORCH_CHECK(!state_.join_scope(), "[join] calls don't nest");
-    TORCH_CHECK_NOT_IMPLEMENTED(state_.plan().reduce_gradients, "[join] the gradients that a rank needs for steps after its "
-                                "last batch must be reduced by Tessera: set plan.reduce_gradients");
-    TORCH_CHECK_NOT_IMPLEMENTED(!state_.plan().outer, "[join] replicas that are averaged (plan.outer) must make the same "
+    TORCH_CHECK_NOT_IMPLEMENTED(state_.plan().reduce_gradients,
+                                "[join] the gradients that a rank needs for steps after its last "
+                                "batch must be reduced by Tessera: set plan.reduce_gradients");
+    TORCH_CHECK_NOT_IMPLEMENTED(!state_.plan().outer,
+                                "[join] replicas that are averaged (plan.outer) must make the same "
                                 "number of steps: give all of them equally many batches");
     for (const auto& unit : state_.units()) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!unit->frees(), "[join] parameters must stay whole between uses; those of ",
+      TORCH_CHECK_NOT_IMPLEMENTED(!unit->frees(),
+                                  "[join] parameters must stay whole between uses; those of ",
                                   unit->label(), " are freed. Use a level below kParameters");
     }
   }

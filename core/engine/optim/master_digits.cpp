@@ -89,10 +89,11 @@ std::vector<at::Tensor> cut_master_weights(ShardedOptimizer& optimizer,
     if (master == masters.end() || !unit.layout().has_master()) continue;
     const bool fits = master->value().isTensor() &&
                       master->value().toTensor().sizes() == at::IntArrayRef(slot.sizes);
-    TORCH_CHECK_VALUE(fits, "[load_full_state_dict] master weights must have their parameter's shape; expected ",
-                      at::IntArrayRef(slot.sizes), " for '", slot.name(), "', got ",
-                      master->value().isTensor() ? c10::str(master->value().toTensor().sizes())
-                                                 : master->value().tagKind());
+    TORCH_CHECK_VALUE(
+        fits, "[load_full_state_dict] master weights must have their parameter's shape; expected ",
+        at::IntArrayRef(slot.sizes), " for '", slot.name(), "', got ",
+        master->value().isTensor() ? c10::str(master->value().toTensor().sizes())
+                                   : master->value().tagKind());
     const at::Tensor& tensor = segments[i].tensor;
     if (!tensor.defined()) continue;
     parts[i] = cut_segment(slot, segments[i], master->value().toTensor()).to(tensor.options());

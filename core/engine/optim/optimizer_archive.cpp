@@ -169,8 +169,9 @@ void OptimizerStateDict::save(OutputArchive& archive) const {
 
 OptimizerStateDict OptimizerStateDict::load(InputArchive& archive) {
   std::optional<OptimizerStateDict> result = read_archive(archive);
-  TORCH_CHECK_VALUE(result, "[OptimizerStateDict::load] the archive must be that of an optimizer; expected '",
-                    kVersion, "', '", kState, "' and '", kGroups, "' in it");
+  TORCH_CHECK_VALUE(
+      result, "[OptimizerStateDict::load] the archive must be that of an optimizer; expected '",
+      kVersion, "', '", kState, "' and '", kGroups, "' in it");
   return std::move(*result);
 }
 
@@ -185,10 +186,10 @@ OptimizerStateDict parse_optimizer(const std::string& bytes, const char* functio
   InputArchive archive;
   archive.load_from(bytes.data(), bytes.size(), at::kCPU);
   std::optional<OptimizerStateDict> result = read_archive(archive);
-  TORCH_CHECK_NOT_IMPLEMENTED(result, "[", function,
-                              "] the class of the optimizer must override save() and load(), for example by "
-                              "torch::optim::serialize<ParamState, Options>(archive, *this); its save() writes "
-                              "no state");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      result, "[", function,
+      "] the class of the optimizer must override save() and load(), for example by "
+      "torch::optim::serialize<ParamState, Options>(archive, *this); its save() writes no state");
   return std::move(*result);
 }
 

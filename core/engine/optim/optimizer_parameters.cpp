@@ -44,14 +44,16 @@ void check_optimized_once(const char* function, const std::vector<NamedTensor>& 
       const auto& params = groups[group].params();
       for (size_t i = 0; i < params.size(); ++i) {
         const auto name = names.find(params[i].unsafeGetTensorImpl());
-        TORCH_CHECK_VALUE(name != names.end(), "[", function, "] the optimizer's parameters must be the model's; ",
+        TORCH_CHECK_VALUE(name != names.end(), "[", function,
+                          "] the optimizer's parameters must be the model's; ",
                           describe_unknown(model, params[i], group, i));
         const GroupOfParam first =
             seen.emplace(name->second, GroupOfParam(optimizer, group)).first->second;
         TORCH_CHECK_VALUE(first.first == optimizer, "[", function,
                           "] a parameter must be in one optimizer; '", name->second, "' is in two");
-        TORCH_CHECK_VALUE(first.second == group, "[", function, "] a parameter must be in one param group; '",
-                          name->second, "' is in groups ", first.second, " and ", group);
+        TORCH_CHECK_VALUE(first.second == group, "[", function,
+                          "] a parameter must be in one param group; '", name->second,
+                          "' is in groups ", first.second, " and ", group);
       }
     }
   }
@@ -61,8 +63,9 @@ void check_not_lbfgs(const char* function, const torch::optim::Optimizer& optimi
   const ForeignOptimizer* const foreign = as_foreign(optimizer);
   const bool is_lbfgs = foreign ? foreign->kind() == "LBFGS"
                                 : dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_lbfgs, "[", function, "] the optimizer must be elementwise; got LBFGS, whose step "
-                              "needs products over all parameters, which shards don't give");
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_lbfgs, "[", function,
+                              "] the optimizer must be elementwise; got LBFGS, whose step needs "
+                              "products over all parameters, which shards don't give");
 }
 
 bool steps_elementwise(const torch::optim::Optimizer& optimizer) {

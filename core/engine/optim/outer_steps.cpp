@@ -76,9 +76,11 @@ void OuterSteps::begin_round() {
 int64_t OuterSteps::position() const { return overwrites_ == state_.overwrites() ? position_ : 0; }
 
 void OuterSteps::check_averaged(const char* what) const {
-  TORCH_CHECK_VALUE(position() == 0, "[", what, "] replicas have made ", position(), " of the ", options_.every,
-                    " steps between two averages (plan.outer), and have different values. Call this right after an average, "
-                    "when ShardedOptimizer::steps_since_average() is 0; the next is in ", options_.every - position(), " steps");
+  TORCH_CHECK_VALUE(
+      position() == 0, "[", what, "] replicas have made ", position(), " of the ", options_.every,
+      " steps between two averages (plan.outer), and have different values. Call this right after "
+      "an average, when ShardedOptimizer::steps_since_average() is 0; the next is in ",
+      options_.every - position(), " steps");
 }
 
 // The mean of the values needs none.
@@ -260,9 +262,11 @@ void OuterSteps::check_momentum(const std::map<std::string, at::Tensor>& saved) 
     const auto it = saved.find(name);
     if (it != saved.end() && it->second.numel() == numel) ++known;
   });
-  TORCH_CHECK_VALUE(known == saved.size(), "[load_checkpoint] the momentum of plan.outer is kept by the ranks' parts of the "
-                    "parameters, and the checkpoint has other parts: it was saved with another level, partition or units. "
-                    "Load it with those of the save, or the model alone, without the optimizer");
+  TORCH_CHECK_VALUE(
+      known == saved.size(),
+      "[load_checkpoint] the momentum of plan.outer is kept by the ranks' parts of the parameters, "
+      "and the checkpoint has other parts: it was saved with another level, partition or units. "
+      "Load it with those of the save, or the model alone, without the optimizer");
 }
 
 void OuterSteps::set_momentum(const std::map<std::string, at::Tensor>& saved) {

@@ -16,9 +16,10 @@ namespace {
 // Calls `f` with the optimizer's kind; throws if there is none.
 template <class F>
 void with_known_kind(const torch::optim::Optimizer& optimizer, F&& f) {
-  TORCH_CHECK_NOT_IMPLEMENTED(with_kind(optimizer, f),
-                              "[tessera] the state and options of an optimizer can be read and stored only for "
-                              "Adagrad, Adam, AdamW, CPUAdam, RMSprop and SGD; got another class");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      with_kind(optimizer, f),
+      "[tessera] the state and options of an optimizer can be read and stored only for Adagrad, "
+      "Adam, AdamW, CPUAdam, RMSprop and SGD; got another class");
 }
 
 template <class Options>
@@ -54,8 +55,10 @@ void with_options(const torch::optim::Optimizer& optimizer,
     set_options(kind, options, numbers);
     f(kind, options);
   });
-  TORCH_CHECK_NOT_IMPLEMENTED(is_known, "[tessera] which tensors an optimizer will make is known only for Adagrad, Adam, "
-                              "AdamW, RMSprop and SGD; got ", foreign->kind());
+  TORCH_CHECK_NOT_IMPLEMENTED(is_known,
+                              "[tessera] which tensors an optimizer will make is known only for "
+                              "Adagrad, Adam, AdamW, RMSprop and SGD; got ",
+                              foreign->kind());
 }
 
 }  // namespace

@@ -56,8 +56,10 @@ SavesParts::SavesParts() { ++saves_parts; }
 SavesParts::~SavesParts() { --saves_parts; }
 
 void check_saves_parts() {
-  TORCH_CHECK(saves_parts > 0, "[tessera] torch::save() of the optimizer of a sharded model would store this rank's part of its "
-              "state only. Use save_checkpoint(), or full_state_dict(), whose result torch::save() takes");
+  TORCH_CHECK(saves_parts > 0,
+              "[tessera] torch::save() of the optimizer of a sharded model would store this rank's "
+              "part of its state only. Use save_checkpoint(), or full_state_dict(), whose result "
+              "torch::save() takes");
 }
 
 void guard_parts(const ShardedState& state, torch::optim::Optimizer& optimizer,
@@ -68,10 +70,13 @@ void guard_parts(const ShardedState& state, torch::optim::Optimizer& optimizer,
     with_state<Same>(optimizer, part, [&](auto kind, auto& own) {
       using State = typename decltype(kind)::State;
       const auto check = [&](const char* name, const at::Tensor& tensor) {
-        TORCH_CHECK_VALUE(!tensor.defined() || tensor.sizes() == part.sizes(), "[ShardedOptimizer] the optimizer's state must be that of "
-                          "this rank's part of '", state.slot(segment->place).name(), "', of shape ", part.sizes(), "; got a '", name,
-                          "' of shape ", tensor.sizes(), " on rank ", state.mesh().rank(), " (by torch::load()?). Load whole state by "
-                          "load_full_state_dict() or load_checkpoint()");
+        TORCH_CHECK_VALUE(
+            !tensor.defined() || tensor.sizes() == part.sizes(),
+            "[ShardedOptimizer] the optimizer's state must be that of this rank's part of '",
+            state.slot(segment->place).name(), "', of shape ", part.sizes(), "; got a '", name,
+            "' of shape ", tensor.sizes(), " on rank ", state.mesh().rank(),
+            " (by torch::load()?). Load whole state by load_full_state_dict() or "
+            "load_checkpoint()");
       };
       kind.visit_state(own, check, [](auto&&...) {});
       return std::make_unique<PartState<State>>(own);

@@ -110,9 +110,10 @@ void check_none_cut(const ShardedState& state, const torch::optim::Optimizer& op
       if (!place) continue;  // adopted before
       const ParamSlot& slot = state.slot(*place);
       const Partition partition = state.units()[place->unit]->layout().partition;
-      TORCH_CHECK_NOT_IMPLEMENTED(partition == Partition::kWholeParam && !slot.dist, "[ShardedOptimizer] the optimizer must be "
-                                  "elementwise, as ranks step parts of parameters ('", slot.name(), "' is cut); ",
-                                  ways_out_of_cuts(optimizer));
+      TORCH_CHECK_NOT_IMPLEMENTED(partition == Partition::kWholeParam && !slot.dist,
+                                  "[ShardedOptimizer] the optimizer must be elementwise, as ranks "
+                                  "step parts of parameters ('",
+                                  slot.name(), "' is cut); ", ways_out_of_cuts(optimizer));
     }
   }
 }
@@ -174,9 +175,9 @@ void give_back_optimizer(const ShardedState& state, torch::optim::Optimizer& opt
                          const std::vector<Segment>& segments) {
   for (const Segment& segment : segments) {
     const ParamSlot& slot = state.slot(segment.place);
-    TORCH_CHECK_NOT_IMPLEMENTED(!segment.tensor.defined() || segment.tensor.sizes() == at::IntArrayRef(slot.sizes),
-                                "[ShardedOptimizer] only whole parameters can be given back; '", slot.name(),
-                                "' is cut");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !segment.tensor.defined() || segment.tensor.sizes() == at::IntArrayRef(slot.sizes),
+        "[ShardedOptimizer] only whole parameters can be given back; '", slot.name(), "' is cut");
   }
   give_back_parameters(state, optimizer, segments);
   for (const Segment& segment : segments) {

@@ -268,10 +268,13 @@ static std::string step_text(torch::optim::Optimizer& optimizer) {
 }
 
 static void check_clipping(const ShardedState& state, const ShardedOptimizerOptions& options) {
-  TORCH_CHECK_VALUE(options.max_grad_norm >= 0, "[ShardedOptimizer] options.max_grad_norm must be positive, or 0 not to "
-                    "clip; got ", options.max_grad_norm);
+  TORCH_CHECK_VALUE(
+      options.max_grad_norm >= 0,
+      "[ShardedOptimizer] options.max_grad_norm must be positive, or 0 not to clip; got ",
+      options.max_grad_norm);
   TORCH_CHECK_VALUE(options.max_grad_norm > 0 || options.clip == ClipOptions{},
-                    "[ShardedOptimizer] options.clip needs options.max_grad_norm, which is 0: nothing is clipped");
+                    "[ShardedOptimizer] options.clip needs options.max_grad_norm, which is 0: "
+                    "nothing is clipped");
   if (options.max_grad_norm > 0) state.clip_call(options.max_grad_norm, options.clip);
 }
 
@@ -304,8 +307,9 @@ void ShardedOptimizer::Impl::step_with_others() {
   const WorkPtr stopped = state.stop_reading();
   state.reducer().record([&] { return step_text(*optimizer); });
   TORCH_CHECK(state.reducer().any_gradient(),
-              "[step] there must be a backward since the last zero_grad(); no parameter of the sharded model "
-              "has a reduced gradient. After backwards under no_sync() alone, call reduce() of the model first");
+              "[step] there must be a backward since the last zero_grad(); no parameter of the "
+              "sharded model has a reduced gradient. After backwards under no_sync() alone, call "
+              "reduce() of the model first");
   if (options.max_grad_norm > 0) state.clip(state.clip_call(options.max_grad_norm, options.clip));
   for (const auto& unit : state.units()) unit->views().check();
   restore_digits(state, segments);
@@ -372,10 +376,11 @@ double ShardedOptimizer::clip_grad_norm_(double max_norm, const ClipOptions& opt
 
 int64_t ShardedOptimizer::keep_on_device(int64_t nbytes) {
   ShardedState& state = impl_->state();
-  TORCH_CHECK_VALUE(nbytes >= 0, "[keep_on_device] the number of bytes must not be negative; got ", nbytes);
+  TORCH_CHECK_VALUE(nbytes >= 0, "[keep_on_device] the number of bytes must not be negative; got ",
+                    nbytes);
   TORCH_CHECK(state.context().offload,
-              "[keep_on_device] the plan must offload master weights and state; expected Offload::kHost or "
-              "Offload::kDirectory, got Offload::kNone");
+              "[keep_on_device] the plan must offload master weights and state; expected "
+              "Offload::kHost or Offload::kDirectory, got Offload::kNone");
   impl_->follow();
   return bring_units_back(state, *impl_->optimizer, impl_->segments, nbytes);
 }

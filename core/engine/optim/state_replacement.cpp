@@ -67,8 +67,8 @@ void check_plain(const torch::optim::Optimizer& optimizer, const char* function)
                                 "] the optimizer's parameters must not be DistTensors; use "
                                 "DistOptimizer::state_dict() and load_state_dict() for those");
     TORCH_CHECK_VALUE(!has_grad_gate(param), "[", function,
-                      "] the optimizer must not be that of a sharded model; give its ShardedOptimizer to "
-                      "full_state_dict() or load_full_state_dict()");
+                      "] the optimizer must not be that of a sharded model; give its "
+                      "ShardedOptimizer to full_state_dict() or load_full_state_dict()");
   }
 }
 
@@ -140,8 +140,9 @@ void set_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& sta
     if (values) own.state[static_cast<int64_t>(number)] = std::move(*values);
   }
   load_optimizer(optimizer, write_optimizer(own));
-  TORCH_CHECK_NOT_IMPLEMENTED(own.state.empty() || as_foreign(optimizer) || !optimizer.state().empty(), "[", function,
-                              "] the class of the optimizer must override load(), too; it has taken no state");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      own.state.empty() || as_foreign(optimizer) || !optimizer.state().empty(), "[", function,
+      "] the class of the optimizer must override load(), too; it has taken no state");
 }
 
 void replace_state(torch::optim::Optimizer& optimizer, const OptimizerStateDict& state_dict,

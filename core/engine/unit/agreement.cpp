@@ -4,9 +4,13 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <tessera/engine/plan_fields.h>
 
 #include <algorithm>
+#include <array>
 #include <sstream>
+#include <string_view>
+#include <type_traits>
 
 #include "comm/group/ranks_text.h"
 #include "init/deferred_storage.h"
@@ -15,49 +19,44 @@
 namespace tessera {
 namespace {
 
-const char* dtype_name(std::optional<at::ScalarType> dtype) {
+// The text of a field of a plan, by which ranks compare it.
+std::string text_of(const std::optional<at::ScalarType>& dtype) {
   return dtype ? c10::toString(*dtype) : "none";
 }
-
-constexpr const char* kLevels[] = {"kNone", "kOptimizerState", "kGradients", "kParameters"};
-constexpr const char* kPartitions[] = {"kFlatEven", "kWholeParam"};
-constexpr const char* kStartValues[] = {"kBroadcast", "kKeep"};
-constexpr const char* kOffloads[] = {"kNone", "kHost", "kDirectory"};
-
-template <size_t kCount, class Enum>
-const char* name_of(const char* const (&names)[kCount], Enum value) {
-  return names[static_cast<size_t>(value)];
+std::string text_of(const std::optional<c10::Device>& device) {
+  return device ? c10::DeviceTypeName(device->type()) : "any";
 }
+std::string text_of(const std::optional<int64_t>& number) {
+  return number ? std::to_string(*number) : "none";
+}
+std::string text_of(const std::optional<OuterStep>& outer) {
+  if (!outer) return "none";
+  return fmt::format("every {}, learning_rate {}, momentum {}, nesterov {}", outer->every,
+                     outer->learning_rate, outer->momentum, outer->nesterov);
+}
+template <class Value>
+std::string text_of(const Value& value) {
+  if constexpr (std::is_enum_v<Value>) {
+    return plan_choice(value).enumerator;
+  } else {
+    return fmt::format("{}", value);
+  }
+}
+
+// Each rank has its own: process groups, the part of the mesh, the directory. Budgets may differ.
+constexpr std::array kOfEachRank = {"process_group", "replicate_group", "mesh_dim",
+                                    "offload_directory", "memory_budget"};
 
 // One line per fact that must be equal on all ranks.
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
-  const Precision& precision = plan.precision;
-  std::vector<std::string> lines = {fmt::format(
-      "plan.level {}\nplan.partition {}\nplan.unit_bytes {}\nplan.owners {}\nplan.ignored {}\n"
-      "plan.unreplicated {}\nplan.units {}\nplan.whole_numel {}\nplan.whole {}\n"
-      "plan.resident_bytes {}\nplan.memory_budget {}\nplan.prefetch {}\nplan.average {}\n"
-      "plan.predivide {}\nplan.bucket_bytes {}\nplan.reduce_gradients {}\nplan.device {}\n"
-      "plan.start_values {}\nplan.sync_buffers {}\nplan.offload {}\n"
-      "plan.precision.param_dtype {}\nplan.precision.master_dtype {}\n"
-      "plan.precision.reduce_dtype {}\nplan.precision.error_feedback {}\n"
-      "plan.precision.gather_dtype {}\n"
-      "plan.precision.master_only {}\nplan.precision.buffer_dtype {}\n"
-      "plan.precision.cast_inputs {}",
-      name_of(kLevels, plan.level), name_of(kPartitions, plan.partition), plan.unit_bytes.value(),
-      plan.owners, plan.ignored, plan.unreplicated, plan.units, plan.whole_numel, plan.whole,
-      plan.resident_bytes, plan.memory_budget ? "given" : "none", plan.prefetch, plan.average,
-      plan.predivide, plan.bucket_bytes, plan.reduce_gradients,
-      plan.device ? c10::DeviceTypeName(plan.device->type()) : "any",
-      name_of(kStartValues, plan.start_values), plan.sync_buffers, name_of(kOffloads, plan.offload),
-      dtype_name(precision.param_dtype), dtype_name(precision.master_dtype),
-      dtype_name(precision.reduce_dtype), precision.error_feedback,
-      dtype_name(precision.gather_dtype), precision.master_only, dtype_name(precision.buffer_dtype),
-      precision.cast_inputs)};
-  if (const auto& outer = plan.outer) {
-    lines.push_back(fmt::format("plan.outer every {}, learning_rate {}, momentum {}, nesterov {}",
-                                outer->every, outer->learning_rate, outer->momentum,
-                                outer->nesterov));
-  }
+  std::vector<std::string> lines;
+  visit_fields(plan, [&](std::string_view name, const auto& value) {
+    if constexpr (!std::is_same_v<std::decay_t<decltype(value)>, ProcessGroupPtr>) {
+      if (std::find(kOfEachRank.begin(), kOfEachRank.end(), name) == kOfEachRank.end())
+        lines.push_back(fmt::format("plan.{} {}", name, text_of(value)));
+    }
+  });
+  lines.push_back(fmt::format("plan.memory_budget {}", plan.memory_budget ? "given" : "none"));
   for (const ParamSlot& param : params) {
     const auto& strides = param.dist ? param.dist->strides : param.strides;
     lines.push_back(fmt::format("'{}' {} [{}] with strides [{}] on {}{}",

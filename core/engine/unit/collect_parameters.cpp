@@ -63,7 +63,8 @@ void check_parameter(const NamedTensor& named) {
                     "' is undefined");
   const DistMeta* const meta = find_dist_meta(named.tensor);
   TORCH_CHECK_VALUE(!meta || meta->spec->mesh.is_member(), "[fully_shard] parameter '", named.name,
-                    "' must have a part on each rank; this rank is not in its mesh ", meta ? meta->spec->mesh.to_string() : "");
+                    "' must have a part on each rank; this rank is not in its mesh ",
+                    meta ? meta->spec->mesh.to_string() : "");
   const at::Tensor& tensor = local_of(named.tensor);
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "[fully_shard] parameter '", named.name,
                     "' must be a dense tensor; got layout ", tensor.layout());
@@ -73,7 +74,8 @@ void check_parameter(const NamedTensor& named) {
                     "' is sharded already: a module can be wrapped only once");
   TORCH_CHECK_VALUE(named.tensor.is_leaf(), "[fully_shard] parameter '", named.name,
                     "' must be a leaf, so that gradients reach it; got the result of an operator (",
-                    named.tensor.grad_fn()->name(), "). Register the tensor that it was computed from, or detach() it");
+                    named.tensor.grad_fn()->name(),
+                    "). Register the tensor that it was computed from, or detach() it");
 }
 
 class Collector {
@@ -97,9 +99,9 @@ class Collector {
     const at::Tensor& tensor = local_of(named.tensor);
     const auto range = memory_range(tensor);
     const ParamSlot* const other = range ? in_memory(*range) : nullptr;
-    TORCH_CHECK_VALUE(!other || is_same_memory(tensor, other->local()), "[fully_shard] parameters '",
-                      other ? other->name() : "", "' and '", named.name,
-                      "' overlap in memory without being the same tensor");
+    TORCH_CHECK_VALUE(!other || is_same_memory(tensor, other->local()),
+                      "[fully_shard] parameters '", other ? other->name() : "", "' and '",
+                      named.name, "' overlap in memory without being the same tensor");
     if (other) return other - slots_.data();
     if (range) by_memory_[*range] = slots_.size();
     ParamSlot& slot = slots_.emplace_back();
@@ -148,14 +150,16 @@ void check_own_memory(const std::vector<ParamSlot>& params, const char* kind,
     if (!other.tensor.defined()) continue;
     const at::Tensor& tensor = local_of(other.tensor);
     TORCH_CHECK_VALUE(unit_of(tensor) == nullptr, "[fully_shard] ", kind, " '", other.name,
-                      "' is sharded already, or is a view of a sharded parameter. Shard the whole module in one call");
+                      "' is sharded already, or is a view of a sharded parameter. Shard the whole "
+                      "module in one call");
     const auto range = memory_range(tensor);
     if (!range) continue;
     for (const auto& [memory, param] : ranges) {
-      TORCH_CHECK_VALUE(!memory.overlaps(*range), "[fully_shard] ", kind, " '", other.name,
-                        "' lies in the memory of parameter '", param->name(), "', which moves to its unit: it would "
-                        "keep the parameter's present values. Give it memory of its own (clone() it), or register the "
-                        "parameter itself under both names");
+      TORCH_CHECK_VALUE(
+          !memory.overlaps(*range), "[fully_shard] ", kind, " '", other.name,
+          "' lies in the memory of parameter '", param->name(),
+          "', which moves to its unit: it would keep the parameter's present values. Give it "
+          "memory of its own (clone() it), or register the parameter itself under both names");
     }
   }
 }

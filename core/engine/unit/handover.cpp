@@ -52,8 +52,9 @@ void Unit::keep_part_of(const at::Tensor& values) {
 }
 
 void Unit::give_back(GivenValues which) {
-  TORCH_CHECK_NOT_IMPLEMENTED(which == GivenValues::kUsed || layout_.master_dtype == layout_.dtype, "[tessera] ", label_,
-                              " has master weights of another dtype, and can't be given back with them");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      which == GivenValues::kUsed || layout_.master_dtype == layout_.dtype, "[tessera] ", label_,
+      " has master weights of another dtype, and can't be given back with them");
   at::NoGradGuard no_grad;
   if (state_ == State::kSharded) unshard();
   wait();

@@ -71,8 +71,8 @@ void check_known(const std::vector<ParamSlot>& params, const char* member,
   for (const ParamSlot& param : params) {
     for (const std::string& name : param.names) names.erase(name);
   }
-  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.", member, " names '", names.empty() ? "" : *names.begin(),
-                    "', which the model does not have");
+  TORCH_CHECK_VALUE(names.empty(), "[fully_shard] plan.", member, " names '",
+                    names.empty() ? "" : *names.begin(), "', which the model does not have");
 }
 
 // Each parameter's owner: the plan's, or else the rank with the fewest trainable elements so far,
@@ -89,8 +89,9 @@ std::vector<int> choose_owners(const std::vector<ParamSlot>& params, const Shard
       const auto it = plan.owners.find(name);
       if (it == plan.owners.end()) continue;
       owner = it->second;
-      TORCH_CHECK_VALUE(owner >= 0 && owner < world_size, "[fully_shard] plan.owners must name ranks from 0 to ",
-                        world_size - 1, "; got ", owner, " for '", name, "'");
+      TORCH_CHECK_VALUE(owner >= 0 && owner < world_size,
+                        "[fully_shard] plan.owners must name ranks from 0 to ", world_size - 1,
+                        "; got ", owner, " for '", name, "'");
     }
     owners.push_back(param.is_replicated ? owner : 0);  // of those who have it, which is one
     if (param.requires_grad && param.is_replicated) ranks.add(owner, param.numel);
@@ -235,8 +236,9 @@ void choose_message_dtypes(UnitLayout& unit, bool is_trained, const ShardPlan& p
     TORCH_CHECK_NOT_IMPLEMENTED(dtype == at::kFloat || dtype == at::kBFloat16,
                                 "[fully_shard] plan.precision.", field, " ", wanted,
                                 " is for elements of float and bfloat16; got ", dtype);
-    TORCH_CHECK_NOT_IMPLEMENTED(is_host(unit.device), "[fully_shard] plan.precision.", field, " ", wanted,
-                                " is for parameters in host memory; got device ", unit.device);
+    TORCH_CHECK_NOT_IMPLEMENTED(is_host(unit.device), "[fully_shard] plan.precision.", field, " ",
+                                wanted, " is for parameters in host memory; got device ",
+                                unit.device);
   };
   if (reduce_dtype && block_encoding(*reduce_dtype)) {
     check_blocks("reduce_dtype", *reduce_dtype, unit.dtype);

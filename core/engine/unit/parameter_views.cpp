@@ -121,20 +121,23 @@ void ParameterViews::check_replacement(const ParamSlot& slot) const {
   const at::Tensor tensor = replacement(slot);
   if (!tensor.defined()) return;
   const at::Tensor& local = local_of(tensor);
-  TORCH_CHECK_VALUE(local.sizes() == at::IntArrayRef(slot.sizes) && local.scalar_type() == slot.dtype &&
-                    local.device() == layout_.device && local.layout() == at::kStrided &&
-                    (find_dist_meta(tensor) != nullptr) == slot.dist.has_value(),
-                    "[tessera] parameter '", slot.name(), "' of ", unit_.label(), " was given other data after it was sharded, by "
-                    "Module::to(), set_data() or torch::load(); expected ", c10::toString(slot.dtype), " [",
-                    fmt::format("{}", fmt::join(slot.sizes, ", ")), "] on ", layout_.device.str(),
-                    slot.dist ? ", a DistTensor" : "", "; got ", describe(local),
-                    ". Convert the model before sharding it, or let the plan's precision and device do it; "
-                    "load_full_state() takes values of any dtype");
+  TORCH_CHECK_VALUE(
+      local.sizes() == at::IntArrayRef(slot.sizes) && local.scalar_type() == slot.dtype &&
+          local.device() == layout_.device && local.layout() == at::kStrided &&
+          (find_dist_meta(tensor) != nullptr) == slot.dist.has_value(),
+      "[tessera] parameter '", slot.name(), "' of ", unit_.label(),
+      " was given other data after it was sharded, by Module::to(), set_data() or torch::load(); "
+      "expected ",
+      c10::toString(slot.dtype), " [", fmt::format("{}", fmt::join(slot.sizes, ", ")), "] on ",
+      layout_.device.str(), slot.dist ? ", a DistTensor" : "", "; got ", describe(local),
+      ". Convert the model before sharding it, or let the plan's precision and device do it; "
+      "load_full_state() takes values of any dtype");
   for (size_t i = 0; i < slot.handles.size(); ++i) {
     const at::Tensor other = slot.local(i);
     const bool is_other =
         other.defined() && other.storage().unsafeGetStorageImpl() != storage_.lock().get();
-    TORCH_CHECK_VALUE(!is_other || at::equal(other, local), "[tessera] parameter '", slot.name(), "' of ", unit_.label(),
+    TORCH_CHECK_VALUE(!is_other || at::equal(other, local), "[tessera] parameter '", slot.name(),
+                      "' of ", unit_.label(),
                       " has several tensors, which were given different data after it was sharded");
   }
 }
@@ -144,8 +147,9 @@ void ParameterViews::check() const {
     if (!replacement(slot).defined()) continue;
     check_replacement(slot);
     TORCH_CHECK(false, "[tessera] parameter '", slot.name(), "' of ", unit_.label(),
-                " was given other data by set_data(), torch::load() or Module::to() since the last backward, which the "
-                "sharded model has not seen. Do that before a backward, or use load_full_state()");
+                " was given other data by set_data(), torch::load() or Module::to() since the last "
+                "backward, which the sharded model has not seen. Do that before a backward, or use "
+                "load_full_state()");
   }
 }
 

@@ -400,8 +400,8 @@ class SimBackend final : public c10d::Backend {
   // A rank has one device, that of its first collective.
   void check_tensors(const Tensors& tensors) {
     for (const at::Tensor& tensor : tensors) {
-      TORCH_CHECK(tensor.is_privateuseone(), "[simccl] tensors must be on a sim device; got one on ",
-                  tensor.device());
+      TORCH_CHECK(tensor.is_privateuseone(),
+                  "[simccl] tensors must be on a sim device; got one on ", tensor.device());
       TORCH_CHECK(tensor.is_contiguous(), "[simccl] tensors must be contiguous");
       if (!stream_) stream_ = take_stream(tensor.device().index());
       TORCH_CHECK(tensor.device() == stream_->device(), "[simccl] a rank has one device; expected ",
