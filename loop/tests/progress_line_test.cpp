@@ -5,6 +5,7 @@
 #include <tessera/loop/progress_line.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdlib>
 #include <regex>
 #include <thread>
@@ -77,8 +78,14 @@ TEST(ProgressLine, EachLineTakesThePlaceOfTheOneBeforeOnATerminal) {
     progress.show(2);
   }
   std::fflush(terminal);
-  std::string text(256, '\0');
-  text.resize(static_cast<size_t>(::read(master, text.data(), text.size())));
+  // The kernel passes on what was written in pieces.
+  std::string text;
+  std::array<char, 256> piece;
+  while (!text.ends_with('\n')) {
+    const ssize_t count = ::read(master, piece.data(), piece.size());
+    ASSERT_GT(count, 0);
+    text.append(piece.data(), static_cast<size_t>(count));
+  }
   std::fclose(terminal);
   ::close(master);
   EXPECT_EQ(text.find("\r\033[Kstep 1/2 50%\r\033[Kstep 2/2 100%"), 0u) << text;

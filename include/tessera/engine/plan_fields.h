@@ -18,7 +18,8 @@ struct PlanChoice {
   const char* name;        ///< its name in arguments and in Python: "p_g_os"
 };
 
-/// The values of an enumeration of plans, in its order.
+namespace detail {
+
 template <class Enum>
 inline constexpr std::array<PlanChoice<Enum>, 0> kPlanChoices = {};
 template <>
@@ -39,6 +40,12 @@ template <>
 inline constexpr std::array kPlanChoices<Offload> = {
     PlanChoice{Offload::kNone, "kNone", "none"}, PlanChoice{Offload::kHost, "kHost", "host"},
     PlanChoice{Offload::kDirectory, "kDirectory", "directory"}};
+
+}  // namespace detail
+
+/// The values of an enumeration of plans, in its order.
+template <class Enum>
+inline constexpr const auto& kPlanChoices = detail::kPlanChoices<Enum>;
 
 /// Returns the names of a value.
 template <class Enum>
