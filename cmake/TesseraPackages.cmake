@@ -1,6 +1,6 @@
-# A package is a folder with its sources, its tests in tests/, its commands in command/, its Python modules in python/ and its page, README.md. Its public
-# headers are in include/tessera/NAME, or in its own include/. scripts/check_packages.py reads the same calls, and checks
-# that includes follow them.
+# A package is a folder with its sources, its tests in tests/, its commands in command/, its Python modules in python/ and its
+# page, README.md. Its public headers are in include/tessera/NAME, or in its own include/. scripts/check_packages.py reads the
+# same calls, and checks that includes follow them.
 #
 #   tessera_package(NAME
 #     STANDS_ON ...    packages that it uses; those that these stand on, too
@@ -36,9 +36,7 @@ function(tessera_package name)
   tessera_unity_build(tessera_${name}_objects)
   target_link_libraries(tessera_${name}_objects PUBLIC tessera_internals PRIVATE tessera_flags)
   set_target_properties(tessera_${name}_objects PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
-  if(TARGET tessera_pch)
-    target_precompile_headers(tessera_${name}_objects REUSE_FROM tessera_pch)
-  endif()
+  target_precompile_headers(tessera_${name}_objects REUSE_FROM tessera_pch)
   if(EXISTS "${CMAKE_CURRENT_SOURCE_DIR}/include")
     target_include_directories(tessera_internals INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}/include")
   endif()

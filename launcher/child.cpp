@@ -17,13 +17,6 @@
 namespace tessera::tools {
 namespace {
 
-std::vector<char*> pointers(const std::vector<std::string>& texts) {
-  std::vector<char*> result;
-  for (const std::string& text : texts) result.push_back(const_cast<char*>(text.c_str()));
-  result.push_back(nullptr);
-  return result;
-}
-
 /// A set of cores, of the size that the largest id needs.
 class CoreSet {
  public:
@@ -91,9 +84,16 @@ void reset_signals() {
 
 }  // namespace
 
+std::vector<char*> argument_pointers(const std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (const std::string& text : texts) result.push_back(const_cast<char*>(text.c_str()));
+  result.push_back(nullptr);
+  return result;
+}
+
 Child start_child(const ChildOptions& options) {
-  const Prepared prepared{pointers(options.command),
-                          pointers(options.environment),
+  const Prepared prepared{argument_pointers(options.command),
+                          argument_pointers(options.environment),
                           CoreSet(options.cores),
                           options.inherit_stdin,
                           options.input,

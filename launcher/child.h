@@ -31,6 +31,9 @@ struct ExecError : std::runtime_error {
   int error;
 };
 
+/// Returns the arguments as exec() takes them, which point into `texts`.
+std::vector<char*> argument_pointers(const std::vector<std::string>& texts);
+
 /// Starts a program. It is killed when the calling thread ends.
 ///
 /// Returns when the program runs. Throws `ExecError`, or `std::system_error` if no process can be

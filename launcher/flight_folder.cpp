@@ -125,8 +125,8 @@ MergedFlight FlightFolder::read_failed(const std::vector<int>& ranks) {
 std::string FlightFolder::write_trace(const MergedFlight& flight, int attempt) {
   make();
   if (path_.empty()) throw std::runtime_error(problem_);
-  const std::string path = attempt == 0 ? path_ + "/flight.json"
-                                        : fmt::format("{}/flight_restart_{}.json", path_, attempt);
+  const std::string restart = attempt == 0 ? "" : fmt::format("_restart_{}", attempt);
+  const std::string path = fmt::format("{}/{}{}.json", path_, trace_, restart);
   const std::string draft = path + ".draft";
   std::ofstream file(draft, std::ios::binary);
   file << flight_trace(flight);

@@ -20,7 +20,9 @@ namespace tessera::tools {
 /// was written to it. If there is none, `path()` is empty, and ranks write nothing.
 class FlightFolder {
  public:
-  explicit FlightFolder(std::string log_dir) : log_dir_(std::move(log_dir)) {}
+  /// `trace`: the name of the traces, as several nodes may have one folder.
+  FlightFolder(std::string log_dir, std::string trace)
+      : log_dir_(std::move(log_dir)), trace_(std::move(trace)) {}
   ~FlightFolder();
   FlightFolder(const FlightFolder&) = delete;
   FlightFolder& operator=(const FlightFolder&) = delete;
@@ -56,6 +58,7 @@ class FlightFolder {
   Version version_of(int rank) const;
 
   std::string log_dir_;  ///< empty: the folder is temporary
+  std::string trace_;
   std::string path_;
   std::string problem_;
   bool is_kept_ = false;

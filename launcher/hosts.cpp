@@ -6,12 +6,14 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <random>
 #include <string_view>
 
+#include "launcher/child.h"
 #include "launcher/job_token.h"
 
 namespace tessera::tools {
@@ -21,10 +23,6 @@ using Words = std::vector<std::string>;
 
 /// Below the ports that systems give to programs that ask for any.
 constexpr int kFirstPort = 20000, kPorts = 10000;
-
-std::string seconds_of(std::chrono::milliseconds time) {
-  return fmt::format("{}", static_cast<double>(time.count()) / 1000);
-}
 
 /// Names of the variables that go to other hosts. The launcher there sets the excluded ones.
 Words passed_variables(Words names) {
@@ -41,9 +39,12 @@ Words passed_variables(Words names) {
   return names;
 }
 
-}  // namespace
+int random_port() {
+  std::random_device device;
+  return std::uniform_int_distribution<int>(kFirstPort, kFirstPort + kPorts - 1)(device);
+}
 
-Words mpirun_command(const HostsOptions& options, int port) {
+Words mpirun_command(const HostsOptions& options) {
   const LaunchOptions& launch = options.launch;
   Words names, words = {"mpirun", "--quiet", "--bind-to", "none"};
   std::vector<int> ranks;
@@ -59,11 +60,11 @@ Words mpirun_command(const HostsOptions& options, int port) {
   for (const std::string& name : passed_variables(options.environment_names)) add({"-x", name});
   add({"-n", std::to_string(names.size()), "--host", fmt::format("{}", fmt::join(names, ","))});
   const std::string master = options.master.empty() ? options.hosts[0].name : options.master;
-  if (launch.master_port > 0) port = launch.master_port;
+  const int port = launch.master_port > 0 ? launch.master_port : random_port();
   add({std::filesystem::read_symlink("/proc/self/exe").string(), "run", "--nodes",
        std::to_string(ranks.size()), "--node-ranks", fmt::format("{}", fmt::join(ranks, ",")),
        "--master", fmt::format("[{}]:{}", master, port), "--job", random_job_token()});
-  add({"--grace", seconds_of(launch.grace), "--interrupt-grace", seconds_of(launch.interrupt_grace),
+  add({"--grace", fmt::format("{}", std::chrono::duration<double>(launch.grace).count()),
        "--max-restarts", std::to_string(launch.max_restarts)});
   add({"--bind", launch.binding == Binding::kCores ? "cores" : "none"},
       launch.binding != Binding::kAuto);
@@ -76,16 +77,13 @@ Words mpirun_command(const HostsOptions& options, int port) {
   return words;
 }
 
+}  // namespace
+
 int launch_hosts(const HostsOptions& options) {
-  std::random_device device;
-  const int port = std::uniform_int_distribution<int>(kFirstPort, kFirstPort + kPorts - 1)(device);
   // mpirun shows a terminal to what it starts, whether it has one or not.
   if (::isatty(STDOUT_FILENO) == 0) ::setenv("NO_COLOR", "1", /*overwrite=*/0);
-  const Words words = mpirun_command(options, port);
-  std::vector<char*> arguments;
-  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
-  arguments.push_back(nullptr);
-  ::execvp(arguments[0], arguments.data());
+  const Words words = mpirun_command(options);
+  ::execvp(words[0].c_str(), argument_pointers(words).data());
   const int error = errno;
   fmt::print(stderr,
              "tessera run: --hosts needs mpirun of Open MPI (Debian: openmpi-bin): {}. Without it, "

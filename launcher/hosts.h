@@ -17,9 +17,6 @@ struct HostsOptions {
   std::string ssh;  ///< the program that mpirun starts in place of ssh; empty: ssh
 };
 
-/// Returns mpirun with its arguments. `port` is where rank 0 listens, unless `launch` says so.
-std::vector<std::string> mpirun_command(const HostsOptions& options, int port);
-
 /// Becomes mpirun; returns the exit status only if that can't be executed.
 int launch_hosts(const HostsOptions& options);
 

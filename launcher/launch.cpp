@@ -73,7 +73,8 @@ class Launch {
         terminal_(terminal),
         signals_(signals),
         plan_(make_plan(options, terminal)),
-        flights_(options.log_dir) {}
+        flights_(options.log_dir,
+                 plan_.node == 0 ? "flight" : fmt::format("flight_node_{}", plan_.node)) {}
 
   int run() {
     flights_.make();

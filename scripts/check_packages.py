@@ -24,6 +24,11 @@ EXPORTED = {"core/comm/message/gloo_backend.h"}
 ANY_PACKAGE = ("tessera.h", "version.h", "export.h")
 
 
+# The folders with the library's sources and public headers, and those in them that are none of it.
+LIBRARY = ("include", "core", "dialects", "interop", "loop", "trace", "planner")
+BESIDE = {"tests", "command", "python"}
+
+
 class Package:
     def __init__(self, root, folder, name, arguments):
         self.root, self.folder, self.name = root, folder, name
@@ -41,7 +46,7 @@ class Package:
         self.is_dialect = folder.parent.name == "dialects"
         own = self.folder / "include"
         self.headers = sources(own) if own.is_dir() else sources(root / "include/tessera" / name)
-        self.sources = [p for p in sources(folder) if p.relative_to(folder).parts[0] not in ("tests", "command", "python", "include")]
+        self.sources = [p for p in sources(folder) if p.relative_to(folder).parts[0] not in {"include", *BESIDE}]
         self.tests = sources(folder / "tests")
         self.lines = sum(p.read_text().count("\n") for p in self.headers + self.sources)
 
@@ -50,13 +55,14 @@ class Package:
         return self.rooms.index(first) if first in self.rooms else None
 
 
-# The folders with the library's sources and public headers; tests/, command/ and python/ in them are none of it.
-LIBRARY = ("include", "core", "dialects", "interop", "loop", "trace", "planner")
+def is_of_library(where):
+    """Returns true for the path of a file of the library, from the root."""
+    return where.parts[0] in LIBRARY and not BESIDE & set(where.parts)
 
 
 def library(root):
     """Returns the files of the library."""
-    return [p for folder in LIBRARY for p in sources(root / folder) if not {"tests", "command", "python"} & set(p.relative_to(root).parts)]
+    return [p for folder in LIBRARY for p in sources(root / folder) if is_of_library(p.relative_to(root))]
 
 
 def public_headers(root):
@@ -67,7 +73,8 @@ def public_headers(root):
 
 def programs(root):
     """Returns the files of the programs that are built beside it."""
-    folders = sorted({root / name for name in ("benchmarks", "launcher", "command", "python")} | {*root.glob("*/command"), *root.glob("dialects/*/python")})
+    folders = {root / name for name in ("benchmarks", "launcher", "command", "python")}
+    folders |= {*root.glob("*/command"), *root.glob("dialects/*/python")}
     return sorted({p for folder in folders for p in sources(folder) if "tests" not in p.relative_to(root).parts})
 
 
@@ -173,25 +180,23 @@ class House:
 
     def check_programs(self):
         """Programs see what a user's program sees."""
-        folders = [*self.root.glob("**/command"), *self.root.glob("dialects/*/python"), *(self.root / name for name in ("benchmarks", "launcher", "examples", "python"))]
-        for folder in sorted(folders):
-            for path in sources(folder):
-                inside = path.relative_to(self.root).parts
-                for number, quote, name in includes(path):
-                    where = f"{path.relative_to(self.root)}:{number}"
-                    found = quote == '"' and self.find(path, name)
-                    if quote == '"' and not found:
-                        yield f"{where}: includes \"{name}\", which is not there"
-                    elif found and name not in EXPORTED:
-                        other = found.relative_to(self.root).parts
-                        if not (other[0] in (inside[0], "command", "launcher", "python") or "command" in other) or \
-                                (self.package_of(found) and not {"command", "python"} & set(other)):
-                            yield f"{where}: includes \"{name}\"; programs include public headers"
-                    elif quote == "<" and name.startswith("tessera/"):
-                        if inside[0] == "launcher" and name != "tessera/version.h":
-                            yield f"{where}: the launcher includes <{name}>; it starts without the library"
-                        elif name not in self.public and name.removeprefix("tessera/") not in ANY_PACKAGE:
-                            yield f"{where}: includes <{name}>, which is no public header"
+        for path in programs(self.root) + sources(self.root / "examples"):
+            inside = path.relative_to(self.root).parts
+            for number, quote, name in includes(path):
+                where = f"{path.relative_to(self.root)}:{number}"
+                found = quote == '"' and self.find(path, name)
+                if quote == '"' and not found:
+                    yield f"{where}: includes \"{name}\", which is not there"
+                elif found and name not in EXPORTED:
+                    other = found.relative_to(self.root).parts
+                    if not (other[0] in (inside[0], "command", "launcher", "python") or "command" in other) or \
+                            (self.package_of(found) and not {"command", "python"} & set(other)):
+                        yield f"{where}: includes \"{name}\"; programs include public headers"
+                elif quote == "<" and name.startswith("tessera/"):
+                    if inside[0] == "launcher" and name != "tessera/version.h":
+                        yield f"{where}: the launcher includes <{name}>; it starts without the library"
+                    elif name not in self.public and name.removeprefix("tessera/") not in ANY_PACKAGE:
+                        yield f"{where}: includes <{name}>, which is no public header"
 
     def check_python(self):
         dialects = [p.name for p in self.packages.values() if p.is_dialect]

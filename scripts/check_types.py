@@ -53,15 +53,10 @@ def types(text):
         head = brace.end()
 
 
-def defined_in(root, files):
-    """Returns the places of each type that files define."""
-    places = collections.defaultdict(list)
-    for path in files:
-        # no_x.cpp is compiled in place of x.cpp; a probe is a program of its own.
-        if not path.name.startswith("no_") and not path.name.endswith("_probe.cpp"):
-            for name, line in types(path.read_text()):
-                places[name].append(f"{path.relative_to(root)}:{line}")
-    return places
+def defined_in(path):
+    """Returns (name, line) of each type that a file defines, if others are linked with it."""
+    # no_x.cpp is compiled in place of x.cpp; a probe is a program of its own.
+    return [] if path.name.startswith("no_") or path.name.endswith("_probe.cpp") else list(types(path.read_text()))
 
 
 def linked_together(root):
@@ -78,14 +73,14 @@ def linked_together(root):
 
 def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent).resolve()
-    places, problems = {}, {}
+    defined, problems = {}, {}
     for files in linked_together(root):
         merged = collections.defaultdict(list)
         for path in files:
-            if path not in places:
-                places[path] = defined_in(root, [path])
-            for name, found in places[path].items():
-                merged[name] += found
+            if path not in defined:
+                defined[path] = defined_in(path)
+            for name, line in defined[path]:
+                merged[name].append(f"{path.relative_to(root)}:{line}")
         problems |= {f"type {name} is defined in {' and in '.join(found)}": None
                      for name, found in merged.items() if len(found) > 1}
     print("\n".join(problems) if problems else "types: no program has two of one name")

@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 
-from check_packages import LIBRARY
+from check_packages import is_of_library
 
 VAGUE_FILE = re.compile(r"(?:^|_)(utils?|helpers?|common|misc|manager|engine)(?:_|\.|$)")
 VAGUE_TYPE = re.compile(r"^\s*(?:class|struct)\s+(?:TESSERA_API\s+)?(\w*(?:Utils?|Helpers?|Common|Misc|Manager|Engine))\b")
@@ -62,7 +62,7 @@ def check(root, path):
             yield f"{where}:{number}: type {VAGUE_TYPE.match(line)[1]}; expected the name of a concept"
         if MACHINE_PATH.search(line):
             yield f"{where}:{number}: a path of one machine: {MACHINE_PATH.search(line)[0]}..."
-        if where.parts[0] in LIBRARY and "tests" not in where.parts and str(where) not in NAMES_NCCL and ONE_DEVICE.search(line.split("//")[0]):
+        if is_of_library(where) and str(where) not in NAMES_NCCL and ONE_DEVICE.search(line.split("//")[0]):
             yield f"{where}:{number}: {ONE_DEVICE.search(line)[0]}; expected a device of any type (core/base/device/)"
         if line != line.rstrip():
             yield f"{where}:{number}: blanks at the end of the line"

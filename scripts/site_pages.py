@@ -42,7 +42,7 @@ class Site:
     def __init__(self, root, folder):
         self.root, self.folder = root, folder
         self.shown, self.pictures = set(), set()
-        self.headers = public_headers(root)
+        self.headers = {path: name for name, path in public_headers(root).items()}
 
     def page_of(self, path):
         """Returns the page or picture, relative to the folder, that stands for a file or folder of the repository."""
@@ -53,9 +53,8 @@ class Site:
             return name
         if path.is_dir() and (path / "overview.md").exists():
             return name / "overview.md"
-        for header, place in self.headers.items():
-            if path == place:
-                return pathlib.Path("reference", header.removeprefix("tessera/")).with_suffix(".md")
+        if path in self.headers:
+            return pathlib.Path("reference", self.headers[path].removeprefix("tessera/")).with_suffix(".md")
         self.shown.add(path)
         return "sources" / name.with_name(name.name + ".md")
 

@@ -30,7 +30,9 @@ a temporary folder.
 
 With --hosts, mpirun of Open MPI starts this program under the same path, in the same directory, on each
 host. Each host must reach the first one by its name, or by that in --master. With --hosts and --nodes,
-each launcher restarts its own ranks: those of the other nodes fail, too, when they lose their peers.
+each launcher restarts its own ranks: those of the other nodes fail, too, when they lose their peers; and
+it merges the flight records of its own ranks, on node 1 into flight_node_1.json. With --hosts, SIGINT and
+SIGTERM leave the ranks a second.
 
 Unless --default-malloc is given, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ are set,
 where they are not set yet, so that glibc keeps freed memory: giving it back and getting it again costs

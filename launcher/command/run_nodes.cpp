@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <sstream>
 #include <stdexcept>
+#include <tuple>
+#include <utility>
 
 namespace tessera::tools {
 namespace {
@@ -51,6 +53,15 @@ auto value_of(const char* option, Read read) {
   } catch (const std::invalid_argument& error) {
     throw CLI::ValidationError(option, error.what());
   }
+}
+
+/// Returns the address of --master, and the port that it or --master-port names; 0: none does.
+std::pair<std::string, int> master_of(const NodeArguments& arguments, const LaunchOptions& launch) {
+  const auto [master, port] =
+      value_of("--master", [&] { return parse_master(arguments.master, 0); });
+  require(port == 0 || launch.master_port == 0, "--master-port",
+          "--master names a port, too; expected one of them");
+  return {master, std::max(port, launch.master_port)};
 }
 
 std::vector<int> ranks_of_nodes(const NodeArguments& arguments, const LaunchOptions& launch) {
@@ -142,12 +153,7 @@ std::optional<NodePlace> node_place(NodeArguments arguments, const LaunchOptions
   NodePlace place{.ranks = ranks_of_nodes(arguments, launch),
                   .node = arguments.node_rank,
                   .job = arguments.job};
-  const auto [master, port] =
-      value_of("--master", [&] { return parse_master(arguments.master, 0); });
-  require(port == 0 || launch.master_port == 0, "--master-port",
-          "--master names a port, too; expected one of them");
-  place.master = master;
-  place.port = std::max(port, launch.master_port);
+  std::tie(place.master, place.port) = master_of(arguments, launch);
   if (place.port == 0) place.port = kDefaultMasterPort;
   return place;
 }
@@ -156,6 +162,9 @@ std::optional<HostsOptions> hosts_options(const NodeArguments& arguments,
                                           const LaunchOptions& launch) {
   if (arguments.hosts.empty()) return std::nullopt;
   refuse_with_hosts(arguments);
+  require(
+      launch.interrupt_grace == LaunchOptions().interrupt_grace, "--interrupt-grace",
+      "mpirun ends what it started a second after SIGTERM; expected --nodes, by srun or by hand");
   HostsOptions options{.launch = launch};
   options.hosts = value_of("--hosts", [&] { return parse_hosts(arguments.hosts, launch.ranks); });
   options.environment_names = arguments.environment_names;
@@ -165,14 +174,8 @@ std::optional<HostsOptions> hosts_options(const NodeArguments& arguments,
             fmt::format("mpirun takes names and IPv4 addresses; give the user or the address of {} "
                         "in ~/.ssh/config",
                         host.name));
-  if (!arguments.master.empty()) {
-    const auto [master, port] =
-        value_of("--master", [&] { return parse_master(arguments.master, 0); });
-    require(port == 0 || launch.master_port == 0, "--master-port",
-            "--master names a port, too; expected one of them");
-    options.master = master;
-    options.launch.master_port = std::max(port, launch.master_port);
-  }
+  if (!arguments.master.empty())
+    std::tie(options.master, options.launch.master_port) = master_of(arguments, launch);
   return options;
 }
 

@@ -81,11 +81,13 @@ void set_fields(ShardPlan& plan, const py::dict& arguments) {
     const auto name = key.cast<std::string>();
     std::set<std::string_view> keywords;
     try {
-      visit_fields(plan, [&, &given = value](std::string_view field, auto& member) {
+      const auto set = [&, &given = value](std::string_view field, auto& member) {
         const std::string_view keyword = keyword_of(field);
-        if (!keyword.empty()) keywords.insert(keyword);
-        if (!keyword.empty() && keyword == name) assign(member, keyword, given);
-      });
+        if (keyword.empty()) return;
+        keywords.insert(keyword);
+        if (keyword == name) assign(member, keyword, given);
+      };
+      visit_fields(set, plan);
     } catch (const py::cast_error&) {
       throw py::type_error("fully_shard() got a value of the wrong type for '" + name +
                            "': " + py::repr(value).cast<std::string>());

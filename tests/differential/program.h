@@ -8,7 +8,6 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -108,18 +107,16 @@ const char* name_of(ShardLevel level);
 template <class F>
 void for_each_changed(const ShardPlan& plan, const F& f) {
   const ShardPlan usual;
-  visit_fields(plan, [&](const char* name, const auto& value) {
+  const auto visit = [&](const char* name, const auto& value, const auto& otherwise) {
     using Value = std::decay_t<decltype(value)>;
     if constexpr (std::is_arithmetic_v<Value>) {
-      visit_fields(usual, [&](std::string_view other, const auto& otherwise) {
-        if constexpr (std::is_same_v<std::decay_t<decltype(otherwise)>, Value>)
-          if (other == name && value != otherwise) f(name, value);
-      });
+      if (value != otherwise) f(name, value);
     } else if constexpr (std::is_same_v<Value, std::optional<at::ScalarType>> ||
                          std::is_same_v<Value, std::optional<int64_t>>) {
       if (value) f(name, *value);
     }
-  });
+  };
+  visit_fields(visit, plan, usual);
 }
 
 /// True if the rank has no more batches in this operation, which others make under join().

@@ -50,6 +50,7 @@ TEST_F(LaunchHosts, StartTheRanksOfAllHostsAsOneJob) {
                        "SEASON", "--env", "TESSERA_COLOUR", "--env", "TESSERA_JOB"}),
                   options({{"SEASON", "it's spring"}, {"TESSERA_COLOUR", "blue"}}));
   EXPECT_EQ(end.status, 0) << end.err;
+  EXPECT_EQ(end.err, "");
   for (const char* line : {"[0] WORLD_SIZE=3\n", "[2] WORLD_SIZE=3\n", "[1] LOCAL_RANK=1\n",
                            "[2] LOCAL_RANK=0\n", "[1] HOST_NAME=node-a\n", "[2] HOST_NAME=node-b\n",
                            "[2] SEASON=it's spring\n", "[2] TESSERA_COLOUR=blue\n"}) {
@@ -110,15 +111,38 @@ TEST_F(LaunchHosts, LeaveNoRankWhenMpirunIsKilled) {
 }
 
 TEST_F(LaunchHosts, PassSignalsOnToTheRanks) {
-  ProgramRun job(run({"--hosts", "node-a:1,node-b:1"}, {"--tell", "12", "--print", "ready",
-                                                        "--wait-signal", "60", "--print", "saved"}),
+  ProgramRun job(run({"--hosts", "node-a:1,node-b:1"},
+                     {"--tell", "15", "--tell", "12", "--print", "ready", "--wait-signal", "60",
+                      "--wait-signal", "60", "--sleep", "0.3", "--print", "saved"}),
                  options());
   ASSERT_TRUE(job.wait_for_output("ready", 2)) << job.wait().err;
   job.signal(SIGUSR2);
+  ASSERT_TRUE(job.wait_for_output("got 12", 2)) << job.wait().err;
+  job.signal(SIGTERM);
+  const auto end = job.wait();  // mpirun shows nothing that launchers say after SIGTERM
+  for (const char* line : {"[0] got 15\n", "[1] got 15\n", "[0] saved\n", "[1] saved\n"})
+    EXPECT_TRUE(contains(end.out, line)) << end.out << end.err;
+}
+
+TEST_F(LaunchHosts, ShowTheFlightRecordsThatAUserSignalAsksForOfEachNode) {
+  const std::string script =
+      "trap 'printf "
+      "\"{\\\"rank\\\":%s,\\\"size\\\":2,\\\"reason\\\":\\\"SIGUSR1\\\",\\\"records\\\":[]}\" "
+      "$RANK "
+      "> $TESSERA_FLIGHT_DIR/new_$RANK; mv $TESSERA_FLIGHT_DIR/new_$RANK "
+      "$TESSERA_FLIGHT_DIR/rank_$RANK.json' "
+      "USR1; "
+      "echo ready; for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.1; done; echo done";
+  ProgramRun job(run_shell({"--hosts", "node-a:1,node-b:1", "--log-dir", path("logs")}, script),
+                 options());
+  ASSERT_TRUE(job.wait_for_output("ready", 2)) << job.wait().err;
+  job.signal(SIGUSR1);
   const auto end = job.wait();
   EXPECT_EQ(end.status, 0) << end.err;
-  for (const char* line : {"[0] got 12\n", "[1] got 12\n", "[1] saved\n"})
-    EXPECT_TRUE(contains(end.out, line)) << end.out;
+  for (const char* line : {"rank 0: step 0: SIGUSR1\n", "rank 1: step 0: SIGUSR1\n"})
+    EXPECT_TRUE(contains(end.err, line)) << end.err;
+  for (const char* name : {"logs/flight/flight.json", "logs/flight/flight_node_1.json"})
+    EXPECT_TRUE(fs::exists(path(name))) << name;
 }
 
 TEST_F(LaunchHosts, NameAProgramThatIsNotThere) {
@@ -127,6 +151,7 @@ TEST_F(LaunchHosts, NameAProgramThatIsNotThere) {
   const auto end = run_program(command, options());
   EXPECT_EQ(end.status, 127);
   EXPECT_TRUE(contains(end.err, ": cannot execute './no_such_program'")) << end.err;
+  EXPECT_FALSE(contains(end.err, "restart")) << end.err;
 }
 
 TEST_F(LaunchHosts, WithoutMpirunSayHowToGetItOrDoWithoutIt) {

@@ -84,6 +84,7 @@ TEST(LaunchNodes, OptionsThatContradictEachOtherAreRefusedWithAReason) {
       {{"--hosts", "::1:2"}, "brackets"},
       {{"--hosts=-a:2"}, "name of a host"},
       {{"--hosts", "user@a:1"}, "~/.ssh/config"},
+      {{"--hosts", "a:1", "--interrupt-grace", "5"}, "a second after SIGTERM"},
       {{"--hosts", "[::1]:1"}, "~/.ssh/config"},
       {{"--hosts", "a:1", "--master", "a:1", "--master-port", "2"}, "one of them"},
       {{"--master", "a"}, "--nodes or --hosts"},

@@ -14,7 +14,8 @@
 //   --ignore N       ignores signal N
 //   --tell N         prints "got N" when signal N comes, and goes on
 //   --sleep S        sleeps S seconds in all, despite signals
-//   --wait-signal S  waits for a signal of --tell, at most S seconds
+//   --wait-signal S  waits for a signal of --tell, at most S seconds; the second time for a second
+//   one
 //   --kill N         kills itself with signal N
 //   --exit S         exits with status S
 
@@ -47,8 +48,10 @@ int environment_number(const char* name) {
 }
 
 void sleep_for(double seconds, bool until_signal) {
+  static int awaited = 0;
+  if (until_signal) ++awaited;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  while (std::chrono::steady_clock::now() < end && !(until_signal && signals_seen > 0)) {
+  while (std::chrono::steady_clock::now() < end && !(until_signal && signals_seen >= awaited)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }

@@ -21,43 +21,23 @@ namespace restart_test {
 
 namespace fs = std::filesystem;
 
+// The program of a rank, which goes on from the last checkpoint of `name`.
+Command train_gpt(const TemporaryDirectory& directory, const std::string& name, int steps,
+                  int save_every) {
+  const std::string flags =
+      " --level p_g_os --layers 1 --width 32 --heads 2 --seq 32 --batch 4 --eval-every 4000 "
+      "--sample 0 --resume --steps " +
+      std::to_string(steps) + " --save-every " + std::to_string(save_every);
+  std::istringstream words(flags);
+  return with({TRAIN_GPT, "--data", directory.path("text"), "--losses",
+               directory.path(name + ".losses"), "--save", directory.path(name)},
+              {std::istream_iterator<std::string>(words), std::istream_iterator<std::string>()});
+}
+
 Command train(const TemporaryDirectory& directory, const std::string& name, int restarts) {
-  return {TESSERA_CLI,
-          "run",
-          "-n",
-          "2",
-          "--grace",
-          "0.3",
-          "--max-restarts",
-          std::to_string(restarts),
-          TRAIN_GPT,
-          "--data",
-          directory.path("text"),
-          "--level",
-          "p_g_os",
-          "--layers",
-          "1",
-          "--width",
-          "32",
-          "--heads",
-          "2",
-          "--seq",
-          "32",
-          "--batch",
-          "4",
-          "--steps",
-          "120",
-          "--save-every",
-          "10",
-          "--eval-every",
-          "1000",
-          "--sample",
-          "0",
-          "--losses",
-          directory.path(name + ".losses"),
-          "--save",
-          directory.path(name),
-          "--resume"};
+  return with(
+      {TESSERA_CLI, "run", "-n", "2", "--grace", "0.3", "--max-restarts", std::to_string(restarts)},
+      train_gpt(directory, name, 120, 10));
 }
 
 std::vector<pid_t> pids_in(const std::string& text) {
@@ -155,34 +135,8 @@ TEST(RestartSlow, TorchrunGoesOnWithoutALostHost) {
                               "--local-addr",
                               hosts.address(host),
                               "--no-python"};
-    const Command train = {TRAIN_GPT,
-                           "--data",
-                           directory.path("text"),
-                           "--layers",
-                           "1",
-                           "--width",
-                           "32",
-                           "--heads",
-                           "2",
-                           "--seq",
-                           "32",
-                           "--batch",
-                           "8",
-                           "--steps",
-                           "2000",
-                           "--save-every",
-                           "100",
-                           "--eval-every",
-                           "4000",
-                           "--sample",
-                           "0",
-                           "--losses",
-                           directory.path("losses"),
-                           "--save",
-                           directory.path("job"),
-                           "--resume"};
     runs.push_back(std::make_unique<ProgramRun>(
-        with(hosts.on_host(host), with(torchrun, train)),
+        with(hosts.on_host(host), with(torchrun, train_gpt(directory, "job", 2000, 100))),
         ProgramRun::Options{.environment = {{"GLOO_SOCKET_IFNAME", LinkedHosts::kInterface},
                                             {"TESSERA_TIMEOUT", "30"},
                                             {"TESSERA_RUN", ""},

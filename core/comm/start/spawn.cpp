@@ -2,6 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <tessera/comm/spawn.h>
 #include <tessera/comm/world.h>
 
@@ -57,20 +58,17 @@ void run_rank(const std::shared_ptr<SpawnedRank>& rank, int threads,
 // threads begin with the number that was set last.
 void run_ranks(SpawnedWorld& world, const SpawnedRanks& ranks, int threads,
                const std::function<void()>& fn) {
-  const int before = at::get_num_threads();
-  std::vector<std::jthread> started;
+  const auto restore =
+      c10::make_scope_exit([before = at::get_num_threads()] { at::set_num_threads(before); });
+  std::vector<std::jthread> started;  // which have ended when that runs
   try {
     for (const auto& rank : ranks) {
       started.emplace_back([&] { run_rank(rank, threads, fn); });
     }
   } catch (...) {
     world.store->fail("a thread could not be started");
-    started.clear();
-    at::set_num_threads(before);
     throw;
   }
-  started.clear();
-  at::set_num_threads(before);
 }
 
 void rethrow_first_failure(const SpawnedRanks& ranks) {

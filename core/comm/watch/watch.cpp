@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -47,9 +46,6 @@ constexpr auto kFailureDelay = std::chrono::milliseconds(500);
 constexpr auto kCycleAge = std::chrono::milliseconds(700);
 constexpr size_t kRecords = 256;
 constexpr size_t kMaxAsked = 8;
-
-// Asked each time: in a child of this process, the thread that forked has another one.
-pid_t thread_id() { return static_cast<pid_t>(::syscall(SYS_gettid)); }
 
 bool thread_exists(pid_t id) {
   return ::access(fmt::format("/proc/self/task/{}", id).c_str(), F_OK) == 0;
@@ -139,7 +135,7 @@ class Watch::Group : public CollectiveWatch {
     entry.step = step;
     if (!state_->is_inner) {
       const std::lock_guard lock(watch_->mutex_);
-      watch_->issuers_.insert(thread_id());
+      watch_->issuers_.insert(::gettid());
       watch_->last_issued_ = Clock::now();
     }
     const int64_t record = state_->record.add(std::move(entry));
@@ -157,7 +153,7 @@ class Watch::Group : public CollectiveWatch {
     wait->name.watch = nullptr;
     wait->since = Clock::now();
     wait->next_report = wait->since + watch_->options_.report_after;
-    wait->thread = thread_id();
+    wait->thread = ::gettid();
     wait->abort = std::move(abort);
     {
       const std::lock_guard lock(watch_->mutex_);

@@ -43,19 +43,20 @@ std::string text_of(const Value& value) {
   }
 }
 
-// Each rank has its own: process groups, the part of the mesh, the directory. Budgets may differ.
-constexpr std::array kOfEachRank = {"process_group", "replicate_group", "mesh_dim",
-                                    "offload_directory", "memory_budget"};
+// Each rank may have its own, as it has its own process groups.
+constexpr std::array<std::string_view, 3> kOfEachRank = {"mesh_dim", "offload_directory",
+                                                         "memory_budget"};
 
 // One line per fact that must be equal on all ranks.
 std::vector<std::string> describe(const std::vector<ParamSlot>& params, const ShardPlan& plan) {
   std::vector<std::string> lines;
-  visit_fields(plan, [&](std::string_view name, const auto& value) {
+  const auto add = [&](std::string_view name, const auto& value) {
     if constexpr (!std::is_same_v<std::decay_t<decltype(value)>, ProcessGroupPtr>) {
       if (std::find(kOfEachRank.begin(), kOfEachRank.end(), name) == kOfEachRank.end())
         lines.push_back(fmt::format("plan.{} {}", name, text_of(value)));
     }
-  });
+  };
+  visit_fields(add, plan);
   lines.push_back(fmt::format("plan.memory_budget {}", plan.memory_budget ? "given" : "none"));
   for (const ParamSlot& param : params) {
     const auto& strides = param.dist ? param.dist->strides : param.strides;

@@ -34,6 +34,10 @@ struct Job {
   ShardedOptimizerV2 optimizer;
 };
 
+TEST(HybridAdam, IsAlsoKnownByItsNumberOfShards) {
+  EXPECT_EQ(colossalai::HybridAdam::num_fp32_shards_per_param, 4);
+}
+
 TEST(ShardedOptimizerV2, CO_30_MastersAreFloats) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [&](World& world) {

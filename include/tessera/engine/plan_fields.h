@@ -61,43 +61,44 @@ constexpr std::optional<Enum> find_plan_choice(std::string_view name) {
   return std::nullopt;
 }
 
-/// Calls `visit(name, field)` for each field of a plan, which may be constant. Fields of
-/// `precision` are visited one by one, as "precision.param_dtype"; `outer` as a whole.
-template <class Plan, class Visit>
-void visit_fields(Plan& plan, Visit&& visit) {
-  visit("level", plan.level);
-  visit("partition", plan.partition);
-  visit("unit_bytes", plan.unit_bytes);
-  visit("owners", plan.owners);
-  visit("ignored", plan.ignored);
-  visit("unreplicated", plan.unreplicated);
-  visit("units", plan.units);
-  visit("whole_numel", plan.whole_numel);
-  visit("whole", plan.whole);
-  visit("resident_bytes", plan.resident_bytes);
-  visit("memory_budget", plan.memory_budget);
-  visit("prefetch", plan.prefetch);
-  visit("average", plan.average);
-  visit("predivide", plan.predivide);
-  visit("bucket_bytes", plan.bucket_bytes);
-  visit("reduce_gradients", plan.reduce_gradients);
-  visit("device", plan.device);
-  visit("start_values", plan.start_values);
-  visit("sync_buffers", plan.sync_buffers);
-  visit("process_group", plan.process_group);
-  visit("replicate_group", plan.replicate_group);
-  visit("outer", plan.outer);
-  visit("mesh_dim", plan.mesh_dim);
-  visit("precision.param_dtype", plan.precision.param_dtype);
-  visit("precision.master_dtype", plan.precision.master_dtype);
-  visit("precision.reduce_dtype", plan.precision.reduce_dtype);
-  visit("precision.error_feedback", plan.precision.error_feedback);
-  visit("precision.gather_dtype", plan.precision.gather_dtype);
-  visit("precision.master_only", plan.precision.master_only);
-  visit("precision.buffer_dtype", plan.precision.buffer_dtype);
-  visit("precision.cast_inputs", plan.precision.cast_inputs);
-  visit("offload", plan.offload);
-  visit("offload_directory", plan.offload_directory);
+/// Calls `visit(name, field...)` for each field, with that of each of the plans, which may be
+/// constant. Fields of `precision` are visited one by one, as "precision.param_dtype"; `outer` as a
+/// whole.
+template <class Visit, class... Plans>
+void visit_fields(Visit&& visit, Plans&... plans) {
+  visit("level", plans.level...);
+  visit("partition", plans.partition...);
+  visit("unit_bytes", plans.unit_bytes...);
+  visit("owners", plans.owners...);
+  visit("ignored", plans.ignored...);
+  visit("unreplicated", plans.unreplicated...);
+  visit("units", plans.units...);
+  visit("whole_numel", plans.whole_numel...);
+  visit("whole", plans.whole...);
+  visit("resident_bytes", plans.resident_bytes...);
+  visit("memory_budget", plans.memory_budget...);
+  visit("prefetch", plans.prefetch...);
+  visit("average", plans.average...);
+  visit("predivide", plans.predivide...);
+  visit("bucket_bytes", plans.bucket_bytes...);
+  visit("reduce_gradients", plans.reduce_gradients...);
+  visit("device", plans.device...);
+  visit("start_values", plans.start_values...);
+  visit("sync_buffers", plans.sync_buffers...);
+  visit("process_group", plans.process_group...);
+  visit("replicate_group", plans.replicate_group...);
+  visit("outer", plans.outer...);
+  visit("mesh_dim", plans.mesh_dim...);
+  visit("precision.param_dtype", plans.precision.param_dtype...);
+  visit("precision.master_dtype", plans.precision.master_dtype...);
+  visit("precision.reduce_dtype", plans.precision.reduce_dtype...);
+  visit("precision.error_feedback", plans.precision.error_feedback...);
+  visit("precision.gather_dtype", plans.precision.gather_dtype...);
+  visit("precision.master_only", plans.precision.master_only...);
+  visit("precision.buffer_dtype", plans.precision.buffer_dtype...);
+  visit("precision.cast_inputs", plans.precision.cast_inputs...);
+  visit("offload", plans.offload...);
+  visit("offload_directory", plans.offload_directory...);
 }
 
 }  // namespace tessera

@@ -28,11 +28,12 @@ TEST(PlanFields, AreAllVisitedOnce) {
   std::set<std::string> names;
   std::set<const void*> places;
   size_t visits = 0;
-  visit_fields(plan, [&](const char* name, auto& field) {
+  const auto visit = [&](const char* name, auto& field) {
     ++visits;
     names.insert(name);
     places.insert(&field);
-  });
+  };
+  visit_fields(visit, plan);
   EXPECT_EQ(visits, arity<ShardPlan>() - 1 + arity<Precision>());  // `precision` by its own members
   EXPECT_EQ(names.size(), visits);
   EXPECT_EQ(places.size(), visits);
