@@ -229,7 +229,7 @@ class ShardedLoad : public LoaderLoad {
       : LoaderLoad(Ranks::of(module.state()->mesh())),
         state_(module.state()),
         optimizer_(optimizer),
-        outer_(optimizer ? outer_steps_of(*optimizer) : nullptr) {
+        outer_(optimizer ? OptimizerAccess(*optimizer).outer_steps() : nullptr) {
     state_->check_not_exchanged("load_checkpoint");
     state_->take_in_replaced();
     state_->thaw_trained();
@@ -246,7 +246,7 @@ class ShardedLoad : public LoaderLoad {
     LoadedCheckpoint loaded;
     state_->overwrite([&] { loaded = LoaderLoad::load(); });
     if (!optimizer_) return loaded;
-    offload_state(*optimizer_);
+    OptimizerAccess(*optimizer_).offload_state();
     if (outer_) outer_->set_momentum(loader_->outer_momentum());
     optimizer_->set_steps(index().optimizer->steps);
     return loaded;

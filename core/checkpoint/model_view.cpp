@@ -162,13 +162,14 @@ Replica replica_of(const DistSpec& spec) {
 }
 
 std::vector<ParamSlot> ignored_slots(const ShardedState& state) {
-  if (state.ignored_parameters().empty()) return {};
-  return collect_parameters(state.ignored_parameters().vec());
+  if (state.buffers().ignored().empty()) return {};
+  return collect_parameters(state.buffers().ignored().vec());
 }
 
 ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) {
   state.check_replicated("checkpoint");
-  if (optimizer) segments_of(*optimizer);  // adopts new parameters, before values are read
+  if (optimizer)
+    OptimizerAccess(*optimizer).segments();  // adopts new parameters, before values are read
   ModelView view;
   std::vector<size_t> first_param;  // of each unit
   for (const auto& unit : state.units()) {
@@ -182,7 +183,7 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
     view.params.push_back(view_of_whole(slot, Ranks::of(state.mesh()).rank(), /*ranks=*/1, turns));
     view.params.back().is_rank_own = !slot.dist;
   }
-  for (const NamedTensor& buffer : state.module_buffers()) {
+  for (const NamedTensor& buffer : state.buffers().of_module()) {
     if (buffer.tensor.defined()) view.buffers.push_back(buffer);
   }
   if (!optimizer) return view;
@@ -190,7 +191,7 @@ ModelView view_of(const ShardedState& state, const ShardedOptimizer* optimizer) 
       optimizer->module().state().get() == &state,
       "[checkpoint] the optimizer must be that of the module; it was made for another one");
   view.optimizer = &optimizer->inner();
-  for (const Segment& segment : segments_of(*optimizer)) {
+  for (const Segment& segment : OptimizerAccess(*optimizer).segments()) {
     view.optimized.push_back({first_param[segment.place.unit] + segment.place.slot,
                               segment.param_group, segment.tensor});
   }

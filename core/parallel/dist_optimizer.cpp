@@ -86,7 +86,7 @@ void for_each_sharded(ShardedOptimizer& optimizer, const std::vector<NamedTensor
   const ShardedState& state = *optimizer.module().state();
   for (const NamedTensor& param : params) {
     const ParamIndex place = *state.find(param.tensor);
-    for (const Segment& segment : segments_of(optimizer)) {
+    for (const Segment& segment : OptimizerAccess(optimizer).segments()) {
       if (segment.place.unit != place.unit || segment.place.slot != place.slot) continue;
       f(ShardedParam{param.name, *state.units()[place.unit], state.slot(place), segment});
     }

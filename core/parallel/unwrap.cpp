@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "engine/model/sharded_state.h"
+#include "engine/model/full_state.h"
 #include "tensor/dist_meta.h"
 
 namespace tessera {
@@ -38,7 +38,7 @@ void unwrap(torch::nn::Module& module) {
   const auto state = state_of(module);
   TORCH_CHECK_VALUE(state || !tensors.empty(),
                     "[unwrap] the module must be sharded or distributed; none of its tensors is");
-  if (state) state->unwrap();
+  if (state) unwrap(*state);
   std::vector<at::Tensor> values;
   for (const at::Tensor& tensor : tensors) values.push_back(full_tensor(tensor.detach()).clone());
   for (size_t i = 0; i < tensors.size(); ++i) {

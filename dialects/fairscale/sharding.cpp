@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/model/full_state.h"
 #include "engine/optim/optimizer_parameters.h"
 #include "engine/optim/sharded_optimizer_access.h"
 
@@ -89,7 +90,7 @@ Sharding::~Sharding() {
 void Sharding::take_apart(GivenValues which) {
   ShardedState& state = *sharded->state();
   for (OssImpl* optimizer : optimizers) {
-    give_back_optimizer(*optimizer->sharded);
+    OptimizerAccess(*optimizer->sharded).give_back();
     optimizer->sharded.reset();
   }
   which == GivenValues::kUsed ? state.unwrap() : state.give_back(which);
@@ -98,7 +99,7 @@ void Sharding::take_apart(GivenValues which) {
 
 void Sharding::dissolve(GivenValues which) {
   const auto keep_alive = optimizers.empty() ? nullptr : optimizers.front()->sharding;
-  if (sharded && which == GivenValues::kUsed) sharded->state()->check_unwrap();
+  if (sharded && which == GivenValues::kUsed) check_unwrap(*sharded->state());
   if (sharded) take_apart(which);
   for (OssImpl* optimizer : std::exchange(optimizers, {})) optimizer->sharding.reset();
 }

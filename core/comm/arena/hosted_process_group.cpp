@@ -140,7 +140,6 @@ class HostedProcessGroup : public ProcessGroup,
                            public SharesMemory,
                            public Closable,
                            public SendsMessages,
-                           public GathersSums,
                            public Watchable {
  public:
   // `local`: the ranks of this host; `rail`: the ranks of this rank's rail, in host order;
@@ -158,6 +157,7 @@ class HostedProcessGroup : public ProcessGroup,
   int size() const override { return whole_->size(); }
   std::chrono::milliseconds timeout() const override { return whole_->timeout(); }
   std::string backend_name() const override { return "arena+" + whole_->backend_name(); }
+  bool gathers_sums() const override { return true; }
   std::optional<c10::DeviceType> device_type() const override { return at::kCPU; }
 
   void close() noexcept override {

@@ -36,7 +36,7 @@ void repeat(std::byte* flat, int64_t begin, int64_t end, int64_t total) {
   }
 }
 
-class FakeProcessGroup : public ProcessGroup, public MakesParts, public GathersSums {
+class FakeProcessGroup : public ProcessGroup, public MakesParts {
  public:
   FakeProcessGroup(int rank, int size) : rank_(rank), size_(size) {}
 
@@ -44,6 +44,7 @@ class FakeProcessGroup : public ProcessGroup, public MakesParts, public GathersS
   int size() const override { return size_; }
   std::chrono::milliseconds timeout() const override { return std::chrono::minutes(10); }
   std::string backend_name() const override { return "fake"; }
+  bool gathers_sums() const override { return true; }
   std::optional<c10::DeviceType> device_type() const override { return at::kCPU; }
   ProcessGroupPtr make_part(int rank, int size) const override {
     return fake_process_group(rank, size);

@@ -247,8 +247,7 @@ std::vector<at::Tensor> tensors_of(const Collective& collective) {
 class BackendProcessGroup : public ProcessGroup,
                             public Closable,
                             public Abortable,
-                            public Watchable,
-                            public SendsPlain {
+                            public Watchable {
  public:
   BackendProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout,
                       c10::DeviceType device)
@@ -268,6 +267,7 @@ class BackendProcessGroup : public ProcessGroup,
   std::chrono::milliseconds timeout() const override { return timeout_; }
   std::string backend_name() const override { return backend_->getBackendName(); }
   bool has_channels() const override { return false; }
+  bool sends_plain() const override { return true; }
 
   // The host's backends end with their objects.
   void close() noexcept override {

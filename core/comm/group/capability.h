@@ -75,19 +75,6 @@ class SendsMessages {
   virtual SentMessages sent() const = 0;
 };
 
-/// A process group that sends tensors as they are: it refuses any other `Encoding`.
-class SendsPlain {
- public:
-  virtual ~SendsPlain() = default;
-};
-
-/// A process group whose reductions can also gather their sums: see
-/// `ReduceScatterOptions::gather_into`, which others refuse.
-class GathersSums {
- public:
-  virtual ~GathersSums() = default;
-};
-
 /// Host memory that the ranks of a process group share. It lives as long as a tensor on any rank
 /// refers to it.
 struct SharedBuffer {

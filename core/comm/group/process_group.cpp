@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/dispatch/math_bits.h"
-#include "comm/group/capability.h"
 #include "comm/group/collective.h"
 
 namespace tessera {
@@ -53,10 +52,10 @@ std::vector<ReplacedOutput> make_plain(Collective& collective) {
 WorkPtr ProcessGroup::start(Collective collective) {
   check_arguments(*this, collective);
   if (const auto* const call = std::get_if<ReduceScatter>(&collective.call))
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !call->options.gather_into.defined() || capability<GathersSums>(*this),
-        "[reduce_scatter] `gather_into` can't be used over ", backend_name(),
-        "; call all_gather() instead (unit '", collective.tag.subject, "')");
+    TORCH_CHECK_NOT_IMPLEMENTED(!call->options.gather_into.defined() || transport().gathers_sums(),
+                                "[reduce_scatter] `gather_into` can't be used over ",
+                                backend_name(), "; call all_gather() instead (unit '",
+                                collective.tag.subject, "')");
   CommDebug::count(collective);
   std::vector<ReplacedOutput> outputs = make_plain(collective);
   WorkPtr work = issue(std::move(collective));

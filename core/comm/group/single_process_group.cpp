@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "comm/group/capability.h"
 #include "comm/group/completed_work.h"
 #include "comm/group/local_sum.h"
 #include "comm/group/peer_message.h"
@@ -15,12 +14,13 @@
 namespace tessera {
 namespace {
 
-class SingleProcessGroup : public ProcessGroup, public GathersSums {
+class SingleProcessGroup : public ProcessGroup {
  public:
   int rank() const override { return 0; }
   int size() const override { return 1; }
   std::chrono::milliseconds timeout() const override { return std::chrono::minutes(10); }
   std::string backend_name() const override { return "single"; }
+  bool gathers_sums() const override { return true; }
 
  private:
   WorkPtr issue(Collective collective) override {

@@ -161,7 +161,6 @@ constexpr int kMostDirect = 4;
 class ExchangeProcessGroup : public ProcessGroup,
                              public Closable,
                              public SendsMessages,
-                             public GathersSums,
                              public Watchable {
  public:
   ExchangeProcessGroup(c10::intrusive_ptr<c10d::Backend> backend, std::chrono::milliseconds timeout)
@@ -182,6 +181,7 @@ class ExchangeProcessGroup : public ProcessGroup,
   }
   const std::shared_ptr<CollectiveWatch>& watch() const override { return order_.watch(); }
 
+  bool gathers_sums() const override { return true; }
   int rank() const override { return mailbox_.rank(); }
   int size() const override { return mailbox_.size(); }
   std::chrono::milliseconds timeout() const override { return timeout_; }

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
-#include <bit>
 
 #include "comm/group/differing_order.h"
 #include "comm/group/progress.h"
@@ -51,10 +50,21 @@ namespace tessera {
 // through the handle only.
 namespace {
 
-constexpr size_t kLongestRecord = 100'000;  // evaluation in grad mode, without a backward
-constexpr size_t kListedUses = 32;          // in errors
+constexpr size_t kListedUses = 32;  // in errors
 
 bool in_backward() { return torch::autograd::get_current_node() != nullptr; }
+
+bool several_ranks(const std::vector<Unit*>& units) {
+  return std::ranges::any_of(units,
+                             [](const Unit* unit) { return unit->context().mesh.size() > 1; });
+}
+
+// True if units would be freed if the ranks did not share their memory.
+bool any_stays_shared(const std::vector<Unit*>& units) {
+  return std::ranges::any_of(units, [](const Unit* unit) {
+    return unit->layout().level == ShardLevel::kParameters && unit->is_shared();
+  });
+}
 
 bool in_training() { return at::GradMode::is_enabled() || in_backward(); }
 
@@ -65,13 +75,10 @@ Residency::Residency(std::vector<Unit*> units, const Limits& limits, Ask ask)
       limits_(limits),
       next_limits_(limits),
       ask_(std::move(ask)),
+      any_frees_(std::ranges::any_of(units_, &Unit::frees)),
+      stays_shared_(any_stays_shared(units_)),
+      learner_(static_cast<int>(units_.size())),
       ahead_(units_.size(), false) {
-  for (const Unit* unit : units_) {
-    any_frees_ |= unit->frees();
-    stays_shared_ |= unit->layout().level == ShardLevel::kParameters && unit->is_shared();
-    several_ranks_ |= unit->context().mesh.size() > 1;
-  }
-  order_ = registration_order(static_cast<int>(units_.size()));
   plan();
 }
 
@@ -83,14 +90,12 @@ std::vector<int64_t> Residency::freed_nbytes() const {
 }
 
 void Residency::plan() {
-  joined_ = order_.joined();
-  steps_ = plan_residency(joined_, freed_nbytes(), limits_.resident_bytes, limits_.prefetch);
-  position_ = -1;
+  cursor_.set(learner_.order(), freed_nbytes(), limits_.resident_bytes, limits_.prefetch);
 }
 
 void Residency::on_use(const std::vector<Unit*>& units, bool writes) {
   const auto guard = lock();
-  running_.enter(units, writes && several_ranks_, /*frees=*/any_frees_ && held_ == 0);
+  running_.enter(units, writes && several_ranks(units_), /*frees=*/frees());
   try {
     use(units);
   } catch (c10::DistBackendError& error) {
@@ -121,8 +126,8 @@ std::string Residency::orders_text() const {
       "[tessera] all ranks must gather units in the order of use that they share: {}; this rank "
       "has used {}. In training, they may use units in any order, unless the user reduces "
       "gradients. Elsewhere, as in an evaluation, they may only leave units out",
-      names(trains_ ? order_.joined() : order_.forward),
-      names(trains_ ? used_.joined() : prelude_));
+      names(pass_.trains ? cursor_.uses() : learner_.order().forward),
+      names(pass_.trains ? used().joined() : pass_.prelude));
 }
 
 void Residency::on_used() noexcept {
@@ -131,15 +136,15 @@ void Residency::on_used() noexcept {
 }
 
 void Residency::check_unused(const char* call) const {
-  if (!several_ranks_) return;
+  if (!several_ranks(units_)) return;
   const auto guard = lock();
   running_.check_none(call);
 }
 
 void Residency::use(const std::vector<Unit*>& units) {
   // Nearly always, it is the unit of the last operator again.
-  if (units.size() == 1 && units[0] == last_ && last_->state() == Unit::State::kUnsharded &&
-      (last_trained_ || !in_training()))
+  if (units.size() == 1 && units[0] == last_.unit &&
+      last_.unit->state() == Unit::State::kUnsharded && (last_.trained || !in_training()))
     return;
   const MemoryWatch& watch = units_.front()->context().watch;
   watch.before_change();
@@ -155,8 +160,9 @@ void Residency::use(const std::vector<Unit*>& units) {
 // use (`addmm` takes the bias first): using them as they arrive would skip the uses in between.
 std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   if (units.size() == 1) return units;
-  const auto from = joined_.begin() + std::max<ptrdiff_t>(position_, 0);
-  auto next_use = [&](const Unit* unit) { return std::find(from, joined_.end(), unit->index()); };
+  const UseOrder& uses = cursor_.uses();
+  const auto from = uses.begin() + std::max<ptrdiff_t>(cursor_.position(), 0);
+  auto next_use = [&](const Unit* unit) { return std::find(from, uses.end(), unit->index()); };
   std::sort(units.begin(), units.end(), [&](const Unit* a, const Unit* b) {
     return std::pair(next_use(a), a->index()) < std::pair(next_use(b), b->index());
   });
@@ -176,17 +182,16 @@ void Residency::show_phase() const {
 void Residency::use_one(Unit& unit) {
   show_phase();
   const bool trains = in_training();
-  last_ = &unit;
-  last_trained_ = trains;
-  if (held_ == 0 && any_frees_) {
-    if (trains && !trains_) begin_pass(unit);
-    if (trains_) record(unit);
-    const bool expected = !asks_ && advance(unit.index());
-    if (!trains_) append_use(prelude_, unit.index());
-    if (!expected && trains_) leave_order();
+  last_ = {&unit, trains};
+  if (frees()) {
+    if (trains && !pass_.trains) begin_pass(unit);
+    if (pass_.trains) record(unit);
+    const bool expected = !pass_.asks && advance(unit.index());
+    if (!pass_.trains) append_use(pass_.prelude, unit.index());
+    if (!expected && pass_.trains) leave_order();
     // A unit that is here is freed as planned.
     if (!expected && unit.state() == Unit::State::kSharded) {
-      if (asks_) {
+      if (pass_.asks) {
         asked_ = unit.index();
         ask_(asked_);
         asked_ = -1;
@@ -195,100 +200,82 @@ void Residency::use_one(Unit& unit) {
     }
   } else if (trains) {
     record(unit);
-  } else if (stays_shared_ && !any_frees_ && held_ == 0 && used_.forward.empty()) {
-    ++uses_in_evaluation_;
+  } else if (stays_shared_ && !any_frees_ && hold_.count == 0 && used().forward.empty()) {
+    learner_.count_evaluation();
   }
   if (unit.state() == Unit::State::kSharded) unit.unshard();
 }
 
 void Residency::record(const Unit& unit) {
-  if (!in_backward()) {
-    if (used_.forward.empty()) unit.context().watch.tell(MemoryEvent::kForwardBegin);
-    append_use(used_.forward, unit.index());
-    if (used_.forward.size() > kLongestRecord) forget_pass(), deviated_ = true;
-    return;
-  }
-  // Backward begins with the unit that forward ended with; as that was the last unit used, its use
-  // in backward was not seen.
-  if (used_.backward.empty() && !used_.forward.empty())
-    append_use(used_.backward, used_.forward.back());
-  append_use(used_.backward, unit.index());
+  if (!in_backward() && used().forward.empty())
+    unit.context().watch.tell(MemoryEvent::kForwardBegin);
+  learner_.record(unit.index(), in_backward());
 }
 
 // True if the forward part of the order goes on with a use of `unit`, or is at one.
 bool Residency::is_expected(const Unit& unit) const {
-  return position_ >= 0 &&
-         (joined_[position_] == unit.index() || find_ahead(unit.index(), forward_end()) >= 0);
+  return cursor_.position() >= 0 && (cursor_.is_at(unit.index()) ||
+                                     cursor_.find_ahead(unit.index(), cursor_.forward_end()) >= 0);
 }
 
 // Called at the first use with gradients.
 void Residency::begin_pass(const Unit& unit) {
-  if (is_told_ || !is_expected(unit)) finish_evaluation();
-  trains_ = true;
-  for (const int used : std::exchange(prelude_, {})) record(*units_[used]);
+  if (pass_.is_told || !is_expected(unit)) finish_evaluation();
+  pass_.trains = true;
+  for (const int used : std::exchange(pass_.prelude, {})) record(*units_[used]);
 }
 
 // Between passes: executes the rest of the evaluation's plan, as all ranks do.
 void Residency::finish_evaluation() {
-  prelude_.clear();
-  if (!std::exchange(is_told_, false) && position_ < 0) return;
-  execute(position_ + 1, forward_end());
-  position_ = -1;
+  pass_.prelude.clear();
+  if (!std::exchange(pass_.is_told, false) && cursor_.position() < 0) return;
+  execute(cursor_.forward_end());
+  cursor_.restart();
   if (limits_.resident_bytes >= 0) free_all();
 }
 
 void Residency::begin_forward() {
   const auto guard = lock();
   free_released();
-  if (trains_ || held_ > 0 || !any_frees_) return;
+  if (pass_.trains || !frees()) return;
   finish_evaluation();
-  trains_ = at::GradMode::is_enabled();
-  is_told_ = !trains_;
+  pass_.trains = at::GradMode::is_enabled();
+  pass_.is_told = !pass_.trains;
 }
 
 void Residency::end_evaluation() {
   const auto guard = lock();
-  if (trains_ || held_ > 0 || !any_frees_) return;
-  finish_evaluation();
+  if (!pass_.trains && frees()) finish_evaluation();
 }
 
 // How far uses may move the cursor: without gradients, not into backward. Registration order is a
 // guess: until an order is learned, a forward that returns to a unit is not in backward yet,
 // either.
 ptrdiff_t Residency::reach() const {
-  const bool is_forward = !in_training() || (!learned_ && !in_backward());
-  return is_forward ? forward_end() : std::ssize(joined_);
-}
-
-// The position of the next use of `unit` before `end`, or -1.
-ptrdiff_t Residency::find_ahead(int unit, ptrdiff_t end) const {
-  const auto begin = joined_.begin();
-  const auto next = std::find(begin + std::min(position_ + 1, end), begin + end, unit);
-  return next == begin + end ? -1 : next - begin;
+  const bool is_forward = !in_training() || (!learner_.has_learned() && !in_backward());
+  return is_forward ? cursor_.forward_end() : cursor_.end();
 }
 
 // Moves to the next use of `unit` in the order and executes the plan up to it. False if there is
 // none.
 bool Residency::advance(int unit) {
-  if (position_ >= 0 && joined_[position_] == unit) return true;
-  ptrdiff_t target = find_ahead(unit, reach());
-  if (target < 0 && !trains_) {
+  if (cursor_.is_at(unit)) return true;
+  ptrdiff_t target = cursor_.find_ahead(unit, reach());
+  if (target < 0 && !pass_.trains) {
     // The next evaluation begins: end the current one, then look again.
     finish_evaluation();
     free_all();
-    target = find_ahead(unit, reach());
+    target = cursor_.find_ahead(unit, reach());
   }
   if (target < 0) return false;
-  execute(position_ + 1, target + 1);
-  position_ = target;
+  execute(target + 1);
   return true;
 }
 
 // The pass goes on with a use that the order does not expect.
 void Residency::leave_order() {
-  deviated_ = true;
-  if (!ask_ || std::exchange(asks_, true)) return;
-  finish();
+  learner_.leave_order();
+  if (ask_ && !std::exchange(pass_.asks, true)) execute(cursor_.end());
 }
 
 void Residency::serve(const std::vector<int>& units) {
@@ -301,17 +288,12 @@ void Residency::serve(const std::vector<int>& units) {
   }
 }
 
-void Residency::execute(ptrdiff_t from, ptrdiff_t to) {
-  for (ptrdiff_t p = from; p < to; ++p) {
-    for (const int unit : steps_[p].free) free(*units_[unit]);
-    for (const int unit : steps_[p].gather) gather(*units_[unit]);
-  }
-}
-
-// Executes the rest of the pass's plan, as all ranks do.
-void Residency::finish() {
-  execute(position_ + 1, std::ssize(joined_));
-  position_ = std::ssize(joined_) - 1;
+// Executes the plan up to `end`, as all ranks do.
+void Residency::execute(ptrdiff_t end) {
+  cursor_.advance(end, [this](const ResidencyStep& step) {
+    for (const int unit : step.free) free(*units_[unit]);
+    for (const int unit : step.gather) gather(*units_[unit]);
+  });
 }
 
 // A planned gather always runs, even if the unit is gathered here already: other ranks count on it.
@@ -339,64 +321,46 @@ void Residency::free_all() {
 }
 
 void Residency::restart() {
-  position_ = -1;
-  trains_ = asks_ = is_told_ = false;
-  prelude_.clear();
-  last_ = nullptr;
+  cursor_.restart();
+  pass_ = {};
+  last_ = {};
   postponed_.clear();
   std::fill(ahead_.begin(), ahead_.end(), false);
 }
 
 void Residency::end_pass() {
   const auto guard = lock();
-  if (is_sparse()) ++sparse_passes_;
-  if (held_ > 0 || !any_frees_) return;
+  learner_.end_pass();
+  if (!frees()) return;
   free_released();
-  if (!trains_) finish_evaluation();
-  finish();
+  if (!pass_.trains) finish_evaluation();
+  execute(cursor_.end());
   restart();
   if (limits_.resident_bytes >= 0) {
     free_all();
   } else {
     // All units stay until the step; the next pass need not gather them again.
-    for (const int unit : joined_) ahead_[unit] = true;
+    for (const int unit : cursor_.uses()) ahead_[unit] = true;
   }
 }
 
 bool Residency::wants_to_learn() const {
   const auto guard = lock();
-  if (!learned_) return true;
-  // A second backward of the same forward says nothing about the next pass.
-  if (used_.forward.empty()) return false;
-  // Where ranks always use parts of the order, learning again is of no use: ever more rarely.
-  return deviated_ || (is_sparse() && std::has_single_bit(sparse_passes_));
-}
-
-// True if there were far fewer uses than expected: the order may have been learned in an unusual
-// pass.
-bool Residency::is_sparse() const {
-  const size_t uses = used_.forward.size() + used_.backward.size();
-  return 4 * uses < 3 * joined_.size() && used_ != mine_;
+  return learner_.wants_to_learn();
 }
 
 void Residency::forget_pass() {
   const auto guard = lock();
-  used_ = {};
-  uses_in_evaluation_ = 0;
-  last_ = nullptr;  // the next use begins a pass, even if it is of the same unit
+  learner_.forget_pass();
+  last_ = {};  // the next use begins a pass, even if it is of the same unit
 }
 
 void Residency::learn(std::vector<PassOrder> ranks) {
-  history_.add(std::move(ranks));
-  const PassOrder known = std::exchange(order_, history_.merged(order_));
-  mine_ = used_;
   std::vector<int> trainable;
   for (const Unit* unit : units_)
     if (unit->layout().slots.front().requires_grad) trainable.push_back(unit->index());
-  insert_missing(order_, trainable, known.forward);
+  learner_.learn(std::move(ranks), trainable);
   plan();
-  learned_ = true;
-  deviated_ = false;
 }
 
 void Residency::on_step(const std::vector<bool>& changed) {
@@ -409,42 +373,42 @@ void Residency::on_step(const std::vector<bool>& changed) {
   const auto is_stale = [&](const Unit& unit) {
     return !unit.frees() && changed[unit.index()] && unit.layout().level != ShardLevel::kNone;
   };
-  for (const int index : joined_) {
+  for (const int index : cursor_.uses()) {
     Unit& unit = *units_[index];
-    if (done[index] || !((unit.frees() && held_ > 0) || is_stale(unit))) continue;
+    if (done[index] || !((unit.frees() && hold_.count > 0) || is_stale(unit))) continue;
     done[index] = true;
     unit.reshard();
     unit.unshard();
   }
   for (Unit* unit : units_) {
     if (done[unit->index()]) continue;
-    if (unit->frees() && held_ > 0) unit->unshard();
+    if (unit->frees() && hold_.count > 0) unit->unshard();
     // Not in the order, so no rank is known to use it: gathered if it is used after all.
     if (is_stale(*unit)) unit->reshard();
   }
-  if (held_ > 0 || steps_.empty()) return;
-  for (const int index : steps_.front().gather) {
+  if (hold_.count > 0 || cursor_.end() == 0) return;
+  for (const int index : cursor_.first_gathers()) {
     units_[index]->unshard();
     ahead_[index] = true;
   }
 }
 
 void Residency::free_and_restart() {
-  released_ = false;
-  trains_ ? finish() : finish_evaluation();
+  hold_.is_released = false;
+  pass_.trains ? execute(cursor_.end()) : finish_evaluation();
   free_all();
   restart();
 }
 
 void Residency::free_everything() {
   const auto guard = lock();
-  if (held_ == 0) free_and_restart();
+  if (hold_.count == 0) free_and_restart();
 }
 
 void Residency::hold_all() {
   const auto guard = lock();
   free_everything();
-  if (held_++ > 0) return;
+  if (hold_.count++ > 0) return;
   for (Unit* unit : units_) {
     if (unit->state() == Unit::State::kSharded) unit->unshard();
   }
@@ -455,9 +419,9 @@ void Residency::hold_all() {
 // for a gather that is under way.
 void Residency::release_all() noexcept {
   const auto guard = lock();
-  if (--held_ > 0) return;
-  released_ = true;
-  last_ = nullptr;
+  if (--hold_.count > 0) return;
+  hold_.is_released = true;
+  last_ = {};
   try {
     for (Unit* unit : units_) {
       const bool is_free = unit->state() == Unit::State::kUnsharded && !running_.uses(unit);
@@ -468,7 +432,7 @@ void Residency::release_all() noexcept {
 }
 
 void Residency::free_released() {
-  if (released_) free_everything();
+  if (hold_.is_released) free_everything();
 }
 
 }  // namespace tessera

@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/access/order_learner.h"
+#include "engine/access/plan_cursor.h"
 #include "engine/access/running_operators.h"
-#include "engine/access/use_order.h"
 #include "engine/unit/unit.h"
 
 namespace tessera {
@@ -66,16 +67,16 @@ class Residency {
   /// True until an order has been learned, and again if this pass did not fit the order.
   bool wants_to_learn() const;
   /// The uses of units on this rank since the last `forget_pass()`.
-  const PassOrder& used() const { return used_; }
+  const PassOrder& used() const { return learner_.used(); }
   void forget_pass();
   /// Number of unit uses outside of training since then. Counted only where units stay gathered
   /// because the ranks share their memory, so that no rank waits for one that skips a unit; else 0.
-  int64_t uses_in_evaluation() const { return uses_in_evaluation_; }
+  int64_t uses_in_evaluation() const { return learner_.uses_in_evaluation(); }
   /// Called by all ranks, with equal arguments: merges the ranks' orders in the pass that ends with
   /// earlier ones, and follows the result from the next pass on.
   void learn(std::vector<PassOrder> ranks);
   /// The order that training passes follow.
-  const PassOrder& order() const { return order_; }
+  const PassOrder& order() const { return learner_.order(); }
 
   /// Called by all ranks when the shards of the units with `changed[unit]` have new values. Frees
   /// or re-gathers full parameters and starts the next pass.
@@ -95,27 +96,40 @@ class Residency {
   void hold_all();
   /// Neither waits nor throws: units that can't be freed at once are freed at the next use.
   void release_all() noexcept;
-  bool is_held() const { return held_ > 0; }
+  bool is_held() const { return hold_.count > 0; }
 
  private:
+  // The pass or evaluation that is under way.
+  struct Pass {
+    bool trains = false;    // a use wanted gradients
+    bool asks = false;      // it has left the order: its further uses are asked for
+    bool is_told = false;   // an evaluation that began with a forward of the handle
+    UseOrder prelude = {};  // uses without gradients since the cursor left its start
+  };
+  struct Hold {
+    int count = 0;
+    bool is_released = false;  // the last has ended, but not all units are freed yet
+  };
+  struct LastUse {
+    Unit* unit = nullptr;
+    bool trained = false;  // it wanted gradients
+  };
+
   void use(const std::vector<Unit*>& units);
   std::string orders_text() const;
   std::vector<Unit*> in_order(std::vector<Unit*> units) const;
   void use_one(Unit& unit);
   void record(const Unit& unit);
   void show_phase() const;
+  bool frees() const { return any_frees_ && hold_.count == 0; }
   bool is_expected(const Unit& unit) const;
   void begin_pass(const Unit& unit);
   void finish_evaluation();
   void free_and_restart();
-  ptrdiff_t forward_end() const { return std::ssize(order_.forward); }
   ptrdiff_t reach() const;
-  ptrdiff_t find_ahead(int unit, ptrdiff_t end) const;
   bool advance(int unit);
   void leave_order();
-  bool is_sparse() const;
-  void execute(ptrdiff_t from, ptrdiff_t to);
-  void finish();
+  void execute(ptrdiff_t end);
   void free_released();
   void gather(Unit& unit);
   void free(Unit& unit);
@@ -123,33 +137,18 @@ class Residency {
   void restart();
   void plan();
 
-  std::vector<Unit*> units_;
+  const std::vector<Unit*> units_;
   Limits limits_;
   Limits next_limits_;  // from the next step on
   const Ask ask_;
-  bool any_frees_ = false;
-  bool several_ranks_ = false;
-  bool stays_shared_ = false;  // would be freed if the ranks did not share their memory
-  bool learned_ = false;
-  bool deviated_ = false;
-  bool asks_ = false;     // this pass has left the order: its further uses are asked for
-  bool is_told_ = false;  // the evaluation that is under way began with a forward of the handle
-  int asked_ = -1;        // the unit for which this rank asks now
-  uint64_t sparse_passes_ = 0;
-  int held_ = 0;
-  bool released_ = false;  // the last hold has ended, but not all units are freed yet
-  bool trains_ = false;    // a use wanted gradients since the last `restart()`
-  PassOrder order_;
-  OrderHistory history_;
-  UseOrder joined_;                   // evaluations follow its forward part repeatedly
-  std::vector<ResidencyStep> steps_;  // at each position of it
-  ptrdiff_t position_ = -1;
-  UseOrder prelude_;  // uses without gradients since the cursor left its start
-  PassOrder used_;
-  int64_t uses_in_evaluation_ = 0;
-  PassOrder mine_;  // this rank's uses in the pass from which the order was learned
-  Unit* last_ = nullptr;
-  bool last_trained_ = false;     // its use wanted gradients
+  int asked_ = -1;  // the unit for which this rank asks now
+  const bool any_frees_;
+  const bool stays_shared_;  // units would be freed if the ranks did not share their memory
+  OrderLearner learner_;
+  PlanCursor cursor_;  // evaluations follow its forward part repeatedly
+  Pass pass_;
+  Hold hold_;
+  LastUse last_;
   std::vector<Unit*> postponed_;  // to be freed when the current operator has ended
   std::vector<bool> ahead_;       // gathered before the plan reached them
   RunningOperators running_;

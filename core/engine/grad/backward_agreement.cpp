@@ -1,4 +1,7 @@
+#include "engine/grad/backward_agreement.h"
+
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,7 +10,6 @@
 #include <vector>
 
 #include "engine/grad/grad_gate.h"
-#include "engine/grad/reducer.h"
 #include "engine/unit/lost_step.h"
 
 namespace tessera {
@@ -54,13 +56,48 @@ bool has_lost_gate(const ParamSlot& param) {
 
 }  // namespace
 
+BackwardAgreement::BackwardAgreement(const AllGradients& gradients, const ShardMesh& mesh,
+                                     BackwardListener& listener)
+    : gradients_(gradients),
+      mesh_(mesh),
+      listener_(listener),
+      launched_(gradients.size(), false),
+      late_(gradients.size(), false) {
+  for (const auto& unit : gradients) used_.emplace_back(unit->unit().layout().slots.size(), false);
+}
+
+void BackwardAgreement::launch(size_t unit) {
+  for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
+    if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
+  }
+  launched_[unit] = true;
+}
+
+bool BackwardAgreement::any_used(size_t unit) const {
+  return std::find(used_[unit].begin(), used_[unit].end(), true) != used_[unit].end();
+}
+
+void BackwardAgreement::forget_used(size_t unit) {
+  std::fill(used_[unit].begin(), used_[unit].end(), false);
+}
+
+void BackwardAgreement::check() {
+  // Gathers that are queued may wait for other ranks without end.
+  if (lockstep_.has_lost_gathers()) leave(context(), lockstep_.error());
+  lockstep_.check();
+  TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
+              " was replaced after the model was sharded, and with it the hook that reduces its "
+              "gradient. Set hooks with Tensor::register_hook() or "
+              "torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
+}
+
 // Records which gradients of earlier backwards this rank adds to, as others must.
-void Reducer::record_live() {
+void BackwardAgreement::record_live() {
   if (mesh_.size() == 1) return;
   int64_t count = 0;
   size_t hash = 0;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (!units_[unit]->layout().is_replicated) continue;
+  for (size_t unit = 0; unit < gradients_.size(); ++unit) {
+    if (!gradients_[unit]->unit().layout().is_replicated) continue;
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
       if (!gradients_[unit]->is_live(slot)) continue;
       ++count;
@@ -74,14 +111,14 @@ void Reducer::record_live() {
 }
 
 // Makes `used_` the same on all ranks, compares how far they are, and returns the highest vote.
-PassVote Reducer::agree_on_use(bool done) {
-  check_in_step(units_.front()->context(), "reduce", "gradients");
+PassVote BackwardAgreement::agree(bool done) {
+  check_in_step(context(), "reduce", "gradients");
   std::vector<uint8_t> own;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
+  for (size_t unit = 0; unit < gradients_.size(); ++unit) {
     for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
       const bool arrived = gradients_[unit]->has_arrived(slot);
       own.push_back(arrived && launched_[unit] ? kLate : used_[unit][slot] || arrived);
-      if (has_lost_gate(units_[unit]->layout().slots[slot]))
+      if (has_lost_gate(gradients_[unit]->unit().layout().slots[slot]))
         own.back() = lost_gate_of(mesh_.rank());
     }
   }
@@ -89,19 +126,19 @@ PassVote Reducer::agree_on_use(bool done) {
   own.push_back(to_byte(listener_.vote()));
   const size_t vote = own.size() - 1;
   lockstep_.append_to(own, done);
-  const at::Tensor highest = agree(own);
+  const at::Tensor highest = highest_until_served(own);
   const auto* const bits = highest.const_data_ptr<uint8_t>();
   if (mesh_.size() > 1) lockstep_.compare(bits + vote + 1, mesh_);
   size_t i = 0;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
+  for (size_t unit = 0; unit < gradients_.size(); ++unit) {
     late_[unit] = false;
     for (size_t slot = 0; slot < used_[unit].size(); ++slot, ++i) {
       // For a unit that is each rank's own, only this rank's use counts.
-      const uint8_t bit = units_[unit]->layout().is_replicated ? bits[i] : own[i];
+      const uint8_t bit = gradients_[unit]->unit().layout().is_replicated ? bits[i] : own[i];
       used_[unit][slot] = bit != 0;
       late_[unit] = late_[unit] || bit == kLate;
       if (bit >= kLostGate)
-        lost_gate_ = "'" + units_[unit]->layout().slots[slot].name() + "' on rank " +
+        lost_gate_ = "'" + gradients_[unit]->unit().layout().slots[slot].name() + "' on rank " +
                      std::to_string(bit - kLostGate);
     }
   }
@@ -109,22 +146,22 @@ PassVote Reducer::agree_on_use(bool done) {
 }
 
 // The same where nothing is reduced: returns the highest vote.
-PassVote Reducer::agree_on_vote() {
+PassVote BackwardAgreement::agree_on_vote() {
   std::vector<uint8_t> own = none_used();
   const size_t vote = own.size() - Lockstep::kBytes - 1;
   own[vote] = to_byte(listener_.vote());
-  return to_vote(agree(own).const_data_ptr<uint8_t>()[vote]);
+  return to_vote(highest_until_served(own).const_data_ptr<uint8_t>()[vote]);
 }
 
 // The bytes of a rank that has nothing to report.
-std::vector<uint8_t> Reducer::none_used() const {
+std::vector<uint8_t> BackwardAgreement::none_used() const {
   int64_t slots = 0;
   for (const auto& unit : used_) slots += std::ssize(unit);
-  return std::vector<uint8_t>(agreement_nbytes(slots), 0);
+  return std::vector<uint8_t>(nbytes(slots), 0);
 }
 
 // Returns the highest of the ranks' bytes when no rank asks for units any more.
-at::Tensor Reducer::agree(const std::vector<uint8_t>& own) {
+at::Tensor BackwardAgreement::highest_until_served(const std::vector<uint8_t>& own) {
   at::Tensor highest;
   do {
     highest = highest_of_ranks(own);
@@ -132,7 +169,7 @@ at::Tensor Reducer::agree(const std::vector<uint8_t>& own) {
   return highest;
 }
 
-at::Tensor Reducer::highest_of_ranks(const std::vector<uint8_t>& own) {
+at::Tensor BackwardAgreement::highest_of_ranks(const std::vector<uint8_t>& own) {
   const at::Tensor highest = at::empty({std::ssize(own)}, at::kByte);
   std::copy(own.begin(), own.end(), highest.mutable_data_ptr<uint8_t>());
   if (mesh_.size() > 1)
@@ -142,10 +179,10 @@ at::Tensor Reducer::highest_of_ranks(const std::vector<uint8_t>& own) {
 
 // Gathers the units for which ranks have asked. Returns false if none has, so that the agreement is
 // over.
-bool Reducer::serves(const at::Tensor& highest) {
+bool BackwardAgreement::serves(const at::Tensor& highest) {
   const auto* bits = highest.const_data_ptr<uint8_t>();
   std::vector<int> asked;
-  for (size_t unit = 0; unit < units_.size(); bits += used_[unit++].size())
+  for (size_t unit = 0; unit < gradients_.size(); bits += used_[unit++].size())
     if (*bits == kAsked) asked.push_back(static_cast<int>(unit));
   if (to_vote(*bits).attention != Attention::kGather) return false;
   listener_.on_asked(asked);
@@ -153,8 +190,8 @@ bool Reducer::serves(const at::Tensor& highest) {
 }
 
 // Called by an operator, on any thread, while no gradient is handled.
-void Reducer::ask(int unit) {
-  check_in_step(units_.front()->context(), "gather", units_[unit]->label());
+void BackwardAgreement::ask(int unit) {
+  check_in_step(context(), "gather", gradients_[unit]->unit().label());
   std::vector<uint8_t> own = none_used();
   size_t first = 0;
   for (int i = 0; i < unit; ++i) first += used_[i].size();

@@ -15,8 +15,6 @@
 namespace tessera {
 namespace {
 
-using AllGradients = std::vector<std::shared_ptr<UnitGradients>>;
-
 // Calls `f` with each live gradient that takes part: those of its unit, and its parameter.
 template <class F>
 void for_each_counted(const AllGradients& gradients, const IsCounted& is_counted, F&& f) {

@@ -1,8 +1,6 @@
 #pragma once
 
 #include <functional>
-#include <memory>
-#include <vector>
 
 #include "engine/grad/unit_gradients.h"
 
@@ -14,11 +12,10 @@ using IsCounted = std::function<bool(size_t unit, size_t slot)>;
 /// Returns the norm of all reduced gradients together. Collective; the reductions must be settled.
 /// Each element counts once: padding, ties and other ranks' copies do not count. `mesh`: the ranks
 /// that the gradients are sharded over. `norm_type`: positive.
-double grad_norm(const std::vector<std::shared_ptr<UnitGradients>>& gradients,
-                 const ShardMesh& mesh, double norm_type, const IsCounted& is_counted);
+double grad_norm(const AllGradients& gradients, const ShardMesh& mesh, double norm_type,
+                 const IsCounted& is_counted);
 
 /// Multiplies the reduced gradients by `factor`.
-void scale_gradients(const std::vector<std::shared_ptr<UnitGradients>>& gradients, double factor,
-                     const IsCounted& is_counted);
+void scale_gradients(const AllGradients& gradients, double factor, const IsCounted& is_counted);
 
 }  // namespace tessera

@@ -126,6 +126,18 @@ std::vector<GradBucket> cut_buckets(const std::vector<const UnitLayout*>& units,
   return buckets;
 }
 
+void BucketOrder::set(std::vector<int> order, const AllGradients& gradients, int64_t bucket_bytes) {
+  units_ = std::move(order);
+  std::vector<const UnitLayout*> layouts;
+  for (const auto& unit : gradients) layouts.push_back(&unit->unit().layout());
+  buckets_ = cut_buckets(layouts, units_, bucket_bytes);
+  for (const GradBucket& bucket : buckets_) {
+    int64_t nbytes = 0;
+    for (const size_t unit : bucket.units) nbytes += layouts[unit]->nbytes();
+    largest_ = std::max(largest_, nbytes);
+  }
+}
+
 void launch_together(const std::vector<UnitGradients*>& units, std::string_view subject) {
   if (units.size() == 1) return units[0]->launch();
   at::NoGradGuard no_grad;

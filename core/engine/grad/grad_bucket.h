@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,6 +23,31 @@ struct GradBucket {
 /// by itself.
 std::vector<GradBucket> cut_buckets(const std::vector<const UnitLayout*>& units,
                                     const std::vector<int>& order, int64_t nbytes);
+
+/// The order in which a model's units are reduced, in buckets, and how far a backward has come.
+class BucketOrder {
+ public:
+  /// `order`: a permutation of the units.
+  void set(std::vector<int> order, const AllGradients& gradients, int64_t bucket_bytes);
+  const std::vector<int>& units() const { return units_; }
+  /// Bytes of the largest bucket.
+  int64_t largest() const { return largest_; }
+
+  /// Returns the first bucket that was not passed yet; null after the last one.
+  const GradBucket* next() const { return next_ < buckets_.size() ? &buckets_[next_] : nullptr; }
+  void pass() { ++next_; }
+  void restart() { next_ = 0; }
+
+  /// Returns a copy of a bucket's name that lives as long as this, for collectives in flight.
+  std::string_view lasting(const std::string& name) { return *names_.insert(name).first; }
+
+ private:
+  std::vector<int> units_;
+  std::vector<GradBucket> buckets_;  // runs of that order
+  int64_t largest_ = 0;
+  size_t next_ = 0;
+  std::set<std::string> names_;
+};
 
 /// Starts reducing the gradients that have arrived for these units, in one collective. All ranks
 /// must call it.

@@ -19,6 +19,7 @@ bool OpenBackwards::add(int id, const std::shared_ptr<void>& alive) {
   check_nested(known == open_.end() || known + 1 == open_.end());
   if (known != open_.end()) return false;
   open_.push_back({id, alive});
+  began_ = true;
   return true;
 }
 
@@ -26,6 +27,7 @@ bool OpenBackwards::end(int id) {
   drop_failed();
   check_nested(open_.empty() || open_.back().id == id);
   std::erase_if(open_, [id](const Open& backward) { return backward.id == id; });
+  if (open_.empty()) began_ = false;
   return open_.empty();
 }
 

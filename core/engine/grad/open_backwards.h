@@ -28,6 +28,8 @@ class OpenBackwards {
 
   /// Returns true if no backward is running; those that have failed do not count.
   bool empty();
+  /// Returns true if, besides, none has ended since the last one began.
+  bool last_failed() { return empty() && began_; }
 
  private:
   struct Open {
@@ -38,6 +40,7 @@ class OpenBackwards {
   void check_nested(bool nested);
 
   bool may_overlap_;
+  bool began_ = false;       // one has, and the last one has not ended
   bool overlapped_ = false;  // until all backwards that overlapped are over
   std::vector<Open> open_;   // in the order of their first gradients
 };

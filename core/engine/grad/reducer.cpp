@@ -6,15 +6,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
-#include <thread>
 
 #include "base/device/device.h"
 #include "engine/grad/backward_ends.h"
 #include "engine/grad/capture_watch.h"
 #include "engine/grad/grad_gate.h"
-#include "engine/grad/longest_pause.h"
 #include "engine/unit/lost_step.h"
 #include "tensor/redistribute.h"
 
@@ -49,13 +46,6 @@ namespace tessera {
 // they hold up no other.
 namespace {
 
-// As kLongestPause, on a device. Its stream does not wait in the host's place, as that would be a
-// condition; the pause is longer there, because kernels of a unit may take long, until one was in
-// vain: then the ranks use different units, and so they may again.
-constexpr auto kLongestDevicePause = std::chrono::milliseconds(500);
-constexpr auto kShortDevicePause = std::chrono::milliseconds(1);
-constexpr int kShortBackwards = 64;
-constexpr auto kPollInterval = std::chrono::microseconds(100);
 // Bytes that may be in flight where ranks share memory and units are small, so that ranks need not
 // wait for each other at every unit.
 constexpr int64_t kLeastSharedBytes = int64_t{16} << 20;
@@ -75,10 +65,6 @@ int64_t next_number() {
   return models++;
 }
 
-bool is_used(const std::vector<bool>& slots) {
-  return std::find(slots.begin(), slots.end(), true) != slots.end();
-}
-
 std::string read_error(const ParamSlot& slot) {
   return "[tessera] the gradient of parameter '" + slot.name() +
          "' is reduced and sharded, so .grad() does not hold it. Use "
@@ -88,36 +74,35 @@ std::string read_error(const ParamSlot& slot) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerOptions& options,
-                 BackwardListener& listener)
-    : units_(std::move(units)),
-      mesh_(mesh),
+AllGradients Reducer::make_gradients(const std::vector<Unit*>& units) {
+  AllGradients gradients;
+  GradientSink* const sink = this;
+  for (Unit* unit : units) {
+    if (!options_.reduces) {
+      gradients.push_back(std::make_shared<GivenGradients>(*unit));
+      continue;
+    }
+    // Units that are each rank's own are not averaged.
+    const bool is_own = !unit->layout().is_replicated;
+    gradients.push_back(std::make_shared<UnitGradients>(*unit, sink, is_own ? 1 : options_.scale,
+                                                        is_own ? 1 : options_.predivide));
+  }
+  return gradients;
+}
+
+Reducer::Reducer(const std::vector<Unit*>& units, const ShardMesh& mesh,
+                 const ReducerOptions& options, BackwardListener& listener)
+    : mesh_(mesh),
       options_(options),
       listener_(listener),
-      progress_(units_.front()->context().progress),
-      launched_(units_.size(), false),
-      late_(units_.size(), false),
-      in_flight_limit_(mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0),
-      on_device_(!is_host(units_.front()->layout().device)),
+      gradients_(make_gradients(units)),
+      in_flight_(gradients_, mesh.shard().sends_to().empty() ? kLeastSharedBytes : 0,
+                 !is_host(units.front()->layout().device)),
+      agreement_(gradients_, mesh_, listener),
       backwards_(/*may_overlap=*/mesh.size() == 1),
       number_(next_number()) {
   if (mesh_.replicates()) replicas_ = ReplicaQueue::of(mesh_.replicate());
-  for (Unit* unit : units_) {
-    // Units that are each rank's own are not averaged.
-    const bool is_own = !unit->layout().is_replicated;
-    has_own_ = has_own_ || is_own;
-    frees_ = frees_ || unit->frees();
-    const auto take = [this, index = gradients_.size()](size_t slot, size_t handle,
-                                                        const at::Tensor& tensor) {
-      on_grad(index, slot, handle, tensor);
-    };
-    gradients_.push_back(
-        options.reduces ? std::make_shared<UnitGradients>(*unit, take, is_own ? 1 : options.scale,
-                                                          is_own ? 1 : options.predivide)
-                        : std::make_shared<GivenGradients>(*unit));
-    used_.emplace_back(unit->layout().slots.size(), false);
-  }
-  std::vector<int> order(units_.size());
+  std::vector<int> order(units.size());
   std::iota(order.rbegin(), order.rend(), 0);
   set_order(std::move(order));
 }
@@ -126,8 +111,8 @@ Reducer::Reducer(std::vector<Unit*> units, const ShardMesh& mesh, const ReducerO
 template <class F>
 void Reducer::for_each_handle(F&& f) const {
   if (!options_.reduces) return;
-  for (size_t unit = 0; unit < units_.size(); ++unit) {
-    const auto& slots = units_[unit]->layout().slots;
+  for (size_t unit = 0; unit < gradients_.size(); ++unit) {
+    const auto& slots = gradients_[unit]->unit().layout().slots;
     for (size_t slot = 0; slot < slots.size(); ++slot) {
       for (size_t i = 0; i < slots[slot].handles.size(); ++i) {
         const at::Tensor tensor = slots[slot].tensor(i);
@@ -142,7 +127,7 @@ void Reducer::install() {
   for (const auto& gradients : gradients_) gradients->begin_backward();
   take_given();
   for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
-    const ParamSlot& param = units_[unit]->layout().slots[slot];
+    const ParamSlot& param = gradients_[unit]->unit().layout().slots[slot];
     install_grad_gate(tensor, {gradients_[unit], slot, i}, read_error(param));
     watch_captures(tensor, param.name(), told_captures_);
   });
@@ -162,41 +147,24 @@ void Reducer::take_given() {
   for_each_handle([&](size_t unit, size_t slot, size_t i, const at::Tensor& tensor) {
     const at::Tensor grad = take_gradient(tensor);
     if (!grad.defined()) return;
-    const UnitLayout& layout = units_[unit]->layout();
+    const UnitLayout& layout = gradients_[unit]->unit().layout();
     gradients_[unit]->arrive(slot, i, local_gradient(layout.slots[slot], grad).to(layout.device));
     accumulating_ = true;
   });
 }
 
-// Called on all ranks, which agree on the outcome, when the rest of the backward is done.
-void Reducer::check_agreed() {
-  // Gathers that are queued may wait for other ranks without end.
-  if (lockstep_.has_lost_gathers()) leave(units_.front()->context(), lockstep_.error());
-  lockstep_.check();
-  TORCH_CHECK(lost_gate_.empty(), "[tessera] autograd's metadata of parameter ", lost_gate_,
-              " was replaced after the model was sharded, and with it the hook that reduces its "
-              "gradient. Set hooks with Tensor::register_hook() or "
-              "torch::autograd::impl::set_post_acc_grad_hooks(), which keep it");
-}
-
 void Reducer::set_order(std::vector<int> order) {
-  order_ = std::move(order);
-  std::vector<const UnitLayout*> layouts;
-  for (const Unit* unit : units_) layouts.push_back(&unit->layout());
-  buckets_ = cut_buckets(layouts, order_, options_.bucket_bytes);
-  for (const GradBucket& bucket : buckets_) {
-    int64_t nbytes = 0;
-    for (const size_t unit : bucket.units) nbytes += units_[unit]->layout().nbytes();
-    in_flight_limit_ = std::max(in_flight_limit_, 2 * nbytes);
-  }
+  order_.set(std::move(order), gradients_, options_.bucket_bytes);
+  in_flight_.allow_buckets(order_.largest());
 }
 
-void Reducer::on_grad(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) {
+void Reducer::take(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) {
   const at::Tensor grad = take_gradient(tensor);
   if (!grad.defined()) return;  // the user's hook has cleared it
   const std::lock_guard lock(mutex_);
   begin_backward();
-  gradients_[unit]->arrive(slot, handle, local_gradient(units_[unit]->layout().slots[slot], grad));
+  gradients_[unit]->arrive(slot, handle,
+                           local_gradient(gradients_[unit]->unit().layout().slots[slot], grad));
   arrivals_.push_back(static_cast<int>(unit));
   if (no_sync_ == 0) launch_ready();
 }
@@ -213,18 +181,17 @@ std::vector<int> Reducer::completed() const {
 void Reducer::begin_backward() {
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backwards_.is_latest(backward)) return;
-  const bool is_outermost = backwards_.empty();
+  const bool is_outermost = backwards_.empty(), failed = backwards_.last_failed();
   const auto token = std::make_shared<int>(0);
   if (!backwards_.add(backward, token)) return;
   if (is_outermost) {
-    if (progress_) progress_->enter(Phase::kBackward);
-    if (in_backward_) abandon_backward();
-    if (short_backwards_ > 0) --short_backwards_;
+    if (Progress* const progress = context().progress) progress->enter(Phase::kBackward);
+    if (failed) abandon_backward();
+    in_flight_.begin_backward();
     settle_earlier();
     for (const auto& gradients : gradients_) gradients->begin_backward();
     arrivals_.clear();
-    in_backward_ = true;
-    units_.front()->context().watch.tell(MemoryEvent::kBackwardBegin);
+    context().watch.tell(MemoryEvent::kBackwardBegin);
   }
   const auto ends = BackwardEnds::of_current_run();
   ends->add();
@@ -283,15 +250,14 @@ void Reducer::abandon_backward() {
 }
 
 void Reducer::launch_ready() {
-  for (; next_ < buckets_.size(); ++next_) {
-    const GradBucket& bucket = buckets_[next_];
+  for (; const GradBucket* bucket = order_.next(); order_.pass()) {
     std::vector<size_t> arrived;
-    for (const size_t unit : bucket.units) {
+    for (const size_t unit : bucket->units) {
       if (!gradients_[unit]->is_complete()) return;
       // A unit without trainable parameters is complete from the start, and is not sent.
       if (gradients_[unit]->any_arrived()) arrived.push_back(unit);
     }
-    if (!arrived.empty()) launch(arrived, bucket.name);
+    if (!arrived.empty()) launch(arrived, bucket->name);
   }
 }
 
@@ -299,7 +265,7 @@ void Reducer::launch_ready() {
 // of those for which it need not wait.
 void Reducer::replicate(bool waits) {
   if (!replicas_) return;
-  waits = waits || on_device_;
+  waits = waits || !is_host(gradients_.front()->unit().layout().device);
   // If the channels of a process group share one order, only waiting gives all ranks the same one.
   if (!waits && !mesh_.replicate().has_channels()) return;
   replicas_->start(waits);
@@ -308,81 +274,57 @@ void Reducer::replicate(bool waits) {
 void Reducer::launch(const std::vector<size_t>& units, const std::string& name) {
   std::vector<UnitGradients*> gradients;
   for (const size_t unit : units) {
-    for (size_t slot = 0; slot < used_[unit].size(); ++slot) {
-      if (gradients_[unit]->has_arrived(slot)) used_[unit][slot] = true;
-    }
-    launched_[unit] = true;
-    in_flight_.push_back(unit);
-    in_flight_bytes_ += units_[unit]->layout().nbytes();
+    agreement_.launch(unit);
+    in_flight_.add(unit);
     gradients.push_back(gradients_[unit].get());
   }
   try {
-    launch_together(gradients, *names_.insert(name).first);
+    launch_together(gradients, order_.lasting(name));
   } catch (...) {
-    rethrow_as_lost(units_.front()->context(),
-                    fmt::format("reduce the gradients of unit '{}'", name));
+    rethrow_as_lost(context(), fmt::format("reduce the gradients of unit '{}'", name));
   }
-  if (units_[units.front()]->context().mesh.replicates())
+  if (gradients.front()->unit().context().mesh.replicates())
     replicas_->push(gradients.front()->reduction());
   replicate(/*waits=*/false);
-  peak_in_flight_bytes_ = std::max(peak_in_flight_bytes_, in_flight_bytes_);
-  limit_in_flight();
-}
-
-void Reducer::limit_in_flight() {
-  auto pause = kLongestPause;
-  if (on_device_) pause = short_backwards_ > 0 ? kShortDevicePause : kLongestDevicePause;
-  if (listener_.is_uneven()) pause = {};
-  const auto deadline = std::chrono::steady_clock::now() + pause;
-  while (!in_flight_.empty()) {
-    const size_t oldest = in_flight_.front();
-    const bool is_over = in_flight_bytes_ > in_flight_limit_;
-    if (gradients_[oldest]->is_reduced()) {
-      if (on_device_) gradients_[oldest]->wait_on_stream();  // which frees what it has sent
-      in_flight_bytes_ -= units_[oldest]->layout().nbytes();
-      in_flight_.erase(in_flight_.begin());
-    } else if (is_over && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(kPollInterval);
-    } else {
-      if (is_over && short_backwards_ == 0) short_backwards_ = kShortBackwards;
-      return;
-    }
-  }
+  in_flight_.keep_limit(/*may_wait=*/!listener_.is_uneven());
 }
 
 void Reducer::end_backward(int backward) {
   const std::lock_guard lock(mutex_);
   if (!backwards_.end(backward)) return;
-  in_backward_ = false;
-  lockstep_.end_backward();
+  lockstep().end_backward();
   listener_.on_backward_end();
   if (no_sync_ > 0) {
     accumulating_ = true;
     // Other ranks may have to ask for units before their backward is over.
-    listener_.on_pass_end(false, frees_ ? agree_on_vote() : PassVote());
+    const bool any_frees = std::any_of(gradients_.begin(), gradients_.end(),
+                                       [](const auto& unit) { return unit->unit().frees(); });
+    listener_.on_pass_end(false, any_frees ? agreement_.agree_on_vote() : PassVote());
   } else {
     listener_.on_agreement(/*in_backward=*/true);
     listener_.on_pass_end(true, reduce_arrived());
-    lockstep_.end_pass(units_.front()->context().unchecked_gathers);
+    lockstep().end_pass(context().unchecked_gathers);
   }
-  units_.front()->context().watch.tell(MemoryEvent::kBackwardEnd);
-  if (progress_) progress_->enter(Phase::kUserCode);
-  check_agreed();
+  context().watch.tell(MemoryEvent::kBackwardEnd);
+  if (Progress* const progress = context().progress) progress->enter(Phase::kUserCode);
+  agreement_.check();
 }
 
 bool Reducer::reduce_waiting() {
   const std::lock_guard lock(mutex_);
-  const PhaseScope phase(progress_, Phase::kBackward);
+  const PhaseScope phase(context().progress, Phase::kBackward);
   settle_earlier();
   listener_.on_agreement(/*in_backward=*/false);
   reduce_arrived();
-  check_agreed();
-  return std::any_of(used_.begin(), used_.end(), is_used);
+  agreement_.check();
+  for (size_t unit = 0; unit < gradients_.size(); ++unit)
+    if (agreement_.any_used(unit)) return true;
+  return false;
 }
 
 void Reducer::join_reduction(bool in_backward) {
   const std::lock_guard lock(mutex_);
-  const PhaseScope phase(progress_, Phase::kBackward);
+  const PhaseScope phase(context().progress, Phase::kBackward);
   if (in_backward) {
     for (const auto& gradients : gradients_) gradients->begin_backward();
     arrivals_.clear();
@@ -391,22 +333,22 @@ void Reducer::join_reduction(bool in_backward) {
   const PassVote most = reduce_arrived(/*done=*/true);
   if (in_backward) {
     listener_.on_pass_end(true, most);
-    lockstep_.end_pass(units_.front()->context().unchecked_gathers);
+    lockstep().end_pass(context().unchecked_gathers);
   }
-  check_agreed();
+  agreement_.check();
 }
 
 // Starts this rank's remaining reductions. All ranks must call it; `done`: this one has run out of
 // data. Returns the highest vote.
 PassVote Reducer::reduce_arrived(bool done) {
   take_given();
-  const PassVote vote = agree_on_use(done);
-  for (; next_ < buckets_.size(); ++next_) {
+  const PassVote vote = agreement_.agree(done);
+  for (; const GradBucket* bucket = order_.next(); order_.pass()) {
     std::vector<size_t> used;
-    for (const size_t unit : buckets_[next_].units) {
-      if (is_used(used_[unit])) used.push_back(unit);
+    for (const size_t unit : bucket->units) {
+      if (agreement_.any_used(unit)) used.push_back(unit);
     }
-    if (!used.empty()) launch(used, buckets_[next_].name);
+    if (!used.empty()) launch(used, bucket->name);
   }
   launch_late();
   forget_progress();
@@ -414,12 +356,11 @@ PassVote Reducer::reduce_arrived(bool done) {
 }
 
 void Reducer::launch_late() {
-  for (const int unit : order_) {
-    if (!late_[unit]) continue;
+  for (const int unit : order_.units()) {
+    if (!agreement_.is_late(unit)) continue;
     replicate(/*waits=*/true);
-    const std::vector<bool> used = used_[unit];
-    gradients_[unit]->settle(used);
-    launch({static_cast<size_t>(unit)}, units_[unit]->layout().name);
+    gradients_[unit]->settle(agreement_.used(unit));
+    launch({static_cast<size_t>(unit)}, gradients_[unit]->unit().layout().name);
   }
 }
 
@@ -427,10 +368,10 @@ void Reducer::settle() {
   const std::lock_guard lock(mutex_);
   replicate(/*waits=*/true);
   // While one gather sends, the next one begins.
-  for (const int unit : order_) gradients_[unit]->start_gather();
-  for (const int unit : order_) {
-    gradients_[unit]->settle(used_[unit]);
-    std::fill(used_[unit].begin(), used_[unit].end(), false);
+  for (const int unit : order_.units()) gradients_[unit]->start_gather();
+  for (const int unit : order_.units()) {
+    gradients_[unit]->settle(agreement_.used(unit));
+    agreement_.forget_used(unit);
   }
 }
 
@@ -442,12 +383,15 @@ bool Reducer::any_gradient() {
               "around this call (was step() called by a hook?)");
   for_each_handle([&](size_t unit, size_t slot, size_t, const at::Tensor& tensor) {
     TORCH_CHECK(!holds_gradient(tensor), "[step] parameter '",
-                units_[unit]->layout().slots[slot].name(),
+                gradients_[unit]->unit().layout().slots[slot].name(),
                 "' has a gradient that backward did not give it (.grad was set by hand). Call "
                 "ShardedModule::reduce() on all ranks first, which reduces it with the others");
   });
   settle();
-  return has_own_ || any_live();
+  const bool any_own = std::any_of(gradients_.begin(), gradients_.end(), [](const auto& unit) {
+    return !unit->unit().layout().is_replicated;
+  });
+  return any_own || any_live();
 }
 
 void Reducer::clear_all() {
@@ -455,7 +399,7 @@ void Reducer::clear_all() {
   for_each_handle([](size_t, size_t, size_t, const at::Tensor& tensor) { take_gradient(tensor); });
   replicate(/*waits=*/true);
   for (const auto& gradients : gradients_) gradients->clear_all();
-  for (auto& slots : used_) std::fill(slots.begin(), slots.end(), false);
+  for (size_t unit = 0; unit < gradients_.size(); ++unit) agreement_.forget_used(unit);
   forget_progress();
 }
 
@@ -467,10 +411,9 @@ void Reducer::zero_all() {
 
 // Resets the progress of a backward that is over, or whose gradients are gone.
 void Reducer::forget_progress() {
-  next_ = 0;
-  std::fill(launched_.begin(), launched_.end(), false);
+  order_.restart();
+  agreement_.forget_launches();
   in_flight_.clear();
-  in_flight_bytes_ = 0;
   accumulating_ = false;
 }
 

@@ -13,7 +13,6 @@
 #include "base/device/device.h"
 #include "base/device/side_stream.h"
 #include "base/dispatch/math_bits.h"
-#include "comm/group/capability.h"
 #include "comm/group/encoding.h"
 
 namespace tessera {
@@ -104,9 +103,9 @@ at::Tensor memory_for_sums(const UnitLayout& layout, int64_t numel) {
   return are_sent && layout.reduce_encoding != Encoding::kPlain ? sums.zero_() : sums;
 }
 
-UnitGradients::UnitGradients(Unit& unit, OnGradient take, double scale, double predivide)
-    : take(std::move(take)),
-      unit_(unit),
+UnitGradients::UnitGradients(Unit& unit, GradientSink* sink, double scale, double predivide)
+    : unit_(unit),
+      sink_(sink),
       scale_(scale),
       predivide_(predivide),
       chunks_(unit.layout().chunks.size()),
@@ -244,7 +243,7 @@ at::Tensor UnitGradients::shard_part() const {
 bool UnitGradients::gathers_in_reduction() const {
   const ShardMesh& mesh = unit_.context().mesh;
   return unit_.layout().may_gather_sums() && !mesh.replicates() && mesh.shard().size() > 1 &&
-         capability<GathersSums>(mesh.shard());
+         mesh.shard().transport().gathers_sums();
 }
 
 void UnitGradients::launch() {

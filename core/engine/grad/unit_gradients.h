@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -45,20 +44,29 @@ class Reduction {
 /// are sent in blocks, which padding, that nothing writes to, may share with gradients.
 at::Tensor memory_for_sums(const UnitLayout& layout, int64_t numel);
 
+/// Takes gradients out of `.grad`, and passes them to `UnitGradients::arrive()`. Any thread calls
+/// it.
+class GradientSink {
+ public:
+  virtual ~GradientSink() = default;
+  virtual void take(size_t unit, size_t slot, size_t handle, const at::Tensor& tensor) = 0;
+};
+
 /// The gradients of one unit, from autograd's tensors to the reduced part that this rank keeps.
 ///
 /// See [Note: The way of a gradient] in unit_gradients.cpp.
 class UnitGradients {
  public:
-  using OnGradient = std::function<void(size_t slot, size_t handle, const at::Tensor& tensor)>;
-
   /// Local gradients are divided by `predivide`, and their sum over ranks is multiplied by `scale`.
-  UnitGradients(Unit& unit, OnGradient take, double scale, double predivide);
+  /// `sink` must live as long as backwards run; null if `take()` is never called.
+  UnitGradients(Unit& unit, GradientSink* sink, double scale, double predivide);
   virtual ~UnitGradients() = default;
 
   /// Called when a gradient is in `.grad` of `tensor`, number `handle` of the tensors of the
-  /// parameter in `slot`, and the user's hook has run. Takes it out and calls `arrive()`.
-  const OnGradient take;
+  /// parameter in `slot`, and the user's hook has run.
+  void take(size_t slot, size_t handle, const at::Tensor& tensor) const {
+    sink_->take(unit_.index(), slot, handle, tensor);
+  }
 
   /// Begins a backward, in which nothing has arrived yet.
   void begin_backward();
@@ -136,6 +144,7 @@ class UnitGradients {
   bool holds_any() const;
 
   Unit& unit_;
+  GradientSink* sink_;
   double scale_;
   double predivide_;
   std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until a gradient arrives
@@ -164,13 +173,17 @@ class UnitGradients {
   std::vector<Sent> sent_;  // while a memory watch is active
 };
 
+/// Those of all units of a model.
+using AllGradients = std::vector<std::shared_ptr<UnitGradients>>;
+
 /// The gradients of a unit that Tessera does not reduce: they stay whole in `.grad`, and
 /// `reduced()` is a view of this rank's part. Nothing is sent, nothing is copied unless a
 /// gradient's strides differ from its parameter's, and ranks need not agree on which parameters
 /// have a gradient.
 class GivenGradients final : public UnitGradients {
  public:
-  explicit GivenGradients(Unit& unit) : UnitGradients(unit, {}, /*scale=*/1, /*predivide=*/1) {}
+  explicit GivenGradients(Unit& unit)
+      : UnitGradients(unit, nullptr, /*scale=*/1, /*predivide=*/1) {}
 
   void clear(size_t slot) override;
   void clear_all() override;

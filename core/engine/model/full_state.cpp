@@ -1,3 +1,5 @@
+#include "engine/model/full_state.h"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
@@ -9,7 +11,6 @@
 #include <map>
 #include <set>
 
-#include "engine/model/sharded_state.h"
 #include "engine/unit/agreement.h"
 #include "engine/unit/note_write.h"
 
@@ -43,30 +44,30 @@ void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& vis
   }
 }
 
-std::vector<NamedTensor> ShardedState::full_state() {
+std::vector<NamedTensor> full_state(ShardedState& state) {
   at::NoGradGuard no_grad;
   Values values;
-  visit_whole_units([&](const Unit& unit) {
+  state.visit_whole_units([&](const Unit& unit) {
     for (const ParamSlot& slot : unit.layout().slots) {
       const at::Tensor value = global_value(slot, view_param(slot, unit.full())).clone();
       for (const std::string& name : slot.names) values[name] = value;
     }
   });
-  std::vector<NamedTensor> state;
-  for (const std::string& name : parameter_names_) state.push_back({name, values[name]});
-  for (const auto& [name, buffer] : buffers_)
-    state.push_back({name, (is_dist(buffer) ? full_tensor(buffer) : buffer).clone()});
-  return state;
+  std::vector<NamedTensor> full;
+  for (const std::string& name : state.parameter_names()) full.push_back({name, values[name]});
+  for (const auto& [name, buffer] : state.buffers().all())
+    full.push_back({name, (is_dist(buffer) ? full_tensor(buffer) : buffer).clone()});
+  return full;
 }
 
-void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
+void load_full_state(ShardedState& state, const std::vector<NamedTensor>& given, bool strict) {
   at::NoGradGuard no_grad;
-  check_no_join("load_full_state()");
-  check_not_exchanged("load_full_state");
-  take_in_replaced();
+  state.check_no_join("load_full_state()");
+  state.check_not_exchanged("load_full_state");
+  state.take_in_replaced();
   Values values;
-  for (const NamedTensor& item : state) values[item.name] = item.tensor;
-  check_on_all_ranks(mesh(), [&] {
+  for (const NamedTensor& item : given) values[item.name] = item.tensor;
+  check_on_all_ranks(state.mesh(), [&] {
     std::vector<std::string> errors;
     std::set<std::string> known;
     const auto check = [&](const std::string& name, at::IntArrayRef sizes) {
@@ -79,11 +80,12 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
             fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
       }
     };
-    for (const auto& unit : units_) {
+    for (const auto& unit : state.units()) {
       for (const ParamSlot& slot : unit->layout().slots)
         for (const std::string& name : slot.names) check(name, slot.global_sizes());
     }
-    for (const NamedTensor& buffer : buffers_) check(buffer.name, buffer.tensor.sizes());
+    for (const NamedTensor& buffer : state.buffers().all())
+      check(buffer.name, buffer.tensor.sizes());
     for (const auto& [name, value] : values) {
       if (strict && !known.contains(name))
         errors.push_back(fmt::format("'{}' is not in the model", name));
@@ -92,21 +94,22 @@ void ShardedState::load_full_state(const std::vector<NamedTensor>& state, bool s
                       fmt::format("{}", fmt::join(errors, ", ")));
   });
   std::vector<std::string> hashes;  // not of buffers, which are each rank's own
-  for (const std::string& name : parameter_names_) {
+  for (const std::string& name : state.parameter_names()) {
     const auto it = values.find(name);
     if (it != values.end() && !is_dist(it->second))
       hashes.push_back(fmt::format("'{}' with values of hash {}", name, hash_of(it->second)));
   }
-  check_same_lines(mesh(), hashes, "[load_full_state] the values must be the same on all ranks");
-  overwrite([&] {
-    for (const auto& unit : units_) {
+  check_same_lines(state.mesh(), hashes,
+                   "[load_full_state] the values must be the same on all ranks");
+  state.overwrite([&] {
+    for (const auto& unit : state.units()) {
       for (const ParamSlot& slot : unit->layout().slots) {
         const auto given = std::find_if(slot.names.begin(), slot.names.end(),
                                         [&](const auto& name) { return values.contains(name); });
         if (given != slot.names.end()) set_part(*unit, slot, values[*given]);
       }
     }
-    for (const NamedTensor& buffer : buffers_) {
+    for (const NamedTensor& buffer : state.buffers().all()) {
       if (values.contains(buffer.name)) buffer.tensor.copy_(values[buffer.name]);
     }
   });

@@ -11,12 +11,11 @@
 #include <utility>
 
 #include "base/device/device.h"
-#include "comm/group/capability.h"
 #include "comm/group/encoding.h"
 #include "engine/grad/grad_gate.h"
 #include "engine/model/check_devices.h"
 #include "engine/model/check_plan.h"
-#include "engine/model/memory_budget.h"
+#include "engine/model/memory_count.h"
 #include "engine/unit/agreement.h"
 #include "engine/unit/unit_storage.h"
 #include "init/recorder.h"
@@ -169,7 +168,7 @@ void check_countable(const ShardPlan& plan, at::Device device) {
 }
 
 void check_messages(ProcessGroup& shard, const std::vector<UnitLayout>& layouts) {
-  if (shard.size() == 1 || !capability<SendsPlain>(shard)) return;
+  if (shard.size() == 1 || !shard.transport().sends_plain()) return;
   for (const UnitLayout& unit : layouts) {
     for (const auto& [field, encoding] : {std::pair("reduce_dtype", unit.reduce_encoding),
                                           std::pair("gather_dtype", unit.gather_encoding)}) {
@@ -240,17 +239,15 @@ std::shared_ptr<ShardedState> ShardedState::create(std::vector<NamedTensor> para
   check_same_model(mesh, params, plan);
   check_devices(mesh, layouts.front().device);
   std::shared_ptr<ShardedState> state(
-      new ShardedState(std::move(buffers), plan,
+      new ShardedState(std::move(buffers), ignored, plan,
                        {.mesh = plan.outer ? mesh.without_replicas() : mesh,
                         .offload = offload,
                         .master_only = plan.precision.master_only,
                         .progress = progress_of(mesh)},
                        std::move(layouts)));
   for (const NamedTensor& param : parameters) state->parameter_names_.push_back(param.name);
-  state->buffers_.insert(state->buffers_.end(), ignored.begin(), ignored.end());
   state->adopt(mesh);
-  if (plan.memory_budget)
-    state->budget_ = std::make_unique<MemoryBudget>(*state, *plan.memory_budget);
+  if (plan.memory_budget) state->ends_.set_budget(*plan.memory_budget);
   return state;
 }
 

@@ -5,8 +5,9 @@
 #include <array>
 
 #include "comm/group/progress.h"
+#include "engine/model/full_state.h"
 #include "engine/model/join_scope.h"
-#include "engine/model/sharded_state.h"
+#include "engine/model/model_gradients.h"
 
 namespace tessera {
 namespace {
@@ -57,15 +58,15 @@ void ShardedModule::begin_forward() {
   if (at::GradMode::is_enabled()) model.reducer().lockstep().begin_forward();
   model.residency().begin_forward();
   if (Progress* const progress = model.context().progress) progress->enter(Phase::kForward);
-  model.finish_sync_buffers();
+  model.buffers().finish_sync();
   if (!model.plan().sync_buffers || model.reducer().is_no_sync()) return;
   if (auto* scope = model.join_scope()) scope->announce(JoinCall::kForward);
   sync_buffers();
 }
 
 void ShardedModule::sync_buffers(bool blocking) {
-  state()->start_sync_buffers();
-  if (blocking) state()->finish_sync_buffers();
+  state()->buffers().start_sync(state()->mesh());
+  if (blocking) state()->buffers().finish_sync();
 }
 
 void ShardedModule::reduce() {
@@ -93,21 +94,21 @@ void ShardedModule::refuse_to_cast() {
 }
 
 at::Tensor ShardedModule::full_grad(const at::Tensor& parameter) {
-  return state()->full_grad(place_of(*state(), parameter, "full_grad"));
+  return tessera::full_grad(*state(), place_of(*state(), parameter, "full_grad"));
 }
 at::Tensor ShardedModule::full_grad(const std::string& name) {
-  return state()->full_grad(place_of(*state(), name, "full_grad"));
+  return tessera::full_grad(*state(), place_of(*state(), name, "full_grad"));
 }
 
 at::Tensor ShardedModule::local_grad(const at::Tensor& parameter) {
-  return state()->local_grad(place_of(*state(), parameter, "local_grad"));
+  return tessera::local_grad(*state(), place_of(*state(), parameter, "local_grad"));
 }
 at::Tensor ShardedModule::local_grad(const std::string& name) {
-  return state()->local_grad(place_of(*state(), name, "local_grad"));
+  return tessera::local_grad(*state(), place_of(*state(), name, "local_grad"));
 }
 
 bool ShardedModule::has_grad(const at::Tensor& parameter) {
-  return state()->has_grad(place_of(*state(), parameter, "has_grad"));
+  return tessera::has_grad(*state(), place_of(*state(), parameter, "has_grad"));
 }
 
 void ShardedModule::zero_grad(bool set_to_none) {
@@ -115,18 +116,18 @@ void ShardedModule::zero_grad(bool set_to_none) {
   set_to_none ? reducer.clear_all() : reducer.zero_all();
 }
 
-void ShardedModule::unwrap() { state()->unwrap(); }
+void ShardedModule::unwrap() { tessera::unwrap(*state()); }
 
 double ShardedModule::clip_grad_norm_(double max_norm, const ClipOptions& options) {
-  const std::vector<double> call = state()->clip_call(max_norm, options);
-  state()->announce(JoinCall::kClip, call);
-  return state()->clip(call);
+  const ClipCall call = clip_call(*state(), max_norm, options);
+  state()->announce(JoinCall::kClip, call.numbers());
+  return clip(*state(), call);
 }
 
-std::vector<NamedTensor> ShardedModule::full_state() { return state()->full_state(); }
+std::vector<NamedTensor> ShardedModule::full_state() { return tessera::full_state(*state()); }
 
 void ShardedModule::load_full_state(const std::vector<NamedTensor>& state, bool strict) {
-  this->state()->load_full_state(state, strict);
+  tessera::load_full_state(*this->state(), state, strict);
 }
 
 ShardMemory ShardedModule::memory() const {

@@ -13,11 +13,12 @@
 #include "engine/access/residency.h"
 #include "engine/grad/reducer.h"
 #include "engine/model/join_scope.h"
+#include "engine/model/model_buffers.h"
+#include "engine/model/pass_ends.h"
 #include "engine/unit/unit.h"
 
 namespace tessera {
 
-class MemoryBudget;
 class ShardedState;
 
 /// Returns the state of a module that was sharded in place; null for another.
@@ -46,9 +47,7 @@ std::vector<NamedTensor> named_tensors(const Items& items) {
 }
 
 /// The state of one sharded model. Owned by the storages of its parameters and by handles.
-class ShardedState : public UseListener,
-                     public std::enable_shared_from_this<ShardedState>,
-                     public BackwardListener {
+class ShardedState : public UseListener, public std::enable_shared_from_this<ShardedState> {
  public:
   /// Collective; see `fully_shard`.
   static std::shared_ptr<ShardedState> create(std::vector<NamedTensor> parameters,
@@ -65,27 +64,11 @@ class ShardedState : public UseListener,
   void give_back(GivenValues which);
   /// True after that.
   bool is_given_back() const { return is_given_back_; }
-  /// See `ShardedModule::unwrap()`. Collective; the first only checks, and not for optimizers.
-  void check_unwrap();
-  void unwrap();
   /// Called by each rank in its own time, when its handle is destroyed: gives the parameters back.
   /// Starts no collective: if parameters are not gathered on this rank, or an exception unwinds the
   /// stack, the next `create()` with them gives them back.
   void release() noexcept;
 
-  /// Collective: copies rank 0's buffers to all ranks. The second does nothing without the first.
-  void start_sync_buffers();
-  void finish_sync_buffers();
-  at::Tensor full_grad(const ParamIndex& place);
-  at::Tensor local_grad(const ParamIndex& place);
-  bool has_grad(const ParamIndex& place);
-  /// Returns a call that clips the gradients, the same on all ranks, in numbers that `JoinScope`
-  /// can send. Throws `c10::ValueError` for options that don't fit the model or are out of range.
-  std::vector<double> clip_call(double max_norm, const ClipOptions& options) const;
-  /// Carries out a call of this or another rank; returns the norm before clipping. Collective.
-  double clip(const std::vector<double>& call);
-  std::vector<NamedTensor> full_state();
-  void load_full_state(const std::vector<NamedTensor>& state, bool strict);
   /// Called by all ranks before shards are changed: announces that this rank reads no parameters
   /// until they are. Returns null where ranks share no memory, and so need not know.
   WorkPtr stop_reading();
@@ -129,22 +112,16 @@ class ShardedState : public UseListener,
   /// must not throw unless it does on all ranks.
   void visit_whole_units(const std::function<void(const Unit&)>& visit);
 
-  /// Called by all ranks after the optimizer has changed the shards: lets as many units stay
-  /// gathered as the plan's memory budget allows. Returns an error, the same on all ranks, if the
-  /// budget is too small.
-  std::string fit_memory();
-
   /// Finds a parameter by name (any of its names) or tensor; nullopt if it is not the model's.
   std::optional<ParamIndex> find(const std::string& name) const;
   std::optional<ParamIndex> find(const at::Tensor& tensor) const;
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  /// The tensors that every rank has whole, outside of units: buffers and ignored parameters.
-  const std::vector<NamedTensor>& buffers() const { return buffers_; }
-  c10::ArrayRef<NamedTensor> module_buffers() const { return synced_; }  ///< the first of them
-  c10::ArrayRef<NamedTensor> ignored_parameters() const {                ///< the others
-    return c10::ArrayRef<NamedTensor>(buffers_).slice(synced_.size());
-  }
+  ModelBuffers& buffers() { return buffers_; }
+  const ModelBuffers& buffers() const { return buffers_; }
+  /// The names of all parameters, ties included, in the order of registration.
+  const std::vector<std::string>& parameter_names() const { return parameter_names_; }
+  PassEnds& ends() { return ends_; }
   const ShardPlan& plan() const { return plan_; }
   /// Throws `c10::NotImplementedError` if ranks have parameters of their own, as `what` would keep
   /// those of one rank only.
@@ -163,42 +140,27 @@ class ShardedState : public UseListener,
   }
 
  private:
-  ShardedState(std::vector<NamedTensor> buffers, const ShardPlan& plan, UnitContext context,
-               std::vector<UnitLayout> layouts);
+  ShardedState(std::vector<NamedTensor> buffers, const std::vector<NamedTensor>& ignored,
+               const ShardPlan& plan, UnitContext context, std::vector<UnitLayout> layouts);
   static void take_over_released(const std::vector<NamedTensor>& parameters);
   void adopt(const ShardMesh& all);
   // As `overwrite()`, but of parameters that the caller has noted as written.
   void set_shards(const std::function<void()>& write, bool for_good = true);
-  void convert_buffers();
-  void on_settle() override;
-  void on_backward_end() override;
-  void on_agreement(bool in_backward) override {
-    announce(in_backward ? JoinCall::kBackward : JoinCall::kReduce);
-  }
-  bool is_uneven() const override { return join_scope_ && join_scope_->is_uneven(); }
-  PassVote vote() override;
-  void on_asked(const std::vector<int>& units) override { residency_->serve(units); }
-  void on_pass_end(bool synced, const PassVote& most) override;
-  void warn_of_lone_evaluation(const PassVote& most);
-  void learn_order();
 
   ShardPlan plan_;
-  std::vector<std::string> parameter_names_;  // in the order of registration
-  std::vector<NamedTensor> synced_;           // the model's buffers
-  std::vector<NamedTensor> buffers_;          // these and ignored parameters
-  std::function<void()> arriving_;            // waits for values of `synced_`; null: none are sent
+  std::vector<std::string> parameter_names_;
+  ModelBuffers buffers_;
   UnitContext context_;
   UnitContext own_context_;  // of parameters that differ between ranks
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Residency> residency_;
+  PassEnds ends_;
   std::unique_ptr<Reducer> reducer_;
   JoinScope* join_scope_ = nullptr;
   int64_t overwrites_ = 0;
   std::weak_ptr<const void> exchanged_;  // see set_exchanged()
   bool is_given_back_ = false;
-  bool warned_ = false;                   // of an evaluation in which this rank took no part
-  bool is_released_ = false;              // the next `create()` with the parameters may take them
-  std::unique_ptr<MemoryBudget> budget_;  // null: the plan has none
+  bool is_released_ = false;  // the next `create()` with the parameters may take them
 };
 
 }  // namespace tessera

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "engine/model/sharded_state.h"
+#include "engine/model/full_state.h"
 
 namespace tessera {
 
@@ -15,28 +15,6 @@ void ShardedState::give_back(GivenValues which) {
   // The memory may be freed when no peer reads it any more.
   wait_until_unread(stop_reading());
   is_given_back_ = true;
-}
-
-void ShardedState::check_unwrap() {
-  check_no_join("unwrap()");
-  check_on_all_ranks(mesh(), [&] {
-    TORCH_CHECK(!reducer_->is_no_sync(),
-                "[unwrap] must be called after the no_sync() guard has ended");
-    TORCH_CHECK(!residency_->is_held(),
-                "[unwrap] must be called after the keep_unsharded() guard has ended");
-  });
-}
-
-void ShardedState::unwrap() {
-  check_unwrap();
-  check_on_all_ranks(mesh(), [&] {
-    TORCH_CHECK(!context_.watch.has_optimizers(),
-                "[unwrap] a ShardedOptimizer steps on parts of the parameters: call its unwrap() "
-                "first, or destroy it");
-  });
-  finish_sync_buffers();
-  residency_->free_everything();  // so that all ranks gather the same units
-  give_back(GivenValues::kUsed);
 }
 
 void ShardedState::release() noexcept {
@@ -51,6 +29,28 @@ void ShardedState::release() noexcept {
     is_given_back_ = true;
   } catch (const std::exception&) {  // a rank is gone, and with it data that it had to send
   }
+}
+
+void check_unwrap(ShardedState& state) {
+  state.check_no_join("unwrap()");
+  check_on_all_ranks(state.mesh(), [&] {
+    TORCH_CHECK(!state.reducer().is_no_sync(),
+                "[unwrap] must be called after the no_sync() guard has ended");
+    TORCH_CHECK(!state.residency().is_held(),
+                "[unwrap] must be called after the keep_unsharded() guard has ended");
+  });
+}
+
+void unwrap(ShardedState& state) {
+  check_unwrap(state);
+  check_on_all_ranks(state.mesh(), [&] {
+    TORCH_CHECK(!state.context().watch.has_optimizers(),
+                "[unwrap] a ShardedOptimizer steps on parts of the parameters: call its unwrap() "
+                "first, or destroy it");
+  });
+  state.buffers().finish_sync();
+  state.residency().free_everything();  // so that all ranks gather the same units
+  state.give_back(GivenValues::kUsed);
 }
 
 }  // namespace tessera

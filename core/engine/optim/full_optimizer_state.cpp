@@ -32,7 +32,7 @@ constexpr const char* kLoad = "load_full_state_dict";
 void check_segments(const ShardedOptimizer& optimizer, const char* function) {
   const ShardedState& state = *optimizer.module().state();
   state.check_replicated(function);
-  for (const Segment& segment : segments_of(optimizer)) {
+  for (const Segment& segment : OptimizerAccess(optimizer).segments()) {
     TORCH_CHECK_NOT_IMPLEMENTED(!state.slot(segment.place).dist, "[", function,
                                 "] the parameters must not be DistTensors; use "
                                 "DistOptimizer::state_dict() and load_state_dict() for those");
@@ -51,7 +51,7 @@ Share read_share(ShardedOptimizer& optimizer) {
   Share share{save_optimizer(optimizer.inner()), {}, {}};
   share.options = parse_optimizer(share.archive, kSave);
   const ShardedState& state = *optimizer.module().state();
-  const auto& segments = segments_of(optimizer);
+  const auto& segments = OptimizerAccess(optimizer).segments();
   std::vector<ParamValues> parts;
   for (const auto& [number, values] : share.options.state) {
     const Segment& segment = segments.at(number);
@@ -127,7 +127,7 @@ class Join {
  public:
   Join(ShardedOptimizer& optimizer, std::set<std::string> others)
       : state_(*optimizer.module().state()),
-        segments_(segments_of(optimizer)),
+        segments_(OptimizerAccess(optimizer).segments()),
         others_(std::move(others)) {}
 
   void add(int rank, const std::string& archive) {
@@ -180,7 +180,8 @@ std::vector<ParamValues> values_of_params(ShardedOptimizer& optimizer,
   for (size_t i = 0; i < numbers.size(); ++i) {
     const auto values = state_dict.state.find(numbers[i]);
     if (values == state_dict.state.end()) continue;
-    const ParamSlot& slot = optimizer.module().state()->slot(segments_of(optimizer)[i].place);
+    const ParamSlot& slot =
+        optimizer.module().state()->slot(OptimizerAccess(optimizer).segments()[i].place);
     params.push_back({slot.name(), slot.sizes, values->second});
   }
   return params;
@@ -235,7 +236,7 @@ std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerSt
   const std::set<std::string> others = names_of_others(params);
   previous.emplace(inner, kLoad);
   const auto convert = [&](int64_t number, const Values& values) {
-    const Segment& segment = segments_of(optimizer)[number];
+    const Segment& segment = OptimizerAccess(optimizer).segments()[number];
     return cut(optimizer.module().state()->slot(segment.place), segment, values, others);
   };
   set_state(inner, state_dict, numbers, convert, kLoad);
@@ -245,7 +246,7 @@ std::vector<at::Tensor> load_part(ShardedOptimizer& optimizer, const OptimizerSt
 }  // namespace
 
 OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient) {
-  if (const OuterSteps* const outer = outer_steps_of(optimizer)) {
+  if (const OuterSteps* const outer = OptimizerAccess(optimizer).outer_steps()) {
     outer->check_averaged("full_state_dict");
     TORCH_CHECK_NOT_IMPLEMENTED(optimizer.module().state()->plan().outer->momentum == 0,
                                 "[full_state_dict] would leave out the momentum of plan.outer: use "
@@ -304,8 +305,8 @@ void load_full_state_dict(ShardedOptimizer& optimizer, const OptimizerStateDict&
   std::vector<at::Tensor> masters;
   check_on_all_ranks(mesh, [&] { masters = load_part(optimizer, state_dict, previous); });
   previous->drop();
-  set_master_digits(optimizer, std::move(masters));
-  check_on_all_ranks(mesh, [&] { offload_state(optimizer); });
+  OptimizerAccess(optimizer).set_master_digits(std::move(masters));
+  check_on_all_ranks(mesh, [&] { OptimizerAccess(optimizer).offload_state(); });
 }
 
 }  // namespace tessera

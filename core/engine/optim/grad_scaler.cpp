@@ -56,7 +56,7 @@ void add_gradient(AlikeGradients& lists, const at::Tensor& part) {
 // Returns this rank's parts of the gradients that the optimizer would step with.
 AlikeGradients collect_gradients(const ShardedOptimizer& optimizer, ShardedState& state) {
   AlikeGradients lists;
-  for (const Segment& segment : segments_of(optimizer))
+  for (const Segment& segment : OptimizerAccess(optimizer).segments())
     add_gradient(lists, reduced_gradient(state, segment));
   return lists;
 }
@@ -193,7 +193,8 @@ bool GradScaler::Impl::step(Optimizer& optimizer) {
   if (own.stage == Stage::kReady) unscale_once(optimizer);
   own.stage = Stage::kStepped;
   if (*own.found_inf) {
-    if constexpr (std::is_same_v<Optimizer, ShardedOptimizer>) skip_step(optimizer);
+    if constexpr (std::is_same_v<Optimizer, ShardedOptimizer>)
+      OptimizerAccess(optimizer).skip_step();
     return false;
   }
   optimizer.step();

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "engine/model/join_scope.h"
+#include "engine/model/model_gradients.h"
 #include "engine/optim/param_state.h"
 
 namespace tessera {
@@ -122,8 +123,8 @@ class Training {
   void take_part(const JoinScope::Heard& heard) {
     switch (heard.call) {
       case JoinCall::kForward:
-        state_.start_sync_buffers();
-        return state_.finish_sync_buffers();
+        state_.buffers().start_sync(state_.mesh());
+        return state_.buffers().finish_sync();
       case JoinCall::kSettle:
         return state_.reducer().settle();
       case JoinCall::kBackward:
@@ -131,7 +132,7 @@ class Training {
         state_.follow(heard.values);
         return state_.reducer().join_reduction(heard.call == JoinCall::kBackward);
       case JoinCall::kClip:
-        state_.clip(state_.follow(heard.values));
+        clip(state_, ClipCall::from(state_.follow(heard.values)));
         return;
       case JoinCall::kStep:
         return step(state_.follow(heard.values));

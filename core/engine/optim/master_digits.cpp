@@ -56,7 +56,7 @@ at::Tensor is_rounded(const UnitLayout& layout, const at::Tensor& digits,
 void add_master_weights(ShardedOptimizer& optimizer, bool receives,
                         OptimizerStateDict& state_dict) {
   const auto state = optimizer.module().state();
-  const std::vector<Segment>& segments = segments_of(optimizer);
+  const std::vector<Segment>& segments = OptimizerAccess(optimizer).segments();
   c10::impl::GenericDict masters(c10::StringType::get(), c10::AnyType::get());
   for (const auto& unit : state->units()) {
     if (!unit->layout().has_master()) continue;
@@ -80,7 +80,7 @@ std::vector<at::Tensor> cut_master_weights(ShardedOptimizer& optimizer,
                     "' must be a dict of tensors by parameter number; got ", it->second.tagKind());
   const auto masters = it->second.toGenericDict();
   const ShardedState& state = *optimizer.module().state();
-  const std::vector<Segment>& segments = segments_of(optimizer);
+  const std::vector<Segment>& segments = OptimizerAccess(optimizer).segments();
   std::vector<at::Tensor> parts(segments.size());
   for (size_t i = 0; i < segments.size(); ++i) {
     const auto master = masters.find(std::to_string(numbers[i]));

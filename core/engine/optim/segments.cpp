@@ -72,7 +72,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
 // alike.
 at::Tensor make_placeholder(const ShardedState& state, const ParamIndex& place) {
   const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
-  install_segment_gate(empty, state.grad_sink(place.unit), place.slot,
+  install_segment_gate(empty, state.reducer().gradients()[place.unit], place.slot,
                        foreign_step_error(state.slot(place)));
   return empty;
 }
@@ -97,7 +97,7 @@ Segment make_segment(const ShardedState& state, const ParamIndex& place, size_t 
     return segment;
   }
   segment.held = segment.tensor = part_of(unit, slot, segment);
-  install_segment_gate(segment.tensor, state.grad_sink(place.unit), place.slot,
+  install_segment_gate(segment.tensor, state.reducer().gradients()[place.unit], place.slot,
                        foreign_step_error(slot));
   return segment;
 }

@@ -11,6 +11,7 @@
 
 #include "comm/group/progress.h"
 #include "engine/grad/grad_gate.h"
+#include "engine/model/model_gradients.h"
 #include "engine/model/sharded_state.h"
 #include "engine/optim/adam_loop.h"
 #include "engine/optim/cpu_adam_step.h"
@@ -275,7 +276,7 @@ static void check_clipping(const ShardedState& state, const ShardedOptimizerOpti
   TORCH_CHECK_VALUE(options.max_grad_norm > 0 || options.clip == ClipOptions{},
                     "[ShardedOptimizer] options.clip needs options.max_grad_norm, which is 0: "
                     "nothing is clipped");
-  if (options.max_grad_norm > 0) state.clip_call(options.max_grad_norm, options.clip);
+  if (options.max_grad_norm > 0) clip_call(state, options.max_grad_norm, options.clip);
 }
 
 ShardedOptimizer::ShardedOptimizer(const ShardedModule& module, torch::optim::Optimizer& optimizer,
@@ -310,7 +311,7 @@ void ShardedOptimizer::Impl::step_with_others() {
               "[step] there must be a backward since the last zero_grad(); no parameter of the "
               "sharded model has a reduced gradient. After backwards under no_sync() alone, call "
               "reduce() of the model first");
-  if (options.max_grad_norm > 0) state.clip(state.clip_call(options.max_grad_norm, options.clip));
+  if (options.max_grad_norm > 0) clip(state, clip_call(state, options.max_grad_norm, options.clip));
   for (const auto& unit : state.units()) unit->views().check();
   restore_digits(state, segments);
   for (Segment& segment : segments) segment.digits.reset();
@@ -322,7 +323,7 @@ void ShardedOptimizer::Impl::step_with_others() {
   tell(MemoryEvent::kStepEnd);
   // Parameters that autocast has cast and cached are out of date.
   if (at::autocast::is_autocast_cache_enabled()) at::autocast::clear_cache();
-  const std::string misfit = state.fit_memory();
+  const std::string misfit = state.ends().fit_memory();
   state.residency().on_step(changed);
   TORCH_CHECK(misfit.empty(), misfit);
 }
@@ -413,24 +414,6 @@ ShardMemory ShardedOptimizer::memory() const {
   return memory;
 }
 
-OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer) {
-  return optimizer.impl_->outer.get();
-}
-void skip_step(ShardedOptimizer& optimizer) {
-  at::NoGradGuard no_grad;
-  optimizer.impl_->skip_step();
-}
-
-void offload_state(ShardedOptimizer& optimizer) { optimizer.impl_->offload_state(); }
-
-void give_back_optimizer(ShardedOptimizer& optimizer) {
-  auto& impl = *optimizer.impl_;
-  impl.follow();
-  restore_digits(impl.state(), impl.segments);
-  give_back_optimizer(impl.state(), *impl.optimizer, impl.segments);
-  impl.segments.clear();
-}
-
 void ShardedOptimizer::unwrap() {
   at::NoGradGuard no_grad;
   if (impl_->outer) impl_->outer->check_averaged("unwrap");
@@ -442,16 +425,29 @@ void ShardedOptimizer::unwrap() {
   impl_->leave();
 }
 
-void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts) {
-  std::vector<Segment>& segments = optimizer.impl_->segments;
-  for (size_t i = 0; i < parts.size(); ++i) segments[i].digits = std::move(parts[i]);
+OuterSteps* OptimizerAccess::outer_steps() const { return impl_.outer.get(); }
+
+void OptimizerAccess::skip_step() const {
+  at::NoGradGuard no_grad;
+  impl_.skip_step();
 }
 
-const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer) {
-  auto& impl = *optimizer.impl_;
-  impl.follow();
-  restore_digits(impl.state(), impl.segments);
-  return impl.segments;
+void OptimizerAccess::offload_state() const { impl_.offload_state(); }
+
+void OptimizerAccess::give_back() const {
+  segments();
+  give_back_optimizer(impl_.state(), *impl_.optimizer, impl_.segments);
+  impl_.segments.clear();
+}
+
+void OptimizerAccess::set_master_digits(std::vector<at::Tensor> parts) const {
+  for (size_t i = 0; i < parts.size(); ++i) impl_.segments[i].digits = std::move(parts[i]);
+}
+
+const std::vector<Segment>& OptimizerAccess::segments() const {
+  impl_.follow();
+  restore_digits(impl_.state(), impl_.segments);
+  return impl_.segments;
 }
 
 }  // namespace tessera

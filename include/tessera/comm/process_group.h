@@ -62,6 +62,11 @@ class TESSERA_API ProcessGroup {
   /// False if all channels share one order, as on a backend that matches collectives by their
   /// order.
   virtual bool has_channels() const { return true; }
+  /// True if tensors can only be sent as they are: any other `Encoding` is refused. As the next
+  /// one, a fact of the transport: decorators don't pass it on.
+  virtual bool sends_plain() const { return false; }
+  /// True if reductions can also gather their sums (`ReduceScatterOptions::gather_into`).
+  virtual bool gathers_sums() const { return false; }
   /// The type of the devices in whose memory all tensors must be; none: any.
   virtual std::optional<c10::DeviceType> device_type() const { return std::nullopt; }
   /// Returns the ranks to which this rank sends messages. Ranks that share memory with it are not

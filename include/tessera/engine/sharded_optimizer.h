@@ -30,16 +30,6 @@ struct ShardedOptimizerOptions {
   bool elementwise = false;
 };
 
-class ShardedOptimizer;
-struct Segment;
-class OuterSteps;
-OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer);                       // internal
-void skip_step(ShardedOptimizer& optimizer);                                         // internal
-const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);          // internal
-void offload_state(ShardedOptimizer& optimizer);                                     // internal
-void give_back_optimizer(ShardedOptimizer& optimizer);                               // internal
-void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);  // internal
-
 /// Steps the user's own optimizer on this rank's shards.
 ///
 /// Changes the optimizer's param groups in place: replaces each parameter by the 1-D part of it
@@ -119,12 +109,7 @@ class TESSERA_API ShardedOptimizer {
   ShardMemory memory() const;
 
  private:
-  friend OuterSteps* outer_steps_of(const ShardedOptimizer& optimizer);
-  friend void skip_step(ShardedOptimizer& optimizer);
-  friend const std::vector<Segment>& segments_of(const ShardedOptimizer& optimizer);
-  friend void offload_state(ShardedOptimizer& optimizer);
-  friend void give_back_optimizer(ShardedOptimizer& optimizer);
-  friend void set_master_digits(ShardedOptimizer& optimizer, std::vector<at::Tensor> parts);
+  friend class OptimizerAccess;  // internal
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

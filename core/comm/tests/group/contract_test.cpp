@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include "comm/group/capability.h"
 #include "support/models.h"
 #include "support/test_device.h"
 
@@ -103,7 +102,7 @@ TEST_P(ProcessGroupContract, ReduceScatterTakesPiecesAndAccumulates) {
 TEST_P(ProcessGroupContract, ReduceScatterGathersItsSumsOrIsRefused) {
   const Kind kind = std::get<0>(GetParam());
   run([&](ProcessGroup& pg) {
-    const bool gathers = capability<GathersSums>(pg);
+    const bool gathers = pg.transport().gathers_sums();
     if (tests_on_host()) {
       EXPECT_EQ(gathers, kind != Kind::kBackend && (kind != Kind::kArena || pg.size() == 1));
     }

@@ -44,7 +44,7 @@ struct Job {
   // The bytes of a unit: its master copy, and `states` tensors of the size of the updated part.
   int64_t bytes_of(const Unit& unit, int states) const {
     auto nbytes = static_cast<int64_t>(unit.master().values().nbytes());
-    for (const Segment& segment : segments_of(*optimizer)) {
+    for (const Segment& segment : OptimizerAccess(*optimizer).segments()) {
       if (segment.place.unit == static_cast<size_t>(unit.index()))
         nbytes += states * (segment.end - segment.begin) * 4;
     }

@@ -1,0 +1,112 @@
+#include "engine/model/model_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+#include "comm/group/progress.h"
+#include "engine/grad/clip_grad.h"
+
+namespace tessera {
+
+at::Tensor full_grad(ShardedState& state, const ParamIndex& place) {
+  at::NoGradGuard no_grad;
+  if (!state.plan().reduce_gradients) return state.slot(place).tensor().grad();
+  state.check_no_join("full_grad()");
+  state.reducer().settle();
+  const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
+  if (!gradients.is_live(place.slot)) return {};
+  Unit& unit = *state.units()[place.unit];
+  const ParamSlot& param = state.slot(place);
+  at::Tensor full = gradients.reduced();
+  if (unit.layout().level != ShardLevel::kNone) {
+    full = at::empty({unit.layout().numel()}, gradients.reduced().options());
+    const auto work = state.process_group().all_gather(
+        full, gradients.reduced(), unit.layout().bounds, {unit.layout().name, Channel::kControl});
+    work->wait();
+    work->wait_inputs();
+  }
+  return global_value(param, view_param(param, full)).clone();
+}
+
+at::Tensor local_grad(ShardedState& state, const ParamIndex& place) {
+  state.check_no_join("local_grad()");
+  at::NoGradGuard no_grad;
+  state.reducer().settle();
+  const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
+  const ParamSlot& param = state.slot(place);
+  const Unit& unit = *state.units()[place.unit];
+  const auto [begin, end] = unit.updated_range(param);
+  if (begin == end || !gradients.is_live(place.slot)) return {};
+  const at::Tensor part = gradients.reduced(begin, end);
+  const bool is_whole =
+      unit.layout().partition == Partition::kWholeParam && part.numel() == param.numel;
+  return is_whole ? at::as_strided(part, param.sizes, param.strides, part.storage_offset()) : part;
+}
+
+bool has_grad(ShardedState& state, const ParamIndex& place) {
+  state.reducer().settle_earlier();
+  const UnitGradients& gradients = *state.reducer().gradients()[place.unit];
+  return gradients.is_live(place.slot) || gradients.has_arrived(place.slot);
+}
+
+std::vector<double> ClipCall::numbers() const {
+  std::vector<double> numbers = {max_norm, norm_type, epsilon};
+  numbers.insert(numbers.end(), counted.begin(), counted.end());
+  return numbers;
+}
+
+ClipCall ClipCall::from(const std::vector<double>& numbers) {
+  return {numbers.at(0), numbers.at(1), numbers.at(2), {numbers.begin() + 3, numbers.end()}};
+}
+
+ClipCall clip_call(const ShardedState& state, double max_norm, const ClipOptions& options) {
+  TORCH_CHECK_VALUE(max_norm >= 0, "[clip_grad_norm_] max_norm must not be negative; got ",
+                    max_norm);
+  TORCH_CHECK_VALUE(options.norm_type > 0,
+                    "[clip_grad_norm_] norm_type must be positive or infinity; got ",
+                    options.norm_type);
+  TORCH_CHECK_VALUE(options.epsilon >= 0, "[clip_grad_norm_] epsilon must not be negative; got ",
+                    options.epsilon);
+  std::set<ParamIndex> excluded;
+  for (const std::string& name : options.exclude) {
+    const auto place = state.find(name);
+    TORCH_CHECK_VALUE(place, "[clip_grad_norm_] options.exclude names '", name,
+                      "', which the model does not have");
+    excluded.insert(*place);
+  }
+  ClipCall call{max_norm, options.norm_type, options.epsilon, {}};
+  for (size_t unit = 0; unit < state.units().size(); ++unit) {
+    for (size_t slot = 0; slot < state.units()[unit]->layout().slots.size(); ++slot)
+      call.counted.push_back(excluded.contains({unit, slot}) ? 0 : 1);
+  }
+  return call;
+}
+
+double clip(ShardedState& state, const ClipCall& call) {
+  const PhaseScope phase(state.context().progress, Phase::kStep);
+  Reducer& reducer = state.reducer();
+  std::vector<size_t> begins = {0};  // of the units, in `call.counted`
+  for (const auto& unit : state.units())
+    begins.push_back(begins.back() + unit->layout().slots.size());
+  const auto is_counted = [&](size_t unit, size_t slot) {
+    return call.counted[begins[unit] + slot] != 0;
+  };
+  reducer.settle();
+  reducer.record([&] {
+    return fmt::format("clipping to norm {} of order {}, epsilon {}, {} parameters", call.max_norm,
+                       call.norm_type, call.epsilon,
+                       std::count(call.counted.begin(), call.counted.end(), 1.0));
+  });
+  const double norm = grad_norm(reducer.gradients(), state.mesh(), call.norm_type, is_counted);
+  const double factor = call.max_norm / (norm + call.epsilon);
+  if (!(factor >= 1)) scale_gradients(reducer.gradients(), factor, is_counted);
+  return norm;
+}
+
+}  // namespace tessera
