@@ -21,7 +21,7 @@ std::string new_save_id();
 
 /// One rank's part in one save. No member is collective; the caller ensures the order:
 ///
-/// `begin()` on rank 0; then `write()` on all ranks; then `commit()` on rank 0, which waits for the
+/// `begin()` on rank 0; then `write()` on all ranks; then `commit()` on rank 0: it waits for the
 /// other ranks' parts. A save that ends without a commit leaves the previous checkpoint unchanged.
 ///
 /// Ranks hand their parts of the index to rank 0 through files in the draft: so a save in the
@@ -66,7 +66,7 @@ class CheckpointWriter {
   std::vector<std::string> models_;  // on rank 0
 };
 
-/// Counts bytes for a `CheckpointProgress`, which may be empty, and may throw to end the work.
+/// Counts bytes for a `CheckpointProgress`. That may be empty, and may throw to end the work.
 class ProgressCount {
  public:
   ProgressCount(const CheckpointProgress& progress, int64_t total)

@@ -26,8 +26,8 @@ class ChunkReader {
  public:
   explicit ChunkReader(const std::filesystem::path& path);
 
-  /// Reads other files than a checkpoint's, which `index` describes as chunks without checksums.
-  /// The numbers of `index` must be as safe to compute with as those of `index_from_json()`. Throws
+  /// Reads files that are no checkpoint's; `index` describes them as chunks without checksums. The
+  /// numbers of `index` must be as safe to compute with as those of `index_from_json()`. Throws
   /// `c10::ValueError`, naming `path`, unless its chunks make up whole tensors.
   ChunkReader(std::string path, CheckpointIndex index, OpenSource open);
 

@@ -38,7 +38,7 @@ ChunkCollector::ChunkCollector(int rank, int size) : rank_(rank) {
 
 void ChunkCollector::add_model(const ModelView& view) {
   for (const ParamView& param : view.params) add_part(record_of(param), param, param.values);
-  // Buffers that ranks don't synchronize differ; all are rank 0's, which belong together.
+  // Buffers that ranks don't synchronize differ: store rank 0's of all, so that they fit together.
   for (const NamedTensor& buffer : view.buffers)
     add_shared(record_of(buffer), buffer.tensor, {.index = rank_, .count = 1});
 }

@@ -55,7 +55,7 @@ class ChunkCollector {
   void add_masters(const ModelView& view);
   /// Adds the state, options and param groups of `view.optimizer`.
   void add_optimizer(const ModelView& view);
-  /// Adds tensors by name: ordinary ones, which are the same on all ranks, and DistTensors.
+  /// Adds tensors by name: ordinary ones, equal on all ranks, and DistTensors.
   void add_tensors(const std::map<std::string, at::Tensor>& tensors);
   /// Adds tensors that belong to this rank alone, as `GROUP/NAME`.
   void add_rank_state(const std::string& group, const std::map<std::string, at::Tensor>& tensors);

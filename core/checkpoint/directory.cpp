@@ -29,12 +29,12 @@ namespace fs = std::filesystem;
 //
 // A new checkpoint is written to `<path>.tmp`, the index last, and everything is synced to disk.
 // Then the two directories exchange their names in one step of the file system, and the old one,
-// which now has the draft's name, is removed. Where the file system can't exchange, the old one is
+// now under the draft's name, is removed. Where the file system can't exchange, the old one is
 // renamed to `<path>.old` before the draft gets its name; if that is interrupted in between, the
 // next load or save takes `<path>.old` for the checkpoint. A save that is interrupted earlier
-// leaves a draft, which is removed by the next save to the same path, or by the next one of the
-// same series (`step-100`, `step-200`). Two saves at once would mix their files, so the draft is
-// locked; the lock ends with the process that holds it.
+// leaves a draft. The next save to the same path removes it, or the next one of the same series
+// (`step-100`, `step-200`). Two saves at once would mix their files, so the draft is locked; the
+// lock ends with the process that holds it.
 //
 // A mount point can't be renamed, and a directory beside it is on another file system. So a
 // checkpoint that is saved to a mount point is put into its subdirectory `checkpoint`, where

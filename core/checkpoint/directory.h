@@ -16,7 +16,7 @@ struct KeptCheckpoints {
 };
 
 /// The location of a checkpoint while a new one is written: `path`, or its subdirectory
-/// `checkpoint` if `path` is a mount point, which can't be replaced.
+/// `checkpoint` if `path` is a mount point and can't be replaced.
 /// See [Note: Replacing a checkpoint] in directory.cpp.
 class CheckpointDirectory {
  public:
@@ -43,7 +43,7 @@ class CheckpointDirectory {
 
   std::filesystem::path path_;
   std::filesystem::path draft_;
-  std::filesystem::path mount_point_;  // the given mount point, which contains `path_`; else empty
+  std::filesystem::path mount_point_;  // the given mount point, with `path_` inside; else empty
   std::optional<File> held_;           // the draft's directory, locked
 };
 

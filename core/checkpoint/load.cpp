@@ -41,7 +41,7 @@ struct StateTarget {
   ParamState state;  // empty if the checkpoint has none
 };
 
-// Plans a load, which may fail, before anything is changed.
+// Plans a load before anything is changed. May throw.
 class Loader {
  public:
   Loader(const std::filesystem::path& path, ModelView view, const LoadOptions& options, int rank,
@@ -258,7 +258,7 @@ class ShardedLoad : public LoaderLoad {
   OuterSteps* outer_;
 };
 
-// Of a module that is not sharded: the ranks of the default world load it.
+// For a module that is not sharded: the ranks of the default world load it.
 class PlainLoad : public LoaderLoad {
  public:
   PlainLoad(ProcessGroupPtr all, torch::nn::Module& module, torch::optim::Optimizer* optimizer)

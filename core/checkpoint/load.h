@@ -40,7 +40,7 @@ class ModelLoad {
 std::unique_ptr<ModelLoad> load_of(ShardedModule& module, ShardedOptimizer* optimizer);
 std::unique_ptr<ModelLoad> load_of(torch::nn::Module& module, torch::optim::Optimizer* optimizer);
 std::unique_ptr<ModelLoad> load_of(const std::shared_ptr<AveragedWeights>& average);
-/// Of numbers, texts, generators and the like, without a model.
+/// Loads numbers, texts, generators and the like, without a model.
 std::unique_ptr<ModelLoad> load_of_options(const Ranks& ranks);
 
 /// Throws on all ranks if they read different checkpoints. Collective.

@@ -51,8 +51,7 @@ struct Replica {
 Replica replica_of(const DistSpec& spec);
 
 /// A distinct parameter, and the part of it that this process has. Elements are counted in the
-/// order of the parameter's memory, which `strides` describe; for a DistTensor, row by row in
-/// `box`.
+/// order of the parameter's memory (see `strides`); for a DistTensor, row by row in `box`.
 struct ParamView {
   std::vector<std::string> names;       ///< several if it is tied
   std::vector<int64_t> sizes, strides;  ///< global
@@ -83,7 +82,7 @@ struct OptimizedParam {
 /// A model and its optimizer as checkpoints see them, whether sharded or not.
 struct ModelView {
   std::vector<ParamView> params;
-  std::vector<NamedTensor> buffers;  ///< ordinary tensors, which every process has, and DistTensors
+  std::vector<NamedTensor> buffers;  ///< ordinary tensors, whole in every process, and DistTensors
   torch::optim::Optimizer* optimizer = nullptr;
   std::vector<OptimizedParam> optimized;  ///< in the optimizer's order
 };

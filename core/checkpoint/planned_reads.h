@@ -15,7 +15,7 @@
 
 namespace tessera {
 
-/// Returns the region of a DistTensor, or of an ordinary tensor, which this process has whole.
+/// Returns the region of a DistTensor, or of an ordinary tensor: all of it.
 inline Region region_of(const at::Tensor& tensor, const std::string& name) {
   const DistMeta* meta = find_dist_meta(tensor);
   return meta ? part_of(*meta->spec, tensor.sizes(), name) : Region{0, tensor.numel()};

@@ -22,7 +22,7 @@ class Runs {
   bool done() const { return position_ >= region_.end; }
   int64_t first() const { return first_; }  // in the tensor
   int64_t last() const { return first_ + count_; }
-  /// Returns the position in the region of an element of the tensor, which the run must contain.
+  /// Returns the position in the region of an element of the tensor. The run must contain it.
   int64_t position(int64_t element) const { return position_ - region_.begin + (element - first_); }
   void next() {
     position_ += count_;

@@ -169,7 +169,7 @@ int count_writers(const ShardedState& state) {
 }
 
 // Returns the rank of `Ranks::of(state.mesh())` that stores each tensor: those of unit u belong to
-// rank `u % size`, ignored parameters and buffers to rank 0. The same on all ranks.
+// rank `u % size`, ignored parameters and buffers to rank 0. All ranks get the same result.
 std::vector<WholeTensor> plan_whole_model(const ShardedState& state) {
   const int writers = count_writers(state);
   std::vector<WholeTensor> plan;

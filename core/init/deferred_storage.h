@@ -70,7 +70,7 @@ class DeferredStorage final : public c10::StorageImpl {
 
   /// Computes the values if they are not there. Several threads may call it at the same time.
   void materialize();
-  /// Computes the values for good: the memory is the value from now on.
+  /// Computes the values and drops the recipe: the memory is the value from now on.
   void settle();
   /// Frees the memory of a storage that was materialized but not settled.
   void drop();

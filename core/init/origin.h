@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-/// An object of the caller of `OriginScope`, which tensors made in the scope remember.
+/// An object of the caller of `OriginScope`. Tensors made in the scope remember it.
 class Origin {
  public:
   virtual ~Origin() = default;

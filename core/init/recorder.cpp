@@ -225,7 +225,7 @@ class Call {
     for (const Node::Input& input : node_->inputs) {
       const at::Tensor& tensor = arguments_[input.argument].toTensor();
       DeferredStorage* storage = deferred_storage(tensor);
-      if (!storage->is_deferred()) continue;  // has memory, which is overwritten
+      if (!storage->is_deferred()) continue;  // its memory is overwritten
       if (in_graph_) {                        // autograd must see the tensor itself
         storage->materialize();
         lent.push_back(storage);

@@ -15,7 +15,7 @@ bool in_deferred_init();
 void call_deferred(const c10::OperatorHandle& op, c10::DispatchKeySet below,
                    torch::jit::Stack* stack);
 
-/// Gives all deferred tensors among `arguments` their values for good.
+/// Settles all deferred tensors among `arguments`: see `DeferredStorage::settle()`.
 void settle(c10::ArrayRef<c10::IValue> arguments);
 
 }  // namespace tessera

@@ -5,13 +5,12 @@
 namespace tessera {
 
 // Attention on ordinary tensors of [batch, heads, length, head dim], none of them empty. k and v
-// may have fewer heads than q: each of them then serves as many heads of q, which follow each
-// other.
+// may have fewer heads than q: each of them then serves as many consecutive heads of q.
 
 /// The attention of queries to some of the keys, as if there were no others.
 struct BlockAttention {
   at::Tensor output;
-  /// Of the scores of each query, [batch, heads, queries]; in the dtype of sums.
+  /// The logsumexp of each query's scores, [batch, heads, queries], in the dtype of sums.
   at::Tensor logsumexp;
 };
 

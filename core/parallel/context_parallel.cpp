@@ -35,7 +35,7 @@ namespace tessera {
 // a kernel for the whole, registered with the first scope. Within a scope it computes the attention
 // of tensors that are cut along the sequence as one function of autograd on local parts; all other
 // calls go on to LibTorch's composite, as they do without the kernel. The function keeps all that
-// its backward needs, which may therefore run after the scope.
+// its backward needs, so that the backward may run after the scope.
 namespace {
 
 using torch::autograd::AutogradContext;

@@ -29,7 +29,7 @@ class BlockLayout {
   BlockLayout(const KeysValues& own, int64_t keys, int64_t ranks);
 
   int64_t numel(int rank) const { return bounds_[rank + 1] - bounds_[rank]; }
-  /// Of the blocks of all ranks, one after the other.
+  /// The blocks of all ranks, one after the other.
   const std::vector<int64_t>& bounds() const { return bounds_; }
   /// Returns views of the flat buffer of that rank's block.
   KeysValues view(const at::Tensor& flat, int rank) const;

@@ -30,7 +30,7 @@ std::string devices_text();
 /// Returns the dispatch key of dense tensors on devices of this type.
 c10::DispatchKey backend_key(c10::DeviceType type);
 
-/// Returns the default generator of `device`, which is not the CPU.
+/// Returns the default generator of `device`, a device other than the CPU.
 at::Generator default_generator_of(c10::Device device);
 
 }  // namespace tessera

@@ -10,11 +10,11 @@
 
 namespace tessera {
 
-/// A value that holds in a scope of a thread, and on all threads of autograd in a backward that the
-/// thread runs there: kernels of a device's backward are queued by a thread of that device, which
-/// does not see thread-local variables of the caller.
+/// A value that holds in a scope of a thread, and on all of autograd's threads during a backward
+/// that it runs there. A thread of the device queues the kernels of a device's backward, and does
+/// not see the caller's thread-local variables.
 ///
-/// Scopes are `c10::DebugInfoGuard`s, which autograd takes over to its threads. Scopes of one kind
+/// Scopes are `c10::DebugInfoGuard`s: autograd copies those to its threads. Scopes of one kind
 /// nest.
 template <class T>
 class ScopedValue {
@@ -30,7 +30,7 @@ class ScopedValue {
     return info ? &static_cast<const Info*>(info)->value : nullptr;
   }
 
-  /// Begins a scope, which lasts as long as the guard.
+  /// Begins a scope that lasts as long as the guard.
   c10::DebugInfoGuard scope(T value) const {
     return {kind_, std::make_shared<Info>(std::move(value))};
   }

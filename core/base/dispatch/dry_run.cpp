@@ -15,8 +15,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// A number of the program, which counts less than a tensor in type promotion. Functions of Python
-// that run in place of kernels read it, also where tensors have no data.
+// True for a number of the program: it counts less than a tensor in type promotion. Python
+// functions that replace kernels read it even where tensors have no data.
 bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
@@ -36,8 +36,8 @@ at::Tensor as_constants(const at::Tensor& tensor) {
                   at::TensorOptions().dtype(tensor.scalar_type()));
 }
 
-// Operators of whose results the sizes depend on values. Python's package registers functions for
-// some of them on meta tensors, which raise errors of Python.
+// True for operators whose result sizes depend on values. For some of them, PyTorch's Python
+// package registers meta functions that raise Python errors.
 bool has_sizes_by_values(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) {
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
   if (op.schema().name() != "aten::index") return true;

@@ -44,7 +44,7 @@ class File {
     kHeld,     ///< by another process, or by another open file here
     kUnknown,  ///< the file system has no locks
   };
-  /// Takes the lock of the file or directory, which is held while it is open in this process.
+  /// Takes the lock of the file or directory. It is held while the file is open in this process.
   Lock lock();
   /// Returns true if `path()` still leads to this file or directory.
   bool is_there() const;

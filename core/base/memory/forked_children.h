@@ -9,8 +9,7 @@ namespace tessera {
 /// Tracks the children forked by this process that still see its memory: those that have neither
 /// ended nor started another program. Their own children count in the same way. Not thread-safe.
 ///
-/// A child holds one end of a pipe, which the kernel closes when the child ends or starts a
-/// program.
+/// A child holds one end of a pipe. The kernel closes it when the child ends or starts a program.
 class ForkedChildren {
  public:
   ForkedChildren() = default;
@@ -26,13 +25,13 @@ class ForkedChildren {
   /// Returns how often the process has forked.
   int64_t forks() const { return forks_; }
   /// Returns the number of the last fork, from 1, whose child sees this memory; 0 if there is none.
-  /// May notice late that a child has gone.
+  /// May notice late that a child has ended.
   int64_t last_seeing();
 
  private:
   struct Child {
     int64_t fork;
-    int pipe;  // closed at its other end when the child has gone
+    int pipe;  // its other end is closed when the child ends
   };
   using Clock = std::chrono::steady_clock;
 

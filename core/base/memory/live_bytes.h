@@ -8,8 +8,8 @@
 namespace tessera {
 
 /// Counts the bytes of CPU tensors made since its construction, less those freed. Exact for tensors
-/// that were made under it, whichever thread frees them; of older tensors that are freed, the whole
-/// block counts, which is a little longer.
+/// made after it, whichever thread frees them. Freeing an older tensor subtracts its whole block, a
+/// little more than the tensor.
 class LiveBytes {
  public:
   enum class Scope : uint8_t {

@@ -20,7 +20,7 @@ namespace tessera {
 /// Thread-safe.
 ///
 /// A forked child has a copy of private pages. It sees shared pages as they are, so a block that
-/// existed at the fork is not reused before the child has gone. See [Note: Heaps after a fork] in
+/// existed at the fork is not reused before the child ends. See [Note: Heaps after a fork] in
 /// tensor_allocator.cpp.
 class PageHeap {
  public:

@@ -55,9 +55,9 @@ bool may_use_huge_pages() {
   return choice == nullptr || std::string_view(choice) != "0";
 }
 
-// Returns a file system in memory of this process' own, which is mounted nowhere and disappears
-// with its last file; -1 if the process may not make one. The kernel's own, behind memfd_create(),
-// has huge pages only if the administrator has enabled them for it, which is rare.
+// Returns a file system in memory of this process' own; -1 if the process may not make one. It is
+// mounted nowhere and disappears with its last file. The kernel's own, behind memfd_create(), has
+// huge pages only if the administrator has enabled them for it, and few do.
 int own_file_system() {
   const auto make = [] {
     const int context = static_cast<int>(::syscall(SYS_fsopen, "tmpfs", FSOPEN_CLOEXEC));

@@ -21,8 +21,8 @@ struct SharedMemoryHandle {
   static SharedMemoryHandle from_text(const std::string& text);
 };
 
-/// Pages that several processes have mapped: a file without a name, which disappears with the last
-/// of them, however they end. Memory is allocated when a page is first touched.
+/// Pages that several processes have mapped: an unnamed file that disappears with the last of them,
+/// however they end. Memory is allocated when a page is first touched.
 ///
 /// A child that this process forks sees the pages as they are, and its own writes. Its writes reach
 /// no other process; if the descriptor was closed before the fork, a write ends the child.

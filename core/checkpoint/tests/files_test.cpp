@@ -51,7 +51,7 @@ TEST(CheckpointFiles, FollowTheSafetensorsFormat) {
   }
 }
 
-// A rank of as many ranks as saved opens its own file, and that of rank 0, which has the buffers.
+// With as many ranks as saved, a rank opens its own file, and rank 0's for the buffers.
 TEST(CheckpointFiles, ARankOpensNoFilesOfOtherRanks) {
   constexpr int kRanks = 4;
   const ScratchDirectory scratch;

@@ -150,7 +150,7 @@ TEST(CheckpointPlain, WhatDoesNotFitIsRefusedAndTheModuleStays) {
                   {"not in the model: 'decode', 'encode.weight'"});
 }
 
-// A load between a forward and its backward, which would compute with the loaded values.
+// A load between a forward and its backward: the backward would use the loaded values.
 TEST(CheckpointPlain, AFileThatIsReadIntoParametersEndsTheGraphsBeforeIt) {
   const ScratchDirectory scratch;
   run_world(2, [&](World&) {

@@ -20,8 +20,8 @@ void save(const fs::path& path, int keep_last) {
 
 TEST(CheckpointSeries, KeepLastRemovesOnlyWhatARunNumbered) {
   const ScratchDirectory scratch;
-  // Another tool's model, a resharded checkpoint, one that was saved for good, one that a run had
-  // numbered and a user has renamed, and a copy.
+  // Another tool's model, a resharded checkpoint, one saved outside of the series, one that a run
+  // had numbered and a user has renamed, and a copy.
   fs::create_directories(scratch / "llama-1");
   write_text(scratch / "llama-1" / "model-00001-of-00001.safetensors", "values");
   write_text(scratch / "llama-1" / "config.json", "{}");

@@ -104,8 +104,8 @@ class Arena::Neighbour {
   // Returns true if the rank is a thread of this process, with the same addresses.
   bool is_thread_here() const { return heap_ == nullptr; }
   int64_t pid() const { return pid_; }
-  // Returns the address in this process of the rank's memory at `address`, which must be in its
-  // shared heap unless it is a thread of this process.
+  // Returns the address in this process of the rank's memory at `address`. It must be in the rank's
+  // shared heap, unless the rank is a thread of this process.
   const std::byte* seen_from_here(uint64_t address) const {
     return is_thread_here() ? reinterpret_cast<const std::byte*>(address)
                             : heap_->data() + (address - base_);
@@ -362,8 +362,7 @@ void Arena::wait_for_slot(const ArenaTicket& ticket) {
   ArenaTicket last = ticket;
   last.number -= Ledger::kSlots;
   Lock lock(mutex_);
-  // Includes this rank's own reading, which could not be told apart from that of the new
-  // collective.
+  // Waits for this rank's own reading, too: it would look like a reading of the new collective.
   wait_until([&] { return all_have_read(last); }, [&](int rank) { return !has_read(rank, last); },
              ticket.name, lock);
 }

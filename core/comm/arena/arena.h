@@ -47,7 +47,7 @@ struct ArenaTicket {
   int channel() const { return static_cast<int>(name.channel); }
 };
 
-/// The ranks of one host, which read each other's memory. See [Note: Collectives without messages]
+/// The ranks of one host. They read each other's memory. See [Note: Collectives without messages]
 /// in arena.cpp. Several threads of a rank may call its members concurrently.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
@@ -72,7 +72,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void set_watch(std::shared_ptr<CollectiveWatch> watch) { watch_ = std::move(watch); }
   const std::shared_ptr<CollectiveWatch>& watch() const { return watch_; }
 
-  /// Publishes `pieces`, which must lie in memory that the other ranks can reach. Keeps `kept` and
+  /// Publishes `pieces`; they must lie in memory that the other ranks can reach. Keeps `kept` and
   /// `block` (from `allocate()`, or null) alive until all ranks have read them.
   void show(const ArenaTicket& ticket, const std::vector<ShownPiece>& pieces,
             std::vector<at::Tensor> kept, void* block = nullptr);
@@ -82,8 +82,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool all_show(const ArenaTicket& ticket) const;
   /// Returns true once all ranks, this one included, have finished reading the posts for `ticket`.
   bool all_have_read(const ArenaTicket& ticket) const;
-  /// Returns the address in this process of the memory that `rank` has at `address`, which it
-  /// published.
+  /// Returns the address in this process of the memory that `rank` has published at `address`.
   const std::byte* data(int rank, uint64_t address) const;
   /// Tells all other ranks that this rank has finished reading their posts for `ticket`.
   void done_reading(const ArenaTicket& ticket);

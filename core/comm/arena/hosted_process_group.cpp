@@ -67,7 +67,7 @@ class HostBuffer {
         ranks_(ranks) {}
 
   const std::shared_ptr<SharedMemory>& shared_memory() const { return memory_; }
-  // Returns the offset in bytes of `flat`, which must lie in this memory.
+  // Returns the offset in bytes of `flat`; it must lie in this memory.
   size_t offset_of(const at::Tensor& flat) const {
     return static_cast<const std::byte*>(flat.const_data_ptr()) - memory_->data();
   }
@@ -100,7 +100,7 @@ class HostBuffer {
   using Counter = std::atomic<int64_t>;
   static_assert(Counter::is_always_lock_free, "ranks share atomics between processes");
 
-  // The counters have pages of their own, which are never returned to the system.
+  // The counters have pages of their own that are never returned to the system.
   static int64_t counters_begin(int64_t nbytes) {
     constexpr int64_t kPage = 4096;
     return (nbytes + kPage - 1) / kPage * kPage;
@@ -257,7 +257,7 @@ class HostedProcessGroup : public ProcessGroup,
     return cut;
   }
 
-  // Returns the parts of `fetched`, which are concatenated there, as pieces of the flat buffer.
+  // Returns the concatenated parts of `fetched` as pieces of the flat buffer.
   static std::vector<Piece> pieces_of_rail(const RailCut& cut, std::span<const int64_t> bounds,
                                            const at::Tensor& fetched) {
     std::vector<Piece> pieces;

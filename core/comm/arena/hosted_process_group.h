@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// Makes a process group of the ranks that `whole` connects, which find each other through `store`.
+/// Makes a process group of the ranks that `whole` connects. They find each other through `store`.
 /// The ranks of a host share memory. All hosts must have the same number of ranks, at least 2.
 /// Collective.
 ///

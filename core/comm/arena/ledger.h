@@ -29,7 +29,7 @@ struct alignas(64) Bell {
   /// Wakes the rank or, if it is about to sleep, keeps it from sleeping.
   void ring();
   /// Sleeps until the bell rings or `longest` has passed; returns at once if it has rung since
-  /// `seen`, which the caller must read before it tests its condition.
+  /// `seen`. The caller must read `seen` before it tests its condition.
   void sleep(uint32_t seen, std::chrono::milliseconds longest);
 };
 

@@ -21,7 +21,7 @@ namespace tessera {
 template <class T>
 class SharedBuffers {
  public:
-  /// Registers `buffer` and returns tensors of the first `nbytes` of `memory`, which own it.
+  /// Registers `buffer` and returns tensors of the first `nbytes` of `memory`; they own it.
   SharedBuffer add(const std::shared_ptr<T>& buffer, SharedMemory& memory, int64_t nbytes) {
     const auto show = [&](const std::byte* data) {
       return at::from_blob(

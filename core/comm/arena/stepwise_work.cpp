@@ -169,7 +169,7 @@ class StepwiseWork final : public Work {
       step();
     } catch (const c10::DistBackendError&) {
       if (const auto cause = cause_of_abort()) throw_wait_aborted(name_, *cause);
-      // The step knows only the ranks of its host or rail, which may wait for another rank.
+      // The step knows only the ranks of its host or rail, and those may wait for another rank.
       WaitCause cause;
       if (name_.watch) cause = name_.watch->cause_of(name_, /*peer=*/-1, /*timed_out=*/true);
       const std::string error =

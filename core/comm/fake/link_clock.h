@@ -26,7 +26,7 @@ class LinkClock {
   struct Rates {
     double bandwidth = 0;  ///< bytes per second; 0: no limit
     double latency = 0;
-    /// Of the rank, for each byte that its host sends.
+    /// Processor time of the rank, for each byte that its host sends.
     double processor_seconds_per_byte = 0;
   };
 

@@ -38,7 +38,7 @@ namespace tessera {
 // kernels of one unit runs beside them.
 //
 // Everything that belongs to a collective, such as copying pieces into one buffer or adding the
-// sums to a tensor, is queued on a side stream, which waits for the backend's. The stream of the
+// sums to a tensor, is queued on a side stream that waits for the backend's. The stream of the
 // kernels goes on, and waits only when `Work::wait()` is called, for the event behind all of it.
 // Until then the work keeps the caller's tensors, whose memory the allocator could otherwise give
 // to the next kernel. Temporaries belong to the side stream, in whose order they are reused.
@@ -200,7 +200,7 @@ class QueuedWork : public Work {
     try {
       if (!kept_.empty()) end_.block(issuer_);
       record_end();
-    } catch (...) {  // the device has failed, which its next call reports
+    } catch (...) {  // the device has failed; its next call reports it
     }
   }
 

@@ -38,8 +38,8 @@ Encoding encoding_of(const Call& call) {
 /// arguments: disagreements between ranks are reported when they wait.
 void check_arguments(const ProcessGroup& process_group, const Collective& collective);
 
-/// Throws `c10::ValueError` unless the shard of `call` is empty or is this rank's part of `flat`,
-/// which is shared memory.
+/// Throws `c10::ValueError` unless the shard of `call` is empty or is this rank's part of the
+/// shared memory `flat`.
 void check_in_place(const ProcessGroup& process_group, const AllGather& call,
                     const CollectiveTag& tag);
 

@@ -30,7 +30,7 @@ class CollectiveForm {
   CollectiveForm& op(ReduceOp op);
   CollectiveForm& root(int root);
   CollectiveForm& encoding(Encoding encoding);
-  /// Adds another property, which `text()` does not show.
+  /// Adds a property that `text()` does not show.
   CollectiveForm& mix(int64_t value);
   CollectiveForm& mix(std::string_view text);
 

@@ -44,9 +44,9 @@ struct Awaited {
   static Awaited all() { return {-1, "its peers"}; }
 };
 
-/// Throws `c10::DistBackendError`, which says that this rank waited `waited` for `whom`, and, if
-/// the ranks watch each other, the rank that caused it. `cause` is the exception that the backend
-/// threw, or null if it did not respond at all.
+/// Throws `c10::DistBackendError`: this rank waited `waited` for `whom`. If the ranks watch each
+/// other, it names the rank that caused it. `cause` is the exception that the backend threw, or
+/// null if it did not respond at all.
 [[noreturn]] void throw_wait_failed(const CollectiveName& name, const Awaited& whom,
                                     std::chrono::duration<double> waited,
                                     std::chrono::milliseconds timeout, std::exception_ptr cause);

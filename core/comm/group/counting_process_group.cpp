@@ -71,8 +71,8 @@ class CountingDecorator : public CountingProcessGroup {
     return bytes;
   }
 
-  // Ranks that share memory each reduce one part with the ranks that they send to. A c10d backend,
-  // which has no channels, is assumed to send the minimum.
+  // Ranks that share memory each reduce one part with the ranks that they send to. A c10d backend
+  // has no channels; assume that it sends the minimum.
   int64_t sent_by(const AllReduce& call) const {
     const auto nbytes = static_cast<int64_t>(call.tensor.nbytes());
     const int64_t ranks = receivers() + 1;

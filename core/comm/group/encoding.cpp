@@ -29,8 +29,8 @@ namespace tessera {
 // - int8 for float: the scale is the largest magnitude / 127, with its mantissa rounded up to 16
 //   bits. The product with an int8 is then exact in float, the largest element becomes 127 or -127,
 //   and the largest rounded element gives the same scale again.
-// - int8 for bfloat16, which could not hold such products: the scale is the least power of two with
-//   which the largest magnitude is at most 127.
+// - int8 for bfloat16, too short for such products: the scale is the least power of two with which
+//   the largest magnitude is at most 127.
 // - float8 (e4m3): the same with 448, the largest value of the format. If the rounded values fit a
 //   smaller power, too, that one gives the same values.
 //
@@ -44,7 +44,7 @@ constexpr float kLeast = 1e-30f;
 constexpr float kMaxInt8 = 127;
 constexpr float kMaxFloat8 = 448;
 
-// Values are added to this for rounding to the nearest integer, which is then in the low bits.
+// Added to a value, this rounds it to the nearest integer, and leaves that in the low bits.
 constexpr float kRounding = 12582912;  // 1.5 * 2^23
 
 using Floats = std::array<float, kEncodedBlock>;
@@ -69,7 +69,7 @@ TESSERA_INLINE uint32_t largest_bits(const float* values, int64_t numel) {
   return largest;
 }
 
-// Returns the least power of two that is at least `value`, which must be positive.
+// Returns the least power of two that is at least `value`. Requires `value > 0`.
 TESSERA_INLINE float power_of_two_from(float value) {
   int exponent = 0;
   const float fraction = std::frexp(value, &exponent);  // in [0.5, 1)
@@ -310,7 +310,7 @@ void widen(at::ScalarType dtype, const void* values, int64_t numel, float* out) 
 at::Tensor rounded_by(Encoding encoding, const at::Tensor& values, const at::Tensor& error) {
   const at::ScalarType dtype = values.scalar_type();
   const at::Tensor result = at::empty_like(values);
-  // A few blocks at a time, which stay in the cache.
+  // Encodes a few blocks at a time, so that they stay in the cache.
   constexpr int64_t kPart = 64 * kEncodedBlock;
   std::vector<std::byte> encoded(encoded_nbytes(encoding, kPart, dtype));
   const auto item = static_cast<int64_t>(c10::elementSize(dtype));

@@ -20,7 +20,7 @@ namespace tessera {
 namespace {
 
 // Elements per block, chosen so that the accumulators stay in the first-level cache. Loops over
-// whole blocks have a constant length, which GCC vectorizes even at -O2.
+// whole blocks have a constant length: GCC vectorizes them even at -O2.
 constexpr int64_t kBlock = 512;
 
 template <class T>

@@ -14,7 +14,7 @@ inline int64_t message_numel(const at::Tensor& message) {
   return message.defined() ? message.numel() : 0;
 }
 inline int64_t message_bytes(const at::Tensor& message) {
-  // Not nbytes(), which throws for tensors that the argument checks have not rejected yet.
+  // Not nbytes(): it throws for tensors that the argument checks have not rejected yet.
   return message_numel(message) * (message.defined() ? message.element_size() : 0);
 }
 

@@ -8,7 +8,7 @@
 
 namespace tessera {
 
-/// A backend for tensors on devices, which `WorldOptions::backend` can name.
+/// A backend for tensors on devices that `WorldOptions::backend` can name.
 struct RegisteredBackend {
   c10::DeviceType device = c10::DeviceType::CPU;
   BackendFactory make;

@@ -16,7 +16,7 @@
 
 namespace tessera {
 
-/// A collective made of messages between pairs of ranks, which have been posted already.
+/// A collective made of messages between pairs of ranks. They have been posted already.
 ///
 /// It has two steps, each done once: the outputs (wait for the messages of the peers, sum) and the
 /// inputs (wait until the peers have this rank's messages). One thread at a time performs them: a
@@ -41,7 +41,7 @@ class Exchange : public Job {
   /// another thread.
   void abort(const WaitCause& cause) noexcept;
 
-  /// Runs `post`, which posts messages. An exception that it throws becomes a named error.
+  /// Runs `post` to post messages. An exception that it throws becomes a named error.
   template <class Post>
   void post(const Post& post_messages) {
     try {

@@ -435,10 +435,9 @@ class ExchangeProcessGroup : public ProcessGroup,
 // Threads that start while this object lives wait for the end of a time slice instead of taking the
 // core from the thread that woke them.
 //
-// Gloo's thread polls without pause while another thread holds the lock of a connection, which it
-// does to write. If that thread shares the core and was preempted by Gloo's, neither makes progress
-// until the slice ends: some milliseconds are lost, in most sends of a rank that is bound to one
-// core.
+// Gloo's thread polls without pause while another thread holds the lock of a connection to write.
+// If that thread shares the core and was preempted by Gloo's, neither makes progress until the
+// slice ends: some milliseconds are lost, in most sends of a rank that is bound to one core.
 class BatchScheduling {
  public:
   BatchScheduling() { changed_ = sched_getscheduler(0) == SCHED_OTHER && set(SCHED_BATCH); }

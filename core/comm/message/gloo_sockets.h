@@ -9,11 +9,11 @@ namespace tessera {
 /// polls; none is found where /proc is missing.
 class GlooSockets {
  public:
-  /// Runs `make_device`, which makes one.
+  /// Runs `make_device` to make one.
   explicit GlooSockets(const std::function<void()>& make_device);
 
-  /// Must be called when this rank is connected to all others. Strangers can't connect to the
-  /// device any more, each of whose connections Gloo would keep open for good, and children do not
+  /// Must be called when this rank is connected to all others. Afterwards strangers can't connect
+  /// to the device (Gloo would keep each of their connections open), and child processes do not
   /// have the sockets.
   void close_to_others() const;
 

@@ -30,7 +30,7 @@ struct Transfer {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-/// Sends and receives memory through a c10d backend with tagged messages, which is Gloo.
+/// Sends and receives memory through a c10d backend with tagged messages: Gloo.
 ///
 /// Messages from one rank to another with one tag arrive in the order in which they were sent, in
 /// the buffers in the order in which the buffers were given. The memory must stay alive, and must

@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-/// While it lives, a write of this thread to a connection whose peer is gone fails with an error
-/// and raises no signal; the same holds for threads that it starts, for good.
+/// While it lives, a write of this thread to a connection that its peer has closed fails with an
+/// error and raises no signal. Threads that it starts meanwhile keep this until they end.
 ///
 /// Gloo writes without suppressing the signal. Python ignores SIGPIPE; a program in C++ would be
 /// killed by it without a message.

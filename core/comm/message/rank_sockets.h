@@ -27,8 +27,7 @@ bool is_listening(int descriptor);
 /// rank that was killed, the other ranks would wait for it until the timeout.
 void keep_from_children(const std::vector<int>& sockets);
 
-/// Makes a listening socket ignore all new connections, for good; those that it has accepted
-/// continue.
+/// Makes a listening socket ignore all new connections from now on. Accepted ones continue.
 void ignore_new_connections(int listener);
 
 }  // namespace tessera

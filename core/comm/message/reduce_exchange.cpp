@@ -170,7 +170,7 @@ class ReduceExchange : public Exchange {
     complete_inputs();  // `out` may be an input, too: no message of it may be in transit
   }
 
-  // The reduced range of a rank in `out`, which has room for all.
+  // Returns the place of a rank's reduced range in `out`. That has room for all.
   std::byte* place_of(int r) const { return data_ + task_.ranges[r].begin * out_element_size_; }
 
   // Calls `f(data, nbytes)` for the messages in which that range is sent.

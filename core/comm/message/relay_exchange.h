@@ -17,7 +17,7 @@ struct RelayTask {
   at::Tensor flat;              ///< bytes of all ranks; holds this rank's already
   std::vector<int64_t> bounds;  ///< of the ranks' bytes in `flat`
   int tag = 0;
-  /// Receives the reduction of the ranks' data, which then have equal sizes; undefined: none.
+  /// Receives the reduction of the ranks' data, then of equal sizes; undefined: none.
   at::Tensor out;
   LocalReduction reduction;
 };

@@ -51,7 +51,7 @@ class Attendance {
   std::string own_name() const;
 
   void note(const Arrival& arrival);
-  /// In rank order, once all are there.
+  /// In rank order. Complete once all have arrived.
   std::vector<Arrival> arrivals() const;
 
   std::vector<int> missing() const;
@@ -87,9 +87,9 @@ class Attendance {
 /// `c10::DistNetworkError` if `deadline` passes.
 std::string arrive(Attendance& attendance, c10d::Store& store, const Deadline& deadline);
 
-/// Keeps rank 0, which may serve the store, until the other ranks have read that they are refused,
-/// or a second has passed. Before, it waits up to a minute, within `deadline`, for those that its
-/// launcher has started. All ranks must call it.
+/// Waits up to a minute, within `deadline`, for the ranks that the launcher has started. Then keeps
+/// rank 0, the store's server, until the others have read that they are refused, or for a second.
+/// All ranks must call it.
 void leave_refused(const Attendance& attendance, c10d::Store& store, const Deadline& deadline);
 
 /// The settings that hold for all ranks.

@@ -99,8 +99,7 @@ std::vector<std::string> hosts_of(const std::vector<Arrival>& arrivals) {
   return hosts;
 }
 
-// Returns the address at which Gloo listens, empty for its own choice: by the name of this host,
-// which Debian gives to 127.0.1.1.
+// Returns the address at which Gloo listens; empty: that of this host's name, on Debian 127.0.1.1.
 std::string gloo_address(const RankInfo& info, bool one_host) {
   if (one_host) return "127.0.0.1";
   if (environment("GLOO_SOCKET_IFNAME") || info.master_addr.empty()) return "";
@@ -212,7 +211,7 @@ class Gathering {
     }
   }
 
-  // Returns the result of `fn`, which fails if it is not there at the deadline.
+  // Returns the result of `fn`; throws if it is not there at the deadline.
   template <typename F>
   std::optional<std::invoke_result_t<F>> timed(const F& fn) {
     using Result = std::optional<std::invoke_result_t<F>>;

@@ -36,8 +36,8 @@ class Deadline {
 bool run_within(const Deadline& deadline, std::function<void()> fn,
                 const std::function<void()>& meanwhile);
 
-/// Returns the result of `fn`, which runs on a thread of its own that works for the calling rank;
-/// null if `deadline` passes first. Calls `meanwhile` every 50 ms on the calling thread.
+/// Runs `fn` on a thread of its own that works for the calling rank, and returns its result; null
+/// if `deadline` passes first. Calls `meanwhile` every 50 ms on the calling thread.
 ///
 /// For calls of c10d and Gloo that have no time limit, or a much longer one. A thread whose
 /// deadline passes, or whose caller ends because `meanwhile` throws, is left to itself: so `fn`

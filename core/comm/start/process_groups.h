@@ -30,7 +30,7 @@ namespace tessera {
 /// Threads may use it at the same time, except for `set_world()` and `keep()`.
 class ProcessGroups {
  public:
-  /// `world` has all ranks, which find each other through `store`, over `transport` and `backend`.
+  /// `world` has all ranks. They find each other through `store`, over `transport` and `backend`.
   ProcessGroups(RankInfo info, c10::intrusive_ptr<c10d::Store> store, ProcessGroupPtr world,
                 Transport transport, std::string backend = "");
   ~ProcessGroups();
@@ -48,7 +48,7 @@ class ProcessGroups {
   /// See `World::new_process_group()`.
   ProcessGroupPtr make(const std::vector<int>& ranks);
 
-  /// Returns the process group of `ranks`, which include this rank: made on the first call, and the
+  /// Returns the process group of `ranks`, this rank among them: made on the first call, and the
   /// same one later. Collective over `ranks` when it is made. For all ranks in their order it is
   /// `world()`, also behind a decorator. The reference lives as long as this object.
   ///

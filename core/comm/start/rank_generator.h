@@ -29,7 +29,7 @@ class GeneratorSeal {
   GeneratorSeal(const GeneratorSeal&) = delete;
   GeneratorSeal& operator=(const GeneratorSeal&) = delete;
 
-  /// Returns the generator in its earlier state, which the destructor restores.
+  /// Returns the generator in its earlier state. The destructor restores that.
   const at::Generator& before() const { return before_; }
   uint64_t seed() const { return seed_; }
 

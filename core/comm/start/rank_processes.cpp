@@ -23,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Empty if the process is gone, or another user's.
+// Empty if the process has ended, or is another user's.
 std::string text_of(int64_t pid, const char* name) {
   std::ifstream file(fs::path("/proc") / std::to_string(pid) / name);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -37,7 +37,7 @@ std::optional<Number> number_in(std::string_view text) {
   return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
 }
 
-// Returns 0 for a process that is gone.
+// Returns 0 for a process that has ended.
 int64_t parent_of(int64_t pid) { return process_stat(pid).value_or(ProcessStat()).parent; }
 
 // The variables that a process was started with, by which it is a rank of a job.
@@ -104,7 +104,7 @@ std::string contradiction_of(const RankProcesses& known, int other, int64_t pid)
   std::vector<RankProcess> started;
   std::ranges::copy_if(known.all, std::back_inserter(started),
                        [&](const RankProcess& process) { return process.rank == other; });
-  // Of several programs with the variables of that rank, the one that this rank runs counts.
+  // If several programs have the variables of that rank, takes the one that this rank runs.
   const auto is_other_command = [&](const RankProcess& process) {
     return own == known.all.end() || process.command != own->command;
   };

@@ -63,7 +63,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(const RankInfo& info, const Deadlin
   if (listener >= 0) options.masterListenFd = listener;
   options.numWorkers = static_cast<size_t>(info.size);
   options.waitWorkers = false;  // see arrive()
-  // For connecting, which is tried twice; c10d counts whole seconds.
+  // Half for each of two tries to connect; c10d counts whole seconds.
   options.timeout = std::max<milliseconds>(deadline.left() / 2, std::chrono::seconds(1));
   const NoSigpipe no_sigpipe;  // the server's threads inherit it: a visitor may close at any time
   auto store = c10::make_intrusive<c10d::TCPStore>(numeric_loopback(info.master_addr), options);

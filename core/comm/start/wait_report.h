@@ -12,7 +12,7 @@ namespace tessera {
 /// TESSERA_REPORT_AFTER (seconds).
 std::chrono::seconds report_after();
 
-/// Prints a line on stderr whenever `report_after()` has gone by since the start of a deadline.
+/// Prints a line on stderr each time that `report_after()` passes after the start of a deadline.
 class WaitReport {
  public:
   explicit WaitReport(const Deadline& deadline);

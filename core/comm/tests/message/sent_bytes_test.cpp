@@ -22,7 +22,7 @@ int64_t sent_by(const ProcessGroupPtr& pg) {
   return sender->sent().nbytes;
 }
 
-// Returns the bytes that all ranks send in `collective`, which waits for itself.
+// Returns the bytes that all ranks send in `collective`. It must wait for its own end.
 int64_t sent_in(World& world, const std::function<void(ProcessGroup&)>& collective) {
   const ProcessGroupPtr& pg = world.process_group();
   pg->barrier(kTag);

@@ -111,8 +111,8 @@ TEST(WorldOfAForkedChild, MayBeMadeAnew) {
     if (world.rank() != 0) return world.process_group()->barrier(kTag);
     const auto made = torch::arange(100'000);
     EXPECT_EQ(status_of_child([&] {
-                // A child makes LibTorch's thread pool anew at its first use, which two threads
-                // must not do at the same time.
+                // A child makes LibTorch's thread pool anew at its first use. Two threads must not
+                // do that at the same time.
                 at::init_num_threads();
                 const auto store = c10::make_intrusive<c10d::HashStore>();
                 std::vector<std::jthread> ranks;

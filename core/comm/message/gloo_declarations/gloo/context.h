@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-// Only pointers to these types are used: LibTorch, which has gloo inside, makes and destroys them.
+// Only pointers to these types are used: the gloo inside LibTorch makes and destroys them.
 namespace gloo {
 
 class Context {
