@@ -25,7 +25,7 @@ void sum(ProcessGroup& ranks, std::vector<double>& values) {
   values.assign(tensor.const_data_ptr<double>(), tensor.const_data_ptr<double>() + values.size());
 }
 
-// Throws on every rank unless all have the same names, which their messages' lengths rest on.
+// Throws on every rank unless all have the same names: the lengths of messages depend on them.
 void check_names(ProcessGroup& ranks, const std::map<std::string, double>& values) {
   if (ranks.size() == 1) return;
   std::vector<std::string> names;

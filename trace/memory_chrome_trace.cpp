@@ -12,8 +12,8 @@ namespace tessera {
 //
 // A rank is a process of the viewer (pid), so that files of several ranks can be merged. Counters
 // ("C") are drawn as stacked areas, in the order of their arguments' names. Forward, backward and
-// step follow each other: complete events ("X") on a row. The spans of units overlap, which rows of
-// complete events can't show: they are asynchronous ("b" and "e", matched by category and id).
+// step follow each other: complete events ("X") on a row. The spans of units overlap, and rows of
+// complete events can't show that: they are asynchronous ("b" and "e", matched by category and id).
 // Times are microseconds.
 namespace {
 

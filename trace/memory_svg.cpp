@@ -122,8 +122,8 @@ class Picture {
     text_ += text_at(kLeft, 42, rest);
   }
 
-  // The upper edge of the first `kinds` kinds, which keeps each value until the next sample: its
-  // points from left to right.
+  // Returns the points of the upper edge of the first `kinds` kinds, from left to right. The edge
+  // keeps each value until the next sample.
   std::vector<std::pair<double, double>> edge_of(size_t kinds) const {
     std::vector<std::pair<double, double>> points;
     for (const MemorySample& sample : samples_) {

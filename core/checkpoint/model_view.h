@@ -21,7 +21,7 @@ namespace tessera {
 
 struct AveragedWeights;
 
-/// Of the collectives of saves and loads.
+/// The tag of the collectives of saves and loads.
 constexpr CollectiveTag kCheckpointTag{"checkpoint", Channel::kControl};
 
 /// The group of a rank's own tensors with the momentum of its parts, for `ShardPlan::outer`.

@@ -68,7 +68,7 @@ struct Wanted {
     spec = checked_spec(function, mesh, std::move(placements), sizes);
   }
 
-  // The same with the pending reductions done.
+  // The placements with the pending reductions done.
   DistSpec values() const { return {spec->mesh, without_partial(spec->placements)}; }
 };
 

@@ -45,7 +45,7 @@ std::vector<Range> local_box(c10::IntArrayRef global_sizes, const Placements& pl
 
 std::vector<int64_t> local_sizes(c10::IntArrayRef global_sizes, const Placements& placements,
                                  c10::IntArrayRef mesh_shape, c10::IntArrayRef coordinate) {
-  // A part of a split dim is as large as without the split, which divides it evenly.
+  // A part of a split dim is as large as without the split: the split divides it evenly.
   std::vector<int64_t> sizes;
   sizes.reserve(global_sizes.size());
   for (const Range& range :

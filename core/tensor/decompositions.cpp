@@ -29,8 +29,8 @@ at::Tensor max_pool1d(const at::Tensor& self, at::IntArrayRef kernel_size, at::I
   return at::GradMode::is_enabled() && self.requires_grad() ? result : result.contiguous();
 }
 
-// In LibTorch's own forms of the following, a gradient is written into an ordinary tensor of zeros,
-// which ranks outside of the mesh can't do: they would go on with zeros.
+// LibTorch's own forms of the following write a gradient into an ordinary tensor of zeros. Ranks
+// outside of the mesh can't do that: they would go on with zeros.
 at::Tensor selected_backward(const at::Tensor& grad, int64_t dim, const at::Tensor& indices,
                              c10::SymIntArrayRef sizes, bool keepdim) {
   const bool has_dim = keepdim || sizes.empty();

@@ -82,8 +82,8 @@ std::shared_ptr<CachedPlan> plan_of(const c10::OperatorHandle& op,
   return made;
 }
 
-// The source of a view that shows the base's local part, which is `given` to the operator, or a
-// copy.
+// Returns the source of a view that shows the base's local part, or a copy of it. `given` is the
+// local part that the operator got.
 std::shared_ptr<ViewSource> source_of(const OpPlan& plan, const at::Tensor& base,
                                       const at::Tensor& given, const c10::IValue& result) {
   const DistMeta* const meta = find_dist_meta(base);
@@ -121,8 +121,8 @@ void push_views(const OpPlan& plan, const at::Tensor& base, const at::Tensor& gi
     }));
 }
 
-// Pushes the arguments that were written to, and `make(i, output)` for each other result i;
-// `output`, which it must advance, is the index of the result's first tensor.
+// Pushes the arguments that were written to, and `make(i, output)` for each other result i.
+// `output` is the index of the result's first tensor; `make` must advance it.
 template <class Make>
 void push_results(const c10::FunctionSchema& schema, const Stack& arguments, Stack* stack,
                   Make make) {
@@ -177,7 +177,7 @@ void reduce_gradients_of(const OpPlan& plan, const Stack& arguments) {
 // strides say so. A part that is cut out of a tensor which this rank has whole is strided. So a
 // kernel gets parts that are dense where the whole tensors are, with their order of dims
 // (ordered_as). This does not apply to arguments whose memory the operator writes to or shows, nor
-// to elementwise operators, which honor strides.
+// to elementwise operators: they honor strides.
 void call_planned(const c10::OperatorHandle& op, const OpPlan& plan, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -258,8 +258,8 @@ void push_whole_views(const DistSpecPtr& whole, const at::Tensor& base, const at
     }));
 }
 
-// Ranks that share the unit of a cut weight may look up other rows, which only the unit's own
-// operators would learn. Along a dim of the weight's own mesh, the indices are those of all ranks.
+// Replicas that share the unit of a cut weight may look up other rows; only the unit's operators
+// would learn of them. Along a dim of the weight's own mesh, indices are those of all ranks.
 void check_rows_known(const c10::FunctionSchema& schema, const DistMeta& weight,
                       const at::Tensor& given) {
   if (schema.name() != "aten::embedding_renorm_" || !weight.local.key_set().has(kUnitKey)) return;
@@ -412,8 +412,8 @@ void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
   call_on_lists(op, stack);
 }
 
-// Lays the results of a decomposition out as the operator's own kernel does. Of contiguous
-// arguments it makes contiguous ones.
+// Lays the results of a decomposition out as the operator's own kernel does: contiguous for
+// contiguous arguments.
 void lay_out(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments, Stack& stack) {
   const c10::FunctionSchema& schema = op.schema();
   const auto results = torch::jit::last(stack, schema.returns().size());
@@ -484,8 +484,7 @@ bool has_own_kernel(const c10::OperatorHandle& op) {
 namespace {
 
 // For `set_data()`. LibTorch's own answer is no for tensors on devices that register themselves
-// (PrivateUse1), unless both have the same keys, which a DistTensor and an ordinary tensor never
-// have.
+// (PrivateUse1), unless both have the same keys. A DistTensor and an ordinary tensor never have.
 bool can_take_data_of(const at::Tensor& self, const at::Tensor& from) {
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }

@@ -24,8 +24,8 @@ namespace tessera {
 
 namespace {
 
-// The error of `storage()` and `data_ptr()`, which LibTorch's own functions for saving a tensor
-// call.
+// The error of `storage()` and `data_ptr()`. LibTorch's own functions for saving a tensor call
+// them.
 constexpr const char* kNoMemory =
     "A DistTensor has no memory of its own. To save it call save_checkpoint() or "
     "save_state_dict(); "

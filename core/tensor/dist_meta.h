@@ -46,7 +46,7 @@ struct DistParameter {
   std::string name;  ///< dotted; may be empty
   /// Placements of its gradients as they are accumulated; null: the parameter's own.
   DistSpecPtr gradients;
-  /// Of the modules whose weight this is; see mesh/module_functions.h.
+  /// The functions of the modules whose weight this is; see mesh/module_functions.h.
   std::vector<std::shared_ptr<const ModuleFunctions>> functions;
 };
 
@@ -74,10 +74,9 @@ struct DistMeta final : c10::BackendMeta {
   /// Set for a view whose local part is a copy; see `local_part()` in mesh/view_source.h.
   std::shared_ptr<ViewSource> source;
   const std::shared_ptr<const DistParameter> parameter;  ///< null for other tensors
-  /// Of a view of a parameter: that parameter.
+  /// For a view of a parameter: that parameter.
   std::shared_ptr<const DistParameter> shown_parameter;
-  /// Counts writes to this tensor and to its views, which share the counter; without views, there
-  /// is none.
+  /// Counts writes to this tensor and to its views, as one; without views, there is no counter.
   c10::VariableVersion writes;
   bool reduces_once = false;  ///< the first operator that needs the values reduces them for all
   bool is_shown = false;      ///< other DistTensors may share the memory of `local`
@@ -88,7 +87,7 @@ struct DistMeta final : c10::BackendMeta {
 
 /// Returns the meta of `tensor`; null for an ordinary tensor.
 const DistMeta* find_dist_meta(const at::Tensor& tensor);
-/// The same; throws `c10::ValueError` that names `function` for an ordinary tensor.
+/// As above, but throws `c10::ValueError` for an ordinary tensor; the message names `function`.
 const DistMeta& dist_meta(const char* function, const at::Tensor& tensor);
 
 /// Returns this rank's part of a DistTensor; an ordinary tensor itself.
@@ -99,10 +98,10 @@ const at::Tensor& local_of(const at::Tensor& tensor);
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes,
                      at::IntArrayRef strides,
                      std::shared_ptr<const DistParameter> parameter = nullptr);
-/// The same, contiguous.
+/// Makes it contiguous.
 at::Tensor make_dist(at::Tensor local, DistSpecPtr spec, at::IntArrayRef sizes);
-/// The same, with the sizes of `like`, and its order of the dims in memory; copies a `local` that
-/// lies otherwise.
+/// Gives it the sizes of `like`, and the order of its dims in memory; copies a `local` that lies
+/// otherwise.
 at::Tensor make_dist_like(const at::Tensor& local, DistSpecPtr spec, const at::Tensor& like);
 /// Returns `part` with its dims in memory as those of `whole`; itself, if it lies so.
 at::Tensor ordered_as(const at::Tensor& whole, const at::Tensor& part);

@@ -125,7 +125,7 @@ struct Redistribute : Function<Redistribute> {
         meta.spec->mesh == to->mesh
             ? convert(own, *meta.spec, to->placements, tensor.sizes(), subject_of(meta))
             : transfer(own, *meta.spec, *to, tensor.sizes(), subject_of(meta));
-    // A slice would change when the source is written to, which other placements would not.
+    // Clone a slice: it would change with the source, and other placements would not.
     return make_dist_like(local.is_alias_of(own) ? local.clone() : with_plain_memory(local), to,
                           tensor);
   }

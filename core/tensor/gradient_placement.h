@@ -24,15 +24,15 @@ namespace tessera {
 /// Adds the hook to `leaf`, a DistTensor that requires a gradient, unless it has it.
 void place_gradients(const at::Tensor& leaf);
 
-/// The same for all such leaves among the arguments of an operator, if gradients are wanted.
+/// Adds it to all such leaves among the arguments of an operator, if gradients are wanted.
 void place_gradients_of(at::ArrayRef<c10::IValue> arguments);
 
 /// Lets terms of the gradient of `tensor` be reduced, to the tensor's own placements, when the
 /// gradient is complete. Does nothing for a tensor that requires no gradient, or is a leaf.
 void reduce_gradients(const at::Tensor& tensor);
 
-/// The same, to the placements of `source`, from which the tensor was redistributed: so the terms
-/// are reduced and scattered at once.
+/// Reduces them to the placements of `source` instead, from which the tensor was redistributed, and
+/// so reduces and scatters at once.
 void reduce_gradients_to(const at::Tensor& tensor, const DistSpecPtr& source);
 
 }  // namespace tessera

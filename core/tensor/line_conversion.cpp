@@ -110,7 +110,7 @@ class Conversion {
     return at::cat(received, from);
   }
 
-  // This rank's term: the terms of all ranks reduce to `local_`, which all of them have.
+  // Returns this rank's term; the terms of all ranks reduce to `local_`. All of them have `local_`.
   at::Tensor term(PartialOp op) const {
     const bool is_sum = op == PartialOp::kSum || op == PartialOp::kNorm;
     // Reduced with itself, a value of other operators stays the same.
@@ -158,7 +158,7 @@ class Conversion {
     return parts;
   }
 
-  // Receives every rank's term of this rank's result, which has `sizes`.
+  // Receives every rank's term of this rank's result of these sizes.
   std::vector<at::Tensor> receive_terms(at::IntArrayRef sizes, std::vector<at::Tensor> sent) const {
     std::vector<at::Tensor> terms;
     for (int r = 0; r < line_.size(); ++r) terms.push_back(at::empty(sizes, local_.options()));

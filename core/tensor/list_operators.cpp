@@ -22,7 +22,7 @@ namespace tessera {
 
 // [Note: Operators on lists]
 //
-// On the CPU, LibTorch's foreach operators are loops over operators on single tensors, which
+// On the CPU, LibTorch's foreach operators are loops over operators on single tensors, and those
 // support DistTensors; operators without a shorter way here are left to that loop. The shorter way,
 // for elementwise operators, is to place the tensors and to run the operator on lists of local
 // parts: one trip through the dispatcher per list in place of one per tensor.

@@ -110,7 +110,7 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericWrapper, m) {
   using enum OperatorFamily;
   m.impl("t", torch::CppFunction::makeFromBoxedFunction<&transpose_kernel>());
-  // Not `mm`, which the backward of all three calls with the weight.
+  // Not `mm`: the backward of all three calls it with the weight.
   for (const char* name : {"linear", "matmul"}) m.impl(name, weighted<kLinear, 0, 1>());
   m.impl("addmm", weighted<kLinear, 1, 2>());
   m.impl("embedding", weighted<kEmbedding, 1, 0>());

@@ -216,8 +216,8 @@ class Choice {
     return cost + cost_of_later(way, mesh_dim) + (moves ? cost_of_terms(way, mesh_dim) : 0);
   }
 
-  // The reduction of outputs that would be terms: not to be preferred where shards have to be sent
-  // first, which another strategy may make the only message.
+  // Returns the cost of reducing outputs that would be terms. Counted only if shards have to be
+  // sent first: in another strategy this may be the only message.
   double cost_of_terms(const Strategy& way, int64_t mesh_dim) const {
     double cost = 0;
     for (size_t t = 0; t < way.outputs.size(); ++t) {

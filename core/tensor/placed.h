@@ -18,8 +18,8 @@ at::Tensor placed(const at::Tensor& tensor, const DistSpec& wanted, std::string_
 // A linear operator leaves a sum over ranks pending, so that terms that are added up are reduced
 // together, such as those of an attention and of a feed-forward beside it. The first operator that
 // needs the values reduces them, and stores the reduced values in its argument in place of this
-// rank's term; the value of the tensor does not change. So the residual of a transformer, which
-// many operators read, is reduced once, also where autograd saved it.
+// rank's term; the value of the tensor does not change. So the residual of a transformer is reduced
+// once for all operators that read it, also where autograd saved it.
 //
 // This applies to tensors that operators made. A tensor that a user made `Partial` stays so, as its
 // memory may be the user's. Where other tensors share the memory of the term, the reduced values
@@ -35,11 +35,11 @@ void note_placed_argument(const at::Tensor& tensor, const DistSpecPtr& wanted);
 
 /// Must be called for each tensor that an operator made.
 void reduce_once(const at::Tensor& made);
-/// The same for a view of `base`.
+/// Must be called for each view of `base` that an operator made.
 void reduce_once(const at::Tensor& view, const at::Tensor& base);
 
 /// While it lives, arguments of operators that this thread calls keep their terms. Used where an
-/// operator is decomposed into others, which ranks outside the mesh don't call.
+/// operator is decomposed into others: ranks outside the mesh don't call those.
 class KeepTerms {
  public:
   KeepTerms();

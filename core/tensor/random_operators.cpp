@@ -27,7 +27,7 @@ namespace tessera {
 // numbers before them. Each rank therefore draws the numbers of the whole tensor, into memory that
 // it frees at once, and keeps those of its part: they are the numbers that one process would draw,
 // for any placements; nothing is sent; and the generators of all ranks stay in step, also of ranks
-// that are not in the mesh. They must start in the same state, which is checked once.
+// that are not in the mesh. They must start in the same state; this is checked once.
 namespace {
 
 using torch::jit::Stack;

@@ -213,8 +213,8 @@ class Transfer {
     return sizes;
   }
 
-  // The box that `giver` sends to `receiver`, empty if none. Of the ranks that have the same box,
-  // the receiver itself gives it, or else one that is chosen by the receiver's position among the
+  // Returns the box that `giver` sends to `receiver`, empty if none. If several ranks have that
+  // box, the receiver itself gives it, or else one chosen by the receiver's position among the
   // receivers, so that neighbours ask different ones.
   Box what_goes(int giver, int receiver) const {
     const auto source = sources_.find(giver), target = targets_.find(receiver);
@@ -239,8 +239,8 @@ at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placemen
                    at::IntArrayRef sizes, std::string_view subject) {
   if (from.placements == to || !from.mesh.is_member()) return local;
   at::NoGradGuard no_grad;
-  // Process groups read memory as it is: the memory of a sharded unit must be gathered first, which
-  // any operator that reads it does.
+  // Process groups read memory as it is: clone(), as any operator, gathers the memory of a sharded
+  // unit first.
   const bool is_watched = local.key_set().has(kUnitKey);
   return with_marks_of(local,
                        Converter(from, to, sizes, subject).run(is_watched ? local.clone() : local));

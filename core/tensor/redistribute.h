@@ -15,7 +15,7 @@ namespace tessera {
 at::Tensor convert(const at::Tensor& local, const DistSpec& from, const Placements& to,
                    at::IntArrayRef sizes, std::string_view subject);
 
-/// The same, onto another mesh: collective over the ranks of both. A rank that is not in the new
+/// Converts onto another mesh. Collective over the ranks of both; a rank that is not in the new
 /// mesh gets an empty tensor.
 at::Tensor transfer(const at::Tensor& local, const DistSpec& from, const DistSpec& to,
                     at::IntArrayRef sizes, std::string_view subject);

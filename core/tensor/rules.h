@@ -18,15 +18,15 @@
 
 namespace tessera {
 
-/// The part of an input that this rank has: a range for each dim of the whole, which has `sizes`.
-/// Of a dim that is split, the range is that of a plain `Shard`.
+/// The part of an input that this rank has: a range for each dim of the whole, of sizes `sizes`.
+/// For a dim that is split, the range is that of a plain `Shard`.
 struct LocalPart {
   std::vector<Range> box;
   std::vector<int64_t> sizes;
   bool is_contiguous = true;  ///< of the whole
 };
 
-/// Computes an operator on the local parts, which `stack` holds in place of the tensors: for an
+/// Computes an operator on the local parts; `stack` holds them in place of the tensors. For an
 /// operator that has to know the sizes of the whole tensors, or which part of them it gets. `parts`
 /// has one for each input. Leaves the outputs in `stack`.
 using LocalKernel = void (*)(const c10::OperatorHandle& op, const std::vector<LocalPart>& parts,
@@ -47,8 +47,8 @@ struct RuleEntry {
   /// reordering the elements before the operator has the same effect as reordering them after it.
   bool splits = false;
   /// The output has the input's elements in their order: the local part is reshaped to the sizes of
-  /// this rank's part of the output, and the operator, which would see the sizes of the part, is
-  /// not called.
+  /// this rank's part of the output. The operator is not called, as it would see the sizes of the
+  /// part.
   bool reshapes = false;
 };
 
@@ -63,8 +63,8 @@ constexpr std::array<RuleEntry, N> with_splits(const RuleEntry (&entries)[N]) {
   return result;
 }
 
-/// Returns the placement of `input`, which broadcasts to `output`, if `output` is cut along `dim`:
-/// cut alike, or whole if `input` has no such dim of that size.
+/// Returns the placement of `input` (it broadcasts to `output`) if `output` is cut along `dim`: cut
+/// alike, or whole if `input` has no such dim of that size.
 Placement placed_under(const TensorInfo& input, int64_t dim, const TensorInfo& output);
 
 /// Returns the same for all inputs.
@@ -93,7 +93,7 @@ Strategies before_spatial(const OpCall& call) {
 /// Returns an argument with a number for each of several dims, or one number for all.
 int64_t stretched(const OpCall& call, std::string_view name, size_t dim);
 
-/// Returns sizes of the first input with the pairs of this argument added, which are for the last
+/// Returns sizes of the first input with the pairs of this argument added. Pairs are for the last
 /// dims, the last one first.
 std::vector<TensorInfo> surrounded_sizes(const OpCall& call, std::string_view padding);
 
@@ -108,7 +108,7 @@ std::vector<int64_t> named_dims(const c10::IValue* dim, int64_t ndim, bool empty
 /// Adds a strategy for each reduction operator: pending in all inputs, it stays pending in the
 /// outputs.
 void add_pending(Strategies& ways, const OpCall& call);
-/// The same for sums and averages alone.
+/// Adds them for sums and averages alone.
 void add_sums(Strategies& ways, const OpCall& call);
 
 /// Sizes of a single output, to which all inputs broadcast.

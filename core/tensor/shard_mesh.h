@@ -11,8 +11,8 @@ namespace tessera {
 /// The ranks that a model is trained on: a mesh of a shard dim, over which parameters are split,
 /// and a replicate dim, over which the shards are replicated (of one rank unless asked for).
 ///
-/// Parameters that are DistTensors have more ranks, which hold other parts of them: the ranks at
-/// the same coordinates of meshes like this one. Together they train the parts of one model.
+/// If parameters are DistTensors, more ranks hold other parts of them: the ranks at the same
+/// coordinates of meshes like this one. Together they train the parts of one model.
 ///
 /// Rank `r` of the mesh is rank `r % shard().size()` of its shard dim and rank `r / shard().size()`
 /// of its replicate dim. The calls below involve all ranks of both dims.
@@ -28,7 +28,7 @@ class ShardMesh {
   int rank() const { return replicate_->rank() * shard_->size() + shard_->rank(); }
   bool replicates() const { return replicate_->size() > 1; }
 
-  /// The same without a replicate dim.
+  /// Returns this mesh without its replicate dim.
   ShardMesh without_replicas() const { return {shard_, nullptr, parts_}; }
 
   /// Throws `c10::ValueError` on every rank unless both dims fit together: the ranks of a replicate
@@ -77,11 +77,11 @@ class Ranks {
   int rank_ = 0, size_ = 1;
 };
 
-/// Runs `check`, which may throw, on every rank; if it throws on any rank, for any reason, all
-/// ranks throw: a rank whose check threw rethrows its error, others throw that of the first such
-/// rank and name it. Collective: no rank returns before all are done. For checks of local data, and
-/// for work that can fail on some ranks only, for which the others would wait. `subject`: for the
-/// message of exceptions other than `c10::Error`, such as an error of the file system.
+/// Runs `check` on every rank; if it throws on any rank, for any reason, all ranks throw: a rank
+/// whose check threw rethrows its error, others throw that of the first such rank and name it.
+/// Collective: no rank returns before all are done. For checks of local data, and for work that can
+/// fail on some ranks only, for which the others would wait. `subject`: for the message of
+/// exceptions other than `c10::Error`, such as an error of the file system.
 void check_on_all_ranks(const ShardMesh& mesh, const std::function<void()>& check,
                         const char* subject = "tessera");
 

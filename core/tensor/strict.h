@@ -26,8 +26,8 @@ std::string last_module();
 /// module, and placements.
 void tell_without_rule(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments);
 
-/// The same for an operator that needs shards of other ranks. `wanted`: the placements that each
-/// tensor among the arguments gets.
+/// Must be called before an operator that needs shards of other ranks, and acts alike. `wanted`:
+/// the placements that each tensor among the arguments gets.
 void tell_gather(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments,
                  const std::vector<DistSpecPtr>& wanted);
 

@@ -11,10 +11,10 @@ namespace tessera {
 // A view of a DistTensor mostly is a view of the local part: both share memory, as they should.
 // Where a rank needs elements that it does not have (a row of a tensor that is cut by rows), the
 // base is placed anew first, and the view shows that copy. To hide this from the program, a write
-// to the view is followed by a write to the base, and a read first checks the number of writes to
-// the base and to its views, which share one counter. If it differs from the number at which the
-// copy was made, the copy is made again, in place. Autograd's versions would not do: writes through
-// `x.data` don't increment that of `x`, and inference tensors have none.
+// to the view is followed by a write to the base, and a read first checks the common count of
+// writes to the base and to its views. If it differs from the number at which the copy was made,
+// the copy is made again, in place. Autograd's versions would not do: writes through `x.data` don't
+// increment that of `x`, and inference tensors have none.
 namespace {
 
 c10::intrusive_ptr<const DistMeta> shared_meta(const at::Tensor& tensor) {
@@ -22,7 +22,7 @@ c10::intrusive_ptr<const DistMeta> shared_meta(const at::Tensor& tensor) {
       tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr());
 }
 
-// The present meta of `tensor`, which is about to change.
+// Returns a copy of the meta of `tensor`; the tensor is about to change.
 c10::intrusive_ptr<const DistMeta> copy_of_meta(const at::Tensor& tensor) {
   const DistMeta& meta = *find_dist_meta(tensor);
   auto copy = c10::make_intrusive<DistMeta>(meta.local, meta.spec, meta.source, meta.parameter);

@@ -19,7 +19,7 @@ class ViewSource {
   /// was reshaped.
   ViewSource(const at::Tensor& base, DistSpecPtr spec, at::Tensor copy,
              at::IntArrayRef placed_sizes);
-  /// For a tensor itself, which from now on shows `copy`: its values, placed as `spec` says.
+  /// Makes a tensor itself show `copy` from now on: its values, placed as `spec` says.
   ViewSource(const at::Tensor& tensor, DistSpecPtr spec, at::Tensor copy);
 
   /// Must be called before a view is read: copies again if the base has been written to since.
@@ -47,8 +47,8 @@ inline const at::Tensor& local_part(const DistMeta& meta) {
   return meta.local;
 }
 
-/// Writes the values of `part`, which is placed as `spec` says on the same mesh, to a DistTensor of
-/// these global sizes. Collective over the mesh.
+/// Writes the values of `part`, placed as `spec` says on the same mesh, to a DistTensor of these
+/// global sizes. Collective over the mesh.
 void write_part(const DistMeta& meta, at::IntArrayRef sizes, const at::Tensor& part,
                 const DistSpec& spec, std::string_view subject);
 

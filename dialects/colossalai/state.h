@@ -11,7 +11,7 @@
 
 namespace tessera::colossalai::detail {
 
-/// The contexts that a parameter was made in, which it remembers.
+/// The contexts that a parameter was made in. It remembers them.
 struct ParamOrigin final : Origin {
   using Made = std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>>;
 

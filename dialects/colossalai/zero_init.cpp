@@ -56,8 +56,8 @@ at::Tensor seeded_from(uint64_t seed) {
   return state;
 }
 
-// Adds the parameters among `made`, which require gradients, unlike buffers, to `total`.
-// Intermediate tensors are freed by now.
+// Adds the parameters among `made` to `total`. They require gradients; buffers do not. Intermediate
+// tensors are freed by now.
 void count_parameters(const detail::ParamOrigin::Made& made, const at::Tensor& total) {
   const at::NoGradGuard no_grad;
   std::set<const c10::TensorImpl*> seen;

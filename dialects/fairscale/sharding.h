@@ -64,8 +64,8 @@ struct OssImpl {
   void adopt_new_groups();
   /// Returns the optimizer, and builds it if need be.
   ShardedOptimizer& ready();
-  /// Calls `use` with the optimizer, to which the param groups are lent: their options, which the
-  /// user and schedulers change, but not the parameters, as the inner optimizer has its own.
+  /// Calls `use` with the optimizer. Lends it the options of the param groups, where the user and
+  /// schedulers change them, but not the parameters: the inner optimizer has its own.
   void lend(const std::function<void(ShardedOptimizer&)>& use);
 
  private:

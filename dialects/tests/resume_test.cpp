@@ -300,8 +300,8 @@ Outcome run(Job& job, int64_t first, int64_t last) {
 TEST_P(Resume, GivesTheBitsOfAnUninterruptedRun) {
   const ScratchDirectory scratch;
   const MakeJob& make = jobs().at(GetParam());
-  // DistTensors draw the numbers of one process, so all ranks have one seed there, which a dict of
-  // tensors does not hold.
+  // DistTensors draw the numbers of one process, so all ranks have one seed there. A dict of
+  // tensors does not hold it.
   const bool draws_together = GetParam().starts_with("ShardLayer");
   const auto seed = [&](World& world, uint64_t seed) {
     manual_seed(draws_together ? seed : seed + static_cast<uint64_t>(world.rank()));
@@ -321,7 +321,7 @@ TEST_P(Resume, GivesTheBitsOfAnUninterruptedRun) {
       manual_seed(2);
       const auto job = make(world);
       seed(world, 50);
-      run(*job, 8, 10);  // state of its own, which the load replaces
+      run(*job, 8, 10);  // state of its own; the load replaces it
       job->load(scratch / "one");
       if (draws_together) seed(world, 6);
       const Outcome resumed = run(*job, 3, 7);

@@ -197,7 +197,7 @@ TEST_P(MemoryTracing, EventsAreThoseOfTheUnits) {
   });
 }
 
-// Messages to slow peers are in memory of this rank, too: waits until they are gone.
+// Messages to slow peers are in memory of this rank, too: waits until they are sent.
 int64_t other_in_the_end(MemoryCount& count) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   int64_t other = count.take().bytes.other;

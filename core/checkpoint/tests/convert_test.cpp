@@ -286,7 +286,7 @@ TEST(CheckpointProgress, AscendsToTheTotal) {
        [&](const auto& progress) {
          compare_checkpoints(scratch / "one", scratch / "two", progress);
        }},
-      // Of the states of three ranks, only one rank's is rewritten.
+      // Three ranks have states; only one rank's is rewritten.
       {"reshard",
        [&](const auto& progress) {
          reshard_checkpoint(scratch / "one", scratch / "on1", 1, progress);

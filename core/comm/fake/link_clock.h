@@ -42,7 +42,7 @@ class LinkClock {
   /// Lets the rank compute for so many seconds, or longer if messages take processor time.
   void compute(double seconds);
   void wait(size_t transfer);
-  /// The same, but for at most `longest` seconds.
+  /// As above, but for at most `longest` seconds.
   void pause(size_t transfer, double longest);
 
  private:

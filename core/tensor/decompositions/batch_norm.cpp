@@ -21,7 +21,7 @@ namespace tessera {
 // Statistics are those of the whole batch, along whichever dims it is cut. Every rank computes the
 // sums of its part, in double; these are reduced in one message; then each rank normalizes its
 // part. Running statistics change alike on all ranks. The backward pass needs two sums for each
-// channel, which also travel in one message.
+// channel, also in one message.
 namespace {
 
 // Placements of the input, of tensors with one value per channel, and of terms of two sums.
@@ -86,8 +86,8 @@ struct BatchNorm {
     return convert(terms, *layout.terms, layout.whole_sums, {2, channels}, "batch norm");
   }
 
-  // Sums of the values of this rank's part and of their squares, from its own mean and variance,
-  // which loses less precision.
+  // Returns the sums of the values of this rank's part and of their squares. Computed from its own
+  // mean and variance, they lose less precision.
   at::Tensor sums() const {
     const auto options = input.options().dtype(at::kDouble);
     if (input.numel() == 0) return at::zeros({2, input.size(1)}, options);
@@ -116,8 +116,8 @@ struct BatchNorm {
   const at::Tensor input;  // this rank's part
 };
 
-// `running` itself changes, which the module holds; on a rank that is not in the mesh, an ordinary
-// tensor stays as it is, as in all operators.
+// Changes `running` itself, because the module holds it. On a rank that is not in the mesh, an
+// ordinary tensor stays as it is, as in all operators.
 void update(const at::Tensor& running, const at::Tensor& now, double momentum) {
   if (running.defined()) running.copy_(running.mul(1 - momentum).add(now, momentum));
 }

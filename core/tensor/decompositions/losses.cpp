@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kNone = 0, kMean = 1, kSum = 2;  // at::Reduction
 
-// Computes the loss of each element, then their mean, which counts the elements of all ranks.
+// Computes the loss of each element, then their mean over the elements of all ranks.
 bool mean_of_losses(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const DecomposedCall call(op, stack);
   if (call.argument("reduction").toInt() != kMean || !call.any_cut()) return false;

@@ -13,10 +13,10 @@ namespace {
 
 // [Note: Views by strides]
 //
-// Autograd writes the gradient of a view into that of its base through `as_strided`, which
-// describes the view by positions in the memory of the base, where a DistTensor has none. Sizes and
-// strides of a part that was sliced, selected or transposed lead back to these operators, whose
-// views of local parts need no other rank's elements.
+// Autograd writes the gradient of a view into that of its base through `as_strided`. That describes
+// the view by positions in the memory of the base; a DistTensor has none. Sizes and strides of a
+// part that was sliced, selected or transposed lead back to these operators, whose views of local
+// parts need no other rank's elements.
 
 // A range of one dim of the base, with a step.
 struct StridedRange {

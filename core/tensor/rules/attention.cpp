@@ -50,7 +50,7 @@ Strategies attention(const OpCall& call) {
   return by_batch_and_heads(call, [](size_t) { return true; });
 }
 
-// Of the kernels of CUDA: states of generators and cumulated lengths have no heads.
+// For CUDA's attention kernels. The generator state and cumulative lengths have no head dim.
 Strategies attention_on_device(const OpCall& call) {
   return by_batch_and_heads(call, [&](size_t t) { return call.inputs[t].ndim() >= 3; });
 }

@@ -45,8 +45,8 @@ bool is_floating(c10::ScalarType dtype) {
 }
 
 // A copy keeps any reduction pending. One that rounds, or converts flags to numbers, does not:
-// terms are not rounded as their sum is, which may be far smaller. One to a wider type would make
-// the message longer.
+// terms are not rounded as their sum is, and that may be far smaller. One to a wider type would
+// make the message longer.
 Strategies copied(const OpCall& call, c10::ScalarType from, c10::ScalarType to) {
   Strategies ways = pointwise(call);
   if (from == to) add_pending(ways, call);

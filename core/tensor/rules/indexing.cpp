@@ -68,7 +68,7 @@ struct Indexing {
 
   bool is_indexed(int64_t dim) const { return std::ranges::find(indexed, dim) != indexed.end(); }
 
-  // The position in the result of dim `dim` of `self`, which is not indexed.
+  // Returns the position in the result of dim `dim` of `self`. Requires that it is not indexed.
   int64_t place_of(int64_t dim) const {
     const auto before =
         std::ranges::count_if(indexed, [dim](int64_t other) { return other < dim; });

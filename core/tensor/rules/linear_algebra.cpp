@@ -44,7 +44,7 @@ Strategies by_matrix(const OpCall& call) {
   return ways;
 }
 
-// Two tensors of vectors along `dim`, which broadcast. Linear in each.
+// Two tensors of vectors along `dim`; they broadcast. Linear in each.
 Strategies cross(const OpCall& call) {
   const TensorInfo& output = call.outputs[0];
   const int64_t dim = call.dim("dim", output.ndim());

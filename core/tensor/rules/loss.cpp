@@ -36,7 +36,7 @@ std::vector<TensorInfo> loss_sizes(const OpCall& call) {
   return {TensorInfo{}};
 }
 
-// The gradient of a reduced loss is one number, which is whole and broadcasts.
+// The gradient of a reduced loss is one number: it is whole and broadcasts.
 Strategies elementwise_loss_backward(const OpCall& call) {
   Strategies ways;
   if (reduction_of(call) == kMean) return ways;
@@ -57,7 +57,7 @@ std::vector<std::pair<int64_t, int64_t>> rows_of(const OpCall& call) {
 }
 
 // Where classes are cut, each rank has the losses of the targets among its own. See local_nll_loss.
-// Of sums, the backward does not read the weight of all.
+// With reduction = sum, the backward does not read the total weight.
 Placements cut_by_classes(const OpCall& call) {
   const Placement total = reduction_of(call) == kSumOfAll ? Placement(kSum) : Replicate{};
   return placed_by_name(call, {{"self", Shard{1}}, {"weight", Shard{0}}, {"total_weight", total}});

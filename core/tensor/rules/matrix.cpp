@@ -62,9 +62,8 @@ Strategies baddbmm(const OpCall& call) { return with_added(call, bmm(call)); }
 Strategies addmv(const OpCall& call) { return with_added(call, mv(call)); }
 Strategies addr(const OpCall& call) { return with_added(call, outer(call)); }
 
-// A product of factors in a short format, which are multiplied by scales: one for each factor, or
-// one for each row of `self` and each column of `mat2`. Terms would have to be added in a wider
-// format.
+// A product of factors in a short format, multiplied by scales: one for each factor, or one for
+// each row of `self` and each column of `mat2`. Terms would have to be added in a wider format.
 Strategies scaled_mm(const OpCall& call) {
   const auto scaled = [&](std::string_view name, int64_t dim) {
     const TensorInfo& scale = call.inputs[call.input(name)];

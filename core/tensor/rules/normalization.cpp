@@ -5,7 +5,7 @@ namespace {
 
 // Layer norm.
 
-// Of the layer or group norm or its gradient: the input and what has its rows, and the weights.
+// For layer or group norm and their gradients: places tensors with the input's rows, and weights.
 Placements norm_inputs(const OpCall& call, const Placement& rows, const Placement& weights) {
   return placed_by_name(call, {{"input", rows},
                                {"grad_out", rows},

@@ -133,7 +133,7 @@ Strategies expand(const OpCall& call) {
 // Needs all elements along `dims`; the other dims stay.
 Strategies along_dims(const OpCall& call, const std::vector<int64_t>& dims) {
   const int64_t ndim = call.inputs[0].ndim();
-  if (ndim == 0) return {};  // a scalar takes the dims 0 and -1, which it does not have
+  if (ndim == 0) return {};  // a scalar has no dims, but takes 0 and -1
   auto to = same_dims(ndim);
   for (const int64_t dim : dims) to[c10::maybe_wrap_dim(dim, ndim)] = -1;
   return moved_dims(call, to);
@@ -183,7 +183,7 @@ struct Diagonal {
   Diagonal(const OpCall& call, int64_t of_ndim)
       : ndim(of_ndim), dim1(call.dim("dim1", ndim)), dim2(call.dim("dim2", ndim)) {}
   bool has(int64_t dim) const { return dim == dim1 || dim == dim2; }
-  // The dim of the diagonals that is dim `dim`, which is not one of the two, of the matrices.
+  // Returns the dim of the diagonals for dim `dim` of the matrices. Requires `!has(dim)`.
   int64_t place_of(int64_t dim) const { return dim - (dim > dim1) - (dim > dim2); }
   int64_t ndim, dim1, dim2;
 };

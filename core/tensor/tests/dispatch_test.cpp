@@ -356,7 +356,7 @@ TEST(DistOutsideTheMesh, ResultsHaveShapesAndTypes) {
   });
 }
 
-// Whose part goes where is decided by placements, which ranks of both meshes must know alike.
+// Whose part goes where is decided by placements: ranks of both meshes must know the same ones.
 template <class Loss>
 void expect_backward_across(const std::string& name, Loss loss) {
   for (const Placement& there : std::vector<Placement>{Replicate{}, Shard{0}, Shard{1}}) {

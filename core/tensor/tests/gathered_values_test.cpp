@@ -21,7 +21,7 @@ void expect_close(const at::Tensor& dist, const at::Tensor& plain, const std::st
   EXPECT_TRUE(torch::allclose(full_tensor(dist), plain, 1e-4, 1e-5)) << what;
 }
 
-// Rows, which a product with the columns of `weight` needs whole. `seen_as` makes a view of them.
+// Rows. A product with the columns of `weight` needs them whole. `seen_as` makes a view of them.
 template <class SeenAs>
 void expect_products(at::ScalarType dtype, const std::string& what, SeenAs seen_as) {
   const auto mesh = DeviceMesh::over_world();

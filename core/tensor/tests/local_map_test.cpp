@@ -41,7 +41,7 @@ void expect_error(const std::function<void()>& f, const std::vector<std::string>
 
 at::Tensor product_of(const at::Tensor& a, const at::Tensor& b) { return a.mm(b); }
 
-// Rows of a product: the gradient of the second factor, which all ranks have whole, is in terms.
+// Rows of a product. All ranks have the second factor whole: its gradient is in terms.
 TEST(LocalMap, ComputesAndDifferentiatesOnParts) {
   for (const int ranks : {1, 2, 3}) {
     run_world(ranks, [](World&) {

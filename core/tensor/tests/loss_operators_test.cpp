@@ -146,7 +146,7 @@ TEST(Losses, OfACutBatchSendASum) {
   });
 }
 
-// Of a row of logits, ranks send the maximum, the sum of the exponentials and the target's logit.
+// For a row of logits, ranks send the maximum, the sum of the exponentials and the target's logit.
 TEST(Losses, OfAVocabularyThatIsCutGatherNoLogits) {
   const auto loss = [](int64_t ignored, at::Reduction::Reduction reduction) {
     return [=](const Tensors& x) {

@@ -1,4 +1,4 @@
-// The process groups of a mesh: when they are made, which are the same, and how they end.
+// The process groups of a mesh: their making, sharing and ending.
 #include <gtest/gtest.h>
 #include <tessera/comm/process_group_decorators.h>
 #include <tessera/tensor/device_mesh.h>

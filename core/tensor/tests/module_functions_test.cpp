@@ -45,7 +45,7 @@ struct ProductImpl : nn::Module {
 };
 TORCH_MODULE(Product);
 
-// By aten::linear, which LibTorch's own module does not call.
+// By aten::linear; LibTorch's own module does not call that.
 struct AffineImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) { return torch::linear(x, weight, bias); }
   at::Tensor weight = register_parameter("weight", torch::ones({5, 6}));

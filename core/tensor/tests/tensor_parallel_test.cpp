@@ -216,7 +216,7 @@ TEST(TensorParallel, ACutEmbeddingIsReducedOnce) {
 }
 
 // With activations that the model cuts along the sequence between the blocks, as in sequence
-// parallelism: an all-gather before the matrices that are cut by columns, which q, k and v share,
+// parallelism: an all-gather, shared by q, k and v, before the matrices that are cut by columns,
 // and a reduce-scatter after those that are cut by rows. In backward it is the other way round.
 TEST(TensorParallel, ACutSequenceIsGatheredOncePerBlock) {
   run_world(2, [](World& world) {

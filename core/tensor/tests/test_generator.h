@@ -15,7 +15,7 @@ inline at::Generator test_generator() {
                          : at::globalContext().defaultGenerator(test_device());
 }
 
-/// As `manual_seed()`, which leaves the generators of devices as they are.
+/// As `manual_seed()`; leaves the generators of devices as they are.
 inline void seed_test_generator(uint64_t seed) {
   manual_seed(seed);
   test_generator().set_current_seed(seed);

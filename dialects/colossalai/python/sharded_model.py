@@ -85,7 +85,7 @@ class ShardedModelV2(ShardedModule):
         self._model_v2.unwrap()
         return self._give_back()
 
-    # Of a ModuleList.
+    # For a ModuleList.
 
     def __getitem__(self, index):
         return self.module[index]

@@ -23,7 +23,7 @@ def _stack() -> list[dict]:
 
 
 def _describe(module, name, parameter) -> None:
-    # Of every parameter that a module gets. A tied one is what its first module says.
+    # Runs for every parameter that a module gets. A tied one is placed as its first module says.
     if _stack() and not hasattr(parameter, "colo_attr"):
         parameter.colo_attr = ColoAttributes(parameter, **_stack()[-1])
 

@@ -330,7 +330,7 @@ TEST(ZeroInit, CO_05_ABucketIsASubmodule) {
   });
 }
 
-// Everything in one unit but the biases, which stay whole.
+// Everything in one unit but the biases. Those stay whole.
 struct OneUnit : colossalai::BaseShardStrategy {
   void apply(const torch::nn::Module& module, ShardPlan& plan) const override {
     plan.units.emplace_back();

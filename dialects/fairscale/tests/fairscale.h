@@ -27,7 +27,7 @@ using torch::optim::AdamWOptions;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 
-/// Three Linear layers of odd sizes and a BatchNorm, which has buffers.
+/// Three Linear layers of odd sizes and a BatchNorm for its buffers.
 struct NormNetImpl : torch::nn::Module {
   explicit NormNetImpl(int64_t width = 13)
       : first(register_module("first", torch::nn::Linear(6, width))),
@@ -77,8 +77,8 @@ at::Tensor loss_of(Model& model, int64_t step, int rank, int size) {
   return torch::mse_loss(model.forward(rows_of(batch.x, rank, size)), rows_of(batch.y, rank, size));
 }
 
-/// Gradients by name, in host memory: a rank that reads another device waits for what is queued
-/// there, which may wait for the rank.
+/// Gradients by name, in host memory: a rank that reads another device waits for the work queued
+/// there, and that may wait for the rank.
 template <class Net>
 std::map<std::string, at::Tensor> gradients_on_host(const Net& net) {
   std::map<std::string, at::Tensor> gradients;
@@ -119,7 +119,7 @@ inline void expect_replicas(ProcessGroup& group, const std::vector<at::Tensor>& 
   for (const std::string& other : all_gather_bytes(group, bytes, {"replicas", Channel::kControl}))
     EXPECT_TRUE(other == bytes) << "ranks differ";
 }
-/// The same for the parameters of a module. (Buffers are equal only from the next forward on.)
+/// Compares the parameters of a module. (Buffers are equal only from the next forward on.)
 inline void expect_replicas(World& world, torch::nn::Module& module) {
   expect_replicas(*world.process_group(), module.parameters());
 }

@@ -23,7 +23,7 @@ std::vector<OptimizerParamGroup> interleaved(const PlainNet& net, double lr) {
   return groups;
 }
 
-// A rank that reads another device would wait for what is queued there, which may wait for the
+// A rank that reads another device would wait for the work queued there, and that may wait for the
 // rank.
 OptimizerStateDict on_host(OptimizerStateDict dict) {
   for (auto& [number, values] : dict.state) {
@@ -83,7 +83,7 @@ TEST(Oss, FS_49_StateIsGatheredWhereItIsAskedFor) {
     train_sharded(model, optimizer, world, 0, 1);
     EXPECT_EQ(optimizer.state_dict(/*all_ranks=*/true).state.size(), 6u);
     EXPECT_EQ(optimizer.state_dict().state.size(), 6u);
-    // It is a copy, which later steps leave alone.
+    // It is a copy: later steps leave it alone.
     const OptimizerStateDict state = optimizer.state_dict(), copy = copy_of(state);
     train_sharded(model, optimizer, world, 1, 2);
     expect_same_dict(state, copy, 0, "kept");

@@ -53,7 +53,7 @@ TEST(GroupShardedAmp, O1AndO2WithMainGradHaveTheSameLossesToTheBit) {
   }
 }
 
-// The same where the user's model stays float: `param_dtype` does the conversion of O2.
+// The user's model stays float here: `param_dtype` does the conversion of O2.
 TEST(GroupShardedAmp, O1AndAParamDtypeHaveTheSameLossesToTheBit) {
   for (const auto dtype : kHalves) {
     Scenario o1{.o1 = dtype}, o2{};
@@ -130,7 +130,7 @@ TEST(GroupShardedAmp, AScaleThatOverflowsIsHalvedOnAllRanksAlike) {
 
 // dygraph_group_sharded_stage1_*.py: reduce_avg, comm_overlap and tensor_fusion
 
-// The mean over ranks is taken when sums are stored, which loses no bit where it is exact.
+// The mean over ranks is taken when sums are stored. That loses no bit where it is exact.
 TEST(GroupShardedStage1, SumsOfAveragedLossesGiveTheBitsOfMeans) {
   for (const int ranks : {2, 4}) {
     std::vector<std::vector<NamedTensor>> states(2);

@@ -114,7 +114,7 @@ TEST(GroupShardedStage3, SpecialModelWithAnExcludedAddressGivesWhatStage2GivesIn
 }
 
 // dygraph_group_sharded_stage2_offload.py and dygraph_group_sharded_stage3_offload.py. Their last
-// step, `get_all_parameters(convert2cpu=True)`, is `full_state()`, which all comparisons here use.
+// step, `get_all_parameters(convert2cpu=True)`, is `full_state()`; all comparisons here use that.
 
 void expect_same_bits_offloaded(const std::string& level, Scenario scenario) {
   const ScratchDirectory directory;

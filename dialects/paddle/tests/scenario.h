@@ -136,7 +136,7 @@ class ScenarioJob {
   std::vector<float> losses;
 };
 
-/// The losses and the parameters that the ranks ended with, which must be the same bits.
+/// The losses and the parameters that the ranks ended with. They must have the same bits.
 inline Trained collect(const std::vector<Trained>& ranks, const std::string& what) {
   Trained all{.losses = {}, .state = ranks[0].state};
   for (const Trained& rank : ranks) {

@@ -12,7 +12,7 @@ namespace tessera {
 enum class MemoryEvent : uint8_t {
   kStart,             ///< the tracer was made
   kForwardBegin,      ///< the first use of a parameter in a training pass
-  kUnitUsed,          ///< an operator begins to use this unit, which is gathered
+  kUnitUsed,          ///< an operator begins to use this gathered unit
   kGatherStarted,     ///< the unit's buffer is allocated, and its gather has started
   kUnitGathered,      ///< the gather of the unit is complete
   kUnitFreed,         ///< the unit's full parameters were freed

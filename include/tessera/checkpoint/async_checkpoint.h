@@ -31,9 +31,9 @@ struct AsyncCheckpointOptions {
 ///     }
 ///     checkpointer.wait();
 ///
-/// A save blocks while this rank's data is copied to a buffer in host memory, which later saves
-/// reuse; a thread then writes the copy. The checkpoint holds the values at the time of the call.
-/// It appears at its path when all ranks have written their files, even if no rank calls `wait()`.
+/// A save blocks while this rank's data is copied to a buffer in host memory (later saves reuse
+/// it); a thread then writes the copy. The checkpoint holds the values at the time of the call. It
+/// appears at its path when all ranks have written their files, even if no rank calls `wait()`.
 ///
 /// **Memory**: a copy of the data that this rank stores.
 /// A later error is thrown on all ranks by the next `save()` or `wait()`. The destructor waits for

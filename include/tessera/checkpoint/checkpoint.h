@@ -97,7 +97,7 @@ struct LoadedCheckpoint {
   /// `SaveOptions::rank_state` of the rank of this number; empty if fewer ranks saved.
   std::map<std::string, at::Tensor> rank_state;
   /// Differences that `LoadOptions` allowed: names of parameters and buffers, and "optimizer: NAME"
-  /// for parameters whose optimizer state is missing or unexpected. Of several models:
+  /// for parameters whose optimizer state is missing or unexpected. With several models:
   /// "MODEL/NAME", and "MODEL" for one that is missing or unexpected itself.
   std::vector<std::string> missing, unexpected;
 };
@@ -159,10 +159,10 @@ TESSERA_API void save_checkpoint(const std::filesystem::path& path, torch::nn::M
 ///                     {{"generator", generator, &for_generator}, {"critic", critic, &for_critic}},
 ///                     {.numbers = {{"step", 100}}});
 ///
-/// Each model becomes a checkpoint of its own in the subdirectory `path`/NAME, which the other
-/// functions and `tessera ckpt` take as such; `options` is saved once, in `path`. Collective, with
-/// the same names in the same order. **Throws** as above, and `c10::ValueError` on every rank for
-/// names that are invalid or not distinct, and for models that are sharded over different ranks.
+/// Each model becomes a checkpoint of its own in `path`/NAME, which other functions and `tessera
+/// ckpt` can read; `options` is saved once, in `path`. Collective, with the same names in the same
+/// order. **Throws** as above, and `c10::ValueError` on every rank for names that are invalid or
+/// not distinct, and for models that are sharded over different ranks.
 TESSERA_API void save_checkpoint(const std::filesystem::path& path,
                                  const std::vector<CheckpointModel>& models,
                                  const SaveOptions& options = {});

@@ -46,8 +46,8 @@ struct CheckpointSummary {
 /// Returns a summary of a checkpoint; reads the index only.
 TESSERA_API CheckpointSummary inspect_checkpoint(const std::filesystem::path& path);
 
-/// Reads everything, and returns the problems found, one line each, which names the file and the
-/// piece; empty if all is well. A damaged index is such a problem; a directory without one is an
+/// Reads everything, and returns the problems found; empty if all is well. Each is one line that
+/// names the file and the piece. A damaged index is such a problem; a directory without one is an
 /// error.
 TESSERA_API std::vector<std::string> verify_checkpoint(const std::filesystem::path& path,
                                                        const CheckpointProgress& progress = {});

@@ -16,8 +16,8 @@ struct BuildInfo {
   std::string torch_loaded;
   std::string compiler;    ///< "GCC 12.2.0", "Clang 16.0.6"
   std::string build_type;  ///< CMake's: "Release"; "none" where it was empty; sanitizers follow
-  /// `arena` and `gloo`, which are always there, then the names that `WorldOptions::backend` takes
-  /// for devices: `nccl` if it was built in, and those of `register_backend()`.
+  /// `arena` and `gloo` always, then the names that `WorldOptions::backend` takes for devices:
+  /// `nccl` if it was built in, and those of `register_backend()`.
   std::vector<std::string> backends;
   std::vector<std::string> absent_backends;  ///< `nccl` if it was not built in
 };

@@ -13,7 +13,7 @@
 
 namespace tessera {
 
-/// Streams of collectives, which must not block each other. All ranks issue the collectives of one
+/// Streams of collectives that must not block each other. All ranks issue the collectives of one
 /// channel in the same order; nothing is assumed about the order between channels.
 enum class Channel : uint8_t { kParams, kGrads, kControl };
 
@@ -32,7 +32,7 @@ enum class Encoding : uint8_t {
   kBFloat16,  ///< rounded
   kHalf,      ///< rounded
   kInt8,      ///< blocks of 256 elements: a float scale, and an int8 for each
-  kFloat8,    ///< the same with e4m3, which is finer near 0 and coarser near the block's maximum
+  kFloat8,    ///< with e4m3 for int8: finer near 0 and coarser near the block's maximum
 };
 
 /// A contiguous range of a flat buffer and the tensor that holds its values.
@@ -51,9 +51,9 @@ struct ReduceScatterOptions {
   /// Form of the messages. Ranks that share memory, and this rank itself, add plain values. Sums
   /// are taken in float.
   Encoding encoding = Encoding::kPlain;
-  /// With an encoding: what messages of earlier calls have lost, which is added to those of this
-  /// one (error feedback). Belongs to the process group, and must be given to all calls for the
-  /// same data; undefined at first. Null: losses are forgotten.
+  /// With an encoding: the losses of messages of earlier calls, to add to those of this one (error
+  /// feedback). Belongs to the process group, and must be given to all calls for the same data;
+  /// undefined at first. Null: losses are forgotten.
   std::shared_ptr<at::Tensor> error = nullptr;
   /// If defined: the flat buffer of which `out` is this rank's range, in memory, too. Each rank's
   /// sums are gathered into it as soon as they are there, so that all ranks have all of them; then

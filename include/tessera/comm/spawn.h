@@ -15,7 +15,7 @@ struct SpawnOptions {
 
 /// Runs `fn` on `ranks` ranks that are threads of this process, and waits until all have returned.
 ///
-/// `fn` is the program of each process of a job: it calls `tessera::init()`, which joins the other
+/// `fn` is the program of each process of a job: it calls `tessera::init()` to join the other
 /// threads, and trains.
 ///
 /// ```cpp

@@ -94,9 +94,9 @@ class TESSERA_API World {
   /// ranks, and `c10::DistNetworkError` if one of the ranks does not call this within the timeout.
   ProcessGroupPtr new_process_group(const std::vector<int>& ranks) const;
 
-  /// Splits the world into process groups of `shard_size` neighbouring ranks, which shard a model,
-  /// and connects the ranks that then hold the same shard. Collective over the world.
-  /// Throws `c10::ValueError` unless `shard_size` divides the number of ranks.
+  /// Splits the world into process groups of `shard_size` neighbouring ranks to shard a model over,
+  /// and connects the ranks that then hold the same shard. Collective over the world. Throws
+  /// `c10::ValueError` unless `shard_size` divides the number of ranks.
   HybridProcessGroups hybrid_process_groups(int shard_size) const;
 
   /// Replaces the world's process group, say by a decorator of it (counting, tracing, faults).

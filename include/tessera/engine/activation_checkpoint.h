@@ -100,7 +100,7 @@ auto call(Fn& fn, Inputs&&... inputs) {
 }
 
 /// A call that can be repeated: holds copies of the function and its inputs, except for the tensors
-/// among the inputs, which are kept elsewhere. `Inputs` are the caller's types: with `&` for
+/// among the inputs; those are kept elsewhere. `Inputs` are the caller's types: with `&` for
 /// lvalues.
 template <class Fn, class... Inputs>
 class RepeatableCall {

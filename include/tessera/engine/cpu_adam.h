@@ -70,9 +70,9 @@ class TESSERA_API CPUAdam : public torch::optim::Optimizer {
   explicit CPUAdam(std::vector<at::Tensor> params, CPUAdamOptions defaults = {})
       : CPUAdam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
-  /// Adds a param group. LibTorch's version, which a call through a `torch::optim::Optimizer&`
-  /// uses, knows the options of its own classes only: there the group gets the options of the
-  /// optimizer. Throws `c10::ValueError` as the constructor does.
+  /// Adds a param group. A call through a `torch::optim::Optimizer&` is LibTorch's version, and
+  /// knows the options of its own classes only: there the group gets the options of the optimizer.
+  /// Throws `c10::ValueError` as the constructor does.
   void add_param_group(const torch::optim::OptimizerParamGroup& param_group);
 
   /// Steps the parameters that have a gradient. Evaluates `closure` first, if given, and returns

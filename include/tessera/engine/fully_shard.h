@@ -146,8 +146,8 @@ class TESSERA_API ShardedModule {
   /// on every rank. Collective. Takes the memory of the whole model.
   std::vector<NamedTensor> full_state();
 
-  /// Sets all parameters and buffers from values (such as those that `full_state()` returned, here
-  /// or in another model), which must be equal on all ranks for parameters; buffers may be each
+  /// Sets all parameters and buffers from values, such as those that `full_state()` returned, here
+  /// or in another model. Those of parameters must be equal on all ranks; buffers may be each
   /// rank's own. Collective. Throws `c10::ValueError` on every rank, and changes nothing, if names
   /// or shapes differ from the model's, or values of parameters between ranks. If not `strict`,
   /// missing entries keep their values, and unknown names are ignored.
@@ -176,7 +176,7 @@ class TESSERA_API ShardedModule {
   bool casts_inputs() const;
   /// Returns a floating tensor in the plan's `param_dtype`, and other tensors as they are.
   at::Tensor cast_tensor(const at::Tensor& input) const;
-  /// The same, also for tensors in optionals, vectors, arrays, tuples, pairs and maps.
+  /// Casts an input, also tensors in optionals, vectors, arrays, tuples, pairs and maps.
   template <class T>
   decltype(auto) cast_input(T&& input) const {
     if constexpr (detail::NestedTensors<std::remove_cvref_t<T>>) {
@@ -278,10 +278,10 @@ template <detail::ModuleHolder Holder>
 auto fully_shard(const Holder& holder, const ShardPlan& plan = {}) {
   return fully_shard(holder.ptr(), plan);
 }
-/// The same for a scripted module, which is itself a handle.
+/// Shards a scripted module. That is itself a handle.
 TESSERA_API ShardedModule fully_shard(torch::jit::Module& module, const ShardPlan& plan = {});
-/// The same for tensors by name, whatever holds them: a module of another language, say. A tensor
-/// may have several names. The tensors themselves are changed; keep them to train them.
+/// Shards tensors by name, whatever holds them: a module of another language, say. A tensor may
+/// have several names. The tensors themselves are changed; keep them to train them.
 TESSERA_API ShardedModule fully_shard(std::vector<NamedTensor> parameters,
                                       std::vector<NamedTensor> buffers, const ShardPlan& plan = {});
 

@@ -48,7 +48,7 @@ class TESSERA_API GradScaler {
   GradScaler& operator=(GradScaler&&) noexcept;
 
   /// Returns `outputs` times the scale, for backward. The scale is a float: the product with a half
-  /// loss without dimensions is a float, which does not overflow.
+  /// loss without dimensions is a float, and does not overflow.
   at::Tensor scale(const at::Tensor& outputs) const;
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs) const;
 
@@ -61,8 +61,8 @@ class TESSERA_API GradScaler {
   /// finite. Returns whether it stepped, the same on all ranks. Collective. Throws, as `unscale_()`
   /// does, if `scale()` was not called since the last update, unless the scale is 1.
   bool step(ShardedOptimizer& optimizer);
-  /// The same for an optimizer of LibTorch that is not sharded. Gradients that are DistTensors keep
-  /// their placements; collective over their meshes.
+  /// As above, for an optimizer of LibTorch that is not sharded. Gradients that are DistTensors
+  /// keep their placements; collective over their meshes.
   void unscale_(torch::optim::Optimizer& optimizer);
   bool step(torch::optim::Optimizer& optimizer);
 

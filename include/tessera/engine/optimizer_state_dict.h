@@ -38,7 +38,7 @@ struct TESSERA_API OptimizerStateDict {
   std::vector<ParamGroup> param_groups;
   Values extra;  ///< all other values that the class writes
 
-  /// Writes LibTorch's layout, which `torch::load(optimizer, file)` reads.
+  /// Writes LibTorch's layout, for `torch::load(optimizer, file)`.
   void save(torch::serialize::OutputArchive& archive) const;
 
   /// Reads an archive that `torch::save(optimizer, file)` or `save()` wrote. Throws
@@ -48,8 +48,8 @@ struct TESSERA_API OptimizerStateDict {
 };
 
 /// Returns a copy of the state of an optimizer that is not sharded. Throws `c10::ValueError` for
-/// one that is, and `c10::NotImplementedError` if its parameters are DistTensors, which
-/// `DistOptimizer` saves.
+/// one that is, and `c10::NotImplementedError` if its parameters are DistTensors: `DistOptimizer`
+/// saves those.
 TESSERA_API OptimizerStateDict state_dict_of(const torch::optim::Optimizer& optimizer);
 
 /// Replaces the state and the options of an optimizer that is not sharded by copies of those in
@@ -73,16 +73,16 @@ TESSERA_API void load_state_dict(torch::optim::Optimizer& optimizer,
 /// state and two copies of one part, other ranks two copies of their own part. Master weights are
 /// gathered unit by unit, on all ranks.
 /// **Throws** on all ranks if one fails; `c10::ValueError` for a `recipient` that is not a rank or
-/// differs between ranks, `c10::NotImplementedError` for parameters that are DistTensors, which
-/// `DistOptimizer` saves.
+/// differs between ranks, `c10::NotImplementedError` for parameters that are DistTensors:
+/// `DistOptimizer` saves those.
 ///
 /// Tensors with the shape of a rank's part of a parameter are joined; other values, such as counts,
 /// are taken from the first rank that has a part.
 TESSERA_API OptimizerStateDict full_state_dict(ShardedOptimizer& optimizer, int recipient = 0);
 
-/// Replaces the optimizer's state and options by this rank's part of `state_dict`, which comes from
-/// an optimizer that is not sharded, or from a sharded one on any number of ranks, of any level and
-/// partition. Does not change `ShardedOptimizer::steps()`. References to the options stay valid.
+/// Replaces the optimizer's state and options by this rank's part of `state_dict`: the state of an
+/// unsharded optimizer, or of a sharded one on any number of ranks, of any level and partition.
+/// Does not change `ShardedOptimizer::steps()`. References to the options stay valid.
 ///
 /// Does not change parameters either. Master weights in the state restore the digits lost in
 /// rounding, now and until the next step, wherever a parameter equals the rounded master weight: so

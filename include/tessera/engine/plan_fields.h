@@ -61,7 +61,7 @@ constexpr std::optional<Enum> find_plan_choice(std::string_view name) {
   return std::nullopt;
 }
 
-/// Calls `visit(name, field...)` for each field, with that of each of the plans, which may be
+/// Calls `visit(name, field...)` for each field, with that of each of the plans. Plans may be
 /// constant. Fields of `precision` are visited one by one, as "precision.param_dtype"; `outer` as a
 /// whole.
 template <class Visit, class... Plans>

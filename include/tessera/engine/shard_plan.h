@@ -26,7 +26,7 @@ enum class Partition : uint8_t {
   kWholeParam,  ///< each parameter is owned by one rank, the least loaded one so far
 };
 
-/// How the values of parameters, which may differ between ranks, are set at wrap time.
+/// Source of the parameters' values at wrap time; ranks may have made different ones.
 enum class StartValues : uint8_t {
   kBroadcast,  ///< rank 0's values are sent to all ranks
   kKeep,       ///< the caller guarantees that they are equal; nothing is sent
@@ -35,12 +35,12 @@ enum class StartValues : uint8_t {
 /// Dtypes in which a model is kept, computed with and reduced. Applies to floating dtypes only.
 struct Precision {
   /// Dtype in which parameters are gathered and used; none: the one in which they were made. The
-  /// optimizer updates the values in the original dtype, which are the master weights.
+  /// optimizer updates the values in the original dtype: these are the master weights.
   std::optional<at::ScalarType> param_dtype = std::nullopt;
 
   /// Dtype of the master weights of trainable parameters whose dtype is narrower: copies of this
-  /// rank's part, which the optimizer updates and from which the parameters are rounded after each
-  /// step. kFloat for bfloat16 or half models; none: the optimizer updates the original dtype.
+  /// rank's part. The optimizer updates them, and after each step the parameters are rounded from
+  /// them. kFloat for bfloat16 or half models; none: the optimizer updates the original dtype.
   std::optional<at::ScalarType> master_dtype = std::nullopt;
 
   /// Dtype in which gradients are sent; none: the parameter's. Sums over ranks are taken in float
@@ -59,7 +59,7 @@ struct Precision {
 
   /// Dtype in which updated parameters are sent, narrower than the one in which they are used;
   /// none: that one. All ranks, the owner included, then use the rounded values; the owner also
-  /// keeps the unrounded values, which it updates as master weights. No effect on parameters that
+  /// keeps the unrounded values, and updates them as master weights. No effect on parameters that
   /// are used in a dtype as narrow.
   ///
   /// kChar (int8) or kFloat8_e4m3fn: blocks of 256 elements with a scale, as for `reduce_dtype`
@@ -85,7 +85,7 @@ struct Precision {
 enum class Offload : uint8_t {
   kNone,       ///< on the parameters' device
   kHost,       ///< in host memory, where the optimizer then steps
-  kDirectory,  ///< in unnamed files mapped into memory, which disappear with the process
+  kDirectory,  ///< in unnamed files mapped into memory; they disappear with the process
 };
 
 /// Replicas that train by themselves and are averaged every few steps: LocalSGD, or DiLoCo (arXiv
@@ -121,7 +121,7 @@ struct ShardPlan {
   std::vector<std::string> ignored;
 
   /// Names of parameters that are each rank's own, such as experts that ranks do not share: whole
-  /// on the rank, never sent, and updated by its own gradients, which are neither reduced nor
+  /// on the rank, never sent, and updated by its own gradients: these are neither reduced nor
   /// averaged. Names and shapes must be equal on all ranks. Not with `replicate_group` or
   /// `mesh_dim`; checkpoints and `full_state_dict()` refuse such models.
   std::vector<std::string> unreplicated;
@@ -208,8 +208,8 @@ struct ShardPlan {
 
   Offload offload = Offload::kNone;
 
-  /// For `Offload::kDirectory`: the directory of the files, which is created if needed. Refused
-  /// with other values of `offload`.
+  /// For `Offload::kDirectory`: the directory of the files, created if needed. Refused with other
+  /// values of `offload`.
   std::string offload_directory;
 };
 

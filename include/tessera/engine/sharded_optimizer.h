@@ -67,7 +67,7 @@ class TESSERA_API ShardedOptimizer {
 
   /// Clears the gradients of the parameters in the optimizer's param groups, as the optimizer's own
   /// `zero_grad()` does; the module's clears all. Not `set_to_none`: turns those that exist into
-  /// zeros, which the next backward reduces with its own. Not collective; all ranks must call it.
+  /// zeros; the next backward reduces these with its own. Not collective; all ranks must call it.
   void zero_grad(bool set_to_none = true);
 
   /// Undoes the constructor: the user's optimizer has the module's parameters again and, on every
@@ -84,8 +84,8 @@ class TESSERA_API ShardedOptimizer {
 
   /// Moves offloaded units back to the parameters' device permanently: their master weights, and
   /// the optimizer's state for them, including state that it has not made yet. In the order of the
-  /// step, moves each unit that still fits into `nbytes`. Returns the bytes moved, which `memory()`
-  /// then counts as `master_weights` and `optimizer_state`. Steps stay bit-identical. Units that
+  /// step, moves each unit that still fits into `nbytes`. Returns the bytes moved; `memory()` then
+  /// counts them as `master_weights` and `optimizer_state`. Steps stay bit-identical. Units that
   /// have parameters of another optimizer are not moved.
   ///
   /// Not collective: ranks may pass different numbers. Waits for gathers in progress. Space that
@@ -104,8 +104,8 @@ class TESSERA_API ShardedOptimizer {
   torch::optim::Optimizer& inner() const;
   ShardedModule module() const;
 
-  /// Returns `ShardedModule::memory()` plus this rank's optimizer state, which includes the start
-  /// values and the momentum of `ShardPlan::outer`.
+  /// Returns `ShardedModule::memory()` plus this rank's optimizer state, including the start values
+  /// and the momentum of `ShardPlan::outer`.
   ShardMemory memory() const;
 
  private:

@@ -17,15 +17,15 @@ namespace tessera {
 // need no model and no ranks, and none is collective.
 
 enum class ExportFormat : uint8_t {
-  kSafetensors,  ///< one file, which Python's `safetensors.torch.load_file` reads
-  /// One file, which Python's `torch.load(weights_only=True)` reads. Throws
-  /// `c10::NotImplementedError` for float8 tensors, and for unsigned ones of more than a byte.
+  kSafetensors,  ///< one file, for Python's `safetensors.torch.load_file`
+  /// One file, for Python's `torch.load(weights_only=True)`. Throws `c10::NotImplementedError` for
+  /// float8 tensors, and for unsigned ones of more than a byte.
   kTorch,
   /// A directory of safetensors files, `model-00001-of-00003.safetensors` and so on, and their
   /// index, `model.safetensors.index.json`; or `model.safetensors` alone, if one suffices. Hugging
   /// Face's `from_pretrained` reads it beside the model's `config.json`.
   kHuggingFace,
-  kDcp,  ///< a directory, which Python's `torch.distributed.checkpoint.load` reads; dtypes as
+  kDcp,  ///< a directory, for Python's `torch.distributed.checkpoint.load`; dtypes as
          ///< `kTorch`
 };
 
@@ -33,7 +33,7 @@ struct ExportOptions {
   /// None: `kHuggingFace` for a path that ends with `/` or has no extension; else by the extension,
   /// `.safetensors`, or `.pt`, `.pth` or `.bin`.
   std::optional<ExportFormat> format = std::nullopt;
-  /// Dtype to which all floating tensors of the model are converted; none: as stored, which is the
+  /// Dtype to which all floating tensors of the model are converted; none: as stored. That is the
   /// dtype of the master weights, if there are any, unless the checkpoint has `whole_parameters`.
   std::optional<at::ScalarType> dtype = std::nullopt;
   CheckpointProgress progress = {};
@@ -65,7 +65,7 @@ TESSERA_API void export_checkpoint(const std::filesystem::path& path,
 struct ImportOptions {
   /// How names of the files become names of the checkpoint; see `RenameRule`.
   RenameRules rename = {};
-  /// Regular expressions, which match whole new names: these tensors, of two dims, are transposed.
+  /// Regular expressions that match whole new names: these tensors, of two dims, are transposed.
   std::vector<std::string> transpose = {};
 
   /// The key of the dict in which the model is. Empty: `model`, if `optimizer_key` is given; else
@@ -78,8 +78,8 @@ struct ImportOptions {
   /// from `named_parameters()` (PyTorch 2.6). Other files number them, and `optimizer_params` must
   /// say which they are.
   std::string optimizer_key = "";
-  /// `Adagrad`, `Adam`, `AdamW`, `RMSprop` or `SGD`. Empty: told from the options, which have Adam
-  /// and AdamW differ since PyTorch 2.7.
+  /// `Adagrad`, `Adam`, `AdamW`, `RMSprop` or `SGD`. Empty: found by the options; those of Adam and
+  /// AdamW differ since PyTorch 2.7.
   std::string optimizer_class = "";
   /// The names, in the file, of all parameters of its optimizer, in the order in which the
   /// optimizer was given them, group after group. Only for a file that lacks them.

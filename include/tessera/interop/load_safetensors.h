@@ -18,7 +18,7 @@ struct LoadSafetensorsOptions {
   /// tensor out. Must return the same on every rank. Null: names stay.
   std::function<std::string(const std::string&)> rename_by = nullptr;
 
-  /// Regular expressions, which match whole names of the model: these tensors, of two dims, are
+  /// Regular expressions that match whole names of the model: these tensors, of two dims, are
   /// stored transposed. `Conv1D` of Hugging Face's GPT-2 has weights of [in, out], and
   /// `torch::nn::Linear` of [out, in]. Such a tensor is read whole by every rank that has a part of
   /// it.
@@ -70,7 +70,7 @@ struct LoadedTensors {
 TESSERA_API LoadedTensors load_safetensors(const std::filesystem::path& path, ShardedModule& module,
                                            const LoadSafetensorsOptions& options = {});
 
-/// The same for a module that is not sharded, in one process, on each rank before `fully_shard`, or
+/// Reads into a module that is not sharded, in one process, on each rank before `fully_shard`, or
 /// with parameters that are DistTensors. Each process reads by itself, and waits for no other.
 TESSERA_API LoadedTensors load_safetensors(const std::filesystem::path& path,
                                            torch::nn::Module& module,

@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-/// Returns the factor of the initial learning rates in a step, which is counted from 0.
+/// Returns the factor of the initial learning rates in a step, counted from 0.
 using LRFactor = std::function<double(int64_t step)>;
 
 /// Multiplies each param group's initial learning rate by a factor of the step's number, as
@@ -27,8 +27,8 @@ using LRFactor = std::function<double(int64_t step)>;
 /// The constructor sets the rate of step 0; each `step()`, called after the optimizer's, that of
 /// the next one. The initial rates are those at the time of the construction: construct the
 /// schedule before a checkpoint is loaded, and pass it in `schedulers` of `SaveOptions` and
-/// `LoadOptions`, which restore its step. A param group that is added later has the rate with which
-/// it was added as its initial one. Not collective; all ranks must do the same.
+/// `LoadOptions` to restore its step. A param group that is added later has the rate with which it
+/// was added as its initial one. Not collective; all ranks must do the same.
 class TESSERA_API LambdaLR : public torch::optim::LRScheduler {
  public:
   /// `optimizer`: the user's, whether or not it is sharded; must outlive this.

@@ -29,7 +29,7 @@ struct ProgressLineOptions {
 /// On a terminal, each line takes the place of the one before. Elsewhere (a file, or the pipe of
 /// `tessera run`), a line is printed every `options.every` and for the last step. Only rank 0 of
 /// this thread's default world prints. The time left is estimated from the steps that this object
-/// has seen, but for the first, which often takes longer. Not collective.
+/// has seen, but for the first: it often takes longer. Not collective.
 class TESSERA_API ProgressLine {
  public:
   /// `steps`: of the whole run, those before a resume included. Throws `c10::ValueError` if

@@ -75,8 +75,8 @@ class TESSERA_API ContextParallel {
 /// 2k chunks for the k ranks of the mesh dim, a plain `Shard` then gives rank i the chunks i and 2k
 /// - 1 - i. To be called for all inputs that go along the sequence: tokens, positions, labels.
 ///
-/// Differentiable. Of an ordinary tensor nothing is sent; of a DistTensor that is cut along `dim`,
-/// all of it. Throws `c10::ValueError` unless the size of `dim` is a multiple of 2k.
+/// Differentiable. Sends nothing for an ordinary tensor, and all of a DistTensor that is cut along
+/// `dim`. Throws `c10::ValueError` unless the size of `dim` is a multiple of 2k.
 TESSERA_API at::Tensor balance_sequence(const at::Tensor& tensor, int64_t dim,
                                         const DeviceMesh& mesh, const MeshDim& mesh_dim = {});
 

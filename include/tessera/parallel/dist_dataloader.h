@@ -137,16 +137,16 @@ class DistDataloader {
 /// items go to one mesh each, in order.
 ///
 /// Each rank keeps its part of a whole batch, and nothing is sent. With `is_split`, the ranks of a
-/// line exchange the numbers of their rows, which must be those of `torch::chunk`.
-/// Throws `c10::ValueError` for mesh dims that are not one for all or one for each mesh, for
-/// batches without one item for each mesh, and for keys that are not those of the batch.
+/// line exchange the numbers of their rows; these must be those of `torch::chunk`. Throws
+/// `c10::ValueError` for mesh dims that are not one for all or one for each mesh, for batches
+/// without one item for each mesh, and for keys that are not those of the batch.
 template <class Loader>
 DistDataloader<Loader> distribute_dataloader(std::unique_ptr<Loader> loader,
                                              std::vector<DeviceMesh> meshes,
                                              DistDataloaderOptions options = {}) {
   return {std::move(loader), std::move(meshes), std::move(options)};
 }
-/// The same; the loader must outlive the result.
+/// As above; the loader must outlive the result.
 template <class Loader>
 DistDataloader<Loader> distribute_dataloader(Loader& loader, std::vector<DeviceMesh> meshes,
                                              DistDataloaderOptions options = {}) {

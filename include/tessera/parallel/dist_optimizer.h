@@ -29,8 +29,8 @@ struct DistOptimizerOptions {
   std::optional<int64_t> mesh_dim = std::nullopt;
   /// Chooses the placements of state tensors at `kNone`; empty: those of their parameters.
   StatePlacementFn place_state = {};
-  /// Keeps master weights of this dtype, which the optimizer updates and from which narrower
-  /// parameters are rounded; none: it updates the parameters themselves. Not with `place_state`.
+  /// Keeps master weights of this dtype: the optimizer updates them, and narrower parameters are
+  /// rounded from them; none: it updates the parameters themselves. Not with `place_state`.
   std::optional<at::ScalarType> master_dtype = std::nullopt;
   /// Above `kNone`, or with `master_dtype`: see `ShardedOptimizerOptions::elementwise`.
   bool elementwise = false;

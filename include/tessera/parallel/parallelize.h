@@ -44,7 +44,7 @@ struct ColwiseParallel {
 
 /// Cuts what is summed over: of a `torch::nn::Linear` the columns of the weight (Shard(1)), with a
 /// replicated bias, and the last dim of the input; of a `torch::nn::Embedding` the vocabulary
-/// (Shard(0)), with replicated indices. Results are terms of a sum, which `Replicate` reduces by an
+/// (Shard(0)), with replicated indices. Results are terms of a sum: `Replicate` reduces it by an
 /// all-reduce, a `Shard` by a reduce-scatter; `Partial` leaves them to later operators.
 struct RowwiseParallel {
   std::optional<Placement> input;  ///< of ordinary tensors
@@ -69,7 +69,7 @@ struct PrepareModuleInput {
   bool operator==(const PrepareModuleInput&) const = default;
 };
 
-/// The same for the output.
+/// Redistributes the output of a module that has a weight of its own.
 struct PrepareModuleOutput {
   Placement desired_output = Replicate{};
   bool operator==(const PrepareModuleOutput&) const = default;

@@ -35,7 +35,7 @@ TESSERA_API std::vector<ParameterSize> parameter_sizes(const torch::nn::Module& 
 
 /// Reads the sizes of a model's parameters, and no values. `path` is one of:
 /// - a safetensors file, whose name ends in `.safetensors`,
-/// - a directory: a checkpoint of Tessera's, or one with safetensors files, which are chosen as
+/// - a directory: a checkpoint of Tessera's, or one with safetensors files, chosen as
 ///   `import_checkpoint()` does: by its index, or all of them,
 /// - a `config.json` of Hugging Face's, an index of safetensors files in the same directory, or a
 ///   directory with a `config.json` and none of the safetensors files: see
@@ -70,7 +70,7 @@ struct ActivationMoment {
   std::vector<std::string> parameters = {};
   /// Names of the parameters whose gradients are made.
   std::vector<std::string> gradients = {};
-  /// Of activations at most: what was kept for backward so far, and what operators take.
+  /// Peak bytes of activations: tensors kept for backward so far, plus operator workspace.
   int64_t nbytes = 0;
 };
 
@@ -135,7 +135,7 @@ struct TESSERA_API PlannedTraffic {
 struct TESSERA_API PlannedRank {
   int rank = 0;
   /// As `ShardedOptimizer::memory()` returns it after a step, before `zero_grad()`.
-  /// `peak_in_flight`, which depends on the speed of messages, is 0. `peak_unsharded` does not
+  /// `peak_in_flight` is 0, as it depends on the speed of messages. `peak_unsharded` does not
   /// include the additional memory of an operator that uses parameters of several units at once.
   ShardMemory memory;
   PlannedTraffic traffic;

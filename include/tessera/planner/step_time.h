@@ -14,7 +14,7 @@ struct StepTimeOptions {
   int hosts = 1;
   int ranks_per_host = 1;
 
-  /// Of each host's link, in bytes per second and direction; the ranks of the host share it. 0: no
+  /// Bandwidth of each host's link, in bytes per second and direction; its ranks share it. 0: no
   /// limit.
   double link_bandwidth = 0;
   double link_latency = 0;  ///< seconds until a message's last byte has arrived, once it is sent
@@ -29,8 +29,8 @@ struct StepTimeOptions {
   double compute_seconds = 0;       ///< of forward and backward, on one rank alone
   double backward_share = 2.0 / 3;  ///< the part of them that backward takes
 
-  /// Of the optimizer's step for the whole model, on one rank. At `ShardLevel::kNone` each rank
-  /// does all of it, at the others its share.
+  /// Seconds of the optimizer's step for the whole model, on one rank. At `ShardLevel::kNone` each
+  /// rank does all of it, at the others its share.
   double optimizer_seconds = 0;
 
   /// Seconds of a rank's processor for each byte of payload that it sends, to send and receive it

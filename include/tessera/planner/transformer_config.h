@@ -54,13 +54,13 @@ struct ActivationOptions {
   /// Narrower dtype of autocast: matrix products and attention are computed in it.
   std::optional<at::ScalarType> autocast = std::nullopt;
 
-  /// True: `scaled_dot_product_attention()` in one kernel, which keeps no matrix of sequence by
+  /// True: `scaled_dot_product_attention()` in one kernel that keeps no matrix of sequence by
   /// sequence. False: such a matrix is kept for each head.
   bool fused_attention = true;
   /// Each block is a `checkpoint()`: its forward runs again in backward.
   bool checkpoint = false;
   /// Ranks compute on the CPU, where LibTorch composes `rms_norm()` and dropout of several
-  /// operators, which keep more.
+  /// operators that keep more.
   bool on_cpu = false;
 };
 

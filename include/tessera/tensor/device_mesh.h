@@ -116,7 +116,7 @@ class TESSERA_API DeviceMesh {
 
   /// Compares shape and ranks; names don't matter.
   bool operator==(const DeviceMesh& other) const;
-  /// Returns true for copies of one mesh, which share its process groups.
+  /// Returns true for copies of one mesh: they share its process groups.
   bool is_same(const DeviceMesh& other) const { return state_ == other.state_; }
 
   /// "DeviceMesh([2, 2], ranks [0, 1, 2, 3], dims [dp, tp])".

@@ -42,9 +42,9 @@ TESSERA_API at::Tensor dist_empty(at::IntArrayRef sizes, const DeviceMesh& mesh,
 /// same state. Without `generator` they draw from the calling rank's `default_generator()`, on
 /// another device than the CPU from that device's.
 ///
-/// Generators must be in one state on all ranks, which is checked on the first use of one on a
-/// mesh, as for all random numbers of DistTensors; ranks that are not in `mesh` must call this,
-/// too, to stay in step. Nothing else is sent.
+/// Generators must be in one state on all ranks; this is checked on the first use of one on a mesh,
+/// as for all random numbers of DistTensors; ranks that are not in `mesh` must call this, too, to
+/// stay in step. Nothing else is sent.
 ///
 /// **Time and memory**: each rank draws the numbers of the whole tensor, on the CPU in blocks of
 /// 2^20 of which it keeps its own. On other devices, where the numbers depend on the size of the

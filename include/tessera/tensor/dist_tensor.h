@@ -60,13 +60,13 @@ TESSERA_API at::Tensor from_local(const at::Tensor& local, const DeviceMesh& mes
                                   Placements placements,
                                   std::optional<std::vector<int64_t>> sizes = std::nullopt);
 
-/// Returns this rank's part, which shares memory with the DistTensor. Differentiable: gradients of
-/// the part have the placements of `tensor`, with `Replicate` in place of `Partial`. With a
-/// `Partial` result of an operator, memory is shared until an operator reduces that result.
-/// Throws `c10::ValueError` for an ordinary tensor.
+/// Returns this rank's part. It shares memory with the DistTensor. Differentiable: gradients of the
+/// part have the placements of `tensor`, with `Replicate` in place of `Partial`. With a `Partial`
+/// result of an operator, memory is shared until an operator reduces that result. Throws
+/// `c10::ValueError` for an ordinary tensor.
 TESSERA_API at::Tensor to_local(const at::Tensor& tensor);
 
-/// The same, but gradients of the part have these placements: `Partial` where each rank computes a
+/// As above, but gradients of the part have these placements: `Partial` where each rank computes a
 /// term of the gradient, as it uses the whole tensor with its part of another one. Throws
 /// `c10::ValueError` unless they cut the same dims as those of `tensor`.
 TESSERA_API at::Tensor to_local(const at::Tensor& tensor, Placements gradient_placements);
@@ -97,7 +97,7 @@ TESSERA_API const Placements& placements_of(const at::Tensor& tensor);
 TESSERA_API std::string describe(const at::Tensor& tensor);
 
 /// Prints `describe()` and the values of this rank's part. Sends nothing. (`std::cout << tensor` is
-/// LibTorch's, which needs all values in memory, and throws.) Prints an ordinary tensor as LibTorch
+/// LibTorch's: it needs all values in memory, and throws.) Prints an ordinary tensor as LibTorch
 /// does.
 TESSERA_API std::ostream& print_tensor(std::ostream& stream, const at::Tensor& tensor);
 

@@ -42,7 +42,7 @@ class TESSERA_API LocalCall {
   void add_argument(at::Tensor* argument);
   /// Must be called after all arguments.
   void check_arguments() const;
-  /// Adds the next result, which must outlive the call; null: it is not a tensor.
+  /// Adds the next result. It must outlive the call; null: it is not a tensor.
   void add_result(at::Tensor* result) { results_.push_back(result); }
   /// Replaces the results by DistTensors, if an argument was one.
   void finish();
@@ -91,8 +91,8 @@ decltype(auto) local_argument(T&& argument, LocalCall& call) {
 
 }  // namespace detail
 
-/// Returns a function that calls `fn`, which is written for ordinary tensors, with the local parts
-/// of DistTensors, and makes DistTensors of its results:
+/// Returns a function that calls `fn`, written for ordinary tensors, with the local parts of
+/// DistTensors, and makes DistTensors of its results:
 ///
 /// ```cpp
 /// auto scaled = tessera::local_map(
@@ -144,7 +144,7 @@ auto local_map(F fn, PlacementsList out_placements, LocalMapOptions options = {}
   };
 }
 
-/// The same for a function with one result.
+/// As above, for a function with one result.
 template <class F>
 auto local_map(F fn, Placements out_placements, LocalMapOptions options = {}) {
   return local_map(std::move(fn), PlacementsList{std::move(out_placements)}, std::move(options));

@@ -27,7 +27,7 @@ struct TESSERA_API NamedArguments {
 
   /// Returns the argument of this name; null if the operator does not have one.
   const c10::IValue* find(std::string_view name) const;
-  /// The same; throws if the operator does not have one.
+  /// Returns the argument of this name; throws if the operator does not have one.
   const c10::IValue& argument(std::string_view name) const;
 };
 
@@ -86,7 +86,7 @@ struct RuleOptions {
 
 /// Tells how an operator, such as `"mine::scaled_tanh"`, is computed on DistTensors from the parts
 /// that ranks have; without a rule every rank computes it on whole tensors, and operators that are
-/// not LibTorch's can't be called at all. Of the strategies, those are chosen that send least.
+/// not LibTorch's can't be called at all. The strategies that send least are chosen.
 ///
 /// Must be called on all ranks before the operator meets a DistTensor, once in a process, from one
 /// thread. The operator must be defined, with a kernel for the device or a

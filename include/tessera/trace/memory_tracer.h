@@ -12,8 +12,8 @@
 namespace tessera {
 
 struct MemoryTracerOptions {
-  /// Also reads the process's memory (`pss_bytes()`, which is slow) at the beginning and the end of
-  /// forward, backward and step.
+  /// Also reads the process's memory (`pss_bytes()`: slow) at the beginning and the end of forward,
+  /// backward and step.
   bool pss = false;
 
   /// Number of past steps whose samples are kept, besides those of the current step; 0: all.
@@ -52,7 +52,7 @@ class TESSERA_API MemoryTracer {
   const std::vector<MemorySample>& samples() const;
   /// The sample with the most bytes, even if it is no longer kept.
   const MemorySample& peak() const;
-  /// Maxima of `MemoryBytes::model()` and of `other`, which need not be reached at the same time.
+  /// Maxima of `MemoryBytes::model()` and of `other`. They need not be reached at the same time.
   int64_t peak_model_bytes() const;
   int64_t peak_other_bytes() const;
   /// False if activations are not known; `other` is then 0.

@@ -77,7 +77,7 @@ INSTANTIATE_TEST_SUITE_P(Gloo, SentBytes,
 INSTANTIATE_TEST_SUITE_P(Hosts, SentBytes,
                          ::testing::Combine(::testing::Values(Kind::kHosts), ::testing::Values(4)));
 
-// Of 4 ranks on 2 hosts: every element crosses once for each host that lacks it.
+// With 4 ranks on 2 hosts, every element crosses once for each host that lacks it.
 TEST(SentBytes, CrossTheNetworkOnceForAHost) {
   run_hosts(4, by_halves, [](World& world) {
     constexpr int64_t kNumel = 80'000, kBytes = 4 * kNumel;

@@ -61,7 +61,7 @@ struct ZeroInitOptions {
   /// The ranks that the model is for; null: those given to `ShardedModelV2`.
   ProcessGroupPtr dp_process_group = nullptr;
   /// Dtype in which the model computes: kHalf, kBFloat16 or kFloat. The optimizer updates the
-  /// values that the constructors have made, which are not rounded.
+  /// unrounded values that the constructors have made.
   at::ScalarType param_dtype = at::kHalf;
   /// Seeds the generator for the context, after which it continues as if nothing had been drawn.
   std::optional<uint64_t> seed = std::nullopt;
@@ -72,8 +72,8 @@ struct ZeroContext;
 struct ModelState;
 }  // namespace detail
 
-/// While an instance lives, this thread builds modules for `ShardedModelV2`, which accepts only
-/// models that were built in a context:
+/// While an instance lives, this thread builds modules for `ShardedModelV2`. That accepts only
+/// models built in a context:
 ///
 ///     auto net = [] {
 ///       ZeroInitContext context(torch::kCPU, std::make_shared<TensorShardStrategy>(),
@@ -145,8 +145,8 @@ struct ShardedModelV2Options {
   /// one. Several backwards may still precede a step.
   bool reuse_fp16_shard = false;
   /// Takes rank 0's buffers, such as the statistics of batch norms, before every forward. False, as
-  /// in ColossalAI, which lacks this option: each rank has the statistics of its own data, which
-  /// diverge.
+  /// in ColossalAI, where this option is missing: each rank has the statistics of its own data, and
+  /// they diverge.
   bool sync_buffers = false;
 };
 
@@ -159,7 +159,7 @@ class TESSERA_API AnyShardedModelV2 {
 
   /// Runs backward; reduces the gradients and adds them to those that are there.
   void backward(const at::Tensor& loss) { backward_by_grad(loss, /*grad=*/{}); }
-  /// The same, starting from the gradient of `tensor`, as between the stages of a pipeline.
+  /// Runs backward from the gradient of `tensor`, as between the stages of a pipeline.
   void backward_by_grad(const at::Tensor& tensor, const at::Tensor& grad);
   /// Clears all gradients. If not `set_to_none`, they become zeros, and the optimizer steps
   /// parameters that the next backward does not use with zero gradients. Not collective; all ranks
@@ -284,8 +284,8 @@ struct ShardedOptimizerV2State {
   std::map<std::string, double> scaler;
 };
 
-/// Steps `optimizer`, which has the parameters of `model`, on this rank's part of them in fp32,
-/// with an adaptive loss scale.
+/// Steps `optimizer` on this rank's part of the parameters in fp32, with an adaptive loss scale. It
+/// must have the parameters of `model`.
 ///
 /// All members are collective unless they say otherwise. Learning rates are changed in
 /// `optimizer` itself; schedulers work.

@@ -18,7 +18,7 @@ namespace tessera::fairscale {
 struct OssOptions {
   /// The ranks that share the optimizer's work and state; null: the default process group.
   ProcessGroupPtr group;
-  /// Sends updated parameters as fp16, which all ranks use; owners keep and update fp32 values.
+  /// Sends updated parameters as fp16. All ranks use these; owners keep and update fp32 values.
   bool broadcast_fp16 = false;
 };
 
@@ -34,8 +34,8 @@ struct Sharding;
 /// step, and its `zero_grad()` clears all gradients. Each rank owns some of the parameters, whole,
 /// and has optimizer state for those only.
 ///
-/// By itself it steps with the gradients in `.grad`, which the training program must make equal on
-/// all ranks; a `ShardedDataParallel` that it is given to provides the reduced gradients. All
+/// By itself it steps with the gradients in `.grad`, and the training program must make these equal
+/// on all ranks; a `ShardedDataParallel` that it is given to provides the reduced gradients. All
 /// members are collective unless they say otherwise.
 ///
 /// **Destruction**: when the last of the optimizer and the objects that share a
@@ -68,7 +68,7 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
 
   /// Returns the state that was consolidated on this rank, as the plain optimizer would have it.
   /// Not collective; throws if there is none, or if it is older than the last step. `all_ranks`:
-  /// consolidates on all ranks first, which is collective.
+  /// consolidates on all ranks first. That is collective.
   OptimizerStateDict state_dict(bool all_ranks = false);
 
   /// Loads a full state, from any world size or from the plain optimizer, the same on every rank.
@@ -91,12 +91,12 @@ class TESSERA_API AnyOss : public torch::optim::Optimizer {
 
   /// Makes the parameters of an `OSS` by itself ordinary tensors with memory of their own and the
   /// values that all ranks use: with `broadcast_fp16`, the rounded ones. Its next collective call
-  /// takes them over again; its state is kept. Throws for one that serves a `ShardedDataParallel`,
-  /// which has an `unwrap()` of its own.
+  /// takes them over again; its state is kept. Throws for one that serves a `ShardedDataParallel`:
+  /// that has an `unwrap()` of its own.
   void unwrap();
 
-  /// Calls `use` with the underlying `ShardedOptimizer`, which has the options of `param_groups()`
-  /// during the call. For checkpoints that gather nothing, of a model in a `ShardedDataParallel`:
+  /// Calls `use` with the underlying `ShardedOptimizer`. During the call that has the options of
+  /// `param_groups()`. For checkpoints that gather nothing, of a model in a `ShardedDataParallel`:
   ///
   ///     optimizer.with_sharded([&](tessera::ShardedOptimizer& sharded) {
   ///       tessera::save_checkpoint(path, model.sharded(), &sharded);
@@ -141,7 +141,7 @@ struct ShardedDataParallelOptions {
   /// Gradients are reduced in buckets of about this many elements (not bytes); 0: one reduction per
   /// parameter. None (in FairScale, 2^23): see `ShardPlan::unit_bytes`.
   std::optional<int64_t> reduce_buffer_size = std::nullopt;
-  /// Warns at a forward if parameters were frozen or unfrozen, which works without this check, too.
+  /// Warns at a forward if parameters were frozen or unfrozen. That works without this check, too.
   bool auto_refresh_trainable = true;
   /// Gradients are sent as fp16, with buckets or without.
   bool reduce_fp16 = false;
@@ -190,7 +190,7 @@ class TESSERA_API AnyShardedDataParallel {
 
   c10::DeviceType device_type() const;                   ///< of all parameters
   bool is_multi_device_module() const { return false; }  ///< one device for each rank
-  /// Returns Tessera's own handle, which is valid until the model is converted or a group is added.
+  /// Returns Tessera's own handle, valid until the model is converted or a group is added.
   ShardedModule sharded() const;
 
  protected:

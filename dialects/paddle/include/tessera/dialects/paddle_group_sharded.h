@@ -46,7 +46,7 @@ struct GroupShardedOptions {
 
   // Options that Paddle takes from elsewhere, or lacks:
 
-  /// Replaces the `grad_clip` of Paddle's optimizers, which LibTorch's do not have.
+  /// Replaces the `grad_clip` of Paddle's optimizers; LibTorch's have none.
   std::optional<ClipGradByGlobalNorm> grad_clip;
   /// As in Paddle, fp16 and bf16 parameters have fp32 master weights.
   Precision precision = {.master_dtype = at::kFloat};
@@ -78,8 +78,8 @@ struct GroupSharded {
   GroupShardedOptimizer optimizer;
   GradScaler* scaler;  ///< the one in the options, or null
 
-  /// Undoes `group_sharded_parallel`: the module's parameters are ordinary tensors again, which the
-  /// optimizer steps with all of its state. Collective; see `ShardedOptimizer::unwrap()` and
+  /// Undoes `group_sharded_parallel`: the module's parameters are ordinary tensors again, and the
+  /// optimizer steps them with all of its state. Collective; see `ShardedOptimizer::unwrap()` and
   /// `ShardedModule::unwrap()`.
   void unwrap() {
     optimizer.unwrap();
@@ -118,8 +118,8 @@ auto group_sharded_parallel(const ModulePtr& model, torch::optim::Optimizer& opt
       options.scaler};
 }
 
-/// Saves a model that `group_sharded_parallel` sharded into the directory `output`, which is
-/// created if needed: the parameters, whole and by name, in files that Python's `safetensors` opens
+/// Saves a model that `group_sharded_parallel` sharded into the directory `output`. Creates it if
+/// needed. Saves the parameters, whole and by name, in files that Python's `safetensors` opens
 /// (`model-*.safetensors`), and, if the optimizer is given, all ranks' parts of its state, its
 /// scaler and its step. Collective.
 ///
@@ -129,7 +129,7 @@ auto group_sharded_parallel(const ModulePtr& model, torch::optim::Optimizer& opt
 TESSERA_API void save_group_sharded_model(const ShardedModule& model,
                                           const std::filesystem::path& output,
                                           const GroupShardedOptimizer* optimizer = nullptr);
-/// The same for the module that was sharded in place.
+/// Saves the module that was sharded in place.
 TESSERA_API void save_group_sharded_model(const torch::nn::Module& model,
                                           const std::filesystem::path& output,
                                           const GroupShardedOptimizer* optimizer = nullptr);

@@ -110,8 +110,8 @@ TESSERA_API const DeviceMesh& check_mesh(const std::optional<DeviceMesh>& proces
 }  // namespace detail
 
 /// Places the parameters and buffers of `layer` by `shard_fn`, in place; those that it does not
-/// place are replicated. Returns a handle of the same layer, which calls `input_fn` and
-/// `output_fn`. Collective over the mesh; see `distribute_module()` and `DistModule`.
+/// place are replicated. Returns a handle of the same layer that calls `input_fn` and `output_fn`.
+/// Collective over the mesh; see `distribute_module()` and `DistModule`.
 template <class ModulePtr>  // or a holder
 auto shard_layer(const ModulePtr& layer, const std::optional<DeviceMesh>& process_mesh,
                  const ShardFn& shard_fn = {}, ForwardHook input_fn = {},
@@ -128,8 +128,8 @@ auto shard_layer(const ModulePtr& layer, const std::optional<DeviceMesh>& proces
 /// A mesh dim by name or number; empty: the first along which all parameters are replicated.
 using tessera::MeshDim;
 
-/// A stage of `shard_optimizer`, which shards accumulators over a mesh dim, and at stage 3
-/// parameters as well. Whole gradients are freed once they are reduced, at stages 1 and 2 alike.
+/// A stage of `shard_optimizer`: accumulators are sharded over a mesh dim, at stage 3 parameters as
+/// well. Whole gradients are freed once they are reduced, at stages 1 and 2 alike.
 struct ShardingStage {
   ShardLevel level = ShardLevel::kOptimizerState;
   MeshDim sharding_mesh_dim = {};
