@@ -1,6 +1,6 @@
 #pragma once
 
-// A byte-level GPT in plain torch::nn code, which several examples train.
+// A byte-level GPT in plain torch::nn code. Several examples train it.
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -123,8 +123,8 @@ inline double learning_rate(const TrainingOptions& o, int64_t step) {
   return o.lr * (0.55 + 0.45 * std::cos(M_PI * done));
 }
 
-/// The speed of a training loop: the median of its steps. The first ones, which are slower, don't
-/// count if there are enough others; steps that evaluate or save are too few to matter.
+/// The speed of a training loop: the median of its steps. The first, slower ones don't count if
+/// there are enough others; steps that evaluate or save are too few to matter.
 class Pace {
  public:
   void step_done() {

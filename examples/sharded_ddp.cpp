@@ -80,7 +80,7 @@ struct Job {
     return values;
   }
 
-  /// Returns the loss of each step of an epoch, which leaves out images beyond the last full batch.
+  /// Returns the loss of each step of an epoch. Leaves out images beyond the last full batch.
   Tensor train(int64_t epoch) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(o.seed * 1'000'003 + epoch);
     const auto order = torch::randperm(learned.labels.size(0), generator, torch::kLong);

@@ -26,7 +26,7 @@ struct Options : GptOptions {
 };
 
 // Columns of a matrix (rows of LibTorch's weight) give each rank some heads, or some of the hidden
-// features; rows of the next matrix turn them into terms of a sum, which the ranks add up.
+// features; rows of the next matrix turn them into terms of a sum; the ranks add these up.
 void shard_fn(const std::string& name, nn::Module& layer, const tessera::DeviceMesh& mesh) {
   auto* linear = layer.as<nn::Linear>();
   if (!linear) return;

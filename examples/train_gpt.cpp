@@ -118,7 +118,7 @@ struct Job {
     return plan;
   }
 
-  /// Of the checkpoints. Replicas that train by themselves have one each.
+  /// The path of the checkpoints. Replicas that train by themselves have one each.
   std::string directory() const {
     if (o.outer.every == 0 || o.save.empty()) return o.save;
     return fmt::format("{}/replica-{}", o.save, world.rank() / (world.size() / o.replicas));

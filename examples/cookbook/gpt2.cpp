@@ -66,8 +66,8 @@ struct Gpt2Impl : nn::Module {
 };
 TORCH_MODULE(Gpt2);
 
-// From the names of Hugging Face, whose Conv1D stores weights transposed, to those above. Left out
-// are masks, which are no weights, and a copy of the embedding.
+// From the names of Hugging Face, whose Conv1D stores weights transposed, to those above. Leaves
+// out masks, as they are no weights, and a copy of the embedding.
 const tessera::LoadSafetensorsOptions kNames = {
     .rename = {{"^transformer\\.", ""},
                {"^h\\..*\\.attn\\.(masked_)?bias$|^lm_head\\.weight$", ""},

@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
           fmt::format("{}/step-{}", runs, step), model, &optimizer,
           {.numbers = {{"step", double(step)}}, .schedulers = {&schedule}, .keep_last = 2});
   }
-  // The updates alone, which load_state_dict() reads: a few per cent of the model.
+  // The updates alone, for load_state_dict(): a few per cent of the model.
   tessera::StateDict updates;
   for (const auto& [name, value] : model.full_state())
     if (name.find("lora_") != std::string::npos) updates[name] = value;

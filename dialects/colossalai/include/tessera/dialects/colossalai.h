@@ -284,8 +284,8 @@ struct ShardedOptimizerV2State {
   std::map<std::string, double> scaler;
 };
 
-/// Steps `optimizer` on this rank's part of the parameters in fp32, with an adaptive loss scale. It
-/// must have the parameters of `model`.
+/// Steps `optimizer`, made for the parameters of `model`, on this rank's part of them in fp32, with
+/// an adaptive loss scale.
 ///
 /// All members are collective unless they say otherwise. Learning rates are changed in
 /// `optimizer` itself; schedulers work.
