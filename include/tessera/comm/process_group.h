@@ -47,8 +47,8 @@ using WorkPtr = std::shared_ptr<Work>;
 /// Every rank of the group calls the collectives, in the same order per channel, with tensors of
 /// equal dtype (see `ReduceScatterOptions::dtype` for the exception). Invalid arguments throw
 /// `c10::ValueError`. A flat buffer of `bounds.back()` elements is split over the ranks by `bounds`
-/// (`size() + 1` elements, ascending, from 0): rank `r` has the possibly empty `[bounds[r],
-/// bounds[r + 1])`.
+/// (`size() + 1` elements, ascending, from 0): rank `r` has
+/// `[bounds[r], bounds[r + 1])`, possibly empty.
 ///
 /// A subclass is a transport that implements `issue()`, or a `ProcessGroupDecorator`.
 class TESSERA_API ProcessGroup {
