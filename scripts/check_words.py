@@ -6,14 +6,15 @@
 Files and types are named for a concept (no *_utils, *Helper, ...), no text holds a path of one machine, lines end
 without blanks, and the targets of relative links in Markdown files exist. Comments and documents name the actor and the
 thing: clauses that begin with "what" or "who" in place of a noun ("what is gathered", "who waits") are counted, and
-there may be at most CLAUSES_PER_THOUSAND in a thousand words. The exit status is 1 if a rule is broken.
+there may be at most CLAUSES_PER_THOUSAND in a thousand words. So are HABITS: sentences that begin with "Of", "The same"
+without a noun, some words, and clauses appended with ", which". The exit status is 1 if a rule is broken.
 
 The library knows devices by `c10`'s generic interfaces (core/base/device/): no source names CUDA or NCCL, but for those that build
 NCCL in.
 
-    check_words.py --clauses [ROOT]
+    check_words.py --clauses --habits [ROOT]
 
-Prints each such clause, with its file and line.
+Prints each such clause and habit, with its file and line.
 """
 import argparse
 import pathlib
@@ -37,6 +38,31 @@ ASKING = set("""ask asks asked say says said saying tell tells told telling show
     knows known learn learns decide decides find finds found print prints printed describe describes described explain
     explains check checks guess matter matters name names named choose chooses compare compares mean means list lists
     listed read""".split())
+# A sentence begins with its paragraph, after a mark, or in a cell of a table.
+BEGIN = r"(?:^\W*|[.:;?!|]\W*\s\W*)"
+HABITS = {
+    '"Of" at the beginning of a sentence': re.compile(BEGIN + r"Of (?!course)"),
+    '"The same" without a noun': re.compile(BEGIN + r"The same(?=[.,:;]|\s+(?:of|for|as|with|without|in|on|where|if|by|from|to|when)\b)"),
+    '"in vain"': re.compile(r"\bin vain\b"),
+    '"for good"': re.compile(r"\bfor good\b(?! reasons?\b)"),
+    '"told"': re.compile(r"\btold\b"),
+    '"gone"': re.compile(r"\bgone\b"),
+    '", which"': re.compile(r", which\b"),
+}
+WHICH = '", which"'
+WHICH_PER_THOUSAND = 0.5
+# In these folders the habits may still occur so often, together. Elsewhere none may, but for WHICH_PER_THOUSAND. The numbers
+# only fall: whoever rewrites a comment lowers them.
+OLD_FOLDERS = ("core/engine/", "core/comm/watch/", "interop/", "launcher/", "benchmarks/", "planner/", "python/", "command/")
+OLD_HABITS = {
+    '"Of" at the beginning of a sentence': 45,
+    '"The same" without a noun': 17,
+    '"in vain"': 4,
+    '"for good"': 5,
+    '"told"': 7,
+    '"gone"': 19,
+    WHICH: 195,
+}
 CLAUSE = re.compile(r"\b(what|who|whoever|whatever|whosever)\b", re.IGNORECASE)
 TEXT = {".h", ".cpp", ".hpp", ".py", ".md", ".txt", ".cmake", ".in", ".json", ".yaml", ".yml", ".sh", ""}
 SKIPPED = {".git", ".venv", ".cache", "build", "data", "runs", "__pycache__"}
@@ -101,7 +127,7 @@ def clauses(root, checked):
     """Returns the clauses that begin with "what" or "who" in place of a noun, and the number of words."""
     found, words = [], 0
     for path in checked:
-        if path.suffix not in {*COMMENT, ".md"} or path.name == "CHANGELOG.md":
+        if path.suffix not in {*COMMENT, ".md"}:
             continue
         lines = list(prose(path))
         for i, (number, text) in enumerate(lines):
@@ -112,9 +138,56 @@ def clauses(root, checked):
     return found, words
 
 
+def paragraphs(path):
+    """Yields the paragraphs of a file's comments, or of a document: their lines with their numbers."""
+    lines = path.read_text(errors="replace").split("\n")
+    paragraph = []
+    for number, text in prose(path):
+        line = lines[number - 1].strip()
+        goes_on = text.strip() and (line[0] not in "|-*" if path.suffix == ".md" else line[:1] in "/#")
+        if paragraph and not (goes_on and paragraph[-1][0] == number - 1):
+            yield paragraph
+            paragraph = []
+        if text.strip():
+            paragraph.append((number, text.strip()))
+    if paragraph:
+        yield paragraph
+
+
+def habits(root, checked):
+    """Returns the habits as (folder is old, habit, place), and the number of words in the other folders."""
+    found, words = [], 0
+    for path in checked:
+        if path.suffix not in {*COMMENT, ".md"}:
+            continue
+        where = path.relative_to(root)
+        is_old = "tests" in where.parts or where.as_posix().startswith(OLD_FOLDERS)
+        for paragraph in paragraphs(path):
+            text = " ".join(line for _, line in paragraph)
+            words += 0 if is_old else len(WORD.findall(text))
+            for habit, pattern in HABITS.items():
+                for match in pattern.finditer(text):
+                    end, place = match.end(), paragraph
+                    while end > len(place[0][1]) and len(place) > 1:
+                        end, place = end - len(place[0][1]) - 1, place[1:]
+                    found.append((is_old, habit, f"{where}:{place[0][0]}: {place[0][1]}"))
+    return found, words
+
+
+def check_habits(found, words):
+    """Yields the habits that occur more often than they may."""
+    for habit in HABITS:
+        old, new = [sum(1 for is_old, name, _ in found if name == habit and is_old == wanted) for wanted in (True, False)]
+        most = WHICH_PER_THOUSAND * max(words, 2000) / 1000 if habit == WHICH else 0
+        for count, limit, folders in ((old, OLD_HABITS[habit], "in the folders OLD_FOLDERS"), (new, most, "in the other folders")):
+            if count > limit:
+                yield f"{habit} occurs {count} times {folders}; expected at most {limit:.0f}. See scripts/check_words.py --habits"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clauses", action="store_true")
+    parser.add_argument("--habits", action="store_true")
     parser.add_argument("root", nargs="?", default=pathlib.Path(__file__).parent.parent, type=pathlib.Path)
     arguments = parser.parse_args()
     root = arguments.root.resolve()
@@ -122,7 +195,11 @@ def main():
     found, words = clauses(root, checked)
     if arguments.clauses:
         print("\n".join(found))
+    habitual, habit_words = habits(root, checked)
+    if arguments.habits:
+        print("\n".join(f"{place} [{habit}]" for _, habit, place in habitual))
     problems = [problem for path in checked for problem in check(root, path)]
+    problems += check_habits(habitual, habit_words)
     rate = 1000 * len(found) / max(words, 1)
     if rate > CLAUSES_PER_THOUSAND and words > 1000:
         problems.append(f"{rate:.1f} clauses in a thousand words begin with \"what\" or \"who\" in place of a noun; expected at "

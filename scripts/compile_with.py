@@ -23,7 +23,7 @@ import tempfile
 
 LIBRARY_AND_TOOL = "tessera_objects,tessera_launch,tessera_cli,tessera_commands,tessera_bench"
 TARGET = re.compile(r"CMakeFiles/(\w+)\.dir/")
-# Of g++ alone; clang++ does not know them.
+# Options of g++ that clang++ does not know.
 GNU_ONLY = {"-fpch-preprocess", "-Wno-restrict", "-Winvalid-pch"}
 
 

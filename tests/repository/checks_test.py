@@ -143,6 +143,30 @@ class CheckWords(unittest.TestCase):
         self.assert_finds({"docs/a.md": words + "It sends what it has.\n" * 9}, "in place of a noun; expected at most 2")
         self.assertEqual(run("check_words.py", {"docs/a.md": words + "It sends what it has.\n"})[0], 0)
 
+    def habits(self, name, text):
+        """The habits in a file that --habits prints, without the place."""
+        with tempfile.TemporaryDirectory() as tree:
+            path = pathlib.Path(tree, name)
+            path.parent.mkdir(parents=True)
+            path.write_text(text)
+            output = subprocess.run([sys.executable, "-B", ROOT / "scripts/check_words.py", "--habits", tree],
+                                    capture_output=True, text=True).stdout
+        return [line.split("[")[1].rstrip("]") for line in output.split("\n") if line.startswith(name)]
+
+    def test_finds_habits_also_over_lines(self):
+        for text, habit in (("// Of sums, nothing.\n", '"Of" at the beginning of a sentence'),
+                            ("int a;  /// The same for b.\n", '"The same" without a noun'),
+                            ("// Waits in\n// vain.\n", '"in vain"'), ("// a thing,\n// which is small\n", '", which"')):
+            self.assertEqual(self.habits("core/a.h", text), [habit])
+        for text in ("// One of sums\nint x;\n// Of course.\n", "// The same rows. It may differ for good reasons.\n", "int gone;\n"):
+            self.assertEqual(self.habits("core/a.h", text), [])
+
+    def test_refuses_habits_but_for_a_share_of_which(self):
+        self.assert_finds({"core/a.h": "// It is gone.\n"}, '"gone" occurs 1 times in the other folders; expected at most 0')
+        self.assertEqual(run("check_words.py", {"core/a.h": "// a, which is small\n"})[0], 0)
+        self.assert_finds({"core/a.h": "// a, which is small\n" * 2}, '", which" occurs 2 times')
+        self.assertEqual(run("check_words.py", {"core/engine/a.h": "// It is gone.\n"})[0], 0)
+
     def test_finds_vague_names(self):
         self.assert_finds({"core/group/tensor_utils.h": ""}, 'is named "utils"')
         self.assert_finds({"core/group/a.h": "class BufferManager {};\n"}, "type BufferManager")

@@ -161,8 +161,8 @@ TESSERA_API void save_checkpoint(const std::filesystem::path& path, torch::nn::M
 ///
 /// Each model becomes a checkpoint of its own in `path`/NAME, which other functions and
 /// `tessera ckpt` can read; `options` is saved once, in `path`. Collective, with the same names in
-/// the same order. **Throws** as above, and `c10::ValueError` on every rank for names that are invalid or
-/// not distinct, and for models that are sharded over different ranks.
+/// the same order. **Throws** as above, and `c10::ValueError` on every rank for names that are
+/// invalid or not distinct, and for models that are sharded over different ranks.
 TESSERA_API void save_checkpoint(const std::filesystem::path& path,
                                  const std::vector<CheckpointModel>& models,
                                  const SaveOptions& options = {});

@@ -58,9 +58,9 @@ class TESSERA_API ExponentialAverage {
   }
 
   /// Exchanges the values of the model and the average. Collective. Until they are exchanged again,
-  /// steps and loads throw; `ShardedModule::unwrap()` gives the module the averaged values for
-  /// good. Throws `c10::ValueError` before the first update and while the model has the values of
-  /// another average, and `c10::Error` once it was unwrapped.
+  /// steps and loads throw; `ShardedModule::unwrap()` leaves the averaged values in the module.
+  /// Throws `c10::ValueError` before the first update and while the model has the values of another
+  /// average, and `c10::Error` once it was unwrapped.
   void swap();
   bool is_swapped() const;
 
