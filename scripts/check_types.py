@@ -13,13 +13,9 @@ import pathlib
 import re
 import sys
 
-from check_budgets import blank
 from check_packages import library, programs, sources
+from cpp_text import ACCESS, ATTRIBUTE, TEMPLATE, code
 
-DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
-ATTRIBUTE = re.compile(r"\[\[.*?\]\]|\balignas\s*\([^()]*\)|\b__attribute__\s*\(\(.*?\)\)|\b[A-Z]+_API\b|\bfinal\b")
-ACCESS = re.compile(r"^\s*(?:(?:public|private|protected)\s*:\s*)+")
-TEMPLATE = re.compile(r"^\s*template\s*<.*?>\s*(?=(?:requires\b.*\b)?(?:struct|class|union|enum)\b)", re.DOTALL)
 NAMESPACE = re.compile(r"^\s*(?:inline\s+)?namespace\b\s*([\w:]*)\s*$")
 LANGUAGE = re.compile(r"^\s*extern\s*$")  # and the name of the language, blanked
 TYPE = re.compile(r"^\s*(?:struct|class|union|enum(?:\s+(?:class|struct))?)\b\s*([^={}()]*)$", re.DOTALL)
@@ -40,7 +36,7 @@ def scope_of(head):
 
 def types(text):
     """Yields (qualified name, line) of each type that the text defines."""
-    text = DIRECTIVE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), blank(text))
+    text = code(text)
     scopes, head = [], 0
     for brace in re.finditer(r"[{};]", text):
         if brace[0] == "{":

@@ -188,12 +188,35 @@ class CheckWords(unittest.TestCase):
 
 
 class CheckBudgets(unittest.TestCase):
-    def test_measures_functions_and_never_fails(self):
+    def problems(self, name, text):
+        """The problems of a tree with one file."""
+        status, output = run("check_budgets.py", {"core/unit/CMakeLists.txt": "tessera_package(unit)\n", name: text})
+        found = [line for line in output.split("\n") if "budget " in line]
+        self.assertEqual(status, 1 if found else 0, output)
+        return found
+
+    def test_measures_functions(self):
         body = "".join(f"  a({i});  // }}\n" for i in range(50))
-        status, output = run("check_budgets.py", {"core/unit/CMakeLists.txt": "tessera_package(unit)\n",
-                                                  "core/unit/a.cpp": "namespace n {\nvoid long_one(int x) {\n" + body + "}\n}\n"})
-        self.assertEqual(status, 0)
-        self.assertIn("core/unit/a.cpp:2: long_one has 52 lines, budget 40", output)
+        function = "namespace n {\nvoid NAME(int x) {\n" + body + "}\n}\n"
+        self.assertEqual(self.problems("core/unit/a.cpp", function.replace("NAME", "long_one")),
+                         ["core/unit/a.cpp:2: long_one: 52 lines, budget 40"])
+        self.assertEqual(self.problems("core/unit/tests/a_test.cpp", function), [])
+        self.assertEqual(self.problems("core/unit/a.cpp", function.replace("NAME", "cases")), [])
+        self.assertEqual(self.problems("core/unit/a.cpp", "MACRO(a)\nMACRO(b)\nnamespace n {\n" + "int x;\n" * 50 + "}\n"), [])
+
+    def test_measures_files_and_lines(self):
+        self.assertEqual(self.problems("core/unit/a.cpp", "int x;\n" * 501), ["core/unit/a.cpp: 501 lines, budget 500"])
+        self.assertEqual(self.problems("core/unit/a.cpp", "int " + "x" * 100 + ";\n"),
+                         ["core/unit/a.cpp: wide lines: 1 lines of over 100 columns, budget 0"])
+        self.assertEqual(self.problems("core/unit/a.cpp", 'auto* text = R"(' + "x" * 100 + ')";\n'), [])
+        self.assertEqual(self.problems("CHANGELOG.md", "a\n" * 121), ["CHANGELOG.md: 121 lines, budget 120"])
+
+    def test_counts_members_of_classes_but_for_plain_structs(self):
+        members = "".join(f"  std::map<int, int> m{i}_ = {{{{1, 2}}}};\n" for i in range(14))
+        rest = "  explicit A(int x) : m_{x} {}\n  enum B { kB };\n  struct C {\n    int c, d;\n  };\n  std::function<void(int)> f_, g_;\n"
+        self.assertEqual(self.problems("core/unit/a.h", "class A {\n public:\n" + rest + members + "};\n"),
+                         ["core/unit/a.h:1: class A: 16 members, budget 15"])
+        self.assertEqual(self.problems("core/unit/a.h", "struct A {\n  int x();\n" + members * 2 + "};\n"), [])
 
 
 if __name__ == "__main__":
