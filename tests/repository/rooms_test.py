@@ -55,6 +55,14 @@ class Packages(unittest.TestCase):
             for name in re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[a-z_0-9/]+(?:\.\w+|/))", page.read_text()):
                 self.assertTrue((ROOT / name).exists() or f"tessera/{name}" in headers, f"{page.relative_to(ROOT)} names {name}, which is not there")
 
+    def test_files_that_tables_of_tasks_name_are_there(self):
+        headers = {pathlib.Path(name).name for name in public_headers(ROOT)}
+        for page in pages():
+            _, _, table = page.read_text().partition("| question or task | files |\n")
+            for name in re.findall(r"`([a-z_0-9/]+\.(?:cpp|h|py|sh|md))`", table.split("\n\n")[0]):
+                found = (page.parent / name).exists() or (ROOT / name).exists() or any(page.parent.glob(f"*/{name}"))
+                self.assertTrue(found or name in headers, f"{page.relative_to(ROOT)} names {name}, which is not there")
+
 
 if __name__ == "__main__":
     unittest.main()
