@@ -107,7 +107,7 @@ namespace {
 void check_shape(const std::vector<int64_t>& shape, size_t ranks) {
   const c10::IntArrayRef sizes(shape);
   TORCH_CHECK_VALUE(!shape.empty(), "[DeviceMesh] `shape` must have a dim at least; got []");
-  // By division: the product may overflow.
+  // Divides, as the product may overflow.
   auto left = static_cast<int64_t>(ranks);
   bool fits = true;
   for (const int64_t size : shape) {

@@ -108,7 +108,7 @@ struct ToLocal : Function<ToLocal> {
   }
 };
 
-// By its name, ranks distinguish parameters that are otherwise alike.
+// Ranks distinguish parameters that are otherwise alike by this name.
 std::string subject_of(const DistMeta& meta) {
   const bool has_name = meta.parameter && !meta.parameter->name.empty();
   return has_name ? "redistributed tensor (parameter '" + meta.parameter->name + "')"

@@ -5,7 +5,7 @@
 namespace tessera {
 namespace {
 
-// By the number of the `PartialOp`.
+// The names, by the number of the `PartialOp`.
 constexpr const char* kOpNames[] = {"sum", "avg", "max", "min", "prod", "any", "all", "norm"};
 
 int64_t wrap(int64_t dim, size_t mesh_dim, int64_t tensor_ndim) {

@@ -254,7 +254,7 @@ WorkPtr ArenaProcessGroup::reduce(const at::Tensor& out, const std::vector<Piece
   return arena_->start(std::move(ticket), when_all_show(read));
 }
 
-// From copies that all ranks publish, because the tensor itself is overwritten.
+// Reduces copies that all ranks publish, because the tensor itself is overwritten.
 WorkPtr ArenaProcessGroup::start(AllReduce& call, const CollectiveTag& tag) {
   const auto& [tensor, op] = call;
   const bool is_large = tensor.nbytes() > kMaxOneTurnBytes;
@@ -320,7 +320,7 @@ WorkPtr ArenaProcessGroup::start(AllToAll& call, const CollectiveTag& tag) {
       const ShownPiece& piece = arena.shown(rank, awaited)->first_piece()[arena.rank()];
       std::memcpy(bytes_of(from[rank]), arena.data(rank, piece.address), from[rank].nbytes());
     }
-    // Also after a disagreement: all ranks detect it, and none will read the messages.
+    // Done also after a disagreement: all ranks detect it, and none will read the messages.
     arena.done_reading(awaited);
     TORCH_CHECK_WITH(DistBackendError, why.empty(), awaited.name.describe(), ": ", why);
     return true;

@@ -364,7 +364,7 @@ class HostedProcessGroup : public ProcessGroup,
     at::Tensor rail_out = out;
     const bool gathers = options.gather_into.defined();
     if (gathers) {
-      // As in gather_own(), not in `gather_into`.
+      // Gathers into other memory than `gather_into`, for the reason given in gather_own().
       rail_options.gather_into = at::empty(
           {cut.bounds.back()}, at::TensorOptions().dtype(out.scalar_type()).requires_grad(false));
       rail_out = rail_options.gather_into.narrow(0, cut.bounds[rail_->rank()], out.numel());
@@ -373,7 +373,7 @@ class HostedProcessGroup : public ProcessGroup,
         [host_sums](const CollectiveTag&) { return std::vector{host_sums}; },
         [out = out, rail_out, rail_pieces, rail_bounds = cut.bounds, rail_options,
          rail = rail_](const CollectiveTag& rail_tag) {
-          // To add to, and where no piece is.
+          // The values of `out` to add to, and those in gaps between pieces.
           if (rail_options.gather_into.defined()) copy_values(rail_out, out);
           return std::vector{
               rail->reduce_scatter(rail_out, rail_pieces, rail_bounds, rail_options, rail_tag)};

@@ -14,7 +14,7 @@ namespace tessera {
 
 namespace {
 
-// In the order of the alternatives of `Collective::call`.
+// The entries, in the order of the alternatives of `Collective::call`.
 constexpr CollectiveCounts::Entry CollectiveCounts::*kEntries[] = {
     &CollectiveCounts::all_gather, &CollectiveCounts::reduce_scatter, &CollectiveCounts::all_reduce,
     &CollectiveCounts::broadcast,  &CollectiveCounts::all_to_all,     &CollectiveCounts::barrier};

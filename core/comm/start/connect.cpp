@@ -188,7 +188,7 @@ class Gathering {
     return agreement;
   }
 
-  // After a refusal. Not `timed()`: other ranks that were refused may end meanwhile.
+  // Leaves after a refusal. Not `timed()`: other ranks that were refused may end meanwhile.
   void leave() const {
     const auto left = [attendance = attendance_, store = meeting_.store,
                        deadline = meeting_.deadline] {

@@ -32,7 +32,7 @@ class Deadline {
   std::chrono::milliseconds timeout_;
 };
 
-/// As `within()`; returns false if the deadline passed.
+/// Runs `fn` as `within()` does; returns false if the deadline passed.
 bool run_within(const Deadline& deadline, std::function<void()> fn,
                 const std::function<void()>& meanwhile);
 

@@ -207,7 +207,7 @@ Gradients gradients_of_part(const BatchNorm& norm, const DecomposedCall& call) {
   return {input_gradient, weight_gradient, bias_gradient};
 }
 
-// As the input is cut; along a mesh dim that does not cut it, as the gradient is.
+// Returns the input's placements; along a mesh dim that does not cut it, the gradient's.
 Placements placements_of(const DistMeta* input, const DistMeta* gradient) {
   Placements placements = (input ? input : gradient)->spec->placements;
   for (size_t i = 0; i < placements.size() && gradient; ++i) {

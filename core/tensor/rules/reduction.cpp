@@ -167,7 +167,7 @@ std::vector<TensorInfo> reduced_sizes(const OpCall& call) {
   return std::vector<TensorInfo>(call.schema.returns().size(), output);
 }
 
-// Without a dim, one value; reduced_sizes() would need a dim.
+// Returns the sizes of one value without a dim; reduced_sizes() would need a dim.
 std::vector<TensorInfo> selected_sizes(const OpCall& call) {
   return call.find("dim") ? reduced_sizes(call) : std::vector<TensorInfo>(1);
 }

@@ -62,7 +62,7 @@ class TESSERA_API ShardedOptimizer {
   /// `ShardPlan::outer`, every `outer->every`-th step averages the replicas at its end.
   void step();
 
-  /// As `torch::optim::Optimizer::step(closure)`: evaluates `closure` first, and returns its loss.
+  /// Evaluates `closure` first, as `torch::optim::Optimizer::step(closure)`, and returns its loss.
   at::Tensor step(const std::function<at::Tensor()>& closure);
 
   /// Clears the gradients of the parameters in the optimizer's param groups, as the optimizer's own

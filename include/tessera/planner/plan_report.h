@@ -134,7 +134,7 @@ struct TESSERA_API PlannedTraffic {
 /// Memory and traffic of one rank.
 struct TESSERA_API PlannedRank {
   int rank = 0;
-  /// As `ShardedOptimizer::memory()` returns it after a step, before `zero_grad()`.
+  /// The memory that `ShardedOptimizer::memory()` returns after a step, before `zero_grad()`.
   /// `peak_in_flight` is 0, as it depends on the speed of messages. `peak_unsharded` does not
   /// include the additional memory of an operator that uses parameters of several units at once.
   ShardMemory memory;
