@@ -12,8 +12,7 @@ namespace tessera {
 
 /// The way on which the keys and values of all ranks reach each of them.
 enum class RotateMethod : uint8_t {
-  /// Keys and values go from rank to rank, block by block, beside the computation. Memory of two
-  /// blocks.
+  /// Passes blocks from rank to rank, beside the computation. Memory of two blocks.
   kRing,
   /// All at once, beside the computation of the first block. Fewer messages, but memory of the
   /// keys and values of the whole sequence.

@@ -34,8 +34,8 @@ struct MeshArray {
 /// Paddle's mesh: ranks in an array, with Paddle's checks and messages. See `DeviceMesh`.
 class TESSERA_API ProcessMesh : public DeviceMesh {
  public:
-  /// Makes a mesh in the shape of a tensor of ranks (integers). Throws `c10::ValueError` for an
-  /// invalid mesh.
+  /// Takes the ranks and the shape of an integer tensor. Throws `c10::ValueError` for an invalid
+  /// mesh.
   explicit ProcessMesh(const at::Tensor& mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(std::initializer_list<MeshArray> mesh, std::vector<std::string> dim_names = {});
   ProcessMesh(DeviceMesh mesh) : DeviceMesh(std::move(mesh)) {}
