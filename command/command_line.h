@@ -9,10 +9,10 @@ class App;
 
 namespace tessera::tools {
 
-/// Parses `arguments`, which runs the callbacks of the commands in them, and returns the exit
-/// status: the one that the callbacks left in `exit_code`; 2 after a message that the arguments are
-/// wrong, or that the output could not be written; 1 after that of another error. Prints help if
-/// the arguments name no command, or one that only holds others.
+/// Parses `arguments`, runs the callbacks of the commands in them, and returns the exit status: the
+/// one that the callbacks left in `exit_code`; 2 after a message that the arguments are wrong, or
+/// that the output could not be written; 1 after that of another error. Prints help if the
+/// arguments name no command, or one that only holds others.
 int run_command_line(CLI::App& app, std::vector<std::string> arguments, const int& exit_code);
 
 }  // namespace tessera::tools

@@ -53,15 +53,15 @@ WHICH = '", which"'
 WHICH_PER_THOUSAND = 0.5
 # In these folders the habits may still occur so often, together. Elsewhere none may, but for WHICH_PER_THOUSAND. The numbers
 # only fall: whoever rewrites a comment lowers them.
-OLD_FOLDERS = ("core/engine/", "core/comm/watch/", "interop/", "launcher/", "benchmarks/", "planner/", "python/", "command/")
+OLD_FOLDERS = ("core/engine/", "core/comm/watch/", "interop/", "launcher/", "benchmarks/", "planner/")
 OLD_HABITS = {
-    '"Of" at the beginning of a sentence': 45,
+    '"Of" at the beginning of a sentence': 43,
     '"The same" without a noun': 17,
     '"in vain"': 4,
     '"for good"': 5,
     '"told"': 7,
     '"gone"': 19,
-    WHICH: 195,
+    WHICH: 189,
 }
 CLAUSE = re.compile(r"\b(what|who|whoever|whatever|whosever)\b", re.IGNORECASE)
 TEXT = {".h", ".cpp", ".hpp", ".py", ".md", ".txt", ".cmake", ".in", ".json", ".yaml", ".yml", ".sh", ""}

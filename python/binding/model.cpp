@@ -15,7 +15,7 @@
 namespace tessera::python {
 namespace {
 
-// Of a module and its optimizers, as a context manager.
+// Makes a guard of a module a context manager.
 template <class Guard, Guard (ShardedModule::*kEnter)()>
 class Scope {
  public:

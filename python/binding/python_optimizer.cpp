@@ -38,7 +38,7 @@ PythonOptimizer::~PythonOptimizer() {
 std::string PythonOptimizer::kind() const {
   const py::gil_scoped_acquire acquire;
   const py::type own = py::type::of(optimizer_);
-  // Of a class derived from one of torch.optim, or from CPUAdam, the state is that of its base.
+  // A class derived from one of torch.optim, or from CPUAdam, has the state of its base.
   for (const py::handle type : own.attr("__mro__")) {
     const auto module = type.attr("__module__").cast<std::string>();
     if (module.starts_with("torch.optim.") || module.starts_with("tessera."))

@@ -9,8 +9,8 @@
 
 namespace tessera::python {
 
-/// A `ShardedOptimizer` over an optimizer of Python, which chooses its own operators: `fused` has
-/// no effect.
+/// A `ShardedOptimizer` over an optimizer of Python. That chooses its own operators: `fused` has no
+/// effect.
 class ShardedPythonOptimizer {
  public:
   ShardedPythonOptimizer(const ShardedModule& model, std::unique_ptr<PythonOptimizer> inner,
@@ -20,7 +20,7 @@ class ShardedPythonOptimizer {
     inner_->give_params();
   }
 
-  /// Returns `use` of the engine's optimizer, which knows the param groups that Python has then;
+  /// Returns `use` of the engine's optimizer, with the param groups that Python has then;
   /// afterwards Python has those of the engine.
   template <class Use>
   auto use(const Use& use) {

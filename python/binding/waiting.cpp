@@ -2,7 +2,7 @@
 
 namespace tessera::python {
 
-// Also catches what the destructor of `warnings_` throws, which gives them to Python.
+// Also catches exceptions of the destructor of `warnings_`: it gives them to Python.
 Waiting::~Waiting() noexcept(false) try {
   unlocked_.reset();
   if (std::uncaught_exceptions() > exceptions_) warnings_.set_in_exception();

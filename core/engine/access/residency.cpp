@@ -27,10 +27,11 @@ namespace tessera {
 // executes the rest of the plan, and then takes part in the agreement in which the other ranks end
 // their backwards (Reducer::ask). A vote says that it is not at its own end, and all ranks gather
 // the unit and agree again, until no rank asks. All further uses of the pass on this rank are asked
-// for. No rank waits in vain: the sequence of a pass, the planned gathers and then agreements with
-// the gathers that they decide on, is the same on all ranks, and a rank waits at a place of it only
-// until the others come to that place. The rank that is farthest behind therefore never waits, and
-// it comes to its end, as its forward and backward wait for nothing else.
+// for. No rank waits for something that never comes: the sequence of a pass, the planned gathers
+// and then agreements with the gathers that they decide on, is the same on all ranks, and a rank
+// waits at a place of it only until the others come to that place. The rank that is farthest behind
+// therefore never waits, and it comes to its end, as its forward and backward wait for nothing
+// else.
 //
 // Outside of passes, and where the user reduces gradients, there is no such agreement: a use that
 // the order does not expect is served by a gather on demand, and all ranks must have that use.
@@ -192,9 +193,9 @@ void Residency::use_one(Unit& unit) {
     // A unit that is here is freed as planned.
     if (!expected && unit.state() == Unit::State::kSharded) {
       if (pass_.asks) {
-        asked_ = unit.index();
-        ask_(asked_);
-        asked_ = -1;
+        pass_.asked = unit.index();
+        ask_(pass_.asked);
+        pass_.asked = -1;
       }
       if (unit.frees()) postponed_.push_back(&unit);
     }
@@ -282,7 +283,7 @@ void Residency::serve(const std::vector<int>& units) {
   const auto guard = lock();
   for (const int index : units) {
     Unit& unit = *units_[index];
-    const bool is_needed = unit.state() != Unit::State::kSharded || index == asked_;
+    const bool is_needed = unit.state() != Unit::State::kSharded || index == pass_.asked;
     unit.unshard();
     if (!is_needed && unit.frees()) unit.reshard();
   }
@@ -415,7 +416,7 @@ void Residency::hold_all() {
   for (Unit* unit : units_) unit->wait();
 }
 
-// Called while an exception unwinds the stack, maybe because another rank is gone: does not wait
+// Called while an exception unwinds the stack, maybe because another rank has ended: does not wait
 // for a gather that is under way.
 void Residency::release_all() noexcept {
   const auto guard = lock();

@@ -104,6 +104,7 @@ class Residency {
     bool trains = false;    // a use wanted gradients
     bool asks = false;      // it has left the order: its further uses are asked for
     bool is_told = false;   // an evaluation that began with a forward of the handle
+    int asked = -1;         // the unit for which this rank asks now
     UseOrder prelude = {};  // uses without gradients since the cursor left its start
   };
   struct Hold {
@@ -141,7 +142,6 @@ class Residency {
   Limits limits_;
   Limits next_limits_;  // from the next step on
   const Ask ask_;
-  int asked_ = -1;  // the unit for which this rank asks now
   const bool any_frees_;
   const bool stays_shared_;  // units would be freed if the ranks did not share their memory
   OrderLearner learner_;

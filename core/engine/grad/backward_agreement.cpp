@@ -145,7 +145,7 @@ PassVote BackwardAgreement::agree(bool done) {
   return to_vote(bits[vote]);
 }
 
-// The same where nothing is reduced: returns the highest vote.
+// Agrees on the vote alone, where nothing is reduced; returns the highest.
 PassVote BackwardAgreement::agree_on_vote() {
   std::vector<uint8_t> own = none_used();
   const size_t vote = own.size() - Lockstep::kBytes - 1;

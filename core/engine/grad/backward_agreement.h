@@ -29,12 +29,12 @@ class BackwardAgreement {
   /// Called by all ranks: makes `used()` the same on all, and returns the highest vote. `done`:
   /// this rank has run out of data.
   PassVote agree(bool done);
-  /// The same where nothing is reduced: returns the highest vote.
+  /// Agrees on the vote alone, where nothing is reduced; returns the highest.
   PassVote agree_on_vote();
   /// See `Reducer::ask()`.
   void ask(int unit);
-  /// Called on all ranks, which agree on the outcome, when the rest of the backward is done: throws
-  /// if a parameter has lost its gate or ranks are out of step.
+  /// Called when the rest of the backward is done: throws, on all ranks alike, if a parameter has
+  /// lost its gate or ranks are out of step.
   void check();
 
   /// By slot: used on any rank since `forget_used()`.

@@ -43,7 +43,8 @@ thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
 //
 // Autograd requests `.grad` for writing before it looks up the hook, and GradGate intercepts that
 // request. It then wraps our hook around the hook that is set (`chain_hook`), so a hook that was
-// set meanwhile is called from then on, and one that was replaced is gone, as without sharding.
+// set meanwhile is called from then on, and one that was replaced is never called, as without
+// sharding.
 class GradHook final : public PostAccumulateGradHook {
  public:
   GradHook(HookSlot users, GradSource source)
@@ -82,7 +83,7 @@ void unchain_hook(HookSlot& place) {
   if (auto* own = dynamic_cast<GradHook*>(place.get())) place = own->give_up_users();
 }
 
-// [Note: A DistTensor that is gone]
+// [Note: A DistTensor that is freed]
 //
 // A unit holds its parameters by weak pointers. When only weak pointers to a tensor are left,
 // LibTorch releases its storage and its autograd metadata (`TensorImpl::release_resources()`), but

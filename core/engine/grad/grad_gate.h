@@ -31,13 +31,13 @@ class OpenGates {
 /// writing, as every `zero_grad()` does, clears the gradient in the unit of `source`. Autograd
 /// itself passes the gate, and so do the hooks that it calls for this tensor; then the unit takes
 /// the gradient. The rest of the tensor's autograd metadata stays. Once the unit's gradients are
-/// gone, `.grad` behaves like any other tensor's. See [Note: One place for two hooks] in
+/// destroyed, `.grad` behaves like any other tensor's. See [Note: One place for two hooks] in
 /// grad_gate.cpp.
 void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string error);
 
 /// Puts such a gate before `.grad` of a tensor that an optimizer holds in place of a parameter. No
 /// backward reaches this tensor; `zero_grad()` clears the gradient of `slot`, and reading throws
-/// even when the unit's are gone.
+/// even when the unit's are destroyed.
 void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<UnitGradients> unit, size_t slot,
                           std::string error);
 
@@ -45,7 +45,8 @@ void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<UnitGradients>
 /// undefined.
 void remove_grad_gate(const at::Tensor& tensor);
 
-/// Returns the gradients behind the gate of `tensor`; null without a gate, or if they are gone.
+/// Returns the gradients behind the gate of `tensor`; null without a gate, or if they were
+/// destroyed.
 std::shared_ptr<UnitGradients> gradients_behind(const at::Tensor& tensor);
 
 /// Returns true for a parameter of a sharded model, and for the tensor that an optimizer holds in

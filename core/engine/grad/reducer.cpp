@@ -409,7 +409,7 @@ void Reducer::zero_all() {
   forget_progress();
 }
 
-// Resets the progress of a backward that is over, or whose gradients are gone.
+// Resets the progress of a backward that is over, or whose gradients were dropped.
 void Reducer::forget_progress() {
   order_.restart();
   agreement_.forget_launches();

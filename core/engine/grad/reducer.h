@@ -71,7 +71,7 @@ class Reducer final : private GradientSink {
   bool is_reducing() const;
   /// All ranks: waits for all reductions.
   void settle();
-  /// The same, after `on_settle()`, if there are any.
+  /// If there are any, calls `on_settle()`, then waits for them.
   void settle_earlier();
   /// Returns how often each parameter's gradient was cleared since `forget_clears()`.
   std::vector<double> clears() const;

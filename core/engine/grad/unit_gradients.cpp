@@ -36,7 +36,7 @@ at::Tensor flat_view(const at::Tensor& grad) {
 }
 
 // Returns the gradient of a parameter; undefined if it has none. It is laid out like the parameter,
-// so that its elements can be changed in place. Of tensors that share memory, the first holds the
+// so that its elements can be changed in place. If tensors share memory, the first holds the
 // sum.
 at::Tensor gradient_of(const ParamSlot& slot) {
   const at::Tensor first = slot.tensor();

@@ -80,7 +80,7 @@ class UnitGradients {
   /// All ranks: starts reducing the gradients that have arrived; parameters without one count as
   /// zeros.
   void launch();
-  /// The same in a reduction of several units, in two steps. The first sets `part` as the
+  /// Launch in a reduction of several units, in two steps. The first sets `part` as the
   /// destination of this unit's sum (see `GradBucket`), and returns the gradients that have arrived
   /// here; `follow()` then sets the reduction.
   std::vector<Piece> launch_into(const at::Tensor& part, bool apart);

@@ -29,6 +29,32 @@ void set_part(const Unit& unit, const ParamSlot& slot, const at::Tensor& value) 
                  .narrow(0, begin - slot.offset, end - begin));
 }
 
+// Throws unless `values` are those of the model's tensors, and all of them if `strict`.
+void check_values(const ShardedState& state, const Values& values, bool strict) {
+  std::vector<std::string> errors;
+  std::set<std::string> known;
+  const auto check = [&](const std::string& name, at::IntArrayRef sizes) {
+    known.insert(name);
+    const auto it = values.find(name);
+    if (it == values.end()) {
+      if (strict) errors.push_back(fmt::format("'{}' is missing", name));
+    } else if (!it->second.defined() || it->second.sizes() != sizes) {
+      errors.push_back(fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
+    }
+  };
+  for (const auto& unit : state.units()) {
+    for (const ParamSlot& slot : unit->layout().slots)
+      for (const std::string& name : slot.names) check(name, slot.global_sizes());
+  }
+  for (const NamedTensor& buffer : state.buffers().all()) check(buffer.name, buffer.tensor.sizes());
+  for (const auto& [name, value] : values) {
+    if (strict && !known.contains(name))
+      errors.push_back(fmt::format("'{}' is not in the model", name));
+  }
+  TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
+                    fmt::format("{}", fmt::join(errors, ", ")));
+}
+
 }  // namespace
 
 void ShardedState::visit_whole_units(const std::function<void(const Unit&)>& visit) {
@@ -67,32 +93,7 @@ void load_full_state(ShardedState& state, const std::vector<NamedTensor>& given,
   state.take_in_replaced();
   Values values;
   for (const NamedTensor& item : given) values[item.name] = item.tensor;
-  check_on_all_ranks(state.mesh(), [&] {
-    std::vector<std::string> errors;
-    std::set<std::string> known;
-    const auto check = [&](const std::string& name, at::IntArrayRef sizes) {
-      known.insert(name);
-      const auto it = values.find(name);
-      if (it == values.end()) {
-        if (strict) errors.push_back(fmt::format("'{}' is missing", name));
-      } else if (!it->second.defined() || it->second.sizes() != sizes) {
-        errors.push_back(
-            fmt::format("'{}' must have the shape [{}]", name, fmt::join(sizes, ", ")));
-      }
-    };
-    for (const auto& unit : state.units()) {
-      for (const ParamSlot& slot : unit->layout().slots)
-        for (const std::string& name : slot.names) check(name, slot.global_sizes());
-    }
-    for (const NamedTensor& buffer : state.buffers().all())
-      check(buffer.name, buffer.tensor.sizes());
-    for (const auto& [name, value] : values) {
-      if (strict && !known.contains(name))
-        errors.push_back(fmt::format("'{}' is not in the model", name));
-    }
-    TORCH_CHECK_VALUE(errors.empty(), "[load_full_state] the state must be that of the model; ",
-                      fmt::format("{}", fmt::join(errors, ", ")));
-  });
+  check_on_all_ranks(state.mesh(), [&] { check_values(state, values, strict); });
   std::vector<std::string> hashes;  // not of buffers, which are each rank's own
   for (const std::string& name : state.parameter_names()) {
     const auto it = values.find(name);
@@ -156,14 +157,14 @@ void ShardedState::check_not_exchanged(const char* what) const {
               "be lost when it gets its own back: call swap() of the average first");
 }
 
-void ShardedState::overwrite(const std::function<void()>& write, bool for_good) {
+void ShardedState::overwrite(const std::function<void()>& write, bool to_stay) {
   for (const auto& unit : units_)
     for (const ParamSlot& slot : unit->layout().slots) note_write(slot);
-  set_shards(write, for_good);
+  set_shards(write, to_stay);
 }
 
-void ShardedState::set_shards(const std::function<void()>& write, bool for_good) {
-  if (for_good) ++overwrites_;
+void ShardedState::set_shards(const std::function<void()>& write, bool to_stay) {
+  if (to_stay) ++overwrites_;
   end_reading();
   write();
   for (const auto& unit : units_) unit->publish();

@@ -181,7 +181,7 @@ void check_messages(ProcessGroup& shard, const std::vector<UnitLayout>& layouts)
   }
 }
 
-// Of this rank; null if no process group of the mesh has any.
+// Returns this rank's; null if no process group of the mesh has any.
 Progress* progress_of(const ShardMesh& mesh) {
   for (ProcessGroup* const dim : {&mesh.shard(), &mesh.replicate(), &mesh.parts()})
     if (Progress* const progress = progress_of(*dim)) return progress;

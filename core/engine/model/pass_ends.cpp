@@ -97,8 +97,8 @@ void PassEnds::learn_order() {
   for (size_t rank = 0; rank < forward.size(); ++rank)
     passes.push_back({forward[rank], backward[rank]});
   state_.residency().learn(std::move(passes));
-  // Of all units, so that a unit which some rank did not complete comes last on all. A rank without
-  // gradients, as one that is done, has no say.
+  // Orders all units, so that one which some rank did not complete comes last on all. A rank
+  // without gradients, as one that is done, has no say.
   const int count = static_cast<int>(state_.units().size());
   UseOrder completed = state_.reducer().completed();
   if (!completed.empty()) completed = reduction_order(completed, count);

@@ -91,10 +91,10 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
   /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
-  /// rank reads the old ones any more. A backward of an earlier forward throws then. `for_good`:
+  /// rank reads the old ones any more. A backward of an earlier forward throws then. `to_stay`:
   /// false if the old ones will be put back.
-  void overwrite(const std::function<void()>& write, bool for_good = true);
-  /// How often that was called for good.
+  void overwrite(const std::function<void()>& write, bool to_stay = true);
+  /// Returns how often that was called to stay.
   int64_t overwrites() const { return overwrites_; }
   /// Says that the parameters' values are exchanged, as long as `until` lives: they will be put
   /// back, and what is written meanwhile will be lost.
@@ -145,7 +145,7 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   static void take_over_released(const std::vector<NamedTensor>& parameters);
   void adopt(const ShardMesh& all);
   // As `overwrite()`, but of parameters that the caller has noted as written.
-  void set_shards(const std::function<void()>& write, bool for_good = true);
+  void set_shards(const std::function<void()>& write, bool to_stay = true);
 
   ShardPlan plan_;
   std::vector<std::string> parameter_names_;

@@ -27,7 +27,7 @@ void ShardedState::release() noexcept {
     reducer_->uninstall();
     for (const auto& unit : units_) unit->give_back(GivenValues::kUsed);
     is_given_back_ = true;
-  } catch (const std::exception&) {  // a rank is gone, and with it data that it had to send
+  } catch (const std::exception&) {  // a rank has ended before it sent its data
   }
 }
 

@@ -69,12 +69,12 @@ void AveragedWeights::swap() {
       state->units()[unit]->updated().copy_(from[unit]);
   };
   if (is_swapped) {
-    state->overwrite([&] { write(trained); }, /*for_good=*/false);
+    state->overwrite([&] { write(trained); }, /*to_stay=*/false);
     trained.clear();
     exchange.reset();
   } else {
     for (const auto& unit : state->units()) trained.push_back(unit->updated().clone());
-    state->overwrite([&] { write(values); }, /*for_good=*/false);
+    state->overwrite([&] { write(values); }, /*to_stay=*/false);
     exchange = std::make_shared<const char>();
     state->set_exchanged(exchange);
   }

@@ -61,7 +61,7 @@ AlikeGradients collect_gradients(const ShardedOptimizer& optimizer, ShardedState
   return lists;
 }
 
-// The same for an optimizer that is not sharded.
+// Does so for an optimizer that is not sharded.
 AlikeGradients collect_gradients(const torch::optim::Optimizer& optimizer) {
   AlikeGradients lists;
   for (const auto& group : optimizer.param_groups()) {

@@ -20,7 +20,7 @@ namespace tessera {
 // optimizer's state or after it. So the master weights of a state dict change no parameter: where a
 // parameter's element has the value that the loaded master rounds to, its master gets the loaded
 // digits back; where the element has another value, which the user has loaded, that value counts.
-// (Of 8-bit values, the loaded digits count wherever they are within a step of the quantization.)
+// (For 8-bit values, the loaded digits count wherever they are within a step of the quantization.)
 // As parameters may be loaded later, the digits are kept and tried again until the next step of the
 // optimizer.
 namespace {

@@ -179,7 +179,7 @@ bool with_kind(const torch::optim::Optimizer& optimizer, F&& f) {
       std::forward<F>(f));
 }
 
-/// The same, by the kind's name.
+/// Calls `f` with the kind of that name; returns false if there is none.
 template <class F>
 bool with_kind(const std::string& name, F&& f) {
   return with_kind_if([&](auto kind) { return name == kind.kName; }, std::forward<F>(f));

@@ -36,7 +36,7 @@ namespace {
 // Averages in flight. Each holds this rank's part of a unit.
 constexpr size_t kMostInFlight = 2;
 
-// Of differences and of momentum.
+// Returns the dtype of differences and of momentum.
 at::ScalarType sum_dtype(const Unit& unit) {
   return c10::promoteTypes(unit.layout().master_dtype, at::kFloat);
 }
@@ -121,7 +121,7 @@ void OuterSteps::begin_step(const std::vector<Segment>& segments) {
     if (own.slots[slot] || !is_trained(unit.layout().slots[slot])) continue;
     own.slots[slot] = true;
     if (!needs_start()) continue;
-    // Of the other parameters of the unit that are trained later, the values are copied then.
+    // The values of the unit's other parameters are copied when those are trained.
     const at::Tensor& values = unit.updated();
     if (!own.start.defined() || own.start.scalar_type() != values.scalar_type())
       own.start = memory_for(unit, values.scalar_type());
@@ -168,7 +168,7 @@ OuterSteps::Average OuterSteps::start_average(size_t unit) {
   const at::ScalarType dtype = sum_dtype(whole);
   at::Tensor values = whole.updated().to(dtype, /*non_blocking=*/false, /*copy=*/true);
   if (needs_start()) {
-    // Of parameters that are not trained there is no start: their difference must be 0.
+    // Parameters that are not trained have no start: their difference must be 0.
     const at::Tensor difference = at::zeros_like(values);
     for (size_t slot = 0; slot < own.slots.size(); ++slot) {
       const auto [begin, end] = whole.updated_range(whole.layout().slots[slot]);

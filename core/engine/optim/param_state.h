@@ -86,8 +86,8 @@ std::map<std::string, double> step_options(torch::optim::Optimizer& optimizer, s
 void write_options(torch::optim::Optimizer& optimizer, size_t param_group,
                    const std::map<std::string, double>& values);
 
-/// The same of a param group that an optimizer of another class holds for one of the class of
-/// `kind_of`, which is no `ForeignOptimizer`.
+/// Read and write a param group that an optimizer of another class holds for one of the class of
+/// `kind_of` (not a `ForeignOptimizer`).
 std::map<std::string, double> read_options(const torch::optim::Optimizer& kind_of,
                                            torch::optim::OptimizerParamGroup& param_group);
 void write_options(const torch::optim::Optimizer& kind_of,

@@ -48,9 +48,9 @@ struct ParamSlot {
 
   const std::string& name() const { return names.front(); }
   const std::vector<int64_t>& global_sizes() const { return dist ? dist->sizes : sizes; }
-  /// The tensor, or an undefined one if the module is gone.
+  /// The tensor, or an undefined one if the module was destroyed.
   at::Tensor tensor(size_t i = 0) const;
-  /// The same; of a DistTensor, its local part.
+  /// The tensor, or the local part of a DistTensor.
   at::Tensor local(size_t i = 0) const;
 };
 
@@ -95,7 +95,7 @@ struct UnitLayout {
     return level == ShardLevel::kNone && reduce_encoding == Encoding::kPlain;
   }
   bool has_master() const { return master_dtype != dtype || rounds(); }
-  /// Of the full parameters.
+  /// Options of the full parameters.
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
   /// Bytes of the full parameters.
   int64_t nbytes() const { return numel() * static_cast<int64_t>(c10::elementSize(dtype)); }

@@ -12,9 +12,9 @@ namespace tessera {
 void leave(UnitContext& context, const std::string& why);
 
 /// Throws the exception that is being handled, with more text: this rank could not issue a
-/// collective, "gather unit 'x'", that the others have issued or will. They would wait in vain, as
-/// would this one in its next, so the others are told that this rank has left, and the context's
-/// model is lost. If a connection has failed, only throws the exception.
+/// collective, "gather unit 'x'", that the others have issued or will. They would wait without end,
+/// as would this one in its next, so it announces to them that it has left, and marks the context's
+/// model as lost. If a connection has failed, only throws the exception.
 [[noreturn]] void rethrow_as_lost(UnitContext& context, const std::string& failed);
 
 /// Throws `c10::DistBackendError` if the context's model is lost: this rank can't "gather unit

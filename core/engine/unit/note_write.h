@@ -8,7 +8,7 @@ namespace tessera {
 /// values are changed by other means than an operator: a backward that needs the old values throws.
 void note_write(const at::Tensor& tensor);
 
-/// The same for the tensors of a parameter.
+/// Does so for the tensors of a parameter.
 void note_write(const ParamSlot& slot);
 
 }  // namespace tessera

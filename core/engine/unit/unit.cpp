@@ -109,7 +109,7 @@ at::Tensor Unit::rounded(const at::Tensor& values) const {
   return layout_.rounds() ? values.to(layout_.gather_dtype) : values;
 }
 
-// The same of all ranks' shards.
+// Returns all ranks' shards, rounded so.
 at::Tensor Unit::rounded_shards(const at::Tensor& values) const {
   if (!layout_.quantizes()) return rounded(values);
   const at::Tensor result = at::empty_like(values, layout_.options());
@@ -120,7 +120,7 @@ at::Tensor Unit::rounded_shards(const at::Tensor& values) const {
   return result;
 }
 
-// The same of elements [begin, end) of the flat buffer, which this rank updates.
+// Returns elements [begin, end) of the flat buffer, rounded so. This rank must update them.
 at::Tensor Unit::shown(int64_t begin, int64_t end) const {
   const auto part = [&, first = updated_begin()](const at::Tensor& values) {
     return values.narrow(0, begin - first, end - begin);
@@ -131,7 +131,7 @@ at::Tensor Unit::shown(int64_t begin, int64_t end) const {
 void Unit::publish() {
   if (!master_.exists()) return;
   at::NoGradGuard no_grad;
-  // Of a step before which nothing was used: it would copy the values of the last step over these.
+  // A gather that nothing has used would copy the values of the last step over these.
   if (arriving_.defined()) wait();
   const at::Tensor shard = memory_->holds_shard() ? updated_of(full()) : shard_;
   if (!shard.defined()) return;
@@ -142,7 +142,7 @@ void Unit::publish() {
 }
 
 int64_t Unit::resident_nbytes() const {
-  // Of one copy for all ranks of the host, each counts its shard.
+  // Where the ranks of a host have one copy, each counts its shard.
   if (!is_shared() && !frees()) return layout_.nbytes();
   return shard_.defined() ? static_cast<int64_t>(shard_.nbytes()) : 0;
 }

@@ -31,7 +31,7 @@ struct UnitContext {
   std::shared_ptr<SideStreams> copies = std::make_shared<SideStreams>();
   /// Gathers that this rank has begun over connections that do not compare them.
   int64_t unchecked_gathers = 0;
-  /// Why the ranks are out of step for good; empty while they are not.
+  /// Why the ranks can't be in step again; empty while they are.
   std::string lost;
   bool master_only = false;  ///< units keep no shard beside a master copy, if they are freed
   /// How far this rank has come; null where no other rank asks for it. Belongs to the mesh.
@@ -150,11 +150,12 @@ class Unit {
   const at::Tensor& full() const { return memory_->full(); }
 
   /// The values that this rank's optimizer updates: its shard or the master copy of it; all
-  /// elements if nothing is sharded. Of `layout().master_dtype`; in host memory if offloaded.
+  /// elements if nothing is sharded. Its dtype is `layout().master_dtype`; in host memory if
+  /// offloaded.
   const at::Tensor& updated() const;
   /// The copy that the optimizer updates, if it does not update the shard itself.
   const MasterCopy& master() const { return master_; }
-  /// Brings an offloaded master copy to the parameters' device for good. Views of the old one are
+  /// Moves an offloaded master copy to the parameters' device permanently. Views of the old one are
   /// out of use then.
   void bring_back();
   /// Bytes of parameters on their device between uses, master copies not counted.

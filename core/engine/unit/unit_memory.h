@@ -85,7 +85,7 @@ class MasterCopy {
   /// Makes it of `part`, which may be its present values, in `offload` unless that is null.
   void make(const at::Tensor& part, at::ScalarType dtype,
             const std::shared_ptr<StateMemory>& offload);
-  /// Brings an offloaded copy to `device` for good.
+  /// Moves an offloaded copy to `device` permanently.
   void bring_back(at::Device device);
   /// Takes over the elements of `after` that differ from `before`: the others keep the bits that
   /// the parameters do not show.

@@ -31,8 +31,8 @@ class UnitStorage final : public c10::StorageImpl {
   /// autograd keeps) have `memory` from now on, and nothing to do with the unit any more.
   void leave_unit(at::Tensor memory);
 
-  /// Called when the last tensor on this storage is gone. Units still hold weak pointers to it,
-  /// with which it would keep them alive for ever.
+  /// Called when the last tensor on this storage was destroyed. Units still hold weak pointers to
+  /// it, with which it would keep them alive for ever.
   void release_resources() override;
 
  private:
@@ -41,8 +41,8 @@ class UnitStorage final : public c10::StorageImpl {
   at::Tensor left_;  // the memory, without a unit
 };
 
-/// The unit whose memory `tensor` (a parameter or a view of one) shows, or null. Of a DistTensor,
-/// that of this rank's part.
+/// The unit whose memory `tensor` (a parameter or a view of one) shows, or null. For a DistTensor,
+/// the unit of this rank's part.
 Unit* unit_of(const at::Tensor& tensor);
 
 }  // namespace tessera
