@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// Exchanges short texts between the ranks of a world, by UDP: a rank that has stopped or is gone
+/// Exchanges short texts between the ranks of a world, by UDP: a rank that has stopped or ended
 /// can't hold up another, and nothing has to be connected. Texts may get lost. Any thread may send;
 /// one thread receives.
 class Datagrams {

@@ -24,7 +24,7 @@ struct FlightFile {
 /// `std::ios_base::failure`.
 void write_flight_file(const std::string& folder, const FlightFile& file);
 
-/// Returns TESSERA_FLIGHT_DIR, which `tessera run` sets; empty without it.
+/// Returns TESSERA_FLIGHT_DIR (`tessera run` sets it); empty without it.
 std::string flight_folder();
 
 /// Makes SIGUSR1, unless the program handles it, count in `flight_requests()` from now on.

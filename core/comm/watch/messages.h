@@ -44,7 +44,7 @@ struct Failure {
 
 /// The sender has left, or is about to.
 struct Farewell {
-  int culprit = -1;  ///< the rank that made it leave, which may be itself; -1: it left in order
+  int culprit = -1;  ///< the rank that made it leave, maybe itself; -1: it left in order
   std::string why;
   Phase phase = Phase::kUserCode;
   int64_t step = 0;

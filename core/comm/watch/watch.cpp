@@ -20,7 +20,7 @@ namespace tessera {
 
 // [Note: Watch]
 //
-// The ranks of a world ask each other where they are, by UDP messages to a thread of each, which
+// The ranks of a world ask each other where they are, by UDP messages to a thread of each. It
 // answers even while its rank computes or waits. Nothing is sent in a world in which no wait is
 // long.
 //
@@ -42,7 +42,7 @@ constexpr auto kAskPeriod = std::chrono::milliseconds(100);
 constexpr auto kCauseLimit = std::chrono::seconds(1);
 // From then on a failure of another rank in the same collective is passed on.
 constexpr auto kFailureDelay = std::chrono::milliseconds(500);
-// Of the waits in a cycle.
+// The waits in a cycle.
 constexpr auto kCycleAge = std::chrono::milliseconds(700);
 constexpr size_t kRecords = 256;
 constexpr size_t kMaxAsked = 8;
@@ -360,7 +360,7 @@ WaitView Watch::view_of_locked(const Wait& wait) const {
           seconds(Clock::now() - wait.since), lacking_locked(wait)};
 }
 
-// Returns the ranks that have not issued the collective, as far as they have told.
+// Returns the ranks that have not issued the collective, as far as they have reported.
 std::vector<int> Watch::lacking_locked(const Wait& wait) const {
   std::vector<int> ranks;
   for (const int rank : wait.group->ranks) {
@@ -478,7 +478,7 @@ std::optional<WaitCause> Watch::cause_for(const Wait& wait, int rank) const {
   return std::nullopt;
 }
 
-// Returns the cause that rank `peer` has told, if it has left or failed.
+// Returns the cause that rank `peer` has reported, if it has left or failed.
 std::optional<WaitCause> Watch::told_cause(int peer) const {
   const Peer& told = peers_[peer];
   const auto named = [&](int culprit, const std::string& why) {

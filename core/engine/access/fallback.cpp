@@ -23,11 +23,11 @@ namespace tessera {
 // [Note: Access through the dispatcher]
 //
 // C++ modules have no hooks, so parameters are watched one level below. All parameters of a unit
-// carry one more dispatch key, which nothing else uses and which comes before autograd and
-// autocast. The fallback registered here for that key therefore sees every operator that touches a
-// parameter, a view of one, or a tensor that autograd saved from one (all share the unit's
-// storage), and gathers the unit before the operator runs. The key is excluded while the operator
-// runs, so operators inside it are not seen again.
+// carry one more dispatch key. Nothing else uses it, and it comes before autograd and autocast. The
+// fallback registered here for that key therefore sees every operator that touches a parameter, a
+// view of one, or a tensor that autograd saved from one (all share the unit's storage), and gathers
+// the unit before the operator runs. The key is excluded while the operator runs, so operators
+// inside it are not seen again.
 //
 // Operators that make a view read no data, so nothing is gathered for them; the view is seen when
 // it is used. Some of them may copy instead (`reshape`, `contiguous`, `to`): the key is not
@@ -116,7 +116,7 @@ void take_rows_of_all(const Unit& unit, c10::IValue& indices) {
   indices = rows.to(given.options());
 }
 
-// A normalization that trains writes to its running statistics, which its schema does not say.
+// A normalization that trains writes to its running statistics; its schema does not say so.
 void check_no_hidden_write(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments,
                            size_t i, const at::Tensor& tensor) {
   if (!schema.arguments()[i].name().starts_with("running_")) return;

@@ -157,8 +157,8 @@ void Residency::use(const std::vector<Unit*>& units) {
   for (const Unit* unit : in_use) watch.tell(MemoryEvent::kUnitUsed, unit->layout().name);
 }
 
-// The units of one operator arrive in the order of its arguments, which need not be the order of
-// use (`addmm` takes the bias first): using them as they arrive would skip the uses in between.
+// The units of one operator arrive in the order of its arguments. This need not be the order of use
+// (`addmm` takes the bias first): using them as they arrive would skip the uses in between.
 std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   if (units.size() == 1) return units;
   const UseOrder& uses = cursor_.uses();
@@ -170,7 +170,7 @@ std::vector<Unit*> Residency::in_order(std::vector<Unit*> units) const {
   return units;
 }
 
-// A use outside of backward counts as forward, which lasts until backward begins. The uses of a
+// A use outside of backward counts as forward. Forward lasts until backward begins. The uses of a
 // step, a save or a load belong to it.
 void Residency::show_phase() const {
   Progress* const progress = units_.front()->context().progress;

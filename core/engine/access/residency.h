@@ -35,8 +35,8 @@ class Residency {
   /// Without `ask`, all ranks must use units that the order does not expect at the same time.
   Residency(std::vector<Unit*> units, const Limits& limits, Ask ask = nullptr);
 
-  /// Unshards `units`, which one operator uses together, and waits for them. Any thread may call
-  /// it: see [Note: Several threads] in running_operators.cpp.
+  /// Unshards `units` for one operator that uses them together, and waits for them. Any thread may
+  /// call it: see [Note: Several threads] in running_operators.cpp.
   void on_use(const std::vector<Unit*>& units, bool writes);
   /// Called by all ranks, in a use of `unit` that wrote to it: gathers its new values.
   void on_written(Unit& unit);

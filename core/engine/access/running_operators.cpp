@@ -18,7 +18,7 @@ namespace tessera {
 // Otherwise the rules are those of plain LibTorch. Where units are not freed (lower levels, a
 // single rank, memory that the ranks of a host share, `keep_unsharded()`), threads may use them at
 // the same time; with several ranks, however, a thread may not read a unit that another one writes.
-// Autograd's own threads, which work for one backward, each on its device, count as one user.
+// Autograd's own threads work for one backward, each on its device, and count as one user.
 
 bool RunningOperators::Use::has(const Unit* unit) const {
   return std::find(units.begin(), units.end(), unit) != units.end();

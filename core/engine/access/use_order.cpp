@@ -48,7 +48,7 @@ UseOrder merge_passes(const std::vector<std::vector<UseOrder>>& passes, const Us
 UseOrder reversed(const UseOrder& order) { return {order.rbegin(), order.rend()}; }
 
 // Shortest common supersequence by dynamic programming; among equally short ones, the one that
-// takes the lower unit first, which is where `insert_missing` would put it.
+// takes the lower unit first, where `insert_missing` would put it.
 UseOrder merge_two(const UseOrder& a, const UseOrder& b) {
   const size_t rows = a.size(), columns = b.size();
   std::vector<std::vector<int>> length(rows + 1, std::vector<int>(columns + 1));

@@ -71,8 +71,8 @@ struct ResidencyStep {
 ///
 /// At position p, the unit used there and those of the next `prefetch` positions are gathered.
 /// Others may stay while their bytes sum to at most `resident_bytes` (-1: no limit); the unit whose
-/// next use is farthest is freed first (Belady's rule, which is optimal for equal sizes). Only
-/// units with `nbytes > 0` take part.
+/// next use is farthest is freed first (Belady's rule: optimal for equal sizes). Only units with
+/// `nbytes > 0` take part.
 std::vector<ResidencyStep> plan_residency(const UseOrder& order, const std::vector<int64_t>& nbytes,
                                           int64_t resident_bytes, int prefetch);
 

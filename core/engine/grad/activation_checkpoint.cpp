@@ -128,7 +128,7 @@ struct SavedTensor {
   int64_t version = 0;  // of `data` when it was saved
   TensorLook look;
 
-  // Makes no operator call, which sharded parameters and DistTensors would intercept.
+  // Makes no operator call: sharded parameters and DistTensors would intercept it.
   static SavedTensor of(const at::Tensor& tensor) {
     return {tensor.tensor_data(), version_of(tensor), TensorLook::of(tensor)};
   }
@@ -155,7 +155,7 @@ class KeptTensor final : public SavedVariableHooks {
   at::Tensor call_unpack_hook() override { return unchanged(saved_, name_); }
 
  private:
-  std::vector<SavedTensor>* all_;  // null once the tensor was saved, which is at once
+  std::vector<SavedTensor>* all_;  // null once the tensor was saved
   std::string name_;
   SavedTensor saved_;
 };
@@ -358,7 +358,7 @@ class Recomputation {
   std::vector<UsedParameter> parameters_;
   Saved saved_;  // without data once they are dropped
   std::vector<TensorLook> outputs_;
-  // By backward, which owns them: the tensors not yet handed out of the run made for it.
+  // By backward, their owner: the tensors not yet handed out of the run made for it.
   std::map<int, std::weak_ptr<Saved>> again_;
 };
 

@@ -11,8 +11,8 @@ namespace tessera {
 /// The ends of the backwards of all models that one run of autograd's engine gives gradients to.
 ///
 /// Each end waits for the other ranks, and the engine calls the models' callbacks in the order in
-/// which it has met the models, which is that of this rank's graph. So the last callback carries
-/// out all ends, in an order that ranks share.
+/// which it has met the models, that of this rank's graph. So the last callback carries out all
+/// ends, in an order that ranks share.
 class BackwardEnds {
  public:
   /// Returns the ends of the run that the calling thread works for.

@@ -63,7 +63,7 @@ void watch_captures(const at::Tensor& tensor, const std::string& name,
   }
   // The tensor owns its hooks: they must not own it.
   const c10::weak_intrusive_ptr<c10::TensorImpl> weak(tensor.getIntrusivePtr());
-  // Not by register_hook(), which refuses parameters that are frozen now.
+  // Not by register_hook(): it refuses parameters that are frozen now.
   meta->cpp_hooks_list_->push_back([weak, name, warned](const at::TensorBase&) -> at::TensorBase {
     if (*warned) return {};
     const auto alive = weak.lock();

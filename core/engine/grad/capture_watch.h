@@ -9,7 +9,7 @@
 namespace tessera {
 
 /// Must be called before an operator uses a parameter. Inside a backward (recomputation), the
-/// gradients of the operator's results flow into that backward, which reduces them; they cause no
+/// gradients of the operator's results flow into that backward, are reduced by it, and cause no
 /// warning.
 void note_use_in_backward();
 

@@ -18,9 +18,9 @@ namespace tessera {
 //
 //   unit a |a0 a0 a0|a1 a1 a1|     unit b |b0 b0|b1 b1|     bucket |a0 a0 a0 b0 b0|a1 a1 a1 b1 b1|
 //
-// Rank r's range begins where the ranges of all ranks before it end, which is the sum of the units'
-// own bounds. The units' chunks are cut at those bounds, and the resulting pieces are sent: no
-// gradient is copied to put it into a bucket. (Transports combine short pieces into one message.)
+// Rank r's range begins where the ranges of all ranks before it end: at the sum of the units' own
+// bounds. The units' chunks are cut at those bounds, and the resulting pieces are sent: no gradient
+// is copied to put it into a bucket. (Transports combine short pieces into one message.)
 //
 // Each element is summed in rank order, whichever collective carries it, so a bucket changes no
 // bit. Which units share a bucket depends only on the order of reductions and the layouts, and

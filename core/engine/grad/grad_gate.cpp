@@ -26,8 +26,8 @@ struct GradGate;
 
 // [Note: Gradients that are arriving]
 //
-// LibTorch locks a leaf while it adds to `.grad`, but not while it calls the following hook, which
-// takes the gradient out. With two threads in backward, one would add to the gradient that the
+// LibTorch locks a leaf while it adds to `.grad`, but not while it calls the following hook, and
+// that takes the gradient out. With two threads in backward, one would add to the gradient that the
 // other is taking out. So while autograd is at a gated leaf, `.grad` is local to the thread: it
 // holds the gradient that has just arrived, and nothing that was there before.
 thread_local std::unordered_map<const GradGate*, at::Tensor> arriving;
@@ -87,10 +87,10 @@ void unchain_hook(HookSlot& place) {
 //
 // A unit holds its parameters by weak pointers. When only weak pointers to a tensor are left,
 // LibTorch releases its storage and its autograd metadata (`TensorImpl::release_resources()`), but
-// not the backend's metadata. A DistTensor keeps its local part there, which keeps the unit alive,
-// so the model would never be freed. The gate is part of the autograd metadata: it is destroyed
-// when the tensor is, and then clears the backend's metadata. The gate's own weak pointer makes
-// LibTorch release the tensor's resources before the tensor's memory is freed.
+// not the backend's metadata. A DistTensor keeps its local part there, and so the unit alive: the
+// model would never be freed. The gate is part of the autograd metadata: it is destroyed when the
+// tensor is, and then clears the backend's metadata. The gate's own weak pointer makes LibTorch
+// release the tensor's resources before the tensor's memory is freed.
 struct GradGate final : AutogradMeta {
   GradGate(const at::Tensor& tensor, GradSource source, std::string error, bool is_segment)
       : tensor(tensor.getIntrusivePtr()),
@@ -150,7 +150,7 @@ void move_grad_dtype(Meta& to, const Meta& from) {
     to.allow_grad_dtype_mismatch_ = from.allow_grad_dtype_mismatch_;
 }
 
-// Replaces the tensor's autograd metadata by `meta`, which takes over everything but the gradient.
+// Replaces the tensor's autograd metadata by `meta`, and moves everything but the gradient there.
 void replace_meta(const at::Tensor& tensor, std::unique_ptr<AutogradMeta> meta) {
   auto* old = torch::autograd::impl::materialize_autograd_meta(tensor);
   meta->name_ = std::move(old->name_);

@@ -41,8 +41,8 @@ void install_grad_gate(const at::Tensor& tensor, GradSource source, std::string 
 void install_segment_gate(const at::Tensor& tensor, std::weak_ptr<UnitGradients> unit, size_t slot,
                           std::string error);
 
-/// Undoes `install_grad_gate()`: the tensor has its own hooks and its own `.grad` again, which is
-/// undefined.
+/// Undoes `install_grad_gate()`: the tensor has its own hooks and its own `.grad` again, an
+/// undefined one.
 void remove_grad_gate(const at::Tensor& tensor);
 
 /// Returns the gradients behind the gate of `tensor`; null without a gate, or if they were

@@ -20,8 +20,8 @@ namespace tessera {
 // Collectives pair up by their order, so a rank that skips a step goes on with the others: its
 // backward of step 4 is reduced with their backward of step 5. Where step() sends nothing, nothing
 // else shows it. So the agreement at the end of a backward carries the number of steps. As the
-// ranks take the highest byte, each sends the number and its complement, which gives the lowest:
-// two bytes tell whether any rank differs, however many there are. Only if one does, the ranks
+// ranks take the highest byte, each sends the number and its complement, and so learns the lowest:
+// two bytes show whether any rank differs, however many there are. Only if one does, the ranks
 // gather all numbers.
 //
 // The number of steps is that of this model since it was sharded. The steps that an optimizer

@@ -24,7 +24,8 @@ class Lockstep {
   void begin_forward() { forwards_.fetch_add(1, std::memory_order_relaxed); }
   void end_backward() { ++backwards_; }
   void end_step();
-  /// Tells the gathers that this rank has begun when all ranks have begun the same ones.
+  /// Records how many gathers this rank has begun by the end of the pass; by then all ranks must
+  /// have begun the same ones.
   void end_pass(int64_t gathers) { gathers_ = gathers; }
   /// Takes note of a call, with the values that must be equal on all ranks, as an error will name
   /// it.

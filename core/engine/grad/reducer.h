@@ -84,7 +84,7 @@ class Reducer final : private GradientSink {
   /// their own.
   bool any_gradient();
   void clear_all();
-  /// All ranks: turns all gradients into zeros, which count as used in the next reduction.
+  /// All ranks: turns all gradients into zeros. They count as used in the next reduction.
   void zero_all();
 
   const AllGradients& gradients() const { return gradients_; }

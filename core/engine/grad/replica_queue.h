@@ -14,7 +14,7 @@ namespace tessera {
 /// step, give gradients to both.
 class ReplicaQueue {
  public:
-  /// Returns the queue of `replicate`, which must live as long as that.
+  /// Returns the queue of `replicate`. It must live as long as that.
   static std::shared_ptr<ReplicaQueue> of(ProcessGroup& replicate);
 
   /// Appends a reduction that was launched.

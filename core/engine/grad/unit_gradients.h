@@ -41,7 +41,7 @@ class Reduction {
 };
 
 /// Returns memory for `numel` reduced gradients. Its values are undefined, but zeros where the sums
-/// are sent in blocks, which padding, that nothing writes to, may share with gradients.
+/// are sent in blocks: gradients may share a block with padding that nothing writes to.
 at::Tensor memory_for_sums(const UnitLayout& layout, int64_t numel);
 
 /// Takes gradients out of `.grad`, and passes them to `UnitGradients::arrive()`. Any thread calls
@@ -110,14 +110,14 @@ class UnitGradients {
   /// Return how often that was done for a parameter, and begin to count anew.
   int clears(size_t slot) const { return clears_[slot]; }
   void forget_clears() { std::fill(clears_.begin(), clears_.end(), 0); }
-  /// Turns existing gradients into zeros, which the next backward reduces even where it does not
+  /// Turns existing gradients into zeros. The next backward reduces these even where it does not
   /// use the parameter.
   virtual void zero_all();
 
   /// Returns true if the parameter has a reduced gradient. All ranks agree.
   virtual bool is_live(size_t slot) const { return live_[slot]; }
   bool any_live() const;
-  /// Returns the reduced gradient of elements [begin, end) of the flat buffer, which must be this
+  /// Returns the reduced gradient of elements [begin, end) of the flat buffer. They must be this
   /// rank's, and of one parameter.
   virtual at::Tensor reduced(int64_t begin, int64_t end) const;
   /// Returns all of this rank's part; undefined if there is none.
@@ -162,7 +162,7 @@ class UnitGradients {
   std::shared_ptr<Reduction> reduction_;
   WorkPtr whole_;  // the gather behind it
 
-  // A gradient that was handed to the process group, which frees it when all ranks have read it.
+  // A gradient that was handed to the process group. That frees it when all ranks have read it.
   struct Sent {
     explicit Sent(const at::Tensor& tensor)
         : memory(tensor.storage().getWeakStorageImpl()),

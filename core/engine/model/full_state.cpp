@@ -94,7 +94,7 @@ void load_full_state(ShardedState& state, const std::vector<NamedTensor>& given,
   Values values;
   for (const NamedTensor& item : given) values[item.name] = item.tensor;
   check_on_all_ranks(state.mesh(), [&] { check_values(state, values, strict); });
-  std::vector<std::string> hashes;  // not of buffers, which are each rank's own
+  std::vector<std::string> hashes;  // not of buffers: these are each rank's own
   for (const std::string& name : state.parameter_names()) {
     const auto it = values.find(name);
     if (it != values.end() && !is_dist(it->second))

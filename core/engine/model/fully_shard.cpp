@@ -99,7 +99,7 @@ ShardMesh shard_mesh_of(const std::vector<NamedTensor>& parameters, const ShardP
   return {mesh->process_group(mesh_dim), plan.replicate_group, ranks_beside(*mesh, mesh_dim)};
 }
 
-// Lets gradients arrive as one term per rank of a mesh dim, which the unit then adds up.
+// Lets gradients arrive as one term per rank of a mesh dim. The unit then adds these up.
 void sum_gradients_along(std::vector<ParamSlot>& params, int64_t mesh_dim) {
   for (ParamSlot& param : params) {
     const DeviceMesh& mesh = param.dist->spec->mesh;

@@ -17,8 +17,8 @@ namespace tessera {
 // the values if there are any. Ranks that are done announce nothing themselves (0), receive the
 // maximum, and make the same call without data of their own. When the maximum is 0, all are done.
 //
-// The negated number is reduced, too, which gives the minimum: if ranks that are not done make
-// different calls, all ranks learn of it.
+// The negated number is reduced, too, for the minimum: if ranks that are not done make different
+// calls, all ranks learn of it.
 namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();

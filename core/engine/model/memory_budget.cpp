@@ -109,7 +109,7 @@ void MemoryBudget::end_pass(bool attention) {
   size_t begin = 0;
   const UseOrder own = state_.residency().used().joined();
   for (size_t i = 0; i < own.size() && i + 1 < pass_.size(); ++i) {
-    // As residency does, which executes the positions that it skips.
+    // As residency does: it executes the positions that it skips.
     const auto next = std::find(order.begin() + static_cast<ptrdiff_t>(begin), order.end(), own[i]);
     const bool is_expected = next != order.end();
     const size_t end = is_expected ? next - order.begin() + 1 : order.size();

@@ -90,9 +90,9 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   void end_reading();
   /// Gives master copies to units that were frozen and are trained now.
   void thaw_trained();
-  /// Called by all ranks: runs `write`, which may give every unit's `updated()` new values, when no
-  /// rank reads the old ones any more. A backward of an earlier forward throws then. `to_stay`:
-  /// false if the old ones will be put back.
+  /// Called by all ranks: runs `write` when no rank reads the old values of any unit's `updated()`
+  /// any more; it may set new ones. A backward of an earlier forward throws then. `to_stay`: false
+  /// if the old ones will be put back.
   void overwrite(const std::function<void()>& write, bool to_stay = true);
   /// Returns how often that was called to stay.
   int64_t overwrites() const { return overwrites_; }
@@ -107,8 +107,8 @@ class ShardedState : public UseListener, public std::enable_shared_from_this<Sha
   /// Copies such data into the shards. Collective. Throws on every rank, and changes nothing, if it
   /// does not fit, or if ranks have given other data to different parameters.
   void take_in_replaced();
-  /// Gathers the units one after another, and calls `visit` with each while it is whole. Of the
-  /// units that are freed between uses, at most one is whole at a time. Collective, and so `visit`
+  /// Gathers the units one after another, and calls `visit` with each while it is whole. At most
+  /// one of the units that are freed between uses is whole at a time. Collective, and so `visit`
   /// must not throw unless it does on all ranks.
   void visit_whole_units(const std::function<void(const Unit&)>& visit);
 

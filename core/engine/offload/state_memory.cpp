@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-// Page-locked if there is an accelerator, which then copies without the host.
+// Page-locked if there is an accelerator, so that it copies without the host.
 class HostMemory : public StateMemory {
  public:
   at::Tensor empty(int64_t numel, at::ScalarType dtype) override {

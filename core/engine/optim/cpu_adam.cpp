@@ -98,7 +98,7 @@ AdamNumbers numbers_of(const CPUAdamOptions& options, int64_t step) {
           .second_correction = 1 / std::sqrt(correction(beta2))};
 }
 
-// Steps a DistTensor in the placements of its moments, which may be sharded where the parameter is
+// Steps a DistTensor in the placements of its moments. They may be sharded where the parameter is
 // not.
 void step_dist(const CPUAdamOptions& options, const at::Tensor& param, CPUAdamParamState& state) {
   const DeviceMesh& mesh = mesh_of(param);

@@ -69,7 +69,7 @@ struct Shares {
   std::set<std::string> others;
 };
 
-// Compares the arguments over all replicas, which continue together.
+// Compares the arguments over all replicas: they continue together.
 Shares compare_shares(const ShardMesh& mesh, const Share& own, int recipient) {
   std::string text = fmt::format("{} {}\n", recipient, own.archive.size());
   for (const std::string& name : own.others) text += name + "\n";

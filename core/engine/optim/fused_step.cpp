@@ -29,7 +29,7 @@ namespace {
 using torch::optim::OptimizerParamGroup;
 using Tensors = std::vector<at::Tensor>;
 
-// Step counts as tensors of a device, which the kernels take; parameters of equal counts share one.
+// Step counts as tensors of a device, for the kernels; parameters of equal counts share one.
 class StepTensors {
  public:
   explicit StepTensors(at::Device device) : options_(at::dtype(at::kFloat).device(device)) {}

@@ -227,8 +227,8 @@ at::Tensor GradScaler::scale(const at::Tensor& outputs) const {
   TORCH_CHECK_VALUE(outputs.defined(),
                     "[GradScaler] outputs must be a tensor; got an undefined one");
   impl_->has_scaled = true;
-  // By a number, which needs no copy to a device: the host would wait for the forward. A loss of
-  // one element has the dtype that it would have by a tensor.
+  // Multiplies by a number: a tensor would be copied to a device, and the host would wait for the
+  // forward. A loss of one element has the dtype that it would have by a tensor.
   const auto wider = c10::promoteTypes(outputs.scalar_type(), at::kFloat);
   return at::mul(outputs.dim() == 0 ? outputs.to(wider) : outputs, impl_->scale.item<float>());
 }

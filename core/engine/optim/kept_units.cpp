@@ -43,7 +43,7 @@ int64_t state_nbytes_of(torch::optim::Optimizer& optimizer, const Segment& segme
 }
 
 // Turns the optimizer's tensors that are views of `old` into views of the tensor that the unit
-// updates now. This includes the placeholders of parameters on other ranks, which keep the memory
+// updates now. This includes the placeholders of parameters on other ranks, as they keep the memory
 // alive, too.
 void point_to_updated(torch::optim::Optimizer& optimizer, const Unit& unit, const at::Tensor& old) {
   for (auto& param_group : optimizer.param_groups()) {

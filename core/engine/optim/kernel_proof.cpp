@@ -22,13 +22,13 @@
 // its SGD on the CPU leaves most elements of 16-bit parameters as they are. So a kernel is taken
 // only if two of its steps, from zero state and from the state that the first one made, agree with
 // the plain step of the same class in double. Options that matter by being zero or not keep that;
-// otherwise they become 1/4, which every dtype represents, so that a step changes parameters, from
+// otherwise they become 1/4 (every dtype represents that), so that a step changes parameters, from
 // 1 to 2, by far more than they are rounded.
 //
 // The bound: let u be the dtype's unit roundoff. In each step, a kernel rounds the parameter and up
-// to three tensors of state when it stores them, which makes 8 errors of u; it may compute with up
-// to 32 roundings of float's (or double's) u. With these numbers nothing cancels, so no later
-// operation enlarges an error relative to the largest element.
+// to three tensors of state when it stores them: 8 errors of u in all; it may compute with up to 32
+// roundings of float's (or double's) u. With these numbers nothing cancels, so no later operation
+// enlarges an error relative to the largest element.
 namespace tessera {
 namespace {
 

@@ -15,14 +15,13 @@ namespace tessera {
 
 // [Note: Digits of master weights]
 //
-// Master weights have digits that the parameters, which are rounded from them, do not show. A run
-// that resumes from a state dict needs them, but parameters are loaded separately, before the
-// optimizer's state or after it. So the master weights of a state dict change no parameter: where a
-// parameter's element has the value that the loaded master rounds to, its master gets the loaded
-// digits back; where the element has another value, which the user has loaded, that value counts.
-// (For 8-bit values, the loaded digits count wherever they are within a step of the quantization.)
-// As parameters may be loaded later, the digits are kept and tried again until the next step of the
-// optimizer.
+// Master weights have digits that the parameters rounded from them do not show. A run that resumes
+// from a state dict needs them, but parameters are loaded separately, before the optimizer's state
+// or after it. So the master weights of a state dict change no parameter: where a parameter's
+// element has the value that the loaded master rounds to, its master gets the loaded digits back;
+// where the element has another value, loaded by the user, that value counts. (For 8-bit values,
+// the loaded digits count wherever they are within a step of the quantization.) As parameters may
+// be loaded later, the digits are kept and tried again until the next step of the optimizer.
 namespace {
 
 // Returns all of a unit's master weights, flat.

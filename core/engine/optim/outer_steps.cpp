@@ -24,7 +24,7 @@ namespace tessera {
 //   : b)
 //
 // Differences are added up, and not values, because they are exact zeros where nothing was trained.
-// For a learning rate of 1 without momentum the formula is the mean of the values, which is then
+// For a learning rate of 1 without momentum the formula is the mean of the values, and is then
 // computed as such: exactly, and without a copy of w.
 //
 // Start values are taken when a parameter is first trained in a round. Until then it has the values

@@ -17,7 +17,7 @@ namespace tessera {
 /// The steps of one optimizer's parameters over replicas that train by themselves: see `OuterStep`.
 ///
 /// A round is the steps between two averages. Each rank works on its own part of the units
-/// (`Unit::updated()`), which its peers in the other replicas have, too.
+/// (`Unit::updated()`). Its peers in the other replicas have the same part.
 ///
 /// See [Note: Rounds of replicas] in outer_steps.cpp.
 class OuterSteps {

@@ -14,8 +14,8 @@ namespace tessera {
 /// gradients, in the memory in which the optimizer steps.
 class SegmentGradients {
  public:
-  /// Takes the gradients of `segments`, which all have one. If the segments are offloaded, it
-  /// queues copies to page-locked memory beside the kernels of the device, and the host goes on.
+  /// Takes the gradients of `segments`; all must have one. If the segments are offloaded, it queues
+  /// copies to page-locked memory beside the kernels of the device, and the host goes on.
   void begin(ShardedState& state, const std::vector<const Segment*>& segments);
   /// Returns the gradients, one for each segment, once they are there.
   std::vector<at::Tensor> take();

@@ -37,7 +37,7 @@ std::string foreign_step_error(const ParamSlot& slot) {
          slot.name() + "')";
 }
 
-// Where the optimizer updates a wider copy of a parameter than is used, widens the state, which may
+// Where the optimizer updates a wider copy of a parameter than is used, widens the state. It may
 // have been made for the narrow one: its sums would lose what the copy keeps.
 void widen_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, at::ScalarType used) {
   if (param.scalar_type() == used || !knows_state(optimizer)) return;
@@ -68,8 +68,7 @@ void move_state(torch::optim::Optimizer& optimizer, const at::Tensor& param, con
 }
 
 // Makes the tensor that the optimizer holds for a parameter on other ranks. Without elements or
-// gradient, it only forwards the optimizer's zero_grad() to `slot`, which all ranks must clear
-// alike.
+// gradient, it only forwards the optimizer's zero_grad() to `slot`: all ranks must clear it alike.
 at::Tensor make_placeholder(const ShardedState& state, const ParamIndex& place) {
   const at::Tensor empty = at::as_strided(state.units()[place.unit]->updated(), {0}, {1}, 0);
   install_segment_gate(empty, state.reducer().gradients()[place.unit], place.slot,

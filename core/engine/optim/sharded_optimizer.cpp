@@ -257,7 +257,7 @@ void ShardedOptimizer::Impl::follow() {
   adopt();
 }
 
-// Returns the options of a step, which must be the same on all ranks.
+// Returns the options of a step. They must be the same on all ranks.
 static std::string step_text(torch::optim::Optimizer& optimizer) {
   std::string text = "a step with";
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {

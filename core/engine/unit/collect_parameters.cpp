@@ -17,8 +17,8 @@ namespace {
 
 // The bytes between the first and the last element of a tensor, both included.
 struct MemoryRange {
-  // Null: `begin` and `end` are addresses. Else they count from the start of this storage, which
-  // has no memory yet.
+  // Null: `begin` and `end` are addresses. Else they count from the start of this storage without
+  // memory.
   const void* storage = nullptr;
   uint64_t begin = 0, end = 0;
 

@@ -21,7 +21,7 @@ struct DistSlot {
   std::vector<int64_t> sizes, strides;  ///< global
   /// Null: as `spec`.
   DistSpecPtr gradients;
-  /// False on ranks whose part is a replica of another rank's, which counts it.
+  /// False on ranks whose part is a replica; the rank with the original counts it.
   bool is_first_replica = true;
 };
 
@@ -55,7 +55,7 @@ struct ParamSlot {
 };
 
 /// A range of a unit's flat buffer whose gradients travel together: one large parameter, or a run
-/// of small ones, which are copied into one buffer.
+/// of small ones that are copied into one buffer.
 struct GradChunk {
   int64_t begin = 0, end = 0;           ///< elements
   size_t first_slot = 0, end_slot = 0;  ///< index range into the slots

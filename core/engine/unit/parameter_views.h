@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-/// The tensors of a unit's parameters, which are views of the unit's memory.
+/// The tensors of a unit's parameters: views of the unit's memory.
 class ParameterViews {
  public:
   ParameterViews(Unit& unit, const UnitLayout& layout);

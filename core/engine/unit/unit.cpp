@@ -186,7 +186,7 @@ void Unit::begin_gather() {
   if (layout_.gather_dtype != layout_.dtype && !is_shared())
     arriving_ = at::empty({layout_.numel()}, layout_.options().dtype(layout_.gather_dtype));
   if (!shard_.defined() && is_uploaded()) {
-    // The copy on the device, which the gather sends, is made beside the kernels that come next.
+    // The gather sends the copy on the device. It is made beside the kernels that come next.
     uploaded_ = context_.copies->of(layout_.device).run([&] { gather_ = start_gather(); });
   } else {
     gather_ = start_gather();

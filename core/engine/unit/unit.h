@@ -73,8 +73,8 @@ enum class GivenValues : uint8_t {
 ///
 /// Three parts know the rest. `UnitMemory` is the full flat buffer: always there, freed while the
 /// unit is sharded, or shared by the ranks of a host. `ParameterViews` are the user's tensors,
-/// which are views of it. `MasterCopy`, if there is one, is updated by the optimizer in place of
-/// the shard; `publish()` brings its values into the shard.
+/// views of it. `MasterCopy`, if there is one, is updated by the optimizer in place of the shard;
+/// `publish()` brings its values into the shard.
 ///
 /// A unit that is freed between uses keeps no shard beside an offloaded master copy, or beside any
 /// master copy if the context says so: a gather then sends values rounded from the master copy.
@@ -111,7 +111,7 @@ class Unit {
   /// Frees the full parameters, or marks them as out of date if they always exist.
   void reshard();
 
-  /// Prepares the parameters, which must be unsharded, for an operator that writes to them. Other
+  /// Prepares the parameters for an operator that writes to them. They must be unsharded. Other
   /// ranks must not see the writes, as each of them executes the operator itself.
   void begin_write();
   /// Takes over the writes of the operator: copies this rank's part into the shard and, where
@@ -130,10 +130,10 @@ class Unit {
   /// share its memory.
   void wait_until_unread();
 
-  /// The parameters' tensors, which may have been given other data.
+  /// The parameters' tensors. They may have been given other data.
   const ParameterViews& views() const { return views_; }
-  /// Takes this rank's part of such data over, into `updated()`, which must not be in use, and
-  /// makes the parameter a view of this unit again.
+  /// Copies this rank's part of such data into `updated()`, and makes the parameter a view of this
+  /// unit again. `updated()` must not be in use.
   void take_in(const ParamSlot& slot, const std::shared_ptr<void>& keep_alive);
 
   State state() const { return state_; }

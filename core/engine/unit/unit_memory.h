@@ -50,7 +50,7 @@ class UnitMemory {
   /// The unit gives its parameters back: lets go of the buffer.
   void leave();
 
-  /// Before writes are taken over: waits until no rank reads the old values. All ranks, if the
+  /// Waits until no rank reads the old values; call it before applying writes. Collective if the
   /// buffer is shared.
   virtual void wait_for_readers() {}
 
@@ -82,7 +82,7 @@ class MasterCopy {
   /// True if it is away from the parameters' device.
   bool is_offloaded() const { return is_offloaded_; }
 
-  /// Makes it of `part`, which may be its present values, in `offload` unless that is null.
+  /// Makes it of `part` (maybe its present values), in `offload` unless that is null.
   void make(const at::Tensor& part, at::ScalarType dtype,
             const std::shared_ptr<StateMemory>& offload);
   /// Moves an offloaded copy to `device` permanently.
