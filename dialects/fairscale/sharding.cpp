@@ -93,7 +93,7 @@ void Sharding::take_apart(GivenValues which) {
     OptimizerAccess(*optimizer->sharded).give_back();
     optimizer->sharded.reset();
   }
-  which == GivenValues::kUsed ? state.unwrap() : state.give_back(which);
+  which == GivenValues::kUsed ? unwrap(state) : state.give_back(which);
   sharded.reset();
 }
 

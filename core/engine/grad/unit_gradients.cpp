@@ -27,7 +27,7 @@ namespace tessera {
 // replicate dim, `Reduction::replicate` then adds up the replicas' parts. Several units may be
 // reduced in one collective: see grad_bucket.cpp. A further backward before the step is added to
 // `reduced_`. A parameter without a gradient on this rank counts as zeros; one without a gradient
-// on any rank has none (`live_`), so the optimizer leaves it alone, as in one process.
+// on any rank has none (`live`), so the optimizer leaves it alone, as in one process.
 namespace {
 
 // Returns the elements of `grad` in memory order. Autograd lays gradients out like their parameter.
@@ -109,11 +109,7 @@ UnitGradients::UnitGradients(Unit& unit, GradientSink* sink, double scale, doubl
       scale_(scale),
       predivide_(predivide),
       chunks_(unit.layout().chunks.size()),
-      arrived_(unit.layout().slots.size(), false),
-      seen_(unit.layout().slots.size()),
-      live_(unit.layout().slots.size(), false),
-      cleared_(unit.layout().slots.size(), false),
-      clears_(unit.layout().slots.size(), 0) {
+      slots_(unit.layout().slots.size()) {
   if (unit.layout().error_feedback) error_ = std::make_shared<at::Tensor>();
 }
 
@@ -137,7 +133,7 @@ at::Tensor UnitGradients::place_of(size_t slot) {
 void UnitGradients::begin_backward() {
   const auto& slots = unit_.layout().slots;
   for (size_t slot = 0; slot < slots.size(); ++slot)
-    seen_[slot].assign(slots[slot].handles.size(), false);
+    slots_[slot].seen.assign(slots[slot].handles.size(), false);
 }
 
 void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
@@ -153,7 +149,7 @@ void UnitGradients::arrive(size_t slot, size_t handle, const at::Tensor& grad) {
                     "[tessera] the gradient of parameter '", param.name(),
                     "' must have the parameter's shape; expected ", at::IntArrayRef(param.sizes),
                     ", got ", grad.sizes(), " (set by a hook, or by hand?)");
-  arrived_[slot] = seen_[slot][handle] = true;
+  slots_[slot].arrived = slots_[slot].seen[handle] = true;
   if (param.numel == 0) return;
   at::NoGradGuard no_grad;
   const MemoryWatch& watch = unit_.context().watch;
@@ -182,7 +178,7 @@ bool UnitGradients::is_complete() const {
   const auto& slots = unit_.layout().slots;
   for (size_t slot = 0; slot < slots.size(); ++slot) {
     for (size_t handle = 0; handle < slots[slot].handles.size(); ++handle) {
-      if (seen_[slot][handle]) continue;
+      if (slots_[slot].seen[handle]) continue;
       const at::Tensor tensor = slots[slot].tensor(handle);
       if (tensor.defined() && tensor.requires_grad()) return false;
     }
@@ -190,14 +186,12 @@ bool UnitGradients::is_complete() const {
   return true;
 }
 
-bool UnitGradients::any_arrived() const {
-  return std::find(arrived_.begin(), arrived_.end(), true) != arrived_.end();
-}
+bool UnitGradients::any_arrived() const { return std::ranges::any_of(slots_, &SlotState::arrived); }
 
 // Drops gradients that have arrived and were not launched.
 void UnitGradients::drop_arrivals() {
   std::fill(chunks_.begin(), chunks_.end(), at::Tensor());
-  std::fill(arrived_.begin(), arrived_.end(), false);
+  for (SlotState& slot : slots_) slot.arrived = false;
 }
 
 std::vector<Piece> UnitGradients::take_pieces() {
@@ -223,7 +217,7 @@ bool UnitGradients::prepare_reduced() {
     return false;
   }
   for (size_t slot = 0; slot < layout.slots.size(); ++slot) {
-    if (live_[slot]) continue;
+    if (slots_[slot].live) continue;
     const auto [begin, end] = unit_.updated_range(layout.slots[slot]);
     if (begin < end) reduced(begin, end).zero_();
   }
@@ -338,9 +332,9 @@ void UnitGradients::settle(const std::vector<bool>& used) {
   start_gather();
   finish_reduction();
   unit_.context().watch.before_change();
-  for (size_t slot = 0; slot < live_.size(); ++slot) {
-    if (used[slot] && !cleared_[slot]) live_[slot] = true;
-    cleared_[slot] = false;
+  for (size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (used[slot] && !slots_[slot].cleared) slots_[slot].live = true;
+    slots_[slot].cleared = false;
   }
   if (!any_live()) reduced_.reset();
   unit_.context().watch.tell(MemoryEvent::kUnitReduced, unit_.layout().name);
@@ -352,27 +346,27 @@ bool UnitGradients::holds_any() const {
 }
 
 void UnitGradients::clear(size_t slot) {
-  ++clears_[slot];
+  SlotState& own = slots_[slot];
+  ++own.clears;
   const bool held = holds_any();
   if (held) unit_.context().watch.before_change();
-  if (arrived_[slot]) {
-    arrived_[slot] = false;
+  if (own.arrived) {
+    own.arrived = false;
     if (unit_.layout().slots[slot].numel > 0) place_of(slot).zero_();
   }
-  live_[slot] = false;
-  cleared_[slot] = is_reducing();
+  own.live = false;
+  own.cleared = is_reducing();
   if (!any_live() && !is_reducing()) reduced_.reset();
   if (held && !holds_any())
     unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
 }
 
 void UnitGradients::clear_all() {
-  for (int& count : clears_) ++count;
+  for (SlotState& slot : slots_) ++slot.clears;
   const bool held = holds_any();
   if (held) unit_.context().watch.before_change();
   drop_arrivals();
-  std::fill(live_.begin(), live_.end(), false);
-  std::fill(cleared_.begin(), cleared_.end(), false);
+  for (SlotState& slot : slots_) slot.live = slot.cleared = false;
   if (is_reducing()) finish_reduction();
   reduced_.reset();
   if (held) unit_.context().watch.tell(MemoryEvent::kGradientsCleared, unit_.layout().name);
@@ -380,14 +374,15 @@ void UnitGradients::clear_all() {
 
 // As after a backward that has made zeros: gradients count as arrived, without tensors.
 void UnitGradients::zero_all() {
-  std::vector<bool> any = arrived_;
-  for (size_t slot = 0; slot < any.size(); ++slot) any[slot] = any[slot] || is_live(slot);
+  std::vector<bool> any;
+  for (size_t slot = 0; slot < slots_.size(); ++slot)
+    any.push_back(has_arrived(slot) || is_live(slot));
   clear_all();
-  arrived_ = std::move(any);
+  for (size_t slot = 0; slot < slots_.size(); ++slot) slots_[slot].arrived = any[slot];
 }
 
 bool UnitGradients::any_live() const {
-  for (size_t slot = 0; slot < live_.size(); ++slot) {
+  for (size_t slot = 0; slot < slots_.size(); ++slot) {
     if (is_live(slot)) return true;
   }
   return false;

@@ -74,7 +74,7 @@ class UnitGradients {
   void arrive(size_t slot, size_t handle, const at::Tensor& grad);
   /// Returns true once the gradients of all trainable tensors have arrived in this backward.
   bool is_complete() const;
-  bool has_arrived(size_t slot) const { return arrived_[slot]; }
+  bool has_arrived(size_t slot) const { return slots_[slot].arrived; }
   bool any_arrived() const;
 
   /// All ranks: starts reducing the gradients that have arrived; parameters without one count as
@@ -108,14 +108,16 @@ class UnitGradients {
   virtual void clear(size_t slot);
   virtual void clear_all();
   /// Return how often that was done for a parameter, and begin to count anew.
-  int clears(size_t slot) const { return clears_[slot]; }
-  void forget_clears() { std::fill(clears_.begin(), clears_.end(), 0); }
+  int clears(size_t slot) const { return slots_[slot].clears; }
+  void forget_clears() {
+    for (SlotState& slot : slots_) slot.clears = 0;
+  }
   /// Turns existing gradients into zeros. The next backward reduces these even where it does not
   /// use the parameter.
   virtual void zero_all();
 
   /// Returns true if the parameter has a reduced gradient. All ranks agree.
-  virtual bool is_live(size_t slot) const { return live_[slot]; }
+  virtual bool is_live(size_t slot) const { return slots_[slot].live; }
   bool any_live() const;
   /// Returns the reduced gradient of elements [begin, end) of the flat buffer. They must be this
   /// rank's, and of one parameter.
@@ -131,6 +133,15 @@ class UnitGradients {
   Unit& unit() const { return unit_; }
 
  private:
+  // The gradient of one parameter.
+  struct SlotState {
+    bool arrived = false;    // and not launched; possibly in an earlier backward
+    std::vector<bool> seen;  // by handle: arrived in this backward
+    bool live = false;
+    bool cleared = false;  // during the reduction: its result does not count
+    int clears = 0;
+  };
+
   void drop_arrivals();
   void finish_reduction();
   void finish_sum();
@@ -147,12 +158,8 @@ class UnitGradients {
   GradientSink* sink_;
   double scale_;
   double predivide_;
-  std::vector<at::Tensor> chunks_;       // 1-D, local sums; undefined until a gradient arrives
-  std::vector<bool> arrived_;            // and not launched; possibly in an earlier backward
-  std::vector<std::vector<bool>> seen_;  // per slot and handle: arrived in this backward
-  std::vector<bool> live_;
-  std::vector<bool> cleared_;  // during the reduction: its result does not count
-  std::vector<int> clears_;
+  std::vector<at::Tensor> chunks_;  // 1-D, local sums; undefined until a gradient arrives
+  std::vector<SlotState> slots_;
   at::Tensor reduced_;
   at::Tensor partial_;                 // destination of the sum, if not `reduced_` itself
   std::shared_ptr<at::Tensor> error_;  // what messages have lost; null if losses are forgotten

@@ -33,7 +33,6 @@ Unit::Unit(UnitLayout layout, int index, UnitContext& context, UseListener& list
       index_(index),
       context_(context),
       listener_(listener),
-      rank_(context.mesh.shard().rank()),
       label_(fmt::format("unit '{}'", layout_.name)),
       memory_(make_unit_memory(layout_, context)),
       views_(*this, layout_) {}
@@ -69,7 +68,7 @@ void Unit::bring_back() {
 }
 
 at::Tensor Unit::shard_of(const at::Tensor& flat) const {
-  return flat.narrow(0, layout_.bounds[rank_], layout_.shard_numel(rank_));
+  return flat.narrow(0, layout_.bounds[rank()], layout_.shard_numel(rank()));
 }
 
 // The part of `flat` that this rank updates.
@@ -91,7 +90,7 @@ WorkPtr Unit::start_gather() const {
   // Ranks of a host share the rounded values; only messages between hosts are narrow.
   if (is_shared() && layout_.dtype == at::kFloat && layout_.gather_dtype != layout_.dtype)
     encoding = rounding_encoding(layout_.gather_dtype);
-  const std::string& name = is_written_ ? written_name_ : layout_.name;
+  const std::string& name = write_.is_last ? write_.name : layout_.name;
   return context_.mesh.shard().all_gather(gathered(), gather_source(), layout_.bounds,
                                           {name, Channel::kParams}, encoding);
 }
@@ -149,7 +148,7 @@ int64_t Unit::resident_nbytes() const {
 
 int64_t Unit::gathered_nbytes() const {
   int64_t nbytes = memory_->gathered_nbytes();
-  for (const at::Tensor* tensor : {&arriving_, &written_}) {
+  for (const at::Tensor* tensor : {&arriving_, &write_.values}) {
     if (tensor->defined()) nbytes += static_cast<int64_t>(tensor->nbytes());
   }
   return nbytes;
@@ -172,7 +171,7 @@ void Unit::unshard() {
   }
   if (!is_host(layout_.device)) ++context_.unchecked_gathers;
   state_ = State::kUnsharding;
-  is_written_ = false;
+  write_.is_last = false;
   if (unread_.size() > kMostUnread) {
     unread_.front()->wait_inputs();
     unread_.erase(unread_.begin());
@@ -223,17 +222,17 @@ void Unit::reshard() {
 void Unit::begin_write() {
   if (!views_.any()) return;
   if (is_shared()) {
-    written_ = full().clone();  // other ranks would see writes to the buffer itself
-    views_.show(written_);
+    write_.values = full().clone();  // other ranks would see writes to the buffer itself
+    views_.show(write_.values);
   } else if (layout_.has_master()) {
-    before_write_ = updated_of(full()).clone();
+    write_.before = updated_of(full()).clone();
   }
 }
 
 void Unit::cancel_write() {
-  before_write_.reset();
-  if (!written_.defined()) return;
-  written_.reset();
+  write_.before.reset();
+  if (!write_.values.defined()) return;
+  write_.values.reset();
   show();
 }
 
@@ -241,18 +240,18 @@ void Unit::write_back() {
   wait();
   at::NoGradGuard no_grad;
   memory_->wait_for_readers();
-  if (written_.defined()) {
-    keep_written(updated_of(full()), updated_of(written_));
-    updated_of(full()).copy_(rounded(updated_of(written_)));
-    written_.reset();
+  if (write_.values.defined()) {
+    keep_written(updated_of(full()), updated_of(write_.values));
+    updated_of(full()).copy_(rounded(updated_of(write_.values)));
+    write_.values.reset();
   } else {
     if (frees()) wait_until_unread();
     if (frees() && shard_.defined()) shard_.copy_(shard_of(full()));
-    keep_written(std::exchange(before_write_, at::Tensor()), updated_of(full()));
+    keep_written(std::exchange(write_.before, at::Tensor()), updated_of(full()));
   }
   if (layout_.quantizes()) publish();  // a value changes the scale of its neighbours
-  if (written_name_.empty()) written_name_ = name_after_write(layout_);
-  is_written_ = true;
+  if (write_.name.empty()) write_.name = name_after_write(layout_);
+  write_.is_last = true;
   reshard();
 }
 
@@ -278,10 +277,10 @@ const at::Tensor& Unit::updated() const {
   return layout_.level == ShardLevel::kNone ? full() : shard_;
 }
 int64_t Unit::updated_begin() const {
-  return layout_.level == ShardLevel::kNone ? 0 : layout_.bounds[rank_];
+  return layout_.level == ShardLevel::kNone ? 0 : layout_.bounds[rank()];
 }
 int64_t Unit::updated_end() const {
-  return layout_.level == ShardLevel::kNone ? layout_.numel() : layout_.bounds[rank_ + 1];
+  return layout_.level == ShardLevel::kNone ? layout_.numel() : layout_.bounds[rank() + 1];
 }
 
 }  // namespace tessera

@@ -170,6 +170,15 @@ class Unit {
   }
 
  private:
+  // What operators write to the parameters.
+  struct OperatorWrite {
+    at::Tensor values;     // written in place of the memory, where that is shared
+    at::Tensor before;     // the values of this rank's part before, if a master copy keeps more
+    bool is_last = false;  // nothing was gathered since
+    std::string name;      // `name_after_write()`; gathers in progress refer to it
+  };
+
+  int rank() const { return context_.mesh.shard().rank(); }
   at::Tensor collect_values(bool broadcast) const;
   void keep_part_of(const at::Tensor& values);
   void keep_written(const at::Tensor& before, const at::Tensor& after);
@@ -193,7 +202,6 @@ class Unit {
   const int index_;
   UnitContext& context_;
   UseListener& listener_;
-  const int rank_;
   const std::string label_;  // "unit 'name'"
   State state_ = State::kUnsharded;
   const std::unique_ptr<UnitMemory> memory_;
@@ -201,10 +209,7 @@ class Unit {
   MasterCopy master_;
   at::Tensor shard_;     // undefined if the master copy serves as such
   at::Tensor arriving_;  // filled by a gather in place of the memory, where parameters are rounded
-  at::Tensor written_;   // written by an operator in place of the memory, where that is shared
-  at::Tensor before_write_;   // the values of this rank's part before, if a master copy keeps more
-  bool is_written_ = false;   // by an operator, since the last gather
-  std::string written_name_;  // `name_after_write()`; gathers in progress refer to it
+  OperatorWrite write_;
   std::optional<c10::Event> uploaded_;  // behind the latest copy of an offloaded master copy
   WorkPtr gather_;                      // the latest
   std::vector<WorkPtr> unread_;         // gathers whose peers may still be reading our shard
