@@ -224,9 +224,11 @@ void Unit::begin_write() {
   if (is_shared()) {
     write_.values = full().clone();  // other ranks would see writes to the buffer itself
     views_.show(write_.values);
-  } else if (layout_.has_master()) {
-    write_.before = updated_of(full()).clone();
+    return;
   }
+  // The operator writes to the buffer, from which peers may be reading this rank's shard.
+  if (!frees()) wait_until_unread();
+  if (layout_.has_master()) write_.before = updated_of(full()).clone();
 }
 
 void Unit::cancel_write() {
