@@ -28,14 +28,13 @@ Cause blamed_cause(int blamed, const JobEnd& end, const Cause& first) {
 
 }  // namespace
 
-std::optional<Cause> cause_of(const JobEnd& end, const MergedFlight& flight) {
+std::optional<Cause> cause_of(const JobEnd& end, int blamed) {
   const auto rank =
       std::find_if(end.ranks.begin(), end.ranks.end(), [](const RankEnd& r) { return r.failed(); });
   if (rank == end.ranks.end()) return std::nullopt;
   const Cause first{.rank = &*rank,
                     .text = fmt::format("rank {} failed first: {}", rank->rank, describe(*rank)),
                     .status = rank->exit_status()};
-  const int blamed = blamed_rank(flight);
   const bool is_other = blamed >= 0 && rank->rank != blamed;
   // Ranks that a passed-on signal ended blame each other, too.
   if (!is_other || end.interrupted_by != 0) return first;

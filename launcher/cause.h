@@ -3,7 +3,6 @@
 #include <optional>
 #include <string>
 
-#include "launcher/flight_record.h"
 #include "launcher/job_end.h"
 
 namespace tessera::tools {
@@ -16,9 +15,9 @@ struct Cause {
   int status = 1;  ///< the exit status of the job
 };
 
-/// Returns the cause: the rank that failed first, unless the flight records of the ranks that
-/// failed blame another rank. Nothing if none failed.
-std::optional<Cause> cause_of(const JobEnd& end, const MergedFlight& flight);
+/// Returns the cause: the rank that failed first, unless the flight records blame another one,
+/// `blamed`; -1: none. Nothing if none failed.
+std::optional<Cause> cause_of(const JobEnd& end, int blamed);
 
 /// Returns "exit status 3", say.
 std::string describe(const RankEnd& end);

@@ -17,6 +17,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
+/// A rank that computes writes its flight record at once; one that is stopped never does.
+constexpr milliseconds kRecordWait{2000};
+constexpr milliseconds kLookInterval{50};
+
 std::string prefix_of(int rank, bool is_err) {
   const bool coloured =
       ::isatty(is_err ? STDERR_FILENO : STDOUT_FILENO) == 1 && std::getenv("NO_COLOR") == nullptr;
@@ -78,7 +82,7 @@ Job::~Job() {
 JobEnd Job::run() {
   start_ranks();
   while (any_running() && phase_ != Phase::kGivenUp) {
-    handle_events(std::min(deadline_, watch_.next_look()));
+    handle_events(flights_due_ ? std::min(deadline_, Clock::now() + kLookInterval) : deadline_);
     extend_last_words();
     look_for_flights();
     if (Clock::now() >= deadline_) on_deadline();
@@ -163,7 +167,7 @@ void Job::on_signal(int signal) {
       return;
     case SIGUSR1:
       signal_ranks(signal);
-      watch_.begin();
+      flights_due_ = Clock::now() + kRecordWait;
       return;
     case SIGUSR2:
       signal_ranks(signal);
@@ -222,11 +226,15 @@ void Job::extend_last_words() {
 }
 
 void Job::look_for_flights() {
+  if (!flights_due_) return;
   std::vector<int> running;
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (!ranks_[i].ended) running.push_back(setup_.assignment.first_rank + static_cast<int>(i));
   }
-  if (watch_.ends(flights_, running)) report_.on_asked_flight(flights_.read_asked(ranks()));
+  const bool all_wrote = flights_.new_records(running).size() == running.size();
+  if (running.empty() || (Clock::now() < *flights_due_ && !all_wrote)) return;
+  flights_due_.reset();
+  report_.on_asked_flight(flights_.take_asked(ranks()));
 }
 
 void Job::on_deadline() {
@@ -249,9 +257,9 @@ void Job::on_deadline() {
 void Job::report_late_flights() {
   const bool failed = std::any_of(end_.ranks.begin(), end_.ranks.end(),
                                   [](const RankEnd& end) { return end.failed(); });
-  if (!watch_.is_on() || failed) return;  // after a failure the records are read anyway
-  const MergedFlight flight = flights_.read_asked(ranks());
-  if (!flight.empty()) report_.on_asked_flight(flight);
+  if (!flights_due_ || failed) return;  // after a failure the records are read anyway
+  const std::vector<int> asked = flights_.take_asked(ranks());
+  if (!asked.empty()) report_.on_asked_flight(asked);
 }
 
 void Job::enter(Phase phase, milliseconds duration) {

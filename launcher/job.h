@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -93,7 +94,7 @@ class Job {
   Clock::time_point last_words_end_;  ///< the latest end of `Phase::kFailing`
   Clock::time_point last_news_;       ///< when a rank last wrote to stderr or ended, in that phase
   size_t bytes_heard_ = 0;            ///< of stderr, of all ranks
-  FlightWatch watch_;
+  std::optional<Clock::time_point> flights_due_;  ///< when those that were asked for are shown
   int interrupts_ = 0;
   JobEnd end_;
 };

@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "launcher/cause.h"
-#include "launcher/flight_table.h"
 
 namespace tessera::tools {
 namespace {
@@ -54,14 +53,16 @@ void say(Terminal& terminal, const std::string& text) {
   terminal.write_from(nullptr, STDERR_FILENO, fmt::format("tessera run: {}\n", text));
 }
 
-void JobReport::on_asked_flight(const MergedFlight& flight) {
-  if (flight.empty()) say(terminal_, "no rank wrote a flight record; they do so after init()");
-  show(flight);
+void JobReport::on_asked_flight(const std::vector<int>& ranks) {
+  if (ranks.empty()) say(terminal_, "no rank wrote a flight record; they do so after init()");
+  folder_.show(ranks, attempt_, terminal_);
 }
 
-int JobReport::on_end(const JobEnd& end, const MergedFlight& flight) {
-  const std::optional<Cause> cause = cause_of(end, flight);
-  if (cause) show(flight);
+int JobReport::on_end(const JobEnd& end, const std::vector<FlightReport>& flights) {
+  const std::optional<Cause> cause = cause_of(end, blamed_rank(flights));
+  std::vector<int> ranks;
+  for (const FlightReport& flight : flights) ranks.push_back(flight.rank);
+  if (cause) folder_.show(ranks, attempt_, terminal_);
   for (const pid_t pid : end.immortal) {
     say(terminal_, fmt::format("process {} is still there after SIGKILL", pid));
   }
@@ -74,20 +75,6 @@ int JobReport::on_end(const JobEnd& end, const MergedFlight& flight) {
   say_cause(terminal_, *cause);
   say_others(terminal_, end, *cause);
   return cause->status;
-}
-
-void JobReport::show(const MergedFlight& flight) {
-  for (const std::string& line : flight.unreadable) say(terminal_, line);
-  if (flight.ranks.empty()) return;
-  say(terminal_, "the last collectives, by the flight records:");
-  for (const std::string& line : flight_table(flight))
-    terminal_.write_from(nullptr, STDERR_FILENO, line + "\n");
-  try {
-    say(terminal_, fmt::format("all recorded collectives, for chrome://tracing: {}",
-                               folder_.write_trace(flight, attempt_)));
-  } catch (const std::exception& error) {
-    say(terminal_, error.what());
-  }
 }
 
 }  // namespace tessera::tools

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "launcher/flight_folder.h"
-#include "launcher/flight_record.h"
 #include "launcher/job_end.h"
 #include "launcher/terminal.h"
 
@@ -15,14 +15,12 @@ class JobReport {
   JobReport(Terminal& terminal, FlightFolder& folder, int attempt)
       : terminal_(terminal), folder_(folder), attempt_(attempt) {}
 
-  /// Ranks have written flight records because of SIGUSR1.
-  void on_asked_flight(const MergedFlight& flight);
+  /// These ranks have written flight records because of SIGUSR1.
+  void on_asked_flight(const std::vector<int>& ranks);
   /// All ranks have ended. Returns the exit status of the job.
-  int on_end(const JobEnd& end, const MergedFlight& flight);
+  int on_end(const JobEnd& end, const std::vector<FlightReport>& flights);
 
  private:
-  void show(const MergedFlight& flight);
-
   Terminal& terminal_;
   FlightFolder& folder_;
   int attempt_;

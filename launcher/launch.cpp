@@ -77,7 +77,6 @@ class Launch {
                  plan_.node == 0 ? "flight" : fmt::format("flight_node_{}", plan_.node)) {}
 
   int run() {
-    flights_.make();
     guardian_ = std::make_unique<Guardian>(plan_.local_ranks(), flights_.path());
     if (!flights_.problem().empty())
       say(terminal_, fmt::format("ranks write no flight records: {}", flights_.problem()));
@@ -104,11 +103,11 @@ class Launch {
             {terminal_, signals_, flights_, *guardian_, report});
     flights_.remove_records(job.ranks());
     const JobEnd end = job.run();
-    const MergedFlight flight = flights_.read_failed(job.ranks());
-    const int status = report.on_end(end, flight);
+    const std::vector<FlightReport> flights = flights_.read_failed(job.ranks());
+    const int status = report.on_end(end, flights);
     if (end.interrupted_by == SIGPIPE) return {128 + SIGPIPE, true};
     if (status != 0 && end.interrupted_by == 0 && attempt >= options_.max_restarts)
-      let_the_cause_end_first(flight, job.ranks());
+      let_the_cause_end_first(blamed_rank(flights), job.ranks());
     return {status, end.interrupted_by != 0 || !end.immortal.empty()};
   }
 
@@ -136,11 +135,12 @@ class Launch {
   /// If the ranks blame one of another node, waits a while for the signal by which mpirun or srun
   /// ends this launcher once that node's has ended: the job's exit status is then that of the
   /// cause.
-  void let_the_cause_end_first(const MergedFlight& flight, const std::vector<int>& here) {
-    const int blamed = blamed_rank(flight);
+  void let_the_cause_end_first(int blamed, const std::vector<int>& here) {
     if (blamed < 0 || std::find(here.begin(), here.end(), blamed) != here.end()) return;
     const auto until = Clock::now() + options_.grace + kOtherNodes;
-    while (Clock::now() < until && wait_for_events(signals_, terminal_, {}, until).empty()) {
+    while (Clock::now() < until) {
+      const std::vector<int> signals = wait_for_events(signals_, terminal_, {}, until);
+      if (std::ranges::any_of(signals, [](int signal) { return signal != SIGCHLD; })) return;
     }
   }
 

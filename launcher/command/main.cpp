@@ -1,4 +1,4 @@
-// The command-line tool: starts jobs, and passes all other commands on to tessera-bench.
+// The command-line tool: starts jobs, and passes all other commands on to programs beside it.
 //
 // It is not linked with LibTorch, which takes longer to load than a job takes to start.
 
@@ -18,17 +18,17 @@
 
 namespace {
 
-std::string bench_beside_this() {
+std::string beside_this(const char* name) {
   std::error_code error;
   const auto self = std::filesystem::read_symlink("/proc/self/exe", error);
-  return self.parent_path() / "tessera-bench";
+  return self.parent_path() / name;
 }
 
-/// Executes the program beside this one that is linked with LibTorch. Returns only if that fails.
-int become_bench(char** argv) {
-  const std::string bench = bench_beside_this();
-  ::execv(bench.c_str(), argv);
-  fmt::print(stderr, "tessera: cannot execute '{}': {}\n", bench, std::strerror(errno));
+/// Executes a program beside this one. Returns only if that fails.
+int become(const char* name, char** argv) {
+  const std::string program = beside_this(name);
+  ::execv(program.c_str(), argv);
+  fmt::print(stderr, "tessera: cannot execute '{}': {}\n", program, std::strerror(errno));
   return errno == ENOENT ? 127 : 126;
 }
 
@@ -39,7 +39,7 @@ std::string version_text() {
   const std::string versions =
       fmt::format("tessera {}.{}.{} (LibTorch {})", TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR,
                   TESSERA_VERSION_PATCH, TESSERA_TORCH_VERSION);
-  const std::string bench = bench_beside_this();
+  const std::string bench = beside_this("tessera-bench");
   if (::access(bench.c_str(), X_OK) == 0) {
     fmt::print("{}\n", versions);
     const char* arguments[] = {"tessera", "--version", nullptr};
@@ -61,13 +61,15 @@ int main(int argc, char** argv) {
   std::vector<std::string> arguments(argv + 1, argv + argc);
   const std::string command_name = arguments.empty() ? "" : arguments.front();
   if (command_name == "bench" || command_name == "plan" || command_name == "ckpt")
-    return become_bench(argv);
+    return become("tessera-bench", argv);
+  if (command_name == "flight") return become("tessera-flight", argv + 1);
 
   int exit_code = 0;
   std::vector<std::string> command;
   CLI::App app("Tessera: sharded training for LibTorch", "tessera");
   tessera::tools::add_run(app, command, exit_code);
   // Listed for the help.
+  app.add_subcommand("flight", "Shows the flight records that ranks left in a folder");
   app.add_subcommand("bench", "Measures collectives, training steps, operators and checkpoints");
   app.add_subcommand("plan", "Computes the memory and traffic of each rank");
   app.add_subcommand("ckpt", "Looks at checkpoints, and converts them");

@@ -29,7 +29,7 @@ ask(description dpkg-deb --field "${package}" Description)
 expect("${description}" "LibTorch ${TORCH_VERSION} is needed, and is not a package of Debian's")
 
 ask(contents dpkg-deb --contents "${package}")
-foreach(file IN ITEMS bin/tessera bin/tessera-bench include/tessera/tessera.h lib/libtessera.so.${VERSION}
+foreach(file IN ITEMS bin/tessera bin/tessera-bench bin/tessera-flight include/tessera/tessera.h lib/libtessera.so.${VERSION}
                       lib/cmake/Tessera/TesseraConfig.cmake lib/cmake/Tessera/TesseraTargets.cmake
                       share/doc/tessera/copyright)
   expect("${contents}\n" " \\./usr/${file}\n")

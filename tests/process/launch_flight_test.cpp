@@ -4,12 +4,12 @@
 #include <signal.h>
 
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "launched.h"
-#include "launcher/flight_record.h"
-#include "launcher/flight_table.h"
+#include "launcher/flight_folder.h"
 
 namespace tessera {
 namespace launch_flight_test {
@@ -188,41 +188,73 @@ TEST(LaunchFlight, TheTemporaryFolderGoesUnlessATraceWasNamed) {
   EXPECT_EQ(count(), 1);
 }
 
+TEST(LaunchFlight, WithoutPythonTheRecordsStayAndTheCauseIsTold) {
+  const TemporaryDirectory directory;
+  const ProgramRun::Options options{
+      .environment = {{"TMPDIR", directory.path()}, {"PATH", "/nowhere"}}};
+  const Command job = {TESSERA_CLI,
+                       "run",
+                       "-n",
+                       "2",
+                       "/bin/sh",
+                       "-c",
+                       "printf '{\"rank\":%s,\"size\":2,\"culprit\":0,\"records\":[]}' $RANK > "
+                       "$TESSERA_FLIGHT_DIR/rank_$RANK.json; exit $((4 + RANK))"};
+  const auto end = run_program(job, options);
+  EXPECT_EQ(end.status, 4) << end.err;
+  EXPECT_TRUE(
+      contains(end.err, "tessera run: the flight records could not be shown; `tessera flight " +
+                            directory.path("tessera-flight-")))
+      << end.err;
+}
+
+/// What `tessera flight` prints of the records of ranks 0, 1 and so on.
+std::string shown(const std::vector<json>& records) {
+  const TemporaryDirectory directory;
+  for (size_t rank = 0; rank < records.size(); ++rank)
+    std::ofstream(directory.path("rank_" + std::to_string(rank) + ".json")) << records[rank];
+  const auto end = run_program({TESSERA_CLI, "flight", directory.path()});
+  EXPECT_EQ(end.status, 0) << end.err;
+  return end.out;
+}
+
 TEST(FlightTable, RanksOfOneStateShareAColumn) {
-  tools::MergedFlight flight;
+  std::vector<json> records;
   for (int rank = 0; rank < 64; ++rank) {
     std::vector<json> entries = {entry(1, "all_gather", "head", rank != 9)};
     if (rank != 9) entries.push_back(entry(2, "all_gather", "body", false));
-    flight.add(tools::flight_from_json(record(rank, 64, -1, entries)));
+    records.push_back(record(rank, 64, -1, entries));
   }
-  std::string text;
-  for (const std::string& line : tools::flight_table(flight)) text += line + "\n";
+  const std::string text = shown(records);
   EXPECT_TRUE(contains(text, "ranks 0-8, 1... rank 9\n")) << text;
   EXPECT_TRUE(contains(text, "done            waiting 3.0 s\n")) << text;
   EXPECT_TRUE(contains(text, "waiting 3.0 s   not issued\n")) << text;
 }
 
 TEST(FlightTable, OfManyCollectivesShowsTheFirstAndTheLast) {
-  tools::MergedFlight flight;
   std::vector<json> entries;
   for (int number = 0; number < 100; ++number)
     entries.push_back(entry(number, "all_gather", "head", true));
-  flight.add(tools::flight_from_json(record(0, 2, -1, entries)));
-  flight.add(tools::flight_from_json(record(1, 2, -1, {entries[0], entries[1]})));
-  std::string text;
-  for (const std::string& line : tools::flight_table(flight)) text += line + "\n";
+  const std::string text =
+      shown({record(0, 2, -1, entries), record(1, 2, -1, {entries[0], entries[1]})});
   for (const char* part : {"#1 ", "#2 ", "... 89 more ...", "#99 "})
     EXPECT_TRUE(contains(text, part)) << text;
   EXPECT_FALSE(contains(text, "#0 ")) << text;
 }
 
+TEST(FlightTable, OfAFolderWithoutRecordsIsAnError) {
+  const TemporaryDirectory directory;
+  const auto end = run_program({TESSERA_CLI, "flight", directory.path()});
+  EXPECT_EQ(end.status, 1);
+  EXPECT_TRUE(contains(end.err, "no flight records in '" + directory.path())) << end.err;
+}
+
 TEST(FlightRecord, BlameNeedsTwoRanksThatAgreeOrTheOnlyOther) {
   const auto blamed = [](const std::vector<int>& culprits) {
-    tools::MergedFlight flight;
+    std::vector<tools::FlightReport> reports;
     const int size = static_cast<int>(culprits.size());
-    for (int rank = 0; rank < size; ++rank)
-      flight.add(tools::flight_from_json(record(rank, size, culprits[rank], {})));
-    return tools::blamed_rank(flight);
+    for (int rank = 0; rank < size; ++rank) reports.push_back({rank, size, culprits[rank]});
+    return tools::blamed_rank(reports);
   };
   EXPECT_EQ(blamed({-1, 0}), 0);
   EXPECT_EQ(blamed({-1, 0, -1}), -1);
